@@ -1,0 +1,276 @@
+"""Ring attention: exact attention over a sequence sharded over a ring of devices.
+
+Every device keeps its queries; keys and values travel from neighbour to neighbour, one
+hop at a time, behind the attention to those that are there already (Ring Attention,
+2310.01889). Backward, dq stays, and dk and dv travel after their keys and values, one
+hop behind, so that their transfer hides behind the next hop's work too.
+
+What a query sees of a visiting shard is an interval of the shard's slots, counted by
+the layout: neither this file nor the kernels know layouts or masks. A ring of one
+device is attention on that device.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from kernels.backend import check_operands, choose
+from kernels.layout import Layout, check_length, order
+from kernels.masks import Mask, Visible
+
+UNROLLED_HOPS = 16
+"""Longer rings are compiled as a loop, whose compile time does not grow with them."""
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What is known of a ring when it is compiled.
+
+    axis_name: mesh axis around which keys and values travel; None for a ring of one.
+    size: devices in the ring.
+    layout: says which indices a shard holds.
+    scale: factor on the scores.
+    backend: module with the attention step (see `backend`).
+    """
+
+    axis_name: str | None
+    size: int
+    layout: Layout
+    scale: float
+    backend: ModuleType
+
+    def shard(self) -> jax.Array | int:
+        """The number of the shard that this device's queries belong to."""
+        return lax.axis_index(self.axis_name) if self.size > 1 else 0
+
+    def slots(self, shard: jax.Array | int, visible: Visible, length: int) -> Pair:
+        """The interval [start, stop) of a shard's slots that each query sees."""
+        start = self.layout.count(shard, visible.lo, self.size, length)
+        stop = self.layout.count(shard, visible.hi + 1, self.size, length)
+        return start, stop
+
+    def rotate(self, arrays: Pair) -> Pair:
+        """Hands the arrays to the next device of the ring."""
+        neighbours = [(d, (d + 1) % self.size) for d in range(self.size)]
+        return lax.ppermute(arrays, self.axis_name, neighbours)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, lo: jax.Array, hi: jax.Array
+) -> Pair:
+    """Attention of the local queries to the keys of the whole ring.
+
+    q: (B, L, H, D). k, v: (B, L, K, D), the local shards.
+    lo, hi: int32 (B, L) or (1, L), first and last index that each local query sees.
+
+    Returns:
+      out (B, L, H, D) in the type of q, lse (B, H, L) in float32.
+    """
+    return _attend_forward(ring, q, k, v, lo, hi)[0]
+
+
+def _attend_forward(ring, q, k, v, lo, hi):
+    out, lse = _forward_hops(ring, q, (k, v), Visible(lo, hi))
+    # Named here, where the backward's residuals are made, so that a remat policy can
+    # keep these two and the ring need not run again (names outside have no effect).
+    out = checkpoint_name(out.astype(q.dtype), "attention_out")
+    lse = checkpoint_name(lse, "attention_lse")
+    return (out, lse), (q, k, v, lo, hi, out, lse)
+
+
+def _attend_backward(ring, residuals, cotangents):
+    q, k, v, lo, hi, out, lse = residuals
+    d_out, d_lse = cotangents
+    accumulate = functools.partial(
+        jnp.einsum, "bthd,bthd->bht", preferred_element_type=lse.dtype
+    )
+    # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
+    delta = accumulate(out, d_out) - d_lse
+    fixed = (q, d_out, lse, delta)
+    dq, dk, dv = _backward_hops(ring, fixed, (k, v), Visible(lo, hi))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _forward_hops(ring: Ring, q: jax.Array, kv: Pair, visible: Visible) -> Pair:
+    length = kv[0].shape[1]
+
+    def compute(hop, kv, carry):
+        source = (ring.shard() - hop) % ring.size
+        bounds = ring.slots(source, visible, length)
+        return ring.backend.forward(q, *kv, *bounds, scale=ring.scale, carry=carry)
+
+    def hop_and_rotate(hop, kv, carry):
+        arriving = ring.rotate(kv)
+        carry = compute(hop, kv, carry)
+        # Without the barrier XLA may start all transfers at once, or late.
+        return lax.optimization_barrier((arriving, carry))
+
+    if ring.size == 1:
+        return compute(0, kv, None)
+    state = hop_and_rotate(0, kv, None)
+    state = _loop(1, ring.size - 1, hop_and_rotate, state)
+    return compute(ring.size - 1, *state)
+
+
+def _backward_hops(
+    ring: Ring, fixed: tuple[jax.Array, ...], kv: Pair, visible: Visible
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, d_out, lse, delta = fixed
+    length = kv[0].shape[1]
+
+    def compute(hop, kv, dq):
+        source = (ring.shard() - hop) % ring.size
+        bounds = ring.slots(source, visible, length)
+        dq, dk, dv = ring.backend.backward(
+            q, *kv, d_out, lse, delta, *bounds, scale=ring.scale, dq=dq
+        )
+        return dq, (dk, dv)
+
+    def hop_and_rotate(hop, kv, dq, gathered):
+        # What has been gathered for these keys follows them, one hop behind.
+        arriving, gathered = ring.rotate(kv), ring.rotate(gathered)
+        dq, share = compute(hop, kv, dq)
+        arriving, gathered, dq, share = lax.optimization_barrier(
+            (arriving, gathered, dq, share)
+        )
+        return arriving, dq, _add(gathered, share)
+
+    dq = jnp.zeros(q.shape, lse.dtype)
+    if ring.size == 1:
+        dq, (dk, dv) = compute(0, kv, dq)
+        return dq, dk, dv
+    arriving = ring.rotate(kv)
+    dq, share = compute(0, kv, dq)
+    state = lax.optimization_barrier((arriving, dq, share))
+    state = _loop(1, ring.size - 1, hop_and_rotate, state)
+    kv, dq, gathered = state
+    gathered = ring.rotate(gathered)
+    dq, share = compute(ring.size - 1, kv, dq)
+    gathered, dq, share = lax.optimization_barrier((gathered, dq, share))
+    dk, dv = ring.rotate(_add(gathered, share))  # the one hop that nothing hides
+    return dq, dk, dv
+
+
+def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
+    """Runs `state = body(hop, *state)` for the hops first … end - 1."""
+    if end - first < UNROLLED_HOPS:
+        for hop in range(first, end):
+            state = body(hop, *state)
+        return state
+    hops = jnp.arange(first, end, dtype=jnp.int32)
+    return lax.scan(lambda state, hop: (body(hop, *state), None), state, hops)[0]
+
+
+def _add(gathered: Pair, share: Pair) -> Pair:
+    return gathered[0] + share[0], gathered[1] + share[1]
+
+
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lo: jax.Array,
+    hi: jax.Array,
+    *,
+    axis_name: str,
+    layout: Layout,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attention over the ring `axis_name`, inside `shard_map`, on local shards.
+
+    Arguments and result as in `attend`, q in the order of `layout`; `scale` is
+    1/sqrt(D) unless given, `implementation` as in `attention.attention`.
+
+    Raises:
+      ValueError: operands that do not fit together, or an unknown implementation.
+    """
+    check_operands(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    backend = choose(implementation)
+    ring = Ring(axis_name, lax.axis_size(axis_name), layout, scale, backend)
+    return attend(ring, q, k, v, lo, hi)[0]
+
+
+def make_ring_attention(
+    mesh: Mesh,
+    *,
+    layout: Layout,
+    ring_axis: str = "ring",
+    batch_axes: tuple[str, ...] = ("data", "fsdp"),
+    head_axis: str = "tensor",
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Callable[..., jax.Array]:
+    """Ring attention on global arrays.
+
+    mesh: has `ring_axis`; the batch is sharded over those `batch_axes` that it has,
+      and the heads over `head_axis` if it has that.
+    layout, scale, implementation: as in `ring_attention`.
+
+    Returns:
+      attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, T, K, D), in layout
+      order along T (see `layout.permute`); `visible` a mask of `masks`, or bounds
+      (B or 1, T) in the order of q.
+
+    Raises:
+      ValueError: the mesh has no such axis; from attend, shapes that cannot be sharded.
+    """
+    if ring_axis not in mesh.shape:
+        raise ValueError(f"{ring_axis=} is not an axis of the mesh {dict(mesh.shape)}")
+    batch_axes = tuple(axis for axis in batch_axes if axis in mesh.shape)
+    heads = head_axis if head_axis in mesh.shape else None
+    ring_size = mesh.shape[ring_axis]
+    local = functools.partial(
+        ring_attention,
+        axis_name=ring_axis,
+        layout=layout,
+        scale=scale,
+        implementation=implementation,
+    )
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, visible: Mask | Visible
+    ) -> jax.Array:
+        check_operands(q, k, v)
+        check_length(layout, ring_size, q.shape[1])
+        _check_heads(k, heads, mesh)
+        if isinstance(visible, Mask):
+            index = jnp.asarray(order(layout, ring_size, q.shape[1]))
+            visible = visible(index, k.shape[1])
+        array = PartitionSpec(batch_axes, ring_axis, heads, None)
+        shared = visible.lo.shape[0] == 1
+        bounds = PartitionSpec(None if shared else batch_axes, ring_axis)
+        # Every axis is in the specs, so nothing is summed over it behind our back,
+        # and Pallas kernels cannot say how their results vary over the mesh.
+        sharded = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(array, array, array, bounds, bounds),
+            out_specs=array,
+            check_vma=False,
+        )
+        return sharded(q, k, v, *visible)
+
+    return attend
+
+
+def _check_heads(k: jax.Array, head_axis: str | None, mesh: Mesh) -> None:
+    if head_axis and k.shape[2] % mesh.shape[head_axis]:
+        raise ValueError(
+            f"{k.shape[2]} key/value heads do not divide over the mesh's {head_axis} "
+            f"axis of {mesh.shape[head_axis]}: make that axis a divisor of K"
+        )

@@ -1,0 +1,7 @@
+"""Every test runs on 8 simulated CPU devices with strict numeric promotion."""
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,0 +1,260 @@
+"""The production ring against one device in float64, on simulated devices."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels import backend, layout, masks, ring
+from kernels.attention import attention
+from kernels.masks import Visible
+from tests.cases import (
+    BFLOAT16_RATIO,
+    COVERING,
+    FLOAT32_TOLERANCE,
+    GRID,
+    LAYOUTS,
+    MASKS,
+    Answer,
+    Case,
+    Problem,
+    solve,
+)
+
+
+def ring_mesh(ring_size: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:ring_size]), ("ring",))
+
+
+@functools.cache
+def compiled_ring(ring_size: int, layout_name: str, implementation: str):
+    """(q, k, v, d_out, d_lse, lo, hi) -> (out, lse, dq, dk, dv)."""
+    backend_module = backend.choose(implementation)
+
+    def run(q, k, v, d_out, d_lse, lo, hi):
+        scale = q.shape[-1] ** -0.5
+        this_ring = ring.Ring(
+            "ring", ring_size, LAYOUTS[layout_name], scale, backend_module
+        )
+        results, pull = jax.vjp(
+            lambda *qkv: ring.attend(this_ring, *qkv, lo, hi), q, k, v
+        )
+        return *results, *pull((d_out, d_lse))
+
+    array, row, bound = P(None, "ring"), P(None, None, "ring"), P(None, "ring")
+    return jax.jit(
+        jax.shard_map(
+            run,
+            mesh=ring_mesh(ring_size),
+            in_specs=(array, array, array, array, row, bound, bound),
+            out_specs=(array, row, array, array, array),
+            check_vma=False,
+        )
+    )
+
+
+def solve_on_ring(
+    case: Case, problem: Problem, implementation: str, dtype: jnp.dtype
+) -> Answer:
+    """Pads with rubbish, permutes, runs the ring, and undoes both."""
+    order = LAYOUTS[case.layout], case.ring_size
+    padded = layout.padded_length(*order, case.length)
+
+    def shard(x, axis, dtype):
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, padded - case.length)
+        x = np.pad(x, widths, constant_values=1e4)
+        return jnp.asarray(layout.permute(x, *order, axis), dtype)
+
+    q, k, v, d_out = (
+        shard(x, 1, dtype) for x in (problem.q, problem.k, problem.v, problem.d_out)
+    )
+    lo, hi = (layout.permute(x, *order) for x in case.visible(padded))
+    run = compiled_ring(case.ring_size, case.layout, implementation)
+    results = run(q, k, v, d_out, shard(problem.d_lse, 2, jnp.float32), lo, hi)
+    real = []
+    for x, axis in zip(results, (1, 2, 1, 1, 1), strict=True):
+        x = layout.unpermute(np.asarray(x, np.float64), *order, axis)
+        real.append(np.take(x, range(case.length), axis))
+    return Answer(*real)
+
+
+@pytest.mark.parametrize("implementation", backend.IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
+def test_ring_in_float32_matches_one_device_in_float64(case, implementation):
+    problem = Problem.of(case)
+    answer = solve_on_ring(case, problem, implementation, jnp.float32)
+    errors = answer.errors(solve(problem, jnp.float64))
+    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("group", GRID["group"])
+@pytest.mark.parametrize("length", GRID["length"])
+@pytest.mark.parametrize("head_dim", GRID["head_dim"])
+def test_every_ring_matches_one_device_in_float64(group, length, head_dim):
+    """The whole product of the grid: each mask solved once for all of its rings."""
+    for mask in MASKS:
+        problem_case = Case(1, "contiguous", mask, group, length, head_dim)
+        problem = Problem.of(problem_case)
+        truth = solve(problem, jnp.float64)
+        for ring_size, name in itertools.product(GRID["ring_size"], LAYOUTS):
+            case = dataclasses.replace(problem_case, ring_size=ring_size, layout=name)
+            answer = solve_on_ring(case, problem, "blockwise", jnp.float32)
+            errors = answer.errors(truth)
+            assert max(errors.values()) <= FLOAT32_TOLERANCE, (case.name, errors)
+
+
+@pytest.mark.parametrize("layout_name", ["contiguous", "striped"])
+def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name):
+    """Sums in float32 between the hops: the error does not grow with the ring."""
+    case = Case(1, layout_name, "causal", 4, 1024, 64)
+    problem = Problem.of(case, jnp.bfloat16)
+    truth = solve(problem, jnp.float64)
+    allowed = solve(problem, jnp.bfloat16).errors(truth)
+    table = {}
+    for ring_size in (1, 2, 4, 8):
+        on_ring = dataclasses.replace(case, ring_size=ring_size)
+        answer = solve_on_ring(on_ring, problem, "blockwise", jnp.bfloat16)
+        table[ring_size] = answer.errors(truth)
+    print(f"\n{layout_name}, relative error in bfloat16")
+    for label, row in {"one device": allowed, **table}.items():
+        print(f"{label!s:>12}", *(f"{k} {v:.2e}" for k, v in row.items()))
+    for row in table.values():
+        for name, error in row.items():
+            assert error <= BFLOAT16_RATIO * allowed[name] + 1e-6, (name, table)
+            assert error <= 1.1 * table[1][name] + 1e-6, (name, table)
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_ring_as_a_loop_equals_the_unrolled_ring(layout_name, monkeypatch):
+    case = Case(8, layout_name, "documents", 4, 93, 16)
+    problem = Problem.of(case)
+    unrolled = solve_on_ring(case, problem, "blockwise", jnp.float32)
+    monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
+    compiled_ring.cache_clear()
+    looped = solve_on_ring(case, problem, "blockwise", jnp.float32)
+    compiled_ring.cache_clear()
+    assert max(looped.errors(unrolled).values()) < 1e-6
+
+
+def test_ring_over_part_of_a_mesh_matches_one_device():
+    """Batch over data and fsdp, heads over tensor, bounds of its own in every row."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 1, 2, 2), GLOBAL_AXES)
+    rng = np.random.default_rng()
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 48, heads, 16)), jnp.float32)
+        for heads in (8, 4, 4)
+    )
+    ids = np.sort(rng.integers(0, 5, (2, 48)), axis=1).astype(np.int32)
+    order = layout.Striped(4), 2
+
+    def on_ring(q, k, v):
+        attend = ring.make_ring_attention(mesh, layout=order[0])
+        q, k, v = (layout.permute(x, *order) for x in (q, k, v))
+        return layout.unpermute(attend(q, k, v, masks.documents(ids)), *order)
+
+    def on_one(q, k, v):
+        return attention(q, k, v, visible=masks.documents(ids))
+
+    weights = jnp.asarray(rng.standard_normal(q.shape), jnp.float32)
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) * weights).sum(), (0, 1, 2)))(
+            q, k, v
+        )
+        for f in (on_ring, on_one)
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+GLOBAL_AXES = ("data", "fsdp", "ring", "tensor")
+
+
+def permuted_shapes(program: str) -> list[str]:
+    """Type of what each rotation of a lowered program carries."""
+    pattern = r"stablehlo\.collective_permute.*: \(tensor<([^>]*)>\)"
+    return re.findall(pattern, program)
+
+
+def lowered(function, *shapes: tuple[int, ...]) -> str:
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return jax.jit(function).lower(*arrays).as_text()
+
+
+@pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
+def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
+    attend = ring.make_ring_attention(ring_mesh(ring_size), layout=layout.Striped())
+    shapes = (1, 64, 8, 16), (1, 64, 2, 16), (1, 64, 2, 16)
+
+    def forward(q, k, v):
+        return attend(q, k, v, masks.causal())
+
+    def backward(q, k, v):
+        return jax.vjp(forward, q, k, v)[1](q)
+
+    local = f"1x{64 // ring_size}x2x16x"
+    hops = ring_size - 1
+    rotations = permuted_shapes(lowered(forward, *shapes))
+    assert rotations == [local + "bf16"] * 2 * hops
+    rotations = permuted_shapes(lowered(backward, *shapes))
+    # Keys and values twice, once each way through the ring; dk and dv come home too.
+    assert sorted(rotations) == sorted(
+        [local + "bf16"] * 4 * hops + [local + "f32"] * 2 * (hops and ring_size)
+    )
+
+
+@pytest.mark.parametrize(
+    "saved, runs", [(("attention_out", "attention_lse"), 1), ((), 2)]
+)
+def test_saved_residuals_keep_the_ring_from_running_twice(saved, runs):
+    attend = ring.make_ring_attention(ring_mesh(4), layout=layout.Striped())
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x):
+        return attend(jnp.sin(x), jnp.cos(x), x, masks.causal())
+
+    def loss(x):
+        return jnp.square(layer(x).astype(jnp.float32)).sum()
+
+    rotations = permuted_shapes(lowered(jax.grad(loss), (1, 64, 2, 16)))
+    forward, backward = 2 * 3, 2 * 3 + 2 * 4
+    assert len(rotations) == runs * forward + backward
+
+
+def test_results_are_sharded_like_the_operands():
+    mesh = ring_mesh(8)
+    sharding = NamedSharding(mesh, P(None, "ring", None, None))
+    x = jax.device_put(jnp.ones((1, 64, 2, 8)), sharding)
+    attend = ring.make_ring_attention(mesh, layout=layout.Zigzag())
+    out = jax.jit(attend, static_argnums=3)(x, x, x, masks.causal())
+    assert out.sharding.is_equivalent_to(sharding, 4)
+
+
+def test_mesh_without_a_ring_is_refused():
+    with pytest.raises(ValueError, match="ring_axis='ring' is not an axis"):
+        ring.make_ring_attention(Mesh(np.array(jax.devices()), ("data",)), layout=None)
+
+
+def test_length_that_does_not_divide_is_refused_with_the_length_to_pad_to():
+    attend = ring.make_ring_attention(ring_mesh(4), layout=layout.Striped(4))
+    x = jnp.ones((1, 40, 2, 8))
+    with pytest.raises(ValueError, match="40 tokens .* pad it to 48"):
+        attend(x, x, x, masks.causal())
+
+
+def test_heads_that_do_not_divide_over_the_mesh_are_refused():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("ring", "tensor"))
+    attend = ring.make_ring_attention(mesh, layout=layout.Contiguous())
+    q, kv = jnp.ones((1, 8, 4, 8)), jnp.ones((1, 8, 1, 8))
+    with pytest.raises(ValueError, match="1 key/value heads do not divide"):
+        attend(q, kv, kv, Visible(jnp.zeros((1, 8)), jnp.zeros((1, 8))))
