@@ -92,7 +92,7 @@ class Zigzag:
         chunk = shard_length // 2
         slot = _slots(shard, shard_length)
         late = (2 * ring_size - 2 - 2 * shard) * chunk  # what the second chunk jumps
-        return shard * chunk + slot + (slot >= chunk) * late
+        return shard * chunk + slot + (slot >= chunk).astype(slot.dtype) * late
 
     def count(
         self, shard: Number, bound: Array, ring_size: int, shard_length: int

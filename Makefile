@@ -1,0 +1,52 @@
+# The commands of Annulus. Each first makes .venv when it is missing or its requirements
+# changed, and needs a Python 3.12 on the PATH or under pyenv for that.
+#
+#   make train      run configs/tiny.py; CONFIG=configs/other.py ARGS="--config.x=1"
+#   make test       the fast tests; ARGS="-k ring" picks some
+#   make test-all   the slow tests too
+#   make check      format, lint, import arrows and fast tests, as a change must pass
+#   make format     put the code into its format
+#   make venv       only make .venv; train and venv take ACCELERATOR=tpu or gpu
+
+.PHONY: help train test test-all check lint format venv venv-dev
+# The environment is made once, before whatever uses it.
+.NOTPARALLEL:
+
+ACCELERATOR =
+ARGS =
+CONFIG = configs/tiny.py
+PYTHON = .venv/bin/python
+# Every worker holds its own compiled programs, so more than 8 cost more than they give.
+WORKERS = $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); \
+	echo $$((n < 8 ? n : 8)))
+# Tests simulate their devices on the CPU, unless JAX_PLATFORMS says otherwise.
+PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) -m pytest -q -n $(WORKERS)
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+train: venv
+	$(PYTHON) train.py --config=$(CONFIG) $(ARGS)
+
+test: venv-dev
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: venv-dev
+	$(PYTEST) $(ARGS)
+
+# tests/test_imports.py, among the tests, holds the import arrows.
+check: lint test
+
+lint: venv-dev
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+
+format: venv-dev
+	$(PYTHON) -m ruff check --select I --fix .
+	$(PYTHON) -m ruff format .
+
+venv:
+	@tools/make_venv.sh .venv requirements.txt $(ACCELERATOR:%=requirements-%.txt)
+
+venv-dev:
+	@tools/make_venv.sh .venv requirements.txt requirements-dev.txt

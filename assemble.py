@@ -1,0 +1,302 @@
+"""From a config to the objects of a run: what `train.py` and the tools share.
+
+Besides them, this is the only module that reads a config. Whatever it makes has been
+checked before anything is compiled.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from data.batch import Batch, Block
+from data.text import DocumentRows, InOrder, PackedRows, Shuffled, TextBatches
+from data.token_file import TokenFile
+from kernels import layout
+from kernels.layout import Layout
+from kernels.masks import Visible
+from kernels.ring import make_ring_attention
+from models.flops import paper_train_flops, train_flops
+from models.llama import Execution, Llama, LlamaConfig, parameter_axes
+from models.losses import cross_entropy
+from training.feed import host_blocks
+from training.mesh import MeshShape, Partition, make_mesh
+from training.metrics import StepWork
+from training.optimizer import OptimizerSettings
+from training.step import TrainState, initial_state
+
+STANDARD_LIBRARY = Path("corpora/standard_library")
+"""Where the default corpus is prepared."""
+
+ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows}
+
+
+@dataclass(frozen=True)
+class AttentionSystem:
+    """One of the systems that the papers compare.
+
+    layout: how the sequence is dealt out to the ring.
+    sharded: whether there may be a ring of more than one device.
+    implementation: that it is bound to; None for the config's.
+    chunked: whether the feed-forward is computed in chunks.
+    """
+
+    layout: Layout
+    sharded: bool
+    implementation: str | None
+    chunked: bool
+
+
+def attention_system(config: ml_collections.ConfigDict) -> AttentionSystem:
+    """The system that `config.attention` names.
+
+    Raises:
+      ValueError: there is no such system.
+    """
+    whole, striped = layout.Contiguous(), layout.Striped(config.stripe_granule)
+    systems = {
+        "vanilla": AttentionSystem(whole, False, "reference", chunked=False),
+        "memory_efficient": AttentionSystem(whole, False, None, chunked=False),
+        "blockwise": AttentionSystem(whole, False, None, chunked=True),
+        "ring": AttentionSystem(whole, True, None, chunked=True),
+        "striped": AttentionSystem(striped, True, None, chunked=True),
+        "zigzag": AttentionSystem(layout.Zigzag(), True, None, chunked=True),
+    }
+    if config.attention not in systems:
+        raise ValueError(f"{config.attention=} is not one of {', '.join(systems)}")
+    return systems[config.attention]
+
+
+def simulate_devices(config: ml_collections.ConfigDict) -> None:
+    """Makes this process simulate CPU devices, if the config wants any.
+
+    Raises:
+      RuntimeError: JAX has devices already.
+    """
+    if config.simulated_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.simulated_devices)
+
+
+def partition(config: ml_collections.ConfigDict) -> Partition:
+    """The mesh of all devices, and what is sharded over it.
+
+    Raises:
+      ValueError: the mesh does not match the devices, or has a ring that the attention
+        system cannot use.
+    """
+    mesh = make_mesh(MeshShape(**config.mesh), jax.devices())
+    if mesh.shape["ring"] > 1 and not attention_system(config).sharded:
+        raise ValueError(
+            f"{config.attention=} does not shard the sequence, but the mesh has a ring "
+            f"of {mesh.shape['ring']}: set config.mesh.ring=1, or attention to striped"
+        )
+    return Partition(mesh)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model without its parameters.
+
+    structure: graph definition, to be merged with parameters.
+    shapes: of the parameters, a plain tree of `jax.ShapeDtypeStruct`.
+    axes: names of the parameters' axes, a tree like it.
+    create: from a key to the parameters.
+    """
+
+    config: LlamaConfig
+    structure: nnx.GraphDef
+    shapes: Any
+    axes: Any
+    create: Callable[[jax.Array], Any]
+
+
+def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
+    """The LLaMA that the config describes.
+
+    Raises:
+      ValueError: sizes that make no model, or that do not divide over the mesh.
+    """
+    llama_config = LlamaConfig(**config.model)
+    chunked = attention_system(config).chunked
+    execution = Execution(
+        compute_dtype=jnp.dtype(config.compute_dtype),
+        remat=config.remat,
+        feed_forward_chunk=config.feed_forward_chunk_tokens if chunked else 0,
+    )
+
+    def build(key: jax.Array) -> Llama:
+        return Llama(llama_config, execution, partition, rngs=nnx.Rngs(params=key))
+
+    def create(key: jax.Array) -> Any:
+        return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
+
+    abstract = nnx.eval_shape(build, jax.random.key(0))
+    structure, state = nnx.split(abstract, nnx.Param)
+    shapes, axes = nnx.to_pure_dict(state), parameter_axes(abstract)
+    jax.tree.map(lambda s, names: partition.spec(names, s.shape), shapes, axes)
+    return Model(llama_config, structure, shapes, axes, create)
+
+
+def loss_function(
+    config: ml_collections.ConfigDict, model: Model, partition: Partition
+) -> Callable[[Any, Batch], jax.Array]:
+    """From parameters and a batch in layout order to its summed loss."""
+    system = attention_system(config)
+    attend = make_ring_attention(
+        partition.mesh,
+        layout=system.layout,
+        implementation=system.implementation or config.implementation or None,
+    )
+
+    def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
+        llama = nnx.merge(model.structure, parameters)
+        visible = Visible(batch.lo, batch.hi)
+        hidden = llama(
+            batch.tokens, batch.positions, functools.partial(attend, visible=visible)
+        )
+        return cross_entropy(
+            hidden,
+            llama.head[...],
+            batch.targets,
+            batch.loss_weights,
+            chunk=config.loss_chunk_tokens,
+            partition=partition,
+        )
+
+    return loss_sum
+
+
+def abstract_state(
+    model: Model, optimizer: optax.GradientTransformation, partition: Partition
+) -> TrainState:
+    """Shape, type and sharding of everything in the train state."""
+
+    def placed(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    def on_all(shape: jax.ShapeDtypeStruct) -> Any:
+        return placed(shape, partition.sharding((None,) * shape.ndim, shape.shape))
+
+    shardings = jax.tree.map(
+        lambda s, names: partition.sharding(names, s.shape), model.shapes, model.axes
+    )
+    shapes = jax.eval_shape(lambda p: initial_state(p, optimizer), model.shapes)
+    return TrainState(
+        step=on_all(shapes.step),
+        params=jax.tree.map(placed, shapes.params, shardings),
+        optimizer_state=optax.tree.map_params(
+            optimizer,
+            placed,
+            shapes.optimizer_state,
+            shardings,
+            transform_non_params=on_all,
+        ),
+    )
+
+
+def optimizer_settings(config: ml_collections.ConfigDict) -> OptimizerSettings:
+    """Settings of the optimizer and its schedule."""
+    return OptimizerSettings(total_steps=config.train.steps, **config.optimizer)
+
+
+def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
+    """Rows and columns of the global batch."""
+    return config.data.batch_rows, config.data.context_tokens
+
+
+def batch_sharding(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> NamedSharding:
+    """Placement of a batch's arrays (B, T).
+
+    Raises:
+      ValueError: the batch, or a microbatch of it, does not divide over the mesh.
+    """
+    rows, columns = batch_shape(config)
+    parts = config.train.microbatches
+    if parts < 1 or rows % parts:
+        raise ValueError(
+            f"{config.data.batch_rows=} does not divide into "
+            f"{config.train.microbatches=}"
+        )
+    partition.spec(("batch", "sequence"), (rows // parts, columns))
+    return partition.sharding(("batch", "sequence"), (rows, columns))
+
+
+def corpus(config: ml_collections.ConfigDict, split: str) -> TokenFile:
+    """The token file of a split ("train" or "validation").
+
+    Raises:
+      FileNotFoundError, ValueError: it is missing or damaged, or has tokens that the
+        model's vocabulary lacks.
+    """
+    tokens = TokenFile.open(config.data.corpus or STANDARD_LIBRARY, split)
+    tokens.check_vocabulary(config.model.vocab_size)
+    return tokens
+
+
+def batches(
+    config: ml_collections.ConfigDict, partition: Partition, split: str
+) -> TextBatches:
+    """This host's part of every batch: shuffled to train, in order to validate.
+
+    Raises:
+      ValueError: unknown rows, or a corpus too small for one batch; as `corpus`.
+    """
+    if config.data.rows not in ROW_PLANS:
+        raise ValueError(f"{config.data.rows=} is not one of {', '.join(ROW_PLANS)}")
+    plan = ROW_PLANS[config.data.rows](
+        corpus(config, split), config.data.context_tokens
+    )
+    sharding = batch_sharding(config, partition)
+    return TextBatches(
+        plan,
+        host_blocks(sharding, batch_shape(config)),
+        config.data.batch_rows,
+        attention_system(config).layout,
+        partition.mesh.shape["ring"],
+        Shuffled(config.seed) if split == "train" else InOrder(),
+    )
+
+
+def validation_batches(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> list[dict[Block, Batch]]:
+    """The held-out batches, the same at every validation; they stay in memory.
+
+    Raises:
+      ValueError: as `batches`.
+    """
+    if not config.train.validation_batches:
+        return []
+    held_out = batches(config, partition, "validation")
+    wanted = min(config.train.validation_batches, len(held_out))
+    return [held_out[i] for i in range(wanted)]
+
+
+def step_work(
+    config: ml_collections.ConfigDict, model: Model
+) -> Callable[[float, float], StepWork]:
+    """From a step's tokens and visible pairs to what it computes."""
+    paper_flops = paper_train_flops(model.config, *batch_shape(config))
+
+    def work(tokens: float, pairs: float) -> StepWork:
+        model_flops = train_flops(model.config, tokens, pairs)
+        return StepWork(int(tokens), model_flops, paper_flops)
+
+    return work
+
+
+def fingerprint(model: Model) -> dict[str, Any]:
+    """What a checkpoint's model must agree in."""
+    return {"model": dataclasses.asdict(model.config)}

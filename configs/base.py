@@ -1,0 +1,104 @@
+"""Every field of a config, its unit and meaning. Other configs say only what differs.
+
+Run a config with `python train.py --config=configs/NAME.py`, and change any field on
+the way with `--config.section.field=value`. Unknown fields are refused.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+
+    # Directory of checkpoints and TensorBoard logs; a run that finds its own
+    # checkpoint there resumes. Local, or a bucket ("gs://…").
+    config.workdir = "runs/base"
+    # Of the initial parameters and of the order of the data.
+    config.seed = 0
+    # CPU devices to simulate, for a try without accelerators; 0: the devices there are.
+    config.simulated_devices = 0
+
+    # The attention system: vanilla, memory_efficient, blockwise (also the feed-forward
+    # in chunks), ring (sequence sharded, contiguous), striped or zigzag (also
+    # balanced). The first three need mesh.ring = 1.
+    config.attention = "striped"
+    # Tokens dealt out at a time by the striped layout.
+    config.stripe_granule = 1
+    # Attention kernel: "blockwise", "reference", or "" for the best of the device.
+    config.implementation = ""
+
+    config.model = ml_collections.ConfigDict()
+    config.model.vocab_size = 32_000
+    config.model.hidden_size = 2048
+    config.model.feed_forward_size = 5504
+    config.model.num_layers = 22
+    config.model.num_heads = 16
+    # Key/value heads; num_heads must be a multiple.
+    config.model.num_kv_heads = 16
+    config.model.head_dim = 128
+    # Base of RoPE's frequencies.
+    config.model.rope_theta = 10_000.0
+    config.model.norm_epsilon = 1e-6
+
+    # Type of activations and matrix products: "bfloat16" or "float32". Parameters,
+    # gradients and optimizer state are float32.
+    config.compute_dtype = "bfloat16"
+    # What the backward keeps of a layer: everything, products, attention, nothing,
+    # offload (see models/remat.py).
+    config.remat = "attention"
+    # Tokens per device whose feed-forward, or whose logits, exist at a time.
+    config.feed_forward_chunk_tokens = 2048
+    config.loss_chunk_tokens = 512
+
+    # Devices along each axis; -1 for all that remain. Batch over data and fsdp,
+    # sequence over ring, heads and feed-forward over tensor, parameters over fsdp and
+    # ring.
+    config.mesh = ml_collections.ConfigDict()
+    config.mesh.data = 1
+    config.mesh.fsdp = 1
+    config.mesh.ring = -1
+    config.mesh.tensor = 1
+
+    config.data = ml_collections.ConfigDict()
+    # Directory made by tools/prepare_text.py; "": the source of Python's standard
+    # library, prepared on first use.
+    config.data.corpus = ""
+    # "packed" rows of many documents, or "documents": one in each row.
+    config.data.rows = "packed"
+    config.data.context_tokens = 4096
+    # Rows of context_tokens in a step, over all devices.
+    config.data.batch_rows = 8
+    # Threads that read ahead, and steps they keep ready.
+    config.data.threads = 4
+    config.data.buffered_steps = 4
+
+    config.optimizer = ml_collections.ConfigDict()
+    config.optimizer.peak_lr = 3e-4
+    config.optimizer.end_lr = 3e-5
+    config.optimizer.warmup_steps = 100
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.beta1 = 0.9
+    config.optimizer.beta2 = 0.95
+    config.optimizer.epsilon = 1e-8
+    # Largest norm of the gradients.
+    config.optimizer.clip_norm = 1.0
+
+    config.train = ml_collections.ConfigDict()
+    # Updates in all; the learning rate falls until then.
+    config.train.steps = 1000
+    # Updates that a run that has made all its steps goes on for when it is started
+    # again, at end_lr; 0: it says that there is nothing to do.
+    config.train.extra_steps = 0
+    # Parts of a batch whose gradients are added up before the update.
+    config.train.microbatches = 1
+    config.train.log_every_steps = 10
+    config.train.validate_every_steps = 100
+    # Batches of held-out rows in a validation; 0: no validation.
+    config.train.validation_batches = 8
+
+    config.checkpoint = ml_collections.ConfigDict()
+    config.checkpoint.save_every_steps = 100
+    # Newest checkpoints that stay on disk.
+    config.checkpoint.keep = 3
+
+    return config.lock()

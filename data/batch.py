@@ -1,0 +1,46 @@
+"""What a training step reads, and which part of it a device holds."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, or a block of their columns; along T in layout order.
+
+    tokens: int32 (B, T), what the model reads; 0 on padding.
+    targets: int32 (B, T), the token that follows; 0 where nothing does.
+    loss_weights: float32 (B, T), 0 where the target counts for nothing.
+    positions: int32 (B, T), place of the token in its own document, from 0.
+    lo, hi: int32 (B, T), first and last index in the row that the token sees, both
+      inclusive; `hi < lo` on padding (see kernels/masks.py).
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    loss_weights: np.ndarray
+    positions: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of a global batch that one device holds.
+
+    rows: first row of the global batch, and the row after the last.
+    columns: first slot of the row *in layout order*, and the slot after the last.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    def __post_init__(self):
+        for name in ("rows", "columns"):
+            start, stop = getattr(self, name)
+            if not 0 <= start < stop:
+                raise ValueError(
+                    f"block {name}={(start, stop)} must be a start from 0 on and a "
+                    "larger stop"
+                )

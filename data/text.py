@@ -1,0 +1,306 @@
+"""Text for training: token files cut into rows, rows into batches, batches into blocks.
+
+A *plan* says which tokens each row holds: `PackedRows` or `DocumentRows`. An *order*
+says which row is read when: `Shuffled` or `InOrder`. `TextBatches` joins them and gives
+the batch of any step, as the blocks that this host's devices hold. What a step reads is
+a function of its number (and the seed) alone, never of hosts, mesh, ring or layout, so
+the whole state of the data is one step number. `iterate` reads ahead in threads.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import grain
+import numpy as np
+
+from data.batch import Batch, Block
+from data.token_file import TokenFile
+from kernels import masks
+from kernels.layout import Layout, order
+
+
+class RowPlan(Protocol):
+    """What a new way to cut a corpus into rows has to provide.
+
+    length: tokens in a row, T.
+    rows: how many rows there are.
+    """
+
+    length: int
+
+    @property
+    def rows(self) -> int: ...
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        """The tokens at `index`, int32 (L,) places in the row: arrays of shape (L,)."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Row r is the stream's tokens r·T … r·T + T - 1, whatever documents they are of.
+
+    A token sees only its own document, and of that only what is in the row: what is
+    left of a document that the row's edge cuts starts anew, at position 0. Every token
+    of the stream is in exactly one row, but for up to T at its end.
+
+    Raises:
+      ValueError: the corpus has not one row.
+    """
+
+    corpus: TokenFile
+    length: int
+
+    def __post_init__(self):
+        _check_length(self.length)
+        if self.rows < 1:
+            raise ValueError(
+                f"a row of {self.length} tokens and the one after it do not fit in the "
+                f"{self.corpus.tokens.size} tokens of split {self.corpus.split!r} of "
+                f"{self.corpus.directory}: shorten the context or prepare more text"
+            )
+
+    @property
+    def rows(self) -> int:
+        # The last token is nothing but the target of the one before it.
+        return (self.corpus.tokens.size - 1) // self.length
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        begin = row * self.length
+        end = begin + self.length + 1
+        starts = self.corpus.starts
+        first, last = np.searchsorted(starts, (begin + 1, end))
+        starts = np.concatenate([[0], starts[first:last] - begin])
+        return _read(self.corpus.tokens[begin:end], starts, index, self.length)
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """A row holds one document, padded to T, or T tokens of a longer document.
+
+    The parts of a long document start anew in each row, at position 0; only its last
+    row is padded. Rows are made for every token that has a successor in its document,
+    so nothing is lost, and no row is without a target.
+
+    Raises:
+      ValueError: no document has two tokens.
+    """
+
+    corpus: TokenFile
+    length: int
+
+    def __post_init__(self):
+        _check_length(self.length)
+        if self.rows < 1:
+            raise ValueError(
+                f"split {self.corpus.split!r} of {self.corpus.directory} has no "
+                "document of two tokens or more: prepare more text"
+            )
+
+    @property
+    def rows(self) -> int:
+        return int(self._rows_until[-1])
+
+    @cached_property
+    def _rows_until(self) -> np.ndarray:
+        """Rows of each document and all before it, int64 (documents,)."""
+        lengths = np.diff(self.corpus.starts, append=self.corpus.tokens.size)
+        return np.cumsum(-(-(lengths - 1) // self.length))
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        document = int(np.searchsorted(self._rows_until, row, side="right"))
+        part = row - (int(self._rows_until[document - 1]) if document else 0)
+        starts, tokens = self.corpus.starts, self.corpus.tokens
+        last = document + 1 == starts.size
+        document_end = tokens.size if last else int(starts[document + 1])
+        begin = int(starts[document]) + part * self.length
+        end = min(begin + self.length + 1, document_end)
+        return _read(tokens[begin:end], np.zeros(1, np.int64), index, self.length)
+
+
+def _check_length(length: int) -> None:
+    if length < 1:
+        raise ValueError(f"a row's {length=} must be at least 1 token")
+
+
+def _read(
+    stream: np.ndarray, starts: np.ndarray, index: np.ndarray, length: int
+) -> Batch:
+    """A row's tokens at `index` (L,), from its part of the stream.
+
+    stream: what the row reads and predicts, (n,): up to `length` tokens and the target
+      of the last one; fewer in a row that is padded.
+    starts: where in `stream` each document starts; the first is 0.
+    """
+    # A document that starts at `length` is only ever a target.
+    mask = masks.documents_at(starts[starts < length]) & masks.padding(stream.size)
+    lo, hi = (bound[0] for bound in mask(index, length))
+    successor = index + 1
+    first = masks.documents_at(starts)(successor, length + 1).lo[0]
+    # Where the successor is the first of its document, it is none of this token's.
+    has_target = (first < successor) & (successor < stream.size)
+    return Batch(
+        tokens=_take(stream, index),
+        targets=_take(stream, successor),
+        loss_weights=has_target.astype(np.float32),
+        positions=index - lo,
+        lo=lo,
+        hi=hi,
+    )
+
+
+def _take(stream: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Tokens at `index`, int32 (L,), and 0 past the end of the stream."""
+    tokens = np.take(stream, index, mode="clip").astype(np.int32)
+    tokens[index >= stream.size] = 0
+    return tokens
+
+
+class RowOrder(Protocol):
+    """What a new order of rows has to provide."""
+
+    def sequence(self, rows: int) -> grain.MapDataset[int]:
+        """Numbers below `rows`, in the order in which rows are read."""
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Every epoch reads every row once, each epoch in an order of its own, for ever.
+
+    seed: 0 to 2^32 - 1.
+    """
+
+    seed: int
+
+    def sequence(self, rows: int) -> grain.MapDataset[int]:
+        # repeat() without a number has a length that batch(1) cannot round up.
+        epochs = sys.maxsize // 2 // rows
+        return grain.MapDataset.range(rows).shuffle(self.seed).repeat(epochs)
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Every row once, as they come: for validation, where runs are compared."""
+
+    def sequence(self, rows: int) -> grain.MapDataset[int]:
+        return grain.MapDataset.range(rows)
+
+
+class TextBatches:
+    """The batch of every step: `batches[step]` is a dict from block to `Batch`.
+
+    `len(batches)` counts the whole batches that the order has: practically without end
+    for `Shuffled`; for `InOrder` the rows left over at the end are not read.
+    """
+
+    def __init__(
+        self,
+        plan: RowPlan,
+        blocks: Sequence[Block],
+        batch_rows: int,
+        layout: Layout,
+        ring_size: int,
+        row_order: RowOrder,
+    ):
+        """Cuts the rows of `plan` into batches, and these into blocks.
+
+        Args:
+          plan: what rows there are.
+          blocks: what this host's devices hold; the same block is loaded once.
+          batch_rows: rows in the *global* batch.
+          layout, ring_size: which token of the row is in which slot.
+          row_order: which row comes when.
+
+        Raises:
+          ValueError: the row's length does not divide into the ring's shards, a block
+            lies outside of the batch, or there are too few rows for one batch.
+        """
+        self.blocks = tuple(dict.fromkeys(blocks))
+        self._plan = plan
+        self._columns = {}
+        slots = order(layout, ring_size, plan.length)
+        for block in self.blocks:
+            if block.rows[1] > batch_rows or block.columns[1] > plan.length:
+                raise ValueError(
+                    f"{block} lies outside of the global batch of {batch_rows} rows "
+                    f"and {plan.length} columns"
+                )
+            # A copy, as a slice would keep the whole row's indices in memory.
+            self._columns[block.columns] = slots[slice(*block.columns)].astype(np.int32)
+        sequence = row_order.sequence(plan.rows)
+        if not 1 <= batch_rows <= len(sequence):
+            raise ValueError(
+                f"a batch of {batch_rows} rows cannot be made of {plan.rows} rows of "
+                f"{plan.length} tokens: take fewer rows in a batch (at least 1), a "
+                "shorter context or a larger split"
+            )
+        self._steps = sequence.batch(batch_rows, drop_remainder=True)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, step: int) -> dict[Block, Batch]:
+        """Blocks of the batch that `step` reads, each (rows, columns).
+
+        Raises:
+          IndexError: the step is negative, or past the last whole batch.
+        """
+        if not 0 <= step < len(self):
+            raise IndexError(f"{step=} is not one of the {len(self)} batches")
+        rows = self._steps[step]
+        return {block: self._read(block, rows) for block in self.blocks}
+
+    def _read(self, block: Block, rows: np.ndarray) -> Batch:
+        index = self._columns[block.columns]
+        parts = [self._plan.read(int(row), index) for row in rows[slice(*block.rows)]]
+        return Batch(*map(np.stack, zip(*parts, strict=True)))
+
+
+class StepBatches(Protocol):
+    """Batches by the number of the step, as `TextBatches`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int) -> dict[Block, Batch]: ...
+
+
+def iterate(
+    batches: StepBatches,
+    first_step: int = 0,
+    *,
+    threads: int = 4,
+    buffered_steps: int = 4,
+) -> Iterator[tuple[int, dict[Block, Batch]]]:
+    """Yields (step, blocks) from `first_step` to the last step, reading ahead.
+
+    A run that resumes at a step sees what it would have seen undisturbed. The threads
+    end with the iterator: when it is exhausted, closed (`contextlib.closing`) or
+    dropped. An error in a thread is raised at the step that it belongs to.
+
+    Args:
+      batches: what to read.
+      first_step: the step to begin with.
+      threads: how many steps are read at the same time; 0 reads without threads.
+      buffered_steps: how many steps are kept ready, at least `threads`.
+
+    Raises:
+      ValueError: there is no `first_step`, or fewer buffered steps than threads.
+    """
+    if not 0 <= first_step < len(batches):
+        raise ValueError(f"{first_step=} is not one of the {len(batches)} batches")
+    if not 0 <= threads <= buffered_steps:
+        raise ValueError(f"{buffered_steps=} must not be below {threads=}, nor this 0")
+    steps = grain.MapDataset.range(first_step, len(batches))
+    options = grain.ReadOptions(threads, buffered_steps)
+    read = steps.map(lambda step: (step, batches[step]))
+    return _closing(read.to_iter_dataset(options))
+
+
+def _closing(dataset: grain.IterDataset) -> Iterator:
+    iterator = iter(dataset)
+    try:
+        yield from iterator
+    finally:
+        iterator.close()

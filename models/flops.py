@@ -1,0 +1,58 @@
+"""Parameters and floating-point operations of a model, counted from its sizes.
+
+Rematerialisation is never counted: these are the operations that the model needs, not
+those that were done.
+"""
+
+import jax
+
+from models.llama import LlamaConfig
+
+TRAIN_FACTOR = 3
+"""Forward and backward together, in forwards."""
+
+
+def num_parameters(config: LlamaConfig) -> int:
+    """All parameters."""
+    norms = (2 * config.num_layers + 1) * config.hidden_size
+    return (
+        num_matrix_parameters(config) + config.vocab_size * config.hidden_size + norms
+    )
+
+
+def num_matrix_parameters(config: LlamaConfig) -> int:
+    """Parameters that take part in matrix products: no norms, no embedding look-up."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    attention = config.hidden_size * heads * config.head_dim
+    feed_forward = 3 * config.hidden_size * config.feed_forward_size
+    head = config.hidden_size * config.vocab_size
+    return config.num_layers * (attention + feed_forward) + head
+
+
+def train_flops(
+    config: LlamaConfig, tokens: float | jax.Array, pairs: float | jax.Array
+) -> float | jax.Array:
+    """Model FLOPs of a training step: 6 a token and parameter, 12·H·D a pair and layer.
+
+    tokens: trained on, without padding.
+    pairs: of a query and a key that it sees; T(T + 1)/2 for one causal sequence, the
+      sum of that over packed documents. So the causal half is counted once, as in
+      MaxText and Megatron.
+    """
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim
+    return TRAIN_FACTOR * (
+        2 * num_matrix_parameters(config) * tokens + attention * pairs
+    )
+
+
+def paper_train_flops(config: LlamaConfig, rows: int, length: int) -> float:
+    """The count of Ring Attention (2310.01889): (24·b·s·h² + 4·b·s²·h)·n, times 3.
+
+    It takes every query to see every key, and has no vocabulary; for comparisons with
+    the paper's figures only.
+
+    rows, length: b and s, of the batch.
+    """
+    tokens, hidden = rows * length, config.hidden_size
+    layer = 24 * tokens * hidden**2 + 4 * tokens * length * hidden
+    return float(TRAIN_FACTOR * layer * config.num_layers)

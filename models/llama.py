@@ -1,0 +1,255 @@
+"""LLaMA (2302.13971): RMSNorm, rotary positions, SwiGLU, grouped key/value heads.
+
+Letters: B batch, T tokens (in any order: positions and masks come with them), E hidden
+size, H query heads, K key/value heads, D head size, F feed-forward size, V vocabulary.
+The attention itself is an argument of the model's call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from models.chunks import scan_chunks
+from models.partition import Partition
+from models.remat import remat
+from models.rope import rotate, rotations
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""From q (B, T, H, D), k and v (B, T, K, D) to the attention's result (B, T, H, D)."""
+
+RESIDUAL = ("batch", "sequence", None)
+INITIAL_STDDEV = 0.02
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a model; together with the parameters they are the model."""
+
+    vocab_size: int
+    hidden_size: int
+    feed_forward_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-6
+
+    def __post_init__(self):
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+        if wrong:
+            raise ValueError(f"model sizes must be at least 1: {', '.join(wrong)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads=} is not a multiple of {self.num_kv_heads=}: query "
+                "heads share key/value heads evenly"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"{self.head_dim=} must be even: RoPE turns pairs")
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "feed_forward_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a model is computed: its speed and memory, not its function.
+
+    compute_dtype: of activations and matrix products; parameters are float32.
+    remat: a name of `remat.REMAT_POLICIES`.
+    feed_forward_chunk: tokens per device whose feed-forward exists at a time (blockwise
+      parallel transformer, 2305.19370); 0 for all of them.
+    """
+
+    compute_dtype: jnp.dtype
+    remat: str
+    feed_forward_chunk: int = 0
+
+
+def _matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple, stddev: float):
+    values = stddev * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(values, axes=axes)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square layer normalisation (1910.07467)."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=(None,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x (B, T, E); the same shape and type, computed in float32."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normal = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+        return (normal * self.scale[...]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections and rotation around an attention that is passed in."""
+
+    def __init__(self, config: LlamaConfig, partition: Partition, *, rngs: nnx.Rngs):
+        embed, depth = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        into, into_kv = ("embed", "heads", None), ("embed", "kv_heads", None)
+        out_stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
+        self.query = _matrix(rngs, (embed, heads, depth), into, INITIAL_STDDEV)
+        self.key = _matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
+        self.value = _matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
+        out_axes = ("heads", None, "embed")
+        self.output = _matrix(rngs, (heads, depth, embed), out_axes, out_stddev)
+        self.partition = partition
+
+    def __call__(
+        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> jax.Array:
+        """x (B, T, E), rotation as of `rope.rotations`; returns (B, T, E)."""
+
+        def project(weight: nnx.Param, axis: str) -> jax.Array:
+            w = self.partition.gathered(weight[...], weight.axes).astype(x.dtype)
+            y = jnp.einsum("bte,ehd->bthd", x, w)
+            return self.partition.constrain(y, ("batch", "sequence", axis, None))
+
+        q = rotate(project(self.query, "heads"), rotation)
+        k = rotate(project(self.key, "kv_heads"), rotation)
+        out = attend(q, k, project(self.value, "kv_heads"))  # (B, T, H, D)
+        w = self.partition.gathered(self.output[...], self.output.axes)
+        y = jnp.einsum("bthd,hde->bte", out, w.astype(x.dtype))
+        return self.partition.constrain(y, RESIDUAL)
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU (2002.05202), a chunk of the local tokens at a time."""
+
+    def __init__(
+        self, config: LlamaConfig, partition: Partition, chunk: int, *, rngs: nnx.Rngs
+    ):
+        embed, wide = config.hidden_size, config.feed_forward_size
+        out_stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
+        self.gate = _matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
+        self.up = _matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
+        self.down = _matrix(rngs, (wide, embed), ("mlp", "embed"), out_stddev)
+        self.partition, self.chunk = partition, chunk
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x (B, T, E); returns the same shape."""
+        partition, embed = self.partition, x.shape[-1]
+
+        def local(
+            x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+        ) -> jax.Array:
+            gate, up = (partition.gather(w, 0, embed) for w in (gate, up))
+            down = partition.gather(down, 1, embed)
+            tokens = partition.vary(x).reshape(-1, embed)
+
+            def swiglu(tokens: jax.Array) -> jax.Array:
+                # Cast here, so that the chunks' gradients add up in float32.
+                wide = jax.nn.silu(tokens @ gate.astype(x.dtype))
+                wide *= tokens @ up.astype(x.dtype)
+                return wide @ down.astype(x.dtype)
+
+            y = scan_chunks(swiglu, tokens, self.chunk or len(tokens))
+            return partition.total(y.reshape(x.shape), ("mlp",))
+
+        weights = self.gate, self.up, self.down
+        names = RESIDUAL, *(weight.axes for weight in weights)
+        shards = partition.over_shards(local, names, RESIDUAL)
+        return shards(x, *(weight[...] for weight in weights))
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        execution: Execution,
+        partition: Partition,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        embed, epsilon = config.hidden_size, config.norm_epsilon
+        self.attention_norm = RMSNorm(embed, epsilon)
+        self.attention = Attention(config, partition, rngs=rngs)
+        self.feed_forward_norm = RMSNorm(embed, epsilon)
+        self.feed_forward = FeedForward(
+            config, partition, execution.feed_forward_chunk, rngs=rngs
+        )
+
+    def __call__(
+        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> jax.Array:
+        x = checkpoint_name(x, "layer_input")
+        x = x + self.attention(self.attention_norm(x), rotation, attend)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Llama(nnx.Module):
+    """Decoder from tokens to the hidden states that the head turns into logits."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        execution: Execution,
+        partition: Partition,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        vocab, embed = config.vocab_size, config.hidden_size
+        self.config, self.execution = config, execution
+        self.partition = partition
+        table_axes = ("vocab", "embed")
+        self.embedding = _matrix(rngs, (vocab, embed), table_axes, INITIAL_STDDEV)
+
+        @nnx.vmap
+        def stacked(key: jax.Array) -> DecoderLayer:
+            return DecoderLayer(config, execution, partition, rngs=nnx.Rngs(key))
+
+        self.layers = stacked(jax.random.split(rngs.params(), config.num_layers))
+        self.norm = RMSNorm(embed, config.norm_epsilon)
+        self.head = _matrix(rngs, (embed, vocab), ("embed", "vocab"), INITIAL_STDDEV)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend
+    ) -> jax.Array:
+        """Hidden states (B, T, E) in the compute type.
+
+        tokens, positions: int32 (B, T), in one order, any.
+        """
+        config = self.config
+        table = self.partition.constrain(self.embedding[...], (None, None))
+        x = jnp.take(table, tokens, axis=0).astype(self.execution.compute_dtype)
+        x = self.partition.constrain(x, RESIDUAL)
+        rotation = rotations(positions, config.head_dim, config.rope_theta)
+        structure, parameters = nnx.split(self.layers)
+
+        def layer(x: jax.Array, parameters: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(structure, parameters)(x, rotation, attend), None
+
+        x, _ = jax.lax.scan(remat(layer, self.execution.remat), x, parameters)
+        return self.norm(x)
+
+
+def parameter_axes(model: nnx.Module) -> dict:
+    """The names of every parameter's axes, as a plain tree like the parameters'."""
+
+    def names(parameter: nnx.Param) -> tuple[str | None, ...]:
+        stacked = parameter.get_value().ndim - len(parameter.axes)
+        return (None,) * stacked + parameter.axes  # scanned layers come first
+
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return nnx.traversals.unflatten_mapping({path: names(p) for path, p in flat})

@@ -1,0 +1,73 @@
+"""Cross-entropy of the next token, in chunks: the logits of all tokens never exist."""
+
+import jax
+import jax.numpy as jnp
+
+from models.chunks import scan_chunks
+from models.partition import Partition
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    chunk: int,
+    partition: Partition,
+) -> jax.Array:
+    """Weighted sum of the tokens' negative log-likelihoods, in nats: float32 scalar.
+
+    hidden: (B, T, E), in the compute type; tokens in any order.
+    head: (E, V) float32, from hidden states to logits.
+    targets: int32 (B, T). weights: float32 (B, T), 0 where there is nothing to learn.
+    chunk: tokens per device whose logits exist at a time.
+
+    On every device: one gather of the head, one scatter of its gradient, one sum. The
+    vocabulary may be sharded (Megatron's parallel cross-entropy, 1909.08053).
+    """
+    size = head.shape[0]
+
+    def local(
+        hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        head = partition.gather(head, 0, size)
+        hidden = partition.vary(hidden).reshape(-1, size)
+        first = partition.shard_number("vocab") * head.shape[1]
+
+        def losses(tokens: tuple[jax.Array, ...]) -> jax.Array:
+            x, target, weight = tokens
+            # Cast here, not outside the loop: the chunks' gradients for the head then
+            # add up in its own float32, and not in bfloat16.
+            logits = jnp.dot(
+                x, head.astype(x.dtype), preferred_element_type=jnp.float32
+            )
+            return weight * _negative_log_likelihood(logits, target - first, partition)
+
+        tokens = hidden, targets.reshape(-1), weights.reshape(-1)
+        tokens = jax.tree.map(partition.vary, tokens)
+        loss = scan_chunks(losses, tokens, chunk).sum()
+        # Each shard of the vocabulary has computed a part of every token's loss.
+        return partition.total(loss, ("batch", "sequence", "vocab"))
+
+    token = ("batch", "sequence")
+    names = (*token, None), ("embed", "vocab"), token, token
+    return partition.over_shards(local, names, ())(hidden, head, targets, weights)
+
+
+def _negative_log_likelihood(
+    logits: jax.Array, target: jax.Array, partition: Partition
+) -> jax.Array:
+    """This vocabulary shard's part of each token's loss: parts add up to the loss.
+
+    logits: (tokens, V / shards). target: its index in this shard, out of range if the
+    token is another shard's.
+    """
+    highest = partition.vary(partition.largest(logits.max(axis=-1), "vocab"))
+    sums = jnp.exp(logits - highest[:, None]).sum(axis=-1)
+    everywhere = partition.vary(partition.total(sums, ("vocab",)))
+    share = 1 / partition.shards("vocab")
+    mine = (target >= 0) & (target < logits.shape[1])
+    place = jnp.where(mine, target, 0)[:, None]
+    chosen = jnp.take_along_axis(logits, place, axis=1)[:, 0]
+    return share * (jnp.log(everywhere) + highest) - jnp.where(mine, chosen, 0)

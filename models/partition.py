@@ -1,0 +1,32 @@
+"""What models ask of the mesh they run on; `training.mesh.Partition` answers."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+
+Axes = tuple[str | None, ...]
+
+
+class Partition(Protocol):
+    """Places arrays on a mesh by the names of their axes; see `training.mesh`."""
+
+    def constrain(self, x: jax.Array, names: Axes) -> jax.Array: ...
+
+    def gathered(self, weight: jax.Array, names: Axes) -> jax.Array: ...
+
+    def over_shards(
+        self, function: Callable, names: Sequence[Axes], result_names: Axes
+    ) -> Callable: ...
+
+    def gather(self, shard: jax.Array, axis: int, size: int) -> jax.Array: ...
+
+    def vary(self, x: jax.Array) -> jax.Array: ...
+
+    def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array: ...
+
+    def largest(self, x: jax.Array, name: str) -> jax.Array: ...
+
+    def shard_number(self, name: str) -> jax.Array: ...
+
+    def shards(self, name: str) -> int: ...

@@ -1,0 +1,43 @@
+"""What the backward pass keeps of a layer's forward pass, by name."""
+
+from collections.abc import Callable
+
+import jax
+
+_POLICIES = jax.checkpoint_policies
+
+REMAT_POLICIES: dict[str, Callable | None] = {
+    # Everything: the fastest, where memory is no matter.
+    "everything": None,
+    # The layer's input only, as in the papers; the ring runs twice.
+    "nothing": _POLICIES.nothing_saveable,
+    # Also the attention's result: the ring runs once.
+    "attention": _POLICIES.save_only_these_names("attention_out", "attention_lse"),
+    # Also the results of matrix products with parameters.
+    "products": _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable,
+        _POLICIES.save_only_these_names("attention_out", "attention_lse"),
+    ),
+    # The layer's input, in the host's memory; nothing on the device.
+    "offload": _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+"""Policies of `jax.checkpoint`; None for no rematerialisation."""
+
+
+def remat(layer: Callable, policy: str) -> Callable:
+    """`layer`, recomputed in the backward pass but for what the policy keeps.
+
+    Raises:
+      ValueError: there is no such policy.
+    """
+    if policy not in REMAT_POLICIES:
+        raise ValueError(f"remat {policy=} is not one of {', '.join(REMAT_POLICIES)}")
+    if REMAT_POLICIES[policy] is None:
+        return layer
+    # Inside a scan the loop itself keeps XLA from undoing it (prevent_cse).
+    return jax.checkpoint(layer, policy=REMAT_POLICIES[policy], prevent_cse=False)

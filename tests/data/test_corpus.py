@@ -1,0 +1,238 @@
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from data import corpus as corpus_module
+from data.corpus import prepare, prepare_standard_library
+from data.token_file import TokenFile
+from data.tokenizer import ByteTokenizer, open_tokenizer
+
+
+def fill(directory, texts):
+    for name, text in texts.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return directory
+
+
+def some_texts(count):
+    return {f"part{i % 3}/{i}.txt": f"text {i} " * (i + 1) for i in range(count)}
+
+
+def read(corpus, split):
+    """Texts of a split, in order; each must end with its end-of-document token."""
+    tokenizer = open_tokenizer(TokenFile.open(corpus, split).tokenizer)
+    found = TokenFile.open(corpus, split)
+    texts = []
+    for document in np.split(found.tokens, found.starts[1:]):
+        assert document[-1] == tokenizer.end_of_document
+        assert tokenizer.end_of_document not in document[:-1]
+        texts.append(tokenizer.decode(document[:-1]))
+    return texts
+
+
+def test_every_document_is_in_one_split(tmp_path):
+    texts = some_texts(200)
+    summary = prepare([fill(tmp_path / "in", texts)], tmp_path / "out", ByteTokenizer())
+    train, validation = (read(tmp_path / "out", s) for s in ("train", "validation"))
+    assert sorted(train + validation) == sorted(texts.values())
+    assert 1 <= len(validation) <= 20
+    assert summary.counts["train"].documents == len(train)
+    assert summary.counts["train"].tokens == sum(len(text) + 1 for text in train)
+    assert summary.counts["validation"].documents == len(validation)
+
+
+def test_documents_come_in_the_order_of_their_names(tmp_path):
+    texts = {"b.txt": "second", "a/z.txt": "first", "c.txt": "third", "d.txt": "fourth"}
+    fill(tmp_path / "in", texts)
+    prepare(
+        [tmp_path / "in" / "d.txt", tmp_path / "in"], tmp_path / "out", ByteTokenizer()
+    )
+    train, held = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
+    expected = ["fourth", "first", "second", "third", "fourth"]
+    assert train == [text for text in expected if text not in held]
+
+
+def test_split_depends_on_the_texts_alone(tmp_path):
+    texts = list(some_texts(60).values())
+    fill(tmp_path / "a", {f"{i}.txt": text for i, text in enumerate(texts)})
+    fill(tmp_path / "b", {f"x/{90 - i}.md": text for i, text in enumerate(texts)})
+    lines = [json.dumps({"body": text}) for text in reversed(texts)]
+    fill(tmp_path / "c", {"all.jsonl": "\n".join(lines)})
+    held = []
+    for name in "abc":
+        prepare(
+            [tmp_path / name],
+            tmp_path / f"out_{name}",
+            ByteTokenizer(),
+            validation_fraction=0.3,
+            text_field="body",
+        )
+        held.append(sorted(read(tmp_path / f"out_{name}", "validation")))
+    assert held[0] == held[1] == held[2]
+    assert 8 <= len(held[0]) <= 30
+
+
+def test_same_input_gives_the_same_bytes(tmp_path):
+    source = fill(tmp_path / "in", some_texts(30))
+    for name in ("one", "two"):
+        prepare([source], tmp_path / name, ByteTokenizer())
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(files) == 5
+    for name in files:
+        one, two = (tmp_path / run / name for run in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_both_splits_get_a_document(tmp_path, count, fraction):
+    source = fill(tmp_path / "in", some_texts(count))
+    summary = prepare(
+        [source], tmp_path / "out", ByteTokenizer(), validation_fraction=fraction
+    )
+    documents = [counts.documents for counts in summary.counts.values()]
+    assert sum(documents) == count and min(documents) >= 1
+
+
+def test_copies_of_a_text_stay_on_one_side(tmp_path):
+    texts = {f"{i}.txt": f"copied {i % 10}" for i in range(100)}
+    source = fill(tmp_path / "in", texts)
+    prepare([source], tmp_path / "out", ByteTokenizer(), validation_fraction=0.4)
+    train, held = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
+    assert len(train) + len(held) == 100
+    assert set(train).isdisjoint(held)
+
+
+def test_one_document_goes_to_train(tmp_path):
+    source = fill(tmp_path / "in", {"a.txt": "same", "b.txt": "same"})
+    summary = prepare([source], tmp_path / "out", ByteTokenizer())
+    assert summary.counts["train"].documents == 2
+    assert summary.counts["validation"].documents == 0
+
+
+def test_what_is_no_text_is_skipped_and_counted(tmp_path):
+    source = fill(
+        tmp_path / "in",
+        {
+            "good.txt": "good",
+            "latin.txt": "Möwe".encode("latin-1"),
+            "binary.bin": b"ab\0cd",
+            "empty.txt": "",
+            "lines.jsonl": '{"text": ""}\n\n{"text": "line"}\n',
+            ".hidden/secret.txt": "hidden",
+        },
+    )
+    summary = prepare([source], tmp_path / "out", ByteTokenizer())
+    assert (summary.not_text, summary.empty) == (2, 2)
+    texts = read(tmp_path / "out", "train") + read(tmp_path / "out", "validation")
+    assert sorted(texts) == ["good", "line"]
+
+
+def test_pattern_chooses_files_of_directories_only(tmp_path):
+    source = fill(tmp_path / "in", {"a.py": "py", "b.txt": "txt", "deep/c.py": "deep"})
+    extra = fill(tmp_path, {"extra.md": "extra"}) / "extra.md"
+    prepare([source, extra], tmp_path / "out", ByteTokenizer(), pattern="*.py")
+    texts = read(tmp_path / "out", "train") + read(tmp_path / "out", "validation")
+    assert sorted(texts) == ["deep", "extra", "py"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"other": "x"}',
+        '{"text": 3}',
+        '{"text": null}',
+        '["x"]',
+        '"text"',
+        "7",
+        '{"text": "\\ud800"}',
+        b'{"text": "\xff"}',
+    ],
+)
+def test_bad_json_lines_are_named_and_nothing_is_left(tmp_path, line):
+    line = line if isinstance(line, bytes) else line.encode()
+    source = fill(tmp_path, {"a.jsonl": b'{"text": "good"}\n\n' + line + b"\n"})
+    with pytest.raises(ValueError, match=r"a\.jsonl:3: .* field 'text'"):
+        prepare([source / "a.jsonl"], tmp_path / "out", ByteTokenizer())
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    source = fill(tmp_path / "in", {"a.txt": "a", "b.bin": b"\xff", "c.txt": ""})
+    output = tmp_path / "out"
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        prepare([source, tmp_path / "nowhere"], output, ByteTokenizer())
+    with pytest.raises(ValueError, match=r"0 files that match '\*\.py'"):
+        prepare([source], output, ByteTokenizer(), pattern="*.py")
+    with pytest.raises(
+        ValueError, match="no text .* 1 are not UTF-8 text; 1 documents"
+    ):
+        prepare([source], output, ByteTokenizer(), pattern="[bc].*")
+    for fraction in (0, 1, -0.1):
+        with pytest.raises(ValueError, match=f"validation_fraction={fraction} must"):
+            prepare([source], output, ByteTokenizer(), validation_fraction=fraction)
+    assert not output.exists()
+
+
+def test_existing_output_is_left_alone(tmp_path):
+    source = fill(tmp_path / "in", some_texts(3))
+    with pytest.raises(FileExistsError, match="in already exists and is left"):
+        prepare([source], source, ByteTokenizer())
+    assert len(list(source.rglob("*.txt"))) == 3
+
+
+def test_any_tokenizer_makes_the_corpus(tmp_path):
+    words = {"<unk>": 0, "red": 1, "green": 2, "blue": 70000, "</s>": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    texts = [" ".join(["red", "green", "blue"][: i % 3 + 1]) for i in range(150)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    source = fill(tmp_path, {"a.jsonl": lines}) / "a.jsonl"
+    prepare([source], tmp_path / "out", open_tokenizer(str(tmp_path / "words.json")))
+    (tmp_path / "words.json").unlink()
+    train, held = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
+    assert train == [text for text in texts if text not in held] and held
+    assert TokenFile.open(tmp_path / "out", "train").vocab_size == 70001
+
+
+def test_standard_library_is_prepared_once(tmp_path):
+    output = prepare_standard_library(tmp_path / "library")
+    train = TokenFile.open(output, "train")
+    validation = TokenFile.open(output, "validation")
+    assert train.tokens.size > 3_000_000 and validation.tokens.size > 10_000
+    library = Path(sysconfig.get_paths()["stdlib"])
+    texts = {*read(output, "train"), *read(output, "validation")}
+    assert (library / "textwrap.py").read_bytes().decode() in texts
+    before = (output / "meta.json").stat().st_mtime_ns
+    assert prepare_standard_library(output) == output
+    assert (output / "meta.json").stat().st_mtime_ns == before
+    with (output / "train.tokens.bin").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(ValueError, match=r"train\.tokens\.bin has 100 bytes"):
+        prepare_standard_library(output)
+
+
+def test_standard_library_takes_no_other_place(tmp_path):
+    occupied = fill(tmp_path / "occupied", {"thesis.tex": "years"})
+    with pytest.raises(FileExistsError, match="occupied already exists"):
+        prepare_standard_library(occupied)
+
+
+def test_standard_library_made_beside_this_process_is_taken(tmp_path, monkeypatch):
+    source = fill(tmp_path / "in", some_texts(4))
+    library = tmp_path / "library"
+
+    def slow_prepare(inputs, output, tokenizer):
+        prepare([source], output, tokenizer)
+        raise FileExistsError(output)
+
+    monkeypatch.setattr(corpus_module, "prepare", slow_prepare)
+    assert prepare_standard_library(library) == library

@@ -1,0 +1,447 @@
+import dataclasses
+import json
+import threading
+import time
+import tracemalloc
+from contextlib import closing
+from itertools import islice, pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from data.batch import Batch, Block
+from data.text import (
+    DocumentRows,
+    InOrder,
+    PackedRows,
+    Shuffled,
+    TextBatches,
+    iterate,
+)
+from data.token_file import TokenFile, TokenFileWriter
+from kernels.layout import Contiguous, Striped, Zigzag, order
+
+PLANS = [PackedRows, DocumentRows]
+# Every token is its own place in the stream, so that no mix-up can go unseen.
+NUMBERS = SimpleNamespace(name="numbers", path=None, vocab_size=1 << 20)
+
+
+def make_corpus(directory, lengths):
+    with TokenFileWriter(directory / "corpus", NUMBERS) as writer:
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            writer.write("train", np.arange(end - length, end))
+    return TokenFile.open(directory / "corpus", "train")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Documents of 1 to 40 tokens, some of them of a row's length and around it."""
+    lengths = np.random.default_rng(7).integers(1, 40, 60)
+    return make_corpus(tmp_path, [*lengths, 1, 1, 15, 16, 17, 31, 32, 33, 2, 24, 25])
+
+
+def read_rows(plan, index=None):
+    index = np.arange(plan.length, dtype=np.int32) if index is None else index
+    return [plan.read(row, index) for row in range(plan.rows)]
+
+
+def make_batches(plan, rows=3, layout=None, ring_size=1, row_order=None, blocks=None):
+    return TextBatches(
+        plan,
+        [Block((0, rows), (0, plan.length))] if blocks is None else blocks,
+        rows,
+        layout or Contiguous(),
+        ring_size,
+        row_order or Shuffled(11),
+    )
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    for block in one:
+        for name in Batch._fields:
+            mine, others = getattr(one[block], name), getattr(other[block], name)
+            assert mine.dtype == others.dtype
+            np.testing.assert_array_equal(mine, others, err_msg=name)
+
+
+def naive_row(corpus, begin, end, length):
+    """A row of the stream's tokens from `begin` on, targets before `end`, by a loop."""
+    stream, starts = corpus.tokens.tolist(), corpus.starts.tolist()
+    real = min(length, end - begin)
+    row = []
+    for index in range(length):
+        place = begin + index
+        if index >= real:
+            row.append((0, 0, 0.0, 0, index, real - 1))
+            continue
+        start = max(start for start in starts if start <= place)
+        lo = max(start - begin, 0)
+        has_successor = place + 1 < end
+        target = stream[place + 1] if has_successor else 0
+        weight = float(has_successor and place + 1 not in starts)
+        row.append((stream[place], target, weight, index - lo, lo, index))
+    return Batch(*(np.array(column) for column in zip(*row, strict=True)))
+
+
+def naive_rows(plan):
+    corpus, length = plan.corpus, plan.length
+    if isinstance(plan, PackedRows):
+        size = corpus.tokens.size
+        return [
+            naive_row(corpus, begin, begin + length + 1, length)
+            for begin in range(0, size - length, length)
+        ]
+    rows = []
+    for start, end in pairwise([*corpus.starts.tolist(), corpus.tokens.size]):
+        for begin in range(start, end - 1, length):
+            rows.append(naive_row(corpus, begin, min(begin + length + 1, end), length))
+    return rows
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 24])
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_equal_a_loop_over_tokens(corpus, plan, length):
+    plan = plan(corpus, length)
+    rows, expected = read_rows(plan), naive_rows(plan)
+    assert len(rows) == len(expected) == plan.rows
+    for row, wanted in zip(rows, expected, strict=True):
+        for name in Batch._fields:
+            np.testing.assert_array_equal(
+                getattr(row, name), getattr(wanted, name), err_msg=name
+            )
+
+
+def test_rows_have_the_types_of_a_batch(corpus):
+    (batch,) = make_batches(PackedRows(corpus, 16))[0].values()
+    types = {name: array.dtype.name for name, array in batch._asdict().items()}
+    assert types.pop("loss_weights") == "float32"
+    assert set(types.values()) == {"int32"}
+    assert {array.shape for array in batch} == {(3, 16)}
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 24])
+def test_packed_rows_cover_the_stream_exactly(corpus, length):
+    plan = PackedRows(corpus, length)
+    rows = read_rows(plan)
+    tokens = np.concatenate([row.tokens for row in rows])
+    targets = np.concatenate([row.targets for row in rows])
+    np.testing.assert_array_equal(tokens, np.arange(plan.rows * length))
+    np.testing.assert_array_equal(targets, tokens + 1)
+    assert 1 <= corpus.tokens.size - tokens.size <= length
+
+
+def test_packed_weights_are_zero_exactly_where_documents_end(corpus):
+    rows = read_rows(PackedRows(corpus, 16))
+    weights = np.concatenate([row.loss_weights for row in rows])
+    unweighted = np.flatnonzero(weights == 0) + 1
+    expected = corpus.starts[1:][corpus.starts[1:] <= weights.size]
+    np.testing.assert_array_equal(unweighted, expected)
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 24, 64])
+def test_document_rows_lose_nothing(corpus, length):
+    rows = read_rows(DocumentRows(corpus, length))
+    pairs = []
+    for row in rows:
+        assert row.loss_weights.sum() > 0
+        weighted = row.loss_weights == 1
+        pairs += zip(row.tokens[weighted], row.targets[weighted], strict=True)
+    ends = {*corpus.starts.tolist(), corpus.tokens.size}
+    places = range(corpus.tokens.size)
+    assert pairs == [(i, i + 1) for i in places if i + 1 not in ends]
+
+
+def test_padding_sees_nothing_and_is_not_seen(tmp_path):
+    plan = DocumentRows(make_corpus(tmp_path, [5]), 8)
+    (row,) = read_rows(plan)
+    assert row.tokens.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert row.targets.tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
+    assert row.loss_weights.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert row.hi.max() == 4
+    assert (row.hi < row.lo).tolist() == [False] * 5 + [True] * 3
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "layout, ring_size",
+    [
+        (Striped(), 8),
+        (Striped(), 3),
+        (Striped(4), 2),
+        (Zigzag(), 4),
+        (Contiguous(), 6),
+        (Contiguous(), 24),
+    ],
+)
+def test_data_do_not_depend_on_layout_or_ring(corpus, plan, layout, ring_size):
+    plan = plan(corpus, 24)
+    plain = make_batches(plan)
+    other = make_batches(plan, layout=layout, ring_size=ring_size)
+    back = np.argsort(order(layout, ring_size, 24))
+    for step in (0, 1, 40):
+        (there,) = other[step].values()
+        unpermuted = Batch(*(array[:, back] for array in there))
+        equal({Block((0, 3), (0, 24)): unpermuted}, plain[step])
+
+
+def split(rows, columns, row_step, column_step):
+    return [
+        Block((row, row + row_step), (column, column + column_step))
+        for row in range(0, rows, row_step)
+        for column in range(0, columns, column_step)
+    ]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_blocks_of_two_hosts_are_those_of_one(corpus, plan):
+    plan = plan(corpus, 24)
+    blocks = split(4, 24, 2, 6)
+    arguments = {"rows": 4, "layout": Striped(), "ring_size": 4}
+    one = make_batches(plan, blocks=blocks, **arguments)
+    hosts = [make_batches(plan, blocks=blocks[i::2], **arguments) for i in (0, 1)]
+    (everything,) = make_batches(plan, **arguments)[5].values()
+    equal({**hosts[0][5], **hosts[1][5]}, dict(sorted(one[5].items(), key=str)))
+    for block, batch in one[5].items():
+        for part, full in zip(batch, everything, strict=True):
+            cut = full[slice(*block.rows), slice(*block.columns)]
+            np.testing.assert_array_equal(part, cut)
+
+
+def test_same_blocks_are_loaded_once(corpus):
+    class Counted(PackedRows):
+        reads = []
+
+        def read(self, row, index):
+            self.reads.append((row, index.tolist()))
+            return super().read(row, index)
+
+    left, right = Block((0, 2), (0, 4)), Block((0, 2), (4, 8))
+    batches = make_batches(
+        Counted(corpus, 8), rows=2, blocks=[left, right, left, left, right]
+    )
+    assert list(batches[0]) == [left, right]
+    assert sorted(index for _, index in Counted.reads) == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [4, 5, 6, 7],
+    ]
+
+
+def rows_of(batches, steps):
+    """Which rows (of 8 tokens) the steps read."""
+    first = [batches[step][batches.blocks[0]].tokens[:, 0] // 8 for step in steps]
+    return np.concatenate(first)
+
+
+def test_every_epoch_has_every_row_once_in_a_new_order(corpus):
+    plan = PackedRows(corpus, 8)
+    batches = make_batches(plan, rows=3)
+    epochs = rows_of(batches, range(plan.rows)).reshape(3, plan.rows)
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(plan.rows))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert not (np.diff(epochs) > 0).all(axis=1).any()
+
+
+def test_order_depends_on_the_seed_alone(corpus):
+    plan = PackedRows(corpus, 8)
+    one, again, other = (
+        rows_of(make_batches(plan, row_order=Shuffled(seed)), range(10))
+        for seed in (1, 1, 2**32 - 1)
+    )
+    assert one.tolist() == again.tolist() != other.tolist()
+
+
+def test_batch_of_one_row_and_corpus_of_one_row_repeat(tmp_path):
+    plan = PackedRows(make_corpus(tmp_path, [9]), 8)
+    batches = make_batches(plan, rows=1)
+    for step in (0, 1, 10**9):
+        (batch,) = batches[step].values()
+        assert batch.tokens.tolist() == [list(range(8))]
+    (batch,) = make_batches(plan, rows=2)[0].values()
+    assert batch.tokens.tolist() == [list(range(8))] * 2
+
+
+def test_validation_reads_whole_batches_in_order(corpus):
+    plan = PackedRows(corpus, 8)
+    batches = make_batches(plan, rows=4, row_order=InOrder())
+    assert len(batches) == plan.rows // 4
+    np.testing.assert_array_equal(
+        rows_of(batches, range(len(batches))), np.arange(plan.rows // 4 * 4)
+    )
+    assert [step for step, _ in iterate(batches)] == list(range(len(batches)))
+    with pytest.raises(IndexError, match=f"step={len(batches)} is not one of the"):
+        batches[len(batches)]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("plan", PLANS)
+def test_resumed_rows_equal_undisturbed_rows(corpus, plan, threads):
+    batches = make_batches(plan(corpus, 8), rows=5, layout=Striped(), ring_size=4)
+    with closing(iterate(batches)) as steps:
+        undisturbed = list(islice(steps, 40))
+    assert [step for step, _ in undisturbed] == list(range(40))
+    for first in (0, 1, 17, 39):
+        resumed = make_batches(plan(corpus, 8), rows=5, layout=Striped(), ring_size=4)
+        with closing(iterate(resumed, first, threads=threads)) as steps:
+            seen = list(islice(steps, 40 - first))
+        assert [step for step, _ in seen] == list(range(first, 40))
+        for (_, blocks), (_, expected) in zip(seen, undisturbed[first:], strict=True):
+            equal(blocks, expected)
+
+
+def reading_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
+
+
+def wait_for_end(threads):
+    deadline = time.monotonic() + 10
+    while any(thread.is_alive() for thread in threads):
+        assert time.monotonic() < deadline, f"{threads} still run"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("way", ["exhausted", "closed", "dropped"])
+def test_threads_end_with_the_iterator(corpus, way):
+    row_order = InOrder() if way == "exhausted" else Shuffled(0)
+    before = reading_threads()
+    steps = iterate(make_batches(PackedRows(corpus, 8), row_order=row_order))
+    assert next(steps)[0] == 0
+    mine = [thread for thread in reading_threads() if thread not in before]
+    assert mine
+    if way == "exhausted":
+        assert len(list(steps)) > 10
+    elif way == "closed":
+        steps.close()
+    else:
+        del steps
+    wait_for_end(mine)
+
+
+def test_closing_drops_the_steps_not_read_yet():
+    class Slow:
+        reads = []
+
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, step):
+            self.reads.append(step)
+            time.sleep(0.02)
+            return {}
+
+    before = reading_threads()
+    steps = iterate(Slow(), threads=1, buffered_steps=50)
+    next(steps)
+    mine = [thread for thread in reading_threads() if thread not in before]
+    steps.close()
+    wait_for_end(mine)
+    assert len(Slow.reads) < 25
+
+
+def test_errors_come_at_their_own_step():
+    class Broken:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, step):
+            if step == 3:
+                raise OSError(f"disk gone at {step}")
+            return {}
+
+    steps = iterate(Broken())
+    assert [next(steps)[0] for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="disk gone at 3"):
+        next(steps)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_reading_a_row_touches_nothing_else(corpus, plan):
+    class Watched:
+        size = corpus.tokens.size
+        reads = []
+
+        def __getitem__(self, part):
+            self.reads.append(part.stop - part.start)
+            return corpus.tokens[part]
+
+    watched = Watched()
+    plan = plan(dataclasses.replace(corpus, tokens=watched), 16)
+    columns = np.array([1, 5, 9], np.int32)
+    rows = read_rows(plan, columns)
+    assert {array.shape for row in rows for array in row} == {(3,)}
+    assert len(watched.reads) == plan.rows
+    assert max(watched.reads) <= 17
+
+
+def test_huge_files_are_not_read_whole(tmp_path):
+    corpus = make_corpus(tmp_path, [1, 2, 3])
+    directory, size = corpus.directory, 3 << 30
+    meta = json.loads((directory / "meta.json").read_text())
+    meta["splits"]["train"]["tokens"] = size
+    (directory / "meta.json").write_text(json.dumps(meta))
+    with (directory / "train.tokens.bin").open("r+b") as file:
+        file.truncate(4 * size)  # sparse: takes no space
+        file.seek(4 * (size - 2))
+        file.write(np.array([77, 78], "<u4").tobytes())
+    tracemalloc.start()
+    plan = PackedRows(TokenFile.open(directory, "train"), 1023)
+    row = plan.read(plan.rows - 1, np.arange(1023, dtype=np.int32))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert plan.rows * 1023 + 3 == size
+    assert row.positions.tolist() == list(range(1023))
+    assert peak < 1 << 20
+
+
+def test_context_longer_than_the_corpus_is_refused(tmp_path):
+    corpus = make_corpus(tmp_path, [4, 4])
+    assert PackedRows(corpus, 7).rows == 1
+    with pytest.raises(
+        ValueError, match="row of 8 tokens .* 8 tokens of split 'train'"
+    ):
+        PackedRows(corpus, 8)
+    assert DocumentRows(corpus, 100).rows == 2
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_need_a_length(corpus, plan):
+    with pytest.raises(ValueError, match="length=0 must be at least 1"):
+        plan(corpus, 0)
+
+
+def test_documents_of_one_token_make_no_rows(tmp_path):
+    corpus = make_corpus(tmp_path, [1, 1, 1])
+    with pytest.raises(ValueError, match="no document of two tokens"):
+        DocumentRows(corpus, 4)
+
+
+def test_bad_batches_are_refused(corpus):
+    plan = PackedRows(corpus, 24)
+    few = rf"of {plan.rows + 1} rows cannot be made of {plan.rows} rows of 24 tokens"
+    with pytest.raises(ValueError, match=f"{few}.*shorter context"):
+        make_batches(plan, rows=plan.rows + 1, row_order=InOrder())
+    with pytest.raises(ValueError, match="batch of 0 rows"):
+        make_batches(plan, rows=0, blocks=[])
+    with pytest.raises(ValueError, match="pad it to 25"):
+        make_batches(plan, layout=Striped(), ring_size=5)
+    for block in (Block((0, 4), (0, 24)), Block((0, 3), (20, 25))):
+        with pytest.raises(ValueError, match="outside of the global batch of 3 rows"):
+            make_batches(plan, blocks=[block])
+    with pytest.raises(ValueError, match="Seed"):
+        make_batches(plan, row_order=Shuffled(-1))
+    with pytest.raises(IndexError, match="step=-1"):
+        make_batches(plan)[-1]
+
+
+def test_bad_iterations_are_refused(corpus):
+    batches = make_batches(PackedRows(corpus, 24), row_order=InOrder())
+    for first in (-1, len(batches)):
+        with pytest.raises(ValueError, match=f"first_step={first} is not one of"):
+            iterate(batches, first)
+    with pytest.raises(ValueError, match="buffered_steps=2 must not be below"):
+        iterate(batches, threads=3, buffered_steps=2)

@@ -1,0 +1,236 @@
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from data.token_file import TokenFile, TokenFileWriter
+from data.tokenizer import ByteTokenizer, open_tokenizer
+
+DOCUMENTS = {
+    "train": [[5, 6, 256], [7, 256], [8]],
+    "validation": [[1, 2, 3, 256]],
+}
+
+
+def write(directory, documents=DOCUMENTS, tokenizer=None):
+    with TokenFileWriter(directory, tokenizer or ByteTokenizer()) as writer:
+        for split, contents in documents.items():
+            for tokens in contents:
+                writer.write(split, np.array(tokens))
+    return directory
+
+
+def change_meta(directory, change):
+    path = directory / "meta.json"
+    meta = json.loads(path.read_text())
+    change(meta)
+    path.write_text(json.dumps(meta))
+
+
+def test_documents_come_back(tmp_path):
+    directory = write(tmp_path / "deep" / "corpus")
+    train = TokenFile.open(directory, "train")
+    assert train.tokens.tolist() == [5, 6, 256, 7, 256, 8]
+    assert train.tokens.dtype == np.uint16
+    assert train.starts.tolist() == [0, 3, 5]
+    assert (train.vocab_size, train.largest_token) == (257, 256)
+    assert isinstance(train.tokens.base, np.memmap)
+    validation = TokenFile.open(directory, "validation")
+    assert validation.tokens.tolist() == [1, 2, 3, 256]
+    assert validation.starts.tolist() == [0]
+    assert (tmp_path / "deep").stat().st_mode == directory.stat().st_mode
+
+
+def test_files_are_little_endian_as_documented(tmp_path):
+    directory = write(tmp_path / "corpus")
+    tokens = (directory / "train.tokens.bin").read_bytes()
+    starts = (directory / "train.documents.bin").read_bytes()
+    assert tokens[:6] == b"\x05\0\x06\0\0\x01"
+    assert starts[8:16] == b"\x03\0\0\0\0\0\0\0"
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(65536, "uint16"), (65537, "uint32")])
+def test_wide_vocabularies_are_stored_wide(tmp_path, vocab_size, dtype):
+    tokenizer = SimpleNamespace(name="wide", path=None, vocab_size=vocab_size)
+    largest = vocab_size - 1
+    directory = write(tmp_path / "corpus", {"train": [[0, largest]]}, tokenizer)
+    corpus = TokenFile.open(directory, "train")
+    assert corpus.tokens.dtype == dtype
+    assert corpus.tokens.tolist() == [0, largest] and corpus.largest_token == largest
+
+
+def test_corpus_keeps_its_tokenizer(tmp_path):
+    source = tmp_path / "some.json"
+    source.write_text('{"any": "content"}')
+    tokenizer = SimpleNamespace(name="huggingface", path=source, vocab_size=300)
+    corpus = TokenFile.open(write(tmp_path / "a", tokenizer=tokenizer), "train")
+    source.unlink()
+    assert corpus.tokenizer == str(tmp_path / "a" / "tokenizer.json")
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == '{"any": "content"}'
+    plain = TokenFile.open(write(tmp_path / "b"), "train")
+    assert open_tokenizer(plain.tokenizer).decode([104, 105]) == "hi"
+
+
+def test_corpus_is_not_seen_before_it_is_whole(tmp_path):
+    directory = tmp_path / "corpus"
+    with TokenFileWriter(directory, ByteTokenizer()) as writer:
+        writer.write("train", np.array([1]))
+        assert not directory.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_interrupted_writer_leaves_nothing(tmp_path, error):
+    with pytest.raises(error):
+        with TokenFileWriter(tmp_path / "corpus", ByteTokenizer()) as writer:
+            writer.write("train", np.array([1]))
+            raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_without_documents_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="no documents"):
+        write(tmp_path / "corpus", {"validation": [[1]]})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "tokens, match",
+    [
+        ([], r"tokens\.shape=\(0,\)"),
+        ([[1]], r"tokens\.shape=\(1, 1\)"),
+        ([3, 257], r"document 0 of train has ids from 3 to 257.*vocab_size=257"),
+        ([-1, 3], "from -1 to 3"),
+    ],
+)
+def test_writer_refuses_bad_documents(tmp_path, tokens, match):
+    with pytest.raises(ValueError, match=match):
+        write(tmp_path / "corpus", {"train": [tokens]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_touches_nothing_that_exists(tmp_path):
+    directory = write(tmp_path / "corpus")
+    before = (directory / "train.tokens.bin").read_bytes()
+    with pytest.raises(FileExistsError, match="corpus already holds a corpus"):
+        write(directory, {"train": [[9, 9]]})
+    assert (directory / "train.tokens.bin").read_bytes() == before
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one").write_text("precious")
+    with pytest.raises(FileExistsError, match="photos already exists"):
+        write(tmp_path / "photos")
+    assert (tmp_path / "photos" / "one").read_text() == "precious"
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(FileExistsError, match="file already exists"):
+        write(tmp_path / "file")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_writer_fills_an_empty_directory(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    corpus = TokenFile.open(write(tmp_path / "corpus"), "train")
+    assert corpus.tokens.size == 6
+
+
+def test_slower_of_two_writers_is_refused(tmp_path):
+    directory = tmp_path / "corpus"
+    with pytest.raises(FileExistsError, match="already holds a corpus"):
+        with TokenFileWriter(directory, ByteTokenizer()) as slow:
+            slow.write("train", np.array([1]))
+            write(directory)
+    assert TokenFile.open(directory, "train").tokens.size == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no corpus .*prepare_text"):
+        TokenFile.open(tmp_path / "nowhere", "train")
+    with pytest.raises(FileNotFoundError, match=r"meta\.json is missing"):
+        TokenFile.open(tmp_path, "train")
+    for name in ("train.documents.bin", "train.tokens.bin"):
+        directory = write(tmp_path / name)
+        (directory / name).unlink()
+        with pytest.raises(FileNotFoundError, match=rf"{name} is missing.*prepare"):
+            TokenFile.open(directory, "train")
+        assert TokenFile.open(directory, "validation").tokens.size == 4
+
+
+@pytest.mark.parametrize(
+    "name, size, match",
+    [
+        ("train.tokens.bin", 0, "has 0 bytes, .* 6 items of 2 bytes, which is 12"),
+        ("train.tokens.bin", 10, "has 10 bytes, .* which is 12"),
+        ("train.tokens.bin", 14, "has 14 bytes, .* which is 12"),
+        ("train.documents.bin", 0, "has 0 bytes"),
+        ("train.documents.bin", 23, "has 23 bytes, .* 3 items of 8 bytes"),
+    ],
+)
+def test_cut_files_are_refused(tmp_path, name, size, match):
+    directory = write(tmp_path / "corpus")
+    with (directory / name).open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(ValueError, match=f"{name} {match}.*(cut short).*prepare"):
+        TokenFile.open(directory, "train")
+
+
+@pytest.mark.parametrize(
+    "starts, match",
+    [
+        ([1, 3, 5], "starts at 1, not at 0"),
+        ([0, 3, 3], "document 2 starts at 3, not after document 1 at 3"),
+        ([0, 5, 3], "document 2 starts at 3"),
+        ([0, 3, 6], "last document starts at 6 of 6 tokens"),
+        ([0, 3, 1 << 63], "document 2 starts at -9223372036854775808"),
+    ],
+)
+def test_damaged_bounds_are_refused(tmp_path, starts, match):
+    directory = write(tmp_path / "corpus")
+    np.array(starts, "<u8").tofile(directory / "train.documents.bin")
+    with pytest.raises(
+        ValueError, match=rf"train\.documents\.bin is damaged: .*{match}"
+    ):
+        TokenFile.open(directory, "train")
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda meta: meta.update(version=2), "format version 2, .* reads version 1"),
+        (lambda meta: meta.pop("version"), "cannot be read .*version"),
+        (lambda meta: meta.pop("dtype"), "does not describe .*dtype"),
+        (
+            lambda meta: meta["splits"]["train"].pop("tokens"),
+            "does not describe .*tokens",
+        ),
+        (lambda meta: meta["splits"].pop("train"), "split 'train' .*KeyError"),
+    ],
+)
+def test_meta_of_another_form_is_refused(tmp_path, change, match):
+    directory = write(tmp_path / "corpus")
+    change_meta(directory, change)
+    with pytest.raises(ValueError, match=match):
+        TokenFile.open(directory, "train")
+
+
+def test_meta_that_is_no_json_is_refused(tmp_path):
+    directory = write(tmp_path / "corpus")
+    (directory / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match=r"meta\.json cannot be read .*prepare"):
+        TokenFile.open(directory, "train")
+
+
+def test_empty_split_is_refused(tmp_path):
+    directory = write(tmp_path / "corpus", {"train": [[1, 2]]})
+    with pytest.raises(ValueError, match="split 'validation' of .*corpus is empty"):
+        TokenFile.open(directory, "validation")
+
+
+def test_vocabulary_must_hold_the_largest_token(tmp_path):
+    directory = write(tmp_path / "corpus")
+    corpus = TokenFile.open(directory, "train")
+    corpus.check_vocabulary(257)
+    with pytest.raises(ValueError, match=r"token 256, .*vocab_size=256 .*least 257"):
+        corpus.check_vocabulary(256)
+    small = write(tmp_path / "small", {"train": [[9]]})
+    TokenFile.open(small, "train").check_vocabulary(10)

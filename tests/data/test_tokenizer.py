@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+
+from data.tokenizer import ByteTokenizer, open_tokenizer
+
+TEXT = "The cat sat on the mat. Die Möwe sprach: 猫!\r\n\tdef f(x): return x\n"
+
+
+def make_hugging_face(path, specials=("<pad>", "<|endoftext|>")):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=list(specials),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.enable_truncation(max_length=5)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(path))
+    return path
+
+
+def make_sentence_piece(path, eos_id=2):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "the dog sat on the log"]),
+        model_prefix=str(path.with_suffix("")),
+        vocab_size=290,
+        model_type="bpe",
+        byte_fallback=True,
+        eos_id=eos_id,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "bytes": "bytes",
+        "huggingface": str(make_hugging_face(directory / "tokenizer.json")),
+        "sentencepiece": str(make_sentence_piece(directory / "tokenizer.model")),
+    }
+
+
+@pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
+def test_text_comes_back_from_its_ids(specs, kind):
+    tokenizer = open_tokenizer(specs[kind])
+    text = "the cat sat on the log: Möwe 猫"
+    ids = tokenizer.encode(text)
+    assert tokenizer.name == kind
+    assert ids.dtype == np.int32 and ids.ndim == 1
+    assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size
+    assert tokenizer.end_of_document not in ids
+    assert tokenizer.decode(np.append(ids, tokenizer.end_of_document)) == text
+    assert tokenizer.encode("").shape == (0,)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
+def test_many_texts_encode_as_one_by_one(specs, kind):
+    tokenizer = open_tokenizer(specs[kind])
+    texts = ["the cat", "", "sat on the mat " * 20, "猫"]
+    together = tokenizer.encode_all(texts)
+    assert [ids.tolist() for ids in together] == [
+        tokenizer.encode(text).tolist() for text in texts
+    ]
+    assert all(ids.dtype == np.int32 for ids in together)
+
+
+def test_bytes_are_the_bytes_of_utf8():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
+    assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"
+
+
+@pytest.mark.parametrize("wrong", [257, -1])
+def test_bytes_refuse_to_decode_what_is_no_byte(wrong):
+    with pytest.raises(ValueError, match=rf"{wrong}.* from 0 to 256"):
+        ByteTokenizer().decode([5, wrong])
+
+
+def test_hugging_face_ignores_truncation_padding_and_special_names_in_text(specs):
+    tokenizer = open_tokenizer(specs["huggingface"])
+    text = "the mat <|endoftext|> and <pad> after it, at more than five tokens"
+    ids = tokenizer.encode(text)
+    assert tokenizer.end_of_document == 1
+    assert 0 not in ids and 1 not in ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_hugging_face_vocabulary_covers_ids_after_a_gap(tmp_path):
+    model = tokenizers.models.WordLevel({"<unk>": 0, "cat": 7, "</s>": 3}, "<unk>")
+    path = tmp_path / "gaps.json"
+    tokenizers.Tokenizer(model).save(str(path))
+    tokenizer = open_tokenizer(str(path))
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 3)
+
+
+def test_sentence_piece_ends_documents_with_its_own_id(tmp_path):
+    path = make_sentence_piece(tmp_path / "five.model", eos_id=5)
+    assert open_tokenizer(str(path)).end_of_document == 5
+
+
+def test_tokenizers_without_an_end_are_refused(tmp_path):
+    path = make_hugging_face(tmp_path / "tokenizer.json", specials=("<pad>",))
+    with pytest.raises(ValueError, match=r"tokenizer\.json has no token to end"):
+        open_tokenizer(str(path))
+    path = make_sentence_piece(tmp_path / "tokenizer.model", eos_id=-1)
+    with pytest.raises(ValueError, match=r"tokenizer\.model has no end-of-sentence"):
+        open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_damaged_and_missing_files_are_named(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match=f"{name} does not exist"):
+        open_tokenizer(str(tmp_path / name))
+    (tmp_path / name).write_text("not a tokenizer")
+    with pytest.raises(ValueError, match=f"{name} is no"):
+        open_tokenizer(str(tmp_path / name))
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match='"gpt2" is not known: give "bytes"'):
+        open_tokenizer("gpt2")

@@ -1,0 +1,181 @@
+"""The oracle against JAX's own attention, autodiff and finite differences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import masks, reference
+
+SCALE = 0.3
+forward = jax.jit(functools.partial(reference.forward, scale=SCALE))
+backward = jax.jit(functools.partial(reference.backward, scale=SCALE))
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def operands(queries: int, keys: int, heads: int, kv_heads: int) -> list[jax.Array]:
+    rng = np.random.default_rng()
+    shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads)
+    return [jnp.asarray(rng.standard_normal((2, *shape, 6))) for shape in shapes]
+
+
+def bounds(mask: masks.Mask, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+    """[start, stop) of each query, (1 or B, T)."""
+    lo, hi = mask(jnp.arange(queries, dtype=jnp.int32), keys)
+    return lo.clip(0, keys), (hi + 1).clip(0, keys)
+
+
+def normal_like(x: jax.Array) -> jax.Array:
+    return jnp.asarray(np.random.default_rng().standard_normal(x.shape))
+
+
+@jax.jit
+def gradients(qkv, limits, d_out, d_lse):
+    """dq, dk and dv by the oracle's own backward."""
+    out, lse = forward(*qkv, *limits)
+    delta = jnp.einsum("bthd,bthd->bht", d_out, out) - d_lse
+    dq = jnp.zeros_like(qkv[0])
+    return backward(*qkv, d_out, lse, delta, *limits, dq=dq)
+
+
+def assert_close(got, want, tolerance: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+IDS = np.array([[0] * 4 + [2] * 5 + [3] * 4, [1] * 11 + [5] * 2], np.int32)
+
+# Masks under which every query sees something: (mask, T, S, H, K).
+CASES = {
+    "full": (masks.full(), 7, 12, 2, 2),
+    "causal": (masks.causal(), 13, 13, 4, 2),
+    "window": (masks.window(3), 13, 13, 3, 1),
+    "prefix": (masks.prefix(np.array([[2], [9]], np.int32)), 13, 13, 2, 2),
+    "documents": (masks.documents(IDS), 13, 13, 6, 3),
+    "documents, fewer queries": (masks.documents(IDS), 9, 13, 2, 1),
+}
+
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+@each_case
+def test_forward_is_the_softmax_over_the_visible_keys(name):
+    mask, queries, keys, heads, kv_heads = CASES[name]
+    q, k, v = operands(queries, keys, heads, kv_heads)
+    start, stop = bounds(mask, queries, keys)
+    out, lse = forward(q, k, v, start, stop)
+    assert out.dtype == lse.dtype == jnp.float64
+
+    slot = np.arange(keys)
+    start, stop = np.asarray(start)[..., None], np.asarray(stop)[..., None]
+    seen = ((start <= slot) & (slot < stop))[:, None]  # (B, 1, T, S)
+    shared_k, shared_v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+    weights = np.exp(SCALE * np.einsum("bthd,bshd->bhts", q, shared_k)) * seen
+    total = weights.sum(axis=-1)
+    want = np.einsum("bhts,bshd->bthd", weights / total[..., None], shared_v)
+    assert_close((out, lse), (want, np.log(total)), 1e-12)
+
+    with jax.numpy_dtype_promotion("standard"):  # its softmax is float32 at any rate
+        of_jax = jax.nn.dot_product_attention(q, k, v, mask=seen, scale=SCALE)
+    assert_close([out], [of_jax], 1e-5)
+
+
+@each_case
+def test_backward_is_the_derivative_of_forward(name):
+    mask, queries, keys, heads, kv_heads = CASES[name]
+    qkv = operands(queries, keys, heads, kv_heads)
+    limits = bounds(mask, queries, keys)
+    results, pull = jax.vjp(lambda *qkv: forward(*qkv, *limits), *qkv)
+    cotangents = tuple(map(normal_like, results))
+    assert_close(gradients(qkv, limits, *cotangents), pull(cotangents), 1e-10)
+
+
+def test_gradients_predict_finite_differences():
+    qkv = operands(5, 5, 2, 1)
+    limits = bounds(masks.causal(), 5, 5)
+    out, lse = forward(*qkv, *limits)
+    cotangents = normal_like(out), normal_like(lse)
+
+    def loss(qkv):
+        results = forward(*qkv, *limits)
+        return sum((x * d).sum() for x, d in zip(results, cotangents, strict=True))
+
+    for i, gradient in enumerate(gradients(qkv, limits, *cotangents)):
+        step = 1e-5 * normal_like(qkv[i])
+        ahead, behind = (
+            loss([x + sign * step if i == j else x for j, x in enumerate(qkv)])
+            for sign in (1, -1)
+        )
+        predicted = 2 * (gradient * step).sum()
+        np.testing.assert_allclose(ahead - behind, predicted, rtol=1e-6)
+
+
+def empty_rows(queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+    """Queries see nothing first, in the middle (start after stop) and last."""
+    start, stop = np.zeros((2, 1, queries), np.int32)
+    stop[:, 2:] = keys // 2
+    start[:, 4:6] = keys - 2
+    stop[:, 6:] = keys
+    start[:, 6:] = keys - 2
+    start[:, -1:] = keys
+    return jnp.asarray(start), jnp.asarray(stop)
+
+
+def test_rows_that_see_nothing_are_empty_and_have_no_gradient():
+    queries = 9
+    qkv = operands(queries, 10, 4, 2)
+    limits = empty_rows(queries, 10)
+    out, lse = forward(*qkv, *limits)
+    empty = np.array([0, 1, 4, 5, 8])
+    sees = np.setdiff1d(np.arange(queries), empty)
+    np.testing.assert_array_equal(out[:, empty], 0)
+    np.testing.assert_array_equal(lse[..., empty], -np.inf)
+    assert np.isfinite(lse[..., sees]).all()
+
+    d_out, d_lse = normal_like(out), normal_like(lse)
+    dq, dk, dv = gradients(qkv, limits, d_out, d_lse)
+    np.testing.assert_array_equal(dq[:, empty], 0)
+    # dk and dv are those of the other rows alone.
+    few = [qkv[0][:, sees], *qkv[1:]]
+    limits = [bound[:, sees] for bound in limits]
+    want = gradients(few, limits, d_out[:, sees], d_lse[..., sees])
+    assert_close((dq[:, sees], dk, dv), want, 1e-12)
+
+
+@pytest.mark.parametrize("cut", [1, 6])
+def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys(cut):
+    """As on a ring: keys in two parts, the second with a carry from the first."""
+    q, k, v = operands(10, 10, 4, 2)
+    start, stop = bounds(masks.window(4), 10, 10)
+    d_out, dq = normal_like(q), normal_like(q)
+    whole, lse = forward(q, k, v, start, stop)
+    delta = jnp.einsum("bthd,bthd->bht", d_out, whole)
+
+    carry, gathered, shares = None, dq, []
+    for begin, end in (0, cut), (cut, 10):
+        qkv = q, k[:, begin:end], v[:, begin:end]
+        limits = start.clip(begin, end) - begin, stop.clip(begin, end) - begin
+        carry = forward(*qkv, *limits, carry=carry)
+        gathered, *share = backward(*qkv, d_out, lse, delta, *limits, dq=gathered)
+        shares.append(share)
+    assert_close(carry, (whole, lse), 1e-12)
+    dk, dv = (np.concatenate(parts, axis=1) for parts in zip(*shares, strict=True))
+    want = gradients((q, k, v), (start, stop), d_out, jnp.zeros_like(lse))
+    assert_close((gathered, dk, dv), (dq + want[0], *want[1:]), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_results_and_gradients_of_narrow_types_are_float32(dtype):
+    qkv = [x.astype(dtype) for x in operands(4, 4, 2, 1)]
+    limits = bounds(masks.causal(), 4, 4)
+    out, lse = forward(*qkv, *limits)
+    dq = jnp.zeros(out.shape, jnp.float32)
+    results = backward(*qkv, qkv[0], lse, lse, *limits, dq=dq)
+    assert {x.dtype for x in (out, lse, *results)} == {np.dtype(np.float32)}

@@ -1,0 +1,74 @@
+"""The table of chips against JAX's own, and that unknown chips stay unknown."""
+
+import jax
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from training import chips
+
+
+def test_every_device_kind_names_one_chip():
+    kinds = [kind for chip in chips.CHIPS for kind in chip.device_kinds]
+    assert len(kinds) == len(set(kinds))
+    for chip in chips.CHIPS:
+        assert all(chips.find(kind) is chip for kind in chip.device_kinds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "peak_flops"),
+    [
+        ("TPU v3", "TPU v3", 61.5e12),
+        ("TPU v4", "TPU v4", 275e12),
+        ("TPU v5 lite", "TPU v5e", 197e12),
+        ("TPU v5", "TPU v5p", 459e12),
+        ("TPU v5p", "TPU v5p", 459e12),
+        ("TPU v6 lite", "TPU v6e", 918e12),
+        ("TPU7x", "TPU7x", 1153.5e12),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM", 989e12),
+        ("NVIDIA H200", "H200", 989e12),
+        ("NVIDIA B200", "B200", 2250e12),
+    ],
+)
+def test_known_kind_has_its_published_peak(kind, name, peak_flops):
+    chip = chips.find(kind)
+    assert (chip.name, chip.peak_flops) == (name, peak_flops)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["cpu", "", "TPU v4 lite", "TPU v9", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "v4"],
+)
+def test_unknown_kind_has_no_chip(kind):
+    assert chips.find(kind) is None
+
+
+def test_this_machine_without_accelerator_has_no_chip():
+    assert chips.find(jax.devices("cpu")[0].device_kind) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "cores_per_device"),
+    [
+        ("TPU v3", "v3", 1),
+        ("TPU v4", "v4", 2),
+        ("TPU v5e", "v5e", 1),
+        ("TPU v5p", "v5p", 2),
+        ("TPU v6e", "v6e", 1),
+        ("TPU7x", "7x", 1),
+    ],
+)
+def test_tpu_rows_are_per_device_and_near_the_compilers_own(
+    name, version, cores_per_device
+):
+    """JAX's rounded table differs by up to 14 %; half a chip would differ by 100 %."""
+    chip = next(chip for chip in chips.CHIPS if chip.name == name)
+    # JAX's numbers are those of one TensorCore.
+    cores = cores_per_device
+    info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(version), cores)
+    for ours, theirs, tolerance in (
+        (chip.peak_flops, info.bf16_ops_per_second, 0.15),
+        (chip.hbm_bytes, info.hbm_capacity_bytes, 0.02),
+        (chip.hbm_bytes_per_second, info.mem_bw_bytes_per_second, 0.15),
+    ):
+        assert ours == pytest.approx(cores * theirs, rel=tolerance)

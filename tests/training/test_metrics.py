@@ -1,0 +1,314 @@
+"""Curves on disk, rates from a fake clock, and the console's line."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from training.metrics import (
+    ConsoleLine,
+    NullWriter,
+    StepWork,
+    TensorBoardWriter,
+    Throughput,
+    read_scalars,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+class FakeClock:
+    """Seconds that pass only when told."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.now += seconds
+
+
+def work(tokens=1000, model_flops=2e12, paper_flops=4e12):
+    return StepWork(tokens, model_flops, paper_flops)
+
+
+def test_points_are_read_back_by_tag_in_order(tmp_path):
+    with TensorBoardWriter(tmp_path, first_step=0) as writer:
+        for step in range(5):
+            writer.scalars(step, {"loss": 2.5 - step / 4, "lr": 0.5})
+    assert read_scalars(tmp_path) == {
+        "loss": [(0, 2.5), (1, 2.25), (2, 2.0), (3, 1.75), (4, 1.5)],
+        "lr": [(step, 0.5) for step in range(5)],
+    }
+
+
+def test_long_curves_are_read_whole(tmp_path):
+    """TensorBoard's own default keeps a random 10 000 points of a curve."""
+    with TensorBoardWriter(tmp_path, first_step=0) as writer:
+        for step in range(10_050):
+            writer.scalars(step, {"loss": 1.0})
+    assert [step for step, _ in read_scalars(tmp_path)["loss"]] == list(range(10_050))
+
+
+def test_device_scalars_are_taken_as_they_are(tmp_path):
+    with TensorBoardWriter(tmp_path, first_step=0) as writer:
+        writer.scalars(1, {"loss": jnp.float32(1.5), "count": jnp.int32(3)})
+    assert read_scalars(tmp_path) == {"loss": [(1, 1.5)], "count": [(1, 3.0)]}
+
+
+def test_resumed_run_replaces_the_points_after_its_first_step(tmp_path):
+    with TensorBoardWriter(tmp_path, first_step=0) as writer:
+        for step in range(8):
+            writer.scalars(step, {"loss": 10.0 + step, "killed_run_only": 1.0})
+    with TensorBoardWriter(tmp_path, first_step=5) as writer:
+        for step in range(5, 10):
+            writer.scalars(step, {"loss": 100.0 + step})
+    curves = read_scalars(tmp_path)
+    assert curves["loss"] == [(step, 10.0 + step) for step in range(5)] + [
+        (step, 100.0 + step) for step in range(5, 10)
+    ]
+    assert [step for step, _ in curves["killed_run_only"]] == [0, 1, 2, 3, 4]
+
+
+def test_run_restarted_from_the_first_step_shows_only_itself(tmp_path):
+    """A run killed before its first checkpoint starts again at step 0."""
+    for offset in (10.0, 20.0):
+        with TensorBoardWriter(tmp_path, first_step=0) as writer:
+            writer.scalars(0, {"loss": offset})
+            writer.scalars(1, {"loss": offset + 1})
+    assert read_scalars(tmp_path) == {"loss": [(0, 20.0), (1, 21.0)]}
+
+
+def test_point_cut_off_by_a_kill_hides_no_later_point(tmp_path):
+    with TensorBoardWriter(tmp_path, first_step=0) as writer:
+        for step in range(3):
+            writer.scalars(step, {"loss": 1.0 + step})
+    (event_file,) = tmp_path.iterdir()
+    os.truncate(event_file, event_file.stat().st_size - 3)
+    with TensorBoardWriter(tmp_path, first_step=2) as writer:
+        writer.scalars(2, {"loss": 7.0})
+    assert read_scalars(tmp_path) == {"loss": [(0, 1.0), (1, 2.0), (2, 7.0)]}
+
+
+def test_sigkill_after_a_flush_loses_no_point(tmp_path):
+    program = """
+import os, signal, sys
+from training.metrics import TensorBoardWriter
+writer = TensorBoardWriter(sys.argv[1], first_step=0)
+for step in range(500):
+    writer.scalars(step, {"loss": float(step)})
+writer.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL
+    assert read_scalars(tmp_path)["loss"] == [(s, float(s)) for s in range(500)]
+
+
+def test_metrics_do_without_tensorflow():
+    program = (
+        "import sys, training.metrics;"
+        "print([m for m in sys.modules if m.split('.')[0] == 'tensorflow'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_text_is_kept_at_the_first_step(tmp_path):
+    with TensorBoardWriter(tmp_path, first_step=3) as writer:
+        writer.text("config", "seed = 7, größer")
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    (event,) = accumulator.Tensors("config")
+    assert event.step == 3
+    assert event.tensor_proto.string_val[0].decode() == "seed = 7, größer"
+    plugin = accumulator.SummaryMetadata("config").plugin_data.plugin_name
+    assert plugin == "text"
+
+
+def test_reading_a_directory_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no directory .*nowhere"):
+        read_scalars(tmp_path / "nowhere")
+    assert read_scalars(tmp_path) == {}
+
+
+def test_null_writer_takes_every_call_of_the_real_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    public = {name for name in vars(TensorBoardWriter) if not name.startswith("_")}
+    assert public == {name for name in vars(NullWriter) if not name.startswith("_")}
+    with NullWriter() as writer:
+        writer.scalars(0, {"loss": 1.0})
+        writer.text("config", "x")
+        writer.flush()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_are_those_of_the_steps_since_the_last_report():
+    clock = FakeClock()
+    throughput = Throughput(num_devices=4, peak_flops=10e12, clock=clock)
+    throughput.count(work())
+    clock.wait(60.0)
+    assert throughput.report() == {}
+    for seconds, steps in ((2.0, 4), (9.0, 3)):
+        for _ in range(steps):
+            throughput.count(work())
+        clock.wait(seconds)
+        assert throughput.report() == pytest.approx(
+            {
+                "perf/step_time": seconds / steps,
+                "perf/tokens_per_second": 1000 * steps / seconds,
+                "perf/tokens_per_second_per_device": 250 * steps / seconds,
+                "perf/mfu": 2e12 * steps / (seconds * 40e12),
+                "perf/mfu_paper": 4e12 * steps / (seconds * 40e12),
+            }
+        )
+
+
+def test_steps_of_different_work_are_summed():
+    """Packed documents: the FLOPs of a step depend on the documents in it."""
+    clock = FakeClock()
+    throughput = Throughput(num_devices=1, peak_flops=1e12, clock=clock)
+    throughput.report()
+    throughput.count(work(tokens=100, model_flops=1e12))
+    throughput.count(work(tokens=300, model_flops=2e12))
+    clock.wait(8.0)
+    rates = throughput.report()
+    assert rates["perf/tokens_per_second"] == 50.0
+    assert rates["perf/mfu"] == 3 / 8
+
+
+def test_pauses_are_left_out_of_the_rates():
+    clock = FakeClock()
+    throughput = Throughput(num_devices=1, peak_flops=None, clock=clock)
+    throughput.report()
+    for _ in range(2):
+        throughput.count(work())
+        clock.wait(1.0)
+        with throughput.exclude():
+            clock.wait(30.0)
+    assert throughput.report()["perf/step_time"] == 1.0
+    throughput.count(work())
+    clock.wait(3.0)
+    assert throughput.report()["perf/step_time"] == 3.0
+
+
+def test_pause_that_fails_is_left_out_too():
+    clock = FakeClock()
+    throughput = Throughput(num_devices=1, peak_flops=None, clock=clock)
+    throughput.report()
+    throughput.count(work())
+    clock.wait(1.0)
+    with pytest.raises(OSError), throughput.exclude():
+        clock.wait(30.0)
+        raise OSError("disk full")
+    assert throughput.report()["perf/step_time"] == 1.0
+
+
+def test_pause_waits_for_the_steps_under_way_before_it_stops_the_clock(monkeypatch):
+    """What the devices still compute belongs to the steps, not to the pause."""
+    clock = FakeClock()
+    state = {"weight": jnp.ones(2)}
+
+    def finish(arrays):
+        assert arrays is state
+        clock.wait(5.0)
+
+    monkeypatch.setattr(jax, "block_until_ready", finish)
+    throughput = Throughput(num_devices=1, peak_flops=None, clock=clock)
+    throughput.report()
+    throughput.count(work())
+    with throughput.exclude(after=state):
+        clock.wait(30.0)
+    assert throughput.report()["perf/step_time"] == 5.0
+
+
+def test_pause_before_the_first_report_does_not_shorten_later_steps():
+    clock = FakeClock()
+    throughput = Throughput(num_devices=1, peak_flops=None, clock=clock)
+    with throughput.exclude():
+        clock.wait(30.0)
+    throughput.report()
+    throughput.count(work())
+    clock.wait(2.0)
+    assert throughput.report()["perf/step_time"] == 2.0
+
+
+def test_unknown_chip_has_rates_but_no_mfu():
+    clock = FakeClock()
+    throughput = Throughput(num_devices=2, peak_flops=None, clock=clock)
+    throughput.report()
+    throughput.count(work())
+    clock.wait(2.0)
+    assert throughput.report() == {
+        "perf/step_time": 2.0,
+        "perf/tokens_per_second": 500.0,
+        "perf/tokens_per_second_per_device": 250.0,
+    }
+
+
+def test_report_without_steps_has_no_rates():
+    clock = FakeClock()
+    throughput = Throughput(num_devices=1, peak_flops=1e12, clock=clock)
+    throughput.report()
+    clock.wait(2.0)
+    assert throughput.report() == {}
+
+
+@pytest.mark.parametrize(("num_devices", "peak_flops"), [(0, 1e12), (1, 0.0)])
+def test_throughput_of_nothing_is_refused(num_devices, peak_flops):
+    with pytest.raises(ValueError, match=f"num_devices={num_devices} peak_flops"):
+        Throughput(num_devices=num_devices, peak_flops=peak_flops)
+
+
+def test_console_line_shows_everything_known():
+    rates = {
+        "perf/step_time": 0.8648,
+        "perf/tokens_per_second": 41_234.0,
+        "perf/mfu": 0.3812,
+    }
+    line = ConsoleLine(120, 1000, 2.34121, 0.8123, 3e-4, rates)
+    assert str(line) == (
+        "step  120/1000  loss 2.3412  grad 0.812  lr 3.0e-04  41.2k tok/s"
+        "  MFU 38.1 %  ETA 0:12:41"
+    )
+
+
+def test_console_line_leaves_out_what_is_unknown():
+    line = ConsoleLine(7, 1000, 2.34121, 0.8123, 3e-4)
+    assert str(line) == "step    7/1000  loss 2.3412  grad 0.812  lr 3.0e-04"
+    rates = {"perf/step_time": 2.0, "perf/tokens_per_second": 50.0}
+    assert "MFU" not in str(ConsoleLine(7, 10, 2.0, 1.0, 1e-3, rates))
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_second", "shown"),
+    [
+        (950.04, "950.0 tok/s"),
+        (999.96, "1.0k tok/s"),
+        (999_940.0, "999.9k tok/s"),
+        (999_960.0, "1.0M tok/s"),
+        (3.44e6, "3.4M tok/s"),
+        (2.0e9, "2.0G tok/s"),
+    ],
+)
+def test_token_rates_are_short(tokens_per_second, shown):
+    rates = {"perf/tokens_per_second": tokens_per_second}
+    assert str(ConsoleLine(1, 2, 1.0, 1.0, 1.0, rates)).endswith("  " + shown)
+
+
+@pytest.mark.parametrize(
+    ("step_time", "shown"),
+    [(0.4, "ETA 0:00:40"), (36.0, "ETA 1:00:00"), (936.1, "ETA 26:00:10")],
+)
+def test_eta_is_the_time_of_the_steps_that_remain(step_time, shown):
+    line = ConsoleLine(900, 1000, 1.0, 1.0, 1.0, {"perf/step_time": step_time})
+    assert str(line).endswith("  " + shown)

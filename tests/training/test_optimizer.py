@@ -1,0 +1,184 @@
+"""The schedule's values, the decay mask, clipping, and refused settings."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from training.optimizer import OptimizerSettings, decayed, make_optimizer
+
+SETTINGS = OptimizerSettings(
+    peak_lr=1e-2, end_lr=1e-3, warmup_steps=10, total_steps=110, clip_norm=math.inf
+)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "embedding": (16, 8),
+        "layers": {
+            "attention_norm": {"scale": (3, 8)},
+            "attention": {"query": (3, 8, 8), "query_bias": (3, 8)},
+            "mlp_scale": (3, 8),
+        },
+        "output": (8, 16),
+    }
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def one_update(settings, grads, params):
+    transformation, _ = make_optimizer(settings)
+    update = jax.jit(transformation.update)
+    updates, _ = update(grads, transformation.init(params), params)
+    return updates
+
+
+def test_schedule_rises_linearly_then_falls_as_a_cosine():
+    _, schedule = make_optimizer(SETTINGS)
+    expected = {0: 0.0, 5: 5e-3, 10: 1e-2, 60: 5.5e-3, 110: 1e-3}
+    for step, rate in expected.items():
+        assert float(schedule(step)) == pytest.approx(rate, rel=1e-6, abs=1e-9)
+    quarter = 1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi / 4))
+    assert float(schedule(35)) == pytest.approx(quarter, rel=1e-6)
+
+
+def test_rate_stays_at_its_end_value_after_the_last_step():
+    _, schedule = make_optimizer(SETTINGS)
+    for step in (111, 200, 10**6):
+        assert float(schedule(step)) == pytest.approx(1e-3, rel=1e-6)
+
+
+def test_without_warmup_the_first_update_has_the_peak_rate():
+    _, schedule = make_optimizer(dataclasses.replace(SETTINGS, warmup_steps=0))
+    assert float(schedule(0)) == pytest.approx(1e-2, rel=1e-6)
+
+
+def test_schedule_can_be_traced_with_the_states_int32_step():
+    _, schedule = make_optimizer(SETTINGS)
+    assert float(jax.jit(schedule)(jnp.int32(5))) == pytest.approx(5e-3, rel=1e-6)
+
+
+def test_stacked_scales_and_biases_are_not_decayed():
+    assert decayed(make_params()) == {
+        "embedding": True,
+        "layers": {
+            "attention_norm": {"scale": False},
+            "attention": {"query": True, "query_bias": False},
+            "mlp_scale": False,
+        },
+        "output": True,
+    }
+
+
+def test_decay_alone_moves_matrices_by_rate_times_decay():
+    settings = dataclasses.replace(SETTINGS, warmup_steps=0, weight_decay=0.3)
+    params = make_params()
+    updates = one_update(settings, jax.tree.map(jnp.zeros_like, params), params)
+    np.testing.assert_allclose(
+        updates["embedding"], -1e-2 * 0.3 * params["embedding"], rtol=1e-6
+    )
+    np.testing.assert_array_equal(
+        updates["layers"]["attention_norm"]["scale"], np.zeros((3, 8))
+    )
+
+
+def test_updates_follow_adamw_written_out():
+    settings = OptimizerSettings(
+        peak_lr=1e-2,
+        end_lr=1e-3,
+        warmup_steps=2,
+        total_steps=9,
+        weight_decay=0.2,
+        beta1=0.8,
+        beta2=0.9,
+        epsilon=1e-3,
+        clip_norm=0.5,
+    )
+    transformation, schedule = make_optimizer(settings)
+    rng = np.random.default_rng(1)
+    weight = rng.normal(size=(4, 6))
+    params = {"weight": jnp.asarray(weight, jnp.float32)}
+    state = transformation.init(params)
+    mean, square = np.zeros((4, 6)), np.zeros((4, 6))
+    for count in range(5):
+        grad = rng.normal(size=(4, 6))
+        updates, state = jax.jit(transformation.update)(
+            {"weight": jnp.asarray(grad, jnp.float32)}, state, params
+        )
+        params = optax.apply_updates(params, updates)
+        clipped = grad * min(1.0, 0.5 / np.linalg.norm(grad))
+        mean = 0.8 * mean + 0.2 * clipped
+        square = 0.9 * square + 0.1 * clipped**2
+        unbiased = mean / (1 - 0.8 ** (count + 1))
+        root = np.sqrt(square / (1 - 0.9 ** (count + 1)))
+        step = unbiased / (root + 1e-3) + 0.2 * weight
+        weight = weight - float(schedule(count)) * step
+    np.testing.assert_allclose(params["weight"], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_uses_the_norm_over_all_leaves():
+    """Adam hides a common factor, epsilon shows it: with a huge one the step is ~g."""
+    settings = OptimizerSettings(
+        peak_lr=1.0,
+        end_lr=1.0,
+        warmup_steps=0,
+        total_steps=5,
+        weight_decay=0.0,
+        epsilon=1e6,
+        clip_norm=1.0,
+    )
+    grads = {"a": jnp.full((3,), 4.0), "b": jnp.full((4,), 2.0)}
+    updates = one_update(settings, grads, jax.tree.map(jnp.zeros_like, grads))
+    norm = 8.0  # sqrt(3 * 16 + 4 * 4)
+    np.testing.assert_allclose(updates["a"], -4.0 / norm / 1e6, rtol=1e-5)
+    np.testing.assert_allclose(updates["b"], -2.0 / norm / 1e6, rtol=1e-5)
+
+
+def test_infinite_clip_norm_clips_nothing():
+    settings = OptimizerSettings(
+        peak_lr=1.0,
+        end_lr=1.0,
+        warmup_steps=0,
+        total_steps=5,
+        weight_decay=0.0,
+        epsilon=1e6,
+        clip_norm=math.inf,
+    )
+    grads = {"a": jnp.full((3,), 400.0)}
+    updates = one_update(settings, grads, jax.tree.map(jnp.zeros_like, grads))
+    np.testing.assert_allclose(updates["a"], -400.0 / (400.0 + 1e6), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("peak_lr", 0.0, "peak_lr=0.0: give a rate above 0"),
+        ("peak_lr", -1e-3, "peak_lr=-0.001"),
+        ("peak_lr", math.nan, "peak_lr=nan"),
+        ("end_lr", 2e-2, "end_lr=0.02 peak_lr=0.01"),
+        ("end_lr", -1e-4, "end_lr=-0.0001"),
+        ("total_steps", 0, "total_steps=0"),
+        (
+            "warmup_steps",
+            110,
+            "warmup_steps=110 total_steps=110: .* lower warmup_steps",
+        ),
+        ("warmup_steps", -1, "warmup_steps=-1"),
+        ("weight_decay", -0.1, "weight_decay=-0.1: give 0 to turn it off"),
+        ("beta1", 1.0, "beta1=1.0"),
+        ("beta2", -0.1, "beta2=-0.1"),
+        ("epsilon", 0.0, "epsilon=0.0"),
+        ("clip_norm", 0.0, "clip_norm=0.0: give math.inf"),
+    ],
+)
+def test_bad_settings_are_refused_with_a_remedy(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SETTINGS, **{field: value})

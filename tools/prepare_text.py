@@ -1,0 +1,74 @@
+"""Turns text into a corpus of token files to train on.
+
+    python tools/prepare_text.py book.txt notes/ chats.jsonl --output corpus
+    python tools/prepare_text.py src/ --pattern '*.py' --output corpus
+    python tools/prepare_text.py texts.jsonl --tokenizer tokenizer.json --output corpus
+
+A file is one document, a directory is all files in it and below, and a `.jsonl` file
+has one document a line.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.corpus import prepare
+from data.tokenizer import ByteTokenizer, open_tokenizer
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("inputs", nargs="+", type=Path, metavar="INPUT", help="file or directory")
+    add("--output", required=True, type=Path, help="directory to write, a new one")
+    add(
+        "--tokenizer",
+        default=ByteTokenizer.name,
+        help='"bytes" (the default), or a path: tokenizer.json or SentencePiece .model',
+    )
+    add(
+        "--text-field",
+        default="text",
+        help="field of a .jsonl line that is the document (default: %(default)s)",
+    )
+    add(
+        "--validation-fraction",
+        default=0.02,
+        type=float,
+        help="share of the documents to hold out (default: %(default)s)",
+    )
+    add(
+        "--pattern",
+        default="*",
+        help="files to read in a directory (default: all that are not hidden)",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    chosen = _arguments(arguments)
+    try:
+        summary = prepare(
+            chosen.inputs,
+            chosen.output,
+            open_tokenizer(chosen.tokenizer),
+            validation_fraction=chosen.validation_fraction,
+            pattern=chosen.pattern,
+            text_field=chosen.text_field,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(summary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What the accelerators can do: the one table of peaks that this project divides by."""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Published peaks of one JAX *device*.
+
+    A device is a chip, except on TPU v3 and TPU7x, where a chip holds two devices and
+    every number of the device is half of the chip's.
+
+    Attributes:
+      name: the name used in tables and plots.
+      device_kinds: the values of `jax.Device.device_kind` that mean this chip.
+      peak_flops: dense bfloat16 FLOP/s (NVIDIA's sheets also print twice as much, with
+        sparsity; that number is not here).
+      hbm_bytes: memory. TPU: the vendor's figure read as GiB, which is what the
+        hardware has. NVIDIA: the printed figure in 10^9 bytes, a little less than what
+        the driver reports.
+      hbm_bytes_per_second: peak memory bandwidth.
+      interconnect_bytes_per_second: one way. TPU: one ICI link of the chip (a chip has
+        4 links in a 2D torus, 6 in a 3D torus; a ring uses one link per direction).
+        NVIDIA: all NVLinks of the GPU together, since the switch gives every pair of
+        GPUs the full rate.
+    """
+
+    name: str
+    device_kinds: tuple[str, ...]
+    peak_flops: float
+    hbm_bytes: int
+    hbm_bytes_per_second: float
+    interconnect_bytes_per_second: float
+
+
+CHIPS = (
+    # docs.cloud.google.com/tpu/docs/v3, per chip 123 TFLOP/s, 32 GiB, 900 GB/s; the
+    # link from the scaling book.
+    Chip("TPU v3", ("TPU v3",), 61.5e12, 16 * GIB, 450e9, 100e9),
+    # docs.cloud.google.com/tpu/docs/v4; the link from the scaling book.
+    Chip("TPU v4", ("TPU v4",), 275e12, 32 * GIB, 1200e9, 45e9),
+    # docs.cloud.google.com/tpu/docs/v5e: 400 GB/s both ways over 4 links.
+    Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9, 50e9),
+    # docs.cloud.google.com/tpu/docs/v5p: 1200 GB/s both ways over 6 links.
+    Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, 100e9),
+    # docs.cloud.google.com/tpu/docs/tpu7x, v6e column: 800 GB/s both ways over 4 links.
+    Chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1638e9, 100e9),
+    # docs.cloud.google.com/tpu/docs/tpu7x, per chip 2307 TFLOP/s, 192 GiB, 7380 GB/s,
+    # 1200 GB/s both ways over 6 links.
+    Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9),
+    # torchtitan's table of peaks; NVLink 3: 600 GB/s both ways. Only the SXM board: the
+    # PCIe board has slower memory and no switch.
+    Chip(
+        "A100 80GB",
+        ("NVIDIA A100-SXM4-80GB",),
+        312e12,
+        80_000_000_000,
+        2039e9,
+        300e9,
+    ),
+    # torchtitan's table of peaks; NVLink 4: 900 GB/s both ways. Not the NVL (835
+    # TFLOP/s) and PCIe (756 TFLOP/s) boards, which report other kinds.
+    Chip(
+        "H100 SXM",
+        ("NVIDIA H100 80GB HBM3",),
+        989e12,
+        80_000_000_000,
+        3350e9,
+        450e9,
+    ),
+    # torchtitan's table of peaks, MLPerf system descriptions; NVLink 4.
+    Chip("H200", ("NVIDIA H200",), 989e12, 141_000_000_000, 4800e9, 450e9),
+    # torchtitan's table of peaks, ml-engineering; NVLink 5: 1800 GB/s both ways. The
+    # smaller of the two memory sizes sold.
+    Chip("B200", ("NVIDIA B200",), 2250e12, 180_000_000_000, 8000e9, 900e9),
+)
+
+
+def find(device_kind: str) -> Chip | None:
+    """The chip that reports this `jax.Device.device_kind`, or None.
+
+    Only exact names count: an unknown device has no MFU rather than a guessed one.
+    """
+    for chip in CHIPS:
+        if device_kind in chip.device_kinds:
+            return chip
+    return None

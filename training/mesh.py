@@ -1,0 +1,198 @@
+"""The device mesh, and the one table that says what is sharded over which axis of it.
+
+Axes: `data` and `fsdp` share out the batch, `ring` the sequence, `tensor` heads, the
+feed-forward's width and the vocabulary. Parameters and optimizer state are sharded over
+`fsdp` and `ring` together: a ring of 1024 chips must not hold 1024 copies of a model.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "ring", "tensor")
+
+RULES: dict[str, tuple[str, ...]] = {
+    # of activations
+    "batch": ("data", "fsdp"),
+    "sequence": ("ring",),
+    # of activations and parameters
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    # of parameters
+    "embed": ("fsdp", "ring"),
+}
+"""Logical axis -> mesh axes. Axes that are not named here (or None) are not sharded."""
+
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Devices along each axis; at most one may be -1: all that remain."""
+
+    data: int = 1
+    fsdp: int = 1
+    ring: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        sizes = (self.data, self.fsdp, self.ring, self.tensor)
+        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError(
+                f"{self}: axes are at least 1 device, and one of them may be -1, "
+                "for all the devices that remain"
+            )
+
+    def fill(self, num_devices: int) -> "MeshShape":
+        """This shape with -1 replaced, for so many devices.
+
+        Raises:
+          ValueError: the axes do not multiply to the number of devices.
+        """
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        known = math.prod(size for size in sizes.values() if size > 0)
+        open_axes = [axis for axis, size in sizes.items() if size == -1]
+        if open_axes and num_devices % known == 0:
+            sizes[open_axes[0]] = num_devices // known
+        if math.prod(sizes.values()) != num_devices:
+            raise ValueError(
+                f"the mesh {' x '.join(f'{a} {n}' for a, n in sizes.items())} does not "
+                f"match the {num_devices} devices there are: change config.mesh so "
+                "that its axes multiply to that (-1 takes what remains)"
+            )
+        return MeshShape(**sizes)
+
+
+def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh of all the devices, neighbours in the ring being neighbours in hardware.
+
+    Raises:
+      ValueError: the shape does not match the devices.
+    """
+    shape = shape.fill(len(devices))
+    return jax.make_mesh(
+        tuple(getattr(shape, axis) for axis in MESH_AXES),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+        devices=devices,
+    )
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Places arrays on a mesh by the names of their axes."""
+
+    mesh: Mesh
+
+    def mesh_axes(self, name: str | None, size: int) -> tuple[str, ...]:
+        """The mesh axes that share out an axis of this name and size.
+
+        Raises:
+          ValueError: they do not divide it. Only parameters' "embed" axes may be
+            shared out over fewer: over the longest run from the left that divides.
+        """
+        axes = RULES.get(name, ())
+        while size % self.shards(axes):
+            if name != "embed":
+                raise ValueError(
+                    f"{size} {name} do not divide over the mesh's axes "
+                    f"{', '.join(axes)} ({self.shards(axes)} shards): change config."
+                    "mesh or the model's sizes"
+                )
+            axes = axes[:-1]
+        return axes
+
+    def shards(self, axes: tuple[str, ...] | str) -> int:
+        """Into how many shards these mesh axes, or this logical axis, cut an array."""
+        axes = RULES[axes] if isinstance(axes, str) else axes
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def spec(self, names: Axes, shape: tuple[int, ...]) -> PartitionSpec:
+        """Partition of an array of this shape."""
+        if len(names) != len(shape):
+            raise ValueError(f"{names=} do not fit {shape=}")
+        return PartitionSpec(
+            *(
+                self.mesh_axes(name, size) or None
+                for name, size in zip(names, shape, strict=True)
+            )
+        )
+
+    def sharding(self, names: Axes, shape: tuple[int, ...]) -> NamedSharding:
+        """Sharding of an array of this shape."""
+        return NamedSharding(self.mesh, self.spec(names, shape))
+
+    def constrain(self, x: jax.Array, names: Axes) -> jax.Array:
+        """Asks the compiler to place `x` so."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(names, x.shape))
+
+    def gathered(self, weight: jax.Array, names: Axes) -> jax.Array:
+        """A parameter as a layer uses it: whole but for its tensor-parallel axes."""
+        return self.constrain(weight, _without_embed(names))
+
+    def over_shards(
+        self, function: Callable, names: Sequence[Axes], result_names: Axes
+    ) -> Callable:
+        """Runs `function` on every device's shards of its arguments.
+
+        names: one tuple of axis names an argument. Inside, a parameter still has to be
+        gathered over its "embed" axis: see `gather`.
+        result_names: of the one result, whose rank they have; () for a scalar.
+        """
+
+        def call(*arrays: jax.Array) -> jax.Array:
+            specs = tuple(
+                self.spec(n, x.shape) for n, x in zip(names, arrays, strict=True)
+            )
+            result = PartitionSpec(*(RULES.get(name) for name in result_names))
+            return jax.shard_map(
+                function, mesh=self.mesh, in_specs=specs, out_specs=result
+            )(*arrays)
+
+        return call
+
+    def gather(self, shard: jax.Array, axis: int, size: int) -> jax.Array:
+        """Inside `over_shards`: a parameter's shard, made whole along its embed axis.
+
+        axis: number of the axis named "embed"; size: its length in the whole array.
+        The gradient is summed and scattered back, once.
+        """
+        axes = self.mesh_axes("embed", size)
+        whole = (
+            jax.lax.all_gather(shard, axes, axis=axis, tiled=True) if axes else shard
+        )
+        return self.vary(whole)
+
+    def vary(self, x: jax.Array) -> jax.Array:
+        """Inside `over_shards`: `x` as a value that may differ between all devices.
+
+        Its gradient is then summed over the devices here, and not at every use of it,
+        in every round of a loop.
+        """
+        same = tuple(
+            a
+            for a in self.mesh.axis_names
+            if a not in jax.typeof(x).manual_axis_type.varying
+        )
+        return jax.lax.pcast(x, same, to="varying") if same else x
+
+    def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
+        """Inside `over_shards`: the sum over the mesh axes of these logical axes."""
+        return jax.lax.psum(x, tuple(axis for name in names for axis in RULES[name]))
+
+    def largest(self, x: jax.Array, name: str) -> jax.Array:
+        """Inside `over_shards`: the maximum over a logical axis; has no gradient."""
+        return jax.lax.pmax(jax.lax.stop_gradient(x), RULES[name])
+
+    def shard_number(self, name: str) -> jax.Array:
+        """Inside `over_shards`: which shard of a logical axis this device holds."""
+        return jax.lax.axis_index(RULES[name])
+
+
+def _without_embed(names: Axes) -> Axes:
+    return tuple(None if name == "embed" else name for name in names)

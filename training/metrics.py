@@ -1,0 +1,267 @@
+"""What a run reports: TensorBoard points, a line on the console, throughput and MFU."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+from tensorboard.backend.event_processing import event_accumulator
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+# On a bucket points arrive this often; a killed run loses no more (default: 120).
+FLUSH_SECONDS = 15
+
+
+class TensorBoardWriter:
+    """Writes TensorBoard's own event files, without TensorFlow.
+
+    One process of a run has one; the others take a `NullWriter`.
+    """
+
+    def __init__(self, directory: str | Path, first_step: int) -> None:
+        """Starts a new event file in `directory`.
+
+        Args:
+          directory: local path, or a bucket (`gs://...`, which needs gcsfs).
+          first_step: first step that this run reports. What earlier runs left in the
+            directory from that step on disappears from the curves, so that a resumed
+            run draws no zig-zag.
+        """
+        self._first_step = first_step
+        self._writer = EventFileWriter(str(directory), flush_secs=FLUSH_SECONDS)
+        start = SessionLog(status=SessionLog.START)
+        self._add(first_step, session_log=start)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one point to the curve of every tag; float32 is what is kept."""
+        points = [
+            Summary.Value(tag=tag, simple_value=float(value))
+            for tag, value in values.items()
+        ]
+        self._add(step, summary=Summary(value=points))
+
+    def text(self, tag: str, text: str) -> None:
+        """Adds a text, which TensorBoard renders as Markdown, at the first step."""
+        self._add(self._first_step, summary=text_pb(tag, text))
+
+    def flush(self) -> None:
+        """Returns when every point so far is in the file: not even SIGKILL loses it."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes, and closes the file."""
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
+
+
+class NullWriter:
+    """Takes what a `TensorBoardWriter` takes and writes nothing."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Drops the points."""
+
+    def text(self, tag: str, text: str) -> None:
+        """Drops the text."""
+
+    def flush(self) -> None:
+        """Has nothing to flush."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Has nothing to close."""
+
+
+def read_scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
+    """Reads the curves in `directory` as TensorBoard shows them, every point of them.
+
+    Returns:
+      For each tag its (step, value) pairs in the order written.
+
+    Raises:
+      FileNotFoundError: if a local `directory` does not exist.
+    """
+    if "://" not in str(directory) and not Path(directory).is_dir():
+        raise FileNotFoundError(f"no directory {directory} to read event files from")
+    accumulator = event_accumulator.EventAccumulator(
+        str(directory), size_guidance={event_accumulator.SCALARS: 0}
+    ).Reload()
+    return {
+        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one training step does, over all devices.
+
+    Attributes:
+      tokens: real tokens; padding does not count.
+      model_flops: matrix products of forward and backward, causal attention counted in
+        half; recomputation is not counted.
+      paper_flops: by the formula of Ring Attention, appendix C: attention in full.
+    """
+
+    tokens: int
+    model_flops: float
+    paper_flops: float
+
+
+class Throughput:
+    """Tokens per second and MFU between reports, without compilation and pauses.
+
+    JAX runs ahead of Python, so call `report` only when the result of the last counted
+    step is known (its loss has been fetched, say): the clock then tells device time.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_devices: int,
+        peak_flops: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Starts in the state "nothing measured yet".
+
+        Args:
+          num_devices: JAX devices of all processes.
+          peak_flops: FLOP/s of one device (`chips.Chip.peak_flops`); None for an
+            unknown chip, which then has no MFU.
+          clock: seconds, from any origin.
+
+        Raises:
+          ValueError: if `num_devices` or `peak_flops` is not positive.
+        """
+        if num_devices < 1 or (peak_flops is not None and not peak_flops > 0):
+            raise ValueError(
+                f"{num_devices=} {peak_flops=}: both must be positive; an unknown chip"
+                " has the peak None"
+            )
+        self._num_devices = num_devices
+        self._peak_flops = peak_flops
+        self._clock = clock
+        self._start: float | None = None
+        self._excluded_seconds = 0.0
+        self._work: list[StepWork] = []
+
+    def count(self, work: StepWork) -> None:
+        """Counts one step that was handed to the devices."""
+        self._work.append(work)
+
+    @contextmanager
+    def exclude(self, after: Any = None) -> Iterator[None]:
+        """Stops the clock for the block: a validation, the blocking part of a save.
+
+        Args:
+          after: arrays of the last counted step. They are waited for first, since work
+            that is still under way belongs to the steps and not to the pause.
+        """
+        jax.block_until_ready(after)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._excluded_seconds += self._clock() - start
+
+    def report(self) -> dict[str, float]:
+        """The rates since the last report, or {} if there is nothing to tell.
+
+        The first report only starts the clock: make it after the first step, which
+        compiles.
+
+        Returns:
+          `perf/step_time` (seconds), `perf/tokens_per_second`,
+          `perf/tokens_per_second_per_device`, and for a known chip `perf/mfu` and
+          `perf/mfu_paper` (fractions of the peak).
+        """
+        now, work, start = self._clock(), self._work, self._start
+        excluded, self._excluded_seconds = self._excluded_seconds, 0.0
+        self._start, self._work = now, []
+        if start is None or not work:
+            return {}
+        seconds = now - start - excluded
+        tokens_per_second = sum(step.tokens for step in work) / seconds
+        rates = {
+            "perf/step_time": seconds / len(work),
+            "perf/tokens_per_second": tokens_per_second,
+            "perf/tokens_per_second_per_device": tokens_per_second / self._num_devices,
+        }
+        if self._peak_flops is not None:
+            available = seconds * self._num_devices * self._peak_flops
+            rates["perf/mfu"] = sum(step.model_flops for step in work) / available
+            rates["perf/mfu_paper"] = sum(step.paper_flops for step in work) / available
+        return rates
+
+
+@dataclass(frozen=True)
+class ConsoleLine:
+    """One line on the state of the run; `str` formats it.
+
+    Attributes:
+      step: updates made.
+      total_steps: updates of the whole run.
+      loss: mean over the step's tokens, in nats.
+      grad_norm: global norm before clipping.
+      learning_rate: of this step.
+      rates: what `Throughput.report` gave; parts it does not hold are left out.
+    """
+
+    step: int
+    total_steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        width = len(str(self.total_steps))
+        parts = [
+            f"step {self.step:{width}d}/{self.total_steps}",
+            f"loss {self.loss:.4f}",
+            f"grad {self.grad_norm:.3g}",
+            f"lr {self.learning_rate:.1e}",
+        ]
+        if "perf/tokens_per_second" in self.rates:
+            parts.append(f"{_short(self.rates['perf/tokens_per_second'])} tok/s")
+        if "perf/mfu" in self.rates:
+            parts.append(f"MFU {100 * self.rates['perf/mfu']:.1f} %")
+        if "perf/step_time" in self.rates:
+            remaining_steps = self.total_steps - self.step
+            seconds = remaining_steps * self.rates["perf/step_time"]
+            parts.append(f"ETA {_hours(seconds)}")
+        return "  ".join(parts)
+
+
+def _short(number: float) -> str:
+    """One decimal and a prefix: 950.0, 41.2k, 3.4M."""
+    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # Half a last digit early, so that 999 999 is 1.0M and not 1000.0k.
+        if number >= 0.99995 * size:
+            return f"{number / size:.1f}{prefix}"
+    return f"{number:.1f}"
+
+
+def _hours(seconds: float) -> str:
+    """h:mm:ss; days are hours too, so that lines of one run compare."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}"

@@ -1,0 +1,89 @@
+"""Tells how a run goes: a line on the console and points for TensorBoard."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from training.metrics import (
+    ConsoleLine,
+    NullWriter,
+    StepWork,
+    TensorBoardWriter,
+    Throughput,
+)
+
+
+@dataclass
+class Report:
+    """Follows the steps of a run, one behind, so that the devices never wait for it.
+
+    say: prints a line.
+    writer: of TensorBoard's points.
+    throughput: measures rates.
+    work: from tokens and visible pairs of a step to what the step does.
+    schedule: learning rate by updates already made.
+    total_steps: of the whole run.
+    every_steps: between lines; the first step gets one too.
+    """
+
+    say: Callable[[str], None]
+    writer: TensorBoardWriter | NullWriter
+    throughput: Throughput
+    work: Callable[[float, float], StepWork]
+    schedule: Callable[[int], jax.Array]
+    total_steps: int
+    every_steps: int
+
+    def __post_init__(self):
+        self.last: dict[str, float] = {}
+        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._begun = False
+
+    def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Takes the metrics of a step that runs, and reports on the one before."""
+        self.flush()
+        self._pending = step, metrics
+
+    def flush(self) -> None:
+        """Waits for the last step's metrics and reports on it."""
+        if self._pending is None:
+            return
+        step, arrays = self._pending
+        self._pending = None
+        metrics = {name: float(x) for name, x in jax.device_get(arrays).items()}
+        self.throughput.count(self.work(metrics["tokens"], metrics["pairs"]))
+        self.last |= metrics
+        if not self._begun or step % self.every_steps == 0 or step == self.total_steps:
+            self._begun = True
+            self._write(step, metrics)
+
+    def validation(
+        self, step: int, sums: Sequence[tuple[jax.Array, jax.Array]]
+    ) -> None:
+        """Reports on held-out batches after a step.
+
+        sums: of each batch, the summed loss in nats and the summed weights.
+        """
+        self.flush()
+        losses, weights = zip(*jax.device_get(sums), strict=True)
+        loss = float(sum(losses) / max(sum(weights), 1))
+        self.last["validation_loss"] = loss
+        self.say(f"validation loss {loss:.4f} at step {step}")
+        self.writer.scalars(step, {"validation/loss": loss})
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        rates = self.throughput.report()
+        learning_rate = float(self.schedule(step - 1))
+        line = ConsoleLine(
+            step,
+            self.total_steps,
+            metrics["loss"],
+            metrics["grad_norm"],
+            learning_rate,
+            rates,
+        )
+        self.say(str(line))
+        points = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm")}
+        points["train/learning_rate"] = learning_rate
+        self.writer.scalars(step, {**points, **rates})
