@@ -119,17 +119,32 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """x (B, T, E), rotation as of `rope.rotations`; returns (B, T, E)."""
 
-        def project(weight: nnx.Param, axis: str) -> jax.Array:
-            w = self.partition.gathered(weight[...], weight.axes).astype(x.dtype)
-            y = jnp.einsum("bte,ehd->bthd", x, w)
-            return self.partition.constrain(y, ("batch", "sequence", axis, None))
+        q, k = (
+            rotate(self._into_heads(x, w), rotation) for w in (self.query, self.key)
+        )
+        out = attend(q, k, self._into_heads(x, self.value))  # (B, T, H, D)
+        partition, embed = self.partition, x.shape[-1]
 
-        q = rotate(project(self.query, "heads"), rotation)
-        k = rotate(project(self.key, "kv_heads"), rotation)
-        out = attend(q, k, project(self.value, "kv_heads"))  # (B, T, H, D)
-        w = self.partition.gathered(self.output[...], self.output.axes)
-        y = jnp.einsum("bthd,hde->bte", out, w.astype(x.dtype))
-        return self.partition.constrain(y, RESIDUAL)
+        def local(out: jax.Array, weight: jax.Array) -> jax.Array:
+            whole = partition.gather(weight, 2, embed).astype(out.dtype)
+            y = jnp.einsum("bthd,hde->bte", partition.vary(out), whole)
+            return partition.total(y, ("heads",))
+
+        names = ("batch", "sequence", "heads", None), self.output.axes
+        shards = partition.over_shards(local, names, RESIDUAL)
+        return shards(out, self.output[...])
+
+    def _into_heads(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
+        """From x (B, T, E) to (B, T, heads, D)."""
+        partition, embed = self.partition, x.shape[-1]
+
+        def local(x: jax.Array, weight: jax.Array) -> jax.Array:
+            whole = partition.gather(weight, 0, embed).astype(x.dtype)
+            return jnp.einsum("bte,ehd->bthd", partition.vary(x), whole)
+
+        result = ("batch", "sequence", weight.axes[1], None)
+        shards = partition.over_shards(local, (RESIDUAL, weight.axes), result)
+        return shards(x, weight[...])
 
 
 class FeedForward(nnx.Module):
@@ -231,9 +246,7 @@ class Llama(nnx.Module):
         tokens, positions: int32 (B, T), in one order, any.
         """
         config = self.config
-        table = self.partition.constrain(self.embedding[...], (None, None))
-        x = jnp.take(table, tokens, axis=0).astype(self.execution.compute_dtype)
-        x = self.partition.constrain(x, RESIDUAL)
+        x = self._look_up(tokens).astype(self.execution.compute_dtype)
         rotation = rotations(positions, config.head_dim, config.rope_theta)
         structure, parameters = nnx.split(self.layers)
 
@@ -242,6 +255,24 @@ class Llama(nnx.Module):
 
         x, _ = jax.lax.scan(remat(layer, self.execution.remat), x, parameters)
         return self.norm(x)
+
+    def _look_up(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings of the tokens, (B, T, E) float32."""
+        partition, embed = self.partition, self.config.hidden_size
+
+        def local(tokens: jax.Array, table: jax.Array) -> jax.Array:
+            whole = partition.gather(table, 1, embed)
+            # The vocabulary may be sharded: each shard gives the tokens that it has.
+            place = partition.vary(tokens)
+            place -= partition.shard_number("vocab") * whole.shape[0]
+            mine = (place >= 0) & (place < whole.shape[0])
+            rows = jnp.take(whole, jnp.where(mine, place, 0), axis=0)
+            return partition.total(jnp.where(mine[..., None], rows, 0), ("vocab",))
+
+        names = ("batch", "sequence"), self.embedding.axes
+        return partition.over_shards(local, names, RESIDUAL)(
+            tokens, self.embedding[...]
+        )
 
 
 def parameter_axes(model: nnx.Module) -> dict:

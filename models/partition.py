@@ -11,10 +11,6 @@ Axes = tuple[str | None, ...]
 class Partition(Protocol):
     """Places arrays on a mesh by the names of their axes; see `training.mesh`."""
 
-    def constrain(self, x: jax.Array, names: Axes) -> jax.Array: ...
-
-    def gathered(self, weight: jax.Array, names: Axes) -> jax.Array: ...
-
     def over_shards(
         self, function: Callable, names: Sequence[Axes], result_names: Axes
     ) -> Callable: ...

@@ -94,18 +94,18 @@ class Partition:
 
         Raises:
           ValueError: they do not divide it. Only parameters' "embed" axes may be
-            shared out over fewer: over the longest run from the left that divides.
+            shared out over fewer of them: those that cut it the finest.
         """
         axes = RULES.get(name, ())
-        while size % self.shards(axes):
-            if name != "embed":
-                raise ValueError(
-                    f"{size} {name} do not divide over the mesh's axes "
-                    f"{', '.join(axes)} ({self.shards(axes)} shards): change config."
-                    "mesh or the model's sizes"
-                )
-            axes = axes[:-1]
-        return axes
+        if size % self.shards(axes) == 0:
+            return axes
+        if name == "embed":
+            dividing = [(axis,) for axis in axes if size % self.shards((axis,)) == 0]
+            return max(dividing, key=self.shards, default=())
+        raise ValueError(
+            f"{size} {name} do not divide over the mesh's axes {', '.join(axes)} "
+            f"({self.shards(axes)} shards): change config.mesh or the model's sizes"
+        )
 
     def shards(self, axes: tuple[str, ...] | str) -> int:
         """Into how many shards these mesh axes, or this logical axis, cut an array."""
@@ -126,14 +126,6 @@ class Partition:
     def sharding(self, names: Axes, shape: tuple[int, ...]) -> NamedSharding:
         """Sharding of an array of this shape."""
         return NamedSharding(self.mesh, self.spec(names, shape))
-
-    def constrain(self, x: jax.Array, names: Axes) -> jax.Array:
-        """Asks the compiler to place `x` so."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(names, x.shape))
-
-    def gathered(self, weight: jax.Array, names: Axes) -> jax.Array:
-        """A parameter as a layer uses it: whole but for its tensor-parallel axes."""
-        return self.constrain(weight, _without_embed(names))
 
     def over_shards(
         self, function: Callable, names: Sequence[Axes], result_names: Axes
@@ -192,7 +184,3 @@ class Partition:
     def shard_number(self, name: str) -> jax.Array:
         """Inside `over_shards`: which shard of a logical axis this device holds."""
         return jax.lax.axis_index(RULES[name])
-
-
-def _without_embed(names: Axes) -> Axes:
-    return tuple(None if name == "embed" else name for name in names)

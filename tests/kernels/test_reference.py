@@ -20,20 +20,20 @@ def float64():
         yield
 
 
-def operands(queries: int, keys: int, heads: int, kv_heads: int) -> list[jax.Array]:
+def operands(queries: int, keys: int, heads: int, kv_heads: int) -> list[np.ndarray]:
     rng = np.random.default_rng()
     shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads)
-    return [jnp.asarray(rng.standard_normal((2, *shape, 6))) for shape in shapes]
+    return [rng.standard_normal((2, *shape, 6)) for shape in shapes]
 
 
-def bounds(mask: masks.Mask, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+def bounds(mask: masks.Mask, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
     """[start, stop) of each query, (1 or B, T)."""
-    lo, hi = mask(jnp.arange(queries, dtype=jnp.int32), keys)
+    lo, hi = mask(np.arange(queries, dtype=np.int32), keys)
     return lo.clip(0, keys), (hi + 1).clip(0, keys)
 
 
-def normal_like(x: jax.Array) -> jax.Array:
-    return jnp.asarray(np.random.default_rng().standard_normal(x.shape))
+def normal_like(x: jax.Array | np.ndarray) -> np.ndarray:
+    return np.random.default_rng().standard_normal(x.shape)
 
 
 @jax.jit
@@ -58,8 +58,7 @@ CASES = {
     "causal": (masks.causal(), 13, 13, 4, 2),
     "window": (masks.window(3), 13, 13, 3, 1),
     "prefix": (masks.prefix(np.array([[2], [9]], np.int32)), 13, 13, 2, 2),
-    "documents": (masks.documents(IDS), 13, 13, 6, 3),
-    "documents, fewer queries": (masks.documents(IDS), 9, 13, 2, 1),
+    "documents": (masks.documents(IDS), 9, 13, 6, 3),
 }
 
 each_case = pytest.mark.parametrize("name", CASES)
@@ -74,8 +73,8 @@ def test_forward_is_the_softmax_over_the_visible_keys(name):
     assert out.dtype == lse.dtype == jnp.float64
 
     slot = np.arange(keys)
-    start, stop = np.asarray(start)[..., None], np.asarray(stop)[..., None]
-    seen = ((start <= slot) & (slot < stop))[:, None]  # (B, 1, T, S)
+    seen = (start[..., None] <= slot) & (slot < stop[..., None])
+    seen = seen[:, None]  # (B, 1, T, S)
     shared_k, shared_v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
     weights = np.exp(SCALE * np.einsum("bthd,bshd->bhts", q, shared_k)) * seen
     total = weights.sum(axis=-1)
@@ -83,7 +82,9 @@ def test_forward_is_the_softmax_over_the_visible_keys(name):
     assert_close((out, lse), (want, np.log(total)), 1e-12)
 
     with jax.numpy_dtype_promotion("standard"):  # its softmax is float32 at any rate
-        of_jax = jax.nn.dot_product_attention(q, k, v, mask=seen, scale=SCALE)
+        of_jax = jax.jit(functools.partial(jax.nn.dot_product_attention, scale=SCALE))(
+            q, k, v, mask=seen
+        )
     assert_close([out], [of_jax], 1e-5)
 
 
@@ -114,10 +115,10 @@ def test_gradients_predict_finite_differences():
             for sign in (1, -1)
         )
         predicted = 2 * (gradient * step).sum()
-        np.testing.assert_allclose(ahead - behind, predicted, rtol=1e-6)
+        np.testing.assert_allclose(ahead - behind, predicted, atol=1e-10)
 
 
-def empty_rows(queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+def empty_rows(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
     """Queries see nothing first, in the middle (start after stop) and last."""
     start, stop = np.zeros((2, 1, queries), np.int32)
     stop[:, 2:] = keys // 2
@@ -125,7 +126,7 @@ def empty_rows(queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
     stop[:, 6:] = keys
     start[:, 6:] = keys - 2
     start[:, -1:] = keys
-    return jnp.asarray(start), jnp.asarray(stop)
+    return start, stop
 
 
 def test_rows_that_see_nothing_are_empty_and_have_no_gradient():
@@ -149,17 +150,16 @@ def test_rows_that_see_nothing_are_empty_and_have_no_gradient():
     assert_close((dq[:, sees], dk, dv), want, 1e-12)
 
 
-@pytest.mark.parametrize("cut", [1, 6])
-def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys(cut):
+def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys():
     """As on a ring: keys in two parts, the second with a carry from the first."""
     q, k, v = operands(10, 10, 4, 2)
     start, stop = bounds(masks.window(4), 10, 10)
     d_out, dq = normal_like(q), normal_like(q)
     whole, lse = forward(q, k, v, start, stop)
-    delta = jnp.einsum("bthd,bthd->bht", d_out, whole)
+    delta = np.einsum("bthd,bthd->bht", d_out, whole)
 
     carry, gathered, shares = None, dq, []
-    for begin, end in (0, cut), (cut, 10):
+    for begin, end in (0, 4), (4, 10):
         qkv = q, k[:, begin:end], v[:, begin:end]
         limits = start.clip(begin, end) - begin, stop.clip(begin, end) - begin
         carry = forward(*qkv, *limits, carry=carry)
@@ -167,13 +167,13 @@ def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys(cut):
         shares.append(share)
     assert_close(carry, (whole, lse), 1e-12)
     dk, dv = (np.concatenate(parts, axis=1) for parts in zip(*shares, strict=True))
-    want = gradients((q, k, v), (start, stop), d_out, jnp.zeros_like(lse))
+    want = gradients((q, k, v), (start, stop), d_out, np.zeros(lse.shape))
     assert_close((gathered, dk, dv), (dq + want[0], *want[1:]), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_results_and_gradients_of_narrow_types_are_float32(dtype):
-    qkv = [x.astype(dtype) for x in operands(4, 4, 2, 1)]
+    qkv = [jnp.asarray(x, dtype) for x in operands(4, 4, 2, 1)]
     limits = bounds(masks.causal(), 4, 4)
     out, lse = forward(*qkv, *limits)
     dq = jnp.zeros(out.shape, jnp.float32)

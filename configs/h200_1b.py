@@ -1,0 +1,26 @@
+"""LLaMA 1B at 32K tokens of context on one GPU, for MFU.
+
+Command: python train.py --config=configs/h200_1b.py
+Hardware: one H200; more of them with --config.mesh.ring=-1 and a longer context.
+Expected: not run on a GPU yet.
+"""
+
+import ml_collections
+
+from configs import base, llama_sizes
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = base.get_config().unlock()
+    config.workdir = "runs/h200_1b"
+    config.model.update(llama_sizes.llama("1b"))
+    # The default corpus is bytes: its ids are a small part of the vocabulary.
+    config.remat = "attention"
+    config.mesh.ring = 1
+    config.data.context_tokens = 32 * 1024
+    config.data.batch_rows = 1
+    config.train.steps = 50
+    config.optimizer.warmup_steps = 10
+    config.train.log_every_steps = 5
+    config.train.validation_batches = 0
+    return config.lock()
