@@ -4,12 +4,10 @@ Runs everywhere. Loop bounds come from `tiles`, so empty tiles are never visited
 full tiles are computed by a body without a mask. Memory is linear in the length: one
 tile of scores at a time, forward and backward.
 
-Inside, rows of the query heads that share a key/value head are stacked (R = G·block_q
-rows), and batch rows that share their bounds are folded into the heads (X heads).
+Inside, arrays are cut as `tiling` says: X heads, R stacked rows of queries.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +15,9 @@ from jax import lax
 
 from kernels.block_sizes import BlockSizes
 from kernels.merge import Partial, merge
-from kernels.product import accumulator_type, product
+from kernels.product import product
 from kernels.tiles import TileRanges, key_ranges, query_ranges
+from kernels.tiling import Tiling
 
 DEFAULT_BLOCK_SIZES = BlockSizes(block_q=256, block_k=256)
 
@@ -35,11 +34,24 @@ def forward(
     carry: Partial | None = None,
 ) -> Partial:
     """Attention of every query to the key slots [start, stop): see `reference`."""
-    tiling = _Tiling.of(q, k, start, block_sizes)
+    tiling = Tiling.of(q, k, start, block_sizes or DEFAULT_BLOCK_SIZES)
+    ranges = key_ranges(start, stop, tiling.block_q, tiling.block_k)
+    result = forward_tiles(tiling, ranges, (q, k, v), (start, stop), scale)
+    return result if carry is None else merge(carry, result)
+
+
+def forward_tiles(
+    tiling: Tiling,
+    ranges: TileRanges,
+    operands: tuple[jax.Array, jax.Array, jax.Array],
+    bounds: tuple[jax.Array, jax.Array],
+    scale: float,
+) -> Partial:
+    """The forward pass over given ranges of key tiles, a range for each query tile."""
+    q, k, v = operands
     q_tiles = tiling.split_queries(q)
     k_tiles, v_tiles = tiling.split_keys(k), tiling.split_keys(v)
-    starts, stops = tiling.split_bounds(start), tiling.split_bounds(stop)
-    ranges = key_ranges(start, stop, tiling.block_q, tiling.block_k)
+    starts, stops = (tiling.split_bounds(bound) for bound in bounds)
 
     def query_tile(place):
         row, tile = place
@@ -69,8 +81,7 @@ def forward(
         return out, jnp.where(seen, m + jnp.log(total), -jnp.inf)
 
     out, lse = lax.map(query_tile, tiling.places(tiling.query_tiles))
-    result = tiling.join_queries(out), tiling.join_rows(lse)
-    return result if carry is None else merge(carry, result)
+    return tiling.join_queries(out), tiling.join_rows(lse)
 
 
 def backward(
@@ -88,12 +99,30 @@ def backward(
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the attention to these keys, in one pass: see `reference`."""
-    tiling = _Tiling.of(q, k, start, block_sizes)
-    q_tiles, d_out_tiles = tiling.split_queries(q), tiling.split_queries(d_out)
-    k_tiles, v_tiles = tiling.split_keys(k), tiling.split_keys(v)
-    lse_tiles, delta_tiles = tiling.split_rows(lse), tiling.split_rows(delta)
-    starts, stops = tiling.split_bounds(start), tiling.split_bounds(stop)
+    tiling = Tiling.of(q, k, start, block_sizes or DEFAULT_BLOCK_SIZES)
     ranges = query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])
+    queries = q, d_out, lse, delta
+    return backward_tiles(tiling, ranges, queries, (k, v), (start, stop), scale, dq)
+
+
+def backward_tiles(
+    tiling: Tiling,
+    ranges: TileRanges,
+    queries: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    keys: tuple[jax.Array, jax.Array],
+    bounds: tuple[jax.Array, jax.Array],
+    scale: float,
+    dq: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The backward pass over given ranges of query tiles, a range for each key tile.
+
+    queries: q, d_out, lse and delta. keys: k and v.
+    """
+    q, d_out, lse, delta = queries
+    q_tiles, d_out_tiles = tiling.split_queries(q), tiling.split_queries(d_out)
+    k_tiles, v_tiles = (tiling.split_keys(x) for x in keys)
+    lse_tiles, delta_tiles = tiling.split_rows(lse), tiling.split_rows(delta)
+    starts, stops = (tiling.split_bounds(bound) for bound in bounds)
 
     def key_tile(dq_tiles, place):
         row, j = place
@@ -132,110 +161,3 @@ def _visit(ranges: TileRanges, place, step, state):
     state = lax.fori_loop(live_begin, full_begin, masked, state)
     state = lax.fori_loop(full_begin, full_end, unmasked, state)
     return lax.fori_loop(full_end, live_end, masked, state)
-
-
-class _Tiling(NamedTuple):
-    """How (B, T, H, D) arrays are cut: M rows of bounds, X heads, R stacked rows."""
-
-    block_q: int
-    block_k: int
-    batch: int
-    length: int
-    keys: int
-    kv_heads: int
-    group: int  # query heads of a key/value head
-    bound_rows: int  # M: 1 where the batch shares its bounds, else the batch
-    dtype: jnp.dtype  # of scores and sums
-
-    @classmethod
-    def of(
-        cls,
-        q: jax.Array,
-        k: jax.Array,
-        start: jax.Array,
-        block_sizes: BlockSizes | None,
-    ) -> "_Tiling":
-        sizes = block_sizes or DEFAULT_BLOCK_SIZES
-        batch, length, heads, _ = q.shape
-        keys, kv_heads = k.shape[1:3]
-        return cls(
-            block_q=min(sizes.block_q, length),
-            block_k=min(sizes.block_k, keys),
-            batch=batch,
-            length=length,
-            keys=keys,
-            kv_heads=kv_heads,
-            group=heads // kv_heads,
-            bound_rows=start.shape[0],
-            dtype=accumulator_type(q.dtype),
-        )
-
-    @property
-    def query_tiles(self) -> int:
-        return -(-self.length // self.block_q)
-
-    @property
-    def key_tiles(self) -> int:
-        return -(-self.keys // self.block_k)
-
-    def places(self, tiles: int) -> tuple[jax.Array, jax.Array]:
-        """Every (row of bounds, tile), in order."""
-        place = jnp.arange(self.bound_rows * tiles)
-        return place // tiles, place % tiles
-
-    def seen(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
-        """Mask of one tile, (R, block_k), from the bounds of its rows, (R,) each."""
-        slot = j * self.block_k + jnp.arange(self.block_k, dtype=bounds[0].dtype)
-        return (bounds[0][:, None] <= slot) & (slot < bounds[1][:, None])
-
-    def split_queries(self, x: jax.Array) -> jax.Array:
-        """(B, T, H, D) -> (M, query tiles, X, R, D), zeros after the end."""
-        x = _pad(x, 1, self.query_tiles * self.block_q)
-        m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
-        x = x.reshape(m, -1, tiles, self.block_q, self.kv_heads, self.group, depth)
-        x = x.transpose(0, 2, 1, 4, 5, 3, 6)  # (M, tiles, B/M, K, G, block_q, D)
-        return x.reshape(m, tiles, -1, self.group * self.block_q, depth)
-
-    def join_queries(self, x: jax.Array) -> jax.Array:
-        """(M * query tiles, X, R, D) -> (B, T, H, D)."""
-        m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
-        x = x.reshape(m, tiles, -1, self.kv_heads, self.group, self.block_q, depth)
-        x = x.transpose(0, 2, 1, 5, 3, 4, 6)  # (M, B/M, tiles, block_q, K, G, D)
-        x = x.reshape(self.batch, -1, self.kv_heads * self.group, depth)
-        return x[:, : self.length]
-
-    def split_rows(self, x: jax.Array) -> jax.Array:
-        """(B, H, T) -> (M, query tiles, X, R)."""
-        return self.split_queries(x.transpose(0, 2, 1)[..., None])[..., 0]
-
-    def join_rows(self, x: jax.Array) -> jax.Array:
-        """(M * query tiles, X, R) -> (B, H, T)."""
-        return self.join_queries(x[..., None])[..., 0].transpose(0, 2, 1)
-
-    def split_keys(self, x: jax.Array) -> jax.Array:
-        """(B, S, K, D) -> (M, key tiles, X, block_k, D), zeros after the end."""
-        x = _pad(x, 1, self.key_tiles * self.block_k)
-        m, tiles, depth = self.bound_rows, self.key_tiles, x.shape[-1]
-        x = x.reshape(m, -1, tiles, self.block_k, self.kv_heads, depth)
-        x = x.transpose(0, 2, 1, 4, 3, 5)  # (M, tiles, B/M, K, block_k, D)
-        return x.reshape(m, tiles, -1, self.block_k, depth)
-
-    def join_keys(self, x: jax.Array) -> jax.Array:
-        """(M * key tiles, X, block_k, D) -> (B, S, K, D)."""
-        m, tiles, depth = self.bound_rows, self.key_tiles, x.shape[-1]
-        x = x.reshape(m, tiles, -1, self.kv_heads, self.block_k, depth)
-        x = x.transpose(0, 2, 1, 4, 3, 5)  # (M, B/M, tiles, block_k, K, D)
-        x = x.reshape(self.batch, -1, self.kv_heads, depth)
-        return x[:, : self.keys]
-
-    def split_bounds(self, bound: jax.Array) -> jax.Array:
-        """(M, T) -> (M, query tiles, R), the bounds of the stacked rows."""
-        bound = _pad(bound, 1, self.query_tiles * self.block_q)
-        bound = bound.reshape(self.bound_rows, self.query_tiles, self.block_q)
-        return jnp.tile(bound, (1, 1, self.group))
-
-
-def _pad(x: jax.Array, axis: int, length: int) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths)
