@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from kernels.backend import check_operands, choose
+from kernels.backend import choose
 from kernels.layout import Contiguous
 from kernels.masks import Mask, Visible, causal
+from kernels.operands import check_operands, checked_bounds
 from kernels.ring import Ring, attend
 
 
@@ -59,16 +60,6 @@ def attention_with_lse(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(visible, Mask):
         visible = visible(jnp.arange(q.shape[1], dtype=jnp.int32), k.shape[1])
-    _check_bounds(q, visible)
-    # The ring of one is contiguous; its count() clips the bounds to the keys there are.
+    visible = checked_bounds(q, visible, k.shape[1])
     ring = Ring(None, 1, Contiguous(), scale, choose(implementation))
     return attend(ring, q, k, v, *visible)
-
-
-def _check_bounds(q: jax.Array, visible: Visible) -> None:
-    allowed = (q.shape[:2], (1, q.shape[1]))
-    if visible.lo.shape not in allowed or visible.hi.shape != visible.lo.shape:
-        raise ValueError(
-            f"visible bounds must be (B, T) or (1, T) for {q.shape=}, got "
-            f"{visible.lo.shape=} and {visible.hi.shape=}"
-        )

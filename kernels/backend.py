@@ -35,30 +35,3 @@ def _best(platform: str) -> str:
     name = "blockwise"
     logging.getLogger(__name__).info("attention on %s: %s", platform, name)
     return name
-
-
-def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """Refuses operands that are no attention problem.
-
-    Raises:
-      ValueError: says which of (B, T, H, D), (B, S, K, D), (B, S, K, D) is broken.
-    """
-    shapes = f"{q.shape=}, {k.shape=}, {v.shape=}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q, k and v must be (B, T, H, D), got {shapes}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {shapes}")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"batch and head size of q and k must agree, got {shapes}")
-    if not k.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads "
-            f"evenly: make H a multiple of K ({shapes})"
-        )
-    if 0 in (q.shape[1], k.shape[1], q.shape[3]):
-        raise ValueError(f"there is nothing to attend to: {shapes}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k and v must have one type, got {q.dtype}, {k.dtype}, {v.dtype}: cast "
-            "them to the one that the matrix products should use"
-        )

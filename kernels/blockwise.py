@@ -75,7 +75,7 @@ def forward_tiles(
         empty = jnp.zeros(q_i.shape[:2], tiling.dtype)
         state = (empty - jnp.inf, empty, jnp.zeros(q_i.shape, tiling.dtype))
         m, l, acc = _visit(ranges, (row, tile), step, state)
-        seen = l > 0
+        seen = l != 0  # also where it is nan, which must show
         total = jnp.where(seen, l, 1)
         out = acc / total[..., None]
         return out, jnp.where(seen, m + jnp.log(total), -jnp.inf)

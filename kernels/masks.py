@@ -177,7 +177,7 @@ def documents_at(starts: np.ndarray) -> Mask:
       ValueError: the starts do not begin with 0 or do not increase.
     """
     starts = np.asarray(starts)
-    if starts.size == 0 or starts[0] != 0 or (np.diff(starts) <= 0).any():
+    if starts.size == 0 or starts[0] != 0 or (starts[1:] <= starts[:-1]).any():
         raise ValueError(
             f"document starts must increase from 0, got {starts[:8]} … "
             f"({starts.size} in all)"

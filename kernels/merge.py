@@ -4,7 +4,7 @@ A partial result is `(out, lse)`: the softmax average over some keys, and the na
 logarithm of the sum of exponentials that it was divided by. Two of them give the
 result over both sets exactly (Ring Attention's running max and sum in another form):
 
-    out = out₁ - σ(lse₂ - lse₁) · (out₁ - out₂)
+    out = σ(lse₁ - lse₂) · out₁ + σ(lse₂ - lse₁) · out₂
     lse = lse₁ - log σ(lse₁ - lse₂)
 
 A row that has seen nothing has out = 0 and lse = -inf, and changes nothing.
@@ -22,7 +22,13 @@ def merge(first: Partial, second: Partial) -> Partial:
     first, second: (out (B, T, H, D), lse (B, H, T)), both float32.
     """
     (out1, lse1), (out2, lse2) = first, second
-    # Two empty rows differ by nan; any finite number does, as the outputs are equal.
-    gap = jnp.where(lse1 == lse2, 0, lse2 - lse1)
-    weight = jnp.swapaxes(jax.nn.sigmoid(gap), 1, 2)[..., None]  # (B, T, H, 1)
-    return out1 - weight * (out1 - out2), jnp.logaddexp(lse1, lse2)
+    # Two empty rows would differ by nan, in the gradient too: any finite number does.
+    empty = jnp.maximum(lse1, lse2) == -jnp.inf
+    lse1, lse2 = (jnp.where(empty, 0, lse) for lse in (lse1, lse2))
+    out = _weight(lse1 - lse2) * out1 + _weight(lse2 - lse1) * out2
+    return out, jnp.where(empty, -jnp.inf, jnp.logaddexp(lse1, lse2))
+
+
+def _weight(gap: jax.Array) -> jax.Array:
+    """(B, H, T) -> (B, T, H, 1)."""
+    return jnp.swapaxes(jax.nn.sigmoid(gap), 1, 2)[..., None]

@@ -21,9 +21,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels.backend import check_operands, choose
+from kernels.backend import choose
 from kernels.layout import Layout, check_length, order
 from kernels.masks import Mask, Visible
+from kernels.operands import check_operands, checked_bounds
+from kernels.product import product
 
 UNROLLED_HOPS = 16
 """Longer rings are compiled as a loop, whose compile time does not grow with them."""
@@ -91,11 +93,8 @@ def _attend_forward(ring, q, k, v, lo, hi):
 def _attend_backward(ring, residuals, cotangents):
     q, k, v, lo, hi, out, lse = residuals
     d_out, d_lse = cotangents
-    accumulate = functools.partial(
-        jnp.einsum, "bthd,bthd->bht", preferred_element_type=lse.dtype
-    )
     # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
-    delta = accumulate(out, d_out) - d_lse
+    delta = product("bthd,bthd->bht", out, d_out) - d_lse
     fixed = (q, d_out, lse, delta)
     dq, dk, dv = _backward_hops(ring, fixed, (k, v), Visible(lo, hi))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
@@ -196,13 +195,16 @@ def ring_attention(
     1/sqrt(D) unless given, `implementation` as in `attention.attention`.
 
     Raises:
-      ValueError: operands that do not fit together, or an unknown implementation.
+      ValueError: operands that do not fit together or are no shards of the layout, or
+        an unknown implementation.
     """
     check_operands(q, k, v)
+    size = lax.axis_size(axis_name)
+    check_length(layout, size, size * k.shape[1])
+    visible = checked_bounds(q, Visible(lo, hi), size * k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    backend = choose(implementation)
-    ring = Ring(axis_name, lax.axis_size(axis_name), layout, scale, backend)
-    return attend(ring, q, k, v, lo, hi)[0]
+    ring = Ring(axis_name, size, layout, scale, choose(implementation))
+    return attend(ring, q, k, v, *visible)[0]
 
 
 def make_ring_attention(
@@ -222,9 +224,9 @@ def make_ring_attention(
     layout, scale, implementation: as in `ring_attention`.
 
     Returns:
-      attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, T, K, D), in layout
-      order along T (see `layout.permute`); `visible` a mask of `masks`, or bounds
-      (B or 1, T) in the order of q.
+      attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, S, K, D), in layout
+      order along T and S (see `layout.permute`); `visible` a mask of `masks`, or
+      bounds (B or 1, T) in the order of q.
 
     Raises:
       ValueError: the mesh has no such axis; from attend, shapes that cannot be sharded.
@@ -246,11 +248,13 @@ def make_ring_attention(
         q: jax.Array, k: jax.Array, v: jax.Array, visible: Mask | Visible
     ) -> jax.Array:
         check_operands(q, k, v)
-        check_length(layout, ring_size, q.shape[1])
+        for x in (q, k):
+            check_length(layout, ring_size, x.shape[1])
         _check_heads(k, heads, mesh)
         if isinstance(visible, Mask):
             index = jnp.asarray(order(layout, ring_size, q.shape[1]))
             visible = visible(index, k.shape[1])
+        visible = checked_bounds(q, visible, k.shape[1])
         array = PartitionSpec(batch_axes, ring_axis, heads, None)
         shared = visible.lo.shape[0] == 1
         bounds = PartitionSpec(None if shared else batch_axes, ring_axis)

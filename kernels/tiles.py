@@ -98,4 +98,5 @@ def _count_below(values: Array, bounds: np.ndarray) -> Array:
     if isinstance(values, jax.Array):
         search = jax.vmap(lambda row: jnp.searchsorted(row, bounds, side="left"))
         return search(values).astype(jnp.int32)
-    return np.stack([np.searchsorted(row, bounds, side="left") for row in values])
+    counts = [np.searchsorted(row, bounds, side="left") for row in values]
+    return np.stack(counts).astype(np.int32)

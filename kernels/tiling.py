@@ -63,7 +63,7 @@ class Tiling(NamedTuple):
 
     def places(self, tiles: int) -> tuple[jax.Array, jax.Array]:
         """Every (row of bounds, tile), in order."""
-        place = jnp.arange(self.bound_rows * tiles)
+        place = jnp.arange(self.bound_rows * tiles, dtype=jnp.int32)
         return place // tiles, place % tiles
 
     def seen(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:

@@ -1,0 +1,197 @@
+"""Blockwise attention: equal to the reference, lazy about tiles, small in memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import blockwise, reference, tiles
+from kernels.attention import attention
+from kernels.block_sizes import BlockSizes
+
+SCALE = 0.3
+BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 19, 14, 4, 2, 3
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng().standard_normal(shape)
+
+
+def operands(queries: int, keys: int) -> tuple[np.ndarray, ...]:
+    """q, k, v, the gradient of the result, and a dq gathered so far."""
+    q, kv = (BATCH, queries, HEADS, DEPTH), (BATCH, keys, KV_HEADS, DEPTH)
+    return tuple(normal(*shape) for shape in (q, kv, kv, q, q))
+
+
+def solve(module, sizes, given, bounds, carry=None):
+    """(out, lse, dq, dk, dv) of one backend."""
+    q, k, v, d_out, lse, delta, dq = given
+    run = {"scale": SCALE, "block_sizes": sizes}
+    results = module.forward(q, k, v, *bounds, carry=carry, **run)
+    return *results, *module.backward(q, k, v, d_out, lse, delta, *bounds, dq=dq, **run)
+
+
+compiled = jax.jit(solve, static_argnums=(0, 1))
+
+
+@jax.jit
+def with_residuals(q, k, v, d_out, dq, bounds):
+    """What `solve` is given: with the lse and the delta of the reference."""
+    out, lse = reference.forward(q, k, v, *bounds, scale=SCALE)
+    return q, k, v, d_out, lse, jnp.einsum("bthd,bthd->bht", out, d_out), dq
+
+
+def assert_close(got, want) -> None:
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "block, bound_rows",
+    [((1, 1), 1), ((3, 5), BATCH), ((64, 4), BATCH)],
+)
+def test_any_block_size_equals_the_reference(float64, block, bound_rows):
+    """From a carry and a dq on; some queries see nothing, or start after they stop."""
+    rng = np.random.default_rng()
+    drawn = rng.integers(0, KEYS + 1, (2, bound_rows, QUERIES), np.int32)
+    bounds = tuple(np.sort(drawn))
+    given = with_residuals(*operands(QUERIES, KEYS), bounds)
+    carry = normal(*given[0].shape), normal(BATCH, HEADS, QUERIES)
+    got = compiled(blockwise, BlockSizes(*block), given, bounds, carry)
+    assert {x.dtype for x in got} == {np.dtype(np.float64)}
+    assert_close(got, compiled(reference, None, given, bounds, carry))
+
+
+LENGTH, BLOCK = 32, 8
+SIZES = BlockSizes(BLOCK, BLOCK)
+
+
+def window_bounds() -> tuple[np.ndarray, np.ndarray]:
+    """Every query sees its own key and the 9 before: three tiles in a line at most."""
+    stop = np.arange(1, LENGTH + 1, dtype=np.int32)[None]
+    return np.maximum(stop - 10, 0), stop
+
+
+def windowed_problem() -> list[np.ndarray]:
+    given = (x.astype(np.float32) for x in operands(LENGTH, LENGTH))
+    return list(map(np.array, with_residuals(*given, window_bounds())))
+
+
+def windowed(given: list[np.ndarray]) -> list[np.ndarray]:
+    return list(map(np.asarray, compiled(blockwise, SIZES, given, window_bounds())))
+
+
+def live_tiles() -> np.ndarray:
+    """(query tiles, key tiles): of a window, those on the diagonal and two below."""
+    below = np.subtract.outer(np.arange(4), np.arange(4))
+    return (0 <= below) & (below <= 2)
+
+
+def of_tiles(x: np.ndarray, axis: int, chosen: np.ndarray) -> np.ndarray:
+    return np.compress(np.repeat(chosen, BLOCK), x, axis)
+
+
+def poison(given: list[np.ndarray], names: tuple[int, int], tile: int) -> None:
+    for x in names:
+        given[x][:, tile * BLOCK : (tile + 1) * BLOCK] = np.nan
+
+
+Q, K, V, D_OUT = range(4)
+
+
+@pytest.mark.parametrize("tile", range(4))
+def test_keys_of_empty_tiles_are_never_read(tile):
+    """Keys of nan reach all who visit them, as 0 · nan is nan, and nobody else."""
+    given = windowed_problem()
+    want = windowed(given)
+    poison(given, (K, V), tile)
+    visits = live_tiles()[:, tile]
+    itself = np.arange(4) == tile
+    reached = visits, visits, visits, itself, itself
+    for got, clean, axis, nan in zip(
+        windowed(given), want, (1, 2, 1, 1, 1), reached, strict=True
+    ):
+        expected = of_tiles(clean, axis, ~nan)
+        assert expected.size and np.isfinite(expected).all()
+        np.testing.assert_array_equal(of_tiles(got, axis, ~nan), expected)
+        assert np.isnan(of_tiles(got, axis, nan)).any()
+
+
+def test_nan_is_not_mistaken_for_a_query_that_sees_nothing():
+    given = windowed_problem()
+    poison(given, (K, V), 3)
+    out, lse, *_ = windowed(given)
+    assert np.isnan(out[:, -BLOCK:]).all()
+    assert np.isnan(lse[..., -BLOCK:]).all()
+
+
+@pytest.mark.parametrize("tile", range(4))
+def test_queries_of_empty_tiles_are_never_read(tile):
+    given = windowed_problem()
+    want = windowed(given)
+    poison(given, (Q, D_OUT), tile)
+    visited = live_tiles()[tile]
+    for got, clean in zip(windowed(given)[3:], want[3:], strict=True):
+        expected = of_tiles(clean, 1, ~visited)
+        assert expected.size and np.isfinite(expected).all()
+        np.testing.assert_array_equal(of_tiles(got, 1, ~visited), expected)
+        assert np.isnan(of_tiles(got, 1, visited)).all()
+
+
+def test_tile_ranges_alone_decide_what_runs_and_what_runs_unmasked(
+    float64, monkeypatch
+):
+    """Told that whole tiles are full, it computes these, whatever the bounds say.
+
+    Bounds that allow nothing show that full tiles have no mask; bounds that allow
+    everything show that tiles outside of the ranges are not visited.
+    """
+    edges = np.random.default_rng().integers(0, 5, (2, BATCH, 4), np.int32)
+    start, stop = (BLOCK * np.repeat(x, BLOCK, axis=1) for x in np.sort(edges))
+    told = np.minimum(start, stop), np.maximum(start, stop)
+    given = with_residuals(*operands(LENGTH, LENGTH), told)
+
+    def lie(ranges):
+        return lambda start, stop, *sizes: ranges(*map(jnp.asarray, told), *sizes)
+
+    for name in "key_ranges", "query_ranges":
+        monkeypatch.setattr(blockwise, name, lie(getattr(tiles, name)))
+    run = jax.jit(lambda bounds: solve(blockwise, SIZES, given, bounds))
+    want = compiled(reference, None, given, told)
+    for allowed in 0, LENGTH:
+        bounds = np.zeros_like(start), np.full_like(stop, allowed)
+        assert_close(run(bounds), want)
+
+
+def forward(q, k, v):
+    return attention(q, k, v, implementation="blockwise")
+
+
+def forward_and_backward(q, k, v):
+    return jax.vjp(forward, q, k, v)[1](q)
+
+
+def temporary_bytes(function, length: int) -> int:
+    """What a program needs beside its arguments and results."""
+    x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
+    program = jax.jit(function).lower(x, x, x).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_linear_in_the_length_and_far_below_the_score_matrix():
+    scores = 2 * 4096**2 * 4  # bytes of both heads
+    used = temporary_bytes(forward_and_backward, 4096)
+    assert 0 < temporary_bytes(forward, 4096) < used < scores / 8
+    assert used < 2.1 * temporary_bytes(forward_and_backward, 2048)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (8, -1)])
+def test_empty_blocks_are_refused(sizes):
+    with pytest.raises(ValueError, match="must be at least 1 x 1"):
+        BlockSizes(*sizes)
