@@ -270,7 +270,7 @@ def test_keys_that_do_not_divide_are_refused():
 def test_bounds_of_another_length_are_refused():
     attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
     x = jnp.ones((1, 8, 2, 8))
-    with pytest.raises(ValueError, match=r"bounds must be .* lo.shape=\(1, 4\)"):
+    with pytest.raises(ValueError, match=r"bounds must be .*lo.shape=\(1, 4\)"):
         attend(x, x, x, Visible(jnp.zeros((1, 4), int), jnp.zeros((1, 4), int)))
 
 
