@@ -20,7 +20,8 @@ PYTHON = .venv/bin/python
 WORKERS = $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); \
 	echo $$((n < 8 ? n : 8)))
 # Tests simulate their devices on the CPU, unless JAX_PLATFORMS says otherwise.
-PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) -m pytest -q -n $(WORKERS)
+PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) -m pytest -q \
+	-n $(WORKERS) --dist loadfile
 
 help:
 	@sed -n 's/^#   //p' Makefile

@@ -38,6 +38,7 @@ STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows}
+COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,22 @@ def simulate_devices(config: ml_collections.ConfigDict) -> None:
         jax.config.update("jax_num_cpu_devices", config.simulated_devices)
 
 
+def check_counts(config: ml_collections.ConfigDict) -> None:
+    """Raises ValueError if something happens every 0 steps, or less than never."""
+    least = {"log_every_steps": 1, "validate_every_steps": 1}
+    least |= {"validation_batches": 0, "extra_steps": 0}
+    for name, smallest in least.items():
+        if config.train[name] < smallest:
+            raise ValueError(
+                f"config.train.{name}={config.train[name]} must be at least {smallest}"
+            )
+    data = config.data
+    if not 0 <= data.threads <= data.buffered_steps:
+        raise ValueError(
+            f"{data.buffered_steps=} must not be below {data.threads=}, nor this 0"
+        )
+
+
 def partition(config: ml_collections.ConfigDict) -> Partition:
     """The mesh of all devices, and what is sharded over it.
 
@@ -126,6 +143,10 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
     Raises:
       ValueError: sizes that make no model, or that do not divide over the mesh.
     """
+    if config.compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"{config.compute_dtype=} is not one of {', '.join(COMPUTE_DTYPES)}"
+        )
     llama_config = LlamaConfig(**config.model)
     chunked = attention_system(config).chunked
     execution = Execution(
@@ -150,8 +171,14 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
 def loss_function(
     config: ml_collections.ConfigDict, model: Model, partition: Partition
 ) -> Callable[[Any, Batch], jax.Array]:
-    """From parameters and a batch in layout order to its summed loss."""
+    """From parameters and a batch in layout order to its summed loss.
+
+    Raises:
+      ValueError: an unknown implementation, or a chunk of no tokens.
+    """
     system = attention_system(config)
+    if config.loss_chunk_tokens < 1:
+        raise ValueError(f"{config.loss_chunk_tokens=} must be at least 1")
     attend = make_ring_attention(
         partition.mesh,
         layout=system.layout,
@@ -223,13 +250,22 @@ def batch_sharding(
       ValueError: the batch, or a microbatch of it, does not divide over the mesh.
     """
     rows, columns = batch_shape(config)
-    parts = config.train.microbatches
-    if parts < 1 or rows % parts:
+    if config.train.microbatches < 1:
+        raise ValueError(f"{config.train.microbatches=} must be at least 1")
+    parts = config.train.microbatches * partition.shards("batch")
+    if rows < 1 or rows % parts:
         raise ValueError(
             f"{config.data.batch_rows=} does not divide into "
-            f"{config.train.microbatches=}"
+            f"{config.train.microbatches=} over the mesh's data and fsdp axes: make it "
+            f"a multiple of {parts}"
         )
-    partition.spec(("batch", "sequence"), (rows // parts, columns))
+    ring = partition.mesh.shape["ring"]
+    divisor = attention_system(config).layout.divisor(ring)
+    if columns % divisor:
+        raise ValueError(
+            f"{config.data.context_tokens=} does not divide over the ring of {ring} "
+            f"({attention_system(config).layout}): make it a multiple of {divisor}"
+        )
     return partition.sharding(("batch", "sequence"), (rows, columns))
 
 

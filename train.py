@@ -44,6 +44,8 @@ def train(
       ValueError, FileNotFoundError: something in the config, the corpus or the
         checkpoint is wrong; before anything is compiled.
     """
+    assemble.check_counts(config)
+
     # Mesh.
     partition = assemble.partition(config)
     devices = partition.mesh.devices.flatten()
@@ -64,6 +66,7 @@ def train(
     optimizer, schedule = make_optimizer(assemble.optimizer_settings(config))
     state_shape = assemble.abstract_state(model, optimizer, partition)
     state_sharding = jax.tree.map(lambda leaf: leaf.sharding, state_shape)
+    loss_sum = assemble.loss_function(config, model, partition)
     say(f"model: {num_parameters(model.config):,} parameters, {config.attention}")
 
     with contextlib.ExitStack() as stack:
@@ -95,7 +98,6 @@ def train(
             return {"step": last_step}
 
         # Programs.
-        loss_sum = assemble.loss_function(config, model, partition)
         train_step = jax.jit(
             make_train_step(
                 loss_sum, optimizer, microbatches=config.train.microbatches
@@ -142,6 +144,7 @@ def train(
             if validation and _is_due(
                 step, config.train.validate_every_steps, last_step
             ):
+                report.flush()
                 with throughput.exclude(after=metrics):
                     sums = [
                         evaluate(state.params, place(validation[i], sharding, shape))
@@ -149,6 +152,8 @@ def train(
                     ]
                     report.validation(step, sums)
             if _is_due(step, config.checkpoint.save_every_steps, last_step):
+                report.flush()
+                writer.flush()  # a run killed after the save resumes from this point
                 with throughput.exclude(after=metrics):
                     checkpoints.save(step, state)
         report.flush()
@@ -167,6 +172,16 @@ def _is_due(step: int, every_steps: int, last_step: int) -> bool:
     return step % every_steps == 0 or step == last_step
 
 
+def parse_flags(arguments: list[str]) -> list[str]:
+    """The arguments that are no flags; ends the program where a flag is wrong."""
+    try:
+        return app.parse_flags_with_usage(arguments)
+    except (AttributeError, KeyError, OSError) as error:
+        cause = error.args[0]
+        cause = cause.args[0] if isinstance(cause, KeyError) else cause
+        sys.exit(f"error: {' '.join(str(cause or error).split())}")
+
+
 def main(arguments: list[str]) -> None:
     """Trains what `--config` says."""
     if len(arguments) > 1:
@@ -182,4 +197,4 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -64,7 +64,7 @@ class Striped:
 
     def __post_init__(self):
         if self.granule < 1:
-            raise ValueError(f"striped {self.granule=} must be at least 1 token")
+            raise ValueError(f"striped granule={self.granule} must be at least 1 token")
 
     def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
         slot = _slots(shard, shard_length)

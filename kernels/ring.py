@@ -236,6 +236,7 @@ def make_ring_attention(
     batch_axes = tuple(axis for axis in batch_axes if axis in mesh.shape)
     heads = head_axis if head_axis in mesh.shape else None
     ring_size = mesh.shape[ring_axis]
+    choose(implementation)  # refuses an unknown name here, and not when compiling
     local = functools.partial(
         ring_attention,
         axis_name=ring_axis,

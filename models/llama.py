@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.chunks import scan_chunks
 from models.partition import Partition
-from models.remat import remat
+from models.remat import check_policy, remat
 from models.rope import rotate, rotations
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -46,11 +46,17 @@ class LlamaConfig:
             raise ValueError(f"model sizes must be at least 1: {', '.join(wrong)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_heads=} is not a multiple of {self.num_kv_heads=}: query "
-                "heads share key/value heads evenly"
+                f"num_heads={self.num_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}: query heads share key/value heads "
+                "evenly"
             )
         if self.head_dim % 2:
-            raise ValueError(f"{self.head_dim=} must be even: RoPE turns pairs")
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
+        if not (self.rope_theta > 0 and self.norm_epsilon > 0):
+            raise ValueError(
+                f"rope_theta={self.rope_theta} and norm_epsilon={self.norm_epsilon} "
+                "must be above 0"
+            )
 
 
 _SIZES = (
@@ -77,6 +83,14 @@ class Execution:
     compute_dtype: jnp.dtype
     remat: str
     feed_forward_chunk: int = 0
+
+    def __post_init__(self):
+        check_policy(self.remat)
+        if self.feed_forward_chunk < 0:
+            raise ValueError(
+                f"feed_forward_chunk={self.feed_forward_chunk} must be a number of "
+                "tokens, or 0 for all of them"
+            )
 
 
 def _matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple, stddev: float):

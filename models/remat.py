@@ -29,14 +29,19 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 """Policies of `jax.checkpoint`; None for no rematerialisation."""
 
 
+def check_policy(policy: str) -> None:
+    """Raises ValueError if there is no such policy."""
+    if policy not in REMAT_POLICIES:
+        raise ValueError(f"remat {policy=} is not one of {', '.join(REMAT_POLICIES)}")
+
+
 def remat(layer: Callable, policy: str) -> Callable:
     """`layer`, recomputed in the backward pass but for what the policy keeps.
 
     Raises:
       ValueError: there is no such policy.
     """
-    if policy not in REMAT_POLICIES:
-        raise ValueError(f"remat {policy=} is not one of {', '.join(REMAT_POLICIES)}")
+    check_policy(policy)
     if REMAT_POLICIES[policy] is None:
         return layer
     # Inside a scan the loop itself keeps XLA from undoing it (prevent_cse).

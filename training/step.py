@@ -55,7 +55,7 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": mean * loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "tokens": weight,
             "pairs": _pairs(batch),
         }

@@ -176,5 +176,5 @@ def test_array_that_does_not_divide_is_refused(move):
 
 
 def test_empty_granule_is_refused():
-    with pytest.raises(ValueError, match="self.granule=0 must be at least 1"):
+    with pytest.raises(ValueError, match="granule=0 must be at least 1"):
         Striped(0)

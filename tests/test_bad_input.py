@@ -1,0 +1,266 @@
+"""Bad input is refused with its value and a remedy, before anything is compiled."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import assemble
+import train
+from kernels import masks
+from tests.runs import prepare_corpus, small_config
+from training.checkpoint import Checkpoints
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails the test where the trainer makes a program, however small."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("bad input was not refused before jax.jit")
+
+    monkeypatch.setattr(jax, "jit", refuse)
+
+
+def refusal(corpus: Path, workdir: Path, **overrides: Any) -> str:
+    """What `train` says of a config that is `small_config` but for the overrides."""
+    config = small_config(corpus, workdir, **overrides)
+    with pytest.raises((ValueError, OSError)) as caught:
+        train.train(config, lambda line: None)
+    return str(caught.value)
+
+
+# Fields that are wrong, and what the message has to hold: value and remedy.
+BAD_CONFIGS = {
+    "mesh_does_not_match_the_devices": (
+        {"mesh__fsdp": 3},
+        ["fsdp 3", "8 devices", "change config.mesh"],
+    ),
+    "mesh_axis_of_no_devices": ({"mesh__fsdp": 0}, ["fsdp=0", "at least 1"]),
+    "heads_not_divisible_by_the_mesh": (
+        {"mesh__ring": 1, "mesh__tensor": 4},
+        ["2 kv_heads", "tensor (4", "change config"],
+    ),
+    "heads_no_multiple_of_key_value_heads": (
+        {"model__num_kv_heads": 3},
+        ["num_heads=4", "num_kv_heads=3", "multiple"],
+    ),
+    "no_key_value_heads": ({"model__num_kv_heads": 0}, ["num_kv_heads=0", "at least"]),
+    "odd_head": ({"model__head_dim": 7}, ["head_dim=7", "even"]),
+    "tokens_outside_the_vocabulary": (
+        {"model__vocab_size": 200},
+        ["token 256", "vocab_size=200", "at least 257"],
+    ),
+    "unknown_attention_system": (
+        {"attention": "flash"},
+        ["attention='flash'", "vanilla, memory_efficient, blockwise, ring, striped"],
+    ),
+    "unknown_remat": ({"remat": "some"}, ["'some'", "attention", "nothing"]),
+    "unknown_implementation": (
+        {"implementation": "cuda"},
+        ["implementation='cuda'", "blockwise"],
+    ),
+    "unknown_rows": ({"data__rows": "lines"}, ["rows='lines'", "packed, documents"]),
+    "unknown_compute_dtype": (
+        {"compute_dtype": "flaot32"},
+        ["compute_dtype='flaot32'", "bfloat16", "float32"],
+    ),
+    "whole_numbers_as_compute_dtype": (
+        {"compute_dtype": "int8"},
+        ["compute_dtype='int8'", "bfloat16", "float32"],
+    ),
+    "whole_sequence_system_on_a_ring": (
+        {"attention": "vanilla"},
+        ["attention='vanilla'", "ring of 4", "mesh.ring=1"],
+    ),
+    "context_does_not_divide_over_the_ring": (
+        {"data__context_tokens": 78},
+        ["context_tokens=78", "ring of 4", "multiple of 4"],
+    ),
+    "context_does_not_divide_into_granules": (
+        {"stripe_granule": 3},
+        ["context_tokens=80", "ring of 4", "multiple of 12"],
+    ),
+    "context_longer_than_the_corpus": (
+        {"data__context_tokens": 80_000},
+        ["80000 tokens", "shorten the context or prepare more text"],
+    ),
+    "batch_does_not_divide_over_the_mesh": (
+        {"data__batch_rows": 5},
+        ["batch_rows=5", "multiple of 2"],
+    ),
+    "batch_larger_than_the_corpus": (
+        {"data__batch_rows": 4000},
+        ["batch of 4000 rows", "fewer rows"],
+    ),
+    "batch_of_nothing": ({"data__batch_rows": 0}, ["batch_rows=0", "multiple of 2"]),
+    "negative_batch": ({"data__batch_rows": -4}, ["batch_rows=-4", "multiple of 2"]),
+    "microbatches_do_not_divide_the_batch": (
+        {"train__microbatches": 3},
+        ["batch_rows=4", "microbatches=3", "multiple of 6"],
+    ),
+    "microbatch_does_not_divide_over_the_mesh": (
+        {"train__microbatches": 4},
+        ["batch_rows=4", "microbatches=4", "multiple of 8"],
+    ),
+    "no_microbatches": ({"train__microbatches": 0}, ["microbatches=0", "at least 1"]),
+    "no_steps": ({"train__steps": 0}, ["total_steps=0", "at least 1"]),
+    "warm_up_longer_than_the_run": (
+        {"optimizer__warmup_steps": 30},
+        ["warmup_steps=30", "total_steps=20", "lower warmup_steps"],
+    ),
+    "log_never": ({"train__log_every_steps": 0}, ["log_every_steps=0", "at least 1"]),
+    "validate_never": (
+        {"train__validate_every_steps": 0},
+        ["validate_every_steps=0", "at least 1"],
+    ),
+    "save_never": (
+        {"checkpoint__save_every_steps": 0},
+        ["save_every_steps=0", "at least 1"],
+    ),
+    "steps_taken_back": ({"train__extra_steps": -5}, ["extra_steps=-5", "at least 0"]),
+    "negative_validation_batches": (
+        {"train__validation_batches": -1},
+        ["validation_batches=-1", "at least 0"],
+    ),
+    "more_threads_than_buffered_steps": (
+        {"data__threads": 8},
+        ["threads=8", "buffered_steps=4"],
+    ),
+    "loss_chunk_of_nothing": (
+        {"loss_chunk_tokens": 0},
+        ["loss_chunk_tokens=0", "at least 1"],
+    ),
+    "negative_feed_forward_chunk": (
+        {"feed_forward_chunk_tokens": -1},
+        ["feed_forward_chunk", "-1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_a_bad_config_is_refused(corpus: Path, tmp_path: Path, name: str) -> None:
+    overrides, parts = BAD_CONFIGS[name]
+    message = refusal(corpus, tmp_path / "run", **overrides)
+    assert all(part in message for part in parts), message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_good_config_would_be_compiled(corpus: Path, tmp_path: Path) -> None:
+    config = small_config(corpus, tmp_path)
+    with pytest.raises(AssertionError, match="not refused before jax.jit"):
+        train.train(config, lambda line: None)
+
+
+def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "nowhere", tmp_path / "run")
+    assert f"no corpus {tmp_path / 'nowhere'}" in message
+    assert "tools/prepare_text.py" in message
+
+
+@pytest.mark.parametrize("size", [0, 1, 1001])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_truncated_token_file_is_refused(
+    corpus: Path, tmp_path: Path, split: str, size: int
+) -> None:
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpus, copy)
+    tokens = copy / f"{split}.tokens.bin"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[:size])
+    message = refusal(copy, tmp_path / "run")
+    assert f"{tokens} has {size} bytes" in message and f"{len(whole)}" in message
+    assert "copy it anew or prepare the corpus again" in message
+
+
+def test_decreasing_document_starts_are_refused(corpus: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpus, copy)
+    path = copy / "train.documents.bin"
+    starts = np.fromfile(path, "<u8")
+    starts[[3, 4]] = starts[[4, 3]]
+    starts.tofile(path)
+    message = refusal(copy, tmp_path / "run")
+    assert f"document 4 starts at {starts[4]}, not after document 3" in message
+    assert "prepare the corpus again" in message
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(
+    corpus: Path, tmp_path: Path
+) -> None:
+    other = small_config(corpus, tmp_path, model__num_layers=3, model__head_dim=16)
+    partition = assemble.partition(other)
+    fingerprint = assemble.fingerprint(assemble.model(other, partition))
+    directory = tmp_path / "checkpoints"
+    with Checkpoints(
+        directory, keep=1, save_every_steps=1, fingerprint=fingerprint
+    ) as checkpoints:
+        checkpoints.save(7, {"weights": np.arange(5.0)})
+
+    def files() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+    before = files()
+    message = refusal(corpus, tmp_path)
+    assert f"step 7 in {directory} belongs to another model" in message
+    assert "num_layers: saved 3, this run 2" in message
+    assert "head_dim: saved 16, this run 8" in message
+    assert "use another workdir" in message
+    assert files() == before
+
+
+@pytest.mark.parametrize("size", [0, -1, -4096])
+def test_a_window_of_no_token_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"size={size} must be at least 1 token"):
+        masks.window(size)
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_decreasing_document_ids_are_refused(array: Any) -> None:
+    ids = array([[0, 0, 1, 2], [0, 3, 2, 4]], dtype=np.int32)
+    with pytest.raises(ValueError) as caught:
+        masks.documents(ids)
+    message = str(caught.value)
+    assert "row 1 has 3 at 1 and 2 after it" in message
+    assert "number the documents of a row in the order in which they come" in message
+
+
+def test_the_command_line_says_one_line_and_fails(corpus: Path, tmp_path: Path) -> None:
+    arguments = {
+        "--config.modle.num_layers=1": ["modle", 'Did you mean "model"'],
+        "--config.mesh.fsdp=3": ["fsdp 3", "8 devices", "change config.mesh"],
+        f"--config.data.corpus={tmp_path}/nowhere": ["no corpus", "prepare_text.py"],
+    }
+    command = [sys.executable, "train.py", "--config=configs/tiny.py"]
+    places = [f"--config.workdir={tmp_path}/run", f"--config.data.corpus={corpus}"]
+    runs = {
+        argument: subprocess.Popen(
+            [*command, *places, argument],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for argument in arguments
+    }
+    for argument, run in runs.items():
+        _, errors = run.communicate(timeout=120)
+        assert run.returncode == 1, errors
+        assert len(errors.splitlines()) == 1 and errors.startswith("error: "), errors
+        assert all(part in errors for part in arguments[argument]), errors
+    assert not (tmp_path / "run").exists()

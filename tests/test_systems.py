@@ -1,0 +1,360 @@
+"""The five attention systems of the papers: one loss, one gradient, one curve.
+
+They differ in what they hold and send: the ring's compiled programs are searched for
+collectives that would hold a whole sequence, or more of the keys than they must.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import assemble
+import train
+from data.batch import Batch
+from kernels import layout
+from tests.runs import prepare_corpus, small_config
+from training.feed import place
+from training.metrics import read_scalars
+from training.optimizer import make_optimizer
+from training.step import make_train_step
+
+# Devices along data, fsdp, ring and tensor.
+MESHES = {
+    "vanilla": (2, 2, 1, 2),
+    "memory_efficient": (1, 4, 1, 2),
+    "blockwise": (4, 1, 1, 2),
+    "ring": (1, 2, 4, 1),
+    "striped": (1, 2, 4, 1),
+}
+RING_SYSTEMS = ("ring", "striped")
+RING_SIZE = 4
+OTHERS = [name for name in MESHES if name != "vanilla"]
+
+STEPS = 20
+CONTEXT_TOKENS = 80
+"""No size of the model is a multiple of it, nor of any batch's part of it."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A system of the small config, not yet compiled.
+
+    loss_sum: from parameters, loss weights (B, T) and a batch, whose own weights do
+      not count, to the summed loss.
+    """
+
+    config: ml_collections.ConfigDict
+    partition: assemble.Partition
+    model: assemble.Model
+    loss_sum: Callable[[Any, jax.Array, Batch], jax.Array]
+
+    def batch(self, step: int) -> Batch:
+        """The global batch of a step, placed."""
+        return place(
+            self.batches[step],
+            assemble.batch_sharding(self.config, self.partition),
+            assemble.batch_shape(self.config),
+        )
+
+    @functools.cached_property
+    def batches(self) -> Any:
+        return assemble.batches(self.config, self.partition, "train")
+
+    @functools.cached_property
+    def parameters_sharding(self) -> Any:
+        return jax.tree.map(
+            lambda shape, names: self.partition.sharding(names, shape.shape),
+            self.model.shapes,
+            self.model.axes,
+        )
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """From parameters, weights and batch to the loss and both gradients."""
+        batch = self.batch(0)
+        weights = batch.loss_weights.sharding
+        scalar = NamedSharding(self.partition.mesh, PartitionSpec())
+        program = jax.jit(
+            jax.value_and_grad(self.loss_sum, argnums=(0, 1)),
+            in_shardings=(self.parameters_sharding, weights, weights),
+            out_shardings=(scalar, (self.parameters_sharding, weights)),
+        )
+        return program.lower(self.model.shapes, batch.loss_weights, batch)
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        return self.lowered.compile()
+
+    def loss_and_gradients(self, parameters: Any, step: int) -> tuple[float, Any, Any]:
+        """Mean loss, its gradients, and the loss of each token in the batch's order."""
+        batch = self.batch(step)
+        parameters = jax.device_put(parameters, self.parameters_sharding)
+        loss, grads = self.compiled(parameters, batch.loss_weights, batch)
+        loss, (grads, token_losses) = jax.device_get((loss, grads))
+        total = np.asarray(batch.loss_weights).sum()
+        return loss / total, jax.tree.map(lambda g: g / total, grads), token_losses
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("data"))
+
+
+def system_config(
+    name: str, corpus: Path, workdir: Path, **overrides: Any
+) -> ml_collections.ConfigDict:
+    axes = ("data", "fsdp", "ring", "tensor")
+    mesh = {
+        f"mesh__{axis}": size for axis, size in zip(axes, MESHES[name], strict=True)
+    }
+    return small_config(
+        corpus,
+        workdir,
+        attention=name,
+        data__context_tokens=CONTEXT_TOKENS,
+        # Less than a device's tokens, so that there is more than one chunk.
+        feed_forward_chunk_tokens=16,
+        loss_chunk_tokens=16,
+        **mesh,
+        **overrides,
+    )
+
+
+def make_system(name: str, corpus: Path, **overrides: Any) -> System:
+    config = system_config(name, corpus, Path("unused"), **overrides)
+    partition = assemble.partition(config)
+    model = assemble.model(config, partition)
+    loss_of_batch = assemble.loss_function(config, model, partition)
+
+    def loss_sum(parameters: Any, weights: jax.Array, batch: Batch) -> jax.Array:
+        return loss_of_batch(parameters, batch._replace(loss_weights=weights))
+
+    return System(config, partition, model, loss_sum)
+
+
+@pytest.fixture(scope="module")
+def systems(corpus: Path) -> Callable[[str], System]:
+    """A system by name; each is compiled once, when it is needed."""
+    return functools.cache(lambda name: make_system(name, corpus))
+
+
+@pytest.fixture(scope="module")
+def parameters(corpus: Path) -> Any:
+    """Initial parameters on the host, the same for all systems."""
+    model = make_system("vanilla", corpus).model
+    rng = np.random.default_rng(0)
+
+    def draw(shape: jax.ShapeDtypeStruct, names: tuple) -> np.ndarray:
+        if set(names) == {None}:
+            return np.ones(shape.shape, shape.dtype)
+        return (0.05 * rng.standard_normal(shape.shape)).astype(shape.dtype)
+
+    return jax.tree.map(draw, model.shapes, model.axes)
+
+
+def relative_errors(tree: Any, truth: Any) -> Any:
+    """Norm of each leaf's error, relative to the norm of the leaf."""
+
+    def error(leaf: np.ndarray, true_leaf: np.ndarray) -> float:
+        difference = np.float64(leaf) - np.float64(true_leaf)
+        return float(np.linalg.norm(difference) / np.linalg.norm(true_leaf))
+
+    return jax.tree.map(error, tree, truth)
+
+
+def in_striped_order(x: np.ndarray) -> np.ndarray:
+    return layout.permute(x, layout.Striped(), RING_SIZE)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_first_loss_and_gradients_are_those_of_vanilla(
+    systems: Callable[[str], System], parameters: Any, name: str
+) -> None:
+    true_loss, true_grads, true_losses = systems("vanilla").loss_and_gradients(
+        parameters, 0
+    )
+    loss, grads, losses = systems(name).loss_and_gradients(parameters, 0)
+    assert loss == pytest.approx(true_loss, rel=1e-6)
+    errors = relative_errors(grads, true_grads)
+    assert max(jax.tree.leaves(errors)) < 1e-6, errors
+    if name == "striped":
+        true_losses = in_striped_order(true_losses)
+    assert relative_errors(losses, true_losses) < 1e-6
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_losses_of_twenty_updates_are_those_of_vanilla(
+    systems: Callable[[str], System], parameters: Any, name: str
+) -> None:
+    """Plain gradient descent, so that no more programs need to be compiled."""
+
+    def descend(system: System) -> list[float]:
+        values, losses = parameters, []
+        for step in range(STEPS):
+            loss, grads, _ = system.loss_and_gradients(values, step)
+            values = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, values, grads)
+            losses.append(loss)
+        return losses
+
+    truth, losses = descend(systems("vanilla")), descend(systems(name))
+    assert np.mean(truth[-5:]) < truth[0] - 1
+    np.testing.assert_allclose(losses, truth, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_training_curves_of_the_five_systems_are_one(
+    corpus: Path, tmp_path: Path
+) -> None:
+    curves = {}
+    for name in MESHES:
+        config = system_config(name, corpus, tmp_path / name, train__steps=STEPS)
+        train.train(config, lambda line: None)
+        curves[name] = read_scalars(tmp_path / name / "tensorboard")
+    for tag in ("train/loss", "validation/loss"):
+        truth = np.array(curves["vanilla"][tag])
+        assert truth[-1, 1] < truth[0, 1]
+        for name in OTHERS:
+            np.testing.assert_allclose(np.array(curves[name][tag]), truth, rtol=1e-4)
+
+
+def test_only_the_striped_batch_is_permuted(
+    systems: Callable[[str], System],
+) -> None:
+    for step in (0, 3):
+        batches = {
+            name: jax.tree.map(np.asarray, systems(name).batch(step)) for name in MESHES
+        }
+        truth = batches["vanilla"]
+        rows = np.arange(CONTEXT_TOKENS)
+        seen = truth.hi[truth.lo <= truth.hi]
+        assert (seen == np.broadcast_to(rows, truth.hi.shape).ravel()).all()
+        for name in OTHERS:
+            for field, x, true_x in zip(
+                Batch._fields, batches[name], truth, strict=True
+            ):
+                if name == "striped":
+                    true_x = in_striped_order(true_x)
+                np.testing.assert_array_equal(x, true_x, err_msg=f"{name} {field}")
+    assert (batches["striped"].tokens != truth.tokens).any()
+
+
+# Collectives of a compiled program: kind, and the shape of each result.
+COLLECTIVE = re.compile(
+    r"= (?P<results>.*?) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter|"
+    r"collective-permute|collective-broadcast|ragged-all-to-all)(-start)?\("
+)
+SHAPE = re.compile(r"\b([a-z]+[0-9]+\w*|pred)\[([0-9,]*)\]")
+
+
+def collectives(compiled: jax.stages.Compiled) -> Counter:
+    """How often each (kind, type, shape) is the result of a collective."""
+    found: Counter = Counter()
+    for line in compiled.as_text().splitlines():
+        match = COLLECTIVE.search(line)
+        for dtype, sizes in SHAPE.findall(match["results"]) if match else ():
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            found[match["kind"], dtype, shape] += 1
+    return found
+
+
+def whole_sequences(found: Counter) -> list:
+    """Collectives with as many tokens along an axis as a row, or rows, have."""
+    return [key for key in found if any(s and s % CONTEXT_TOKENS == 0 for s in key[2])]
+
+
+def test_a_gathered_sequence_is_found(systems: Callable[[str], System]) -> None:
+    system = systems("striped")
+    whole = NamedSharding(system.partition.mesh, PartitionSpec("fsdp", None))
+    gather = jax.jit(lambda x: 2 * x, out_shardings=whole)
+    compiled = gather.lower(system.batch(0).positions).compile()
+    assert whole_sequences(collectives(compiled)) == [("all-gather", "s32", (2, 80))]
+
+
+@pytest.mark.parametrize("name", RING_SYSTEMS)
+def test_no_collective_of_a_ring_holds_a_whole_sequence(
+    systems: Callable[[str], System], name: str
+) -> None:
+    found = collectives(systems(name).compiled)
+    assert {"all-gather", "collective-permute"} <= {kind for kind, *_ in found}
+    assert whole_sequences(found) == []
+
+
+def test_nothing_puts_striped_tokens_back_into_order(
+    systems: Callable[[str], System],
+) -> None:
+    """Another order would take collectives, or gathers, that the plain ring has not."""
+    ring, striped = systems("ring"), systems("striped")
+    assert collectives(striped.compiled) == collectives(ring.compiled)
+    for operation in ("gather", "sort", "scatter", "transpose", "dynamic_slice"):
+        pattern = rf"stablehlo\.{operation}\b"
+        both = [len(re.findall(pattern, s.lowered.as_text())) for s in (ring, striped)]
+        assert both[0] == both[1], operation
+
+
+@pytest.mark.parametrize("name", RING_SYSTEMS)
+def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(
+    systems: Callable[[str], System], name: str
+) -> None:
+    system = systems(name)
+    found = collectives(system.compiled)
+    permutes = {
+        key: times for key, times in found.items() if key[0] == "collective-permute"
+    }
+    rows = system.config.data.batch_rows // 2  # fsdp 2
+    shard = (rows, CONTEXT_TOKENS // RING_SIZE, 2, 8)  # 2 of the 4 heads are K heads
+    forward, backward = 2 * (RING_SIZE - 1), 2 * (RING_SIZE - 1) + 2 * RING_SIZE
+    # Layers are scanned, so the program has each hop of a layer once.
+    assert permutes == {("collective-permute", "f32", shard): forward + backward}
+
+
+def permutes_when_lowered(function: Callable, *arguments: Any) -> int:
+    text = jax.jit(function).lower(*arguments).as_text()
+    return len(re.findall(r"stablehlo\.collective_permute\b", text))
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("attention", 1), ("nothing", 2)])
+def test_remat_decides_how_often_the_ring_runs(
+    corpus: Path, remat: str, forwards: int
+) -> None:
+    system = make_system("striped", corpus, remat=remat)
+    batch = system.batch(0)
+    arguments = system.model.shapes, batch.loss_weights, batch
+    forward = permutes_when_lowered(system.loss_sum, *arguments)
+    assert forward == 2 * (RING_SIZE - 1)
+    backward = forward + 2 * RING_SIZE
+    both = permutes_when_lowered(jax.value_and_grad(system.loss_sum), *arguments)
+    assert both == forwards * forward + backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RING_SYSTEMS)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_no_collective_of_a_whole_step_holds_a_whole_sequence(
+    corpus: Path, name: str, microbatches: int
+) -> None:
+    system = make_system(name, corpus, train__microbatches=microbatches)
+    config, partition, model = system.config, system.partition, system.model
+    optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
+    state = assemble.abstract_state(model, optimizer, partition)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    loss_sum = assemble.loss_function(config, model, partition)
+    step = jax.jit(
+        make_train_step(loss_sum, optimizer, microbatches=microbatches),
+        out_shardings=(shardings, shardings.step),
+        donate_argnums=0,
+    )
+    found = collectives(step.lower(state, system.batch(0)).compile())
+    assert whole_sequences(found) == []
+    travelling = {shape for kind, _, shape in found if kind == "collective-permute"}
+    rows = config.data.batch_rows // 2 // microbatches
+    assert travelling == {(rows, CONTEXT_TOKENS // RING_SIZE, 2, 8)}

@@ -1,0 +1,327 @@
+"""The real `train.train`: killed, resumed elsewhere, and run again; small config."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import assemble
+import train
+from tests.runs import prepare_corpus, small_config, small_flags
+from training.checkpoint import Checkpoints
+from training.feed import place
+from training.metrics import read_scalars
+from training.optimizer import make_optimizer
+from training.step import TrainState, make_evaluate_step
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, MIDDLE = 20, 10
+"""Of the undisturbed run, and of its first checkpoint; the last step has another."""
+
+# A run in a process of its own, which never gets as far as its last checkpoint.
+VICTIM = """
+import sys, time
+from pathlib import Path
+import assemble
+import train
+from tests.runs import small_config
+
+config = small_config(Path(sys.argv[1]), Path(sys.argv[2]))
+assemble.simulate_devices(config)
+
+def say(line):
+    print(line, flush=True)
+    while line.startswith("step 18"):
+        time.sleep(1)
+
+train.train(config, say)
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiles once what several runs of this process have in common."""
+    directory = str(tmp_path_factory.mktemp("programs"))
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+class Run:
+    """A workdir, and what was said there."""
+
+    def __init__(self, corpus: Path, workdir: Path):
+        self.corpus, self.workdir = corpus, workdir
+        self.said: list[str] = []
+
+    def train(self, **overrides: Any) -> dict[str, float]:
+        return train.train(self.config(**overrides), self.said.append)
+
+    def command(self, **overrides: Any) -> None:
+        """`python train.py` with the same config, given as flags."""
+        flags = small_flags(self.corpus, self.workdir, **overrides)
+        result = subprocess.run(
+            [sys.executable, "train.py", *flags],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr
+        self.said += result.stdout.splitlines()
+
+    def config(self, **overrides: Any) -> ml_collections.ConfigDict:
+        return small_config(self.corpus, self.workdir, **overrides)
+
+    def has_checkpoint(self, step: int) -> bool:
+        return (self.workdir / "checkpoints" / str(step)).is_dir()
+
+    def curve(self, tag: str = "train/loss") -> list[tuple[int, float]]:
+        return read_scalars(self.workdir / "tensorboard")[tag]
+
+    def losses(self, after: int = 0) -> np.ndarray:
+        """Loss of each step after this one; every step has to be there once."""
+        steps, losses = zip(*self.curve(), strict=True)
+        assert list(steps) == list(range(steps[0], steps[0] + len(steps)))
+        return np.array(losses)[np.array(steps) > after]
+
+    def state(self) -> TrainState:
+        """The newest checkpoint's."""
+        config = self.config()
+        partition = assemble.partition(config)
+        model = assemble.model(config, partition)
+        optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
+        with Checkpoints(
+            self.workdir / "checkpoints",
+            keep=1,
+            save_every_steps=1,
+            fingerprint=assemble.fingerprint(model),
+        ) as checkpoints:
+            shapes = assemble.abstract_state(model, optimizer, partition)
+            return checkpoints.restore(shapes)[0]
+
+    def files(self) -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in self.workdir.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of all steps on fsdp 2 x ring 4; tests must not change it."""
+    run = Run(corpus, tmp_path_factory.mktemp("undisturbed"))
+    assert run.train()["step"] == STEPS
+    return run
+
+
+@pytest.fixture
+def new_run(corpus: Path, tmp_path: Path) -> Run:
+    return Run(corpus, tmp_path / "run")
+
+
+@pytest.fixture
+def copy_at_the_middle(undisturbed: Run, new_run: Run) -> Run:
+    """A run that has the undisturbed run's first checkpoint and nothing else."""
+    place = Path("checkpoints") / str(MIDDLE)
+    shutil.copytree(undisturbed.workdir / place, new_run.workdir / place)
+    return new_run
+
+
+def kill_after_the_middle(run: Run, **environment: str) -> None:
+    """Runs `VICTIM` and kills it some time after its first checkpoint is on disk."""
+    environment = os.environ | environment
+    command = [sys.executable, "-c", VICTIM, str(run.corpus), str(run.workdir)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as victim:
+        try:
+            while not run.has_checkpoint(MIDDLE):
+                assert victim.poll() is None
+                time.sleep(0.005)
+            time.sleep(random.uniform(0, 0.5))
+        finally:
+            victim.kill()
+        said = victim.stdout.read()
+    assert victim.returncode == -signal.SIGKILL
+    assert f"step {MIDDLE}/{STEPS}" in said and not run.has_checkpoint(STEPS)
+
+
+def assert_equal_bits(state: Any, truth: Any) -> None:
+    def assert_equal(path: Any, leaf: jax.Array, true_leaf: jax.Array) -> None:
+        name = jax.tree_util.keystr(path)
+        assert leaf.dtype == true_leaf.dtype, name
+        equal = np.asarray(leaf).tobytes() == np.asarray(true_leaf).tobytes()
+        assert equal, f"{name} differs"
+
+    jax.tree_util.tree_map_with_path(assert_equal, state, truth)
+
+
+@pytest.mark.parametrize(
+    "is_fresh",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["kept_programs", "fresh_programs"],
+)
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(
+    undisturbed: Run, new_run: Run, is_fresh: bool
+) -> None:
+    """Fresh: in processes that share no compiled program, as a user's."""
+    if is_fresh:
+        kill_after_the_middle(new_run)
+        new_run.command()
+    else:
+        programs = jax.config.jax_compilation_cache_dir
+        kill_after_the_middle(new_run, JAX_COMPILATION_CACHE_DIR=programs)
+        new_run.train()
+    assert f"resuming from step {MIDDLE}" in new_run.said
+    state = new_run.state()
+    assert int(state.step) == STEPS
+    assert len(jax.tree.leaves(state)) > 30
+    assert_equal_bits(state, undisturbed.state())
+
+    curves, truth = (
+        read_scalars(run.workdir / "tensorboard") for run in (new_run, undisturbed)
+    )
+    tags = {"train/loss", "train/grad_norm", "train/learning_rate", "validation/loss"}
+    for tag in tags:
+        assert curves[tag] == truth[tag]
+    assert [step for step, _ in curves["train/loss"]] == list(range(1, STEPS + 1))
+    assert [step for step, _ in curves["validation/loss"]] == [MIDDLE, STEPS]
+    # Rates are never the same, but no step may have two.
+    assert set(curves) == set(truth)
+    for points in curves.values():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps))
+
+
+def test_the_curve_has_every_step_of_a_run_that_broke_after_a_save(
+    undisturbed: Run, new_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterate = train.iterate
+
+    def break_after_the_middle(*args: Any, **options: Any) -> Iterator:
+        for step, blocks in iterate(*args, **options):
+            if step == MIDDLE:
+                raise OSError("the disk with the corpus is gone")
+            yield step, blocks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "iterate", break_after_the_middle)
+        with pytest.raises(OSError, match="the disk with the corpus is gone"):
+            new_run.train(train__validate_every_steps=STEPS)
+    assert new_run.has_checkpoint(MIDDLE)
+    new_run.train(train__validate_every_steps=STEPS)
+    assert new_run.curve() == undisturbed.curve()
+
+
+def test_rates_are_positive(undisturbed: Run) -> None:
+    curves = read_scalars(undisturbed.workdir / "tensorboard")
+    rates = {tag: points for tag, points in curves.items() if tag.startswith("perf/")}
+    assert "perf/tokens_per_second" in rates
+    for tag, points in rates.items():
+        assert all(value > 0 for _, value in points), (tag, points)
+
+
+def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(
+    undisturbed: Run, copy_at_the_middle: Run
+) -> None:
+    run = copy_at_the_middle
+    run.train(mesh__fsdp=4, mesh__ring=2, train__validation_batches=0)
+    assert "mesh: data 1 x fsdp 4 x ring 2 x tensor 1, of 8 x cpu" in run.said
+    losses = run.losses()
+    assert len(losses) == STEPS - MIDDLE
+    np.testing.assert_allclose(losses, undisturbed.losses(MIDDLE), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh"),
+    [
+        (2, {"mesh__fsdp": 1, "mesh__ring": 2}),
+        pytest.param(4, {"mesh__fsdp": 1, "mesh__ring": 4}, marks=pytest.mark.slow),
+        pytest.param(4, {"mesh__fsdp": 2, "mesh__ring": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_fewer_devices_go_on_where_eight_stopped(
+    undisturbed: Run, copy_at_the_middle: Run, devices: int, mesh: dict[str, int]
+) -> None:
+    run = copy_at_the_middle
+    run.command(simulated_devices=devices, train__validation_batches=0, **mesh)
+    assert run.said[0].endswith(f"of {devices} x cpu")
+    assert f"resuming from step {MIDDLE}" in run.said
+    np.testing.assert_allclose(run.losses(), undisturbed.losses(MIDDLE), rtol=1e-5)
+
+
+def test_a_complete_run_has_nothing_to_do(undisturbed: Run) -> None:
+    before, said = undisturbed.files(), []
+    again = train.train(undisturbed.config(), said.append)
+    assert again == {"step": STEPS}
+    assert f"all {STEPS} steps are made" in said[-1] and "config.train" in said[-1]
+    assert undisturbed.files() == before
+
+
+def test_a_complete_run_goes_on_for_extra_steps(undisturbed: Run, new_run: Run) -> None:
+    shutil.copytree(undisturbed.workdir, new_run.workdir)
+    result = new_run.train(train__extra_steps=5)
+    assert result["step"] == STEPS + 5 and new_run.has_checkpoint(STEPS + 5)
+    assert f"resuming from step {STEPS}" in new_run.said
+    steps = [step for step, _ in new_run.curve()]
+    assert steps == list(range(1, STEPS + 6))
+    assert new_run.curve()[:STEPS] == undisturbed.curve()
+    rates = dict(new_run.curve("train/learning_rate"))
+    end_lr = new_run.config().optimizer.end_lr
+    assert [rates[step] for step in range(STEPS + 1, STEPS + 6)] == pytest.approx(
+        [end_lr] * 5
+    )
+    # Another 5, and not only up to 25.
+    assert new_run.train(train__extra_steps=5)["step"] == STEPS + 10
+
+
+def test_the_console_says_where_everything_is(undisturbed: Run) -> None:
+    directory = undisturbed.workdir
+    assert f"checkpoints: {directory}/checkpoints" in undisturbed.said
+    assert f"curves: tensorboard --logdir {directory}/tensorboard" in undisturbed.said
+    assert undisturbed.said[-1].startswith("done: ")
+    assert str(directory) in undisturbed.said[-1]
+    lines = [line for line in undisturbed.said if line.startswith("step")]
+    assert len(lines) == STEPS
+    for line, (step, loss) in zip(lines, undisturbed.curve(), strict=True):
+        assert re.match(rf"step +{step}/{STEPS} +loss {loss:.4f} ", line), line
+
+
+def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed: Run) -> None:
+    config = undisturbed.config()
+    partition = assemble.partition(config)
+    model = assemble.model(config, partition)
+    loss_sum = assemble.loss_function(config, model, partition)
+    evaluate = jax.jit(make_evaluate_step(loss_sum))
+    where = assemble.batch_sharding(config, partition), assemble.batch_shape(config)
+    params = undisturbed.state().params
+    batches = assemble.validation_batches(config, partition)
+    sums = [evaluate(params, place(blocks, *where)) for blocks in batches]
+    loss, weight = np.sum(jax.device_get(sums), axis=0)
+    assert len(sums) == 2 and weight > 500
+    step, logged = undisturbed.curve("validation/loss")[-1]
+    assert step == STEPS
+    assert logged == pytest.approx(loss / weight, rel=1e-6)
+
+
+def test_microbatches_give_the_same_losses(undisturbed: Run, new_run: Run) -> None:
+    new_run.train(train__microbatches=2, train__validation_batches=0)
+    np.testing.assert_allclose(new_run.losses(), undisturbed.losses(), rtol=1e-5)
