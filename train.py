@@ -67,7 +67,11 @@ def train(
     state_shape = assemble.abstract_state(model, optimizer, partition)
     state_sharding = jax.tree.map(lambda leaf: leaf.sharding, state_shape)
     loss_sum = assemble.loss_function(config, model, partition)
-    say(f"model: {num_parameters(model.config):,} parameters, {config.attention}")
+    shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
+    say(
+        f"model: {num_parameters(model.config):,} parameters in {shards} shards, "
+        f"{config.attention} attention"
+    )
 
     with contextlib.ExitStack() as stack:
         # State: restored, or born sharded.

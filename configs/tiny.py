@@ -30,8 +30,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.fsdp = 2
     config.mesh.ring = 4
 
-    config.data.context_tokens = 1024
-    config.data.batch_rows = 8
+    config.data.context_tokens = 512
+    config.data.batch_rows = 4
 
     config.optimizer.peak_lr = 3e-3
     config.optimizer.end_lr = 3e-4

@@ -10,9 +10,10 @@ from jax import lax
 def scan_chunks(
     function: Callable, tokens: jax.Array | tuple[jax.Array, ...], chunk: int
 ) -> jax.Array:
-    """Maps `function` over chunks of tokens, recomputing each one in the backward.
+    """Maps `function` over chunks of tokens, recomputed in the backward if several.
 
-    function: from arrays (chunk, …) to an array (chunk, …).
+    function: from arrays (chunk, …) to an array (chunk, …); finite at zero, as are its
+      gradients.
     tokens: arrays whose first axis counts tokens, padded with zeros where the chunk
       does not divide it; the padding's results are cut off.
 
@@ -20,7 +21,8 @@ def scan_chunks(
       The results of all tokens, (tokens, …).
     """
     count = jax.tree.leaves(tokens)[0].shape[0]
-    chunk = min(chunk, count)
+    if chunk >= count:
+        return function(tokens)
     chunks = -(-count // chunk)
 
     def split(x: jax.Array) -> jax.Array:

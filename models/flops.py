@@ -4,8 +4,6 @@ Rematerialisation is never counted: these are the operations that the model need
 those that were done.
 """
 
-import jax
-
 from models.llama import LlamaConfig
 
 TRAIN_FACTOR = 3
@@ -29,9 +27,7 @@ def num_matrix_parameters(config: LlamaConfig) -> int:
     return config.num_layers * (attention + feed_forward) + head
 
 
-def train_flops(
-    config: LlamaConfig, tokens: float | jax.Array, pairs: float | jax.Array
-) -> float | jax.Array:
+def train_flops(config: LlamaConfig, tokens: float, pairs: float) -> float:
     """Model FLOPs of a training step: 6 a token and parameter, 12·H·D a pair and layer.
 
     tokens: trained on, without padding.
@@ -39,10 +35,9 @@ def train_flops(
       sum of that over packed documents. So the causal half is counted once, as in
       MaxText and Megatron.
     """
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim
-    return TRAIN_FACTOR * (
-        2 * num_matrix_parameters(config) * tokens + attention * pairs
-    )
+    product = 2.0 * num_matrix_parameters(config) * tokens
+    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return TRAIN_FACTOR * (product + attention)
 
 
 def paper_train_flops(config: LlamaConfig, rows: int, length: int) -> float:

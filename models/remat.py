@@ -13,7 +13,7 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     "nothing": _POLICIES.nothing_saveable,
     # Also the attention's result: the ring runs once.
     "attention": _POLICIES.save_only_these_names("attention_out", "attention_lse"),
-    # Also the results of matrix products with parameters.
+    # Also products with parameters, but for those of a feed-forward in chunks.
     "products": _POLICIES.save_from_both_policies(
         _POLICIES.dots_with_no_batch_dims_saveable,
         _POLICIES.save_only_these_names("attention_out", "attention_lse"),

@@ -69,7 +69,7 @@ class MeshShape:
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of all the devices, neighbours in the ring being neighbours in hardware.
+    """A mesh of all the devices, laid out on the hardware by `jax.make_mesh`.
 
     Raises:
       ValueError: the shape does not match the devices.
@@ -155,10 +155,10 @@ class Partition:
         The gradient is summed and scattered back, once.
         """
         axes = self.mesh_axes("embed", size)
-        whole = (
-            jax.lax.all_gather(shard, axes, axis=axis, tiled=True) if axes else shard
-        )
-        return self.vary(whole)
+        # Varied first: gradients are scattered, and then only shards of them summed
+        # over the mesh axes that hold copies.
+        shard = self.vary(shard)
+        return jax.lax.all_gather(shard, axes, axis=axis, tiled=True) if axes else shard
 
     def vary(self, x: jax.Array) -> jax.Array:
         """Inside `over_shards`: `x` as a value that may differ between all devices.

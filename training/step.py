@@ -46,7 +46,7 @@ def make_train_step(
         state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         weight = batch.loss_weights.sum()
-        mean = 1 / jnp.maximum(weight, 1)
+        mean = 1 / jnp.where(weight > 0, weight, 1)
         loss, grads = _summed_gradients(loss_sum, state.params, batch, microbatches)
         grads = jax.tree.map(lambda g: mean * g, grads)
         updates, optimizer_state = optimizer.update(

@@ -1,0 +1,142 @@
+"""Parameters and operations against the model itself and published numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import assemble
+from configs import base, llama_sizes
+from models.flops import (
+    num_matrix_parameters,
+    num_parameters,
+    paper_train_flops,
+    train_flops,
+)
+from models.llama import LlamaConfig
+from training.mesh import MeshShape, Partition, make_mesh
+
+each_size = pytest.mark.parametrize("name", llama_sizes.NAMES)
+
+BILLIONS = {
+    "1b": 1.244,
+    "3b": 3.426,
+    "7b": 6.738,
+    "13b": 13.016,
+    "30b": 32.529,
+    "65b": 65.286,
+}
+
+# At 4 Ki, 128 Ki and 1 Mi tokens of one causal sequence: TFLOP a token, attention's
+# share in percent, and how many times more it is if every key counts.
+LENGTHS = (4096, 128 * 1024, 1024 * 1024)
+TABLE = {
+    "1b": ((0.008, 0.043, 0.291), (14, 83, 98), (1.14, 1.83, 1.98)),
+    "3b": ((0.022, 0.085, 0.543), (9, 77, 96), (1.09, 1.77, 1.96)),
+    "7b": ((0.043, 0.143, 0.864), (8, 72, 95), (1.08, 1.72, 1.95)),
+    "13b": ((0.082, 0.238, 1.366), (6, 68, 94), (1.06, 1.68, 1.94)),
+    "30b": ((0.204, 0.508, 2.706), (5, 62, 93), (1.05, 1.62, 1.93)),
+    "65b": ((0.406, 0.906, 4.513), (4, 57, 91), (1.04, 1.57, 1.91)),
+}
+
+GROUPED = LlamaConfig(
+    vocab_size=50,
+    hidden_size=12,
+    feed_forward_size=20,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=4,
+)
+
+
+def llama(name: str) -> LlamaConfig:
+    return LlamaConfig(**llama_sizes.llama(name))
+
+
+@pytest.fixture(scope="module")
+def one_device() -> Partition:
+    return Partition(make_mesh(MeshShape(), jax.devices()[:1]))
+
+
+@each_size
+def test_counts_are_those_of_the_models_own_parameters(name, one_device):
+    config = base.get_config()
+    config.model.update(llama_sizes.llama(name))
+    shapes = assemble.model(config, one_device).shapes
+    sizes = jax.tree.map(lambda leaf: leaf.size, shapes)
+    assert num_parameters(llama(name)) == sum(jax.tree.leaves(sizes))
+    matrices = jax.tree_util.tree_leaves_with_path(sizes)
+    multiplied = [
+        size
+        for path, size in matrices
+        if "norm" not in str(path) and "embedding" not in str(path)
+    ]
+    assert num_matrix_parameters(llama(name)) == sum(multiplied)
+
+
+@each_size
+def test_totals_are_the_published_ones(name):
+    assert round(num_parameters(llama(name)) / 1e9, 3) == BILLIONS[name]
+
+
+def test_grouped_heads_are_counted_as_many_as_there_are():
+    attention = 12 * 4 * (6 + 2 + 2 + 6)
+    matrices = 3 * (attention + 3 * 12 * 20) + 12 * 50
+    assert num_matrix_parameters(GROUPED) == matrices
+    assert num_parameters(GROUPED) == matrices + 50 * 12 + 7 * 12
+
+
+@each_size
+@pytest.mark.parametrize("column", range(len(LENGTHS)))
+def test_operations_of_a_token_are_those_of_the_table(name, column):
+    length = LENGTHS[column]
+    tera, share, ratio = (values[column] for values in TABLE[name])
+    causal = train_flops(llama(name), length, length * (length + 1) / 2)
+    attention = causal - train_flops(llama(name), length, 0)
+    every_key = train_flops(llama(name), length, length**2)
+    assert round(causal / length / 1e12, 3) == tera
+    assert round(100 * attention / causal) == share
+    assert round(every_key / causal, 2) == ratio
+
+
+def naive_train_flops(config: LlamaConfig, seen: np.ndarray) -> int:
+    """Counts the products of a forward one by one, and triples them.
+
+    seen: bool (T, T), which query sees which key.
+    """
+    embed, depth = config.hidden_size, config.head_dim
+    of_token = 0
+    for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads):
+        of_token += 2 * embed * heads * depth  # query, key, value
+    of_token += 2 * config.num_heads * depth * embed  # output
+    of_token += 3 * 2 * embed * config.feed_forward_size  # gate, up, down
+    # A score and a share of the result, for every pair and head.
+    of_pair = config.num_heads * (2 * depth + 2 * depth)
+    layer = len(seen) * of_token + int(seen.sum()) * of_pair
+    logits = len(seen) * 2 * embed * config.vocab_size
+    return 3 * (config.num_layers * layer + logits)
+
+
+def test_operations_of_packed_documents_are_those_counted_one_by_one():
+    ids = np.array([0] * 5 + [1] * 2 + [2] * 9)
+    token = np.arange(ids.size)
+    seen = (ids[:, None] == ids) & (token[:, None] >= token)
+    pairs = sum(n * (n + 1) // 2 for n in (5, 2, 9))
+    assert train_flops(GROUPED, ids.size, pairs) == naive_train_flops(GROUPED, seen)
+
+
+def test_operations_of_the_largest_model_can_be_counted_on_a_device():
+    count = jax.jit(lambda t, p: train_flops(llama("65b"), t, p))
+    tokens, pairs = 2.0**20, 2.0**39
+    got = count(jnp.float32(tokens), jnp.float32(pairs))
+    np.testing.assert_allclose(got, train_flops(llama("65b"), tokens, pairs), rtol=1e-6)
+
+
+def test_papers_count_is_its_formula():
+    # (24·b·s·h² + 4·b·s²·h)·n, times 3, for b 2, s 10, h 12, n 3.
+    assert paper_train_flops(GROUPED, 2, 10) == 3 * (69_120 + 9_600) * 3
+    # The 7B model at 256 Ki tokens: 24·h·n·s·(h + s/6)·3.
+    length, hidden, layers = 256 * 1024, 4096, 32
+    want = 3 * 24 * layers * length * hidden * (hidden + length / 6)
+    assert paper_train_flops(llama("7b"), 1, length) == pytest.approx(want, rel=1e-12)

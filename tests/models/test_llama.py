@@ -1,0 +1,398 @@
+"""The model against LLaMA written out in float64, on one device and on meshes."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import assemble
+from data.batch import Batch
+from kernels import masks
+from kernels.layout import permute
+from models.llama import Execution, FeedForward, LlamaConfig
+from tests.runs import small_config
+from training.mesh import MeshShape, Partition, make_mesh
+
+ROWS, LENGTH, VOCAB = 4, 32, 40
+PADDED = np.array([[32], [32], [32], [21]], np.int32)
+"""Tokens in each row before its padding."""
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiles in half the time, where nothing but the values matters."""
+
+slow = pytest.mark.slow
+
+
+class Run:
+    """A small model and its loss, on a mesh and in an attention system of its own.
+
+    Its hidden size of 36 divides over a ring of 4, but not over fsdp 2 x ring 4.
+    """
+
+    def __init__(self, shape: MeshShape, attention: str, **overrides: Any):
+        fields = {
+            "model__vocab_size": VOCAB,
+            "model__hidden_size": 36,
+            "feed_forward_chunk_tokens": 6,
+            "loss_chunk_tokens": 5,
+            "implementation": "reference",
+        }
+        config = small_config("", "", attention=attention, **fields | overrides)
+        count = shape.data * shape.fsdp * shape.ring * shape.tensor
+        self.config = config
+        self.partition = Partition(make_mesh(shape, jax.devices()[:count]))
+        self.model = assemble.model(config, self.partition)
+        self.loss = assemble.loss_function(config, self.model, self.partition)
+
+    def order(self) -> tuple[Any, int]:
+        """Layout and ring size."""
+        layout = assemble.attention_system(self.config).layout
+        return layout, self.partition.mesh.shape["ring"]
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """Compiled, from parameters and a batch in order to loss and gradients."""
+
+        def placed(x: Any, names: tuple) -> jax.ShapeDtypeStruct:
+            sharding = self.partition.sharding(names, x.shape)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        arguments = (
+            jax.tree.map(placed, self.model.shapes, self.model.axes),
+            jax.tree.map(lambda x: placed(x, ("batch", "sequence")), text()),
+        )
+        lowered = jax.jit(jax.value_and_grad(self.loss)).lower(*arguments)
+        return lowered.compile(compiler_options=QUICK)
+
+    def answer(self) -> tuple[np.ndarray, Any]:
+        """Loss and gradients of `text`, with `parameters`."""
+        batch = jax.tree.map(lambda x: permute(x, *self.order()), text())
+        arguments = jax.device_put(
+            (parameters(), batch), self.program.input_shardings[0]
+        )
+        return jax.device_get(self.program(*arguments))
+
+
+@functools.cache
+def run_on(shape: MeshShape, attention: str) -> Run:
+    return Run(shape, attention)
+
+
+def one_device() -> Run:
+    return run_on(MeshShape(), "vanilla")
+
+
+@functools.cache
+def parameters() -> Any:
+    """Large enough for every part to matter; norm scales around 1."""
+    rng = np.random.default_rng(1)
+
+    def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        offset = 1.0 if "scale" in str(path[-1]) else 0.0
+        return (offset + 0.2 * rng.standard_normal(shape.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, one_device().model.shapes)
+
+
+@functools.cache
+def text() -> Batch:
+    """Rows of packed documents, the last one padded, in the order of the text."""
+    rng = np.random.default_rng(2)
+    shape = ROWS, LENGTH
+    tokens, targets = rng.integers(0, VOCAB, (2, *shape), np.int32)
+    ids = np.sort(rng.integers(0, 4, shape), axis=1).astype(np.int32)
+    index = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    visible = (masks.documents(ids) & masks.padding(PADDED))(index, LENGTH)
+    weights = rng.random(shape, np.float32) * (index < PADDED) * (ids != 2)
+    return Batch(tokens, targets, weights, index - visible.lo, *visible)
+
+
+@functools.cache
+def expected() -> tuple[np.ndarray, Any]:
+    """Loss and gradients on one device, with all scores and no chunks."""
+    return one_device().answer()
+
+
+def assert_same_answer(got: Any, want: Any, tolerance: float) -> None:
+    """Every leaf, in its norm."""
+
+    def check(path: tuple, a: np.ndarray, b: np.ndarray) -> None:
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < tolerance, (jax.tree_util.keystr(path), error)
+
+    jax.tree_util.tree_map_with_path(check, got, want)
+
+
+def written_out(parameters: Any, batch: Batch, run: Run) -> tuple[np.ndarray, float]:
+    """LLaMA in float64: hidden states (B, T, E) and the weighted sum of the losses."""
+    sizes = run.model.config
+    index = np.arange(LENGTH)
+    seen = (batch.lo[..., None] <= index) & (index <= batch.hi[..., None])
+    pairs = np.arange(0, sizes.head_dim, 2) / sizes.head_dim
+    angles = batch.positions[..., None] * sizes.rope_theta**-pairs
+    angles = np.concatenate([angles, angles], axis=-1)[:, :, None]
+
+    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        mean_square = (x**2).mean(axis=-1, keepdims=True)
+        return x / np.sqrt(mean_square + sizes.norm_epsilon) * scale
+
+    def turn(x: np.ndarray) -> np.ndarray:
+        first, second = np.split(x, 2, axis=-1)
+        half = np.concatenate([-second, first], axis=-1)
+        return x * np.cos(angles) + half * np.sin(angles)
+
+    def attention(x: np.ndarray, p: dict) -> np.ndarray:
+        q, k, v = (
+            np.einsum("bte,ehd->bthd", x, p[name]) for name in ("query", "key", "value")
+        )
+        shared = sizes.num_heads // sizes.num_kv_heads
+        k, v = (np.repeat(y, shared, axis=2) for y in (turn(k), v))
+        scores = np.einsum("bthd,bshd->bhts", turn(q), k) / np.sqrt(sizes.head_dim)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * seen[:, None]
+        weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+        out = np.einsum("bhts,bshd->bthd", weights, v)
+        return np.einsum("bthd,hde->bte", out, p["output"])
+
+    def feed_forward(x: np.ndarray, p: dict) -> np.ndarray:
+        gate = x @ p["gate"]
+        return (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"]
+
+    parameters = jax.tree.map(np.float64, parameters)
+    x = parameters["embedding"][batch.tokens]
+    for number in range(sizes.num_layers):
+        p = jax.tree.map(lambda stack, n=number: stack[n], parameters["layers"])
+        x = x + attention(norm(x, p["attention_norm"]["scale"]), p["attention"])
+        y = norm(x, p["feed_forward_norm"]["scale"])
+        x = x + feed_forward(y, p["feed_forward"])
+    hidden = norm(x, parameters["norm"]["scale"])
+    logits = hidden @ parameters["head"]
+    chosen = np.take_along_axis(logits, batch.targets[..., None], axis=-1)[..., 0]
+    losses = np.log(np.exp(logits).sum(axis=-1)) - chosen
+    return hidden, float((batch.loss_weights * losses).sum())
+
+
+@functools.cache
+def hidden_program():
+    """(parameters, batch in order) -> hidden states, on one device."""
+    run = one_device()
+
+    def hidden(parameters: Any, batch: Batch) -> jax.Array:
+        llama = nnx.merge(run.model.structure, parameters)
+        attend = assemble.make_ring_attention(
+            run.partition.mesh, layout=run.order()[0], implementation="reference"
+        )
+        visible = masks.Visible(batch.lo, batch.hi)
+        attend = functools.partial(attend, visible=visible)
+        return llama(batch.tokens, batch.positions, attend)
+
+    return jax.jit(hidden, compiler_options=QUICK)
+
+
+def test_hidden_states_are_those_of_llama_written_out():
+    got = hidden_program()(parameters(), text())
+    want, _ = written_out(parameters(), text(), one_device())
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_loss_and_its_slope_are_those_of_llama_written_out():
+    loss, gradients = expected()
+    rng = np.random.default_rng()
+    step = 1e-5
+    along = jax.tree.map(lambda x: rng.standard_normal(x.shape), parameters())
+
+    def loss_after(steps: int) -> float:
+        moved = jax.tree.map(
+            lambda x, d: x.astype(np.float64) + steps * step * d, parameters(), along
+        )
+        return written_out(moved, text(), one_device())[1]
+
+    assert loss == pytest.approx(loss_after(0), rel=1e-5)
+    slope = sum(
+        np.vdot(g, d)
+        for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(along), strict=True)
+    )
+    expected_slope = (loss_after(1) - loss_after(-1)) / (2 * step)
+    size = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradients)))
+    assert abs(slope - expected_slope) < 1e-3 * size
+
+
+@pytest.mark.parametrize(
+    "attention, shape",
+    [
+        # Parameters are sharded over the ring alone: see Run.
+        ("striped", MeshShape(fsdp=2, ring=4)),
+        ("zigzag", MeshShape(data=2, ring=2, tensor=2)),
+        pytest.param("ring", MeshShape(data=2, ring=2, tensor=2), marks=slow),
+        pytest.param("zigzag", MeshShape(ring=4), marks=slow),
+        pytest.param("ring", MeshShape(ring=2), marks=slow),
+        pytest.param("zigzag", MeshShape(ring=2), marks=slow),
+        pytest.param("striped", MeshShape(ring=2), marks=slow),
+        pytest.param("ring", MeshShape(ring=4), marks=slow),
+        pytest.param("striped", MeshShape(ring=4), marks=slow),
+        pytest.param("striped", MeshShape(tensor=2), marks=slow),
+        pytest.param("striped", MeshShape(fsdp=2), marks=slow),
+        pytest.param("striped", MeshShape(data=2), marks=slow),
+        pytest.param("striped", MeshShape(fsdp=2, ring=2, tensor=2), marks=slow),
+    ],
+    ids=str,
+)
+def test_every_mesh_gives_the_loss_and_gradients_of_one_device(attention, shape):
+    assert_same_answer(run_on(shape, attention).answer(), expected(), 1e-5)
+
+
+def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
+    run = run_on(MeshShape(fsdp=2, ring=4), "striped")
+    program = run.program.as_text()
+
+    def results(kind: str) -> list[int]:
+        shapes = re.findall(rf"= f32\[([\d,]+)\]\S* {kind}\(", program)
+        return sorted(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+    def whole(leaf: jax.ShapeDtypeStruct, names: tuple) -> int:
+        stacked = len(names) == len(leaf.shape) and names[0] is None
+        return leaf.size // (run.model.config.num_layers if stacked else 1)
+
+    matrices = jax.tree.map(whole, run.model.shapes, run.model.axes)
+    layer = [
+        n
+        for name in ("attention", "feed_forward")
+        for n in matrices["layers"][name].values()
+    ]
+    ends = [matrices["embedding"], matrices["head"]]
+    # A layer's again in the backward: it would be as large as the model to keep them.
+    assert results("all-gather") == sorted(2 * layer + ends)
+    ring = run.partition.mesh.shape["ring"]
+    assert results("reduce-scatter") == sorted(n // ring for n in layer + ends)
+    assert not re.search(r" all-to-all(-start)?\(", program)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        6,  # leaves a remainder
+        pytest.param(1, marks=slow),
+        pytest.param(1000, marks=slow),
+    ],
+)
+def test_chunks_and_blocks_change_neither_loss_nor_gradients(chunk):
+    run = Run(
+        MeshShape(), "blockwise", implementation="", feed_forward_chunk_tokens=chunk
+    )
+    assert_same_answer(run.answer(), expected(), 1e-5)
+
+
+def test_bfloat16_is_near_float32_and_leaves_gradients_in_float32():
+    run = Run(MeshShape(), "striped", compute_dtype="bfloat16")
+    loss, gradients = run.answer()
+    assert loss == pytest.approx(expected()[0], rel=2e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves((loss, gradients))} == {
+        np.dtype(np.float32)
+    }
+    assert_same_answer(gradients, expected()[1], 0.1)
+    assert loss != expected()[0]
+
+
+@pytest.mark.parametrize("chunks", [1, 256])
+def test_feed_forwards_gradient_in_bfloat16_does_not_suffer_from_chunks(chunks):
+    """Weights are cast in every chunk, so that their gradients add up in float32."""
+    tokens, run = 2048, one_device()
+    module = FeedForward(
+        run.model.config, run.partition, tokens // chunks, rngs=nnx.Rngs(0)
+    )
+    structure, weights = nnx.split(module)
+    x, ahead = np.random.default_rng().standard_normal((2, 1, tokens, 36))
+
+    def gradient(dtype: jnp.dtype) -> Any:
+        def ahead_of(weights: Any) -> jax.Array:
+            y = nnx.merge(structure, weights)(jnp.asarray(x, dtype))
+            return (y.astype(jnp.float32) * jnp.asarray(ahead, jnp.float32)).sum()
+
+        return jax.device_get(jax.jit(jax.grad(ahead_of))(weights))
+
+    assert_same_answer(gradient(jnp.bfloat16), gradient(jnp.float32), 9e-3)
+
+
+def test_changed_token_changes_only_what_follows_it_in_its_document():
+    batch = text()
+    before = np.asarray(hidden_program()(parameters(), batch))
+    tokens = batch.tokens.copy()
+    row, place = 1, LENGTH // 2
+    tokens[row, place] = (tokens[row, place] + 1) % VOCAB
+    after = np.asarray(hidden_program()(parameters(), batch._replace(tokens=tokens)))
+    changed = (before != after).any(axis=-1)
+    sees_it = (batch.lo <= place) & (place <= batch.hi)
+    np.testing.assert_array_equal(changed, sees_it & (np.arange(ROWS)[:, None] == row))
+    assert 1 < changed.sum() < LENGTH - place
+
+
+def test_names_of_axes_fit_the_parameters():
+    run = one_device()
+    sizes = run.model.config
+    length_of = {
+        "vocab": sizes.vocab_size,
+        "embed": sizes.hidden_size,
+        "heads": sizes.num_heads,
+        "kv_heads": sizes.num_kv_heads,
+        "mlp": sizes.feed_forward_size,
+    }
+
+    def check(path: tuple, leaf: jax.ShapeDtypeStruct, names: tuple) -> None:
+        named = [(n, size) for n, size in zip(names, leaf.shape, strict=True) if n]
+        assert all(length_of[name] == size for name, size in named), path
+        if "scale" not in str(path[-1]):
+            assert [name for name, _ in named].count("embed") == 1, path
+        if "layers" in str(path[0]):
+            assert leaf.shape[0] == sizes.num_layers and names[0] is None, path
+
+    jax.tree_util.tree_map_with_path(check, run.model.shapes, run.model.axes)
+
+
+GOOD = {
+    "vocab_size": 40,
+    "hidden_size": 36,
+    "feed_forward_size": 88,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        *(({name: 0}, f"at least 1: {name}=0") for name in GOOD),
+        (
+            {"num_layers": -1, "head_dim": 0},
+            "at least 1: num_layers=-1, head_dim=0",
+        ),
+        (
+            {"num_kv_heads": 3},
+            "num_heads=4 is not a multiple of num_kv_heads=3",
+        ),
+        ({"num_kv_heads": 8}, "num_heads=4 is not a multiple of num_kv_heads=8"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0 and .* must be above 0"),
+        ({"norm_epsilon": -1e-6}, "norm_epsilon=-1e-06 must be above 0"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(changes, message):
+    LlamaConfig(**GOOD)
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig(**GOOD | changes)
+
+
+@pytest.mark.parametrize(
+    "remat, chunk, message",
+    [("most", 0, "policy='most' is not one of"), ("nothing", -1, "chunk=-1 must be")],
+)
+def test_impossible_executions_are_refused(remat, chunk, message):
+    with pytest.raises(ValueError, match=message):
+        Execution(jnp.dtype("float32"), remat, chunk)

@@ -1,0 +1,137 @@
+"""What each policy keeps of a layer, and that none of them changes a gradient."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import assemble
+from data.batch import Batch
+from kernels.masks import causal
+from models.remat import REMAT_POLICIES, remat
+from tests.runs import small_config
+from training.mesh import MeshShape, Partition, make_mesh
+
+ROWS, LENGTH, VOCAB = 2, 32, 40
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiles in half the time: what is compared here does not depend on it."""
+
+each_policy = pytest.mark.parametrize("policy", REMAT_POLICIES)
+
+
+def make_batch() -> Batch:
+    rng = np.random.default_rng(5)
+    tokens, targets = rng.integers(0, VOCAB, (2, ROWS, LENGTH), np.int32)
+    index = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    return Batch(tokens, targets, weights, index, *causal()(index, LENGTH))
+
+
+class Run:
+    """The loss of a small model, with a policy and on a ring of its own."""
+
+    def __init__(self, policy: str, ring_size: int, **overrides: int):
+        fields = {"implementation": "reference", "model__vocab_size": VOCAB}
+        config = small_config("", "", remat=policy, **fields | overrides)
+        devices = jax.devices()[:ring_size]
+        partition = Partition(make_mesh(MeshShape(ring=ring_size), devices))
+        self.model = assemble.model(config, partition)
+        self.loss = assemble.loss_function(config, self.model, partition)
+
+    def trace(self):
+        """Of loss and gradients, as the train step takes them."""
+        batch = jax.tree.map(jnp.asarray, make_batch())
+        return jax.jit(jax.value_and_grad(self.loss)).trace(self.model.shapes, batch)
+
+    def parameters(self):
+        rng = np.random.default_rng(3)
+        return jax.tree.map(
+            lambda s: jnp.asarray(0.1 * rng.standard_normal(s.shape), s.dtype),
+            self.model.shapes,
+        )
+
+
+@functools.cache
+def answer(policy: str):
+    """Loss and gradients on one device."""
+    run = Run(policy, ring_size=1)
+    compiled = run.trace().lower().compile(compiler_options=QUICK)
+    return compiled(run.parameters(), jax.tree.map(jnp.asarray, make_batch()))
+
+
+@each_policy
+def test_every_policy_gives_the_same_loss_and_gradients(policy):
+    got, want = map(jax.tree.leaves, (answer(policy), answer("everything")))
+    for a, b in zip(got, want, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    "policy, runs",
+    [
+        ("everything", 1),
+        ("products", 1),
+        ("attention", 1),
+        ("nothing", 2),
+        ("offload", 2),
+    ],
+)
+def test_ring_runs_again_only_where_its_result_is_not_kept(policy, runs):
+    ring_size = 4
+    program = Run(policy, ring_size).trace().lower().as_text()
+    rotations = len(re.findall(r"stablehlo\.collective_permute", program))
+    # The layers are a loop, so each is there once: keys and values, then those and
+    # their gradients, which have to come home.
+    forward, backward = 2 * (ring_size - 1), 2 * (ring_size - 1) + 2 * ring_size
+    assert rotations == runs * forward + backward
+
+
+def products(policy: str) -> int:
+    """Matrix products in a step's program, the layers being a loop.
+
+    One chunk of the feed-forward holds all tokens: smaller ones are always recomputed.
+    """
+    run = Run(
+        policy,
+        ring_size=1,
+        feed_forward_chunk_tokens=ROWS * LENGTH,
+        loss_chunk_tokens=16,
+    )
+    return len(re.findall(r"stablehlo\.dot_general", run.trace().lower().as_text()))
+
+
+def test_policies_recompute_the_products_that_they_do_not_keep():
+    # With parameters: query, key, value, output, gate, up, down, and two of each in
+    # the backward. Attention: 2, and 6 in its backward. Loss: logits, again, and 2.
+    kept = 3 * 7 + 2 + 6 + 4
+    assert products("everything") == kept
+    assert products("products") == kept
+    # The last product of a layer is never needed again.
+    assert products("attention") == kept + 6
+    assert products("nothing") == kept + 6 + 2
+
+
+def test_offload_moves_the_layers_input_to_the_host_and_back():
+    def placements(policy: str) -> list[str]:
+        # On a CPU all memory is the host's, and nothing is moved.
+        lowered = Run(policy, 2).trace().lower(lowering_platforms=("tpu",))
+        return re.findall(r'_xla_buffer_placement = "(\w+)"', lowered.as_text())
+
+    assert placements("offload") == ["pinned_host", "device"]
+    assert placements("attention") == []
+
+
+def test_everything_leaves_the_layer_as_it_is():
+    def layer(x):
+        return x
+
+    assert remat(layer, "everything") is layer
+
+
+def test_unknown_policy_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="'most' is not one of everything, nothing"):
+        remat(jnp.sin, "most")

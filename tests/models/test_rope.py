@@ -1,0 +1,141 @@
+"""Rotary positions against float64, and against Hugging Face's formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.rope import rotate, rotations
+
+ANGLE_ERROR = 1e-5
+"""Radians that an angle may be off at any position below 2³⁰."""
+
+THETA = 10_000.0
+LARGEST = 2**30 - 1
+UNLUCKY = 1_072_606_737
+"""Where the errors of digits that are multiplied in float32 add up, for D = 128."""
+
+rotations_at = jax.jit(rotations, static_argnums=(1, 2))
+
+
+def exact_angles(positions: np.ndarray, head_dim: int, theta: float) -> np.ndarray:
+    """(…, D / 2) float64."""
+    return positions[..., None] * theta ** -(np.arange(0, head_dim, 2) / head_dim)
+
+
+def angle_errors(rotation: tuple[jax.Array, jax.Array], exact: np.ndarray) -> float:
+    """The largest distance on the unit circle, which is the angle where it is small."""
+    cosine, sine = (np.asarray(x, np.float64) for x in rotation)
+    return np.hypot(cosine - np.cos(exact), sine - np.sin(exact)).max()
+
+
+def some_positions() -> np.ndarray:
+    """Digits' edges, random positions, the largest ones, and an unlucky one."""
+    drawn = np.random.default_rng().integers(0, LARGEST, 20_000)
+    edges = [0, 1, 1023, 1024, 2**20 - 1, 2**20, LARGEST]
+    last = LARGEST - np.arange(5_000)
+    return np.concatenate([edges, [UNLUCKY], drawn, last]).astype(np.int32)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 5e7])
+@pytest.mark.parametrize("head_dim", [2, 100, 128])
+def test_angles_are_exact_at_any_position(head_dim, theta):
+    positions = some_positions()[None]
+    cosine, sine = rotations_at(jnp.asarray(positions), head_dim, theta)
+    assert cosine.shape == sine.shape == (*positions.shape, 1, head_dim // 2)
+    assert cosine.dtype == sine.dtype == jnp.float32
+    exact = exact_angles(positions, head_dim, theta)[:, :, None]
+    assert angle_errors((cosine, sine), exact) < ANGLE_ERROR
+
+
+def test_plain_float32_product_is_worse_at_a_million_tokens():
+    positions = 10**6 + np.arange(1000, dtype=np.int32)[None]
+    exact = exact_angles(positions, 128, THETA)
+    plain = exact_angles(positions.astype(np.float32), 128, np.float32(THETA))
+    plain = plain.astype(np.float32)
+    naive_error = angle_errors((np.cos(plain), np.sin(plain)), exact)
+    rotation = rotations_at(jnp.asarray(positions), 128, THETA)
+    assert naive_error > 1e-2
+    assert angle_errors(rotation, exact[:, :, None]) < naive_error / 10
+
+
+def huggingface(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
+    """x · cos + rotate_half(x) · sin, as in `transformers`' LLaMA, in float64."""
+    angles = exact_angles(positions, x.shape[-1], theta)
+    angles = np.concatenate([angles, angles], axis=-1)[:, :, None]  # (B, T, 1, D)
+    first, second = np.split(x.astype(np.float64), 2, axis=-1)
+    rotate_half = np.concatenate([-second, first], axis=-1)
+    return x * np.cos(angles) + rotate_half * np.sin(angles)
+
+
+def random_heads(length: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """x (2, T, 3, D) and positions (2, T), some of them far."""
+    rng = np.random.default_rng()
+    x = rng.standard_normal((2, length, 3, head_dim)).astype(np.float32)
+    positions = rng.integers(0, 4 * length, (2, length)).astype(np.int32)
+    return x, positions
+
+
+@pytest.mark.parametrize("head_dim", [2, 100, 128])
+def test_rotated_heads_are_those_of_hugging_face(head_dim):
+    x, positions = random_heads(50, head_dim)
+    got = rotate(jnp.asarray(x), rotations_at(jnp.asarray(positions), head_dim, THETA))
+    want = huggingface(x, positions, THETA)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_position_zero_turns_nothing():
+    x, positions = random_heads(10, 16)
+    rotation = rotations_at(jnp.zeros_like(positions), 16, THETA)
+    np.testing.assert_array_equal(rotate(jnp.asarray(x), rotation), x)
+
+
+def test_bfloat16_heads_are_turned_in_float32_and_rounded_once():
+    x, positions = random_heads(50, 16)
+    x = jnp.asarray(x, jnp.bfloat16)
+    rotation = rotations_at(jnp.asarray(positions), 16, THETA)
+    got = rotate(x, rotation)
+    assert got.dtype == jnp.bfloat16
+    want = rotate(x.astype(jnp.float32), rotation).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+
+
+def scores(q: np.ndarray, k: np.ndarray, at_q: int, at_k: int) -> float:
+    """Product of a query (D,) and a key (D,) after each is turned to its position."""
+    positions = jnp.asarray([[at_q, at_k]], jnp.int32)
+    heads = jnp.asarray(np.stack([q, k])[None, :, None])
+    turned = rotate(heads, rotations_at(positions, q.size, THETA))
+    turned_q, turned_k = np.asarray(turned, np.float64)[0, :, 0]
+    return turned_q @ turned_k
+
+
+@pytest.mark.parametrize("head_dim", [100, 128])
+def test_scores_depend_on_the_distance_alone(head_dim):
+    q, k = np.random.default_rng().standard_normal((2, head_dim)).astype(np.float32)
+    error = 2 * ANGLE_ERROR * np.linalg.norm(q) * np.linalg.norm(k)
+    of_distances = []
+    for distance in (0, 1, 77, 5_000, 100_000):
+        here = scores(q, k, distance, 0)
+        for shift in (1, 1023, 1_000_003, 2**29 + 5):
+            there = scores(q, k, distance + shift, shift)
+            assert abs(there - here) < error
+        of_distances.append(here)
+    assert np.ptp(of_distances) > 10 * error
+
+
+def test_permuted_tokens_with_their_positions_give_permuted_results():
+    x, positions = random_heads(64, 16)
+    order = np.random.default_rng().permutation(64)
+
+    @jax.jit
+    def turned(x, positions):
+        return rotate(x, rotations(positions, 16, THETA))
+
+    got = turned(x[:, order], positions[:, order])
+    np.testing.assert_array_equal(got, turned(x, positions)[:, order])
+
+
+def test_odd_head_dim_is_refused():
+    with pytest.raises(ValueError, match="head_dim=15 must be even"):
+        rotations(jnp.zeros((1, 4), jnp.int32), 15, THETA)

@@ -1,0 +1,171 @@
+"""Every config file: complete, locked, and a model that fits its mesh."""
+
+import importlib
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+
+import ml_collections
+import pytest
+from jax.sharding import AbstractMesh
+
+import assemble
+from configs import base, llama_sizes
+from kernels.layout import check_length
+from models.llama import LlamaConfig
+from models.remat import REMAT_POLICIES
+from training.mesh import MESH_AXES, MeshShape, Partition
+
+DIRECTORY = Path(base.__file__).parent
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"configs.{name}")
+
+
+NAMES = sorted(
+    path.stem
+    for path in DIRECTORY.glob("*.py")
+    if hasattr(load(path.stem), "get_config")
+)
+LLAMAS = [name for name in NAMES if re.search(r"_\d+b$", name)]
+
+each_config = pytest.mark.parametrize("name", NAMES)
+each_llama = pytest.mark.parametrize("name", LLAMAS)
+
+
+def fields(config: ml_collections.ConfigDict) -> dict[str, type]:
+    """Type of every field by its dotted name."""
+    flat: dict[str, type] = {}
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            flat |= {f"{name}.{inner}": t for inner, t in fields(value).items()}
+        else:
+            flat[name] = type(value)
+    return flat
+
+
+def partition_of(config: ml_collections.ConfigDict) -> Partition:
+    """The mesh that the config asks for, of devices that need not be there."""
+    sizes = [max(config.mesh[axis], 1) for axis in MESH_AXES]
+    shape = MeshShape(**config.mesh).fill(math.prod(sizes))
+    return Partition(
+        AbstractMesh(tuple(getattr(shape, axis) for axis in MESH_AXES), MESH_AXES)
+    )
+
+
+def test_there_are_configs_to_test():
+    assert {"base", "tiny", "h200_1b", "tpuv4_7b"} <= set(NAMES)
+    assert {re.search(r"\d+b$", name)[0] for name in LLAMAS} == set(llama_sizes.NAMES)
+
+
+@each_config
+def test_fields_are_those_of_base_with_its_types(name):
+    assert fields(load(name).get_config()) == fields(base.get_config())
+
+
+@each_config
+def test_unknown_fields_are_refused_with_what_was_meant(name):
+    config = load(name).get_config()
+    assert config.is_locked and config.model.is_locked and config.train.is_locked
+    with pytest.raises(AttributeError, match='Did you mean "workdir"'):
+        config.workdri = "runs/x"
+    with pytest.raises(AttributeError, match='Did you mean "hidden_size"'):
+        config.model.hiden_size = 8
+    with pytest.raises(TypeError):
+        config.train.steps = "many"
+
+
+@each_config
+def test_every_call_gives_a_config_of_its_own(name):
+    first, second = (load(name).get_config() for _ in range(2))
+    first.model.num_layers += 1
+    assert second.model.num_layers == first.model.num_layers - 1
+
+
+@each_config
+def test_docstring_says_how_to_run_it_where_and_what_comes_out(name):
+    text = load(name).__doc__
+    if name == "base":
+        assert "python train.py --config=configs/NAME.py" in text
+        return
+    assert f"python train.py --config=configs/{name}.py" in text
+    assert all(part in text for part in ("Command", "\nHardware: ", "\nExpected: "))
+
+
+@each_config
+def test_workdir_bears_the_configs_name(name):
+    assert load(name).get_config().workdir == f"runs/{name}"
+
+
+@each_config
+def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
+    config = load(name).get_config()
+    partition = partition_of(config)
+    model = assemble.model(config, partition)
+    assert model.config == LlamaConfig(**config.model)
+    assert model.shapes["head"].shape == (
+        config.model.hidden_size,
+        config.model.vocab_size,
+    )
+    assert assemble.optimizer_settings(config).total_steps == config.train.steps
+    assert config.remat in REMAT_POLICIES
+    system, ring_size = assemble.attention_system(config), partition.mesh.shape["ring"]
+    assert system.sharded or ring_size == 1
+    check_length(system.layout, ring_size, config.data.context_tokens)
+    shards = assemble.batch_sharding(config, partition).shard_shape(
+        assemble.batch_shape(config)
+    )
+    assert math.prod(shards) == math.prod(assemble.batch_shape(config)) // (
+        partition.shards("batch") * ring_size
+    )
+
+
+@each_config
+def test_no_device_holds_a_whole_copy_of_a_sharded_model(name):
+    config = load(name).get_config()
+    partition = partition_of(config)
+    axes = partition.mesh_axes("embed", config.model.hidden_size)
+    assert partition.shards(axes) == partition.shards("embed")
+
+
+@each_llama
+def test_sizes_are_those_of_the_papers(name):
+    sizes = llama_sizes.llama(re.search(r"\d+b$", name)[0])
+    model = load(name).get_config().model
+    assert {field: model[field] for field in sizes} == sizes.to_dict()
+
+
+@pytest.mark.parametrize(
+    "size, published",
+    [
+        ("1b", (2048, 5504, 22, 16, 128)),
+        ("3b", (3200, 8640, 26, 32, 100)),
+        ("7b", (4096, 11008, 32, 32, 128)),
+        ("13b", (5120, 13824, 40, 40, 128)),
+        ("30b", (6656, 17920, 60, 52, 128)),
+        ("65b", (8192, 22016, 80, 64, 128)),
+    ],
+)
+def test_sizes_are_published_ones(size, published):
+    model = LlamaConfig(**llama_sizes.llama(size))
+    assert published == (
+        model.hidden_size,
+        model.feed_forward_size,
+        model.num_layers,
+        model.num_heads,
+        model.head_dim,
+    )
+    assert model.vocab_size == 32_000 and model.num_kv_heads == model.num_heads
+
+
+@pytest.mark.parametrize("name", [n for n in LLAMAS if n.startswith("tpu")])
+def test_docstring_tells_the_mesh_and_the_context_of_the_config(name):
+    text, config = load(name).__doc__, load(name).get_config()
+    chips = int(re.search(r"\((\d+) chips\)", text)[1])
+    assert chips == math.prod(config.mesh.values())
+    assert f"ring {config.mesh.ring}" in text
+    number, unit = re.search(r"at (\d+) (Ki|Mi) tokens of context", text).groups()
+    factor = {"Ki": 1024, "Mi": 1024**2}[unit]
+    assert config.data.context_tokens == int(number) * factor

@@ -1,0 +1,106 @@
+"""From blocks to global arrays, on meshes that cut and that repeat them."""
+
+from collections import Counter, UserDict
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from data.batch import Batch, Block
+from training.feed import host_blocks, place
+from training.mesh import MeshShape, Partition, make_mesh
+
+SHAPE = (4, 24)
+
+MESHES = {
+    "ring 8": (MeshShape(ring=8), 8),
+    "data 2 x fsdp 2 x ring 2": (MeshShape(data=2, fsdp=2, ring=2), 8),
+    "fsdp 2 x ring 2 x tensor 2": (MeshShape(fsdp=2, ring=2, tensor=2), 4),
+    "tensor 8": (MeshShape(tensor=8), 1),
+}
+
+each_mesh = pytest.mark.parametrize("mesh", MESHES)
+
+
+def sharding_of(mesh: str) -> jax.sharding.NamedSharding:
+    partition = Partition(make_mesh(MESHES[mesh][0], jax.devices()))
+    return partition.sharding(("batch", "sequence"), SHAPE)
+
+
+def global_batch() -> Batch:
+    """Every number is there once."""
+    size = SHAPE[0] * SHAPE[1]
+    fields = [np.arange(n * size, (n + 1) * size).reshape(SHAPE) for n in range(6)]
+    return Batch(
+        *(
+            field.astype(np.float32 if name == "loss_weights" else np.int32)
+            for name, field in zip(Batch._fields, fields, strict=True)
+        )
+    )
+
+
+def cut(batch: Batch, block: Block) -> Batch:
+    rows, columns = slice(*block.rows), slice(*block.columns)
+    return Batch(*(field[rows, columns] for field in batch))
+
+
+@each_mesh
+def test_blocks_are_each_there_once_and_make_up_the_batch(mesh):
+    blocks = host_blocks(sharding_of(mesh), SHAPE)
+    assert len(blocks) == len(set(blocks)) == MESHES[mesh][1]
+    covered = np.zeros(SHAPE, int)
+    for block in blocks:
+        covered[slice(*block.rows), slice(*block.columns)] += 1
+    assert (covered == 1).all()
+
+
+@each_mesh
+def test_placed_blocks_are_the_global_batch(mesh):
+    sharding, batch = sharding_of(mesh), global_batch()
+    blocks = {b: cut(batch, b) for b in host_blocks(sharding, SHAPE)}
+    placed = place(blocks, sharding, SHAPE)
+    assert isinstance(placed, Batch)
+    for name, got, want in zip(Batch._fields, placed, batch, strict=True):
+        assert got.sharding == sharding and got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want, err_msg=name)
+        for shard in got.addressable_shards:
+            np.testing.assert_array_equal(shard.data, want[shard.index])
+
+
+def test_only_the_blocks_of_this_host_are_asked_for():
+    """Of two hosts, this one has the devices of the second half of the ring."""
+    ring = sharding_of("fsdp 2 x ring 2 x tensor 2")
+    here = {d for d in ring.mesh.devices[:, :, 1].flat}
+    assert len(here) == 4
+    indices = ring.devices_indices_map(SHAPE)
+    host = SimpleNamespace(
+        addressable_devices_indices_map=lambda shape: {d: indices[d] for d in here}
+    )
+    assert set(host_blocks(host, SHAPE)) == {
+        Block((0, 2), (12, 24)),
+        Block((2, 4), (12, 24)),
+    }
+
+
+def test_a_missing_block_is_an_error_and_no_array_of_something_else():
+    sharding, batch = sharding_of("ring 8"), global_batch()
+    first, *others = host_blocks(sharding, SHAPE)
+    with pytest.raises(KeyError, match="Block"):
+        place({b: cut(batch, b) for b in others}, sharding, SHAPE)
+    assert first not in others
+
+
+def test_every_block_is_used_and_no_other():
+    class Counted(UserDict):
+        asked = Counter()
+
+        def __getitem__(self, block):
+            self.asked[block] += 1
+            return super().__getitem__(block)
+
+    sharding, batch = sharding_of("data 2 x fsdp 2 x ring 2"), global_batch()
+    blocks = Counted({b: cut(batch, b) for b in host_blocks(sharding, SHAPE)})
+    place(blocks, sharding, SHAPE)
+    assert set(blocks.asked) == set(blocks.data)
+    assert set(blocks.asked.values()) == {len(Batch._fields)}

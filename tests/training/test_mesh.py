@@ -1,0 +1,320 @@
+"""Shapes of meshes, what is sharded over which axis, and work on the shards."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import assemble
+from tests.runs import small_config
+from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
+from training.optimizer import make_optimizer
+from training.step import TrainState, initial_state
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiles in half the time."""
+
+
+def abstract(**sizes: int) -> Partition:
+    """A partition of devices that need not be there."""
+    shape = MeshShape(**sizes)
+    return Partition(
+        AbstractMesh(tuple(getattr(shape, axis) for axis in MESH_AXES), MESH_AXES)
+    )
+
+
+def real(**sizes: int) -> Partition:
+    return Partition(make_mesh(MeshShape(**sizes), jax.devices()))
+
+
+@pytest.mark.parametrize(
+    "shape, filled",
+    [
+        (MeshShape(ring=-1), MeshShape(ring=24)),
+        (MeshShape(data=-1, ring=4, tensor=2), MeshShape(data=3, ring=4, tensor=2)),
+        (MeshShape(fsdp=-1, ring=24), MeshShape(fsdp=1, ring=24)),
+        (MeshShape(2, 3, 1, 4), MeshShape(2, 3, 1, 4)),
+    ],
+    ids=str,
+)
+def test_open_axis_takes_the_devices_that_remain(shape, filled):
+    assert shape.fill(24) == filled
+
+
+@pytest.mark.parametrize(
+    "shape, sizes",
+    [
+        (MeshShape(ring=5), "data 1 x fsdp 1 x ring 5 x tensor 1"),
+        (MeshShape(2, 3, 4, 5), "data 2 x fsdp 3 x ring 4 x tensor 5"),
+        (MeshShape(fsdp=7, ring=-1), "data 1 x fsdp 7 x ring -1 x tensor 1"),
+        (MeshShape(ring=48, data=-1), "data -1 x fsdp 1 x ring 48 x tensor 1"),
+    ],
+    ids=str,
+)
+def test_shape_that_does_not_match_the_devices_is_refused_with_both_counts(
+    shape, sizes
+):
+    with pytest.raises(ValueError, match=f"{sizes} does not match the 24 devices"):
+        shape.fill(24)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"ring": 0}, {"tensor": -2}, {"data": -1, "fsdp": -1}]
+)
+def test_impossible_axes_are_refused_by_name(sizes):
+    named = ".*".join(f"{axis}={size}" for axis, size in sizes.items())
+    with pytest.raises(ValueError, match=f"MeshShape.*{named}.*at least 1 device"):
+        MeshShape(**sizes)
+
+
+def test_mesh_holds_every_device_once_and_leaves_sharding_to_the_compiler():
+    mesh = make_mesh(MeshShape(fsdp=2, ring=-1), jax.devices())
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "ring": 4, "tensor": 1}
+    assert mesh.axis_names == MESH_AXES
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert sorted(d.id for d in mesh.devices.flat) == [d.id for d in jax.devices()]
+    with pytest.raises(ValueError, match="does not match the 8 devices"):
+        make_mesh(MeshShape(ring=3), jax.devices())
+
+
+@pytest.mark.parametrize(
+    "name, size, axes",
+    [
+        ("batch", 12, ("data", "fsdp")),
+        ("sequence", 8, ("ring",)),
+        ("heads", 10, ("tensor",)),
+        ("kv_heads", 5, ("tensor",)),
+        ("mlp", 5, ("tensor",)),
+        ("vocab", 5, ("tensor",)),
+        ("embed", 24, ("fsdp", "ring")),
+        (None, 7, ()),
+    ],
+)
+def test_logical_axes_are_sharded_over_their_mesh_axes(name, size, axes):
+    partition = abstract(data=2, fsdp=3, ring=4, tensor=5)
+    assert partition.mesh_axes(name, size) == axes
+
+
+@pytest.mark.parametrize(
+    "name, size, counts",
+    [
+        ("batch", 10, r"10 batch do not divide .* data, fsdp \(6 shards\)"),
+        ("sequence", 6, r"6 sequence do not divide .* ring \(4 shards\)"),
+        ("heads", 52, r"52 heads do not divide .* tensor \(5 shards\)"),
+        ("kv_heads", 4, r"4 kv_heads do not divide .* tensor \(5 shards\)"),
+        ("mlp", 6, r"6 mlp do not divide"),
+        ("vocab", 32_001, r"32001 vocab do not divide"),
+    ],
+)
+def test_axis_that_does_not_divide_is_refused_with_its_counts(name, size, counts):
+    partition = abstract(data=2, fsdp=3, ring=4, tensor=5)
+    with pytest.raises(ValueError, match=counts):
+        partition.mesh_axes(name, size)
+
+
+@pytest.mark.parametrize(
+    "size, axes",
+    [(24, ("fsdp", "ring")), (8, ("ring",)), (9, ("fsdp",)), (7, ())],
+)
+def test_embed_axis_is_cut_as_finely_as_it_divides(size, axes):
+    assert abstract(fsdp=3, ring=4).mesh_axes("embed", size) == axes
+
+
+def test_of_two_axes_that_divide_embed_one_by_one_the_larger_cuts_it():
+    assert abstract(fsdp=2, ring=4).mesh_axes("embed", 36) == ("ring",)
+    assert abstract(fsdp=4, ring=2).mesh_axes("embed", 36) == ("fsdp",)
+
+
+def test_spec_and_sharding_place_an_array_axis_by_axis():
+    partition = real(fsdp=2, ring=2, tensor=2)
+    names, shape = (None, "embed", "heads", None), (3, 8, 4, 5)
+    spec = P(None, ("fsdp", "ring"), ("tensor",), None)
+    assert partition.spec(names, shape) == spec
+    sharding = partition.sharding(names, shape)
+    assert sharding == NamedSharding(partition.mesh, spec)
+    assert sharding.shard_shape(shape) == (3, 2, 2, 5)
+    assert partition.spec((), ()) == P()
+
+
+def test_names_that_do_not_fit_the_shape_are_refused():
+    with pytest.raises(ValueError, match=r"names=\('batch',\) do not fit shape=\(4, 2"):
+        abstract().spec(("batch",), (4, 2))
+
+
+def test_shards_counts_devices_of_logical_and_mesh_axes():
+    partition = abstract(data=2, fsdp=3, ring=4, tensor=5)
+    assert partition.shards("batch") == 6
+    assert partition.shards("vocab") == 5
+    assert partition.shards(("fsdp", "ring")) == 12
+    assert partition.shards(()) == 1
+
+
+@pytest.fixture(scope="module")
+def cube() -> Partition:
+    return real(fsdp=2, ring=2, tensor=2)
+
+
+def test_shards_see_their_own_part_and_sum_and_compare_over_logical_axes(cube):
+    x = jnp.arange(4 * 6, dtype=jnp.float32).reshape(4, 6) - 5
+
+    def local(x):
+        first = cube.shard_number("vocab") * 3
+        assert x.shape == (2, 3)
+        top = cube.largest(x.max(axis=1), "vocab")
+        total = cube.total(x.sum(axis=1), ("vocab",))
+        # Each shard of the vocabulary adds the number of its first column.
+        return total * 1000 + top + cube.total(first.astype(jnp.float32), ("vocab",))
+
+    run = jax.jit(cube.over_shards(local, [("batch", "vocab")], ("batch",)))
+    np.testing.assert_array_equal(run(x), x.sum(axis=1) * 1000 + x.max(axis=1) + 3)
+
+
+def test_largest_has_no_gradient(cube):
+    def local(x):
+        top = cube.largest(x.max(axis=1), "vocab")
+        return cube.total((top * x.sum(axis=1)).sum(), ("batch", "vocab"))
+
+    run = cube.over_shards(local, [("batch", "vocab")], ())
+    x = jnp.asarray(np.random.default_rng().standard_normal((4, 6)), jnp.float32)
+    got = jax.jit(jax.grad(run))(x)
+    np.testing.assert_allclose(got, np.broadcast_to(x.max(axis=1)[:, None], (4, 6)))
+
+
+@pytest.mark.parametrize("embed", [8, 6, 5])
+def test_gathered_parameter_is_whole_and_its_gradient_comes_back_in_shards(cube, embed):
+    """Over fsdp 2 x ring 2, over one of the two, and over none."""
+    rng = np.random.default_rng()
+    x = jnp.asarray(rng.standard_normal((4, 6, embed)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((embed, 10)), jnp.float32)
+    names = ("batch", "sequence", None), ("embed", "mlp")
+
+    def local(x, w):
+        whole = cube.gather(w, 0, embed)
+        assert whole.shape == (embed, 5)
+        y = jnp.tanh(cube.vary(x) @ whole)
+        return cube.total(y.sum(), ("batch", "sequence", "mlp"))
+
+    on_mesh = jax.value_and_grad(cube.over_shards(local, names, ()), (0, 1))
+    on_one = jax.value_and_grad(lambda x, w: jnp.tanh(x @ w).sum(), (0, 1))
+    placed = jax.device_put(w, cube.sharding(*names[1:], w.shape))
+    got, want = jax.jit(on_mesh)(x, placed), on_one(x, w)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
+    names = ("batch", "sequence", None), ("embed", None)
+
+    def local(x, w):
+        whole, x = cube.gather(w, 0, 8), cube.vary(x)
+        step = jax.checkpoint(lambda x: jnp.tanh(x @ whole), prevent_cse=False)
+        y, _ = jax.lax.scan(lambda x, _: (step(x), None), x, length=5)
+        # Every shard of `tensor` has computed the same.
+        return cube.total(y.sum() / 2, ("batch", "sequence", "mlp"))
+
+    shapes = (
+        jax.ShapeDtypeStruct((4, 6, 8), jnp.float32),
+        jax.ShapeDtypeStruct((8, 8), jnp.float32),
+    )
+    run = jax.jit(jax.grad(cube.over_shards(local, names, ()), 1))
+    program = run.lower(*shapes).as_text()
+    counts = [
+        len(re.findall(f"stablehlo.{kind}", program))
+        for kind in ("all_gather", "reduce_scatter")
+    ]
+    assert counts == [1, 1]
+
+
+@pytest.mark.parametrize("embed", [16, 12, 7])
+def test_parameters_that_do_not_divide_train_to_the_same_loss(embed):
+    """Over fsdp 2 x ring 4, over ring 4, and over none, against one device."""
+    rng = np.random.default_rng()
+    draw = rng.standard_normal
+    x, y = (jnp.asarray(draw((4, 8, n)), jnp.float32) for n in (embed, 3))
+    w = jnp.asarray(draw((embed, 3)), jnp.float32)
+    names = ("embed", None)
+
+    def trained(partition: Partition) -> tuple[float, float]:
+        def local(x, y, w):
+            error = partition.vary(x) @ partition.gather(w, 0, embed) - y
+            # The tensor axis has one device: the sum over it changes nothing.
+            return partition.total(
+                jnp.square(error).sum(), ("batch", "sequence", "mlp")
+            )
+
+        token = ("batch", "sequence", None)
+        on_shards = partition.over_shards(local, (token, token, names), ())
+
+        def loss(w):
+            return on_shards(x, y, w)
+
+        optimizer = optax.sgd(1e-3)
+
+        @jax.jit
+        def train(w):
+            def step(state, _):
+                w, optimizer_state = state
+                value, grad = jax.value_and_grad(loss)(w)
+                updates, optimizer_state = optimizer.update(grad, optimizer_state)
+                return (optax.apply_updates(w, updates), optimizer_state), value
+
+            return jax.lax.scan(step, (w, optimizer.init(w)), length=20)[1]
+
+        losses = train(jax.device_put(w, partition.sharding(names, w.shape)))
+        return float(losses[0]), float(losses[-1])
+
+    one = Partition(make_mesh(MeshShape(), jax.devices()[:1]))
+    first, last = trained(real(fsdp=2, ring=4))
+    assert last < 0.9 * first
+    assert (first, last) == pytest.approx(trained(one), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def small_model(cube) -> tuple[assemble.Model, Any, Any]:
+    """A model, its optimizer, and shapes and shardings of its state."""
+    config = small_config("", "", model__vocab_size=512)
+    model = assemble.model(config, cube)
+    optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
+    return model, optimizer, assemble.abstract_state(model, optimizer, cube)
+
+
+def test_every_matrix_is_sharded_over_fsdp_ring_and_tensor(small_model):
+    def check(path: tuple, leaf: jax.ShapeDtypeStruct) -> None:
+        shards = leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape))
+        assert shards == (1 if "scale" in str(path[-1]) else 8), path
+
+    state = small_model[2]
+    moments = state.optimizer_state[1][0]
+    for tree in (state.params, moments.mu, moments.nu):
+        jax.tree_util.tree_map_with_path(check, tree)
+
+
+def test_state_is_born_in_shards_with_the_values_it_has_on_one_device(small_model):
+    model, optimizer, abstract_state = small_model
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+
+    def create(key: jax.Array) -> TrainState:
+        return initial_state(model.create(key), optimizer)
+
+    key = jax.random.key(3)
+    on_mesh = jax.jit(create, out_shardings=shardings).lower(key)
+    on_mesh = on_mesh.compile(compiler_options=QUICK)
+    state = on_mesh(key)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, abstract_state)
+    on_one = jax.jit(model.create, compiler_options=QUICK)(key)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+        jax.device_get(state.params),
+        jax.device_get(on_one),
+    )
+    # The program of a device never held more than the largest shard.
+    sizes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", on_mesh.as_text())
+    largest = max(math.prod(map(int, size.split(","))) for size in sizes)
+    assert largest == 512 * 32 // 8

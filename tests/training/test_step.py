@@ -1,0 +1,196 @@
+"""Updates and metrics of a step, with a toy model whose gradient is known."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from data.batch import Batch
+from kernels import masks
+from training.mesh import MeshShape, Partition, make_mesh
+from training.step import (
+    TrainState,
+    initial_state,
+    make_evaluate_step,
+    make_train_step,
+)
+
+ROWS, LENGTH, VOCAB = 8, 12, 5
+RATE = 0.1
+
+
+def loss_sum(params: Any, batch: Batch) -> jax.Array:
+    """Weighted squares of what a table says of the tokens."""
+    said = params["table"][batch.tokens] + params["bias"]
+    wanted = batch.targets.astype(jnp.float32)
+    return (batch.loss_weights * jnp.square(said - wanted)).sum()
+
+
+def make_batch() -> Batch:
+    """Packed rows with padding; of very unlike weights, some rows without any."""
+    rng = np.random.default_rng()
+    shape = ROWS, LENGTH
+    tokens, targets = rng.integers(0, VOCAB, (2, *shape), np.int32)
+    ids = np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32)
+    index = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    lengths = rng.integers(3, LENGTH + 1, (ROWS, 1), np.int32)
+    visible = (masks.documents(ids) & masks.padding(lengths))(index, LENGTH)
+    row_weights = np.array([[0], [1], [9], [0], [2], [0.5], [3], [1]])
+    weights = rng.random(shape) * row_weights
+    return Batch(
+        tokens, targets, weights.astype(np.float32), index - visible.lo, *visible
+    )
+
+
+def make_params() -> dict[str, jax.Array]:
+    table = np.random.default_rng().standard_normal(VOCAB)
+    return {"table": jnp.asarray(table, jnp.float32), "bias": jnp.float32(0.5)}
+
+
+def expected(params: dict, batch: Batch) -> tuple[float, dict]:
+    """The mean loss of a weighted token and its gradients, in float64."""
+    table, bias = (np.asarray(params[name], np.float64) for name in ("table", "bias"))
+    weights = batch.loss_weights.astype(np.float64)
+    error = table[batch.tokens] + bias - batch.targets
+    slope = 2 * weights * error / weights.sum()
+    by_token = np.bincount(batch.tokens.ravel(), slope.ravel(), VOCAB)
+    loss = (weights * error**2).sum() / weights.sum()
+    return loss, {"table": by_token, "bias": slope.sum()}
+
+
+OPTIMIZER = optax.sgd(RATE, momentum=0.9)
+STEPS = {
+    n: jax.jit(make_train_step(loss_sum, OPTIMIZER, microbatches=n))
+    for n in (1, 2, 4, 8)
+}
+
+
+def assert_close(got: Any, want: Any, tolerance: float = 1e-6) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance),
+        got,
+        want,
+    )
+
+
+@pytest.mark.parametrize("microbatches", STEPS)
+def test_update_follows_the_mean_of_all_weighted_tokens(microbatches):
+    """However the rows are cut, and however unlike their weights are."""
+    params, batch = make_params(), make_batch()
+    state, metrics = STEPS[microbatches](initial_state(params, OPTIMIZER), batch)
+    loss, gradients = expected(params, batch)
+    moved = jax.tree.map(
+        lambda p, g: np.asarray(p, np.float64) - RATE * g, params, gradients
+    )
+    assert_close(state.params, moved, 2e-6)
+    assert_close(metrics["loss"], loss, 2e-6)
+    norm = np.sqrt(sum(np.square(g).sum() for g in gradients.values()))
+    assert_close(metrics["grad_norm"], norm, 2e-6)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_give_the_same_states_step_after_step(microbatches):
+    params = make_params()
+    states = {n: initial_state(params, OPTIMIZER) for n in (1, microbatches)}
+    for _ in range(3):
+        batch = make_batch()
+        states = {n: STEPS[n](state, batch)[0] for n, state in states.items()}
+    assert_close(states[microbatches], states[1])
+    assert int(states[1].step) == 3
+
+
+def test_weights_count_relative_to_each_other_only():
+    params, batch = make_params(), make_batch()
+    light = batch._replace(loss_weights=batch.loss_weights / 1024)
+    assert light.loss_weights.sum() < 1
+    for n in (1, 2):
+        state, metrics = STEPS[n](initial_state(params, OPTIMIZER), batch)
+        state_of_light, metrics_of_light = STEPS[n](
+            initial_state(params, OPTIMIZER), light
+        )
+        assert_close(state_of_light.params, state.params)
+        assert_close(metrics_of_light["loss"], metrics["loss"])
+
+
+def test_batch_without_weight_changes_nothing_and_has_no_nan():
+    params, batch = make_params(), make_batch()
+    batch = batch._replace(loss_weights=np.zeros_like(batch.loss_weights))
+    for step in STEPS.values():
+        state, metrics = step(initial_state(params, OPTIMIZER), batch)
+        assert_close(state.params, params, 0)
+        assert not any(metrics[name] for name in ("loss", "grad_norm", "tokens"))
+
+
+def test_metrics_count_weights_and_the_pairs_that_are_visible():
+    batch = make_batch()
+    _, metrics = STEPS[1](initial_state(make_params(), OPTIMIZER), batch)
+    assert set(metrics) == {"loss", "grad_norm", "tokens", "pairs"}
+    assert {x.shape for x in metrics.values()} == {()}
+    assert {x.dtype for x in metrics.values()} == {np.dtype(np.float32)}
+    naive = sum(
+        lo <= key <= hi
+        for row in zip(batch.lo, batch.hi, strict=True)
+        for lo, hi in zip(*row, strict=True)
+        for key in range(LENGTH)
+    )
+    assert float(metrics["pairs"]) == naive
+    assert_close(metrics["tokens"], batch.loss_weights.sum())
+
+
+def test_pairs_of_a_million_tokens_are_counted():
+    length = 2**20
+    zeros = np.zeros((1, length), np.int32)
+    index = np.arange(length, dtype=np.int32)[None]
+    batch = Batch(zeros, zeros, np.ones((1, length), np.float32), index, zeros, index)
+    _, metrics = STEPS[1](initial_state(make_params(), OPTIMIZER), batch)
+    assert float(metrics["pairs"]) == pytest.approx(length * (length + 1) / 2, rel=1e-5)
+
+
+def test_initial_state_has_made_no_step():
+    params = make_params()
+    state = initial_state(params, optax.adam(RATE))
+    assert isinstance(state, TrainState)
+    assert (int(state.step), state.step.dtype) == (0, jnp.int32)
+    assert state.params is params
+    assert not np.any(state.optimizer_state[0].mu["table"])
+
+
+def test_evaluation_sums_losses_and_weights_without_an_update():
+    params, batch = make_params(), make_batch()
+    loss, weight = jax.jit(make_evaluate_step(loss_sum))(params, batch)
+    assert_close(weight, batch.loss_weights.sum())
+    assert_close(loss / weight, expected(params, batch)[0])
+
+
+def placed_on_rows(microbatches: int) -> tuple[Any, TrainState, Batch]:
+    """A step, a state on all devices, and a batch whose rows are shared out."""
+    partition = Partition(make_mesh(MeshShape(fsdp=4, data=2), jax.devices()))
+    everywhere = partition.sharding((), ())
+    rows = partition.sharding(("batch", "sequence"), (16, LENGTH))
+    step = make_train_step(loss_sum, OPTIMIZER, microbatches=microbatches)
+    state = jax.device_put(initial_state(make_params(), OPTIMIZER), everywhere)
+    batch = jax.tree.map(lambda *x: np.concatenate(x), make_batch(), make_batch())
+    step = jax.jit(step, donate_argnums=0, out_shardings=(everywhere, everywhere))
+    return step, state, jax.device_put(batch, rows)
+
+
+def test_no_row_moves_to_another_device_for_its_microbatch():
+    step, state, batch = placed_on_rows(microbatches=2)
+    program = step.lower(state, batch).compile().as_text()
+    moves = "all-gather|all-to-all|collective-permute|collective-broadcast"
+    assert not re.findall(f"(?:{moves})(?:-start)?\\(", program)
+    assert "all-reduce" in program
+    # Eight rows, one a device, are all that a round of the loop reads.
+    assert f"s32[1,{LENGTH}]" in program
+
+
+def test_state_is_donated():
+    step, state, batch = placed_on_rows(microbatches=1)
+    new_state, _ = step(state, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((new_state, batch)))
+    assert int(new_state.step) == 1
