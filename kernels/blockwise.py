@@ -19,7 +19,15 @@ from kernels.product import product
 from kernels.tiles import TileRanges, key_ranges, query_ranges
 from kernels.tiling import Tiling
 
-DEFAULT_BLOCK_SIZES = BlockSizes(block_q=256, block_k=256)
+
+def default_block_sizes(length: int) -> BlockSizes:
+    """Square tiles for a shard of this length.
+
+    On a CPU tiles of 256 compute fastest; those of 128 waste less on the diagonals of
+    short shards.
+    """
+    block = min(256, max(128, length // 8))
+    return BlockSizes(block, block)
 
 
 def forward(
@@ -34,7 +42,7 @@ def forward(
     carry: Partial | None = None,
 ) -> Partial:
     """Attention of every query to the key slots [start, stop): see `reference`."""
-    tiling = Tiling.of(q, k, start, block_sizes or DEFAULT_BLOCK_SIZES)
+    tiling = Tiling.of(q, k, start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = key_ranges(start, stop, tiling.block_q, tiling.block_k)
     result = forward_tiles(tiling, ranges, (q, k, v), (start, stop), scale)
     return result if carry is None else merge(carry, result)
@@ -99,7 +107,7 @@ def backward(
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the attention to these keys, in one pass: see `reference`."""
-    tiling = Tiling.of(q, k, start, block_sizes or DEFAULT_BLOCK_SIZES)
+    tiling = Tiling.of(q, k, start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])
     queries = q, d_out, lse, delta
     return backward_tiles(tiling, ranges, queries, (k, v), (start, stop), scale, dq)

@@ -25,9 +25,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from kernels.block_sizes import BlockSizes
 from kernels.layout import Contiguous, Layout, Striped, Zigzag
-from kernels.masks import Mask, causal
-from kernels.tiles import key_ranges
+from kernels.masks import Mask, Visible, causal
+from tools.ring_work import balanced_tiles, critical_path, tiles_per_hop
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": Contiguous(),
@@ -53,46 +54,20 @@ BLUES = LinearSegmentedColormap.from_list(
 def work_per_hop(
     layout: Layout, ring_size: int, tiles_per_shard: int, mask: Mask
 ) -> np.ndarray:
-    """The tiles of scores that each device computes in each hop.
+    """The tiles of scores that each device computes in each hop: (devices, hops).
 
-    tiles_per_shard: L / TILE, so there are tiles_per_shard² tiles in a hop of which
-      nothing is skipped.
-
-    Returns:
-      int64 (devices, hops). A tile of which the mask hides a part counts in full, as it
-      is computed in full.
-
-    Raises:
-      ValueError: a ring of no devices, or shards of no tiles.
+    tiles_per_shard: L / TILE, so a hop in which nothing is skipped has its square.
+    Otherwise as `ring_work.tiles_per_hop`.
     """
+    visible = _visible(ring_size, tiles_per_shard, mask)
+    return tiles_per_hop(layout, ring_size, visible, BlockSizes(TILE, TILE))
+
+
+def _visible(ring_size: int, tiles_per_shard: int, mask: Mask) -> Visible:
     if ring_size < 1 or tiles_per_shard < 1:
         raise ValueError(f"{ring_size=} and {tiles_per_shard=} must be at least 1")
-    length = tiles_per_shard * TILE
-    work = np.zeros((ring_size, ring_size), np.int64)
-    for device, hop in np.ndindex(work.shape):
-        source = (device - hop) % ring_size  # whose keys have come to this device
-        index = layout.index(device, ring_size, length)
-        lo, hi = mask(index, ring_size * length)
-        start = layout.count(source, lo, ring_size, length)
-        stop = layout.count(source, hi + 1, ring_size, length)
-        work[device, hop] = key_ranges(start, stop, TILE, TILE).work().sum()
-    return work
-
-
-def critical_path(work: np.ndarray) -> int:
-    """Tiles of the slowest device of every hop, summed over the hops."""
-    return int(work.max(axis=0).sum())
-
-
-def balanced_work(ring_size: int, tiles_per_shard: int, mask: Mask) -> float:
-    """The visible pairs, in tiles, evenly spread over the devices.
-
-    No critical path is shorter: nothing hidden is computed, and no device waits.
-    """
     length = ring_size * tiles_per_shard * TILE
-    lo, hi = mask(np.arange(length, dtype=np.int32), length)
-    pairs = np.maximum(hi - lo + 1, 0).sum(dtype=np.int64)
-    return float(pairs) / TILE**2 / ring_size
+    return mask(np.arange(length, dtype=np.int32), length)
 
 
 def table(work: dict[str, np.ndarray], ideal: float) -> str:
@@ -137,9 +112,9 @@ def draw(work: dict[str, np.ndarray], ideal: float, tiles_per_shard: int) -> Fig
     figure.text(
         0.5,
         0.03,
-        f"{everything} tiles in a hop if nothing were skipped. All wait for the slowest "
-        "device of a hop: below each grid,\nthe sum of the slowest. "
-        f"It cannot be below {ideal:.0f} tiles.",
+        "Devices wait for the slowest one of each hop: the sums below the grids add up "
+        f"the slowest.\n{ideal:.0f} tiles would be the best, "
+        f"{everything * len(tiles)} if nothing were skipped.",
         ha="center",
         fontsize=11,
         color=GREY,
@@ -219,7 +194,7 @@ def _write(
     }
     folder.mkdir(parents=True, exist_ok=True)
     text, picture = folder / "work_per_hop.json.part", folder / "work_per_hop.png.part"
-    text.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    text.write_text(json.dumps(numbers) + "\n", encoding="utf-8")
     draw(work, ideal, tiles_per_shard).savefig(picture, format="png", dpi=200)
     for part in (text, picture):
         part.replace(part.with_suffix(""))
@@ -233,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name: work_per_hop(layout, chosen.ring, chosen.tiles, causal())
             for name, layout in LAYOUTS.items()
         }
-        ideal = balanced_work(chosen.ring, chosen.tiles, causal())
+        visible = _visible(chosen.ring, chosen.tiles, causal())
+        ideal = balanced_tiles(chosen.ring, visible, BlockSizes(TILE, TILE))
         _write(chosen.output, work, ideal, chosen.tiles)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

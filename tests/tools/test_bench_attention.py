@@ -1,0 +1,167 @@
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.cases import FLOAT32_TOLERANCE, Case
+from tools import bench_attention
+from tools.bench_attention import main
+from tools.bench_rows import Environment, Times
+
+ROOT = Path(bench_attention.__file__).parents[1]
+
+TINY = ["--devices", "2", "--length", "256", "--heads", "2", "--kv-heads", "1"]
+TINY += ["--head-dim", "16", "--block-q", "32", "--block-k", "64", "--repeats", "1"]
+
+KEYS = {field.name for part in (Environment, Times, Case) for field in fields(part)}
+KEYS |= {"implementation", "dtype", "block_q", "block_k"}
+KEYS |= {"tflops", "flops_convention", "peak_share"}
+KEYS |= {"tiles_total", "tiles_critical_path", "tiles_bound", "bound_share"}
+KEYS |= {f"error_{name}" for name in ("out", "dq", "dk", "dv", "lse", "length")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    """Started before the program asks for fewer than other tests need."""
+    return jax.devices()
+
+
+@pytest.fixture(scope="module")
+def tiny(devices, tmp_path_factory):
+    """Rows of one run with every layout, and what the program printed."""
+    output = tmp_path_factory.mktemp("bench") / "rows.json"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([*TINY, "--output", str(output)]) == 0
+    return json.loads(output.read_text()), printed.getvalue()
+
+
+def test_every_layout_has_a_row_with_every_key(tiny):
+    rows, _ = tiny
+    assert [(row["implementation"], row["layout"]) for row in rows] == [
+        ("blockwise", "contiguous"),
+        ("blockwise", "striped"),
+        ("blockwise", "zigzag"),
+        ("unskipped", "contiguous"),
+    ]
+    for row in rows:
+        assert row.keys() == KEYS
+        assert (row["device_kind"], row["device_count"]) == ("cpu", 2)
+        assert (row["ring_size"], row["length"], row["group"]) == (2, 256, 2)
+        assert (row["dtype"], row["mask"]) == ("float32", "causal")
+        assert (row["block_q"], row["block_k"]) == (32, 64)
+
+
+def test_every_row_is_right_and_says_so(tiny):
+    for row in tiny[0]:
+        assert row["error_length"] == 256
+        for name in ("out", "dq", "dk", "dv", "lse"):
+            assert 0 < row[f"error_{name}"] <= FLOAT32_TOLERANCE, (name, row)
+
+
+def test_times_and_rates_agree(tiny):
+    for row in tiny[0]:
+        assert row["repeats"] == 1
+        assert row["seconds_min"] == row["seconds_median"] == row["seconds_max"] > 0
+        assert row["compile_seconds"] > 0 and row["cpu_seconds_median"] > 0
+        flops = row["tflops"] * 1e12 * row["seconds_median"]
+        pairs = 256 * 257 / 2
+        assert flops == pytest.approx(3.5 * 4 * 16 * 2 * pairs)
+        assert "visible pairs only" in row["flops_convention"]
+        assert row["peak_share"] is None
+
+
+def test_tiles_are_those_of_the_blocks_that_ran(tiny):
+    """Shards of 128 tokens: 4 x 2 tiles; causal, 6 of them are live."""
+    paths = [row["tiles_critical_path"] for row in tiny[0]]
+    totals = [row["tiles_total"] for row in tiny[0]]
+    assert paths == [6 + 8, 6 + 6, 6 + 4, 8 + 8]
+    assert totals == [6 + 6 + 8, 4 * 6, 2 * 6 + 2 * 4, 4 * 8]
+    for row in tiny[0]:
+        assert row["tiles_bound"] == pytest.approx(256 * 257 / 2 / (32 * 64) / 2)
+        share = row["tiles_bound"] / row["tiles_critical_path"]
+        assert row["bound_share"] == pytest.approx(share)
+
+
+def test_table_compares_every_row_with_the_unskipped_ring(tiny):
+    rows, printed = tiny
+    lines = printed.splitlines()
+    slowest = rows[-1]["seconds_median"]
+    for row, line in zip(rows, lines[1:], strict=False):
+        assert line.startswith(f"{row['layout']:12}{row['implementation']:15}")
+        assert f"{slowest / row['seconds_median']:.2f} x as fast" in line
+    assert "2 simulated devices share" in lines[-1]
+
+
+def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(bench_attention, "LONGEST_CHECKED", 31)
+    output = tmp_path / "rows.json"
+    arguments = [*TINY, "--batch", "2", "--layouts", "unskipped"]
+    assert main([*arguments, "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())
+    assert (row["length"], row["batch"], row["error_length"]) == (256, 2, 31)
+    assert 0 < row["error_dk"] <= FLOAT32_TOLERANCE
+
+
+def test_implementation_without_blocks_has_no_tiles(capsys, tmp_path):
+    output = tmp_path / "rows.json"
+    arguments = ["--devices", "1", "--length", "32", "--repeats", "1"]
+    arguments += ["--implementations", "reference", "--layouts", "striped"]
+    assert main([*arguments, "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())
+    assert row["block_q"] is row["tiles_critical_path"] is row["bound_share"] is None
+    assert "as fast:" in capsys.readouterr().out
+    assert main([*arguments, "--block-q", "8"]) == 1
+    assert 'implementation "reference" has no blocks' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--heads", "6", "--kv-heads", "4"], "--heads 6 is not a multiple of"),
+        (["--devices", "9"], "--devices 9, but there are 8 of cpu: ask for fewer"),
+        (["--output", "nowhere/rows.json"], "nowhere is not a directory"),
+        (["--output", "README.md"], "README.md exists: give another --output"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, complaint, capsys, tmp_path):
+    (tmp_path / "README.md").touch()
+    arguments = [
+        str(tmp_path / value) if flag == "--output" else value
+        for flag, value in zip(["", *arguments], arguments, strict=False)
+    ]
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and complaint in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--length", "0"], "argument --length: 0 must be at least 1"),
+        (["--layouts", "spiral"], "invalid choice: 'spiral'"),
+        (["--implementations", "fast"], "invalid choice: 'fast'"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(arguments, complaint, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert complaint in capsys.readouterr().err
+
+
+def test_program_runs_from_the_root_on_simulated_devices():
+    command = [sys.executable, "tools/bench_attention.py", "--devices", "3"]
+    command += ["--length", "24", "--layouts", "unskipped", "--repeats", "1"]
+    on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=on_cpu, capture_output=True, text=True, check=True
+    )
+    assert "3 simulated devices share" in done.stdout

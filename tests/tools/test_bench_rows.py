@@ -1,0 +1,71 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tools.bench_rows import (
+    Environment,
+    Sample,
+    Times,
+    check_output,
+    make_row,
+    peak_share,
+    take_turns,
+    write_rows,
+)
+
+
+def environment(device_kind: str, device_count: int) -> Environment:
+    return Environment(None, False, "", "", device_kind, device_count, 1, 0.0)
+
+
+def test_environment_tells_commit_and_devices():
+    found = Environment.of(jax.devices()[:3])
+    assert (found.device_kind, found.device_count) == ("cpu", 3)
+    assert found.jax == jax.__version__
+    assert found.cores >= 1 and found.load >= 0
+    assert found.date.endswith("+00:00")
+    assert found.commit is None or len(found.commit) == 40
+
+
+def test_runs_take_turns_and_the_first_turn_does_not_count():
+    calls = []
+    runs = [lambda name=name: calls.append(name) for name in "ab"]
+    samples = take_turns(runs, repeats=2)
+    assert "".join(calls) == "ababab"
+    assert [len(mine) for mine in samples] == [2, 2]
+    assert all(sample.wall > 0 for mine in samples for sample in mine)
+
+
+def test_times_sum_up_the_samples():
+    walls = (4.0, 1.0, 2.0)
+    samples = [Sample(wall, 10 * wall) for wall in walls]
+    assert Times.of(7.0, samples) == Times(7.0, 3, 2.0, 1.0, 4.0, 1.5, 20.0)
+
+
+def test_share_of_the_peak_is_known_for_known_chips_in_bfloat16_only():
+    half = peak_share(989e12, environment("NVIDIA H100 80GB HBM3", 2), jnp.bfloat16)
+    assert half == pytest.approx(0.5)
+    assert peak_share(1e12, environment("cpu", 8), jnp.bfloat16) is None
+    chip = environment("NVIDIA H100 80GB HBM3", 2)
+    assert peak_share(1e12, chip, jnp.float32) is None
+
+
+def test_row_holds_the_fields_of_its_parts():
+    row = make_row(Sample(1.0, 2.0), {"length": 8})
+    assert row == {"wall": 1.0, "cpu": 2.0, "length": 8}
+    with pytest.raises(ValueError, match=r"two parts have \['cpu'\]"):
+        make_row(Sample(1.0, 2.0), {"cpu": 8})
+
+
+def test_rows_are_written_whole_and_only_to_a_new_file(tmp_path):
+    path = tmp_path / "rows.json"
+    check_output(path)
+    write_rows(path, [{"a": 1}, {"a": None}])
+    assert json.loads(path.read_text()) == [{"a": 1}, {"a": None}]
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError, match="rows.json exists: give another --output"):
+        check_output(path)
+    with pytest.raises(ValueError, match="nowhere is not a directory"):
+        check_output(tmp_path / "nowhere" / "rows.json")

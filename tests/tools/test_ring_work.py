@@ -1,0 +1,81 @@
+"""Counts of tiles against every pair of the mask, one by one."""
+
+import numpy as np
+import pytest
+
+from kernels import layout, masks
+from kernels.block_sizes import BlockSizes
+from kernels.masks import Visible
+from tests.cases import LAYOUTS, MASKS
+from tools.ring_work import balanced_tiles, critical_path, tiles_per_hop, visible_pairs
+
+RING, LENGTH = 3, 96
+SIZES = BlockSizes(block_q=8, block_k=5)
+
+
+def visible(mask_name: str) -> Visible:
+    mask = MASKS[mask_name](LENGTH, LENGTH)
+    return mask(np.arange(LENGTH, dtype=np.int32), LENGTH)
+
+
+def seen_pairs(bounds: Visible) -> np.ndarray:
+    """(T, T) booleans: whether a query sees a key."""
+    key = np.arange(LENGTH)
+    return (bounds.lo[0][:, None] <= key) & (key <= bounds.hi[0][:, None])
+
+
+@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_a_device_computes_the_tiles_with_any_visible_pair(layout_name, mask_name):
+    """Exactly those, but where a document or a window ends inside of a tile."""
+    bounds, chosen = visible(mask_name), LAYOUTS[layout_name]
+    work = tiles_per_hop(chosen, RING, bounds, SIZES)
+    order = layout.order(chosen, RING, LENGTH).reshape(RING, -1)
+    seen, needed = seen_pairs(bounds), np.zeros_like(work)
+    for device, hop in np.ndindex(work.shape):
+        local = seen[np.ix_(order[device], order[device - hop])]
+        rows = np.add.reduceat(local, range(0, len(local), SIZES.block_q), axis=0)
+        tiles = np.add.reduceat(rows, range(0, len(local), SIZES.block_k), axis=1)
+        needed[device, hop] = np.count_nonzero(tiles)
+    if mask_name in ("none", "causal"):
+        assert (work == needed).all()
+    else:
+        query_tiles = LENGTH // RING // SIZES.block_q
+        assert (needed <= work).all() and (work <= needed + query_tiles).all()
+
+
+@pytest.mark.parametrize("mask_name", MASKS)
+def test_no_critical_path_is_below_the_balanced_one(mask_name):
+    bounds = visible(mask_name)
+    pairs = seen_pairs(bounds).sum()
+    assert visible_pairs(bounds) == pairs
+    bound = balanced_tiles(RING, bounds, SIZES)
+    assert bound == pytest.approx(pairs / 8 / 5 / RING)
+    for chosen in LAYOUTS.values():
+        assert critical_path(tiles_per_hop(chosen, RING, bounds, SIZES)) >= bound
+
+
+def test_critical_path_adds_up_the_slowest_device_of_each_hop():
+    assert critical_path(np.array([[3, 1], [2, 5]])) == 3 + 5
+
+
+def test_rows_of_the_batch_add_up():
+    ids = np.array([[0] * 48 + [1] * 48, [0] * 96])
+    index = np.arange(LENGTH, dtype=np.int32)
+
+    def count(documents: np.ndarray) -> np.ndarray:
+        bounds = masks.documents(documents)(index, LENGTH)
+        return tiles_per_hop(layout.Striped(), RING, bounds, SIZES)
+
+    assert (count(ids) == count(ids[:1]) + count(ids[1:])).all()
+
+
+def test_blocks_are_no_larger_than_a_shard():
+    bounds = visible("causal")
+    large = tiles_per_hop(layout.Contiguous(), RING, bounds, BlockSizes(512, 512))
+    assert large.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_length_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="96 tokens .* pad it to 100"):
+        tiles_per_hop(layout.Contiguous(), 5, visible("causal"), SIZES)

@@ -1,0 +1,289 @@
+"""Times attention on a ring, forward and backward, layout beside layout.
+
+    python tools/bench_attention.py --output attention.json
+    python tools/bench_attention.py --devices 4 --dtype bfloat16 --head-dim 128
+
+A run computes the output and the gradients of q, k and v. The layout "unskipped" is the
+baseline: the contiguous ring in the tiles of "blockwise", that computes each with its
+mask and skips none. The variants take turns, so a noisy machine is noisy for all.
+
+Without an accelerator, or with JAX_PLATFORMS=cpu, CPU devices are simulated. They share
+the machine's cores, so times show the work of all devices together (column "all"
+of the table), not what a ring waits for (column "path"): they cannot show balance.
+
+The output is a JSON list of rows. Keys: the fields of `Environment` and `Times`
+in `bench_rows.py`, of `Case` in `tests/cases.py`, and
+
+- implementation, dtype, block_q, block_k (null: not in tiles);
+- tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of
+  the devices' peak (null on an unknown chip, or if not in bfloat16);
+- tiles_total over devices and hops, tiles_critical_path (of the slowest device of each
+  hop), tiles_bound (visible pairs, evenly spread) and bound_share (bound / path), all
+  null if not in tiles;
+- error_out, error_dq, error_dk, error_dv and error_lse against the reference in
+  float64, relative to its norm, measured in this run with error_length tokens, batch 1.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kernels import backend
+from tests.cases import LAYOUTS, MASKS, Case, Problem, solve
+from tools.bench_rows import (
+    Environment,
+    Times,
+    check_output,
+    make_row,
+    peak_share,
+    take_turns,
+    write_rows,
+)
+from tools.ring_variant import UNSKIPPED, Program, Variant, compile_variant
+from tools.ring_work import balanced_tiles, critical_path, tiles_per_hop, visible_pairs
+
+FLOPS_CONVENTION = (
+    "visible pairs only; forward 4 * head_dim * heads * pairs, forward and backward "
+    "3.5 times that, as FlashAttention counts"
+)
+FORWARD_AND_BACKWARD = 3.5
+
+LONGEST_CHECKED = 8192
+"""Tokens whose scores the reference is asked to hold: 512 MiB a copy in float64."""
+
+
+def measure(
+    variants: Sequence[Variant], devices: Sequence[jax.Device], repeats: int
+) -> list[dict[str, Any]]:
+    """Times the variants of one problem in turns: a row for each of them."""
+    environment = Environment.of(devices)
+    mesh = Mesh(np.array(devices), ("ring",))
+    problem = Problem.of(variants[0].case, variants[0].dtype)
+    programs = [compile_variant(variant, problem, mesh) for variant in variants]
+    samples = take_turns(programs, repeats)
+    errors = measure_errors(programs, problem, mesh)
+    rows = []
+    for program, seconds, error in zip(programs, samples, errors, strict=True):
+        times = Times.of(program.compile_seconds, seconds)
+        variant = program.variant
+        rates = measure_rates(variant, times.seconds_median, environment)
+        names = {
+            "implementation": variant.implementation,
+            "dtype": jnp.dtype(variant.dtype).name,
+        }
+        tiles = count_tiles(variant)
+        rows.append(
+            make_row(environment, variant.case, names, rates, tiles, times, error)
+        )
+    return rows
+
+
+def measure_errors(
+    programs: Sequence[Program], problem: Problem, mesh: Mesh
+) -> list[dict[str, float]]:
+    """Errors against the reference in float64, of the programs that were timed.
+
+    Where the score matrix is too big for it: of the same variants at fewer tokens.
+    """
+    case = programs[0].variant.case
+    length = min(case.length, LONGEST_CHECKED)
+    if (case.batch, case.length) != (1, length):
+        shorter = [_shorten(program.variant, length) for program in programs]
+        problem = Problem.of(shorter[0].case, shorter[0].dtype)
+        programs = [compile_variant(variant, problem, mesh) for variant in shorter]
+    no_gradient = np.zeros_like(problem.d_lse)
+    truth = solve(dataclasses.replace(problem, d_lse=no_gradient), jnp.float64)
+    rows = []
+    for program in programs:
+        errors = program.answer().errors(truth)
+        row = {f"error_{name}": error for name, error in errors.items()}
+        rows.append(row | {"error_length": length})
+    return rows
+
+
+def _shorten(variant: Variant, length: int) -> Variant:
+    case = dataclasses.replace(variant.case, length=length, batch=1)
+    return dataclasses.replace(variant, case=case)
+
+
+def measure_rates(
+    variant: Variant, seconds: float, environment: Environment
+) -> dict[str, Any]:
+    """Model FLOPs of one run, by `FLOPS_CONVENTION`, by the seconds that it took."""
+    case = variant.case
+    pairs = case.batch * visible_pairs(case.visible(case.length))
+    flops = FORWARD_AND_BACKWARD * 4 * case.head_dim * case.heads * pairs
+    return {
+        "tflops": flops / seconds / 1e12,
+        "flops_convention": FLOPS_CONVENTION,
+        "peak_share": peak_share(flops / seconds, environment, variant.dtype),
+    }
+
+
+def count_tiles(variant: Variant) -> dict[str, Any]:
+    """Tiles of one head and one batch row, or Nones if the variant has no tiles."""
+    names = "total", "critical_path", "bound"
+    sizes, ring_size = variant.block_sizes, variant.case.ring_size
+    if sizes is None:
+        missing = {f"tiles_{name}": None for name in names}
+        return {"block_q": None, "block_k": None, **missing, "bound_share": None}
+    visible = variant.case.visible(variant.padded_length)
+    work = tiles_per_hop(variant.layout, ring_size, visible, sizes)
+    if variant.implementation == UNSKIPPED:
+        shard = variant.padded_length // ring_size
+        work[:] = -(-shard // sizes.block_q) * -(-shard // sizes.block_k)
+    path, bound = critical_path(work), balanced_tiles(ring_size, visible, sizes)
+    counts = dict(zip(names, (int(work.sum()), path, bound), strict=True))
+    tiles = {f"tiles_{name}": count for name, count in counts.items()}
+    return dataclasses.asdict(sizes) | tiles | {"bound_share": bound / path}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text: times, how they compare, tiles, and largest error."""
+    titles = "median s", "spread", "cpu s", "TFLOP/s", "path", "all", "error"
+    lines = [f"{'layout':12}{'implementation':15}" + "".join(f"{t:>9}" for t in titles)]
+    baseline = [row for row in rows if row["implementation"] == UNSKIPPED]
+    for row in rows:
+        error = max(row[f"error_{name}"] for name in ("out", "dq", "dk", "dv"))
+        line = (
+            f"{row['layout']:12}{row['implementation']:15}{row['seconds_median']:9.4f}"
+            f"{row['seconds_spread']:9.0%}{row['cpu_seconds_median']:9.3f}"
+            f"{row['tflops']:9.4f}{row['tiles_critical_path'] or '-':>9}"
+            f"{row['tiles_total'] or '-':>9}{error:9.1e}"
+        )
+        if baseline:
+            speed_up, less_work = (
+                baseline[0][name] / row[name]
+                for name in ("seconds_median", "cpu_seconds_median")
+            )
+            line += f"   {speed_up:.2f} x as fast, {less_work:.2f} x by cpu s"
+        lines.append(line)
+    lines.append(
+        "path: tiles of the slowest device of each hop; all: of all devices; cpu s: "
+        "processor time\nof all threads; as fast: as the unskipped ring, by the medians"
+    )
+    if rows[0]["device_kind"] == "cpu":
+        lines.append(
+            f"{rows[0]['device_count']} simulated devices share {rows[0]['cores']} "
+            f"cores (load {rows[0]['load']}): times show the work of all, not the path"
+        )
+    return "\n".join(lines)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {
+        "devices": (8, "devices in the ring"),
+        "batch": (1, "sequences"),
+        "length": (8192, "tokens of a sequence"),
+        "heads": (4, "query heads"),
+        "kv-heads": (4, "key/value heads"),
+        "head-dim": (64, "size of a head"),
+        "repeats": (5, "timed runs of every variant"),
+        "block-q": (None, "query rows of a tile (default: the implementation's)"),
+        "block-k": (None, "key slots of a tile (default: the implementation's)"),
+    }
+    for name, (default, text) in sizes.items():
+        text += f" (default: {default})" if default else ""
+        parser.add_argument(f"--{name}", default=default, type=_positive, help=text)
+    add = functools.partial(parser.add_argument, help="default: %(default)s")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--mask", default="causal", choices=tuple(MASKS))
+    layouts = "contiguous", "striped", "zigzag", UNSKIPPED
+    add("--layouts", default=layouts, nargs="+", choices=(*LAYOUTS, UNSKIPPED))
+    implementations = tuple(backend.IMPLEMENTATIONS)
+    add("--implementations", default=["blockwise"], nargs="+", choices=implementations)
+    parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
+    return parser.parse_args(arguments)
+
+
+def start_devices(count: int) -> list[jax.Device]:
+    """The first accelerators, or as many simulated CPU devices where there are none.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # JAX has its devices already, and they cannot change
+    devices = jax.devices()
+    if len(devices) < count:
+        raise ValueError(
+            f"--devices {count}, but there are {len(devices)} of "
+            f"{devices[0].device_kind}: ask for fewer, or set JAX_PLATFORMS=cpu"
+        )
+    return devices[:count]
+
+
+def _variants(chosen: argparse.Namespace) -> list[Variant]:
+    if chosen.heads % chosen.kv_heads:
+        raise ValueError(
+            f"--heads {chosen.heads} is not a multiple of --kv-heads {chosen.kv_heads}"
+        )
+    names = [
+        (implementation, name)
+        for implementation in chosen.implementations
+        for name in chosen.layouts
+        if name != UNSKIPPED
+    ]
+    names += [(UNSKIPPED, "contiguous")] * (UNSKIPPED in chosen.layouts)
+    case = functools.partial(
+        Case,
+        ring_size=chosen.devices,
+        mask=chosen.mask,
+        group=chosen.heads // chosen.kv_heads,
+        length=chosen.length,
+        head_dim=chosen.head_dim,
+        heads=chosen.heads,
+        batch=chosen.batch,
+    )
+    dtype = jnp.dtype(chosen.dtype)
+    return [
+        Variant(
+            implementation, case(layout=name), dtype, chosen.block_q, chosen.block_k
+        )
+        for implementation, name in names
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    chosen = _arguments(arguments)
+    try:
+        if chosen.output:
+            check_output(chosen.output)
+        variants = _variants(chosen)
+        rows = measure(variants, start_devices(chosen.devices), chosen.repeats)
+        if chosen.output:
+            write_rows(chosen.output, rows)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

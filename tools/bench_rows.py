@@ -1,0 +1,169 @@
+"""What the benchmarks share: timing in turns, the parts of a row, and the file of rows.
+
+A row is a flat JSON object, so that a file of rows is a table for whatever reads it.
+Its keys are the fields of the dataclasses here, and what a benchmark adds to them.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from training import chips
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and when rows were measured.
+
+    commit: of the tree, None outside of a repository.
+    dirty: whether the tree had changes that are not in the commit.
+    date: UTC, ISO 8601.
+    cores: of the host, which simulated devices share.
+    load: mean number of runnable processes on the host in the minute before.
+    """
+
+    commit: str | None
+    dirty: bool
+    date: str
+    jax: str
+    device_kind: str
+    device_count: int
+    cores: int
+    load: float
+
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device]) -> "Environment":
+        """The environment now, before anything is timed."""
+        return cls(
+            commit=_git("rev-parse", "HEAD"),
+            dirty=bool(_git("status", "--porcelain")),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            jax=jax.__version__,
+            device_kind=devices[0].device_kind,
+            device_count=len(devices),
+            cores=os.cpu_count() or 1,
+            load=round(os.getloadavg()[0], 2),
+        )
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds that one run took: by the clock, and of the processor, in all threads."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one run by the clock, compilation apart.
+
+    seconds_spread: (max - min) / median.
+    cpu_seconds_median: processor time of all threads of the process. For simulated
+      devices it is the work done, and what else the host does hardly disturbs it.
+    """
+
+    compile_seconds: float
+    repeats: int
+    seconds_median: float
+    seconds_min: float
+    seconds_max: float
+    seconds_spread: float
+    cpu_seconds_median: float
+
+    @classmethod
+    def of(cls, compile_seconds: float, samples: Sequence[Sample]) -> "Times":
+        """The summary of every repeat."""
+        seconds = [sample.wall for sample in samples]
+        median, least, most = statistics.median(seconds), min(seconds), max(seconds)
+        return cls(
+            compile_seconds=compile_seconds,
+            repeats=len(samples),
+            seconds_median=median,
+            seconds_min=least,
+            seconds_max=most,
+            seconds_spread=(most - least) / median,
+            cpu_seconds_median=statistics.median(sample.cpu for sample in samples),
+        )
+
+
+def take_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[list[Sample]]:
+    """Times every run `repeats` times, A B C A B C …, after a turn that does not count.
+
+    So a machine that is slow for a while is slow for all of them alike.
+
+    Returns:
+      The samples of each run.
+    """
+    samples: list[list[Sample]] = [[] for _ in runs]
+    for turn in range(repeats + 1):
+        for run, mine in zip(runs, samples, strict=True):
+            wall, cpu = time.perf_counter(), time.process_time()
+            jax.block_until_ready(run())
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            if turn:
+                mine.append(Sample(wall, cpu))
+    return samples
+
+
+def peak_share(
+    flops_per_second: float, environment: Environment, dtype: jnp.dtype
+) -> float | None:
+    """Share of the devices' peak; None on an unknown chip or if not in bfloat16."""
+    chip = chips.find(environment.device_kind)
+    if chip is None or dtype != jnp.bfloat16:
+        return None
+    return flops_per_second / (chip.peak_flops * environment.device_count)
+
+
+def make_row(*parts: Any) -> dict[str, Any]:
+    """One row of dataclasses and dictionaries.
+
+    Raises:
+      ValueError: two parts have a key in common.
+    """
+    row: dict[str, Any] = {}
+    for part in parts:
+        fields = dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part
+        if row.keys() & fields.keys():
+            raise ValueError(f"two parts have {sorted(row.keys() & fields.keys())}")
+        row |= fields
+    return row
+
+
+def check_output(path: Path) -> None:
+    """Raises ValueError if rows cannot go there: ask before anything is measured."""
+    if path.exists():
+        raise ValueError(f"{path} exists: give another --output, or remove it first")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a directory: make it first")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes a JSON list, under a temporary name until it is complete."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
