@@ -21,7 +21,7 @@ WORKERS = $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); \
 	echo $$((n < 8 ? n : 8)))
 # Tests simulate their devices on the CPU, unless JAX_PLATFORMS says otherwise.
 PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) -m pytest -q \
-	-n $(WORKERS) --dist loadfile
+	-n $(WORKERS)
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -30,10 +30,11 @@ train: venv
 	$(PYTHON) train.py --config=$(CONFIG) $(ARGS)
 
 test: venv-dev
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) --dist loadfile -m "not slow" $(ARGS)
 
-test-all: venv-dev
-	$(PYTEST) $(ARGS)
+# By files first, whose tests share programs; the slow tests share few.
+test-all: test
+	$(PYTEST) --dist worksteal -m slow $(ARGS)
 
 # tests/test_imports.py, among the tests, holds the import arrows.
 check: lint test

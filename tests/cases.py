@@ -23,6 +23,9 @@ FLOAT32_TOLERANCE = 1e-5
 BFLOAT16_RATIO = 2.0
 """Largest error relative to that of the reference run in bfloat16 on one device."""
 
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options that compile in half the time, where little is computed."""
+
 LAYOUTS: dict[str, Layout] = {
     "contiguous": layout.Contiguous(),
     "striped": layout.Striped(),

@@ -16,6 +16,7 @@ from data.batch import Batch
 from kernels import masks
 from kernels.layout import permute
 from models.llama import Execution, FeedForward, LlamaConfig
+from tests.cases import QUICK
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 
@@ -23,8 +24,6 @@ ROWS, LENGTH, VOCAB = 4, 32, 40
 PADDED = np.array([[32], [32], [32], [21]], np.int32)
 """Tokens in each row before its padding."""
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compiles in half the time, where nothing but the values matters."""
 
 slow = pytest.mark.slow
 

@@ -12,13 +12,12 @@ import assemble
 from data.batch import Batch
 from kernels.masks import causal
 from models.remat import REMAT_POLICIES, remat
+from tests.cases import QUICK
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 
 ROWS, LENGTH, VOCAB = 2, 32, 40
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compiles in half the time: what is compared here does not depend on it."""
 
 each_policy = pytest.mark.parametrize("policy", REMAT_POLICIES)
 

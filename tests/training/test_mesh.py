@@ -13,13 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import assemble
+from tests.cases import QUICK
 from tests.runs import small_config
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
 from training.step import TrainState, initial_state
-
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compiles in half the time."""
 
 
 def abstract(**sizes: int) -> Partition:
