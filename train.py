@@ -1,7 +1,8 @@
 """Trains a LLaMA on long sequences: python train.py --config=configs/tiny.py
 
-The run as it happens: config, mesh, data, model, state, restore, loop. Every object is
-made here and handed down. Run the same command again to resume.
+The run as it happens: mesh, data, model, state, programs, loop. Every object is made
+here and handed down, which is why `train` is one long function: it reads from top to
+bottom as a run goes. Run the same command again to resume.
 """
 
 import contextlib
