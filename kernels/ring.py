@@ -219,8 +219,7 @@ def make_ring_attention(
 ) -> Callable[..., jax.Array]:
     """Ring attention on global arrays.
 
-    mesh: has `ring_axis`; the batch is sharded over those `batch_axes` that it has,
-      and the heads over `head_axis` if it has that.
+    mesh: has `ring_axis`; of `batch_axes` and `head_axis` what it has is used.
     layout, scale, implementation: as in `ring_attention`.
 
     Returns:
@@ -249,8 +248,8 @@ def make_ring_attention(
         q: jax.Array, k: jax.Array, v: jax.Array, visible: Mask | Visible
     ) -> jax.Array:
         check_operands(q, k, v)
-        for x in (q, k):
-            check_length(layout, ring_size, x.shape[1])
+        check_length(layout, ring_size, q.shape[1])
+        check_length(layout, ring_size, k.shape[1])
         _check_heads(k, heads, mesh)
         if isinstance(visible, Mask):
             index = jnp.asarray(order(layout, ring_size, q.shape[1]))
@@ -259,14 +258,11 @@ def make_ring_attention(
         array = PartitionSpec(batch_axes, ring_axis, heads, None)
         shared = visible.lo.shape[0] == 1
         bounds = PartitionSpec(None if shared else batch_axes, ring_axis)
+        in_specs = (array, array, array, bounds, bounds)
         # Every axis is in the specs, so nothing is summed over it behind our back,
         # and Pallas kernels cannot say how their results vary over the mesh.
         sharded = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(array, array, array, bounds, bounds),
-            out_specs=array,
-            check_vma=False,
+            local, mesh=mesh, in_specs=in_specs, out_specs=array, check_vma=False
         )
         return sharded(q, k, v, *visible)
 
