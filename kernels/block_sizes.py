@@ -1,5 +1,6 @@
-"""Tile sizes of the kernels."""
+"""Tile sizes of the kernels, and the choices among them for each chip."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -13,3 +14,72 @@ class BlockSizes:
     def __post_init__(self):
         if self.block_q < 1 or self.block_k < 1:
             raise ValueError(f"{self} must be at least 1 x 1")
+
+
+@dataclass(frozen=True)
+class TpuBlocks:
+    """How a TPU kernel cuts its work; the schedules differ from chip to chip.
+
+    stacked_rows: rows of a query tile, over all query heads of a key/value head.
+    block_k: key slots of a tile.
+    rows: query rows of a sub-block.
+    columns: key slots of a piece of a sub-block's scores.
+    ahead: by how many pieces scores are issued before they are needed.
+    behind: by how many pieces products with values are issued after they could be.
+    exact_rows: query rows of a sub-block of a partial tile.
+    live_columns: granule in which it skips keys that none of these rows sees.
+    """
+
+    stacked_rows: int
+    block_k: int
+    rows: int
+    columns: int
+    ahead: int
+    behind: int
+    exact_rows: int = 256
+    live_columns: int = 256
+
+    def fit(
+        self, length: int, keys: int, group: int, sizes: BlockSizes | None
+    ) -> tuple[BlockSizes, "TpuBlocks"]:
+        """Sizes for a problem, those asked for if any, and pieces that divide them.
+
+        length, keys: query rows and key slots. group: query heads of a key/value head.
+
+        Raises:
+          ValueError: sizes that are asked for do not fill vector registers.
+        """
+        unit = LANES // math.gcd(group, LANES)  # of block_q, so that R fills registers
+        if sizes is None:
+            block_q = max(unit, self.stacked_rows // group // unit * unit)
+            sizes = BlockSizes(
+                min(block_q, -(-length // unit) * unit),
+                min(self.block_k, -(-keys // LANES) * LANES),
+            )
+        if sizes.block_q % unit or sizes.block_k % LANES:
+            raise ValueError(
+                f"{sizes} with {group} query heads a key/value head: on a TPU block_q "
+                f"must be a multiple of {unit} and block_k of {LANES}"
+            )
+        stacked, block_k = group * sizes.block_q, sizes.block_k
+        return sizes, TpuBlocks(
+            stacked,
+            block_k,
+            math.gcd(stacked, self.rows),
+            math.gcd(block_k, self.columns),
+            self.ahead,
+            self.behind,
+            math.gcd(stacked, self.exact_rows),
+            math.gcd(block_k, self.live_columns),
+        )
+
+
+LANES = 128
+
+TPU_FORWARD = {
+    "v3": TpuBlocks(512, 512, 256, 256, 0, 0),
+    "v4": TpuBlocks(1024, 1024, 512, 256, 0, 0),
+    "v5e": TpuBlocks(1024, 1024, 1024, 128, 2, 1),
+    "v5p": TpuBlocks(1024, 1024, 1024, 256, 2, 1),
+    "v6e": TpuBlocks(1024, 1024, 512, 256, 2, 1),
+}

@@ -1,0 +1,173 @@
+"""Flash attention on a TPU: the kernels behind the signature of `reference`.
+
+Here operands are cut into tiles, as `tiling` says, and the kernels launched: see
+`tpu_forward` and `tpu_backward`. What a query sees arrives as intervals, from which the
+tiles to visit are counted in XLA, outside of the kernels.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.block_sizes import TPU_FORWARD, BlockSizes, TpuBlocks
+from kernels.merge import Partial
+from kernels.tiles import key_ranges
+from kernels.tiling import Tiling
+from kernels.tpu_forward import Operands, forward_call
+from kernels.tpu_softmax import NOTHING, ForwardTile
+from kernels.tpu_tile import LANES
+
+LOG2_E = math.log2(math.e)
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+    block_sizes: BlockSizes | None = None,
+    carry: Partial | None = None,
+    chip: pltpu.TpuInfo | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Partial:
+    """Attention of every query to the key slots [start, stop): see `reference`.
+
+    chip: the TPU to compile for; the one that the program is for unless given.
+    interpret: run the kernel's steps on any device, as Pallas does for tests.
+    """
+    chip = _checked_chip(chip, q.dtype)
+    tiling, blocks = _cut(TPU_FORWARD, chip, q, k, start, block_sizes)
+    start, stop = (_extended(tiling, bound) for bound in (start, stop))
+    # Rounded once to its own type, q gives scores that are exponents of 2.
+    scaled = (q.astype(jnp.float32) * (scale * LOG2_E)).astype(q.dtype)
+    operands = Operands(
+        key_ranges(start, stop, tiling.block_q, tiling.block_k),
+        *_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop),
+        _row_bounds(tiling, start, stop),
+        tiling.split_queries(_operand(scaled, chip)),
+        *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
+        _split_carry(tiling, carry),
+    )
+    tile = ForwardTile(
+        blocks.rows,
+        blocks.columns,
+        blocks.ahead,
+        blocks.behind,
+        blocks.exact_rows,
+        blocks.live_columns,
+        _precision(q.dtype),
+    )
+    out, lse = forward_call(
+        tiling,
+        tile,
+        operands,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel"),
+            vmem_limit_bytes=chip.vmem_capacity_bytes * 7 // 8,
+        ),
+        cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
+        interpret=interpret,
+    )
+    out = tiling.join_queries(out.reshape(-1, *out.shape[2:]))[..., : q.shape[-1]]
+    lse = tiling.join_rows(lse.reshape(-1, lse.shape[2], blocks.stacked_rows))
+    return out, lse / LOG2_E
+
+
+def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(
+            f"pallas_tpu computes in bfloat16 or float32, got {dtype}: cast q, k and v"
+        )
+    if chip is not None:
+        return chip
+    try:
+        return pltpu.get_tpu_info()
+    except ValueError as error:
+        raise NotImplementedError(
+            "pallas_tpu needs a TPU, or a mesh that describes one: name another "
+            "implementation, or none"
+        ) from error
+
+
+def _cut(
+    table: dict[str, TpuBlocks],
+    chip: pltpu.TpuInfo,
+    q: jax.Array,
+    k: jax.Array,
+    start: jax.Array,
+    sizes: BlockSizes | None,
+) -> tuple[Tiling, TpuBlocks]:
+    group = q.shape[2] // k.shape[2]
+    blocks = table.get(str(chip.chip_version), table["v6e"])
+    sizes, blocks = blocks.fit(q.shape[1], k.shape[1], group, sizes)
+    tiling = Tiling.of(q, k, start, sizes)
+    return tiling._replace(block_q=sizes.block_q, block_k=sizes.block_k), blocks
+
+
+def _extended(tiling: Tiling, bound: jax.Array) -> jax.Array:
+    """(M, T) -> (M, whole tiles): rows after the end see what the last row does."""
+    more = tiling.query_tiles * tiling.block_q - bound.shape[1]
+    return jnp.pad(bound, ((0, 0), (0, more)), mode="edge")
+
+
+def _edges_of_sub_blocks(
+    tiling: Tiling, rows: int, start: jax.Array, stop: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Least start and largest stop of sub-blocks, (M, query tiles, R / rows) each."""
+    shape = tiling.bound_rows, tiling.query_tiles, -1, rows
+    first = tiling.split_bounds(start).reshape(shape).min(axis=-1)
+    return first, tiling.split_bounds(stop).reshape(shape).max(axis=-1)
+
+
+def _row_bounds(tiling: Tiling, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """Float32 (M, query tiles, 2, R / LANES, LANES)."""
+    bounds = jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2)
+    bounds = bounds.reshape(*bounds.shape[:3], -1, LANES)
+    return bounds.astype(jnp.float32)
+
+
+def _operand(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
+    """In a type that the matrix unit takes, the head size padded to whole lanes."""
+    if not chip.is_matmul_supported(x.dtype, x.dtype):
+        x = x.astype(jnp.float32)
+    return _padded(x)
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)])
+
+
+def _split_carry(tiling: Tiling, carry: Partial | None) -> tuple[jax.Array, ...]:
+    if carry is None:
+        return ()
+    out, lse = carry
+    lse = tiling.split_rows(jnp.maximum(lse * LOG2_E, NOTHING))
+    lse = lse.reshape(*lse.shape[:-1], -1, LANES)
+    return tiling.split_queries(_padded(out)), lse
+
+
+def _precision(dtype: jnp.dtype) -> lax.Precision:
+    """True float32 products for float32; those of bfloat16 are exact in any case."""
+    exact = dtype == jnp.float32
+    return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+
+
+def _cost(
+    tiling: Tiling, depth: int, products: int, operands: tuple
+) -> pl.CostEstimate:
+    """An upper bound, reached where all queries see all keys."""
+    heads = tiling.kv_heads * tiling.group
+    scores = tiling.batch * heads * tiling.length * tiling.keys
+    arrays = jax.tree.leaves(operands)
+    return pl.CostEstimate(
+        flops=2 * products * scores * depth,
+        transcendentals=scores,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+    )

@@ -1,0 +1,272 @@
+"""The Pallas TPU kernel of the forward step.
+
+A program owns one query tile of R stacked rows (see `tiling`) and visits its live key
+tiles in order. It copies them from HBM itself, one ahead of the one it computes, so
+that empty tiles cost neither a grid step nor a transfer.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.tiles import TileRanges
+from kernels.tiling import Tiling
+from kernels.tpu_softmax import (
+    NOTHING,
+    SUM_LIMIT,
+    Bounds,
+    ForwardTile,
+    Softmax,
+    exact_step,
+    full_tile,
+)
+from kernels.tpu_tile import (
+    LANES,
+    OUTER,
+    TileCopies,
+    dot,
+    for_each_tile,
+    lanes_to_rows,
+    reciprocal,
+    rows_to_lanes,
+    spread,
+)
+
+
+class Operands(NamedTuple):
+    """What the forward kernel reads.
+
+    ranges: of key tiles, (M, query tiles) each, in SMEM.
+    first, last: least start and largest stop of each sub-block, (M, query tiles,
+      sub-blocks), in SMEM.
+    bounds: start and stop of the rows, float32 (M, query tiles, 2, R / LANES, LANES).
+    q: (M, query tiles, X, R, D), scaled so that scores are exponents of 2.
+    keys, values: (M, key tiles, X, block_k, D), in HBM.
+    carry: result (M, query tiles, X, R, D) and lse (…, R / LANES, LANES) over other
+      keys; lse in powers of 2, and NOTHING for rows that saw nothing; or ().
+    """
+
+    ranges: TileRanges
+    first: jax.Array
+    last: jax.Array
+    bounds: jax.Array
+    q: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    carry: tuple[jax.Array, ...]
+
+
+class Scratch(NamedTuple):
+    """VMEM of a program, and the semaphores of its copies."""
+
+    keys: jax.Ref  # (2, block_k, D)
+    values: jax.Ref
+    semaphores: jax.Ref  # (2, 2)
+    state: Softmax
+    start: jax.Ref  # (R, LANES), equal lanes
+    stop: jax.Ref
+
+    @classmethod
+    def shapes(cls, rows: int, block_k: int, depth: int, dtype: jnp.dtype):
+        tile = pltpu.VMEM((2, block_k, depth), dtype)
+        bound = pltpu.VMEM((rows, LANES), jnp.int32)
+        state = Softmax(
+            pltpu.VMEM((rows, LANES), jnp.float32),
+            pltpu.VMEM((2, rows, LANES), jnp.float32),
+            pltpu.VMEM((2, rows, depth), jnp.float32),
+        )
+        return cls(tile, tile, pltpu.SemaphoreType.DMA((2, 2)), state, bound, bound)
+
+
+def forward_call(
+    tiling: Tiling, tile: ForwardTile, operands: Operands, **options
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel. options: of `pl.pallas_call`.
+
+    Returns:
+      out and lse, cut like the carry; lse in powers of 2, -inf for empty rows.
+    """
+    m, tiles, heads, rows, depth = operands.q.shape
+
+    def per_tile(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, None, *shape), lambda m, x, i, *_: (m, i, x, 0, 0)
+        )
+
+    groups = rows // LANES
+    results = per_tile(rows, depth), per_tile(groups, LANES)
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    bounds = pl.BlockSpec(
+        (None, None, 2, groups, LANES), lambda m, x, i, *_: (m, i, 0, 0, 0)
+    )
+    scratch = Scratch.shapes(rows, tiling.block_k, depth, operands.q.dtype)
+    call = pl.pallas_call(
+        functools.partial(_kernel, tile),
+        name="flash_forward",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(m, heads, tiles),
+            in_specs=[bounds, results[0], hbm, hbm, results if operands.carry else ()],
+            out_specs=results,
+            scratch_shapes=[scratch],
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
+            jax.ShapeDtypeStruct((m, tiles, heads, groups, LANES), jnp.float32),
+        ),
+        **options,
+    )
+    return call(*operands)
+
+
+def _kernel(
+    tile: ForwardTile,
+    ranges: TileRanges,
+    first: jax.Ref,
+    last: jax.Ref,
+    bounds: jax.Ref,
+    q: jax.Ref,
+    keys: jax.Ref,
+    values: jax.Ref,
+    carry: tuple[jax.Ref, ...],
+    out: jax.Ref,
+    lse: jax.Ref,
+    scratch: Scratch,
+) -> None:
+    """One query tile of one head: program (row of bounds, head, query tile)."""
+    row, head, query_tile = (pl.program_id(axis) for axis in range(3))
+    ranges = TileRanges(*(bound[row, query_tile] for bound in ranges))
+    line = QueryTile(
+        tile,
+        ranges,
+        bool(carry),
+        q,
+        scratch.state,
+        Bounds(
+            scratch.start,
+            scratch.stop,
+            first.at[row, query_tile],
+            last.at[row, query_tile],
+        ),
+    )
+    copies = TileCopies(
+        tuple(x.at[row, :, head] for x in (keys, values)),
+        (scratch.keys, scratch.values),
+        scratch.semaphores,
+    )
+    line.begin(carry)
+    has_partial = (ranges.live_begin < ranges.full_begin) | (
+        ranges.full_end < ranges.live_end
+    )
+    pl.when(has_partial)(lambda: line.bounds.spread(bounds))
+    for_each_tile(ranges.live_begin, ranges.live_end, copies, line.visit)
+    line.finish(out, lse)
+
+
+class QueryTile(NamedTuple):
+    """The work of one program, tile after tile."""
+
+    tile: ForwardTile
+    ranges: TileRanges  # of this query tile
+    has_carry: bool  # then nearly all rows have a reference
+    q: jax.Ref
+    state: Softmax
+    bounds: Bounds
+
+    def begin(self, carry: tuple[jax.Ref, ...]) -> None:
+        """Starts from nothing, or from a carry: one key of weight 1."""
+        state = self.state
+        if not carry:
+            state.reference[...] = jnp.full_like(state.reference, NOTHING)
+            state.total[0] = jnp.zeros(state.total.shape[1:], jnp.float32)
+            state.result[0] = jnp.zeros(state.result.shape[1:], jnp.float32)
+            return
+        result, lse = carry
+        state.result[0] = result[...]
+        for group in range(lse.shape[0]):
+            rows = pl.ds(group * LANES, LANES)
+            reference = rows_to_lanes(lse[pl.ds(group, 1), :])
+            state.reference[rows, :] = reference
+            state.total[0, rows, :] = jnp.where(reference > NOTHING, 1 / LANES, 0.0)
+
+    def visit(self, j: jax.Array, k: jax.Ref, v: jax.Ref) -> None:
+        """Takes key tile j into the state. k, v: (block_k, D)."""
+        full_begin, full_end = self.ranges.full_begin, self.ranges.full_end
+        is_full = (full_begin <= j) & (j < full_end)
+        pl.when(is_full)(lambda: self._visit_full(j, k, v))
+        pl.when(~is_full)(lambda: self._visit_partial(j, k, v))
+
+    def finish(self, out: jax.Ref, lse: jax.Ref) -> None:
+        """Writes what the state amounts to."""
+        version = self._version(self.ranges.full_end)
+        for group in range(lse.shape[0]):
+            rows = pl.ds(group * LANES, LANES)
+            state = self.state.at(version, rows)
+            total = state.total[...].sum(axis=1, keepdims=True)
+            seen = total != 0  # also where it is nan, which must show
+            total = jnp.broadcast_to(jnp.where(seen, total, 1.0), (LANES, LANES))
+            out[rows, :] = state.result[...] * spread(reciprocal(total), out.shape[1])
+            row_lse = jnp.where(seen, state.reference[...] + jnp.log2(total), -jnp.inf)
+            lse[pl.ds(group, 1), :] = lanes_to_rows(row_lse)
+
+    def _version(self, j: jax.Array) -> jax.Array:
+        """Which version of the state key tile j starts from: full tiles swap them."""
+        full_begin, full_end = self.ranges.full_begin, self.ranges.full_end
+        return (jnp.clip(j, full_begin, full_end) - full_begin) & 1
+
+    def _visit_full(self, j: jax.Array, k: jax.Ref, v: jax.Ref) -> None:
+        version = self._version(j)
+        if not self.has_carry:
+            pl.when(j == self.ranges.full_begin)(lambda: self._first_look(version, k))
+        worst = full_tile(self.q, k, v, self.state, version, self.tile)
+
+        @pl.when(worst > SUM_LIMIT)
+        def _():
+            for x in self.state.total, self.state.result:
+                x[1 - version] = x[version]
+
+            def step(_: jax.Array, rows: pl.Slice) -> None:
+                state = self.state.at(1 - version, rows)
+                exact_step(self.q[rows, :], k, v, state, lambda s, c: s, self.tile)
+
+            self._for_each_sub_block(step)
+
+    def _first_look(self, version: jax.Array, k: jax.Ref) -> None:
+        def step(_: jax.Array, rows: pl.Slice) -> None:
+            some = k[pl.ds(0, LANES), :]
+            scores = dot(self.q[rows, :], some, OUTER, self.tile.precision)
+            self.state.at(version, rows).raise_reference([scores])
+
+        self._for_each_sub_block(step)
+
+    def _visit_partial(self, j: jax.Array, k: jax.Ref, v: jax.Ref) -> None:
+        version = self._version(j)
+        block_k, granule = k.shape[0], self.tile.live_columns
+
+        def step(block: jax.Array, rows: pl.Slice) -> None:
+            begin, count = self.bounds.live(block, j * block_k, block_k, granule)
+            first = pl.multiple_of(begin * granule, granule)
+            hide = functools.partial(self.bounds.hide, rows, j * block_k + first)
+
+            def narrowed(width: int) -> None:
+                columns = pl.ds(first, width)
+                state = self.state.at(version, rows)
+                some = k.at[columns, :], v.at[columns, :]
+                exact_step(self.q[rows, :], *some, state, hide, self.tile)
+
+            for live in range(1, block_k // granule + 1):
+                pl.when(count == live)(functools.partial(narrowed, live * granule))
+
+        self._for_each_sub_block(step)
+
+    def _for_each_sub_block(self, step: Callable) -> None:
+        rows = self.tile.exact_rows
+
+        @pl.loop(0, self.q.shape[0] // rows)
+        def _(block):
+            step(block, pl.ds(pl.multiple_of(block * rows, rows), rows))

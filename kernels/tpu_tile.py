@@ -1,0 +1,115 @@
+"""What the Pallas TPU kernels share: products, layouts of rows, copies of tiles."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+SUBLANES = 8
+
+OUTER = (1, 1)  # (m, d) and (n, d) -> (m, n)
+INNER = (1, 0)  # (m, n) and (n, d) -> (m, d)
+TRANSPOSED = (0, 0)  # (n, m) and (n, d) -> (m, d)
+
+
+def dot(
+    a: jax.Array,
+    b: jax.Array,
+    contracted: tuple[int, int],
+    precision: lax.Precision,
+) -> jax.Array:
+    """The float32 matrix product over one dimension of a and one of b."""
+    dimensions = ((contracted[:1], contracted[1:]), ((), ()))
+    return lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def spread(x: jax.Array, width: int) -> jax.Array:
+    """(rows, LANES) of equal lanes -> (rows, width)."""
+    return jnp.tile(x, (1, width // LANES))
+
+
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x of normal float32 numbers: Newton's steps from a guess of 8 bits or more.
+
+    A division costs the vector unit twice as much, for numbers that are not normal.
+    """
+    guess = pl.reciprocal(x, approx=True)
+    for _ in range(2):
+        guess = guess * (2.0 - x * guess)
+    return guess
+
+
+def rows_to_lanes(row: jax.Array) -> jax.Array:
+    """(1, LANES), a number for each of 128 rows -> (LANES, LANES) of equal lanes.
+
+    Float32: the vector unit adds up no integers over lanes.
+    """
+    picked = jnp.where(_diagonal(), row, 0.0).sum(axis=1, keepdims=True)
+    return jnp.broadcast_to(picked, (LANES, LANES))
+
+
+def lanes_to_rows(x: jax.Array) -> jax.Array:
+    """(LANES, LANES) of equal lanes -> (1, LANES): undoes `rows_to_lanes`."""
+    return jnp.where(_diagonal(), x, 0.0).sum(axis=0, keepdims=True)
+
+
+def _diagonal() -> jax.Array:
+    shape = LANES, LANES
+    row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return row == lane
+
+
+class TileCopies(NamedTuple):
+    """Copies of numbered tiles from HBM into two VMEM buffers by turns.
+
+    sources: refs (tiles, …) in HBM.
+    buffers: refs (2, …) in VMEM, one for each source.
+    semaphores: DMA semaphores (sources, 2).
+    """
+
+    sources: tuple[jax.Ref, ...]
+    buffers: tuple[jax.Ref, ...]
+    semaphores: jax.Ref
+
+    def start(self, tile: jax.Array) -> None:
+        for copy in self._copies(tile):
+            copy.start()
+
+    def wait(self, tile: jax.Array) -> tuple[jax.Ref, ...]:
+        """Waits for a tile that was started, and gives its buffers."""
+        for copy in self._copies(tile):
+            copy.wait()
+        return tuple(buffer.at[tile & 1] for buffer in self.buffers)
+
+    def _copies(self, tile: jax.Array) -> list:
+        slot = tile & 1
+        return [
+            pltpu.make_async_copy(
+                source.at[tile], buffer.at[slot], self.semaphores.at[number, slot]
+            )
+            for number, (source, buffer) in enumerate(
+                zip(self.sources, self.buffers, strict=True)
+            )
+        ]
+
+
+def for_each_tile(begin, end, copies: TileCopies, compute) -> None:
+    """Runs `compute(tile, *buffers)` for the tiles [begin, end), copying one ahead."""
+
+    @pl.when(begin < end)
+    def _():
+        copies.start(begin)
+
+    @pl.loop(begin, end)
+    def _(tile):
+        @pl.when(tile + 1 < end)
+        def _():
+            copies.start(tile + 1)
+
+        compute(tile, *copies.wait(tile))
