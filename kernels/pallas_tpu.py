@@ -13,11 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.block_sizes import TPU_FORWARD, BlockSizes, TpuBlocks
+from kernels import tpu_backward as backward_kernel
+from kernels import tpu_forward as forward_kernel
+from kernels.block_sizes import TPU_BACKWARD, TPU_FORWARD, BlockSizes, TpuBlocks
 from kernels.merge import Partial
-from kernels.tiles import key_ranges
+from kernels.tiles import key_ranges, query_ranges
 from kernels.tiling import Tiling
-from kernels.tpu_forward import Operands, forward_call
 from kernels.tpu_softmax import NOTHING, ForwardTile
 from kernels.tpu_tile import LANES
 
@@ -45,13 +46,11 @@ def forward(
     chip = _checked_chip(chip, q.dtype)
     tiling, blocks = _cut(TPU_FORWARD, chip, q, k, start, block_sizes)
     start, stop = (_extended(tiling, bound) for bound in (start, stop))
-    # Rounded once to its own type, q gives scores that are exponents of 2.
-    scaled = (q.astype(jnp.float32) * (scale * LOG2_E)).astype(q.dtype)
-    operands = Operands(
+    operands = forward_kernel.Operands(
         key_ranges(start, stop, tiling.block_q, tiling.block_k),
         *_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop),
         _row_bounds(tiling, start, stop),
-        tiling.split_queries(_operand(scaled, chip)),
+        tiling.split_queries(_operand(_scaled(q, scale), chip)),
         *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
         _split_carry(tiling, carry),
     )
@@ -64,8 +63,7 @@ def forward(
         blocks.live_columns,
         _precision(q.dtype),
     )
-    out, lse = forward_call(
-        tiling,
+    out, lse = forward_kernel.forward_call(
         tile,
         operands,
         compiler_params=pltpu.CompilerParams(
@@ -78,6 +76,75 @@ def forward(
     out = tiling.join_queries(out.reshape(-1, *out.shape[2:]))[..., : q.shape[-1]]
     lse = tiling.join_rows(lse.reshape(-1, lse.shape[2], blocks.stacked_rows))
     return out, lse / LOG2_E
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+    block_sizes: BlockSizes | None = None,
+    dq: jax.Array,
+    chip: pltpu.TpuInfo | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of the attention to these keys: see `reference`.
+
+    chip, interpret: as in `forward`.
+    """
+    chip = _checked_chip(chip, q.dtype)
+    tiling, blocks = _cut(TPU_BACKWARD, chip, q, k, start, block_sizes)
+    start, stop = (_extended(tiling, bound) for bound in (start, stop))
+    # Rows that see nothing get an lse that no exponential survives.
+    lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E)
+    rows = (tiling.split_rows(x) for x in (lse, delta))
+    operands = backward_kernel.Operands(
+        query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1]),
+        *_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop),
+        *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
+        tiling.split_queries(_operand(_scaled(q, scale), chip)),
+        tiling.split_queries(_operand(d_out, chip)),
+        jnp.stack(tuple(rows), 3),
+        jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2),
+        tiling.split_queries(_padded(dq)),
+    )
+    tile = backward_kernel.BackwardTile(
+        blocks.rows,
+        blocks.ahead,
+        blocks.exact_rows,
+        blocks.live_columns,
+        scale,
+        _precision(q.dtype),
+    )
+    resident = operands.dq.shape[1] * math.prod(operands.dq.shape[3:]) * 4
+    dq, dk, dv = backward_kernel.backward_call(
+        tile,
+        operands,
+        resident <= chip.vmem_capacity_bytes // 2,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=chip.vmem_capacity_bytes * 7 // 8,
+        ),
+        cost_estimate=_cost(tiling, q.shape[-1], 5, operands),
+        interpret=interpret,
+    )
+    depth = q.shape[-1]
+    dq = tiling.join_queries(dq.reshape(-1, *dq.shape[2:]))[..., :depth]
+    dk, dv = (
+        tiling.join_keys(x.reshape(-1, *x.shape[2:]))[..., :depth] for x in (dk, dv)
+    )
+    return dq, dk / LOG2_E, dv
+
+
+def _scaled(q: jax.Array, scale: float) -> jax.Array:
+    """Queries, rounded once to their own type, whose scores are exponents of 2."""
+    return (q.astype(jnp.float32) * (scale * LOG2_E)).astype(q.dtype)
 
 
 def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:

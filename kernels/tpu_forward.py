@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.tiles import TileRanges
-from kernels.tiling import Tiling
 from kernels.tpu_softmax import (
     NOTHING,
     SUM_LIMIT,
@@ -32,6 +31,7 @@ from kernels.tpu_tile import (
     dot,
     for_each_tile,
     lanes_to_rows,
+    live_granules,
     reciprocal,
     rows_to_lanes,
     spread,
@@ -84,7 +84,7 @@ class Scratch(NamedTuple):
 
 
 def forward_call(
-    tiling: Tiling, tile: ForwardTile, operands: Operands, **options
+    tile: ForwardTile, operands: Operands, **options
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel. options: of `pl.pallas_call`.
 
@@ -104,7 +104,7 @@ def forward_call(
     bounds = pl.BlockSpec(
         (None, None, 2, groups, LANES), lambda m, x, i, *_: (m, i, 0, 0, 0)
     )
-    scratch = Scratch.shapes(rows, tiling.block_k, depth, operands.q.dtype)
+    scratch = Scratch.shapes(rows, operands.keys.shape[3], depth, operands.q.dtype)
     call = pl.pallas_call(
         functools.partial(_kernel, tile),
         name="flash_forward",
@@ -249,7 +249,8 @@ class QueryTile(NamedTuple):
         block_k, granule = k.shape[0], self.tile.live_columns
 
         def step(block: jax.Array, rows: pl.Slice) -> None:
-            begin, count = self.bounds.live(block, j * block_k, block_k, granule)
+            edges = self.bounds.first[block], self.bounds.last[block]
+            begin, count = live_granules(*edges, j * block_k, block_k, granule)
             first = pl.multiple_of(begin * granule, granule)
             hide = functools.partial(self.bounds.hide, rows, j * block_k + first)
 

@@ -108,18 +108,6 @@ class Bounds(NamedTuple):
                 rows = pl.ds(group * LANES, LANES)
                 bound[rows, :] = rows_to_lanes(row).astype(jnp.int32)
 
-    def live(
-        self, block: jax.Array, slot: jax.Array, width: int, granule: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """What a sub-block sees of the `width` keys from `slot` on.
-
-        Returns:
-          The first granule that it sees and their number.
-        """
-        begin = jnp.clip(self.first[block] - slot, 0, width) // granule
-        end = pl.cdiv(jnp.clip(self.last[block] - slot, 0, width), granule)
-        return begin, end - begin
-
     def hide(
         self, rows: pl.Slice, slot: jax.Array, scores: jax.Array, column: int
     ) -> jax.Array:

@@ -65,6 +65,19 @@ def _diagonal() -> jax.Array:
     return row == lane
 
 
+def live_granules(
+    start: jax.Array, stop: jax.Array, slot: jax.Array, width: int, granule: int
+) -> tuple[jax.Array, jax.Array]:
+    """What the interval [start, stop) covers of the `width` slots from `slot` on.
+
+    Returns:
+      The first granule that it touches, counted from `slot`, and their number.
+    """
+    begin = jnp.clip(start - slot, 0, width) // granule
+    end = pl.cdiv(jnp.clip(stop - slot, 0, width), granule)
+    return begin, end - begin
+
+
 class TileCopies(NamedTuple):
     """Copies of numbered tiles from HBM into two VMEM buffers by turns.
 

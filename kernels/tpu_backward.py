@@ -1,0 +1,383 @@
+"""The Pallas TPU kernel of the backward step: dq, dk and dv in one pass.
+
+A program owns one key tile and visits its live query tiles in order (FlashAttention-2,
+2307.08691, algorithm 2, with five products a tile). Scores are transposed, keys by
+queries, so that what belongs to a query lies along the lanes and is never spread.
+
+dq is added up in float32. It stays in VMEM for all key tiles of a head where it fits
+there, and otherwise moves to HBM and back with the query tiles, behind their work.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.tiles import TileRanges
+from kernels.tpu_tile import (
+    INNER,
+    OUTER,
+    TRANSPOSED,
+    TileCopies,
+    dot,
+    live_granules,
+)
+
+STREAMED = 3
+"""Buffers of a dq that moves: one arrives, one is added to, one leaves."""
+
+
+class BackwardTile(NamedTuple):
+    """How a program computes its tiles.
+
+    rows: query rows of a sub-block of a full tile.
+    ahead: by how many sub-blocks products are issued before they are needed.
+    exact_rows: query rows of a sub-block of a partial tile.
+    live_columns: granule in which such a sub-block skips keys that no row sees.
+    scale: factor on the products of queries and keys.
+    precision: of the matrix products.
+    """
+
+    rows: int
+    ahead: int
+    exact_rows: int
+    live_columns: int
+    scale: float
+    precision: lax.Precision
+
+
+class Operands(NamedTuple):
+    """What the backward kernel reads.
+
+    ranges: of query tiles, (M, key tiles) each, in SMEM.
+    first, last: least start and largest stop of each sub-block, (M, query tiles,
+      sub-blocks), in SMEM.
+    keys, values: (M, key tiles, X, block_k, D).
+    q: (M, query tiles, X, R, D), scaled so that scores are exponents of 2.
+    d_out: like q.
+    rows: lse, in powers of 2, and delta: (M, query tiles, X, 2, R).
+    bounds: start and stop: int32 (M, query tiles, 2, R).
+    dq: float32, like q, what is there already.
+    """
+
+    ranges: TileRanges
+    first: jax.Array
+    last: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    q: jax.Array
+    d_out: jax.Array
+    rows: jax.Array
+    bounds: jax.Array
+    dq: jax.Array
+
+
+class Scratch(NamedTuple):
+    """VMEM of a program, and the semaphores of its copies."""
+
+    q: jax.Ref  # (2, R, D)
+    d_out: jax.Ref
+    rows: jax.Ref  # (2, 2, R)
+    bounds: jax.Ref
+    semaphores: jax.Ref  # (4, 2)
+    dq: jax.Ref  # (query tiles or STREAMED, R, D)
+    dq_semaphores: jax.Ref  # (2, STREAMED): in, out
+
+    @classmethod
+    def shapes(cls, rows: int, depth: int, dtype: jnp.dtype, dq_tiles: int):
+        return cls(
+            pltpu.VMEM((2, rows, depth), dtype),
+            pltpu.VMEM((2, rows, depth), dtype),
+            pltpu.VMEM((2, 2, rows), jnp.float32),
+            pltpu.VMEM((2, 2, rows), jnp.int32),
+            pltpu.SemaphoreType.DMA((4, 2)),
+            pltpu.VMEM((dq_tiles, rows, depth), jnp.float32),
+            pltpu.SemaphoreType.DMA((2, STREAMED)),
+        )
+
+
+def backward_call(
+    tile: BackwardTile, operands: Operands, is_resident: bool, **options
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs the kernel. options: of `pl.pallas_call`.
+
+    is_resident: whether dq of a head stays in VMEM.
+
+    Returns:
+      dq, in the place of the operand, and dk and dv, float32, cut like the keys. dk is
+      that of the scaled q.
+    """
+    m, tiles, heads, block_k, depth = operands.keys.shape
+    query_tiles, rows = operands.q.shape[1], operands.q.shape[3]
+    per_tile = pl.BlockSpec(
+        (None, None, None, block_k, depth), lambda m, x, j, *_: (m, j, x, 0, 0)
+    )
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    dq_tiles = query_tiles if is_resident else STREAMED
+    scratch = Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles)
+    share = jax.ShapeDtypeStruct(operands.keys.shape, jnp.float32)
+    call = pl.pallas_call(
+        functools.partial(_kernel, tile, Resident if is_resident else Streamed),
+        name="flash_backward",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(m, heads, tiles),
+            in_specs=[per_tile, per_tile, hbm, hbm, hbm, hbm, hbm],
+            out_specs=(hbm, per_tile, per_tile),
+            scratch_shapes=[scratch],
+        ),
+        out_shape=(
+            jax.ShapeDtypeStruct(operands.dq.shape, jnp.float32),
+            share,
+            share,
+        ),
+        # Operands are counted leaf by leaf: four ranges come first.
+        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 0},
+        **options,
+    )
+    return call(*operands)
+
+
+class Resident(NamedTuple):
+    """A dq that stays in VMEM from the first key tile of a head to the last."""
+
+    buffer: jax.Ref  # (query tiles, R, D)
+    source: jax.Ref  # (query tiles, R, D), in HBM
+    target: jax.Ref
+    semaphores: jax.Ref
+
+    def open(self) -> None:
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            copy = pltpu.make_async_copy
+            arriving = copy(self.source, self.buffer, self.semaphores.at[0, 0])
+            arriving.start()
+            arriving.wait()
+
+    def start(self, i: jax.Array, begin: jax.Array) -> None:
+        pass
+
+    def wait(self, i: jax.Array) -> jax.Ref:
+        return self.buffer.at[i]
+
+    def put(self, i: jax.Array) -> None:
+        pass
+
+    def close(self, begin: jax.Array, end: jax.Array) -> None:
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            copy = pltpu.make_async_copy
+            leaving = copy(self.buffer, self.target, self.semaphores.at[1, 0])
+            leaving.start()
+            leaving.wait()
+
+
+class Streamed(NamedTuple):
+    """A dq in HBM, of which the tile at work is in VMEM."""
+
+    buffer: jax.Ref  # (STREAMED, R, D)
+    source: jax.Ref  # (query tiles, R, D), in HBM; the same memory as the target
+    target: jax.Ref
+    semaphores: jax.Ref  # (2, STREAMED)
+
+    def open(self) -> None:
+        pass
+
+    def start(self, i: jax.Array, begin: jax.Array) -> None:
+        """Starts to fetch a tile, once its buffer is free again."""
+
+        @pl.when(i - STREAMED >= begin)
+        def _():
+            self._leaving(i - STREAMED).wait()
+
+        self._arriving(i).start()
+
+    def wait(self, i: jax.Array) -> jax.Ref:
+        self._arriving(i).wait()
+        return self.buffer.at[i % STREAMED]
+
+    def put(self, i: jax.Array) -> None:
+        self._leaving(i).start()
+
+    def close(self, begin: jax.Array, end: jax.Array) -> None:
+        """Waits for all that is on its way: the next key tile fetches it again."""
+
+        @pl.loop(jnp.maximum(begin, end - STREAMED), end)
+        def _(i):
+            self._leaving(i).wait()
+
+    def _arriving(self, i: jax.Array):
+        slot = i % STREAMED
+        # From the target, which the operand lies in: what was put must be seen again.
+        return pltpu.make_async_copy(
+            self.target.at[i], self.buffer.at[slot], self.semaphores.at[0, slot]
+        )
+
+    def _leaving(self, i: jax.Array):
+        slot = i % STREAMED
+        return pltpu.make_async_copy(
+            self.buffer.at[slot], self.target.at[i], self.semaphores.at[1, slot]
+        )
+
+
+class Queries(NamedTuple):
+    """A query tile in VMEM."""
+
+    q: jax.Ref  # (R, D)
+    d_out: jax.Ref
+    rows: jax.Ref  # (2, R): lse, delta
+    bounds: jax.Ref  # (2, R): start, stop
+    dq: jax.Ref  # (R, D)
+
+
+class Keys(NamedTuple):
+    """A key tile in VMEM, or some of its slots, and their gradients so far."""
+
+    keys: jax.Ref  # (slots, D)
+    values: jax.Ref
+    dk: jax.Ref
+    dv: jax.Ref
+
+    def at(self, slots: pl.Slice) -> "Keys":
+        return Keys(*(x.at[slots, :] for x in self))
+
+
+def _kernel(
+    tile: BackwardTile,
+    dq_type: type[Resident] | type[Streamed],
+    ranges: TileRanges,
+    first: jax.Ref,
+    last: jax.Ref,
+    keys: jax.Ref,
+    values: jax.Ref,
+    q: jax.Ref,
+    d_out: jax.Ref,
+    rows: jax.Ref,
+    bounds: jax.Ref,
+    dq_in: jax.Ref,
+    dq_out: jax.Ref,
+    dk: jax.Ref,
+    dv: jax.Ref,
+    scratch: Scratch,
+) -> None:
+    """One key tile of one head: program (row of bounds, head, key tile)."""
+    row, head, j = (pl.program_id(axis) for axis in range(3))
+    live_begin, full_begin, full_end, live_end = (bound[row, j] for bound in ranges)
+    copies = TileCopies(
+        (*(x.at[row, :, head] for x in (q, d_out, rows)), bounds.at[row]),
+        (scratch.q, scratch.d_out, scratch.rows, scratch.bounds),
+        scratch.semaphores,
+    )
+    dq = dq_type(
+        scratch.dq,
+        *(x.at[row, :, head] for x in (dq_in, dq_out)),
+        scratch.dq_semaphores,
+    )
+    here = Keys(keys, values, dk, dv)
+    for gradient in dk, dv:
+        gradient[...] = jnp.zeros_like(gradient)
+
+    def start(i: jax.Array) -> None:
+        copies.start(i)
+        dq.start(i, live_begin)
+
+    dq.open()
+    pl.when(live_begin < live_end)(lambda: start(live_begin))
+
+    @pl.loop(live_begin, live_end)
+    def _(i):
+        pl.when(i + 1 < live_end)(lambda: start(i + 1))
+        queries = Queries(*copies.wait(i), dq.wait(i))
+        is_full = (full_begin <= i) & (i < full_end)
+        pl.when(is_full)(lambda: full_tile(here, queries, tile))
+        edges = first.at[row, i], last.at[row, i]
+        slot = j * keys.shape[0]
+        pl.when(~is_full)(lambda: partial_tile(here, queries, slot, edges, tile))
+        dq.put(i)
+
+    dq.close(live_begin, live_end)
+
+
+def full_tile(keys: Keys, queries: Queries, tile: BackwardTile) -> None:
+    """Adds the gradients of a tile that all rows see."""
+    blocks = [pl.ds(r, tile.rows) for r in range(0, queries.q.shape[0], tile.rows)]
+    of_rows = functools.partial(Products.of, keys, queries, precision=tile.precision)
+    upcoming = [of_rows(rows) for rows in blocks[: tile.ahead]]
+    for number, rows in enumerate(blocks):
+        upcoming += [of_rows(rows) for rows in blocks[number + tile.ahead :][:1]]
+        _add_gradients(keys, queries, rows, upcoming.pop(0), None, tile)
+
+
+def partial_tile(
+    keys: Keys,
+    queries: Queries,
+    slot: jax.Array,
+    edges: tuple[jax.Ref, jax.Ref],
+    tile: BackwardTile,
+) -> None:
+    """Adds the gradients of a tile that some rows see some of.
+
+    slot: first slot of the keys. edges: least start and largest stop of sub-blocks.
+    """
+    granule, block_k = tile.live_columns, keys.keys.shape[0]
+
+    @pl.loop(0, queries.q.shape[0] // tile.exact_rows)
+    def _(block):
+        rows = pl.ds(
+            pl.multiple_of(block * tile.exact_rows, tile.exact_rows), tile.exact_rows
+        )
+        begin, count = live_granules(
+            edges[0][block], edges[1][block], slot, block_k, granule
+        )
+        begin = pl.multiple_of(begin * granule, granule)
+
+        def narrowed(width: int) -> None:
+            some = keys.at(pl.ds(begin, width))
+            products = Products.of(some, queries, rows, tile.precision)
+            _add_gradients(some, queries, rows, products, slot + begin, tile)
+
+        for live in range(1, block_k // granule + 1):
+            pl.when(count == live)(functools.partial(narrowed, live * granule))
+
+
+class Products(NamedTuple):
+    """Scores, and d_out · values, of some keys and rows: (slots, rows) each."""
+
+    scores: jax.Array
+    dp: jax.Array
+
+    @classmethod
+    def of(
+        cls, keys: Keys, queries: Queries, rows: pl.Slice, precision: lax.Precision
+    ) -> "Products":
+        return cls(
+            dot(keys.keys[...], queries.q[rows, :], OUTER, precision),
+            dot(keys.values[...], queries.d_out[rows, :], OUTER, precision),
+        )
+
+
+def _add_gradients(
+    keys: Keys,
+    queries: Queries,
+    rows: pl.Slice,
+    products: Products,
+    slot: jax.Array | None,
+    tile: BackwardTile,
+) -> None:
+    """Adds what some rows and keys contribute, masked if their first slot is given."""
+    product = functools.partial(dot, precision=tile.precision)
+    q, d_out = queries.q[rows, :], queries.d_out[rows, :]
+    lse, delta = (queries.rows[pl.ds(n, 1), rows] for n in range(2))
+    p = jnp.exp2(products.scores - lse)  # (slots, rows)
+    if slot is not None:
+        start, stop = (queries.bounds[pl.ds(n, 1), rows] for n in range(2))
+        slots = slot + lax.broadcasted_iota(jnp.int32, p.shape, 0)
+        p = jnp.where((start <= slots) & (slots < stop), p, 0.0)
+    keys.dv[...] += product(p.astype(q.dtype), d_out, INNER)
+    ds = (p * (products.dp - delta)).astype(q.dtype)
+    keys.dk[...] += product(ds, q, INNER)
+    queries.dq[rows, :] += tile.scale * product(ds, keys.keys[...], TRANSPOSED)
