@@ -26,8 +26,9 @@ def attention(
     visible: a mask of `masks`, or `Visible` bounds (B or 1, T) of key indices, neither
       of them decreasing along T.
     scale: factor on the scores, 1/sqrt(D) unless given.
-    implementation: "reference" (whole score matrix) or "blockwise" (XLA loops over the
-      live tiles); a named one runs or raises, None takes the best for the device.
+    implementation: "reference" (whole score matrix), "blockwise" (XLA loops over the
+      live tiles) or "pallas_tpu" (kernels for TPUs); a named one runs or raises, None
+      takes the best for the device.
 
     Returns:
       (B, T, H, D) in the type of q; zeros for a query that sees nothing.

@@ -2,20 +2,29 @@
 
 import functools
 import logging
-from types import ModuleType
+from collections.abc import Callable
+from typing import Protocol
 
 import jax
 
-from kernels import blockwise, reference
+from kernels import blockwise, pallas_tpu, reference
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {
+
+class Backend(Protocol):
+    """One attention step and its gradients, as `reference` describes them."""
+
+    forward: Callable
+    backward: Callable
+
+
+IMPLEMENTATIONS: dict[str, Backend] = {
     "reference": reference,
     "blockwise": blockwise,
+    "pallas_tpu": pallas_tpu,
 }
-"""Modules with `forward` and `backward`, as described in `reference`."""
 
 
-def choose(implementation: str | None) -> ModuleType:
+def choose(implementation: str | None) -> Backend:
     """The named implementation, or the best one for this process's devices.
 
     Raises:
@@ -32,6 +41,6 @@ def choose(implementation: str | None) -> ModuleType:
 
 @functools.cache  # so that the choice is logged once
 def _best(platform: str) -> str:
-    name = "blockwise"
+    name = "pallas_tpu" if platform == "tpu" else "blockwise"
     logging.getLogger(__name__).info("attention on %s: %s", platform, name)
     return name

@@ -1,7 +1,7 @@
 """Tile sizes of the kernels, and the choices among them for each chip."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,36 @@ class TpuBlocks:
     exact_rows: int = 256
     live_columns: int = 256
 
+    def smaller(self, times: int) -> "TpuBlocks":
+        """Tiles with so many times fewer rows and keys, at least of 256 x 256."""
+        return replace(
+            self,
+            stacked_rows=max(256, self.stacked_rows // times),
+            block_k=max(256, self.block_k // times),
+        )
+
     def fit(
-        self, length: int, keys: int, group: int, sizes: BlockSizes | None
+        self, length: int, keys: int, group: int, lanes: int, sizes: BlockSizes | None
     ) -> tuple[BlockSizes, "TpuBlocks"]:
         """Sizes for a problem, those asked for if any, and pieces that divide them.
 
         length, keys: query rows and key slots. group: query heads of a key/value head.
+        lanes: what stacked rows and keys have to be a multiple of.
 
         Raises:
           ValueError: sizes that are asked for do not fill vector registers.
         """
-        unit = LANES // math.gcd(group, LANES)  # of block_q, so that R fills registers
+        unit = lanes // math.gcd(group, lanes)  # of block_q, so that R fills registers
         if sizes is None:
             block_q = max(unit, self.stacked_rows // group // unit * unit)
             sizes = BlockSizes(
                 min(block_q, -(-length // unit) * unit),
-                min(self.block_k, -(-keys // LANES) * LANES),
+                min(self.block_k, -(-keys // lanes) * lanes),
             )
-        if sizes.block_q % unit or sizes.block_k % LANES:
+        if sizes.block_q % unit or sizes.block_k % lanes:
             raise ValueError(
                 f"{sizes} with {group} query heads a key/value head: on a TPU block_q "
-                f"must be a multiple of {unit} and block_k of {LANES}"
+                f"must be a multiple of {unit} and block_k of {lanes}"
             )
         stacked, block_k = group * sizes.block_q, sizes.block_k
         return sizes, TpuBlocks(
@@ -73,8 +82,6 @@ class TpuBlocks:
             math.gcd(block_k, self.live_columns),
         )
 
-
-LANES = 128
 
 TPU_FORWARD = {
     "v3": TpuBlocks(512, 512, 256, 256, 0, 0),

@@ -6,6 +6,7 @@ tiles to visit are counted in XLA, outside of the kernels.
 """
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,20 @@ from kernels.tpu_tile import LANES
 LOG2_E = math.log2(math.e)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is run.
+
+    chip: the TPU that it is compiled for; the one of this program unless given.
+    blocks: how its work is cut; as is best for the chip unless given.
+    interpret: whether (or how) Pallas runs the kernel's steps on any device, for tests.
+    """
+
+    chip: pltpu.TpuInfo | None = None
+    blocks: TpuBlocks | None = None
+    interpret: bool | pltpu.InterpretParams = False
+
+
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -35,24 +50,27 @@ def forward(
     scale: float,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
-    chip: pltpu.TpuInfo | None = None,
-    interpret: bool | pltpu.InterpretParams = False,
+    launch: Launch = Launch(),
 ) -> Partial:
     """Attention of every query to the key slots [start, stop): see `reference`.
 
-    chip: the TPU to compile for; the one that the program is for unless given.
-    interpret: run the kernel's steps on any device, as Pallas does for tests.
+    block_sizes: those of a tile; `launch.blocks` unless given.
+
+    Raises:
+      ValueError: a type that TPUs do not multiply, or tiles that do not fit the chip.
+      NotImplementedError: there is no TPU to compile for.
     """
-    chip = _checked_chip(chip, q.dtype)
-    tiling, blocks = _cut(TPU_FORWARD, chip, q, k, start, block_sizes)
+    chip = _checked_chip(launch.chip, q.dtype)
+    blocks = launch.blocks or _blocks(TPU_FORWARD, chip, q)
+    tiling, blocks = _cut(blocks, chip, q, k, start, block_sizes)
     start, stop = (_extended(tiling, bound) for bound in (start, stop))
     operands = forward_kernel.Operands(
-        key_ranges(start, stop, tiling.block_q, tiling.block_k),
-        *_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop),
+        _flat(key_ranges(start, stop, tiling.block_q, tiling.block_k)),
+        *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
         _row_bounds(tiling, start, stop),
         tiling.split_queries(_operand(_scaled(q, scale), chip)),
         *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
-        _split_carry(tiling, carry),
+        _split_carry(tiling, chip, carry),
     )
     tile = ForwardTile(
         blocks.rows,
@@ -66,12 +84,9 @@ def forward(
     out, lse = forward_kernel.forward_call(
         tile,
         operands,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel"),
-            vmem_limit_bytes=chip.vmem_capacity_bytes * 7 // 8,
-        ),
+        chip,
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
-        interpret=interpret,
+        interpret=launch.interpret,
     )
     out = tiling.join_queries(out.reshape(-1, *out.shape[2:]))[..., : q.shape[-1]]
     lse = tiling.join_rows(lse.reshape(-1, lse.shape[2], blocks.stacked_rows))
@@ -91,28 +106,28 @@ def backward(
     scale: float,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
-    chip: pltpu.TpuInfo | None = None,
-    interpret: bool | pltpu.InterpretParams = False,
+    launch: Launch = Launch(),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the attention to these keys: see `reference`.
 
-    chip, interpret: as in `forward`.
+    block_sizes, launch: as in `forward`, and so is what is raised.
     """
-    chip = _checked_chip(chip, q.dtype)
-    tiling, blocks = _cut(TPU_BACKWARD, chip, q, k, start, block_sizes)
+    chip = _checked_chip(launch.chip, q.dtype)
+    blocks = launch.blocks or _blocks(TPU_BACKWARD, chip, q)
+    tiling, blocks = _cut(blocks, chip, q, k, start, block_sizes)
     start, stop = (_extended(tiling, bound) for bound in (start, stop))
     # Rows that see nothing get an lse that no exponential survives.
     lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E)
     rows = (tiling.split_rows(x) for x in (lse, delta))
     operands = backward_kernel.Operands(
-        query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1]),
-        *_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop),
+        _flat(query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])),
+        *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
         *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
         tiling.split_queries(_operand(_scaled(q, scale), chip)),
         tiling.split_queries(_operand(d_out, chip)),
         jnp.stack(tuple(rows), 3),
         jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2),
-        tiling.split_queries(_padded(dq)),
+        tiling.split_queries(_padded(dq, chip)),
     )
     tile = backward_kernel.BackwardTile(
         blocks.rows,
@@ -122,17 +137,12 @@ def backward(
         scale,
         _precision(q.dtype),
     )
-    resident = operands.dq.shape[1] * math.prod(operands.dq.shape[3:]) * 4
     dq, dk, dv = backward_kernel.backward_call(
         tile,
         operands,
-        resident <= chip.vmem_capacity_bytes // 2,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=chip.vmem_capacity_bytes * 7 // 8,
-        ),
+        chip,
         cost_estimate=_cost(tiling, q.shape[-1], 5, operands),
-        interpret=interpret,
+        interpret=launch.interpret,
     )
     depth = q.shape[-1]
     dq = tiling.join_queries(dq.reshape(-1, *dq.shape[2:]))[..., :depth]
@@ -163,8 +173,29 @@ def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo
         ) from error
 
 
+def _blocks(
+    table: dict[str, TpuBlocks], chip: pltpu.TpuInfo, q: jax.Array
+) -> TpuBlocks:
+    """The table's choice, which is for bfloat16 rows of up to 128 numbers.
+
+    A chip newer than the table is cut for like v6e. Where vector memory is small, tiles
+    of wider rows are smaller.
+    """
+    blocks = table.get(str(chip.chip_version), table["v6e"])
+    width = -(-q.shape[-1] // LANES) * q.dtype.itemsize // 2
+    return blocks if chip.vmem_capacity_bytes > 2**25 else blocks.smaller(width)
+
+
+def _lanes(chip: pltpu.TpuInfo) -> int:
+    """What rows of 4-byte numbers in HBM have to be a multiple of.
+
+    A v3 addresses HBM in words of 1 KiB.
+    """
+    return 2 * LANES if chip.generation < 4 else LANES
+
+
 def _cut(
-    table: dict[str, TpuBlocks],
+    blocks: TpuBlocks,
     chip: pltpu.TpuInfo,
     q: jax.Array,
     k: jax.Array,
@@ -172,8 +203,7 @@ def _cut(
     sizes: BlockSizes | None,
 ) -> tuple[Tiling, TpuBlocks]:
     group = q.shape[2] // k.shape[2]
-    blocks = table.get(str(chip.chip_version), table["v6e"])
-    sizes, blocks = blocks.fit(q.shape[1], k.shape[1], group, sizes)
+    sizes, blocks = blocks.fit(q.shape[1], k.shape[1], group, _lanes(chip), sizes)
     tiling = Tiling.of(q, k, start, sizes)
     return tiling._replace(block_q=sizes.block_q, block_k=sizes.block_k), blocks
 
@@ -182,6 +212,10 @@ def _extended(tiling: Tiling, bound: jax.Array) -> jax.Array:
     """(M, T) -> (M, whole tiles): rows after the end see what the last row does."""
     more = tiling.query_tiles * tiling.block_q - bound.shape[1]
     return jnp.pad(bound, ((0, 0), (0, more)), mode="edge")
+
+
+def _flat(arrays):
+    return jax.tree.map(jnp.ravel, arrays)
 
 
 def _edges_of_sub_blocks(
@@ -204,20 +238,23 @@ def _operand(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
     """In a type that the matrix unit takes, the head size padded to whole lanes."""
     if not chip.is_matmul_supported(x.dtype, x.dtype):
         x = x.astype(jnp.float32)
-    return _padded(x)
+    return _padded(x, chip)
 
 
-def _padded(x: jax.Array) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)])
+def _padded(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
+    more = -x.shape[-1] % _lanes(chip)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
 
 
-def _split_carry(tiling: Tiling, carry: Partial | None) -> tuple[jax.Array, ...]:
+def _split_carry(
+    tiling: Tiling, chip: pltpu.TpuInfo, carry: Partial | None
+) -> tuple[jax.Array, ...]:
     if carry is None:
         return ()
     out, lse = carry
     lse = tiling.split_rows(jnp.maximum(lse * LOG2_E, NOTHING))
     lse = lse.reshape(*lse.shape[:-1], -1, LANES)
-    return tiling.split_queries(_padded(out)), lse
+    return tiling.split_queries(_padded(out, chip)), lse
 
 
 def _precision(dtype: jnp.dtype) -> lax.Precision:

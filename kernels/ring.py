@@ -13,7 +13,6 @@ device is attention on that device.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels.backend import choose
+from kernels.backend import Backend, choose
 from kernels.layout import Layout, check_length, order
 from kernels.masks import Mask, Visible
 from kernels.operands import check_operands, checked_bounds
@@ -41,14 +40,14 @@ class Ring:
     size: devices in the ring.
     layout: says which indices a shard holds.
     scale: factor on the scores.
-    backend: module with the attention step (see `backend`).
+    backend: the attention step (see `backend`).
     """
 
     axis_name: str | None
     size: int
     layout: Layout
     scale: float
-    backend: ModuleType
+    backend: Backend
 
     def shard(self) -> jax.Array | int:
         """The number of the shard that this device's queries belong to."""

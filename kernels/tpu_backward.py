@@ -22,9 +22,12 @@ from kernels.tpu_tile import (
     INNER,
     OUTER,
     TRANSPOSED,
+    Edges,
     TileCopies,
     dot,
-    live_granules,
+    fitted,
+    vmem_bytes,
+    vmem_limit,
 )
 
 STREAMED = 3
@@ -53,9 +56,9 @@ class BackwardTile(NamedTuple):
 class Operands(NamedTuple):
     """What the backward kernel reads.
 
-    ranges: of query tiles, (M, key tiles) each, in SMEM.
-    first, last: least start and largest stop of each sub-block, (M, query tiles,
-      sub-blocks), in SMEM.
+    ranges: of query tiles, (M * key tiles,) each, in SMEM.
+    first, last: least start and largest stop of each sub-block, (M * query tiles *
+      sub-blocks,), in SMEM.
     keys, values: (M, key tiles, X, block_k, D).
     q: (M, query tiles, X, R, D), scaled so that scores are exponents of 2.
     d_out: like q.
@@ -101,11 +104,11 @@ class Scratch(NamedTuple):
 
 
 def backward_call(
-    tile: BackwardTile, operands: Operands, is_resident: bool, **options
+    tile: BackwardTile, operands: Operands, chip: pltpu.TpuInfo, **options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernel. options: of `pl.pallas_call`.
+    """Runs the kernel on a chip. options: of `pl.pallas_call`.
 
-    is_resident: whether dq of a head stays in VMEM.
+    dq of a head stays in VMEM if it takes no more than half of what the rest leaves.
 
     Returns:
       dq, in the place of the operand, and dk and dv, float32, cut like the keys. dk is
@@ -117,8 +120,20 @@ def backward_call(
         (None, None, None, block_k, depth), lambda m, x, j, *_: (m, j, x, 0, 0)
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    dq_tiles = query_tiles if is_resident else STREAMED
-    scratch = Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles)
+    scratch = Scratch.shapes(rows, depth, operands.q.dtype, STREAMED)
+    key_tile = block_k, depth
+    held = vmem_bytes(
+        *[jax.ShapeDtypeStruct(key_tile, operands.q.dtype)] * 4,
+        *[jax.ShapeDtypeStruct(key_tile, jnp.float32)] * 4,
+        scratch.q,
+        scratch.d_out,
+    )
+    held += (tile.ahead + 1) * tile.rows * block_k * 6  # scores and their gradients
+    head_dq = pltpu.VMEM((query_tiles, rows, depth), jnp.float32)
+    is_resident = vmem_bytes(head_dq) <= (vmem_limit(chip) - held) // 2
+    if is_resident:
+        scratch = scratch._replace(dq=head_dq)
+    compiler_params = fitted(chip, held + vmem_bytes(scratch.dq), "arbitrary")
     share = jax.ShapeDtypeStruct(operands.keys.shape, jnp.float32)
     call = pl.pallas_call(
         functools.partial(_kernel, tile, Resident if is_resident else Streamed),
@@ -137,6 +152,7 @@ def backward_call(
         ),
         # Operands are counted leaf by leaf: four ranges come first.
         input_output_aliases={len(jax.tree.leaves(operands)) - 1: 0},
+        compiler_params=compiler_params,
         **options,
     )
     return call(*operands)
@@ -266,7 +282,9 @@ def _kernel(
 ) -> None:
     """One key tile of one head: program (row of bounds, head, key tile)."""
     row, head, j = (pl.program_id(axis) for axis in range(3))
-    live_begin, full_begin, full_end, live_end = (bound[row, j] for bound in ranges)
+    live_begin, full_begin, full_end, live_end = (
+        bound[row * pl.num_programs(2) + j] for bound in ranges
+    )
     copies = TileCopies(
         (*(x.at[row, :, head] for x in (q, d_out, rows)), bounds.at[row]),
         (scratch.q, scratch.d_out, scratch.rows, scratch.bounds),
@@ -294,7 +312,9 @@ def _kernel(
         queries = Queries(*copies.wait(i), dq.wait(i))
         is_full = (full_begin <= i) & (i < full_end)
         pl.when(is_full)(lambda: full_tile(here, queries, tile))
-        edges = first.at[row, i], last.at[row, i]
+        query_tile = row * q.shape[1] + i
+        sub_blocks = q.shape[3] // tile.exact_rows
+        edges = Edges(first, last, query_tile * sub_blocks)
         slot = j * keys.shape[0]
         pl.when(~is_full)(lambda: partial_tile(here, queries, slot, edges, tile))
         dq.put(i)
@@ -316,12 +336,12 @@ def partial_tile(
     keys: Keys,
     queries: Queries,
     slot: jax.Array,
-    edges: tuple[jax.Ref, jax.Ref],
+    edges: Edges,
     tile: BackwardTile,
 ) -> None:
     """Adds the gradients of a tile that some rows see some of.
 
-    slot: first slot of the keys. edges: least start and largest stop of sub-blocks.
+    slot: first slot of the keys. edges: of the query tile.
     """
     granule, block_k = tile.live_columns, keys.keys.shape[0]
 
@@ -330,9 +350,7 @@ def partial_tile(
         rows = pl.ds(
             pl.multiple_of(block * tile.exact_rows, tile.exact_rows), tile.exact_rows
         )
-        begin, count = live_granules(
-            edges[0][block], edges[1][block], slot, block_k, granule
-        )
+        begin, count = edges.live(block, slot, block_k, granule)
         begin = pl.multiple_of(begin * granule, granule)
 
         def narrowed(width: int) -> None:

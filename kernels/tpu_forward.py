@@ -27,23 +27,25 @@ from kernels.tpu_softmax import (
 from kernels.tpu_tile import (
     LANES,
     OUTER,
+    Edges,
     TileCopies,
     dot,
+    fitted,
     for_each_tile,
     lanes_to_rows,
-    live_granules,
     reciprocal,
     rows_to_lanes,
     spread,
+    vmem_bytes,
 )
 
 
 class Operands(NamedTuple):
     """What the forward kernel reads.
 
-    ranges: of key tiles, (M, query tiles) each, in SMEM.
-    first, last: least start and largest stop of each sub-block, (M, query tiles,
-      sub-blocks), in SMEM.
+    ranges: of key tiles, (M * query tiles,) each, in SMEM.
+    first, last: least start and largest stop of each sub-block, (M * query tiles *
+      sub-blocks,), in SMEM.
     bounds: start and stop of the rows, float32 (M, query tiles, 2, R / LANES, LANES).
     q: (M, query tiles, X, R, D), scaled so that scores are exponents of 2.
     keys, values: (M, key tiles, X, block_k, D), in HBM.
@@ -84,9 +86,9 @@ class Scratch(NamedTuple):
 
 
 def forward_call(
-    tile: ForwardTile, operands: Operands, **options
+    tile: ForwardTile, operands: Operands, chip: pltpu.TpuInfo, **options
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the kernel. options: of `pl.pallas_call`.
+    """Runs the kernel on a chip. options: of `pl.pallas_call`.
 
     Returns:
       out and lse, cut like the carry; lse in powers of 2, -inf for empty rows.
@@ -105,6 +107,17 @@ def forward_call(
         (None, None, 2, groups, LANES), lambda m, x, i, *_: (m, i, 0, 0, 0)
     )
     scratch = Scratch.shapes(rows, operands.keys.shape[3], depth, operands.q.dtype)
+    q_tile, wide = (
+        jax.ShapeDtypeStruct((rows, depth), dtype)
+        for dtype in (operands.q.dtype, jnp.float32)
+    )
+    held = vmem_bytes(
+        *[q_tile] * 2,
+        *[wide] * (4 if operands.carry else 2),
+        *jax.tree.leaves(scratch._replace(semaphores=())),
+    )
+    pieces = tile.ahead + tile.behind + 2
+    held += pieces * tile.rows * tile.columns * 4  # scores
     call = pl.pallas_call(
         functools.partial(_kernel, tile),
         name="flash_forward",
@@ -119,6 +132,7 @@ def forward_call(
             jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
             jax.ShapeDtypeStruct((m, tiles, heads, groups, LANES), jnp.float32),
         ),
+        compiler_params=fitted(chip, held, "parallel"),
         **options,
     )
     return call(*operands)
@@ -140,32 +154,29 @@ def _kernel(
 ) -> None:
     """One query tile of one head: program (row of bounds, head, query tile)."""
     row, head, query_tile = (pl.program_id(axis) for axis in range(3))
-    ranges = TileRanges(*(bound[row, query_tile] for bound in ranges))
-    line = QueryTile(
+    line = row * pl.num_programs(2) + query_tile
+    ranges = TileRanges(*(bound[line] for bound in ranges))
+    edges = Edges(first, last, line * (q.shape[0] // tile.exact_rows))
+    work = QueryTile(
         tile,
         ranges,
         bool(carry),
         q,
         scratch.state,
-        Bounds(
-            scratch.start,
-            scratch.stop,
-            first.at[row, query_tile],
-            last.at[row, query_tile],
-        ),
+        Bounds(scratch.start, scratch.stop, edges),
     )
     copies = TileCopies(
         tuple(x.at[row, :, head] for x in (keys, values)),
         (scratch.keys, scratch.values),
         scratch.semaphores,
     )
-    line.begin(carry)
+    work.begin(carry)
     has_partial = (ranges.live_begin < ranges.full_begin) | (
         ranges.full_end < ranges.live_end
     )
-    pl.when(has_partial)(lambda: line.bounds.spread(bounds))
-    for_each_tile(ranges.live_begin, ranges.live_end, copies, line.visit)
-    line.finish(out, lse)
+    pl.when(has_partial)(lambda: work.bounds.spread(bounds))
+    for_each_tile(ranges.live_begin, ranges.live_end, copies, work.visit)
+    work.finish(out, lse)
 
 
 class QueryTile(NamedTuple):
@@ -249,8 +260,8 @@ class QueryTile(NamedTuple):
         block_k, granule = k.shape[0], self.tile.live_columns
 
         def step(block: jax.Array, rows: pl.Slice) -> None:
-            edges = self.bounds.first[block], self.bounds.last[block]
-            begin, count = live_granules(*edges, j * block_k, block_k, granule)
+            edges = self.bounds.edges
+            begin, count = edges.live(block, j * block_k, block_k, granule)
             first = pl.multiple_of(begin * granule, granule)
             hide = functools.partial(self.bounds.hide, rows, j * block_k + first)
 

@@ -19,7 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels.tpu_tile import INNER, LANES, OUTER, SUBLANES, dot, rows_to_lanes, spread
+from kernels.tpu_tile import (
+    INNER,
+    LANES,
+    OUTER,
+    SUBLANES,
+    Edges,
+    dot,
+    rows_to_lanes,
+    spread,
+)
 
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Reference of a row that has seen nothing: finite, as -inf - -inf is nan."""
@@ -92,13 +101,12 @@ class Bounds(NamedTuple):
     """Visible key slots of a query tile's rows.
 
     start, stop: int32 (R, LANES), equal lanes, in VMEM.
-    first, last: least start and largest stop of each sub-block, in SMEM.
+    edges: what its sub-blocks touch.
     """
 
     start: jax.Ref
     stop: jax.Ref
-    first: jax.Ref
-    last: jax.Ref
+    edges: Edges
 
     def spread(self, bounds: jax.Ref) -> None:
         """Fills start and stop from float32 bounds (2, R / LANES, LANES)."""

@@ -1,5 +1,6 @@
 """What the Pallas TPU kernels share: products, layouts of rows, copies of tiles."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,37 @@ def dot(
     )
 
 
+def vmem_limit(chip: pltpu.TpuInfo) -> int:
+    """Bytes of vector memory that a kernel may take; the compiler keeps the rest."""
+    return chip.vmem_capacity_bytes * 7 // 8
+
+
+def vmem_bytes(*buffers) -> int:
+    """What buffers with a shape and a type take."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+
+
+def fitted(chip: pltpu.TpuInfo, held: int, tiles: str) -> pltpu.CompilerParams:
+    """How a kernel with a grid of (row of bounds, head, tile) is compiled.
+
+    held: bytes of vector memory that it takes. tiles: "parallel", or "arbitrary" if
+      those of a head come one after another on one core.
+
+    Raises:
+      ValueError: it takes more than there is.
+    """
+    limit = vmem_limit(chip)
+    if held > limit:
+        raise ValueError(
+            f"tiles that take {held / 2**20:.1f} MiB do not fit into the "
+            f"{limit / 2**20:.1f} MiB of vector memory that a kernel has on TPU "
+            f"{chip.chip_version}: make block_q or block_k smaller"
+        )
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", tiles), vmem_limit_bytes=limit
+    )
+
+
 def spread(x: jax.Array, width: int) -> jax.Array:
     """(rows, LANES) of equal lanes -> (rows, width)."""
     return jnp.tile(x, (1, width // LANES))
@@ -39,7 +71,7 @@ def reciprocal(x: jax.Array) -> jax.Array:
 
     A division costs the vector unit twice as much, for numbers that are not normal.
     """
-    guess = pl.reciprocal(x, approx=True)
+    guess = pltpu.reciprocal(x, approx=True)
     for _ in range(2):
         guess = guess * (2.0 - x * guess)
     return guess
@@ -65,17 +97,30 @@ def _diagonal() -> jax.Array:
     return row == lane
 
 
-def live_granules(
-    start: jax.Array, stop: jax.Array, slot: jax.Array, width: int, granule: int
-) -> tuple[jax.Array, jax.Array]:
-    """What the interval [start, stop) covers of the `width` slots from `slot` on.
+class Edges(NamedTuple):
+    """The interval that each sub-block of a query tile touches, in SMEM.
 
-    Returns:
-      The first granule that it touches, counted from `slot`, and their number.
+    first, last: least start and largest stop of all sub-blocks of a problem. They have
+      one dimension, as SMEM pads the last of several to 128 numbers.
+    offset: the number of the tile's first sub-block.
     """
-    begin = jnp.clip(start - slot, 0, width) // granule
-    end = pl.cdiv(jnp.clip(stop - slot, 0, width), granule)
-    return begin, end - begin
+
+    first: jax.Ref
+    last: jax.Ref
+    offset: jax.Array
+
+    def live(
+        self, block: jax.Array, slot: jax.Array, width: int, granule: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """What a sub-block touches of the `width` slots from `slot` on.
+
+        Returns:
+          The first granule, counted from `slot`, and their number.
+        """
+        first, last = (x[self.offset + block] for x in (self.first, self.last))
+        begin = jnp.clip(first - slot, 0, width) // granule
+        end = pl.cdiv(jnp.clip(last - slot, 0, width), granule)
+        return begin, end - begin
 
 
 class TileCopies(NamedTuple):

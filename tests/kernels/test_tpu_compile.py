@@ -1,0 +1,189 @@
+"""The Pallas kernels and rings of them, compiled for described TPUs by libtpu.
+
+Nothing runs here. What is compiled is what runs on the chip, so it shows that layouts
+and memory suit it, and in which order the schedule starts, computes and waits.
+"""
+
+import functools
+import re
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels import layout, masks, pallas_tpu, ring
+from tools.topology import compile_for, described
+
+CHIPS = "v4", "v5e", "v5p", "v6e"
+LENGTHS = 1024, 4096, 32768, 131072
+
+
+def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16, sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One attention step on one device."""
+
+    chip: str
+    direction: str
+    length: int
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 128
+    dtype: jnp.dtype = jnp.bfloat16
+
+    def compile(self) -> str:
+        """The scheduled program."""
+        mesh = Mesh(np.array(described(self.chip)[:1]), ("device",))
+        q = array(1, self.length, self.heads, self.head_dim, dtype=self.dtype)
+        k = array(1, self.length, self.kv_heads, self.head_dim, dtype=self.dtype)
+        wide = array(*q.shape, dtype=jnp.float32)
+        row = array(1, self.heads, self.length, dtype=jnp.float32)
+        bounds = (array(1, self.length, dtype=jnp.int32),) * 2
+        if self.direction == "forward":
+            arguments = q, k, k, *bounds, (wide, row)
+            return compile_for(mesh, forward, *arguments).as_text()
+        arguments = q, k, k, q, row, row, *bounds, wide
+        return compile_for(mesh, backward, *arguments).as_text()
+
+
+def forward(q, k, v, start, stop, carry):
+    return pallas_tpu.forward(q, k, v, start, stop, scale=0.1, carry=carry)
+
+
+def backward(q, k, v, d_out, lse, delta, start, stop, dq):
+    operands = q, k, v, d_out, lse, delta, start, stop
+    return pallas_tpu.backward(*operands, scale=0.1, dq=dq)
+
+
+@functools.cache
+def compiled_layers(chip: str, ring_size: int, length: int, dtype: jnp.dtype) -> str:
+    """Gradients of two scanned layers that save what the ring gives."""
+    mesh = Mesh(np.array(described(chip, ring_size)[:ring_size]), ("ring",))
+    # The module itself: by its name, tests get it interpreted.
+    this_ring = ring.Ring("ring", ring_size, layout.Striped(), 0.1, pallas_tpu)
+    spec = P(None, "ring")
+    attend = jax.shard_map(
+        lambda *operands: ring.attend(this_ring, *operands)[0],
+        mesh=mesh,
+        in_specs=(spec,) * 5,
+        out_specs=spec,
+        check_vma=False,
+    )
+    tokens = np.arange(ring_size * length, dtype=np.int32)
+    order = layout.permute(tokens, layout.Striped(), ring_size, 0)
+    visible = masks.causal()(order, ring_size * length)
+    visible = masks.Visible(*(jnp.asarray(bound) for bound in visible))
+    policy = jax.checkpoint_policies.save_only_these_names(
+        "attention_out", "attention_lse"
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, weight):
+        return attend(x * weight, x + weight, x - weight, *visible), None
+
+    def loss(x, weights):
+        out, _ = jax.lax.scan(layer, x, weights)
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    sharding = NamedSharding(mesh, spec)
+    x = array(1, ring_size * length, 2, 128, dtype=dtype, sharding=sharding)
+    weights = array(2, 128, dtype=dtype)
+    return compile_for(mesh, jax.grad(loss), x, weights).as_text()
+
+
+def schedule(program: str, kernel: str) -> str:
+    """The scheduled order in the computation that holds a kernel.
+
+    s and d: a transfer is started, and is done. K: the kernel. X: another one.
+    """
+    letters = {"collective-permute-start": "s", "collective-permute-done": "d"}
+    operation = (
+        r"= .*? (collective-permute-start|collective-permute-done|custom-call)\("
+    )
+    for computation in program.split("\n\n"):
+        if kernel not in computation:
+            continue
+        found = ""
+        for line in computation.splitlines():
+            match = re.search(operation, line)
+            if match is None or (match[1] == "custom-call" and "flash_" not in line):
+                continue
+            found += letters.get(match[1]) or ("K" if kernel in line else "X")
+        return found
+    raise AssertionError(f"there is no {kernel} in the program")
+
+
+def hidden_forward(ring_size: int) -> str:
+    """Keys and values leave before the kernel of a hop, and arrive after it."""
+    return "ssKdd" * (ring_size - 1) + "K"
+
+
+def hidden_backward(ring_size: int) -> str:
+    """As forward, with dk and dv one hop behind, and one hop that nothing hides."""
+    return "ssKdd" + "ssssKdddd" * (ring_size - 2) + "ssKdd" + "ssdd"
+
+
+def assert_transfers_are_hidden(program: str, ring_size: int) -> None:
+    assert schedule(program, "flash_forward") == hidden_forward(ring_size)
+    assert schedule(program, "flash_backward") == hidden_backward(ring_size)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_transfer_hides_behind_the_kernel_of_its_hop(chip):
+    """And the layer's backward does not run the forward ring again."""
+    assert_transfers_are_hidden(compiled_layers(chip, 4, 1024, jnp.bfloat16), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("ring_size", [4, 8, 16])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_transfers_are_hidden_at_any_length_in_any_ring(chip, ring_size, length):
+    program = compiled_layers(chip, ring_size, length, jnp.bfloat16)
+    assert_transfers_are_hidden(program, ring_size)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_v3_computes_in_float32(direction):
+    assert f"flash_{direction}" in Step("v3", direction, 1024).compile()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("chip", ["v3", *CHIPS])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_any_length_compiles_for_every_chip(dtype, chip, length, direction):
+    step = Step(chip, direction, length, dtype=dtype)
+    assert f"flash_{direction}" in step.compile()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 8, "kv_heads": 1},
+        {"heads": 32, "kv_heads": 1},
+        {"heads": 6, "kv_heads": 2},
+        {"head_dim": 64},
+        {"head_dim": 100},
+        {"head_dim": 256},
+        {"length": 1},
+        {"length": 4093},
+    ],
+    ids=str,
+)
+def test_any_shape_compiles_for_every_chip(shape, chip, direction):
+    step = Step(**{"chip": chip, "direction": direction, "length": 2048} | shape)
+    assert f"flash_{direction}" in step.compile()
