@@ -1,0 +1,137 @@
+import pytest
+
+from tools.bundles import Body, Span, bodies, read_schedule, tile_body
+
+UTILIZATION = """== CAPACTIY:
+MXU, XLU, VALU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL
+    4     3     4     3     3     1     1
+== UTILIZATION:
+"""
+
+
+def make_texts(*bundles):
+    """The two texts of a schedule, of (label, loops, instructions, MXU slots)."""
+    lines, rows = ["= control target key start", "LB: loop body", "= end", ""], []
+    for place, (label, depth, instructions, mxu) in enumerate(bundles):
+        address = f"{place:#x}" if place else "0"
+        lines.append(
+            f"{address:>6} {label + ':' if label else '  :'} {'>' * depth} "
+            f"{{ {instructions} }}"
+        )
+        rows.append(f"{mxu} 0 {place} 3 1 4 2")
+    return "\n".join(lines), UTILIZATION + "\n".join(rows) + "\n"
+
+
+def read(*bundles):
+    return read_schedule(*make_texts(*bundles))
+
+
+def branch(target):
+    return f"%7 = sbr.rel (%p3) target = $region{target}"
+
+
+def test_regions_lie_between_branches_and_labels():
+    schedule = read(
+        ("", 0, "%s1 = smov 0", 0),
+        ("LB", 1, "%2 = sld } /* Start region 2", 0),
+        ("", 1, f"{branch(4)} ;; %s3 = sadd", 0),
+        ("", 1, "%4 = vmatmul", 3),
+        ("", 1, "%5 = vmatmul", 4),
+        ("PF", 1, "%6 = vpop } /* Start/End empty region 4 :: Start region 5", 0),
+        ("", 1, branch(2), 0),
+        ("", 0, "%8 = sfence", 0),
+    )
+    found = [(r.begin, r.end, r.depth, r.used["MXU"]) for r in schedule.regions]
+    assert found == [
+        (0, 1, 0, 0),
+        (1, 2, 1, 0),
+        (2, 5, 1, 7),
+        (5, 6, 1, 0),
+        (6, 8, 1, 0),
+    ]
+    assert [region.inside for region in schedule.regions] == [
+        Span(0, 8),
+        Span(1, 6),
+        Span(2, 5),
+        Span(1, 6),
+        Span(0, 8),
+    ]
+    units = "MXU", "XLU", "VALU", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL"
+    used = dict(zip(units, (7, 0, 9, 9, 3, 12, 6), strict=True))
+    assert schedule.regions[2].used == used
+    assert schedule.slots == dict(zip(units, (4, 3, 4, 3, 3, 1, 1), strict=True))
+    body = tile_body(schedule)
+    assert body == Body(3, used, 7 / 4)
+    assert (body.mxu_share, body.spills) == (7 / 12, 9)
+
+
+def test_loop_split_by_a_small_branch_is_one_body():
+    schedule = read(
+        ("LB", 2, "} /* Start region 1", 2),
+        ("", 2, branch(2), 0),
+        ("", 2, "%1 = dma.hbm_to_vmem", 0),
+        ("PF", 2, "} /* Start/End empty region 2", 5),
+        ("", 2, branch(3), 0),
+        ("", 2, "%2 = vst", 0),
+        ("PF", 2, "} /* Start/End empty region 3", 0),
+        ("", 2, branch(1), 0),
+    )
+    # The stretch after the last product is not on the way from product to product.
+    assert [(body.bundles, body.used["MXU"]) for body in bodies(schedule)] == [(4, 7)]
+
+
+def test_full_tile_is_the_plainest_body_with_the_most_work():
+    schedule = read(
+        ("LB", 1, "} /* Start region 1", 0),
+        ("", 1, branch(2), 8),  # a part of a tile, with the least vector work
+        ("PF", 1, f"{branch(3)} }} /* Start/End empty region 2", 40),  # a full tile
+        ("", 1, "%1 = vpop", 0),
+        ("", 1, "%2 = vpop", 0),
+        ("PF", 1, f"{branch(4)} }} /* Start/End empty region 3", 41),  # a masked tile
+        ("", 1, "%3 = vsel", 0),
+        ("PF", 1, "} /* Start/End empty region 4", 0),
+        ("", 1, branch(1), 0),
+    )
+    found = [(body.bundles, body.used["VALU"]) for body in bodies(schedule)]
+    assert found == [(1, 1), (3, 2 + 3 + 4), (2, 5 + 6)]
+    assert tile_body(schedule).used["MXU"] == 40
+
+
+def test_inner_loops_with_work_are_bodies_of_their_own():
+    schedule = read(
+        ("LB", 1, "} /* Start region 1", 4),
+        ("LB", 2, "} /* Start region 2", 40),
+        ("", 2, branch(2), 0),
+        ("", 1, branch(1), 0),
+    )
+    assert [(body.bundles, body.used["MXU"]) for body in bodies(schedule)] == [
+        (1, 4),
+        (1, 40),
+    ]
+
+
+def test_branch_to_a_region_that_is_not_marked_only_cuts():
+    schedule = read(("", 0, "%1 = vpop", 1), ("", 0, branch(9), 0), ("", 0, "", 2))
+    assert [region.bundles for region in schedule.regions] == [1, 2]
+    assert {region.inside for region in schedule.regions} == {Span(0, 3)}
+
+
+def test_comments_may_run_over_lines():
+    schedule = read(
+        ("", 0, branch(3), 1),
+        ("", 0, "%1 = vadd /* window\nsecond_minor_factor: 1 */", 1),
+        ("", 0, "} /* window\nmajor_factor: 2 */ } /* Start region 3", 0),
+    )
+    assert [region.bundles for region in schedule.regions] == [2, 1]
+
+
+def test_texts_that_do_not_fit_are_refused():
+    bundles, utilization = make_texts(("", 0, "%1 = vadd", 0), ("", 0, "%2 = vadd", 0))
+    with pytest.raises(ValueError, match="2 bundles, but utilization of 1"):
+        read_schedule(bundles, utilization.removesuffix("0 0 1 3 1 4 2\n"))
+    with pytest.raises(ValueError, match=r"do not have columns \['MXU', 'XLU'"):
+        read_schedule(bundles, utilization.replace("1 3 1 4 2", "1 3 1 4 2 0"))
+    with pytest.raises(ValueError, match="no table of utilization"):
+        read_schedule(bundles, "")
+    with pytest.raises(ValueError, match="no work for the MXU"):
+        tile_body(read(("", 0, "%1 = vadd", 0)))

@@ -1,0 +1,78 @@
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tools.topology import PODS, compile_for, described
+
+
+@pytest.mark.parametrize(
+    ("chip", "devices", "shape"),
+    [
+        ("v3", 512, (16, 16)),
+        ("v4", 1, (2, 2, 1)),
+        ("v4", 512, (8, 8, 8)),
+        ("v4", 513, (8, 8, 16)),
+        ("v5p", 32, (2, 4, 4)),
+        ("v5e", 5, (2, 4)),
+        ("v6e", 256, (16, 16)),
+    ],
+)
+def test_smallest_topology_that_is_large_enough(chip, devices, shape):
+    assert PODS[chip].grow(devices) == shape
+
+
+@pytest.mark.parametrize(
+    ("topology", "count", "kind", "cores"),
+    [
+        ("v3", 8, "TPU v3", 1),
+        ("v4", 4, "TPU v4", 2),
+        ("v5e", 4, "TPU v5 lite", 1),
+        ("v5p", 4, "TPU v5", 2),
+        ("v6e", 4, "TPU v6 lite", 1),
+        ("v4:8x8x16", 1024, "TPU v4", 2),
+        ("v6e:2x4", 8, "TPU v6 lite", 1),
+    ],
+)
+def test_described_devices_are_of_the_chip(topology, count, kind, cores):
+    found = described(topology)
+    assert len(found) == count
+    assert {(d.platform, d.device_kind, d.num_cores) for d in found} == {
+        ("tpu", kind, cores)
+    }
+
+
+def test_what_cannot_be_described_is_refused():
+    with pytest.raises(ValueError, match="chip 'v9' .* not one of v3, v4, v5e, v5p"):
+        described("v9:2x2")
+    with pytest.raises(ValueError, match="257 devices, but the pod has 256"):
+        described("v5e", 257)
+    with pytest.raises(ValueError, match="v4:2x2x1 has 4 devices, fewer than"):
+        described("v4:2x2x1", 8)
+    with pytest.raises(ValueError, match="libtpu refuses v5e:3x3"):
+        described("v5e:3x3")
+
+
+def test_missing_compiler_is_named_with_its_requirements(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(ModuleNotFoundError, match=r"libtpu.*requirements-dev\.txt"):
+        described("v5e")
+
+
+def test_function_is_compiled_for_all_devices_of_the_mesh():
+    mesh = Mesh(np.array(described("v5e")), ("ring",))
+    rows = NamedSharding(mesh, PartitionSpec("ring"))
+    x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=rows)
+    weight = jax.ShapeDtypeStruct((128,), jnp.float32)  # replicated
+
+    def total(parts):
+        return (parts["x"] * parts["weight"]).sum()
+
+    for function in (total, jax.jit(total, donate_argnums=0)):
+        compiled = compile_for(mesh, function, {"x": x, "weight": weight})
+        assert "all-reduce" in compiled.as_text()
+        # One device holds one row and the weight, each in a tile of 1 x 128.
+        assert compiled.memory_analysis().argument_size_in_bytes == 2 * 128 * 4

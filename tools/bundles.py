@@ -1,0 +1,214 @@
+"""What the TPU's compiler made of a kernel: its static schedule, region by region.
+
+The schedule is a list of bundles, instructions that start together, one bundle a cycle
+unless something stalls. The compiler writes it as text, and for every bundle how many
+slots of each unit it fills. VLOAD includes FILL and VSTORE includes SPILL: registers
+that did not fit and went to VMEM and back.
+
+Branches and the places they lead to cut the schedule into regions.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+DUMP_FLAGS = (
+    "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+    "--xla_jf_emit_annotations=true --xla_jf_dump_llo_pass_label_regex=^final_.*"
+)
+"""For LIBTPU_INIT_ARGS, before JAX is imported. The dump of all the compiler's passes
+would take hundreds of MB a kernel, and 20 times as long as compiling it."""
+
+# "  0x1c LB: >> { %1 = sst ... }": address, label, depth in loops, instructions.
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *:([ >]*)\{", re.MULTILINE)
+_BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
+_TARGET = re.compile(r"\bStart(?:/End empty)? region (\d+)")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bundles [begin, end): the body of a loop, or what a branch skips."""
+
+    begin: int
+    end: int
+
+    @property
+    def bundles(self) -> int:
+        return self.end - self.begin
+
+    def holds(self, other: "Span") -> bool:
+        return self.begin <= other.begin and other.end <= self.end
+
+
+@dataclass(frozen=True)
+class Region(Span):
+    """Bundles from a branch or a label to the next one.
+
+    depth: loops around it; the outermost is the one over the kernel's grid.
+    inside: the smallest loop or skipped stretch that holds it.
+    used: slots by unit, of all its bundles.
+    """
+
+    depth: int
+    inside: Span
+    used: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Regions of a kernel, in order; slots: of one bundle, by unit."""
+
+    regions: tuple[Region, ...]
+    slots: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Body:
+    """What runs once for one tile.
+
+    bundles: of the path through it, and so the cycles of a tile before any stalls.
+    used: slots by unit.
+    mxu_bound: bundles that the MXU slots would fill by themselves.
+    """
+
+    bundles: int
+    used: dict[str, int]
+    mxu_bound: float
+
+    @property
+    def mxu_share(self) -> float:
+        return self.mxu_bound / self.bundles
+
+    @property
+    def spills(self) -> int:
+        """Registers written to VMEM and registers read back."""
+        return self.used["VSTORE:SPILL"] + self.used["VLOAD:FILL"]
+
+
+def read_schedule(bundles_text: str, utilization_text: str) -> Schedule:
+    """The schedule in the files `*-final_bundles.txt` and
+    `*-final_hlo-static-per-bundle-utilization.txt` of a kernel.
+
+    Raises:
+      ValueError: they do not fit together, or are in some other format.
+    """
+    rows, slots = _read_utilization(utilization_text)
+    bundles = list(_read_bundles(bundles_text))
+    if len(bundles) != len(rows):
+        raise ValueError(f"{len(bundles)} bundles, but utilization of {len(rows)}")
+    edges, spans = _read_branches(bundles)
+    regions = []
+    for begin, end in itertools.pairwise(sorted(edges)):
+        span = Span(begin, end)
+        used = (sum(column) for column in zip(*rows[begin:end], strict=True))
+        regions.append(
+            Region(
+                begin,
+                end,
+                depth=bundles[begin][1],
+                inside=min(
+                    (outer for outer in spans if outer.holds(span)),
+                    key=lambda outer: outer.bundles,
+                ),
+                used=dict(zip(slots, used, strict=True)),
+            )
+        )
+    return Schedule(tuple(regions), slots)
+
+
+def _read_utilization(text: str) -> tuple[list[list[int]], dict[str, int]]:
+    """Slots used by each bundle, and slots that there are."""
+    head, _, table = text.partition("== UTILIZATION:\n")
+    lines = head.splitlines()
+    if len(lines) != 3:
+        raise ValueError(f"no table of utilization: it begins {text[:80]!r}")
+    capacity = map(int, lines[2].split())
+    slots = dict(zip(lines[1].split(", "), capacity, strict=True))
+    rows = [[int(count) for count in row.split()] for row in table.splitlines() if row]
+    if any(len(row) != len(slots) for row in rows):
+        raise ValueError(f"rows of the utilization do not have columns {list(slots)}")
+    return rows, slots
+
+
+def _read_bundles(text: str) -> Iterator[tuple[str | None, int, str]]:
+    """Label, depth and text of every bundle; comments may run over several lines."""
+    starts = list(_BUNDLE.finditer(text))
+    ends = [match.start() for match in starts[1:]] + [len(text)]
+    for match, end in zip(starts, ends, strict=True):
+        yield match[1], match[2].count(">"), text[match.end() : end]
+
+
+def _read_branches(
+    bundles: Sequence[tuple[str | None, int, str]],
+) -> tuple[set[int], set[Span]]:
+    """Where regions begin or end, and the loops and the stretches that are skipped.
+
+    A loop ends before the branch that closes it: that and its delay slots, up to five
+    bundles, count as a region of their own. A few branches, outside of loops, lead to a
+    region that is not marked: of these, only where they are counts.
+    """
+    edges, spans = {0, len(bundles)}, {Span(0, len(bundles))}
+    targets = {
+        region: place
+        for place, (_, _, text) in enumerate(bundles)
+        for region in _TARGET.findall(text)
+    }
+    for place, (label, _, text) in enumerate(bundles):
+        if label:
+            edges.add(place)
+        for region in _BRANCH.findall(text):
+            target = targets.get(region, place)
+            edges |= {place, target}
+            spans.add(Span(*sorted((place, target))))
+    return edges, spans
+
+
+def bodies(schedule: Schedule) -> list[Body]:
+    """The bodies of tiles: each loop or skipped stretch with work for the MXU.
+
+    Of such a one, from the first region with MXU work to the last one. Stretches
+    skipped on the way count if they have none (they start a copy), and are the body of
+    some other tile if they have.
+    """
+    found = []
+    working = [region for region in schedule.regions if region.used["MXU"]]
+    for span in sorted({region.inside for region in working}, key=lambda s: s.begin):
+        own = [region for region in working if region.inside == span]
+        other = [
+            region.inside
+            for region in working
+            if span.holds(region.inside) and region.inside != span
+        ]
+        path = [
+            region
+            for region in schedule.regions
+            if own[0].begin <= region.begin <= own[-1].begin
+            and not any(inner.holds(region) for inner in other)
+        ]
+        used = {
+            unit: sum(region.used[unit] for region in path) for unit in schedule.slots
+        }
+        bundles = sum(region.bundles for region in path)
+        found.append(Body(bundles, used, used["MXU"] / schedule.slots["MXU"]))
+    return found
+
+
+def tile_body(schedule: Schedule) -> Body:
+    """The body for a full tile: of those with the most MXU work, the plainest.
+
+    Two bodies with the same products differ a little in their MXU slots, so three
+    quarters of the most are as good as the most. Bodies that hide scores or look for
+    their maximum have more work for the vector unit beside that for the MXU.
+
+    Raises:
+      ValueError: the kernel has no work for the MXU.
+    """
+    found = bodies(schedule)
+    if not found:
+        raise ValueError("the kernel has no work for the MXU, so no body of a tile")
+    most = max(body.mxu_bound for body in found)
+    return min(
+        (body for body in found if body.mxu_bound >= 0.75 * most),
+        key=lambda body: body.used["VALU"] / body.used["MXU"],
+    )

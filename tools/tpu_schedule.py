@@ -1,0 +1,385 @@
+"""Cycles of a tile on a TPU, read from the compiler's schedule: needs no TPU.
+
+    python tools/tpu_schedule.py
+    python tools/tpu_schedule.py --chips v4 v5e v5p v6e --output schedules.json
+    python tools/tpu_schedule.py --direction backward --kernels ours --regions 200
+
+Compiles our Pallas kernel and JAX's splash attention for described chips, finds the
+body of one full tile in their static schedules, and counts its bundles: its cycles,
+unless something stalls. The count is exact and the same in every run. Of a tile whose
+parts are computed in a loop it shows one turn: mxu_bound is then as much too small. The
+branch that ends a body, and up to four bundles in its delay slots, are not counted.
+
+No chip is faster than its peak, which schedules do not know: they may issue products up
+to an eighth faster. At the peak (of a v5e: 197 TFLOP/s, 4 MXUs x 128 x 128 at 1.5 GHz)
+the two products of 1024 x 1024 x 128 take a v4, v5e or v5p 4096 cycles, and backward's
+five 10240.
+
+Splash is compiled with each --masks: it applies a causal mask in every tile, which our
+full tiles do not need, and a full one in none. Its own tile may differ from ours: its
+counts are of as many bodies as make up the area of the tile that was asked for.
+
+The output is a JSON list of rows. Keys: the fields of `Environment` in `bench_rows.py`
+(device_kind: of the described chip) and of `Tile` and `Splash` in `tile_program.py`
+(the latter with "splash_" before it, null in our rows), and
+
+- kernel, ours or splash, and libtpu, the compiler's version;
+- bodies, how many were counted, and bundles, of all of them;
+- kernels, the names and the bundles of what they are the sum of;
+- mxu_bound, the bundles that the MXU's work would fill by itself, and mxu_share;
+- used_mxu, used_xlu ...: slots of each unit that are used, VLOAD with its fills and
+  VSTORE with its spills, and slots_mxu ...: those that a bundle has;
+- vmem_bytes, spilled registers included, of the kernel that takes the most.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+
+from kernels.block_sizes import TpuBlocks
+from tools.bench_rows import ROOT, Environment, check_output, make_row, write_rows
+from tools.bundles import DUMP_FLAGS, Schedule, bodies, read_schedule, tile_body
+from tools.tile_program import Compiled, Splash, Tile, Way, write_request
+from tools.topology import ENVIRONMENT, PODS
+
+PROGRAM = ROOT / "tools" / "tile_program.py"
+
+SHAPES = (
+    (512, 512, 256),
+    (512, 512, 512),
+    (512, 1024, 256),
+    (512, 1024, 512),
+    (512, 1024, 1024),
+    (1024, 1024, 256),
+    (1024, 1024, 512),
+    (1024, 1024, 1024),
+)
+"""Tiles of splash attention to choose from: block_q, block_k, compute_k."""
+
+Shape = tuple[int, int, int]
+
+BEST: dict[str, dict[tuple[str, str, bool], Shape]] = {
+    "forward": {
+        ("v4", "causal", False): (512, 512, 512),
+        ("v5e", "causal", False): (512, 1024, 512),
+        ("v5p", "causal", False): (1024, 1024, 256),
+        ("v6e", "causal", False): (1024, 1024, 512),
+        ("v4", "full", False): (1024, 1024, 256),
+        ("v5e", "full", False): (1024, 1024, 1024),
+        ("v5p", "full", False): (512, 1024, 1024),
+        ("v6e", "full", False): (1024, 1024, 256),
+    },
+    "backward": {
+        ("v4", "causal", False): (1024, 1024, 512),
+        ("v5e", "causal", False): (1024, 1024, 256),
+        ("v5p", "causal", False): (512, 1024, 1024),
+        ("v6e", "causal", False): (1024, 1024, 1024),
+        ("v4", "full", False): (512, 1024, 512),
+        ("v5e", "full", False): (1024, 1024, 256),
+        ("v5p", "full", False): (1024, 1024, 256),
+        ("v6e", "full", False): (1024, 1024, 1024),
+        ("v4", "causal", True): (512, 1024, 256),
+        ("v5e", "causal", True): (1024, 1024, 512),
+        ("v5p", "causal", True): (1024, 1024, 1024),
+        ("v6e", "causal", True): (1024, 1024, 1024),
+        ("v4", "full", True): (512, 1024, 256),
+        ("v5e", "full", True): (1024, 1024, 512),
+        ("v5p", "full", True): (1024, 1024, 512),
+        ("v6e", "full", True): (1024, 1024, 512),
+    },
+}
+"""By chip, mask and is_fused, the one of `SHAPES` with the fewest bundles for 1024 x
+1024 x 128 in bfloat16, found with --splash all and libtpu 0.0.48.1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What one compilation showed; schedules: by kernel."""
+
+    tile: Tile
+    way: Way
+    compiled: Compiled
+    schedules: dict[str, Schedule]
+
+    @property
+    def bodies(self) -> float:
+        """How many make up the area of the tile that was asked for."""
+        own = self.way or self.tile
+        rows = own.stacked_rows if isinstance(own, TpuBlocks) else own.block_q
+        return self.tile.block_q * self.tile.block_k / (rows * own.block_k)
+
+    def row(self) -> dict[str, Any]:
+        """The measurement without its environment."""
+        found = {name: tile_body(read) for name, read in self.schedules.items()}
+        slots = next(iter(self.schedules.values())).slots
+        count = {name: self.bodies * body.bundles for name, body in found.items()}
+        bundles = sum(count.values())
+        bound = self.bodies * sum(body.mxu_bound for body in found.values())
+        splash = self.way if isinstance(self.way, Splash) else None
+        fields = [field.name for field in dataclasses.fields(Splash)]
+        return make_row(
+            {"kernel": "splash" if splash else "ours"},
+            self.tile,
+            {f"splash_{name}": getattr(splash, name, None) for name in fields},
+            {"libtpu": self.compiled.libtpu, "bodies": self.bodies, "bundles": bundles},
+            {"kernels": " + ".join(f"{name} {n:g}" for name, n in count.items())},
+            {"mxu_bound": bound, "mxu_share": bound / bundles},
+            {
+                f"used_{_key(unit)}": self.bodies
+                * sum(body.used[unit] for body in found.values())
+                for unit in slots
+            },
+            {f"slots_{_key(unit)}": slots[unit] for unit in slots},
+            {"vmem_bytes": max(self.compiled.vmem_bytes.values())},
+        )
+
+
+def _key(unit: str) -> str:
+    return unit.lower().replace(":", "_")
+
+
+def measure(tile: Tile, way: Way) -> Measurement:
+    """Compiles splash attention, or our kernel, in a process of its own.
+
+    Raises:
+      ValueError: it does not compile, or without the kernels that it should have.
+    """
+    with tempfile.TemporaryDirectory(prefix="tpu_schedule_") as folder:
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
+        }
+        done = subprocess.run(
+            [sys.executable, PROGRAM, write_request(tile, way)],
+            env=os.environ | ENVIRONMENT | environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise ValueError(f"{way or tile} does not compile: {_reason(done)}")
+        compiled = Compiled(**json.loads(done.stdout))
+        schedules = {
+            kernel: read_dump(Path(folder), kernel) for kernel in compiled.vmem_bytes
+        }
+    return Measurement(tile, way, compiled, schedules)
+
+
+def _reason(done: subprocess.CompletedProcess) -> str:
+    """The error at the end of a Python process, less JAX's note on its traceback."""
+    text = done.stderr.split("\n-----")[0]
+    errors = re.findall(r"^[\w.]+: ", text, re.MULTILINE)
+    return text[text.rindex(errors[-1]) :].strip() if errors else text[-500:]
+
+
+def read_dump(folder: Path, kernel: str) -> Schedule:
+    """The schedule of a kernel, from what the compiler dumped.
+
+    Raises:
+      ValueError: there is not exactly one kernel of that name.
+    """
+    name = re.compile(rf"(\d+-{re.escape(kernel)}(\.\d+)?)-\d+-final_bundles\.txt")
+    found = [match for path in folder.iterdir() if (match := name.match(path.name))]
+    if len(found) != 1:
+        raise ValueError(f"the compiler dumped {len(found)} kernels {kernel!r}, not 1")
+    (used,) = folder.glob(f"{found[0][1]}-*-final_hlo-static-per-bundle-*.txt")
+    return read_schedule((folder / found[0][0]).read_text(), used.read_text())
+
+
+def splash_shapes(tile: Tile, chosen: str, key: tuple[str, str, bool]) -> list[Shape]:
+    """The tiles of splash attention to compile, none larger than the tile asked for.
+
+    chosen: "all", or "best" for the one in `BEST`.
+    key: chip, mask, and whether one backward kernel does it all.
+    """
+    shapes = SHAPES if chosen == "all" else [BEST[tile.direction].get(key, SHAPES[4])]
+    limits = tile.block_q, tile.block_k, tile.block_k
+    return sorted({tuple(map(min, shape, limits)) for shape in shapes})
+
+
+def list_splashes(tile: Tile, masks: Sequence[str], chosen: str) -> list[Splash]:
+    """The ways of running splash attention that a tile is compared with."""
+    return [
+        Splash(mask, is_fused, *shape)
+        for mask in masks
+        for is_fused in ([False] if tile.direction == "forward" else [False, True])
+        for shape in splash_shapes(tile, chosen, (tile.chip, mask, is_fused))
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text."""
+    units = [name.removeprefix("slots_") for name in rows[0] if "slots_" in name]
+    titles = "bundles", "MXU bound", "MXU", "spills", "VMEM MiB"
+    lines = [
+        f"{'chip':5}{'kernel':28}{'tile':16}"
+        + "".join(f"{title:>10}" for title in titles)
+        + "  "
+        + " ".join(f"{unit.split('_')[-1]:>5}" for unit in units)
+    ]
+    for row in rows:
+        spills = row["used_vload_fill"] + row["used_vstore_spill"]
+        use = (
+            row[f"used_{unit}"] / row[f"slots_{unit}"] / row["bundles"]
+            for unit in units
+        )
+        lines.append(
+            f"{row['chip']:5}{_name(row):28}{_shape(row):16}{row['bundles']:10.0f}"
+            f"{row['mxu_bound']:10.0f}{row['mxu_share']:10.1%}{spills:10.0f}"
+            f"{row['vmem_bytes'] / 2**20:10.1f}  "
+            + " ".join(f"{share:5.0%}" for share in use)
+        )
+    lines.append(
+        "last columns: slots of each unit that are used; spills: stores and fills"
+    )
+    return "\n".join(lines)
+
+
+def _name(row: dict[str, Any]) -> str:
+    if row["kernel"] == "ours":
+        return "ours"
+    kernels = {"forward": "", "backward": ", two kernels"}[row["direction"]]
+    return (
+        f"splash {row['splash_mask']}{', fused' if row['splash_is_fused'] else kernels}"
+    )
+
+
+def _shape(row: dict[str, Any]) -> str:
+    if row["kernel"] == "ours":
+        return f"{row['block_q']} x {row['block_k']}"
+    names = "block_q", "block_k", "compute_k"
+    return " x ".join(str(row[f"splash_{name}"]) for name in names)
+
+
+def region_lines(measured: Measurement, fewest: int) -> list[str]:
+    """The regions of at least so many bundles, and the bodies of tiles, as text."""
+    lines = []
+    for kernel, schedule in measured.schedules.items():
+        lines.append(f"{measured.tile.chip} {kernel}, {measured.way or 'ours'}")
+        for region in schedule.regions:
+            if region.bundles >= fewest:
+                used = ", ".join(f"{name} {n}" for name, n in region.used.items())
+                lines.append(
+                    f"  {region.begin:#7x} to {region.end:#7x}: {region.bundles:6} "
+                    f"bundles, {region.depth} loops; {used}"
+                )
+        chosen = tile_body(schedule)
+        lines += [
+            f"  body of a tile{' (full)' if body == chosen else ''}: {body.bundles} "
+            f"bundles, MXU bound {body.mxu_bound:.0f}, {body.spills} spills"
+            for body in bodies(schedule)
+        ]
+    return lines
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = functools.partial(parser.add_argument, help="default: %(default)s")
+    add("--chips", nargs="+", default=["v5e"], choices=tuple(PODS))
+    add("--direction", default="forward", choices=("forward", "backward"))
+    add("--kernels", nargs="+", default=["ours", "splash"], choices=("ours", "splash"))
+    add("--masks", nargs="+", default=["causal", "full"], choices=("causal", "full"))
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    sizes = {
+        "block-q": (1024, "query rows of the tile, those of a group stacked"),
+        "block-k": (1024, "key slots of the tile"),
+        "head-dim": (128, "size of a head"),
+        "group": (1, "query heads of a key/value head"),
+        "length": (4096, "tokens"),
+    }
+    for name, (default, text) in sizes.items():
+        text += f" (default: {default})"
+        parser.add_argument(f"--{name}", default=default, type=_positive, help=text)
+    parser.add_argument(
+        "--splash",
+        default="best",
+        choices=("best", "all"),
+        help="of its own tiles: the best one known, or every one (default: best)",
+    )
+    parser.add_argument(
+        "--regions", type=_positive, help="list regions of at least so many bundles"
+    )
+    parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
+    return parser.parse_args(arguments)
+
+
+def _tiles(chosen: argparse.Namespace) -> list[Tile]:
+    sizes = chosen.block_q, chosen.block_k, chosen.head_dim, chosen.dtype
+    return [
+        Tile(chip, chosen.direction, *sizes, chosen.group, chosen.length)
+        for chip in chosen.chips
+    ]
+
+
+def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:
+    """Measures all that was chosen: what compiled, and what went wrong elsewhere."""
+    measured, failures = [], []
+    for tile in _tiles(chosen):
+        ways: list[Way] = [None] if "ours" in chosen.kernels else []
+        if "splash" in chosen.kernels:
+            ways += list_splashes(tile, chosen.masks, chosen.splash)
+        for way in ways:
+            try:
+                measured.append(measure(tile, way))
+            except ValueError as error:
+                failures.append(str(error))
+    return measured, failures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 1 if anything failed, else 0."""
+    chosen = _arguments(arguments)
+    try:
+        if chosen.output:
+            check_output(chosen.output)
+        jax.config.update("jax_platforms", "cpu")  # look for no TPU
+        environment = Environment.of(jax.devices())
+        measured, failures = run(chosen)
+        rows = [
+            make_row(
+                dataclasses.replace(
+                    environment, device_kind=each.compiled.device_kind, device_count=1
+                ),
+                each.row(),
+            )
+            for each in measured
+        ]
+        if chosen.output:
+            write_rows(chosen.output, rows)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if chosen.regions:
+        for each in measured:
+            print("\n".join(region_lines(each, chosen.regions)))
+    if rows:
+        print(table(rows))
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
