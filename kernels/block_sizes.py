@@ -86,17 +86,17 @@ class TpuBlocks:
 # Chosen with tools/tune_block_sizes.py and libtpu 0.0.48.1: the fewest bundles, cycles
 # of the compiler's schedule, for 1024 x 1024 scores, a head size of 128 and bfloat16.
 TPU_FORWARD = {
-    "v3": TpuBlocks(512, 512, 256, 256, 0, 0),
+    "v3": TpuBlocks(512, 512, 512, 128, 1, 2),
     "v4": TpuBlocks(1024, 1024, 512, 256, 0, 0),
-    "v5e": TpuBlocks(1024, 1024, 1024, 128, 2, 1),
-    "v5p": TpuBlocks(1024, 1024, 1024, 256, 2, 1),
+    "v5e": TpuBlocks(1024, 1024, 512, 128, 1, 2),
+    "v5p": TpuBlocks(1024, 1024, 1024, 128, 2, 2),
     "v6e": TpuBlocks(1024, 1024, 512, 256, 2, 1),
 }
 
 TPU_BACKWARD = {
     "v3": TpuBlocks(512, 512, 256, 512, 0, 0),
-    "v4": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
-    "v5e": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
-    "v5p": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
-    "v6e": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
+    "v4": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
+    "v5e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
+    "v5p": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
+    "v6e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -68,7 +69,7 @@ def forward(
         _flat(key_ranges(start, stop, tiling.block_q, tiling.block_k)),
         *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
         _row_bounds(tiling, start, stop),
-        tiling.split_queries(_operand(_scaled(q, scale), chip)),
+        tiling.split_queries(_operand(q, chip)),
         *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
         _split_carry(tiling, chip, carry),
     )
@@ -79,6 +80,7 @@ def forward(
         blocks.behind,
         blocks.exact_rows,
         blocks.live_columns,
+        scale * LOG2_E,
         _precision(q.dtype),
     )
     out, lse = forward_kernel.forward_call(
@@ -116,25 +118,26 @@ def backward(
     blocks = launch.blocks or _blocks(TPU_BACKWARD, chip, q)
     tiling, blocks = _cut(blocks, chip, q, k, start, block_sizes)
     start, stop = (_extended(tiling, bound) for bound in (start, stop))
-    # Rows that see nothing get an lse that no exponential survives.
-    lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E)
+    # Weights come out times the scale, which dq and dk then need no more. Its sign goes
+    # with the keys. Rows that see nothing get an lse that no weight survives.
+    sign, magnitude = np.sign(scale).astype(k.dtype), abs(scale) or 1.0
+    lse = lse * LOG2_E - math.log2(magnitude)
+    lse = jnp.where(lse == -jnp.inf, -NOTHING, lse)
     rows = (tiling.split_rows(x) for x in (lse, delta))
     operands = backward_kernel.Operands(
         _flat(query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])),
         *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
-        *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
-        tiling.split_queries(_operand(_scaled(q, scale), chip)),
-        tiling.split_queries(_operand(d_out, chip)),
+        *(tiling.split_keys(_operand(x, chip)) for x in (k * sign, v)),
+        *(tiling.split_queries(_operand(x, chip)) for x in (q, d_out)),
         jnp.stack(tuple(rows), 3),
         jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2),
         tiling.split_queries(_padded(dq, chip)),
     )
     tile = backward_kernel.BackwardTile(
         blocks.rows,
-        blocks.ahead,
         blocks.exact_rows,
         blocks.live_columns,
-        scale,
+        magnitude * LOG2_E,
         _precision(q.dtype),
     )
     dq, dk, dv = backward_kernel.backward_call(
@@ -149,12 +152,7 @@ def backward(
     dk, dv = (
         tiling.join_keys(x.reshape(-1, *x.shape[2:]))[..., :depth] for x in (dk, dv)
     )
-    return dq, dk / LOG2_E, dv
-
-
-def _scaled(q: jax.Array, scale: float) -> jax.Array:
-    """Queries, rounded once to their own type, whose scores are exponents of 2."""
-    return (q.astype(jnp.float32) * (scale * LOG2_E)).astype(q.dtype)
+    return dq, dk * np.sign(scale), dv / magnitude
 
 
 def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:

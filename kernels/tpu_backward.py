@@ -38,15 +38,13 @@ class BackwardTile(NamedTuple):
     """How a program computes its tiles.
 
     rows: query rows of a sub-block of a full tile.
-    ahead: by how many sub-blocks products are issued before they are needed.
     exact_rows: query rows of a sub-block of a partial tile.
     live_columns: granule in which such a sub-block skips keys that no row sees.
-    scale: factor on the products of queries and keys.
+    scale: factor on the products of queries and keys, for exponents of 2.
     precision: of the matrix products.
     """
 
     rows: int
-    ahead: int
     exact_rows: int
     live_columns: int
     scale: float
@@ -60,9 +58,10 @@ class Operands(NamedTuple):
     first, last: least start and largest stop of each sub-block, (M * query tiles *
       sub-blocks,), in SMEM.
     keys, values: (M, key tiles, X, block_k, D).
-    q: (M, query tiles, X, R, D), scaled so that scores are exponents of 2.
-    d_out: like q.
-    rows: lse, in powers of 2, and delta: (M, query tiles, X, 2, R).
+    q, d_out: (M, query tiles, X, R, D).
+    rows: lse, in powers of 2, and delta: (M, query tiles, X, 2, R). A weight p = 2^(s -
+      lse) comes out larger by a factor if lse is smaller by its logarithm, and so do dq,
+      dk and dv.
     bounds: start and stop: int32 (M, query tiles, 2, R).
     dq: float32, like q, what is there already.
     """
@@ -111,8 +110,7 @@ def backward_call(
     dq of a head stays in VMEM if it takes no more than half of what the rest leaves.
 
     Returns:
-      dq, in the place of the operand, and dk and dv, float32, cut like the keys. dk is
-      that of the scaled q.
+      dq, in the place of the operand, and dk and dv, float32, cut like the keys.
     """
     m, tiles, heads, block_k, depth = operands.keys.shape
     query_tiles, rows = operands.q.shape[1], operands.q.shape[3]
@@ -128,7 +126,7 @@ def backward_call(
         scratch.q,
         scratch.d_out,
     )
-    held += (tile.ahead + 1) * tile.rows * block_k * 6  # scores and their gradients
+    held += tile.rows * block_k * 6  # scores and their gradients
     head_dq = pltpu.VMEM((query_tiles, rows, depth), jnp.float32)
     is_resident = vmem_bytes(head_dq) <= (vmem_limit(chip) - held) // 2
     if is_resident:
@@ -324,12 +322,8 @@ def _kernel(
 
 def full_tile(keys: Keys, queries: Queries, tile: BackwardTile) -> None:
     """Adds the gradients of a tile that all rows see."""
-    blocks = [pl.ds(r, tile.rows) for r in range(0, queries.q.shape[0], tile.rows)]
-    of_rows = functools.partial(Products.of, keys, queries, precision=tile.precision)
-    upcoming = [of_rows(rows) for rows in blocks[: tile.ahead]]
-    for number, rows in enumerate(blocks):
-        upcoming += [of_rows(rows) for rows in blocks[number + tile.ahead :][:1]]
-        _add_gradients(keys, queries, rows, upcoming.pop(0), None, tile)
+    for r in range(0, queries.q.shape[0], tile.rows):
+        _add_gradients(keys, queries, pl.ds(r, tile.rows), None, tile)
 
 
 def partial_tile(
@@ -355,47 +349,34 @@ def partial_tile(
 
         def narrowed(width: int) -> None:
             some = keys.at(pl.ds(begin, width))
-            products = Products.of(some, queries, rows, tile.precision)
-            _add_gradients(some, queries, rows, products, slot + begin, tile)
+            _add_gradients(some, queries, rows, slot + begin, tile)
 
         for live in range(1, block_k // granule + 1):
             pl.when(count == live)(functools.partial(narrowed, live * granule))
-
-
-class Products(NamedTuple):
-    """Scores, and d_out · values, of some keys and rows: (slots, rows) each."""
-
-    scores: jax.Array
-    dp: jax.Array
-
-    @classmethod
-    def of(
-        cls, keys: Keys, queries: Queries, rows: pl.Slice, precision: lax.Precision
-    ) -> "Products":
-        return cls(
-            dot(keys.keys[...], queries.q[rows, :], OUTER, precision),
-            dot(keys.values[...], queries.d_out[rows, :], OUTER, precision),
-        )
 
 
 def _add_gradients(
     keys: Keys,
     queries: Queries,
     rows: pl.Slice,
-    products: Products,
     slot: jax.Array | None,
     tile: BackwardTile,
 ) -> None:
-    """Adds what some rows and keys contribute, masked if their first slot is given."""
+    """Adds what some rows and keys contribute, masked if their first slot is given.
+
+    Each product is issued once its operands are there: issued any earlier, more of
+    them wait in registers and spill.
+    """
     product = functools.partial(dot, precision=tile.precision)
     q, d_out = queries.q[rows, :], queries.d_out[rows, :]
     lse, delta = (queries.rows[pl.ds(n, 1), rows] for n in range(2))
-    p = jnp.exp2(products.scores - lse)  # (slots, rows)
+    scores = tile.scale * product(keys.keys[...], q, OUTER)  # (slots, rows)
+    p = jnp.exp2(scores - lse)
     if slot is not None:
         start, stop = (queries.bounds[pl.ds(n, 1), rows] for n in range(2))
         slots = slot + lax.broadcasted_iota(jnp.int32, p.shape, 0)
         p = jnp.where((start <= slots) & (slots < stop), p, 0.0)
     keys.dv[...] += product(p.astype(q.dtype), d_out, INNER)
-    ds = (p * (products.dp - delta)).astype(q.dtype)
+    ds = (p * (product(keys.values[...], d_out, OUTER) - delta)).astype(q.dtype)
+    queries.dq[rows, :] += product(ds, keys.keys[...], TRANSPOSED)
     keys.dk[...] += product(ds, q, INNER)
-    queries.dq[rows, :] += tile.scale * product(ds, keys.keys[...], TRANSPOSED)

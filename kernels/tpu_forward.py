@@ -26,10 +26,8 @@ from kernels.tpu_softmax import (
 )
 from kernels.tpu_tile import (
     LANES,
-    OUTER,
     Edges,
     TileCopies,
-    dot,
     fitted,
     for_each_tile,
     lanes_to_rows,
@@ -47,7 +45,7 @@ class Operands(NamedTuple):
     first, last: least start and largest stop of each sub-block, (M * query tiles *
       sub-blocks,), in SMEM.
     bounds: start and stop of the rows, float32 (M, query tiles, 2, R / LANES, LANES).
-    q: (M, query tiles, X, R, D), scaled so that scores are exponents of 2.
+    q: (M, query tiles, X, R, D).
     keys, values: (M, key tiles, X, block_k, D), in HBM.
     carry: result (M, query tiles, X, R, D) and lse (…, R / LANES, LANES) over other
       keys; lse in powers of 2, and NOTHING for rows that saw nothing; or ().
@@ -249,8 +247,7 @@ class QueryTile(NamedTuple):
 
     def _first_look(self, version: jax.Array, k: jax.Ref) -> None:
         def step(_: jax.Array, rows: pl.Slice) -> None:
-            some = k[pl.ds(0, LANES), :]
-            scores = dot(self.q[rows, :], some, OUTER, self.tile.precision)
+            scores = self.tile.scores(self.q[rows, :], k[pl.ds(0, LANES), :])
             self.state.at(version, rows).raise_reference([scores])
 
         self._for_each_sub_block(step)

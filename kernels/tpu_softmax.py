@@ -50,6 +50,7 @@ class ForwardTile(NamedTuple):
     behind: by how many pieces products with values are issued after they could be.
     exact_rows: query rows of a sub-block where the maximum is taken.
     live_columns: granule in which such a sub-block skips keys that no row sees.
+    scale: factor on the products of queries and keys, for exponents of 2.
     precision: of the matrix products.
     """
 
@@ -59,7 +60,12 @@ class ForwardTile(NamedTuple):
     behind: int
     exact_rows: int
     live_columns: int
+    scale: float
     precision: lax.Precision
+
+    def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """(rows, D), (columns, D) -> (rows, columns)."""
+        return self.scale * dot(q, k, OUTER, self.precision)
 
 
 class Softmax(NamedTuple):
@@ -156,7 +162,7 @@ def full_tile(
     ]
 
     def scores(rows: pl.Slice, c: int) -> jax.Array:
-        return dot(q[rows, :], k[pl.ds(c, tile.columns), :], OUTER, tile.precision)
+        return tile.scores(q[rows, :], k[pl.ds(c, tile.columns), :])
 
     def weigh(rows: pl.Slice, c: int, p: jax.Array) -> None:
         nonlocal result
@@ -199,10 +205,7 @@ def exact_step(
     hide: (scores (rows, columns), their first column) -> scores, -inf where not seen.
     """
     pieces = [pl.ds(c, tile.columns) for c in range(0, k.shape[0], tile.columns)]
-    scores = [
-        hide(dot(q, k[piece, :], OUTER, tile.precision), piece.start)
-        for piece in pieces
-    ]
+    scores = [hide(tile.scores(q, k[piece, :]), piece.start) for piece in pieces]
     state.raise_reference(scores)
     total, result = state.total[...], state.result[...]
     reference = spread(state.reference[...], tile.columns)

@@ -1,0 +1,325 @@
+"""The Pallas TPU kernels, interpreted, against the reference: values and gradients."""
+
+import bisect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+
+from kernels import layout, pallas_tpu, ring
+from kernels.attention import attention
+from kernels.backend import Backend
+from kernels.block_sizes import BlockSizes
+from kernels.masks import Visible
+from kernels.pallas_tpu import Launch
+from kernels.tpu_backward import STREAMED
+from tests.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, Answer
+from tests.simulated_tpu import (
+    CHIP,
+    SMALL_VMEM,
+    SimulatedTpu,
+    Step,
+    StepCase,
+    answer,
+    compiled,
+    compiled_backward,
+    run,
+    truth,
+)
+
+# Each group, head size and odd length, with a carry and without, in a few programs.
+FLOAT32_CASES = {
+    "one query, scale of zero": StepCase(1, 300, group=1, kv_heads=2, scale=0.0),
+    "one key": StepCase(270, 1, group=2, head_dim=100, bound_rows=2, has_carry=True),
+    "far more keys": StepCase(
+        130, 1100, group=3, head_dim=128, bound_rows=2, sizes=BlockSizes(128, 256)
+    ),
+    "far more queries": StepCase(
+        1100, 130, group=4, head_dim=256, batch=1, has_carry=True, scale=-0.1
+    ),
+    "many heads": StepCase(77, 700, group=32, bound_rows=2, has_carry=True),
+}
+
+
+def on_chip(version: pltpu.ChipVersion) -> SimulatedTpu:
+    """Cut as is best for that chip."""
+    chip = pltpu.get_tpu_info_for_chip(version, 1)
+    return SimulatedTpu(Launch(chip, interpret=True))
+
+
+def assert_true_to_float32(case: StepCase, backend: Backend) -> None:
+    step = case.draw()
+    results = compiled(backend, case.scale, case.sizes)(step.astype(jnp.float32))
+    assert {x.dtype for x in results} == {np.dtype(np.float32)}
+    errors = answer(results, step).errors(truth(case, step))
+    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+
+
+def assert_true_to_bfloat16(case: StepCase, backend: Backend) -> None:
+    step = case.draw(jnp.bfloat16)
+    results = compiled(backend, case.scale, case.sizes)(step.astype(jnp.bfloat16))
+    assert {x.dtype for x in results} == {np.dtype(np.float32)}
+    exact = truth(case, step)
+    errors = answer(results, step).errors(exact)
+    allowed = truth(case, step, jnp.bfloat16).errors(exact)
+    for name, error in errors.items():
+        assert error <= BFLOAT16_RATIO * allowed[name] + 1e-6, (name, errors, allowed)
+
+
+@pytest.mark.parametrize("name", FLOAT32_CASES)
+def test_step_in_float32_equals_the_reference_in_float64(name):
+    assert_true_to_float32(FLOAT32_CASES[name], SimulatedTpu())
+
+
+def test_step_in_bfloat16_is_as_exact_as_the_reference_in_bfloat16():
+    case = StepCase(200, 500, group=8, head_dim=100, bound_rows=2, has_carry=True)
+    assert_true_to_bfloat16(case, SimulatedTpu())
+
+
+def test_v3_is_as_exact():
+    """It multiplies in float32 only, and its rows are padded to 256 numbers."""
+    case = StepCase(300, 1100, group=4, batch=1, has_carry=True)
+    assert_true_to_bfloat16(case, on_chip(pltpu.ChipVersion.TPU_V3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", list(pltpu.ChipVersion)[1:])
+def test_step_cut_for_any_chip_equals_the_reference(version):
+    case = StepCase(1500, 2500, group=2, head_dim=128, bound_rows=2, has_carry=True)
+    assert_true_to_float32(case, on_chip(version))
+    assert_true_to_bfloat16(case, on_chip(version))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 32])
+@pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
+@pytest.mark.parametrize("bound_rows", [1, 2])
+def test_step_of_any_shape_equals_the_reference(bound_rows, head_dim, group):
+    rng = np.random.default_rng()
+    # With a handful of keys the reference's weights are exact even in bfloat16.
+    queries, keys = (int(2 ** rng.uniform(low, 10)) for low in (0, 6))
+    case = StepCase(
+        queries,
+        keys,
+        group,
+        head_dim,
+        bound_rows=bound_rows,
+        has_carry=bool(rng.integers(2)),
+        scale=rng.choice((-1, 1)) * head_dim**-0.5,
+    )
+    assert_true_to_float32(case, SimulatedTpu())
+    assert_true_to_bfloat16(case, SimulatedTpu())
+
+
+GAPS = StepCase(768, 1200, group=1, batch=1)
+GAPS_PROGRAM = compiled(SimulatedTpu(), GAPS.scale)
+
+
+def step_of_sub_blocks(*bounds: tuple[int, int]) -> Step:
+    """Each 128 rows see what they are told."""
+    start, stop = np.repeat(np.array(bounds, np.int32), 128, axis=0).T[:, None]
+    return GAPS.draw()._replace(start=start, stop=stop)
+
+
+def results_with_gaps(step: Step) -> Answer:
+    return answer(GAPS_PROGRAM(step.astype(jnp.float32)), step)
+
+
+def test_keys_that_no_sub_block_sees_and_rows_that_see_nothing_are_never_computed():
+    """They are nan, and 0 · nan is nan: nothing of them may be multiplied.
+
+    Keys: granules 0, 2, 3, 8 and 9, of which 2 and 3 are a whole tile between others.
+    Queries: a tile that sees nothing.
+    """
+    seen = (130, 250), (512, 640), (640, 1024), *[(1024, 1024)] * 2, (1200, 1024)
+    step = step_of_sub_blocks(*seen)
+    want = truth(GAPS, step)
+    unseen = np.isin(np.arange(GAPS.keys) // 128, (0, 2, 3, 8, 9))
+    step.k[:, unseen] = step.v[:, unseen] = np.nan
+    step.q[:, 512:] = step.d_out[:, 512:] = np.nan
+    got = results_with_gaps(step)
+    assert max(got.errors(want).values()) <= FLOAT32_TOLERANCE
+    for gradient in got.dk, got.dv:
+        np.testing.assert_array_equal(gradient[:, unseen], 0)
+    for x in got.out, got.dq:
+        np.testing.assert_array_equal(x[:, 384:], 0)
+    np.testing.assert_array_equal(got.lse[..., 384:], -np.inf)
+
+
+@pytest.mark.parametrize("slot, first_row, last_row", [(100, 0, 256), (600, 256, 768)])
+def test_nan_shows_in_every_row_that_sees_it_and_in_no_other(slot, first_row, last_row):
+    """Where a tile is full, too: no limit catches a sum that is nan."""
+    step = step_of_sub_blocks(*[(0, 512)] * 2, *[(256, 768)] * 2, *[(512, 1200)] * 2)
+    want = results_with_gaps(step)
+    step.k[:, slot] = np.nan
+    got = results_with_gaps(step)
+    reached = np.zeros(GAPS.queries, bool)
+    reached[first_row:last_row] = True
+    for name, axis in (("out", 1), ("lse", 2), ("dq", 1)):
+        rows, clean = (np.moveaxis(getattr(x, name), axis, 0) for x in (got, want))
+        is_nan = np.isnan(rows).reshape(len(rows), -1).any(axis=1)
+        np.testing.assert_array_equal(is_nan, reached)
+        np.testing.assert_array_equal(rows[~reached], clean[~reached])
+
+
+HEAD = StepCase(1792, 300, group=1, batch=1)  # 7 query tiles, of 256 x 128 with padding
+DQ_TILE = 256 * 128 * 4
+
+
+def traced(case: StepCase, backend: Backend, dtype: jnp.dtype = jnp.float32) -> None:
+    """Refuses what the launcher refuses; computes nothing."""
+    step = case.draw().astype(dtype)
+    jax.eval_shape(lambda: run(backend, case.scale, case.sizes, step))
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[dict]:
+    """What `pallas_call` is told, in place of calling it."""
+    found = []
+
+    def pallas_call(kernel, *, out_shape, **options):
+        found.append(options)
+        return lambda *operands: jax.tree.map(jnp.zeros_like, out_shape)
+
+    monkeypatch.setattr(pl, "pallas_call", pallas_call)
+    return found
+
+
+def dq_tiles(launches: list[dict], capacity: int) -> int:
+    """Tiles of dq in a vector memory of so many bytes; 0: nothing fits."""
+    backend = SimulatedTpu().with_vmem(capacity)
+    x = jnp.zeros((1, HEAD.queries, 1, 128))
+    k, row = jnp.zeros((1, HEAD.keys, 1, 128)), jnp.zeros((1, 1, HEAD.queries))
+    bound = jnp.zeros((1, HEAD.queries), jnp.int32)
+    given = x, k, k, x, row, row, bound, bound
+    try:
+        jax.eval_shape(lambda: backend.backward(*given, scale=0.1, dq=x))
+    except ValueError:
+        return 0
+    scratch = jax.tree.leaves(launches[-1]["grid_spec"].scratch_shapes)
+    (found,) = {x.shape[0] for x in scratch if x.shape[1:] == (256, 128)} - {2}
+    return found
+
+
+def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves(launches):
+    """The rest is what the smallest memory holds beside the buffers of a moving dq."""
+    smallest = bisect.bisect_left(
+        range(CHIP.vmem_capacity_bytes), True, key=lambda c: dq_tiles(launches, c) > 0
+    )
+    assert dq_tiles(launches, smallest) == STREAMED
+    rest = smallest * 7 // 8 - STREAMED * DQ_TILE
+    enough = -(-(rest + 2 * 7 * DQ_TILE) * 8 // 7)
+    assert dq_tiles(launches, enough) == 7
+    assert dq_tiles(launches, enough - 2) == STREAMED
+    assert dq_tiles(launches, CHIP.vmem_capacity_bytes) == 7
+    assert dq_tiles(launches, SMALL_VMEM) == STREAMED
+
+
+def test_gradients_are_equal_wherever_dq_stays():
+    step = HEAD.draw().astype(jnp.float32)
+    in_vmem, in_hbm = (
+        compiled_backward(SimulatedTpu().with_vmem(capacity), HEAD.scale)(step)
+        for capacity in (CHIP.vmem_capacity_bytes, SMALL_VMEM)
+    )
+    for resident, streamed in zip(in_vmem, in_hbm, strict=True):
+        np.testing.assert_array_equal(resident, streamed)
+
+
+@pytest.mark.parametrize(
+    "dtype, words",
+    [
+        (jnp.float16, "bfloat16 or float32, got float16: cast"),
+        (jnp.float64, "bfloat16 or float32, got float64: cast"),
+        (jnp.int32, "bfloat16 or float32, got int32: cast"),
+    ],
+)
+def test_types_that_tpus_do_not_multiply_are_refused(dtype, words, launches):
+    with jax.enable_x64(True):
+        x, row = jnp.zeros((1, 8, 1, 64), dtype), jnp.zeros((1, 1, 8), jnp.float32)
+        bound, wide = jnp.zeros((1, 8), jnp.int32), jnp.zeros(x.shape, jnp.float32)
+        with pytest.raises(ValueError, match=words):
+            SimulatedTpu().forward(x, x, x, bound, bound, scale=0.1)
+        given = x, x, x, x, row, row, bound, bound
+        with pytest.raises(ValueError, match=words):
+            SimulatedTpu().backward(*given, scale=0.1, dq=wide)
+    assert not launches
+
+
+@pytest.mark.parametrize(
+    "group, sizes, words",
+    [
+        (1, (100, 256), "block_q must be a multiple of 128 and block_k of 128"),
+        (8, (8, 256), "8 query heads.*block_q must be a multiple of 16"),
+        (3, (64, 256), "3 query heads.*block_q must be a multiple of 128"),
+        (1, (128, 200), r"block_k=200\).*block_k of 128"),
+    ],
+)
+def test_sizes_that_do_not_fill_registers_are_refused(group, sizes, words, launches):
+    case = StepCase(300, 300, group=group, sizes=BlockSizes(*sizes))
+    with pytest.raises(ValueError, match=words):
+        traced(case, SimulatedTpu())
+    assert not launches
+
+
+def test_sizes_that_do_not_fill_registers_of_a_v3_are_refused(launches):
+    case = StepCase(300, 300, sizes=BlockSizes(256, 128))
+    with pytest.raises(ValueError, match="block_q .* of 128 and block_k of 256"):
+        traced(case, on_chip(pltpu.ChipVersion.TPU_V3))
+    assert not launches
+
+
+def test_tiles_that_do_not_fit_are_refused_with_what_there_is(launches):
+    words = (
+        r"MiB do not fit into the 3\.5 MiB .* TPU v5e: make block_q or block_k small"
+    )
+    case = StepCase(2048, 2048, sizes=BlockSizes(1024, 1024))
+    with pytest.raises(ValueError, match=words):
+        traced(case, SimulatedTpu().with_vmem(2**22))
+    assert not launches
+
+
+@pytest.mark.parametrize("shapes", [[(1, 7)] * 2, [(3, 8)] * 2, [(1, 8), (2, 8)]])
+def test_intervals_of_another_shape_are_refused_at_both_doors(shapes, launches):
+    x = jnp.zeros((2, 8, 4, 64))
+    visible = Visible(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
+    words = re.escape(f"lo.shape={shapes[0]} and visible.hi.shape={shapes[1]}")
+    on_ring = ring.make_ring_attention(
+        Mesh(np.array(jax.devices()[:2]), ("ring",)),
+        layout=layout.Striped(),
+        implementation="pallas_tpu",
+    )
+    with pytest.raises(ValueError, match=words):
+        attention(x, x, x, visible=visible, implementation="pallas_tpu")
+    with pytest.raises(ValueError, match=words):
+        on_ring(x, x, x, visible)
+    assert not launches
+
+
+def test_without_a_tpu_it_is_not_implemented():
+    """The module that users get: tests get it interpreted."""
+    words = "needs a TPU.*name another"
+    step = StepCase(8, 8).draw().astype(jnp.float32)
+    with pytest.raises(NotImplementedError, match=words):
+        compiled(pallas_tpu, 0.1)(step)
+    with pytest.raises(NotImplementedError, match=words):
+        compiled_backward(pallas_tpu, 0.1)(step)
+
+
+def test_cost_counts_the_products_of_all_queries_with_all_keys(launches):
+    case = StepCase(257, 700, group=4, head_dim=100, kv_heads=2)
+    traced(case, SimulatedTpu())
+    scores = 2 * 8 * 257 * 700
+    costs = {launch["name"]: launch["cost_estimate"] for launch in launches}
+    flops = {name: cost.flops for name, cost in costs.items()}
+    assert flops == {
+        "flash_forward": 2 * 2 * scores * 100,
+        "flash_backward": 5 * 2 * scores * 100,
+    }
+    for cost in costs.values():
+        assert cost.transcendentals == scores
+        assert cost.bytes_accessed >= 4 * 2 * 100 * (8 * 257 + 2 * 2 * 700)

@@ -1,0 +1,168 @@
+"""The copies of the Pallas TPU kernels: live tiles only, no races, nothing too early.
+
+Pallas simulates a TPU's memory here. Its copies happen as late as they may ("on_wait")
+or as early ("eager"), buffers hold nan until they are written, and what reads or writes
+without an order between them is reported.
+"""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.tpu_backward import Streamed
+from kernels.tpu_tile import TileCopies
+from tests.cases import FLOAT32_TOLERANCE, Answer
+from tests.simulated_tpu import (
+    CHIP,
+    SMALL_VMEM,
+    SimulatedTpu,
+    Step,
+    StepCase,
+    answer,
+    compiled,
+    compiled_backward,
+    truth,
+)
+
+# Five query tiles and three key tiles of two heads: every buffer is used again.
+FIRST_HOP = StepCase(1280, 768, group=1, kv_heads=2, batch=1)
+LATER_HOP = dataclasses.replace(FIRST_HOP, has_carry=True)
+
+
+def simulated(copies: str, vmem: int) -> SimulatedTpu:
+    memory = pltpu.InterpretParams(
+        detect_races=True,
+        # So many copies are told apart. By default they are all ordered.
+        vector_clock_size=1024,
+        uninitialized_memory="nan",
+        dma_execution_mode=copies,
+    )
+    backend = SimulatedTpu().with_vmem(vmem)
+    return SimulatedTpu(dataclasses.replace(backend.launch, interpret=memory))
+
+
+def simulate(case: StepCase, step: Step, backend: SimulatedTpu) -> Answer:
+    results = compiled(backend, case.scale)(step.astype(jnp.float32))
+    return answer(jax.block_until_ready(results), step)
+
+
+@pytest.mark.parametrize("copies", ["on_wait", "eager"])
+@pytest.mark.parametrize(
+    "case, vmem",
+    [(FIRST_HOP, CHIP.vmem_capacity_bytes), (LATER_HOP, SMALL_VMEM)],
+    ids=["first hop, dq in VMEM", "later hop, dq in HBM"],
+)
+def test_no_copy_races_or_comes_too_late(case, vmem, copies, capfd):
+    step = case.draw()
+    errors = simulate(case, step, simulated(copies, vmem)).errors(truth(case, step))
+    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def buffers_without_waiting(self: TileCopies, tile: jax.Array) -> tuple[jax.Ref, ...]:
+    return tuple(buffer.at[tile & 1] for buffer in self.buffers)
+
+
+def start_into_a_leaving_buffer(self: Streamed, i: jax.Array, begin: jax.Array) -> None:
+    self._arriving(i).start()
+
+
+def leave_behind(self: Streamed, begin: jax.Array, end: jax.Array) -> None:
+    pass
+
+
+breaking = pytest.mark.parametrize(
+    "owner, method, broken",
+    [
+        (TileCopies, "wait", buffers_without_waiting),
+        (Streamed, "start", start_into_a_leaving_buffer),
+        (Streamed, "close", leave_behind),
+    ],
+)
+
+
+@breaking
+def test_copies_that_nobody_waits_for_are_reported(
+    owner, method, broken, monkeypatch, capfd
+):
+    """So that the test above could fail."""
+    monkeypatch.setattr(owner, method, broken)
+    program = compiled_backward(simulated("eager", SMALL_VMEM), FIRST_HOP.scale)
+    jax.block_until_ready(program(FIRST_HOP.draw().astype(jnp.float32)))
+    assert "RACE DETECTED" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@breaking
+def test_copies_that_nobody_waits_for_come_too_late(owner, method, broken, monkeypatch):
+    monkeypatch.setattr(owner, method, broken)
+    step = FIRST_HOP.draw()
+    got = simulate(FIRST_HOP, step, simulated("on_wait", SMALL_VMEM))
+    assert not got.errors(truth(FIRST_HOP, step))["dq"] < 0.1
+
+
+HOP = StepCase(1024, 1024, group=1, kv_heads=2, batch=1)
+INDEX = np.arange(1024, dtype=np.int32)[None]
+NONE, ALL = np.zeros_like(INDEX), np.full_like(INDEX, 1024)
+BOUNDS = {
+    "own shard": (NONE, INDEX + 1),
+    "striped, from a later shard": (NONE, INDEX),
+    "from an earlier shard": (NONE, ALL),
+    "from a later shard": (NONE, NONE),
+    "window": (np.maximum(INDEX - 299, 0), INDEX + 1),
+    "documents": (INDEX // 300 * 300, INDEX + 1),
+}
+FORWARD, BACKWARD = 2, 4  # arrays of which a tile is copied
+
+
+@pytest.fixture(scope="module")
+def copied_tiles():
+    """Step -> for each method and direction, the tiles that it was called for."""
+    calls = collections.defaultdict(list)
+
+    def recorded(name: str):
+        method = getattr(TileCopies, name)
+
+        def record(self: TileCopies, tile: jax.Array):
+            called = calls[name, len(self.sources)]
+            jax.debug.callback(lambda tile: called.append(int(tile)), tile)
+            return method(self, tile)
+
+        return record
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in "start", "wait":
+            patch.setattr(TileCopies, name, recorded(name))
+        program = (
+            compiled(SimulatedTpu(), HOP.scale)
+            .lower(HOP.draw().astype(jnp.float32))
+            .compile()
+        )
+
+    def run(step: Step) -> dict[tuple[str, int], list[int]]:
+        for called in calls.values():
+            called.clear()
+        jax.block_until_ready(program(step.astype(jnp.float32)))
+        jax.effects_barrier()
+        return calls
+
+    return run
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_tile_is_copied_once_for_each_tile_that_sees_it_and_no_other(
+    name, copied_tiles
+):
+    start, stop = BOUNDS[name]
+    seen = (start[0, :, None] <= INDEX) & (INDEX < stop[0, :, None])
+    live = seen.reshape(4, 256, 4, 256).any(axis=(1, 3))  # (query tiles, key tiles)
+    calls = copied_tiles(HOP.draw()._replace(start=start, stop=stop))
+    for method in "start", "wait":
+        for direction, axis in ((FORWARD, 0), (BACKWARD, 1)):
+            visits = np.bincount(calls[method, direction], minlength=4)
+            np.testing.assert_array_equal(visits, HOP.kv_heads * live.sum(axis))

@@ -1,0 +1,161 @@
+"""The lazy maximum: right whatever the scores do, and exact where it has to be."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import reference, tpu_forward
+from kernels.backend import Backend
+from kernels.merge import Partial
+from kernels.tpu_softmax import SUM_LIMIT
+from tests.cases import QUICK
+from tests.simulated_tpu import SimulatedTpu, Step, StepCase
+
+SCALE = 0.25
+TILE, SUB_BLOCKS = 256, 2
+KEY_TILES, QUERY_TILES = 4, 2
+CASES = {
+    "first hop": StepCase(QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1),
+    "later hop": StepCase(
+        QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1, has_carry=True
+    ),
+}
+LEVELS = {
+    "level": (0, 0, 0, 0),
+    "rising": (0, 100, 200, 300),
+    "falling": (300, 200, 100, 0),
+    "jumping": (0, 400, -400, 100),
+    "below a carry": (-300, -300, -300, -200),
+}
+
+
+def step_at_levels(
+    case: StepCase, levels: tuple[float, ...], sees_all: bool = True
+) -> Step:
+    """Scores that differ from tile to tile by so much, and by noise between keys."""
+    step = case.draw()
+    step.q[..., 0] = 1
+    step.k[..., 0] = (np.repeat(levels, TILE) / SCALE)[:, None]
+    step.k[...] = step.k.astype(np.float32)
+    if not sees_all:
+        return step
+    start = np.zeros_like(step.start)
+    return step._replace(start=start, stop=start + case.keys)
+
+
+def program(backend: Backend):
+    """Step -> (out, lse), traced anew: with whatever stands in the module."""
+
+    def forward(step: Step) -> Partial:
+        qkv, bounds = (step.q, step.k, step.v), (step.start, step.stop)
+        return backend.forward(*qkv, *bounds, scale=SCALE, carry=step.carry)
+
+    return jax.jit(forward, compiler_options=QUICK)
+
+
+PROGRAMS = {name: program(SimulatedTpu()) for name in CASES}
+REFERENCE = program(reference)
+
+
+def errors(results: Partial, truth: Partial) -> np.ndarray:
+    """Norms of the errors of out and of lse, relative to their norms."""
+    found = []
+    for x, exact in zip(results, truth, strict=True):
+        x, exact = np.asarray(x, np.float64), np.asarray(exact, np.float64)
+        seen = np.isfinite(exact)
+        np.testing.assert_array_equal(x[~seen], exact[~seen])
+        x, exact = x[seen], exact[seen]
+        found.append(np.linalg.norm(x - exact) / np.linalg.norm(exact))
+    return np.array(found)
+
+
+def true_results(step: Step) -> Partial:
+    with jax.enable_x64(True):
+        return REFERENCE(step.astype(jnp.float64))
+
+
+@pytest.mark.parametrize("sees_all", [True, False], ids=["full", "partial too"])
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("name", CASES)
+def test_any_course_of_scores_gives_the_exact_softmax(name, levels, sees_all):
+    """As exact as the reference in float32, which rounds scores of hundreds too."""
+    step = step_at_levels(CASES[name], LEVELS[levels], sees_all)
+    truth = true_results(step)
+    found = errors(PROGRAMS[name](step.astype(jnp.float32)), truth)
+    allowed = errors(REFERENCE(step.astype(jnp.float32)), truth)
+    assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
+
+
+def test_rising_scores_overflow_where_no_limit_is_set(monkeypatch):
+    """So that the test above of rising scores shows that tiles are computed again."""
+    ordinary, rising = (
+        step_at_levels(CASES["first hop"], LEVELS[name]).astype(jnp.float32)
+        for name in ("level", "rising")
+    )
+    lazy = PROGRAMS["first hop"](ordinary)
+    monkeypatch.setattr(tpu_forward, "SUM_LIMIT", math.inf)
+    run = program(SimulatedTpu())
+    assert not any(np.isfinite(x).any() for x in run(rising))
+    assert (errors(run(ordinary), lazy) < 1e-6).all()
+
+
+@pytest.fixture
+def run_and_count(monkeypatch):
+    """Step -> (its results, and how many tiles were computed exactly)."""
+    count, exact_step = itertools.count(), tpu_forward.exact_step
+
+    def counted(*operands):
+        jax.debug.callback(lambda: next(count))
+        exact_step(*operands)
+
+    monkeypatch.setattr(tpu_forward, "exact_step", counted)
+    run = program(SimulatedTpu())
+
+    def run_and_count(step: Step) -> tuple[Partial, int]:
+        before = next(count)
+        results = jax.block_until_ready(run(step.astype(jnp.float32)))
+        jax.effects_barrier()
+        return results, (next(count) - before - 1) // SUB_BLOCKS
+
+    return run_and_count
+
+
+def test_tiles_computed_lazily_and_exactly_agree(run_and_count, monkeypatch):
+    step = step_at_levels(CASES["first hop"], LEVELS["level"])
+    lazy = PROGRAMS["first hop"](step.astype(jnp.float32))
+    monkeypatch.setattr(tpu_forward, "SUM_LIMIT", 0.0)
+    exact, tiles = run_and_count(step)
+    assert tiles == QUERY_TILES * KEY_TILES
+    assert (errors(exact, lazy) < 1e-6).all()
+
+
+def test_tiles_are_computed_exactly_as_soon_as_a_sum_passes_the_limit(run_and_count):
+    """Each lane adds up two keys a tile: two of 2^29 reach it."""
+    assert SUM_LIMIT == 2.0**30
+    for levels, tiles in (
+        ((0, 0, 0, 0), 0),
+        ((300, 0, -300, 300), 0),
+        ((0, 28.9, 0, 0), 0),
+        ((0, 29.1, 0, 0), 1),
+        ((0, 28.6, 28.6, 28.6), 1),
+        ((0, 30, 30, 60), 2),
+        ((0, 40, 80, 120), 3),
+    ):
+        step = step_of_powers(levels)
+        assert run_and_count(step)[1] == tiles * QUERY_TILES, levels
+    # One row is enough, and the other query tile goes on lazily.
+    step.q[:, 1:] = 0
+    assert run_and_count(step)[1] == 3
+
+
+def step_of_powers(levels: tuple[float, ...]) -> Step:
+    """All keys of a tile have the same weight, two to the power of its level."""
+    step = step_at_levels(CASES["first hop"], levels)
+    step.q[...] = step.k[...] = 0
+    step.q[..., 0] = math.log(2) / SCALE
+    step.k[..., 0] = np.repeat(levels, TILE)[:, None]
+    return step
