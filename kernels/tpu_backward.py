@@ -59,9 +59,8 @@ class Operands(NamedTuple):
       sub-blocks,), in SMEM.
     keys, values: (M, key tiles, X, block_k, D).
     q, d_out: (M, query tiles, X, R, D).
-    rows: lse, in powers of 2, and delta: (M, query tiles, X, 2, R). A weight p = 2^(s -
-      lse) comes out larger by a factor if lse is smaller by its logarithm, and so do dq,
-      dk and dv.
+    rows: lse, in powers of 2, and delta: (M, query tiles, X, 2, R). With an lse smaller
+      by the logarithm of a factor, weights, dq, dk and dv come out times that factor.
     bounds: start and stop: int32 (M, query tiles, 2, R).
     dq: float32, like q, what is there already.
     """

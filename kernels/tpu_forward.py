@@ -1,8 +1,10 @@
 """The Pallas TPU kernel of the forward step.
 
 A program owns one query tile of R stacked rows (see `tiling`) and visits its live key
-tiles in order. It copies them from HBM itself, one ahead of the one it computes, so
-that empty tiles cost neither a grid step nor a transfer.
+tiles from the last to the first: where queries see the past, the last one holds the
+keys that every row sees, itself among them, and gives it a maximum to start from. It
+copies them from HBM itself, one ahead of the one it computes, so that empty tiles cost
+neither a grid step nor a transfer.
 """
 
 import functools
@@ -29,7 +31,7 @@ from kernels.tpu_tile import (
     Edges,
     TileCopies,
     fitted,
-    for_each_tile,
+    for_each_tile_down,
     lanes_to_rows,
     reciprocal,
     rows_to_lanes,
@@ -173,7 +175,7 @@ def _kernel(
         ranges.full_end < ranges.live_end
     )
     pl.when(has_partial)(lambda: work.bounds.spread(bounds))
-    for_each_tile(ranges.live_begin, ranges.live_end, copies, work.visit)
+    for_each_tile_down(ranges.live_begin, ranges.live_end, copies, work.visit)
     work.finish(out, lse)
 
 
@@ -212,7 +214,7 @@ class QueryTile(NamedTuple):
 
     def finish(self, out: jax.Ref, lse: jax.Ref) -> None:
         """Writes what the state amounts to."""
-        version = self._version(self.ranges.full_end)
+        version = self._version(self.ranges.full_begin - 1)
         for group in range(lse.shape[0]):
             rows = pl.ds(group * LANES, LANES)
             state = self.state.at(version, rows)
@@ -226,12 +228,13 @@ class QueryTile(NamedTuple):
     def _version(self, j: jax.Array) -> jax.Array:
         """Which version of the state key tile j starts from: full tiles swap them."""
         full_begin, full_end = self.ranges.full_begin, self.ranges.full_end
-        return (jnp.clip(j, full_begin, full_end) - full_begin) & 1
+        return jnp.clip(full_end - 1 - j, 0, full_end - full_begin) & 1
 
     def _visit_full(self, j: jax.Array, k: jax.Ref, v: jax.Ref) -> None:
         version = self._version(j)
         if not self.has_carry:
-            pl.when(j == self.ranges.full_begin)(lambda: self._first_look(version, k))
+            is_first = j == self.ranges.live_end - 1
+            pl.when(is_first)(lambda: self._first_look(version, k))
         worst = full_tile(self.q, k, v, self.state, version, self.tile)
 
         @pl.when(worst > SUM_LIMIT)

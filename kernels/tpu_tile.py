@@ -157,17 +157,19 @@ class TileCopies(NamedTuple):
         ]
 
 
-def for_each_tile(begin, end, copies: TileCopies, compute) -> None:
-    """Runs `compute(tile, *buffers)` for the tiles [begin, end), copying one ahead."""
+def for_each_tile_down(begin, end, copies: TileCopies, compute) -> None:
+    """Runs `compute(tile, *buffers)` from tile end - 1 to begin, copying one ahead."""
 
     @pl.when(begin < end)
     def _():
-        copies.start(begin)
+        copies.start(end - 1)
 
-    @pl.loop(begin, end)
-    def _(tile):
-        @pl.when(tile + 1 < end)
+    @pl.loop(0, end - begin)
+    def _(visited):
+        tile = end - 1 - visited
+
+        @pl.when(tile > begin)
         def _():
-            copies.start(tile + 1)
+            copies.start(tile - 1)
 
         compute(tile, *copies.wait(tile))

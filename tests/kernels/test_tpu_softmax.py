@@ -24,6 +24,7 @@ CASES = {
         QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1, has_carry=True
     ),
 }
+# Of the key tiles, in the order in which they are visited: from the last one.
 LEVELS = {
     "level": (0, 0, 0, 0),
     "rising": (0, 100, 200, 300),
@@ -39,7 +40,7 @@ def step_at_levels(
     """Scores that differ from tile to tile by so much, and by noise between keys."""
     step = case.draw()
     step.q[..., 0] = 1
-    step.k[..., 0] = (np.repeat(levels, TILE) / SCALE)[:, None]
+    step.k[..., 0] = (np.repeat(levels[::-1], TILE) / SCALE)[:, None]
     step.k[...] = step.k.astype(np.float32)
     if not sees_all:
         return step
@@ -157,5 +158,5 @@ def step_of_powers(levels: tuple[float, ...]) -> Step:
     step = step_at_levels(CASES["first hop"], levels)
     step.q[...] = step.k[...] = 0
     step.q[..., 0] = math.log(2) / SCALE
-    step.k[..., 0] = np.repeat(levels, TILE)[:, None]
+    step.k[..., 0] = np.repeat(levels[::-1], TILE)[:, None]
     return step
