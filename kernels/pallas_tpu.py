@@ -264,7 +264,7 @@ def _precision(dtype: jnp.dtype) -> lax.Precision:
 def _cost(
     tiling: Tiling, depth: int, products: int, operands: tuple
 ) -> pl.CostEstimate:
-    """An upper bound, reached where all queries see all keys."""
+    """Of all queries with all keys, the most a mask may leave; operands read once."""
     heads = tiling.kv_heads * tiling.group
     scores = tiling.batch * heads * tiling.length * tiling.keys
     arrays = jax.tree.leaves(operands)
