@@ -31,11 +31,11 @@ def refuse_wide(tile, blocks):
 def test_blocks_asked_for_are_those_that_are_compiled():
     tile = Tile("v5e", "forward", 1024, 1024, 128, "bfloat16", 1, 4096)
     row = measure(tile, TpuBlocks(256, 512, 128, 128, 0, 0)).row()
-    # Eight bodies of 754 bundles: 413 filled by the MXU, without spills. Bodies that
+    # Eight bodies of 754 bundles: 423 filled by the MXU, without spills. Bodies that
     # hide scores or take their maximum are as long, as they have all of the rows too.
     assert (row["bodies"], row["used_vstore_spill"]) == (8, 0)
     assert row["bundles"] == pytest.approx(6032, rel=0.02)
-    assert row["mxu_bound"] == pytest.approx(3304, rel=0.02)
+    assert row["mxu_bound"] == pytest.approx(3384, rel=0.02)
     assert row["vmem_bytes"] < 2**21
 
 
