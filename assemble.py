@@ -97,6 +97,8 @@ def check_counts(config: ml_collections.ConfigDict) -> None:
             raise ValueError(
                 f"config.train.{name}={config.train[name]} must be at least {smallest}"
             )
+    if config.checkpoint.save_every_steps < 0:
+        raise ValueError(f"{config.checkpoint.save_every_steps=} must be at least 0")
     data = config.data
     if not 0 <= data.threads <= data.buffered_steps:
         raise ValueError(

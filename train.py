@@ -80,7 +80,6 @@ def train(
             Checkpoints(
                 f"{config.workdir}/checkpoints",
                 keep=config.checkpoint.keep,
-                save_every_steps=config.checkpoint.save_every_steps,
                 fingerprint=assemble.fingerprint(model),
             )
         )
@@ -174,7 +173,8 @@ def _last_step(config: ml_collections.ConfigDict, first_step: int) -> int:
 
 
 def _is_due(step: int, every_steps: int, last_step: int) -> bool:
-    return step % every_steps == 0 or step == last_step
+    """At multiples and after the last step; every 0 steps: never."""
+    return every_steps > 0 and (step % every_steps == 0 or step == last_step)
 
 
 def parse_flags(arguments: list[str]) -> list[str]:

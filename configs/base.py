@@ -24,7 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.attention = "striped"
     # Tokens dealt out at a time by the striped layout.
     config.stripe_granule = 1
-    # Attention kernel: "blockwise", "reference", or "" for the best of the device.
+    # Attention kernel: "pallas_tpu", "hopper", "triton", "blockwise", "reference" (see
+    # kernels/backend.py), or "" for the best of the device.
     config.implementation = ""
 
     config.model = ml_collections.ConfigDict()
@@ -97,6 +98,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.train.validation_batches = 8
 
     config.checkpoint = ml_collections.ConfigDict()
+    # And after the last step; 0: nothing is saved.
     config.checkpoint.save_every_steps = 100
     # Newest checkpoints that stay on disk.
     config.checkpoint.keep = 3

@@ -141,14 +141,8 @@ def prepare_standard_library(output: Path) -> Path:
       FileExistsError: `output` is something else than a corpus.
     """
     if not (output / "meta.json").exists():
-        library = Path(sysconfig.get_paths()["stdlib"])
-        sources = [
-            path
-            for path in _files_in(library, "*.py")
-            if NOT_LIBRARY.isdisjoint(path.relative_to(library).parts)
-        ]
         try:
-            prepare(sources, output, ByteTokenizer())
+            prepare(standard_library_files(), output, ByteTokenizer())
         except FileExistsError:
             # Another process of the same run may have been faster.
             if not (output / "meta.json").exists():
@@ -161,6 +155,16 @@ def prepare_standard_library(output: Path) -> Path:
                 "choose another directory for the standard library"
             )
     return output
+
+
+def standard_library_files() -> list[Path]:
+    """The sources of the running Python's standard library, sorted."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    return [
+        path
+        for path in _files_in(library, "*.py")
+        if NOT_LIBRARY.isdisjoint(path.relative_to(library).parts)
+    ]
 
 
 def _paths(inputs: Sequence[Path], pattern: str) -> list[Path]:

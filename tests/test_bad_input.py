@@ -129,9 +129,9 @@ BAD_CONFIGS = {
         {"train__validate_every_steps": 0},
         ["validate_every_steps=0", "at least 1"],
     ),
-    "save_never": (
-        {"checkpoint__save_every_steps": 0},
-        ["save_every_steps=0", "at least 1"],
+    "save_less_than_never": (
+        {"checkpoint__save_every_steps": -1},
+        ["save_every_steps=-1", "at least 0"],
     ),
     "steps_taken_back": ({"train__extra_steps": -5}, ["extra_steps=-5", "at least 0"]),
     "negative_validation_batches": (
@@ -207,9 +207,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(
     partition = assemble.partition(other)
     fingerprint = assemble.fingerprint(assemble.model(other, partition))
     directory = tmp_path / "checkpoints"
-    with Checkpoints(
-        directory, keep=1, save_every_steps=1, fingerprint=fingerprint
-    ) as checkpoints:
+    with Checkpoints(directory, keep=1, fingerprint=fingerprint) as checkpoints:
         checkpoints.save(7, {"weights": np.arange(5.0)})
 
     def files() -> dict[Path, bytes]:

@@ -114,7 +114,6 @@ class Run:
         with Checkpoints(
             self.workdir / "checkpoints",
             keep=1,
-            save_every_steps=1,
             fingerprint=assemble.fingerprint(model),
         ) as checkpoints:
             shapes = assemble.abstract_state(model, optimizer, partition)

@@ -27,7 +27,6 @@ class Checkpoints:
         directory: str | Path,
         *,
         keep: int,
-        save_every_steps: int,
         fingerprint: Mapping[str, Any],
     ) -> None:
         """Opens the directory, and makes it where it is missing.
@@ -35,17 +34,15 @@ class Checkpoints:
         Args:
           directory: local path, or a bucket (`gs://...`, which needs gcsfs).
           keep: number of newest steps that stay on disk.
-          save_every_steps: `maybe_save` saves at multiples of this.
           fingerprint: what makes a state unusable by another model (sizes, vocabulary
             and the like), as JSON values. Saved with every step, compared at restore.
 
         Raises:
-          ValueError: if a number is below 1 or the fingerprint is not JSON.
+          ValueError: if `keep` is below 1 or the fingerprint is not JSON.
         """
-        if keep < 1 or save_every_steps < 1:
-            raise ValueError(f"{keep=} {save_every_steps=}: both must be at least 1")
+        if keep < 1:
+            raise ValueError(f"{keep=} must be at least 1")
         self._fingerprint = _as_json(fingerprint)
-        self._save_every_steps = save_every_steps
         self._latest_is_ours = False
         self._manager = ocp.CheckpointManager(
             _absolute(directory),
@@ -111,20 +108,6 @@ class Checkpoints:
             args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state)),
         )
         return restored.state, meta
-
-    def maybe_save(self, step: int, state: Any) -> bool:
-        """Saves if `step` is a multiple of `save_every_steps` and not saved yet.
-
-        Returns:
-          Whether a save was started.
-
-        Raises:
-          ValueError: as `save`.
-        """
-        if step % self._save_every_steps or step == self.latest_step():
-            return False
-        self.save(step, state)
-        return True
 
     def save(self, step: int, state: Any) -> None:
         """Starts a save of `state`; the caller may donate it as soon as this returns.

@@ -23,13 +23,8 @@ class TrainState(NamedTuple):
     optimizer_state: Any
 
 
-def open_checkpoints(directory, fingerprint=FINGERPRINT, keep=2, save_every_steps=5):
-    return Checkpoints(
-        directory,
-        keep=keep,
-        save_every_steps=save_every_steps,
-        fingerprint=fingerprint,
-    )
+def open_checkpoints(directory, fingerprint=FINGERPRINT, keep=2):
+    return Checkpoints(directory, keep=keep, fingerprint=fingerprint)
 
 
 def make_transformation():
@@ -124,7 +119,8 @@ def test_resumed_run_equals_undisturbed_run_to_the_bit(tmp_path):
     with open_checkpoints(tmp_path) as checkpoints:
         for step in range(1, 7):
             state = update(state)
-            checkpoints.maybe_save(step, state)
+            if step == 5:
+                checkpoints.save(step, state)
     with open_checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == 5
         resumed, meta = checkpoints.restore(abstract(state))
@@ -159,22 +155,11 @@ def test_step_zero_is_a_step_and_an_empty_directory_has_none(tmp_path):
     assert_equal_to_the_bit(state, init_state())
 
 
-def test_maybe_save_saves_multiples_only_and_the_newest_are_kept(tmp_path):
-    with open_checkpoints(tmp_path, keep=2, save_every_steps=3) as checkpoints:
-        saved = [
-            step for step in range(1, 11) if checkpoints.maybe_save(step, init_state())
-        ]
-    assert saved == [3, 6, 9]
+def test_the_newest_steps_are_kept(tmp_path):
+    with open_checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in 3, 6, 9:
+            checkpoints.save(step, init_state())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "9"]
-
-
-def test_maybe_save_after_resume_leaves_the_restored_step_alone(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(5, init_state(seed=1))
-    with open_checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.maybe_save(5, init_state(seed=2)) is False
-        restored, _ = checkpoints.restore(abstract(init_state()))
-    assert_equal_to_the_bit(restored, init_state(seed=1))
 
 
 @pytest.mark.parametrize("step", [5, 10])
@@ -194,7 +179,7 @@ def test_run_that_forgot_to_restore_is_told_at_its_first_save(tmp_path):
         checkpoints.save(100, init_state())
     with open_checkpoints(tmp_path) as checkpoints:
         with pytest.raises(ValueError, match="step=5 is not newer than step 100"):
-            checkpoints.maybe_save(5, init_state())
+            checkpoints.save(5, init_state())
 
 
 def test_other_model_is_refused_by_every_differing_key(tmp_path):
@@ -359,8 +344,7 @@ def test_relative_directory_works(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"keep": 0}, "keep=0 save_every_steps=5: both must be at least 1"),
-        ({"save_every_steps": 0}, "save_every_steps=0: both must be at least 1"),
+        ({"keep": 0}, "keep=0 must be at least 1"),
         ({"fingerprint": {"dtype": jnp.float32}}, "give numbers, strings, lists"),
     ],
 )

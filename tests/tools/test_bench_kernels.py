@@ -1,0 +1,102 @@
+import json
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tools import bench_kernels
+from tools.bench_kernels import Problem, main
+from tools.bench_rows import Environment, Times
+from tools.peers import Operands, Runs, Unavailable, cudnn, jax_runs, mosaic_gpu
+
+SIZES = "--lengths", "96", "--head-dims", "16", "--heads", "2", "--kv-heads", "1"
+TINY = *SIZES, "--repeats", "1", "--calls", "2"
+
+KEYS = {field.name for part in (Environment, Times, Problem) for field in fields(part)}
+KEYS |= {"contestant", "direction", "calls", "error"}
+KEYS |= {"tflops", "flops_convention", "peak_share"}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> list[dict]:
+    output = tmp_path_factory.mktemp("bench") / "rows.json"
+    names = "--contestants", "blockwise", "cudnn", "reference"
+    chosen = "--dtypes", "float32", "--masks", "causal", "full"
+    assert main([*TINY, *names, *chosen, "--output", str(output)]) == 0
+    return json.loads(output.read_text())
+
+
+def test_each_direction_of_each_contestant_that_is_there_has_a_row(rows):
+    assert [(row["mask"], row["contestant"], row["direction"]) for row in rows] == [
+        (mask, name, direction)
+        for mask in ("causal", "full")
+        for name in ("blockwise", "reference")
+        for direction in ("forward", "backward")
+    ]
+    assert all(row.keys() == KEYS for row in rows)
+
+
+def test_contestants_agree_with_exact_attention(rows):
+    assert all(row["error"] < 1e-5 for row in rows)
+    assert any(row["error"] > 0 for row in rows)
+
+
+def test_rates_count_visible_pairs_and_backward_two_and_a_half_times(rows):
+    pairs = {"causal": 96 * 97 // 2, "full": 96 * 96}
+    for row in rows:
+        flops = row["tflops"] * 1e12 * row["seconds_median"]
+        times = 2.5 if row["direction"] == "backward" else 1
+        assert flops == pytest.approx(4 * 16 * 2 * pairs[row["mask"]] * times)
+
+
+def test_an_error_is_seen():
+    truth = [np.ones((2, 3), np.float32)]
+    runs = Runs(lambda: (jnp.ones((2, 3)).at[0, 0].set(2.0),), None)
+    found = bench_kernels.largest_error(runs, "forward", truth)
+    assert found == pytest.approx(6**-0.5)
+
+
+def test_runs_are_timed_in_turns_and_the_first_turn_does_not_count():
+    order = []
+    runs = [
+        Runs(lambda name=name: order.append(name) or jnp.zeros(()), None)
+        for name in "AB"
+    ]
+    samples = bench_kernels.take_turns(runs, "forward", repeats=2, calls=3)
+    assert "".join(order) == "AAABBB" * 3
+    assert [len(mine) for mine in samples] == [2, 2]
+
+
+def operands(dtype: jnp.dtype) -> Operands:
+    return Operands(*(jnp.ones((1, 64, 1, 64), dtype),) * 4)
+
+
+def test_a_peer_that_cannot_run_says_why():
+    with pytest.raises(Unavailable, match="RuntimeError: cuDNN not found"):
+        cudnn(operands(jnp.bfloat16), True)
+    with pytest.raises(Unavailable, match="float16, not bfloat16"):
+        mosaic_gpu(operands(jnp.bfloat16), True)
+
+
+def test_a_backward_run_gives_the_gradients_of_the_forward_run():
+    x = jax.random.normal(jax.random.key(0), (4, 1, 8, 2, 4))
+    runs = jax_runs(lambda q, k, v: q * k + v, Operands(*x))
+    (out,), (dq, dk, dv) = runs.forward(), runs.backward()
+    np.testing.assert_allclose(out, x[0] * x[1] + x[2], rtol=1e-6)
+    for got, want in ((dq, x[3] * x[1]), (dk, x[3] * x[0]), (dv, x[3])):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--lengths", "0"), "must be at least 1"),
+        (("--heads", "3", "--kv-heads", "2"), "--heads 3 is not a multiple"),
+        (("--output", "nowhere/rows.json"), "nowhere is not a directory"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(arguments, words, capsys):
+    assert main(arguments) == 1
+    assert words in capsys.readouterr().err
