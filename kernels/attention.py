@@ -27,8 +27,9 @@ def attention(
       of them decreasing along T.
     scale: factor on the scores, 1/sqrt(D) unless given.
     implementation: "reference" (whole score matrix), "blockwise" (XLA loops over the
-      live tiles) or "pallas_tpu" (kernels for TPUs); a named one runs or raises, None
-      takes the best for the device.
+      live tiles), "pallas_tpu" (kernels for TPUs), "hopper" (for H100 and H200, in 16
+      bits) or "triton" (for other NVIDIA GPUs); a named one runs or raises, None takes
+      the best for the device.
 
     Returns:
       (B, T, H, D) in the type of q; zeros for a query that sees nothing.
@@ -62,5 +63,6 @@ def attention_with_lse(
     if isinstance(visible, Mask):
         visible = visible(jnp.arange(q.shape[1], dtype=jnp.int32), k.shape[1])
     visible = checked_bounds(q, visible, k.shape[1])
-    ring = Ring(None, 1, Contiguous(), scale, choose(implementation))
+    backend = choose(implementation, q.dtype)
+    ring = Ring(None, 1, Contiguous(), scale, backend)
     return attend(ring, q, k, v, *visible)

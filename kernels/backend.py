@@ -1,13 +1,15 @@
 """The implementations of one attention step, and the choice among them."""
 
 import functools
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Protocol
 
-import jax
+import jax.numpy as jnp
 
-from kernels import blockwise, pallas_tpu, reference
+from kernels import blockwise, hopper, pallas_tpu, reference, triton_gpu
+from kernels.device import device_kind
 
 
 class Backend(Protocol):
@@ -21,26 +23,43 @@ IMPLEMENTATIONS: dict[str, Backend] = {
     "reference": reference,
     "blockwise": blockwise,
     "pallas_tpu": pallas_tpu,
+    "hopper": hopper,
+    "triton": triton_gpu,
 }
 
 
-def choose(implementation: str | None) -> Backend:
-    """The named implementation, or the best one for this process's devices.
+def check_name(implementation: str | None) -> None:
+    """Refuses what `choose` has nothing for.
+
+    Raises:
+      ValueError: there is no implementation of that name.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{implementation=} is not one of {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def choose(implementation: str | None, dtype: jnp.dtype) -> Backend:
+    """The named implementation, or the best one for these operands on this device.
 
     Raises:
       ValueError: there is none of that name.
     """
+    check_name(implementation)
     if implementation is None:
-        implementation = _best(jax.default_backend())
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{implementation=} is not one of {', '.join(IMPLEMENTATIONS)}"
-        )
+        implementation = _best(device_kind(), jnp.dtype(dtype))
     return IMPLEMENTATIONS[implementation]
 
 
 @functools.cache  # so that the choice is logged once
-def _best(platform: str) -> str:
-    name = "pallas_tpu" if platform == "tpu" else "blockwise"
-    logging.getLogger(__name__).info("attention on %s: %s", platform, name)
+def _best(kind: str, dtype: jnp.dtype) -> str:
+    name = "blockwise"
+    if kind.startswith("TPU"):
+        name = "pallas_tpu"
+    elif hopper.HOPPER.match(kind) and dtype in hopper.TYPES:
+        name = "hopper"
+    elif kind.startswith("NVIDIA") and importlib.util.find_spec("jax_triton"):
+        name = "triton"
+    logging.getLogger(__name__).info("attention on %s in %s: %s", kind, dtype, name)
     return name

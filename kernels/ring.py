@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels.backend import Backend, choose
+from kernels.backend import Backend, check_name, choose
 from kernels.layout import Layout, check_length, order
 from kernels.masks import Mask, Visible
 from kernels.operands import check_operands, checked_bounds
@@ -202,7 +202,7 @@ def ring_attention(
     check_length(layout, size, size * k.shape[1])
     visible = checked_bounds(q, Visible(lo, hi), size * k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ring = Ring(axis_name, size, layout, scale, choose(implementation))
+    ring = Ring(axis_name, size, layout, scale, choose(implementation, q.dtype))
     return attend(ring, q, k, v, *visible)[0]
 
 
@@ -234,7 +234,7 @@ def make_ring_attention(
     batch_axes = tuple(axis for axis in batch_axes if axis in mesh.shape)
     heads = head_axis if head_axis in mesh.shape else None
     ring_size = mesh.shape[ring_axis]
-    choose(implementation)  # refuses an unknown name here, and not when compiling
+    check_name(implementation)  # here, and not when compiling
     local = functools.partial(
         ring_attention,
         axis_name=ring_axis,

@@ -1,12 +1,28 @@
-"""Every test runs on 8 simulated CPU devices with strict numeric promotion."""
+"""Tests run on 8 simulated CPU devices with strict numeric promotion.
+
+Unless JAX_PLATFORMS names an accelerator: then they run on it. Kernels of what is not
+there are interpreted.
+"""
+
+import os
 
 import jax
 
-from kernels import backend
+from kernels import backend, hopper
+from kernels.device import device_kind
+from tests.simulated_hopper import SimulatedHopper
 from tests.simulated_tpu import SimulatedTpu
+from tests.simulated_triton import SimulatedGpu
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-backend.IMPLEMENTATIONS["pallas_tpu"] = SimulatedTpu()
+KIND = device_kind()
+if not KIND.startswith("TPU"):
+    backend.IMPLEMENTATIONS["pallas_tpu"] = SimulatedTpu()
+if not KIND.startswith("NVIDIA"):
+    backend.IMPLEMENTATIONS["triton"] = SimulatedGpu()
+if not hopper.HOPPER.match(KIND):
+    backend.IMPLEMENTATIONS["hopper"] = SimulatedHopper()

@@ -47,13 +47,18 @@ class Environment:
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Environment":
         """The environment now, before anything is timed."""
+        return cls.now(devices[0].device_kind, len(devices))
+
+    @classmethod
+    def now(cls, device_kind: str, device_count: int) -> "Environment":
+        """The same, of devices that another process has."""
         return cls(
             commit=_git("rev-parse", "HEAD"),
             dirty=bool(_git("status", "--porcelain")),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             jax=jax.__version__,
-            device_kind=devices[0].device_kind,
-            device_count=len(devices),
+            device_kind=device_kind,
+            device_count=device_count,
             cores=os.cpu_count() or 1,
             load=round(os.getloadavg()[0], 2),
         )

@@ -110,6 +110,15 @@ def read_scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def peak_bytes() -> int | None:
+    """The most memory that a device of this host has held since the process began.
+
+    None where devices do not say.
+    """
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max((each["peak_bytes_in_use"] for each in stats if each), default=None)
+
+
 @dataclass(frozen=True)
 class StepWork:
     """What one training step does, over all devices.

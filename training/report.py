@@ -11,6 +11,7 @@ from training.metrics import (
     StepWork,
     TensorBoardWriter,
     Throughput,
+    peak_bytes,
 )
 
 
@@ -86,4 +87,7 @@ class Report:
         self.say(str(line))
         points = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm")}
         points["train/learning_rate"] = learning_rate
+        peak = peak_bytes()
+        if peak is not None:
+            points["perf/peak_bytes"] = peak
         self.writer.scalars(step, {**points, **rates})

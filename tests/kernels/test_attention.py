@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,25 @@ from tests.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, Answer, Problem, solv
 
 # Lengths that leave a rest in any tile. All bounds (B, T): one shape to compile.
 BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 270, 300, 4, 2, 8
-each_implementation = pytest.mark.parametrize("implementation", backend.IMPLEMENTATIONS)
+
+
+def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Where GPU kernels are interpreted, which takes long, they are slow tests."""
+    slow = {"hopper", "triton"} if jax.default_backend() == "cpu" else set()
+    marked = [
+        pytest.param(name, marks=pytest.mark.slow) if name in slow else name
+        for name in names
+    ]
+    return pytest.mark.parametrize("implementation", marked)
+
+
+each_implementation = each_of(backend.IMPLEMENTATIONS)
+in_float32 = each_of(backend.IMPLEMENTATIONS.keys() - {"hopper"})
+
+
+def dtype_of(implementation: str) -> jnp.dtype:
+    """What it computes in, preferably in float32."""
+    return jnp.bfloat16 if implementation == "hopper" else jnp.float32
 
 
 def problem(
@@ -56,8 +75,9 @@ def results(q, k, v, d_out, d_lse, visible, implementation):
 
 
 def solve_at_the_door(
-    given: Problem, implementation: str, dtype: jnp.dtype = jnp.float32
+    given: Problem, implementation: str, dtype: jnp.dtype | None = None
 ) -> tuple[jax.Array, ...]:
+    dtype = dtype or dtype_of(implementation)
     q, k, v, d_out = (
         jnp.asarray(x, dtype) for x in (given.q, given.k, given.v, given.d_out)
     )
@@ -91,7 +111,7 @@ MASKS = {
 }
 
 
-@each_implementation
+@in_float32
 @pytest.mark.parametrize("name", MASKS)
 def test_values_and_gradients_match_the_reference_in_float64(name, implementation):
     given = problem(MASKS[name])
@@ -126,7 +146,7 @@ def test_queries_that_see_nothing_give_zeros_and_take_no_gradient(implementation
 
 
 @each_implementation
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["f32", "bf16"])
 def test_huge_numbers_in_keys_that_nobody_sees_leave_no_trace(implementation, dtype):
     given = problem(masks.padding(260))
     want = solve_at_the_door(given, implementation, dtype)
@@ -138,6 +158,7 @@ def test_huge_numbers_in_keys_that_nobody_sees_leave_no_trace(implementation, dt
 
 
 @each_implementation
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_huge_numbers_in_other_documents_leave_no_trace(implementation):
     given = problem(masks.documents(np.repeat(np.arange(3), 100)))
     want = solve_at_the_door(given, implementation)
@@ -175,12 +196,13 @@ def test_bounds_beyond_the_keys_mean_all_keys_on_that_side(implementation, far):
 def test_numpy_bounds_are_taken_without_jit_too(implementation):
     """They are what a data loader makes."""
     given = problem(masks.documents(IDS))
-    qkv = [jnp.asarray(x, jnp.float32) for x in (given.q, given.k, given.v)]
+    dtype = dtype_of(implementation)
+    qkv = [jnp.asarray(x, dtype) for x in (given.q, given.k, given.v)]
     got = attention(*qkv, visible=given.visible, implementation=implementation)
     assert_close(got, solve_at_the_door(given, implementation)[0])
 
 
-@each_implementation
+@in_float32
 def test_queries_see_the_past_scaled_by_the_head_size_unless_told(implementation):
     given = problem(masks.causal(), queries=30, keys=20)
     qkv = [jnp.asarray(x, jnp.float32) for x in (given.q, given.k, given.v)]
@@ -202,7 +224,9 @@ def test_vmap_of_rows_under_checkpoint_equals_the_batch(implementation):
     """Bounds mapped too, gradients included."""
     given = problem(masks.documents(IDS))
     want = solve_at_the_door(given, implementation)
-    arrays = given.q, given.k, given.v, given.d_out, given.d_lse, given.visible
+    dtype = dtype_of(implementation)
+    arrays = (x.astype(dtype) for x in (given.q, given.k, given.v, given.d_out))
+    arrays = *arrays, given.d_lse, given.visible
     arrays = jax.tree.map(lambda x: x[:, None], arrays)  # each row a batch of one
 
     @jax.jit
@@ -284,6 +308,30 @@ def test_unknown_implementation_is_refused_with_the_known_ones():
 
 
 def test_best_implementation_is_one_of_them():
-    assert backend.choose(None) in backend.IMPLEMENTATIONS.values()
+    assert backend.choose(None, jnp.float32) in backend.IMPLEMENTATIONS.values()
     for name, module in backend.IMPLEMENTATIONS.items():
-        assert backend.choose(name) is module
+        assert backend.choose(name, jnp.float32) is module
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, name",
+    [
+        ("TPU v5 lite", jnp.bfloat16, "pallas_tpu"),
+        ("NVIDIA H200", jnp.bfloat16, "hopper"),
+        ("NVIDIA H100 80GB HBM3", jnp.float16, "hopper"),
+        ("NVIDIA H200", jnp.float32, "triton"),
+        ("NVIDIA A100-SXM4-40GB", jnp.bfloat16, "triton"),
+        ("cpu", jnp.bfloat16, "blockwise"),
+    ],
+)
+def test_best_implementation_suits_the_device_and_the_type(
+    kind, dtype, name, monkeypatch
+):
+    monkeypatch.setattr(backend, "device_kind", lambda: kind)
+    assert backend.choose(None, dtype) is backend.IMPLEMENTATIONS[name]
+
+
+def test_without_jax_triton_other_gpus_run_loops(monkeypatch):
+    monkeypatch.setattr(backend, "device_kind", lambda: "NVIDIA L4")
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    assert backend.choose(None, jnp.float32) is backend.IMPLEMENTATIONS["blockwise"]

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import backend, layout, masks, ring
+from kernels import backend, blockwise, layout, masks, ring
 from kernels.attention import attention
 from kernels.masks import Visible
 from tests.cases import (
@@ -22,75 +22,14 @@ from tests.cases import (
     GRID,
     LAYOUTS,
     MASKS,
-    QUICK,
-    Answer,
     Case,
     Problem,
     solve,
 )
+from tests.rings import compiled_ring, ring_mesh, solve_on_ring
 
 
-def ring_mesh(ring_size: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:ring_size]), ("ring",))
-
-
-@functools.cache
-def compiled_ring(
-    ring_size: int, layout_name: str, implementation: str, is_short: bool
-):
-    """(q, k, v, d_out, d_lse, lo, hi) -> (out, lse, dq, dk, dv)."""
-    backend_module = backend.choose(implementation)
-
-    def run(q, k, v, d_out, d_lse, lo, hi):
-        scale = q.shape[-1] ** -0.5
-        this_ring = ring.Ring(
-            "ring", ring_size, LAYOUTS[layout_name], scale, backend_module
-        )
-        results, pull = jax.vjp(
-            lambda *qkv: ring.attend(this_ring, *qkv, lo, hi), q, k, v
-        )
-        return *results, *pull((d_out, d_lse))
-
-    array, row, bound = P(None, "ring"), P(None, None, "ring"), P(None, "ring")
-    return jax.jit(
-        jax.shard_map(
-            run,
-            mesh=ring_mesh(ring_size),
-            in_specs=(array, array, array, array, row, bound, bound),
-            out_specs=(array, row, array, array, array),
-            check_vma=False,
-        ),
-        compiler_options=QUICK if is_short else None,
-    )
-
-
-def solve_on_ring(
-    case: Case, problem: Problem, implementation: str, dtype: jnp.dtype
-) -> Answer:
-    """Pads with rubbish, permutes, runs the ring, and undoes both."""
-    order = LAYOUTS[case.layout], case.ring_size
-    padded = layout.padded_length(*order, case.length)
-
-    def shard(x, axis, dtype):
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, padded - case.length)
-        x = np.pad(x, widths, constant_values=1e4)
-        return jnp.asarray(layout.permute(x, *order, axis), dtype)
-
-    q, k, v, d_out = (
-        shard(x, 1, dtype) for x in (problem.q, problem.k, problem.v, problem.d_out)
-    )
-    lo, hi = (layout.permute(x, *order) for x in case.visible(padded))
-    run = compiled_ring(case.ring_size, case.layout, implementation, case.length < 1000)
-    results = run(q, k, v, d_out, shard(problem.d_lse, 2, jnp.float32), lo, hi)
-    real = []
-    for x, axis in zip(results, (1, 2, 1, 1, 1), strict=True):
-        x = layout.unpermute(np.asarray(x, np.float64), *order, axis)
-        real.append(np.take(x, range(case.length), axis))
-    return Answer(*real)
-
-
-@pytest.mark.parametrize("implementation", backend.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "pallas_tpu"])
 @pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
 def test_ring_in_float32_matches_one_device_in_float64(
     case, implementation, monkeypatch
@@ -99,7 +38,8 @@ def test_ring_in_float32_matches_one_device_in_float64(
         # Every copy of its interpreted steps takes seconds to compile, so a loop.
         monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
     problem = Problem.of(case)
-    answer = solve_on_ring(case, problem, implementation, jnp.float32)
+    step = backend.IMPLEMENTATIONS[implementation]
+    answer = solve_on_ring(case, problem, step, jnp.float32)
     errors = answer.errors(solve(problem, jnp.float64))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
 
@@ -118,7 +58,7 @@ def test_every_ring_matches_one_device_in_float64(group, length, head_dim):
         truth = solve(problem, jnp.float64)
         for ring_size, name in itertools.product(GRID["ring_size"], LAYOUTS):
             case = dataclasses.replace(problem_case, ring_size=ring_size, layout=name)
-            answer = solve_on_ring(case, problem, "blockwise", jnp.float32)
+            answer = solve_on_ring(case, problem, blockwise, jnp.float32)
             errors = answer.errors(truth)
             assert max(errors.values()) <= FLOAT32_TOLERANCE, (case.name, errors)
     # Hundreds of programs in one process end in a segmentation fault of XLA's.
@@ -136,7 +76,7 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name
     table = {}
     for ring_size in (1, 2, 4, 8):
         on_ring = dataclasses.replace(case, ring_size=ring_size)
-        answer = solve_on_ring(on_ring, problem, "blockwise", jnp.bfloat16)
+        answer = solve_on_ring(on_ring, problem, blockwise, jnp.bfloat16)
         table[ring_size] = answer.errors(truth)
     print(f"\n{layout_name}, relative error in bfloat16")
     for label, row in {"one device": allowed, **table}.items():
@@ -151,10 +91,10 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name
 def test_ring_as_a_loop_equals_the_unrolled_ring(layout_name, monkeypatch):
     case = Case(8, layout_name, "documents", 4, 93, 16)
     problem = Problem.of(case)
-    unrolled = solve_on_ring(case, problem, "blockwise", jnp.float32)
+    unrolled = solve_on_ring(case, problem, blockwise, jnp.float32)
     monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
     compiled_ring.cache_clear()
-    looped = solve_on_ring(case, problem, "blockwise", jnp.float32)
+    looped = solve_on_ring(case, problem, blockwise, jnp.float32)
     compiled_ring.cache_clear()
     assert max(looped.errors(unrolled).values()) < 1e-6
 

@@ -1,0 +1,68 @@
+"""Rings of GPU kernels, the steps of all devices on one, against float64.
+
+On a GPU these are the kernels that it has; elsewhere they are interpreted.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kernels import ring
+from kernels.backend import IMPLEMENTATIONS
+from tests.cases import (
+    BFLOAT16_RATIO,
+    COVERING,
+    FLOAT32_TOLERANCE,
+    Case,
+    Problem,
+    solve,
+)
+from tests.rings import one_device_ring, solve_on_ring
+
+IS_SIMULATED = jax.default_backend() == "cpu"
+# Interpreted, a step takes a second or more: these are few, the others are slow tests.
+QUICK = {
+    "hopper": ("ring2-zigzag-none-g4-t31-d100", "ring1-striped-none-g4-t31-d128"),
+    "triton": (
+        "ring2-zigzag-none-g4-t31-d100",
+        "ring3-zigzag-documents-g8-t31-d64",
+        "ring2-striped4-documents-g1-t1-d64",
+        "ring1-zigzag-documents-g1-t257-d128",
+    ),
+}
+
+
+def each_case(implementation: str):
+    """The cases as parameters of a test."""
+    slow = [case for case in COVERING if case.name not in QUICK[implementation]]
+    quick = [case for case in COVERING if case not in slow]
+    assert len(quick) == len(QUICK[implementation])
+    marks = [pytest.mark.slow, pytest.mark.timeout(3600)] if IS_SIMULATED else []
+    marked = [pytest.param(case, marks=marks) for case in slow]
+    return pytest.mark.parametrize("case", quick + marked, ids=lambda case: case.name)
+
+
+@pytest.fixture(autouse=True)
+def hops_in_a_loop(monkeypatch):
+    """Every copy of an interpreted step takes seconds to compile."""
+    monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
+
+
+@each_case("triton")
+def test_ring_of_triton_in_float32_matches_one_device_in_float64(case: Case):
+    problem = Problem.of(case)
+    backend = IMPLEMENTATIONS["triton"]
+    answer = solve_on_ring(case, problem, backend, jnp.float32, one_device_ring)
+    errors = answer.errors(solve(problem, jnp.float64))
+    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+
+
+@each_case("hopper")
+def test_ring_of_hopper_is_as_exact_as_one_device_in_bfloat16(case: Case):
+    problem = Problem.of(case, jnp.bfloat16)
+    backend = IMPLEMENTATIONS["hopper"]
+    answer = solve_on_ring(case, problem, backend, jnp.bfloat16, one_device_ring)
+    truth = solve(problem, jnp.float64)
+    allowed = solve(problem, jnp.bfloat16).errors(truth)
+    for name, error in answer.errors(truth).items():
+        assert error <= BFLOAT16_RATIO * allowed[name] + 1e-6, (name, error, allowed)

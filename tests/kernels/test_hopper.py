@@ -1,0 +1,260 @@
+"""The Hopper kernels, interpreted, against the reference: values, races, refusals.
+
+Pallas simulates a GPU's shared memory and barriers here. Memory holds nan until it is
+written, and what reads or writes without an order between them is reported. Products
+of an operand in registers are emulated (see `mosaic_gpu`).
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+    reset_gpu_interpret_mode_state,
+)
+
+from kernels import hopper, reference
+from kernels import mosaic_gpu as gpu
+from kernels.block_sizes import BlockSizes
+from kernels.hopper import HopperBlocks, Launch
+from kernels.merge import Partial
+from tests.cases import BFLOAT16_RATIO, QUICK
+from tests.simulated_tpu import Step, StepCase
+
+SIMULATED = gpu.Interpreter(detect_races=True, uninitialized_memory="nan")
+SMALL = HopperBlocks(64, 2)
+"""Blocks of which short problems have several."""
+
+# Each head size, odd length and type, with a carry and without, in a few programs.
+CASES = {
+    "one query, scale of zero": (
+        StepCase(1, 300, group=2, batch=1, scale=0.0),
+        None,
+        jnp.bfloat16,
+    ),
+    "far more keys": (
+        StepCase(77, 500, group=1, bound_rows=2, has_carry=True, scale=-0.1),
+        SMALL,
+        jnp.float16,
+    ),
+    "far more queries": (
+        StepCase(300, 130, group=1, head_dim=100, batch=1, has_carry=True),
+        None,
+        jnp.bfloat16,
+    ),
+    "wide heads": (
+        StepCase(100, 257, group=4, head_dim=256, batch=1),
+        None,
+        jnp.bfloat16,
+    ),
+}
+
+
+def attend(step: Step, scale: float, **options) -> Partial:
+    q, k, v, _, _, _, start, stop, carry = step
+    return hopper.forward(q, k, v, start, stop, scale=scale, carry=carry, **options)
+
+
+def simulate(step: Step, scale: float, blocks: HopperBlocks | None) -> Partial:
+    launch = Launch(blocks, SIMULATED)
+    program = functools.partial(attend, scale=scale, launch=launch)
+    program = jax.jit(program, compiler_options=QUICK)
+    return jax.block_until_ready(program(step))
+
+
+def truth(step: Step, scale: float, dtype: jnp.dtype = jnp.float64) -> Partial:
+    """What the reference answers, in float64 or a narrower type."""
+
+    def program(step: Step) -> Partial:
+        q, k, v, _, _, _, start, stop, carry = step
+        return reference.forward(q, k, v, start, stop, scale=scale, carry=carry)
+
+    with jax.enable_x64(dtype == jnp.float64):
+        program = jax.jit(program, compiler_options=QUICK)
+        # Done when it returns: it may read the step's own memory.
+        return jax.block_until_ready(program(step.astype(dtype)))
+
+
+def errors(got: Partial, exact: Partial) -> np.ndarray:
+    """Relative norms of the errors of out and lse."""
+    got, exact = (
+        [np.asarray(x, np.float64) for x in partial] for partial in (got, exact)
+    )
+    seen = np.isfinite(exact[1])
+    np.testing.assert_array_equal(np.isneginf(got[1]), ~seen)
+    pairs = (got[0], exact[0]), (got[1][seen], exact[1][seen])
+    return np.array(
+        [
+            np.linalg.norm(x - truth) / max(np.linalg.norm(truth), 1e-2)
+            for x, truth in pairs
+        ]
+    )
+
+
+def assert_true(case: StepCase, blocks: HopperBlocks | None, dtype: jnp.dtype) -> None:
+    step = case.draw(dtype)
+    got = simulate(step.astype(dtype), case.scale, blocks)
+    assert {x.dtype for x in got} == {np.dtype(np.float32)}
+    exact = truth(step, case.scale)
+    found = errors(got, exact)
+    allowed = errors(truth(step, case.scale, dtype), exact)
+    assert (found <= BFLOAT16_RATIO * allowed + 1e-6).all(), (found, allowed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_is_as_exact_as_the_reference_and_races_with_nothing(name, capfd):
+    assert_true(*CASES[name])
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
+@pytest.mark.parametrize("bound_rows", [1, 2])
+def test_step_of_any_shape_equals_the_reference(bound_rows, head_dim, group, capfd):
+    rng = np.random.default_rng()
+    queries, keys = (int(2 ** rng.uniform(low, 9)) for low in (0, 6))
+    case = StepCase(
+        queries,
+        keys,
+        group,
+        head_dim,
+        bound_rows=bound_rows,
+        has_carry=bool(rng.integers(2)),
+        scale=rng.choice((-1, 1)) * head_dim**-0.5,
+    )
+    assert_true(case, None, rng.choice((jnp.bfloat16, jnp.float16)))
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+GAPS = StepCase(512, 512, group=1, batch=1)
+
+
+def step_of_tiles(*bounds: tuple[int, int]) -> Step:
+    """Each 128 rows see what they are told."""
+    start, stop = np.repeat(np.array(bounds, np.int32), 128, axis=0).T[:, None]
+    return GAPS.draw(jnp.bfloat16)._replace(start=start, stop=stop)
+
+
+def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed():
+    """They are nan, and 0 · nan is nan: nothing of them may be multiplied."""
+    step = step_of_tiles((70, 120), (70, 128), (256, 384), (448, 384))
+    exact = truth(step, GAPS.scale)
+    unseen = np.isin(np.arange(GAPS.keys) // 64, (0, 2, 3, 6, 7))
+    step.k[:, unseen] = step.v[:, unseen] = np.nan
+    step.q[:, 384:] = np.nan
+    got = simulate(step.astype(jnp.bfloat16), GAPS.scale, SMALL)
+    assert max(errors(got, exact)) <= 1e-2
+    np.testing.assert_array_equal(got[0][:, 384:], 0)
+    np.testing.assert_array_equal(got[1][..., 384:], -np.inf)
+
+
+def test_nan_shows_in_every_row_that_sees_it_and_in_no_other():
+    step = step_of_tiles((0, 64), (0, 128), (64, 200), (128, 512))
+    step.k[:, 100] = np.nan
+    out, lse = simulate(step.astype(jnp.bfloat16), GAPS.scale, SMALL)
+    reached = np.repeat([False, True, True, False], 128)
+    np.testing.assert_array_equal(np.isnan(out).any(axis=(0, 2, 3)), reached)
+    np.testing.assert_array_equal(np.isnan(lse).any(axis=(0, 1)), reached)
+
+
+def test_rows_that_see_nothing_keep_their_carry():
+    step = dataclasses.replace(GAPS, has_carry=True).draw(jnp.bfloat16)
+    step = step._replace(start=step.start * 0 + 5, stop=step.stop * 0)
+    step = step.astype(jnp.bfloat16)
+    got = simulate(step, GAPS.scale, SMALL)
+    for x, before in zip(got, step.carry, strict=True):
+        np.testing.assert_array_equal(x, before)
+
+
+# In the order in which the kernel is traced. Of the other waits, that for the queries
+# is beyond the interpreter, and the rest order nothing in memory.
+WAITS = {
+    "first keys": 1,
+    "keys": 2,
+    "values": 4,
+    "last values": 5,
+    "room for keys": 7,
+    "room for values": 8,
+    "room for the last values": 9,
+}
+QUICK_WAITS = "values", "room for keys"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK_WAITS else pytest.param(name, marks=pytest.mark.slow)
+        for name in WAITS
+    ],
+)
+def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd):
+    """So that the tests above could fail."""
+    waits = []
+
+    def wait(barrier: jax.Ref) -> None:
+        waits.append(barrier)
+        if len(waits) - 1 != WAITS[name]:
+            original(barrier)
+
+    original = gpu.wait
+    monkeypatch.setattr(gpu, "wait", wait)
+    case = StepCase(128, 512, group=1, batch=1)
+    step = case.draw(jnp.bfloat16)
+    step = step._replace(start=step.start * 0, stop=step.stop * 0 + 512)
+    failure = ""
+    try:
+        simulate(step.astype(jnp.bfloat16), case.scale, SMALL)
+    except jax.errors.JaxRuntimeError as error:
+        failure = str(error)
+        reset_gpu_interpret_mode_state()
+    assert len(waits) == 12
+    assert "phase" in failure or "RACE DETECTED" in capfd.readouterr().out
+
+
+def forward(
+    dtype: jnp.dtype = jnp.bfloat16,
+    head_dim: int = 64,
+    sizes: BlockSizes | None = None,
+    **launch,
+) -> None:
+    """Refuses what the launcher refuses; computes nothing."""
+    x = jax.ShapeDtypeStruct((1, 8, 1, head_dim), dtype)
+    bound = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    how = {"scale": 0.1, "block_sizes": sizes, "launch": Launch(**launch)}
+    jax.eval_shape(functools.partial(hopper.forward, **how), x, x, x, bound, bound)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.float8_e4m3fn])
+def test_types_that_the_kernels_do_not_multiply_are_refused(dtype):
+    words = f"bfloat16 or float16, got {jnp.dtype(dtype).name}: cast"
+    with pytest.raises(ValueError, match=words):
+        forward(dtype, interpret=SIMULATED)
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        ((64, 128), "BlockSizes.* block_q must be 128"),
+        ((128, 96), r"block_k=96.* a multiple of 64"),
+        ((128, 640), r"block_k=640.* take 671904 bytes .* more than 232448: make"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        forward(sizes=BlockSizes(*sizes), interpret=SIMULATED)
+
+
+def test_heads_that_are_too_large_are_not_implemented():
+    words = re.escape("up to 256 numbers, got q.shape=(1, 8, 1, 257): name another")
+    with pytest.raises(NotImplementedError, match=words):
+        forward(head_dim=257, interpret=SIMULATED)
+
+
+def test_without_a_hopper_gpu_it_is_not_implemented():
+    with pytest.raises(NotImplementedError, match="needs an H100 or H200.*'cpu'"):
+        forward()

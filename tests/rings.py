@@ -1,0 +1,139 @@
+"""Production rings for tests, on simulated devices or one after the other on one."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import sequential_vmap
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from kernels import layout, ring
+from kernels.backend import Backend
+from tests.cases import LAYOUTS, QUICK, Answer, Case, Problem
+
+Results = tuple[jax.Array, ...]
+Run = Callable[..., Results]
+"""(q, k, v, d_out, d_lse, lo, hi) -> (out, lse, dq, dk, dv), all in layout order."""
+
+ARRAY, ROW, BOUND = 1, 2, 1
+OPERANDS = ARRAY, ARRAY, ARRAY, ARRAY, ROW, BOUND, BOUND
+"""Which axis of each is the tokens'."""
+RESULTS = ARRAY, ROW, ARRAY, ARRAY, ARRAY
+
+
+def ring_mesh(ring_size: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:ring_size]), ("ring",))
+
+
+def device_program(ring_size: int, layout_name: str, backend: Backend) -> Run:
+    """What each device of a ring runs, forward and backward, on its shards."""
+
+    def run(q, k, v, d_out, d_lse, lo, hi):
+        scale = q.shape[-1] ** -0.5
+        this_ring = ring.Ring("ring", ring_size, LAYOUTS[layout_name], scale, backend)
+        results, pull = jax.vjp(
+            lambda *qkv: ring.attend(this_ring, *qkv, lo, hi), q, k, v
+        )
+        return *results, *pull((d_out, d_lse))
+
+    return run
+
+
+def sharded_ring(ring_size: int, layout_name: str, backend: Backend) -> Run:
+    """A ring of as many devices."""
+    specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring")}
+    return jax.shard_map(
+        device_program(ring_size, layout_name, backend),
+        mesh=ring_mesh(ring_size),
+        in_specs=tuple(specs[axis] for axis in OPERANDS),
+        out_specs=tuple(specs[axis] for axis in RESULTS),
+        check_vma=False,
+    )
+
+
+@dataclass(frozen=True)
+class OneAfterTheOther:
+    """A backend that computes the steps of a batch of devices one by one."""
+
+    backend: Backend
+
+    def forward(self, *operands, carry, **options):
+        @sequential_vmap
+        def step(operands, carry):
+            return self.backend.forward(*operands, carry=carry, **options)
+
+        return step(operands, carry)
+
+    def backward(self, *operands, dq, **options):
+        @sequential_vmap
+        def step(operands, dq):
+            return self.backend.backward(*operands, dq=dq, **options)
+
+        return step(operands, dq)
+
+
+def one_device_ring(ring_size: int, layout_name: str, backend: Backend) -> Run:
+    """The same ring on one device: for kernels that only it has, or one at a time."""
+    program = device_program(ring_size, layout_name, OneAfterTheOther(backend))
+
+    def split(x, axis):
+        shape = *x.shape[:axis], ring_size, -1, *x.shape[axis + 1 :]
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+    def join(x, axis):
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def run(*operands):
+        shards = map(split, operands, OPERANDS)
+        results = jax.vmap(program, axis_name="ring")(*shards)
+        return tuple(map(join, results, RESULTS))
+
+    return run
+
+
+@functools.cache
+def compiled_ring(
+    make: Callable[[int, str, Backend], Run],
+    ring_size: int,
+    layout_name: str,
+    backend: Backend,
+    is_short: bool,
+) -> Run:
+    """The program of `sharded_ring` or `one_device_ring`."""
+    program = make(ring_size, layout_name, backend)
+    return jax.jit(program, compiler_options=QUICK if is_short else None)
+
+
+def solve_on_ring(
+    case: Case,
+    problem: Problem,
+    backend: Backend,
+    dtype: jnp.dtype,
+    make: Callable[[int, str, Backend], Run] = sharded_ring,
+) -> Answer:
+    """Pads with rubbish, permutes, runs the ring, and undoes both."""
+    order = LAYOUTS[case.layout], case.ring_size
+    padded = layout.padded_length(*order, case.length)
+
+    def shard(x, axis, dtype):
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, padded - case.length)
+        x = np.pad(x, widths, constant_values=1e4)
+        return jnp.asarray(layout.permute(x, *order, axis), dtype)
+
+    arrays = problem.q, problem.k, problem.v, problem.d_out
+    operands = [shard(x, ARRAY, dtype) for x in arrays]
+    operands.append(shard(problem.d_lse, ROW, jnp.float32))
+    operands += (layout.permute(x, *order) for x in case.visible(padded))
+    is_short = case.length < 1000
+    run = compiled_ring(make, case.ring_size, case.layout, backend, is_short)
+    real = []
+    for x, axis in zip(run(*operands), RESULTS, strict=True):
+        x = layout.unpermute(np.asarray(x, np.float64), *order, axis)
+        real.append(np.take(x, range(case.length), axis))
+    return Answer(*real)
