@@ -24,8 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.attention = "striped"
     # Tokens dealt out at a time by the striped layout.
     config.stripe_granule = 1
-    # Attention kernel: "pallas_tpu", "hopper", "triton", "blockwise", "reference" (see
-    # kernels/backend.py), or "" for the best of the device.
+    # Attention kernel: "pallas_tpu", "hopper", "hopper_deterministic", "triton",
+    # "blockwise", "reference" (see kernels/backend.py), or "": the best of the device.
     config.implementation = ""
 
     config.model = ml_collections.ConfigDict()
@@ -47,6 +47,9 @@ def get_config() -> ml_collections.ConfigDict:
     # What the backward keeps of a layer: everything, products, attention, nothing,
     # offload (see models/remat.py).
     config.remat = "attention"
+    # In how many parts a device's key/value heads go round the ring, one part after the
+    # other: what attention holds besides its operands shrinks with them.
+    config.attention_parts = 1
     # Tokens per device whose feed-forward, or whose logits, exist at a time.
     config.feed_forward_chunk_tokens = 2048
     config.loss_chunk_tokens = 512

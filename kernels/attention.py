@@ -28,8 +28,8 @@ def attention(
     scale: factor on the scores, 1/sqrt(D) unless given.
     implementation: "reference" (whole score matrix), "blockwise" (XLA loops over the
       live tiles), "pallas_tpu" (kernels for TPUs), "hopper" (for H100 and H200, in 16
-      bits) or "triton" (for other NVIDIA GPUs); a named one runs or raises, None takes
-      the best for the device.
+      bits), "hopper_deterministic" (the same gradients each time) or "triton" (for
+      other NVIDIA GPUs); a named one runs or raises, None takes the best there is.
 
     Returns:
       (B, T, H, D) in the type of q; zeros for a query that sees nothing.

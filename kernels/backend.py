@@ -4,16 +4,26 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax.numpy as jnp
 
 from kernels import blockwise, hopper, pallas_tpu, reference, triton_gpu
 from kernels.device import device_kind
+from kernels.hopper import Launch
 
 
 class Backend(Protocol):
     """One attention step and its gradients, as `reference` describes them."""
+
+    forward: Callable
+    backward: Callable
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A backend of two functions."""
 
     forward: Callable
     backward: Callable
@@ -24,6 +34,10 @@ IMPLEMENTATIONS: dict[str, Backend] = {
     "blockwise": blockwise,
     "pallas_tpu": pallas_tpu,
     "hopper": hopper,
+    "hopper_deterministic": Steps(
+        hopper.forward,
+        functools.partial(hopper.backward, launch=Launch(is_deterministic=True)),
+    ),
     "triton": triton_gpu,
 }
 

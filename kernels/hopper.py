@@ -3,6 +3,9 @@
 Here operands are padded to whole tiles and the kernels launched: see `hopper_forward`,
 `hopper_backward` and `hopper_queries`. What a query sees arrives as intervals, from
 which the tiles to visit are counted in XLA, outside of the kernels.
+
+An exponent is one fused multiply-add of a score, the scale and the maximum, so it is
+off by the rounding of the latter: by 1 for scores of 1e7, and those of 1e9 overflow.
 """
 
 import functools

@@ -242,12 +242,12 @@ class Rows(NamedTuple):
 
     def _all_tiles(self, begin, end, dq) -> None:
         tile, scratch = self.tile, self.scratch
-        lse, delta = (gpu.load_rows(x) for x in (self.lse, self.delta))
+        lse = gpu.load_rows(self.lse)
 
         def step(number, _):
             slot = lax.rem(number, jnp.int32(tile.key_stages))
             gpu.wait(scratch.keys_here.at[slot])
-            ds = self._score_gradients(number, begin + number, lse, delta)
+            ds = self._score_gradients(number, begin + number, lse)
             tile.products.add_product(dq, ds, scratch.keys.at[slot])
 
         lax.fori_loop(0, end - begin, step, None)
@@ -264,7 +264,7 @@ class Rows(NamedTuple):
         slot = lax.rem(number, jnp.int32(self.tile.key_stages))
         gpu.arrive(self.scratch.keys_free.at[slot])
 
-    def _score_gradients(self, number, j, lse, delta) -> jax.Array:
+    def _score_gradients(self, number, j, lse) -> jax.Array:
         """Gradients of the scores (ROWS, block_k) of key tile j.
 
         The tile before ends here: its last product runs until the scores are issued.
@@ -284,10 +284,11 @@ class Rows(NamedTuple):
             values = scratch.values.at[value_slot].transpose((1, 0))
             gpu.multiply(dp, scratch.d_out.at[warpgroup], values)
             p = self._weights(gpu.read_product(scores, wait_n=1), j, lse)
+            # Loaded in each step, while products run: kept, it would spill others.
+            delta = gpu.over_columns(gpu.load_rows(self.delta), tile.block_k)
             dp = gpu.read_product(dp, wait_n=0)
             gpu.arrive(scratch.values_free.at[value_slot])
-            ds = p * (dp * tile.scale - gpu.over_columns(delta, tile.block_k))
-            return ds.astype(scratch.q.dtype)
+            return (p * (dp * tile.scale - delta)).astype(scratch.q.dtype)
 
         return gpu.with_products((ROWS, tile.block_k), 2, body)
 

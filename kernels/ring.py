@@ -41,6 +41,8 @@ class Ring:
     layout: says which indices a shard holds.
     scale: factor on the scores.
     backend: the attention step (see `backend`).
+    parts: in how many parts the heads go round the ring, one part after the other.
+      What a hop holds beside q, k, v, out and their gradients shrinks with them.
     """
 
     axis_name: str | None
@@ -48,6 +50,7 @@ class Ring:
     layout: Layout
     scale: float
     backend: Backend
+    parts: int = 1
 
     def shard(self) -> jax.Array | int:
         """The number of the shard that this device's queries belong to."""
@@ -81,10 +84,15 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, lo, hi):
-    out, lse = _forward_hops(ring, q, (k, v), Visible(lo, hi))
+    def part(q, k, v):
+        out, lse = _forward_hops(ring, q, (k, v), Visible(lo, hi))
+        return out.astype(q.dtype), lse
+
+    row = jax.ShapeDtypeStruct((*q.shape[:1], q.shape[2], q.shape[1]), jnp.float32)
+    out, lse = _in_parts(ring.parts, part, (q, k, v), (q, row))
     # Named here, where the backward's residuals are made, so that a remat policy can
     # keep these two and the ring need not run again (names outside have no effect).
-    out = checkpoint_name(out.astype(q.dtype), "attention_out")
+    out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     return (out, lse), (q, k, v, lo, hi, out, lse)
 
@@ -94,12 +102,49 @@ def _attend_backward(ring, residuals, cotangents):
     d_out, d_lse = cotangents
     # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
     delta = product("bthd,bthd->bht", out, d_out) - d_lse
-    fixed = (q, d_out, lse, delta)
-    dq, dk, dv = _backward_hops(ring, fixed, (k, v), Visible(lo, hi))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+    def part(q, d_out, lse, delta, k, v):
+        fixed = (q, d_out, lse, delta)
+        gradients = _backward_hops(ring, fixed, (k, v), Visible(lo, hi))
+        return tuple(x.astype(q.dtype) for x in gradients)
+
+    operands = q, d_out, lse, delta, k, v
+    return *_in_parts(ring.parts, part, operands, (q, k, v)), None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _in_parts(
+    parts: int, function: Callable, operands: tuple, results: tuple
+) -> tuple[jax.Array, ...]:
+    """`function` on each of `parts` equal shares of the heads, one after the other.
+
+    operands, and results (of which shape and type are read): (B, T, heads, D), or of
+    the query heads (B, H, T).
+    """
+    if parts == 1:
+        return function(*operands)
+
+    def share(x: jax.Array, number: jax.Array) -> jax.Array:
+        size = x.shape[_heads_axis(x)] // parts
+        return lax.dynamic_slice_in_dim(x, number * size, size, _heads_axis(x))
+
+    def add_part(number: jax.Array, wholes: tuple) -> tuple:
+        found = function(*(share(x, number) for x in operands))
+        return tuple(
+            lax.dynamic_update_slice_in_dim(
+                whole, x, number * x.shape[_heads_axis(x)], _heads_axis(x)
+            )
+            for whole, x in zip(wholes, found, strict=True)
+        )
+
+    empty = tuple(jnp.zeros(x.shape, x.dtype) for x in results)
+    return lax.fori_loop(0, parts, add_part, empty)
+
+
+def _heads_axis(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return 2 if len(x.shape) == 4 else 1
 
 
 def _forward_hops(ring: Ring, q: jax.Array, kv: Pair, visible: Visible) -> Pair:
@@ -187,22 +232,30 @@ def ring_attention(
     layout: Layout,
     scale: float | None = None,
     implementation: str | None = None,
+    parts: int = 1,
 ) -> jax.Array:
     """Attention over the ring `axis_name`, inside `shard_map`, on local shards.
 
     Arguments and result as in `attend`, q in the order of `layout`; `scale` is
-    1/sqrt(D) unless given, `implementation` as in `attention.attention`.
+    1/sqrt(D) unless given, `implementation` as in `attention.attention`, `parts` as in
+    `Ring`.
 
     Raises:
-      ValueError: operands that do not fit together or are no shards of the layout, or
-        an unknown implementation.
+      ValueError: operands that do not fit together or are no shards of the layout,
+        heads that do not divide into the parts, or an unknown implementation.
     """
     check_operands(q, k, v)
+    if parts < 1 or k.shape[2] % parts:
+        raise ValueError(
+            f"{k.shape[2]} key/value heads of a device do not divide into {parts=}: "
+            "choose a divisor"
+        )
     size = lax.axis_size(axis_name)
     check_length(layout, size, size * k.shape[1])
     visible = checked_bounds(q, Visible(lo, hi), size * k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ring = Ring(axis_name, size, layout, scale, choose(implementation, q.dtype))
+    backend = choose(implementation, q.dtype)
+    ring = Ring(axis_name, size, layout, scale, backend, parts)
     return attend(ring, q, k, v, *visible)[0]
 
 
@@ -215,11 +268,12 @@ def make_ring_attention(
     head_axis: str = "tensor",
     scale: float | None = None,
     implementation: str | None = None,
+    parts: int = 1,
 ) -> Callable[..., jax.Array]:
     """Ring attention on global arrays.
 
     mesh: has `ring_axis`; of `batch_axes` and `head_axis` what it has is used.
-    layout, scale, implementation: as in `ring_attention`.
+    layout, scale, implementation, parts: as in `ring_attention`.
 
     Returns:
       attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, S, K, D), in layout
@@ -241,6 +295,7 @@ def make_ring_attention(
         layout=layout,
         scale=scale,
         implementation=implementation,
+        parts=parts,
     )
 
     def attend(

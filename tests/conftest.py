@@ -10,7 +10,7 @@ import jax
 
 from kernels import backend, hopper
 from kernels.device import device_kind
-from tests.simulated_hopper import SimulatedHopper
+from tests.simulated_hopper import DETERMINISTIC, SimulatedHopper
 from tests.simulated_tpu import SimulatedTpu
 from tests.simulated_triton import SimulatedGpu
 
@@ -26,3 +26,4 @@ if not KIND.startswith("NVIDIA"):
     backend.IMPLEMENTATIONS["triton"] = SimulatedGpu()
 if not hopper.HOPPER.match(KIND):
     backend.IMPLEMENTATIONS["hopper"] = SimulatedHopper()
+    backend.IMPLEMENTATIONS["hopper_deterministic"] = DETERMINISTIC

@@ -25,3 +25,8 @@ class SimulatedHopper:
 
     def backward(self, *operands, **options):
         return hopper.backward(*operands, **options, launch=self.launch)
+
+
+DETERMINISTIC = SimulatedHopper(
+    Launch(HopperBlocks(64, 2), interpret=INTERPRETED, is_deterministic=True)
+)

@@ -24,14 +24,6 @@ UNSKIPPED = "unskipped"
 
 
 @dataclass(frozen=True)
-class Backend:
-    """An attention step for `kernels.ring.Ring`, in place of a module."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
-@dataclass(frozen=True)
 class Variant:
     """An implementation, a layout, and the problem they are to solve.
 
@@ -95,7 +87,7 @@ class Variant:
         sizes = self.block_sizes
         step = self.module
         if sizes is not None:
-            step = Backend(
+            step = backend.Steps(
                 functools.partial(step.forward, block_sizes=sizes),
                 functools.partial(step.backward, block_sizes=sizes),
             )

@@ -19,9 +19,12 @@ from tests.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, Answer, Problem, solv
 BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 270, 300, 4, 2, 8
 
 
+HOPPER = "hopper", "hopper_deterministic"
+
+
 def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
     """Where GPU kernels are interpreted, which takes long, they are slow tests."""
-    slow = {"hopper", "triton"} if jax.default_backend() == "cpu" else set()
+    slow = {*HOPPER, "triton"} if jax.default_backend() == "cpu" else set()
     marked = [
         pytest.param(name, marks=pytest.mark.slow) if name in slow else name
         for name in names
@@ -30,12 +33,12 @@ def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
 
 
 each_implementation = each_of(backend.IMPLEMENTATIONS)
-in_float32 = each_of(backend.IMPLEMENTATIONS.keys() - {"hopper"})
+in_float32 = each_of([name for name in backend.IMPLEMENTATIONS if name not in HOPPER])
 
 
 def dtype_of(implementation: str) -> jnp.dtype:
     """What it computes in, preferably in float32."""
-    return jnp.bfloat16 if implementation == "hopper" else jnp.float32
+    return jnp.bfloat16 if implementation in HOPPER else jnp.float32
 
 
 def problem(
@@ -163,7 +166,8 @@ def test_huge_numbers_in_other_documents_leave_no_trace(implementation):
     given = problem(masks.documents(np.repeat(np.arange(3), 100)))
     want = solve_at_the_door(given, implementation)
     middle, others = slice(100, 200), np.r_[0:100, 200:300]
-    given.k[:, others] = 1e15
+    # Scores of 1e9 and more overflow in the Hopper kernels, see `hopper`.
+    given.k[:, others] = 1e7 if implementation in HOPPER else 1e15
     given.v[:, others] = -1e30
     found = solve_at_the_door(given, implementation)
     assert_equal(found[1][..., middle], want[1][..., middle])
@@ -229,15 +233,19 @@ def test_vmap_of_rows_under_checkpoint_equals_the_batch(implementation):
     arrays = *arrays, given.d_lse, given.visible
     arrays = jax.tree.map(lambda x: x[:, None], arrays)  # each row a batch of one
 
+    # Pallas' interpreter for GPUs has effects, which a checkpoint refuses.
+    is_interpreted = jax.default_backend() == "cpu"
+
     @jax.jit
     @jax.vmap
     def of_row(q, k, v, d_out, d_lse, visible):
-        @jax.checkpoint
         def run(q, k, v):
             return attention_with_lse(
                 q, k, v, visible=visible, implementation=implementation
             )
 
+        if not (is_interpreted and implementation in HOPPER):
+            run = jax.checkpoint(run)
         found, pull = jax.vjp(run, q, k, v)
         return *found, *pull((d_out, d_lse))
 

@@ -129,6 +129,43 @@ def test_ring_over_part_of_a_mesh_matches_one_device():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+def test_heads_in_parts_give_the_same_and_hold_less(parts):
+    attends = [
+        ring.make_ring_attention(ring_mesh(4), layout=layout.Striped(), parts=n)
+        for n in (1, parts)
+    ]
+    keys = jax.random.split(jax.random.key(parts), 4)
+    q, k, v, d_out = (
+        jax.random.normal(key, (2, 512, heads, 16))
+        for key, heads in zip(keys, (8, 4, 4, 8), strict=True)
+    )
+
+    def results(attend, q, k, v, d_out):
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, masks.causal()), q, k, v)
+        return out, *pull(d_out)
+
+    programs = [
+        jax.jit(functools.partial(results, attend)).lower(q, k, v, d_out).compile()
+        for attend in attends
+    ]
+    whole, in_parts = (program(q, k, v, d_out) for program in programs)
+    for a, b in zip(in_parts, whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    held, less = (p.memory_analysis().temp_size_in_bytes for p in programs)
+    assert less < 0.7 * held
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_parts_that_do_not_divide_the_heads_are_refused(parts):
+    attend = ring.make_ring_attention(
+        ring_mesh(2), layout=layout.Striped(), parts=parts
+    )
+    x = jnp.ones((1, 8, 4, 8))
+    with pytest.raises(ValueError, match=f"4 key/value heads .* parts={parts}"):
+        attend(x, x, x, masks.causal())
+
+
 GLOBAL_AXES = ("data", "fsdp", "ring", "tensor")
 
 
