@@ -6,7 +6,7 @@ checked before anything is compiled.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from training.feed import host_blocks
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
 from training.optimizer import OptimizerSettings
-from training.step import TrainState, initial_state
+from training.step import LossFunction, TrainState, initial_state, make_train_step
 
 STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""
@@ -106,14 +106,18 @@ def check_counts(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def partition(config: ml_collections.ConfigDict) -> Partition:
-    """The mesh of all devices, and what is sharded over it.
+def partition(
+    config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> Partition:
+    """The mesh of the devices, and what is sharded over it.
+
+    devices: those to run on, or to compile for; all that there are unless given.
 
     Raises:
       ValueError: the mesh does not match the devices, or has a ring that the attention
         system cannot use.
     """
-    mesh = make_mesh(MeshShape(**config.mesh), jax.devices())
+    mesh = make_mesh(MeshShape(**config.mesh), devices or jax.devices())
     if mesh.shape["ring"] > 1 and not attention_system(config).sharded:
         raise ValueError(
             f"{config.attention=} does not shard the sequence, but the mesh has a ring "
@@ -176,15 +180,23 @@ def loss_function(
     """From parameters and a batch in layout order to its summed loss.
 
     Raises:
-      ValueError: an unknown implementation, or a chunk of no tokens.
+      ValueError: an unknown implementation, a chunk of no tokens, or heads that do not
+        divide into the attention's parts.
     """
     system = attention_system(config)
+    local_heads = config.model.num_kv_heads // partition.mesh.shape["tensor"]
+    if config.attention_parts < 1 or local_heads % config.attention_parts:
+        raise ValueError(
+            f"{config.attention_parts=} does not divide the {local_heads} key/value "
+            "heads of a device: choose a divisor of them"
+        )
     if config.loss_chunk_tokens < 1:
         raise ValueError(f"{config.loss_chunk_tokens=} must be at least 1")
     attend = make_ring_attention(
         partition.mesh,
         layout=system.layout,
         implementation=system.implementation or config.implementation or None,
+        parts=config.attention_parts,
     )
 
     def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
@@ -266,9 +278,43 @@ def batch_sharding(
     if columns % divisor:
         raise ValueError(
             f"{config.data.context_tokens=} does not divide over the ring of {ring} "
-            f"({attention_system(config).layout}): make it a multiple of {divisor}"
+            f"({attention_system(config).layout}): make it a multiple of {divisor}, "
+            f"the next is {-(-columns // divisor) * divisor}"
         )
     return partition.sharding(("batch", "sequence"), (rows, columns))
+
+
+def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> Batch:
+    """Shape, type and sharding of a batch's arrays (B, T).
+
+    Raises:
+      ValueError: as `batch_sharding`.
+    """
+    sharding = batch_sharding(config, partition)
+
+    def array(dtype: type) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(batch_shape(config), dtype, sharding=sharding)
+
+    arrays = dict.fromkeys(Batch._fields, array(jnp.int32))
+    return Batch(**arrays | {"loss_weights": array(jnp.float32)})
+
+
+def train_step(
+    config: ml_collections.ConfigDict,
+    loss_sum: LossFunction,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+) -> jax.stages.Wrapped:
+    """The program `(state, batch) -> (state, metrics)`; it takes the old state's place.
+
+    state: shape, type and sharding of everything in it (see `abstract_state`).
+    """
+    sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(
+        make_train_step(loss_sum, optimizer, microbatches=config.train.microbatches),
+        out_shardings=(sharding, sharding.step),
+        donate_argnums=0,
+    )
 
 
 def corpus(config: ml_collections.ConfigDict, split: str) -> TokenFile:

@@ -24,7 +24,7 @@ from training.feed import place
 from training.metrics import NullWriter, TensorBoardWriter, Throughput
 from training.optimizer import make_optimizer
 from training.report import Report
-from training.step import initial_state, make_evaluate_step, make_train_step
+from training.step import initial_state, make_evaluate_step
 
 CONFIG = config_flags.DEFINE_config_file("config", lock_config=True)
 
@@ -48,7 +48,7 @@ def train(
     assemble.check_counts(config)
 
     # Mesh.
-    partition = assemble.partition(config)
+    partition = assemble.partition(config, jax.devices())
     devices = partition.mesh.devices.flatten()
     chip = chips.find(devices[0].device_kind)
     axes = " x ".join(f"{axis} {size}" for axis, size in partition.mesh.shape.items())
@@ -102,13 +102,7 @@ def train(
             return {"step": last_step}
 
         # Programs.
-        train_step = jax.jit(
-            make_train_step(
-                loss_sum, optimizer, microbatches=config.train.microbatches
-            ),
-            out_shardings=(state_sharding, state_sharding.step),
-            donate_argnums=0,
-        )
+        train_step = assemble.train_step(config, loss_sum, optimizer, state_shape)
         evaluate = jax.jit(
             make_evaluate_step(loss_sum), out_shardings=state_sharding.step
         )

@@ -16,6 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.workdir = "runs/tpuv4_3b"
     config.model.update(llama_sizes.llama("3b"))
     config.remat = "nothing"
+    config.attention_parts = 4
     config.mesh.fsdp = 1
     config.mesh.ring = 128
     config.data.context_tokens = 1024 * 1024

@@ -16,6 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.workdir = "runs/tpuv4_7b"
     config.model.update(llama_sizes.llama("7b"))
     config.remat = "nothing"
+    config.attention_parts = 4
     config.mesh.fsdp = 1
     config.mesh.ring = 512
     config.data.context_tokens = 4 * 1024 * 1024

@@ -24,7 +24,7 @@ from kernels.backend import Backend, check_name, choose
 from kernels.layout import Layout, check_length, order
 from kernels.masks import Mask, Visible
 from kernels.operands import check_operands, checked_bounds
-from kernels.product import product
+from kernels.product import accumulator_type, product
 
 UNROLLED_HOPS = 16
 """Longer rings are compiled as a loop, whose compile time does not grow with them."""
@@ -84,12 +84,13 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, lo, hi):
-    def part(q, k, v):
+    def part(q, lse, k, v):
         out, lse = _forward_hops(ring, q, (k, v), Visible(lo, hi))
         return out.astype(q.dtype), lse
 
-    row = jax.ShapeDtypeStruct((*q.shape[:1], q.shape[2], q.shape[1]), jnp.float32)
-    out, lse = _in_parts(ring.parts, part, (q, k, v), (q, row))
+    row = q.shape[0], q.shape[2], q.shape[1]
+    empty = jnp.zeros(row, accumulator_type(q.dtype))
+    out, lse = _in_parts(ring.parts, part, (q, empty), (k, v))
     # Named here, where the backward's residuals are made, so that a remat policy can
     # keep these two and the ring need not run again (names outside have no effect).
     out = checkpoint_name(out, "attention_out")
@@ -103,35 +104,34 @@ def _attend_backward(ring, residuals, cotangents):
     # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
     delta = product("bthd,bthd->bht", out, d_out) - d_lse
 
-    def part(q, d_out, lse, delta, k, v):
-        fixed = (q, d_out, lse, delta)
-        gradients = _backward_hops(ring, fixed, (k, v), Visible(lo, hi))
+    def part(q, k, v, *rows):
+        gradients = _backward_hops(ring, (q, *rows), (k, v), Visible(lo, hi))
         return tuple(x.astype(q.dtype) for x in gradients)
 
-    operands = q, d_out, lse, delta, k, v
-    return *_in_parts(ring.parts, part, operands, (q, k, v)), None, None
+    return *_in_parts(ring.parts, part, (q, k, v), (d_out, lse, delta)), None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _in_parts(
-    parts: int, function: Callable, operands: tuple, results: tuple
+    parts: int, function: Callable, replaced: tuple, fixed: tuple
 ) -> tuple[jax.Array, ...]:
-    """`function` on each of `parts` equal shares of the heads, one after the other.
+    """What `function` makes of each of `parts` equal shares of the heads, in turn.
 
-    operands, and results (of which shape and type are read): (B, T, heads, D), or of
-    the query heads (B, H, T).
+    function: from shares of `replaced` and `fixed` to what takes the place of the
+      former, so that results need no memory of their own.
+    replaced, fixed: (B, T, heads, D), or of the query heads (B, H, T).
     """
     if parts == 1:
-        return function(*operands)
+        return function(*replaced, *fixed)
 
     def share(x: jax.Array, number: jax.Array) -> jax.Array:
         size = x.shape[_heads_axis(x)] // parts
         return lax.dynamic_slice_in_dim(x, number * size, size, _heads_axis(x))
 
-    def add_part(number: jax.Array, wholes: tuple) -> tuple:
-        found = function(*(share(x, number) for x in operands))
+    def replace_share(number: jax.Array, wholes: tuple) -> tuple:
+        found = function(*(share(x, number) for x in (*wholes, *fixed)))
         return tuple(
             lax.dynamic_update_slice_in_dim(
                 whole, x, number * x.shape[_heads_axis(x)], _heads_axis(x)
@@ -139,11 +139,10 @@ def _in_parts(
             for whole, x in zip(wholes, found, strict=True)
         )
 
-    empty = tuple(jnp.zeros(x.shape, x.dtype) for x in results)
-    return lax.fori_loop(0, parts, add_part, empty)
+    return lax.fori_loop(0, parts, replace_share, replaced)
 
 
-def _heads_axis(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+def _heads_axis(x: jax.Array) -> int:
     return 2 if len(x.shape) == 4 else 1
 
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.chunks import scan_chunks
 from models.partition import Partition
-from models.remat import check_policy, remat
+from models.remat import check_policy, remat, remat_attention
 from models.rope import rotate, rotations
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -218,12 +218,17 @@ class DecoderLayer(nnx.Module):
         self.feed_forward = FeedForward(
             config, partition, execution.feed_forward_chunk, rngs=rngs
         )
+        self.remat = execution.remat
 
     def __call__(
         self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
     ) -> jax.Array:
         x = checkpoint_name(x, "layer_input")
-        x = x + self.attention(self.attention_norm(x), rotation, attend)
+
+        def attention(x: jax.Array) -> jax.Array:
+            return self.attention(self.attention_norm(x), rotation, attend)
+
+        x = x + remat_attention(attention, self.remat)(x)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 

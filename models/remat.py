@@ -9,7 +9,8 @@ _POLICIES = jax.checkpoint_policies
 REMAT_POLICIES: dict[str, Callable | None] = {
     # Everything: the fastest, where memory is no matter.
     "everything": None,
-    # The layer's input only, as in the papers; the ring runs twice.
+    # The layer's input only, as in the papers; the ring runs twice. So do, in a layer's
+    # backward, the projections to queries, keys and values (see `remat_attention`).
     "nothing": _POLICIES.nothing_saveable,
     # Also the attention's result: the ring runs once.
     "attention": _POLICIES.save_only_these_names("attention_out", "attention_lse"),
@@ -18,7 +19,7 @@ REMAT_POLICIES: dict[str, Callable | None] = {
         _POLICIES.dots_with_no_batch_dims_saveable,
         _POLICIES.save_only_these_names("attention_out", "attention_lse"),
     ),
-    # The layer's input, in the host's memory; nothing on the device.
+    # As nothing, but the layer's input is in the host's memory.
     "offload": _POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["layer_input"],
@@ -46,3 +47,15 @@ def remat(layer: Callable, policy: str) -> Callable:
         return layer
     # Inside a scan the loop itself keeps XLA from undoing it (prevent_cse).
     return jax.checkpoint(layer, policy=REMAT_POLICIES[policy], prevent_cse=False)
+
+
+def remat_attention(attention: Callable, policy: str) -> Callable:
+    """A layer's attention, which holds its result only while the layer is recomputed.
+
+    Under the policies that keep no more than a layer's input: so queries, keys and
+    values are not there during the backward of the feed-forward, which comes first.
+    """
+    if policy not in ("nothing", "offload"):
+        return attention
+    keep = _POLICIES.save_only_these_names("attention_out", "attention_lse")
+    return jax.checkpoint(attention, policy=keep)

@@ -142,6 +142,10 @@ BAD_CONFIGS = {
         {"data__threads": 8},
         ["threads=8", "buffered_steps=4"],
     ),
+    "attention_parts_that_do_not_divide": (
+        {"attention_parts": 3},
+        ["attention_parts=3", "key/value heads", "choose a divisor"],
+    ),
     "loss_chunk_of_nothing": (
         {"loss_chunk_tokens": 0},
         ["loss_chunk_tokens=0", "at least 1"],

@@ -50,7 +50,7 @@ class Variant:
         """Has `forward` and `backward`, as described in `kernels.reference`."""
         if self.implementation == UNSKIPPED:
             return unskipped_ring
-        return backend.choose(self.implementation)
+        return backend.choose(self.implementation, self.dtype)
 
     @property
     def own_sizes(self) -> BlockSizes | None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import hopper, layout, masks, ring
 from tools.h200 import compile_for, described
+from tools.schedule import Program
 
 LENGTH = 1024
 
@@ -82,50 +83,20 @@ def compiled_layers(ring_size: int) -> str:
     return compile_for(mesh, jax.grad(loss), x, array(2, 128)).as_text()
 
 
-def schedules(program: str) -> list[str]:
-    """The order of transfers and kernels in each computation that has both.
-
-    s and d: a transfer starts, and is done. S: one that nothing can hide. F, B: the
-    forward and the backward kernel, by itself or fused with what takes its result.
-    """
-    computations = {}
-    for text in program.split("\n\n"):
-        name = re.search(r"^(?:ENTRY )?%([\w.-]+) ", text, re.MULTILINE)
-        if name:
-            computations[name[1]] = text.splitlines()
-
-    def letters(lines: list[str]) -> str:
-        return "".join(map(letter, lines))
-
-    def letter(line: str) -> str:
-        operation = re.search(r"= .*? (collective-permute[a-z-]*|custom-call)\(", line)
-        fused = re.search(r" fusion\(.*calls=%([\w.-]+)", line)
-        if fused:
-            return letters(computations[fused[1]])
-        if operation is None:
-            return ""
-        if operation[1] != "custom-call":
-            return {"start": "s", "done": "d"}.get(operation[1].split("-")[-1], "S")
-        kernel = re.search(r"/flash_(forward|backward)/", line)
-        return {"forward": "F", "backward": "B"}[kernel[1]] if kernel else ""
-
-    found = map(letters, computations.values())
-    return [order for order in found if set(order) & set("sS")]
-
-
 @pytest.mark.parametrize("ring_size", [4, 8])
 def test_every_transfer_hides_behind_the_kernel_of_its_hop(ring_size):
     """But the last one of dk and dv, which travel with the keys and values.
 
     The first rotation is the same in both directions, so XLA keeps what it brought.
     """
-    (order,) = schedules(compiled_ring(ring_size).as_text())
+    program = compiled_ring(ring_size).as_text()
+    (order,) = Program.parse(program, ring_size).orders()
     hops = ring_size - 1
     assert order == "sFd" * hops + "F" + "B" + "sBd" * hops + "sd"
 
 
 def test_the_backward_of_a_layer_does_not_run_the_forward_ring_again():
-    orders = schedules(compiled_layers(4))
+    orders = Program.parse(compiled_layers(4), 4).orders()
     assert sorted(orders) == ["sBd" * 4 + "sd", "sFd" * 3 + "F"]
 
 

@@ -29,8 +29,16 @@ from tests.cases import (
 from tests.rings import compiled_ring, ring_mesh, solve_on_ring
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "pallas_tpu"])
-@pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
+def covering_cases():
+    """Each case for each implementation; long ones of the slow reference are slow."""
+    for case in COVERING:
+        for name in "reference", "blockwise", "pallas_tpu":
+            is_slow = name == "reference" and case.length > 1000
+            marks = [pytest.mark.slow] if is_slow else []
+            yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
+
+
+@pytest.mark.parametrize("case, implementation", covering_cases())
 def test_ring_in_float32_matches_one_device_in_float64(
     case, implementation, monkeypatch
 ):
