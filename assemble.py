@@ -107,17 +107,15 @@ def check_counts(config: ml_collections.ConfigDict) -> None:
 
 
 def partition(
-    config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None
+    config: ml_collections.ConfigDict, devices: Sequence[jax.Device]
 ) -> Partition:
-    """The mesh of the devices, and what is sharded over it.
-
-    devices: those to run on, or to compile for; all that there are unless given.
+    """The mesh of the devices to run on, or to compile for, and what is sharded over it.
 
     Raises:
       ValueError: the mesh does not match the devices, or has a ring that the attention
         system cannot use.
     """
-    mesh = make_mesh(MeshShape(**config.mesh), devices or jax.devices())
+    mesh = make_mesh(MeshShape(**config.mesh), devices)
     if mesh.shape["ring"] > 1 and not attention_system(config).sharded:
         raise ValueError(
             f"{config.attention=} does not shard the sequence, but the mesh has a ring "

@@ -132,7 +132,7 @@ def system_config(
 
 def make_system(name: str, corpus: Path, **overrides: Any) -> System:
     config = system_config(name, corpus, Path("unused"), **overrides)
-    partition = assemble.partition(config)
+    partition = assemble.partition(config, jax.devices())
     model = assemble.model(config, partition)
     loss_of_batch = assemble.loss_function(config, model, partition)
 

@@ -108,7 +108,7 @@ class Run:
     def state(self) -> TrainState:
         """The newest checkpoint's."""
         config = self.config()
-        partition = assemble.partition(config)
+        partition = assemble.partition(config, jax.devices())
         model = assemble.model(config, partition)
         optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
         with Checkpoints(
@@ -306,7 +306,7 @@ def test_the_console_says_where_everything_is(undisturbed: Run) -> None:
 
 def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed: Run) -> None:
     config = undisturbed.config()
-    partition = assemble.partition(config)
+    partition = assemble.partition(config, jax.devices())
     model = assemble.model(config, partition)
     loss_sum = assemble.loss_function(config, model, partition)
     evaluate = jax.jit(make_evaluate_step(loss_sum))

@@ -1,0 +1,298 @@
+"""Plans of a small model on described TPUs, against what its sizes say."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+
+import jax
+import ml_collections
+import pytest
+
+from kernels import backend, hopper, pallas_tpu
+from models.flops import num_parameters, paper_train_flops, train_flops
+from models.llama import LlamaConfig
+from tools import plan_pod
+from tools.plan import Plan
+from tools.plan_context import TOLERANCE
+from tools.plan_memory import peak_bytes
+from tools.plan_pod import read_config
+from tools.plan_step import Step, TooLarge, described_pod
+
+# From ml_collections, whenever it reads a config's file.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "feed_forward_size": 512,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+}
+CONTEXT, RING = 2048, 4
+TOKENS = CONTEXT // RING
+
+
+def small_config(**overrides: str) -> ml_collections.ConfigDict:
+    """A small model on one ring; overrides: fields, with __ for the dots."""
+    fields = {f"model.{name}": size for name, size in SIZES.items()} | {
+        "compute_dtype": "bfloat16",
+        "mesh.fsdp": 1,
+        "mesh.ring": RING,
+        "data.context_tokens": CONTEXT,
+        "data.batch_rows": 1,
+    }
+    fields |= {name.replace("__", "."): value for name, value in overrides.items()}
+    arguments = [f"--config.{name}={value}" for name, value in fields.items()]
+    return read_config(["--config=configs/tiny.py", *arguments])
+
+
+@pytest.fixture(scope="module")
+def real_kernels() -> Iterator[None]:
+    """What chips run; by their names, tests get kernels interpreted."""
+    patch = pytest.MonkeyPatch()
+    patch.setitem(backend.IMPLEMENTATIONS, "pallas_tpu", pallas_tpu)
+    patch.setitem(backend.IMPLEMENTATIONS, "hopper", hopper)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def plan(real_kernels: None) -> Plan:
+    return Plan.of(Step.of(small_config(), described_pod("v5e:2x2")))
+
+
+def test_parameters_and_optimizer_are_those_of_the_sizes(plan):
+    whole = num_parameters(LlamaConfig(**SIZES))
+    norms = (2 * SIZES["num_layers"] + 1) * SIZES["hidden_size"]  # on every device
+    assert plan.memory.parameters == 4 * ((whole - norms) // RING + norms)
+    # Two moments of each parameter, and the numbers of updates made.
+    assert 0 < plan.memory.optimizer_state - 2 * plan.memory.parameters <= 8
+
+
+def test_saved_by_layers_is_their_inputs_and_the_attentions_results(plan):
+    inputs = TOKENS * SIZES["hidden_size"] * 2
+    attention = TOKENS * SIZES["num_heads"] * (SIZES["head_dim"] * 2 + 4)
+    assert plan.memory.saved == SIZES["num_layers"] * (inputs + attention)
+
+
+def test_parts_of_the_memory_add_up_to_the_peak(plan):
+    memory = plan.memory
+    parts = memory.parameters, memory.optimizer_state, memory.saved, memory.workspace
+    assert sum(parts) == memory.peak
+    assert memory.workspace > 0
+    assert memory.capacity == 16 * 2**30
+    assert memory.spare_share == 1 - memory.peak / memory.capacity
+    assert memory.host == 0
+
+
+def test_all_transfers_hide_but_the_last_of_the_gradients_of_keys(plan):
+    layers, hops = SIZES["num_layers"], RING - 1
+    found = plan.transfers
+    # Keys and values in both directions, their gradients in one, and home.
+    assert (found.hidden, found.exposed) == (layers * 6 * hops, layers * 2)
+    size = TOKENS * SIZES["num_kv_heads"] * SIZES["head_dim"] * 2
+    assert found.hidden_bytes == layers * hops * (2 + 2 + 2 * 2) * size
+    assert found.exposed_bytes == layers * 2 * size
+    assert found.kernels == layers * 2 * RING
+
+
+def test_collectives_hold_the_transfers_and_the_gathers_of_parameters(plan):
+    kinds = {kind.name: kind for kind in plan.collectives}
+    permutes = kinds["collective-permute"]
+    assert permutes.count == plan.transfers.hidden + plan.transfers.exposed
+    assert permutes.waited_bytes == plan.transfers.exposed_bytes
+    # Each matrix is gathered in bfloat16 at least once forward and once backward.
+    matrices = num_parameters(LlamaConfig(**SIZES))
+    gathers = sum(k.bytes_sent for n, k in kinds.items() if n.startswith("all-"))
+    assert gathers >= 2 * 2 * 0.7 * matrices * (RING - 1) / RING
+    sent = [kind.bytes_sent for kind in plan.collectives]
+    assert sent == sorted(sent, reverse=True)
+    assert plan.unknown_loops == 0
+
+
+def test_work_is_that_of_one_causal_document(plan):
+    sizes = LlamaConfig(**SIZES)
+    pairs = CONTEXT * (CONTEXT + 1) / 2
+    assert plan.work.model_flops == train_flops(sizes, CONTEXT, pairs)
+    assert plan.work.paper_flops == paper_train_flops(sizes, 1, CONTEXT)
+
+
+def test_estimate_is_of_the_same_step(plan):
+    seconds = plan.estimate.step
+    assert plan.estimate.mfu == pytest.approx(
+        plan.work.model_flops / (seconds * 4 * 197e12)
+    )
+    assert seconds > plan.work.model_flops / (4 * 197e12)
+
+
+def test_printed_plan_names_every_part(plan):
+    text = "\n".join(plan_pod.describe(plan))
+    assert "4 x TPU v5 lite (v5e:2x2): data 1 x fsdp 1 x ring 4 x tensor 1" in text
+    assert "attention pallas_tpu" in text
+    assert "36 behind a kernel\n  and 4 not (1.00 MiB, 7.69%)" in text
+    for name in ("parameters", "optimizer state", "workspace", "peak", "spare"):
+        assert f"\n  {name}" in text
+    assert "formula of remat=attention" in text
+    assert "estimate, not measured" in text
+
+
+def test_plan_is_written_as_json(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(Plan, "of", classmethod(lambda cls, step: plan))
+    output = tmp_path / "plan.json"
+    arguments = ["--config=configs/tiny.py", "--config.mesh.fsdp=1"]
+    arguments += ["--topology=v5e:2x2", "--output", str(output)]
+    plan_pod.main(arguments)
+    row = json.loads(output.read_text())
+    assert row["memory"]["peak"] == plan.memory.peak
+    assert row["memory"]["spare_share"] == plan.memory.spare_share
+    assert row["transfers"]["hidden"] == plan.transfers.hidden
+    assert row["collectives"][0]["name"] == plan.collectives[0].name
+    assert row["estimate"]["step"] == plan.estimate.step
+    assert row["mesh"] == {"data": 1, "fsdp": 1, "ring": 4, "tensor": 1}
+    with pytest.raises(SystemExit, match=r"plan\.json exists: give another --output"):
+        plan_pod.main(arguments)
+
+
+def search(plan, monkeypatch, bytes_a_token):
+    """Searches with a memory that is a line in the context."""
+
+    def of(cls, step):
+        peak = 2**30 + bytes_a_token * step.config.data.context_tokens
+        if peak > 17 * 2**30:
+            raise TooLarge("the step does not fit: it takes too much")
+        memory = dataclasses.replace(plan.memory, peak=peak)
+        columns = step.config.data.context_tokens
+        return dataclasses.replace(plan, memory=memory, context_tokens=columns)
+
+    monkeypatch.setattr(Plan, "of", classmethod(of))
+    arguments = ["--config=configs/tiny.py", "--config.mesh.fsdp=1"]
+    plan_pod.main([*arguments, "--topology=v5e:2x2", "--find-max-context"])
+
+
+def test_longest_context_leaves_a_twentieth_and_every_try_is_told(
+    plan, monkeypatch, capsys
+):
+    search(plan, monkeypatch, bytes_a_token=50_000)
+    printed = capsys.readouterr().out
+    longest = (0.95 * 16 * 2**30 - 2**30) / 50_000
+    found = re.search(r"longest context that leaves 5%: ([\d,]+) tokens", printed)
+    context = int(found[1].replace(",", ""))
+    assert context <= longest <= context * (1 + TOLERANCE) + 1024
+    assert context % (RING * 256) == 0
+    assert f"step: 1 x {context:,} tokens" in printed
+    assert re.search(r"tokens: 1[5-6]\.\d+ GiB, [-\d.]+% spare: does not fit", printed)
+    assert "spare: fits; 92% of the ring behind kernels" in printed
+
+
+def test_where_no_context_fits_the_search_says_so(plan, monkeypatch):
+    with pytest.raises(SystemExit, match="no context fits, down to 1024 tokens"):
+        search(plan, monkeypatch, bytes_a_token=2**30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology=v9:2x2"], r"'v9:2x2' .*known are v3:2x2, .*v4:8x8x8, .*h200:1x1"),
+        (["--topology=v5e:3x3"], r"'v5e:3x3' .*known are v5e:2x2, v5e:2x4, .*v5e:16x"),
+        (["--topology=v4"], r"'v4' .*known are v4:2x2x1, "),
+        (["--topology=h200:2x1x8"], r"'h200:2x1x8' .*known are h200:1x1x1, h200:1x1x2"),
+        (["--topology=h200:1x1x16"], r"known are .*h200:1x1x8$"),
+        (["--topology=v5e:2x4", "--config.mesh.ring=3"], r"ring 3 .* the 8 devices"),
+        (
+            ["--topology=v5e:2x4", "--context=4097"],
+            "context_tokens=4097 .* ring of 4 .* a multiple of 4, the next is 4100",
+        ),
+        (["--topology=v5e:2x4", "--context=0"], "context_tokens=0 must be at least 1"),
+        (["--topology=v5e:2x4", "--context=-8", "--find-max-context"], "first=-8 and"),
+        (["--topology=v5e:2x4", "--config.modle.num_layers=1"], "no such field: 'modl"),
+        (["--topology=v5e:2x4", "--config.nothing=1"], "no such field: .*nothing"),
+        (
+            ["--topology=v5e:2x4", "--config.seed=one"],
+            "config.seed=one: invalid literal",
+        ),
+        (["--topology=v5e:2x4", "--contxt=4096"], "Unknown command line flag 'contxt'"),
+        (["--topology=v5e:2x4", "more"], r"unknown arguments \['more'\]"),
+        (
+            ["--topology=v5e:2x4", "--output=nowhere/plan.json"],
+            "nowhere is not a direc",
+        ),
+    ],
+)
+def test_bad_input_ends_with_one_line_before_anything_is_compiled(
+    arguments, message, monkeypatch
+):
+    monkeypatch.setattr(Step, "compile", lambda step: pytest.fail("compiled"))
+    with pytest.raises(SystemExit, match=message) as caught:
+        plan_pod.main(["--config=configs/tiny.py", *arguments])
+    assert "\n" not in caught.value.code  # a text, which makes the status 1
+
+
+def test_missing_config_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="no --config="):
+        plan_pod.main(["--topology=v5e:2x2"])
+    with pytest.raises(SystemExit, match="No such file .*missing.py"):
+        plan_pod.main([f"--config={tmp_path / 'missing.py'}", "--topology=v5e:2x2"])
+
+
+def test_a_step_that_does_not_fit_says_by_how_much():
+    step = Step.of(small_config(), described_pod("v5e:2x2"))
+
+    def refuse(*arguments: object) -> None:
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required "
+            "for HLO temporaries (16.43G) exceeds available HBM (15.75G)."
+        )
+
+    small = dataclasses.replace(
+        step, pod=dataclasses.replace(step.pod, compile_for=refuse)
+    )
+    with pytest.raises(TooLarge, match=r"does not fit: it takes 16\.43G of 15\.75G"):
+        small.compile()
+
+
+def test_a_peak_that_the_compiler_does_not_tell_is_all_that_it_allocates():
+    class Stats:
+        argument_size_in_bytes = 100
+        output_size_in_bytes = 90
+        alias_size_in_bytes = 80
+        temp_size_in_bytes = 7
+
+    assert peak_bytes(Stats()) == 117
+    Stats.peak_memory_in_bytes = 112
+    assert peak_bytes(Stats()) == 112
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_gpus_are_planned_alike(real_kernels):
+    plan = Plan.of(Step.of(small_config(), described_pod("h200:1x1x4")))
+    assert (plan.device_kind, plan.implementation) == ("NVIDIA H200", "hopper")
+    whole = num_parameters(LlamaConfig(**SIZES))
+    norms = (2 * SIZES["num_layers"] + 1) * SIZES["hidden_size"]
+    assert plan.memory.parameters == 4 * ((whole - norms) // RING + norms)
+    assert plan.memory.workspace > 0
+    found = plan.transfers
+    assert found.kernels == SIZES["num_layers"] * 2 * RING
+    # Keys go with values, in one transfer: forward, backward, and gradients once.
+    size = TOKENS * SIZES["num_kv_heads"] * SIZES["head_dim"] * 2
+    assert found.hidden_bytes == SIZES["num_layers"] * (RING - 1) * 8 * size
+    assert found.exposed == SIZES["num_layers"]  # the gradients come home
+    assert plan.unknown_loops == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_7b_step_fits_a_v4_pod_with_all_hops_hidden(real_kernels):
+    settings = ["--config.data.context_tokens=8388608", "--config.remat=nothing"]
+    config = read_config(["--config=configs/tpuv4_7b.py", *settings])
+    plan = Plan.of(Step.of(config, described_pod("v4:8x8x8")))
+    assert plan.memory.saved == 32 * 16384 * 4096 * 2
+    assert plan.memory.peak < 12 * 2**30
+    # Two rings forward and one backward, of 511 hops, for each part of each layer.
+    rings = 32 * config.attention_parts
+    assert plan.transfers.hidden == rings * 511 * (2 + 2 + 4)
+    assert plan.transfers.exposed == rings * 2
+    assert 0.5 < plan.estimate.mfu < 0.67

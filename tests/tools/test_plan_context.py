@@ -1,0 +1,95 @@
+"""The search for the longest context, on memory that a function makes up."""
+
+import math
+import random
+
+import pytest
+
+from tools.plan_context import TOLERANCE, Try, longest_context, longest_that_fits
+
+LIMIT = 1000.0
+
+
+def search(peak_of, first=1024, unit=256, **more):
+    tries = longest_context(peak_of, first=first, unit=unit, limit=LIMIT, **more)
+    return tries, longest_that_fits(tries, LIMIT)
+
+
+def true_longest(peak_of, unit):
+    """By trying everything up to the first that does not fit."""
+    context = unit
+    while (peak := peak_of(context)) is not None and peak <= LIMIT:
+        context += unit
+    return context - unit
+
+
+def assert_is_longest(best, peak_of, unit=256):
+    longest = true_longest(peak_of, unit)
+    assert best.context <= longest
+    assert longest - best.context <= max(unit, TOLERANCE * longest)
+
+
+@pytest.mark.parametrize("first", [256, 1024, 40_000, 10_000_000])
+@pytest.mark.parametrize("fixed", [0, 400, 900])
+def test_linear_memory_takes_few_tries_from_anywhere(fixed, first):
+    def peak_of(context):
+        return fixed + math.ceil(context / 40)
+
+    tries, best = search(peak_of, first)
+    assert_is_longest(best, peak_of)
+    assert len(tries) <= 6
+
+
+def test_what_the_compiler_refuses_counts_as_too_large():
+    def peak_of(context):
+        return None if context > 20_000 else context // 40
+
+    tries, best = search(peak_of, first=100_000)
+    assert tries[0] == Try(100_000 // 256 * 256, None)
+    assert_is_longest(best, peak_of)
+    assert len(tries) <= 10
+
+
+def test_memory_with_jumps_is_still_searched_to_the_end():
+    numbers = random.Random(5)
+    for _ in range(50):
+        fixed, step = numbers.randrange(600), numbers.randrange(256, 5000)
+
+        def peak_of(context, fixed=fixed, step=step):
+            return fixed + -(-context // step) * step // 50
+
+        tries, best = search(peak_of, first=numbers.randrange(256, 60_000))
+        assert_is_longest(best, peak_of)
+        assert len(tries) <= 12
+
+
+def test_every_context_is_a_multiple_of_the_unit_and_tried_once():
+    tries, _ = search(lambda context: 100 + context // 30, first=1000, unit=96)
+    contexts = [one.context for one in tries]
+    assert all(context % 96 == 0 and context > 0 for context in contexts)
+    assert len(set(contexts)) == len(contexts)
+
+
+def test_where_nothing_fits_there_is_no_answer():
+    tries, best = search(lambda context: None, first=4096)
+    assert best is None
+    assert tries[-1].context == 256
+    _, best = search(lambda context: 2000 + context)
+    assert best is None
+
+
+def test_memory_that_does_not_grow_ends_at_the_last_index():
+    tries, best = search(lambda context: 10, first=2**20, unit=2**20)
+    assert 2**30 < best.context < 2**31
+    assert len(tries) <= 12
+
+
+def test_tries_are_limited():
+    tries, _ = search(lambda context: 10, first=1, unit=1, most_tries=3)
+    assert len(tries) == 3
+
+
+@pytest.mark.parametrize(("first", "unit"), [(0, 1), (1, 0), (-5, 4)])
+def test_contexts_of_nothing_are_refused(first, unit):
+    with pytest.raises(ValueError, match=f"first={first} and unit={unit} must be"):
+        search(lambda context: 10, first, unit)

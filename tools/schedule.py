@@ -1,0 +1,360 @@
+"""What a compiled program hands around, and what hides it: read from scheduled HLO.
+
+`Compiled.as_text()` prints every computation in the order in which it runs, on TPUs
+and GPUs alike. An asynchronous collective is two instructions there, its start and its
+done; what stands between them runs meanwhile. A computation that a loop runs is printed
+once: here it counts as often as the loop turns.
+
+TPUs also run collectives inside of a product's fusion. They are printed three times, in
+fusions of their own for the start and for the done, and in the product's.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+)
+TRANSFER = "collective-permute"
+"""From neighbour to neighbour: what a ring consists of."""
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*)\w*\[([\d,]*)\]")
+_KERNEL = re.compile(r"flash_(forward|backward)")
+_PALLAS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu|triton)')
+_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
+_BRANCHES = re.compile(
+    r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([\w.-]+)"
+)
+_FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
+_FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'
+_FUSED_PRODUCT = "async_collective_fusion"
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A collective, a kernel, or a call of another computation.
+
+    kind: one of COLLECTIVES, "kernel", "loop" or "call".
+    phase: "start" or "done" of what is asynchronous, "fused" of what runs inside of a
+      product's fusion, else "".
+    first_operand: its name; that of a done is its start.
+    size: bytes of the result on one device; 0 of what is no collective.
+    group: devices that a collective spans; 0 of a done, whose start knows it.
+    kernel: "forward" or "backward", of a kernel.
+    called: names of the computations that it runs.
+    condition: of a loop, the name of the computation that ends it.
+    trips: of a loop, where the compiler says how often it turns.
+    """
+
+    name: str
+    kind: str
+    phase: str = ""
+    first_operand: str = ""
+    size: int = 0
+    group: int = 0
+    kernel: str = ""
+    called: tuple[str, ...] = ()
+    condition: str = ""
+    trips: int | None = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the program.
+
+    bytes_sent: by each device, each time that it runs, where the algorithm is a ring's:
+      of an array of n bytes on g devices (gathered, or before it is scattered),
+      (g - 1) / g · n, twice that for an all-reduce, and n for a permute.
+    group: devices that it spans; 2 or more.
+    times: that a run of the program runs it.
+    is_hidden: whether a kernel runs between its start and its done, or a product that
+      it is fused with.
+    """
+
+    kind: str
+    bytes_sent: float
+    group: int
+    times: int
+    is_hidden: bool
+
+    @property
+    def total_bytes(self) -> float:
+        """Sent by each device in a run of the program."""
+        return self.bytes_sent * self.times
+
+
+@dataclass(frozen=True)
+class Program:
+    """What matters here of a scheduled program.
+
+    computations: by name, each in its order.
+    bounds: by name of a loop's condition, what its counter is compared with.
+    """
+
+    entry: str
+    computations: dict[str, tuple[Instruction, ...]]
+    bounds: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, devices: int) -> "Program":
+        """Reads `Compiled.as_text()`.
+
+        devices: that the program runs on; the groups of a collective without any.
+
+        Raises:
+          ValueError: the text holds no program.
+        """
+        computations: dict[str, list[Instruction]] = {}
+        bounds: dict[str, int] = {}
+        fused: dict[str, str] = {}  # computations of a collective that is in three
+        entry = name = ""
+        lines: list[str] = []
+        for line in text.splitlines():
+            head = _HEAD.match(line)
+            if head:
+                name, lines = head[2], []
+                computations[name] = []
+                if name.startswith(_FUSED_PRODUCT):
+                    fused[name] = ""
+                entry = name if head[1] else entry
+            elif name:
+                lines.append(line)
+                instruction = _read(line, devices)
+                if instruction:
+                    computations[name].append(instruction)
+                elif "ROOT" in line and "direction=LT" in line:
+                    bounds |= _bound(name, line, lines)
+                elif _FUSED_START in line or _FUSED_DONE in line:
+                    fused[name] = _FUSED_DONE if _FUSED_DONE in line else ""
+        if not entry:
+            raise ValueError(f"no scheduled HLO program in {text[:80]!r}")
+        frozen = {
+            name: tuple(found if name not in fused else _fused(found, fused[name]))
+            for name, found in computations.items()
+        }
+        return cls(entry, frozen, bounds)
+
+    def trips(self, loop: Instruction) -> int | None:
+        """How often a loop turns; None if that is not in the program.
+
+        A bound counts as the trips: JAX's scans count from 0, in ones.
+        """
+        return self.bounds.get(loop.condition) if loop.trips is None else loop.trips
+
+    @functools.cached_property
+    def runs(self) -> dict[str, int]:
+        """How often each computation runs in a run of the program.
+
+        Every branch of a conditional counts, and a loop of unknown trips once.
+        """
+        found: Counter[str] = Counter()
+
+        def visit(name: str, times: int) -> None:
+            found[name] += times
+            for instruction in self.computations.get(name, ()):
+                turns = 1
+                if instruction.kind == "loop":
+                    turns = self.trips(instruction)
+                    turns = 1 if turns is None else turns
+                for called in instruction.called:
+                    visit(called, times * turns)
+
+        visit(self.entry, 1)
+        return dict(found)
+
+    @functools.cached_property
+    def unknown_loops(self) -> int:
+        """Loops with collectives or kernels in them whose trips are not known."""
+        return sum(
+            self.trips(instruction) is None and self._is_busy(instruction)
+            for name in self.runs
+            for instruction in self.computations.get(name, ())
+            if instruction.kind == "loop"
+        )
+
+    def collectives(self) -> list[Collective]:
+        """Those that move anything, in the order of the computations."""
+        return [
+            collective
+            for name, times in self.runs.items()
+            if times
+            for collective in self._in_computation(name, times)
+            if collective.group > 1
+        ]
+
+    def kernels(self) -> Counter[str]:
+        """How often the "forward" and the "backward" kernel run."""
+        found: Counter[str] = Counter()
+        for name, times in self.runs.items():
+            for instruction in self.computations.get(name, ()):
+                if instruction.kind == "kernel":
+                    found[instruction.kernel] += times
+        return found
+
+    def orders(self) -> list[str]:
+        """The order of transfers and kernels in each computation that has transfers.
+
+        s and d: a transfer starts, and is done. S: one that nothing can hide. F and B:
+        a forward and a backward kernel, by itself or fused with what takes its result.
+        """
+        found = ("".join(self._letters(name)) for name in self.computations)
+        return [order for order in found if set(order) & set("sS")]
+
+    def _letters(self, name: str) -> Iterator[str]:
+        for instruction in self.computations.get(name, ()):
+            if instruction.kind == TRANSFER:
+                yield {"start": "s", "done": "d"}.get(instruction.phase, "S")
+            elif instruction.kind == "kernel":
+                yield instruction.kernel[0].upper()
+            elif instruction.kind == "call":
+                for called in instruction.called:
+                    yield from self._letters(called)
+
+    def _in_computation(self, name: str, times: int) -> Iterator[Collective]:
+        started: dict[str, tuple[Instruction, int]] = {}
+        kernels = 0
+        for instruction in self.computations.get(name, ()):
+            if instruction.kind in ("loop", "call"):
+                kernels += self._has_kernel(instruction)
+            elif instruction.kind == "kernel":
+                kernels += 1
+            elif instruction.phase == "start":
+                started[instruction.name] = instruction, kernels
+            elif instruction.phase == "done":
+                start, before = started.get(
+                    instruction.first_operand, (instruction, kernels)
+                )
+                yield _collective(instruction, start.group, times, kernels > before)
+            else:
+                is_hidden = instruction.phase == "fused"
+                yield _collective(instruction, instruction.group, times, is_hidden)
+
+    def _has_kernel(self, instruction: Instruction) -> bool:
+        return any(
+            inner.kind == "kernel" or self._has_kernel(inner)
+            for called in instruction.called
+            for inner in self.computations.get(called, ())
+        )
+
+    def _is_busy(self, instruction: Instruction) -> bool:
+        return any(
+            inner.kind not in ("loop", "call") or self._is_busy(inner)
+            for called in instruction.called
+            for inner in self.computations.get(called, ())
+        )
+
+
+def _fused(found: list[Instruction], done: str) -> Iterator[Instruction]:
+    """Of one of a fused collective's three computations: it counts in the last."""
+    for instruction in found:
+        if instruction.kind not in COLLECTIVES:
+            yield instruction
+        elif done:
+            yield dataclasses.replace(instruction, phase="fused")
+
+
+def _collective(
+    result: Instruction, group: int, times: int, is_hidden: bool
+) -> Collective:
+    """From the instruction that gives the result."""
+    factor = {
+        "all-gather": (group - 1) / max(group, 1),
+        "all-to-all": (group - 1) / max(group, 1),
+        "all-reduce": 2 * (group - 1) / max(group, 1),
+        "reduce-scatter": group - 1,  # of what one device keeps
+    }.get(result.kind, 1)
+    return Collective(result.kind, factor * result.size, group, times, is_hidden)
+
+
+def _read(line: str, devices: int) -> Instruction | None:
+    """The instruction on a line, if it matters."""
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    name, shape, opcode, rest = match.groups()
+    if opcode == "custom-call":
+        kernel = _KERNEL.search(line)
+        if kernel is None or _PALLAS.search(rest) is None:
+            return None
+        return Instruction(name, "kernel", kernel=kernel[1])
+    if opcode == "while":
+        trips = _KNOWN_TRIPS.search(rest)
+        condition = re.search(r"condition=%?([\w.-]+)", rest)
+        return Instruction(
+            name,
+            "loop",
+            called=tuple(_CALLED.findall(rest)),
+            condition=condition[1] if condition else "",
+            trips=int(trips[1]) if trips else None,
+        )
+    if opcode in ("fusion", "call", "conditional", "async-start"):
+        branches = re.findall(
+            r"[\w.-]+", " ".join(map("".join, _BRANCHES.findall(rest)))
+        )
+        called = tuple(_CALLED.findall(rest)) + tuple(branches)
+        return Instruction(name, "call", called=called) if called else None
+    phase = next((p for p in ("start", "done") if opcode.endswith(f"-{p}")), "")
+    kind = opcode.removesuffix(f"-{phase}") if phase else opcode
+    if kind not in COLLECTIVES:
+        return None
+    operand = re.match(r"[^%)]*%?([\w.-]+)", rest)
+    return Instruction(
+        name,
+        kind,
+        phase,
+        first_operand=operand[1] if operand else "",
+        size=0 if phase == "start" else _bytes(shape),
+        group=0 if phase == "done" else _group(kind, rest, devices),
+    )
+
+
+def _bytes(shape: str) -> int:
+    """Of an array or a tuple of them, as HLO prints it, without padding."""
+    total = 0.0
+    for dtype, sizes in _ARRAY.findall(shape):
+        bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
+        total += bits / 8 * math.prod(map(int, filter(None, sizes.split(","))))
+    return math.ceil(total)
+
+
+def _group(kind: str, rest: str, devices: int) -> int:
+    """How many devices take part in each group of a collective."""
+    if kind == TRANSFER:
+        # A device that hands to itself hands nothing around.
+        pairs = re.findall(r"\{(\d+),(\d+)\}", rest.split("source_target_pairs=")[-1])
+        return 2 if any(a != b for a, b in pairs) else 1
+    named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest)
+    if named:  # of these axes of a mesh
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[a]) for a in re.findall(r"'(\w+)'", named[2]))
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
+    if listed:  # {{0,1},{2,3}}
+        return len(listed[1].split(","))
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest)
+    return int(iota[2]) if iota else devices  # [groups,devices of one]<=[all]
+
+
+def _bound(name: str, root: str, lines: list[str]) -> dict[str, int]:
+    """What a condition's counter is compared with, by the condition's name."""
+    operands = re.search(r" compare\((.*?)\)", root)
+    constant = operands and operands[1].split(",")[-1].split("%")[-1].strip()
+    for line in lines:
+        found = re.match(
+            rf"\s+%?{re.escape(constant or '')} = \S+ constant\((\d+)\)", line
+        )
+        if found:
+            return {name: int(found[1])}
+    return {}
