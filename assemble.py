@@ -109,7 +109,7 @@ def check_counts(config: ml_collections.ConfigDict) -> None:
 def partition(
     config: ml_collections.ConfigDict, devices: Sequence[jax.Device]
 ) -> Partition:
-    """The mesh of the devices to run on, or to compile for, and what is sharded over it.
+    """The mesh of the devices to run on or compile for, and what is sharded over it.
 
     Raises:
       ValueError: the mesh does not match the devices, or has a ring that the attention

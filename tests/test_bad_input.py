@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(
     corpus: Path, tmp_path: Path
 ) -> None:
     other = small_config(corpus, tmp_path, model__num_layers=3, model__head_dim=16)
-    partition = assemble.partition(other)
+    partition = assemble.partition(other, jax.devices())
     fingerprint = assemble.fingerprint(assemble.model(other, partition))
     directory = tmp_path / "checkpoints"
     with Checkpoints(directory, keep=1, fingerprint=fingerprint) as checkpoints:
