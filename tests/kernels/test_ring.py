@@ -38,7 +38,7 @@ def covering_cases():
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
-@pytest.mark.parametrize("case, implementation", covering_cases())
+@pytest.mark.parametrize("case, implementation", list(covering_cases()))
 def test_ring_in_float32_matches_one_device_in_float64(
     case, implementation, monkeypatch
 ):
