@@ -286,8 +286,8 @@ def make_ring_attention(
         raise ValueError(f"{ring_axis=} is not an axis of the mesh {dict(mesh.shape)}")
     batch_axes = tuple(axis for axis in batch_axes if axis in mesh.shape)
     heads = head_axis if head_axis in mesh.shape else None
-    ring_size = mesh.shape[ring_axis]
     check_name(implementation)  # here, and not when compiling
+    ring_size = mesh.shape[ring_axis]
     local = functools.partial(
         ring_attention,
         axis_name=ring_axis,
@@ -309,9 +309,8 @@ def make_ring_attention(
             visible = visible(index, k.shape[1])
         visible = checked_bounds(q, visible, k.shape[1])
         array = PartitionSpec(batch_axes, ring_axis, heads, None)
-        shared = visible.lo.shape[0] == 1
-        bounds = PartitionSpec(None if shared else batch_axes, ring_axis)
-        in_specs = (array, array, array, bounds, bounds)
+        rows = None if visible.lo.shape[0] == 1 else batch_axes
+        in_specs = (*(array,) * 3, *(PartitionSpec(rows, ring_axis),) * 2)
         # Every axis is in the specs, so nothing is summed over it behind our back,
         # and Pallas kernels cannot say how their results vary over the mesh.
         sharded = jax.shard_map(

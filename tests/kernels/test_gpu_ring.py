@@ -57,12 +57,22 @@ def test_ring_of_triton_in_float32_matches_one_device_in_float64(case: Case):
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
 
 
+def slow_if_simulated(value: object) -> object:
+    return pytest.param(value, marks=[pytest.mark.slow] if IS_SIMULATED else [])
+
+
 @each_case("hopper")
-def test_ring_of_hopper_is_as_exact_as_one_device_in_bfloat16(case: Case):
-    problem = Problem.of(case, jnp.bfloat16)
-    backend = IMPLEMENTATIONS["hopper"]
-    answer = solve_on_ring(case, problem, backend, jnp.bfloat16, one_device_ring)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow_if_simulated(jnp.float16)])
+@pytest.mark.parametrize(
+    "implementation", ["hopper", slow_if_simulated("hopper_deterministic")]
+)
+def test_ring_of_hopper_is_as_exact_as_one_device_in_its_type(
+    case: Case, implementation: str, dtype: jnp.dtype
+):
+    problem = Problem.of(case, dtype)
+    backend = IMPLEMENTATIONS[implementation]
+    answer = solve_on_ring(case, problem, backend, dtype, one_device_ring)
     truth = solve(problem, jnp.float64)
-    allowed = solve(problem, jnp.bfloat16).errors(truth)
+    allowed = solve(problem, dtype).errors(truth)
     for name, error in answer.errors(truth).items():
         assert error <= BFLOAT16_RATIO * allowed[name] + 1e-6, (name, error, allowed)

@@ -13,19 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
-    reset_gpu_interpret_mode_state,
-)
 
 from kernels import hopper, reference
-from kernels import mosaic_gpu as gpu
 from kernels.block_sizes import BlockSizes
 from kernels.hopper import HopperBlocks, Launch
 from kernels.merge import Partial
 from tests.cases import BFLOAT16_RATIO, QUICK
+from tests.simulated_hopper import RACES, run_without_wait
 from tests.simulated_tpu import Step, StepCase
 
-SIMULATED = gpu.Interpreter(detect_races=True, uninitialized_memory="nan")
 SMALL = HopperBlocks(64, 2)
 """Blocks of which short problems have several."""
 
@@ -60,7 +56,7 @@ def attend(step: Step, scale: float, **options) -> Partial:
 
 
 def simulate(step: Step, scale: float, blocks: HopperBlocks | None) -> Partial:
-    launch = Launch(blocks, SIMULATED)
+    launch = Launch(blocks, RACES)
     program = functools.partial(attend, scale=scale, launch=launch)
     program = jax.jit(program, compiler_options=QUICK)
     return jax.block_until_ready(program(step))
@@ -194,25 +190,15 @@ QUICK_WAITS = "values", "room for keys"
 )
 def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd):
     """So that the tests above could fail."""
-    waits = []
-
-    def wait(barrier: jax.Ref) -> None:
-        waits.append(barrier)
-        if len(waits) - 1 != WAITS[name]:
-            original(barrier)
-
-    original = gpu.wait
-    monkeypatch.setattr(gpu, "wait", wait)
     case = StepCase(128, 512, group=1, batch=1)
     step = case.draw(jnp.bfloat16)
     step = step._replace(start=step.start * 0, stop=step.stop * 0 + 512)
-    failure = ""
-    try:
+
+    def run() -> None:
         simulate(step.astype(jnp.bfloat16), case.scale, SMALL)
-    except jax.errors.JaxRuntimeError as error:
-        failure = str(error)
-        reset_gpu_interpret_mode_state()
-    assert len(waits) == 12
+
+    waits, failure = run_without_wait(WAITS[name], run, monkeypatch)
+    assert waits == 12
     assert "phase" in failure or "RACE DETECTED" in capfd.readouterr().out
 
 
@@ -233,7 +219,7 @@ def forward(
 def test_types_that_the_kernels_do_not_multiply_are_refused(dtype):
     words = f"bfloat16 or float16, got {jnp.dtype(dtype).name}: cast"
     with pytest.raises(ValueError, match=words):
-        forward(dtype, interpret=SIMULATED)
+        forward(dtype, interpret=RACES)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +232,13 @@ def test_types_that_the_kernels_do_not_multiply_are_refused(dtype):
 )
 def test_tiles_that_do_not_fit_are_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
-        forward(sizes=BlockSizes(*sizes), interpret=SIMULATED)
+        forward(sizes=BlockSizes(*sizes), interpret=RACES)
 
 
 def test_heads_that_are_too_large_are_not_implemented():
     words = re.escape("up to 256 numbers, got q.shape=(1, 8, 1, 257): name another")
     with pytest.raises(NotImplementedError, match=words):
-        forward(head_dim=257, interpret=SIMULATED)
+        forward(head_dim=257, interpret=RACES)
 
 
 def test_without_a_hopper_gpu_it_is_not_implemented():

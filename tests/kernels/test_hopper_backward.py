@@ -11,17 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
-    reset_gpu_interpret_mode_state,
-)
 
 from kernels import hopper, reference
 from kernels import mosaic_gpu as gpu
 from kernels.hopper import Launch
 from tests.cases import BFLOAT16_RATIO, QUICK
+from tests.simulated_hopper import RACES, run_without_wait
 from tests.simulated_tpu import Step, StepCase
-
-SIMULATED = gpu.Interpreter(detect_races=True, uninitialized_memory="nan")
 
 # Each head size, odd length and type, in a few programs. With a carry there are rows
 # that see nothing here, but have an lse.
@@ -75,7 +71,7 @@ def attend(backend, scale: float, step: Step, **options) -> Gradients:
 
 
 def simulate(step: Step, scale: float, **launch) -> Gradients:
-    launch = Launch(interpret=SIMULATED, **launch)
+    launch = Launch(interpret=RACES, **launch)
     program = functools.partial(attend, hopper, scale, launch=launch)
     program = jax.jit(program, compiler_options=QUICK)
     return jax.block_until_ready(program(step))
@@ -232,26 +228,16 @@ QUICK_WAITS = "room for gradients of scores", "room for queries"
 )
 def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd):
     """So that the tests above could fail."""
-    waits = []
-
-    def wait(barrier: jax.Ref) -> None:
-        waits.append(barrier)
-        if len(waits) - 1 != WAITS[name]:
-            original(barrier)
-
-    original = gpu.wait
-    monkeypatch.setattr(gpu, "wait", wait)
     case = StepCase(256, 128, group=1, batch=1, head_dim=128)
     step = case.draw(jnp.bfloat16)
     step = step._replace(start=step.start * 0, stop=step.stop * 0 + 128)
     step = with_lse(step, case.scale).astype(jnp.bfloat16)
-    failure = ""
-    try:
+
+    def run() -> None:
         simulate(step, case.scale)
-    except jax.errors.JaxRuntimeError as error:
-        failure = str(error)
-        reset_gpu_interpret_mode_state()
-    assert len(waits) == 10
+
+    waits, failure = run_without_wait(WAITS[name], run, monkeypatch)
+    assert waits == 10
     assert "phase" in failure or "RACE DETECTED" in capfd.readouterr().out
 
 
@@ -271,8 +257,8 @@ def backward(dtype: jnp.dtype, head_dim: int, interpret: gpu.Interpreter | None)
 @pytest.mark.parametrize(
     "dtype, head_dim, interpret, error, words",
     [
-        (jnp.float32, 64, SIMULATED, ValueError, "bfloat16 or float16, got float32"),
-        (jnp.bfloat16, 257, SIMULATED, NotImplementedError, "heads of up to 256"),
+        (jnp.float32, 64, RACES, ValueError, "bfloat16 or float16, got float32"),
+        (jnp.bfloat16, 257, RACES, NotImplementedError, "heads of up to 256"),
         (jnp.bfloat16, 64, None, NotImplementedError, "needs an H100 or H200.*'cpu'"),
     ],
     ids=["type", "head size", "device"],
