@@ -6,6 +6,7 @@ shows, and what is written by mistake is found.
 
 import contextlib
 import importlib.util
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -38,10 +39,14 @@ MARGIN = 2**18
 would find what is not nan."""
 
 
+TURN = threading.Lock()
+"""XLA runs kernels that do not wait for each other at once; the interpreter is one."""
+
+
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
     """What is decorated here is interpreted, and so are Triton's own functions."""
-    with contextlib.ExitStack() as undo:
+    with TURN, contextlib.ExitStack() as undo:
         undo.enter_context(triton.knobs.runtime.scope())
         triton.knobs.runtime.interpret = True
         for name in "max", "sum":
