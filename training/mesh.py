@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from training.torus import ring_along
 
 MESH_AXES = ("data", "fsdp", "ring", "tensor")
 
@@ -69,18 +72,22 @@ class MeshShape:
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of all the devices, laid out on the hardware by `jax.make_mesh`.
+    """A mesh of all the devices.
+
+    JAX lays it out on the hardware; the ring then goes from neighbour to neighbour
+    (see `torus`).
 
     Raises:
       ValueError: the shape does not match the devices.
     """
     shape = shape.fill(len(devices))
-    return jax.make_mesh(
-        tuple(getattr(shape, axis) for axis in MESH_AXES),
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=devices,
+    laid_out = mesh_utils.create_device_mesh(
+        [getattr(shape, axis) for axis in MESH_AXES],
+        devices,
+        allow_split_physical_axes=True,
     )
+    laid_out = ring_along(laid_out, MESH_AXES.index("ring"))
+    return Mesh(laid_out, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 @dataclass(frozen=True)

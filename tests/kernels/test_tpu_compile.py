@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import layout, masks, pallas_tpu, ring
-from tools.schedule import Program
+from tools.schedule import TRANSFER, Program
 from tools.topology import compile_for, described
+from training.torus import ring_along
 
 CHIPS = "v4", "v5e", "v5p", "v6e"
 LENGTHS = 1024, 4096, 32768, 131072
@@ -65,7 +66,8 @@ def backward(q, k, v, d_out, lse, delta, start, stop, dq):
 @functools.cache
 def compiled_layers(chip: str, ring_size: int, length: int, dtype: jnp.dtype) -> str:
     """Gradients of two scanned layers that save what the ring gives."""
-    mesh = Mesh(np.array(described(chip, ring_size)[:ring_size]), ("ring",))
+    devices = np.array(described(chip, ring_size)[:ring_size])
+    mesh = Mesh(ring_along(devices, 0), ("ring",))
     # The module itself: by its name, tests get it interpreted.
     this_ring = ring.Ring("ring", ring_size, layout.Striped(), 0.1, pallas_tpu)
     spec = P(None, "ring")
@@ -118,6 +120,16 @@ def assert_transfers_are_hidden(program: str, ring_size: int) -> None:
 def test_every_transfer_hides_behind_the_kernel_of_its_hop(chip):
     """And the layer's backward does not run the forward ring again."""
     assert_transfers_are_hidden(compiled_layers(chip, 4, 1024, jnp.bfloat16), 4)
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5e"])
+def test_transfers_of_a_ring_in_a_loop_are_hidden(chip):
+    """On v5e only if the ring goes from neighbour to neighbour."""
+    program = Program.parse(compiled_layers(chip, 32, 1024, jnp.bfloat16), 32)
+    layers = 2
+    transfers = [c for c in program.collectives() if c.kind == TRANSFER]
+    assert sum(t.times for t in transfers) == layers * (31 * 2 + 31 * 2 + 32 * 2)
+    assert sum(t.times for t in transfers if not t.is_hidden) == layers * 2
 
 
 @pytest.mark.slow

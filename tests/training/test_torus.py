@@ -1,0 +1,92 @@
+"""The order in which a ring visits the chips of a pod."""
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from tools.topology import described
+from training.mesh import MESH_AXES, MeshShape, make_mesh
+from training.torus import closed_walk, place, ring_along
+
+BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (16, 16, 1, 2), (1, 5, 2, 3)
+
+
+def distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Links between two chips of a grid."""
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def places(shape: tuple[int, ...], stride: int = 1) -> list[tuple[int, ...]]:
+    every = list(itertools.product(*(range(0, n * stride, stride) for n in shape)))
+    np.random.default_rng().shuffle(every)
+    return [tuple(map(int, place)) for place in every]
+
+
+@pytest.mark.parametrize("shape", BOXES, ids=str)
+def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape):
+    chips = places(shape)
+    walk = closed_walk(chips)
+    assert sorted(walk) == list(range(math.prod(shape)))
+    steps = zip(walk, walk[1:] + walk[:1], strict=True)
+    assert {distance(chips[a], chips[b]) for a, b in steps} == {1}
+
+
+def test_walk_through_an_odd_box_jumps_only_at_its_end():
+    chips = places((3, 3, 3))
+    walk = closed_walk(chips)
+    assert [distance(chips[a], chips[b]) for a, b in itertools.pairwise(walk)] == [
+        1
+    ] * 26
+
+
+def test_walk_along_one_row_keeps_its_direction():
+    chips = [(3, 0, 0), (1, 0, 0), (2, 0, 0), (0, 0, 0)]
+    assert [chips[i][0] for i in closed_walk(chips)] == [0, 1, 2, 3]
+
+
+def test_walk_takes_every_other_chip_as_neighbours():
+    chips = places((4, 4), stride=2)
+    walk = closed_walk(chips)
+    steps = zip(walk, walk[1:] + walk[:1], strict=True)
+    assert {distance(chips[a], chips[b]) for a, b in steps} == {2}
+
+
+@pytest.mark.parametrize("chips", [[(0, 0), (1, 1), (0, 1)], [(0, 0)] * 4], ids=str)
+def test_chips_that_fill_no_box_stay_in_their_order(chips):
+    assert closed_walk(chips) == list(range(len(chips)))
+
+
+def test_devices_that_know_no_place_stay_in_their_order():
+    devices = np.array(jax.devices()).reshape(2, 4)
+    np.testing.assert_array_equal(ring_along(devices, 1), devices)
+
+
+@pytest.mark.parametrize(
+    "pod, shape",
+    [
+        ("v3:4x4", MeshShape(fsdp=4, ring=8)),
+        ("v4:8x8x8", MeshShape(ring=512)),
+        ("v4:8x8x8", MeshShape(fsdp=8, ring=64)),
+        ("v5e:4x8", MeshShape(ring=32)),
+        ("v5e:16x16", MeshShape(ring=256)),
+        ("v6e:8x16", MeshShape(fsdp=4, ring=32)),
+    ],
+    ids=str,
+)
+def test_rings_of_a_mesh_are_closed_walks(pod, shape):
+    devices = make_mesh(shape, described(pod)).devices
+    rings = np.moveaxis(devices, MESH_AXES.index("ring"), -1).reshape(-1, shape.ring)
+    for ring in rings:
+        chips = [place(device) for device in ring]
+        steps = zip(chips, chips[1:] + chips[:1], strict=True)
+        assert {distance(a, b) for a, b in steps} == {1}
+
+
+def test_mesh_may_split_the_axes_of_a_torus():
+    """128 and 4 are no products of whole sides of 8 x 8 x 8."""
+    mesh = make_mesh(MeshShape(fsdp=128, ring=4), described("v4:8x8x8"))
+    assert mesh.devices.shape == (1, 128, 4, 1)
+    assert len(set(mesh.devices.flat)) == 512

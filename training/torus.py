@@ -1,0 +1,87 @@
+"""Rings of neighbours: in which order a ring visits chips that stand in a box.
+
+A ring's devices hand arrays from each to the next. Where chips stand on a torus or a
+grid, the order in which they are numbered jumps at the end of every row, and so do the
+transfers, over links that others need too: XLA for v5e then does not even start them
+ahead of the work that should hide them. A closed walk has no jumps.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+Place = tuple[int, ...]
+
+
+def ring_along(devices: np.ndarray, axis: int) -> np.ndarray:
+    """Devices of a mesh, reordered along one axis so that it is a closed walk.
+
+    devices: of the mesh; all lines along `axis` are reordered alike. Those that do not
+      know their place, as CPUs and GPUs, and lines that are no box stay as they are.
+    """
+    line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
+    places = [place(device) for device in line]
+    if None in places:
+        return devices
+    return np.take(devices, closed_walk(places), axis=axis)
+
+
+def place(device: jax.Device) -> Place | None:
+    """A TPU core's place in its slice: that of its chip, and which of its cores."""
+    coordinates = getattr(device, "coords", None)
+    if coordinates is None:
+        return None
+    return *coordinates, getattr(device, "core_on_chip", 0)
+
+
+def closed_walk(places: Sequence[Place]) -> list[int]:
+    """Numbers of the places in an order in which each is a neighbour of the last.
+
+    places: all of a box, in any order, else they are left as they are. The last is a
+      neighbour of the first too, if a side of the box is even and another longer than
+      1. In one row, the way back takes the links that others do not, the other way.
+    """
+    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
+    shape = tuple(map(len, sides))
+    if math.prod(shape) != len(places):
+        return list(range(len(places)))
+    number = {
+        tuple(side.index(at) for side, at in zip(sides, place, strict=True)): i
+        for i, place in enumerate(places)
+    }
+    if len(number) != len(places):
+        return list(range(len(places)))
+    return [number[place] for place in _walk(shape)]
+
+
+def _walk(shape: tuple[int, ...]) -> list[Place]:
+    """A closed walk through a box: there in serpentines, and back along one edge."""
+    even = next((i for i, side in enumerate(shape) if side % 2 == 0), None)
+    if even is None:
+        return _serpentine(shape)  # no walk of an odd number of steps is closed
+    columns = _serpentine(shape[:even] + shape[even + 1 :])
+    edge, rest = columns[0], columns[1:]
+    there = [
+        (row, column)
+        for row in range(shape[even])
+        for column in (rest if row % 2 == 0 else reversed(rest))
+    ]
+    if rest:
+        back = [(row, edge) for row in reversed(range(shape[even]))]
+    else:
+        back = [(row, edge) for row in range(shape[even])]
+    return [(*at[:even], row, *at[even:]) for row, at in there + back]
+
+
+def _serpentine(shape: tuple[int, ...]) -> list[Place]:
+    """Every place of a box, each a neighbour of the one before."""
+    if not shape:
+        return [()]
+    inner = _serpentine(shape[1:])
+    return [
+        (i, *place)
+        for i in range(shape[0])
+        for place in (inner if i % 2 == 0 else reversed(inner))
+    ]
