@@ -115,13 +115,13 @@ def partition(
       ValueError: the mesh does not match the devices, or has a ring that the attention
         system cannot use.
     """
-    mesh = make_mesh(MeshShape(**config.mesh), devices)
-    if mesh.shape["ring"] > 1 and not attention_system(config).sharded:
+    shape = MeshShape(**config.mesh).fill(len(devices))
+    if shape.ring > 1 and not attention_system(config).sharded:
         raise ValueError(
             f"{config.attention=} does not shard the sequence, but the mesh has a ring "
-            f"of {mesh.shape['ring']}: set config.mesh.ring=1, or attention to striped"
+            f"of {shape.ring}: set config.mesh.ring=1, or attention to striped"
         )
-    return Partition(mesh)
+    return Partition(make_mesh(shape.cut_ring(config.model.hidden_size), devices))
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,7 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
         compute_dtype=jnp.dtype(config.compute_dtype),
         remat=config.remat,
         feed_forward_chunk=config.feed_forward_chunk_tokens if chunked else 0,
+        attention_parts=config.attention_parts,
     )
 
     def build(key: jax.Array) -> Llama:
@@ -178,23 +179,16 @@ def loss_function(
     """From parameters and a batch in layout order to its summed loss.
 
     Raises:
-      ValueError: an unknown implementation, a chunk of no tokens, or heads that do not
-        divide into the attention's parts.
+      ValueError: an unknown implementation, or a chunk of no tokens.
     """
     system = attention_system(config)
-    local_heads = config.model.num_kv_heads // partition.mesh.shape["tensor"]
-    if config.attention_parts < 1 or local_heads % config.attention_parts:
-        raise ValueError(
-            f"{config.attention_parts=} does not divide the {local_heads} key/value "
-            "heads of a device: choose a divisor of them"
-        )
     if config.loss_chunk_tokens < 1:
         raise ValueError(f"{config.loss_chunk_tokens=} must be at least 1")
     attend = make_ring_attention(
         partition.mesh,
         layout=system.layout,
+        ring_axes=partition.axes("sequence"),
         implementation=system.implementation or config.implementation or None,
-        parts=config.attention_parts,
     )
 
     def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
@@ -271,7 +265,7 @@ def batch_sharding(
             f"{config.train.microbatches=} over the mesh's data and fsdp axes: make it "
             f"a multiple of {parts}"
         )
-    ring = partition.mesh.shape["ring"]
+    ring = partition.ring_size
     divisor = attention_system(config).layout.divisor(ring)
     if columns % divisor:
         raise ValueError(
@@ -346,7 +340,7 @@ def batches(
         host_blocks(sharding, batch_shape(config)),
         config.data.batch_rows,
         attention_system(config).layout,
-        partition.mesh.shape["ring"],
+        partition.ring_size,
         Shuffled(config.seed) if split == "train" else InOrder(),
     )
 

@@ -51,7 +51,7 @@ def train(
     partition = assemble.partition(config, jax.devices())
     devices = partition.mesh.devices.flatten()
     chip = chips.find(devices[0].device_kind)
-    axes = " x ".join(f"{axis} {size}" for axis, size in partition.mesh.shape.items())
+    axes = " x ".join(f"{axis} {size}" for axis, size in partition.sizes.items())
     say(f"mesh: {axes}, of {devices.size} x {devices[0].device_kind}")
 
     # Data.

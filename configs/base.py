@@ -47,8 +47,8 @@ def get_config() -> ml_collections.ConfigDict:
     # What the backward keeps of a layer: everything, products, attention, nothing,
     # offload (see models/remat.py).
     config.remat = "attention"
-    # In how many parts a device's key/value heads go round the ring, one part after the
-    # other: what attention holds besides its operands shrinks with them.
+    # In how many parts a device's key/value heads are attended to, one after the other:
+    # queries, keys, values, and what the ring holds, exist for one part at a time.
     config.attention_parts = 1
     # Tokens per device whose feed-forward, or whose logits, exist at a time.
     config.feed_forward_chunk_tokens = 2048

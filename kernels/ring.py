@@ -11,6 +11,7 @@ device is attention on that device.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from kernels.backend import Backend, check_name, choose
 from kernels.layout import Layout, check_length, order
 from kernels.masks import Mask, Visible
 from kernels.operands import check_operands, checked_bounds
-from kernels.product import accumulator_type, product
+from kernels.product import product
 
 UNROLLED_HOPS = 16
 """Longer rings are compiled as a loop, whose compile time does not grow with them."""
@@ -36,21 +37,19 @@ Pair = tuple[jax.Array, jax.Array]
 class Ring:
     """What is known of a ring when it is compiled.
 
-    axis_name: mesh axis around which keys and values travel; None for a ring of one.
+    axis_name: mesh axis around which keys and values travel, or axes that make up one
+      ring; None for a ring of one.
     size: devices in the ring.
     layout: says which indices a shard holds.
     scale: factor on the scores.
     backend: the attention step (see `backend`).
-    parts: in how many parts the heads go round the ring, one part after the other.
-      What a hop holds beside q, k, v, out and their gradients shrinks with them.
     """
 
-    axis_name: str | None
+    axis_name: str | tuple[str, ...] | None
     size: int
     layout: Layout
     scale: float
     backend: Backend
-    parts: int = 1
 
     def shard(self) -> jax.Array | int:
         """The number of the shard that this device's queries belong to."""
@@ -84,16 +83,10 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, lo, hi):
-    def part(q, lse, k, v):
-        out, lse = _forward_hops(ring, q, (k, v), Visible(lo, hi))
-        return out.astype(q.dtype), lse
-
-    row = q.shape[0], q.shape[2], q.shape[1]
-    empty = jnp.zeros(row, accumulator_type(q.dtype))
-    out, lse = _in_parts(ring.parts, part, (q, empty), (k, v))
+    out, lse = _forward_hops(ring, q, (k, v), Visible(lo, hi))
     # Named here, where the backward's residuals are made, so that a remat policy can
     # keep these two and the ring need not run again (names outside have no effect).
-    out = checkpoint_name(out, "attention_out")
+    out = checkpoint_name(out.astype(q.dtype), "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     return (out, lse), (q, k, v, lo, hi, out, lse)
 
@@ -103,47 +96,12 @@ def _attend_backward(ring, residuals, cotangents):
     d_out, d_lse = cotangents
     # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
     delta = product("bthd,bthd->bht", out, d_out) - d_lse
-
-    def part(q, k, v, *rows):
-        gradients = _backward_hops(ring, (q, *rows), (k, v), Visible(lo, hi))
-        return tuple(x.astype(q.dtype) for x in gradients)
-
-    return *_in_parts(ring.parts, part, (q, k, v), (d_out, lse, delta)), None, None
+    rows = q, d_out, lse, delta
+    gradients = _backward_hops(ring, rows, (k, v), Visible(lo, hi))
+    return *(x.astype(q.dtype) for x in gradients), None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _in_parts(
-    parts: int, function: Callable, replaced: tuple, fixed: tuple
-) -> tuple[jax.Array, ...]:
-    """What `function` makes of each of `parts` equal shares of the heads, in turn.
-
-    function: from shares of `replaced` and `fixed` to what takes the place of the
-      former, so that results need no memory of their own.
-    replaced, fixed: (B, T, heads, D), or of the query heads (B, H, T).
-    """
-    if parts == 1:
-        return function(*replaced, *fixed)
-
-    def share(x: jax.Array, number: jax.Array) -> jax.Array:
-        size = x.shape[_heads_axis(x)] // parts
-        return lax.dynamic_slice_in_dim(x, number * size, size, _heads_axis(x))
-
-    def replace_share(number: jax.Array, wholes: tuple) -> tuple:
-        found = function(*(share(x, number) for x in (*wholes, *fixed)))
-        return tuple(
-            lax.dynamic_update_slice_in_dim(
-                whole, x, number * x.shape[_heads_axis(x)], _heads_axis(x)
-            )
-            for whole, x in zip(wholes, found, strict=True)
-        )
-
-    return lax.fori_loop(0, parts, replace_share, replaced)
-
-
-def _heads_axis(x: jax.Array) -> int:
-    return 2 if len(x.shape) == 4 else 1
 
 
 def _forward_hops(ring: Ring, q: jax.Array, kv: Pair, visible: Visible) -> Pair:
@@ -227,34 +185,27 @@ def ring_attention(
     lo: jax.Array,
     hi: jax.Array,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     layout: Layout,
     scale: float | None = None,
     implementation: str | None = None,
-    parts: int = 1,
 ) -> jax.Array:
     """Attention over the ring `axis_name`, inside `shard_map`, on local shards.
 
     Arguments and result as in `attend`, q in the order of `layout`; `scale` is
-    1/sqrt(D) unless given, `implementation` as in `attention.attention`, `parts` as in
-    `Ring`.
+    1/sqrt(D) unless given, `implementation` as in `attention.attention`.
 
     Raises:
       ValueError: operands that do not fit together or are no shards of the layout,
-        heads that do not divide into the parts, or an unknown implementation.
+        or an unknown implementation.
     """
     check_operands(q, k, v)
-    if parts < 1 or k.shape[2] % parts:
-        raise ValueError(
-            f"{k.shape[2]} key/value heads of a device do not divide into {parts=}: "
-            "choose a divisor"
-        )
     size = lax.axis_size(axis_name)
     check_length(layout, size, size * k.shape[1])
     visible = checked_bounds(q, Visible(lo, hi), size * k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = choose(implementation, q.dtype)
-    ring = Ring(axis_name, size, layout, scale, backend, parts)
+    ring = Ring(axis_name, size, layout, scale, backend)
     return attend(ring, q, k, v, *visible)[0]
 
 
@@ -262,17 +213,17 @@ def make_ring_attention(
     mesh: Mesh,
     *,
     layout: Layout,
-    ring_axis: str = "ring",
+    ring_axes: tuple[str, ...] = ("ring",),
     batch_axes: tuple[str, ...] = ("data", "fsdp"),
     head_axis: str = "tensor",
     scale: float | None = None,
     implementation: str | None = None,
-    parts: int = 1,
 ) -> Callable[..., jax.Array]:
     """Ring attention on global arrays.
 
-    mesh: has `ring_axis`; of `batch_axes` and `head_axis` what it has is used.
-    layout, scale, implementation, parts: as in `ring_attention`.
+    mesh: has `ring_axes`, which make up one ring; of `batch_axes` and `head_axis` what
+      it has is used.
+    layout, scale, implementation: as in `ring_attention`.
 
     Returns:
       attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, S, K, D), in layout
@@ -282,19 +233,18 @@ def make_ring_attention(
     Raises:
       ValueError: the mesh has no such axis; from attend, shapes that cannot be sharded.
     """
-    if ring_axis not in mesh.shape:
-        raise ValueError(f"{ring_axis=} is not an axis of the mesh {dict(mesh.shape)}")
+    if not set(ring_axes) <= set(mesh.shape):
+        raise ValueError(f"{ring_axes=} are no axes of the mesh {dict(mesh.shape)}")
     batch_axes = tuple(axis for axis in batch_axes if axis in mesh.shape)
     heads = head_axis if head_axis in mesh.shape else None
     check_name(implementation)  # here, and not when compiling
-    ring_size = mesh.shape[ring_axis]
+    ring_size = math.prod(mesh.shape[axis] for axis in ring_axes)
     local = functools.partial(
         ring_attention,
-        axis_name=ring_axis,
+        axis_name=ring_axes,
         layout=layout,
         scale=scale,
         implementation=implementation,
-        parts=parts,
     )
 
     def attend(
@@ -308,9 +258,9 @@ def make_ring_attention(
             index = jnp.asarray(order(layout, ring_size, q.shape[1]))
             visible = visible(index, k.shape[1])
         visible = checked_bounds(q, visible, k.shape[1])
-        array = PartitionSpec(batch_axes, ring_axis, heads, None)
+        array = PartitionSpec(batch_axes, ring_axes, heads, None)
         rows = None if visible.lo.shape[0] == 1 else batch_axes
-        in_specs = (*(array,) * 3, *(PartitionSpec(rows, ring_axis),) * 2)
+        in_specs = (*(array,) * 3, *(PartitionSpec(rows, ring_axes),) * 2)
         # Every axis is in the specs, so nothing is summed over it behind our back,
         # and Pallas kernels cannot say how their results vary over the mesh.
         sharded = jax.shard_map(

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.chunks import scan_chunks
 from models.partition import Partition
-from models.remat import check_policy, remat, remat_attention
-from models.rope import rotate, rotations
+from models.remat import check_policy, remat, remat_attention, remat_projection
+from models.rope import Rotation, rotate, rotations
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """From q (B, T, H, D), k and v (B, T, K, D) to the attention's result (B, T, H, D)."""
@@ -78,11 +78,14 @@ class Execution:
     remat: a name of `remat.REMAT_POLICIES`.
     feed_forward_chunk: tokens per device whose feed-forward exists at a time (blockwise
       parallel transformer, 2305.19370); 0 for all of them.
+    attention_parts: shares of a device's heads whose queries, keys, values and ring
+      exist at a time, one share after the other; 1 for all heads at once.
     """
 
     compute_dtype: jnp.dtype
     remat: str
     feed_forward_chunk: int = 0
+    attention_parts: int = 1
 
     def __post_init__(self):
         check_policy(self.remat)
@@ -116,7 +119,10 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections and rotation around an attention that is passed in."""
 
-    def __init__(self, config: LlamaConfig, partition: Partition, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: LlamaConfig, partition: Partition, parts: int, *, rngs: nnx.Rngs
+    ):
+        """Raises ValueError if a device's heads do not divide into the parts."""
         embed, depth = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
         into, into_kv = ("embed", "heads", None), ("embed", "kv_heads", None)
@@ -126,18 +132,43 @@ class Attention(nnx.Module):
         self.value = _matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
         out_axes = ("heads", None, "embed")
         self.output = _matrix(rngs, (heads, depth, embed), out_axes, out_stddev)
-        self.partition = partition
+        self.partition, self.parts = partition, parts
+        local = kv_heads // partition.shards("kv_heads")
+        if parts < 1 or local % parts:
+            raise ValueError(
+                f"attention_{parts=} does not divide the {local} key/value heads of a "
+                "device: choose a divisor of them"
+            )
 
-    def __call__(
-        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> jax.Array:
-        """x (B, T, E), rotation as of `rope.rotations`; returns (B, T, E)."""
+    def __call__(self, x: jax.Array, part: Callable) -> jax.Array:
+        """The sum over the parts of the heads, (B, T, E) in the type of x.
 
-        q, k = (
-            rotate(self._into_heads(x, w), rotation) for w in (self.query, self.key)
-        )
-        out = attend(q, k, self._into_heads(x, self.value))  # (B, T, H, D)
-        partition, embed = self.partition, x.shape[-1]
+        part: from x (B, T, E) and a part's weights to what its heads add, (B, T, E).
+          Weights are those of query (E, H, D), key and value (E, K, D), and output
+          (H, D, E), with the part's share of the heads.
+        """
+        weights = self.query, self.key, self.value, self.output
+        if self.parts == 1:
+            return part(x, tuple(weight[...] for weight in weights))
+
+        def add(total: jax.Array, share: tuple) -> tuple[jax.Array, None]:
+            return total + part(x, share).astype(total.dtype), None
+
+        total = jnp.zeros(x.shape, jnp.float32)
+        return jax.lax.scan(add, total, self._shares(weights))[0].astype(x.dtype)
+
+    def project(
+        self, x: jax.Array, weights: tuple[jax.Array, ...], rotation: Rotation
+    ) -> tuple[jax.Array, ...]:
+        """Queries, keys and values of x (B, T, E), with the weights of a part."""
+        query, key, value = weights
+        q = rotate(self._into_heads(x, query, "heads"), rotation)
+        k = rotate(self._into_heads(x, key, "kv_heads"), rotation)
+        return q, k, self._into_heads(x, value, "kv_heads")
+
+    def combine(self, out: jax.Array, weight: jax.Array) -> jax.Array:
+        """From the heads' results (B, T, H, D), with a part's weight, to (B, T, E)."""
+        partition, embed = self.partition, weight.shape[-1]
 
         def local(out: jax.Array, weight: jax.Array) -> jax.Array:
             whole = partition.gather(weight, 2, embed).astype(out.dtype)
@@ -145,10 +176,9 @@ class Attention(nnx.Module):
             return partition.total(y, ("heads",))
 
         names = ("batch", "sequence", "heads", None), self.output.axes
-        shards = partition.over_shards(local, names, RESIDUAL)
-        return shards(out, self.output[...])
+        return partition.over_shards(local, names, RESIDUAL)(out, weight)
 
-    def _into_heads(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
+    def _into_heads(self, x: jax.Array, weight: jax.Array, heads: str) -> jax.Array:
         """From x (B, T, E) to (B, T, heads, D)."""
         partition, embed = self.partition, x.shape[-1]
 
@@ -156,9 +186,23 @@ class Attention(nnx.Module):
             whole = partition.gather(weight, 0, embed).astype(x.dtype)
             return jnp.einsum("bte,ehd->bthd", partition.vary(x), whole)
 
-        result = ("batch", "sequence", weight.axes[1], None)
-        shards = partition.over_shards(local, (RESIDUAL, weight.axes), result)
-        return shards(x, weight[...])
+        result = ("batch", "sequence", heads, None)
+        names = RESIDUAL, ("embed", heads, None)
+        return partition.over_shards(local, names, result)(x, weight)
+
+    def _shares(self, weights: tuple[nnx.Param, ...]) -> tuple[jax.Array, ...]:
+        """Weights by part, (parts, …), every part a share of each device's heads."""
+        shards = self.partition.shards("heads")
+
+        def share(weight: nnx.Param) -> jax.Array:
+            axis = next(i for i, name in enumerate(weight.axes) if "heads" in str(name))
+            shape = weight[...].shape
+            cut = (shards, self.parts, shape[axis] // shards // self.parts)
+            x = weight[...].reshape(*shape[:axis], *cut, *shape[axis + 1 :])
+            x = jnp.moveaxis(x, axis + 1, 0)
+            return x.reshape(self.parts, *shape[:axis], -1, *shape[axis + 1 :])
+
+        return tuple(share(weight) for weight in weights)
 
 
 class FeedForward(nnx.Module):
@@ -213,22 +257,25 @@ class DecoderLayer(nnx.Module):
     ):
         embed, epsilon = config.hidden_size, config.norm_epsilon
         self.attention_norm = RMSNorm(embed, epsilon)
-        self.attention = Attention(config, partition, rngs=rngs)
+        parts = execution.attention_parts
+        self.attention = Attention(config, partition, parts, rngs=rngs)
         self.feed_forward_norm = RMSNorm(embed, epsilon)
         self.feed_forward = FeedForward(
             config, partition, execution.feed_forward_chunk, rngs=rngs
         )
         self.remat = execution.remat
 
-    def __call__(
-        self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, rotation: Rotation, attend: Attend) -> jax.Array:
         x = checkpoint_name(x, "layer_input")
 
-        def attention(x: jax.Array) -> jax.Array:
-            return self.attention(self.attention_norm(x), rotation, attend)
+        def project(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
+            return self.attention.project(self.attention_norm(x), weights, rotation)
 
-        x = x + remat_attention(attention, self.remat)(x)
+        def part(x: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+            q, k, v = remat_projection(project, self.remat)(x, weights[:3])
+            return self.attention.combine(attend(q, k, v), weights[3])
+
+        x = x + self.attention(x, remat_attention(part, self.remat))
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 

@@ -29,6 +29,8 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 """Policies of `jax.checkpoint`; None for no rematerialisation."""
 
+_INPUT_ONLY = "nothing", "offload"
+
 
 def check_policy(policy: str) -> None:
     """Raises ValueError if there is no such policy."""
@@ -53,9 +55,19 @@ def remat_attention(attention: Callable, policy: str) -> Callable:
     """A layer's attention, which holds its result only while the layer is recomputed.
 
     Under the policies that keep no more than a layer's input: so queries, keys and
-    values are not there during the backward of the feed-forward, which comes first.
+    values are not there during the backward of the feed-forward, which comes first,
+    and, where heads are attended to in parts, only those of one part at a time.
     """
-    if policy not in ("nothing", "offload"):
+    if policy not in _INPUT_ONLY:
         return attention
     keep = _POLICIES.save_only_these_names("attention_out", "attention_lse")
     return jax.checkpoint(attention, policy=keep)
+
+
+def remat_projection(projection: Callable, policy: str) -> Callable:
+    """The projections of an attention that `remat_attention` recomputes.
+
+    They are recomputed before the attention's backward, and their input, normalised,
+    once more after it, so that it need not be there meanwhile.
+    """
+    return jax.checkpoint(projection) if policy in _INPUT_ONLY else projection

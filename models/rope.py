@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+Rotation = tuple[jax.Array, jax.Array]
+"""Cosine and sine of every token's angles, (B, T, 1, D / 2) float32."""
+
 _DIGIT = 1024
 """Positions are split into digits of this base: see `rotations`."""
 
 
-def rotations(
-    positions: jax.Array, head_dim: int, theta: float
-) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every token's angles, (B, T, 1, D / 2) float32.
+def rotations(positions: jax.Array, head_dim: int, theta: float) -> Rotation:
+    """The rotation of every token.
 
     positions: int32 (B, T), below 2³⁰.
     head_dim: D, even.
@@ -39,7 +40,7 @@ def rotations(
     return jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
 
 
-def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Turns the pairs (i, i + D/2) of each head, as in Hugging Face's LLaMA.
 
     x: (B, T, H, D); returns the same shape and type, computed in float32.

@@ -8,7 +8,6 @@ from types import ModuleType
 
 import ml_collections
 import pytest
-from jax.sharding import AbstractMesh
 
 import assemble
 from configs import base, llama_sizes
@@ -50,9 +49,7 @@ def partition_of(config: ml_collections.ConfigDict) -> Partition:
     """The mesh that the config asks for, of devices that need not be there."""
     sizes = [max(config.mesh[axis], 1) for axis in MESH_AXES]
     shape = MeshShape(**config.mesh).fill(math.prod(sizes))
-    return Partition(
-        AbstractMesh(tuple(getattr(shape, axis) for axis in MESH_AXES), MESH_AXES)
-    )
+    return Partition(shape.abstract_mesh())
 
 
 def test_there_are_configs_to_test():
@@ -111,7 +108,7 @@ def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     )
     assert assemble.optimizer_settings(config).total_steps == config.train.steps
     assert config.remat in REMAT_POLICIES
-    system, ring_size = assemble.attention_system(config), partition.mesh.shape["ring"]
+    system, ring_size = assemble.attention_system(config), partition.ring_size
     assert system.sharded or ring_size == 1
     check_length(system.layout, ring_size, config.data.context_tokens)
     shards = assemble.batch_sharding(config, partition).shard_shape(

@@ -98,7 +98,7 @@ class Plan:
             topology=step.pod.topology,
             device_kind=devices[0].device_kind,
             devices=len(devices),
-            mesh=dict(step.partition.mesh.shape),
+            mesh=step.partition.sizes,
             rows=rows,
             context_tokens=columns,
             remat=step.config.remat,

@@ -122,7 +122,7 @@ class Ring:
     def of(cls, config: ml_collections.ConfigDict, partition: Partition) -> "Ring":
         """Of a config on a mesh."""
         model, shape = config.model, partition.mesh.shape
-        hops, columns = shape["ring"], config.data.context_tokens
+        hops, columns = partition.ring_size, config.data.context_tokens
         tokens = local_tokens(config, partition)
         rows = tokens // (columns // hops)
         layout = assemble.attention_system(config).layout

@@ -111,7 +111,7 @@ def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
 def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
     """Tokens of a microbatch on a device."""
     rows, columns = assemble.batch_shape(config)
-    shards = partition.shards(("data", "fsdp", "ring")) * config.train.microbatches
+    shards = partition.shards("batch") * partition.ring_size * config.train.microbatches
     return rows * columns // shards
 
 

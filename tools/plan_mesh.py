@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import ml_collections
-from jax.sharding import AbstractMesh, AxisType
 
 import assemble
 from models.flops import num_parameters
@@ -29,7 +28,7 @@ from models.llama import LlamaConfig
 from tools.plan_estimate import PRODUCTS, Kernels, Ring, ring_passes
 from tools.plan_memory import SPARE_SHARE, device_bytes, local_tokens, saved_bytes
 from training.chips import Chip
-from training.mesh import MESH_AXES, Partition
+from training.mesh import MeshShape, Partition
 from training.optimizer import make_optimizer
 
 LAYER_ARRAYS, RING_ARRAYS = 6, 7
@@ -72,13 +71,13 @@ def suggestions(
     """
     found = []
     for sizes in _factorisations(devices):
-        partition = Partition(_abstract_mesh(sizes))
+        partition = _partition(config, *sizes)
         try:
             found.append(suggestion(config, partition, chip))
         except ValueError:
             continue
     if not found:
-        suggestion(config, Partition(_abstract_mesh((1, 1, devices, 1))), chip)
+        suggestion(config, _partition(config, 1, 1, devices, 1), chip)
     return sorted(found, key=lambda one: one.rank)
 
 
@@ -90,7 +89,7 @@ def suggestion(
     Raises:
       ValueError: something does not divide over it.
     """
-    system, ring_size = assemble.attention_system(config), partition.mesh.shape["ring"]
+    system, ring_size = assemble.attention_system(config), partition.ring_size
     if ring_size > 1 and not system.sharded:
         raise ValueError(f"{config.attention=} has no ring of {ring_size}")
     assemble.batch_sharding(config, partition)
@@ -110,7 +109,7 @@ def suggestion(
             for direction in PRODUCTS
         )
     return Suggestion(
-        mesh=dict(partition.mesh.shape),
+        mesh=partition.sizes,
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         hiding=hiding,
@@ -148,7 +147,7 @@ def waited_bytes(config: ml_collections.ConfigDict, partition: Partition) -> flo
     again = 0 if config.remat in ("everything", "products") else 2
     activations = local_tokens(config, partition) * model.hidden_size * itemsize
     sent += model.num_layers * (4 + again) * activations * _all_reduced(tensor)
-    if shape["ring"] > 1:
+    if partition.ring_size > 1:
         sent += model.num_layers * Ring.of(config, partition).keys_bytes
     return sent * config.train.microbatches
 
@@ -178,5 +177,7 @@ def _factorisations(devices: int) -> Iterator[tuple[int, ...]]:
             yield data, fsdp, ring, devices // (data * fsdp * ring)
 
 
-def _abstract_mesh(sizes: tuple[int, ...]) -> AbstractMesh:
-    return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+def _partition(config: ml_collections.ConfigDict, *sizes: int) -> Partition:
+    """Over devices that need not be there, as `assemble.partition` cuts them."""
+    shape = MeshShape(*sizes).cut_ring(config.model.hidden_size)
+    return Partition(shape.abstract_mesh())

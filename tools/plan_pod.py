@@ -182,7 +182,7 @@ def find_max_context(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
       ValueError: something in the config is wrong, or nothing fits.
     """
     limit = (1 - SPARE_SHARE) * pod.chip.hbm_bytes
-    ring = assemble.partition(config, pod.devices).mesh.shape["ring"]
+    ring = assemble.partition(config, pod.devices).ring_size
     divisor = assemble.attention_system(config).layout.divisor(ring)
     unit = divisor * max(1, LEAST_STEP // (divisor // ring))
     plans: dict[int, Plan] = {}

@@ -3,24 +3,28 @@
 Axes: `data` and `fsdp` share out the batch, `ring` the sequence, `tensor` heads, the
 feed-forward's width and the vocabulary. Parameters and optimizer state are sharded over
 `fsdp` and `ring` together: a ring of 1024 chips must not hold 1024 copies of a model.
+Where a ring is too large to share out a model's hidden size (3200 divides by 128, and
+not by 512), it is two axes of the mesh, and `ring_outer` counts the copies.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from training.torus import ring_along
 
 MESH_AXES = ("data", "fsdp", "ring", "tensor")
+"""Axes that a config names."""
 
 RULES: dict[str, tuple[str, ...]] = {
     # of activations
     "batch": ("data", "fsdp"),
-    "sequence": ("ring",),
+    "sequence": ("ring_outer", "ring"),
     # of activations and parameters
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -29,19 +33,25 @@ RULES: dict[str, tuple[str, ...]] = {
     # of parameters
     "embed": ("fsdp", "ring"),
 }
-"""Logical axis -> mesh axes. Axes that are not named here (or None) are not sharded."""
+"""Logical axis -> mesh axes, those of them that the mesh has.
+
+Axes that are not named here (or None) are not sharded."""
 
 Axes = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Devices along each axis; at most one may be -1: all that remain."""
+    """Devices along each axis; at most one may be -1: all that remain.
+
+    ring_outer: of a ring that is two axes, rings of so many times `ring` devices.
+    """
 
     data: int = 1
     fsdp: int = 1
     ring: int = 1
     tensor: int = 1
+    ring_outer: int = 1
 
     def __post_init__(self):
         sizes = (self.data, self.fsdp, self.ring, self.tensor)
@@ -57,7 +67,7 @@ class MeshShape:
         Raises:
           ValueError: the axes do not multiply to the number of devices.
         """
-        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        sizes = self.axes
         known = math.prod(size for size in sizes.values() if size > 0)
         open_axes = [axis for axis, size in sizes.items() if size == -1]
         if open_axes and num_devices % known == 0:
@@ -70,6 +80,30 @@ class MeshShape:
             )
         return MeshShape(**sizes)
 
+    def cut_ring(self, embed: int) -> "MeshShape":
+        """This shape (without -1), with a ring that can share out parameters.
+
+        embed: size of their axis of that name. The inner ring is as large as divides
+        what fsdp leaves of it.
+        """
+        if embed % self.fsdp:
+            return self
+        inner = math.gcd(self.ring, embed // self.fsdp)
+        outer = self.ring_outer * self.ring // inner
+        return dataclasses.replace(self, ring_outer=outer, ring=inner)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axes of the mesh, and how many devices each has."""
+        outer = {"ring_outer": self.ring_outer} if self.ring_outer > 1 else {}
+        ends = {"ring": self.ring, "tensor": self.tensor}
+        return {"data": self.data, "fsdp": self.fsdp} | outer | ends
+
+    def abstract_mesh(self) -> AbstractMesh:
+        """A mesh of devices that need not be there."""
+        types = (AxisType.Auto,) * len(self.axes)
+        return AbstractMesh(tuple(self.axes.values()), tuple(self.axes), types)
+
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     """A mesh of all the devices.
@@ -80,14 +114,16 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     Raises:
       ValueError: the shape does not match the devices.
     """
-    shape = shape.fill(len(devices))
+    axes = shape.fill(len(devices)).axes
+    ring = axes.get("ring_outer", 1) * axes["ring"]
     laid_out = mesh_utils.create_device_mesh(
-        [getattr(shape, axis) for axis in MESH_AXES],
+        (axes["data"], axes["fsdp"], ring, axes["tensor"]),
         devices,
         allow_split_physical_axes=True,
     )
     laid_out = ring_along(laid_out, MESH_AXES.index("ring"))
-    return Mesh(laid_out, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    types = (AxisType.Auto,) * len(axes)
+    return Mesh(laid_out.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
 
 
 @dataclass(frozen=True)
@@ -96,6 +132,22 @@ class Partition:
 
     mesh: Mesh
 
+    @property
+    def ring_size(self) -> int:
+        """Devices that share out a sequence."""
+        return self.shards("sequence")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis that a config names."""
+        return {axis: self.mesh.shape[axis] for axis in MESH_AXES} | {
+            "ring": self.ring_size
+        }
+
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        """The axes of this mesh that RULES gives to a logical axis."""
+        return tuple(axis for axis in RULES.get(name, ()) if axis in self.mesh.shape)
+
     def mesh_axes(self, name: str | None, size: int) -> tuple[str, ...]:
         """The mesh axes that share out an axis of this name and size.
 
@@ -103,7 +155,7 @@ class Partition:
           ValueError: they do not divide it. Only parameters' "embed" axes may be
             shared out over fewer of them: those that cut it the finest.
         """
-        axes = RULES.get(name, ())
+        axes = self.axes(name)
         if size % self.shards(axes) == 0:
             return axes
         if name == "embed":
@@ -116,7 +168,7 @@ class Partition:
 
     def shards(self, axes: tuple[str, ...] | str) -> int:
         """Into how many shards these mesh axes, or this logical axis, cut an array."""
-        axes = RULES[axes] if isinstance(axes, str) else axes
+        axes = self.axes(axes) if isinstance(axes, str) else axes
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def spec(self, names: Axes, shape: tuple[int, ...]) -> PartitionSpec:
@@ -148,7 +200,7 @@ class Partition:
             specs = tuple(
                 self.spec(n, x.shape) for n, x in zip(names, arrays, strict=True)
             )
-            result = PartitionSpec(*(RULES.get(name) for name in result_names))
+            result = PartitionSpec(*(self.axes(name) or None for name in result_names))
             return jax.shard_map(
                 function, mesh=self.mesh, in_specs=specs, out_specs=result
             )(*arrays)
@@ -182,12 +234,14 @@ class Partition:
 
     def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
         """Inside `over_shards`: the sum over the mesh axes of these logical axes."""
-        return jax.lax.psum(x, tuple(axis for name in names for axis in RULES[name]))
+        return jax.lax.psum(
+            x, tuple(axis for name in names for axis in self.axes(name))
+        )
 
     def largest(self, x: jax.Array, name: str) -> jax.Array:
         """Inside `over_shards`: the maximum over a logical axis; has no gradient."""
-        return jax.lax.pmax(jax.lax.stop_gradient(x), RULES[name])
+        return jax.lax.pmax(jax.lax.stop_gradient(x), self.axes(name))
 
     def shard_number(self, name: str) -> jax.Array:
         """Inside `over_shards`: which shard of a logical axis this device holds."""
-        return jax.lax.axis_index(RULES[name])
+        return jax.lax.axis_index(self.axes(name))

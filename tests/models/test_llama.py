@@ -43,7 +43,7 @@ class Run:
             "implementation": "reference",
         }
         config = small_config("", "", attention=attention, **fields | overrides)
-        count = shape.data * shape.fsdp * shape.ring * shape.tensor
+        count = math.prod(shape.axes.values())
         self.config = config
         self.partition = Partition(make_mesh(shape, jax.devices()[:count]))
         self.model = assemble.model(config, self.partition)
@@ -52,7 +52,7 @@ class Run:
     def order(self) -> tuple[Any, int]:
         """Layout and ring size."""
         layout = assemble.attention_system(self.config).layout
-        return layout, self.partition.mesh.shape["ring"]
+        return layout, self.partition.ring_size
 
     @functools.cached_property
     def program(self) -> Any:
@@ -73,7 +73,7 @@ class Run:
         """Loss and gradients of `text`, with `parameters`."""
         batch = jax.tree.map(lambda x: permute(x, *self.order()), text())
         arguments = jax.device_put(
-            (parameters(), batch), self.program.input_shardings[0]
+            (drawn(self.model.shapes), batch), self.program.input_shardings[0]
         )
         return jax.device_get(self.program(*arguments))
 
@@ -87,16 +87,19 @@ def one_device() -> Run:
     return run_on(MeshShape(), "vanilla")
 
 
-@functools.cache
 def parameters() -> Any:
-    """Large enough for every part to matter; norm scales around 1."""
+    return drawn(one_device().model.shapes)
+
+
+def drawn(shapes: Any) -> Any:
+    """Parameters large enough for every part to matter; norm scales around 1."""
     rng = np.random.default_rng(1)
 
     def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
         offset = 1.0 if "scale" in str(path[-1]) else 0.0
         return (offset + 0.2 * rng.standard_normal(shape.shape)).astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(draw, one_device().model.shapes)
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 @functools.cache
@@ -227,6 +230,7 @@ def test_loss_and_its_slope_are_those_of_llama_written_out():
     [
         # Parameters are sharded over the ring alone: see Run.
         ("striped", MeshShape(fsdp=2, ring=4)),
+        ("striped", MeshShape(fsdp=2, ring_outer=2, ring=2)),
         ("zigzag", MeshShape(data=2, ring=2, tensor=2)),
         pytest.param("ring", MeshShape(data=2, ring=2, tensor=2), marks=slow),
         pytest.param("zigzag", MeshShape(ring=4), marks=slow),
@@ -267,9 +271,33 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
     ends = [matrices["embedding"], matrices["head"]]
     # A layer's again in the backward: it would be as large as the model to keep them.
     assert results("all-gather") == sorted(2 * layer + ends)
-    ring = run.partition.mesh.shape["ring"]
+    ring = run.partition.ring_size
     assert results("reduce-scatter") == sorted(n // ring for n in layer + ends)
     assert not re.search(r" all-to-all(-start)?\(", program)
+
+
+@pytest.mark.parametrize("remat", ["nothing", "attention"])
+def test_heads_in_parts_give_the_same_and_never_are_all_there(remat):
+    """Every part has a share of each device's heads."""
+    heads = {"model__num_heads": 8, "model__num_kv_heads": 4}
+    whole, in_parts = (
+        Run(
+            MeshShape(ring=2, tensor=2),
+            "striped",
+            remat=remat,
+            attention_parts=parts,
+            **heads,
+        )
+        for parts in (1, 2)
+    )
+    assert_same_answer(in_parts.answer(), whole.answer(), 1e-5)
+    all_heads, half = (
+        f"f32[{ROWS},{LENGTH // 2},{heads},{whole.model.config.head_dim}]"
+        for heads in (4, 2)
+    )
+    assert all_heads in whole.program.as_text()
+    assert half in in_parts.program.as_text()
+    assert remat == "attention" or all_heads not in in_parts.program.as_text()
 
 
 @pytest.mark.parametrize(

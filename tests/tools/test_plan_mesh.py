@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 
 from kernels.block_sizes import BlockSizes
 from kernels.layout import Contiguous, Striped, Zigzag
@@ -20,7 +19,7 @@ from tools.plan_mesh import suggestions
 from tools.plan_pod import read_config
 from tools.ring_work import critical_path, tiles_per_hop
 from training import chips
-from training.mesh import MESH_AXES, Partition
+from training.mesh import MESH_AXES, MeshShape, Partition
 
 # From ml_collections, whenever it reads a config's file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -36,7 +35,7 @@ def config_7b(**overrides):
 
 
 def partition(data=1, fsdp=1, ring=512, tensor=1):
-    return Partition(AbstractMesh((data, fsdp, ring, tensor), MESH_AXES))
+    return Partition(MeshShape(data, fsdp, ring, tensor).abstract_mesh())
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), Striped(), Zigzag()], ids=str)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import assemble
@@ -23,9 +23,7 @@ from training.step import TrainState, initial_state
 def abstract(**sizes: int) -> Partition:
     """A partition of devices that need not be there."""
     shape = MeshShape(**sizes)
-    return Partition(
-        AbstractMesh(tuple(getattr(shape, axis) for axis in MESH_AXES), MESH_AXES)
-    )
+    return Partition(shape.abstract_mesh())
 
 
 def real(**sizes: int) -> Partition:
@@ -61,6 +59,25 @@ def test_shape_that_does_not_match_the_devices_is_refused_with_both_counts(
 ):
     with pytest.raises(ValueError, match=f"{sizes} does not match the 24 devices"):
         shape.fill(24)
+
+
+@pytest.mark.parametrize(
+    "shape, embed, cut",
+    [
+        (MeshShape(ring=512), 4096, MeshShape(ring=512)),
+        (MeshShape(ring=512), 3200, MeshShape(ring=128, ring_outer=4)),
+        (MeshShape(fsdp=8, ring=64), 3200, MeshShape(fsdp=8, ring=16, ring_outer=4)),
+        (MeshShape(ring=3, tensor=2), 64, MeshShape(ring=1, ring_outer=3, tensor=2)),
+        (MeshShape(fsdp=3, ring=8), 64, MeshShape(fsdp=3, ring=8)),
+    ],
+    ids=str,
+)
+def test_ring_is_cut_where_it_cannot_share_out_the_parameters(shape, embed, cut):
+    assert shape.cut_ring(embed) == cut
+    partition = Partition(cut.abstract_mesh())
+    assert partition.ring_size == shape.ring
+    assert partition.sizes == shape.axes
+    assert embed % partition.shards(partition.mesh_axes("embed", embed)) == 0
 
 
 @pytest.mark.parametrize(
