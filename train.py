@@ -25,6 +25,7 @@ from training.metrics import NullWriter, TensorBoardWriter, Throughput
 from training.optimizer import make_optimizer
 from training.report import Report
 from training.step import initial_state, make_evaluate_step
+from training.weights import SavedParameters
 
 CONFIG = config_flags.DEFINE_config_file("config", lock_config=True)
 
@@ -75,7 +76,7 @@ def train(
     )
 
     with contextlib.ExitStack() as stack:
-        # State: restored, or born sharded.
+        # State: restored, begun from another's parameters, or born sharded.
         checkpoints = stack.enter_context(
             Checkpoints(
                 f"{config.workdir}/checkpoints",
@@ -86,15 +87,26 @@ def train(
         checkpoints.check_fingerprint()
         say(f"checkpoints: {config.workdir}/checkpoints")
         say(f"curves: tensorboard --logdir {config.workdir}/tensorboard")
-        if checkpoints.latest_step() is None:
+        if checkpoints.latest_step() is not None:
+            state, _ = checkpoints.restore(state_shape)
+            say(f"resuming from step {state.step}")
+        elif config.init_from:
+            saved = SavedParameters(config.init_from)
+            saved.check_model(assemble.fingerprint(model), config.init_may_differ)
+            parameters = saved.restore(state_shape.params)
+            say(f"parameters: of step {saved.step} of {config.init_from}")
+            begin = jax.jit(
+                lambda parameters: initial_state(parameters, optimizer),
+                out_shardings=state_sharding,
+                donate_argnums=0,
+            )
+            state = begin(parameters)
+        else:
             create = jax.jit(
                 lambda key: initial_state(model.create(key), optimizer),
                 out_shardings=state_sharding,
             )
             state = create(jax.random.key(config.seed))
-        else:
-            state, _ = checkpoints.restore(state_shape)
-            say(f"resuming from step {state.step}")
         first_step = int(state.step)
         last_step = _last_step(config, first_step)
         if first_step == last_step:

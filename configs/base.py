@@ -13,6 +13,12 @@ def get_config() -> ml_collections.ConfigDict:
     # Directory of checkpoints and TensorBoard logs; a run that finds its own
     # checkpoint there resumes. Local, or a bucket ("gs://…").
     config.workdir = "runs/base"
+    # Where the parameters of a new run come from: the workdir of another run, or what
+    # tools/convert_hf.py imported; the optimizer starts anew. "": they are random.
+    config.init_from = ""
+    # Fields of config.model in which those parameters' model may differ from this one:
+    # ("rope_theta",) to go on with other frequencies.
+    config.init_may_differ = ()
     # Of the initial parameters and of the order of the data.
     config.seed = 0
     # CPU devices to simulate, for a try without accelerators; 0: the devices there are.

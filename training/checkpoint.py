@@ -45,7 +45,7 @@ class Checkpoints:
         self._fingerprint = _as_json(fingerprint)
         self._latest_is_ours = False
         self._manager = ocp.CheckpointManager(
-            _absolute(directory),
+            absolute(directory),
             item_handlers={
                 "state": ocp.StandardCheckpointHandler(),
                 "meta": ocp.JsonCheckpointHandler(),
@@ -161,18 +161,18 @@ class Checkpoints:
             raise ValueError(
                 f"{where} was not saved by this trainer ({error}): use another workdir"
             ) from error
-        differences = _differences(_leaves(saved), _leaves(self._fingerprint))
-        if differences:
+        found = differences(leaves(saved), leaves(self._fingerprint))
+        if found:
             raise ValueError(
                 f"{where} belongs to another model; use another workdir, or the"
-                " configuration that it was saved with:\n  " + "\n  ".join(differences)
+                " configuration that it was saved with:\n  " + "\n  ".join(found)
             )
         return meta
 
     def _check_leaves(self, step: int, abstract_state: Any) -> None:
         """Compares names, shapes and dtypes; Orbax would cast a dtype in silence."""
         where = f"step {step} in {self._manager.directory}"
-        wanted = _leaves(abstract_state)
+        wanted = leaves(abstract_state)
         homeless = [name for name, leaf in wanted.items() if leaf.sharding is None]
         if homeless:
             raise ValueError(
@@ -182,16 +182,16 @@ class Checkpoints:
         saved = self._manager.item_metadata(step).get("state")
         if saved is None:
             raise ValueError(f"{where} has no readable state: move that step away")
-        differences = _differences(_briefs(_leaves(saved.tree)), _briefs(wanted))
-        if differences:
+        found = differences(briefs(leaves(saved.tree)), briefs(wanted))
+        if found:
             raise ValueError(
                 f"{where} does not fit the train state; use another workdir, or the"
-                " model and optimizer it was saved with:\n  " + "\n  ".join(differences)
+                " model and optimizer it was saved with:\n  " + "\n  ".join(found)
             )
 
 
-def _absolute(directory: str | Path) -> str | Path:
-    """Orbax takes absolute paths only; a bucket is one already."""
+def absolute(directory: str | Path) -> str | Path:
+    """The path as Orbax wants it, absolute; a bucket is so already."""
     return directory if "://" in str(directory) else Path(directory).absolute()
 
 
@@ -205,7 +205,7 @@ def _as_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def leaves(tree: Any) -> dict[str, Any]:
     """Leaves by dotted path; a NamedTuple has those of the dict it is saved as."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
@@ -213,11 +213,12 @@ def _leaves(tree: Any) -> dict[str, Any]:
     }
 
 
-def _briefs(leaves: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves.items()}
+def briefs(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Type and shape of every array."""
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in arrays.items()}
 
 
-def _differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """One line for each key that is not the same on both sides."""
     both = {
         key: (saved.get(key, "nothing"), ours.get(key, "nothing"))

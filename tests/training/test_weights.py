@@ -1,0 +1,146 @@
+"""Parameters out of a checkpoint: bit for bit, of the right model, nothing written."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from training.checkpoint import Checkpoints
+from training.weights import SavedParameters, save_parameters
+
+FINGERPRINT = {"model": {"layers": 3, "rope_theta": 1e4, "scaling": {"factor": 2.0}}}
+OTHER = {"model": {"layers": 3, "rope_theta": 1e6, "scaling": {"factor": 4.0}}}
+
+
+def parameters() -> Any:
+    rng = np.random.default_rng(3)
+    draw = rng.standard_normal
+    return {
+        "embedding": draw((16, 8), np.float32),
+        "layers": {"scale": draw((3, 8), np.float32)},
+    }
+
+
+def on_mesh(tree: Any, devices: int = 8) -> Any:
+    """Shapes of the arrays, their last axis over so many devices."""
+    mesh = jax.make_mesh(
+        (devices,),
+        ("fsdp",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
+    sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
+
+
+def files(directory: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("imported")
+    save_parameters(directory, parameters(), FINGERPRINT)
+    return directory
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_parameters_come_back_bit_for_bit_on_any_mesh(workdir, devices):
+    before = files(workdir)
+    saved = SavedParameters(workdir)
+    assert (saved.step, saved.fingerprint) == (0, FINGERPRINT)
+    abstract = on_mesh(parameters(), devices)
+    restored = saved.restore(abstract)
+    jax.tree.map(np.testing.assert_array_equal, restored, parameters())
+    for leaf, wanted in zip(
+        jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True
+    ):
+        assert leaf.sharding == wanted.sharding
+    assert files(workdir) == before
+
+
+def test_a_part_of_the_parameters_can_be_read_alone(workdir):
+    abstract = on_mesh({"layers": parameters()["layers"]})
+    restored = SavedParameters(workdir).restore(abstract)
+    assert jax.tree.structure(restored) == jax.tree.structure(abstract)
+    np.testing.assert_array_equal(
+        restored["layers"]["scale"], parameters()["layers"]["scale"]
+    )
+
+
+def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_path):
+    with Checkpoints(
+        tmp_path / "checkpoints", keep=2, fingerprint=FINGERPRINT
+    ) as checkpoints:
+        for step in (5, 9):
+            moved = jax.tree.map(lambda x, step=step: x + step, parameters())
+            state = {"step": np.int32(step), "params": moved, "optimizer_state": moved}
+            checkpoints.save(step, state)
+    saved = SavedParameters(tmp_path)
+    assert saved.step == 9
+    restored = saved.restore(on_mesh(parameters()))
+    wanted = jax.tree.map(lambda x: x + 9, parameters())
+    jax.tree.map(np.testing.assert_array_equal, restored, wanted)
+
+
+def test_parameters_of_another_model_are_refused_by_field(workdir):
+    saved = SavedParameters(workdir)
+    saved.check_model(FINGERPRINT)
+    with pytest.raises(ValueError) as caught:
+        saved.check_model(OTHER)
+    message = str(caught.value)
+    assert f"step 0 of {workdir} belong to another model" in message
+    assert "model.rope_theta: saved 10000.0, this run 1000000.0" in message
+    assert "model.scaling.factor: saved 2.0, this run 4.0" in message
+    assert "layers" not in message
+
+
+def test_fields_that_may_differ_do_and_others_do_not(workdir):
+    saved = SavedParameters(workdir)
+    saved.check_model(OTHER, ("rope_theta", "scaling"))
+    with pytest.raises(ValueError, match="scaling.factor") as caught:
+        saved.check_model(OTHER, ("rope_theta",))
+    assert "rope_theta:" not in str(caught.value)
+
+
+def test_parameters_that_do_not_fit_are_refused_by_name(workdir):
+    wrong = parameters() | {"head": np.zeros((8, 16), np.float32)}
+    wrong["embedding"] = np.zeros((17, 8), np.float32)
+    with pytest.raises(ValueError) as caught:
+        SavedParameters(workdir).restore(on_mesh(wrong))
+    message = str(caught.value)
+    assert "params.embedding: saved float32[16, 8], this run float32[17, 8]" in message
+    assert "params.head: saved nothing, this run float32[8, 16]" in message
+    assert "scale" not in message
+    with pytest.raises(ValueError, match=r"saved float32\[16, 8\], this run bfloat16"):
+        narrow = {"embedding": parameters()["embedding"].astype("bfloat16")}
+        SavedParameters(workdir).restore(on_mesh(narrow))
+
+
+def test_a_place_without_checkpoint_is_refused_and_stays_as_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere has no checkpoints"):
+        SavedParameters(tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="begun has no checkpoints"):
+        SavedParameters(tmp_path / "begun")
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path):
+    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
+        manager.save(1, args=ocp.args.StandardSave(parameters()))
+    with pytest.raises(ValueError, match="step 1 of .* was not saved by this trainer"):
+        SavedParameters(tmp_path)
+
+
+def test_saved_parameters_are_never_overwritten(workdir):
+    before = files(workdir)
+    with pytest.raises(ValueError, match="step=0 is not newer than step 0"):
+        save_parameters(workdir, parameters(), FINGERPRINT)
+    assert files(workdir) == before

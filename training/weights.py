@@ -1,0 +1,144 @@
+"""The parameters of a finished or imported model, without its optimizer.
+
+They lie where a run keeps its checkpoints: in `state` of the newest step, under
+`params`. Another run starts from them, and tools write them in other formats.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from training.checkpoint import (
+    FINGERPRINT,
+    Checkpoints,
+    absolute,
+    briefs,
+    differences,
+    leaves,
+)
+
+PARAMETERS = "params"
+"""Their name in a saved train state."""
+
+
+class SavedParameters:
+    """The parameters of the newest step of a working directory; writes nothing there.
+
+    step: number of updates that made them; 0 for imported ones.
+    fingerprint: of their model, as it was saved (see `Checkpoints`).
+    """
+
+    step: int
+    fingerprint: dict[str, Any]
+
+    def __init__(self, workdir: str | Path):
+        """Reads what there is, but no array.
+
+        Args:
+          workdir: of a run or of imported weights; local path, or a bucket.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint.
+          ValueError: it was not saved by a run of ours.
+        """
+        self._workdir = workdir
+        directory = absolute(f"{workdir}/checkpoints")
+        if isinstance(directory, Path) and not directory.is_dir():
+            raise FileNotFoundError(f"{workdir} has no checkpoints to read")
+        self._manager = ocp.CheckpointManager(
+            directory,
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(),
+                "meta": ocp.JsonCheckpointHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                create=False, enable_async_checkpointing=False
+            ),
+        )
+        step = self._manager.latest_step()
+        if step is None:
+            raise FileNotFoundError(f"{workdir} has no checkpoints to read")
+        self.step = step
+        try:
+            meta = self._manager.restore(
+                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+            ).meta
+            self.fingerprint = meta[FINGERPRINT]
+        except KeyError as error:
+            raise ValueError(
+                f"step {step} of {workdir} was not saved by this trainer ({error})"
+            ) from error
+
+    def check_model(
+        self, fingerprint: Mapping[str, Any], may_differ: Collection[str] = ()
+    ) -> None:
+        """Refuses parameters that belong to another model.
+
+        fingerprint: of the model that they are for.
+        may_differ: names of its fields that may have other values.
+
+        Raises:
+          ValueError: the models differ, naming every field and both its values.
+        """
+
+        def compared(tree: Mapping[str, Any]) -> dict[str, Any]:
+            named = leaves(tree).items()
+            parts = {name: set(name.split(".")) for name, _ in named}
+            return {n: v for n, v in named if parts[n].isdisjoint(may_differ)}
+
+        found = differences(compared(self.fingerprint), compared(fingerprint))
+        if found:
+            raise ValueError(
+                f"the parameters of step {self.step} of {self._workdir} belong to "
+                "another model; change config.model, or name in config.init_may_differ "
+                "what may differ:\n  " + "\n  ".join(found)
+            )
+
+    def restore(self, abstract: Any) -> Any:
+        """Reads parameters onto the shardings of `abstract`; equal to the last bit.
+
+        abstract: `jax.ShapeDtypeStruct` with a sharding for each parameter to read; a
+          part of the parameters' tree, or the whole.
+
+        Raises:
+          ValueError: before any array is read, if one is missing or of another shape or
+            type, by name.
+        """
+        part = {PARAMETERS: abstract}
+        wanted = briefs(leaves(part))
+        metadata = self._manager.item_metadata(self.step).get("state")
+        tree = {} if metadata is None else metadata.tree
+        saved = briefs({n: v for n, v in leaves(tree).items() if n in wanted})
+        found = differences(saved, wanted)
+        if found:
+            raise ValueError(
+                f"the parameters of step {self.step} of {self._workdir} do not fit the "
+                "model:\n  " + "\n  ".join(found)
+            )
+        restored = self._manager.restore(
+            self.step,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeRestore(
+                    part,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(part),
+                    partial_restore=True,
+                )
+            ),
+        )
+        return restored.state[PARAMETERS]
+
+
+def save_parameters(
+    workdir: str | Path, parameters: Any, fingerprint: Mapping[str, Any]
+) -> None:
+    """Writes parameters alone, as step 0 of a new working directory.
+
+    Raises:
+      ValueError: the directory has checkpoints; nothing is written then.
+    """
+    with Checkpoints(
+        f"{workdir}/checkpoints", keep=1, fingerprint=fingerprint
+    ) as checkpoints:
+        checkpoints.save(0, {PARAMETERS: parameters})
