@@ -1,0 +1,326 @@
+"""Published weights in and out: LLaMA as Hugging Face has it, and checkpoints of ours.
+
+    python tools/convert_hf.py import Llama-2-7b-hf runs/llama2_7b
+    python train.py --config=... --config.init_from=runs/llama2_7b
+    python tools/convert_hf.py export runs/mine Mine-7b-hf --like Llama-2-7b-hf
+
+Imports LLaMA 1, 2 and 3 from safetensors, in float32, bfloat16 or float16. Every device
+reads its own part of every tensor from the files; no host holds the whole model but for
+what its devices hold. Exports the parameters of a run's newest checkpoint.
+
+A head that is tied to the embedding becomes a head of its own.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+from absl import logging
+from flax import traverse_util
+from jax.sharding import NamedSharding
+
+import assemble
+from configs import base
+from models.llama import LlamaConfig
+from tools import hf_config
+from tools.hf_names import (
+    HEAD,
+    TIED_HEAD,
+    WEIGHTS,
+    Index,
+    Weight,
+    is_derived,
+)
+from tools.tensor_files import TensorFiles, TensorFilesWriter, check_absent
+from training.mesh import MeshShape, Partition, make_mesh
+from training.weights import SavedParameters, save_parameters
+
+CONFIG = "config.json"
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "generation_config.json")
+"""What `--like` copies besides, so that a model can be used where it arrives."""
+
+DTYPES = ("float32", "bfloat16")
+LISTED = 8
+"""Differences between a model and its files that are told."""
+
+
+def import_model(source: Path, workdir: Path, partition: Partition) -> LlamaConfig:
+    """Writes the parameters of a published model as step 0 of a new working directory.
+
+    source: directory with config.json and safetensors files.
+    partition: the mesh that the parameters pass through; a run may have another.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing or damaged, the model is none of
+        ours, or a tensor is missing, unknown or of another shape; nothing is written.
+      FileExistsError: `workdir` is not empty.
+    """
+    check_absent(workdir)
+    fields = _read_config(source)
+    config = hf_config.llama_config(fields)
+    model = model_of(config, partition)
+    with TensorFiles(source) as files:
+        weights = _sources(files, hf_config.has_tied_head(fields))
+        _check_tensors(files, weights, model)
+        parameters = load(files, weights, model, partition)
+    save_parameters(workdir, parameters, assemble.fingerprint(model))
+    return config
+
+
+def load(
+    files: TensorFiles,
+    weights: Sequence[Weight],
+    model: assemble.Model,
+    partition: Partition,
+) -> Any:
+    """The parameters on the mesh, float32, each device's part read on its own.
+
+    Besides what the devices hold, the host holds one device's part of a parameter, and
+    of a layer of that, as it is stored.
+    """
+    shapes = traverse_util.flatten_dict(model.shapes)
+    axes = traverse_util.flatten_dict(model.axes)
+    parameters = {}
+    for weight in weights:
+        shape = shapes[weight.path].shape
+        sharding = partition.sharding(axes[weight.path], shape)
+        parameters[weight.path] = _place(files, weight, shape, sharding)
+    return traverse_util.unflatten_dict(parameters)
+
+
+def export_model(
+    workdir: str,
+    directory: Path,
+    partition: Partition,
+    *,
+    dtype: str,
+    file_bytes: int,
+    original: Path | None = None,
+) -> None:
+    """Writes the parameters of a run's newest checkpoint as a published model.
+
+    One parameter (all layers of it) is read at a time.
+
+    Args:
+      workdir: of a run, or imported weights.
+      directory: where to; it appears whole or not at all.
+      partition: the mesh that the parameters pass through.
+      dtype: a name of `DTYPES`. bfloat16 rounds to the nearest.
+      file_bytes: of the largest file.
+      original: a model whose other fields of config.json, and tokenizer, are kept.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no checkpoint, or it is no LLaMA's.
+      FileExistsError: `directory` is not empty.
+    """
+    check_absent(directory)
+    kept = {} if original is None else _read_config(original)
+    saved = SavedParameters(workdir)
+    try:
+        config = LlamaConfig(**saved.fingerprint["model"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"the parameters in {workdir} are no LLaMA's that can be exported: {error}"
+        ) from error
+    model = model_of(config, partition)
+    sizes = {
+        name: np.dtype(dtype).itemsize * int(np.prod(shape))
+        for name, shape in stored_shapes(WEIGHTS, model).items()
+    }
+    with TensorFilesWriter(directory, sizes, file_bytes) as writer:
+        for name, tensor in _tensors(saved, model, partition):
+            writer.write(name, tensor.astype(dtype, copy=False))
+        fields = hf_config.config_fields(config, dtype, kept)
+        (writer.partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        for pattern in COMPANIONS if original else ():
+            for file in sorted(original.glob(pattern)):
+                shutil.copyfile(file, writer.partial / file.name)
+
+
+def model_of(config: LlamaConfig, partition: Partition) -> assemble.Model:
+    """A model of these sizes, without parameters."""
+    settings = base.get_config()
+    settings.model.update(dataclasses.asdict(config))
+    return assemble.model(settings, partition)
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    path = source / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: {source} holds no model")
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return fields
+
+
+def _sources(files: TensorFiles, has_tied_head: bool) -> tuple[Weight, ...]:
+    """Where each parameter is read from."""
+    if has_tied_head and HEAD.name not in files.shapes:
+        return tuple(TIED_HEAD if weight is HEAD else weight for weight in WEIGHTS)
+    return WEIGHTS
+
+
+def stored_shapes(
+    weights: Sequence[Weight], model: assemble.Model
+) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that makes up the model."""
+    shapes = traverse_util.flatten_dict(model.shapes)
+    stored = {}
+    for weight in weights:
+        shape = shapes[weight.path].shape
+        shape = shape[1:] if weight.is_stacked else shape
+        names = weight.names(model.config.num_layers)
+        stored |= dict.fromkeys(names, weight.stored_shape(shape))
+    return stored
+
+
+def _check_tensors(
+    files: TensorFiles, weights: Sequence[Weight], model: assemble.Model
+) -> None:
+    """Raises ValueError unless the files hold the model's tensors and no others."""
+    wanted = stored_shapes(weights, model)
+    found = {n: shape for n, shape in files.shapes.items() if not is_derived(n)}
+    wrong = []
+    for name in sorted(wanted.keys() | found.keys()):
+        there, here = found.get(name), wanted.get(name)
+        if there is None:
+            wrong.append(f"{name} is missing, {list(here)} by config.json")
+        elif here is None:
+            wrong.append(f"{name} {list(there)} is no tensor of this model")
+        elif there != here:
+            wrong.append(f"{name} is {list(there)}, but {list(here)} by config.json")
+    if wrong:
+        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
+        raise ValueError(
+            "the tensors are not those that config.json describes:\n  "
+            + "\n  ".join(wrong[:LISTED] + more)
+        )
+
+
+def _place(
+    files: TensorFiles,
+    weight: Weight,
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+) -> jax.Array:
+    """One parameter. What several devices hold is read once."""
+    holders: dict[str, list[jax.Device]] = {}
+    indices = sharding.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
+        holders.setdefault(str(index), []).append(device)
+    arrays = []
+    for devices in holders.values():
+        # Of its own memory, which a device of the host may keep as its own.
+        part = np.empty(sharding.shard_shape(shape), np.float32)
+        _fill(part, files, weight, shape, indices[devices[0]])
+        # Waited for, so that parts do not wait for their devices in memory.
+        arrays += jax.block_until_ready([jax.device_put(part, d) for d in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _fill(
+    part: np.ndarray,
+    files: TensorFiles,
+    weight: Weight,
+    shape: tuple[int, ...],
+    index: Index,
+) -> None:
+    """Reads the part at `index` of a parameter of this shape, as float32."""
+    if not weight.is_stacked:
+        stored = files.read(weight.name, weight.stored_index(shape, index))
+        part[...] = weight.from_stored(stored, part.shape)
+        return
+    stored_index = weight.stored_index(shape[1:], index[1:])
+    layers = weight.names(shape[0])[index[0]]
+    for place, name in zip(part, layers, strict=True):
+        stored = files.read(name, stored_index)
+        place[...] = weight.from_stored(stored, place.shape)
+
+
+def _tensors(
+    saved: SavedParameters, model: assemble.Model, partition: Partition
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of the published model, a parameter after the other."""
+    shapes = traverse_util.flatten_dict(model.shapes)
+    axes = traverse_util.flatten_dict(model.axes)
+    for weight in WEIGHTS:
+        shape = shapes[weight.path].shape
+        sharding = partition.sharding(axes[weight.path], shape)
+        abstract = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+        tree = traverse_util.unflatten_dict({weight.path: abstract})
+        (parameter,) = jax.tree.leaves(saved.restore(tree))
+        for layer, name in enumerate(weight.names(model.config.num_layers)):
+            array = parameter[layer] if weight.is_stacked else parameter
+            yield name, weight.to_stored(np.asarray(array))
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ways = parser.add_subparsers(dest="way", required=True)
+    add = ways.add_parser("import", help="from Hugging Face's layout").add_argument
+    add("source", type=Path, help="directory with config.json and *.safetensors")
+    add("workdir", type=Path, help="directory to write, a new one")
+    add = ways.add_parser("export", help="to Hugging Face's layout").add_argument
+    add("workdir", help="of a run, or of imported weights")
+    add("directory", type=Path, help="directory to write, a new one")
+    add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    add("--file-gigabytes", type=float, default=5, help="default: %(default)s")
+    add(
+        "--like",
+        type=Path,
+        help="model whose tokenizer and other fields of config.json are kept",
+    )
+    return parser.parse_args(arguments)
+
+
+def _advice(config: LlamaConfig, workdir: Path) -> str:
+    """The flags of `train.py` that go on from imported weights."""
+    fields: Mapping[str, Any] = dataclasses.asdict(config)
+    flags = [f"--config.model.{name}={value}" for name, value in fields.items()]
+    return " \\\n  ".join([f"--config.init_from={workdir}", *flags])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    chosen = _arguments(arguments)
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
+    partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
+    try:
+        if chosen.way == "import":
+            config = import_model(chosen.source, chosen.workdir, partition)
+            print(f"written to {chosen.workdir}; to train on:")
+            print(f"  {_advice(config, chosen.workdir)}")
+            return 0
+        export_model(
+            chosen.workdir,
+            chosen.directory,
+            partition,
+            dtype=chosen.dtype,
+            file_bytes=int(chosen.file_gigabytes * 1e9),
+            original=chosen.like,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"written to {chosen.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
