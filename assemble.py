@@ -19,7 +19,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from data.batch import Batch, Block
-from data.text import DocumentRows, InOrder, PackedRows, Shuffled, TextBatches
+from data.text import (
+    DocumentRows,
+    InOrder,
+    PackedRows,
+    Shuffled,
+    TextBatches,
+    WholeRows,
+)
 from data.token_file import TokenFile
 from kernels import layout
 from kernels.layout import Layout
@@ -37,7 +44,7 @@ from training.step import LossFunction, TrainState, initial_state, make_train_st
 STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""
 
-ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows}
+ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 

@@ -73,7 +73,8 @@ def get_config() -> ml_collections.ConfigDict:
     # Directory made by tools/prepare_text.py; "": the source of Python's standard
     # library, prepared on first use.
     config.data.corpus = ""
-    # "packed" rows of many documents, or "documents": one in each row.
+    # "packed" rows of many documents, cut where a row ends; "whole" documents, as many
+    # as fit (for chats); or "documents": one in each row.
     config.data.rows = "packed"
     config.data.context_tokens = 4096
     # Rows of context_tokens in a step, over all devices.

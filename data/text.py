@@ -1,10 +1,11 @@
 """Text for training: token files cut into rows, rows into batches, batches into blocks.
 
-A *plan* says which tokens each row holds: `PackedRows` or `DocumentRows`. An *order*
-says which row is read when: `Shuffled` or `InOrder`. `TextBatches` joins them and gives
-the batch of any step, as the blocks that this host's devices hold. What a step reads is
-a function of its number (and the seed) alone, never of hosts, mesh, ring or layout, so
-the whole state of the data is one step number. `iterate` reads ahead in threads.
+A *plan* says which tokens each row holds: `PackedRows`, `WholeRows` or `DocumentRows`.
+An *order* says which row is read when: `Shuffled` or `InOrder`. `TextBatches` joins
+them and gives the batch of any step, as the blocks that this host's devices hold. What
+a step reads is a function of its number (and the seed) alone, never of hosts, mesh,
+ring or layout, so the whole state of the data is one step number. `iterate` reads ahead
+in threads.
 """
 
 import sys
@@ -73,7 +74,56 @@ class PackedRows:
         starts = self.corpus.starts
         first, last = np.searchsorted(starts, (begin + 1, end))
         starts = np.concatenate([[0], starts[first:last] - begin])
-        return _read(self.corpus.tokens[begin:end], starts, index, self.length)
+        return _read(self.corpus, (begin, end), starts, index, self.length)
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """A row holds as many whole documents as fit, in their order, and padding.
+
+    For documents that mean little in parts, as conversations.
+
+    Raises:
+      ValueError: a document is longer than a row.
+    """
+
+    corpus: TokenFile
+    length: int
+
+    def __post_init__(self):
+        _check_length(self.length)
+        lengths = np.diff(self.corpus.starts, append=self.corpus.tokens.size)
+        if lengths.max() > self.length:
+            document = int(np.argmax(lengths))
+            raise ValueError(
+                f"document {document} of split {self.corpus.split!r} of "
+                f"{self.corpus.directory} has {lengths[document]} tokens, which do not "
+                f"fit whole in a row of {self.length}: take a longer context, prepare "
+                "the corpus for this one, or use packed rows"
+            )
+
+    @property
+    def rows(self) -> int:
+        return self._edges.size - 1
+
+    @cached_property
+    def _edges(self) -> np.ndarray:
+        """First document of each row, and the number of documents, int64."""
+        starts, size = self.corpus.starts, self.corpus.tokens.size
+        ends = np.append(starts[1:], size)
+        edges = [0]
+        while edges[-1] < ends.size:
+            row_end = starts[edges[-1]] + self.length
+            edges.append(int(np.searchsorted(ends, row_end, side="right")))
+        return np.array(edges)
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        first, last = self._edges[row : row + 2]
+        starts = self.corpus.starts[first:last]
+        all_starts, size = self.corpus.starts, self.corpus.tokens.size
+        end = size if last == all_starts.size else int(all_starts[last])
+        part = int(starts[0]), end
+        return _read(self.corpus, part, starts - starts[0], index, self.length)
 
 
 @dataclass(frozen=True)
@@ -112,12 +162,13 @@ class DocumentRows:
     def read(self, row: int, index: np.ndarray) -> Batch:
         document = int(np.searchsorted(self._rows_until, row, side="right"))
         part = row - (int(self._rows_until[document - 1]) if document else 0)
-        starts, tokens = self.corpus.starts, self.corpus.tokens
+        starts, size = self.corpus.starts, self.corpus.tokens.size
         last = document + 1 == starts.size
-        document_end = tokens.size if last else int(starts[document + 1])
+        document_end = size if last else int(starts[document + 1])
         begin = int(starts[document]) + part * self.length
         end = min(begin + self.length + 1, document_end)
-        return _read(tokens[begin:end], np.zeros(1, np.int64), index, self.length)
+        start = np.zeros(1, np.int64)
+        return _read(self.corpus, (begin, end), start, index, self.length)
 
 
 def _check_length(length: int) -> None:
@@ -126,14 +177,19 @@ def _check_length(length: int) -> None:
 
 
 def _read(
-    stream: np.ndarray, starts: np.ndarray, index: np.ndarray, length: int
+    corpus: TokenFile,
+    part: tuple[int, int],
+    starts: np.ndarray,
+    index: np.ndarray,
+    length: int,
 ) -> Batch:
     """A row's tokens at `index` (L,), from its part of the stream.
 
-    stream: what the row reads and predicts, (n,): up to `length` tokens and the target
-      of the last one; fewer in a row that is padded.
-    starts: where in `stream` each document starts; the first is 0.
+    part: what the row reads and predicts, from a token to the one after the last: up to
+      `length` tokens and the target of the last one; fewer in a row that is padded.
+    starts: where in the part each document starts; the first is 0.
     """
+    stream = corpus.tokens[slice(*part)]
     # A document that starts at `length` is only ever a target.
     mask = masks.documents_at(starts[starts < length]) & masks.padding(stream.size)
     lo, hi = (bound[0] for bound in mask(index, length))
@@ -141,6 +197,7 @@ def _read(
     first = masks.documents_at(starts)(successor, length + 1).lo[0]
     # Where the successor is the first of its document, it is none of this token's.
     has_target = (first < successor) & (successor < stream.size)
+    has_target &= np.take(corpus.is_learnt(*part), successor, mode="clip")
     return Batch(
         tokens=_take(stream, index),
         targets=_take(stream, successor),

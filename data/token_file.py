@@ -6,6 +6,8 @@ A corpus is a directory:
     tokenizer.json|.model   copy of the tokenizer's file, where it has one
     train.tokens.bin        little-endian uint16, or uint32 above 65536 ids
     train.documents.bin     little-endian uint64: where each document starts; first 0
+    train.loss.bin          uint8, 1 for each token that is to be learnt; not there
+                            where all are
     validation.…            the same for the held-out documents
 
 A document runs to the start of the next one, its end-of-document token included.
@@ -37,6 +39,7 @@ class TokenFile:
     starts: int64 (documents,), where in the stream each document starts.
     vocab_size: of the tokenizer; largest_token: the largest id that occurs.
     tokenizer: what `open_tokenizer` opens to encode and decode as the corpus was.
+    loss_mask: uint8 (tokens,), 1 for each token that is to be learnt; None: all are.
     """
 
     directory: Path
@@ -46,6 +49,7 @@ class TokenFile:
     vocab_size: int
     largest_token: int
     tokenizer: str
+    loss_mask: np.ndarray | None = None
 
     @classmethod
     def open(cls, directory: Path, split: str) -> "TokenFile":
@@ -84,9 +88,26 @@ class TokenFile:
         # compared with other integers without a conversion of the whole file.
         starts = _map(starts_path, np.dtype(np.int64), counts.documents)
         _check_starts(starts_path, starts, counts.tokens)
+        loss_mask = None
+        if meta.get("has_loss_mask", False):
+            path = _loss_path(directory, split)
+            loss_mask = _map(path, np.dtype(np.uint8), counts.tokens)
         return cls(
-            directory, split, tokens, starts, vocab_size, counts.largest_token, spec
+            directory,
+            split,
+            tokens,
+            starts,
+            vocab_size,
+            counts.largest_token,
+            spec,
+            loss_mask,
         )
+
+    def is_learnt(self, begin: int, end: int) -> np.ndarray:
+        """Whether each token from `begin` to `end` is to be learnt, (end - begin,)."""
+        if self.loss_mask is None:
+            return np.ones(end - begin, bool)
+        return self.loss_mask[begin:end] != 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a model with `vocab_size` ids cannot read the corpus."""
@@ -114,13 +135,18 @@ class TokenFileWriter:
     A context manager: files are written to a hidden sibling of `directory`, which
     takes its name when the block ends, and is removed when the block raises.
 
+    has_loss_mask: whether documents come with what of them is to be learnt.
+
     Raises:
       FileExistsError: `directory` exists and is not empty; nothing in it is touched.
       ValueError: the block ends without a document in the train split.
     """
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer):
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, *, has_loss_mask: bool = False
+    ):
         self.directory = Path(directory)
+        self._has_loss_mask = has_loss_mask
         self.counts = {split: SplitCounts(0, 0, 0) for split in SPLITS}
         self._tokenizer = tokenizer
         self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -136,20 +162,33 @@ class TokenFileWriter:
         self._partial = self.directory.with_name(name)
         self._partial.mkdir()
         self._files = ExitStack()
-        self._tokens, self._documents = {}, {}
+        self._tokens, self._documents, self._losses = {}, {}, {}
+        kinds = [(self._tokens, _tokens_path), (self._documents, _documents_path)]
+        if self._has_loss_mask:
+            kinds.append((self._losses, _loss_path))
         for split in SPLITS:
-            tokens = _tokens_path(self._partial, split).open("wb")
-            documents = _documents_path(self._partial, split).open("wb")
-            self._tokens[split] = self._files.enter_context(tokens)
-            self._documents[split] = self._files.enter_context(documents)
+            for files, path in kinds:
+                file = path(self._partial, split).open("wb")
+                files[split] = self._files.enter_context(file)
         return self
 
-    def write(self, split: str, tokens: np.ndarray) -> None:
+    def write(
+        self, split: str, tokens: np.ndarray, loss_mask: np.ndarray | None = None
+    ) -> None:
         """Appends one document, int (n,), its end-of-document token included.
 
+        loss_mask: bool (n,), True for each token that is to be learnt.
+
         Raises:
-          ValueError: there are no tokens, or ids that the vocabulary has not.
+          ValueError: there are no tokens, or ids that the vocabulary has not; a mask
+            is missing, of another shape, or not asked for.
         """
+        masked = None if loss_mask is None else loss_mask.shape
+        if masked != (tokens.shape if self._has_loss_mask else None):
+            raise ValueError(
+                f"a document of {tokens.shape} tokens came with a loss mask of "
+                f"{masked}, and has_loss_mask={self._has_loss_mask}"
+            )
         vocab_size = self._tokenizer.vocab_size
         if tokens.ndim != 1 or tokens.size == 0:
             raise ValueError(f"a document must be (n,) with n > 0, got {tokens.shape=}")
@@ -162,6 +201,8 @@ class TokenFileWriter:
         counts = self.counts[split]
         self._documents[split].write(np.uint64(counts.tokens).astype("<u8").tobytes())
         self._tokens[split].write(tokens.astype(self._dtype).tobytes())
+        if loss_mask is not None:
+            self._losses[split].write(loss_mask.astype(np.uint8).tobytes())
         counts.tokens += tokens.size
         counts.documents += 1
         counts.largest_token = max(counts.largest_token, largest)
@@ -186,6 +227,7 @@ class TokenFileWriter:
             "tokenizer": {"name": self._tokenizer.name, "file": copy},
             "vocab_size": self._tokenizer.vocab_size,
             "dtype": self._dtype.name,
+            "has_loss_mask": self._has_loss_mask,
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
         }
         (self._partial / META).write_text(json.dumps(meta, indent=2) + "\n")
@@ -203,6 +245,10 @@ def _tokens_path(directory: Path, split: str) -> Path:
 
 def _documents_path(directory: Path, split: str) -> Path:
     return directory / f"{split}.documents.bin"
+
+
+def _loss_path(directory: Path, split: str) -> Path:
+    return directory / f"{split}.loss.bin"
 
 
 def _read_meta(path: Path) -> dict:

@@ -76,6 +76,10 @@ BAD_CONFIGS = {
         ["implementation='cuda'", "blockwise"],
     ),
     "unknown_rows": ({"data__rows": "lines"}, ["rows='lines'", "packed, documents"]),
+    "documents_longer_than_whole_rows": (
+        {"data__rows": "whole"},
+        ["row of 80", "take a longer context"],
+    ),
     "unknown_compute_dtype": (
         {"compute_dtype": "flaot32"},
         ["compute_dtype='flaot32'", "bfloat16", "float32"],

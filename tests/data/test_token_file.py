@@ -42,6 +42,49 @@ def test_documents_come_back(tmp_path):
     assert (tmp_path / "deep").stat().st_mode == directory.stat().st_mode
 
 
+def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
+    directory = tmp_path / "corpus"
+    with TokenFileWriter(directory, ByteTokenizer(), has_loss_mask=True) as writer:
+        writer.write("train", np.array([5, 6, 256]), np.array([False, True, True]))
+        writer.write("validation", np.array([7, 8]), np.array([True, False]))
+        writer.write("train", np.array([9]), np.array([False]))
+    train = TokenFile.open(directory, "train")
+    assert train.is_learnt(0, 4).tolist() == [False, True, True, False]
+    assert train.is_learnt(1, 3).tolist() == [True, True]
+    assert TokenFile.open(directory, "validation").is_learnt(0, 2).tolist() == [True, 0]
+    path = directory / "train.loss.bin"
+    path.write_bytes(path.read_bytes()[:3])
+    with pytest.raises(ValueError, match="train.loss.bin has 3 bytes, but meta.json"):
+        TokenFile.open(directory, "train")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="train.loss.bin is missing"):
+        TokenFile.open(directory, "train")
+
+
+def test_without_a_loss_mask_everything_is_learnt(tmp_path):
+    directory = write(tmp_path / "corpus")
+    assert TokenFile.open(directory, "train").is_learnt(1, 5).tolist() == [True] * 4
+    assert not (directory / "train.loss.bin").exists()
+    # As it was before there were masks.
+    change_meta(directory, lambda meta: meta.pop("has_loss_mask"))
+    assert TokenFile.open(directory, "train").loss_mask is None
+
+
+@pytest.mark.parametrize(
+    "has_loss_mask, mask", [(True, None), (True, [1]), (False, [1, 1])]
+)
+def test_a_loss_mask_is_there_for_every_token_or_for_none(
+    tmp_path, has_loss_mask, mask
+):
+    with pytest.raises(ValueError, match=rf"\(2,\) tokens .*{has_loss_mask=}"):
+        with TokenFileWriter(
+            tmp_path / "corpus", ByteTokenizer(), has_loss_mask=has_loss_mask
+        ) as writer:
+            mask = mask if mask is None else np.array(mask, bool)
+            writer.write("train", np.array([5, 6]), mask)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_are_little_endian_as_documented(tmp_path):
     directory = write(tmp_path / "corpus")
     tokens = (directory / "train.tokens.bin").read_bytes()

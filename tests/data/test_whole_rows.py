@@ -1,0 +1,97 @@
+"""Rows of whole documents, and what a corpus says is to be learnt in any rows."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from data.batch import Batch, Block
+from data.text import DocumentRows, InOrder, PackedRows, TextBatches, WholeRows
+from data.token_file import TokenFile, TokenFileWriter
+from kernels.layout import Contiguous, Striped, Zigzag, order
+from tests.data.test_text import NUMBERS, make_corpus, naive_row, read_rows
+
+LENGTH = 24
+PLANS = [PackedRows, WholeRows, DocumentRows]
+
+
+@pytest.fixture
+def masked(tmp_path):
+    """Documents of up to a row's length; of each token it is drawn if it is learnt."""
+    rng = np.random.default_rng(9)
+    lengths = [*rng.integers(1, LENGTH + 1, 40), LENGTH, LENGTH, 1, 1]
+    with TokenFileWriter(tmp_path / "corpus", NUMBERS, has_loss_mask=True) as writer:
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            tokens = np.arange(end - length, end)
+            writer.write("train", tokens, rng.random(length) < 0.5)
+    return TokenFile.open(tmp_path / "corpus", "train")
+
+
+@pytest.mark.parametrize("length", [LENGTH, LENGTH + 1, 50, 10_000])
+def test_rows_hold_whole_documents_in_order_and_as_many_as_fit(masked, length):
+    rows = read_rows(WholeRows(masked, length))
+    ends = [*masked.starts[1:].tolist(), masked.tokens.size]
+    begin = 0
+    for row, following in pairwise([*rows, None]):
+        fitting = [end for end in ends if begin < end <= begin + length]
+        wanted = naive_row(masked, begin, fitting[-1], length)
+        learnt = [
+            t in range(masked.tokens.size) and masked.loss_mask[t]
+            for t in range(begin + 1, begin + length + 1)
+        ]
+        wanted = wanted._replace(loss_weights=wanted.loss_weights * np.array(learnt))
+        for name in Batch._fields:
+            np.testing.assert_array_equal(
+                getattr(row, name), getattr(wanted, name), err_msg=name
+            )
+        begin = fitting[-1]
+        assert (following is None) == (begin == masked.tokens.size)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_weights_of_all_rows_are_the_learnt_tokens_that_follow_one(masked, plan):
+    rows = read_rows(plan(masked, LENGTH))
+    targets = np.concatenate([row.targets[row.loss_weights == 1] for row in rows])
+    followers = np.setdiff1d(np.flatnonzero(masked.loss_mask), masked.starts)
+    if plan is PackedRows:  # what is left of the last row is not read
+        followers = followers[followers <= len(rows) * LENGTH]
+    np.testing.assert_array_equal(np.sort(targets), followers)
+    weights = np.concatenate([row.loss_weights for row in rows])
+    assert set(weights.tolist()) == {0.0, 1.0}
+    assert weights.sum() == followers.size > 100
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "layout, ring_size",
+    [(Contiguous(), 6), (Striped(), 8), (Striped(4), 2), (Zigzag(), 4)],
+)
+def test_the_mask_survives_every_layout_and_the_cut_into_blocks(
+    masked, plan, layout, ring_size
+):
+    plan = plan(masked, LENGTH)
+    columns = [
+        (i, i + LENGTH // ring_size) for i in range(0, LENGTH, LENGTH // ring_size)
+    ]
+    blocks = [Block((r, r + 1), part) for r in range(3) for part in columns]
+    batches = TextBatches(plan, blocks, 3, layout, ring_size, InOrder())
+    back = np.argsort(order(layout, ring_size, LENGTH))
+    wanted = read_rows(plan)
+    for step in range(2):
+        blocks_there = batches[step]
+        for row in range(3):
+            parts = [blocks_there[Block((row, row + 1), part)] for part in columns]
+            for name in Batch._fields:
+                joined = np.concatenate([getattr(p, name)[0] for p in parts])[back]
+                np.testing.assert_array_equal(
+                    joined, getattr(wanted[3 * step + row], name), err_msg=name
+                )
+
+
+def test_a_document_longer_than_a_row_is_refused(tmp_path):
+    corpus = make_corpus(tmp_path, [3, 9, 4])
+    assert WholeRows(corpus, 9).rows == 3
+    with pytest.raises(ValueError, match="document 1 of split 'train' .* has 9 tokens"):
+        WholeRows(corpus, 8)
+    with pytest.raises(ValueError, match="length=0 must be at least 1"):
+        WholeRows(corpus, 0)
