@@ -6,7 +6,6 @@ token. Which documents are held out for validation depends on what they say and 
 nothing else, so copies of one text never come to lie on both sides.
 """
 
-import hashlib
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data.holdout import Holdout
 from data.token_file import SPLITS, SplitCounts, TokenFile, TokenFileWriter
 from data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -64,18 +64,6 @@ class _Survey:
     characters: int = 0
     not_text: int = 0
     empty: int = 0
-    least_mark: int = 1 << 64
-    most_mark: int = 0
-
-    def cut(self, validation_fraction: float) -> int:
-        """Documents whose mark is below this are held out.
-
-        Both splits get a document where there are two that differ.
-        """
-        if self.least_mark >= self.most_mark:
-            return 0
-        wanted = int(validation_fraction * (1 << 64))
-        return min(max(wanted, self.least_mark + 1), self.most_mark)
 
 
 def prepare(
@@ -107,21 +95,20 @@ def prepare(
       ValueError: a line of a `.jsonl` file is bad, there is no text in the inputs, or
         the fraction is not between 0 and 1.
     """
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"{validation_fraction=} must be between 0 and 1")
+    holdout = Holdout(validation_fraction)
     paths = _paths(inputs, pattern)
     with TokenFileWriter(output, tokenizer) as writer:
-        survey = _survey(_documents(paths, text_field))
+        survey = _survey(_documents(paths, text_field), holdout)
         if not survey.characters:
             raise ValueError(
                 f"there is no text in {', '.join(map(str, inputs))}: of {len(paths)} "
                 f"files that match {pattern!r}, {survey.not_text} are not UTF-8 text; "
                 f"{survey.empty} documents are empty"
             )
-        cut = survey.cut(validation_fraction)
         progress = _progress("encoding", survey.characters)
         with progress:
-            _encode(_documents(paths, text_field), writer, tokenizer, cut, progress)
+            documents = _documents(paths, text_field)
+            _encode(documents, writer, tokenizer, holdout, progress)
     return Summary(
         output, writer.counts, writer.bytes_per_token, survey.not_text, survey.empty
     )
@@ -223,11 +210,6 @@ def _json_lines(path: Path, text_field: str) -> Iterator[str]:
             yield text
 
 
-def _mark(text: str) -> int:
-    """A number below 2^64 that depends on the text alone, evenly spread."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
 def _progress(what: str, total: int | None) -> tqdm:
     """A progress bar, which is silent where standard error is no terminal."""
     return tqdm(
@@ -235,7 +217,7 @@ def _progress(what: str, total: int | None) -> tqdm:
     )
 
 
-def _survey(documents: Iterator[str | None]) -> _Survey:
+def _survey(documents: Iterator[str | None], holdout: Holdout) -> _Survey:
     survey = _Survey()
     with _progress("reading", None) as progress:
         for text in documents:
@@ -244,9 +226,7 @@ def _survey(documents: Iterator[str | None]) -> _Survey:
             elif not text:
                 survey.empty += 1
             else:
-                mark = _mark(text)
-                survey.least_mark = min(survey.least_mark, mark)
-                survey.most_mark = max(survey.most_mark, mark)
+                holdout.see(text)
                 survey.characters += len(text)
                 progress.update(len(text))
     return survey
@@ -256,11 +236,11 @@ def _encode(
     documents: Iterator[str | None],
     writer: TokenFileWriter,
     tokenizer: Tokenizer,
-    cut: int,
+    holdout: Holdout,
     progress: tqdm,
 ) -> None:
     for texts in batched(filter(None, documents), DOCUMENTS_AT_A_TIME):
         for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
-            split = "validation" if _mark(text) < cut else "train"
-            writer.write(split, np.append(ids, np.int32(tokenizer.end_of_document)))
+            document = np.append(ids, np.int32(tokenizer.end_of_document))
+            writer.write(holdout.split(text), document)
             progress.update(len(text))

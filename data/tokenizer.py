@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: np.ndarray) -> str:
         """Text of the ids (n,), leaving out special ones such as end of document."""
 
+    def token_id(self, name: str) -> int | None:
+        """The id of the token with this name, as "<s>"; None if there is none."""
+
 
 class ByteTokenizer:
     """Ids 0 to 255 are the bytes of UTF-8, and 256 ends a document."""
@@ -66,6 +69,9 @@ class ByteTokenizer:
             )
         text = ids[ids != self.end_of_document].astype(np.uint8)
         return text.tobytes().decode("utf-8", errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return None
 
 
 class HuggingFaceTokenizer:
@@ -115,6 +121,9 @@ class HuggingFaceTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist())
 
+    def token_id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
+
 
 class SentencePieceTokenizer:
     """A SentencePiece `.model`.
@@ -150,6 +159,10 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: np.ndarray) -> str:
         return self._model.decode(np.asarray(ids).tolist())
+
+    def token_id(self, name: str) -> int | None:
+        found = self._model.piece_to_id(name)  # that of the unknown, if there is none
+        return found if self._model.id_to_piece(found) == name else None
 
 
 def open_tokenizer(spec: str) -> Tokenizer:

@@ -75,6 +75,17 @@ def test_many_texts_encode_as_one_by_one(specs, kind):
     assert all(ids.dtype == np.int32 for ids in together)
 
 
+def test_tokens_are_found_by_name(specs):
+    names = ["<pad>", "<|endoftext|>", "<s>", "</s>", "no such"]
+    found = {
+        kind: [open_tokenizer(spec).token_id(name) for name in names]
+        for kind, spec in specs.items()
+    }
+    assert found["bytes"] == [None] * 5
+    assert found["huggingface"] == [0, 1, None, None, None]
+    assert found["sentencepiece"] == [None, None, 1, 2, None]
+
+
 def test_bytes_are_the_bytes_of_utf8():
     tokenizer = ByteTokenizer()
     assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]

@@ -1,0 +1,32 @@
+"""The split of a text depends on the text, and both splits get one where they can."""
+
+import pytest
+
+from data.holdout import Holdout
+
+
+def splits(texts, fraction=0.25):
+    holdout = Holdout(fraction)
+    for text in texts:
+        holdout.see(text)
+    return [holdout.split(text) for text in texts]
+
+
+def test_about_the_share_is_held_out_whatever_the_order_and_the_copies():
+    texts = [f"text {i}" for i in range(400)]
+    forward = splits(texts)
+    assert 70 <= forward.count("validation") <= 130
+    assert splits(texts[::-1]) == forward[::-1]
+    assert splits(texts + texts) == forward + forward
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_both_splits_get_a_text_where_two_differ(fraction):
+    assert set(splits(["one", "other"], fraction)) == {"train", "validation"}
+    assert splits(["same", "same"], fraction) == ["train", "train"]
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.5, float("nan")])
+def test_shares_are_between_nothing_and_all(fraction):
+    with pytest.raises(ValueError, match=f"validation_fraction={fraction} must be"):
+        Holdout(fraction)
