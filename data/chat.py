@@ -1,0 +1,230 @@
+"""Conversations turned into token files whose loss mask marks what assistants say.
+
+Every conversation is a document, or several where it is longer than the context and
+split. Rows of whole documents (`WholeRows`) then hold several, which do not see each
+other.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import batched
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from data.chat_template import ChatTemplate, Piece
+from data.conversation import BadRow, Conversation, read_conversations
+from data.holdout import Holdout
+from data.token_file import SplitCounts, TokenFileWriter
+from data.tokenizer import Tokenizer
+
+TOO_LONG = ("truncate", "split")
+# Encoded together: enough for every core, and little enough to hold in memory.
+CONVERSATIONS_AT_A_TIME = 64
+
+
+class Document(NamedTuple):
+    """Tokens int32 (n,), and whether each is to be learnt, bool (n,)."""
+
+    tokens: np.ndarray
+    is_learnt: np.ndarray
+
+
+class ChatEncoder:
+    """Turns conversations into documents that fit in a context.
+
+    A longer conversation is truncated: what is beyond the context is lost, and the turn
+    that it cuts is learnt as far as it goes. Or it is split between exchanges, as many
+    in a document as fit, each document with the system's words; only an exchange that
+    is too long by itself is truncated.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        context_tokens: int,
+        too_long: str = "truncate",
+    ):
+        """Keeps its arguments.
+
+        Raises:
+          ValueError: a context of fewer than 2 tokens, or an unknown `too_long`.
+        """
+        if context_tokens < 2:
+            raise ValueError(f"{context_tokens=} must be at least 2")
+        if too_long not in TOO_LONG:
+            raise ValueError(f"{too_long=} is not one of {', '.join(TOO_LONG)}")
+        self.tokenizer = tokenizer
+        self._template = template
+        self._context = context_tokens
+        self._splits = too_long == "split"
+        # SentencePiece's models put a space before whatever they encode.
+        one, two = tokenizer.encode("a"), tokenizer.encode("a a")
+        self._adds_space = np.array_equal(two, np.concatenate([one, one]))
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[list[Document]]:
+        """Documents of each conversation, but for those with nothing to learn."""
+        exchanges, counts = [], []
+        for conversation in conversations:
+            first, *others = conversation.exchanges
+            exchanges.append(self._template.opening(conversation.system, *first))
+            exchanges += [self._template.following(*exchange) for exchange in others]
+            counts.append(len(conversation.exchanges))
+        encoded = iter(self._encode(exchanges))
+        documents = []
+        for conversation, count in zip(conversations, counts, strict=True):
+            parts = self._parts(conversation, [next(encoded) for _ in range(count)])
+            cut = [Document(*(a[: self._context] for a in part)) for part in parts]
+            # A document's first token is no target.
+            documents.append([part for part in cut if part.is_learnt[1:].any()])
+        return documents
+
+    def _parts(
+        self, conversation: Conversation, exchanges: list[Document]
+    ) -> list[Document]:
+        """Exchanges joined to documents, which may still be too long."""
+        if not self._splits:
+            return [_join(exchanges)]
+        parts: list[list[Document]] = []
+        room = 0
+        for number, exchange in enumerate(exchanges):
+            if exchange.tokens.size > room:
+                if number:
+                    words = conversation.exchanges[number]
+                    pieces = self._template.opening(conversation.system, *words)
+                    exchange = self._encode([pieces])[0]
+                parts.append([])
+                room = self._context
+            parts[-1].append(exchange)
+            room -= exchange.tokens.size
+        return [_join(part) for part in parts]
+
+    def _encode(self, exchanges: Sequence[Sequence[Piece]]) -> list[Document]:
+        """Tokens of every exchange, each piece of them encoded by itself."""
+        texts = [
+            self._plain(piece.text)
+            for pieces in exchanges
+            for piece in pieces
+            if piece.token is None
+        ]
+        encoded = iter(self.tokenizer.encode_all(texts))
+
+        def document(piece: Piece) -> Document:
+            special = np.array([piece.token or 0], np.int32)
+            tokens = next(encoded) if piece.token is None else special
+            return Document(tokens, np.full(tokens.size, piece.is_learnt))
+
+        return [_join([document(piece) for piece in pieces]) for pieces in exchanges]
+
+    def _plain(self, text: str) -> str:
+        return text.removeprefix(" ") if self._adds_space else text
+
+
+@dataclass
+class ChatSummary:
+    """What was prepared.
+
+    counts: documents and tokens of each split; learnt: tokens that are to be learnt.
+    conversations: those in the documents. skipped: rows that are not, by reason.
+    """
+
+    output: Path
+    counts: dict[str, SplitCounts]
+    learnt: Counter[str] = field(default_factory=Counter)
+    conversations: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{split:<10} {counts.documents:>11,} documents "
+            f"{counts.tokens:>15,} tokens {self.learnt[split]:>15,} to be learnt"
+            for split, counts in self.counts.items()
+        ]
+        rows = self.conversations + self.skipped.total()
+        lines.append(f"{self.conversations:,} conversations of {rows:,} rows")
+        lines += [
+            f"skipped: {n:,} rows, {why}" for why, n in self.skipped.most_common()
+        ]
+        return "\n".join([*lines, f"written to {self.output}"])
+
+
+def stop_at(row: BadRow) -> None:
+    """Raises ValueError: for `prepare_chats`, where no row may be bad."""
+    raise ValueError(f"{row}: mend or remove the row, or have bad rows skipped")
+
+
+def prepare_chats(
+    inputs: Sequence[Path],
+    output: Path,
+    encoder: ChatEncoder,
+    *,
+    on_bad_row: Callable[[BadRow], None] = stop_at,
+    validation_fraction: float = 0.02,
+) -> ChatSummary:
+    """Writes the corpus `output` from files of conversations.
+
+    Rows are read twice: all of them are checked before the first is encoded.
+
+    Args:
+      inputs: `.json` and `.jsonl` files (see data/conversation.py).
+      output: a directory that does not exist yet, or is empty.
+      encoder: makes the documents.
+      on_bad_row: called once for every row that is no conversation, or of which nothing
+        can be learnt in the context; if it returns, the row is skipped.
+      validation_fraction: about this share of the conversations is held out.
+
+    Raises:
+      FileNotFoundError: an input does not exist.
+      FileExistsError: `output` exists and is not empty.
+      ValueError: an input is no list of rows, there is no conversation to learn from,
+        or the fraction is not between 0 and 1.
+    """
+    holdout = Holdout(validation_fraction)
+    with TokenFileWriter(output, encoder.tokenizer, has_loss_mask=True) as writer:
+        summary = ChatSummary(output, writer.counts)
+
+        def skip(row: BadRow) -> None:
+            on_bad_row(row)
+            summary.skipped[row.reason] += 1
+
+        for row in read_conversations(inputs):
+            if isinstance(row, BadRow):
+                skip(row)
+            else:
+                holdout.see(row.text)
+        for conversation, documents in _encoded(inputs, encoder):
+            if not documents:
+                skip(BadRow(conversation.where, "no reply within the context"))
+                continue
+            summary.conversations += 1
+            split = holdout.split(conversation.text)
+            for document in documents:
+                writer.write(split, *document)
+                summary.learnt[split] += int(document.is_learnt.sum())
+        if not summary.conversations:
+            raise ValueError(
+                "there is no conversation to learn from in "
+                f"{', '.join(map(str, inputs))}: {summary.skipped.total()} rows were "
+                "skipped"
+            )
+    return summary
+
+
+def _encoded(
+    inputs: Sequence[Path], encoder: ChatEncoder
+) -> Iterator[tuple[Conversation, list[Document]]]:
+    rows = read_conversations(inputs)
+    good = (row for row in rows if isinstance(row, Conversation))
+    # Silent where standard error is no terminal.
+    shown = tqdm(good, desc="encoding", unit=" conversations", disable=None)
+    for some in batched(shown, CONVERSATIONS_AT_A_TIME):
+        yield from zip(some, encoder.encode(some), strict=True)
+
+
+def _join(documents: Sequence[Document]) -> Document:
+    return Document(*map(np.concatenate, zip(*documents, strict=True)))

@@ -1,0 +1,248 @@
+"""Conversations to documents: masks by hand, cuts, bad rows, and rows to train on."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from data.batch import Block
+from data.chat import ChatEncoder, prepare_chats, stop_at
+from data.chat_template import Llama2, Vicuna
+from data.conversation import Conversation
+from data.text import InOrder, TextBatches, WholeRows
+from data.token_file import TokenFile
+from data.tokenizer import ByteTokenizer, open_tokenizer
+from kernels.layout import Striped
+from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
+
+BYTES = ByteTokenizer()
+END = "\0"
+"""Stands for the end of a document in what `shown` gives."""
+
+
+def talk(*exchanges, system="S"):
+    return Conversation("here", system, exchanges)
+
+
+def encoder(context_tokens=1000, too_long="truncate", template=Vicuna, tokenizer=BYTES):
+    return ChatEncoder(
+        tokenizer,
+        template(tokenizer),
+        context_tokens=context_tokens,
+        too_long=too_long,
+    )
+
+
+def shown(document):
+    """Text of bytes, and under every letter whether it is learnt."""
+    text = "".join(END if t == 256 else chr(t) for t in document.tokens)
+    return text, "".join(np.where(document.is_learnt, "^", "_"))
+
+
+def mask_of(text):
+    """The mask of a Vicuna text in which no one says ASSISTANT:, by looking for it."""
+    mask = ["_"] * len(text)
+    for reply in re.finditer(f"(?<=ASSISTANT:)[^{END}]*{END}?", text):
+        mask[slice(*reply.span())] = "^" * len(reply[0])
+    return "".join(mask)
+
+
+def test_replies_and_their_ends_are_learnt_and_nothing_else():
+    ((document,),) = encoder().encode([talk(("ab", "c"), ("ASSISTANT:", "c d"))])
+    text, mask = shown(document)
+    assert text == f"S USER: ab ASSISTANT: c{END}USER: ASSISTANT: ASSISTANT: c d{END}"
+    assert mask == "_" * 21 + "^^^" + "_" * 27 + "^^^^^"
+    assert (document.tokens.dtype, document.is_learnt.dtype) == (np.int32, bool)
+
+
+def test_many_conversations_are_encoded_as_one_by_one():
+    rng = np.random.default_rng(12)
+
+    def words():
+        return "".join(rng.choice(list("abc "), rng.integers(1, 9))).strip() or "x"
+
+    talks = [
+        talk(*((words(), words()) for _ in range(rng.integers(1, 5))))
+        for _ in range(20)
+    ]
+    for too_long in ("truncate", "split"):
+        chosen = encoder(60, too_long)
+        together = chosen.encode(talks)
+        for conversation, documents in zip(talks, together, strict=True):
+            (alone,) = chosen.encode([conversation])
+            assert [shown(d) for d in documents] == [shown(d) for d in alone]
+            for document in documents:
+                assert 2 <= document.tokens.size <= 60
+                text, mask = shown(document)
+                assert mask == mask_of(text) and "^" in mask
+
+
+def test_a_turn_that_is_cut_is_learnt_as_far_as_it_goes():
+    conversation = talk(("q", "first"), ("q", "second"))
+    full = f"S USER: q ASSISTANT: first{END}USER: q ASSISTANT: second{END}"
+    for context in range(24, len(full)):
+        ((document,),) = encoder(context).encode([conversation])
+        text, mask = shown(document)
+        assert text == full[:context]
+        assert mask == mask_of(full)[:context]
+    ((document,),) = encoder(len(full)).encode([conversation])
+    assert shown(document)[0] == full
+    # Where no reply begins, there is nothing to learn.
+    opening = len("S USER: q ASSISTANT:")
+    assert encoder(opening).encode([conversation]) == [[]]
+    assert len(encoder(opening + 1).encode([conversation])[0]) == 1
+
+
+def test_long_conversations_are_split_between_exchanges():
+    conversation = talk(("a", "one"), ("b", "two"), ("c", "three"), ("d", "x" * 90))
+    opening = f"S USER: a ASSISTANT: one{END}USER: b ASSISTANT: two{END}"
+    (documents,) = encoder(len(opening), "split").encode([conversation])
+    texts = [shown(document)[0] for document in documents]
+    cut = f"S USER: d ASSISTANT: {'x' * 90}"[: len(opening)]
+    assert texts == [opening, f"S USER: c ASSISTANT: three{END}", cut]
+    masks = [shown(document)[1] for document in documents]
+    assert masks == [mask_of(text) for text in texts]
+    assert masks[2] == "_" * 20 + "^" * (len(opening) - 20)
+    # One token fewer, and the second exchange begins a document of its own.
+    (documents,) = encoder(len(opening) - 1, "split").encode([conversation])
+    assert shown(documents[0])[0] == f"S USER: a ASSISTANT: one{END}"
+
+
+@pytest.mark.parametrize("make", [make_sentence_piece, make_hugging_face])
+@pytest.mark.parametrize("template", [Vicuna, Llama2])
+def test_words_are_encoded_as_in_the_whole_text(tmp_path, make, template):
+    """No space is doubled or lost, whether the tokenizer adds one of its own or not."""
+    suffix = ".model" if make is make_sentence_piece else ".json"
+    tokenizer = open_tokenizer(str(make(tmp_path / f"tokenizer{suffix}")))
+    ((document,),) = encoder(template=template, tokenizer=tokenizer).encode(
+        [talk(("the dog", "sat on the mat"), system="the cat")]
+    )
+    learnt = document.tokens[document.is_learnt]
+    assert learnt[-1] == tokenizer.end_of_document
+    prompt = document.tokens[~document.is_learnt]
+    if template is Vicuna:
+        text = "the cat USER: the dog ASSISTANT: sat on the mat"
+        begin = tokenizer.token_id("<s>")
+        assert (prompt[0] == begin) == (make is make_sentence_piece)
+        whole = tokenizer.encode(text)
+        assert document.tokens[-1 - whole.size : -1].tolist() == whole.tolist()
+    assert tokenizer.decode(learnt).strip() == "sat on the mat"
+    assert "  " not in tokenizer.decode(document.tokens)
+
+
+def rows(count):
+    return [
+        {
+            "id": f"r{number}",
+            "conversations": [
+                {"from": "human", "value": f"question {number}"},
+                {"from": "gpt", "value": f"answer {number} " * (number % 5 + 1)},
+            ]
+            * (number % 3 + 1),
+        }
+        for number in range(count)
+    ]
+
+
+def write(path, found):
+    path.write_text(json.dumps(found))
+    return path
+
+
+def test_corpus_rows_weigh_exactly_what_is_to_be_learnt(tmp_path):
+    source = write(tmp_path / "in.json", rows(60))
+    output = tmp_path / "out"
+    summary = prepare_chats([source], output, encoder(400), validation_fraction=0.2)
+    assert summary.conversations == 60 and not summary.skipped
+    total = 0
+    for split in ("train", "validation"):
+        corpus = TokenFile.open(output, split)
+        plan = WholeRows(corpus, 400)
+        batches = TextBatches(
+            plan, [Block((0, 1), (0, 400))], 1, Striped(), 4, InOrder()
+        )
+        weights = tokens = 0
+        for step in range(len(batches)):
+            (batch,) = batches[step].values()
+            weights += batch.loss_weights.sum()
+            tokens += (batch.hi >= batch.lo).sum()
+            learnt = batch.targets[batch.loss_weights == 1]
+            assert (learnt == 256).sum() >= 1
+        assert weights == summary.learnt[split] == corpus.loss_mask.sum()
+        assert tokens == summary.counts[split].tokens
+        total += summary.counts[split].documents
+    assert total == 60
+    wanted = sum(
+        (len(row["conversations"][1]["value"].strip()) + 2)
+        * (len(row["conversations"]) // 2)
+        for row in rows(60)
+    )
+    assert summary.learnt.total() == wanted
+
+
+def test_parts_of_a_conversation_stay_on_one_side(tmp_path):
+    source = write(tmp_path / "in.json", rows(60))
+    summary = prepare_chats(
+        [source], tmp_path / "out", encoder(250, "split"), validation_fraction=0.3
+    )
+    assert (
+        summary.counts["train"].documents + summary.counts["validation"].documents > 60
+    )
+    numbers = {}
+    for split in ("train", "validation"):
+        corpus = TokenFile.open(tmp_path / "out", split)
+        documents = np.split(corpus.tokens, corpus.starts[1:])
+        texts = [bytes(d[d < 256].astype(np.uint8)).decode() for d in documents]
+        numbers[split] = {text.split("question ")[1].split()[0] for text in texts}
+    assert numbers["train"].isdisjoint(numbers["validation"])
+    assert len(numbers["train"] | numbers["validation"]) == 60
+
+
+def bad_rows():
+    found = rows(6)
+    found[1]["conversations"][0]["from"] = "robot"
+    found[2]["conversations"] = []
+    found[4]["conversations"][1]["value"] = 7
+    found[5]["conversations"][0]["value"] = "long " * 80
+    return found
+
+
+def test_bad_rows_are_told_counted_and_skipped(tmp_path):
+    source = write(tmp_path / "in.json", bad_rows())
+    told = []
+    summary = prepare_chats(
+        [source], tmp_path / "out", encoder(300), on_bad_row=told.append
+    )
+    assert [row.where for row in told] == [
+        f"{source}[1] (id r1), turn 1",
+        f"{source}[2] (id r2)",
+        f"{source}[4] (id r4), turn 2",
+        f"{source}[5] (id r5)",
+    ]
+    assert summary.conversations == 2
+    assert summary.skipped == {row.reason: 1 for row in told}
+    assert "2 conversations of 6 rows" in str(summary)
+    assert "skipped: 1 rows, no reply within the context" in str(summary)
+
+
+def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):
+    source = write(tmp_path / "in.json", bad_rows())
+    with pytest.raises(ValueError, match=r"\[1\] \(id r1\), turn 1: a turn from 'robo"):
+        prepare_chats([source], tmp_path / "out", encoder(300), on_bad_row=stop_at)
+    write(source, [bad_rows()[0], bad_rows()[5]])
+    with pytest.raises(ValueError, match=r"\[1\] \(id r5\): no reply within the cont"):
+        prepare_chats([source], tmp_path / "out", encoder(300))
+    write(source, bad_rows()[1:3])
+    with pytest.raises(ValueError, match="no conversation to learn from .*: 2 rows"):
+        prepare_chats(
+            [source], tmp_path / "out", encoder(), on_bad_row=lambda row: None
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="context_tokens=1 must be at least 2"):
+        encoder(1)
+    with pytest.raises(ValueError, match="'drop' is not one of truncate, split"):
+        encoder(9, "drop")

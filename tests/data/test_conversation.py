@@ -1,0 +1,97 @@
+"""Rows of ShareGPT: what is read of them, and what is refused and named."""
+
+import json
+
+import pytest
+
+from data.conversation import (
+    BadRow,
+    Conversation,
+    parse_conversation,
+    read_conversations,
+)
+
+
+def row(*turns, **fields):
+    said = [dict(zip(("from", "value"), turn, strict=True)) for turn in turns]
+    return {"conversations": said} | fields
+
+
+HELLO = [("human", " Hello \n"), ("gpt", "Hi!")]
+
+
+def test_turns_become_exchanges():
+    more = [("human", "And you?"), ("gpt", "Well.")]
+    parsed = parse_conversation(
+        row(("system", "Be kind."), *HELLO, *more, id="x7"), "f"
+    )
+    assert parsed == Conversation(
+        "f (id x7)", "Be kind.", (("Hello", "Hi!"), ("And you?", "Well."))
+    )
+    assert parse_conversation(row(*HELLO), "f").system is None
+
+
+def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
+    turns = [("gpt", "First?"), *HELLO, ("human", "Bye")]
+    assert parse_conversation(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
+    turns = [("system", "Be kind."), *turns]
+    assert parse_conversation(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
+
+
+@pytest.mark.parametrize(
+    "bad, where, reason",
+    [
+        ([1, 2], "f", "no list of conversations"),
+        ("text", "f", "no list of conversations"),
+        ({"id": 3}, "f (id 3)", "no list of conversations"),
+        ({"id": 3, "conversations": "Hi"}, "f (id 3)", "no list of conversations"),
+        (row(id="e"), "f (id e)", "no turns"),
+        (row(("bing", "Hi")), "f, turn 1", "a turn from 'bing', not one of system,"),
+        (row(*HELLO, ([], "Hi")), "f, turn 3", "a turn from [], not one of system"),
+        ({"conversations": ["Hi"]}, "f, turn 1", "a turn that is no object"),
+        (row(*HELLO, ("human", None)), "f, turn 3", "says NoneType, not text"),
+        (row(("human", "Hi"), ("gpt", 5)), "f, turn 2", "says int, not text"),
+        (row(("human", "Hi"), ("gpt", " \n")), "f, turn 2", "an empty turn"),
+        (row(("human", "\ud83d"), ("gpt", "a")), "f, turn 1", "half a surrogate pair"),
+        (row(HELLO[0], *HELLO), "f", "human speaks where gpt should"),
+        (row(*HELLO, HELLO[1]), "f", "gpt speaks where human should"),
+        (row(*HELLO, ("system", "No.")), "f", "system speaks where human should"),
+        (row(("human", "Hello?")), "f", "no reply of gpt"),
+        (row(("system", "Be kind.")), "f", "no reply of gpt"),
+    ],
+)
+def test_bad_rows_are_named_with_their_reason(bad, where, reason):
+    parsed = parse_conversation(bad, "f")
+    assert isinstance(parsed, BadRow)
+    assert parsed.where == where and reason in parsed.reason
+    assert str(parsed) == f"{where}: {parsed.reason}"
+
+
+def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
+    good, bad = row(*HELLO, id="a"), row(id="b")
+    whole, lines = tmp_path / "whole.json", tmp_path / "lines.jsonl"
+    whole.write_text(json.dumps([good, bad]))
+    lines.write_text(f"{json.dumps(good)}\n\n{{broken\n{json.dumps(bad)}\n")
+    rows = list(read_conversations([whole, lines]))
+    assert [r.where for r in rows] == [
+        f"{whole}[0] (id a)",
+        f"{whole}[1] (id b)",
+        f"{lines}:1 (id a)",
+        f"{lines}:3",
+        f"{lines}:4 (id b)",
+    ]
+    assert [isinstance(r, Conversation) for r in rows] == [True, 0, True, 0, 0]
+    assert rows[3].reason.startswith("no JSON (Expecting property name")
+    assert rows[0].text == rows[2].text
+
+
+def test_files_that_hold_no_rows_are_refused(tmp_path):
+    path = tmp_path / "rows.json"
+    with pytest.raises(FileNotFoundError, match="rows.json does not exist"):
+        list(read_conversations([path]))
+    path.write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="holds no list of rows, but dict: .*jsonl"):
+        list(read_conversations([path]))
+    path.write_text("[")
+    with pytest.raises(ValueError, match="is no JSON file"):
+        list(read_conversations([path]))

@@ -1,0 +1,100 @@
+"""Turns conversations into a corpus to train on, with loss on what assistants say.
+
+    python tools/prepare_chat.py sharegpt.json --output CORPUS --context-tokens 32768 \\
+        --tokenizer tokenizer.model
+    python train.py --config=... --config.data.corpus=CORPUS --config.data.rows=whole \\
+        --config.data.context_tokens=32768
+
+Rows are as in ShareGPT: see data/conversation.py.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.chat import TOO_LONG, ChatEncoder, prepare_chats, stop_at
+from data.chat_template import TEMPLATES
+from data.conversation import BadRow
+from data.tokenizer import ByteTokenizer, open_tokenizer
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("inputs", nargs="+", type=Path, metavar="INPUT", help=".json or .jsonl file")
+    add("--output", required=True, type=Path, help="directory to write, a new one")
+    add(
+        "--context-tokens",
+        required=True,
+        type=int,
+        help="length of the rows that the conversations have to fit in",
+    )
+    add(
+        "--tokenizer",
+        default=ByteTokenizer.name,
+        help='"bytes" (the default), or a path: tokenizer.json or SentencePiece .model',
+    )
+    add(
+        "--template",
+        choices=TEMPLATES,
+        default="vicuna",
+        help="how turns are written (default: %(default)s)",
+    )
+    add(
+        "--too-long",
+        choices=TOO_LONG,
+        default="truncate",
+        help="conversations beyond the context (default: %(default)s)",
+    )
+    add(
+        "--bad-rows",
+        choices=("stop", "skip"),
+        default="stop",
+        help="rows that are no conversations; skipped ones are told of (default: stop)",
+    )
+    add(
+        "--validation-fraction",
+        default=0.02,
+        type=float,
+        help="share of the conversations to hold out (default: %(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _tell(row: BadRow) -> None:
+    print(f"skipped {row}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    chosen = _arguments(arguments)
+    try:
+        tokenizer = open_tokenizer(chosen.tokenizer)
+        encoder = ChatEncoder(
+            tokenizer,
+            TEMPLATES[chosen.template](tokenizer),
+            context_tokens=chosen.context_tokens,
+            too_long=chosen.too_long,
+        )
+        summary = prepare_chats(
+            chosen.inputs,
+            chosen.output,
+            encoder,
+            on_bad_row=_tell if chosen.bad_rows == "skip" else stop_at,
+            validation_fraction=chosen.validation_fraction,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(summary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
