@@ -38,8 +38,8 @@ def make_train_step(
       before the one update.
 
     The batch has `loss_weights` (B, T), `lo` and `hi` (B, T). Metrics: `loss` (mean per
-    weighted token, nats), `grad_norm`, `tokens` (their weights' sum) and `pairs` (of a
-    query and a key that it sees).
+    weighted token, nats), `grad_norm`, `tokens` (all but padding, whatever they weigh)
+    and `pairs` (of a query and a key that it sees).
     """
 
     def train_step(
@@ -56,7 +56,7 @@ def make_train_step(
         metrics = {
             "loss": mean * loss,
             "grad_norm": optax.tree.norm(grads),
-            "tokens": weight,
+            "tokens": (batch.hi >= batch.lo).sum(dtype=jnp.float32),
             "pairs": _pairs(batch),
         }
         return TrainState(state.step + 1, params, optimizer_state), metrics
