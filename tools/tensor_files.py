@@ -32,7 +32,6 @@ class TensorFiles:
           ValueError: a file is no safetensors file or cut short, or a tensor has a type
             that is no floating-point number of 16 or 32 bits.
         """
-        self._files = ExitStack()
         self._slices = {}
         with ExitStack() as opened:
             for path in _paths(directory):
