@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import assemble
+from tools.bench_rows import Environment
 from tools.plan_estimate import Estimate, Waited, estimate
 from tools.plan_memory import Memory
 from tools.plan_step import Step
@@ -69,6 +70,7 @@ class Plan:
     rows: int
     context_tokens: int
     remat: str
+    attention_parts: int
     implementation: str
     memory: Memory
     transfers: Transfers
@@ -102,6 +104,7 @@ class Plan:
             rows=rows,
             context_tokens=columns,
             remat=step.config.remat,
+            attention_parts=step.config.attention_parts,
             implementation=step.implementation,
             memory=Memory.of(step, compiled),
             transfers=ring,
@@ -124,8 +127,10 @@ class Plan:
         )
 
     def row(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """As plain values, for JSON, with where and when it was planned."""
         row = dataclasses.asdict(self)
+        here = Environment.now(self.device_kind, self.devices)
+        row["environment"] = dataclasses.asdict(here)
         row["memory"]["spare_share"] = self.memory.spare_share
         row["estimate"]["step"] = self.estimate.step
         return row
