@@ -1,0 +1,233 @@
+"""Episodes of ExoRL, the public format: one compressed npz for each (2201.13425).
+
+    ROOT/walker/rnd/buffer/episode_000017_1000.npz
+
+A file of T steps has T + 1 rows of every array. Row 0 is the state after the reset,
+with an action and a reward of zeros; action t leads from observation t - 1 to
+observation t, for reward t. `physics` is the simulator's whole state, from which the
+rewards of other tasks can be computed.
+"""
+
+import hashlib
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+NAMES = ("observation", "action", "reward", "discount", "physics")
+# As ExoRL names them, and as the writer of its origin, URLB, does: 20220207T101112_…
+FILE_NAME = re.compile(r"(?:episode|\d{8}T\d{6})_(\d+)_(\d+)\.npz")
+# Of a zip archive with files, and of one without.
+ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
+# Actions are float32 numbers scaled to [-1, 1].
+ACTION_TOLERANCE = 1e-6
+
+
+class Widths(NamedTuple):
+    """Columns of a domain's arrays."""
+
+    observation: int
+    action: int
+    physics: int
+    reward: int = 1
+    discount: int = 1
+
+
+DOMAINS = {
+    "cartpole": Widths(5, 1, 4),
+    "cheetah": Widths(17, 6, 18),
+    "jaco": Widths(42, 9, 18),
+    "point_mass_maze": Widths(4, 2, 4, reward=4),
+    "quadruped": Widths(78, 12, 57),
+    "walker": Widths(24, 6, 18),
+}
+
+
+class BadEpisode(ValueError):
+    """A file that is no episode of its domain; `path` and the `reason`, one line."""
+
+    def __init__(self, path: Path, reason: str):
+        self.path = path
+        self.reason = " ".join(reason.split())
+        super().__init__(f"{path}: {self.reason}")
+
+    def __reduce__(self) -> tuple:
+        return BadEpisode, (self.path, self.reason)
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """A file's arrays as they are, row 0 included: (T + 1, width).
+
+    observation, action, reward, discount: float32. physics: float64.
+    """
+
+    path: Path
+    observation: np.ndarray
+    action: np.ndarray
+    reward: np.ndarray
+    discount: np.ndarray
+    physics: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        return len(self.action) - 1
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Where the episodes of one domain and algorithm lie: `root`/domain/algorithm.
+
+    Raises:
+      ValueError: ExoRL has no such domain.
+    """
+
+    root: Path
+    domain: str
+    algorithm: str
+
+    def __post_init__(self):
+        check_domain(self.domain)
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.root) / self.domain / self.algorithm
+
+    def scan(self) -> list[Path]:
+        """The episodes' files, sorted by their numbers.
+
+        Files whose names have none come last, for `read_episode` to refuse.
+
+        Raises:
+          FileNotFoundError: there is no such directory, or no episode in it.
+        """
+        folder = self.directory / "buffer"
+        remedy = (
+            "unzip ExoRL's archive of the domain and algorithm there, or make data "
+            "with tools/make_exorl.py"
+        )
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no directory {folder}: {remedy}")
+        paths = sorted(folder.glob("*.npz"), key=_number)
+        if not paths:
+            raise FileNotFoundError(f"{folder} holds no .npz file: {remedy}")
+        return paths
+
+
+def check_domain(domain: str) -> None:
+    """Raises ValueError if ExoRL has no such domain."""
+    if domain not in DOMAINS:
+        raise ValueError(f"{domain=} is not one of {', '.join(DOMAINS)}")
+
+
+def _number(path: Path) -> tuple[bool, int, str]:
+    name = FILE_NAME.fullmatch(path.name)
+    return name is None, int(name[1]) if name else 0, path.name
+
+
+def steps_of(path: Path) -> int:
+    """How many steps a file's name promises.
+
+    Raises:
+      BadEpisode: the name is none of an episode.
+    """
+    name = FILE_NAME.fullmatch(path.name)
+    if name is None:
+        raise BadEpisode(path, "name is not episode_<index>_<length>.npz")
+    return int(name[2])
+
+
+def read_episode(path: Path, domain: str) -> Episode:
+    """Reads and checks one file. Arrays of other names are left alone.
+
+    Raises:
+      BadEpisode: the file cannot be read, or is no episode of the domain.
+      ValueError: ExoRL has no such domain.
+    """
+    check_domain(domain)
+    steps = steps_of(path)
+    try:
+        arrays = _read_arrays(path)
+    except BadEpisode:
+        raise
+    # What zipfile, zlib and NumPy make of damaged bytes is no closed list.
+    except Exception as error:
+        reason = f"unreadable npz ({type(error).__name__}: {error})"
+        raise BadEpisode(path, reason) from error
+    for complaint in _complaints(arrays, steps, DOMAINS[domain]):
+        raise BadEpisode(path, complaint)
+    types = {name: np.float32 for name in NAMES} | {"physics": np.float64}
+    return Episode(
+        path, **{name: arrays[name].astype(types[name], copy=False) for name in NAMES}
+    )
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    with path.open("rb") as file:
+        magic = file.read(4)
+        if not magic:
+            raise EOFError("No data left in file")
+        # NumPy takes anything else for a pickle, and says how to load that unsafely.
+        if magic not in ZIP_MAGIC:
+            raise zipfile.BadZipFile("File is not a zip file")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as archive:
+            missing = [name for name in NAMES if name not in archive.files]
+            if missing:
+                has = sorted(archive.files)
+                raise BadEpisode(path, f"missing {missing}, has {has}")
+            return {name: _read_array(path, archive, name) for name in NAMES}
+
+
+def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
+    try:
+        array = archive[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        reason = f"{name} holds Python objects, not numbers"
+        raise BadEpisode(path, reason) from error
+    if not isinstance(array, np.ndarray):
+        raise BadEpisode(path, f"{name} is no array")
+    return array
+
+
+def _complaints(
+    arrays: dict[str, np.ndarray], steps: int, widths: Widths
+) -> Iterator[str]:
+    """What is wrong with a file's arrays; the later checks rely on the earlier."""
+    if steps < 1:
+        yield f"its name promises {steps} steps"
+    for name in NAMES:
+        shape, expected = arrays[name].shape, (steps + 1, getattr(widths, name))
+        if shape != expected:
+            yield f"{name} has shape {shape}, expected {expected}"
+    for name in NAMES:
+        if arrays[name].dtype.kind != "f":
+            yield f"{name} has type {arrays[name].dtype}, expected floating point"
+    for name in NAMES:
+        bad = ~np.isfinite(arrays[name])
+        if bad.any():
+            row = int(bad.any(axis=1).argmax())
+            yield f"{name} has {bad.sum()} non-finite values, first at row {row}"
+    largest = np.abs(arrays["action"]).max()
+    if largest > 1 + ACTION_TOLERANCE:
+        yield f"action outside [-1, 1] ({largest:.3f})"
+    if arrays["action"][0].any():
+        yield "row 0 is not the dummy reset row (action[0] != 0)"
+
+
+def write_episode(path: Path, episode: Episode) -> None:
+    """Writes a file in the public format, over whatever is at `path`."""
+    arrays = {name: getattr(episode, name) for name in NAMES}
+    np.savez_compressed(path, **arrays)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,58 @@
+"""Rewards of a task, computed from the physics of episodes gathered for another."""
+
+import numpy as np
+
+from data.environments import Environment
+from data.episodes import Episode
+
+# Rows whose observation is computed anew.
+CHECKED_ROWS = 5
+
+
+def exact_rewards(environment: Environment, episode: Episode) -> np.ndarray:
+    """Rewards as the environment gave, or would have given them: float64 (T,).
+
+    Raises:
+      ValueError: the simulator refuses a state of the episode.
+    """
+    rewards = []
+    steps = zip(episode.physics[1:], episode.action[1:], strict=True)
+    for state, action in steps:
+        environment.set_physics(state)
+        environment.set_control(action)
+        rewards.append(environment.reward())
+    return np.array(rewards)
+
+
+def exorl_rewards(environment: Environment, episode: Episode) -> np.ndarray:
+    """Rewards as ExoRL's own code computes them, float64 (T,): without the action.
+
+    They differ where a reward depends on the action, as cart-pole's do: there they are
+    up to a quarter higher.
+
+    Raises:
+      ValueError: the simulator refuses a state of the episode.
+    """
+    rewards = []
+    for state in episode.physics[1:]:
+        environment.set_physics(state)
+        rewards.append(environment.reward())
+    return np.array(rewards)
+
+
+def observation_error(environment: Environment, episode: Episode) -> float:
+    """Largest difference of an observation from what physics makes it, in a few rows.
+
+    It is small for the environment's own domain and model, and for no other.
+
+    Raises:
+      ValueError: the simulator refuses a state of the episode.
+    """
+    columns = environment.recomputable
+    largest = 0.0
+    for row in np.linspace(0, episode.steps, CHECKED_ROWS).astype(int):
+        environment.set_physics(episode.physics[row])
+        stored = episode.observation[row]
+        difference = np.abs(environment.observation() - stored)[columns].max()
+        largest = max(largest, float(difference))
+    return largest
