@@ -312,7 +312,7 @@ class TextBatches:
     def _read(self, block: Block, rows: np.ndarray) -> Batch:
         index = self._columns[block.columns]
         parts = [self._plan.read(int(row), index) for row in rows[slice(*block.rows)]]
-        return Batch(*map(np.stack, zip(*parts, strict=True)))
+        return type(parts[0])(*map(np.stack, zip(*parts, strict=True)))
 
 
 class StepBatches(Protocol):

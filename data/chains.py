@@ -1,0 +1,192 @@
+"""Chains of trajectories for in-context RL: many tries of one task, from bad to good.
+
+The Agentic Transformer (2305.16554) reads n episodes of one task one after the other,
+sorted by return, and every one of them is told to reach the return of the best. A
+Decision Transformer (2106.01345) reads chains of one.
+
+`Chains` is a `RowPlan` for `data.text.TextBatches`: there, a row is a chain and a
+column is a step of the environment, of which a model makes four tokens. A layout deals
+out whole steps: `Striped()` of steps is `Striped(4)` of tokens. A chain's number is all
+that it depends on, besides the seed, so a run resumes by the number of the step alone.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from data.trajectory_file import TrajectoryFile
+
+ORDERS = ("ascending", "drawn")
+LOSS_ON = ("all", "last")
+# Added to standard deviations, as the Decision Transformer does.
+STD_FLOOR = 1e-6
+
+
+class ChainBatch(NamedTuple):
+    """Steps of chains, or a block of their columns; along S in layout order.
+
+    All of it is 0 on padding, but for the positions.
+
+    returns_to_go: float32 (B, S), the return that is left to reach before the step: the
+      best of the chain, less what the trajectory has had. Not scaled.
+    observations: float32 (B, S, observation size), standardised.
+    actions: float32 (B, S, action size), in [-1, 1]: what the model predicts.
+    rewards: float32 (B, S), which the action gave.
+    completions: float32 (B, S), 1 on the last step of a trajectory that reached the
+      best return of the chain.
+    timesteps: int32 (B, S), place of the step in its trajectory, from 0.
+    ranks: int32 (B, S), place of the trajectory in its chain, from 0.
+    positions: int32 (B, S), place of the step in its chain, from 0; padding goes on.
+    loss_weights: float32 (B, S), 0 where the action counts for nothing.
+    """
+
+    returns_to_go: np.ndarray
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    completions: np.ndarray
+    timesteps: np.ndarray
+    ranks: np.ndarray
+    positions: np.ndarray
+    loss_weights: np.ndarray
+
+
+def hold_out(
+    episodes: int, share: float = 0.05, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the episodes to train on, and of a share held out; both sorted.
+
+    At least one episode is held out, and never all. The seed is one of its own, so that
+    runs with different seeds hold out the same.
+
+    Raises:
+      ValueError: there are not two episodes, or the share is not between 0 and 1.
+    """
+    if episodes < 2 or not 0 < share < 1:
+        raise ValueError(
+            f"{share=} of {episodes} episodes cannot be held out: have at least 2 "
+            "episodes, and a share between 0 and 1"
+        )
+    count = min(max(round(share * episodes), 1), episodes - 1)
+    shuffled = np.random.default_rng(seed).permutation(episodes)
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """Row k is a chain of distinct episodes, drawn anew for every k without end.
+
+    trajectories: where the episodes are.
+    episodes: int (m,), numbers of those that chains are made of.
+    chain_length: episodes in a chain, n.
+    seed: with k, of what is drawn.
+    order: "ascending" by return, ties by the episode's number, or as they were "drawn",
+      for a model that must not learn that later is better.
+    loss_on: "all" steps, or those of the "last" trajectory of a chain, its best.
+    multiple: rows are padded at the end to a multiple of this many steps.
+
+    Raises:
+      ValueError: an option is none of these, or there are too few episodes for a chain.
+    """
+
+    trajectories: TrajectoryFile
+    episodes: np.ndarray
+    chain_length: int
+    seed: int
+    order: str = "ascending"
+    loss_on: str = "all"
+    multiple: int = 1
+
+    def __post_init__(self):
+        for name, known in (("order", ORDERS), ("loss_on", LOSS_ON)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}"
+                )
+        if self.multiple < 1:
+            raise ValueError(f"{self.multiple=} must be at least 1 step")
+        if not 1 <= self.chain_length <= len(self.episodes):
+            raise ValueError(
+                f"a chain of {self.chain_length} episodes cannot be made of "
+                f"{len(self.episodes)} different ones of "
+                f"{self.trajectories.directory}: shorten the chains (at least 1) or "
+                "pack more episodes"
+            )
+
+    @cached_property
+    def length(self) -> int:
+        """Steps in a row, padding included: those of n episodes of the longest."""
+        longest = int(self.trajectories.lengths[self.episodes].max())
+        return -(-self.chain_length * longest // self.multiple) * self.multiple
+
+    @property
+    def rows(self) -> int:
+        return sys.maxsize // 2
+
+    def chain(self, row: int) -> np.ndarray:
+        """Numbers of a chain's episodes, int64 (n,), in the order of the chain."""
+        rng = np.random.default_rng([self.seed, row])
+        chain = rng.choice(self.episodes, self.chain_length, replace=False)
+        if self.order == "ascending":
+            chain = chain[np.lexsort((chain, self.trajectories.returns[chain]))]
+        return chain
+
+    def read(self, row: int, index: np.ndarray) -> ChainBatch:
+        """The steps at `index`, int32 (L,) places in the chain: arrays of (L, …)."""
+        chain = self.chain(row)
+        offsets, returns = self.trajectories.offsets, self.trajectories.returns[chain]
+        lengths = offsets[chain + 1] - offsets[chain]
+        ends = np.cumsum(lengths)
+        real = index < ends[-1]
+        places = np.where(real, index, 0)
+        ranks = np.searchsorted(ends, places, side="right")
+        timesteps = places - (ends - lengths)[ranks]
+        observations, actions, rewards = self._steps(offsets[chain[ranks]] + timesteps)
+        best = returns.max()
+        reached = (timesteps + 1 == lengths[ranks]) & (returns[ranks] >= best)
+        counts = real if self.loss_on == "all" else real & (ranks == len(chain) - 1)
+        batch = ChainBatch(
+            returns_to_go=best - self._rewards_before(chain)[places],
+            observations=observations,
+            actions=actions,
+            rewards=rewards,
+            completions=reached,
+            timesteps=timesteps,
+            ranks=ranks,
+            positions=index,
+            loss_weights=counts,
+        )
+        return _padded(batch, real)
+
+    def _steps(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Standardised observation, action and reward at places (L,) of the file."""
+        file = self.trajectories
+        size = file.observation_size
+        steps = file.steps[places]
+        scale = file.observation_std + STD_FLOOR
+        observations = (steps[:, :size] - file.observation_mean) / scale
+        return observations, steps[:, size:-1], steps[:, -1]
+
+    def _rewards_before(self, chain: np.ndarray) -> np.ndarray:
+        """What a chain's trajectories have had before each step: float64 (steps,)."""
+        offsets = self.trajectories.offsets
+        before = []
+        for episode in chain:
+            steps = slice(offsets[episode], offsets[episode + 1])
+            rewards = self.trajectories.steps[steps, -1].astype(np.float64)
+            before.append(np.cumsum(rewards) - rewards)
+        return np.concatenate(before)
+
+
+def _padded(batch: ChainBatch, real: np.ndarray) -> ChainBatch:
+    """The batch in its types, and 0 where nothing is real, but for the positions."""
+    whole = {"timesteps", "ranks", "positions"}
+    arrays = {}
+    for name, values in batch._asdict().items():
+        arrays[name] = values.astype(np.int32 if name in whole else np.float32)
+        if name != "positions":
+            arrays[name][~real] = 0
+    return ChainBatch(**arrays)

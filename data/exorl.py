@@ -1,0 +1,247 @@
+"""ExoRL: public episodes checked, their rewards computed for a task, and packed."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data import environments
+from data.environments import Environment, check_task
+from data.episodes import (
+    DOMAINS,
+    BadEpisode,
+    Buffer,
+    Episode,
+    digest,
+    read_episode,
+    steps_of,
+)
+from data.relabel import exact_rewards, exorl_rewards, observation_error
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter, refuse_existing
+
+# ExoRL's own loader keeps the first million of up to ten.
+MAX_TRANSITIONS = 1_000_000
+# Of files that may be skipped: more are no accident.
+BAD_SHARE = 0.01
+QUANTILES = (0, 10, 25, 50, 75, 90, 100)
+ON_BAD = ("error", "skip")
+
+RELABELLINGS: dict[str, Callable[[Environment, Episode], np.ndarray]] = {
+    "exact": exact_rewards,
+    "exorl": exorl_rewards,
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which episodes are packed, and what is asked of them.
+
+    relabelling: "exact", rewards as the environment gives them; "exorl", as ExoRL's
+      own code computes them; "stored", those in the files, whatever they were for.
+    on_bad: "error", or "skip" for up to 1 % of the files.
+    max_transitions: whole episodes are taken, in the order of their numbers, as long as
+      they have no more steps than this in all, and one at least.
+    tolerance: largest difference of an observation from what physics makes it.
+    """
+
+    relabelling: str = "exact"
+    on_bad: str = "error"
+    max_transitions: int = MAX_TRANSITIONS
+    tolerance: float = 1e-4
+
+    def __post_init__(self):
+        known = (*RELABELLINGS, "stored")
+        if self.relabelling not in known:
+            raise ValueError(f"{self.relabelling=} is not one of {', '.join(known)}")
+        if self.on_bad not in ON_BAD:
+            raise ValueError(f"{self.on_bad=} is not one of {', '.join(ON_BAD)}")
+        if self.max_transitions < 1 or not self.tolerance > 0:
+            raise ValueError(
+                f"{self.max_transitions=} must be at least 1, and {self.tolerance=} "
+                "above 0"
+            )
+
+
+def pack(
+    buffer: Buffer, task: str, cache: Path, selection: Selection | None = None
+) -> TrajectoryFile:
+    """Packs a buffer's episodes for a task: `cache`/domain/algorithm/task.
+
+    One file is read at a time. Where an episode is bad, nothing is left behind.
+
+    Args:
+      buffer: where the episodes lie.
+      task: whose rewards are computed (see `environments.tasks`).
+      cache: where packed trajectories are kept.
+      selection: which episodes are taken; `Selection()` unless it is given.
+
+    Raises:
+      BadEpisode: a file is no episode of the domain, or of another model of it.
+      ValueError: there is no such task, or more than 1 % of the files are bad.
+      FileNotFoundError: there are no episodes.
+      FileExistsError: something has that name already; it is not touched.
+      ImportError: dm_control is missing, where rewards are to be computed.
+    """
+    selection = selection or Selection()
+    directory = Path(cache) / buffer.domain / buffer.algorithm / task
+    refuse_existing(directory)
+    environment = _environment(buffer.domain, task, selection)
+    about = {
+        "domain": buffer.domain,
+        "algorithm": buffer.algorithm,
+        "task": task,
+        "relabelling": selection.relabelling,
+        "generator": _generator(buffer),
+        "versions": _versions(environment),
+    }
+    files = _Files(buffer, selection)
+    largest = 0.0
+    with TrajectoryWriter(directory, about) as writer:
+        for episode, rewards in files.read(environment):
+            writer.write(episode.observation[:-1], episode.action[1:], rewards)
+            difference = np.abs(rewards - episode.reward[1:, 0]).max()
+            largest = max(largest, float(difference))
+        writer.about["largest_difference_from_stored"] = largest
+        writer.about |= {"sources": files.good, "bad_files": files.bad}
+    return TrajectoryFile.open(directory)
+
+
+def describe(trajectories: TrajectoryFile) -> str:
+    """What is in a trajectory file, in a few lines."""
+    index, returns = trajectories.index, trajectories.returns
+    lengths = trajectories.lengths
+    marks = " ".join(f"{q:>8}%" for q in QUANTILES)
+    values = " ".join(f"{v:>9.2f}" for v in np.percentile(returns, QUANTILES))
+    bad = index["bad_files"]
+    return "\n".join(
+        [
+            f"{index['domain']} {index['task']}, gathered by {index['algorithm']}, "
+            f"rewards {index['relabelling']}",
+            f"{len(returns):,} episodes of {lengths.min()} to {lengths.max()} steps, "
+            f"{lengths.sum():,} steps, {trajectories.steps.nbytes / 1e6:,.1f} MB",
+            f"returns  {marks}",
+            f"         {values}",
+            "largest difference from stored rewards: "
+            f"{index['largest_difference_from_stored']}",
+            f"bad files skipped: {len(bad)}",
+            f"written to {trajectories.directory}",
+        ]
+    )
+
+
+def _environment(domain: str, task: str, selection: Selection) -> Environment | None:
+    """What computes the rewards, None where those that are stored are taken."""
+    if selection.relabelling != "stored":
+        return Environment(domain, task)
+    if DOMAINS[domain].reward != 1:
+        raise ValueError(
+            f"{domain} stores {DOMAINS[domain].reward} rewards a step, for as many "
+            "tasks: which one is whose is not known here"
+        )
+    if environments.tasks(domain):
+        check_task(domain, task)
+    elif not task.isidentifier():
+        raise ValueError(f"{task=} must be the plain name of a task")
+    return None
+
+
+def _versions(environment: Environment | None) -> dict[str, str]:
+    simulator = {} if environment is None else environments.versions()
+    return {"numpy": np.__version__, **simulator}
+
+
+def _generator(buffer: Buffer) -> Any:
+    """What tools/make_exorl.py says of data that it has made, None of others."""
+    path = buffer.directory / "meta.json"
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
+
+
+class _Files:
+    """A buffer's files, of which those within the selection's limits are read.
+
+    good: name, size, digest and steps of each episode. bad: name and reason.
+    """
+
+    def __init__(self, buffer: Buffer, selection: Selection):
+        self._buffer, self._selection = buffer, selection
+        self._paths = buffer.scan()
+        self.good: list[dict[str, Any]] = []
+        self.bad: list[dict[str, str]] = []
+
+    def read(
+        self, environment: Environment | None
+    ) -> Iterator[tuple[Episode, np.ndarray]]:
+        """Yields the good episodes, each with its rewards, float (T,)."""
+        taken, most = 0, self._selection.max_transitions
+        with tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None) as bar:
+            for path in self._paths:
+                try:
+                    # By its name, so that no file is read in vain.
+                    steps = steps_of(path)
+                    if self.good and taken + steps > most:
+                        break
+                    episode = read_episode(path, self._buffer.domain)
+                    rewards = _rewards(episode, environment, self._selection)
+                except BadEpisode as error:
+                    if self._selection.on_bad == "error":
+                        raise
+                    self._skip(error)
+                    continue
+                taken += steps
+                bar.update(steps)
+                self.good.append(_source(path, steps))
+                yield episode, rewards
+        self._check_share(len(self.good) + len(self.bad))
+
+    def _skip(self, error: BadEpisode) -> None:
+        logging.getLogger(__name__).warning("skipped %s", error)
+        self.bad.append({"file": error.path.name, "reason": error.reason})
+        self._check_share(len(self._paths))
+
+    def _check_share(self, files: int) -> None:
+        if len(self.bad) > BAD_SHARE * files:
+            first = self.bad[0]
+            raise ValueError(
+                f"{len(self.bad)} of {files} files of {self._buffer.directory} are "
+                f"bad, more than {BAD_SHARE:.0%}; the first is {first['file']}: "
+                f"{first['reason']}"
+            )
+
+
+def _source(path: Path, steps: int) -> dict[str, Any]:
+    return {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "sha256": digest(path),
+        "steps": steps,
+    }
+
+
+def _rewards(
+    episode: Episode, environment: Environment | None, selection: Selection
+) -> np.ndarray:
+    if environment is None:
+        return episode.reward[1:, 0]
+    try:
+        error = observation_error(environment, episode)
+        rewards = RELABELLINGS[selection.relabelling](environment, episode)
+    except ValueError as refusal:
+        raise BadEpisode(episode.path, str(refusal)) from refusal
+    if error > selection.tolerance:
+        raise BadEpisode(
+            episode.path,
+            f"observations are {error:.3g} off from what {environment.domain}'s "
+            f"physics makes them, more than {selection.tolerance}: the file is of "
+            "another domain or another version of its model",
+        )
+    return rewards
