@@ -85,7 +85,7 @@ class Environment:
 
     def __init__(self, domain: str, task: str):
         check_task(domain, task)
-        _check_simulator()
+        check_simulator()
         self.domain, self.task = domain, task
         # Without a renderer: none is needed, and those that it would try may be broken.
         os.environ.setdefault("MUJOCO_GL", "disabled")
@@ -163,7 +163,8 @@ def _flat(observation: Mapping[str, Any]) -> np.ndarray:
     return np.concatenate(parts).astype(np.float32)
 
 
-def _check_simulator() -> None:
+def check_simulator() -> None:
+    """Raises ImportError if dm_control is missing, or does not go with mujoco."""
     try:
         mujoco = versions()["mujoco"]
     except importlib.metadata.PackageNotFoundError as error:

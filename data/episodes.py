@@ -221,10 +221,10 @@ def _complaints(
         yield "row 0 is not the dummy reset row (action[0] != 0)"
 
 
-def write_episode(path: Path, episode: Episode) -> None:
-    """Writes a file in the public format, over whatever is at `path`."""
+def write_episode(episode: Episode) -> None:
+    """Writes an episode's file in the public format, over whatever is there."""
     arrays = {name: getattr(episode, name) for name in NAMES}
-    np.savez_compressed(path, **arrays)
+    np.savez_compressed(episode.path, **arrays)
 
 
 def digest(path: Path) -> str:

@@ -237,7 +237,7 @@ def _rewards(
         rewards = RELABELLINGS[selection.relabelling](environment, episode)
     except ValueError as refusal:
         raise BadEpisode(episode.path, str(refusal)) from refusal
-    if error > selection.tolerance:
+    if not error <= selection.tolerance:  # which nan is not
         raise BadEpisode(
             episode.path,
             f"observations are {error:.3g} off from what {environment.domain}'s "

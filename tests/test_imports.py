@@ -54,6 +54,9 @@ PROGRAMS = {
 # Heavy and for one kind of host: of the library these alone may import them, lazily.
 TRITON = {"jax_triton", "triton"}
 TRITON_FILES = {"kernels/triton_gpu.py", "kernels/triton_kernels.py"}
+# The same for the simulator: packed data are read where it is not installed.
+SIMULATOR = {"dm_control", "mujoco"}
+SIMULATOR_FILES = {"data/environments.py"}
 
 OURS = LIBRARY | {"assemble", "tests", "tools", "train"}
 
@@ -110,6 +113,8 @@ def is_allowed(file: Path, target: str) -> bool:
         return True
     if package in TRITON:
         return folder == "tests" or file.as_posix() in TRITON_FILES
+    if package in SIMULATOR:
+        return folder == "tests" or file.as_posix() in SIMULATOR_FILES
     if folder in PROGRAMS:
         return package not in OURS or is_within(target, PROGRAMS[folder])
     return is_within(target, ALLOWED.get(folder, set()))
@@ -164,6 +169,8 @@ def test_the_tree_is_really_read() -> None:
         ("kernels/ring.py", "def f():\n import flax", "2: kernels -> flax"),
         ("kernels/ring.py", "import jax_triton", "1: kernels -> jax_triton"),
         ("tools/bench.py", "import triton", "1: tools -> triton"),
+        ("data/exorl.py", "import dm_control", "1: data -> dm_control"),
+        ("tools/rollout.py", "from mujoco import viewer", "1: tools -> mujoco.viewer"),
         ("tools/bench.py", "import train", "1: tools -> train"),
         ("tools/bench.py", "from tests import text", "1: tools -> tests.text"),
         ("training/step.py", "import models.llama", "1: training -> models.llama"),
@@ -212,6 +219,7 @@ def test_a_violation_is_named_with_file_line_and_arrow(
         ("models/llama.py", "from flax import nnx\nfrom models.losses import loss"),
         ("data/text.py", "from kernels import layout\nfrom kernels.masks import full"),
         ("data/text.py", "def f():\n    import sentencepiece"),
+        ("data/environments.py", "def f():\n from dm_control import suite"),
         ("training/step.py", "import optax, tensorboard\nfrom training import mesh"),
         ("train.py", "import ml_collections, kernels.ring, models.llama, data.text"),
         ("tools/bench.py", "import torch, matplotlib\nfrom tests.cases import CASES"),

@@ -1,0 +1,131 @@
+import importlib.metadata
+import logging
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from data import environments
+from data.environments import Environment, check_simulator, tasks
+from data.episodes import DOMAINS
+
+# Every domain once; tests/data/test_relabel.py has every task.
+TASK_OF = {
+    "cartpole": "swingup",
+    "cheetah": "run",
+    "jaco": "reach_top_left",
+    "walker": "walk",
+}
+
+
+@pytest.fixture(scope="module", params=TASK_OF)
+def environment(request):
+    return Environment(request.param, TASK_OF[request.param])
+
+
+def test_sizes_are_those_of_the_domain(environment):
+    widths = DOMAINS[environment.domain]
+    observation = environment.reset(0)
+    assert observation.shape == (widths.observation,)
+    assert observation.dtype == np.float32
+    assert environment.physics().shape == (widths.physics,)
+    step = environment.step(np.zeros(widths.action))
+    assert step.observation.shape == (widths.observation,)
+    assert 0 <= step.reward <= 1 and not step.last
+
+
+def test_a_seed_makes_an_episode_whatever_came_before(environment):
+    rng = np.random.default_rng(1)
+    actions = rng.uniform(-1, 1, (5, DOMAINS[environment.domain].action))
+
+    def episode(seed):
+        first = environment.reset(seed)
+        return [first, *(environment.step(action).observation for action in actions)]
+
+    one, other, again = episode(3), episode(4), episode(3)
+    np.testing.assert_array_equal(one, again)
+    assert (one[0] != other[0]).any()
+
+
+def test_physics_make_the_observation(environment):
+    environment.reset(0)
+    for _ in range(4):
+        step = environment.step(np.full(DOMAINS[environment.domain].action, 0.5))
+    state = environment.physics()
+    environment.reset(1)
+    environment.set_physics(state)
+    seen = environment.recomputable
+    difference = np.abs(environment.observation() - step.observation)[seen]
+    assert difference.max() < 1e-6
+    # All but the Jaco arm's six torques.
+    assert (~seen).sum() == (6 if environment.domain == "jaco" else 0)
+
+
+def test_impossible_physics_are_refused():
+    environment = Environment("walker", "walk")
+    state = np.full(DOMAINS["walker"].physics, 1e30)
+    with pytest.raises(ValueError, match="simulator refuses the state"):
+        environment.set_physics(state)
+    assert np.isfinite(environment.reset(0)).all()
+
+
+@pytest.mark.parametrize(("domain", "steps"), [("cartpole", 1000), ("jaco", 250)])
+def test_episodes_end_with_their_time(domain, steps):
+    environment = Environment(domain, TASK_OF[domain])
+    environment.reset(0)
+    idle = np.zeros(DOMAINS[domain].action)
+    ends = [environment.step(idle).last for _ in range(steps)]
+    assert ends == [False] * (steps - 1) + [True]
+
+
+def test_jaco_reaches_where_its_task_says():
+    for task, target in environments.JACO_TARGETS.items():
+        environment = Environment("jaco", task)
+        environment.reset(0)
+        model = environment._environment.physics.named.data.site_xpos
+        np.testing.assert_allclose(model["target_site"], target, atol=1e-12)
+
+
+def test_unknown_tasks_are_refused():
+    with pytest.raises(ValueError, match="task='fly' of walker .* stand, walk, run"):
+        Environment("walker", "fly")
+    with pytest.raises(ValueError, match='no environment for domain=.*"stored"'):
+        Environment("quadruped", "walk")
+    with pytest.raises(ValueError, match="domain='hopper'"):
+        tasks("hopper")
+    assert tasks("point_mass_maze") == ()
+
+
+def test_missing_simulator_says_what_to_install(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ImportError, match="need dm_control: .*requirements-rl.txt"):
+        Environment("walker", "walk")
+
+
+def test_mujoco_that_dm_control_fails_with_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0")
+    with pytest.raises(ImportError, match="mujoco 4.0.0 .*requirements-rl.txt"):
+        check_simulator()
+
+
+def test_loading_changes_no_filters_of_warnings_and_logs():
+    before, level = list(warnings.filters), logging.getLogger("absl").level
+    Environment("jaco", "reach_top_left")
+    assert warnings.filters == before
+    assert logging.getLogger("absl").level == level
+
+
+def test_only_environments_load_the_simulator():
+    code = (
+        "import sys, data.exorl, data.chains, tools.make_exorl; "
+        "assert 'dm_control' not in sys.modules; "
+        "from data.environments import Environment; Environment('jaco', "
+        "'reach_top_left').reset(0); Environment('cheetah', 'run').reset(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,233 @@
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from data.environments import Environment
+from data.episodes import BadEpisode, Buffer, digest, read_episode, write_episode
+from data.exorl import Selection, describe, pack
+from data.trajectory_file import TrajectoryFile
+from tests.episodes import made_up, made_up_buffer, rolled_out
+
+STORED = Selection("stored")
+
+
+@pytest.fixture(scope="module")
+def cartpole():
+    return Environment("cartpole", "balance")
+
+
+@pytest.fixture
+def real(tmp_path, cartpole):
+    """A buffer of real episodes of a cart-pole, of 20 steps each."""
+    buffer = Buffer(tmp_path / "data", "cartpole", "random")
+    folder = buffer.directory / "buffer"
+    folder.mkdir(parents=True)
+    for number in range(3):
+        path = folder / f"episode_{number}_20.npz"
+        write_episode(rolled_out(path, cartpole, 20, seed=number))
+    return buffer
+
+
+def damage(path):
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def test_packed_steps_are_aligned(tmp_path):
+    buffer = made_up_buffer(tmp_path / "data", "walker", [6, 4])
+    file = pack(buffer, "run", tmp_path / "cache", STORED)
+    assert file.directory == tmp_path / "cache" / "walker" / "made_up" / "run"
+    first, second = (read_episode(path, "walker") for path in buffer.scan())
+    # Seen before the action, which gives the reward of the next row.
+    row = np.concatenate([first.observation[2], first.action[3], first.reward[3]])
+    np.testing.assert_array_equal(file.steps[2], row)
+    np.testing.assert_array_equal(file.steps[6:, :24], second.observation[:-1])
+    np.testing.assert_array_equal(file.steps[6:, -1], second.reward[1:, 0])
+    np.testing.assert_allclose(file.returns[1], second.reward[1:].sum(), rtol=1e-6)
+
+
+def test_index_says_what_was_packed(real, tmp_path):
+    meta = {"generator": "mine", "seed": 3}
+    (real.directory / "meta.json").write_text(json.dumps(meta))
+    index = pack(real, "balance", tmp_path / "cache").index
+    paths = real.scan()
+    assert index["sources"] == [
+        {
+            "file": path.name,
+            "bytes": path.stat().st_size,
+            "sha256": digest(path),
+            "steps": 20,
+        }
+        for path in paths
+    ]
+    assert (index["domain"], index["algorithm"]) == ("cartpole", "random")
+    assert (index["task"], index["relabelling"]) == ("balance", "exact")
+    assert index["generator"] == meta and index["bad_files"] == []
+    assert index["versions"]["dm_control"] == "1.0.50"
+    assert set(index["versions"]) == {"dm_control", "mujoco", "numpy"}
+
+
+def test_rewards_are_computed_as_asked_for(real, tmp_path):
+    exact, exorl, stored = (
+        pack(real, "balance", tmp_path / name, Selection(name))
+        for name in ("exact", "exorl", "stored")
+    )
+    np.testing.assert_allclose(exact.steps, stored.steps, atol=1e-6)
+    np.testing.assert_array_equal(exorl.steps[:, :-1], stored.steps[:, :-1])
+    higher = exorl.steps[:, -1] / stored.steps[:, -1]
+    assert higher.min() >= 1 and 1.1 < higher.max() <= 1.25 + 1e-6
+    differences = [
+        file.index["largest_difference_from_stored"] for file in (exact, exorl, stored)
+    ]
+    assert differences[0] < 1e-6 and differences[1] > 0.05 and differences[2] == 0
+
+
+def test_rewards_of_another_task_are_packed_beside(real, tmp_path):
+    balance = pack(real, "balance", tmp_path / "cache")
+    sparse = pack(real, "swingup_sparse", tmp_path / "cache")
+    assert balance.directory.parent == sparse.directory.parent
+    assert set(np.unique(sparse.steps[:, -1])) <= {0.0, 1.0}
+    np.testing.assert_array_equal(balance.steps[:, :-1], sparse.steps[:, :-1])
+
+
+def test_observations_that_physics_do_not_make_are_refused(real, tmp_path):
+    path = real.scan()[1]
+    episode = read_episode(path, "cartpole")
+    episode.observation[:, 0] += 0.01
+    write_episode(episode)
+    match = (
+        r"episode_1_20\.npz: observations are 0\.01 off .*cartpole.*0\.0001: .*model"
+    )
+    with pytest.raises(BadEpisode, match=match):
+        pack(real, "balance", tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("**/*.npy"))
+    loose = pack(real, "balance", tmp_path / "loose", Selection(tolerance=0.1))
+    assert len(loose.returns) == 3
+
+
+def test_made_up_physics_are_no_walker(tmp_path):
+    buffer = made_up_buffer(tmp_path / "data", "walker", [8])
+    with pytest.raises(BadEpisode, match=r"episode_000000_8\.npz: observations are"):
+        pack(buffer, "run", tmp_path / "cache")
+    path = buffer.scan()[0]
+    episode = read_episode(path, "walker")
+    episode.physics[:] = 1e30
+    write_episode(episode)
+    with pytest.raises(BadEpisode, match="_8.npz: the simulator refuses the state"):
+        pack(buffer, "run", tmp_path / "cache")
+
+
+def test_bad_file_leaves_nothing_behind(tmp_path):
+    buffer = made_up_buffer(tmp_path / "data", "walker", [6, 6, 6])
+    damage(buffer.scan()[2])
+    with pytest.raises(BadEpisode, match=r"episode_000002_6\.npz: unreadable npz"):
+        pack(buffer, "run", tmp_path / "cache", STORED)
+    left = (tmp_path / "cache").rglob("*")
+    assert [path.name for path in left] == ["walker", "made_up"]
+
+
+def test_one_bad_file_in_a_hundred_may_be_skipped(tmp_path, caplog):
+    buffer = made_up_buffer(tmp_path / "data", "cartpole", [2] * 100)
+    odd = buffer.scan()[50].with_name("odd.npz")
+    buffer.scan()[50].rename(odd)
+    with caplog.at_level(logging.WARNING):
+        file = pack(buffer, "swingup", tmp_path / "a", Selection("stored", "skip"))
+    reason = "name is not episode_<index>_<length>.npz"
+    assert file.index["bad_files"] == [{"file": "odd.npz", "reason": reason}]
+    assert len(file.returns) == 99 == len(file.index["sources"])
+    assert caplog.messages == [f"skipped {odd}: {reason}"]
+    assert "bad files skipped: 1" in describe(file)
+    damage(buffer.scan()[3])
+    match = (
+        r"2 of 100 files of .*made_up are bad, more than 1%; .*episode_000003_2\.npz: "
+    )
+    with pytest.raises(ValueError, match=match):
+        pack(buffer, "swingup", tmp_path / "b", Selection("stored", "skip"))
+    assert not list((tmp_path / "b").glob("**/*.npy"))
+
+
+def test_share_of_bad_files_is_that_of_the_files_read(tmp_path):
+    buffer = made_up_buffer(tmp_path / "data", "cartpole", [2] * 120)
+    damage(buffer.scan()[0])
+    few = Selection("stored", "skip", max_transitions=20)
+    with pytest.raises(ValueError, match="1 of 11 files"):
+        pack(buffer, "swingup", tmp_path / "cache", few)
+
+
+@pytest.mark.parametrize(
+    ("most", "episodes"), [(1, 1), (5, 1), (12, 2), (13, 3), (17, 3), (18, 4), (99, 4)]
+)
+def test_whole_episodes_are_taken_up_to_a_number_of_steps(tmp_path, most, episodes):
+    buffer = made_up_buffer(tmp_path / "data", "cartpole", [5, 5, 3, 5])
+    selection = Selection("stored", max_transitions=most)
+    assert len(pack(buffer, "swingup", tmp_path, selection).returns) == episodes
+
+
+def test_exorls_million_steps_are_the_default():
+    assert Selection().max_transitions == 1_000_000
+
+
+def test_what_is_packed_already_is_kept(tmp_path):
+    buffer = made_up_buffer(tmp_path / "data", "cartpole", [5])
+    before = pack(buffer, "swingup", tmp_path / "cache", STORED)
+    with pytest.raises(FileExistsError, match="swingup already exists and is left"):
+        pack(buffer, "swingup", tmp_path / "cache", STORED)
+    again = TrajectoryFile.open(before.directory)
+    np.testing.assert_array_equal(before.steps, again.steps)
+
+
+def test_unknown_tasks_are_refused_before_files_are_read(tmp_path):
+    nowhere = Buffer(tmp_path, "walker", "rnd")
+    for selection in (Selection(), STORED):
+        with pytest.raises(ValueError, match="task='fly' of walker is not one of"):
+            pack(nowhere, "fly", tmp_path, selection)
+    maze = Buffer(tmp_path, "point_mass_maze", "rnd")
+    with pytest.raises(ValueError, match="no environment for .*point_mass_maze"):
+        pack(maze, "reach", tmp_path)
+    with pytest.raises(ValueError, match="point_mass_maze stores 4 rewards a step"):
+        pack(maze, "reach", tmp_path, STORED)
+    quadruped = Buffer(tmp_path, "quadruped", "rnd")
+    with pytest.raises(ValueError, match=r"task='\.\./run' must be the plain name"):
+        pack(quadruped, "../run", tmp_path, STORED)
+    with pytest.raises(FileNotFoundError, match="there is no directory"):
+        pack(quadruped, "run", tmp_path, STORED)
+
+
+def test_meta_that_is_no_json_is_refused(tmp_path):
+    buffer = made_up_buffer(tmp_path / "data", "cartpole", [5])
+    (buffer.directory / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match=r"meta\.json is no JSON .*remove it"):
+        pack(buffer, "swingup", tmp_path / "cache", STORED)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"relabelling": "best"},
+            "relabelling='best' is not one of exact, exorl, stor",
+        ),
+        ({"on_bad": "ignore"}, "on_bad='ignore' is not one of error, skip"),
+        ({"max_transitions": 0}, "max_transitions=0 must be at least 1"),
+        ({"tolerance": 0.0}, "tolerance=0.0 above 0"),
+        ({"tolerance": float("nan")}, "tolerance=nan above 0"),
+    ],
+)
+def test_options_that_are_none_are_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        Selection(**options)
+
+
+def test_description_gives_returns_and_sizes(tmp_path):
+    folder = made_up_buffer(tmp_path / "data", "cartpole", []).directory / "buffer"
+    for number in range(11):
+        path = folder / f"episode_{number}_2.npz"
+        episode = made_up(path, "cartpole", 2)
+        episode.reward[1:] = number / 2
+        write_episode(episode)
+    buffer = Buffer(tmp_path / "data", "cartpole", "made_up")
+    text = describe(pack(buffer, "swingup", tmp_path / "cache", STORED))
+    assert "11 episodes of 2 to 2 steps, 22 steps" in text
+    quantiles = [float(value) for value in text.splitlines()[3].split()]
+    assert quantiles == [0, 1, 2.5, 5, 7.5, 9, 10]

@@ -1,0 +1,177 @@
+import json
+
+import numpy as np
+import pytest
+
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter, top_episodes
+
+
+def some_episodes(lengths, observation_size=3, action_size=2):
+    rng = np.random.default_rng(len(lengths))
+    return [
+        (
+            rng.normal(5, 2, (steps, observation_size)).astype(np.float32),
+            rng.uniform(-1, 1, (steps, action_size)).astype(np.float32),
+            rng.uniform(size=steps).astype(np.float32),
+        )
+        for steps in lengths
+    ]
+
+
+def write(directory, episodes, about=None):
+    with TrajectoryWriter(directory, {} if about is None else about) as writer:
+        for episode in episodes:
+            writer.write(*episode)
+    return directory
+
+
+def change_index(directory, change):
+    path = directory / "index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [([7, 7, 7], (3, 7, 6)), ([4, 9, 1], (14, 6)), ([5], (1, 5, 6))],
+)
+def test_episodes_come_back(tmp_path, lengths, shape):
+    episodes = some_episodes(lengths)
+    directory = write(tmp_path / "deep" / "run", episodes, {"task": "run"})
+    assert np.load(directory / "steps.npy").shape == shape
+    file = TrajectoryFile.open(directory)
+    assert file.lengths.tolist() == lengths
+    assert file.offsets.tolist() == [0, *np.cumsum(lengths)]
+    assert (file.observation_size, file.action_size) == (3, 2)
+    assert file.index["task"] == "run"
+    assert file.steps.dtype == np.float32 and not file.steps.flags.writeable
+    expected = np.concatenate([np.column_stack(episode) for episode in episodes])
+    np.testing.assert_array_equal(file.steps, expected)
+    returns = [reward.sum(dtype=np.float64) for *_, reward in episodes]
+    np.testing.assert_allclose(file.returns, returns, rtol=1e-12)
+    assert (tmp_path / "deep").stat().st_mode == directory.stat().st_mode
+
+
+def test_observations_are_described_over_all_steps(tmp_path):
+    # Far from 0 and close together, where the difference of squares has no digits left.
+    episodes = [(o + 1e4, a, r) for o, a, r in some_episodes([50, 3, 200])]
+    file = TrajectoryFile.open(write(tmp_path / "run", episodes))
+    observations = np.concatenate([o for o, *_ in episodes]).astype(np.float64)
+    np.testing.assert_allclose(file.observation_mean, observations.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(file.observation_std, observations.std(0), rtol=1e-6)
+
+
+def test_file_is_not_seen_before_it_is_whole(tmp_path):
+    with TrajectoryWriter(tmp_path / "run", {}) as writer:
+        writer.write(*some_episodes([4])[0])
+        assert not (tmp_path / "run").exists()
+        writer.about["late"] = 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert TrajectoryFile.open(tmp_path / "run").index["late"] == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_interrupted_writer_leaves_nothing(tmp_path, error):
+    with pytest.raises(error):
+        with TrajectoryWriter(tmp_path / "run", {}) as writer:
+            writer.write(*some_episodes([4])[0])
+            raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_without_episodes_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="no episodes were written"):
+        write(tmp_path / "run", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_touches_nothing_that_exists(tmp_path):
+    directory = write(tmp_path / "run", some_episodes([4]))
+    before = (directory / "steps.npy").read_bytes()
+    with pytest.raises(FileExistsError, match="run already exists and is left"):
+        write(directory, some_episodes([5]))
+    assert (directory / "steps.npy").read_bytes() == before
+    with pytest.raises(FileExistsError, match="late already exists"):
+        with TrajectoryWriter(tmp_path / "late", {}) as slow:
+            slow.write(*some_episodes([4])[0])
+            write(tmp_path / "late", some_episodes([6]))
+    assert TrajectoryFile.open(tmp_path / "late").lengths.tolist() == [6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "run"]
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no trajectories .*pack_exorl"):
+        TrajectoryFile.open(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"index\.json is missing"):
+        TrajectoryFile.open(tmp_path)
+    directory = write(tmp_path / "run", some_episodes([4]))
+    (directory / "steps.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"steps\.npy is missing: pack"):
+        TrajectoryFile.open(directory)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 100, 128 + 2 * 7 * 6 * 4 - 4, 128 + 2 * 7 * 6 * 4 + 4]
+)
+def test_cut_files_are_refused(tmp_path, size):
+    directory = write(tmp_path / "run", some_episodes([7, 7]))
+    with (directory / "steps.npy").open("r+b") as file:
+        file.truncate(size)
+    match = rf"has {size} bytes, .*\(2, 7, 6\), which is 464: .*cut short.*pack"
+    with pytest.raises(ValueError, match=match):
+        TrajectoryFile.open(directory)
+
+
+def test_array_of_another_form_is_refused(tmp_path):
+    directory = write(tmp_path / "run", some_episodes([7, 7]))
+    np.save(directory / "steps.npy", np.zeros((7, 2, 6), np.float32))
+    with pytest.raises(ValueError, match=r"steps\.npy has 464 bytes, .*replaced"):
+        TrajectoryFile.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda index: index.update(version=2), "version 2, .* reads version 1"),
+        (lambda index: index.pop("version"), "cannot be read .*version"),
+        (lambda index: index.pop("returns"), "does not describe .*returns"),
+        (lambda index: index.update(action_size="x"), "does not describe .*TypeError"),
+        (lambda index: index.update(lengths=["x"]), "does not describe .*ValueError"),
+        (lambda index: index["returns"].pop(), "contradicts itself"),
+        (lambda index: index.update(lengths=[], returns=[]), "contradicts itself"),
+        (lambda index: index.update(lengths=[14, 0]), "contradicts itself"),
+        (lambda index: index["observation_mean"].pop(), "contradicts itself"),
+    ],
+)
+def test_index_of_another_form_is_refused(tmp_path, change, match):
+    directory = write(tmp_path / "run", some_episodes([7, 7]))
+    change_index(directory, change)
+    with pytest.raises(ValueError, match=rf"index\.json.*{match}.*pack"):
+        TrajectoryFile.open(directory)
+
+
+def test_index_that_is_no_json_is_refused(tmp_path):
+    directory = write(tmp_path / "run", some_episodes([7]))
+    (directory / "index.json").write_text("{")
+    with pytest.raises(ValueError, match=r"index\.json cannot be read .*pack"):
+        TrajectoryFile.open(directory)
+
+
+def test_best_episodes_hold_a_tenth_of_the_steps():
+    returns, lengths = np.array([5.0, 9, 1, 7, 8]), np.array([10, 5, 60, 5, 20])
+    assert top_episodes(returns, lengths).tolist() == [1]
+    assert top_episodes(returns, lengths, 0.25).tolist() == [1, 4]
+    assert top_episodes(returns, lengths, 0.3).tolist() == [1, 4, 3]
+    assert top_episodes(returns, lengths, 0.01).tolist() == [1]
+    assert top_episodes(returns, lengths, 1.0).tolist() == [1, 4, 3, 0, 2]
+    equal = np.ones(20)
+    assert top_episodes(equal, np.full(20, 1000)).tolist() == [19, 18]
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5])
+def test_share_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match=f"share={share} of 2 episodes"):
+        top_episodes(np.ones(2), np.ones(2), share)
+    with pytest.raises(ValueError, match="of 0 episodes"):
+        top_episodes(np.ones(0), np.ones(0))
