@@ -1,0 +1,91 @@
+"""Makes data for in-context RL in ExoRL's format, with dm_control, in minutes.
+
+    python tools/make_exorl.py --domain cartpole --output DATA
+    python tools/make_exorl.py --domain walker --tasks stand run --episodes 500 \\
+        --cap 0.6 --output DATA
+    python tools/pack_exorl.py --root DATA --domain cartpole --algorithm es_replay \\
+        --task swingup --cache CACHE
+
+What is written, DATA/DOMAIN/es_replay/, is not ExoRL: no exploration algorithm gathered
+it. A search for good policies, by an evolution strategy, keeps all that it tries. Most
+episodes are new ones of policies drawn evenly from the whole range of returns that it
+found, with some noise; the rest are noise alone. Rewards are those of the first
+task; tools/pack_exorl.py computes the others'. The same seed makes the same files.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.episodes import Buffer
+from tools.exorl_replay import SEARCH_EPISODES, TASKS, Recipe, make
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--domain", required=True, choices=list(TASKS))
+    add("--output", required=True, type=Path, help="directory of data sets")
+    add("--tasks", nargs="+", metavar="TASK", help="default: those of ExoRL's paper")
+    add("--episodes", default=300, type=int, help="default: %(default)s")
+    add("--seed", default=0, type=int, help="default: %(default)s")
+    add("--search-episodes", type=int, help=f"default: {SEARCH_EPISODES}")
+    add(
+        "--noise-share",
+        default=0.2,
+        type=float,
+        help="share of the episodes that are noise alone (default: %(default)s)",
+    )
+    add("--cap", type=float, help="keep returns below this share of the best")
+    add(
+        "--processes",
+        default=os.cpu_count(),
+        type=int,
+        help="default: one for each core (%(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _describe(buffer: Buffer) -> str:
+    meta = json.loads((buffer.directory / "meta.json").read_text())
+    lines = [
+        f"{task}: returns {_row(meta['returns'][task])}" for task in meta["returns"]
+    ]
+    return "\n".join([*lines, f"written to {buffer.directory}"])
+
+
+def _row(quantiles: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in quantiles.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    chosen = _arguments(arguments)
+    try:
+        recipe = Recipe(
+            domain=chosen.domain,
+            tasks=tuple(chosen.tasks or TASKS[chosen.domain]),
+            episodes=chosen.episodes,
+            seed=chosen.seed,
+            search_episodes=chosen.search_episodes or SEARCH_EPISODES[chosen.domain],
+            noise_share=chosen.noise_share,
+            cap=chosen.cap,
+        )
+        buffer = make(recipe, chosen.output, chosen.processes)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(_describe(buffer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

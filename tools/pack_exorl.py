@@ -1,0 +1,80 @@
+"""Packs episodes of ExoRL for training: checked, their rewards those of a task.
+
+    python tools/pack_exorl.py --root DATASETS --domain walker --algorithm rnd \\
+        --task run --cache CACHE
+
+reads DATASETS/walker/rnd/buffer/*.npz, as ExoRL's archives lie when they are unzipped
+(https://dl.fbaipublicfiles.com/exorl/DOMAIN/ALGORITHM.zip), and writes
+CACHE/walker/rnd/run/.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.episodes import DOMAINS, Buffer
+from data.exorl import MAX_TRANSITIONS, ON_BAD, RELABELLINGS, Selection, describe, pack
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--root", required=True, type=Path, help="directory of data sets")
+    add("--domain", required=True, choices=list(DOMAINS))
+    add("--algorithm", required=True, help="rnd, proto, …, or es_replay")
+    add("--task", required=True, help="whose rewards are computed: run, swingup, …")
+    add("--cache", required=True, type=Path, help="directory of packed trajectories")
+    add(
+        "--relabelling",
+        default="exact",
+        choices=[*RELABELLINGS, "stored"],
+        help="rewards as the environment gives them (the default), as ExoRL's own code "
+        "computes them, without the action, or as they are stored",
+    )
+    add(
+        "--on-bad",
+        default="error",
+        choices=ON_BAD,
+        help="skip: leave bad files out, up to 1 %% of them (default: %(default)s)",
+    )
+    add(
+        "--max-transitions",
+        default=MAX_TRANSITIONS,
+        type=int,
+        help="steps to take, whole episodes by their numbers (default: %(default)s, "
+        "which is ExoRL's)",
+    )
+    add(
+        "--tolerance",
+        default=Selection.tolerance,
+        type=float,
+        help="largest difference of observations from what physics makes them "
+        "(default: %(default)s; inf: any)",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    chosen = _arguments(arguments)
+    try:
+        selection = Selection(
+            chosen.relabelling, chosen.on_bad, chosen.max_transitions, chosen.tolerance
+        )
+        buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
+        trajectories = pack(buffer, chosen.task, chosen.cache, selection)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(describe(trajectories))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
