@@ -1,0 +1,287 @@
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from data.batch import Block
+from data.chains import ChainBatch, Chains, hold_out
+from data.text import InOrder, TextBatches, iterate
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from kernels.layout import Contiguous, Striped, Zigzag, order
+
+
+def make_file(directory, lengths, seed=0):
+    """Episodes of random numbers, packed."""
+    rng = np.random.default_rng(seed)
+    with TrajectoryWriter(directory / "run", {}) as writer:
+        for steps in lengths:
+            observation = rng.normal(3, 2, (steps, 4))
+            writer.write(
+                observation, rng.uniform(-1, 1, (steps, 2)), rng.uniform(size=steps)
+            )
+    return TrajectoryFile.open(directory / "run")
+
+
+def make_rewarded(directory, rewards):
+    """Episodes of the given rewards; the observation is the step's number."""
+    with TrajectoryWriter(directory / "run", {}) as writer:
+        number = 0
+        for some in rewards:
+            steps = np.arange(number, number + len(some), dtype=float)
+            writer.write(steps[:, None], steps[:, None] / 100, np.array(some))
+            number += len(some)
+    return TrajectoryFile.open(directory / "run")
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Thirty episodes of 6 steps."""
+    return make_file(tmp_path, [6] * 30)
+
+
+def make_chains(file, chain_length=3, **options):
+    options = {"seed": 5} | options
+    return Chains(file, np.arange(len(file.returns)), chain_length, **options)
+
+
+def make_batches(chains, blocks=None, rows=2, layout=None, ring_size=1):
+    whole = [Block((0, rows), (0, chains.length))]
+    layout = layout or Contiguous()
+    return TextBatches(chains, blocks or whole, rows, layout, ring_size, InOrder())
+
+
+def read_row(chains, row=0):
+    return chains.read(row, np.arange(chains.length, dtype=np.int32))
+
+
+def equal(one, other):
+    for name in ChainBatch._fields:
+        mine, others = getattr(one, name), getattr(other, name)
+        assert mine.dtype == others.dtype
+        np.testing.assert_array_equal(mine, others, err_msg=name)
+
+
+def test_values_of_a_chain_made_by_hand(tmp_path):
+    file = make_rewarded(tmp_path, [[0.5, 1.0, 0.5], [0, 0, 0.25], [1, 0, 1]])
+    batch = read_row(make_chains(file, multiple=4))
+    # Returns 2, 0.25 and 2: the second episode first, then the equal ones in order.
+    np.testing.assert_array_equal(
+        batch.returns_to_go, [2, 2, 2, 2, 1.5, 0.5, 2, 1, 1, 0, 0, 0]
+    )
+    np.testing.assert_array_equal(
+        batch.rewards, [0, 0, 0.25, 0.5, 1, 0.5, 1, 0, 1, 0, 0, 0]
+    )
+    np.testing.assert_array_equal(
+        batch.completions, [0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]
+    )
+    np.testing.assert_array_equal(batch.timesteps, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 0])
+    np.testing.assert_array_equal(batch.ranks, [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0])
+    np.testing.assert_array_equal(batch.positions, np.arange(12))
+    np.testing.assert_array_equal(batch.loss_weights, [1] * 9 + [0] * 3)
+    steps = np.array([3, 4, 5, 0, 1, 2, 6, 7, 8])
+    np.testing.assert_allclose(batch.actions[:9, 0], steps / 100, rtol=1e-6)
+    standard = (steps - 4) / np.std(np.arange(9))
+    np.testing.assert_allclose(batch.observations[:9, 0], standard, rtol=1e-5)
+    assert not batch.observations[9:].any() and not batch.actions[9:].any()
+
+
+def test_target_is_that_of_the_chain_not_of_the_file(tmp_path):
+    file = make_rewarded(tmp_path, [[1.0, 1], [0.5, 0], [0, 0.25], [3, 4]])
+    chains = Chains(file, np.array([0, 1, 2]), 2, seed=0)
+    seen = set()
+    for row in range(20):
+        chain = chains.chain(row)
+        batch = read_row(chains, row)
+        assert batch.returns_to_go[0] == file.returns[chain].max()
+        assert batch.completions.tolist() == [0, 0, 0, 1]
+        seen.add(float(batch.returns_to_go[0]))
+    assert seen == {2.0, 0.5}
+
+
+def test_returns_to_go_may_end_above_nothing_and_never_below_without_luck(tmp_path):
+    file = make_rewarded(tmp_path, [[1.0, 1], [0.5, -1.5], [2, -0.5]])
+    batch = read_row(make_chains(file))
+    assert batch.returns_to_go.tolist() == [2, 1.5, 2, 0, 2, 1]
+
+
+def test_chain_of_one_is_a_decision_transformers(file):
+    chains = make_chains(file, 1)
+    for row in range(5):
+        (episode,) = chains.chain(row)
+        batch = read_row(chains, row)
+        rewards = file.steps[episode * 6 : episode * 6 + 6, -1].astype(np.float64)
+        to_go = np.cumsum(rewards[::-1])[::-1]
+        np.testing.assert_allclose(batch.returns_to_go, to_go, rtol=1e-6)
+        assert batch.completions.tolist() == [0, 0, 0, 0, 0, 1]
+        assert not batch.ranks.any() and batch.loss_weights.all()
+
+
+def test_chains_are_of_different_episodes_from_bad_to_good(file):
+    chains = make_chains(file, 8)
+    drawn = [chains.chain(row) for row in range(200)]
+    for chain in drawn:
+        assert len(set(chain.tolist())) == 8
+        assert (np.diff(file.returns[chain]) >= 0).all()
+    assert len({tuple(chain) for chain in drawn}) == 200
+    counts = np.bincount(np.concatenate(drawn), minlength=30)
+    # 1600 draws over 30 episodes; the deviation of a count is below 7.
+    assert abs(counts - 1600 / 30).max() < 30
+
+
+def test_equal_returns_keep_the_order_of_the_episodes(tmp_path):
+    file = make_rewarded(tmp_path, [[1.0], [0.5], [1.0], [0.5], [1.0]])
+    for row in range(10):
+        assert make_chains(file, 5).chain(row).tolist() == [1, 3, 0, 2, 4]
+
+
+def test_drawn_chains_are_in_no_order(file):
+    drawn, ascending = make_chains(file, 8, order="drawn"), make_chains(file, 8)
+    rising = 0
+    for row in range(50):
+        assert sorted(drawn.chain(row)) == sorted(ascending.chain(row))
+        rising += (np.diff(file.returns[drawn.chain(row)]) > 0).sum()
+    assert 120 < rising < 230  # of 350
+    chain, batch = drawn.chain(0), read_row(drawn)
+    assert batch.returns_to_go[0] == np.float32(file.returns[chain].max())
+    best = int(np.argmax(file.returns[chain]))
+    assert np.flatnonzero(batch.completions).tolist() == [6 * best + 5]
+
+
+def test_seeds_draw_other_chains(file):
+    one, other = make_chains(file, seed=1), make_chains(file, seed=2)
+    assert [one.chain(k).tolist() for k in range(5)] != [
+        other.chain(k).tolist() for k in range(5)
+    ]
+
+
+def test_loss_on_the_last_counts_the_best_trajectory_alone(file):
+    batch = read_row(make_chains(file, loss_on="last", multiple=5))
+    assert batch.loss_weights.tolist() == [0] * 12 + [1] * 6 + [0] * 2
+
+
+def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
+    file = make_file(tmp_path, [2, 5, 3, 4])
+    chains = make_chains(file, 3, multiple=4)
+    assert chains.length == 16
+    for row in range(6):
+        chain, batch = chains.chain(row), read_row(chains, row)
+        lengths = file.lengths[chain]
+        total = lengths.sum()
+        assert batch.loss_weights.tolist() == [1] * total + [0] * (16 - total)
+        np.testing.assert_array_equal(batch.ranks[:total], np.repeat(range(3), lengths))
+        timesteps = np.concatenate([np.arange(length) for length in lengths])
+        np.testing.assert_array_equal(batch.timesteps[:total], timesteps)
+        steps = np.concatenate(
+            [file.steps[file.offsets[e] : file.offsets[e + 1]] for e in chain]
+        )
+        np.testing.assert_array_equal(batch.actions[:total], steps[:, 4:6])
+        assert batch.completions.nonzero()[0].tolist() == [total - 1]
+
+
+def test_observations_are_standardised_over_the_file(file):
+    chains = make_chains(file, 30)
+    observations = read_row(chains).observations
+    np.testing.assert_allclose(observations.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(observations.std(0), 1, rtol=1e-4)
+
+
+def test_arrays_have_the_shapes_and_types_of_a_batch(file):
+    batches = make_batches(make_chains(file, multiple=8))
+    (batch,) = batches[0].values()
+    shapes = {name: array.shape for name, array in batch._asdict().items()}
+    assert shapes.pop("observations") == (2, 24, 4)
+    assert shapes.pop("actions") == (2, 24, 2)
+    assert set(shapes.values()) == {(2, 24)}
+    whole = {n for n, array in batch._asdict().items() if array.dtype == np.int32}
+    assert whole == {"timesteps", "ranks", "positions"}
+    others = {array.dtype for n, array in batch._asdict().items() if n not in whole}
+    assert others == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Striped(), Striped(2), Zigzag()])
+@pytest.mark.parametrize("ring_size", [1, 3, 4])
+def test_blocks_are_slices_of_the_whole_in_layout_order(file, layout, ring_size):
+    chains = make_chains(file, multiple=24)
+    quarter = chains.length // 4
+    blocks = [
+        Block((row, row + 1), (start, start + quarter))
+        for row in range(2)
+        for start in range(0, chains.length, quarter)
+    ]
+    (whole,) = make_batches(chains)[7].values()
+    parts = make_batches(chains, blocks, layout=layout, ring_size=ring_size)[7]
+    places = order(layout, ring_size, chains.length)
+    assert set(parts) == set(blocks)
+    for block, part in parts.items():
+        rows, columns = slice(*block.rows), places[slice(*block.columns)]
+        equal(part, ChainBatch(*(array[rows][:, columns] for array in whole)))
+
+
+def test_rows_of_a_batch_are_chains_of_their_own(file):
+    chains = make_chains(file)
+    (batch,) = make_batches(chains, rows=3)[4].values()
+    for row in range(3):
+        equal(
+            ChainBatch(*(array[row] for array in batch)), read_row(chains, 3 * 4 + row)
+        )
+
+
+def test_resumed_steps_equal_undisturbed_steps(file):
+    undisturbed = list(islice(iterate(make_batches(make_chains(file))), 8))
+    resumed = list(islice(iterate(make_batches(make_chains(file)), 5), 3))
+    assert [step for step, _ in resumed] == [5, 6, 7]
+    for (step, mine), (other_step, others) in zip(
+        resumed, undisturbed[5:], strict=True
+    ):
+        assert step == other_step
+        for block in mine:
+            equal(mine[block], others[block])
+
+
+def test_chains_have_no_end(file):
+    batches = make_batches(make_chains(file))
+    assert len(batches) > 1e15
+    (late,) = batches[10**15].values()
+    assert late.loss_weights.all()
+
+
+def test_a_twentieth_is_held_out():
+    train, held_out = hold_out(200)
+    assert (len(train), len(held_out)) == (190, 10)
+    assert sorted([*train, *held_out]) == list(range(200))
+    assert held_out.tolist() == sorted(held_out) and np.diff(held_out).max() > 1
+    np.testing.assert_array_equal(hold_out(200)[1], held_out)
+    assert (hold_out(200, seed=1)[1] != held_out).any()
+
+
+def test_one_is_held_out_at_least_and_never_all():
+    assert [len(part) for part in hold_out(2)] == [1, 1]
+    assert [len(part) for part in hold_out(3, 0.99)] == [1, 2]
+
+
+@pytest.mark.parametrize(("episodes", "share"), [(1, 0.5), (10, 0), (10, 1), (10, 2)])
+def test_what_cannot_be_held_out_is_refused(episodes, share):
+    with pytest.raises(ValueError, match=f"share={share} of {episodes} episodes"):
+        hold_out(episodes, share)
+
+
+def test_chains_stay_within_their_episodes(file):
+    train, held_out = hold_out(30, 0.2)
+    chains = Chains(file, held_out, 4, seed=0)
+    drawn = {int(episode) for row in range(40) for episode in chains.chain(row)}
+    assert drawn == set(held_out.tolist()) and not drawn & set(train.tolist())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"order": "best"}, "order='best' is not one of ascending, drawn"),
+        ({"loss_on": "first"}, "loss_on='first' is not one of all, last"),
+        ({"multiple": 0}, "multiple=0 must be at least 1 step"),
+        ({"chain_length": 0}, "chain of 0 episodes .*at least 1"),
+        ({"chain_length": 31}, "chain of 31 episodes cannot .* 30 different .*shorten"),
+    ],
+)
+def test_chains_that_cannot_be_are_refused(file, options, match):
+    with pytest.raises(ValueError, match=match):
+        make_chains(file, **options)
