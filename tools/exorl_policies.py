@@ -100,8 +100,9 @@ class Noise:
     def draw(self, rng: np.random.Generator, steps: int, size: int) -> np.ndarray:
         """Noise for every step, each column of mean 0: float (steps, size)."""
         frequency = np.fft.rfftfreq(steps)
-        frequency[0] = np.inf  # no mean
+        frequency[0] = 1.0
         parts = rng.normal(size=(2, size, len(frequency)))
         spectrum = (parts[0] + 1j * parts[1]) * frequency ** (-self.exponent / 2)
+        spectrum[:, 0] = 0  # the mean
         noise = np.fft.irfft(spectrum, steps).T
         return self.scale * noise / noise.std(axis=0)

@@ -76,8 +76,16 @@ def stratify(returns: np.ndarray, limit: float) -> list[np.ndarray]:
     """Numbers of the policies in each tenth of the range of returns up to a limit.
 
     Tenths without a policy are left out.
+
+    Raises:
+      ValueError: no return is within the limit.
     """
     allowed = np.flatnonzero(returns <= limit)
+    if not allowed.size:
+        raise ValueError(
+            f"none of {len(returns)} policies returned {limit:.3g} or less, the best "
+            f"{returns.max():.3g}: raise the cap or search longer"
+        )
     within = returns[allowed]
     edges = np.linspace(within.min(), within.max(), BINS + 1)[1:-1]
     place = np.searchsorted(edges, within, side="right")
