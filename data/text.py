@@ -36,7 +36,10 @@ class RowPlan(Protocol):
     def rows(self) -> int: ...
 
     def read(self, row: int, index: np.ndarray) -> Batch:
-        """The tokens at `index`, int32 (L,) places in the row: arrays of shape (L,)."""
+        """The tokens at `index`, int32 (L,) places in the row: arrays of shape (L,).
+
+        Or another NamedTuple, of arrays (L, …), as `data.chains.Chains` gives.
+        """
 
 
 @dataclass(frozen=True)
