@@ -175,8 +175,18 @@ class TrajectoryWriter:
     def write(
         self, observation: np.ndarray, action: np.ndarray, reward: np.ndarray
     ) -> None:
-        """Appends an episode of T steps: (T, observation), (T, action) and (T,)."""
-        self._sizes = observation.shape[1], action.shape[1]
+        """Appends an episode of T steps: (T, observation), (T, action) and (T,).
+
+        Raises:
+          ValueError: the sizes are not those of the episodes before.
+        """
+        sizes = observation.shape[1], action.shape[1]
+        if self.lengths and sizes != self._sizes:
+            raise ValueError(
+                f"episode {len(self.lengths)} has observations and actions of {sizes}, "
+                f"those before of {self._sizes}: pack one domain at a time"
+            )
+        self._sizes = sizes
         rows = np.column_stack([observation, action, reward]).astype("<f4")
         self._file.write(rows.tobytes())
         self.lengths.append(len(rows))

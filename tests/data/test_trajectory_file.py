@@ -86,6 +86,13 @@ def test_writer_without_episodes_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_episodes_of_another_size_are_refused(tmp_path):
+    mixed = some_episodes([4]) + some_episodes([4], observation_size=2)
+    with pytest.raises(ValueError, match=r"episode 1 has .*\(2, 2\), .* \(3, 2\)"):
+        write(tmp_path / "run", mixed)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_writer_touches_nothing_that_exists(tmp_path):
     directory = write(tmp_path / "run", some_episodes([4]))
     before = (directory / "steps.npy").read_bytes()
