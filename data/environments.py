@@ -109,7 +109,8 @@ class Environment:
     def reset(self, seed: int) -> np.ndarray:
         """Begins an episode, the same one for the same seed; its first observation."""
         self._random.seed(seed)
-        return _flat(self._environment.reset().observation)
+        with _quiet_models():
+            return _flat(self._environment.reset().observation)
 
     def step(self, action: np.ndarray) -> Step:
         """Goes on by one step; action: (action size,), in [-1, 1]."""
@@ -179,7 +180,10 @@ def check_simulator() -> None:
 
 @contextlib.contextmanager
 def _quiet_models() -> Iterator[None]:
-    """Leaves out what dm_control warns of in its own models."""
+    """Leaves out what dm_control warns of in its own models.
+
+    And in the search for the Jaco arm's first pose, which is begun anew when it fails.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
