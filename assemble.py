@@ -35,6 +35,7 @@ from kernels.ring import make_ring_attention
 from models.flops import paper_train_flops, train_flops
 from models.llama import Execution, Llama, LlamaConfig, parameter_axes
 from models.losses import cross_entropy
+from models.rope import RopeScaling
 from training.feed import host_blocks
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
@@ -158,7 +159,8 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
         raise ValueError(
             f"{config.compute_dtype=} is not one of {', '.join(COMPUTE_DTYPES)}"
         )
-    llama_config = LlamaConfig(**config.model)
+    scaling = RopeScaling(**config.rope_scaling)
+    llama_config = LlamaConfig(**config.model, rope_scaling=scaling)
     chunked = attention_system(config).chunked
     execution = Execution(
         compute_dtype=jnp.dtype(config.compute_dtype),
@@ -382,4 +384,7 @@ def step_work(
 
 def fingerprint(model: Model) -> dict[str, Any]:
     """What a checkpoint's model must agree in."""
-    return {"model": dataclasses.asdict(model.config)}
+    sizes = dataclasses.asdict(model.config)
+    if model.config.rope_scaling == RopeScaling():
+        del sizes["rope_scaling"]  # as in checkpoints from before there was any
+    return {"model": sizes}

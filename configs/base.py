@@ -47,6 +47,25 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.rope_theta = 10_000.0
     config.model.norm_epsilon = 1e-6
 
+    # What is done to RoPE's frequencies for a longer context than the model was trained
+    # with before (see models/rope.py); fields are named as in Hugging Face's files.
+    config.rope_scaling = ml_collections.ConfigDict()
+    # none, linear, ntk, yarn or llama3.
+    config.rope_scaling.rope_type = "none"
+    # The new context over the original one.
+    config.rope_scaling.factor = 1.0
+    # Tokens of the original context; for yarn and llama3.
+    config.rope_scaling.original_max_position_embeddings = 0
+    # llama3: frequencies below and above so many turns in the original context are
+    # interpolated, or stay.
+    config.rope_scaling.low_freq_factor = 1.0
+    config.rope_scaling.high_freq_factor = 4.0
+    # yarn: the same, the other way round.
+    config.rope_scaling.beta_fast = 32.0
+    config.rope_scaling.beta_slow = 1.0
+    # yarn: factor on queries and keys each; 0: 0.1 ln(factor) + 1.
+    config.rope_scaling.attention_factor = 0.0
+
     # Type of activations and matrix products: "bfloat16" or "float32". Parameters,
     # gradients and optimizer state are float32.
     config.compute_dtype = "bfloat16"

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models.chunks import scan_chunks
 from models.partition import Partition
 from models.remat import check_policy, remat, remat_attention, remat_projection
-from models.rope import Rotation, rotate, rotations
+from models.rope import RopeScaling, Rotation, rotate, rotations
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """From q (B, T, H, D), k and v (B, T, K, D) to the attention's result (B, T, H, D)."""
@@ -37,6 +37,7 @@ class LlamaConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = RopeScaling()
     norm_epsilon: float = 1e-6
 
     def __post_init__(self):
@@ -313,7 +314,9 @@ class Llama(nnx.Module):
         """
         config = self.config
         x = self._look_up(tokens).astype(self.execution.compute_dtype)
-        rotation = rotations(positions, config.head_dim, config.rope_theta)
+        rotation = rotations(
+            positions, config.head_dim, config.rope_theta, config.rope_scaling
+        )
         structure, parameters = nnx.split(self.layers)
 
         def layer(x: jax.Array, parameters: nnx.State) -> tuple[jax.Array, None]:

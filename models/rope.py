@@ -1,7 +1,11 @@
 """Rotary position embedding (RoFormer, 2104.09864), exact at any position.
 
-Positions come with the data, so packed and permuted tokens need nothing special.
+Positions come with the data, so packed and permuted tokens need nothing special. For a
+context longer than a model was trained with, `RopeScaling` changes the frequencies.
 """
+
+import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +17,132 @@ Rotation = tuple[jax.Array, jax.Array]
 _DIGIT = 1024
 """Positions are split into digits of this base: see `rotations`."""
 
+ROPE_TYPES = ("none", "linear", "ntk", "yarn", "llama3")
 
-def rotations(positions: jax.Array, head_dim: int, theta: float) -> Rotation:
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How frequencies change for a longer context; named as Hugging Face's fields.
+
+    rope_type: "none"; "linear" (position interpolation, 2306.15595); "ntk" (a base that
+      is larger by factor^(D / (D - 2)), "NTK-aware"); "yarn" (2309.00071); "llama3"
+      (as in Meta's LLaMA 3.1).
+    factor: the new context over the original one.
+    original_max_position_embeddings: tokens of context that the model was trained with
+      before; for yarn and llama3.
+    low_freq_factor, high_freq_factor: of llama3: frequencies that turn less often than
+      the first in the original context are interpolated, those that turn more often
+      than the second stay.
+    beta_fast, beta_slow: of yarn: turns in the original context above which
+      frequencies stay, and below which they are interpolated.
+    attention_factor: of yarn: factor on queries and keys each, the paper's sqrt(1 / t);
+      0 for 0.1 ln(factor) + 1.
+
+    Raises:
+      ValueError: an unknown type, or values that it has no meaning for.
+    """
+
+    rope_type: str = "none"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+
+    def __post_init__(self):
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(
+                f"rope_type={self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
+            )
+        if not self.factor >= 1 or (self.rope_type == "none" and self.factor != 1):
+            raise ValueError(
+                f"factor={self.factor} of rope_type={self.rope_type!r} must be at "
+                "least 1, and 1 without scaling: give new context / original context"
+            )
+        original = self.original_max_position_embeddings
+        if self.rope_type in ("yarn", "llama3") and original < 1:
+            raise ValueError(
+                f"rope_type={self.rope_type!r} needs the context that the model was "
+                f"trained with before: original_max_position_embeddings={original} "
+                "must be at least 1"
+            )
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be above 0 and below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"beta_slow={self.beta_slow} must be above 0 and below "
+                f"beta_fast={self.beta_fast}"
+            )
+        if not self.attention_factor >= 0:
+            raise ValueError(
+                f"attention_factor={self.attention_factor} must be above 0, or 0 for "
+                "the formula's"
+            )
+
+    def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
+        """Radians per token of each pair, (D / 2,) float64.
+
+        Raises:
+          ValueError: ntk for a single pair, which has no base.
+        """
+        plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+        if self.rope_type == "linear":
+            return plain / self.factor
+        if self.rope_type == "ntk":
+            if head_dim == 2:
+                raise ValueError(f'rope_type="ntk" needs {head_dim=} above 2')
+            return plain * self.factor ** -(np.arange(0, head_dim, 2) / (head_dim - 2))
+        if self.rope_type == "yarn":
+            kept = 1 - self._yarn_ramp(head_dim, theta)
+        elif self.rope_type == "llama3":
+            turns = self.original_max_position_embeddings * plain / (2 * math.pi)
+            span = self.high_freq_factor - self.low_freq_factor
+            kept = np.clip((turns - self.low_freq_factor) / span, 0, 1)
+        else:
+            return plain
+        return kept * plain + (1 - kept) * plain / self.factor
+
+    def magnitude(self) -> float:
+        """Factor on queries and keys each."""
+        if self.rope_type != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1
+
+    def _yarn_ramp(self, head_dim: int, theta: float) -> np.ndarray:
+        """Share of interpolation, a straight line in the number of the pair.
+
+        Its ends are rounded to whole pairs, as in the authors' program.
+        """
+
+        def pair(turns: float) -> float:
+            wavelength = self.original_max_position_embeddings / turns
+            return (
+                head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+            )
+
+        first = max(math.floor(pair(self.beta_fast)), 0)
+        last = min(math.ceil(pair(self.beta_slow)), head_dim - 1)
+        width = max(last - first, 0.001)
+        return np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
+
+
+def rotations(
+    positions: jax.Array,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling = RopeScaling(),
+) -> Rotation:
     """The rotation of every token.
 
     positions: int32 (B, T), below 2³⁰.
     head_dim: D, even.
     theta: base of the geometric series of frequencies.
+    scaling: what is done to these; both results carry its magnitude.
 
     A float32 product position · frequency is off by 0.03 radians at a million tokens.
     Here angles are whole numbers of 2⁻³² turns, so that whole turns overflow and are
@@ -28,7 +151,7 @@ def rotations(positions: jax.Array, head_dim: int, theta: float) -> Rotation:
     """
     if head_dim % 2:
         raise ValueError(f"RoPE turns pairs: {head_dim=} must be even")
-    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    frequencies = scaling.frequencies(head_dim, theta)
     turned = jnp.zeros((*positions.shape, head_dim // 2), jnp.uint32)
     for digit in range(3):
         turns = np.float64(_DIGIT**digit) * frequencies / (2 * np.pi)
@@ -37,7 +160,8 @@ def rotations(positions: jax.Array, head_dim: int, theta: float) -> Rotation:
         turned += value[..., None] * unit.astype(np.uint32)
     signed = jax.lax.bitcast_convert_type(turned, jnp.int32).astype(jnp.float32)
     angle = signed * np.float32(2 * np.pi / 2**32)
-    return jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
+    size = np.float32(scaling.magnitude())
+    return size * jnp.cos(angle)[:, :, None], size * jnp.sin(angle)[:, :, None]
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:

@@ -1,11 +1,13 @@
-"""Rotary positions against float64, and against Hugging Face's formula."""
+"""Rotary positions against float64, and against Hugging Face's formulas."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.rope import rotate, rotations
+from models.rope import RopeScaling, rotate, rotations
 
 ANGLE_ERROR = 1e-5
 """Radians that an angle may be off at any position below 2³⁰."""
@@ -15,7 +17,7 @@ LARGEST = 2**30 - 1
 UNLUCKY = 1_072_606_737
 """Where the errors of digits that are multiplied in float32 add up, for D = 128."""
 
-rotations_at = jax.jit(rotations, static_argnums=(1, 2))
+rotations_at = jax.jit(rotations, static_argnums=(1, 2, 3))
 
 
 def exact_angles(positions: np.ndarray, head_dim: int, theta: float) -> np.ndarray:
@@ -139,3 +141,124 @@ def test_permuted_tokens_with_their_positions_give_permuted_results():
 def test_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match="head_dim=15 must be even"):
         rotations(jnp.zeros((1, 4), jnp.int32), 15, THETA)
+
+
+SCALINGS = {
+    "none": RopeScaling(),
+    "linear": RopeScaling("linear", 8.0),
+    "ntk": RopeScaling("ntk", 8.0),
+    "yarn": RopeScaling("yarn", 8.0, 4096),
+    "yarn, other turns": RopeScaling(
+        "yarn", 32.0, 2048, beta_fast=20.0, beta_slow=2.0, attention_factor=1.5
+    ),
+    "llama3": RopeScaling("llama3", 8.0, 8192),
+}
+
+
+def published_frequencies(
+    scaling: RopeScaling, head_dim: int, theta: float
+) -> list[float]:
+    """Pair after pair, as the papers and Meta's program have them."""
+    factor, original = scaling.factor, scaling.original_max_position_embeddings
+
+    def pair_of(turns: float) -> float:
+        """The pair that turns so often in the original context."""
+        radians = original / (turns * 2 * math.pi)
+        return head_dim / 2 * math.log(radians) / math.log(theta)
+
+    def frequency(pair: int) -> float:
+        base = theta
+        if scaling.rope_type == "ntk":
+            base = theta * factor ** (head_dim / (head_dim - 2))
+        plain = 1 / base ** (2 * pair / head_dim)
+        if scaling.rope_type == "linear":
+            return plain / factor
+        if scaling.rope_type == "yarn":
+            first = max(0, math.floor(pair_of(scaling.beta_fast)))
+            last = min(head_dim - 1, math.ceil(pair_of(scaling.beta_slow)))
+            ramp = min(max((pair - first) / (last - first), 0), 1)
+            return plain / factor * ramp + plain * (1 - ramp)
+        if scaling.rope_type == "llama3":
+            wavelength = 2 * math.pi / plain
+            if wavelength < original / scaling.high_freq_factor:
+                return plain
+            if wavelength > original / scaling.low_freq_factor:
+                return plain / factor
+            smooth = (original / wavelength - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+            return (1 - smooth) * plain / factor + smooth * plain
+        return plain
+
+    return [frequency(pair) for pair in range(head_dim // 2)]
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("head_dim, theta", [(64, 10_000.0), (128, 500_000.0)])
+def test_scaled_frequencies_are_the_published_ones(name, head_dim, theta):
+    got = SCALINGS[name].frequencies(head_dim, theta)
+    want = published_frequencies(SCALINGS[name], head_dim, theta)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    plain = published_frequencies(RopeScaling(), head_dim, theta)
+    assert np.allclose(got, plain, rtol=1e-6) == (name == "none")
+
+
+def test_scaled_frequencies_have_these_values():
+    """The slowest pair is interpolated by all, the fastest by linear alone; D 128."""
+    values = {
+        "none": (1.0, 1.1547819846894582e-4),
+        "linear": (0.125, 1.4434774808618227e-5),
+        "ntk": (1.0, 1.4434774808618227e-5),
+        "yarn": (1.0, 1.4434774808618227e-5),
+        "llama3": (1.0, 1.4434774808618227e-5),
+    }
+    for name, (first, last) in values.items():
+        got = SCALINGS[name].frequencies(128, THETA)
+        assert (got[0], got[-1]) == pytest.approx((first, last), rel=1e-12), name
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_angles_are_exact_at_any_position(name):
+    scaling, positions = SCALINGS[name], some_positions()[None]
+    cosine, sine = rotations_at(jnp.asarray(positions), 128, THETA, scaling)
+    magnitude = scaling.magnitude()
+    exact = positions[..., None] * scaling.frequencies(128, THETA)
+    rotation = np.asarray(cosine) / magnitude, np.asarray(sine) / magnitude
+    assert angle_errors(rotation, exact[:, :, None]) < ANGLE_ERROR
+
+
+def test_only_yarn_changes_the_size_of_queries_and_keys():
+    sizes = {name: scaling.magnitude() for name, scaling in SCALINGS.items()}
+    assert sizes.pop("yarn") == pytest.approx(0.1 * math.log(8) + 1, rel=1e-12)
+    assert sizes.pop("yarn, other turns") == 1.5
+    assert set(sizes.values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"rope_type": "dynamic"}, "rope_type='dynamic' is not one of none, linear"),
+        ({"factor": 2.0}, "factor=2.0 of rope_type='none' must be"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor=0.5 .* at least 1"),
+        ({"rope_type": "ntk", "factor": math.nan}, "factor=nan .* at least 1"),
+        (
+            {"rope_type": "yarn", "factor": 2.0},
+            "original_max_position_embeddings=0 must be at least 1",
+        ),
+        (
+            {"rope_type": "llama3", "factor": 2.0},
+            "original_max_position_embeddings=0 must be at least 1",
+        ),
+        ({"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be above 0 and below"),
+        ({"beta_slow": 32.0}, "beta_slow=32.0 must be above 0 and below"),
+        ({"attention_factor": -1.0}, "attention_factor=-1.0 must be above 0, or 0"),
+    ],
+)
+def test_scalings_without_a_meaning_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**fields)
+
+
+def test_ntk_of_a_single_pair_is_refused():
+    with pytest.raises(ValueError, match="head_dim=2 above 2"):
+        rotations(jnp.zeros((1, 4), jnp.int32), 2, THETA, RopeScaling("ntk", 2.0))
