@@ -32,3 +32,19 @@ def merge(first: Partial, second: Partial) -> Partial:
 def _weight(gap: jax.Array) -> jax.Array:
     """(B, H, T) -> (B, T, H, 1)."""
     return jnp.swapaxes(jax.nn.sigmoid(gap), 1, 2)[..., None]
+
+
+def merge_over(axis_name: str, partial: Partial) -> Partial:
+    """Merges the partial results that the devices of a mesh axis have: on all of them.
+
+    partial: this device's, as in `merge`; inside `shard_map`. Not differentiable.
+    """
+    out, lse = partial
+    highest = jax.lax.pmax(lse, axis_name)
+    # Where nobody has seen anything, any finite number keeps the weights from nan.
+    highest = jnp.where(highest == -jnp.inf, 0, highest)
+    weight = jnp.exp(lse - highest)
+    total = jax.lax.psum(weight, axis_name)
+    share = weight / jnp.where(total == 0, 1, total)
+    share = jnp.swapaxes(share, 1, 2)[..., None]  # (B, H, T) -> (B, T, H, 1)
+    return jax.lax.psum(share * out, axis_name), jnp.log(total) + highest

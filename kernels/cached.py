@@ -1,0 +1,196 @@
+"""Attention of a few new tokens to a KV cache whose slots are sharded over the ring.
+
+Every member of the ring computes the attention of all new queries to the slots that it
+holds, and the partial results are merged: what travels is as large as the queries, not
+as the cache. What a query sees is told by the index of the token in each slot, so that
+slots may be filled in any order, and rows of a batch may differ in length.
+
+Caches are stacks of layers: (Y, B, S, K, D), Y layers and S slots in all, of which each
+member holds S / N. They are written in place, where the compiler may reuse them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from kernels.masks import Visible
+from kernels.merge import Partial, merge_over
+from kernels.operands import check_operands
+from kernels.product import product
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """Writes to, and attends to, caches on a mesh.
+
+    mesh: has `ring_axis`; of `batch_axes` and `head_axis` what it has is used.
+    scale: factor on the scores, 1/sqrt(D) unless given.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+
+    mesh: Mesh
+    ring_axis: str = "ring"
+    batch_axes: tuple[str, ...] = ("data", "fsdp")
+    head_axis: str = "tensor"
+    scale: float | None = None
+
+    def __post_init__(self):
+        if self.ring_axis not in self.mesh.shape:
+            raise ValueError(
+                f"ring_axis={self.ring_axis!r} is not an axis of the mesh "
+                f"{dict(self.mesh.shape)}"
+            )
+
+    @property
+    def ring_size(self) -> int:
+        return self.mesh.shape[self.ring_axis]
+
+    def fill(self, stack: jax.Array, new: jax.Array, layer: jax.Array) -> jax.Array:
+        """Puts each member's shard of `new` (B, T, …) into its first slots.
+
+        stack: (Y, B, S, …), T at most S and a multiple of N.
+        """
+        if new.shape[1] > stack.shape[2] or new.shape[1] % self.ring_size:
+            raise ValueError(
+                f"{new.shape[1]} tokens do not go into a cache of {stack.shape[2]} "
+                f"slots over a ring of {self.ring_size}: give it more slots, and pad "
+                "the tokens to a multiple of the ring"
+            )
+
+        def local(stack: jax.Array, new: jax.Array, layer: jax.Array) -> jax.Array:
+            start = layer, *(0,) * (stack.ndim - 1)
+            return lax.dynamic_update_slice(stack, new[None], start)
+
+        sharded, rest = self._stack(stack), PartitionSpec()
+        specs = sharded, PartitionSpec(*sharded[1:]), rest
+        return self._over_mesh(local, specs, sharded)(stack, new, layer)
+
+    def put(
+        self,
+        stack: jax.Array,
+        new: jax.Array,
+        layer: jax.Array,
+        member: jax.Array,
+        slot: jax.Array,
+    ) -> jax.Array:
+        """Puts `new` (B, m, …) into slots `slot` … `slot + m - 1` of one member.
+
+        stack: (Y, B, S, …). The slots must be there: XLA would move the last of them
+        back over others.
+        """
+
+        def local(
+            stack: jax.Array,
+            new: jax.Array,
+            layer: jax.Array,
+            member: jax.Array,
+            slot: jax.Array,
+        ) -> jax.Array:
+            start = layer, 0, slot, *(0,) * (stack.ndim - 3)
+            old = lax.dynamic_slice(stack, start, (1, *new.shape))
+            mine = lax.axis_index(self.ring_axis) == member
+            new = jnp.where(mine, new[None], old)
+            return lax.dynamic_update_slice(stack, new, start)
+
+        sharded, rest = self._stack(stack), PartitionSpec()
+        specs = sharded, self._whole(stack), rest, rest, rest
+        call = self._over_mesh(local, specs, sharded)
+        return call(stack, new, layer, member, slot)
+
+    def attend(
+        self,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        index: jax.Array,
+        visible: Visible,
+        layer: jax.Array,
+    ) -> jax.Array:
+        """Attention of q (B, m, H, D) to a layer of the cache: (B, m, H, D), as q.
+
+        keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
+        visible: lo, hi int32 (B, m), the first and last index that each query sees;
+          `hi < lo` sees nothing, and gives zeros.
+        """
+        check_operands(
+            q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
+        )
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+        def local(
+            q: jax.Array,
+            keys: jax.Array,
+            values: jax.Array,
+            index: jax.Array,
+            lo: jax.Array,
+            hi: jax.Array,
+            layer: jax.Array,
+        ) -> jax.Array:
+            k, v = (
+                lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+                for x in (keys, values)
+            )
+            seen = (lo[..., None] <= index[:, None]) & (index[:, None] <= hi[..., None])
+            partial = _partial(q, k, v, seen, scale)
+            return merge_over(self.ring_axis, partial)[0].astype(q.dtype)
+
+        stack, rows = self._stack(keys), PartitionSpec(self._batch)
+        queries = self._whole(keys)
+        slots = PartitionSpec(self._batch, self.ring_axis)
+        specs = queries, stack, stack, slots, rows, rows, PartitionSpec()
+        call = self._over_mesh(local, specs, queries)
+        return call(q, keys, values, index, *visible, layer)
+
+    @property
+    def _batch(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.batch_axes if axis in self.mesh.shape)
+
+    def _heads(self, rank: int) -> tuple[str | None, ...]:
+        heads = self.head_axis if self.head_axis in self.mesh.shape else None
+        return (heads, None)[: rank - 3]
+
+    def _stack(self, stack: jax.Array) -> PartitionSpec:
+        """Of (Y, B, S) or (Y, B, S, K, D)."""
+        heads = self._heads(stack.ndim)
+        return PartitionSpec(None, self._batch, self.ring_axis, *heads)
+
+    def _whole(self, stack: jax.Array) -> PartitionSpec:
+        """Of new tokens for the stack, which every member of the ring has."""
+        return PartitionSpec(self._batch, None, *self._heads(stack.ndim))
+
+    def _over_mesh(
+        self,
+        local: Callable[..., jax.Array],
+        in_specs: tuple[PartitionSpec, ...],
+        out_specs: PartitionSpec,
+    ) -> Callable[..., jax.Array]:
+        # Every axis is in the specs but those over which the results are equal.
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+def _partial(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float
+) -> Partial:
+    """Attention to the keys that are seen, (B, T, S), and its lse; see `merge`."""
+    batch, length, heads, depth = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
+    s = scale * product("btkgd,bskd->bkgts", q, k)
+    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    lse = jax.nn.logsumexp(s, axis=-1)
+    # Where nothing is seen, lse is -inf and the difference nan.
+    p = jnp.where(seen[:, None, None], jnp.exp(s - lse[..., None]), 0)
+    out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v)
+    return out.reshape(batch, length, heads, depth), lse.reshape(batch, heads, length)
