@@ -245,3 +245,54 @@ class Partition:
     def shard_number(self, name: str) -> jax.Array:
         """Inside `over_shards`: which shard of a logical axis this device holds."""
         return jax.lax.axis_index(self.axes(name))
+
+
+@dataclass(frozen=True)
+class StationaryPartition(Partition):
+    """For programs of a few tokens: these travel, and parameters stay where they lie.
+
+    Each device multiplies with the shards that it has (weight-stationary, 2211.05102):
+    functions see whole arrays, XLA cuts their products by the shardings of the
+    parameters, and only activations are summed and gathered. The sequence is not
+    sharded, and the batch over `data` alone: `fsdp` cuts the parameters.
+    """
+
+    def over_shards(
+        self, function: Callable, names: Sequence[Axes], result_names: Axes
+    ) -> Callable:
+        """Runs `function` on whole arrays; its result is sharded by its names."""
+        rules = {"batch": ("data",), "sequence": ()}
+        axes = [rules.get(name, self.axes(name)) or None for name in result_names]
+
+        def place(x: jax.Array, axes: Sequence[tuple[str, ...] | None]) -> jax.Array:
+            sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        def call(*arrays: jax.Array) -> jax.Array:
+            result = function(*arrays)
+            if any(argument[-1:] == ("embed",) for argument in names):
+                # Columns first where those of the parameter lie: else XLA may make
+                # the parameter whole, instead of the result.
+                columns = self.mesh_axes("embed", result.shape[-1])
+                result = place(result, [*axes[:-1], columns or None])
+            return place(result, axes)
+
+        return call
+
+    def gather(self, shard: jax.Array, axis: int, size: int) -> jax.Array:
+        return shard
+
+    def vary(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
+        return x
+
+    def largest(self, x: jax.Array, name: str) -> jax.Array:
+        return x
+
+    def shard_number(self, name: str) -> jax.Array:
+        return jax.numpy.zeros((), jax.numpy.int32)
+
+    def shards(self, axes: tuple[str, ...] | str) -> int:
+        return 1 if isinstance(axes, str) else super().shards(axes)
