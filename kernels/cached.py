@@ -9,6 +9,7 @@ Caches are stacks of layers: (Y, B, S, K, D), Y layers and S slots in all, of wh
 member holds S / N. They are written in place, where the compiler may reuse them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +28,8 @@ from kernels.product import product
 class CachedAttention:
     """Writes to, and attends to, caches on a mesh.
 
-    mesh: has `ring_axis`; of `batch_axes` and `head_axis` what it has is used.
+    mesh: has the `ring_axes`, which make up one ring; of `batch_axes` and `head_axis`
+      what it has is used.
     scale: factor on the scores, 1/sqrt(D) unless given.
 
     Raises:
@@ -35,21 +37,22 @@ class CachedAttention:
     """
 
     mesh: Mesh
-    ring_axis: str = "ring"
+    ring_axes: tuple[str, ...] = ("ring",)
     batch_axes: tuple[str, ...] = ("data", "fsdp")
     head_axis: str = "tensor"
     scale: float | None = None
 
     def __post_init__(self):
-        if self.ring_axis not in self.mesh.shape:
+        missing = [axis for axis in self.ring_axes if axis not in self.mesh.shape]
+        if missing or not self.ring_axes:
             raise ValueError(
-                f"ring_axis={self.ring_axis!r} is not an axis of the mesh "
+                f"ring_axes={self.ring_axes} are not all axes of the mesh "
                 f"{dict(self.mesh.shape)}"
             )
 
     @property
     def ring_size(self) -> int:
-        return self.mesh.shape[self.ring_axis]
+        return math.prod(self.mesh.shape[axis] for axis in self.ring_axes)
 
     def fill(self, stack: jax.Array, new: jax.Array, layer: jax.Array) -> jax.Array:
         """Puts each member's shard of `new` (B, T, …) into its first slots.
@@ -94,7 +97,7 @@ class CachedAttention:
         ) -> jax.Array:
             start = layer, 0, slot, *(0,) * (stack.ndim - 3)
             old = lax.dynamic_slice(stack, start, (1, *new.shape))
-            mine = lax.axis_index(self.ring_axis) == member
+            mine = lax.axis_index(self.ring_axes) == member
             new = jnp.where(mine, new[None], old)
             return lax.dynamic_update_slice(stack, new, start)
 
@@ -138,11 +141,11 @@ class CachedAttention:
             )
             seen = (lo[..., None] <= index[:, None]) & (index[:, None] <= hi[..., None])
             partial = _partial(q, k, v, seen, scale)
-            return merge_over(self.ring_axis, partial)[0].astype(q.dtype)
+            return merge_over(self.ring_axes, partial)[0].astype(q.dtype)
 
         stack, rows = self._stack(keys), PartitionSpec(self._batch)
         queries = self._whole(keys)
-        slots = PartitionSpec(self._batch, self.ring_axis)
+        slots = PartitionSpec(self._batch, self.ring_axes)
         specs = queries, stack, stack, slots, rows, rows, PartitionSpec()
         call = self._over_mesh(local, specs, queries)
         return call(q, keys, values, index, *visible, layer)
@@ -158,7 +161,7 @@ class CachedAttention:
     def _stack(self, stack: jax.Array) -> PartitionSpec:
         """Of (Y, B, S) or (Y, B, S, K, D)."""
         heads = self._heads(stack.ndim)
-        return PartitionSpec(None, self._batch, self.ring_axis, *heads)
+        return PartitionSpec(None, self._batch, self.ring_axes, *heads)
 
     def _whole(self, stack: jax.Array) -> PartitionSpec:
         """Of new tokens for the stack, which every member of the ring has."""

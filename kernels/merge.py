@@ -34,8 +34,8 @@ def _weight(gap: jax.Array) -> jax.Array:
     return jnp.swapaxes(jax.nn.sigmoid(gap), 1, 2)[..., None]
 
 
-def merge_over(axis_name: str, partial: Partial) -> Partial:
-    """Merges the partial results that the devices of a mesh axis have: on all of them.
+def merge_over(axis_name: str | tuple[str, ...], partial: Partial) -> Partial:
+    """Merges the partial results of the devices along mesh axes; all get the result.
 
     partial: this device's, as in `merge`; inside `shard_map`. Not differentiable.
     """

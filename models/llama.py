@@ -7,6 +7,7 @@ The attention itself is an argument of the model's call.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -279,6 +280,23 @@ class DecoderLayer(nnx.Module):
         x = x + self.attention(x, remat_attention(part, self.remat))
         return x + self.feed_forward(self.feed_forward_norm(x))
 
+    def with_cache(
+        self,
+        x: jax.Array,
+        rotation: Rotation,
+        attend: Callable[..., tuple[jax.Array, Any]],
+    ) -> tuple[jax.Array, Any]:
+        """The same, with an attention that also returns a cache; not to be trained.
+
+        All heads are attended to at once.
+        """
+        module = self.attention
+        weights = tuple(w[...] for w in (module.query, module.key, module.value))
+        qkv = module.project(self.attention_norm(x), weights, rotation)
+        out, cache = attend(*qkv)
+        x = x + module.combine(out, module.output[...])
+        return x + self.feed_forward(self.feed_forward_norm(x)), cache
+
 
 class Llama(nnx.Module):
     """Decoder from tokens to the hidden states that the head turns into logits."""
@@ -312,11 +330,7 @@ class Llama(nnx.Module):
 
         tokens, positions: int32 (B, T), in one order, any.
         """
-        config = self.config
-        x = self._look_up(tokens).astype(self.execution.compute_dtype)
-        rotation = rotations(
-            positions, config.head_dim, config.rope_theta, config.rope_scaling
-        )
+        x, rotation = self.embed(tokens), self.rotation(positions)
         structure, parameters = nnx.split(self.layers)
 
         def layer(x: jax.Array, parameters: nnx.State) -> tuple[jax.Array, None]:
@@ -325,8 +339,15 @@ class Llama(nnx.Module):
         x, _ = jax.lax.scan(remat(layer, self.execution.remat), x, parameters)
         return self.norm(x)
 
-    def _look_up(self, tokens: jax.Array) -> jax.Array:
-        """Embeddings of the tokens, (B, T, E) float32."""
+    def rotation(self, positions: jax.Array) -> Rotation:
+        """What RoPE does at these positions, int32 (B, T)."""
+        config = self.config
+        return rotations(
+            positions, config.head_dim, config.rope_theta, config.rope_scaling
+        )
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings of the tokens, (B, T, E) in the compute type."""
         partition, embed = self.partition, self.config.hidden_size
 
         def local(tokens: jax.Array, table: jax.Array) -> jax.Array:
@@ -339,9 +360,10 @@ class Llama(nnx.Module):
             return partition.total(jnp.where(mine[..., None], rows, 0), ("vocab",))
 
         names = ("batch", "sequence"), self.embedding.axes
-        return partition.over_shards(local, names, RESIDUAL)(
+        rows = partition.over_shards(local, names, RESIDUAL)(
             tokens, self.embedding[...]
         )
+        return rows.astype(self.execution.compute_dtype)
 
 
 def parameter_axes(model: nnx.Module) -> dict:

@@ -1,0 +1,198 @@
+"""A KV cache for any stack of decoder layers, filled at once or a few tokens at a time.
+
+The cache is sharded over the ring along its slots. What is written and attended to
+there is done by operations that are passed in (`kernels/cached.py`). Nothing here knows
+how tokens become embeddings, or what becomes of the last layer's output.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.llama import Attend, DecoderLayer
+from models.rope import Rotation
+
+EMPTY = np.iinfo(np.int32).max
+"""Index of no token: of a slot that is free, or of padding among new tokens."""
+
+Stacks = tuple[jax.Array, jax.Array]
+
+
+class Cache(NamedTuple):
+    """What the layers have seen so far.
+
+    keys, values: (Y, B, S, K, D), of Y layers in S slots; keys are rotated.
+    index: int32 (B, S), of the token in each slot in its own row, or `EMPTY`.
+    filled: int32 (N,), slots of each member of the ring that are taken, in some row.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    index: jax.Array
+    filled: jax.Array
+
+
+class CacheOperations(Protocol):
+    """What a cache asks of the mesh; `kernels.cached.CachedAttention` answers."""
+
+    def fill(
+        self, stack: jax.Array, new: jax.Array, layer: jax.Array | int
+    ) -> jax.Array: ...
+
+    def put(
+        self,
+        stack: jax.Array,
+        new: jax.Array,
+        layer: jax.Array | int,
+        member: jax.Array,
+        slot: jax.Array,
+    ) -> jax.Array: ...
+
+    def attend(
+        self,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        index: jax.Array,
+        visible: tuple[jax.Array, jax.Array],
+        layer: jax.Array,
+    ) -> jax.Array: ...
+
+
+def empty_cache(
+    shape: tuple[int, int, int, int, int], dtype: jnp.dtype, ring_size: int
+) -> Cache:
+    """A cache of free slots.
+
+    shape: (Y, B, S, K, D): layers, rows, slots, key/value heads, head size.
+
+    Raises:
+      ValueError: the slots do not divide over the ring.
+    """
+    rows, slots = shape[1:3]
+    if slots < 1 or slots % ring_size:
+        raise ValueError(
+            f"{slots} slots of a cache do not divide over the ring of {ring_size}: "
+            f"make them {-(-max(slots, 1) // ring_size) * ring_size}"
+        )
+    return Cache(
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
+        index=jnp.full((rows, slots), EMPTY, jnp.int32),
+        filled=jnp.zeros(ring_size, jnp.int32),
+    )
+
+
+def appends_left(filled: np.ndarray, slots: int, tokens: int) -> int:
+    """How many times `append` may be called with so many tokens.
+
+    filled: int (N,), of the cache. slots: S.
+    """
+    return int(((slots // len(filled) - filled) // tokens).sum())
+
+
+def fill(
+    layers: DecoderLayer,
+    x: jax.Array,
+    rotation: Rotation,
+    index: jax.Array,
+    cache: Cache,
+    attend: Attend,
+    operations: CacheOperations,
+) -> tuple[jax.Array, Cache]:
+    """Runs whole rows through the layers and leaves their keys and values in the cache.
+
+    layers: stacked, as of `Llama`.
+    x: (B, T, E), in layout order; rotation: of these tokens.
+    index: int32 (B, T), in the same order: increasing on each shard, `EMPTY` for
+      padding at the end.
+    cache: an empty one; T at most S.
+    attend: the attention of the rows to themselves.
+
+    Returns:
+      The last layer's output (B, T, E), and the cache.
+    """
+
+    def attend_and_keep(q, k, v, stacks, layer):
+        stacks = tuple(
+            operations.fill(stack, new, layer)
+            for stack, new in zip(stacks, (k, v), strict=True)
+        )
+        return attend(q, k, v), stacks
+
+    x, (keys, values) = _through(layers, x, rotation, cache, attend_and_keep)
+    taken = index != EMPTY
+    shards = taken.reshape(*index.shape[:1], *cache.filled.shape, -1)
+    filled = shards.sum(axis=-1, dtype=jnp.int32).max(axis=0)
+    index = operations.fill(cache.index[None], index, 0)[0]
+    return x, Cache(keys, values, index, filled)
+
+
+def append(
+    layers: DecoderLayer,
+    x: jax.Array,
+    rotation: Rotation,
+    index: jax.Array,
+    cache: Cache,
+    operations: CacheOperations,
+) -> tuple[jax.Array, Cache]:
+    """Runs a few new tokens of each row through the layers, which see those before.
+
+    x: (B, m, E); rotation: of these tokens.
+    index: int32 (B, m), of each token in its row, or `EMPTY` for a row that has fewer
+      new tokens; a token sees all tokens of its row up to its own index.
+    cache: has room (`appends_left`): where it has none, tokens are lost.
+
+    The new keys and values go to the member of the ring that has the fewest.
+
+    Returns:
+      The last layer's output (B, m, E), and the cache, in the place of the old one if
+      it is donated.
+    """
+    member = jnp.argmin(cache.filled).astype(jnp.int32)
+    slot = cache.filled[member]
+    indices = operations.put(cache.index[None], index, 0, member, slot)[0]
+    visible = jnp.zeros_like(index), jnp.where(index == EMPTY, -1, index)
+
+    def keep_and_attend(q, k, v, stacks, layer):
+        keys, values = (
+            operations.put(stack, new, layer, member, slot)
+            for stack, new in zip(stacks, (k, v), strict=True)
+        )
+        out = operations.attend(q, keys, values, indices, visible, layer)
+        return out, (keys, values)
+
+    x, (keys, values) = _through(layers, x, rotation, cache, keep_and_attend)
+    filled = cache.filled.at[member].add(index.shape[1])
+    return x, Cache(keys, values, indices, filled)
+
+
+def _through(
+    layers: DecoderLayer,
+    x: jax.Array,
+    rotation: Rotation,
+    cache: Cache,
+    attend: Callable[..., tuple[jax.Array, Stacks]],
+) -> tuple[jax.Array, Stacks]:
+    """All layers, one after the other, with the cache's stacks handed on."""
+    structure, parameters = nnx.split(layers)
+
+    def layer(
+        carry: tuple[jax.Array, Stacks], inputs: tuple[jax.Array, nnx.State]
+    ) -> tuple[tuple[jax.Array, Stacks], None]:
+        (x, stacks), (number, parameters) = carry, inputs
+
+        def attend_here(q: jax.Array, k: jax.Array, v: jax.Array):
+            return attend(q, k, v, stacks, number)
+
+        module = nnx.merge(structure, parameters)
+        return module.with_cache(x, rotation, attend_here), None
+
+    numbers = jnp.arange(cache.keys.shape[0], dtype=jnp.int32)
+    # Carried, not stacked up from the layers: so it is written where it is.
+    carry = x, (cache.keys, cache.values)
+    return jax.lax.scan(layer, carry, (numbers, parameters))[0]

@@ -1,0 +1,200 @@
+"""Generation with LLaMA: the prompt at once through the ring, then token by token.
+
+`prefill` and `append` are what is compiled, `Generator` is what calls it. Rows of a
+batch go their own way: prompts may differ in length, and a row that has ended waits for
+the others.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import cache as caches
+from models.cache import EMPTY, Cache, CacheOperations
+from models.llama import RESIDUAL, Attend, Llama
+
+NOTHING = -1
+"""In the place of a token: the row has ended."""
+
+
+def logits(llama: Llama, hidden: jax.Array) -> jax.Array:
+    """Of the next token, (B, m, V) float32, from hidden states (B, m, E) of a few.
+
+    llama: in a `StationaryPartition`, as the head is not gathered.
+    """
+
+    def local(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        head = head.astype(hidden.dtype)
+        return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+
+    names = RESIDUAL, llama.head.axes
+    result = *RESIDUAL[:2], "vocab"
+    over_shards = llama.partition.over_shards(local, names, result)
+    return over_shards(hidden, llama.head[...])
+
+
+def prefill(
+    llama: Llama,
+    tokens: jax.Array,
+    index: jax.Array,
+    cache: Cache,
+    attend: Attend,
+    operations: CacheOperations,
+) -> tuple[jax.Array, Cache]:
+    """Hidden states of whole prompts, (B, T, E), and the cache that they leave.
+
+    tokens, index: int32 (B, T), in layout order; `EMPTY` is the index of padding, which
+      comes after a row's last token.
+    cache: an empty one. attend: the ring's, which knows the rows' lengths.
+    """
+    positions = jnp.where(index == EMPTY, 0, index)
+    x, rotation = llama.embed(tokens), llama.rotation(positions)
+    x, cache = caches.fill(llama.layers, x, rotation, index, cache, attend, operations)
+    return llama.norm(x), cache
+
+
+def append(
+    llama: Llama,
+    tokens: jax.Array,
+    index: jax.Array,
+    cache: Cache,
+    operations: CacheOperations,
+) -> tuple[jax.Array, Cache]:
+    """Hidden states of a few new tokens of each row, (B, m, E), and the new cache.
+
+    llama: in a `StationaryPartition`.
+    tokens, index: int32 (B, m), `EMPTY` where a row has no token.
+    """
+    positions = jnp.where(index == EMPTY, 0, index)
+    x, rotation = llama.embed(tokens), llama.rotation(positions)
+    x, cache = caches.append(llama.layers, x, rotation, index, cache, operations)
+    return llama.norm(x), cache
+
+
+def last_of_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """Of hidden states (B, T, E) in any order, the last token of each row: (B, E)."""
+    place = jnp.where(index == EMPTY, -1, index)
+    is_last = place == place.max(axis=1, keepdims=True)
+    return jnp.where(is_last[..., None], hidden, 0).sum(axis=1)
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Compiled programs, and the shapes that they were compiled for.
+
+    empty: () -> cache.
+    prefill: (parameters, cache, tokens, index, seed) -> (cache, next tokens (B,), their
+      index (B,)); tokens and index as of `decode.prefill`.
+    step: (parameters, cache, tokens (B,), index (B,), seed) -> the same. Both take the
+      cache's place.
+    place: from an array of the host, (B, T), to the mesh.
+    order: from T to the indices in layout order, (T,).
+    divisor: T is a multiple of it.
+    rows, slots: B and S.
+    """
+
+    empty: Callable[[], Cache]
+    prefill: Callable[..., tuple[Cache, jax.Array, jax.Array]]
+    step: Callable[..., tuple[Cache, jax.Array, jax.Array]]
+    place: Callable[[np.ndarray], jax.Array]
+    order: Callable[[int], np.ndarray]
+    divisor: int
+    rows: int
+    slots: int
+
+    def check(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
+        """Refuses what does not go into the cache.
+
+        Raises:
+          ValueError: as `generate`.
+        """
+        if len(prompts) != self.rows:
+            raise ValueError(
+                f"{len(prompts)} prompts are not the {self.rows} rows of the batch"
+            )
+        lengths = [len(prompt) for prompt in prompts]
+        if min(lengths) < 1:
+            raise ValueError(
+                f"prompt {lengths.index(0)} has no tokens: give it at least one"
+            )
+        if max_tokens < 1:
+            raise ValueError(f"{max_tokens=} must be at least 1")
+        # The last token drawn is never put into the cache.
+        if max(lengths) + max_tokens - 1 > self.slots:
+            raise ValueError(
+                f"a prompt of {max(lengths)} tokens and {max_tokens=} do not go into "
+                f"the cache of {self.slots} tokens: shorten the prompt, ask for at "
+                f"most {max(self.slots - max(lengths) + 1, 0)} tokens, or make the "
+                "cache larger"
+            )
+
+    def generate(
+        self,
+        parameters: Any,
+        prompts: Sequence[np.ndarray],
+        max_tokens: int,
+        seed: int,
+        stop_tokens: Sequence[int] = (),
+    ) -> Iterator[np.ndarray]:
+        """Yields the rows' next tokens, int32 (B,), as they come.
+
+        prompts: int (n,) each, of any lengths.
+        max_tokens: that a row gets at most.
+        seed: of the random numbers, from 0; rows and steps draw their own.
+        stop_tokens: after one of them a row has ended, and gets `NOTHING`. When all
+          rows have, so has the iterator.
+
+        Raises:
+          ValueError: before anything is computed: not one prompt for each row, a
+            prompt without tokens, or more tokens than the cache has slots.
+        """
+        self.check(prompts, max_tokens)
+        return self._generate(parameters, prompts, max_tokens, seed, stop_tokens)
+
+    def _generate(
+        self,
+        parameters: Any,
+        prompts: Sequence[np.ndarray],
+        max_tokens: int,
+        seed: int,
+        stop_tokens: Sequence[int],
+    ) -> Iterator[np.ndarray]:
+        tokens, index = self._padded(prompts)
+        cache, tokens, index = self.prefill(
+            parameters, self.empty(), self.place(tokens), self.place(index), seed
+        )
+        ended = np.zeros(self.rows, bool)
+        for number in range(max_tokens):
+            drawn = tokens
+            if number + 1 < max_tokens:
+                # Started before the last tokens are looked at, so that devices need
+                # not wait for the host.
+                cache, tokens, index = self.step(parameters, cache, drawn, index, seed)
+            drawn = np.asarray(drawn)
+            yield np.where(ended, NOTHING, drawn)
+            ended |= np.isin(drawn, stop_tokens)
+            if ended.all():
+                return
+
+    def _padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and index (B, T), in layout order.
+
+        T is a power of two times the divisor where the cache allows it, so that prompts
+        of like lengths share a program.
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        length = self.divisor
+        while length < longest:
+            length *= 2
+        length = min(length, self.slots)
+        tokens = np.zeros((self.rows, length), np.int32)
+        index = np.full((self.rows, length), EMPTY, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+            index[row, : len(prompt)] = np.arange(len(prompt))
+        order = self.order(length)
+        return tokens[:, order], index[:, order]

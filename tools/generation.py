@@ -1,0 +1,142 @@
+"""From a config to a generator: what `generate.py` runs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import assemble
+from kernels import masks
+from kernels.cached import CachedAttention
+from kernels.layout import order, padded_length
+from kernels.ring import make_ring_attention
+from models import decode
+from models.cache import EMPTY, Cache, empty_cache
+from models.decode import Generator
+from models.llama import Llama
+from models.sampling import Sampling, row_keys, sample
+from training.mesh import Partition, StationaryPartition
+
+
+def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
+    """Placement of a cache whose keys have this shape, (Y, B, S, K, D).
+
+    Raises:
+      ValueError: rows or heads do not divide over the mesh.
+    """
+    names = (None, "batch", "sequence", "kv_heads", None)
+    stack = partition.sharding(names, shape)
+    index = partition.sharding(names[1:3], shape[1:3])
+    return Cache(stack, stack, index, NamedSharding(partition.mesh, PartitionSpec()))
+
+
+def generator(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    sampling: Sampling,
+    *,
+    rows: int,
+    cache_tokens: int,
+) -> Generator:
+    """Programs that generate with the config's model on the mesh.
+
+    rows: prompts at a time. cache_tokens: that a row's prompt and what follows it may
+      have; rounded up to what the layout can shard.
+
+    Raises:
+      ValueError: rows, heads or sizes that do not divide over the mesh, or a cache of
+        no tokens.
+    """
+    layout = assemble.attention_system(config).layout
+    mesh, ring = partition.mesh, partition.ring_size
+    if cache_tokens < 1:
+        raise ValueError(f"a cache of {cache_tokens} tokens must have at least 1")
+    slots = padded_length(layout, ring, cache_tokens)
+    prefill, step = _programs(config, partition, sampling)
+    sizes, dtype = config.model, jnp.dtype(config.compute_dtype)
+    shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
+    cache = cache_shardings(partition, shape)
+    whole = NamedSharding(mesh, PartitionSpec())
+    results = cache, whole, whole
+
+    def place(x: np.ndarray) -> jax.Array:
+        sharding = partition.sharding(("batch", "sequence"), x.shape)
+        return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
+
+    return Generator(
+        empty=jax.jit(
+            functools.partial(empty_cache, shape, dtype, ring), out_shardings=cache
+        ),
+        prefill=jax.jit(prefill, out_shardings=results, donate_argnums=1),
+        step=jax.jit(step, out_shardings=results, donate_argnums=1),
+        place=place,
+        order=lambda length: order(layout, ring, length),
+        divisor=layout.divisor(ring),
+        rows=rows,
+        slots=slots,
+    )
+
+
+def _programs(
+    config: ml_collections.ConfigDict, partition: Partition, sampling: Sampling
+) -> tuple[Callable, Callable]:
+    """Prefill and step of `Generator`, to be compiled."""
+    system, mesh = assemble.attention_system(config), partition.mesh
+    sequences = assemble.model(config, partition).structure
+    few_tokens = assemble.model(config, StationaryPartition(mesh)).structure
+    operations = CachedAttention(mesh, partition.axes("sequence"))
+    ring = make_ring_attention(
+        mesh,
+        layout=system.layout,
+        ring_axes=partition.axes("sequence"),
+        implementation=system.implementation or config.implementation or None,
+    )
+
+    def draw(
+        llama: Llama, hidden: jax.Array, index: jax.Array, seed: jax.Array
+    ) -> jax.Array:
+        scores = decode.logits(llama, hidden[:, None])[:, 0]
+        return sample(scores, row_keys(seed, len(index)), index, sampling)
+
+    def prefill(
+        parameters: Any,
+        cache: Cache,
+        tokens: jax.Array,
+        index: jax.Array,
+        seed: jax.Array,
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
+        visible = masks.causal() & masks.padding(lengths[:, None])
+        hidden, cache = decode.prefill(
+            nnx.merge(sequences, parameters),
+            tokens,
+            index,
+            cache,
+            functools.partial(ring, visible=visible),
+            operations,
+        )
+        last = decode.last_of_rows(hidden, index)
+        llama = nnx.merge(few_tokens, parameters)
+        return cache, draw(llama, last, lengths, seed), lengths
+
+    def step(
+        parameters: Any,
+        cache: Cache,
+        tokens: jax.Array,
+        index: jax.Array,
+        seed: jax.Array,
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        llama = nnx.merge(few_tokens, parameters)
+        hidden, cache = decode.append(
+            llama, tokens[:, None], index[:, None], cache, operations
+        )
+        following = index + 1
+        return cache, draw(llama, hidden[:, 0], following, seed), following
+
+    return prefill, step
