@@ -66,7 +66,8 @@ def sample(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # In the order of their probability; a rank is drawn, and its token looked up.
     order = jnp.argsort(logits, axis=-1, descending=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1) / sampling.temperature
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    ranked = (ranked - ranked[:, :1]) / sampling.temperature
     if sampling.top_k:
         ranked = jnp.where(ids < sampling.top_k, ranked, -jnp.inf)
     if sampling.top_p < 1:
