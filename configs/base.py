@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
     # tools/convert_hf.py imported; the optimizer starts anew. "": they are random.
     config.init_from = ""
     # Fields of config.model in which those parameters' model may differ from this one:
-    # ("rope_theta",) to go on with other frequencies.
+    # ("rope_theta", "rope_scaling") to go on with other frequencies.
     config.init_may_differ = ()
     # Of the initial parameters and of the order of the data.
     config.seed = 0

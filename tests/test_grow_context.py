@@ -1,0 +1,212 @@
+"""Stages of context: each goes on with the parameters of the one before it."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import train
+from configs import grow_context
+from tests.runs import SMALL, prepare_corpus
+from training.metrics import read_scalars
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 12
+
+# What makes a stage a run of seconds; its context and mesh are given apart.
+TINY = SMALL | {
+    "model.vocab_size": 264,
+    "compute_dtype": "float32",
+    "optimizer.peak_lr": 1e-2,
+    "train.steps": STEPS,
+    "train.microbatches": 1,
+    "train.validation_batches": 0,
+    "checkpoint.save_every_steps": STEPS,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiles once what several runs of this process have in common."""
+    directory = str(tmp_path_factory.mktemp("programs"))
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+def stage(
+    number: str, corpus: Path, workdirs: Path, **overrides: Any
+) -> ml_collections.ConfigDict:
+    """A stage of configs/grow_context.py, with tokens, devices and sizes made small.
+
+    4096 tokens become 32 on a ring of 2, and 32,768 become 256 on a ring of 4.
+    """
+    config = grow_context.get_config(number)
+    scaling, start = config.rope_scaling, config.init_from
+    tokens = config.data.context_tokens // 128
+    ring = {32: 2, 256: 4}[tokens]
+    small = {
+        "workdir": str(workdirs / number),
+        "init_from": start and str(workdirs / Path(start).name),
+        "data.corpus": str(corpus),
+        "data.context_tokens": tokens,
+        "mesh.fsdp": 8 // ring,
+        "mesh.ring": ring,
+        "rope_scaling.original_max_position_embeddings": (
+            scaling.original_max_position_embeddings // 128
+        ),
+    }
+    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    with config.unlocked():
+        config.update_from_flattened_dict(TINY | small | names)
+    return config
+
+
+@pytest.fixture(scope="module")
+def first(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the workdir of a first stage; tests must not change it."""
+    workdirs = tmp_path_factory.mktemp("stages")
+    train.train(stage("4096", corpus, workdirs), lambda line: None)
+    return workdirs
+
+
+@pytest.fixture
+def workdirs(first: Path, tmp_path: Path) -> Path:
+    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def losses(workdir: Path) -> np.ndarray:
+    return np.array([x for _, x in read_scalars(workdir / "tensorboard")["train/loss"]])
+
+
+def files(directory: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_a_longer_stage_goes_on_from_the_shorter_one(
+    corpus: Path, workdirs: Path
+) -> None:
+    said: list[str] = []
+    before = files(workdirs / "4096")
+    config = stage("32768", corpus, workdirs)
+    assert config.rope_scaling.factor == 8 and config.rope_scaling.rope_type == "yarn"
+    assert train.train(config, said.append)["step"] == STEPS
+    assert "mesh: data 1 x fsdp 2 x ring 4 x tensor 1, of 8 x cpu" in said
+    start = f"parameters: of step {STEPS} of {workdirs}/4096"
+    assert start in said
+    assert files(workdirs / "4096") == before
+
+    fresh = stage(
+        "32768",
+        corpus,
+        workdirs,
+        init_from="",
+        workdir=str(workdirs / "fresh"),
+    )
+    train.train(fresh, lambda line: None)
+    grown, scratch = losses(workdirs / "32768"), losses(workdirs / "fresh")
+    assert len(grown) == len(scratch) == STEPS and np.isfinite(grown).all()
+    assert (grown < scratch).all()
+    # It starts where the first stage ended, and not at the loss of random parameters.
+    first = losses(workdirs / "4096")
+    assert abs(grown[0] - first[-1]) < 0.3 * (first[0] - first[-1])
+    assert scratch[0] == pytest.approx(first[0], abs=0.1)
+
+    # Run again, it resumes its own checkpoint, and not the first stage's.
+    said.clear()
+    train.train(stage("32768", corpus, workdirs, train__extra_steps=1), said.append)
+    assert f"resuming from step {STEPS}" in said and start not in said
+
+
+def refusal(config: ml_collections.ConfigDict, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `train` says, before it makes a program."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("not refused before jax.jit")
+
+    monkeypatch.setattr(jax, "jit", refuse)
+    with pytest.raises((ValueError, OSError)) as caught:
+        train.train(config, lambda line: None)
+    return str(caught.value)
+
+
+def test_a_stage_without_the_one_before_it_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = refusal(stage("32768", corpus, tmp_path), monkeypatch)
+    assert f"{tmp_path}/4096 has no checkpoints to read" in message
+    assert not (tmp_path / "4096").exists()
+
+
+def test_a_start_from_a_model_of_other_sizes_is_refused(
+    corpus: Path, workdirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stage("32768", corpus, workdirs, model__num_layers=3)
+    message = refusal(config, monkeypatch)
+    assert f"step {STEPS} of {workdirs}/4096 belong to another model" in message
+    assert "num_layers: saved 2, this run 3" in message
+    assert "rope_type" not in message
+
+
+def test_a_longer_stage_in_the_workdir_of_the_shorter_one_is_refused(
+    corpus: Path, workdirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(workdirs)
+    config = stage("32768", corpus, workdirs, workdir=str(workdirs / "4096"))
+    message = refusal(config, monkeypatch)
+    assert "belongs to another model; use another workdir" in message
+    assert "rope_scaling.rope_type: saved nothing, this run yarn" in message
+    assert files(workdirs) == before
+
+
+def test_a_scaling_without_a_meaning_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stage("4096", corpus, tmp_path, rope_scaling__rope_type="longrope")
+    assert "rope_type='longrope' is not one of none" in refusal(config, monkeypatch)
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_unknown_stage_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="'5000' is not one of 4096, 32768, 262144"):
+        grow_context.get_config("5000")
+    result = subprocess.run(
+        [sys.executable, "train.py", "--config=configs/grow_context.py:5000"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    assert "stage '5000' is not one of 4096, 32768, 262144" in result.stderr
+
+
+def test_every_stage_starts_where_the_one_before_it_saves() -> None:
+    stages = [grow_context.get_config(name) for name in ("4096", "32768", "262144")]
+    assert stages[0].init_from == ""
+    assert stages[0].rope_scaling.rope_type == "none"
+    for before, after in zip(stages, stages[1:], strict=False):
+        assert after.init_from == before.workdir
+        assert after.data.context_tokens == 8 * before.data.context_tokens
+        assert after.mesh.ring > before.mesh.ring
+        scaling = after.rope_scaling
+        original = scaling.original_max_position_embeddings
+        assert scaling.factor * original == after.data.context_tokens
+    tokens = {s.data.context_tokens * s.data.batch_rows for s in stages}
+    assert tokens == {512 * 1024}
