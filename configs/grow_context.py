@@ -30,11 +30,11 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     """The config of a stage, named by its tokens of context.
 
     Raises:
-      ValueError: there is no such stage.
+      KeyError: there is no such stage. (A ValueError would be shown with its trace.)
     """
     names = [str(tokens) for tokens in _STAGES]
     if stage not in names:
-        raise ValueError(f"stage {stage!r} is not one of {', '.join(names)}")
+        raise KeyError(f"stage {stage!r} is not one of {', '.join(names)}")
     tokens = int(stage)
     fsdp, ring, rows, microbatches, steps = _STAGES[tokens]
     config = base.get_config().unlock()

@@ -184,7 +184,7 @@ def test_a_scaling_without_a_meaning_is_refused(
 
 
 def test_an_unknown_stage_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="'5000' is not one of 4096, 32768, 262144"):
+    with pytest.raises(KeyError, match="'5000' is not one of 4096, 32768, 262144"):
         grow_context.get_config("5000")
     result = subprocess.run(
         [sys.executable, "train.py", "--config=configs/grow_context.py:5000"],
@@ -194,7 +194,8 @@ def test_an_unknown_stage_is_refused_with_those_there_are() -> None:
         timeout=120,
     )
     assert result.returncode == 1
-    assert "stage '5000' is not one of 4096, 32768, 262144" in result.stderr
+    message = "error: stage '5000' is not one of 4096, 32768, 262144\n"
+    assert result.stderr == message
 
 
 def test_every_stage_starts_where_the_one_before_it_saves() -> None:

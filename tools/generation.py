@@ -22,6 +22,7 @@ from models.decode import Generator
 from models.llama import Llama
 from models.sampling import Sampling, row_keys, sample
 from training.mesh import Partition, StationaryPartition
+from training.weights import SavedParameters
 
 
 def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
@@ -140,3 +141,37 @@ def _programs(
         return cache, draw(llama, hidden[:, 0], following, seed), following
 
     return prefill, step
+
+
+def restored_parameters(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> tuple[Any, int]:
+    """The newest of the config's run, on the mesh, and their step.
+
+    Matrices are in the compute type, in which they are multiplied anyway.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no checkpoint, or one of another model.
+    """
+    model, dtype = assemble.model(config, partition), jnp.dtype(config.compute_dtype)
+
+    def placed(shape: jax.ShapeDtypeStruct, names: tuple) -> jax.ShapeDtypeStruct:
+        sharding = partition.sharding(names, shape.shape)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    shapes = jax.tree.map(placed, model.shapes, model.axes)
+    saved = SavedParameters(config.workdir)
+    saved.check_model(assemble.fingerprint(model))
+    parameters = saved.restore(shapes)
+    if dtype == jnp.float32:
+        return parameters, saved.step
+
+    def cast(parameters: Any) -> Any:
+        return jax.tree.map(
+            lambda x, names: x.astype(dtype) if "embed" in names else x,
+            parameters,
+            model.axes,
+        )
+
+    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+    return jax.jit(cast, out_shardings=shardings)(parameters), saved.step

@@ -29,11 +29,10 @@ if not __package__:  # run as a script, which puts tools/ on the path, not the r
 
 import jax
 import ml_collections
-from absl import flags
-from ml_collections import config_flags
 
 import assemble
 from tools.bench_rows import check_output
+from tools.config_file import read_config
 from tools.plan import Plan
 from tools.plan_context import TOLERANCE, longest_context, longest_that_fits
 from tools.plan_estimate import Estimate
@@ -48,33 +47,6 @@ LEAST_STEP = 256
 
 MOST_MESHES = 12
 """Printed of those suggested; --output gets all."""
-
-
-def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
-    """The config of `--config=FILE --config.field=value ...`.
-
-    Raises:
-      ValueError: no or no such file, an unknown field, or a value of the wrong type.
-    """
-    values = flags.FlagValues()
-    command = ["plan_pod.py", *arguments]
-    flag = config_flags.DEFINE_config_file(
-        "config", lock_config=True, flag_values=values, sys_argv=command
-    )
-    try:
-        rest = values(command)[1:]
-        config = flag.value
-        if config is not None:
-            config.lock()  # raises what reading the file raised
-    except (AttributeError, KeyError) as error:
-        raise ValueError(f"the config has no such field: {error.args[0]}") from error
-    except (flags.Error, OSError, TypeError) as error:
-        raise ValueError(str(error)) from error
-    if rest:
-        raise ValueError(f"unknown arguments {rest}: see --help and configs/base.py")
-    if config is None:
-        raise ValueError("no --config=configs/NAME.py was given")
-    return config
 
 
 def describe(plan: Plan) -> list[str]:

@@ -1,0 +1,242 @@
+"""Generates text with the newest checkpoint of a run, on the devices of this machine.
+
+    python tools/generate.py --config=configs/tiny.py --prompt "def main("
+    python tools/generate.py --config=configs/tiny.py --prompt-file story.txt \\
+        --max-tokens 500 --temperature 0.8 --top-p 0.95 --seed 7
+    python tools/generate.py --config=configs/tiny.py --config.mesh.fsdp=1 \\
+        --config.mesh.ring=8
+
+The config is the run's own; its mesh may be another (--config.mesh.ring=…), as may its
+workdir. Without a prompt, every line of the console (or of standard input) is one. The
+text is written as it comes, without the prompt. It ends with the tokenizer's end of
+document, or after --max-tokens.
+
+The KV cache is sharded over the ring; the parameters stay where the mesh puts them.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import ml_collections
+import numpy as np
+from absl import logging
+
+import assemble
+from data.text_stream import TextStream
+from data.token_file import TokenFile
+from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from models.decode import Generator
+from models.sampling import Sampling
+from tools.config_file import read_config
+from tools.generation import generator, restored_parameters
+
+MAX_TOKENS = 256
+"""At most, unless --max-tokens says otherwise."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """All that turns a prompt into text.
+
+    max_tokens: for a prompt; None for what the cache has room for, up to `MAX_TOKENS`.
+    """
+
+    generator: Generator
+    tokenizer: Tokenizer
+    max_tokens: int | None
+    seed: int
+
+    def encode(self, prompt: str) -> tuple[np.ndarray, int]:
+        """The prompt's tokens, int32 (n,), and how many may follow.
+
+        Raises:
+          ValueError: it has none, or does not go into the cache.
+        """
+        tokens = self.tokenizer.encode(prompt)
+        room = self.generator.slots - len(tokens) + 1
+        wanted = self.max_tokens or max(min(MAX_TOKENS, room), 1)
+        self.generator.check([tokens] * self.generator.rows, wanted)
+        return tokens, wanted
+
+    def write(self, parameters: Any, prompt: str, number: int = 0) -> Iterator[str]:
+        """Yields the text that follows the prompt, piece by piece.
+
+        number: of the prompt, each of which draws other random numbers.
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        tokens, wanted = self.encode(prompt)
+        stream = TextStream(self.tokenizer, tokens)
+        drawn = self.generator.generate(
+            parameters,
+            # The mesh may want several rows: it gets the prompt in each.
+            [tokens] * self.generator.rows,
+            wanted,
+            self.seed + number,
+            stop_tokens=[self.tokenizer.end_of_document],
+        )
+        for step in drawn:
+            token = int(step[0])
+            if token == self.tokenizer.end_of_document:
+                break
+            yield stream.push(token)
+        yield stream.finish()
+
+
+def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Tokenizer:
+    """The tokenizer that is named, or else that of the config's corpus.
+
+    Raises:
+      ValueError, FileNotFoundError: there is no such tokenizer or corpus, or it has
+        tokens that the model's vocabulary lacks.
+    """
+    if spec is None:
+        corpus = config.data.corpus
+        spec = ByteTokenizer.name  # of the default corpus
+        if corpus:
+            spec = TokenFile.open(corpus, "train").tokenizer
+    tokenizer = open_tokenizer(spec)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but "
+            f"{config.model.vocab_size=}: give the tokenizer that the model was "
+            "trained with (--tokenizer, or --config.data.corpus)"
+        )
+    return tokenizer
+
+
+def prepare(
+    config: ml_collections.ConfigDict, options: argparse.Namespace
+) -> tuple[Writer, Callable[[], Any]]:
+    """The writer, and what restores the parameters; nothing is computed yet.
+
+    Raises:
+      ValueError, FileNotFoundError: something in the options or the config is wrong.
+    """
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise ValueError(f"--max-tokens {options.max_tokens} must be at least 1")
+    if not 0 <= options.seed < 2**31:
+        raise ValueError(f"--seed {options.seed} must be from 0 to below 2^31")
+    tokenizer = find_tokenizer(config, options.tokenizer)
+    sampling = Sampling(
+        options.temperature, options.top_k, options.top_p, tokenizer.vocab_size
+    )
+    partition = assemble.partition(config, jax.devices())
+    programs = generator(
+        config,
+        partition,
+        sampling,
+        rows=partition.shards("batch"),
+        cache_tokens=options.cache_tokens or config.data.context_tokens,
+    )
+    writer = Writer(programs, tokenizer, options.max_tokens, options.seed)
+    return writer, lambda: restored_parameters(config, partition)
+
+
+def run(
+    config: ml_collections.ConfigDict,
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> None:
+    """Answers the prompt, or one prompt after the other.
+
+    say: tells what is no text: what was restored, and how long it took.
+
+    Raises:
+      ValueError, FileNotFoundError: as `prepare`, or there is no checkpoint.
+    """
+    prompt = options.prompt
+    if options.prompt_file:
+        prompt = options.prompt_file.read_text(encoding="utf-8")
+    writer, restore = prepare(config, options)
+    if prompt is not None:
+        writer.encode(prompt)
+    parameters, step = restore()
+    say(f"step {step} of {config.workdir}")
+    if prompt is not None:
+        _show(writer.write(parameters, prompt), say)
+        return
+    for number, line in enumerate(_lines()):
+        try:
+            _show(writer.write(parameters, line, number), say)
+        except ValueError as error:
+            say(f"error: {error}")
+
+
+def _lines() -> Iterator[str]:
+    """Prompts from the console or from standard input, without empty ones."""
+    is_console = sys.stdin.isatty()
+    while True:
+        if is_console:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _show(pieces: Iterator[str], say: Callable[[str], None]) -> None:
+    start, count = time.monotonic(), 0
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        count += 1
+    print(flush=True)
+    # The last piece is no token.
+    say(f"{count - 1} tokens in {time.monotonic() - start:.1f} s")
+
+
+def _options(
+    arguments: Sequence[str] | None,
+) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="text to go on from")
+    prompt.add_argument("--prompt-file", type=Path, help="file that holds it, UTF-8")
+    add("--max-tokens", type=int, help=f"at most (default: {MAX_TOKENS})")
+    add("--temperature", type=float, default=1.0, help="0: the likeliest token")
+    add("--top-k", type=int, default=0, help="of so many likeliest tokens; 0: of all")
+    add("--top-p", type=float, default=1.0, help="of those with so much probability")
+    add("--seed", type=int, default=0)
+    add(
+        "--cache-tokens",
+        type=int,
+        help="prompt and text together (default: config.data.context_tokens)",
+    )
+    add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    options, rest = _options(arguments)
+    logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
+    try:
+        config = read_config(rest)
+        assemble.simulate_devices(config)
+        run(config, options, lambda line: print(line, file=sys.stderr, flush=True))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
