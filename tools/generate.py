@@ -39,6 +39,8 @@ from models.sampling import Sampling
 from tools.config_file import read_config
 from tools.generation import generator, restored_parameters
 
+ROOT = Path(__file__).resolve().parents[1]
+
 MAX_TOKENS = 256
 """At most, unless --max-tokens says otherwise."""
 

@@ -1,0 +1,74 @@
+"""Text that comes token by token is the text of all tokens."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.text_stream import TextStream
+from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
+
+TEXT = "the cat sat: Möwe 猫 🙂🙂 e\u0301, on the log"
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    directory: Path = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "bytes": BYTES,
+        "huggingface": open_tokenizer(
+            str(make_hugging_face(directory / "tokenizer.json"))
+        ),
+        "sentencepiece": open_tokenizer(
+            str(make_sentence_piece(directory / "tokenizer.model"))
+        ),
+    }
+
+
+def pieces(tokenizer: Tokenizer, prompt: np.ndarray, tokens: np.ndarray) -> list[str]:
+    stream = TextStream(tokenizer, prompt)
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
+@pytest.mark.parametrize("prompt_length", [1, 4, 15])
+def test_pieces_join_to_the_text_after_the_prompt(tokenizers, kind, prompt_length):
+    tokenizer = tokenizers[kind]
+    prompt = tokenizer.encode(TEXT[:prompt_length])
+    # A space that belongs to the next word is not part of the prompt's last one.
+    whole = np.concatenate([prompt, tokenizer.encode(TEXT)])
+    got = pieces(tokenizer, prompt, whole[len(prompt) :])
+    assert tokenizer.decode(prompt) + "".join(got) == tokenizer.decode(whole)
+    assert got[-1] == "" and "\ufffd" not in "".join(got)
+    assert sum(map(bool, got)) > 10
+
+
+def test_a_letter_waits_for_its_last_token():
+    assert pieces(BYTES, BYTES.encode("x"), BYTES.encode("aé猫🙂")) == [
+        "a",
+        *["", "é"],
+        *["", "", "猫"],
+        *["", "", "", "🙂"],
+        "",
+    ]
+
+
+def test_what_is_no_letter_comes_out_once_that_is_known():
+    tokens = np.array([0xE7, 0x8C, 0x61, 0xFF, 0xFF, 0x62, 0xC3])
+    got = pieces(BYTES, BYTES.encode("x"), tokens)
+    assert got == ["", "", "\ufffda", "", "", "\ufffd\ufffdb", "", "\ufffd"]
+
+
+def test_random_bytes_join_to_what_is_decoded_at_once():
+    rng = np.random.default_rng()
+    for _ in range(200):
+        tokens = rng.choice([0x61, 0xC3, 0xA9, 0xE7, 0x8C, 0xAB, 0xF0, 0x9F, 256], 40)
+        prompt = BYTES.encode("héllo")
+        assert "".join(pieces(BYTES, prompt, tokens)) == BYTES.decode(tokens)
+
+
+def test_what_ends_a_document_is_no_text():
+    tokens = np.append(BYTES.encode("end"), BYTES.end_of_document)
+    assert "".join(pieces(BYTES, BYTES.encode("x"), tokens)) == "end"
