@@ -1,0 +1,70 @@
+"""The decode step, compiled for described TPUs and GPUs: no copy of the cache there."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import assemble
+from models.sampling import Sampling
+from tests.runs import small_config
+from tools.generation import cache_shardings, generator
+from tools.plan_step import described_pod
+
+RING, SLOTS, LAYERS, HEADS, DEPTH = 4, 65_536, 3, 8, 128
+SIZES = {
+    "model__num_layers": LAYERS,
+    "model__num_heads": HEADS,
+    "model__num_kv_heads": HEADS,
+    "model__head_dim": DEPTH,
+    "model__hidden_size": 1024,
+    "model__feed_forward_size": 2816,
+    "mesh__fsdp": 1,
+    "mesh__ring": RING,
+    "compute_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    "topology", ["v4:2x2x1", pytest.param("h200:1x1x4", marks=pytest.mark.slow)]
+)
+def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
+    pod, config = described_pod(topology), small_config("", "", **SIZES)
+    partition = assemble.partition(config, pod.devices)
+    model = assemble.model(config, partition)
+    programs = generator(
+        config, partition, Sampling(temperature=0.0), rows=1, cache_tokens=SLOTS
+    )
+
+    def placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding):
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    shardings = jax.tree.map(
+        lambda shape, names: partition.sharding(names, shape.shape),
+        model.shapes,
+        model.axes,
+    )
+    parameters = jax.tree.map(placed, model.shapes, shardings)
+    shape = LAYERS, 1, SLOTS, HEADS, DEPTH
+    cache = jax.tree.map(
+        placed, jax.eval_shape(programs.empty), cache_shardings(partition, shape)
+    )
+    of_rows = jax.ShapeDtypeStruct((1,), jnp.int32)
+    seed = jax.ShapeDtypeStruct((), jnp.int32)
+    program = pod.compile_for(
+        partition.mesh, programs.step, parameters, cache, of_rows, of_rows, seed
+    )
+    memory = program.memory_analysis()
+    layer = SLOTS // RING * HEADS * DEPTH * 2  # bytes of a device's keys
+    assert memory.alias_size_in_bytes >= 2 * LAYERS * layer
+    assert memory.temp_size_in_bytes < layer
+    largest = max(
+        math.prod(map(int, shape.split(",")))
+        for shape in re.findall(
+            r"\[([\d,]+)\][^=\n]* (?:all-gather|all-reduce)(?:-start)?\(",
+            program.as_text(),
+        )
+    )
+    assert largest <= 2 * config.model.feed_forward_size
