@@ -124,12 +124,12 @@ class Generator:
         if max_tokens < 1:
             raise ValueError(f"{max_tokens=} must be at least 1")
         # The last token drawn is never put into the cache.
-        if max(lengths) + max_tokens - 1 > self.slots:
+        room = self.slots - max(lengths) + 1
+        if max_tokens > room:
+            fewer = f"ask for at most {room} tokens" if room > 0 else "shorten it"
             raise ValueError(
                 f"a prompt of {max(lengths)} tokens and {max_tokens=} do not go into "
-                f"the cache of {self.slots} tokens: shorten the prompt, ask for at "
-                f"most {max(self.slots - max(lengths) + 1, 0)} tokens, or make the "
-                "cache larger"
+                f"the cache of {self.slots} tokens: {fewer}, or make the cache larger"
             )
 
     def generate(
