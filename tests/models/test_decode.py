@@ -3,87 +3,31 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import pytest
-from flax import nnx
 
-import assemble
-from kernels import masks
-from kernels.cached import CachedAttention
-from kernels.layout import order
-from kernels.ring import make_ring_attention
-from models import decode
-from models.cache import EMPTY, Cache, appends_left, empty_cache
 from models.decode import NOTHING, Generator
 from models.sampling import Sampling
-from tests.cases import QUICK
-from tests.runs import small_config
-from tools.generation import cache_shardings, generator
-from training.mesh import MeshShape, Partition, StationaryPartition, make_mesh
+from tests.small_llama import (
+    ROWS,
+    SLOTS,
+    VOCAB,
+    config_of,
+    parameters_on,
+    partition_of,
+    whole_forward,
+)
+from tools.generation import generator
+from training.mesh import MeshShape
 
-ROWS, SLOTS, VOCAB = 2, 64, 40
 NEW = SLOTS - 11 + 1
 """Tokens generated: to the cache's last slot, as the last is not put there."""
 
 GREEDY = Sampling(temperature=0.0)
 
 slow = pytest.mark.slow
-
-
-def config_of(attention: str, **overrides: Any) -> ml_collections.ConfigDict:
-    """Four query heads, two key/value heads, two layers."""
-    fields = {"model__vocab_size": VOCAB, "implementation": "reference"}
-    return small_config("", "", attention=attention, **fields | overrides)
-
-
-def partition_of(shape: MeshShape) -> Partition:
-    count = math.prod((shape.data, shape.fsdp, shape.ring, shape.tensor))
-    return Partition(make_mesh(shape, jax.devices()[:count]))
-
-
-def parameters_on(partition: Partition) -> Any:
-    """Large enough for every part to matter; the same on every mesh."""
-    rng = np.random.default_rng(1)
-    model = assemble.model(config_of("striped"), partition)
-
-    def draw(path: tuple, shape: jax.ShapeDtypeStruct, names: tuple) -> jax.Array:
-        offset = 1.0 if "scale" in str(path[-1]) else 0.0
-        values = (offset + 0.2 * rng.standard_normal(shape.shape)).astype(np.float32)
-        return jax.device_put(values, partition.sharding(names, shape.shape))
-
-    return jax.tree_util.tree_map_with_path(draw, model.shapes, model.axes)
-
-
-@functools.cache
-def whole_forward(dtype: str = "float32") -> Callable[[np.ndarray], np.ndarray]:
-    """From tokens (B, SLOTS) to logits (B, SLOTS, V): no cache, one device."""
-    config = config_of("vanilla", compute_dtype=dtype)
-    partition = partition_of(MeshShape())
-    structure = assemble.model(config, partition).structure
-    attend = make_ring_attention(
-        partition.mesh,
-        layout=assemble.attention_system(config).layout,
-        implementation="reference",
-    )
-
-    @jax.jit
-    def forward(parameters: Any, tokens: jax.Array) -> jax.Array:
-        llama = nnx.merge(structure, parameters)
-        positions = jnp.tile(jnp.arange(SLOTS, dtype=jnp.int32), (ROWS, 1))
-        causal = functools.partial(attend, visible=masks.causal())
-        hidden = llama(tokens, positions, causal)
-        head = llama.head[...].astype(hidden.dtype)
-        return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
-
-    parameters = parameters_on(partition)
-    return lambda tokens: np.asarray(forward(parameters, tokens))
 
 
 def some_prompts() -> list[np.ndarray]:
@@ -148,172 +92,6 @@ def test_cached_tokens_are_those_of_the_whole_forward_each_time(attention, shape
     got = generated(generator_on(shape, attention))
     np.testing.assert_array_equal(got, uncached())
     assert len(np.unique(got)) > 5
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """Logits of given tokens: some at once, the others appended, a few at a time."""
-
-    dtype: str
-    shape: MeshShape = MeshShape(ring=2, tensor=2)
-
-    @functools.cached_property
-    def partition(self) -> Partition:
-        return partition_of(self.shape)
-
-    @functools.cached_property
-    def operations(self) -> CachedAttention:
-        return CachedAttention(self.partition.mesh)
-
-    def _model(self, partition: Partition) -> Any:
-        config = config_of("striped", compute_dtype=self.dtype)
-        return assemble.model(config, partition).structure
-
-    def empty(self) -> Cache:
-        sizes = config_of("striped").model
-        shape = sizes.num_layers, ROWS, SLOTS, sizes.num_kv_heads, sizes.head_dim
-        ring = self.shape.ring
-        cache = empty_cache(shape, jnp.dtype(self.dtype), ring)
-        return jax.device_put(cache, cache_shardings(self.partition, shape))
-
-    @functools.cached_property
-    def prefill(self) -> Callable[..., tuple[jax.Array, Cache]]:
-        config, mesh = config_of("striped"), self.partition.mesh
-        layout = assemble.attention_system(config).layout
-        ring = make_ring_attention(mesh, layout=layout, implementation="reference")
-        models = self._model(self.partition), self._model(StationaryPartition(mesh))
-
-        def prefill(parameters, tokens, index, cache):
-            llama, few = (nnx.merge(model, parameters) for model in models)
-            lengths = (index != EMPTY).sum(axis=1, keepdims=True, dtype=jnp.int32)
-            visible = masks.causal() & masks.padding(lengths)
-            attend = functools.partial(ring, visible=visible)
-            hidden, cache = decode.prefill(
-                llama, tokens, index, cache, attend, self.operations
-            )
-            return decode.logits(few, hidden), cache
-
-        return jax.jit(prefill, compiler_options=QUICK)
-
-    @functools.cached_property
-    def append(self) -> Callable[..., tuple[jax.Array, Cache]]:
-        model = self._model(StationaryPartition(self.partition.mesh))
-
-        def append(parameters, tokens, index, cache):
-            llama = nnx.merge(model, parameters)
-            hidden, cache = decode.append(llama, tokens, index, cache, self.operations)
-            return decode.logits(llama, hidden), cache
-
-        return jax.jit(append, donate_argnums=3, compiler_options=QUICK)
-
-    def logits(
-        self, tokens: np.ndarray, lengths: Sequence[int], counts: Sequence[int]
-    ) -> tuple[np.ndarray, Cache]:
-        """Of `lengths[r] + sum(counts)` tokens of row r, (B, SLOTS, V), nan elsewhere.
-
-        lengths: of the rows' prompts. counts: how many tokens are appended each time.
-        """
-        length = 12
-        index = np.tile(np.arange(length, dtype=np.int32), (ROWS, 1))
-        index[index >= np.array(lengths)[:, None]] = EMPTY
-        layout = assemble.attention_system(config_of("striped")).layout
-        slots = order(layout, self.shape.ring, length)
-        parameters = parameters_on(self.partition)
-        found, cache = self.prefill(
-            parameters, tokens[:, slots], index[:, slots], self.empty()
-        )
-        logits = np.full((ROWS, SLOTS, VOCAB), np.nan, np.float32)
-        logits[:, slots] = found
-        logits[:, :length][index == EMPTY] = np.nan
-        rows, behind = np.arange(ROWS)[:, None], np.array(lengths)
-        for count in counts:
-            places = (behind[:, None] + np.arange(count)).astype(np.int32)
-            found, cache = self.append(parameters, tokens[rows, places], places, cache)
-            logits[rows, places] = found
-            behind += count
-        return logits, cache
-
-
-@functools.cache
-def teacher(dtype: str) -> Teacher:
-    return Teacher(dtype)
-
-
-def some_tokens() -> np.ndarray:
-    return np.random.default_rng(3).integers(0, VOCAB, (ROWS, SLOTS), np.int32)
-
-
-def largest_difference(got: np.ndarray, want: np.ndarray) -> float:
-    """Of the logits that there are: those of rows of 11 and 5 tokens and 20 more."""
-    there = ~np.isnan(got)
-    assert there.all(axis=-1).sum(axis=1).tolist() == [31, 25]
-    return np.abs(got - want)[there].max()
-
-
-def test_cached_logits_are_those_of_the_teacher_forced_forward():
-    tokens = some_tokens()
-    got, _ = teacher("float32").logits(tokens, (11, 5), (4, 1, 4, 4, 1, 1, 1, 4))
-    want = whole_forward()(tokens)
-    assert largest_difference(got, want) < 1e-4
-    assert np.abs(want).max() > 1
-
-
-@slow
-def test_cached_logits_in_bfloat16_are_near():
-    tokens = some_tokens()
-    got, cache = teacher("bfloat16").logits(tokens, (11, 5), (4, 4, 4, 4, 4))
-    assert cache.keys.dtype == cache.values.dtype == jnp.bfloat16
-    plain = np.abs(whole_forward("bfloat16")(tokens) - whole_forward()(tokens)).max()
-    assert largest_difference(got, whole_forward()(tokens)) < 2 * plain
-
-
-def test_four_tokens_at_once_are_as_one_by_one():
-    tokens = some_tokens()
-    at_once, cache = teacher("float32").logits(tokens, (11, 5), (4,) * 5)
-    one_by_one, other = teacher("float32").logits(tokens, (11, 5), (1,) * 20)
-    assert largest_difference(at_once, one_by_one) < 1e-5
-
-    def by_index(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
-        index = np.asarray(cache.index[row])
-        slots = np.argsort(index)[: (index != EMPTY).sum()]
-        return index[slots], np.asarray(cache.keys)[:, row, slots]
-
-    for row, length in enumerate((31, 25)):
-        index, keys = by_index(cache, row)
-        np.testing.assert_array_equal(index, np.arange(length))
-        np.testing.assert_allclose(keys, by_index(other, row)[1], atol=1e-5)
-
-
-def test_members_of_the_ring_fill_evenly():
-    # The longer row's 11 tokens are 6 and 5; so the first four go to the second member.
-    fills = {(4,): [6, 9], (4, 4): [10, 9], (1,): [6, 6], (1,) * 8: [10, 9]}
-    for counts, filled in fills.items():
-        _, cache = teacher("float32").logits(some_tokens(), (11, 5), counts)
-        assert np.asarray(cache.filled).tolist() == filled
-        taken = (np.asarray(cache.index) != EMPTY).sum(axis=1)
-        assert taken.tolist() == [11 + sum(counts), 5 + sum(counts)]
-
-
-def test_rows_without_new_tokens_stay_as_they_were():
-    tokens, one = some_tokens(), teacher("float32")
-    want, _ = one.logits(tokens, (11, 5), (4,))
-    _, cache = one.logits(tokens, (11, 5), ())
-    parameters = parameters_on(one.partition)
-    for row, length in enumerate((11, 5)):
-        places = np.full((ROWS, 4), EMPTY, np.int32)
-        places[row] = length + np.arange(4)
-        new = np.where(places == EMPTY, 0, tokens[row, length : length + 4])
-        logits, cache = one.append(parameters, new, places, cache)
-        expected = want[row, length : length + 4]
-        np.testing.assert_allclose(logits[row], expected, atol=1e-5)
-    counts = (np.asarray(cache.index) != EMPTY).sum(axis=1)
-    assert counts.tolist() == [15, 9]
-
-
-def test_room_is_counted_by_member():
-    assert appends_left(np.array([6, 9]), 64, 1) == 64 - 15
-    assert appends_left(np.array([6, 9]), 64, 4) == 6 + 5
-    assert appends_left(np.array([32, 30]), 64, 4) == 0
 
 
 def step_program(ring: int, slots: int) -> Any:
@@ -426,5 +204,3 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_refused():
         generator(config, partition, GREEDY, rows=3, cache_tokens=SLOTS)
     with pytest.raises(ValueError, match="cache of 0 tokens"):
         generator(config, partition, GREEDY, rows=2, cache_tokens=0)
-    with pytest.raises(ValueError, match="30 slots .* ring of 4: make them 32"):
-        empty_cache((2, 2, 30, 2, 8), jnp.float32, 4)

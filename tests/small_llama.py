@@ -1,0 +1,69 @@
+"""A small LLaMA for tests of caches and generation, and its forward without one."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from flax import nnx
+
+import assemble
+from kernels import masks
+from kernels.ring import make_ring_attention
+from tests.runs import small_config
+from training.mesh import MeshShape, Partition, make_mesh
+
+ROWS, SLOTS, VOCAB = 2, 64, 40
+
+
+def config_of(attention: str, **overrides: Any) -> ml_collections.ConfigDict:
+    """Four query heads, two key/value heads, two layers."""
+    fields = {"model__vocab_size": VOCAB, "implementation": "reference"}
+    return small_config("", "", attention=attention, **fields | overrides)
+
+
+def partition_of(shape: MeshShape) -> Partition:
+    count = math.prod((shape.data, shape.fsdp, shape.ring, shape.tensor))
+    return Partition(make_mesh(shape, jax.devices()[:count]))
+
+
+def parameters_on(partition: Partition) -> Any:
+    """Large enough for every part to matter; the same on every mesh."""
+    rng = np.random.default_rng(1)
+    model = assemble.model(config_of("striped"), partition)
+
+    def draw(path: tuple, shape: jax.ShapeDtypeStruct, names: tuple) -> jax.Array:
+        offset = 1.0 if "scale" in str(path[-1]) else 0.0
+        values = (offset + 0.2 * rng.standard_normal(shape.shape)).astype(np.float32)
+        return jax.device_put(values, partition.sharding(names, shape.shape))
+
+    return jax.tree_util.tree_map_with_path(draw, model.shapes, model.axes)
+
+
+@functools.cache
+def whole_forward(dtype: str = "float32") -> Callable[[np.ndarray], np.ndarray]:
+    """From tokens (B, SLOTS) to logits (B, SLOTS, V): no cache, one device."""
+    config = config_of("vanilla", compute_dtype=dtype)
+    partition = partition_of(MeshShape())
+    structure = assemble.model(config, partition).structure
+    attend = make_ring_attention(
+        partition.mesh,
+        layout=assemble.attention_system(config).layout,
+        implementation="reference",
+    )
+
+    @jax.jit
+    def forward(parameters: Any, tokens: jax.Array) -> jax.Array:
+        llama = nnx.merge(structure, parameters)
+        positions = jnp.tile(jnp.arange(SLOTS, dtype=jnp.int32), (ROWS, 1))
+        causal = functools.partial(attend, visible=masks.causal())
+        hidden = llama(tokens, positions, causal)
+        head = llama.head[...].astype(hidden.dtype)
+        return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+
+    parameters = parameters_on(partition)
+    return lambda tokens: np.asarray(forward(parameters, tokens))
