@@ -27,7 +27,7 @@ def config_of(attention: str, **overrides: Any) -> ml_collections.ConfigDict:
 
 
 def partition_of(shape: MeshShape) -> Partition:
-    count = math.prod((shape.data, shape.fsdp, shape.ring, shape.tensor))
+    count = math.prod(shape.axes.values())
     return Partition(make_mesh(shape, jax.devices()[:count]))
 
 

@@ -166,7 +166,7 @@ def test_prompts_that_do_not_go_into_the_cache_are_refused(tokens, words):
 
 def test_a_mesh_without_a_ring_is_refused():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    with pytest.raises(ValueError, match="'ring' is not an axis of the mesh"):
+    with pytest.raises(ValueError, match=r"ring_axes=\('ring',\) are not all axes"):
         CachedAttention(mesh)
 
 
@@ -176,3 +176,16 @@ def test_operands_of_several_types_are_refused():
     arrays = q, problem.keys, problem.values, problem.index
     with pytest.raises(ValueError, match="must have one type"):
         cached.attend(*arrays, problem.visible, np.int32(0))
+
+
+def test_a_ring_may_be_two_axes_of_the_mesh():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))
+    cached, problem = CachedAttention(mesh, ("outer", "inner")), Problem()
+    arrays = problem.q, problem.keys, problem.values, problem.index
+    got = jax.jit(cached.attend)(*arrays, problem.visible, np.int32(2))
+    np.testing.assert_allclose(got, problem.expected(2), atol=1e-5)
+    place = np.int32(2), np.int32(2), np.int32(3)
+    new, want = problem.values[0, :, :2], problem.keys.copy()
+    first = 2 * SLOTS // 4 + 3
+    want[2, :, first : first + 2] = new
+    np.testing.assert_array_equal(jax.jit(cached.put)(arrays[1], new, *place), want)

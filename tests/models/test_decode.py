@@ -85,6 +85,7 @@ def generated(
         pytest.param("zigzag", MeshShape(ring=4), marks=slow),
         pytest.param("zigzag", MeshShape(data=2, ring=2, tensor=2), marks=slow),
         pytest.param("vanilla", MeshShape(tensor=2), marks=slow),
+        pytest.param("striped", MeshShape(ring_outer=2, ring=2), marks=slow),
     ],
     ids=str,
 )
