@@ -38,8 +38,8 @@ class LlamaConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling = RopeScaling()
     norm_epsilon: float = 1e-6
+    rope_scaling: RopeScaling = RopeScaling()
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in _SIZES}

@@ -17,6 +17,7 @@ from kernels import masks
 from kernels.layout import permute, unpermute
 from kernels.ring import make_ring_attention
 from tests.runs import small_config
+from tools.convert_hf import settings_of
 from tools.hf_config import llama_config
 from training.mesh import Partition
 
@@ -39,7 +40,7 @@ def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
 def run_config(name: str, **overrides: Any) -> ml_collections.ConfigDict:
     """A config whose model is the fixture's."""
     config = small_config(Path(), Path(), compute_dtype="float32", **overrides)
-    config.model.update(vars(llama_config(fields(name))))
+    config.update_from_flattened_dict(settings_of(llama_config(fields(name))))
     return config
 
 

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding
 import assemble
 from configs import base
 from models.llama import LlamaConfig
+from models.rope import RopeScaling
 from tools import hf_config
 from tools.hf_names import (
     HEAD,
@@ -127,7 +128,9 @@ def export_model(
     kept = {} if original is None else _read_config(original)
     saved = SavedParameters(workdir)
     try:
-        config = LlamaConfig(**saved.fingerprint["model"])
+        fields = dict(saved.fingerprint["model"])
+        scaling = RopeScaling(**fields.pop("rope_scaling", {}))
+        config = LlamaConfig(**fields, rope_scaling=scaling)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"the parameters in {workdir} are no LLaMA's that can be exported: {error}"
@@ -150,8 +153,18 @@ def export_model(
 def model_of(config: LlamaConfig, partition: Partition) -> assemble.Model:
     """A model of these sizes, without parameters."""
     settings = base.get_config()
-    settings.model.update(dataclasses.asdict(config))
+    settings.update_from_flattened_dict(settings_of(config))
     return assemble.model(settings, partition)
+
+
+def settings_of(config: LlamaConfig) -> dict[str, Any]:
+    """Fields of a config file that make this model, by dotted name."""
+    sizes = dataclasses.asdict(config)
+    scaling = sizes.pop("rope_scaling")
+    fields = {f"model.{name}": value for name, value in sizes.items()}
+    if config.rope_scaling == RopeScaling():
+        return fields
+    return fields | {f"rope_scaling.{name}": v for name, v in scaling.items()}
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -291,8 +304,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _advice(config: LlamaConfig, workdir: Path) -> str:
     """The flags of `train.py` that go on from imported weights."""
-    fields: Mapping[str, Any] = dataclasses.asdict(config)
-    flags = [f"--config.model.{name}={value}" for name, value in fields.items()]
+    flags = [f"--config.{name}={value}" for name, value in settings_of(config).items()]
     return " \\\n  ".join([f"--config.init_from={workdir}", *flags])
 
 

@@ -1,9 +1,11 @@
 """A LLaMA's config.json, read to the sizes of a model here and written from them."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from models.llama import LlamaConfig
+from models.rope import RopeScaling
 
 # Field of config.json: field of LlamaConfig.
 _SIZES = {
@@ -20,6 +22,30 @@ _FIXED = {
     "attention_bias": ((False,), False),
     "mlp_bias": ((False,), False),
     "quantization_config": ((None,), None),
+}
+# RoPE scalings of config.json, and ours.
+_ROPE_TYPES = {
+    "default": "none",
+    "linear": "linear",
+    "yarn": "yarn",
+    "llama3": "llama3",
+}
+# Of ours, the fields that a scaling has.
+_ROPE_FIELDS = {
+    "linear": ("factor",),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+    ),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
 }
 # Fields that older and newer versions write in the place of ours.
 _REPLACED = ("rope_parameters", "dtype")
@@ -104,12 +130,42 @@ def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         **(fields.get("rope_scaling") or {}),
         **(fields.get("rope_parameters") or {}),
     }
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"config.json has RoPE scaling {kind!r} (only 'default')")
-    return {"rope_theta": float(rope["rope_theta"])}
+    theta = float(rope.pop("rope_theta"))
+    older = rope.pop("type", "default")
+    kind = rope.pop("rope_type", older)
+    if kind not in _ROPE_TYPES:
+        raise ValueError(
+            f"config.json has RoPE scaling {kind!r} (only {', '.join(_ROPE_TYPES)})"
+        )
+    if kind == "default":
+        return {"rope_theta": theta}
+    rope = {name: value for name, value in rope.items() if value is not None}
+    known = {field.name: field.type for field in dataclasses.fields(RopeScaling)}
+    unknown = rope.keys() - known.keys()
+    if unknown:
+        raise ValueError(
+            f"config.json has RoPE scaling {kind!r} with {', '.join(sorted(unknown))}, "
+            "which models here have not"
+        )
+    if kind == "yarn":
+        longest = fields.get("max_position_embeddings", 0)
+        rope.setdefault("original_max_position_embeddings", longest)
+    scaling = {name: known[name](value) for name, value in rope.items()}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": RopeScaling(**scaling | {"rope_type": _ROPE_TYPES[kind]}),
+    }
 
 
 def _rope_json(config: LlamaConfig) -> dict[str, Any]:
     """The other way round."""
-    return {"rope_theta": config.rope_theta, "rope_scaling": None}
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if scaling.rope_type == "ntk":  # nothing but another theta
+        theta *= scaling.factor ** (config.head_dim / (config.head_dim - 2))
+    names = _ROPE_FIELDS.get(scaling.rope_type)
+    if names is None:
+        return {"rope_theta": theta, "rope_scaling": None}
+    fields = {name: getattr(scaling, name) for name in ("rope_type", *names)}
+    if not fields.get("attention_factor", 1):
+        del fields["attention_factor"]  # that of the formula
+    return {"rope_theta": theta, "rope_scaling": fields}

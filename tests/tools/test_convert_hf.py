@@ -25,13 +25,13 @@ from tools.tensor_files import INDEX, TensorFiles
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters
 
-READABLE = ["mha", "gqa", "tied"]
 MESHES = {
     "mha": MeshShape(fsdp=8),
     "gqa": MeshShape(fsdp=2, ring=2, tensor=2),
     "tied": MeshShape(data=2, ring=4),
+    "llama3": MeshShape(fsdp=4, ring=2),
 }
-each_model = pytest.mark.parametrize("name", READABLE)
+each_model = pytest.mark.parametrize("name", MESHES)
 
 
 def partition_on(shape: MeshShape) -> Partition:
@@ -44,7 +44,7 @@ def workdirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("imported")
     for name, shape in MESHES.items():
         import_model(hf_llama.DIRECTORY / name, root / name, partition_on(shape))
-    return {name: root / name for name in READABLE}
+    return {name: root / name for name in MESHES}
 
 
 def restored(workdir: Path, name: str, partition: Partition) -> Any:
@@ -92,10 +92,13 @@ def test_logits_and_greedy_tokens_equal_hugging_faces(workdirs, name):
 
 
 def test_a_scaling_that_models_here_have_not_is_refused(tmp_path, capsys):
-    source = hf_llama.DIRECTORY / "llama3"
+    source = changed_copy(tmp_path, "llama3", lambda held: None)
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"llama3"', '"longrope"'))
     assert main(["import", str(source), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
-    assert error == ("error: config.json has RoPE scaling 'llama3' (only 'default')\n")
+    scaling = "config.json has RoPE scaling 'longrope'"
+    assert error == f"error: {scaling} (only default, linear, yarn, llama3)\n"
     assert not (tmp_path / "out").exists()
 
 

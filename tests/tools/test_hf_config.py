@@ -3,6 +3,7 @@
 import pytest
 
 from models.llama import LlamaConfig
+from models.rope import RopeScaling
 from tools.hf_config import config_fields, has_tied_head, llama_config
 
 # Only what bears on the model, of each published config.json.
@@ -75,8 +76,14 @@ def test_rope_is_read_from_old_and_new_fields():
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
         ({"vocab_size": None}, "vocab_size=None (a number is needed)"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "scaling 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "scaling 'yarn'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "scaling 'llama3'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 0.7}},
+            "scaling 'yarn' with mscale",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "original_max_position_embeddings=0",
+        ),
         ({"num_key_value_heads": 5}, "num_kv_heads=5"),
     ],
 )
@@ -86,7 +93,52 @@ def test_what_models_here_have_not_is_refused_by_field(changed, complaint):
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize("fields", [LLAMA1_7B, LLAMA2_70B, LLAMA3_8B])
+LLAMA31_8B = LLAMA3_8B | {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+YARN = LLAMA3_8B | {
+    "max_position_embeddings": 4096,
+    "rope_scaling": {"type": "yarn", "factor": 16, "attention_factor": None},
+}
+LINEAR = LLAMA2_70B | {"rope_scaling": {"type": "linear", "factor": 4}}
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        (LLAMA31_8B, RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)),
+        (YARN, RopeScaling("yarn", 16.0, 4096)),
+        (LINEAR, RopeScaling("linear", 4.0)),
+    ],
+)
+def test_scaled_rope_is_read_as_published(fields, expected):
+    scaling = llama_config(fields).rope_scaling
+    assert scaling == expected
+    assert isinstance(scaling.factor, float)
+
+
+def test_ntk_is_written_as_the_theta_that_it_is():
+    config = LlamaConfig(
+        300, 64, 128, 2, 4, 2, 16, 1e4, rope_scaling=RopeScaling("ntk", 8.0)
+    )
+    written = config_fields(config, "float32", {})
+    assert written["rope_scaling"] is None
+    plain = llama_config(written)
+    frequencies = plain.rope_scaling.frequencies(16, plain.rope_theta)
+    scaled = config.rope_scaling.frequencies(16, config.rope_theta)
+    assert frequencies == pytest.approx(scaled, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "fields", [LLAMA1_7B, LLAMA2_70B, LLAMA3_8B, LLAMA31_8B, YARN, LINEAR]
+)
 def test_what_is_written_is_read_as_the_same_model(fields):
     config = llama_config(fields)
     written = config_fields(config, "bfloat16", {})
