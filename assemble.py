@@ -36,6 +36,7 @@ from models.flops import paper_train_flops, train_flops
 from models.llama import Execution, Llama, LlamaConfig, parameter_axes
 from models.losses import cross_entropy
 from models.rope import RopeScaling
+from training.chips import compiler_options
 from training.feed import host_blocks
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
@@ -311,10 +312,12 @@ def train_step(
     state: shape, type and sharding of everything in it (see `abstract_state`).
     """
     sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
+    device = sharding.step.mesh.devices.flat[0]
     return jax.jit(
         make_train_step(loss_sum, optimizer, microbatches=config.train.microbatches),
         out_shardings=(sharding, sharding.step),
         donate_argnums=0,
+        compiler_options=compiler_options(device.device_kind),
     )
 
 

@@ -87,3 +87,13 @@ def find(device_kind: str) -> Chip | None:
         if device_kind in chip.device_kinds:
             return chip
     return None
+
+
+def compiler_options(device_kind: str) -> dict[str, str]:
+    """What XLA has to be told for the transfers of a ring to hide behind its work.
+
+    Compilers start them ahead by themselves, but that for TPU v3.
+    """
+    if device_kind == "TPU v3":
+        return {"xla_enable_async_collective_permute": "true"}
+    return {}
