@@ -115,13 +115,13 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
       ValueError: the shape does not match the devices.
     """
     axes = shape.fill(len(devices)).axes
-    ring = axes.get("ring_outer", 1) * axes["ring"]
+    outer = axes.get("ring_outer", 1)
     laid_out = mesh_utils.create_device_mesh(
-        (axes["data"], axes["fsdp"], ring, axes["tensor"]),
+        (axes["data"], axes["fsdp"], outer * axes["ring"], axes["tensor"]),
         devices,
         allow_split_physical_axes=True,
     )
-    laid_out = ring_along(laid_out, MESH_AXES.index("ring"))
+    laid_out = ring_along(laid_out, MESH_AXES.index("ring"), parts=outer)
     types = (AxisType.Auto,) * len(axes)
     return Mesh(laid_out.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
 

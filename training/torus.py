@@ -4,6 +4,10 @@ A ring's devices hand arrays from each to the next. Where chips stand on a torus
 grid, the order in which they are numbered jumps at the end of every row, and so do the
 transfers, over links that others need too: XLA for v5e then does not even start them
 ahead of the work that should hide them. A closed walk has no jumps.
+
+A ring that is two axes of a mesh has gathers within its parts. XLA for v5e routes them
+only where the parts are boxes too: a walk in halves goes through one half of the box
+before the other.
 """
 
 import math
@@ -15,17 +19,18 @@ import numpy as np
 Place = tuple[int, ...]
 
 
-def ring_along(devices: np.ndarray, axis: int) -> np.ndarray:
+def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
     """Devices of a mesh, reordered along one axis so that it is a closed walk.
 
     devices: of the mesh; all lines along `axis` are reordered alike. Those that do not
       know their place, as CPUs and GPUs, and lines that are no box stay as they are.
+    parts: into which the ring is cut, one after the other; two of them are boxes.
     """
     line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
     places = [place(device) for device in line]
     if None in places:
         return devices
-    return np.take(devices, closed_walk(places), axis=axis)
+    return np.take(devices, closed_walk(places, in_halves=parts == 2), axis=axis)
 
 
 def place(device: jax.Device) -> Place | None:
@@ -36,12 +41,14 @@ def place(device: jax.Device) -> Place | None:
     return *coordinates, getattr(device, "core_on_chip", 0)
 
 
-def closed_walk(places: Sequence[Place]) -> list[int]:
+def closed_walk(places: Sequence[Place], *, in_halves: bool = False) -> list[int]:
     """Numbers of the places in an order in which each is a neighbour of the last.
 
     places: all of a box, in any order, else they are left as they are. The last is a
       neighbour of the first too, if a side of the box is even and another longer than
       1. In one row, the way back takes the links that others do not, the other way.
+    in_halves: whether the first and the second half of the walk are boxes, where a box
+      has two such halves.
     """
     sides = [sorted(set(side)) for side in zip(*places, strict=True)]
     shape = tuple(map(len, sides))
@@ -53,7 +60,8 @@ def closed_walk(places: Sequence[Place]) -> list[int]:
     }
     if len(number) != len(places):
         return list(range(len(places)))
-    return [number[place] for place in _walk(shape)]
+    walk = (_walk_in_halves(shape) if in_halves else None) or _walk(shape)
+    return [number[place] for place in walk]
 
 
 def _walk(shape: tuple[int, ...]) -> list[Place]:
@@ -73,6 +81,26 @@ def _walk(shape: tuple[int, ...]) -> list[Place]:
     else:
         back = [(row, edge) for row in range(shape[even])]
     return [(*at[:even], row, *at[even:]) for row, at in there + back]
+
+
+def _walk_in_halves(shape: tuple[int, ...]) -> list[Place] | None:
+    """A closed walk through half a box, opened where the halves meet, and its mirror.
+
+    None if the longest side is odd, or a half has no walk with a step along the border.
+    """
+    cut = shape.index(max(shape))
+    half = (*shape[:cut], shape[cut] // 2, *shape[cut + 1 :])
+    if shape[cut] % 2 or max(half) == math.prod(half) or math.prod(half) % 2:
+        return None
+    walk = _walk(half)
+    for i in range(len(walk)):
+        if walk[i - 1][cut] == walk[i][cut] == half[cut] - 1:
+            first = walk[i:] + walk[:i]
+            mirror = [
+                (*at[:cut], shape[cut] - 1 - at[cut], *at[cut + 1 :]) for at in first
+            ]
+            return first + mirror[::-1]
+    return None
 
 
 def _serpentine(shape: tuple[int, ...]) -> list[Place]:

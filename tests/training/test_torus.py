@@ -34,6 +34,24 @@ def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape)
     assert {distance(chips[a], chips[b]) for a, b in steps} == {1}
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (8, 2), (2, 16), (16, 16, 1), (4, 6, 3)])
+def test_halves_of_a_walk_in_halves_are_boxes(shape):
+    chips = places(shape)
+    walk = [chips[i] for i in closed_walk(chips, in_halves=True)]
+    assert sorted(walk) == sorted(chips)
+    steps = zip(walk, walk[1:] + walk[:1], strict=True)
+    assert {distance(a, b) for a, b in steps} == {1}
+    for half in walk[: len(walk) // 2], walk[len(walk) // 2 :]:
+        sides = [len(set(side)) for side in zip(*half, strict=True)]
+        assert math.prod(sides) == len(half)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 2), (3, 5), (3, 2)], ids=str)
+def test_boxes_without_such_halves_are_walked_whole(shape):
+    chips = places(shape)
+    assert closed_walk(chips, in_halves=True) == closed_walk(chips)
+
+
 def test_walk_through_an_odd_box_jumps_only_at_its_end():
     chips = places((3, 3, 3))
     walk = closed_walk(chips)
