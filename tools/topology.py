@@ -32,12 +32,23 @@ class Pod:
     smallest: chips along each axis of one host, the smallest topology.
     most_chips: of the pod (a power of two, if the pod has a few more).
     devices_per_chip: JAX devices; a megacore chip has two cores and is one device.
+    wraps_from: an axis of a multiple of so many chips is closed to a ring, where all
+      axes are; 0 if none is in a part of a pod.
     """
 
     smallest: tuple[int, ...]
     most_chips: int
     devices_per_chip: int = 1
     is_megacore: bool = False
+    wraps_from: int = 0
+
+    def wraps(self, shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
+        """Which of three axes are closed, of a topology of this shape."""
+        sides = (*shape, 1, 1)[:3]
+        step = self.wraps_from
+        if not step or (len(shape) == 3 and any(side % step for side in shape)):
+            return False, False, False
+        return tuple(side % step == 0 for side in sides)
 
     def grow(self, devices: int) -> tuple[int, ...]:
         """Chips along each axis of the smallest topology with so many devices.
@@ -63,12 +74,13 @@ class Pod:
 
 PODS = {
     "v3": Pod((2, 2), 1024, devices_per_chip=2),
-    "v4": Pod((2, 2, 1), 4096, is_megacore=True),
-    "v5e": Pod((2, 2), 256),
-    "v5p": Pod((2, 2, 1), 4096, is_megacore=True),
-    "v6e": Pod((2, 2), 256),
+    "v4": Pod((2, 2, 1), 4096, is_megacore=True, wraps_from=4),
+    "v5e": Pod((2, 2), 256, wraps_from=16),
+    "v5p": Pod((2, 2, 1), 4096, is_megacore=True, wraps_from=4),
+    "v6e": Pod((2, 2), 256, wraps_from=16),
 }
-"""Pod sizes: docs.cloud.google.com/tpu/docs, the page of each chip."""
+"""Sizes of pods, and which axes are closed: docs.cloud.google.com/tpu/docs, the page of
+each chip. A v3 pod is a torus only as a whole."""
 
 
 def described(topology: str, devices: int = 1) -> list[jax.Device]:
@@ -96,7 +108,9 @@ def described(topology: str, devices: int = 1) -> list[jax.Device]:
     shape = shape or "x".join(map(str, pod.grow(devices)))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    kind = {"chip_config_name": "megacore"} if pod.is_megacore else {}
+    kind: dict[str, Any] = {"wrap": pod.wraps(tuple(map(int, shape.split("x"))))}
+    if pod.is_megacore:
+        kind["chip_config_name"] = "megacore"
     try:
         found = topologies.get_topology_desc(f"{chip}:{shape}", "tpu", **kind).devices
     except jax.errors.JaxRuntimeError as error:

@@ -5,9 +5,10 @@ grid, the order in which they are numbered jumps at the end of every row, and so
 transfers, over links that others need too: XLA for v5e then does not even start them
 ahead of the work that should hide them. A closed walk has no jumps.
 
-A ring that is two axes of a mesh has gathers within its parts. XLA for v5e routes them
-only where the parts are boxes too: a walk in halves goes through one half of the box
-before the other.
+A ring that is two axes of a mesh has gathers within its parts, and sums over what has
+the same place in them. XLA for v5e routes these only where the parts are boxes, each
+walked like the others: rows there and back, which is closed where the torus is, as it
+is along 16 chips of v5e and v6e and along multiples of 4 of v4 and v5p.
 """
 
 import math
@@ -24,13 +25,14 @@ def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
 
     devices: of the mesh; all lines along `axis` are reordered alike. Those that do not
       know their place, as CPUs and GPUs, and lines that are no box stay as they are.
-    parts: into which the ring is cut, one after the other; two of them are boxes.
+    parts: into which the ring is cut, one after the other; if several, they are boxes
+      where the longest side divides into them evenly.
     """
     line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
     places = [place(device) for device in line]
     if None in places:
         return devices
-    return np.take(devices, closed_walk(places, in_halves=parts == 2), axis=axis)
+    return np.take(devices, closed_walk(places, by_rows=parts > 1), axis=axis)
 
 
 def place(device: jax.Device) -> Place | None:
@@ -41,14 +43,14 @@ def place(device: jax.Device) -> Place | None:
     return *coordinates, getattr(device, "core_on_chip", 0)
 
 
-def closed_walk(places: Sequence[Place], *, in_halves: bool = False) -> list[int]:
+def closed_walk(places: Sequence[Place], *, by_rows: bool = False) -> list[int]:
     """Numbers of the places in an order in which each is a neighbour of the last.
 
     places: all of a box, in any order, else they are left as they are. The last is a
       neighbour of the first too, if a side of the box is even and another longer than
       1. In one row, the way back takes the links that others do not, the other way.
-    in_halves: whether the first and the second half of the walk are boxes, where a box
-      has two such halves.
+    by_rows: whether it goes along the longest side once, row by row, and closes only
+      around a torus.
     """
     sides = [sorted(set(side)) for side in zip(*places, strict=True)]
     shape = tuple(map(len, sides))
@@ -60,7 +62,7 @@ def closed_walk(places: Sequence[Place], *, in_halves: bool = False) -> list[int
     }
     if len(number) != len(places):
         return list(range(len(places)))
-    walk = (_walk_in_halves(shape) if in_halves else None) or _walk(shape)
+    walk = _rows(shape) if by_rows else _walk(shape)
     return [number[place] for place in walk]
 
 
@@ -83,24 +85,11 @@ def _walk(shape: tuple[int, ...]) -> list[Place]:
     return [(*at[:even], row, *at[even:]) for row, at in there + back]
 
 
-def _walk_in_halves(shape: tuple[int, ...]) -> list[Place] | None:
-    """A closed walk through half a box, opened where the halves meet, and its mirror.
-
-    None if the longest side is odd, or a half has no walk with a step along the border.
-    """
-    cut = shape.index(max(shape))
-    half = (*shape[:cut], shape[cut] // 2, *shape[cut + 1 :])
-    if shape[cut] % 2 or max(half) == math.prod(half) or math.prod(half) % 2:
-        return None
-    walk = _walk(half)
-    for i in range(len(walk)):
-        if walk[i - 1][cut] == walk[i][cut] == half[cut] - 1:
-            first = walk[i:] + walk[:i]
-            mirror = [
-                (*at[:cut], shape[cut] - 1 - at[cut], *at[cut + 1 :]) for at in first
-            ]
-            return first + mirror[::-1]
-    return None
+def _rows(shape: tuple[int, ...]) -> list[Place]:
+    """The serpentine of which every row has the same place on the longest side."""
+    first = shape.index(max(shape))
+    turned = _serpentine((shape[first], *shape[:first], *shape[first + 1 :]))
+    return [(*at[1 : first + 1], at[0], *at[first + 1 :]) for at in turned]
 
 
 def _serpentine(shape: tuple[int, ...]) -> list[Place]:

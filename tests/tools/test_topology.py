@@ -26,6 +26,22 @@ def test_smallest_topology_that_is_large_enough(chip, devices, shape):
 
 
 @pytest.mark.parametrize(
+    ("chip", "shape", "closed"),
+    [
+        ("v3", (16, 16), (False, False, False)),
+        ("v4", (2, 2, 1), (False, False, False)),
+        ("v4", (4, 4, 2), (False, False, False)),
+        ("v4", (4, 4, 8), (True, True, True)),
+        ("v5e", (4, 8), (False, False, False)),
+        ("v5e", (8, 16), (False, True, False)),
+        ("v6e", (16, 16), (True, True, False)),
+    ],
+)
+def test_axes_are_closed_where_the_pods_are(chip, shape, closed):
+    assert PODS[chip].wraps(shape) == closed
+
+
+@pytest.mark.parametrize(
     ("topology", "count", "kind", "cores"),
     [
         ("v3", 8, "TPU v3", 1),

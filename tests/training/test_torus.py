@@ -34,22 +34,22 @@ def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape)
     assert {distance(chips[a], chips[b]) for a, b in steps} == {1}
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (8, 2), (2, 16), (16, 16, 1), (4, 6, 3)])
-def test_halves_of_a_walk_in_halves_are_boxes(shape):
+@pytest.mark.parametrize(
+    "shape, parts", [((4, 4), 2), ((2, 16), 4), ((16, 16, 1), 2), ((8, 8, 8), 4)]
+)
+def test_parts_of_a_walk_by_rows_are_boxes_walked_alike(shape, parts):
     chips = places(shape)
-    walk = [chips[i] for i in closed_walk(chips, in_halves=True)]
+    walk = [chips[i] for i in closed_walk(chips, by_rows=True)]
     assert sorted(walk) == sorted(chips)
-    steps = zip(walk, walk[1:] + walk[:1], strict=True)
-    assert {distance(a, b) for a, b in steps} == {1}
-    for half in walk[: len(walk) // 2], walk[len(walk) // 2 :]:
-        sides = [len(set(side)) for side in zip(*half, strict=True)]
-        assert math.prod(sides) == len(half)
-
-
-@pytest.mark.parametrize("shape", [(4,), (1, 2), (3, 5), (3, 2)], ids=str)
-def test_boxes_without_such_halves_are_walked_whole(shape):
-    chips = places(shape)
-    assert closed_walk(chips, in_halves=True) == closed_walk(chips)
+    assert {distance(a, b) for a, b in itertools.pairwise(walk)} == {1}
+    # Around the torus, the last is a neighbour of the first.
+    assert sorted(np.subtract(walk[-1], walk[0])) == [0] * (len(shape) - 1) + [
+        max(shape) - 1
+    ]
+    first, *others = np.split(np.array(walk), parts)
+    assert np.prod(np.ptp(first, axis=0) + 1) == len(first)
+    for other in others:
+        assert len(np.unique(other - first, axis=0)) == 1
 
 
 def test_walk_through_an_odd_box_jumps_only_at_its_end():
