@@ -23,7 +23,7 @@ class Memory:
     parameters, optimizer_state: exact, from shapes and shardings.
     saved: by the layers' forward for their backward, by the formula of `saved_bytes`.
     workspace: the rest of the peak.
-    peak: the most at a time, as the compiler says (see `peak_bytes`).
+    peak: what the program is given, as the compiler says (see `peak_bytes`).
     capacity: of the chip.
     host: pinned memory of the host that the step takes for each device.
     """
@@ -62,15 +62,15 @@ class Memory:
 
 
 def peak_bytes(stats: Any) -> int:
-    """The most memory of a device that a program holds at a time, with its arguments.
+    """The memory of a device that a program is given, its arguments included.
 
-    stats: of `Compiled.memory_analysis`. On TPUs the peak leaves out what the
-    allocation loses to gaps (up to 3 % where it was looked up), as it leaves out the
-    host's memory; their temp_size_in_bytes is not what is allocated. Compilers that do
-    not tell the peak (XLA's for GPUs) allocate all temporary memory at once.
+    stats: of `Compiled.memory_analysis`. On TPUs `peak_memory_in_bytes` counts the
+    host's memory instead of the device's where that is more, and leaves out the gaps
+    between allocations, and `temp_size_in_bytes` is not what is allocated: the total
+    is. Compilers that do not tell it (XLA's for GPUs) allocate what they name.
     """
-    peak = getattr(stats, "peak_memory_in_bytes", 0)
-    return peak or (
+    total = getattr(stats, "total_allocation_bytes", 0)
+    return total or (
         stats.argument_size_in_bytes
         + stats.output_size_in_bytes
         - stats.alias_size_in_bytes
