@@ -1,0 +1,266 @@
+"""The papers' tables beside ours: text, JSON and plots into results/.
+
+    python tools/paper_tables.py                      # text of everything, plots
+    python tools/paper_tables.py --compile memory     # table 1, memory by ring size
+    python tools/paper_tables.py --compile contexts   # table 3; --only 7b_v4_nothing
+
+Ring Attention (2310.01889): table 1 (memory of a layer), table 2 (the smallest blocks
+that hide their transfer), table 3 (longest contexts), figure 5 (FLOPs of a data set by
+context). Striped Attention (2311.09431): how much faster striping can be at most.
+
+What has to be compiled (minutes a row) is kept in results/tpu/, and read from there.
+Nothing of this has run on a TPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+
+from configs import llama_sizes
+from models.llama import LlamaConfig
+from tools import paper_contexts, paper_memory, paper_plots
+from tools.bench_rows import Environment
+from tools.paper_formulas import (
+    SmallestBlock,
+    dataset_flops_ratio,
+    largest_attention_speed_up,
+    largest_speed_up,
+)
+from training.chips import CHIPS
+
+MIB, GIB = 2**20, 2**30
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+MEMORY, CONTEXTS = "tpu/paper_memory.json", "tpu/contexts"
+
+# Table 2: chips of the paper, with the rate between hosts that it gives for one.
+INFINIBAND_BYTES_PER_SECOND = 12.5e9
+PAPER_BLOCKS = {
+    "A100 80GB": (1.0, 6.2),
+    "A100 over InfiniBand": (24.5, 149.5),
+    "TPU v3": (1.1, 6.6),
+    "TPU v4": (1.0, 6.2),
+    "TPU v5e": (1.1, 6.3),
+}
+"""Of table 2: block and sequence, in 1024 tokens."""
+
+TPU_LINKS = {"TPU v3": 4, "TPU v4": 6, "TPU v5e": 4, "TPU v5p": 6, "TPU v6e": 4}
+"""Of a device. The paper counts all of them; a ring uses one each way."""
+
+SPEED_UP_SIZES = ("1b", "3b", "7b")
+SPEED_UP_RINGS = {8: "8 A100", 16: "16 TPU v4"}
+SPEED_UP_CONTEXTS = tuple(2**power for power in range(15, 20)) + (786432,)
+
+FIGURE_5_SIZES = ("7b", "13b", "30b", "65b")
+FIGURE_5_CONTEXTS = tuple(2**power for power in range(12, 26))
+
+
+def table_2() -> list[dict[str, Any]]:
+    """Smallest blocks, with all links of a chip and with the one that a ring uses."""
+    found = []
+    for chip in CHIPS:
+        links = TPU_LINKS.get(chip.name, 1)
+        for name, counted, of in (
+            (chip.name, links, chip),
+            (f"{chip.name} (one link)", 1, chip),
+            (
+                "A100 over InfiniBand",
+                1,
+                dataclasses.replace(
+                    chip, interconnect_bytes_per_second=INFINIBAND_BYTES_PER_SECOND
+                ),
+            ),
+        ):
+            is_extra = "link" in name and links == 1
+            if is_extra or ("InfiniBand" in name and chip.name != "A100 80GB"):
+                continue
+            block = SmallestBlock.of(of, counted)
+            row = {"chip": name} | dataclasses.asdict(block)
+            found.append(row | {"paper": PAPER_BLOCKS.get(name)})
+    return found
+
+
+def figure_5() -> list[dict[str, Any]]:
+    """FLOPs of a data set in longer contexts, relative to those of 4096 tokens."""
+    return [
+        {"model": size, "context": context, "ratio": ratio}
+        for size in FIGURE_5_SIZES
+        for context in FIGURE_5_CONTEXTS
+        for ratio in [dataset_flops_ratio(_model(size).hidden_size, context, 4096)]
+    ]
+
+
+def speed_ups() -> list[dict[str, Any]]:
+    """How much faster than contiguous a striped step can be at most."""
+    return [
+        {
+            "model": size,
+            "ring": ring,
+            "context": context,
+            "step": largest_speed_up(_model(size), ring, context),
+            "attention": largest_attention_speed_up(ring),
+        }
+        for size in SPEED_UP_SIZES
+        for ring in SPEED_UP_RINGS
+        for context in SPEED_UP_CONTEXTS
+    ]
+
+
+def _model(size: str) -> LlamaConfig:
+    return LlamaConfig(**llama_sizes.llama(size))
+
+
+def tables(results: Path) -> dict[str, Any]:
+    """Everything that is printed, as plain values."""
+    memory = results / MEMORY
+    kept = json.loads(memory.read_text()) if memory.is_file() else {}
+    return {
+        "table_1": kept.get("table_1", []),
+        "flat": kept.get("flat", []),
+        "table_2": table_2(),
+        "table_3": paper_contexts.rows(results / CONTEXTS),
+        "figure_5": figure_5(),
+        "speed_ups": speed_ups(),
+    }
+
+
+def describe(found: dict[str, Any]) -> list[str]:
+    """The lines that are printed."""
+    lines = ["Table 1: by what a layer's activations grow, compiled for TPU v4, MiB"]
+    for row in found["table_1"]:
+        compiled, formula = row["compiled_bytes"], row["formula_bytes"]
+        name = row["system"] + (f", {row['parts']} parts" if row["parts"] > 1 else "")
+        first, last = row["tokens"]
+        lines.append(
+            f"  {name:24s} {first:>8,} to {last:>8,} tokens on {row['ring']}: "
+            f"{compiled / MIB:8.1f}, the paper's formula {formula / MIB:8.1f}"
+        )
+    lines += ["", f"Memory as the ring grows, {paper_memory.FLAT_TOKENS:,} tokens each"]
+    lines += [
+        f"  ring {row['ring']:>5d}, {row['tokens']:>10,} tokens: activations "
+        f"{row['activation_bytes'] / MIB:8.1f} MiB of {row['peak_bytes'] / MIB:8.1f}"
+        for row in found["flat"]
+    ]
+    lines += ["", "Table 2: smallest block and sequence of a device, in 1024 tokens"]
+    for row in found["table_2"]:
+        paper = (
+            "" if row["paper"] is None else "   paper {} and {}".format(*row["paper"])
+        )
+        lines.append(
+            f"  {row['chip']:24s} {row['block'] / 1024:7.1f} "
+            f"{row['sequence'] / 1024:8.1f}{paper}"
+        )
+    lines += ["", "Table 3: contexts in 1024 tokens, one sequence; compiled, not run"]
+    lines += map(_context_line, found["table_3"])
+    lines += ["", "Figure 5: FLOPs of a data set, relative to contexts of 4096 tokens"]
+    for size in FIGURE_5_SIZES:
+        ratios = [r for r in found["figure_5"] if r["model"] == size]
+        shown = (f"{r['context'] // 1024}K {r['ratio']:.1f}" for r in ratios[3::3])
+        lines.append(f"  {size:4s} " + ", ".join(shown))
+    lines += [
+        "",
+        "Striped over contiguous, at most: a whole step, only products counted",
+    ]
+    for size in SPEED_UP_SIZES:
+        for ring, where in SPEED_UP_RINGS.items():
+            mine = [
+                r for r in found["speed_ups"] if (r["model"], r["ring"]) == (size, ring)
+            ]
+            shown = (f"{r['context'] // 1024}K {r['step']:.2f}" for r in mine)
+            limit = mine[0]["attention"]
+            lines.append(
+                f"  {size:4s} ring of {ring:2d} ({where}): {', '.join(shown)}; "
+                f"attention alone {limit:.2f}"
+            )
+    return lines
+
+
+def _context_line(row: dict[str, Any]) -> str:
+    name = f"  {row['model']:4s} {row['topology']:10s} {row['remat']:8s}"
+    name += f" paper {row['paper_context']:>6,}, ours {row['context']:>8,}: "
+    if row["fits"] is None:
+        return name + "not compiled"
+    if "why" in row:
+        return name + row["why"]
+    line = (
+        f"{row['peak_bytes'] / GIB:.1f} of {row['capacity_bytes'] / GIB:.0f} GiB, "
+        f"{row['hidden_share']:.1%} hidden, MFU about {row['estimated_mfu']:.0%}"
+    )
+    if row["host_bytes"]:
+        line += f", {row['host_bytes'] / GIB:.0f} GiB of the host's"
+    return name + line + ("" if row["fits"] else "; less than 5 % spare")
+
+
+def compile_memory(results: Path) -> None:
+    """Table 1 and memory by ring size, into results/tpu/."""
+    value = {
+        "environment": dataclasses.asdict(Environment.now("TPU v4", 0)),
+        "table_1": paper_memory.table_1(),
+        "flat": paper_memory.flat_memory(),
+    }
+    (results / MEMORY).write_text(json.dumps(value, indent=1) + "\n")
+
+
+def compile_contexts(results: Path, only: Iterable[str]) -> None:
+    """Table 3, or the rows named, each into a file of results/tpu/contexts."""
+    wanted = set(only)
+    for target in paper_contexts.TARGETS:
+        for remat in paper_contexts.MULTIPLES:
+            name = target.name(remat)
+            if not wanted or name in wanted:
+                paper_contexts.compile_row(target, remat, results / CONTEXTS)
+                (row,) = (
+                    row
+                    for row in paper_contexts.rows(results / CONTEXTS, [target])
+                    if row["remat"] == remat
+                )
+                print(_context_line(row), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compile", choices=["memory", "contexts"])
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    names = {
+        target.name(remat)
+        for target in paper_contexts.TARGETS
+        for remat in paper_contexts.MULTIPLES
+    }
+    unknown = set(options.only) - names
+    if unknown:
+        sys.exit(
+            f"error: no row {', '.join(sorted(unknown))}: known are "
+            f"{', '.join(sorted(names))}"
+        )
+    # What is compiled for is described: the devices of this machine do not matter.
+    jax.config.update("jax_platforms", "cpu")
+    (options.output / "tpu").mkdir(parents=True, exist_ok=True)
+    if options.compile == "memory":
+        compile_memory(options.output)
+    elif options.compile == "contexts":
+        compile_contexts(options.output, options.only)
+    found = tables(options.output)
+    text = "\n".join(describe(found))
+    print(text)
+    (options.output / "paper_tables.txt").write_text(text + "\n")
+    (options.output / "paper_tables.json").write_text(
+        json.dumps(found, indent=1) + "\n"
+    )
+    paper_plots.draw(found, options.output)
+
+
+if __name__ == "__main__":
+    main()
