@@ -200,7 +200,8 @@ def _read(
     first = masks.documents_at(starts)(successor, length + 1).lo[0]
     # Where the successor is the first of its document, it is none of this token's.
     has_target = (first < successor) & (successor < stream.size)
-    has_target &= np.take(corpus.is_learnt(*part), successor, mode="clip")
+    last = stream.size - 1
+    has_target &= corpus.is_learnt(np.int64(part[0]) + np.minimum(successor, last))
     return Batch(
         tokens=_take(stream, index),
         targets=_take(stream, successor),
@@ -280,15 +281,14 @@ class TextBatches:
         self.blocks = tuple(dict.fromkeys(blocks))
         self._plan = plan
         self._columns = {}
-        slots = order(layout, ring_size, plan.length)
         for block in self.blocks:
             if block.rows[1] > batch_rows or block.columns[1] > plan.length:
                 raise ValueError(
                     f"{block} lies outside of the global batch of {batch_rows} rows "
                     f"and {plan.length} columns"
                 )
-            # A copy, as a slice would keep the whole row's indices in memory.
-            self._columns[block.columns] = slots[slice(*block.columns)].astype(np.int32)
+            slots = order(layout, ring_size, plan.length, block.columns)
+            self._columns[block.columns] = slots.astype(np.int32)
         sequence = row_order.sequence(plan.rows)
         if not 1 <= batch_rows <= len(sequence):
             raise ValueError(

@@ -103,11 +103,11 @@ class TokenFile:
             loss_mask,
         )
 
-    def is_learnt(self, begin: int, end: int) -> np.ndarray:
-        """Whether each token from `begin` to `end` is to be learnt, (end - begin,)."""
+    def is_learnt(self, places: np.ndarray) -> np.ndarray:
+        """Whether each token at these places of the stream is to be learnt."""
         if self.loss_mask is None:
-            return np.ones(end - begin, bool)
-        return self.loss_mask[begin:end] != 0
+            return np.ones(places.shape, bool)
+        return self.loss_mask[places] != 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a model with `vocab_size` ids cannot read the corpus."""

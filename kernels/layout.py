@@ -106,17 +106,29 @@ class Zigzag:
         return 2 * ring_size
 
 
-def order(layout: Layout, ring_size: int, length: int) -> np.ndarray:
+def order(
+    layout: Layout, ring_size: int, length: int, part: tuple[int, int] | None = None
+) -> np.ndarray:
     """Global indices in layout order, shard after shard: int32 (length,).
 
+    part: slots to give, from one to the one after the last; only the shards that they
+      lie in are looked at. None: all of them.
+
     Raises:
-      ValueError: `length` does not divide into the layout's shards.
+      ValueError: `length` does not divide into the layout's shards, or there are no
+        such slots.
     """
     check_length(layout, ring_size, length)
-    shards = range(ring_size)
-    return np.concatenate(
-        [np.asarray(layout.index(d, ring_size, length // ring_size)) for d in shards]
-    )
+    first, stop = (0, length) if part is None else part
+    if not 0 <= first <= stop <= length:
+        raise ValueError(f"{part=} are no slots of a sequence of {length} tokens")
+    size = length // ring_size
+    shards = range(first // size, -(-stop // size)) if first < stop else range(0)
+    wholes = [np.asarray(layout.index(shard, ring_size, size)) for shard in shards]
+    if not wholes:
+        return np.zeros(0, np.int32)
+    skipped = first - shards[0] * size
+    return np.concatenate(wholes)[skipped : skipped + stop - first]
 
 
 def permute(x: Array, layout: Layout, ring_size: int, axis: int = 1) -> Array:

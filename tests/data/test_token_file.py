@@ -49,9 +49,12 @@ def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
         writer.write("validation", np.array([7, 8]), np.array([True, False]))
         writer.write("train", np.array([9]), np.array([False]))
     train = TokenFile.open(directory, "train")
-    assert train.is_learnt(0, 4).tolist() == [False, True, True, False]
-    assert train.is_learnt(1, 3).tolist() == [True, True]
-    assert TokenFile.open(directory, "validation").is_learnt(0, 2).tolist() == [True, 0]
+    assert train.is_learnt(np.arange(4)).tolist() == [False, True, True, False]
+    assert train.is_learnt(np.array([1, 2])).tolist() == [True, True]
+    assert TokenFile.open(directory, "validation").is_learnt(np.arange(2)).tolist() == [
+        True,
+        0,
+    ]
     path = directory / "train.loss.bin"
     path.write_bytes(path.read_bytes()[:3])
     with pytest.raises(ValueError, match="train.loss.bin has 3 bytes, but meta.json"):
@@ -63,7 +66,10 @@ def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
 
 def test_without_a_loss_mask_everything_is_learnt(tmp_path):
     directory = write(tmp_path / "corpus")
-    assert TokenFile.open(directory, "train").is_learnt(1, 5).tolist() == [True] * 4
+    assert (
+        TokenFile.open(directory, "train").is_learnt(np.arange(1, 5)).tolist()
+        == [True] * 4
+    )
     assert not (directory / "train.loss.bin").exists()
     # As it was before there were masks.
     change_meta(directory, lambda meta: meta.pop("has_loss_mask"))

@@ -53,6 +53,9 @@ def test_shards_are_increasing_and_hold_every_token_once(kind, ring_size):
     order = layout.order(kind, ring_size, together.size)
     np.testing.assert_array_equal(order, together)
     assert order.dtype == np.int32
+    for part in [(0, 0), (0, 1), (1, order.size), (order.size // 2, order.size)]:
+        found = layout.order(kind, ring_size, order.size, part)
+        np.testing.assert_array_equal(found, order[slice(*part)])
 
 
 @each_layout
