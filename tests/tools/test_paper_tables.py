@@ -1,0 +1,164 @@
+"""The papers' tables: formulas against hand-computed values, rows of compiled steps."""
+
+import json
+
+import pytest
+
+from models.llama import LlamaConfig
+from tools import paper_contexts, paper_tables
+from tools.paper_contexts import MULTIPLES, TARGETS, Target
+from tools.paper_formulas import (
+    SmallestBlock,
+    activation_bytes,
+    dataset_flops_ratio,
+    largest_attention_speed_up,
+    largest_speed_up,
+)
+from training import chips
+
+ROW = {
+    "memory": {"peak": 30, "capacity": 40, "host": 2**31, "spare_share": 0.25},
+    "transfers": {"hidden_bytes": 300.0, "exposed_bytes": 100.0},
+    "estimate": {"mfu": 0.6},
+    "compile_seconds": 7.0,
+    "environment": {"commit": "abc"},
+}
+
+
+def test_activations_of_table_1():
+    sizes = {"b": 2, "s": 1000, "c": 250, "h": 64, "n": 4}
+    assert activation_bytes("vanilla", **sizes) == 16_000_000
+    assert activation_bytes("memory_efficient", **sizes) == 8 * 2 * 1000 * 64
+    assert activation_bytes("blockwise", **sizes) == 2 * 2 * 1000 * 64
+    assert activation_bytes("ring", **sizes) == 6 * 2 * 250 * 64
+    with pytest.raises(KeyError):
+        activation_bytes("unknown", **sizes)
+
+
+def test_smallest_blocks_are_those_of_table_2():
+    """To the digits that the paper gives, where it gives the rates that it used."""
+    rows = {row["chip"]: row for row in paper_tables.table_2()}
+    for name in ("A100 80GB", "A100 over InfiniBand", "TPU v4"):
+        block, sequence = rows[name]["paper"]
+        assert rows[name]["block"] / 1024 == pytest.approx(block, rel=0.05)
+        assert rows[name]["sequence"] / 1024 == pytest.approx(sequence, rel=0.05)
+    v4 = SmallestBlock.of(chips.find("TPU v4"))
+    assert v4.block == pytest.approx(275e12 / 45e9)
+    assert v4.sequence == 6 * v4.block
+    assert len(rows) == len(paper_tables.table_2())
+
+
+def test_flops_of_a_data_set():
+    assert dataset_flops_ratio(4096, 4096, 4096) == 1
+    assert dataset_flops_ratio(1000, 12_000, 6_000) == 1.5
+
+
+@pytest.mark.parametrize("ring, limit", [(1, 1), (2, 1.5), (4, 1.75), (8, 1.875)])
+def test_striping_gains_most_without_tiles(ring, limit):
+    assert largest_attention_speed_up(ring) == pytest.approx(limit)
+    assert largest_attention_speed_up(ring, tiles=1) == 1
+    assert largest_attention_speed_up(ring, tiles=16) <= limit
+
+
+def test_speed_up_of_a_step_grows_with_the_context_to_that_of_attention():
+    model = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        feed_forward_size=512,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=128,
+    )
+    found = [largest_speed_up(model, 8, 2**power) for power in (13, 15, 17)]
+    assert 1 < found[0] < found[1] < found[2] < largest_attention_speed_up(8)
+    assert found[2] > 1.75
+
+
+@pytest.mark.parametrize("remat", MULTIPLES)
+def test_rows_ask_for_multiples_of_the_papers_contexts(remat, tmp_path):
+    target = Target("7b", "v3:16x16", 2048, parts=2)
+    arguments = target.arguments(remat, tmp_path / "row.json")
+    assert f"--context={MULTIPLES[remat] * 2048 * 1024}" in arguments
+    assert "--config.mesh.ring=512" in arguments  # two cores a chip
+    assert "--config.attention_parts=2" in arguments
+    assert Target("7b", "v4:8x8x8", 1).ring == 512
+    assert len({t.name(remat) for t in TARGETS}) == len(TARGETS)
+
+
+def test_rows_are_read_as_they_were_compiled(tmp_path):
+    first, second, third = TARGETS[:3]
+    (tmp_path / f"{first.name('nothing')}.json").write_text(json.dumps(ROW))
+    tight = ROW | {"memory": ROW["memory"] | {"spare_share": 0.04}}
+    (tmp_path / f"{second.name('nothing')}.json").write_text(json.dumps(tight))
+    refused = {"refused": "the step does not fit: it takes 33G of 30G"}
+    (tmp_path / f"{third.name('nothing')}.json").write_text(json.dumps(refused))
+    found = paper_contexts.rows(tmp_path, TARGETS[:3])
+    by_name = {(r["model"], r["topology"], r["remat"]): r for r in found}
+    assert len(by_name) == 6
+    rows = [by_name[t.model, t.topology, "nothing"] for t in TARGETS[:3]]
+    assert [row["fits"] for row in rows] == [True, False, False]
+    assert rows[0]["hidden_share"] == 0.75
+    assert rows[0]["context"] == 4 * first.paper_context
+    assert rows[2]["why"] == refused["refused"]
+    assert by_name[first.model, first.topology, "offload"]["fits"] is None
+
+
+def test_a_row_that_is_refused_is_kept_and_a_failure_is_told(tmp_path, monkeypatch):
+    def planner(message):
+        def run(command, **_):
+            return type("Done", (), {"returncode": 1, "stderr": message})
+
+        monkeypatch.setattr(paper_contexts.subprocess, "run", run)
+
+    planner("…\nerror: the step does not fit: it takes 33G of 30G")
+    row = paper_contexts.compile_row(TARGETS[0], "nothing", tmp_path)
+    assert row["refused"] == "the step does not fit: it takes 33G of 30G"
+    name = TARGETS[0].name("nothing")
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == row
+    planner("Segmentation fault")
+    with pytest.raises(RuntimeError, match="plan_pod.* failed: Segmentation fault"):
+        paper_contexts.compile_row(TARGETS[0], "nothing", tmp_path)
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == row
+
+
+def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
+    folder = tmp_path / paper_tables.CONTEXTS
+    folder.mkdir(parents=True)
+    (folder / f"{TARGETS[0].name('offload')}.json").write_text(json.dumps(ROW))
+    memory = {
+        "table_1": [
+            {
+                "system": "striped",
+                "ring": 4,
+                "parts": 2,
+                "tokens": [8, 16],
+                "compiled_bytes": 2**20,
+                "formula_bytes": 2**21,
+            }
+        ],
+        "flat": [
+            {
+                "ring": 4,
+                "tokens": 32768,
+                "peak_bytes": 2**22,
+                "activation_bytes": 2**20,
+            }
+        ],
+    }
+    (tmp_path / paper_tables.MEMORY).write_text(json.dumps(memory))
+    paper_tables.main(["--output", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "striped, 2 parts" in text and "1.0, the paper's formula      2.0" in text
+    assert "75.0% hidden, MFU about 60%, 2 GiB of the host's" in text
+    assert (tmp_path / "paper_tables.txt").read_text() == text
+    values = json.loads((tmp_path / "paper_tables.json").read_text())
+    assert len(values["table_3"]) == 2 * len(TARGETS)
+    for name in ("longest_contexts", "dataset_flops", "striped_speed_up"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_row_is_refused_with_those_there_are(tmp_path):
+    with pytest.raises(SystemExit, match="no row 9b_v9: known are .*7b_v4_nothing"):
+        paper_tables.main(["--only", "9b_v9", "--output", str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
