@@ -1,0 +1,76 @@
+"""A small byte-level LLaMA that is to find lines of a record, in two stages.
+
+Command, the corpora first:
+  for tokens in 64 256; do python tools/prepare_lines.py --form compact \\
+    --context-tokens $tokens --output corpora/lines_$tokens; done
+  python train.py --config=configs/line_retrieval.py:64
+  python train.py --config=configs/line_retrieval.py:256
+The second stage starts with the parameters of the first, which alone is the baseline of
+a short context. Both are evaluated on the same records with
+  python tools/evaluate.py line-retrieval --config=configs/line_retrieval.py:256 \\
+    --form compact --lengths 32,64,128,256,512,1024 --beside runs/line_retrieval/64
+Without a stage (python train.py --config=configs/line_retrieval.py) it is the first.
+Hardware: none: 8 simulated CPU devices, fsdp 2 x ring 4, striped.
+Expected: not reached yet. 1500 steps of the first stage, on one device, end at 0.33
+nats per token: 55 % of the first digits of held-out answers are right, 92 % of the
+second.
+"""
+
+import ml_collections
+
+from configs import base
+
+# tokens of context: (rows in a batch, steps, peak of the learning rate)
+_STAGES = {
+    64: (32, 1500, 1.5e-3),
+    256: (8, 600, 1e-3),
+}
+_FIRST = min(_STAGES)
+
+
+def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
+    """The config of a stage, named by its tokens of context.
+
+    Raises:
+      KeyError: there is no such stage. (A ValueError would be shown with its trace.)
+    """
+    names = [str(tokens) for tokens in _STAGES]
+    if stage not in names:
+        raise KeyError(f"stage {stage!r} is not one of {', '.join(names)}")
+    tokens = int(stage)
+    rows, steps, peak_lr = _STAGES[tokens]
+    config = base.get_config().unlock()
+    config.workdir = f"runs/line_retrieval/{tokens}"
+    config.simulated_devices = 8
+
+    # 256 bytes and the end of a document; the rest divides the table evenly.
+    config.model.vocab_size = 264
+    config.model.hidden_size = 128
+    config.model.feed_forward_size = 128
+    config.model.num_layers = 2
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 4
+    config.model.head_dim = 64
+    config.compute_dtype = "float32"
+    config.remat = "everything"
+
+    config.mesh.fsdp = 2
+    config.mesh.ring = 4
+
+    config.data.corpus = f"corpora/lines_{tokens}"
+    config.data.rows = "whole"
+    config.data.context_tokens = tokens
+    config.data.batch_rows = rows
+
+    config.optimizer.peak_lr = peak_lr
+    config.optimizer.end_lr = peak_lr / 20
+    config.optimizer.warmup_steps = 100 if tokens == _FIRST else 20
+    config.optimizer.beta2 = 0.98
+    config.train.steps = steps
+    config.train.log_every_steps = 100
+    config.train.validate_every_steps = 500
+    config.train.validation_batches = 4
+    config.checkpoint.save_every_steps = 500
+    if tokens > _FIRST:
+        config.init_from = f"runs/line_retrieval/{_FIRST}"
+    return config.lock()

@@ -1,0 +1,67 @@
+"""How records are written: LongEval's words, and names that no two lines share."""
+
+import re
+
+import numpy as np
+import pytest
+
+from data.line_forms import FORMS, WORDS, Compact, NamedLines, NumberedLines
+
+each_form = pytest.mark.parametrize("name", FORMS)
+
+
+def test_words_make_more_than_45_thousand_names():
+    for file in ("line_adjectives.txt", "line_nouns.txt"):
+        words = (WORDS / file).read_text().split()
+        assert len(set(words)) == len(words) >= 300
+        assert all(re.fullmatch("[a-z]+", word) for word in words)
+    assert NamedLines().names >= 45_000
+
+
+@each_form
+def test_no_two_lines_have_one_name(name):
+    form = FORMS[name]()
+    count = min(form.names or 5000, 5000)
+    order = form.order(count, np.random.default_rng(3))
+    names = {form.name(which) for which in order.tolist()}
+    assert len(names) == order.size == count
+
+
+def test_every_name_of_a_form_is_another():
+    for form in (NamedLines(), Compact()):
+        assert len({form.name(i) for i in range(form.names)}) == form.names
+
+
+def test_names_come_in_another_order_for_another_seed_but_numbers_do_not():
+    def names(form, seed):
+        return form.order(50, np.random.default_rng(seed)).tolist()
+
+    assert names(NamedLines(), 1) != names(NamedLines(), 2)
+    assert names(NumberedLines(), 1) == names(NumberedLines(), 2) == list(range(50))
+    assert NumberedLines().name(0) == 1
+
+
+def test_lines_are_written_as_published():
+    form = NamedLines()
+    assert form.line("torpid-kid", 24169) == (
+        "line torpid-kid: REGISTER_CONTENT is <24169>\n"
+    )
+    assert (form.end + form.question("torpid-kid")) == (
+        "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line "
+        "torpid-kid? I need the number."
+    )
+    assert form.cue("torpid-kid") == "Line <torpid-kid>: <REGISTER_CONTENT> is"
+    assert form.numbers == (1, 50_001)
+
+
+def test_a_compact_line_is_five_bytes():
+    form = Compact()
+    assert form.line(form.name(0), 47) == "bb47\n" and form.name(255) == "tt"
+
+
+@each_form
+def test_what_follows_the_cue_says_the_number(name):
+    form = FORMS[name]()
+    for number in (form.numbers[0], form.numbers[1] - 1):
+        assert re.findall(r"\d+", form.answer(number)) == [str(number)]
+        assert form.answer(number).endswith("\n")

@@ -1,0 +1,197 @@
+"""Cases of line retrieval: drawn, written, read and scored."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.line_forms import FORMS, Compact, NamedLines, NumberedLines
+from data.line_retrieval import (
+    Case,
+    base_form,
+    case_tokens,
+    check_form,
+    draw_case,
+    draw_record,
+    is_answered,
+    is_correct,
+    read_cases,
+    write_cases,
+)
+from data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from tests.data.test_tokenizer import make_hugging_face
+
+BYTES = ByteTokenizer()
+PUBLISHED = Path(__file__).parents[1] / "fixtures" / "line_retrieval.jsonl"
+"""Made by hand, in the fields and words of the published files."""
+
+each_form = pytest.mark.parametrize("name", FORMS)
+
+
+def draw(form, tokens=1200, depth=0.5, seed=0, tokenizer=BYTES) -> Case:
+    rng = np.random.default_rng(seed)
+    return draw_case(form, tokenizer, rng, tokens=tokens, depth=depth)
+
+
+@each_form
+def test_a_case_depends_on_its_seed_alone(name):
+    form = FORMS[name]()
+    assert draw(form, seed=5) == draw(form, seed=5) != draw(form, seed=6)
+
+
+@each_form
+def test_the_prompt_holds_every_line_once_and_asks_for_the_right_one(name):
+    form = FORMS[name]()
+    case = draw(form, tokens=1200)
+    body = case.prompt.removeprefix(form.header)
+    lines = body[: body.index("\n\n") + 1].splitlines(keepends=True)
+    assert len(lines) == case.num_lines == len(set(lines))
+    assert lines[case.random_idx[1]] == case.correct_line
+    assert case.correct_line == form.line(case.name, case.expected_number)
+    assert case.prompt.endswith(form.end + form.question(case.name))
+
+
+@each_form
+@pytest.mark.parametrize("tokens", [1000, 1001, 1270])
+def test_length_is_within_a_line_of_what_is_asked_for(name, tokens):
+    form = FORMS[name]()
+    for seed in range(3):
+        size = case_tokens(form, BYTES, draw(form, tokens=tokens, seed=seed))
+        longest = len("line 12345678901234-12345678: REGISTER_CONTENT is <50000>\n")
+        # Another line is asked for when there is one more, and its name is shown twice.
+        assert tokens - longest - 2 * 23 < size <= tokens
+
+
+def test_length_is_counted_in_the_tokenizers_tokens(tmp_path):
+    tokenizer = HuggingFaceTokenizer(make_hugging_face(tmp_path / "tokenizer.json"))
+    case = draw(NamedLines(), tokens=900, tokenizer=tokenizer)
+    prompt, answer = base_form(NamedLines(), case)
+    size = tokenizer.encode(prompt).size + tokenizer.encode(answer).size
+    assert 800 < size <= 900
+    assert case.num_lines != draw(NamedLines(), tokens=900).num_lines
+
+
+@each_form
+@pytest.mark.parametrize("depth", [0, 0.25, 0.5, 1])
+def test_the_line_is_at_the_depth_asked_for(name, depth):
+    case = draw(FORMS[name](), tokens=1200, depth=depth)
+    assert abs(case.depth - depth) <= 0.5001 / (case.num_lines - 1)
+    assert case.random_idx[1] == round(depth * (case.num_lines - 1))
+
+
+def test_a_longer_case_only_goes_on_where_a_shorter_one_ends():
+    short, long = (draw(Compact(), tokens, depth=0) for tokens in (500, 1000))
+    assert short.correct_line == long.correct_line
+    assert long.prompt.startswith(short.prompt[: short.num_lines * 5])
+    assert long.num_lines == short.num_lines + 100
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match=r"depth=1.5 must be from 0"):
+        draw(Compact(), depth=1.5)
+    with pytest.raises(ValueError, match=r"500 tokens are too few .* which take 5"):
+        draw(NamedLines(), tokens=500)
+    with pytest.raises(ValueError, match=r"5000 tokens hold all of the 256 lines"):
+        draw(Compact(), tokens=5000)
+    with pytest.raises(ValueError, match=r"lines=257 must have at least 1 and at most"):
+        draw_record(Compact(), 257, np.random.default_rng(0))
+    with pytest.raises(ValueError, match=r"lines=0 must have at least 1$"):
+        draw_record(NumberedLines(), 0, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "right"),
+    [
+        ("The <REGISTER_CONTENT> in line 7 is <24169>.", 24169, True),
+        ("<24169> is in line 7", 24169, False),  # the last integer counts
+        ("24169.5", 24169, False),
+        ("024169", 24169, True),
+        ("I do not know.", 24169, False),
+        ("", 0, False),
+    ],
+)
+def test_the_last_integer_of_an_output_counts(output, expected, right):
+    case = replace(draw(Compact()), expected_number=expected)
+    assert is_correct(output, case) is right
+
+
+def test_after_the_cue_the_answer_ends_with_its_line():
+    case = replace(draw(Compact()), expected_number=47)
+    assert is_answered(" <47>\nLine <ab>: 99", case) and is_answered("\n47\n9", case)
+    assert not is_correct(" <47>\nLine <ab>: 99", case)
+    assert not is_answered("48\n47", case)
+
+
+def test_a_file_in_the_published_format_is_read():
+    first, second = read_cases(PUBLISHED)
+    assert first.random_idx == ("torpid-kid", 1) and first.expected_number == 24169
+    assert (first.num_lines, first.depth) == (3, 0.5)
+    assert second.random_idx == (2, 1) and second.depth == 1
+    check_form(NamedLines(), first, "row 1")
+    prompt, answer = base_form(NamedLines(), first)
+    assert prompt.endswith("number.Line <torpid-kid>: <REGISTER_CONTENT> is")
+    assert answer == " <24169>\n"
+    with pytest.raises(ValueError, match=r"row 1: 'line torpid-kid: .* choose the for"):
+        check_form(Compact(), first, "row 1")
+
+
+def test_published_prompts_are_what_is_drawn_for_the_same_lines():
+    first, second = read_cases(PUBLISHED)
+    for case, form in ((first, NamedLines()), (second, NumberedLines())):
+        body = case.prompt.removeprefix(form.header)
+        assert body != case.prompt
+        assert body.endswith(form.end + form.question(case.name))
+        assert form.line(case.name, case.expected_number) == case.correct_line
+
+
+@each_form
+def test_written_cases_are_read_again(name, tmp_path):
+    cases = [draw(FORMS[name](), seed=seed, tokens=900) for seed in range(3)]
+    write_cases(tmp_path / "cases.jsonl", cases)
+    assert read_cases(tmp_path / "cases.jsonl") == cases
+    row = json.loads((tmp_path / "cases.jsonl").read_text().splitlines()[0])
+    fields = "random_idx", "expected_number", "num_lines", "correct_line", "prompt"
+    assert tuple(row) == fields
+    with pytest.raises(FileExistsError, match="cases.jsonl exists"):
+        write_cases(tmp_path / "cases.jsonl", cases)
+    assert [path.name for path in tmp_path.iterdir()] == ["cases.jsonl"]
+
+
+BAD = {
+    "no_json": ("{", "Expecting property name"),
+    "no_object": ("[]", "list, no object"),
+    "missing_field": ({"prompt": None}, "it has no prompt"),
+    "wrong_type": ({"expected_number": "7"}, "expected_number='7' is no int"),
+    "truth_value": ({"num_lines": True}, "num_lines=True is no int"),
+    "no_pair": ({"random_idx": [1]}, r"random_idx=\[1\] is no pair"),
+    "no_place": ({"random_idx": ["a", "b"]}, "is no pair of a name and a place"),
+    "place_beyond": ({"num_lines": 1, "random_idx": ["aa", 1]}, "line 1 is none of"),
+    "other_number": ({"expected_number": 5}, "does not say 5"),
+    "other_name": ({"random_idx": ["??", 0]}, r"is not called '\?\?'"),
+    "other_prompt": ({"prompt": "nothing"}, "is not in the prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_with_its_reason(name, tmp_path):
+    change, reason = BAD[name]
+    good = asdict(draw(Compact()))
+    bad = change
+    if isinstance(change, dict):
+        fields = (good | change).items()
+        bad = json.dumps({key: value for key, value in fields if value is not None})
+    path = tmp_path / "cases.jsonl"
+    path.write_text(f"{json.dumps(good)}\n\n{bad}\n")
+    with pytest.raises(ValueError, match=reason) as error:
+        read_cases(path)
+    assert str(error.value).startswith(f"{path}:3 is no case: ")
+
+
+def test_a_file_without_cases_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_cases(tmp_path / "nowhere.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="has no cases"):
+        read_cases(tmp_path / "empty.jsonl")

@@ -1,0 +1,165 @@
+"""The evaluation of line retrieval as a program, on models of known behaviour."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import assemble
+from data.line_corpus import LineDocuments, prepare_lines
+from data.line_forms import Compact
+from data.line_retrieval import base_form, read_cases
+from data.tokenizer import ByteTokenizer
+from models.sampling import Sampling
+from tests.runs import small_config, small_flags
+from tests.tools.test_generate import save
+from tools.evaluate import main
+from tools.evaluate_lines import draw_cells, read_cells
+from tools.generation import generator, restored_parameters
+from tools.line_scores import Forced, Generated, forced, in_rows
+
+# ml_collections reads config files with it.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+BYTES = ByteTokenizer()
+SIZES = {
+    "data__rows": "whole",
+    "simulated_devices": 0,
+    "implementation": "reference",
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Only its tokenizer matters."""
+    directory = tmp_path_factory.mktemp("data") / "corpus"
+    documents = LineDocuments(Compact(), BYTES, 80, 24)
+    prepare_lines(
+        documents, directory, train_tokens=20_000, validation_tokens=500, seed=0
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def workdir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a checkpoint of random parameters, which answer all kinds of things."""
+    directory = tmp_path_factory.mktemp("run")
+    save(small_config(corpus, directory, **SIZES))
+    return directory
+
+
+def programs(corpus: Path, workdir: Path, **mesh: int) -> tuple[Generated, Forced, Any]:
+    """What writes and what is shown answers, on fsdp 2 x ring 4 or another mesh."""
+    config = small_config(corpus, workdir, **SIZES | mesh)
+    partition = assemble.partition(config, jax.devices())
+    parameters, _ = restored_parameters(config, partition)
+    allowed = 128  # ASCII, so that tokens can be told from their text
+    sampling = Sampling(temperature=0, allowed_tokens=allowed)
+    drawn = generator(config, partition, sampling, rows=4, cache_tokens=80)
+    generated = Generated(drawn, parameters, BYTES, 4, [])
+    forcing = forced(config, partition, rows=4, allowed_tokens=allowed)
+    return generated, forcing, parameters
+
+
+def prompts(count: int) -> list[np.ndarray]:
+    """Of unlike lengths."""
+    cells = draw_cells(Compact(), BYTES, (40, 60, 75), 2, count // 6, seed=9)
+    cases = [case for cell in cells for case in cell.cases]
+    return [BYTES.encode(base_form(Compact(), case)[0]) for case in cases]
+
+
+def test_what_is_generated_is_what_is_likeliest_when_shown(corpus, workdir):
+    """On any model: its own answers are all right, and none that differs in a token."""
+    generated, forcing, parameters = programs(corpus, workdir)
+    asked = prompts(18)  # no multiple of the rows
+    texts = generated(asked)
+    assert len(texts) == 18 and len(set(texts)) > 1
+    answers = [BYTES.encode(text) for text in texts]
+    assert forcing(parameters, asked, answers) == [True] * 18
+    for place in range(4):
+        wrong = [answer.copy() for answer in answers]
+        for answer in wrong:
+            answer[place] ^= 1
+        assert forcing(parameters, asked, wrong) == [False] * 18
+    mixed = answers[:7] + wrong[7:]
+    assert forcing(parameters, asked, mixed) == [True] * 7 + [False] * 11
+
+
+def test_rows_are_filled_up():
+    assert in_rows([1, 2, 3], 2) == [[1, 2], [3, 3]]
+    assert in_rows([1, 2], 4) == [[1, 2, 1, 1]]
+
+
+def evaluate(corpus: Path, workdir: Path, *options: str) -> int:
+    flags = small_flags(corpus, workdir, **SIZES)
+    return main(["line-retrieval", *flags, "--form", "compact", *options])
+
+
+def test_program_writes_rows_and_a_picture_of_each_run(
+    corpus, workdir, tmp_path, capsys
+):
+    output, cases = tmp_path / "lines", tmp_path / "cases.jsonl"
+    drawn = ["--lengths", "50,60", "--depths", "2", "--samples", "3", "--seed", "5"]
+    options = [*drawn, "--beside", str(workdir), "--save-cases", str(cases)]
+    assert evaluate(corpus, workdir, *options, "--output", str(output)) == 0
+    told = capsys.readouterr().out
+    assert told.count(f"{workdir}, step 7") == 2 and "teacher-forced" in told
+    rows = json.loads(output.with_suffix(".json").read_text())
+    assert [(row["length"], row["depth"]) for row in rows] == [
+        (length, depth) for length in (50, 60) for depth in (0, 1)
+    ] * 2
+    for row in rows:
+        assert row["run"] == str(workdir) and row["step"] == 7
+        assert row["generated"] == row["teacher_forced"]
+        assert row["length"] - 5 < row["tokens"] <= row["length"]
+        assert row["samples"] == 3 and row["device_count"] == 8
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert len(read_cases(cases)) == 12
+    drawn_cells = draw_cells(Compact(), BYTES, (50, 60), 2, 3, seed=5)
+    read = read_cells(cases, Compact(), BYTES)
+    assert [cell.cases for cell in read] == [cell.cases for cell in drawn_cells]
+    assert [(cell.length, cell.depth) for cell in read] == [
+        (round(row["tokens"]), row["depth"]) for row in rows[:4]
+    ]
+
+
+BAD = {
+    "length_that_is_too_long": (["--lengths", "9000"], "all of the 256 lines"),
+    "length_that_is_too_short": (["--lengths", "5"], "5 tokens are too few"),
+    "length_that_is_no_number": (["--lengths", "many"], "many"),
+    "no_samples": (["--lengths", "40", "--samples", "0"], "samples=0"),
+    "no_such_cases": (["--cases", "nowhere.jsonl"], "no file nowhere.jsonl"),
+    "rows_that_do_not_divide": (["--lengths", "40", "--rows", "3"], "3"),
+    "unknown_option": (["--length", "40"], "length"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_said_in_short(corpus, workdir, name, capsys):
+    options, words = BAD[name]
+    assert evaluate(corpus, workdir, *options) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and words in err
+
+
+def test_cases_of_another_form_are_named(corpus, workdir, tmp_path, capsys):
+    path = Path(__file__).parents[1] / "fixtures" / "line_retrieval.jsonl"
+    assert evaluate(corpus, workdir, "--cases", str(path)) == 1
+    assert "line_retrieval.jsonl, case 1: 'line torpid-kid" in capsys.readouterr().err
+
+
+def test_rows_that_are_there_are_left_alone(corpus, workdir, tmp_path, capsys):
+    (tmp_path / "lines.json").write_text("mine")
+    assert evaluate(corpus, workdir, "--output", str(tmp_path / "lines")) == 1
+    assert "lines.json exists" in capsys.readouterr().err
+    assert (tmp_path / "lines.json").read_text() == "mine"
+
+
+def test_an_unknown_evaluation_is_refused_with_those_there_are(capsys):
+    assert main(["line-retrival"]) == 2
+    assert "'line-retrival' is not one of line-retrieval" in capsys.readouterr().err
+    assert main([]) == 0
+    assert "WHAT is line-retrieval" in capsys.readouterr().out

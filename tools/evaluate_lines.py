@@ -1,0 +1,219 @@
+"""Whether a run's model uses its context: line retrieval by length and depth.
+
+    python tools/evaluate.py line-retrieval --config=configs/line_retrieval.py:512 \\
+        --form compact --lengths 128,256,512 --output results/lines
+    python tools/evaluate.py line-retrieval --config=... --form LRT-NL \\
+        --cases published.jsonl --output results/lines
+
+Of every record (see data/line_retrieval.py) one line is asked for. The model writes its
+answer, which counts by its last integer; and it is shown the answer, of which every
+token must be the likeliest (teacher_forced). --output is a name: rows go to NAME.json
+and heat maps to NAME.png. The config is the run's own; its mesh may be another.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import ml_collections
+import numpy as np
+from absl import logging
+
+import assemble
+from data.line_forms import FORMS, LineForm
+from data.line_retrieval import (
+    Case,
+    base_form,
+    case_tokens,
+    check_form,
+    draw_case,
+    read_cases,
+    write_cases,
+)
+from data.tokenizer import Tokenizer
+from models.sampling import Sampling
+from tools.bench_rows import Environment, check_output, make_row, write_rows
+from tools.config_file import read_config
+from tools.generate import find_tokenizer
+from tools.generation import generator, restored_parameters
+from tools.line_scores import Generated, forced
+from tools.line_table import Cell, Scorer, table
+from tools.plot_lines import write_heat_maps
+
+
+def draw_cells(
+    form: LineForm,
+    tokenizer: Tokenizer,
+    lengths: Sequence[int],
+    depths: int,
+    samples: int,
+    seed: int,
+) -> list[Cell]:
+    """Cases for every length and depth, each from a seed of its own.
+
+    depths: how many, evenly from the first line to the last; one: in the middle.
+
+    Raises:
+      ValueError: numbers out of range, or a length that cannot be made.
+    """
+    if depths < 1 or samples < 1 or seed < 0:
+        raise ValueError(
+            f"{depths=} and {samples=} must be at least 1, and {seed=} at least 0"
+        )
+    places = np.linspace(0, 1, depths) if depths > 1 else np.array([0.5])
+
+    def cell(tokens: int, number: int, depth: float) -> Cell:
+        def case(sample: int) -> Case:
+            rng = np.random.default_rng([seed, tokens, number, sample])
+            return draw_case(form, tokenizer, rng, tokens=tokens, depth=depth)
+
+        return Cell(tokens, depth, tuple(map(case, range(samples))))
+
+    return [
+        cell(tokens, number, depth)
+        for tokens in lengths
+        for number, depth in enumerate(places.tolist())
+    ]
+
+
+def read_cells(path: Path, form: LineForm, tokenizer: Tokenizer) -> list[Cell]:
+    """Cases of a file, by their number of lines and their depth, in tenths.
+
+    A cell's length is the mean of its lines' cases, in tokens.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_cases`, or a case is of another form.
+    """
+    lines: dict[int, dict[float, list[Case]]] = {}
+    for number, case in enumerate(read_cases(path), 1):
+        check_form(form, case, f"{path}, case {number}")
+        depths = lines.setdefault(case.num_lines, {})
+        depths.setdefault(round(case.depth, 1), []).append(case)
+    cells = []
+    for _, depths in sorted(lines.items()):
+        sizes = [
+            case_tokens(form, tokenizer, case)
+            for cases in depths.values()
+            for case in cases
+        ]
+        length = round(float(np.mean(sizes)))
+        cells += [
+            Cell(length, depth, tuple(cases)) for depth, cases in sorted(depths.items())
+        ]
+    return cells
+
+
+def evaluate(
+    config: ml_collections.ConfigDict, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rows of every run; nothing is computed before all options are checked.
+
+    Raises:
+      ValueError, FileNotFoundError: something in the options or the config is wrong.
+    """
+    form, tokenizer = FORMS[options.form](), find_tokenizer(config, options.tokenizer)
+    if options.cases:
+        cells = read_cells(options.cases, form, tokenizer)
+    else:
+        lengths = [int(length) for length in options.lengths.split(",")]
+        cells = draw_cells(
+            form, tokenizer, lengths, options.depths, options.samples, options.seed
+        )
+    partition = assemble.partition(config, jax.devices())
+    rows = options.rows or config.data.batch_rows
+    cases = [case for cell in cells for case in cell.cases]
+    longest = max(case_tokens(form, tokenizer, case) for case in cases)
+    programs = generator(
+        config,
+        partition,
+        Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size),
+        rows=rows,
+        cache_tokens=longest + options.max_tokens,
+    )
+    # An answer ends its line, whatever token that takes.
+    ends = {int(tokenizer.encode(base_form(form, case)[1])[-1]) for case in cases}
+    forcing = forced(config, partition, rows=rows, allowed_tokens=tokenizer.vocab_size)
+    if options.save_cases:
+        write_cases(options.save_cases, cases)
+    results = []
+    for run in [config.workdir, *options.beside]:
+        with config.unlocked():
+            config.workdir = run
+        parameters, step = restored_parameters(config, partition)
+        generated = Generated(
+            programs,
+            parameters,
+            tokenizer,
+            options.max_tokens,
+            [tokenizer.end_of_document, *ends],
+        )
+        scorer = Scorer(form, tokenizer, generated, partial(forcing, parameters))
+        found = scorer.rows(cells)
+        print(f"{run}, step {step}\n{table(found)}", flush=True)
+        results += [{"run": run, "step": step} | row for row in found]
+    return results
+
+
+def _options(
+    arguments: Sequence[str] | None,
+) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py line-retrieval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
+    add("--lengths", default="1024,2048", help="in tokens (default: %(default)s)")
+    add("--depths", type=int, default=5, help="of lines (default: %(default)s)")
+    add("--samples", type=int, default=20, help="of each length and depth (20)")
+    add("--seed", type=int, default=0, help="of the cases")
+    add("--cases", type=Path, help="published .jsonl to read instead of drawing cases")
+    add("--save-cases", type=Path, help=".jsonl to write them to, a new file")
+    add("--max-tokens", type=int, default=16, help="of an answer (default: 16)")
+    add("--rows", type=int, help="at a time (default: config.data.batch_rows)")
+    add(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="WORKDIR",
+        help="another run of the same model, on the same cases; may be repeated",
+    )
+    add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
+    add("--output", type=Path, help="rows go to NAME.json, heat maps to NAME.png")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    options, rest = _options(arguments)
+    logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
+    try:
+        config = read_config(rest)
+        assemble.simulate_devices(config)
+        if options.output:
+            check_output(options.output.with_suffix(".json"))
+        results = evaluate(config, options)
+        if options.output:
+            environment = Environment.of(jax.devices())
+            write_rows(
+                options.output.with_suffix(".json"),
+                [make_row(row, environment) for row in results],
+            )
+            write_heat_maps(options.output.with_suffix(".png"), results)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

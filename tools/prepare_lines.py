@@ -1,0 +1,84 @@
+"""Makes a corpus that teaches line retrieval: records, questions and their answers.
+
+    python tools/prepare_lines.py --form compact --context-tokens 512 --output CORPUS
+    python train.py --config=configs/line_retrieval.py --config.data.corpus=CORPUS
+
+Forms: "LRT-NL" and "LRT", LongEval's own, and "compact", the same task in 5 bytes a
+line. See data/line_forms.py and data/line_corpus.py.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.line_corpus import (
+    LEARNT,
+    LineDocuments,
+    prepare_lines,
+    shortest_document,
+)
+from data.line_forms import FORMS
+from data.tokenizer import ByteTokenizer, open_tokenizer
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", required=True, type=Path, help="directory to write, a new one")
+    add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
+    add("--context-tokens", required=True, type=int, help="of the longest document")
+    add(
+        "--least-tokens",
+        type=int,
+        help="of the shortest (default: what three lines and a question take)",
+    )
+    add(
+        "--learnt",
+        choices=LEARNT,
+        default="answers",
+        help="tokens with a loss (default: %(default)s)",
+    )
+    add("--train-tokens", type=int, default=10_000_000, help="default: %(default)s")
+    add("--validation-tokens", type=int, default=100_000, help="default: %(default)s")
+    add("--seed", type=int, default=0)
+    add(
+        "--tokenizer",
+        default=ByteTokenizer.name,
+        help='"bytes" (the default), or a path: tokenizer.json or SentencePiece .model',
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    chosen = _arguments(arguments)
+    try:
+        form, tokenizer = FORMS[chosen.form](), open_tokenizer(chosen.tokenizer)
+        least = chosen.least_tokens
+        if least is None:
+            least = min(shortest_document(form, tokenizer), chosen.context_tokens)
+        documents = LineDocuments(
+            form, tokenizer, chosen.context_tokens, least, chosen.learnt
+        )
+        summary = prepare_lines(
+            documents,
+            chosen.output,
+            train_tokens=chosen.train_tokens,
+            validation_tokens=chosen.validation_tokens,
+            seed=chosen.seed,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(summary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
