@@ -10,13 +10,15 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from training.checkpoint import (
+from training.checkpoint import Checkpoints, absolute
+from training.stored_step import (
     FINGERPRINT,
-    Checkpoints,
-    absolute,
+    DamagedStep,
+    StoredStep,
     briefs,
     differences,
     leaves,
+    saved_briefs,
 )
 
 PARAMETERS = "params"
@@ -41,35 +43,29 @@ class SavedParameters:
 
         Raises:
           FileNotFoundError: there is no checkpoint.
-          ValueError: it was not saved by a run of ours.
+          ValueError: it was not saved by a run of ours, or is damaged.
         """
         self._workdir = workdir
         directory = absolute(f"{workdir}/checkpoints")
         if isinstance(directory, Path) and not directory.is_dir():
             raise FileNotFoundError(f"{workdir} has no checkpoints to read")
-        self._manager = ocp.CheckpointManager(
+        with ocp.CheckpointManager(
             directory,
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(),
-                "meta": ocp.JsonCheckpointHandler(),
-            },
             options=ocp.CheckpointManagerOptions(
                 create=False, enable_async_checkpointing=False
             ),
-        )
-        step = self._manager.latest_step()
+        ) as manager:
+            step = manager.latest_step()
+            directory = manager.directory
         if step is None:
             raise FileNotFoundError(f"{workdir} has no checkpoints to read")
         self.step = step
+        self._stored = StoredStep(step, directory / str(step))
         try:
-            meta = self._manager.restore(
-                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-            ).meta
-            self.fingerprint = meta[FINGERPRINT]
-        except KeyError as error:
-            raise ValueError(
-                f"step {step} of {workdir} was not saved by this trainer ({error})"
-            ) from error
+            self._meta = self._stored.meta()
+        except DamagedStep as damage:
+            raise self._refusal(damage) from damage
+        self.fingerprint = self._meta[FINGERPRINT]
 
     def check_model(
         self, fingerprint: Mapping[str, Any], may_differ: Collection[str] = ()
@@ -104,30 +100,27 @@ class SavedParameters:
 
         Raises:
           ValueError: before any array is read, if one is missing or of another shape or
-            type, by name.
+            type, by name; or if one cannot be read, or is not as it was saved.
         """
         part = {PARAMETERS: abstract}
         wanted = briefs(leaves(part))
-        metadata = self._manager.item_metadata(self.step).get("state")
-        tree = {} if metadata is None else metadata.tree
-        saved = briefs({n: v for n, v in leaves(tree).items() if n in wanted})
+        saved = {n: v for n, v in saved_briefs(self._meta).items() if n in wanted}
         found = differences(saved, wanted)
         if found:
             raise ValueError(
                 f"the parameters of step {self.step} of {self._workdir} do not fit the "
                 "model:\n  " + "\n  ".join(found)
             )
-        restored = self._manager.restore(
-            self.step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(
-                    part,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(part),
-                    partial_restore=True,
-                )
-            ),
+        try:
+            return self._stored.read(part, self._meta)[PARAMETERS]
+        except DamagedStep as damage:
+            raise self._refusal(damage) from damage
+
+    def _refusal(self, damage: DamagedStep) -> ValueError:
+        return ValueError(
+            f"step {self.step} of {self._workdir} is damaged: {damage}. Nothing was "
+            "changed; move that step away to read the one before it, if there is one"
         )
-        return restored.state[PARAMETERS]
 
 
 def save_parameters(

@@ -252,9 +252,7 @@ def test_meta_data_without_fingerprint_is_refused(tmp_path):
         checkpoints.save(3, init_state())
     (tmp_path / "3" / "meta" / "metadata").write_text('{"step": 3}')
     with open_checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(
-            ValueError, match=r"not saved by this trainer \('fingerprint'"
-        ):
+        with pytest.raises(ValueError, match="step 3 in .* not saved by this trainer"):
             checkpoints.check_fingerprint()
 
 
@@ -310,7 +308,9 @@ def test_step_whose_state_is_gone_is_refused(tmp_path):
         checkpoints.save(1, init_state())
     shutil.rmtree(tmp_path / "1" / "state")
     with open_checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match="step 1 in .* has no readable state"):
+        with pytest.raises(
+            ValueError, match="no checkpoint in .* is good.*\n.*1/state is missing"
+        ):
             checkpoints.restore(abstract(init_state()))
 
 

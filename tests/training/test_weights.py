@@ -135,7 +135,7 @@ def test_a_place_without_checkpoint_is_refused_and_stays_as_it_is(tmp_path):
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):
     with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
         manager.save(1, args=ocp.args.StandardSave(parameters()))
-    with pytest.raises(ValueError, match="step 1 of .* was not saved by this trainer"):
+    with pytest.raises(ValueError, match="step 1 in .* was not saved by this trainer"):
         SavedParameters(tmp_path)
 
 
