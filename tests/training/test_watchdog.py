@@ -1,0 +1,85 @@
+"""A run that hangs ends with its stacks; a slow one does not."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from training.watchdog import Watchdog
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+HANGS = """
+import time
+from training.watchdog import Watchdog
+
+def step_that_hangs():
+    time.sleep(60)
+
+with Watchdog({first}, {usual}) as watchdog:
+    for _ in range({steps}):
+        watchdog.step()
+    print("so far", flush=True)
+    step_that_hangs()
+print("never here")
+"""
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"first": 0.3, "usual": 0, "steps": 0},
+        {"first": 50, "usual": 0.3, "steps": 3},
+    ],
+    ids=["before_the_first_step", "later"],
+)
+def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(
+    limits: dict[str, float],
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", HANGS.format(**limits)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert result.returncode == 1
+    assert result.stdout == "so far\n"
+    assert "Timeout" in result.stderr and "in step_that_hangs" in result.stderr
+
+
+class Armed(Watchdog):
+    """Says how long it was told to wait, and never ends the process."""
+
+    def __init__(self, *limits: float):
+        self.now, self.waits = 0.0, []
+        with tempfile.TemporaryFile("w") as file:
+            super().__init__(*limits, file=file, clock=lambda: self.now)
+
+    def _arm(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def after(self, seconds: float) -> float:
+        self.now += seconds
+        self.step()
+        return self.waits[-1]
+
+
+def test_a_slow_run_is_given_ten_times_its_longest_step() -> None:
+    watchdog = Armed(500.0, 30.0)
+    # The first step holds the compilation; the second is the first to be measured.
+    assert watchdog.after(400) == 500
+    assert watchdog.after(2) == 30
+    assert watchdog.after(7) == 70
+    assert watchdog.after(1) == 70
+    watchdog.pause()
+    assert watchdog.waits[-1] == 500
+    # The time of the pause is no step's.
+    assert watchdog.after(300) == 70
+
+
+def test_no_limit_waits_for_ever() -> None:
+    watchdog = Armed(0.0, 0.0)
+    assert [watchdog.after(9) for _ in range(3)] == [0, 0, 0]
