@@ -1,0 +1,119 @@
+"""Every second of a run counts once, over all its starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from training.goodput import KINDS, Goodput
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make_steps(goodput: Goodput, clock: Clock, steps: range, seconds: float) -> None:
+    goodput.switch("step")
+    for step in steps:
+        clock.now += seconds
+        goodput.step(step)
+
+
+def test_seconds_belong_to_what_was_going_on(clock: Clock) -> None:
+    goodput = Goodput(clock)
+    clock.now += 3
+    with goodput.spend("compile"):
+        clock.now += 5
+    clock.now += 1
+    goodput.switch("step")
+    clock.now += 20
+    with pytest.raises(ZeroDivisionError), goodput.spend("evaluation"):
+        clock.now += 2
+        with goodput.spend("save"):
+            clock.now += 4
+        raise ZeroDivisionError
+    clock.now += 5
+    points = goodput.points()
+    spent = {"setup": 4, "compile": 5, "step": 25, "evaluation": 2, "save": 4}
+    for kind in KINDS:
+        assert points[f"goodput/{kind}_seconds"] == spent.get(kind, 0)
+    assert points["goodput/fraction"] == 25 / 40
+    assert str(goodput) == (
+        "goodput 62.5 % of 40.0 s "
+        "(setup 4.0, compile 5.0, step 25.0, save 4.0, evaluation 2.0)"
+    )
+
+
+def test_steps_that_are_made_again_are_lost(clock: Clock, tmp_path: Path) -> None:
+    record = tmp_path / "goodput.json"
+    first = Goodput(clock, record_every_seconds=0)
+    first.resume(record, 0)
+    make_steps(first, clock, range(1, 18), seconds=2)
+    # Killed after step 17; the checkpoint is that of step 10.
+    clock.now += 1000
+    again = Goodput(clock, record_every_seconds=0)
+    clock.now += 6
+    again.resume(record, 10)
+    make_steps(again, clock, range(11, 16), seconds=3)
+    seconds = {k: s for k, s in again.seconds.items() if s}
+    assert seconds == {"setup": 6, "lost": 14, "step": 20 + 15}
+    # And a third time: what a start has lost stays lost.
+    third = Goodput(clock)
+    third.resume(record, 13)
+    assert third.seconds["lost"] == 14 + 2 * 3
+    assert third.seconds["step"] == 20 + 9
+
+
+def test_a_new_run_takes_over_nothing(clock: Clock, tmp_path: Path) -> None:
+    record = tmp_path / "goodput.json"
+    old = Goodput(clock)
+    old.resume(record, 0)
+    make_steps(old, clock, range(1, 4), seconds=5)
+    old.record(3)
+    new = Goodput(clock)
+    new.resume(record, 0)
+    assert not any(new.seconds.values())
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"step": 3}'])
+def test_a_record_that_cannot_be_read_does_not_stop_the_run(
+    clock: Clock, tmp_path: Path, content: str | None
+) -> None:
+    record = tmp_path / "goodput.json"
+    if content is not None:
+        record.write_text(content)
+    goodput = Goodput(clock)
+    goodput.resume(record, 7)
+    assert not any(goodput.seconds.values())
+    goodput.record(7)
+    assert json.loads(record.read_text())["step"] == 7
+
+
+def test_the_record_is_written_now_and_then(clock: Clock, tmp_path: Path) -> None:
+    record = tmp_path / "goodput.json"
+    goodput = Goodput(clock, record_every_seconds=10)
+    goodput.resume(record, 0)
+    written = []
+    for step in range(1, 9):
+        make_steps(goodput, clock, range(step, step + 1), seconds=4)
+        written.append(json.loads(record.read_text())["step"])
+    assert written == [1, 1, 1, 4, 4, 4, 7, 7]
+    assert [path.name for path in tmp_path.iterdir()] == ["goodput.json"]
+
+
+def test_a_directory_that_cannot_be_written_does_not_stop_the_run(
+    clock: Clock, tmp_path: Path
+) -> None:
+    goodput = Goodput(clock)
+    goodput.resume(tmp_path / "nowhere" / "goodput.json", 0)
+    make_steps(goodput, clock, range(1, 3), seconds=4)
+    goodput.record(2)
+    assert goodput.seconds["step"] == 8

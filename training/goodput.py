@@ -1,0 +1,125 @@
+"""Where the time of a run goes, over all its starts, and what of it made progress."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+KINDS = (
+    "setup",
+    "restore",
+    "compile",
+    "data",
+    "step",
+    "save",
+    "evaluation",
+    "lost",
+)
+"""`lost` are steps that a later start had to make again; only `step` is progress."""
+
+RECORD_SECONDS = 15.0
+
+
+class Goodput:
+    """Divides the time of a process among KINDS; each second counts once.
+
+    A record beside the checkpoints carries the sums from one start of the run to the
+    next. Times between starts, when nothing runs, are not counted.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        record_every_seconds: float = RECORD_SECONDS,
+    ):
+        """Starts with `setup`.
+
+        Args:
+          clock: seconds, from any origin.
+          record_every_seconds: least time between two records.
+        """
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self._clock = clock
+        self._every = record_every_seconds
+        self._kind, self._since = "setup", clock()
+        self._record: Path | None = None
+        self._recorded = -record_every_seconds
+        self._steps = 0
+        self._earlier = 0.0  # seconds of steps at earlier starts
+
+    def switch(self, kind: str) -> str:
+        """Counts the time from now on as `kind`; gives the kind before."""
+        now = self._clock()
+        self.seconds[self._kind] += now - self._since
+        before, self._kind, self._since = self._kind, kind, now
+        return before
+
+    @contextlib.contextmanager
+    def spend(self, kind: str) -> Iterator[None]:
+        """Counts the time of the block as `kind`."""
+        before = self.switch(kind)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def resume(self, record: Path, first_step: int) -> None:
+        """Takes over what earlier starts have recorded, and records there.
+
+        Args:
+          record: the file, there or not; not read where it cannot be, as it is of no
+            weight for the run itself.
+          first_step: updates that the run has made where it goes on.
+        """
+        self._record = record
+        if first_step == 0:
+            return
+        try:
+            earlier = json.loads(record.read_text())
+            again = max(0, earlier["step"] - first_step) * earlier["seconds_per_step"]
+            lost = min(again, earlier["seconds"]["step"])
+            for kind in KINDS:
+                self.seconds[kind] += earlier["seconds"][kind]
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        self.seconds["step"] -= lost
+        self.seconds["lost"] += lost
+        self._earlier = self.seconds["step"]
+
+    def step(self, step: int) -> None:
+        """Counts a step, and records now and then how far the run is."""
+        self._steps += 1
+        now = self._clock()
+        if self._record is None or now - self._recorded < self._every:
+            return
+        self._recorded = now
+        self.record(step)
+
+    def record(self, step: int) -> None:
+        """Writes down how far the run is, and where its time went."""
+        if self._record is None:
+            return
+        self.switch(self._kind)
+        each = (self.seconds["step"] - self._earlier) / max(self._steps, 1)
+        values = {"step": step, "seconds_per_step": each, "seconds": self.seconds}
+        new = self._record.with_name(f"{self._record.name}.new")
+        with contextlib.suppress(OSError):  # as on a full disk
+            new.write_text(json.dumps(values))
+            new.replace(self._record)
+
+    def points(self) -> dict[str, float]:
+        """Of TensorBoard: seconds of each kind, and the fraction that was progress."""
+        self.switch(self._kind)
+        points = {f"goodput/{k}_seconds": s for k, s in self.seconds.items()}
+        return points | {"goodput/fraction": self._fraction}
+
+    def __str__(self) -> str:
+        self.switch(self._kind)
+        parts = ", ".join(f"{k} {s:.1f}" for k, s in self.seconds.items() if s >= 0.05)
+        total = sum(self.seconds.values())
+        return f"goodput {100 * self._fraction:.1f} % of {total:.1f} s ({parts})"
+
+    @property
+    def _fraction(self) -> float:
+        return self.seconds["step"] / max(sum(self.seconds.values()), 1e-9)
