@@ -38,6 +38,7 @@ from models.losses import cross_entropy
 from models.rope import RopeScaling
 from training.chips import compiler_options
 from training.feed import host_blocks
+from training.guard import GuardSettings
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
 from training.optimizer import OptimizerSettings
@@ -244,12 +245,18 @@ def abstract_state(
             shardings,
             transform_non_params=on_all,
         ),
+        guard=jax.tree.map(on_all, shapes.guard),
     )
 
 
 def optimizer_settings(config: ml_collections.ConfigDict) -> OptimizerSettings:
     """Settings of the optimizer and its schedule."""
     return OptimizerSettings(total_steps=config.train.steps, **config.optimizer)
+
+
+def guard_settings(config: ml_collections.ConfigDict) -> GuardSettings:
+    """Which updates are skipped, and what ends a run."""
+    return GuardSettings(**config.guard)
 
 
 def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
@@ -314,7 +321,12 @@ def train_step(
     sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
     device = sharding.step.mesh.devices.flat[0]
     return jax.jit(
-        make_train_step(loss_sum, optimizer, microbatches=config.train.microbatches),
+        make_train_step(
+            loss_sum,
+            optimizer,
+            microbatches=config.train.microbatches,
+            spike_sigmas=config.guard.spike_sigmas,
+        ),
         out_shardings=(sharding, sharding.step),
         donate_argnums=0,
         compiler_options=compiler_options(device.device_kind),

@@ -3,6 +3,9 @@
 The run as it happens: mesh, data, model, state, programs, loop. Every object is made
 here and handed down, which is why `train` is one long function: it reads from top to
 bottom as a run goes. Run the same command again to resume.
+
+Exit codes: 0 the run is complete, 75 it was told to stop (SIGTERM) and has saved,
+1 an error.
 """
 
 import contextlib
@@ -18,14 +21,21 @@ import assemble
 from data.corpus import prepare_standard_library
 from data.text import iterate
 from models.flops import num_parameters
-from training import chips
+from training import chips, hosts
 from training.checkpoint import Checkpoints
 from training.feed import place
+from training.goodput import Goodput
+from training.guard import BadSteps, Watch, compare_replays
 from training.metrics import NullWriter, TensorBoardWriter, Throughput
 from training.optimizer import make_optimizer
+from training.preemption import Notice, Preempted, notice
 from training.report import Report
-from training.step import initial_state, make_evaluate_step
+from training.step import initial_state, make_evaluate_step, make_replay
+from training.watchdog import Watchdog
 from training.weights import SavedParameters
+
+PREEMPTED = 75
+"""Exit code: try again (EX_TEMPFAIL of sysexits.h)."""
 
 CONFIG = config_flags.DEFINE_config_file("config", lock_config=True)
 
@@ -45,8 +55,13 @@ def train(
     Raises:
       ValueError, FileNotFoundError: something in the config, the corpus or the
         checkpoint is wrong; before anything is compiled.
+      Preempted: it was told to stop, and has saved.
+      BadSteps: it makes no progress.
+      OSError: it cannot save, or read.
     """
+    goodput = Goodput()
     assemble.check_counts(config)
+    guard = assemble.guard_settings(config)
 
     # Mesh.
     partition = assemble.partition(config, jax.devices())
@@ -76,19 +91,26 @@ def train(
     )
 
     with contextlib.ExitStack() as stack:
+        told = stack.enter_context(notice())
+        watchdog = stack.enter_context(
+            Watchdog(guard.first_step_seconds, guard.step_seconds)
+        )
+
         # State: restored, begun from another's parameters, or born sharded.
         checkpoints = stack.enter_context(
             Checkpoints(
                 f"{config.workdir}/checkpoints",
                 keep=config.checkpoint.keep,
                 fingerprint=assemble.fingerprint(model),
+                say=say,
             )
         )
         checkpoints.check_fingerprint()
         say(f"checkpoints: {config.workdir}/checkpoints")
         say(f"curves: tensorboard --logdir {config.workdir}/tensorboard")
         if checkpoints.latest_step() is not None:
-            state, _ = checkpoints.restore(state_shape)
+            with goodput.spend("restore"):
+                state, _ = checkpoints.restore(state_shape)
             say(f"resuming from step {state.step}")
         elif config.init_from:
             saved = SavedParameters(config.init_from)
@@ -112,12 +134,25 @@ def train(
         if first_step == last_step:
             say(f"all {last_step} steps are made: raise config.train.steps to go on")
             return {"step": last_step}
+        if jax.process_index() == 0:
+            goodput.resume(checkpoints.directory.parent / "goodput.json", first_step)
 
         # Programs.
+        _stop_if(told, first_step)
         train_step = assemble.train_step(config, loss_sum, optimizer, state_shape)
         evaluate = jax.jit(
             make_evaluate_step(loss_sum), out_shardings=state_sharding.step
         )
+        replay = jax.jit(
+            make_replay(loss_sum, microbatches=config.train.microbatches),
+            out_shardings=state_sharding.step,
+        )
+        with goodput.spend("compile"):
+            batch_like = assemble.abstract_batch(config, partition)
+            train_step = train_step.lower(state_shape, batch_like).compile()
+            if validation:
+                evaluate = evaluate.lower(state_shape.params, batch_like).compile()
+        _stop_if(told, first_step)
 
         # Reports.
         writer = stack.enter_context(
@@ -137,6 +172,7 @@ def train(
             schedule=schedule,
             total_steps=last_step,
             every_steps=config.train.log_every_steps,
+            watch=Watch(guard.stop_after, say),
         )
 
         # Loop.
@@ -147,28 +183,59 @@ def train(
             buffered_steps=config.data.buffered_steps,
         )
         stack.enter_context(contextlib.closing(reading))
+        goodput.switch("step")
         for step in range(first_step + 1, last_step + 1):
-            _, blocks = next(reading)
-            state, metrics = train_step(state, place(blocks, sharding, shape))
+            with goodput.spend("data"):
+                _, blocks = next(reading)
+                batch = place(blocks, sharding, shape)
+            state, metrics = train_step(state, batch)
             report.step(step, metrics)
+            if guard.replay:
+                report.flush()
+                if report.last["skipped_in_row"]:
+                    replays = [replay(state.params, batch) for _ in range(2)]
+                    say(compare_replays(step, report.last, jax.device_get(replays)))
+            watchdog.step()
+            goodput.step(step)
             if validation and _is_due(
                 step, config.train.validate_every_steps, last_step
             ):
                 report.flush()
-                with throughput.exclude(after=metrics):
-                    sums = [
-                        evaluate(state.params, place(validation[i], sharding, shape))
-                        for i in range(len(validation))
-                    ]
-                    report.validation(step, sums)
-            if _is_due(step, config.checkpoint.save_every_steps, last_step):
+                watchdog.pause()
+                with throughput.exclude(after=metrics), goodput.spend("evaluation"):
+                    sums = []
+                    while len(sums) < len(validation) and not told.arrived():
+                        held_out = place(validation[len(sums)], sharding, shape)
+                        sums.append(jax.device_get(evaluate(state.params, held_out)))
+                    if len(sums) == len(validation):
+                        report.validation(step, sums)
+            stops = told.arrived() and step < last_step
+            if _is_due(step, config.checkpoint.save_every_steps, last_step, stops):
                 report.flush()
-                writer.flush()  # a run killed after the save resumes from this point
-                with throughput.exclude(after=metrics):
+                watchdog.pause()
+                with throughput.exclude(after=metrics), goodput.spend("save"):
+                    writer.flush()  # a run killed after the save resumes from here
                     checkpoints.save(step, state)
+                goodput.record(step)
+            if stops or _is_due(step, config.train.log_every_steps, last_step):
+                writer.scalars(step, goodput.points())
+            if stops:
+                break
         report.flush()
-    say(f"done: step {last_step}, checkpoint and curves in {config.workdir}")
+        with goodput.spend("save"):
+            checkpoints.close()
+        goodput.record(step)
+    where = f"checkpoint and curves in {config.workdir}; {goodput}"
+    if step < last_step:
+        raise Preempted(f"step {step} of {last_step}, {where}")
+    say(f"done: step {last_step}, {where}")
     return {"step": last_step, **report.last}
+
+
+def _stop_if(told: Notice, step: int) -> None:
+    """Ends a run that has made nothing that would have to be saved."""
+    if told.arrived():
+        raise Preempted(f"step {step}, nothing new to save")
 
 
 def _last_step(config: ml_collections.ConfigDict, first_step: int) -> int:
@@ -178,9 +245,10 @@ def _last_step(config: ml_collections.ConfigDict, first_step: int) -> int:
     return first_step + config.train.extra_steps
 
 
-def _is_due(step: int, every_steps: int, last_step: int) -> bool:
+def _is_due(step: int, every_steps: int, last_step: int, stops: bool = False) -> bool:
     """At multiples and after the last step; every 0 steps: never."""
-    return every_steps > 0 and (step % every_steps == 0 or step == last_step)
+    is_last = stops or step == last_step
+    return every_steps > 0 and (step % every_steps == 0 or is_last)
 
 
 def parse_flags(arguments: list[str]) -> list[str]:
@@ -201,8 +269,13 @@ def main(arguments: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     assemble.simulate_devices(config)
     try:
-        train(config)
-    except (ValueError, OSError) as error:
+        if config.hosts.coordinator or not config.simulated_devices:
+            hosts.connect(**config.hosts)
+        train(config, print if jax.process_index() == 0 else lambda line: None)
+    except Preempted as stopped:
+        print(f"preempted: {stopped}", file=sys.stderr)
+        sys.exit(PREEMPTED)
+    except (ValueError, OSError, BadSteps) as error:
         sys.exit(f"error: {error}")
 
 

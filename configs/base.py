@@ -24,6 +24,14 @@ def get_config() -> ml_collections.ConfigDict:
     # CPU devices to simulate, for a try without accelerators; 0: the devices there are.
     config.simulated_devices = 0
 
+    # The processes of a run on many hosts; Cloud TPU, GKE, SLURM and Open MPI know them
+    # by themselves. Elsewhere: HOST:PORT of the first, how many there are, and which of
+    # them this one is, from 0.
+    config.hosts = ml_collections.ConfigDict()
+    config.hosts.coordinator = ""
+    config.hosts.count = 0
+    config.hosts.index = -1
+
     # The attention system: vanilla, memory_efficient, blockwise (also the feed-forward
     # in chunks), ring (sequence sharded, contiguous), striped or zigzag (also
     # balanced). The first three need mesh.ring = 1.
@@ -126,8 +134,24 @@ def get_config() -> ml_collections.ConfigDict:
     # Batches of held-out rows in a validation; 0: no validation.
     config.train.validation_batches = 8
 
+    config.guard = ml_collections.ConfigDict()
+    # Updates whose loss or gradients are not finite are skipped. Also skip those whose
+    # loss is above the mean of the last 128 by so many standard deviations (6, say);
+    # 0: none.
+    config.guard.spike_sigmas = 0.0
+    # Skipped updates in a row that end the run.
+    config.guard.stop_after = 10
+    # Compute a skipped step twice more, to tell faults of the hardware from those of
+    # the data; the run then waits for every step, and needs deterministic kernels.
+    config.guard.replay = False
+    # A run that makes no step for so long ends, with the stacks of its threads: while
+    # it restores, compiles, validates, saves or makes its first two steps; and later,
+    # where 10 times its longest step may pass too. 0: for ever.
+    config.guard.first_step_seconds = 14400.0
+    config.guard.step_seconds = 1800.0
+
     config.checkpoint = ml_collections.ConfigDict()
-    # And after the last step; 0: nothing is saved.
+    # And after the last step, and at SIGTERM; 0: nothing is saved.
     config.checkpoint.save_every_steps = 100
     # Newest checkpoints that stay on disk.
     config.checkpoint.keep = 3

@@ -84,6 +84,11 @@ class Checkpoints:
         self._keep = keep
         self._manager = _open(directory, keep, cleanup_tmp_directories=True)
 
+    @property
+    def directory(self) -> Path:
+        """Where the steps are; a path that knows buckets too."""
+        return self._manager.directory
+
     def latest_step(self) -> int | None:
         """The newest step, or None. Step 0 is a step: compare with `is None`."""
         return self._manager.latest_step()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
+from training.guard import Watch
 from training.metrics import (
     ConsoleLine,
     NullWriter,
@@ -26,6 +27,7 @@ class Report:
     schedule: learning rate by updates already made.
     total_steps: of the whole run.
     every_steps: between lines; the first step gets one too.
+    watch: looks at every step, and may end the run.
     """
 
     say: Callable[[str], None]
@@ -35,6 +37,7 @@ class Report:
     schedule: Callable[[int], jax.Array]
     total_steps: int
     every_steps: int
+    watch: Watch
 
     def __post_init__(self):
         self.last: dict[str, float] = {}
@@ -47,7 +50,11 @@ class Report:
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Waits for the last step's metrics and reports on it."""
+        """Waits for the last step's metrics and reports on it.
+
+        Raises:
+          BadSteps: too many updates in a row were skipped.
+        """
         if self._pending is None:
             return
         step, arrays = self._pending
@@ -58,6 +65,7 @@ class Report:
         if not self._begun or step % self.every_steps == 0 or step == self.total_steps:
             self._begun = True
             self._write(step, metrics)
+        self.watch.step(step, metrics)
 
     def validation(
         self, step: int, sums: Sequence[tuple[jax.Array, jax.Array]]
@@ -87,6 +95,7 @@ class Report:
         self.say(str(line))
         points = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm")}
         points["train/learning_rate"] = learning_rate
+        points["guard/skipped"] = metrics["skipped"]
         peak = peak_bytes()
         if peak is not None:
             points["perf/peak_bytes"] = peak

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from training.digest import device_digest
+from training.guard import GuardState, Replay, initial_guard, judge
+
 LossFunction = Callable[[Any, Any], jax.Array]
 """From parameters and a batch to the weighted sum of its losses."""
 
@@ -14,14 +17,16 @@ LossFunction = Callable[[Any, Any], jax.Array]
 class TrainState(NamedTuple):
     """Everything that training changes; a plain tree."""
 
-    step: jax.Array  # int32, updates made
+    step: jax.Array  # int32, steps made, those whose update was skipped included
     params: Any
     optimizer_state: optax.OptState
+    guard: GuardState
 
 
 def initial_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, optimizer.init(params), initial_guard())
 
 
 def make_train_step(
@@ -29,6 +34,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     microbatches: int = 1,
+    spike_sigmas: float = 0.0,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, to be compiled.
 
@@ -36,32 +42,56 @@ def make_train_step(
       devices with more padding than others count by what they hold.
     microbatches: parts that the batch's rows are cut into; gradients add up in float32
       before the one update.
+    spike_sigmas: see `guard.GuardSettings`.
+
+    A step whose loss or gradients are not finite changes nothing but its number and
+    what the guard counts: not the parameters, nor any state of the optimizer.
 
     The batch has `loss_weights` (B, T), `lo` and `hi` (B, T). Metrics: `loss` (mean per
-    weighted token, nats), `grad_norm`, `tokens` (all but padding, whatever they weigh)
-    and `pairs` (of a query and a key that it sees).
+    weighted token, nats), `grad_norm`, `tokens` (all but padding, whatever they weigh),
+    `pairs` (of a query and a key that it sees), and of updates skipped so far `skipped`
+    and `skipped_in_row`.
     """
 
     def train_step(
         state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        weight = batch.loss_weights.sum()
-        mean = 1 / jnp.where(weight > 0, weight, 1)
-        loss, grads = _summed_gradients(loss_sum, state.params, batch, microbatches)
-        grads = jax.tree.map(lambda g: mean * g, grads)
+        loss, grads = _mean_gradients(loss_sum, state.params, batch, microbatches)
+        norm = optax.tree.norm(grads)
+        is_good, guard = judge(state.guard, loss, norm, spike_sigmas)
         updates, optimizer_state = optimizer.update(
             grads, state.optimizer_state, state.params
         )
         params = optax.apply_updates(state.params, updates)
+        # Chosen where it is written: with the old state donated, no copy is made.
+        params, optimizer_state = jax.tree.map(
+            lambda new, old: jnp.where(is_good, new, old),
+            (params, optimizer_state),
+            (state.params, state.optimizer_state),
+        )
         metrics = {
-            "loss": mean * loss,
-            "grad_norm": optax.tree.norm(grads),
+            "loss": loss,
+            "grad_norm": norm,
             "tokens": (batch.hi >= batch.lo).sum(dtype=jnp.float32),
             "pairs": _pairs(batch),
+            "skipped": guard.skipped.astype(jnp.float32),
+            "skipped_in_row": guard.skipped_in_row.astype(jnp.float32),
         }
-        return TrainState(state.step + 1, params, optimizer_state), metrics
+        return TrainState(state.step + 1, params, optimizer_state, guard), metrics
 
     return train_step
+
+
+def make_replay(
+    loss_sum: LossFunction, *, microbatches: int = 1
+) -> Callable[[Any, Any], Replay]:
+    """Builds `replay(params, batch)`: a step's loss and gradients, digested."""
+
+    def replay(params: Any, batch: Any) -> Replay:
+        loss, grads = _mean_gradients(loss_sum, params, batch, microbatches)
+        return Replay(loss, optax.tree.norm(grads), device_digest(grads))
+
+    return replay
 
 
 def make_evaluate_step(
@@ -73,6 +103,16 @@ def make_evaluate_step(
         return loss_sum(params, batch), batch.loss_weights.sum()
 
     return evaluate
+
+
+def _mean_gradients(
+    loss_sum: LossFunction, params: Any, batch: Any, microbatches: int
+) -> tuple[jax.Array, Any]:
+    """Loss and gradients, by weighted token."""
+    weight = batch.loss_weights.sum()
+    mean = 1 / jnp.where(weight > 0, weight, 1)
+    loss, grads = _summed_gradients(loss_sum, params, batch, microbatches)
+    return mean * loss, jax.tree.map(lambda g: mean * g, grads)
 
 
 def _summed_gradients(

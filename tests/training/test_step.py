@@ -128,7 +128,8 @@ def test_batch_without_weight_changes_nothing_and_has_no_nan():
 def test_metrics_count_tokens_but_padding_and_the_pairs_that_are_visible():
     batch = make_batch()
     _, metrics = STEPS[1](initial_state(make_params(), OPTIMIZER), batch)
-    assert set(metrics) == {"loss", "grad_norm", "tokens", "pairs"}
+    names = {"loss", "grad_norm", "tokens", "pairs", "skipped", "skipped_in_row"}
+    assert set(metrics) == names
     assert {x.shape for x in metrics.values()} == {()}
     assert {x.dtype for x in metrics.values()} == {np.dtype(np.float32)}
     naive = sum(

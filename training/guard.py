@@ -1,0 +1,167 @@
+"""What keeps a bad step out of a run: its update is skipped, and it may be replayed.
+
+A step whose loss or gradients are not finite makes no update, nor does one, if that is
+asked for, whose loss is far above those of the steps before it. The choice is made on
+the devices, element by element, so that no second copy of the parameters exists.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SPIKE_WINDOW = 128
+"""Steps whose losses say what is usual."""
+
+
+class GuardState(NamedTuple):
+    """What the guard remembers; part of the train state, so that resumes are exact."""
+
+    skipped: jax.Array  # int32, updates skipped in all
+    skipped_in_row: jax.Array  # int32, of these, the latest without one made between
+    losses: jax.Array  # float32 (SPIKE_WINDOW,), finite ones; the newest last
+    seen: jax.Array  # int32, how many finite losses there were
+
+
+def initial_guard() -> GuardState:
+    """The state before the first step."""
+
+    def zero() -> jax.Array:  # one each, as a buffer cannot be donated twice
+        return jnp.zeros((), jnp.int32)
+
+    return GuardState(zero(), zero(), jnp.zeros(SPIKE_WINDOW, jnp.float32), zero())
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Which updates are skipped, and what ends a run.
+
+    Attributes:
+      spike_sigmas: skip updates whose loss is above the mean of the last SPIKE_WINDOW
+        finite ones by more than so many standard deviations; 0 skips for no spike.
+        The rule of OLMo (arXiv 2501.00656).
+      stop_after: skipped updates in a row that end the run.
+      first_step_seconds, step_seconds: see `watchdog.Watchdog`.
+      replay: a step that is skipped is computed twice more, to tell a fault of the
+        hardware from one of the data. The run then waits for every step.
+
+    Raises:
+      ValueError: for a value outside its range.
+    """
+
+    spike_sigmas: float = 0.0
+    stop_after: int = 10
+    first_step_seconds: float = 0.0
+    step_seconds: float = 0.0
+    replay: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"spike_sigmas": 0, "stop_after": 1}
+        least |= {"first_step_seconds": 0, "step_seconds": 0}
+        for name, smallest in least.items():
+            if not getattr(self, name) >= smallest:
+                raise ValueError(
+                    f"guard: {name}={getattr(self, name)} must be at least {smallest}"
+                )
+
+
+def judge(
+    guard: GuardState, loss: jax.Array, grad_norm: jax.Array, spike_sigmas: float
+) -> tuple[jax.Array, GuardState]:
+    """Whether the update is to be made (bool scalar), and what is remembered of it.
+
+    loss, grad_norm: of this step, float32 scalars.
+    """
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    is_good = is_finite & ~_is_spike(guard, loss, spike_sigmas)
+    newer = jnp.append(guard.losses[1:], loss.astype(jnp.float32))
+    # Spikes are remembered, so that a lasting change becomes the usual.
+    return is_good, GuardState(
+        skipped=guard.skipped + (~is_good).astype(jnp.int32),
+        skipped_in_row=jnp.where(is_good, 0, guard.skipped_in_row + 1),
+        losses=jnp.where(is_finite, newer, guard.losses),
+        seen=guard.seen + is_finite.astype(jnp.int32),
+    )
+
+
+def _is_spike(guard: GuardState, loss: jax.Array, spike_sigmas: float) -> jax.Array:
+    if not spike_sigmas:
+        return jnp.zeros((), bool)
+    limit = guard.losses.mean() + spike_sigmas * guard.losses.std()
+    return (guard.seen >= SPIKE_WINDOW) & (loss > limit)
+
+
+class BadSteps(ArithmeticError):
+    """A run that makes no progress: too many updates skipped, or faulty hardware."""
+
+
+class Watch:
+    """Reads each step's metrics: tells of skipped updates, and ends hopeless runs.
+
+    Args:
+      stop_after: see `GuardSettings`.
+      say: tells a person.
+    """
+
+    def __init__(self, stop_after: int, say: Callable[[str], None]):
+        self._stop_after, self._say = stop_after, say
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes a step's metrics, as numbers.
+
+        Raises:
+          BadSteps: so many updates in a row were skipped.
+        """
+        in_row = int(metrics["skipped_in_row"])
+        if not in_row:
+            return
+        what = (
+            f"loss {metrics['loss']:.4g} and gradients of norm "
+            f"{metrics['grad_norm']:.4g} at step {step}"
+        )
+        if in_row >= self._stop_after:
+            raise BadSteps(
+                f"{what}, and {in_row} skipped updates in a row: the run ends. The "
+                "parameters are those before them, and so are the checkpoints'. Lower "
+                "config.optimizer.peak_lr, look at the data of these steps, or raise "
+                "config.guard.stop_after"
+            )
+        self._say(f"WARNING: {what}: no update ({in_row} in a row)")
+
+
+class Replay(NamedTuple):
+    """What a step computes, without its update."""
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    digest: jax.Array  # of all gradients
+
+
+def compare_replays(
+    step: int, metrics: Mapping[str, float], replays: Sequence[Replay]
+) -> str:
+    """What computing a skipped step again says of it.
+
+    Args:
+      step: its number.
+      metrics: of its first time; of another program, so the last bits may differ.
+      replays: each from the parameters and the batch of the first time.
+
+    Raises:
+      BadSteps: the results differ, so something other than the data is at fault.
+    """
+    found = [tuple(map(float, replay[:2])) for replay in replays]
+    first = metrics["loss"], metrics["grad_norm"]
+    is_same = len({int(replay.digest) for replay in replays}) == 1
+    if not is_same or not np.allclose(found, first, rtol=1e-2, equal_nan=True):
+        said = ", ".join(f"({loss:.6g}, {norm:.6g})" for loss, norm in [first, *found])
+        raise BadSteps(
+            f"step {step} was computed {1 + len(found)} times from the same parameters "
+            f"and data, with other results each time: loss and gradient norm {said}. "
+            "Suspect the hardware, or a kernel that is not deterministic "
+            "(config.implementation). The last checkpoint is good"
+        )
+    return f"step {step} gives the same when replayed: look at its data, not at chips"
