@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from training.torus import ring_along
+from training.slices import lay_out
 
 MESH_AXES = ("data", "fsdp", "ring", "tensor")
 """Axes that a config names."""
@@ -106,22 +105,15 @@ class MeshShape:
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of all the devices.
-
-    JAX lays it out on the hardware; the ring then goes from neighbour to neighbour
-    (see `torus`).
+    """A mesh of all the devices, laid out as `slices.lay_out` does.
 
     Raises:
-      ValueError: the shape does not match the devices.
+      ValueError: the shape does not match the devices, or not their slices.
     """
     axes = shape.fill(len(devices)).axes
     outer = axes.get("ring_outer", 1)
-    laid_out = mesh_utils.create_device_mesh(
-        (axes["data"], axes["fsdp"], outer * axes["ring"], axes["tensor"]),
-        devices,
-        allow_split_physical_axes=True,
-    )
-    laid_out = ring_along(laid_out, MESH_AXES.index("ring"), parts=outer)
+    whole = (axes["data"], axes["fsdp"], outer * axes["ring"], axes["tensor"])
+    laid_out = lay_out(whole, devices, ring_parts=outer)
     types = (AxisType.Auto,) * len(axes)
     return Mesh(laid_out.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
 

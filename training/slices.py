@@ -1,0 +1,90 @@
+"""Devices in their places in a mesh: inside a slice by its links, slices by a network.
+
+A TPU slice is linked by its own interconnect (ICI), and slices by a network (DCN) that
+is slower; so are the GPUs of a host, and hosts. As few axes as can be go through the
+network: `data`, whose devices talk once a step, then `fsdp`, and `ring` where nothing
+else is left, as in a ring larger than a slice. Such a ring goes through the slices one
+after the other, so that only one of a slice's devices sends to another slice.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+
+from training.torus import ring_along
+
+AXES = ("data", "fsdp", "ring", "tensor")
+RING = AXES.index("ring")
+
+Shape = tuple[int, int, int, int]
+"""Devices along each of AXES."""
+
+
+def lay_out(
+    shape: Shape, devices: Sequence[jax.Device], *, ring_parts: int = 1
+) -> np.ndarray:
+    """The devices as an array of this shape.
+
+    ring_parts: into which a ring is cut (see `torus.ring_along`).
+
+    Raises:
+      ValueError: slices of unlike sizes, or no axis to share them out over.
+    """
+    slices = by_slice(devices)
+    across = across_slices(shape, len(slices))
+    inside = tuple(n // m for n, m in zip(shape, across, strict=True))
+    parts = np.empty(len(slices), object)
+    ring_parts = -(-ring_parts // across[RING])
+    parts[:] = [_inside_a_slice(inside, part, ring_parts) for part in slices]
+    return np.block(parts.reshape(across).tolist())
+
+
+def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each slice, in the order of their numbers; others are one slice.
+
+    Raises:
+      ValueError: slices differ in size.
+    """
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    sizes = {number: len(part) for number, part in sorted(slices.items())}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"slices of unlike sizes cannot be one mesh; devices by slice: {sizes}"
+        )
+    return [slices[number] for number in sizes]
+
+
+def across_slices(shape: Shape, num_slices: int) -> Shape:
+    """How many slices each axis goes through.
+
+    Raises:
+      ValueError: data, fsdp and ring cannot be shared out over so many slices.
+    """
+    across, left = [1] * len(AXES), num_slices
+    for axis in range(RING + 1):
+        across[axis] = math.gcd(shape[axis], left)
+        left //= across[axis]
+    if left > 1:
+        sizes = " x ".join(f"{a} {n}" for a, n in zip(AXES, shape, strict=True))
+        raise ValueError(
+            f"the mesh {sizes} cannot be shared out over {num_slices} slices: make "
+            f"data, fsdp or ring in config.mesh a multiple of {num_slices}; tensor "
+            "stays inside of a slice"
+        )
+    data, fsdp, ring, tensor = across
+    return data, fsdp, ring, tensor
+
+
+def _inside_a_slice(
+    shape: Shape, devices: Sequence[jax.Device], ring_parts: int
+) -> np.ndarray:
+    """JAX lays it out on the hardware; the ring goes from neighbour to neighbour."""
+    laid_out = mesh_utils.create_device_mesh(
+        shape, devices, allow_split_physical_axes=True
+    )
+    return ring_along(laid_out, RING, parts=ring_parts)
