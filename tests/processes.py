@@ -1,0 +1,61 @@
+"""Programs of several processes on this machine, as many hosts would run them."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+class Processes:
+    """Python processes that run at the same time; a context manager that ends them."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], **environment: str):
+        """Starts `python COMMAND` for each of the commands, from the root."""
+        # Each has devices of its own, and none of those that the tests simulate.
+        self.running = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command in commands
+        ]
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running:
+            process.kill()
+            process.communicate()
+
+    def wait_for(self, line: str, which: int = 0) -> None:
+        """Returns when a process has said a line that begins so."""
+        process = self.running[which]
+        for said in process.stdout:
+            if said.startswith(line):
+                return
+        raise AssertionError(
+            f"{line!r} was never said: {process.stderr.read()[-3000:]}"
+        )
+
+    def finish(self, timeout: float = 240) -> list[tuple[int, str, str]]:
+        """Exit code, and the rest of stdout and stderr, of each."""
+        said = [process.communicate(timeout=timeout) for process in self.running]
+        return [
+            (process.returncode, *texts)
+            for process, texts in zip(self.running, said, strict=True)
+        ]
