@@ -1,14 +1,28 @@
 """Runs of `train.train` that are small enough for tests: their config and corpus."""
 
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_collections
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
+import assemble
+import train
 from configs import tiny
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
+from training.checkpoint import Checkpoints
+from training.metrics import read_scalars
+from training.optimizer import make_optimizer
+from training.step import TrainState
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def prepare_corpus(directory: Path) -> Path:
@@ -72,3 +86,79 @@ def _fields(corpus: Path, workdir: Path, overrides: dict[str, Any]) -> dict[str,
     places = {"data.corpus": str(corpus), "workdir": str(workdir)}
     names = {name.replace("__", "."): value for name, value in overrides.items()}
     return SMALL | places | names
+
+
+@contextlib.contextmanager
+def kept_in(directory: Path) -> Iterator[None]:
+    """Compiles once what several runs of this process have in common."""
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+class Run:
+    """A workdir, and what was said there."""
+
+    def __init__(self, corpus: Path, workdir: Path):
+        self.corpus, self.workdir = corpus, workdir
+        self.said: list[str] = []
+
+    def train(self, **overrides: Any) -> dict[str, float]:
+        return train.train(self.config(**overrides), self.said.append)
+
+    def command(self, **overrides: Any) -> None:
+        """`python train.py` with the same config, given as flags."""
+        flags = small_flags(self.corpus, self.workdir, **overrides)
+        result = subprocess.run(
+            [sys.executable, "train.py", *flags],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr
+        self.said += result.stdout.splitlines()
+
+    def config(self, **overrides: Any) -> ml_collections.ConfigDict:
+        return small_config(self.corpus, self.workdir, **overrides)
+
+    def has_checkpoint(self, step: int) -> bool:
+        return (self.workdir / "checkpoints" / str(step)).is_dir()
+
+    def curve(self, tag: str = "train/loss") -> list[tuple[int, float]]:
+        return read_scalars(self.workdir / "tensorboard")[tag]
+
+    def losses(self, after: int = 0) -> np.ndarray:
+        """Loss of each step after this one; every step has to be there once."""
+        steps, losses = zip(*self.curve(), strict=True)
+        assert list(steps) == list(range(steps[0], steps[0] + len(steps)))
+        return np.array(losses)[np.array(steps) > after]
+
+    def state(self) -> TrainState:
+        """The newest checkpoint's."""
+        config = self.config()
+        partition = assemble.partition(config, jax.devices())
+        model = assemble.model(config, partition)
+        optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
+        with Checkpoints(
+            self.workdir / "checkpoints",
+            keep=1,
+            fingerprint=assemble.fingerprint(model),
+        ) as checkpoints:
+            shapes = assemble.abstract_state(model, optimizer, partition)
+            return checkpoints.restore(shapes)[0]
+
+    def files(self) -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in self.workdir.rglob("*") if p.is_file()}
+
+
+def assert_equal_bits(state: Any, truth: Any) -> None:
+    def assert_equal(path: Any, leaf: jax.Array, true_leaf: jax.Array) -> None:
+        name = jax.tree_util.keystr(path)
+        assert leaf.dtype == true_leaf.dtype, name
+        equal = np.asarray(leaf).tobytes() == np.asarray(true_leaf).tobytes()
+        assert equal, f"{name} differs"
+
+    jax.tree_util.tree_map_with_path(assert_equal, state, truth)

@@ -1,0 +1,551 @@
+"""Runs that are stopped, killed, damaged and fed rubbish, and end as undisturbed ones.
+
+In this process where the fault can be made here; else in processes of their own.
+"""
+
+import errno
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+import assemble
+import train
+from data.text import TextBatches
+from tests.processes import ROOT, Processes, free_port
+from tests.runs import (
+    Run,
+    assert_equal_bits,
+    kept_in,
+    prepare_corpus,
+    small_flags,
+)
+from training.goodput import Goodput
+from training.guard import BadSteps
+from training.metrics import read_scalars
+from training.preemption import Preempted
+
+STEPS = 12
+"""Of the undisturbed run, which saves at 4, 8 and 12 and validates at 6 and 12."""
+SMALLER = {
+    "model__num_layers": 1,
+    "model__hidden_size": 16,
+    "model__feed_forward_size": 24,
+    "train__steps": STEPS,
+    "train__validate_every_steps": 6,
+    "checkpoint__save_every_steps": 4,
+}
+
+
+class Small(Run):
+    """A run that compiles fast."""
+
+    def config(self, **overrides: Any) -> Any:
+        return super().config(**SMALLER | overrides)
+
+    def flags(self, **overrides: Any) -> list[str]:
+        return small_flags(self.corpus, self.workdir, **SMALLER | overrides)
+
+    def steps(self) -> set[str]:
+        return {path.name for path in (self.workdir / "checkpoints").iterdir()}
+
+    def train_and(self, act: Callable[[str], None], **overrides: Any) -> None:
+        """Trains, and acts upon every line that is said."""
+
+        def say(line: str) -> None:
+            self.said.append(line)
+            act(line)
+
+        train.train(self.config(**overrides), say)
+
+    def warnings(self) -> list[str]:
+        return [line for line in self.said if line.startswith("WARNING")]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("programs")
+    with kept_in(directory):
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Small:
+    run = Small(corpus, tmp_path_factory.mktemp("undisturbed"))
+    run.train()
+    return run
+
+
+@pytest.fixture(scope="module")
+def truth(undisturbed: Small) -> Any:
+    return jax.device_get(undisturbed.state())
+
+
+@pytest.fixture
+def run(corpus: Path, tmp_path: Path) -> Small:
+    return Small(corpus, tmp_path / "run")
+
+
+@pytest.fixture
+def copy(undisturbed: Small, run: Small) -> Small:
+    """A run that has the undisturbed one's checkpoints of steps 4 and 8."""
+    for step in "4", "8":
+        place = Path("checkpoints") / step
+        shutil.copytree(undisturbed.workdir / place, run.workdir / place)
+    return run
+
+
+def send_sigterm(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def on(beginning: str, act: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda line: act(line) if line.startswith(beginning) else None
+
+
+def before_call(
+    patch: pytest.MonkeyPatch, place: Any, name: str, number: int, act: Any
+) -> None:
+    """Acts before a function's call of this number, from 1."""
+    function, calls = getattr(place, name), []
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) == number:
+            act()
+        return function(*args, **options)
+
+    patch.setattr(place, name, wrapped)
+
+
+# SIGTERM.
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
+    run: Small, undisturbed: Small, truth: Any
+) -> None:
+    with pytest.raises(Preempted, match=f"step 6 of {STEPS}, checkpoint and curves in"):
+        run.train_and(on("step  5", send_sigterm))
+    assert run.steps() == {"4", "6"}
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    run.train()
+    assert "resuming from step 6" in run.said
+    assert_equal_bits(run.state(), truth)
+    assert run.curve() == undisturbed.curve()
+    # The validation after step 6 was left for the signal; nothing else is missing.
+    ours = run.curve("validation/loss")
+    assert ours == undisturbed.curve("validation/loss")[-len(ours) :]
+
+
+@pytest.mark.parametrize(
+    "moment", ["restore", pytest.param("compile", marks=pytest.mark.slow)]
+)
+def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
+    copy: Small, truth: Any, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    before = copy.files()
+    with monkeypatch.context() as patch:
+        if moment == "restore":
+            place = train.Checkpoints, "restore"
+        else:
+            place = assemble, "abstract_batch"
+        before_call(patch, *place, 1, send_sigterm)
+        with pytest.raises(Preempted, match="step 8, nothing new to save"):
+            copy.train()
+    assert before == copy.files() and not any("step  9" in x for x in copy.said)
+    copy.train()
+    assert_equal_bits(copy.state(), truth)
+
+
+def test_a_signal_in_a_validation_is_not_left_until_its_end(
+    run: Small, truth: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        # Six batches to train on, then the first of two held-out ones.
+        before_call(patch, train, "place", 7, send_sigterm)
+        with pytest.raises(Preempted, match=f"step 6 of {STEPS}"):
+            run.train()
+    assert not any(line.startswith("validation") for line in run.said)
+    run.train()
+    assert_equal_bits(run.state(), truth)
+
+
+@pytest.mark.slow
+def test_a_signal_at_the_last_step_finds_a_complete_run(run: Small, truth: Any) -> None:
+    run.train_and(on(f"step {STEPS - 1}", send_sigterm))
+    assert run.said[-1].startswith(f"done: step {STEPS}")
+    assert_equal_bits(run.state(), truth)
+
+
+def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(
+    run: Small, programs: Path, truth: Any
+) -> None:
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+    with Processes([["train.py", *run.flags()]], **kept) as started:
+        started.wait_for("step  2")
+        started.running[0].send_signal(signal.SIGTERM)
+        ((code, _, errors),) = started.finish()
+    assert code == 75, errors
+    stopped = re.search(rf"^preempted: step (\d+) of {STEPS}, ", errors, re.MULTILINE)
+    assert run.has_checkpoint(int(stopped[1]))
+    broken = run.flags(checkpoint__keep=0)
+    with Processes([["train.py", *run.flags()]], **kept) as again:
+        ((code, said, errors),) = again.finish()
+    assert code == 0, errors
+    assert f"resuming from step {stopped[1]}" in said
+    assert "goodput" in said.splitlines()[-1]
+    assert_equal_bits(run.state(), truth)
+    with Processes([["train.py", *broken]]) as wrong:
+        ((code, _, errors),) = wrong.finish()
+    assert (code, errors) == (1, "error: keep=0 must be at least 1\n")
+
+
+# SIGKILL.
+
+VICTIM = """
+import os, sys
+os.environ["JAX_COMPILATION_CACHE_DIR"] = sys.argv[1]
+import train
+from absl import app, flags
+from training.checkpoint import Checkpoints
+
+save = Checkpoints.save
+
+def save_and_tell(self, step, state):
+    save(self, step, state)
+    print(f"saving {step}", flush=True)
+
+Checkpoints.save = save_and_tell
+sys.argv = sys.argv[:1] + sys.argv[2:]
+app.run(train.main, flags_parser=train.parse_flags)
+"""
+
+
+def kill_until_complete(run: Small, programs: Path, kills: int, **more: Any) -> int:
+    """Starts a run again and again, and kills it at random; gives the kills it took.
+
+    Half of the kills are while a save is on its way.
+    """
+    command = ["-c", VICTIM, str(programs), *run.flags(**more)]
+    for number in range(kills):
+        with Processes([command]) as started:
+            (process,) = started.running
+            lines = iter(process.stdout.readline, "")
+            wanted = random.choice(["saving", "saving", "step", "checkpoints:"])
+            for line in lines:
+                if line.startswith(wanted):
+                    break
+            time.sleep(random.choice([0, random.uniform(0, 0.05), random.random()]))
+            process.kill()
+            process.communicate()
+            if process.returncode == 0:
+                return number
+            assert process.returncode == -signal.SIGKILL
+    with Processes([command]) as last:
+        ((code, _, errors),) = last.finish()
+        assert code == 0, errors
+    return kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 50])
+@pytest.mark.timeout(3600)
+def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
+    corpus: Path, tmp_path: Path, programs: Path, kills: int
+) -> None:
+    # Steps enough that some are left after that many kills.
+    more = {
+        "train__steps": max(2 * STEPS, 5 * kills),
+        "checkpoint__save_every_steps": 2,
+        "checkpoint__keep": 2,
+        "train__validation_batches": 0,
+    }
+    alone, killed = (Small(corpus, tmp_path / name) for name in ("alone", "killed"))
+    alone.train(**more)
+    made = kill_until_complete(killed, programs, kills, **more)
+    print(f"{made} kills")
+    assert made > kills // 2
+    assert_equal_bits(killed.state(), alone.state())
+    names = killed.steps()
+    assert "damaged" not in names
+    steps = [step for step, _ in killed.curve()]
+    assert steps == sorted(set(steps))
+
+
+# Damage.
+
+
+def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
+    copy: Small, truth: Any
+) -> None:
+    files = (copy.workdir / "checkpoints" / "8" / "state").rglob("d/*")
+    file = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    copy.train()
+    assert "resuming from step 4" in copy.said
+    (warning,) = copy.warnings()
+    assert f"step 8 is damaged and moves to {copy.workdir}/checkpoints/dam" in warning
+    assert (copy.workdir / "checkpoints" / "damaged" / "8").is_dir()
+    assert_equal_bits(copy.state(), truth)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+    copy: Small,
+) -> None:
+    for step in "4", "8":
+        shutil.rmtree(copy.workdir / "checkpoints" / step)
+        (copy.workdir / "checkpoints" / step).mkdir()
+    with pytest.raises(ValueError, match="no checkpoint in .* is good"):
+        copy.train()
+    assert copy.steps() == {"4", "8"}
+
+
+def test_a_full_disk_at_a_save_does_not_end_the_run(
+    run: Small, truth: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+
+        def act(line: str) -> None:
+            if line.startswith("step  3"):
+                patch.setattr(type(epath.Path("/")), "rename", refuse)
+            if line.startswith("WARNING"):
+                patch.undo()
+
+        run.train_and(act)
+    (warning,) = run.warnings()
+    assert "step 4 was NOT saved" in warning and "No space left" in warning
+    assert run.steps() == {"8", "12"}
+    assert_equal_bits(run.state(), truth)
+
+
+# Bad steps.
+
+
+def spoil(patch: pytest.MonkeyPatch, steps: set[int], weight: float) -> None:
+    """Gives the loss of some steps' batches a bad weight."""
+    place, count = train.place, iter(range(1, 1000))
+
+    def spoilt(blocks: Any, *where: Any) -> Any:
+        batch = place(blocks, *where)
+        if next(count) in steps:
+            weights = batch.loss_weights.at[0, 0].set(weight)
+            batch = batch._replace(
+                loss_weights=jax.device_put(weights, batch.loss_weights.sharding)
+            )
+        return batch
+
+    patch.setattr(train, "place", spoilt)
+
+
+QUIET = {"train__validation_batches": 0}
+
+
+def test_a_bad_batch_is_skipped_told_and_counted(
+    run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {5, 6, 9}, np.nan)
+    run.train(**QUIET)
+    assert [re.findall(r"at step (\d+).*\((\d+) in", x)[0] for x in run.warnings()] == [
+        ("5", "1"),
+        ("6", "2"),
+        ("9", "1"),
+    ]
+    skipped = [int(count) for _, count in run.curve("guard/skipped")]
+    assert skipped == [0] * 4 + [1, 2, 2, 2, 3, 3, 3, 3]
+    state = run.state()
+    assert int(state.step) == STEPS and int(state.guard.skipped) == 3
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_too_many_bad_steps_end_the_run_with_a_good_checkpoint(
+    run: Small, monkeypatch: pytest.MonkeyPatch, truth: Any
+) -> None:
+    with monkeypatch.context() as patch:
+        spoil(patch, set(range(6, 100)), np.inf)
+        with pytest.raises(BadSteps, match="step 9, and 4 skipped updates in a row"):
+            run.train(guard__stop_after=4, **QUIET)
+    # That of step 8 is good too: its parameters are those of step 5.
+    assert {"4", "8"} <= run.steps()
+    shutil.rmtree(run.workdir / "checkpoints" / "8")
+    run.train()
+    assert_equal_bits(run.state().params, truth.params)
+
+
+@pytest.mark.slow
+def test_a_bad_batch_is_replayed_and_told_to_be_bad_data(
+    run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {5}, np.nan)
+    run.train(guard__replay=True, **QUIET)
+    said = [line for line in run.said if line.startswith("step 5 gives")]
+    assert said == [
+        "step 5 gives the same when replayed: look at its data, not at chips"
+    ]
+
+
+@pytest.mark.slow
+def test_a_chip_that_computes_wrongly_once_ends_the_run(
+    run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step's batch is bad once, and good when it is replayed."""
+    flush = train.Report.flush
+
+    def corrupted(report: Any) -> None:
+        if report._pending and report._pending[0] == 5:
+            step, metrics = report._pending
+            wrong = {"loss": np.nan, "skipped": 1.0, "skipped_in_row": 1.0}
+            report._pending = step, metrics | wrong
+        flush(report)
+
+    monkeypatch.setattr(train.Report, "flush", corrupted)
+    with pytest.raises(BadSteps, match="step 5 was computed 3 times.*hardware"):
+        run.train(guard__replay=True, **QUIET)
+    assert run.steps() == {"4"}
+
+
+# Hangs and dead workers.
+
+
+@pytest.mark.slow
+def test_a_dead_data_worker_ends_the_run_with_its_error(
+    run: Small, monkeypatch: pytest.MonkeyPatch, truth: Any
+) -> None:
+    def die() -> None:
+        raise OSError("the disk with the corpus is gone")
+
+    with monkeypatch.context() as patch:
+        before_call(patch, TextBatches, "__getitem__", 9, die)
+        with pytest.raises(OSError, match="the corpus is gone"):
+            run.train(data__threads=2)
+    assert "4" in run.steps()
+    run.train()
+    assert_equal_bits(run.state(), truth)
+
+
+HANGS = """
+import sys, time
+import train
+from absl import app
+from data.text import TextBatches
+
+read = TextBatches.__getitem__
+
+def read_or_hang(self, step):
+    while step == 6:
+        time.sleep(1)
+    return read(self, step)
+
+TextBatches.__getitem__ = read_or_hang
+app.run(train.main, flags_parser=train.parse_flags)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_ends_with_the_stacks_and_goes_on(
+    run: Small, programs: Path, truth: Any
+) -> None:
+    flags = run.flags(guard__step_seconds=3.0, **QUIET)
+    result = subprocess.run(
+        [sys.executable, "-c", HANGS, *flags],
+        cwd=ROOT,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 1
+    assert "Timeout" in result.stderr and "in read_or_hang" in result.stderr
+    assert "train.py" in result.stderr
+    assert "step  5" in result.stdout and "step  8" not in result.stdout
+    run.train()
+    assert "resuming from step 4" in run.said
+    assert_equal_bits(run.state(), truth)
+
+
+# Accounts.
+
+
+def test_goodput_accounts_for_every_second(undisturbed: Small) -> None:
+    curves = read_scalars(undisturbed.workdir / "tensorboard")
+    kinds = {tag for tag in curves if tag.startswith("goodput/")}
+    assert {"goodput/fraction", "goodput/lost_seconds", "goodput/step_seconds"} <= kinds
+    for tag in kinds - {"goodput/fraction"}:
+        seconds = [value for _, value in curves[tag]]
+        assert seconds == sorted(seconds) and len(seconds) == STEPS
+    last = {tag: curves[tag][-1][1] for tag in kinds}
+    assert last["goodput/lost_seconds"] == 0 < last["goodput/compile_seconds"]
+    spent = sum(last[tag] for tag in kinds - {"goodput/fraction"})
+    assert last["goodput/fraction"] == pytest.approx(
+        last["goodput/step_seconds"] / spent
+    )
+    assert re.search(r"; goodput [\d.]+ % of [\d.]+ s \(", undisturbed.said[-1])
+
+
+@pytest.mark.slow
+def test_steps_that_are_made_again_are_accounted_as_lost(
+    run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(line: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(train, "Goodput", lambda: Goodput(record_every_seconds=0))
+    with pytest.raises(ZeroDivisionError):
+        run.train_and(on("step  7", die), **QUIET)
+    run.train(**QUIET)
+    assert "resuming from step 4" in run.said
+    lost = run.curve("goodput/lost_seconds")
+    assert lost[-1][1] > 0
+
+
+# Two processes.
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together_and_one_goes_on(
+    run: Small, undisturbed: Small
+) -> None:
+    """The ring is over both of them."""
+    place = f"localhost:{free_port()}"
+    mesh = {"mesh__fsdp": 1, "mesh__ring": 8}
+    command = ["train.py", *run.flags(simulated_devices=4, **mesh)]
+    hosts = [f"--config.hosts.coordinator={place}", "--config.hosts.count=2"]
+    commands = [[*command, *hosts, f"--config.hosts.index={i}"] for i in range(2)]
+    with Processes(commands) as two:
+        two.wait_for("step  2")
+        two.running[1].send_signal(signal.SIGTERM)
+        results = two.finish()
+    assert [code for code, _, _ in results] == [75, 75], results
+    stops = [re.search(r"preempted: step (\d+) of", e)[1] for _, _, e in results]
+    assert stops[0] == stops[1] and run.has_checkpoint(int(stops[0]))
+    # The second process says nothing but errors, and writes no curves.
+    assert results[1][1] == "" or "step" not in results[1][1]
+    assert len(list((run.workdir / "tensorboard").iterdir())) == 1
+    two_alone = run.losses()
+    np.testing.assert_allclose(
+        two_alone, undisturbed.losses()[: len(two_alone)], rtol=1e-6
+    )
+    run.train(**mesh)
+    assert f"resuming from step {stops[0]}" in run.said
+    np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=1e-6)
