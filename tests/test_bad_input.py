@@ -150,6 +150,18 @@ BAD_CONFIGS = {
         {"attention_parts": 3},
         ["attention_parts=3", "key/value heads", "choose a divisor"],
     ),
+    "stop_after_no_bad_step": (
+        {"guard__stop_after": 0},
+        ["stop_after=0", "at least 1"],
+    ),
+    "spikes_below_the_mean": (
+        {"guard__spike_sigmas": -6.0},
+        ["spike_sigmas=-6.0", "at least 0"],
+    ),
+    "negative_time_for_a_step": (
+        {"guard__step_seconds": -1.0},
+        ["step_seconds=-1.0", "at least 0"],
+    ),
     "loss_chunk_of_nothing": (
         {"loss_chunk_tokens": 0},
         ["loss_chunk_tokens=0", "at least 1"],
@@ -251,6 +263,7 @@ def test_the_command_line_says_one_line_and_fails(corpus: Path, tmp_path: Path) 
         "--config.modle.num_layers=1": ["modle", 'Did you mean "model"'],
         "--config.mesh.fsdp=3": ["fsdp 3", "8 devices", "change config.mesh"],
         f"--config.data.corpus={tmp_path}/nowhere": ["no corpus", "prepare_text.py"],
+        "--config.hosts.coordinator=head:1234": ["count=0", "index from 0 to count"],
     }
     command = [sys.executable, "train.py", "--config=configs/tiny.py"]
     places = [f"--config.workdir={tmp_path}/run", f"--config.data.corpus={corpus}"]

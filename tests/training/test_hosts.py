@@ -1,5 +1,6 @@
 """Two processes of four devices: they agree on steps to take and steps to stop at."""
 
+import json
 import re
 import signal
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import Processes, free_port
+from tests.runs import prepare_corpus
 from training import hosts
 
 # Saves three steps, or restores the newest good one and waits for SIGTERM.
@@ -73,6 +75,30 @@ sys.exit(75)
 """
 
 
+# Says the digests of the first batches, of one process or more.
+DATA = """
+import json, sys
+from pathlib import Path
+import jax
+import assemble
+from tests.runs import small_config
+from training import hosts
+from training.digest import digests
+from training.feed import place
+
+corpus, devices, port, count, index = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", int(devices))
+if int(count) > 1:
+    hosts.connect(f"localhost:{port}", int(count), int(index))
+config = small_config(Path(corpus), Path("none"), mesh__fsdp=2, mesh__ring=4)
+partition = assemble.partition(config, jax.devices())
+batches = assemble.batches(config, partition, "train")
+where = assemble.batch_sharding(config, partition), assemble.batch_shape(config)
+found = [digests(place(batches[step], *where)) for step in range(4)]
+print("digests", json.dumps([found, len(batches[0])]))
+"""
+
+
 def run(directory: Path, damaged: str) -> Processes:
     port = str(free_port())
     arguments = [
@@ -110,6 +136,22 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory: Path) -> Non
     names = {path.name for path in directory.iterdir()}
     assert {"damaged", str(first)} <= names
     assert [path.name for path in (directory / "damaged").iterdir()] == ["30"]
+
+
+def test_two_processes_read_the_batches_of_one_bit_for_bit(tmp_path: Path) -> None:
+    """And each reads no more than its own half."""
+    corpus, port = str(prepare_corpus(tmp_path)), str(free_port())
+    settings = [("4", port, "2", "0"), ("4", port, "2", "1"), ("8", "", "1", "0")]
+    with Processes([["-c", DATA, corpus, *each] for each in settings]) as three:
+        results = three.finish()
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+    lines = [
+        re.search(r"^digests (.*)$", said, re.MULTILINE)[1] for _, said, _ in results
+    ]
+    (first, half), (second, other_half), (one, all_blocks) = map(json.loads, lines)
+    assert first == second == one
+    assert len({json.dumps(batch) for batch in one}) == 4
+    assert (half, other_half, all_blocks) == (4, 4, 8)
 
 
 @pytest.mark.slow
