@@ -156,7 +156,7 @@ def train(
 
         # Reports.
         writer = stack.enter_context(
-            TensorBoardWriter(f"{config.workdir}/tensorboard", first_step + 1)
+            TensorBoardWriter(f"{config.workdir}/tensorboard", first_step + 1, say)
             if jax.process_index() == 0
             else NullWriter()
         )

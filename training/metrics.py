@@ -24,7 +24,12 @@ class TensorBoardWriter:
     One process of a run has one; the others take a `NullWriter`.
     """
 
-    def __init__(self, directory: str | Path, first_step: int) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        first_step: int,
+        say: Callable[[str], None] = print,
+    ) -> None:
         """Starts a new event file in `directory`.
 
         Args:
@@ -32,9 +37,12 @@ class TensorBoardWriter:
           first_step: first step that this run reports. What earlier runs left in the
             directory from that step on disappears from the curves, so that a resumed
             run draws no zig-zag.
+          say: tells a person when points are lost, as on a full disk: no run ends for
+            that.
         """
-        self._first_step = first_step
-        self._writer = EventFileWriter(str(directory), flush_secs=FLUSH_SECONDS)
+        self._directory, self._first_step, self._say = directory, first_step, say
+        self._writer: EventFileWriter | None = self._open()
+        self._loses = False
         start = SessionLog(status=SessionLog.START)
         self._add(first_step, session_log=start)
 
@@ -52,11 +60,11 @@ class TensorBoardWriter:
 
     def flush(self) -> None:
         """Returns when every point so far is in the file: not even SIGKILL loses it."""
-        self._writer.flush()
+        self._try(lambda writer: writer.flush())
 
     def close(self) -> None:
         """Flushes, and closes the file."""
-        self._writer.close()
+        self._try(lambda writer: writer.close())
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +73,23 @@ class TensorBoardWriter:
         self.close()
 
     def _add(self, step: int, **what: Any) -> None:
-        self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
+        event = Event(wall_time=time.time(), step=step, **what)
+        self._try(lambda writer: writer.add_event(event))
+
+    def _try(self, write: Callable[[EventFileWriter], None]) -> None:
+        """Writes, after a failure to a new file; tells of the first failure in a row."""
+        try:
+            self._writer = self._writer or self._open()
+            write(self._writer)
+            self._loses = False
+        except OSError as error:
+            self._writer = None
+            if not self._loses:
+                self._say(f"WARNING: points of {self._directory} are lost: {error}")
+            self._loses = True
+
+    def _open(self) -> EventFileWriter:
+        return EventFileWriter(str(self._directory), flush_secs=FLUSH_SECONDS)
 
 
 class NullWriter:

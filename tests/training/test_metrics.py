@@ -1,5 +1,6 @@
 """Curves on disk, rates from a fake clock, and the console's line."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from training import metrics
 from training.metrics import (
     ConsoleLine,
     NullWriter,
@@ -312,3 +314,24 @@ def test_token_rates_are_short(tokens_per_second, shown):
 def test_eta_is_the_time_of_the_steps_that_remain(step_time, shown):
     line = ConsoleLine(900, 1000, 1.0, 1.0, 1.0, {"perf/step_time": step_time})
     assert str(line).endswith("  " + shown)
+
+
+def test_a_full_disk_costs_points_and_no_run(tmp_path, monkeypatch):
+    told = []
+    with TensorBoardWriter(tmp_path, 1, told.append) as writer:
+        writer.scalars(1, {"train/loss": 4.0})
+        writer.flush()
+        with monkeypatch.context() as patch:
+
+            def refuse(*_):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            patch.setattr(metrics.EventFileWriter, "add_event", refuse)
+            writer.scalars(2, {"train/loss": 3.0})
+            writer.scalars(3, {"train/loss": 2.5})
+            writer.flush()
+        writer.scalars(4, {"train/loss": 2.0})
+    assert read_scalars(tmp_path)["train/loss"] == [(1, 4.0), (4, 2.0)]
+    (line,) = told
+    assert line.startswith(f"WARNING: points of {tmp_path} are lost: ")
+    assert "No space left" in line
