@@ -19,14 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from data.batch import Batch, Block
-from data.text import (
-    DocumentRows,
-    InOrder,
-    PackedRows,
-    Shuffled,
-    TextBatches,
-    WholeRows,
-)
+from data.text import ROW_PLANS, InOrder, Shuffled, TextBatches
 from data.token_file import TokenFile
 from kernels import layout
 from kernels.layout import Layout
@@ -47,7 +40,6 @@ from training.step import LossFunction, TrainState, initial_state, make_train_st
 STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""
 
-ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 

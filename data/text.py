@@ -174,6 +174,10 @@ class DocumentRows:
         return _read(self.corpus, (begin, end), start, index, self.length)
 
 
+ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
+"""By the names that configs give them."""
+
+
 def _check_length(length: int) -> None:
     if length < 1:
         raise ValueError(f"a row's {length=} must be at least 1 token")

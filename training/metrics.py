@@ -77,7 +77,7 @@ class TensorBoardWriter:
         self._try(lambda writer: writer.add_event(event))
 
     def _try(self, write: Callable[[EventFileWriter], None]) -> None:
-        """Writes, after a failure to a new file; tells of the first failure in a row."""
+        """Writes, after a failure to a new file; tells the first failure in a row."""
         try:
             self._writer = self._writer or self._open()
             write(self._writer)
