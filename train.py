@@ -9,6 +9,7 @@ Exit codes: 0 the run is complete, 75 it was told to stop (SIGTERM) and has save
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 
@@ -251,6 +252,10 @@ def _is_due(step: int, every_steps: int, last_step: int, stops: bool = False) ->
     return every_steps > 0 and (step % every_steps == 0 or is_last)
 
 
+def _silent(line: str) -> None:
+    """What every process but the first says."""
+
+
 def parse_flags(arguments: list[str]) -> list[str]:
     """The arguments that are no flags; ends the program where a flag is wrong."""
     try:
@@ -271,7 +276,9 @@ def main(arguments: list[str]) -> None:
     try:
         if config.hosts.coordinator or not config.simulated_devices:
             hosts.connect(**config.hosts)
-        train(config, print if jax.process_index() == 0 else lambda line: None)
+        is_first = jax.process_index() == 0
+        # Told at once: what ends a run that hangs does not empty buffers.
+        train(config, functools.partial(print, flush=True) if is_first else _silent)
     except Preempted as stopped:
         print(f"preempted: {stopped}", file=sys.stderr)
         sys.exit(PREEMPTED)
