@@ -1,9 +1,10 @@
 """Damaged steps and failed saves: no wrong bit is used, and nothing good is lost."""
 
 import errno
+import gc
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ from training.weights import SavedParameters
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
+
+
+@pytest.fixture(autouse=True)
+def swept() -> Iterator[None]:
+    """Collects them here, and not in whatever test comes next."""
+    yield
+    gc.collect()
+
 
 FINGERPRINT = {"layers": 2}
 STEPS = 10, 20, 30
