@@ -1,6 +1,7 @@
 """Runs that are stopped, killed, damaged and fed rubbish, and end as undisturbed ones.
 
-In this process where the fault can be made here; else in processes of their own.
+In this process where the fault can be made here; else in processes of their own. One
+long file, as all of them are held against one undisturbed run, which takes a while.
 """
 
 import errno
