@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from training.checkpoint import Checkpoints, restore_parameters
+from training.checkpoint import Checkpoints
 from training.optimizer import OptimizerSettings, make_optimizer
 
 FINGERPRINT = {"model": {"layers": 3, "width": 16}, "vocabulary": 32, "heads": (4, 2)}
@@ -354,41 +354,3 @@ def test_bad_arguments_are_refused_before_the_directory_is_made(
     with pytest.raises(ValueError, match=message):
         open_checkpoints(tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
-
-
-def test_parameters_alone_come_back_on_another_mesh_and_nothing_else_changes(tmp_path):
-    state = init_state()
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(4, state)
-    under_way = tmp_path / "5.orbax-checkpoint-tmp"  # a save of a run at work
-    under_way.mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    wanted = abstract(state, num_devices=4).params
-    parameters, step = restore_parameters(tmp_path, wanted, FINGERPRINT)
-    assert step == 4
-    for got, saved, place in zip(
-        *map(jax.tree.leaves, (parameters, state.params, wanted)), strict=True
-    ):
-        np.testing.assert_array_equal(got, saved)
-        assert got.sharding == place.sharding
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_parameters_of_another_model_are_refused_but_for_what_may_differ(tmp_path):
-    state = init_state()
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(4, state)
-    wanted = abstract(state).params
-    other = FINGERPRINT | {"model": {"layers": 3, "width": 8}, "vocabulary": 33}
-    with pytest.raises(ValueError, match="vocabulary: saved 32, this run 33"):
-        restore_parameters(tmp_path, wanted, other, may_differ=["model"])
-    with pytest.raises(ValueError, match="model.width: saved 16, this run 8"):
-        restore_parameters(tmp_path, wanted, other, may_differ=["vocabulary"])
-    may_differ = "model.width", "vocabulary"
-    assert restore_parameters(tmp_path, wanted, other, may_differ=may_differ)[1] == 4
-    narrow = abstract(init_state(width=12)).params
-    with pytest.raises(ValueError, match=r"embedding: saved float32\[32, 16\]"):
-        restore_parameters(tmp_path, narrow, FINGERPRINT)
-    with pytest.raises(FileNotFoundError, match="no checkpoint in .*nowhere"):
-        restore_parameters(tmp_path / "nowhere", wanted, FINGERPRINT)
-    assert not (tmp_path / "nowhere").exists()
