@@ -176,6 +176,7 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
     assert_equal_bits(copy.state(), truth)
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_validation_is_not_left_until_its_end(
     run: Small, truth: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_signal_at_the_last_step_finds_a_complete_run(run: Small, truth: Any) 
     assert_equal_bits(run.state(), truth)
 
 
+@pytest.mark.slow
 def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(
     run: Small, programs: Path, truth: Any
 ) -> None:
@@ -312,6 +314,7 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
     assert_equal_bits(copy.state(), truth)
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
     copy: Small,
 ) -> None:
