@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from data.tokenizer import Tokenizer
+from data.versioned import read_versioned
 
 VERSION = 1
 SPLITS = ("train", "validation")
@@ -64,7 +65,9 @@ class TokenFile:
             raise FileNotFoundError(
                 f"there is no corpus {directory}: {REMEDY} --output {directory}"
             )
-        meta = _read_meta(directory / META)
+        meta = read_versioned(
+            directory / META, VERSION, what="this is no corpus", remedy=REMEDY
+        )
         try:
             counts = SplitCounts(**meta["splits"][split])
             vocab_size, dtype = meta["vocab_size"], np.dtype(meta["dtype"])
@@ -249,24 +252,6 @@ def _documents_path(directory: Path, split: str) -> Path:
 
 def _loss_path(directory: Path, split: str) -> Path:
     return directory / f"{split}.loss.bin"
-
-
-def _read_meta(path: Path) -> dict:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing, so this is no corpus: {REMEDY}")
-    try:
-        meta = json.loads(path.read_text())
-        version = meta["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): {REMEDY}"
-        ) from error
-    if version != VERSION:
-        raise ValueError(
-            f"{path} has format version {version}, and this program reads version "
-            f"{VERSION}: {REMEDY}"
-        )
-    return meta
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from data.versioned import read_versioned
+
 VERSION = 1
 INDEX = "index.json"
 STEPS = "steps.npy"
@@ -254,24 +256,9 @@ def _header(shape: tuple[int, ...]) -> bytes:
 def _read_index(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(f"there are no trajectories {directory}: {REMEDY}")
-    path = directory / INDEX
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing, so these are no trajectories: {REMEDY}"
-        )
-    try:
-        index = json.loads(path.read_text())
-        version = index["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): {REMEDY}"
-        ) from error
-    if version != VERSION:
-        raise ValueError(
-            f"{path} has format version {version}, and this program reads version "
-            f"{VERSION}: {REMEDY}"
-        )
-    return index
+    return read_versioned(
+        directory / INDEX, VERSION, what="these are no trajectories", remedy=REMEDY
+    )
 
 
 def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:

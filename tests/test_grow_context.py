@@ -11,11 +11,10 @@ import jax
 import ml_collections
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import train
 from configs import grow_context
-from tests.runs import SMALL, prepare_corpus
+from tests.runs import SMALL, kept_in, prepare_corpus
 from training.metrics import read_scalars
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,12 +40,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compiles once what several runs of this process have in common."""
-    directory = str(tmp_path_factory.mktemp("programs"))
-    jax.config.update("jax_compilation_cache_dir", directory)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    with kept_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 def stage(

@@ -8,11 +8,10 @@ import jax
 import ml_collections
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import assemble
 import train
-from tests.runs import prepare_corpus, small_config
+from tests.runs import kept_in, prepare_corpus, small_config
 from tools.convert_hf import export_model, import_model
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
@@ -36,12 +35,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compiles once what several runs of this process have in common."""
-    directory = str(tmp_path_factory.mktemp("programs"))
-    jax.config.update("jax_compilation_cache_dir", directory)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    with kept_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(scope="module")

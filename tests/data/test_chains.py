@@ -54,7 +54,7 @@ def read_row(chains, row=0):
     return chains.read(row, np.arange(chains.length, dtype=np.int32))
 
 
-def equal(one, other):
+def assert_equal_batches(one, other):
     for name in ChainBatch._fields:
         mine, others = getattr(one, name), getattr(other, name)
         assert mine.dtype == others.dtype
@@ -214,14 +214,16 @@ def test_blocks_are_slices_of_the_whole_in_layout_order(file, layout, ring_size)
     assert set(parts) == set(blocks)
     for block, part in parts.items():
         rows, columns = slice(*block.rows), places[slice(*block.columns)]
-        equal(part, ChainBatch(*(array[rows][:, columns] for array in whole)))
+        assert_equal_batches(
+            part, ChainBatch(*(array[rows][:, columns] for array in whole))
+        )
 
 
 def test_rows_of_a_batch_are_chains_of_their_own(file):
     chains = make_chains(file)
     (batch,) = make_batches(chains, rows=3)[4].values()
     for row in range(3):
-        equal(
+        assert_equal_batches(
             ChainBatch(*(array[row] for array in batch)), read_row(chains, 3 * 4 + row)
         )
 
@@ -235,7 +237,7 @@ def test_resumed_steps_equal_undisturbed_steps(file):
     ):
         assert step == other_step
         for block in mine:
-            equal(mine[block], others[block])
+            assert_equal_batches(mine[block], others[block])
 
 
 def test_chains_have_no_end(file):

@@ -57,7 +57,7 @@ def make_batches(plan, rows=3, layout=None, ring_size=1, row_order=None, blocks=
     )
 
 
-def equal(one, other):
+def assert_equal_blocks(one, other):
     assert one.keys() == other.keys()
     for block in one:
         for name in Batch._fields:
@@ -184,7 +184,7 @@ def test_data_do_not_depend_on_layout_or_ring(corpus, plan, layout, ring_size):
     for step in (0, 1, 40):
         (there,) = other[step].values()
         unpermuted = Batch(*(array[:, back] for array in there))
-        equal({Block((0, 3), (0, 24)): unpermuted}, plain[step])
+        assert_equal_blocks({Block((0, 3), (0, 24)): unpermuted}, plain[step])
 
 
 def split(rows, columns, row_step, column_step):
@@ -203,7 +203,9 @@ def test_blocks_of_two_hosts_are_those_of_one(corpus, plan):
     one = make_batches(plan, blocks=blocks, **arguments)
     hosts = [make_batches(plan, blocks=blocks[i::2], **arguments) for i in (0, 1)]
     (everything,) = make_batches(plan, **arguments)[5].values()
-    equal({**hosts[0][5], **hosts[1][5]}, dict(sorted(one[5].items(), key=str)))
+    assert_equal_blocks(
+        {**hosts[0][5], **hosts[1][5]}, dict(sorted(one[5].items(), key=str))
+    )
     for block, batch in one[5].items():
         for part, full in zip(batch, everything, strict=True):
             cut = full[slice(*block.rows), slice(*block.columns)]
@@ -291,7 +293,7 @@ def test_resumed_rows_equal_undisturbed_rows(corpus, plan, threads):
             seen = list(islice(steps, 40 - first))
         assert [step for step, _ in seen] == list(range(first, 40))
         for (_, blocks), (_, expected) in zip(seen, undisturbed[first:], strict=True):
-            equal(blocks, expected)
+            assert_equal_blocks(blocks, expected)
 
 
 def reading_threads():
