@@ -5,7 +5,7 @@ here and handed down, which is why `train` is one long function: it reads from t
 bottom as a run goes. Run the same command again to resume.
 
 Exit codes: 0 the run is complete, 75 it was told to stop (SIGTERM) and has saved,
-1 an error.
+70 a step hung, 1 an error.
 """
 
 import contextlib

@@ -1,14 +1,23 @@
 """Ends a run that hangs: nothing else does, as the main thread waits inside of XLA."""
 
 import faulthandler
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Self, TextIO
 
+HUNG = 70
+"""Exit code: a step took too long (EX_SOFTWARE of sysexits.h). Start the run again."""
+
+_GRACE_SECONDS = 10
+"""After which the process is ended by a thread that needs no interpreter: with code 1,
+and only where whatever hangs holds the interpreter's lock."""
+
 
 class Watchdog:
-    """Ends the process with code 1, and the stacks of its threads, when a step hangs.
+    """Ends the process with `HUNG`, and the stacks of its threads, when a step hangs.
 
     Use it as a context manager; there can be one in a process.
     """
@@ -34,6 +43,7 @@ class Watchdog:
         self._clock = clock
         self._begun: float | None = None
         self._longest = 0.0
+        self._timer: threading.Timer | None = None
 
     def pause(self) -> None:
         """Something that may take long begins."""
@@ -50,13 +60,32 @@ class Watchdog:
         self._arm(usual if self._longest else self._first)
 
     def _arm(self, seconds: float) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        self._disarm()
         if seconds:
-            faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
+            self._timer = threading.Timer(seconds, self._end, [seconds])
+            self._timer.daemon = True
+            self._timer.start()
+            faulthandler.dump_traceback_later(
+                seconds + _GRACE_SECONDS, exit=True, file=self._file
+            )
+
+    def _disarm(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._timer:
+            self._timer.cancel()
+
+    def _end(self, seconds: float) -> None:
+        print(
+            f"error: nothing happened for {seconds:g} s, the run ends; its threads:",
+            file=self._file,
+            flush=True,
+        )
+        faulthandler.dump_traceback(file=self._file)
+        os._exit(HUNG)
 
     def __enter__(self) -> Self:
         self.pause()
         return self
 
     def __exit__(self, *_: object) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        self._disarm()
