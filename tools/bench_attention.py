@@ -48,6 +48,7 @@ from tools.bench_rows import (
     check_output,
     make_row,
     peak_share,
+    take_sample,
     take_turns,
     write_rows,
 )
@@ -72,7 +73,8 @@ def measure(
     mesh = Mesh(np.array(devices), ("ring",))
     problem = Problem.of(variants[0].case, variants[0].dtype)
     programs = [compile_variant(variant, problem, mesh) for variant in variants]
-    samples = take_turns(programs, repeats)
+    takes = [functools.partial(take_sample, program) for program in programs]
+    samples = take_turns(takes, repeats)
     errors = measure_errors(programs, problem, mesh)
     rows = []
     for program, seconds, error in zip(programs, samples, errors, strict=True):

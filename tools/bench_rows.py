@@ -115,22 +115,29 @@ class Times:
         )
 
 
-def take_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[list[Sample]]:
-    """Times every run `repeats` times, A B C A B C …, after a turn that does not count.
+def take_sample(run: Callable[[], Any]) -> Sample:
+    """Runs it once, and waits for what it returns."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready(run())
+    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def take_turns(
+    takes: Sequence[Callable[[], Sample]], repeats: int
+) -> list[list[Sample]]:
+    """Takes `repeats` samples of each, A B C A B C …, after a turn that does not count.
 
     So a machine that is slow for a while is slow for all of them alike.
 
     Returns:
-      The samples of each run.
+      The samples of each.
     """
-    samples: list[list[Sample]] = [[] for _ in runs]
+    samples: list[list[Sample]] = [[] for _ in takes]
     for turn in range(repeats + 1):
-        for run, mine in zip(runs, samples, strict=True):
-            wall, cpu = time.perf_counter(), time.process_time()
-            jax.block_until_ready(run())
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        for take, mine in zip(takes, samples, strict=True):
+            sample = take()
             if turn:
-                mine.append(Sample(wall, cpu))
+                mine.append(sample)
     return samples
 
 

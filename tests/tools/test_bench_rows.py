@@ -1,3 +1,4 @@
+import functools
 import json
 
 import jax
@@ -11,6 +12,7 @@ from tools.bench_rows import (
     check_output,
     make_row,
     peak_share,
+    take_sample,
     take_turns,
     write_rows,
 )
@@ -32,7 +34,8 @@ def test_environment_tells_commit_and_devices():
 def test_runs_take_turns_and_the_first_turn_does_not_count():
     calls = []
     runs = [lambda name=name: calls.append(name) for name in "ab"]
-    samples = take_turns(runs, repeats=2)
+    takes = [functools.partial(take_sample, run) for run in runs]
+    samples = take_turns(takes, repeats=2)
     assert "".join(calls) == "ababab"
     assert [len(mine) for mine in samples] == [2, 2]
     assert all(sample.wall > 0 for mine in samples for sample in mine)
