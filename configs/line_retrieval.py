@@ -1,14 +1,14 @@
 """A small byte-level LLaMA that is to find lines of a record, in two stages.
 
 Command, the corpora first:
-  for tokens in 64 256; do python tools/prepare_lines.py --form compact \\
+  for tokens in 64 192; do python tools/prepare_lines.py --form letters \\
     --context-tokens $tokens --output corpora/lines_$tokens; done
   python train.py --config=configs/line_retrieval.py:64
-  python train.py --config=configs/line_retrieval.py:256
+  python train.py --config=configs/line_retrieval.py:192
 The second stage starts with the parameters of the first, which alone is the baseline of
 a short context. Both are evaluated on the same records with
-  python tools/evaluate.py line-retrieval --config=configs/line_retrieval.py:256 \\
-    --form compact --lengths 32,64,128,256,512,1024 --beside runs/line_retrieval/64
+  python tools/evaluate.py line-retrieval --config=configs/line_retrieval.py:192 \\
+    --form letters --lengths 32,64,96,128,160,192 --beside runs/line_retrieval/64
 Without a stage (python train.py --config=configs/line_retrieval.py) it is the first.
 Hardware: none: 8 simulated CPU devices, fsdp 2 x ring 4, striped.
 Expected: not reached yet. 1500 steps of the first stage, on one device, end at 0.33
@@ -22,8 +22,8 @@ from configs import base
 
 # tokens of context: (rows in a batch, steps, peak of the learning rate)
 _STAGES = {
-    64: (32, 1500, 1.5e-3),
-    256: (8, 600, 1e-3),
+    64: (64, 2000, 3e-3),
+    192: (24, 600, 1.5e-3),
 }
 _FIRST = min(_STAGES)
 
@@ -50,7 +50,7 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     config.model.num_layers = 2
     config.model.num_heads = 4
     config.model.num_kv_heads = 4
-    config.model.head_dim = 64
+    config.model.head_dim = 32
     config.compute_dtype = "float32"
     config.remat = "everything"
 

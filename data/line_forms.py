@@ -1,10 +1,12 @@
 """How the task "lines" is written: a record of lines, and a question about one of them.
 
 `LongEval` has the published words (LongChat, 2023), with lines called by number or by
-an adjective and a noun. `Compact` is the same task in 5 bytes a line, for models of a
-few layers that are trained from nothing; figures of the two cannot be compared.
+an adjective and a noun. `Compact` and `Letters` are the same task in 5 and in 4
+bytes a line, for models of a few layers that are trained from nothing; their figures
+cannot be compared with LongEval's.
 """
 
+import string
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -142,8 +144,21 @@ class Compact:
         return f"{number}\n"
 
 
+class Letters(Compact):
+    """Lines "q47": names of one letter, of which there are 52.
+
+    A model of two layers finds them by the token before; two letters take more.
+    """
+
+    names = len(string.ascii_letters)
+
+    def name(self, which: int) -> str:
+        return string.ascii_letters[which]
+
+
 FORMS: dict[str, type[LineForm]] = {
     "compact": Compact,
+    "letters": Letters,
     "LRT": NumberedLines,
     "LRT-NL": NamedLines,
 }

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from data.line_forms import FORMS, WORDS, Compact, NamedLines, NumberedLines
+from data.line_forms import FORMS, WORDS, Compact, Letters, NamedLines, NumberedLines
 
 each_form = pytest.mark.parametrize("name", FORMS)
 
@@ -52,6 +52,14 @@ def test_lines_are_written_as_published():
     )
     assert form.cue("torpid-kid") == "Line <torpid-kid>: <REGISTER_CONTENT> is"
     assert form.numbers == (1, 50_001)
+
+
+def test_a_line_of_letters_is_four_bytes_and_no_two_names_are_alike():
+    form = Letters()
+    names = [form.name(which) for which in range(form.names)]
+    assert len(set(names)) == 52 and all(name.isalpha() for name in names)
+    assert {len(form.line(name, 10)) for name in names} == {4}
+    assert form.line(names[3], 47) == form.cue(names[3]) + form.answer(47) == "d47\n"
 
 
 def test_a_compact_line_is_five_bytes():

@@ -11,7 +11,12 @@ from tools.evaluate_lines import draw_cells
 from tools.line_table import Scorer, by_length, table
 
 BYTES = ByteTokenizer()
-LENGTHS = {"compact": (100, 200), "LRT": (800, 1200), "LRT-NL": (800, 1200)}
+LENGTHS = {
+    "compact": (100, 200),
+    "letters": (60, 180),
+    "LRT": (800, 1200),
+    "LRT-NL": (800, 1200),
+}
 
 each_form = pytest.mark.parametrize("name", FORMS)
 
