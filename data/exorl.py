@@ -47,12 +47,15 @@ class Selection:
     max_transitions: whole episodes are taken, in the order of their numbers, as long as
       they have no more steps than this in all, and one at least.
     tolerance: largest difference of an observation from what physics makes it.
+    action_repeat: steps of the environment that are packed as one, whose reward is
+      their sum; their actions must be equal.
     """
 
     relabelling: str = "exact"
     on_bad: str = "error"
     max_transitions: int = MAX_TRANSITIONS
     tolerance: float = 1e-4
+    action_repeat: int = 1
 
     def __post_init__(self):
         known = (*RELABELLINGS, "stored")
@@ -65,6 +68,8 @@ class Selection:
                 f"{self.max_transitions=} must be at least 1, and {self.tolerance=} "
                 "above 0"
             )
+        if self.action_repeat < 1:
+            raise ValueError(f"{self.action_repeat=} must be at least 1 step")
 
 
 def pack(
@@ -96,6 +101,7 @@ def pack(
         "algorithm": buffer.algorithm,
         "task": task,
         "relabelling": selection.relabelling,
+        "action_repeat": selection.action_repeat,
         "generator": _generator(buffer),
         "versions": _versions(environment),
     }
@@ -103,7 +109,7 @@ def pack(
     largest = 0.0
     with TrajectoryWriter(directory, about) as writer:
         for episode, rewards in files.read(environment):
-            writer.write(episode.observation[:-1], episode.action[1:], rewards)
+            writer.write(*_joined(episode, rewards, selection.action_repeat))
             difference = np.abs(rewards - episode.reward[1:, 0]).max()
             largest = max(largest, float(difference))
         writer.about["largest_difference_from_stored"] = largest
@@ -191,6 +197,7 @@ class _Files:
                     if self.good and taken + steps > most:
                         break
                     episode = read_episode(path, self._buffer.domain)
+                    _check_repeats(episode, self._selection.action_repeat)
                     rewards = _rewards(episode, environment, self._selection)
                 except BadEpisode as error:
                     if self._selection.on_bad == "error":
@@ -216,6 +223,30 @@ class _Files:
                 f"bad, more than {BAD_SHARE:.0%}; the first is {first['file']}: "
                 f"{first['reason']}"
             )
+
+
+def _check_repeats(episode: Episode, action_repeat: int) -> None:
+    actions = episode.action[1:]
+    held = actions[np.arange(len(actions)) // action_repeat * action_repeat]
+    if (held != actions).any():
+        row = int((held != actions).any(axis=1).argmax()) + 1
+        raise BadEpisode(
+            episode.path,
+            f"action {row} differs from the one before it, so actions were not "
+            f"held for {action_repeat=} steps: give the number that they were held for",
+        )
+
+
+def _joined(
+    episode: Episode, rewards: np.ndarray, action_repeat: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Observations, actions and rewards, one for every time that an action is held."""
+    first = np.arange(0, episode.steps, action_repeat)
+    return (
+        episode.observation[first],
+        episode.action[1:][first],
+        np.add.reduceat(rewards, first),
+    )
 
 
 def _source(path: Path, steps: int) -> dict[str, Any]:

@@ -92,6 +92,11 @@ class TrajectoryFile:
     def action_size(self) -> int:
         return self.index["action_size"]
 
+    @property
+    def action_repeat(self) -> int:
+        """Steps of the environment for which each action is held."""
+        return self.index.get("action_repeat", 1)
+
 
 def top_episodes(
     returns: np.ndarray, lengths: np.ndarray, share: float = 0.1

@@ -51,6 +51,7 @@ class Recipe:
     noise_share: of the episodes are noise alone.
     cap: no episode returns more than this share of the best that the search found;
       None: there is no limit.
+    action_repeat: steps that every action is held for.
 
     Raises:
       ValueError: a field is not what it has to be.
@@ -63,6 +64,7 @@ class Recipe:
     search_episodes: int
     noise_share: float = 0.2
     cap: float | None = None
+    action_repeat: int = 1
 
     def __post_init__(self):
         for task in self.tasks:
@@ -74,6 +76,8 @@ class Recipe:
                 f"{self.episodes=} and {self.search_episodes=} must be at least 1, and "
                 f"{self.seed=} at least 0"
             )
+        if self.action_repeat < 1:
+            raise ValueError(f"{self.action_repeat=} must be at least 1 step")
         cap = 1.0 if self.cap is None else self.cap
         if not 0 <= self.noise_share <= 1 or not 0 < cap <= 1:
             raise ValueError(
@@ -104,15 +108,17 @@ def make(recipe: Recipe, output: Path, processes: int) -> Buffer:
     name = f".{ALGORITHM}.{uuid.uuid4().hex}.partial"
     partial = buffer.directory.with_name(name)
     (partial / "buffer").mkdir(parents=True)
-    where = recipe.domain, recipe.tasks[0]
+    where, repeat = (recipe.domain, recipe.tasks[0]), recipe.action_repeat
     try:
         if processes == 1:
-            meta = _fill(recipe, partial, Roller(*where, 1, map))
+            meta = _fill(recipe, partial, Roller(*where, 1, map, repeat))
         else:
             # A process that is forked would hold the locks of JAX's threads.
             spawn = get_context("spawn")
             with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
-                meta = _fill(recipe, partial, Roller(*where, processes, pool.map))
+                meta = _fill(
+                    recipe, partial, Roller(*where, processes, pool.map, repeat)
+                )
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         partial.rename(buffer.directory)
     finally:

@@ -52,12 +52,14 @@ class Roller:
 
     stored_task: whose rewards are written, whatever task an episode was gathered for.
     processes: how many of them `map_batches` has.
+    action_repeat: steps that every action is held for.
     """
 
     domain: str
     stored_task: str
     processes: int
     map_batches: Map
+    action_repeat: int = 1
 
     def returns(
         self, family: PolicyFamily | None, attempts: Sequence[Attempt], what: str
@@ -71,7 +73,9 @@ class Roller:
         """
         share = -(-len(attempts) // self.processes)
         batches = list(batched(attempts, min(share, ATTEMPTS_AT_A_TIME)))
-        roll = partial(_roll_batch, self.domain, self.stored_task, family)
+        roll = partial(
+            _roll_batch, self.domain, self.stored_task, self.action_repeat, family
+        )
         returns = []
         with tqdm(
             desc=what, total=len(attempts), unit=" episodes", disable=None
@@ -83,9 +87,15 @@ class Roller:
 
 
 def roll_out(
-    environment: Environment, family: PolicyFamily | None, attempt: Attempt
+    environment: Environment,
+    family: PolicyFamily | None,
+    attempt: Attempt,
+    action_repeat: int = 1,
 ) -> Episode:
-    """One episode, to its end, with the rewards of the environment's task."""
+    """One episode, to its end, with the rewards of the environment's task.
+
+    action_repeat: steps that every action is held for; all of them are in the episode.
+    """
     size = DOMAINS[environment.domain].action
     noise = np.zeros((MOST_STEPS, size))
     if attempt.noise is not None:
@@ -97,10 +107,11 @@ def roll_out(
     observations = [environment.reset(attempt.seed)]
     actions, rewards = [np.zeros(size, np.float32)], [0.0]
     physics = [environment.physics()]
-    for offset in noise:
-        wanted = offset if act is None else offset + act(observations[-1])
-        # The number that is stored is the one that acts.
-        action = np.clip(wanted, -1, 1).astype(np.float32)
+    for number, offset in enumerate(noise):
+        if number % action_repeat == 0:
+            wanted = offset if act is None else offset + act(observations[-1])
+            # The number that is stored is the one that acts.
+            action = np.clip(wanted, -1, 1).astype(np.float32)
         step = environment.step(action)
         observations.append(step.observation)
         actions.append(action)
@@ -125,6 +136,7 @@ def _path(stem: Path | None, steps: int) -> Path | None:
 def _roll_batch(
     domain: str,
     stored_task: str,
+    action_repeat: int,
     family: PolicyFamily | None,
     attempts: Sequence[Attempt],
 ) -> list[float]:
@@ -132,7 +144,7 @@ def _roll_batch(
     environments = {task: Environment(domain, task) for task in tasks}
     returns = []
     for attempt in attempts:
-        episode = roll_out(environments[attempt.task], family, attempt)
+        episode = roll_out(environments[attempt.task], family, attempt, action_repeat)
         returns.append(float(episode.reward.sum(dtype=np.float64)))
         if attempt.stem is None or returns[-1] > attempt.limit:
             continue

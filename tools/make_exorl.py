@@ -46,6 +46,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--cap", type=float, help="keep returns below this share of the best")
     add(
+        "--action-repeat",
+        default=1,
+        type=int,
+        help="steps that every action is held for (default: %(default)s)",
+    )
+    add(
         "--processes",
         default=os.cpu_count(),
         type=int,
@@ -78,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             search_episodes=chosen.search_episodes or SEARCH_EPISODES[chosen.domain],
             noise_share=chosen.noise_share,
             cap=chosen.cap,
+            action_repeat=chosen.action_repeat,
         )
         buffer = make(recipe, chosen.output, chosen.processes)
     except (ValueError, OSError, ImportError) as error:

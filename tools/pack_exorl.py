@@ -57,6 +57,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="largest difference of observations from what physics makes them "
         "(default: %(default)s; inf: any)",
     )
+    add(
+        "--action-repeat",
+        default=1,
+        type=int,
+        help="steps that actions were held for, which become one (default: 1)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -65,7 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _arguments(arguments)
     try:
         selection = Selection(
-            chosen.relabelling, chosen.on_bad, chosen.max_transitions, chosen.tolerance
+            chosen.relabelling,
+            chosen.on_bad,
+            chosen.max_transitions,
+            chosen.tolerance,
+            chosen.action_repeat,
         )
         buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
         trajectories = pack(buffer, chosen.task, chosen.cache, selection)

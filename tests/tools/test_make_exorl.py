@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from data.environments import Environment
-from data.episodes import read_episode
-from data.exorl import pack
+from data.episodes import BadEpisode, read_episode
+from data.exorl import Selection, pack
 from data.relabel import exact_rewards
 from tools import make_exorl
 from tools.exorl_replay import Recipe, make
@@ -137,6 +137,23 @@ def test_episodes_above_the_cap_are_made_again_by_others(tmp_path, monkeypatch):
     assert not list((tmp_path / "other").rglob("*es_replay*"))
 
 
+def test_actions_are_held_and_packed_as_one(tmp_path):
+    recipe = dataclasses.replace(FEW, episodes=2, action_repeat=8)
+    buffer = make(recipe, tmp_path, processes=1)
+    one = pack(buffer, "swingup", tmp_path / "one")
+    held = Selection(action_repeat=8)
+    eight = pack(buffer, "swingup", tmp_path / "eight", held)
+    assert (one.action_repeat, eight.action_repeat) == (1, 8)
+    assert eight.lengths.tolist() == [125, 125]
+    np.testing.assert_allclose(eight.returns, one.returns, rtol=1e-6)
+    np.testing.assert_array_equal(eight.steps[:, :-1], one.steps[::8, :-1])
+    actions = one.steps[:, 5].reshape(-1, 8)
+    assert (actions == actions[:, :1]).all() and (np.diff(actions[:, 0]) != 0).any()
+    wrong = Selection(action_repeat=3)
+    with pytest.raises(BadEpisode, match="action 9 differs .* action_repeat=3"):
+        pack(buffer, "swingup", tmp_path / "three", wrong)
+
+
 def test_existing_data_are_kept(cartpole):
     before = contents(cartpole)
     with pytest.raises(FileExistsError, match="es_replay already exists and is left"):
@@ -159,6 +176,7 @@ def test_existing_data_are_kept(cartpole):
         ({"noise_share": 1.1}, "noise_share=1.1 must be from 0 to 1"),
         ({"cap": 0.0}, "cap=0.0 above 0"),
         ({"cap": 1.5}, "cap=1.5 above 0 and up to 1"),
+        ({"action_repeat": 0}, "action_repeat=0 must be at least 1 step"),
     ],
 )
 def test_recipes_that_make_nothing_are_refused(changes, match):
