@@ -25,8 +25,10 @@ from kernels import layout
 from kernels.layout import Layout
 from kernels.masks import Visible
 from kernels.ring import make_ring_attention
+from models.blueprint import Model
+from models.execution import Execution
 from models.flops import paper_train_flops, train_flops
-from models.llama import Execution, Llama, LlamaConfig, parameter_axes
+from models.llama import Llama, LlamaConfig
 from models.losses import cross_entropy
 from models.rope import RopeScaling
 from training.chips import compiler_options
@@ -35,7 +37,14 @@ from training.guard import GuardSettings
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
 from training.optimizer import OptimizerSettings
-from training.step import LossFunction, TrainState, initial_state, make_train_step
+from training.step import (
+    Counts,
+    LossFunction,
+    TrainState,
+    count_tokens,
+    initial_state,
+    make_train_step,
+)
 
 STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""
@@ -126,21 +135,23 @@ def partition(
     return Partition(make_mesh(shape.cut_ring(config.model.hidden_size), devices))
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model without its parameters.
+def execution(config: ml_collections.ConfigDict) -> Execution:
+    """How the config's model is computed.
 
-    structure: graph definition, to be merged with parameters.
-    shapes: of the parameters, a plain tree of `jax.ShapeDtypeStruct`.
-    axes: names of the parameters' axes, a tree like it.
-    create: from a key to the parameters.
+    Raises:
+      ValueError: a type that it cannot be computed in, or an unknown policy.
     """
-
-    config: LlamaConfig
-    structure: nnx.GraphDef
-    shapes: Any
-    axes: Any
-    create: Callable[[jax.Array], Any]
+    if config.compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"{config.compute_dtype=} is not one of {', '.join(COMPUTE_DTYPES)}"
+        )
+    chunked = attention_system(config).chunked
+    return Execution(
+        compute_dtype=jnp.dtype(config.compute_dtype),
+        remat=config.remat,
+        feed_forward_chunk=config.feed_forward_chunk_tokens if chunked else 0,
+        attention_parts=config.attention_parts,
+    )
 
 
 def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
@@ -149,31 +160,31 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
     Raises:
       ValueError: sizes that make no model, or that do not divide over the mesh.
     """
-    if config.compute_dtype not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"{config.compute_dtype=} is not one of {', '.join(COMPUTE_DTYPES)}"
-        )
+    how = execution(config)
     scaling = RopeScaling(**config.rope_scaling)
-    llama_config = LlamaConfig(**config.model, rope_scaling=scaling)
-    chunked = attention_system(config).chunked
-    execution = Execution(
-        compute_dtype=jnp.dtype(config.compute_dtype),
-        remat=config.remat,
-        feed_forward_chunk=config.feed_forward_chunk_tokens if chunked else 0,
-        attention_parts=config.attention_parts,
-    )
+    sizes = LlamaConfig(**config.model, rope_scaling=scaling)
 
     def build(key: jax.Array) -> Llama:
-        return Llama(llama_config, execution, partition, rngs=nnx.Rngs(params=key))
+        return Llama(sizes, how, partition, rngs=nnx.Rngs(params=key))
 
-    def create(key: jax.Array) -> Any:
-        return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
+    return Model.of(sizes, build, partition)
 
-    abstract = nnx.eval_shape(build, jax.random.key(0))
-    structure, state = nnx.split(abstract, nnx.Param)
-    shapes, axes = nnx.to_pure_dict(state), parameter_axes(abstract)
-    jax.tree.map(lambda s, names: partition.spec(names, s.shape), shapes, axes)
-    return Model(llama_config, structure, shapes, axes, create)
+
+def ring_attention(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> Callable[..., jax.Array]:
+    """The config's attention on the mesh (see `make_ring_attention`).
+
+    Raises:
+      ValueError: an unknown implementation.
+    """
+    system = attention_system(config)
+    return make_ring_attention(
+        partition.mesh,
+        layout=system.layout,
+        ring_axes=partition.axes("sequence"),
+        implementation=system.implementation or config.implementation or None,
+    )
 
 
 def loss_function(
@@ -184,15 +195,9 @@ def loss_function(
     Raises:
       ValueError: an unknown implementation, or a chunk of no tokens.
     """
-    system = attention_system(config)
     if config.loss_chunk_tokens < 1:
         raise ValueError(f"{config.loss_chunk_tokens=} must be at least 1")
-    attend = make_ring_attention(
-        partition.mesh,
-        layout=system.layout,
-        ring_axes=partition.axes("sequence"),
-        implementation=system.implementation or config.implementation or None,
-    )
+    attend = ring_attention(config, partition)
 
     def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
         llama = nnx.merge(model.structure, parameters)
@@ -305,6 +310,7 @@ def train_step(
     loss_sum: LossFunction,
     optimizer: optax.GradientTransformation,
     state: TrainState,
+    count: Callable[[Any], Counts] = count_tokens,
 ) -> jax.stages.Wrapped:
     """The program `(state, batch) -> (state, metrics)`; it takes the old state's place.
 
@@ -317,6 +323,7 @@ def train_step(
             loss_sum,
             optimizer,
             microbatches=config.train.microbatches,
+            count=count,
             spike_sigmas=config.guard.spike_sigmas,
         ),
         out_shardings=(sharding, sharding.step),

@@ -4,7 +4,7 @@ Rematerialisation is never counted: these are the operations that the model need
 those that were done.
 """
 
-from models.llama import LlamaConfig
+from models.llama import DecoderConfig, LlamaConfig
 
 TRAIN_FACTOR = 3
 """Forward and backward together, in forwards."""
@@ -20,11 +20,15 @@ def num_parameters(config: LlamaConfig) -> int:
 
 def num_matrix_parameters(config: LlamaConfig) -> int:
     """Parameters that take part in matrix products: no norms, no embedding look-up."""
+    return num_layer_matrices(config) + config.hidden_size * config.vocab_size
+
+
+def num_layer_matrices(config: DecoderConfig) -> int:
+    """Parameters of the layers that take part in matrix products."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     attention = config.hidden_size * heads * config.head_dim
     feed_forward = 3 * config.hidden_size * config.feed_forward_size
-    head = config.hidden_size * config.vocab_size
-    return config.num_layers * (attention + feed_forward) + head
+    return config.num_layers * (attention + feed_forward)
 
 
 def train_flops(config: LlamaConfig, tokens: float, pairs: float) -> float:
@@ -35,12 +39,18 @@ def train_flops(config: LlamaConfig, tokens: float, pairs: float) -> float:
       sum of that over packed documents. So the causal half is counted once, as in
       MaxText and Megatron.
     """
-    product = 2.0 * num_matrix_parameters(config) * tokens
+    head = 2.0 * config.hidden_size * config.vocab_size * tokens
+    return TRAIN_FACTOR * head + layers_train_flops(config, tokens, pairs)
+
+
+def layers_train_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
+    """The part of `train_flops` that is of the layers, whatever comes after them."""
+    product = 2.0 * num_layer_matrices(config) * tokens
     attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * pairs
     return TRAIN_FACTOR * (product + attention)
 
 
-def paper_train_flops(config: LlamaConfig, rows: int, length: int) -> float:
+def paper_train_flops(config: DecoderConfig, rows: int, length: int) -> float:
     """The count of Ring Attention (2310.01889): (24·b·s·h² + 4·b·s²·h)·n, times 3.
 
     It takes every query to see every key, and has no vocabulary; for comparisons with

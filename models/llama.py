@@ -6,7 +6,7 @@ The attention itself is an argument of the model's call.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.chunks import scan_chunks
+from models.execution import Execution
 from models.partition import Partition
-from models.remat import check_policy, remat, remat_attention, remat_projection
+from models.remat import remat, remat_attention, remat_projection
 from models.rope import RopeScaling, Rotation, rotate, rotations
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -27,10 +28,9 @@ INITIAL_STDDEV = 0.02
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes of a model; together with the parameters they are the model."""
+class DecoderConfig:
+    """Sizes of a stack of decoder layers."""
 
-    vocab_size: int
     hidden_size: int
     feed_forward_size: int
     num_layers: int
@@ -42,7 +42,8 @@ class LlamaConfig:
     rope_scaling: RopeScaling = RopeScaling()
 
     def __post_init__(self):
-        sizes = {name: getattr(self, name) for name in _SIZES}
+        names = [size.name for size in fields(self) if size.type is int]
+        sizes = {name: getattr(self, name) for name in names}
         wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
         if wrong:
             raise ValueError(f"model sizes must be at least 1: {', '.join(wrong)}")
@@ -61,44 +62,17 @@ class LlamaConfig:
             )
 
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "feed_forward_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-)
-
-
 @dataclass(frozen=True)
-class Execution:
-    """How a model is computed: its speed and memory, not its function.
+class LlamaConfig(DecoderConfig):
+    """Sizes of a model; together with the parameters they are the model."""
 
-    compute_dtype: of activations and matrix products; parameters are float32.
-    remat: a name of `remat.REMAT_POLICIES`.
-    feed_forward_chunk: tokens per device whose feed-forward exists at a time (blockwise
-      parallel transformer, 2305.19370); 0 for all of them.
-    attention_parts: shares of a device's heads whose queries, keys, values and ring
-      exist at a time, one share after the other; 1 for all heads at once.
-    """
-
-    compute_dtype: jnp.dtype
-    remat: str
-    feed_forward_chunk: int = 0
-    attention_parts: int = 1
-
-    def __post_init__(self):
-        check_policy(self.remat)
-        if self.feed_forward_chunk < 0:
-            raise ValueError(
-                f"feed_forward_chunk={self.feed_forward_chunk} must be a number of "
-                "tokens, or 0 for all of them"
-            )
+    vocab_size: int = field(kw_only=True)
 
 
-def _matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple, stddev: float):
+def matrix(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple, stddev: float
+) -> nnx.Param:
+    """A parameter of normal random numbers, whose axes have names."""
     values = stddev * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(values, axes=axes)
 
@@ -122,18 +96,23 @@ class Attention(nnx.Module):
     """Projections and rotation around an attention that is passed in."""
 
     def __init__(
-        self, config: LlamaConfig, partition: Partition, parts: int, *, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        partition: Partition,
+        parts: int,
+        *,
+        rngs: nnx.Rngs,
     ):
         """Raises ValueError if a device's heads do not divide into the parts."""
         embed, depth = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
         into, into_kv = ("embed", "heads", None), ("embed", "kv_heads", None)
         out_stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
-        self.query = _matrix(rngs, (embed, heads, depth), into, INITIAL_STDDEV)
-        self.key = _matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
-        self.value = _matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
+        self.query = matrix(rngs, (embed, heads, depth), into, INITIAL_STDDEV)
+        self.key = matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
+        self.value = matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
         out_axes = ("heads", None, "embed")
-        self.output = _matrix(rngs, (heads, depth, embed), out_axes, out_stddev)
+        self.output = matrix(rngs, (heads, depth, embed), out_axes, out_stddev)
         self.partition, self.parts = partition, parts
         local = kv_heads // partition.shards("kv_heads")
         if parts < 1 or local % parts:
@@ -211,13 +190,18 @@ class FeedForward(nnx.Module):
     """SwiGLU (2002.05202), a chunk of the local tokens at a time."""
 
     def __init__(
-        self, config: LlamaConfig, partition: Partition, chunk: int, *, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        partition: Partition,
+        chunk: int,
+        *,
+        rngs: nnx.Rngs,
     ):
         embed, wide = config.hidden_size, config.feed_forward_size
         out_stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
-        self.gate = _matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
-        self.up = _matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
-        self.down = _matrix(rngs, (wide, embed), ("mlp", "embed"), out_stddev)
+        self.gate = matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
+        self.up = matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
+        self.down = matrix(rngs, (wide, embed), ("mlp", "embed"), out_stddev)
         self.partition, self.chunk = partition, chunk
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -251,7 +235,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         execution: Execution,
         partition: Partition,
         *,
@@ -298,39 +282,38 @@ class DecoderLayer(nnx.Module):
         return x + self.feed_forward(self.feed_forward_norm(x)), cache
 
 
-class Llama(nnx.Module):
-    """Decoder from tokens to the hidden states that the head turns into logits."""
+class Decoder(nnx.Module):
+    """Layers and the norm after them: from embeddings, of whatever, to hidden states.
+
+    A model derives from it, and adds what comes before and after.
+    """
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         execution: Execution,
         partition: Partition,
         *,
         rngs: nnx.Rngs,
     ):
-        vocab, embed = config.vocab_size, config.hidden_size
         self.config, self.execution = config, execution
         self.partition = partition
-        table_axes = ("vocab", "embed")
-        self.embedding = _matrix(rngs, (vocab, embed), table_axes, INITIAL_STDDEV)
 
         @nnx.vmap
         def stacked(key: jax.Array) -> DecoderLayer:
             return DecoderLayer(config, execution, partition, rngs=nnx.Rngs(key))
 
         self.layers = stacked(jax.random.split(rngs.params(), config.num_layers))
-        self.norm = RMSNorm(embed, config.norm_epsilon)
-        self.head = _matrix(rngs, (embed, vocab), ("embed", "vocab"), INITIAL_STDDEV)
+        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
 
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend
+    def through_layers(
+        self, x: jax.Array, positions: jax.Array, attend: Attend
     ) -> jax.Array:
-        """Hidden states (B, T, E) in the compute type.
+        """Hidden states of embeddings x, (B, T, E) both, in the compute type.
 
-        tokens, positions: int32 (B, T), in one order, any.
+        positions: int32 (B, T), in the order of x, any.
         """
-        x, rotation = self.embed(tokens), self.rotation(positions)
+        rotation = self.rotation(positions)
         structure, parameters = nnx.split(self.layers)
 
         def layer(x: jax.Array, parameters: nnx.State) -> tuple[jax.Array, None]:
@@ -345,6 +328,33 @@ class Llama(nnx.Module):
         return rotations(
             positions, config.head_dim, config.rope_theta, config.rope_scaling
         )
+
+
+class Llama(Decoder):
+    """Decoder from tokens to the hidden states that the head turns into logits."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        execution: Execution,
+        partition: Partition,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        vocab, embed = config.vocab_size, config.hidden_size
+        table_axes = ("vocab", "embed")
+        self.embedding = matrix(rngs, (vocab, embed), table_axes, INITIAL_STDDEV)
+        super().__init__(config, execution, partition, rngs=rngs)
+        self.head = matrix(rngs, (embed, vocab), ("embed", "vocab"), INITIAL_STDDEV)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend
+    ) -> jax.Array:
+        """Hidden states (B, T, E) in the compute type.
+
+        tokens, positions: int32 (B, T), in one order, any.
+        """
+        return self.through_layers(self.embed(tokens), positions, attend)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embeddings of the tokens, (B, T, E) in the compute type."""

@@ -11,6 +11,10 @@ Axes = tuple[str | None, ...]
 class Partition(Protocol):
     """Places arrays on a mesh by the names of their axes; see `training.mesh`."""
 
+    def spec(
+        self, names: Axes, shape: tuple[int, ...]
+    ) -> jax.sharding.PartitionSpec: ...
+
     def over_shards(
         self, function: Callable, names: Sequence[Axes], result_names: Axes
     ) -> Callable: ...

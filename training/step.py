@@ -11,7 +11,28 @@ from training.digest import device_digest
 from training.guard import GuardState, Replay, initial_guard, judge
 
 LossFunction = Callable[[Any, Any], jax.Array]
-"""From parameters and a batch to the weighted sum of its losses."""
+"""From parameters and a batch to the weighted sum of its losses.
+
+A scalar, or the sums of several parts of the batch, (parts,)."""
+
+
+class Counts(NamedTuple):
+    """What is in a batch, float32.
+
+    tokens: all but padding, whatever they weigh. pairs: of a query and a key it sees.
+    weights: summed, of each part that the loss function tells apart.
+    """
+
+    tokens: jax.Array
+    pairs: jax.Array
+    weights: jax.Array
+
+
+def count_tokens(batch: Any) -> Counts:
+    """Of a batch with `loss_weights`, `lo` and `hi`, (B, T) each."""
+    seen = (batch.hi - batch.lo + 1).clip(0).astype(jnp.float32)
+    tokens = (batch.hi >= batch.lo).sum(dtype=jnp.float32)
+    return Counts(tokens, seen.sum(), batch.loss_weights.sum())
 
 
 class TrainState(NamedTuple):
@@ -35,6 +56,7 @@ def make_train_step(
     *,
     microbatches: int = 1,
     spike_sigmas: float = 0.0,
+    count: Callable[[Any], Counts] = count_tokens,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """Builds `train_step(state, batch) -> (state, metrics)`, to be compiled.
 
@@ -43,20 +65,24 @@ def make_train_step(
     microbatches: parts that the batch's rows are cut into; gradients add up in float32
       before the one update.
     spike_sigmas: see `guard.GuardSettings`.
+    count: what is in a batch; its weights are of the parts of the loss.
 
     A step whose loss or gradients are not finite changes nothing but its number and
     what the guard counts: not the parameters, nor any state of the optimizer.
 
-    The batch has `loss_weights` (B, T), `lo` and `hi` (B, T). Metrics: `loss` (mean per
-    weighted token, nats), `grad_norm`, `tokens` (all but padding, whatever they weigh),
-    `pairs` (of a query and a key that it sees), and of updates skipped so far `skipped`
-    and `skipped_in_row`.
+    Metrics: `loss` (mean per weight: nats of a token, say), `grad_norm`, `tokens` and
+    `pairs` (see `Counts`), and of updates skipped so far `skipped` and
+    `skipped_in_row`; where the loss has parts, `loss_parts`, the mean of each, nan for
+    one without weight.
     """
 
     def train_step(
         state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, grads = _mean_gradients(loss_sum, state.params, batch, microbatches)
+        tokens, pairs, weights = count(batch)
+        loss, losses, grads = _mean_gradients(
+            loss_sum, state.params, batch, microbatches, weights
+        )
         norm = optax.tree.norm(grads)
         is_good, guard = judge(state.guard, loss, norm, spike_sigmas)
         updates, optimizer_state = optimizer.update(
@@ -72,53 +98,70 @@ def make_train_step(
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "tokens": (batch.hi >= batch.lo).sum(dtype=jnp.float32),
-            "pairs": _pairs(batch),
+            "tokens": tokens,
+            "pairs": pairs,
             "skipped": guard.skipped.astype(jnp.float32),
             "skipped_in_row": guard.skipped_in_row.astype(jnp.float32),
         }
+        if losses.ndim:
+            metrics["loss_parts"] = losses / weights
         return TrainState(state.step + 1, params, optimizer_state, guard), metrics
 
     return train_step
 
 
 def make_replay(
-    loss_sum: LossFunction, *, microbatches: int = 1
+    loss_sum: LossFunction,
+    *,
+    microbatches: int = 1,
+    count: Callable[[Any], Counts] = count_tokens,
 ) -> Callable[[Any, Any], Replay]:
     """Builds `replay(params, batch)`: a step's loss and gradients, digested."""
 
     def replay(params: Any, batch: Any) -> Replay:
-        loss, grads = _mean_gradients(loss_sum, params, batch, microbatches)
+        weights = count(batch).weights
+        loss, _, grads = _mean_gradients(loss_sum, params, batch, microbatches, weights)
         return Replay(loss, optax.tree.norm(grads), device_digest(grads))
 
     return replay
 
 
 def make_evaluate_step(
-    loss_sum: LossFunction,
+    loss_sum: LossFunction, count: Callable[[Any], Counts] = count_tokens
 ) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
-    """Builds `evaluate(params, batch) -> (summed loss, summed weight)`."""
+    """Builds `evaluate(params, batch) -> (summed losses, summed weights)`."""
 
     def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        return loss_sum(params, batch), batch.loss_weights.sum()
+        return loss_sum(params, batch), count(batch).weights
 
     return evaluate
 
 
 def _mean_gradients(
-    loss_sum: LossFunction, params: Any, batch: Any, microbatches: int
-) -> tuple[jax.Array, Any]:
-    """Loss and gradients, by weighted token."""
-    weight = batch.loss_weights.sum()
+    loss_sum: LossFunction,
+    params: Any,
+    batch: Any,
+    microbatches: int,
+    weights: jax.Array,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Loss by weight, the summed losses of its parts, and gradients by weight."""
+    weight = weights.sum()
     mean = 1 / jnp.where(weight > 0, weight, 1)
-    loss, grads = _summed_gradients(loss_sum, params, batch, microbatches)
-    return mean * loss, jax.tree.map(lambda g: mean * g, grads)
+    losses, grads = _summed_gradients(loss_sum, params, batch, microbatches)
+    return mean * losses.sum(), losses, jax.tree.map(lambda g: mean * g, grads)
 
 
 def _summed_gradients(
     loss_sum: LossFunction, params: Any, batch: Any, microbatches: int
 ) -> tuple[jax.Array, Any]:
-    value_and_grad = jax.value_and_grad(loss_sum)
+    def total(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        losses = loss_sum(params, batch)
+        return losses.sum(), losses
+
+    def value_and_grad(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        (_, losses), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
+        return losses, grads
+
     if microbatches == 1:
         return value_and_grad(params, batch)
 
@@ -130,10 +173,8 @@ def _summed_gradients(
     def add(total: Any, part: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, value_and_grad(params, part)), None
 
-    zero = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
-    return jax.lax.scan(add, zero, jax.tree.map(split, batch))[0]
-
-
-def _pairs(batch: Any) -> jax.Array:
-    seen = (batch.hi - batch.lo + 1).clip(0).astype(jnp.float32)
-    return seen.sum()
+    parts = jax.tree.map(split, batch)
+    first = jax.tree.map(lambda x: x[0], parts)
+    losses = jax.eval_shape(loss_sum, params, first)
+    zero = jnp.zeros(losses.shape, jnp.float32), jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.scan(add, zero, parts)[0]

@@ -45,13 +45,21 @@ LLAMA3_8B = LLAMA2_70B | {
     [
         (
             LLAMA1_7B,
-            LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128, 10_000.0, 1e-6),
+            LlamaConfig(4096, 11008, 32, 32, 32, 128, 10_000.0, 1e-6, vocab_size=32000),
         ),
-        (LLAMA2_70B, LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, 10_000.0, 1e-5)),
-        (LLAMA3_8B, LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, 500_000.0, 1e-5)),
+        (
+            LLAMA2_70B,
+            LlamaConfig(8192, 28672, 80, 64, 8, 128, 10_000.0, 1e-5, vocab_size=32000),
+        ),
+        (
+            LLAMA3_8B,
+            LlamaConfig(
+                4096, 14336, 32, 32, 8, 128, 500_000.0, 1e-5, vocab_size=128256
+            ),
+        ),
         (
             LLAMA3_8B | {"head_dim": 64},
-            LlamaConfig(128256, 4096, 14336, 32, 32, 8, 64, 500_000.0, 1e-5),
+            LlamaConfig(4096, 14336, 32, 32, 8, 64, 500_000.0, 1e-5, vocab_size=128256),
         ),
     ],
 )
@@ -126,7 +134,15 @@ def test_scaled_rope_is_read_as_published(fields, expected):
 
 def test_ntk_is_written_as_the_theta_that_it_is():
     config = LlamaConfig(
-        300, 64, 128, 2, 4, 2, 16, 1e4, rope_scaling=RopeScaling("ntk", 8.0)
+        64,
+        128,
+        2,
+        4,
+        2,
+        16,
+        1e4,
+        rope_scaling=RopeScaling("ntk", 8.0),
+        vocab_size=300,
     )
     written = config_fields(config, "float32", {})
     assert written["rope_scaling"] is None
@@ -155,7 +171,7 @@ def test_fields_of_the_original_are_kept_but_for_the_models_own():
         "rope_parameters": {"rope_type": "llama3"},
         "dtype": "float16",
     }
-    config = LlamaConfig(300, 64, 128, 2, 4, 2, 16, 1e6)
+    config = LlamaConfig(64, 128, 2, 4, 2, 16, 1e6, vocab_size=300)
     written = config_fields(config, "float32", original)
     assert llama_config(written) == config
     assert (written["bos_token_id"], written["max_position_embeddings"]) == (
