@@ -1,4 +1,7 @@
-"""Cross-entropy of the next token, in chunks: the logits of all tokens never exist."""
+"""Losses: of the next token, in chunks, and of actions.
+
+The logits of all tokens never exist.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -71,3 +74,39 @@ def _negative_log_likelihood(
     place = jnp.where(mine, target, 0)[:, None]
     chosen = jnp.take_along_axis(logits, place, axis=1)[:, 0]
     return share * (jnp.log(everywhere) + highest) - jnp.where(mine, chosen, 0)
+
+
+def action_errors(
+    predicted: jax.Array,
+    actions: jax.Array,
+    weights: jax.Array,
+    ranks: jax.Array,
+    *,
+    chain_length: int,
+    partition: Partition,
+) -> jax.Array:
+    """Weighted sums of squared errors, by rank of the episode: float32 (chain_length,).
+
+    predicted, actions: float32 (B, S, A), of steps in any order; an error is the mean
+      over A.
+    weights: float32 (B, S). ranks: int32 (B, S), from 0.
+    """
+
+    def local(
+        predicted: jax.Array, actions: jax.Array, weights: jax.Array, ranks: jax.Array
+    ) -> jax.Array:
+        errors = jnp.square(predicted - actions).mean(axis=-1)
+        return partition.total(
+            sums_by_rank(weights * errors, ranks, chain_length), ("batch", "sequence")
+        )
+
+    step = ("batch", "sequence")
+    names = (*step, None), (*step, None), step, step
+    call = partition.over_shards(local, names, (None,))
+    return call(predicted, actions, weights, ranks)
+
+
+def sums_by_rank(values: jax.Array, ranks: jax.Array, chain_length: int) -> jax.Array:
+    """Sums of values (B, S), for each rank, int32 (B, S): (chain_length,)."""
+    of_rank = ranks[..., None] == jnp.arange(chain_length, dtype=jnp.int32)
+    return jnp.where(of_rank, values[..., None], 0).sum(axis=(0, 1))

@@ -1,0 +1,224 @@
+"""In-context RL: a decoder that reads whole episodes and says what to do next.
+
+The Agentic Transformer (2305.16554) reads several episodes of a task, one after the
+other; with one episode it is a Decision Transformer (2106.01345). Every step of the
+environment is four tokens: the return that is left to reach, the state, the action, and
+the reward with the mark of an episode that reached its target. What is continuous stays
+so. The hidden state of the state's token gives the action.
+
+Letters: B batch, S steps (in any order: their positions come with them), T = 4S tokens,
+E hidden size, A action size. What is sharded is the steps: each device makes the tokens
+of its own, so that no sequence is gathered, and no token is apart from its step.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models import cache as caches
+from models.cache import EMPTY, Cache, CacheOperations
+from models.execution import Execution
+from models.llama import INITIAL_STDDEV, Attend, Decoder, DecoderConfig, matrix
+from models.partition import Partition
+
+TOKENS_OF_A_STEP = 4
+STATE, ACTION = 1, 2
+"""Places in a step of its state and its action."""
+
+STEP = ("batch", "sequence")
+
+
+class Steps(Protocol):
+    """What a model reads of the steps; `data.chains.ChainBatch` has more.
+
+    returns_to_go, rewards, completions: float32 (B, S). observations: float32 (B, S,
+    observation size), standardised. actions: float32 (B, S, A). timesteps, ranks,
+    positions: int32 (B, S), places in the episode, of the episode in its chain, and in
+    the chain.
+    """
+
+    returns_to_go: jax.Array
+    observations: jax.Array
+    actions: jax.Array
+    rewards: jax.Array
+    completions: jax.Array
+    timesteps: jax.Array
+    ranks: jax.Array
+    positions: jax.Array
+
+
+@dataclass(frozen=True)
+class AgentConfig(DecoderConfig):
+    """Sizes of a model.
+
+    episode_steps: most steps of an episode. chain_length: episodes in a context.
+    return_scale: returns are divided by it.
+    rank_embedding: whether a token tells the place of its episode in the chain: then a
+      model need not look at the episodes before to act better in later ones.
+    """
+
+    observation_size: int = field(kw_only=True)
+    action_size: int = field(kw_only=True)
+    episode_steps: int = field(kw_only=True)
+    chain_length: int = field(kw_only=True)
+    return_scale: float = field(kw_only=True)
+    rank_embedding: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.return_scale > 0:
+            raise ValueError(f"return_scale={self.return_scale} must be above 0")
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation (1607.06450)."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=(None,))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), axes=(None,))
+        self.epsilon = epsilon
+
+
+def _normalise(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
+) -> jax.Array:
+    x = x - x.mean(axis=-1, keepdims=True)
+    variance = jnp.square(x).mean(axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(variance + epsilon) * scale + bias
+
+
+def _linear(rngs: nnx.Rngs, size: int, embed: int) -> nnx.Param:
+    return matrix(rngs, (size, embed), (None, None), size**-0.5)
+
+
+class Agent(Decoder):
+    """From steps to the actions that it would take in them.
+
+    What comes before and after the layers is small, and every device has all of it.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        execution: Execution,
+        partition: Partition,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, execution, partition, rngs=rngs)
+        embed, small = config.hidden_size, INITIAL_STDDEV
+        self.return_embedding = _linear(rngs, 1, embed)
+        self.observation_embedding = _linear(rngs, config.observation_size, embed)
+        self.action_embedding = _linear(rngs, config.action_size, embed)
+        self.reward_embedding = _linear(rngs, 2, embed)
+
+        def table(rows: int) -> nnx.Param:
+            return matrix(rngs, (rows, embed), (None, None), small)
+
+        # One row for each of the four: also the bias of its embedding.
+        self.modality_embedding = table(TOKENS_OF_A_STEP)
+        self.timestep_embedding = table(config.episode_steps)
+        if config.rank_embedding:
+            self.rank_embedding = table(config.chain_length)
+        self.embedding_norm = LayerNorm(embed, config.norm_epsilon)
+        head = (embed, config.action_size)
+        self.action_head = matrix(rngs, head, (None, None), small)
+        bias = jnp.zeros(config.action_size, jnp.float32)
+        self.action_bias = nnx.Param(bias, axes=(None,))
+
+    def __call__(self, steps: Steps, attend: Attend) -> jax.Array:
+        """Actions in [-1, 1], float32 (B, S, A).
+
+        attend: causal, in the order of the steps' tokens (see `token_index`).
+        """
+        index = self.token_index(steps.positions)
+        hidden = self.through_layers(self.embed(steps), index, attend)
+        return self.actions(hidden)
+
+    def token_index(self, positions: jax.Array) -> jax.Array:
+        """Places of the tokens in the chain, int32 (B, T), from those of the steps."""
+
+        def local(positions: jax.Array) -> jax.Array:
+            place = jnp.arange(TOKENS_OF_A_STEP, dtype=jnp.int32)
+            index = TOKENS_OF_A_STEP * positions[..., None] + place
+            return index.reshape(len(positions), -1)
+
+        return self.partition.over_shards(local, [STEP], STEP)(positions)
+
+    def embed(self, steps: Steps) -> jax.Array:
+        """Embeddings of the steps' tokens, (B, T, E) in the compute type."""
+        arrays = (
+            steps.returns_to_go / self.config.return_scale,
+            steps.observations,
+            steps.actions,
+            jnp.stack([steps.rewards, steps.completions], axis=-1),
+            steps.timesteps,
+            steps.ranks,
+        )
+        linears = (
+            self.return_embedding,
+            self.observation_embedding,
+            self.action_embedding,
+            self.reward_embedding,
+        )
+        tables = [self.timestep_embedding]
+        if self.config.rank_embedding:
+            tables.append(self.rank_embedding)
+        norm = self.embedding_norm
+        parameters = *linears, self.modality_embedding, norm.scale, norm.bias, *tables
+
+        def local(*arguments: jax.Array) -> jax.Array:
+            returns, *values, timesteps, ranks = arguments[: len(arrays)]
+            *weights, modality, scale, bias = arguments[len(arrays) : -len(tables)]
+            values = zip((returns[..., None], *values), weights, strict=True)
+            x = jnp.stack([value @ weight for value, weight in values], axis=2)
+            x += modality
+            places = (timesteps, ranks)[: len(tables)]
+            rows = arguments[-len(tables) :]
+            for place, table in zip(places, rows, strict=True):
+                x += jnp.take(table, place, axis=0, mode="clip")[:, :, None]
+            x = _normalise(x, scale, bias, norm.epsilon)
+            return x.reshape(len(x), -1, x.shape[-1])  # four tokens a step, in order
+
+        names = [STEP + (None,) * (x.ndim - 2) for x in arrays]
+        names += [parameter.axes for parameter in parameters]
+        call = self.partition.over_shards(local, names, (*STEP, None))
+        x = call(*arrays, *(parameter[...] for parameter in parameters))
+        return x.astype(self.execution.compute_dtype)
+
+    def actions(self, hidden: jax.Array) -> jax.Array:
+        """Actions in [-1, 1], float32 (B, S, A), from hidden states (B, T, E)."""
+
+        def local(hidden: jax.Array, head: jax.Array, bias: jax.Array) -> jax.Array:
+            rows, _, embed = hidden.shape
+            states = hidden.reshape(rows, -1, TOKENS_OF_A_STEP, embed)[:, :, STATE]
+            return jnp.tanh(states.astype(jnp.float32) @ head + bias)
+
+        names = (*STEP, None), self.action_head.axes, self.action_bias.axes
+        call = self.partition.over_shards(local, names, (*STEP, None))
+        return call(hidden, self.action_head[...], self.action_bias[...])
+
+
+def act(
+    agent: Agent, steps: Steps, cache: Cache, operations: CacheOperations
+) -> tuple[jax.Array, Cache]:
+    """The next action of each row, float32 (B, A), and the cache with what led to it.
+
+    agent: in a `StationaryPartition`.
+    steps: the step before, with its action, reward and completion, and the present one,
+      whose action and reward are not read: (B, 2) each. A row at its first step has
+      none before it, at position -1.
+    cache: of all tokens up to the state of the step before; gets four more.
+    """
+    new = slice(ACTION, ACTION + TOKENS_OF_A_STEP)
+    index = agent.token_index(steps.positions)[:, new]
+    index = jnp.where(index < 0, EMPTY, index)
+    x = agent.embed(steps)[:, new]
+    rotation = agent.rotation(jnp.where(index == EMPTY, 0, index))
+    x, cache = caches.append(agent.layers, x, rotation, index, cache, operations)
+    hidden = agent.norm(x)[:, -1:]  # of the present state
+    state = jnp.repeat(hidden, TOKENS_OF_A_STEP, axis=1)
+    return agent.actions(state)[:, 0], cache
