@@ -1,4 +1,4 @@
-"""Trains a LLaMA on long sequences: python train.py --config=configs/tiny.py
+"""Trains on long sequences: python train.py --config=configs/tiny.py
 
 The run as it happens: mesh, data, model, state, programs, loop. Every object is made
 here and handed down, which is why `train` is one long function: it reads from top to
@@ -19,9 +19,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 import assemble
-from data.corpus import prepare_standard_library
+import tasks
 from data.text import iterate
-from models.flops import num_parameters
 from training import chips, hosts
 from training.checkpoint import Checkpoints
 from training.feed import place
@@ -51,7 +50,8 @@ def train(
       say: prints a line of progress.
 
     Returns:
-      `step`, and the last `loss` and `validation_loss` in nats per token, if any.
+      `step`, and the last `loss` and `validation_loss` (nats per token of text, squared
+      error of an agent's actions), if any.
 
     Raises:
       ValueError, FileNotFoundError: something in the config, the corpus or the
@@ -71,23 +71,15 @@ def train(
     axes = " x ".join(f"{axis} {size}" for axis, size in partition.sizes.items())
     say(f"mesh: {axes}, of {devices.size} x {devices[0].device_kind}")
 
-    # Data.
-    if not config.data.corpus:
-        prepare_standard_library(assemble.STANDARD_LIBRARY)
-    batches = assemble.batches(config, partition, "train")
-    validation = assemble.validation_batches(config, partition)
-    shape = assemble.batch_shape(config)
-    sharding = assemble.batch_sharding(config, partition)
-
-    # Model and optimizer, as shapes.
-    model = assemble.model(config, partition)
+    # Data, model and loss of the task; the state, as shapes.
+    task = tasks.make(config, partition)
+    model, sharding, shape = task.model, task.sharding, task.shape
     optimizer, schedule = make_optimizer(assemble.optimizer_settings(config))
     state_shape = assemble.abstract_state(model, optimizer, partition)
     state_sharding = jax.tree.map(lambda leaf: leaf.sharding, state_shape)
-    loss_sum = assemble.loss_function(config, model, partition)
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
     say(
-        f"model: {num_parameters(model.config):,} parameters in {shards} shards, "
+        f"model: {task.num_parameters:,} parameters in {shards} shards, "
         f"{config.attention} attention"
     )
 
@@ -102,7 +94,7 @@ def train(
             Checkpoints(
                 f"{config.workdir}/checkpoints",
                 keep=config.checkpoint.keep,
-                fingerprint=assemble.fingerprint(model),
+                fingerprint=task.fingerprint,
                 say=say,
             )
         )
@@ -115,7 +107,7 @@ def train(
             say(f"resuming from step {state.step}")
         elif config.init_from:
             saved = SavedParameters(config.init_from)
-            saved.check_model(assemble.fingerprint(model), config.init_may_differ)
+            saved.check_model(task.fingerprint, config.init_may_differ)
             parameters = saved.restore(state_shape.params)
             say(f"parameters: of step {saved.step} of {config.init_from}")
             begin = jax.jit(
@@ -140,19 +132,26 @@ def train(
 
         # Programs.
         _stop_if(told, first_step)
-        train_step = assemble.train_step(config, loss_sum, optimizer, state_shape)
+        train_step = assemble.train_step(
+            config, task.loss_sum, optimizer, state_shape, task.count
+        )
         evaluate = jax.jit(
-            make_evaluate_step(loss_sum), out_shardings=state_sharding.step
+            make_evaluate_step(task.loss_sum, task.count),
+            out_shardings=state_sharding.step,
         )
         replay = jax.jit(
-            make_replay(loss_sum, microbatches=config.train.microbatches),
+            make_replay(
+                task.loss_sum,
+                microbatches=config.train.microbatches,
+                count=task.count,
+            ),
             out_shardings=state_sharding.step,
         )
         with goodput.spend("compile"):
-            batch_like = assemble.abstract_batch(config, partition)
-            train_step = train_step.lower(state_shape, batch_like).compile()
-            if validation:
-                evaluate = evaluate.lower(state_shape.params, batch_like).compile()
+            like = task.batch_like
+            train_step = train_step.lower(state_shape, like).compile()
+            if task.validation:
+                evaluate = evaluate.lower(state_shape.params, like).compile()
         _stop_if(told, first_step)
 
         # Reports.
@@ -169,16 +168,17 @@ def train(
             say=say,
             writer=writer,
             throughput=throughput,
-            work=assemble.step_work(config, model),
+            work=task.work,
             schedule=schedule,
             total_steps=last_step,
             every_steps=config.train.log_every_steps,
             watch=Watch(guard.stop_after, say),
+            part_names=task.part_names,
         )
 
         # Loop.
         reading = iterate(
-            batches,
+            task.batches,
             first_step,
             threads=config.data.threads,
             buffered_steps=config.data.buffered_steps,
@@ -198,17 +198,19 @@ def train(
                     say(compare_replays(step, report.last, jax.device_get(replays)))
             watchdog.step()
             goodput.step(step)
-            if validation and _is_due(
+            if task.validation and _is_due(
                 step, config.train.validate_every_steps, last_step
             ):
                 report.flush()
                 watchdog.pause()
                 with throughput.exclude(after=metrics), goodput.spend("evaluation"):
                     sums = []
-                    while len(sums) < len(validation) and not told.arrived():
-                        held_out = place(validation[len(sums)], sharding, shape)
+                    while len(sums) < len(task.validation) and not told.arrived():
+                        held_out = place(
+                            task.validation[len(sums)], sharding, shape
+                        )
                         sums.append(jax.device_get(evaluate(state.params, held_out)))
-                    if len(sums) == len(validation):
+                    if len(sums) == len(task.validation):
                         report.validation(step, sums)
             stops = told.arrived() and step < last_step
             if _is_due(step, config.checkpoint.save_every_steps, last_step, stops):

@@ -10,6 +10,8 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
 
+    # What is trained: "text", a LLaMA; or "exorl", an agent on packed trajectories.
+    config.task = "text"
     # Directory of checkpoints and TensorBoard logs; a run that finds its own
     # checkpoint there resumes. Local, or a bucket ("gs://…").
     config.workdir = "runs/base"
@@ -54,6 +56,22 @@ def get_config() -> ml_collections.ConfigDict:
     # Base of RoPE's frequencies.
     config.model.rope_theta = 10_000.0
     config.model.norm_epsilon = 1e-6
+
+    # Of task "exorl", where config.model has the sizes of the layers.
+    config.agent = ml_collections.ConfigDict()
+    # "transformer", which reads chains of episodes (one in a chain: a Decision
+    # Transformer); or "perceptron", which sees the present state (behaviour cloning).
+    config.agent.method = "transformer"
+    # Of the trajectories: columns, and the most steps of an episode.
+    config.agent.observation_size = 24
+    config.agent.action_size = 6
+    config.agent.episode_steps = 1000
+    # Episodes in a context.
+    config.agent.chain_length = 4
+    # Returns are divided by it.
+    config.agent.return_scale = 1000.0
+    # Whether tokens tell the place of their episode in its chain.
+    config.agent.rank_embedding = False
 
     # What is done to RoPE's frequencies for a longer context than the model was trained
     # with before (see models/rope.py); fields are named as in Hugging Face's files.
@@ -103,6 +121,17 @@ def get_config() -> ml_collections.ConfigDict:
     # "packed" rows of many documents, cut where a row ends; "whole" documents, as many
     # as fit (for chats); or "documents": one in each row.
     config.data.rows = "packed"
+    # Of task "exorl": directory made by tools/pack_exorl.py.
+    config.data.trajectories = ""
+    # Share of its episodes that are held out for validation; then, the share of the
+    # steps that is trained on, of the episodes of the highest returns.
+    config.data.held_out_share = 0.05
+    config.data.top_share = 1.0
+    # Order of a chain's episodes, "ascending" by return or as they are "drawn"; and
+    # whose actions are learnt: "all", or those of the "last" episode of a chain.
+    config.data.chain_order = "ascending"
+    config.data.loss_on = "all"
+    # Tokens in a row; of a chain, four for each step, padded to it at the end.
     config.data.context_tokens = 4096
     # Rows of context_tokens in a step, over all devices.
     config.data.batch_rows = 8

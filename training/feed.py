@@ -1,11 +1,12 @@
 """From the blocks that a host has loaded to the arrays of the whole mesh."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
-from data.batch import Batch, Block
+from data.batch import Block
 
 
 def host_blocks(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[Block, ...]:
@@ -14,17 +15,25 @@ def host_blocks(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[Block,
     return tuple(dict.fromkeys(_block(index, shape) for index in indices))
 
 
-def place(
-    blocks: Mapping[Block, Batch], sharding: NamedSharding, shape: tuple[int, int]
-) -> Batch:
-    """The global batch, its arrays (B, T), from this host's blocks of it."""
+def place[Arrays: NamedTuple](
+    blocks: Mapping[Block, Arrays], sharding: NamedSharding, shape: tuple[int, int]
+) -> Arrays:
+    """The global batch from this host's blocks of it.
+
+    blocks: a `Batch`, or another NamedTuple of arrays (rows, columns, …).
+    sharding: of arrays (B, T); further axes are whole on every device.
+    shape: (B, T).
+    """
+    some = next(iter(blocks.values()))
 
     def array(field: int) -> jax.Array:
         return jax.make_array_from_callback(
-            shape, sharding, lambda index: blocks[_block(index, shape)][field]
+            (*shape, *some[field].shape[2:]),
+            sharding,
+            lambda index: blocks[_block(index[:2], shape)][field],
         )
 
-    return Batch(*map(array, range(len(Batch._fields))))
+    return type(some)(*map(array, range(len(some))))
 
 
 def _block(index: tuple[slice, ...], shape: tuple[int, int]) -> Block:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from training.guard import Watch
 from training.metrics import (
@@ -28,6 +29,7 @@ class Report:
     total_steps: of the whole run.
     every_steps: between lines; the first step gets one too.
     watch: looks at every step, and may end the run.
+    part_names: of the parts of the loss, where it has any.
     """
 
     say: Callable[[str], None]
@@ -38,6 +40,7 @@ class Report:
     total_steps: int
     every_steps: int
     watch: Watch
+    part_names: Sequence[str] = ()
 
     def __post_init__(self):
         self.last: dict[str, float] = {}
@@ -59,7 +62,9 @@ class Report:
             return
         step, arrays = self._pending
         self._pending = None
-        metrics = {name: float(x) for name, x in jax.device_get(arrays).items()}
+        arrays = jax.device_get(dict(arrays))
+        parts = self._parts(arrays.pop("loss_parts", ()))
+        metrics = {name: float(x) for name, x in arrays.items()} | parts
         self.throughput.count(self.work(metrics["tokens"], metrics["pairs"]))
         self.last |= metrics
         if not self._begun or step % self.every_steps == 0 or step == self.total_steps:
@@ -72,14 +77,22 @@ class Report:
     ) -> None:
         """Reports on held-out batches after a step.
 
-        sums: of each batch, the summed loss in nats and the summed weights.
+        sums: of each batch, the summed losses and the summed weights.
         """
         self.flush()
-        losses, weights = zip(*jax.device_get(sums), strict=True)
-        loss = float(sum(losses) / max(sum(weights), 1))
+        losses, weights = (sum(x) for x in zip(*jax.device_get(sums), strict=True))
+        loss = float(losses.sum() / max(weights.sum(), 1))
+        points = {"loss": loss}
+        if self.part_names:
+            means = losses / np.where(weights > 0, weights, np.nan)
+            points |= self._parts(means)
         self.last["validation_loss"] = loss
         self.say(f"validation loss {loss:.4f} at step {step}")
-        self.writer.scalars(step, {"validation/loss": loss})
+        self.writer.scalars(step, {f"validation/{n}": v for n, v in points.items()})
+
+    def _parts(self, losses: Sequence[float]) -> dict[str, float]:
+        named = zip(self.part_names, losses, strict=True)
+        return {f"loss_{name}": float(loss) for name, loss in named}
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         rates = self.throughput.report()
@@ -93,7 +106,9 @@ class Report:
             rates,
         )
         self.say(str(line))
-        points = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm")}
+        parts = [f"loss_{name}" for name in self.part_names]
+        names = ["loss", "grad_norm", *parts]
+        points = {f"train/{name}": metrics[name] for name in names}
         points["train/learning_rate"] = learning_rate
         points["guard/skipped"] = metrics["skipped"]
         peak = peak_bytes()

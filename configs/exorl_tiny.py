@@ -1,0 +1,80 @@
+"""Small agents on made trajectories, striped by whole steps over a ring of 4, anywhere.
+
+Command, with METHOD at (Agentic Transformer, 4 episodes in a context), dt (Decision
+Transformer) or bc (behaviour cloning of the best 10 %), and DOMAIN cartpole or walker:
+  python tools/make_exorl.py --domain DOMAIN --output DATASETS --action-repeat 5 \\
+      --cap 0.6
+  python tools/pack_exorl.py --root DATASETS --domain DOMAIN --algorithm es_replay \\
+      --task TASK --action-repeat 5 --cache trajectories   # TASK: swingup, stand
+  python train.py --config=configs/exorl_tiny.py:DOMAIN/METHOD
+(python train.py --config=configs/exorl_tiny.py is cartpole/at), then
+tools/evaluate_exorl.py.
+Hardware: none: 4 simulated CPU devices.
+Expected: see the table in README.md.
+"""
+
+import ml_collections
+
+from configs import base
+
+# domain: (task, observation size, action size)
+_DOMAINS = {"cartpole": ("swingup", 5, 1), "walker": ("stand", 24, 6)}
+# method: (model, episodes in a context, rows in a batch, share of the steps, updates)
+_METHODS = {
+    "at": ("transformer", 4, 2, 1.0, 300),
+    "dt": ("transformer", 1, 8, 1.0, 300),
+    "bc": ("perceptron", 1, 8, 0.1, 1000),
+}
+_NAMES = [f"{domain}/{method}" for domain in _DOMAINS for method in _METHODS]
+
+
+def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
+    """The config of a domain and method.
+
+    Raises:
+      KeyError: there is no such one. (A ValueError would be shown with its trace.)
+    """
+    if name not in _NAMES:
+        raise KeyError(f"{name!r} is not one of {', '.join(_NAMES)}")
+    domain, method = name.split("/")
+    task, observation_size, action_size = _DOMAINS[domain]
+    model, chain_length, rows, share, steps = _METHODS[method]
+    config = base.get_config().unlock()
+    config.task = "exorl"
+    config.workdir = f"runs/exorl_tiny/{name}"
+    config.simulated_devices = 4
+    config.stripe_granule = 4  # whole steps
+
+    config.agent.method = model
+    config.agent.observation_size = observation_size
+    config.agent.action_size = action_size
+    config.agent.episode_steps = 200  # 1000 of the environment, five at a time
+    config.agent.chain_length = chain_length
+    config.model.hidden_size = 64
+    config.model.feed_forward_size = 176
+    config.model.num_layers = 3
+    config.model.num_heads = 2
+    config.model.num_kv_heads = 2
+    config.model.head_dim = 32
+    config.compute_dtype = "float32"
+    config.remat = "everything"
+
+    config.mesh.ring = 4
+
+    config.data.trajectories = f"trajectories/{domain}/es_replay/{task}"
+    config.data.context_tokens = 800 * chain_length
+    config.data.batch_rows = rows
+    config.data.top_share = share
+
+    config.optimizer.peak_lr = 1e-3
+    config.optimizer.end_lr = 1e-4
+    config.optimizer.warmup_steps = 20
+    config.optimizer.weight_decay = 1e-4
+    config.optimizer.beta2 = 0.999
+    config.train.steps = steps
+    config.train.log_every_steps = 10
+    config.train.validate_every_steps = 100
+    config.train.validation_batches = 2
+    config.checkpoint.save_every_steps = 100
+    config.checkpoint.keep = 1
+    return config.lock()

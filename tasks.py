@@ -1,0 +1,116 @@
+"""What a run trains, and on what: all that text and agents do not share.
+
+`train.py` runs either of them; `config.task` says which.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_collections
+from jax.sharding import NamedSharding
+
+import assemble
+import assemble_agents
+from data.batch import Block
+from data.corpus import prepare_standard_library
+from data.text import TextBatches
+from models.blueprint import Model
+from training.mesh import Partition
+from training.metrics import StepWork
+from training.step import Counts, LossFunction, count_tokens
+
+
+@dataclass(frozen=True)
+class Task:
+    """Objects of a run.
+
+    batches, validation: this host's blocks of the batch of any step, and of those held
+      out.
+    batch_like: shape, type and sharding of a batch's arrays.
+    loss_sum: from parameters and a batch to its summed loss, or losses of its parts.
+    count: from a batch to what is in it.
+    work: from a step's tokens and visible pairs to what it computes.
+    fingerprint: what a checkpoint's model must agree in.
+    part_names: of the parts of the loss, if it has any.
+    """
+
+    batches: TextBatches
+    validation: Sequence[dict[Block, Any]]
+    batch_like: Any
+    model: Model
+    loss_sum: LossFunction
+    count: Callable[[Any], Counts]
+    work: Callable[[float, float], StepWork]
+    fingerprint: dict[str, Any]
+    part_names: Sequence[str] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a batch."""
+        return self.batch_like.loss_weights.shape
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Of a batch's rows and columns; further axes are whole on every device."""
+        return self.batch_like.loss_weights.sharding
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, all of them."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.model.shapes))
+
+
+def text(config: ml_collections.ConfigDict, partition: Partition) -> Task:
+    """A LLaMA on a corpus; the default corpus is prepared where it is missing."""
+    if not config.data.corpus:
+        prepare_standard_library(assemble.STANDARD_LIBRARY)
+    batches = assemble.batches(config, partition, "train")
+    validation = assemble.validation_batches(config, partition)
+    model = assemble.model(config, partition)
+    return Task(
+        batches=batches,
+        validation=validation,
+        batch_like=assemble.abstract_batch(config, partition),
+        model=model,
+        loss_sum=assemble.loss_function(config, model, partition),
+        count=count_tokens,
+        work=assemble.step_work(config, model),
+        fingerprint=assemble.fingerprint(model),
+    )
+
+
+def exorl(config: ml_collections.ConfigDict, partition: Partition) -> Task:
+    """An agent on chains of trajectories."""
+    file = assemble_agents.trajectories(config)
+    batches = assemble_agents.batches(config, partition, file, "train")
+    validation = assemble_agents.validation_batches(config, partition, file)
+    model = assemble_agents.model(config, partition)
+    ranks = range(1, config.agent.chain_length + 1)
+    return Task(
+        batches=batches,
+        validation=validation,
+        batch_like=assemble_agents.abstract_batch(config, partition),
+        model=model,
+        loss_sum=assemble_agents.loss_function(config, model, partition),
+        count=assemble_agents.count(config),
+        work=assemble_agents.step_work(config, model),
+        fingerprint=assemble_agents.fingerprint(model, file),
+        part_names=[f"rank_{rank}" for rank in ranks],
+    )
+
+
+TASKS = {"text": text, "exorl": exorl}
+
+
+def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
+    """The task that `config.task` names.
+
+    Raises:
+      ValueError, FileNotFoundError: there is no such task, or something in the config
+        or the data is wrong; before anything is compiled.
+    """
+    if config.task not in TASKS:
+        raise ValueError(f"{config.task=} is not one of {', '.join(TASKS)}")
+    return TASKS[config.task](config, partition)
