@@ -1,0 +1,154 @@
+"""Agents: causal as they must be, and the same on every ring and in every layout."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from data.chains import ChainBatch
+from data.trajectory_file import TrajectoryFile
+from tests.small_agent import EPISODE_STEPS, Run, chains_of, make_trajectories
+from training.mesh import MeshShape
+
+REAL = 2 * EPISODE_STEPS
+RINGS = [
+    pytest.param(size, attention, marks=pytest.mark.slow if slow else ())
+    for size, attention, slow in (
+        (2, "ring", True),
+        (2, "striped", False),
+        (4, "ring", False),
+        (4, "striped", True),
+        (8, "ring", True),
+        (8, "striped", False),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> TrajectoryFile:
+    return make_trajectories(tmp_path_factory.mktemp("data"))
+
+
+@functools.cache
+def one_device(**overrides: Any) -> Run:
+    return Run(MeshShape(), attention="vanilla", **overrides)
+
+
+@pytest.fixture(scope="module")
+def batch(file: TrajectoryFile) -> ChainBatch:
+    """Chains whose weights are very unlike, and 0 on the padding at the end."""
+    batch = chains_of(file, one_device().config)
+    weights = np.random.default_rng(2).random(batch.loss_weights.shape, np.float32)
+    weights[0] *= 50
+    return batch._replace(loss_weights=weights * batch.loss_weights)
+
+
+def assert_same(got: Any, want: Any, tolerance: float) -> None:
+    """Every leaf, in its norm."""
+
+    def check(path: tuple, a: np.ndarray, b: np.ndarray) -> None:
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < tolerance, (jax.tree_util.keystr(path), error)
+
+    jax.tree_util.tree_map_with_path(check, got, want)
+
+
+@pytest.mark.parametrize(("size", "attention"), RINGS)
+def test_losses_and_gradients_are_those_of_one_device(batch, size, attention):
+    want = one_device().losses_and_gradients(batch)
+    run = Run(MeshShape(ring=size), attention=attention)
+    assert_same(run.losses_and_gradients(batch), want, 1e-5)
+    assert (want[0] > 0).all()
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(want[1]))
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_are_the_same_with_tensor_and_fsdp(batch):
+    want = one_device().losses_and_gradients(batch)
+    run = Run(MeshShape(fsdp=2, ring=2, tensor=2), attention="striped")
+    assert_same(run.losses_and_gradients(batch), want, 1e-5)
+
+
+def test_losses_by_rank_are_those_of_the_predictions(batch):
+    """And so they add up; padding, with its garbage, counts for nothing."""
+    errors = np.square(one_device().actions(batch) - batch.actions).mean(axis=-1)
+    weighed = (errors * batch.loss_weights)[:, :REAL]
+    by_rank = weighed.reshape(2, 2, EPISODE_STEPS).sum(axis=(0, 2))
+    losses, _ = one_device().losses_and_gradients(batch)
+    np.testing.assert_allclose(losses, by_rank, rtol=1e-5)
+    noise = np.random.default_rng().normal(size=batch.actions.shape)
+    actions = np.array(batch.actions)
+    actions[:, REAL:] = noise[:, REAL:]
+    spoilt, grads = one_device().losses_and_gradients(batch._replace(actions=actions))
+    np.testing.assert_allclose(spoilt, losses, rtol=1e-6)
+    assert_same(grads, one_device().losses_and_gradients(batch)[1], 1e-6)
+
+
+# What a step's own prediction may see of it.
+SEEN = {
+    "returns_to_go": True,
+    "observations": True,
+    "actions": False,
+    "rewards": False,
+    "completions": False,
+}
+
+
+@pytest.mark.parametrize("field", SEEN)
+@pytest.mark.parametrize("place", [3, 9])
+def test_a_change_shows_from_where_it_may_be_seen_on(batch, field, place):
+    before = one_device().actions(batch)
+    values = np.array(getattr(batch, field))
+    values[0, place] += 0.5
+    after = one_device().actions(batch._replace(**{field: values}))
+    changed = np.abs(after - before).max(axis=-1) > 1e-5
+    first = place if SEEN[field] else place + 1
+    assert not changed[1].any() and not changed[0, :first].any()
+    assert changed[0, first:REAL].all()
+    unchanged = np.array_equal(after[0, :first], before[0, :first])
+    assert unchanged
+
+
+def test_a_chain_of_one_is_the_first_episode_of_a_longer_one(batch):
+    """A Decision Transformer is the same model, read to the end of one episode."""
+    short = {"agent__chain_length": 1, "data__context_tokens": 4 * EPISODE_STEPS}
+    decision = one_device(**short)
+    first = jax.tree.map(lambda x: x[:, :EPISODE_STEPS], batch)
+    want = one_device().actions(batch)[:, :EPISODE_STEPS]
+    np.testing.assert_allclose(decision.actions(first), want, atol=1e-6)
+    losses, _ = decision.losses_and_gradients(first)
+    of_both, _ = one_device().losses_and_gradients(batch)
+    np.testing.assert_allclose(losses, of_both[:1], rtol=1e-5)
+
+
+def test_ranks_are_seen_only_where_they_are_embedded(batch):
+    other = batch._replace(ranks=1 - batch.ranks)
+    run = one_device()
+    np.testing.assert_array_equal(run.actions(other), run.actions(batch))
+    assert "rank_embedding" not in run.model.shapes
+    ranked = one_device(agent__rank_embedding=True)
+    assert np.abs(ranked.actions(other) - ranked.actions(batch)).max() > 1e-3
+
+
+def test_returns_count_relative_to_their_scale(batch):
+    doubled = batch._replace(returns_to_go=2 * batch.returns_to_go)
+    run = one_device(agent__return_scale=14.0)
+    np.testing.assert_allclose(
+        run.actions(doubled), one_device().actions(batch), atol=1e-6
+    )
+
+
+def test_a_perceptron_sees_the_present_alone(batch):
+    run = Run(MeshShape(ring=2), attention="striped", agent__method="perceptron")
+    whole = one_device(agent__method="perceptron")
+    assert_same(
+        run.losses_and_gradients(batch), whole.losses_and_gradients(batch), 1e-5
+    )
+    before = whole.actions(batch)
+    observations = np.array(batch.observations)
+    observations[0, 3] += 1
+    after = whole.actions(batch._replace(observations=observations))
+    changed = (after != before).any(axis=-1)
+    assert changed.sum() == 1 and changed[0, 3]

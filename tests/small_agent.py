@@ -1,0 +1,138 @@
+"""A small agent, trajectories for it, and a batch of their chains."""
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+import assemble_agents
+from configs import exorl_tiny
+from data.chains import ChainBatch, Chains
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from kernels.layout import permute
+from models.blueprint import Model
+from tests.cases import QUICK
+from training.mesh import MeshShape, Partition, make_mesh
+
+EPISODE_STEPS, ROWS = 7, 2
+OBSERVATION_SIZE, ACTION_SIZE = 3, 2
+SMALL = {
+    "agent.observation_size": OBSERVATION_SIZE,
+    "agent.action_size": ACTION_SIZE,
+    "agent.episode_steps": EPISODE_STEPS,
+    "agent.chain_length": 2,
+    "agent.return_scale": 7.0,
+    "data.context_tokens": 64,  # 16 steps: two are padding
+    "data.batch_rows": ROWS,
+    "data.held_out_share": 0.3,
+    "model.hidden_size": 16,
+    "model.feed_forward_size": 24,
+    "model.num_layers": 2,
+    "model.head_dim": 8,
+    "implementation": "reference",
+    "train.validation_batches": 1,
+}
+
+
+def config_of(**overrides: Any) -> ml_collections.ConfigDict:
+    """`configs/exorl_tiny.py`, made small; `__` in a field's name for the dot."""
+    config = exorl_tiny.get_config()
+    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    config.update_from_flattened_dict(SMALL | names)
+    return config
+
+
+def make_trajectories(directory: Path, episodes: int = 12) -> TrajectoryFile:
+    """Packed episodes of random numbers, each of EPISODE_STEPS."""
+    rng = np.random.default_rng(4)
+    with TrajectoryWriter(directory / "trajectories", {"action_repeat": 2}) as writer:
+        for _ in range(episodes):
+            writer.write(
+                rng.normal(3, 2, (EPISODE_STEPS, OBSERVATION_SIZE)),
+                rng.uniform(-1, 1, (EPISODE_STEPS, ACTION_SIZE)),
+                rng.uniform(size=EPISODE_STEPS),
+            )
+    return TrajectoryFile.open(directory / "trajectories")
+
+
+def chains_of(
+    file: TrajectoryFile, config: ml_collections.ConfigDict, **options: Any
+) -> ChainBatch:
+    """A batch of the config's shape, in the order of the chains."""
+    rows, steps = assemble_agents.batch_shape(config)
+    episodes = np.arange(len(file.returns))
+    length = config.agent.chain_length
+    chains = Chains(file, episodes, length, seed=1, multiple=steps, **options)
+    index = np.arange(steps, dtype=np.int32)
+    read = [chains.read(row, index) for row in range(rows)]
+    return ChainBatch(*map(np.stack, zip(*read, strict=True)))
+
+
+def drawn(model: Model, partition: Partition) -> Any:
+    """Parameters large enough for every part to matter; the same on every mesh."""
+    rng = np.random.default_rng(1)
+
+    def draw(path: tuple, shape: jax.ShapeDtypeStruct, names: tuple) -> jax.Array:
+        offset = 1.0 if "scale" in str(path[-1]) else 0.0
+        values = (offset + 0.2 * rng.standard_normal(shape.shape)).astype(np.float32)
+        return jax.device_put(values, partition.sharding(names, shape.shape))
+
+    return jax.tree_util.tree_map_with_path(draw, model.shapes, model.axes)
+
+
+class Run:
+    """The small agent on a mesh; its programs are compiled when they are needed."""
+
+    def __init__(self, shape: MeshShape, **overrides: Any):
+        mesh = {f"mesh__{axis}": size for axis, size in shape.axes.items()}
+        self.config = config_of(**mesh | overrides)
+        devices = jax.devices()[: math.prod(shape.axes.values())]
+        self.partition = Partition(make_mesh(shape, devices))
+        self.model = assemble_agents.model(self.config, self.partition)
+        parts = self.config, self.model, self.partition
+        self.loss_sums = assemble_agents.loss_function(*parts)
+        self._predict = assemble_agents.predictions(*parts)
+
+    @functools.cached_property
+    def parameters(self) -> Any:
+        return drawn(self.model, self.partition)
+
+    @functools.cached_property
+    def loss_program(self) -> Any:
+        """From parameters and a placed batch to losses by rank and gradients."""
+
+        def total(parameters: Any, batch: ChainBatch) -> tuple[jax.Array, jax.Array]:
+            losses = self.loss_sums(parameters, batch)
+            return losses.sum(), losses
+
+        shardings = jax.tree.map(lambda x: x.sharding, self.parameters)
+        return jax.jit(
+            jax.value_and_grad(total, has_aux=True),
+            out_shardings=(None, shardings),
+            compiler_options=QUICK,
+        )
+
+    @functools.cached_property
+    def predict_program(self) -> Any:
+        return jax.jit(self._predict, compiler_options=QUICK)
+
+    def placed(self, batch: ChainBatch) -> ChainBatch:
+        """The batch in layout order, on the mesh."""
+        sharding = assemble_agents.batch_sharding(self.config, self.partition)
+        layout = assemble_agents.step_layout(self.config)
+        size = self.partition.ring_size
+        return jax.tree.map(
+            lambda x: jax.device_put(permute(x, layout, size), sharding), batch
+        )
+
+    def losses_and_gradients(self, batch: ChainBatch) -> tuple[np.ndarray, Any]:
+        (_, losses), grads = self.loss_program(self.parameters, self.placed(batch))
+        return jax.device_get((losses, grads))
+
+    def actions(self, batch: ChainBatch) -> np.ndarray:
+        """Predicted for a batch in the order of the chains; on one device only."""
+        return np.asarray(self.predict_program(self.parameters, self.placed(batch)))
