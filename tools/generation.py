@@ -1,7 +1,7 @@
 """From a config to a generator: what `generate.py` runs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,8 +15,8 @@ import assemble
 from kernels import masks
 from kernels.cached import CachedAttention
 from kernels.layout import order, padded_length
-from kernels.ring import make_ring_attention
 from models import decode
+from models.blueprint import Model
 from models.cache import EMPTY, Cache, empty_cache
 from models.decode import Generator
 from models.llama import Llama
@@ -88,16 +88,11 @@ def _programs(
     config: ml_collections.ConfigDict, partition: Partition, sampling: Sampling
 ) -> tuple[Callable, Callable]:
     """Prefill and step of `Generator`, to be compiled."""
-    system, mesh = assemble.attention_system(config), partition.mesh
+    mesh = partition.mesh
     sequences = assemble.model(config, partition).structure
     few_tokens = assemble.model(config, StationaryPartition(mesh)).structure
     operations = CachedAttention(mesh, partition.axes("sequence"))
-    ring = make_ring_attention(
-        mesh,
-        layout=system.layout,
-        ring_axes=partition.axes("sequence"),
-        implementation=system.implementation or config.implementation or None,
-    )
+    ring = assemble.ring_attention(config, partition)
 
     def draw(
         llama: Llama, hidden: jax.Array, index: jax.Array, seed: jax.Array
@@ -153,7 +148,18 @@ def restored_parameters(
     Raises:
       FileNotFoundError, ValueError: there is no checkpoint, or one of another model.
     """
-    model, dtype = assemble.model(config, partition), jnp.dtype(config.compute_dtype)
+    model = assemble.model(config, partition)
+    return newest_parameters(config, partition, model, assemble.fingerprint(model))
+
+
+def newest_parameters(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    model: Model,
+    fingerprint: Mapping[str, Any],
+) -> tuple[Any, int]:
+    """The same, of any model and what its checkpoints must agree in."""
+    dtype = jnp.dtype(config.compute_dtype)
 
     def placed(shape: jax.ShapeDtypeStruct, names: tuple) -> jax.ShapeDtypeStruct:
         sharding = partition.sharding(names, shape.shape)
@@ -161,7 +167,7 @@ def restored_parameters(
 
     shapes = jax.tree.map(placed, model.shapes, model.axes)
     saved = SavedParameters(config.workdir)
-    saved.check_model(assemble.fingerprint(model))
+    saved.check_model(fingerprint)
     parameters = saved.restore(shapes)
     if dtype == jnp.float32:
         return parameters, saved.step

@@ -1,0 +1,240 @@
+"""Rolls out an agent in dm_control: several episodes in one context, and controls.
+
+    python tools/evaluate_exorl.py --config=configs/exorl_tiny.py:cartpole/at \\
+        --output results/cpu/exorl_cartpole_at.json
+    python tools/evaluate_exorl.py --config=configs/exorl_tiny.py:walker/at \\
+        --other trajectories/walker/es_replay/run --environments 8 --episodes 4 ...
+
+The newest checkpoint of config.workdir acts in the environments of the trajectories'
+task, in lock-step, and every episode is told to reach the best return of the
+trajectories (times --target). Contexts are:
+
+    own       the agent's own episodes, one after the other, in one context
+    empty     every episode begins with an empty context: what is gained by context
+              must be lost here. All that there is for models of single episodes
+    recorded  held-out episodes of the trajectories, ascending; then one of the agent's
+    other     the same of the trajectories of another task (--other)
+
+Papers report the best of n episodes; first, last and mean stand beside it, with their
+bootstrap intervals (95 %) over the environments. Seeds of all episodes are written, and
+equal for all agents and contexts. tools/plot_exorl.py draws what is written.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script, which puts tools/ on the path, not the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import ml_collections
+import numpy as np
+from absl import logging
+
+import assemble
+import assemble_agents
+from data import environments
+from data.chains import Chains
+from data.environments import Environment
+from data.trajectory_file import TrajectoryFile
+from tools.agents import Play, actor
+from tools.bench_rows import check_output
+from tools.config_file import read_config
+from tools.generation import newest_parameters
+from tools.scenes import Recording, Scene, Stage
+
+RESAMPLES = 10_000
+SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "best_of_n": lambda returns: returns.max(axis=1),
+    "last": lambda returns: returns[:, -1],
+    "mean": lambda returns: returns.mean(axis=1),
+    "first": lambda returns: returns[:, 0],
+}
+"""From returns (E, n) to one number for each environment, (E,)."""
+
+
+def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
+    """Mean of values (E,), and the bounds within which 95 % of bootstrap means lie."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
+    return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
+
+
+def scores(returns: np.ndarray) -> dict[str, dict[str, float]]:
+    """All scores of returns (E, n), each with its interval."""
+    return {name: interval(score(returns)) for name, score in SCORES.items()}
+
+
+def scenes(
+    context: str,
+    stage: Stage,
+    file: TrajectoryFile,
+    recorded: np.ndarray,
+    episodes: int,
+) -> list[tuple[Scene, int]]:
+    """The episodes of a context, each named by its number in its scene.
+
+    file, recorded: of the context, where it is one of recordings: (E, n - 1) numbers.
+    """
+    if context in ("own", "empty"):
+        return [(stage, number) for number in range(episodes)]
+    recording = Recording(file, recorded)
+    before = [(recording, number) for number in range(recorded.shape[1])]
+    return [*before, (stage, 0)]
+
+
+def recorded_chains(
+    config: ml_collections.ConfigDict, file: TrajectoryFile, rows: int, length: int
+) -> np.ndarray:
+    """Held-out episodes, but for the best of each chain: (rows, length - 1).
+
+    Raises:
+      ValueError: there are too few.
+    """
+    held_out = assemble_agents.episodes(config, file, "validation")
+    chains = Chains(file, held_out, length, assemble_agents.HELD_OUT_SEED)
+    return np.stack([chains.chain(row)[:-1] for row in range(rows)])
+
+
+def check(
+    config: ml_collections.ConfigDict, options: argparse.Namespace
+) -> tuple[TrajectoryFile, dict[str, TrajectoryFile]]:
+    """The trajectories, and those that each context needs.
+
+    Raises:
+      ValueError, FileNotFoundError: something in the options or the config is wrong.
+    """
+    if options.environments < 1 or options.episodes < 1 or not options.target > 0:
+        raise ValueError(
+            f"--environments {options.environments} and --episodes {options.episodes} "
+            f"must be at least 1, and --target {options.target} above 0"
+        )
+    if config.task != "exorl":
+        raise ValueError(f'{config.task=} is no agent: give a config of task "exorl"')
+    file = assemble_agents.trajectories(config)
+    is_single = config.agent.chain_length == 1
+    if is_single and options.other:
+        raise ValueError("--other is for agents of several episodes in a context")
+    if not is_single and options.episodes > config.agent.chain_length:
+        raise ValueError(
+            f"--episodes {options.episodes} are more than the agent was trained with: "
+            f"{config.agent.chain_length=}"
+        )
+    if is_single:
+        return file, {"empty": file}
+    needed = {"own": file, "empty": file, "recorded": file}
+    if options.other:
+        changed = ml_collections.ConfigDict(config)
+        changed.data.trajectories = str(options.other)
+        needed["other"] = assemble_agents.trajectories(changed)
+    return file, needed
+
+
+def evaluate(
+    config: ml_collections.ConfigDict,
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """What is written: returns and scores by context, and how they came about.
+
+    Raises:
+      ValueError, FileNotFoundError: as `check`, or there is no checkpoint.
+      ImportError: dm_control is missing.
+    """
+    file, needed = check(config, options)
+    rows, episodes = options.environments, options.episodes
+    task = file.index["domain"], file.index["task"]
+    partition = assemble.partition(config, jax.devices())
+    model = assemble_agents.model(config, partition)
+    fingerprint = assemble_agents.fingerprint(model, file)
+    parameters, step = newest_parameters(config, partition, model, fingerprint)
+    agent = actor(config, partition, parameters, rows=rows, episodes=episodes)
+    rng = np.random.default_rng(options.seed)
+    seeds = rng.integers(2**31, size=(rows, episodes))
+    stage = Stage([Environment(*task) for _ in range(rows)], seeds, file.action_repeat)
+    target = options.target * float(file.returns.max())
+    play = Play(agent, file, target)
+    say(f"step {step} of {config.workdir} on {' '.join(task)}, target {target:.1f}")
+    contexts = {}
+    for context, source in needed.items():
+        recorded = np.zeros((rows, 0), int)
+        if context in ("recorded", "other"):
+            recorded = recorded_chains(config, source, rows, episodes)
+        start = time.monotonic()
+        plan = scenes(context, stage, source, recorded, episodes)
+        returns = play.play(plan, context == "empty").returns
+        own = returns[:, recorded.shape[1] :]
+        seconds = time.monotonic() - start
+        contexts[context] = {
+            "trajectories": f"{source.index['domain']} {source.index['task']}",
+            "returns": own.round(4).tolist(),
+            "recorded_returns": returns[:, : recorded.shape[1]].round(4).tolist(),
+            "scores": scores(own),
+            "target_hit_rate": float((own >= target).mean()),
+            "seconds": round(seconds, 1),
+        }
+        by_episode = " ".join(f"{value:.1f}" for value in own.mean(axis=0))
+        say(f"{context:9s} mean return by episode: {by_episode} ({seconds:.0f} s)")
+    return {
+        "config": config.to_dict(),
+        "step": step,
+        "task": " ".join(task),
+        "target": target,
+        "action_repeat": file.action_repeat,
+        "data_returns": _quantiles(file),
+        "seeds": seeds.tolist(),
+        "versions": {"jax": jax.__version__, **environments.versions()},
+        "device": f"{partition.mesh.devices.size} x {jax.devices()[0].device_kind}",
+        "contexts": contexts,
+    }
+
+
+def _quantiles(file: TrajectoryFile) -> dict[str, float]:
+    marks = (0, 50, 90, 100)
+    values = np.percentile(file.returns, marks).round(2).tolist()
+    return {f"{mark}%": value for mark, value in zip(marks, values, strict=True)}
+
+
+def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--output", required=True, type=Path, help="JSON to write")
+    add("--environments", type=int, default=8, help="default: %(default)s")
+    add("--episodes", type=int, default=4, help="in a context (default: %(default)s)")
+    add("--target", type=float, default=1.0, help="share of the data's best return")
+    add("--other", type=Path, help="trajectories of another task, for its context")
+    add("--seed", type=int, default=0, help="of the episodes' seeds")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status, 0 or 1."""
+    options, rest = _options(arguments)
+    logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
+    try:
+        check_output(options.output)
+        config = read_config(rest)
+        assemble.simulate_devices(config)
+        results = evaluate(config, options, lambda line: print(line, flush=True))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    part = options.output.with_name(options.output.name + ".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(options.output)
+    print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

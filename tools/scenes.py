@@ -1,0 +1,106 @@
+"""Where agents act: environments in lock-step, and episodes that were recorded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from data.environments import Environment
+from data.trajectory_file import TrajectoryFile
+
+
+class Outcome(NamedTuple):
+    """What came of an action in each of E rows.
+
+    observations: float32 (E, observation size), not standardised.
+    actions: float32 (E, A), what was really done. rewards: float64 (E,).
+    last: whether the episodes end here; all of them at once.
+    """
+
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    last: bool
+
+
+class Scene(Protocol):
+    """What a new place to act in has to provide."""
+
+    def begin(self, number: int) -> np.ndarray:
+        """First observations of the `number`-th episodes, (E, observation size)."""
+
+    def step(self, actions: np.ndarray) -> Outcome: ...
+
+
+@dataclass
+class Stage:
+    """Environments, one a row.
+
+    seeds: int (E, episodes), of the beginnings of the rows' episodes.
+    action_repeat: steps of the environment for which an action is held; rewards add up.
+    """
+
+    environments: Sequence[Environment]
+    seeds: np.ndarray
+    action_repeat: int = 1
+
+    def begin(self, number: int) -> np.ndarray:
+        seeds = self.seeds[:, number]
+        pairs = zip(self.environments, seeds, strict=True)
+        return np.stack([environment.reset(int(seed)) for environment, seed in pairs])
+
+    def step(self, actions: np.ndarray) -> Outcome:
+        pairs = zip(self.environments, actions, strict=True)
+        observations, rewards, ends = zip(
+            *(self._held(environment, action) for environment, action in pairs),
+            strict=True,
+        )
+        if len(set(ends)) > 1:
+            raise ValueError(f"episodes of one task end at different steps: {ends}")
+        return Outcome(np.stack(observations), actions, np.array(rewards), ends[0])
+
+    def _held(
+        self, environment: Environment, action: np.ndarray
+    ) -> tuple[np.ndarray, float, bool]:
+        reward = 0.0
+        for _ in range(self.action_repeat):
+            step = environment.step(action)
+            reward += step.reward
+            if step.last:
+                break
+        return step.observation, reward, step.last
+
+
+@dataclass
+class Recording:
+    """Packed episodes, which go as they went, whatever is done.
+
+    episodes: int (E, episodes), numbers of the rows' episodes, all of one length.
+    """
+
+    file: TrajectoryFile
+    episodes: np.ndarray
+
+    def begin(self, number: int) -> np.ndarray:
+        chosen = self.episodes[:, number]
+        if len(set(self.file.lengths[chosen])) > 1:
+            raise ValueError(
+                f"episodes {chosen.tolist()} of {self.file.directory} have different "
+                "lengths, so they cannot go in lock-step"
+            )
+        self._places = self.file.offsets[chosen]
+        self._left = int(self.file.lengths[chosen[0]])
+        return self._observations()
+
+    def step(self, actions: np.ndarray) -> Outcome:
+        done = self.file.steps[self._places, self.file.observation_size :]
+        self._left -= 1
+        last = self._left == 0
+        if not last:
+            self._places = self._places + 1
+        rewards = done[:, -1].astype(np.float64)
+        return Outcome(self._observations(), done[:, :-1], rewards, last)
+
+    def _observations(self) -> np.ndarray:
+        return self.file.steps[self._places, : self.file.observation_size]
