@@ -20,6 +20,7 @@ from flax import nnx
 
 from models import cache as caches
 from models.cache import EMPTY, Cache, CacheOperations
+from models.chunks import scan_chunks
 from models.execution import Execution
 from models.llama import INITIAL_STDDEV, Attend, Decoder, DecoderConfig, matrix
 from models.partition import Partition
@@ -170,24 +171,35 @@ class Agent(Decoder):
         norm = self.embedding_norm
         parameters = *linears, self.modality_embedding, norm.scale, norm.bias, *tables
 
+        partition, dtype = self.partition, self.execution.compute_dtype
+        chunk = self.execution.feed_forward_chunk // TOKENS_OF_A_STEP
+
         def local(*arguments: jax.Array) -> jax.Array:
-            returns, *values, timesteps, ranks = arguments[: len(arrays)]
+            arguments = [partition.vary(argument) for argument in arguments]
             *weights, modality, scale, bias = arguments[len(arrays) : -len(tables)]
-            values = zip((returns[..., None], *values), weights, strict=True)
-            x = jnp.stack([value @ weight for value, weight in values], axis=2)
-            x += modality
-            places = (timesteps, ranks)[: len(tables)]
             rows = arguments[-len(tables) :]
-            for place, table in zip(places, rows, strict=True):
-                x += jnp.take(table, place, axis=0, mode="clip")[:, :, None]
-            x = _normalise(x, scale, bias, norm.epsilon)
-            return x.reshape(len(x), -1, x.shape[-1])  # four tokens a step, in order
+
+            def tokens(steps: tuple[jax.Array, ...]) -> jax.Array:
+                returns, *values, timesteps, ranks = steps
+                values = zip((returns[:, None], *values), weights, strict=True)
+                x = jnp.stack([value @ weight for value, weight in values], axis=1)
+                x += modality
+                places = (timesteps, ranks)[: len(tables)]
+                for place, table in zip(places, rows, strict=True):
+                    x += jnp.take(table, place, axis=0, mode="clip")[:, None]
+                x = _normalise(x, scale, bias, norm.epsilon)
+                # What varies is summed over the shards of the heads below.
+                return (x / partition.shards("heads")).astype(dtype)
+
+            shape = arguments[0].shape
+            steps = tuple(x.reshape(-1, *x.shape[2:]) for x in arguments[: len(arrays)])
+            x = scan_chunks(tokens, steps, chunk or len(steps[0]))
+            return partition.total(x.reshape(shape[0], -1, x.shape[-1]), ("heads",))
 
         names = [STEP + (None,) * (x.ndim - 2) for x in arrays]
         names += [parameter.axes for parameter in parameters]
         call = self.partition.over_shards(local, names, (*STEP, None))
-        x = call(*arrays, *(parameter[...] for parameter in parameters))
-        return x.astype(self.execution.compute_dtype)
+        return call(*arrays, *(parameter[...] for parameter in parameters))
 
     def actions(self, hidden: jax.Array) -> jax.Array:
         """Actions in [-1, 1], float32 (B, S, A), from hidden states (B, T, E)."""

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import jax
 import ml_collections
 import pytest
 
 import assemble
-from configs import base, llama_sizes
+import assemble_agents
+from configs import base, exorl_tiny, llama_sizes
 from kernels.layout import check_length
 from models.llama import LlamaConfig
 from models.remat import REMAT_POLICIES
@@ -30,7 +32,11 @@ NAMES = sorted(
 )
 LLAMAS = [name for name in NAMES if re.search(r"_\d+b$", name)]
 
+AGENTS = [name for name in NAMES if load(name).get_config().task == "exorl"]
+TEXTS = [name for name in NAMES if name not in AGENTS]
+
 each_config = pytest.mark.parametrize("name", NAMES)
+each_text = pytest.mark.parametrize("name", TEXTS)
 each_llama = pytest.mark.parametrize("name", LLAMAS)
 
 
@@ -97,7 +103,36 @@ def test_workdir_bears_the_configs_name(name):
     assert workdir.parts[:2] == ("runs", name)
 
 
-@each_config
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
+    config = load(name).get_config()
+    partition = partition_of(config)
+    model = assemble_agents.model(config, partition)
+    batch = assemble_agents.abstract_batch(config, partition)
+    agent = config.agent
+    rows, steps = assemble_agents.batch_shape(config)
+    assert batch.observations.shape == (rows, steps, agent.observation_size)
+    assert steps >= agent.chain_length * agent.episode_steps
+    assert model.shapes["action_head"].shape[1] == agent.action_size
+    assert assemble.optimizer_settings(config).total_steps == config.train.steps
+    text = load(name).__doc__
+    if "parameters:" in text:
+        size = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
+        assert f"{size / 1e6:.0f}M parameters: {agent.chain_length} traj" in text
+        assert f"{config.data.context_tokens:,} tokens" in text
+
+
+def test_every_tiny_agent_is_a_config():
+    for name in exorl_tiny._NAMES:
+        config = exorl_tiny.get_config(name)
+        model = assemble_agents.model(config, partition_of(config))
+        assert model.config.chain_length == (4 if name.endswith("/at") else 1)
+        assert config.workdir == f"runs/exorl_tiny/{name}"
+    with pytest.raises(KeyError, match="'hopper/at' is not one of cartpole/at"):
+        exorl_tiny.get_config("hopper/at")
+
+
+@each_text
 def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     config = load(name).get_config()
     partition = partition_of(config)

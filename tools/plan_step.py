@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,23 @@ class Pod:
     def chip(self) -> Chip:
         """What one device can do."""
         return chips.find(self.devices[0].device_kind)
+
+    def compile_to_fit(
+        self, mesh: jax.sharding.Mesh, *program: Any
+    ) -> jax.stages.Compiled:
+        """As `compile_for`.
+
+        Raises:
+          TooLarge: the compiler finds no program that fits.
+        """
+        try:
+            return self.compile_for(mesh, *program)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            sizes = re.findall(r"\b(\d+(?:\.\d+)?[KMGT])i?B?\b", str(error))[:2]
+            how_much = f": it takes {sizes[0]} of {sizes[1]}" if sizes[1:] else ""
+            raise TooLarge(f"the step does not fit{how_much}") from error
 
 
 def known_topologies() -> dict[str, list[str]]:
@@ -125,14 +143,7 @@ class Step:
           TooLarge: the compiler finds none that fits.
         """
         mesh = self.partition.mesh
-        try:
-            return self.pod.compile_for(mesh, self.program, self.state, self.batch)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            sizes = re.findall(r"\b(\d+(?:\.\d+)?[KMGT])i?B?\b", str(error))[:2]
-            how_much = f": it takes {sizes[0]} of {sizes[1]}" if sizes[1:] else ""
-            raise TooLarge(f"the step does not fit{how_much}") from error
+        return self.pod.compile_to_fit(mesh, self.program, self.state, self.batch)
 
     def work(self) -> StepWork:
         """What a step computes, if each row is one document without padding."""

@@ -2,6 +2,7 @@
 
 from collections import Counter, UserDict
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -103,4 +104,26 @@ def test_every_block_is_used_and_no_other():
     blocks = Counted({b: cut(batch, b) for b in host_blocks(sharding, SHAPE)})
     place(blocks, sharding, SHAPE)
     assert set(blocks.asked) == set(blocks.data)
-    assert set(blocks.asked.values()) == {len(Batch._fields)}
+    # The first of them also says what a batch is made of.
+    assert sorted(blocks.asked.values()) == [len(Batch._fields)] * 7 + [
+        len(Batch._fields) + 1
+    ]
+
+
+def test_axes_after_rows_and_columns_are_whole_on_every_device():
+    class Steps(NamedTuple):
+        numbers: np.ndarray
+        vectors: np.ndarray
+
+    sharding = sharding_of("fsdp 2 x ring 2 x tensor 2")
+    numbers = np.arange(SHAPE[0] * SHAPE[1], dtype=np.float32).reshape(SHAPE)
+    whole = Steps(numbers, numbers[..., None] + np.arange(3, dtype=np.float32))
+    blocks = {
+        b: Steps(*(x[slice(*b.rows), slice(*b.columns)] for x in whole))
+        for b in host_blocks(sharding, SHAPE)
+    }
+    placed = place(blocks, sharding, SHAPE)
+    assert isinstance(placed, Steps) and placed.vectors.shape == (*SHAPE, 3)
+    assert {s.data.shape for s in placed.vectors.addressable_shards} == {(2, 12, 3)}
+    for got, want in zip(placed, whole, strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -13,7 +13,9 @@ from data.batch import Batch
 from kernels import masks
 from training.mesh import MeshShape, Partition, make_mesh
 from training.step import (
+    Counts,
     TrainState,
+    count_tokens,
     initial_state,
     make_evaluate_step,
     make_train_step,
@@ -150,6 +152,41 @@ def test_pairs_of_a_million_tokens_are_counted():
     batch = Batch(zeros, zeros, np.ones((1, length), np.float32), index, zeros, index)
     _, metrics = STEPS[1](initial_state(make_params(), OPTIMIZER), batch)
     assert float(metrics["pairs"]) == pytest.approx(length * (length + 1) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches):
+    """Of two parts, one of them the odd tokens; the update is that of the whole."""
+    params, batch = make_params(), make_batch()
+
+    def losses_of_parts(params: Any, batch: Batch) -> jax.Array:
+        odd = (batch.tokens % 2).astype(jnp.float32)
+        weights = batch.loss_weights
+        return jnp.stack(
+            [
+                loss_sum(params, batch._replace(loss_weights=weights * (1 - odd))),
+                loss_sum(params, batch._replace(loss_weights=weights * odd)),
+            ]
+        )
+
+    def count(batch: Batch) -> Counts:
+        odd = (batch.loss_weights * (batch.tokens % 2)).sum()
+        weights = jnp.stack([batch.loss_weights.sum() - odd, odd])
+        return count_tokens(batch)._replace(weights=weights)
+
+    step = make_train_step(
+        losses_of_parts, OPTIMIZER, microbatches=microbatches, count=count
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        state, metrics = jax.jit(step)(initial_state(params, OPTIMIZER), batch)
+    whole_state, whole = STEPS[1](initial_state(params, OPTIMIZER), batch)
+    assert_close(state.params, whole_state.params, 2e-6)
+    assert_close(metrics["loss"], whole["loss"], 2e-6)
+    odd = batch.tokens % 2 == 1
+    for part, chosen in enumerate((~odd, odd)):
+        weights = np.where(chosen, batch.loss_weights, 0)
+        loss, _ = expected(params, batch._replace(loss_weights=weights))
+        assert_close(metrics["loss_parts"][part], loss, 1e-5)
 
 
 def test_initial_state_has_made_no_step():

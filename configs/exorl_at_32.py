@@ -1,0 +1,52 @@
+"""Agentic Transformer of 304M parameters: 32 trajectories of 1000 steps in a context.
+
+Command: python train.py --config=configs/exorl_at_32.py
+  --config.data.trajectories=CACHE/walker/rnd/run
+Hardware: 8 devices of 16 GiB or more; ring 8, striped by whole steps.
+Expected: not run. 128,000 tokens a sequence, about 2.6e15 FLOPs forward and backward.
+The sizes are those of Ring Attention's table 5 ("350M": 24 layers, 1024, 16 heads),
+whose scores have no stated scale: results are not to be compared with them.
+"""
+
+import ml_collections
+
+from configs import base
+
+TRAJECTORIES, STEPS = 32, 1000
+
+
+def get_config() -> ml_collections.ConfigDict:
+    return agent(TRAJECTORIES, "exorl_at_32")
+
+
+def agent(trajectories: int, name: str) -> ml_collections.ConfigDict:
+    """The config of so many trajectories in a context; the name is its workdir's."""
+    config = base.get_config().unlock()
+    config.task = "exorl"
+    config.workdir = f"runs/{name}"
+    config.stripe_granule = 4  # whole steps
+    config.remat = "nothing"
+
+    config.agent.episode_steps = STEPS
+    config.agent.chain_length = trajectories
+    config.model.hidden_size = 1024
+    config.model.feed_forward_size = 2736
+    config.model.num_layers = 24
+    config.model.num_heads = 16
+    config.model.num_kv_heads = 16
+    config.model.head_dim = 64
+    config.mesh.ring = 8
+
+    config.data.context_tokens = 4 * STEPS * trajectories
+    config.data.batch_rows = 1
+    # Of a million steps, 1000 episodes: as many as a chain has, and more.
+    config.data.held_out_share = 0.15
+
+    config.optimizer.peak_lr = 1e-4
+    config.optimizer.end_lr = 1e-5
+    config.optimizer.warmup_steps = 1000
+    config.optimizer.weight_decay = 1e-4
+    config.optimizer.clip_norm = 0.25
+    config.train.steps = 10_000
+    config.train.validation_batches = 1
+    return config.lock()
