@@ -13,7 +13,7 @@ trajectories (times --target). Contexts are:
     empty     every episode begins with an empty context: what is gained by context
               must be lost here. All that there is for models of single episodes
     recorded  held-out episodes of the trajectories, ascending; then one of the agent's
-    other     the same of the trajectories of another task (--other)
+    other     the same of any trajectories of another task (--other)
 
 Papers report the best of n episodes; first, last and mean stand beside it, with their
 bootstrap intervals (95 %) over the environments. Seeds of all episodes are written, and
@@ -72,40 +72,40 @@ def scores(returns: np.ndarray) -> dict[str, dict[str, float]]:
 
 
 def scenes(
-    context: str,
-    stage: Stage,
-    file: TrajectoryFile,
-    recorded: np.ndarray,
-    episodes: int,
+    stage: Stage, file: TrajectoryFile, recorded: np.ndarray, episodes: int
 ) -> list[tuple[Scene, int]]:
     """The episodes of a context, each named by its number in its scene.
 
-    file, recorded: of the context, where it is one of recordings: (E, n - 1) numbers.
+    file, recorded: what goes before, (E, episodes) numbers; then one episode is acted,
+      and all of them are where nothing goes before.
     """
-    if context in ("own", "empty"):
+    if not recorded.shape[1]:
         return [(stage, number) for number in range(episodes)]
     recording = Recording(file, recorded)
     before = [(recording, number) for number in range(recorded.shape[1])]
     return [*before, (stage, 0)]
 
 
-def recorded_chains(
-    config: ml_collections.ConfigDict, file: TrajectoryFile, rows: int, length: int
+def chains_without_the_best(
+    file: TrajectoryFile, episodes: np.ndarray, rows: int, length: int
 ) -> np.ndarray:
-    """Held-out episodes, but for the best of each chain: (rows, length - 1).
+    """Of the episodes, in chains, all but the best of each: (rows, length - 1).
 
     Raises:
       ValueError: there are too few.
     """
-    held_out = assemble_agents.episodes(config, file, "validation")
-    chains = Chains(file, held_out, length, assemble_agents.HELD_OUT_SEED)
+    chains = Chains(file, episodes, length, assemble_agents.HELD_OUT_SEED)
     return np.stack([chains.chain(row)[:-1] for row in range(rows)])
 
 
-def check(
+Recorded = tuple[TrajectoryFile, np.ndarray]
+"""Trajectories, and the numbers of those in a context, (E, episodes)."""
+
+
+def contexts(
     config: ml_collections.ConfigDict, options: argparse.Namespace
-) -> tuple[TrajectoryFile, dict[str, TrajectoryFile]]:
-    """The trajectories, and those that each context needs.
+) -> tuple[TrajectoryFile, dict[str, Recorded]]:
+    """The trajectories, and what is recorded in each context.
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
@@ -126,14 +126,20 @@ def check(
             f"--episodes {options.episodes} are more than the agent was trained with: "
             f"{config.agent.chain_length=}"
         )
+    size = options.environments, options.episodes
+    nothing = file, np.zeros((options.environments, 0), int)
     if is_single:
-        return file, {"empty": file}
-    needed = {"own": file, "empty": file, "recorded": file}
+        return file, {"empty": nothing}
+    held_out = assemble_agents.episodes(config, file, "validation")
+    recorded = file, chains_without_the_best(file, held_out, *size)
+    found = {"own": nothing, "empty": nothing, "recorded": recorded}
     if options.other:
         changed = ml_collections.ConfigDict(config)
         changed.data.trajectories = str(options.other)
-        needed["other"] = assemble_agents.trajectories(changed)
-    return file, needed
+        other = assemble_agents.trajectories(changed)
+        every = np.arange(len(other.returns))
+        found["other"] = other, chains_without_the_best(other, every, *size)
+    return file, found
 
 
 def evaluate(
@@ -144,10 +150,10 @@ def evaluate(
     """What is written: returns and scores by context, and how they came about.
 
     Raises:
-      ValueError, FileNotFoundError: as `check`, or there is no checkpoint.
+      ValueError, FileNotFoundError: as `contexts`, or there is no checkpoint.
       ImportError: dm_control is missing.
     """
-    file, needed = check(config, options)
+    file, needed = contexts(config, options)
     rows, episodes = options.environments, options.episodes
     task = file.index["domain"], file.index["task"]
     partition = assemble.partition(config, jax.devices())
@@ -161,17 +167,14 @@ def evaluate(
     target = options.target * float(file.returns.max())
     play = Play(agent, file, target)
     say(f"step {step} of {config.workdir} on {' '.join(task)}, target {target:.1f}")
-    contexts = {}
-    for context, source in needed.items():
-        recorded = np.zeros((rows, 0), int)
-        if context in ("recorded", "other"):
-            recorded = recorded_chains(config, source, rows, episodes)
+    outcomes = {}
+    for context, (source, recorded) in needed.items():
         start = time.monotonic()
-        plan = scenes(context, stage, source, recorded, episodes)
+        plan = scenes(stage, source, recorded, episodes)
         returns = play.play(plan, context == "empty").returns
         own = returns[:, recorded.shape[1] :]
         seconds = time.monotonic() - start
-        contexts[context] = {
+        outcomes[context] = {
             "trajectories": f"{source.index['domain']} {source.index['task']}",
             "returns": own.round(4).tolist(),
             "recorded_returns": returns[:, : recorded.shape[1]].round(4).tolist(),
@@ -191,7 +194,7 @@ def evaluate(
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **environments.versions()},
         "device": f"{partition.mesh.devices.size} x {jax.devices()[0].device_kind}",
-        "contexts": contexts,
+        "contexts": outcomes,
     }
 
 

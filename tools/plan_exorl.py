@@ -38,7 +38,10 @@ def plan(
 ) -> dict[str, Any]:
     """What the compiler says of a training step.
 
-    attention_parts: as of the config. Returns `peak_gib` of a device, or `refusal` where no program fits.
+    attention_parts: as of the config.
+
+    Returns:
+      Among others, `peak_gib` of a device, or `refusal` where no program fits.
     """
     config = exorl_at_32.agent(trajectories, "plan").unlock()
     config.attention = system

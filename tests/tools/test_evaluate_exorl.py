@@ -1,0 +1,177 @@
+"""An agent of four steps an episode in the real cart-pole: what is written, refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import assemble
+import assemble_agents
+from data.environments import Environment
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from tests.small_agent import config_of, drawn
+from tools import evaluate_exorl, plot_exorl
+from tools.evaluate_exorl import interval, scores
+from tools.scenes import Stage
+from training.weights import save_parameters
+
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+REPEAT = 250  # of 1000 steps
+FIELDS = {
+    "agent__observation_size": 5,
+    "agent__action_size": 1,
+    "agent__episode_steps": 1000 // REPEAT,
+    "data__context_tokens": 32,
+    "mesh__ring": 2,
+    "simulated_devices": 0,
+}
+
+
+def flags(directory: Path, *options: str) -> list[str]:
+    config = config_of(**FIELDS)
+    names = [name.replace("__", ".") for name in FIELDS]
+    changed = ["data.held_out_share", "model.hidden_size", "model.feed_forward_size"]
+    changed += ["model.num_layers", "model.head_dim", "agent.chain_length", *names]
+    values = {}
+    for name in changed:
+        *section, field = name.split(".")
+        values[name] = (config[section[0]] if section else config)[field]
+    values |= {
+        "workdir": f"{directory}/run",
+        "data.trajectories": f"{directory}/trajectories",
+        "agent.return_scale": 7.0,
+        "implementation": "reference",
+        "mesh.data": 4,
+    }
+    arguments = [f"--config.{name}={value}" for name, value in values.items()]
+    size = ["--environments", "4", "--episodes", "2"]
+    return ["--config=configs/exorl_tiny.py", *arguments, *size, *options]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trajectories, and parameters of an agent that was not trained."""
+    directory = tmp_path_factory.mktemp("agent")
+    rng = np.random.default_rng(0)
+    about = {"domain": "cartpole", "task": "swingup", "action_repeat": REPEAT}
+    with TrajectoryWriter(directory / "trajectories", about) as writer:
+        for _ in range(12):
+            writer.write(
+                rng.normal(size=(4, 5)), rng.uniform(-1, 1, (4, 1)), rng.uniform(size=4)
+            )
+    file = TrajectoryFile.open(directory / "trajectories")
+    config = config_of(**FIELDS | {"mesh__data": 4})
+    partition = assemble.partition(config, jax.devices())
+    model = assemble_agents.model(config, partition)
+    fingerprint = assemble_agents.fingerprint(model, file)
+    save_parameters(directory / "run", drawn(model, partition), fingerprint)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def written(directory: Path) -> Path:
+    output = directory / "results.json"
+    other = ("--other", f"{directory}/trajectories", "--output", str(output))
+    assert evaluate_exorl.main(flags(directory, *other)) == 0
+    return output
+
+
+def test_returns_and_scores_are_written_by_context(directory, written):
+    results = json.loads(written.read_text())
+    assert (results["task"], results["step"]) == ("cartpole swingup", 0)
+    assert results["action_repeat"] == REPEAT
+    assert list(results["contexts"]) == ["own", "empty", "recorded", "other"]
+    file = TrajectoryFile.open(directory / "trajectories")
+    assert results["target"] == file.returns.max()
+    for name, outcome in results["contexts"].items():
+        returns = np.array(outcome["returns"])
+        is_recorded = name in ("recorded", "other")
+        assert returns.shape == (4, 1 if is_recorded else 2)
+        best, scored = returns.max(axis=1).mean(), outcome["scores"]
+        assert scored["best_of_n"]["mean"] == pytest.approx(best, abs=1e-4)
+        assert scored["last"]["mean"] == pytest.approx(returns[:, -1].mean(), abs=1e-4)
+        before = np.array(outcome["recorded_returns"])
+        assert before.shape == (4, 1 if is_recorded else 0)
+        for value in before.ravel():
+            assert np.abs(file.returns - value).min() < 1e-3
+    own, empty = (np.array(results["contexts"][n]["returns"]) for n in ("own", "empty"))
+    np.testing.assert_array_equal(own[:, 0], empty[:, 0])
+    assert (own[:, 1] != empty[:, 1]).any()
+    assert np.array(results["seeds"]).shape == (4, 2)
+
+
+def test_results_are_drawn(written, tmp_path):
+    picture = tmp_path / "picture.png"
+    assert plot_exorl.main([str(written), "--output", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 9000
+
+
+def test_what_is_no_result_is_not_drawn(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    path.write_text("[1, 2]")
+    assert plot_exorl.main([str(path), "--output", str(tmp_path / "x.png")]) == 1
+    assert "rows.json holds no results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--episodes", "3"], "--episodes 3 are more than the agent was trained with"),
+        (["--environments", "0"], "--environments 0"),
+        (["--target", "0"], "--target 0.0 above 0"),
+        (["--config.task=text"], "is no agent"),
+        (["--config.agent.chain_length=1", "--other", "x"], "--other is for agents of"),
+        (["--config.agent.action_size=2"], "action_size=2, but"),
+        (["--config.agent.return_scale=8"], "return_scale: saved 7.0, this run 8.0"),
+        (["--config.data.held_out_share=0.05"], "chain of 2 episodes cannot be made"),
+        (["--config.workdir=nowhere"], "nowhere has no checkpoints"),
+    ],
+)
+def test_bad_input_is_refused_with_one_line(
+    directory, tmp_path, capsys, options, message
+):
+    output = ("--output", str(tmp_path / "x.json"))
+    assert evaluate_exorl.main(flags(directory, *options, *output)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_results_are_not_overwritten(directory, written, capsys):
+    before = written.read_bytes()
+    assert evaluate_exorl.main(flags(directory, "--output", str(written))) == 1
+    assert "exists" in capsys.readouterr().err and written.read_bytes() == before
+
+
+def test_intervals_hold_the_mean_and_are_as_wide_as_theory_has_it():
+    values = np.random.default_rng(3).normal(10, 2, 400)
+    found = interval(values)
+    assert found["mean"] == pytest.approx(values.mean())
+    theory = 1.96 * values.std() / 20
+    assert found["mean"] - found["low"] == pytest.approx(theory, rel=0.1)
+    assert found["high"] - found["mean"] == pytest.approx(theory, rel=0.1)
+    assert interval(np.full(5, 3.0)) == {"mean": 3.0, "low": 3.0, "high": 3.0}
+
+
+def test_scores_of_returns_made_by_hand():
+    found = scores(np.array([[1.0, 5.0, 3.0], [2.0, 0.0, 4.0]]))
+    means = {name: score["mean"] for name, score in found.items()}
+    assert means == {"best_of_n": 4.5, "last": 3.5, "mean": 2.5, "first": 1.5}
+
+
+def test_held_actions_sum_rewards_and_seeds_begin_episodes():
+    environment = Environment("cartpole", "swingup")
+    stage = Stage([environment], np.array([[7, 7, 8]]), action_repeat=300)
+    first = stage.begin(0)
+    outcomes = [stage.step(np.full((1, 1), 0.3, np.float32)) for _ in range(4)]
+    assert [outcome.last for outcome in outcomes] == [False, False, False, True]
+    np.testing.assert_array_equal(stage.begin(1), first)
+    assert (stage.begin(2) != first).any()
+    environment.reset(7)
+    steps = [environment.step(np.full(1, 0.3, np.float32)) for _ in range(1000)]
+    assert sum(outcome.rewards[0] for outcome in outcomes) == pytest.approx(
+        sum(step.reward for step in steps)
+    )
