@@ -134,7 +134,7 @@ def contexts(
     recorded = file, chains_without_the_best(file, held_out, *size)
     found = {"own": nothing, "empty": nothing, "recorded": recorded}
     if options.other:
-        changed = ml_collections.ConfigDict(config)
+        changed = config.copy_and_resolve_references()
         changed.data.trajectories = str(options.other)
         other = assemble_agents.trajectories(changed)
         every = np.arange(len(other.returns))

@@ -76,7 +76,8 @@ def draw(axes: Axes, task: str, runs: dict[str, dict[str, Any]]) -> None:
     axes.set_xticks(range(1, last + 1))
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+    axes.legend(frameon=False, fontsize=7, **below)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         tasks = read(chosen.results)
-        figure = Figure(figsize=(5.2 * len(tasks), 4), layout="constrained", dpi=150)
+        figure = Figure(figsize=(5.2 * len(tasks), 5), layout="constrained", dpi=150)
         panels = np.atleast_1d(figure.subplots(1, len(tasks)))
         for axes, (task, runs) in zip(panels, tasks.items(), strict=True):
             draw(axes, task, runs)

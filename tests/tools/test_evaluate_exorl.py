@@ -1,6 +1,7 @@
 """An agent of four steps an episode in the real cart-pole: what is written, refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -74,7 +75,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def written(directory: Path) -> Path:
     output = directory / "results.json"
-    other = ("--other", f"{directory}/trajectories", "--output", str(output))
+    shutil.copytree(directory / "trajectories", directory / "other")
+    other = ("--other", f"{directory}/other", "--output", str(output))
     assert evaluate_exorl.main(flags(directory, *other)) == 0
     return output
 
@@ -83,6 +85,7 @@ def test_returns_and_scores_are_written_by_context(directory, written):
     results = json.loads(written.read_text())
     assert (results["task"], results["step"]) == ("cartpole swingup", 0)
     assert results["action_repeat"] == REPEAT
+    assert results["config"]["data"]["trajectories"] == f"{directory}/trajectories"
     assert list(results["contexts"]) == ["own", "empty", "recorded", "other"]
     file = TrajectoryFile.open(directory / "trajectories")
     assert results["target"] == file.returns.max()
