@@ -11,6 +11,7 @@ REFUSED = [("vanilla", 32, 1), ("memory_efficient", 32, 1), ("blockwise", 128, 4
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # the ring's eight hops of either pass are compiled
 @pytest.mark.parametrize("case", HELD, ids=str)
 def test_blockwise_holds_32_trajectories_and_a_ring_of_8_holds_128(case):
     row = plan(described_pod("v5e:2x4"), *case)
