@@ -33,7 +33,6 @@ from models.losses import cross_entropy
 from models.rope import RopeScaling
 from training.chips import compiler_options
 from training.feed import host_blocks
-from training.guard import GuardSettings
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
 from training.optimizer import OptimizerSettings
@@ -249,11 +248,6 @@ def abstract_state(
 def optimizer_settings(config: ml_collections.ConfigDict) -> OptimizerSettings:
     """Settings of the optimizer and its schedule."""
     return OptimizerSettings(total_steps=config.train.steps, **config.optimizer)
-
-
-def guard_settings(config: ml_collections.ConfigDict) -> GuardSettings:
-    """Which updates are skipped, and what ends a run."""
-    return GuardSettings(**config.guard)
 
 
 def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:

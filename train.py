@@ -1,8 +1,8 @@
 """Trains on long sequences: python train.py --config=configs/tiny.py
 
 The run as it happens: mesh, data, model, state, programs, loop. Every object is made
-here and handed down, which is why `train` is one long function: it reads from top to
-bottom as a run goes. Run the same command again to resume.
+here and handed down: `train` reads from top to bottom as a run goes, and hands over to
+the loop of `training/loop.py`. Run the same command again to resume.
 
 Exit codes: 0 the run is complete, 75 it was told to stop (SIGTERM) and has saved,
 70 a step hung, 1 an error.
@@ -11,26 +11,34 @@ Exit codes: 0 the run is complete, 75 it was told to stop (SIGTERM) and has save
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import ml_collections
+import optax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 import assemble
 import tasks
 from data.text import iterate
+from tasks import Task
 from training import chips, hosts
 from training.checkpoint import Checkpoints
 from training.feed import place
 from training.goodput import Goodput
-from training.guard import BadSteps, Watch, compare_replays
+from training.guard import BadSteps, GuardSettings, Watch
+from training.loop import Intervals, Loop, Programs
 from training.metrics import NullWriter, TensorBoardWriter, Throughput
 from training.optimizer import make_optimizer
 from training.preemption import Notice, Preempted, notice
 from training.report import Report
-from training.step import initial_state, make_evaluate_step, make_replay
+from training.step import (
+    TrainState,
+    initial_state,
+    make_evaluate_step,
+    make_replay,
+)
 from training.watchdog import Watchdog
 from training.weights import SavedParameters
 
@@ -62,21 +70,18 @@ def train(
     """
     goodput = Goodput()
     assemble.check_counts(config)
-    guard = assemble.guard_settings(config)
+    guard = GuardSettings(**config.guard)
 
     # Mesh.
     partition = assemble.partition(config, jax.devices())
     devices = partition.mesh.devices.flatten()
-    chip = chips.find(devices[0].device_kind)
     axes = " x ".join(f"{axis} {size}" for axis, size in partition.sizes.items())
     say(f"mesh: {axes}, of {devices.size} x {devices[0].device_kind}")
 
     # Data, model and loss of the task; the state, as shapes.
     task = tasks.make(config, partition)
-    model, sharding, shape = task.model, task.sharding, task.shape
     optimizer, schedule = make_optimizer(assemble.optimizer_settings(config))
-    state_shape = assemble.abstract_state(model, optimizer, partition)
-    state_sharding = jax.tree.map(lambda leaf: leaf.sharding, state_shape)
+    state_like = assemble.abstract_state(task.model, optimizer, partition)
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
     say(
         f"model: {task.num_parameters:,} parameters in {shards} shards, "
@@ -89,7 +94,7 @@ def train(
             Watchdog(guard.first_step_seconds, guard.step_seconds)
         )
 
-        # State: restored, begun from another's parameters, or born sharded.
+        # State.
         checkpoints = stack.enter_context(
             Checkpoints(
                 f"{config.workdir}/checkpoints",
@@ -103,25 +108,10 @@ def train(
         say(f"curves: tensorboard --logdir {config.workdir}/tensorboard")
         if checkpoints.latest_step() is not None:
             with goodput.spend("restore"):
-                state, _ = checkpoints.restore(state_shape)
+                state, _ = checkpoints.restore(state_like)
             say(f"resuming from step {state.step}")
-        elif config.init_from:
-            saved = SavedParameters(config.init_from)
-            saved.check_model(task.fingerprint, config.init_may_differ)
-            parameters = saved.restore(state_shape.params)
-            say(f"parameters: of step {saved.step} of {config.init_from}")
-            begin = jax.jit(
-                lambda parameters: initial_state(parameters, optimizer),
-                out_shardings=state_sharding,
-                donate_argnums=0,
-            )
-            state = begin(parameters)
         else:
-            create = jax.jit(
-                lambda key: initial_state(model.create(key), optimizer),
-                out_shardings=state_sharding,
-            )
-            state = create(jax.random.key(config.seed))
+            state = _first_state(config, task, optimizer, state_like, say)
         first_step = int(state.step)
         last_step = _last_step(config, first_step)
         if first_step == last_step:
@@ -132,42 +122,15 @@ def train(
 
         # Programs.
         _stop_if(told, first_step)
-        train_step = assemble.train_step(
-            config, task.loss_sum, optimizer, state_shape, task.count
-        )
-        evaluate = jax.jit(
-            make_evaluate_step(task.loss_sum, task.count),
-            out_shardings=state_sharding.step,
-        )
-        replay = jax.jit(
-            make_replay(
-                task.loss_sum,
-                microbatches=config.train.microbatches,
-                count=task.count,
-            ),
-            out_shardings=state_sharding.step,
-        )
         with goodput.spend("compile"):
-            like = task.batch_like
-            train_step = train_step.lower(state_shape, like).compile()
-            if task.validation:
-                evaluate = evaluate.lower(state_shape.params, like).compile()
+            programs = _compile(config, task, optimizer, state_like)
         _stop_if(told, first_step)
 
         # Reports.
-        writer = stack.enter_context(
-            TensorBoardWriter(f"{config.workdir}/tensorboard", first_step + 1, say)
-            if jax.process_index() == 0
-            else NullWriter()
-        )
-        writer.text("config", f"```\n{config}\n```")
-        throughput = Throughput(
-            num_devices=devices.size, peak_flops=chip.peak_flops if chip else None
-        )
         report = Report(
             say=say,
-            writer=writer,
-            throughput=throughput,
+            writer=stack.enter_context(_writer(config, first_step + 1, say)),
+            throughput=_throughput(devices),
             work=task.work,
             schedule=schedule,
             total_steps=last_step,
@@ -177,62 +140,102 @@ def train(
         )
 
         # Loop.
-        reading = iterate(
+        batches = iterate(
             task.batches,
             first_step,
             threads=config.data.threads,
             buffered_steps=config.data.buffered_steps,
         )
-        stack.enter_context(contextlib.closing(reading))
-        goodput.switch("step")
-        for step in range(first_step + 1, last_step + 1):
-            with goodput.spend("data"):
-                _, blocks = next(reading)
-                batch = place(blocks, sharding, shape)
-            state, metrics = train_step(state, batch)
-            report.step(step, metrics)
-            if guard.replay:
-                report.flush()
-                if report.last["skipped_in_row"]:
-                    replays = [replay(state.params, batch) for _ in range(2)]
-                    say(compare_replays(step, report.last, jax.device_get(replays)))
-            watchdog.step()
-            goodput.step(step)
-            if task.validation and _is_due(
-                step, config.train.validate_every_steps, last_step
-            ):
-                report.flush()
-                watchdog.pause()
-                with throughput.exclude(after=metrics), goodput.spend("evaluation"):
-                    sums = []
-                    while len(sums) < len(task.validation) and not told.arrived():
-                        held_out = place(
-                            task.validation[len(sums)], sharding, shape
-                        )
-                        sums.append(jax.device_get(evaluate(state.params, held_out)))
-                    if len(sums) == len(task.validation):
-                        report.validation(step, sums)
-            stops = told.arrived() and step < last_step
-            if _is_due(step, config.checkpoint.save_every_steps, last_step, stops):
-                report.flush()
-                watchdog.pause()
-                with throughput.exclude(after=metrics), goodput.spend("save"):
-                    writer.flush()  # a run killed after the save resumes from here
-                    checkpoints.save(step, state)
-                goodput.record(step)
-            if stops or _is_due(step, config.train.log_every_steps, last_step):
-                writer.scalars(step, goodput.points())
-            if stops:
-                break
-        report.flush()
-        with goodput.spend("save"):
-            checkpoints.close()
-        goodput.record(step)
+        stack.enter_context(contextlib.closing(batches))
+        loop = Loop(
+            programs=programs,
+            place=lambda blocks: place(blocks, task.sharding, task.shape),
+            held_out=task.validation,
+            every=_intervals(config),
+            checkpoints=checkpoints,
+            report=report,
+            goodput=goodput,
+            watchdog=watchdog,
+            told=told,
+        )
+        step = loop.run(state, batches, first_step)
     where = f"checkpoint and curves in {config.workdir}; {goodput}"
     if step < last_step:
         raise Preempted(f"step {step} of {last_step}, {where}")
     say(f"done: step {last_step}, {where}")
     return {"step": last_step, **report.last}
+
+
+def _first_state(
+    config: ml_collections.ConfigDict,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    like: TrainState,
+    say: Callable[[str], None],
+) -> TrainState:
+    """The state of step 0: begun from another run's parameters, or born sharded.
+
+    like: shapes, types and shardings.
+
+    Raises:
+      ValueError, FileNotFoundError: there are no such parameters.
+    """
+    sharding = jax.tree.map(lambda leaf: leaf.sharding, like)
+    if not config.init_from:
+        create = jax.jit(
+            lambda key: initial_state(task.model.create(key), optimizer),
+            out_shardings=sharding,
+        )
+        return create(jax.random.key(config.seed))
+    saved = SavedParameters(config.init_from)
+    saved.check_model(task.fingerprint, config.init_may_differ)
+    parameters = saved.restore(like.params)
+    say(f"parameters: of step {saved.step} of {config.init_from}")
+    begin = jax.jit(
+        lambda parameters: initial_state(parameters, optimizer),
+        out_shardings=sharding,
+        donate_argnums=0,
+    )
+    return begin(parameters)
+
+
+def _compile(
+    config: ml_collections.ConfigDict,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+) -> Programs:
+    """The run's programs, compiled but for the replay, which is seldom needed.
+
+    state: shapes, types and shardings.
+    """
+    loss_sum, count, whole = task.loss_sum, task.count, state.step.sharding
+    train_step = assemble.train_step(config, loss_sum, optimizer, state, count)
+    train_step = train_step.lower(state, task.batch_like).compile()
+    evaluate = jax.jit(make_evaluate_step(loss_sum, count), out_shardings=whole)
+    if task.validation:
+        evaluate = evaluate.lower(state.params, task.batch_like).compile()
+    if not config.guard.replay:
+        return Programs(train_step, evaluate, None)
+    replay = make_replay(loss_sum, microbatches=config.train.microbatches, count=count)
+    return Programs(train_step, evaluate, jax.jit(replay, out_shardings=whole))
+
+
+def _writer(
+    config: ml_collections.ConfigDict, first_step: int, say: Callable[[str], None]
+) -> TensorBoardWriter | NullWriter:
+    """Of the first process; all others write nothing."""
+    if jax.process_index():
+        return NullWriter()
+    writer = TensorBoardWriter(f"{config.workdir}/tensorboard", first_step, say)
+    writer.text("config", f"```\n{config}\n```")
+    return writer
+
+
+def _throughput(devices: Sequence[jax.Device]) -> Throughput:
+    chip = chips.find(devices[0].device_kind)
+    peak_flops = chip.peak_flops if chip else None
+    return Throughput(num_devices=len(devices), peak_flops=peak_flops)
 
 
 def _stop_if(told: Notice, step: int) -> None:
@@ -248,10 +251,12 @@ def _last_step(config: ml_collections.ConfigDict, first_step: int) -> int:
     return first_step + config.train.extra_steps
 
 
-def _is_due(step: int, every_steps: int, last_step: int, stops: bool = False) -> bool:
-    """At multiples and after the last step; every 0 steps: never."""
-    is_last = stops or step == last_step
-    return every_steps > 0 and (step % every_steps == 0 or is_last)
+def _intervals(config: ml_collections.ConfigDict) -> Intervals:
+    return Intervals(
+        log=config.train.log_every_steps,
+        validate=config.train.validate_every_steps,
+        save=config.checkpoint.save_every_steps,
+    )
 
 
 def _silent(line: str) -> None:

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 from etils import epath
 
-import assemble
 import train
 from data.batch import Batch
 from data.text import TextBatches
@@ -67,7 +66,7 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
         if moment == "restore":
             place = train.Checkpoints, "restore"
         else:
-            place = assemble, "abstract_batch"
+            place = train, "make_evaluate_step"
         before_call(patch, *place, 1, send_sigterm)
         with pytest.raises(Preempted, match="step 8, nothing new to save"):
             copy.train()

@@ -84,7 +84,7 @@ def test_two_processes_stop_together_and_one_goes_on(
     ("function", "may_stop_at"),
     [
         (("training.checkpoint", "Checkpoints.restore", "1"), [4]),
-        (("assemble", "abstract_batch", "1"), [4]),
+        (("train", "make_evaluate_step", "1"), [4]),
         # A batch to train on, then the first of two held-out ones. All processes hear
         # of it a few calls later.
         (("train", "place", "2"), range(5, STEPS)),
