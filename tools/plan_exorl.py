@@ -1,16 +1,21 @@
 """Which attention systems hold the contexts of Ring Attention's table 5, and which not.
 
-    python tools/plan_exorl.py --topology v5e:2x4 --output results/tpu/exorl_memory.json
+    python tools/plan_exorl.py --output results/tpu/exorl_memory.json
+    python tools/plan_exorl.py --systems blockwise --trajectories 32 --attention-parts 4
 
 Compiles the training step of configs/exorl_at_32.py and exorl_at_128.py for described
 chips: vanilla, memory-efficient and blockwise attention on one of them, rings on all.
 Every system recomputes layers in the backward (remat="nothing") and trains one sequence
 in bfloat16. The paper does not say on which chips its systems ran out of memory.
+
+A row takes minutes, and is written when it is there; rows of other cases, which the
+output has from before, are kept.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,7 @@ import jax
 import assemble
 import assemble_agents
 from configs import exorl_at_32
-from tools.bench_rows import check_output, write_rows
+from tools.bench_rows import Environment, make_row, write_rows
 from tools.plan_memory import peak_bytes
 from tools.plan_step import Pod, TooLarge, described_pod
 from training.chips import GIB
@@ -34,18 +39,20 @@ TRAJECTORIES = (32, 128)
 
 
 def plan(
-    pod: Pod, system: str, trajectories: int, attention_parts: int
+    pod: Pod, system: str, trajectories: int, attention_parts: int | None = None
 ) -> dict[str, Any]:
     """What the compiler says of a training step.
 
-    attention_parts: as of the config.
+    attention_parts: shares of the heads attended to at a time; None for the config's.
 
     Returns:
-      Among others, `peak_gib` of a device, or `refusal` where no program fits.
+      Where and when, what was compiled, and `peak_gib` of a device, or `refusal` where
+      no program fits.
     """
     config = exorl_at_32.agent(trajectories, "plan").unlock()
     config.attention = system
-    config.attention_parts = attention_parts
+    if attention_parts is not None:
+        config.attention_parts = attention_parts
     is_ring = assemble.attention_system(config).sharded
     devices = pod.devices if is_ring else pod.devices[:1]
     config.mesh.ring = len(devices)
@@ -57,22 +64,50 @@ def plan(
     count = assemble_agents.count(config)
     step = assemble.train_step(config, loss_sums, optimizer, state, count)
     batch = assemble_agents.abstract_batch(config, partition)
-    row = {
-        "system": system,
-        "trajectories": trajectories,
-        "attention_parts": attention_parts,
-        "tokens": config.data.context_tokens,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
-        "devices": len(devices),
-        "device_kind": devices[0].device_kind,
-        "capacity_gib": pod.chip.hbm_bytes / GIB,
-    }
+    environment = Environment.now(devices[0].device_kind, len(devices))
+    start, peak, refusal = time.monotonic(), None, None
     try:
         compiled = pod.compile_to_fit(partition.mesh, step, state, batch)
-    except TooLarge as refusal:
-        return row | {"peak_gib": None, "refusal": str(refusal)}
-    peak = peak_bytes(compiled.memory_analysis())
-    return row | {"peak_gib": round(peak / GIB, 2), "refusal": None}
+        peak = round(peak_bytes(compiled.memory_analysis()) / GIB, 2)
+    except TooLarge as error:
+        refusal = str(error)
+    return make_row(
+        {
+            "system": system,
+            "trajectories": trajectories,
+            "attention_parts": config.attention_parts,
+            "tokens": config.data.context_tokens,
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
+            "capacity_gib": pod.chip.hbm_bytes / GIB,
+            "peak_gib": peak,
+            "refusal": refusal,
+            "compile_seconds": round(time.monotonic() - start, 1),
+        },
+        environment,
+    )
+
+
+def with_row(
+    rows: Sequence[dict[str, Any]], row: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The rows in the order of their cases; an earlier row of the same case is gone."""
+
+    def case(row: dict[str, Any]) -> tuple[int, int, int]:
+        place = SYSTEMS.index(row["system"])
+        return place, row["trajectories"], row["attention_parts"]
+
+    return sorted([*(old for old in rows if case(old) != case(row)), row], key=case)
+
+
+def earlier_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, none where there is no file yet.
+
+    Raises:
+      ValueError: nothing can be written there, or the file has something else.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a directory: make it first")
+    return json.loads(path.read_text()) if path.exists() else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,25 +122,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--attention-parts",
         type=int,
-        default=1,
-        help="shares of the heads attended to at a time (default: %(default)s)",
+        help="shares of the heads attended to at a time (default: as in the config)",
     )
     add("--output", type=Path, help="JSON to write")
     chosen = parser.parse_args(arguments)
-    rows = []
+    # What is compiled for is described: the devices of this machine do not matter.
+    jax.config.update("jax_platforms", "cpu")
     try:
-        if chosen.output:
-            check_output(chosen.output)
+        rows = earlier_rows(chosen.output) if chosen.output else []
         pod = described_pod(chosen.topology)
         for system in chosen.systems:
             for trajectories in chosen.trajectories:
-                rows.append(plan(pod, system, trajectories, chosen.attention_parts))
-                print(json.dumps(rows[-1]), flush=True)
+                row = plan(pod, system, trajectories, chosen.attention_parts)
+                print(json.dumps(row), flush=True)
+                rows = with_row(rows, row)
+                if chosen.output:
+                    write_rows(chosen.output, rows)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if chosen.output:
-        write_rows(chosen.output, rows)
     return 0
 
 
