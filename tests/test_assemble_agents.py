@@ -51,6 +51,21 @@ def config_in(workdir: Path, file: TrajectoryFile, **overrides: Any) -> Any:
     return config_of(**fields | overrides)
 
 
+def parameters_in(
+    workdir: Path, file: TrajectoryFile, mean_off_by: float = 0.0
+) -> tuple[Any, int]:
+    """Of the newest checkpoint, and its step.
+
+    mean_off_by: of the first observation, which the trajectories are said to have.
+    """
+    config = config_in(workdir, file)
+    partition = assemble.partition(config, jax.devices())
+    model = assemble_agents.model(config, partition)
+    fingerprint = assemble_agents.fingerprint(model, file)
+    fingerprint["trajectories"]["observation_mean"][0] += mean_off_by
+    return newest_parameters(config, partition, model, fingerprint)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(file: TrajectoryFile, tmp_path_factory: Any) -> Iterator[tuple]:
     """A run of all steps: its working directory, what it said, its last metrics."""
@@ -89,17 +104,34 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(file, undisturbed, tmp_path):
     assert resumed == last
 
 
+def test_a_step_with_bad_gradients_makes_no_update_and_is_replayed(
+    file, undisturbed, tmp_path, monkeypatch
+):
+    checkpoint = Path("checkpoints") / str(MIDDLE)
+    shutil.copytree(undisturbed[0] / checkpoint, tmp_path / checkpoint)
+    place, said = train.place, []
+
+    def spoilt(*arguments: Any) -> Any:
+        batch = place(*arguments)
+        return batch._replace(actions=np.nan * batch.actions)
+
+    monkeypatch.setattr(train, "place", spoilt)
+    more = {"train__steps": MIDDLE + 1, "train__validation_batches": 0}
+    config = config_in(tmp_path, file, guard__replay=True, **more)
+    before, _ = parameters_in(tmp_path, file)
+    last = train.train(config, said.append)
+    after, step = parameters_in(tmp_path, file)
+    assert last["step"] == step == MIDDLE + 1 and last["skipped"] == 1
+    assert np.isnan(last["loss_rank_1"])
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert any(f"at step {step}: no update" in line for line in said)
+    assert any(line.startswith(f"step {step} gives the same") for line in said)
+
+
 def test_parameters_of_a_run_are_refused_for_other_trajectories(undisturbed, file):
-    workdir = undisturbed[0]
-    config = config_in(workdir, file)
-    partition = assemble.partition(config, jax.devices())
-    model = assemble_agents.model(config, partition)
-    fingerprint = assemble_agents.fingerprint(model, file)
-    _, step = newest_parameters(config, partition, model, fingerprint)
-    assert step == STEPS
-    fingerprint["trajectories"]["observation_mean"][0] += 0.1
+    assert parameters_in(undisturbed[0], file)[1] == STEPS
     with pytest.raises(ValueError, match="observation_mean.0: saved"):
-        newest_parameters(config, partition, model, fingerprint)
+        parameters_in(undisturbed[0], file, mean_off_by=0.1)
 
 
 def test_tokens_and_pairs_are_those_of_real_steps(file):
