@@ -26,6 +26,7 @@ def agent(trajectories: int, name: str) -> ml_collections.ConfigDict:
     config.workdir = f"runs/{name}"
     config.stripe_granule = 4  # whole steps
     config.remat = "nothing"
+    config.attention_parts = 4  # all heads at once do not fit on a chip of 16 GiB
 
     config.agent.episode_steps = STEPS
     config.agent.chain_length = trajectories
