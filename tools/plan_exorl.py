@@ -91,12 +91,12 @@ def with_row(
     rows: Sequence[dict[str, Any]], row: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The rows in the order of their cases; an earlier row of the same case is gone."""
+    return sorted([*(old for old in rows if _case(old) != _case(row)), row], key=_case)
 
-    def case(row: dict[str, Any]) -> tuple[int, int, int]:
-        place = SYSTEMS.index(row["system"])
-        return place, row["trajectories"], row["attention_parts"]
 
-    return sorted([*(old for old in rows if case(old) != case(row)), row], key=case)
+def _case(row: dict[str, Any]) -> tuple[int, int, int]:
+    place = SYSTEMS.index(row["system"])
+    return place, row["trajectories"], row["attention_parts"]
 
 
 def earlier_rows(path: Path) -> list[dict[str, Any]]:
@@ -107,7 +107,12 @@ def earlier_rows(path: Path) -> list[dict[str, Any]]:
     """
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a directory: make it first")
-    return json.loads(path.read_text()) if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        return sorted(json.loads(path.read_text()), key=_case)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has no rows: give another --output") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
