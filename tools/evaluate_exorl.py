@@ -21,6 +21,7 @@ equal for all agents and contexts. tools/plot_exorl.py draws what is written.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -40,10 +41,9 @@ import assemble
 import assemble_agents
 from data import environments
 from data.chains import Chains
-from data.environments import Environment
 from data.trajectory_file import TrajectoryFile
 from tools.agents import Play, actor
-from tools.bench_rows import check_output
+from tools.bench_rows import Environment, check_output
 from tools.config_file import read_config
 from tools.generation import newest_parameters
 from tools.scenes import Recording, Scene, Stage
@@ -163,10 +163,15 @@ def evaluate(
     agent = actor(config, partition, parameters, rows=rows, episodes=episodes)
     rng = np.random.default_rng(options.seed)
     seeds = rng.integers(2**31, size=(rows, episodes))
-    stage = Stage([Environment(*task) for _ in range(rows)], seeds, file.action_repeat)
+    stage = Stage(
+        [environments.Environment(*task) for _ in range(rows)],
+        seeds,
+        file.action_repeat,
+    )
     target = options.target * float(file.returns.max())
     play = Play(agent, file, target)
     say(f"step {step} of {config.workdir} on {' '.join(task)}, target {target:.1f}")
+    environment = Environment.of(partition.mesh.devices.flatten())
     outcomes = {}
     for context, (source, recorded) in needed.items():
         start = time.monotonic()
@@ -193,7 +198,7 @@ def evaluate(
         "data_returns": _quantiles(file),
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **environments.versions()},
-        "device": f"{partition.mesh.devices.size} x {jax.devices()[0].device_kind}",
+        "environment": dataclasses.asdict(environment),
         "contexts": outcomes,
     }
 

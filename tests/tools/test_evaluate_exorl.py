@@ -85,6 +85,7 @@ def test_returns_and_scores_are_written_by_context(directory, written):
     results = json.loads(written.read_text())
     assert (results["task"], results["step"]) == ("cartpole swingup", 0)
     assert results["action_repeat"] == REPEAT
+    assert results["environment"]["device_count"] == 8
     assert results["config"]["data"]["trajectories"] == f"{directory}/trajectories"
     assert list(results["contexts"]) == ["own", "empty", "recorded", "other"]
     file = TrajectoryFile.open(directory / "trajectories")
