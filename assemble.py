@@ -29,7 +29,8 @@ from models.blueprint import Model
 from models.execution import Execution
 from models.flops import paper_train_flops, train_flops
 from models.llama import Llama, LlamaConfig
-from models.losses import cross_entropy
+from models.losses import cross_entropy, cross_entropy_by_position
+from models.position_parts import PositionParts
 from models.rope import RopeScaling
 from training.chips import compiler_options
 from training.feed import host_blocks
@@ -187,9 +188,14 @@ def ring_attention(
 
 
 def loss_function(
-    config: ml_collections.ConfigDict, model: Model, partition: Partition
+    config: ml_collections.ConfigDict,
+    model: Model,
+    partition: Partition,
+    parts: PositionParts | None = None,
 ) -> Callable[[Any, Batch], jax.Array]:
     """From parameters and a batch in layout order to its summed loss.
+
+    parts: the losses of these, (parts,), instead of one of all.
 
     Raises:
       ValueError: an unknown implementation, or a chunk of no tokens.
@@ -200,18 +206,13 @@ def loss_function(
 
     def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
         llama = nnx.merge(model.structure, parameters)
-        visible = Visible(batch.lo, batch.hi)
-        hidden = llama(
-            batch.tokens, batch.positions, functools.partial(attend, visible=visible)
-        )
-        return cross_entropy(
-            hidden,
-            llama.head[...],
-            batch.targets,
-            batch.loss_weights,
-            chunk=config.loss_chunk_tokens,
-            partition=partition,
-        )
+        see = functools.partial(attend, visible=Visible(batch.lo, batch.hi))
+        hidden = llama(batch.tokens, batch.positions, see)
+        learnt = hidden, llama.head[...], batch.targets, batch.loss_weights
+        how = {"chunk": config.loss_chunk_tokens, "partition": partition}
+        if parts is None:
+            return cross_entropy(*learnt, **how)
+        return cross_entropy_by_position(*learnt, batch.positions, parts=parts, **how)
 
     return loss_sum
 

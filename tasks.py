@@ -13,13 +13,28 @@ from jax.sharding import NamedSharding
 
 import assemble
 import assemble_agents
-from data.batch import Block
+from data.batch import Batch, Block
 from data.corpus import prepare_standard_library
 from data.text import TextBatches
 from models.blueprint import Model
+from models.position_parts import PositionParts
 from training.mesh import Partition
 from training.metrics import StepWork
 from training.step import Counts, LossFunction, count_tokens
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is made small.
+
+    loss_sum: from parameters and a batch to its summed loss, or losses of its parts.
+    count: from a batch to what is in it.
+    part_names: of the parts of the loss, if it has any.
+    """
+
+    loss_sum: LossFunction
+    count: Callable[[Any], Counts]
+    part_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -29,22 +44,19 @@ class Task:
     batches, validation: this host's blocks of the batch of any step, and of those held
       out.
     batch_like: shape, type and sharding of a batch's arrays.
-    loss_sum: from parameters and a batch to its summed loss, or losses of its parts.
-    count: from a batch to what is in it.
+    objective: of training. held_out: what validations tell; the same or its parts.
     work: from a step's tokens and visible pairs to what it computes.
     fingerprint: what a checkpoint's model must agree in.
-    part_names: of the parts of the loss, if it has any.
     """
 
     batches: TextBatches
     validation: Sequence[dict[Block, Any]]
     batch_like: Any
     model: Model
-    loss_sum: LossFunction
-    count: Callable[[Any], Counts]
+    objective: Objective
+    held_out: Objective
     work: Callable[[float, float], StepWork]
     fingerprint: dict[str, Any]
-    part_names: Sequence[str] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,16 +81,31 @@ def text(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     batches = assemble.batches(config, partition, "train")
     validation = assemble.validation_batches(config, partition)
     model = assemble.model(config, partition)
+    loss_sum = assemble.loss_function(config, model, partition)
     return Task(
         batches=batches,
         validation=validation,
         batch_like=assemble.abstract_batch(config, partition),
         model=model,
-        loss_sum=assemble.loss_function(config, model, partition),
-        count=count_tokens,
+        objective=Objective(loss_sum, count_tokens),
+        held_out=_by_position(config, model, partition),
         work=assemble.step_work(config, model),
         fingerprint=assemble.fingerprint(model),
     )
+
+
+def _by_position(
+    config: ml_collections.ConfigDict, model: Model, partition: Partition
+) -> Objective:
+    """The loss of text by how far into its document a token is."""
+    parts = PositionParts.within(config.data.context_tokens)
+
+    def count(batch: Batch) -> Counts:
+        weights = parts.sums(batch.loss_weights, batch.positions)
+        return count_tokens(batch)._replace(weights=weights)
+
+    loss_sum = assemble.loss_function(config, model, partition, parts)
+    return Objective(loss_sum, count, parts.names)
 
 
 def exorl(config: ml_collections.ConfigDict, partition: Partition) -> Task:
@@ -87,17 +114,20 @@ def exorl(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     batches = assemble_agents.batches(config, partition, file, "train")
     validation = assemble_agents.validation_batches(config, partition, file)
     model = assemble_agents.model(config, partition)
-    ranks = range(1, config.agent.chain_length + 1)
+    by_rank = Objective(
+        assemble_agents.loss_function(config, model, partition),
+        assemble_agents.count(config),
+        [f"rank_{rank}" for rank in range(1, config.agent.chain_length + 1)],
+    )
     return Task(
         batches=batches,
         validation=validation,
         batch_like=assemble_agents.abstract_batch(config, partition),
         model=model,
-        loss_sum=assemble_agents.loss_function(config, model, partition),
-        count=assemble_agents.count(config),
+        objective=by_rank,
+        held_out=by_rank,
         work=assemble_agents.step_work(config, model),
         fingerprint=assemble_agents.fingerprint(model, file),
-        part_names=[f"rank_{rank}" for rank in ranks],
     )
 
 

@@ -32,6 +32,7 @@ from training.loop import Intervals, Loop, Programs
 from training.metrics import NullWriter, TensorBoardWriter, Throughput
 from training.optimizer import make_optimizer
 from training.preemption import Notice, Preempted, notice
+from training.profiler import Profiler
 from training.report import Report
 from training.step import (
     TrainState,
@@ -71,6 +72,7 @@ def train(
     goodput = Goodput()
     assemble.check_counts(config)
     guard = GuardSettings(**config.guard)
+    profiler = Profiler.of(config.profile, f"{config.workdir}/tensorboard", say)
 
     # Mesh.
     partition = assemble.partition(config, jax.devices())
@@ -136,10 +138,12 @@ def train(
             total_steps=last_step,
             every_steps=config.train.log_every_steps,
             watch=Watch(guard.stop_after, say),
-            part_names=task.part_names,
+            part_names=task.objective.part_names,
+            held_out_part_names=task.held_out.part_names,
         )
 
         # Loop.
+        stack.enter_context(profiler)
         batches = iterate(
             task.batches,
             first_step,
@@ -156,6 +160,7 @@ def train(
             report=report,
             goodput=goodput,
             watchdog=watchdog,
+            profiler=profiler,
             told=told,
         )
         step = loop.run(state, batches, first_step)
@@ -209,10 +214,12 @@ def _compile(
 
     state: shapes, types and shardings.
     """
-    loss_sum, count, whole = task.loss_sum, task.count, state.step.sharding
+    loss_sum, count = task.objective.loss_sum, task.objective.count
+    whole = state.step.sharding
     train_step = assemble.train_step(config, loss_sum, optimizer, state, count)
     train_step = train_step.lower(state, task.batch_like).compile()
-    evaluate = jax.jit(make_evaluate_step(loss_sum, count), out_shardings=whole)
+    evaluate = make_evaluate_step(task.held_out.loss_sum, task.held_out.count)
+    evaluate = jax.jit(evaluate, out_shardings=whole)
     if task.validation:
         evaluate = evaluate.lower(state.params, task.batch_like).compile()
     if not config.guard.replay:

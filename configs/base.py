@@ -163,6 +163,9 @@ def get_config() -> ml_collections.ConfigDict:
     # Batches of held-out rows in a validation; 0: no validation.
     config.train.validation_batches = 8
 
+    # Steps to trace for xprof, as in "10-12", beside the curves; "": none.
+    config.profile = ""
+
     config.guard = ml_collections.ConfigDict()
     # Updates whose loss or gradients are not finite are skipped. Also skip those whose
     # loss is above the mean of the last 128 by so many standard deviations (6, say);

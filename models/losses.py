@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from models.chunks import scan_chunks
 from models.partition import Partition
+from models.position_parts import PositionParts
+
+TOKEN = "batch", "sequence"
 
 
 def cross_entropy(
@@ -21,41 +24,79 @@ def cross_entropy(
 ) -> jax.Array:
     """Weighted sum of the tokens' negative log-likelihoods, in nats: float32 scalar.
 
+    As `cross_entropy_by_position`, but of all of them.
+    """
+
+    def local(*arrays: jax.Array) -> jax.Array:
+        loss = _local_losses(*arrays, chunk=chunk, partition=partition).sum()
+        # Each shard of the vocabulary has computed a part of every token's loss.
+        return partition.total(loss, (*TOKEN, "vocab"))
+
+    names = (*TOKEN, None), ("embed", "vocab"), TOKEN, TOKEN
+    return partition.over_shards(local, names, ())(hidden, head, targets, weights)
+
+
+def cross_entropy_by_position(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    positions: jax.Array,
+    *,
+    parts: PositionParts,
+    chunk: int,
+    partition: Partition,
+) -> jax.Array:
+    """Weighted sums of the negative log-likelihoods of tokens in each part: (parts,).
+
     hidden: (B, T, E), in the compute type; tokens in any order.
     head: (E, V) float32, from hidden states to logits.
     targets: int32 (B, T). weights: float32 (B, T), 0 where there is nothing to learn.
+    positions: int32 (B, T), of each token in its document.
     chunk: tokens per device whose logits exist at a time.
 
     On every device: one gather of the head, one scatter of its gradient, one sum. The
     vocabulary may be sharded (Megatron's parallel cross-entropy, 1909.08053).
     """
-    size = head.shape[0]
 
-    def local(
-        hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
-    ) -> jax.Array:
-        head = partition.gather(head, 0, size)
-        hidden = partition.vary(hidden).reshape(-1, size)
-        first = partition.shard_number("vocab") * head.shape[1]
+    def local(*arrays: jax.Array) -> jax.Array:
+        *arrays, positions = arrays
+        losses = _local_losses(*arrays, chunk=chunk, partition=partition)
+        positions = partition.vary(positions).reshape(-1)
+        return partition.total(parts.sums(losses, positions), (*TOKEN, "vocab"))
 
-        def losses(tokens: tuple[jax.Array, ...]) -> jax.Array:
-            x, target, weight = tokens
-            # Cast here, not outside the loop: the chunks' gradients for the head then
-            # add up in its own float32, and not in bfloat16.
-            logits = jnp.dot(
-                x, head.astype(x.dtype), preferred_element_type=jnp.float32
-            )
-            return weight * _negative_log_likelihood(logits, target - first, partition)
+    names = (*TOKEN, None), ("embed", "vocab"), TOKEN, TOKEN, TOKEN
+    call = partition.over_shards(local, names, (None,))
+    return call(hidden, head, targets, weights, positions)
 
-        tokens = hidden, targets.reshape(-1), weights.reshape(-1)
-        tokens = jax.tree.map(partition.vary, tokens)
-        loss = scan_chunks(losses, tokens, chunk).sum()
-        # Each shard of the vocabulary has computed a part of every token's loss.
-        return partition.total(loss, ("batch", "sequence", "vocab"))
 
-    token = ("batch", "sequence")
-    names = (*token, None), ("embed", "vocab"), token, token
-    return partition.over_shards(local, names, ())(hidden, head, targets, weights)
+def _local_losses(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    chunk: int,
+    partition: Partition,
+) -> jax.Array:
+    """This device's part of the weighted losses of its tokens, (tokens,).
+
+    Arguments as in `cross_entropy_by_position`, but only what a device holds of them.
+    """
+    size = hidden.shape[-1]
+    head = partition.gather(head, 0, size)
+    hidden = partition.vary(hidden).reshape(-1, size)
+    first = partition.shard_number("vocab") * head.shape[1]
+
+    def losses(tokens: tuple[jax.Array, ...]) -> jax.Array:
+        x, target, weight = tokens
+        # Cast here, not outside the loop: the chunks' gradients for the head then add
+        # up in its own float32, and not in bfloat16.
+        logits = jnp.dot(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        return weight * _negative_log_likelihood(logits, target - first, partition)
+
+    tokens = hidden, targets.reshape(-1), weights.reshape(-1)
+    return scan_chunks(losses, jax.tree.map(partition.vary, tokens), chunk)
 
 
 def _negative_log_likelihood(

@@ -209,7 +209,7 @@ def test_bad_configs_are_refused_before_anything_is_made(
 def test_both_tasks_have_the_same_objects(file, tmp_path):
     config = config_in(tmp_path, file)
     task = tasks.make(config, assemble.partition(config, jax.devices()))
-    assert task.shape == (2, 16) and task.part_names == ["rank_1", "rank_2"]
+    assert task.shape == (2, 16) and task.objective.part_names == ["rank_1", "rank_2"]
     sizes = [leaf.size for leaf in jax.tree.leaves(task.model.shapes)]
     assert task.num_parameters == sum(sizes) > 1000
     assert len(task.validation) == 1

@@ -10,6 +10,7 @@ from training.checkpoint import Checkpoints
 from training.goodput import Goodput
 from training.guard import Replay, compare_replays
 from training.preemption import Notice
+from training.profiler import Profiler
 from training.report import Report
 from training.step import TrainState
 from training.watchdog import Watchdog
@@ -45,6 +46,7 @@ class Loop:
 
     place: from this host's blocks of a batch to the batch on the mesh.
     held_out: blocks of every batch of a validation; may be empty.
+    profiler: traces the steps that are asked for.
     told: says when to stop, and stops validations too.
     """
 
@@ -56,6 +58,7 @@ class Loop:
     report: Report
     goodput: Goodput
     watchdog: Watchdog
+    profiler: Profiler
     told: Notice
 
     def run(self, state: TrainState, batches: Iterator, first_step: int) -> int:
@@ -79,7 +82,9 @@ class Loop:
             with self.goodput.spend("data"):
                 _, blocks = next(batches)
                 batch = self.place(blocks)
-            state, metrics = self.programs.train_step(state, batch)
+            with self.profiler.step(step, after=state.step):
+                state, metrics = self.programs.train_step(state, batch)
+            self.profiler.stop_after(step, metrics)
             self.report.step(step, metrics)
             self._replay_if_skipped(step, state, batch)
             self.watchdog.step()

@@ -14,6 +14,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from training.dashboard import dashboard
+
 # On a bucket points arrive this often; a killed run loses no more (default: 120).
 FLUSH_SECONDS = 15
 
@@ -45,6 +47,7 @@ class TensorBoardWriter:
         self._loses = False
         start = SessionLog(status=SessionLog.START)
         self._add(first_step, session_log=start)
+        self._add(first_step, summary=Summary(value=[dashboard()]))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one point to the curve of every tag; float32 is what is kept."""

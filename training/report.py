@@ -29,7 +29,8 @@ class Report:
     total_steps: of the whole run.
     every_steps: between lines; the first step gets one too.
     watch: looks at every step, and may end the run.
-    part_names: of the parts of the loss, where it has any.
+    part_names: of the parts of the loss, where it has any. held_out_part_names: of
+      those that validations tell.
     """
 
     say: Callable[[str], None]
@@ -41,6 +42,7 @@ class Report:
     every_steps: int
     watch: Watch
     part_names: Sequence[str] = ()
+    held_out_part_names: Sequence[str] = ()
 
     def __post_init__(self):
         self.last: dict[str, float] = {}
@@ -63,7 +65,7 @@ class Report:
         step, arrays = self._pending
         self._pending = None
         arrays = jax.device_get(dict(arrays))
-        parts = self._parts(arrays.pop("loss_parts", ()))
+        parts = _named(self.part_names, arrays.pop("loss_parts", ()))
         metrics = {name: float(x) for name, x in arrays.items()} | parts
         self.throughput.count(self.work(metrics["tokens"], metrics["pairs"]))
         self.last |= metrics
@@ -83,16 +85,12 @@ class Report:
         losses, weights = (sum(x) for x in zip(*jax.device_get(sums), strict=True))
         loss = float(losses.sum() / max(weights.sum(), 1))
         points = {"loss": loss}
-        if self.part_names:
+        if self.held_out_part_names:
             means = losses / np.where(weights > 0, weights, np.nan)
-            points |= self._parts(means)
+            points |= _named(self.held_out_part_names, means)
         self.last["validation_loss"] = loss
         self.say(f"validation loss {loss:.4f} at step {step}")
         self.writer.scalars(step, {f"validation/{n}": v for n, v in points.items()})
-
-    def _parts(self, losses: Sequence[float]) -> dict[str, float]:
-        named = zip(self.part_names, losses, strict=True)
-        return {f"loss_{name}": float(loss) for name, loss in named}
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         rates = self.throughput.report()
@@ -115,3 +113,8 @@ class Report:
         if peak is not None:
             points["perf/peak_bytes"] = peak
         self.writer.scalars(step, {**points, **rates})
+
+
+def _named(part_names: Sequence[str], losses: Sequence[float]) -> dict[str, float]:
+    named = zip(part_names, losses, strict=True)
+    return {f"loss_{name}": float(loss) for name, loss in named}

@@ -11,6 +11,7 @@ from training.goodput import Goodput
 from training.guard import Replay, Watch
 from training.loop import Intervals, Loop, Programs
 from training.metrics import NullWriter, StepWork, Throughput
+from training.profiler import Profiler
 from training.report import Report
 from training.step import TrainState
 from training.watchdog import Watchdog
@@ -97,6 +98,7 @@ def make_loop(
         checkpoints=Kept(),
         report=report,
         goodput=Goodput(),
+        profiler=Profiler.of("", "", say),
         watchdog=Watchdog(0, 0),
         told=told,
     )

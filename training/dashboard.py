@@ -1,0 +1,58 @@
+"""The page of TensorBoard that shows a run at a glance: its "Custom Scalars"."""
+
+import numpy as np
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.custom_scalar import metadata
+from tensorboard.plugins.custom_scalar.layout_pb2 import (
+    Category,
+    Chart,
+    Layout,
+    MultilineChartContent,
+)
+from tensorboard.util.tensor_util import make_tensor_proto
+
+# Category: chart: regular expressions of its curves' tags.
+CHARTS = {
+    "Learning": {
+        "loss, nats": [r"^train/loss$", r"^validation/loss$"],
+        "loss by part": [r"^validation/loss_"],
+        "gradient norm": [r"^train/grad_norm$"],
+        "learning rate": [r"^train/learning_rate$"],
+        "updates skipped": [r"^guard/skipped$"],
+    },
+    "Speed": {
+        "MFU": [r"^perf/mfu$", r"^perf/mfu_paper$"],
+        "tokens a second": [r"^perf/tokens_per_second$"],
+        "seconds a step": [r"^perf/step_time$"],
+        "memory of the fullest device, bytes": [r"^perf/peak_bytes$"],
+    },
+    "Where the time goes": {
+        "goodput": [r"^goodput/fraction$"],
+        "seconds so far": [r"^goodput/.*_seconds$"],
+    },
+}
+"""Curves of `metrics.Throughput`, `goodput.Goodput` and `report.Report`."""
+
+
+def dashboard() -> Summary.Value:
+    """What an event file holds so that TensorBoard draws CHARTS."""
+    layout = Layout(
+        category=[
+            Category(
+                title=category,
+                chart=[
+                    Chart(title=title, multiline=MultilineChartContent(tag=tags))
+                    for title, tags in charts.items()
+                ],
+            )
+            for category, charts in CHARTS.items()
+        ]
+    )
+    return Summary.Value(
+        tag=metadata.CONFIG_SUMMARY_TAG,
+        metadata=metadata.create_summary_metadata(),
+        tensor=make_tensor_proto(
+            np.array(layout.SerializeToString(), object), dtype=DT_STRING
+        ),
+    )

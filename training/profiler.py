@@ -1,0 +1,82 @@
+"""Traces some steps of a run, for xprof."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class Profiler:
+    """Writes a trace of the steps from `first` to `last`, both inclusive.
+
+    A run that is told to stop in between has a trace of what it made. A directory has a
+    trace of every host, under `plugins/profile/`, where TensorBoard looks for it.
+    """
+
+    def __init__(
+        self, directory: str, first: int, last: int, say: Callable[[str], None] = print
+    ):
+        """Traces nothing where `last` is 0."""
+        self._directory, self._say = directory, say
+        self._first, self._last = first, last
+        self._is_on = False
+
+    @classmethod
+    def of(cls, steps: str, directory: str, say: Callable[[str], None]) -> "Profiler":
+        """Of steps as a config names them: "10-12", "10", or "" for none.
+
+        Raises:
+          ValueError: they are not written so, or do not begin with 1 or a later step.
+        """
+        if not steps:
+            return cls(directory, 0, 0, say)
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
+        first, last = (int(x or found[1]) for x in found.groups()) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise ValueError(
+                f'config.profile="{steps}" must be steps to trace, as in "10-12"'
+            )
+        return cls(directory, first, last, say)
+
+    @contextlib.contextmanager
+    def step(self, step: int, after: Any) -> Iterator[None]:
+        """Traces the block, in which a step is handed to the devices, if it is wanted.
+
+        after: arrays of the step before; work that is under way does not belong to the
+          trace.
+        """
+        if not self._first <= step <= self._last:
+            yield
+            return
+        if not self._is_on:
+            jax.block_until_ready(after)
+            jax.profiler.start_trace(self._directory)
+            self._is_on = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+
+    def stop_after(self, step: int, metrics: Any) -> None:
+        """Ends the trace if this is its last step.
+
+        metrics: of this step, which are waited for.
+        """
+        if self._is_on and step >= self._last:
+            jax.block_until_ready(metrics)
+            self.close()
+
+    def close(self) -> None:
+        """Ends the trace, if there is one."""
+        if self._is_on:
+            self._is_on = False
+            jax.profiler.stop_trace()
+            where = Path(self._directory) / "plugins" / "profile"
+            self._say(f"trace: {where}, for xprof")
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
