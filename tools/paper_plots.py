@@ -41,7 +41,7 @@ def longest_contexts(rows: list[dict[str, Any]]) -> Figure:
     for colour, label in (
         (PAPER, "Ring Attention, table 3"),
         (OURS, "compiled here, full rematerialisation"),
-        (OFFLOADED, "compiled here, inputs of layers in the host's memory"),
+        (OFFLOADED, "and the layers' inputs in the host's memory"),
     ):
         axes.bar(0, 0, color=colour, label=label)
     axes.set_yscale("log", base=2)
@@ -49,7 +49,7 @@ def longest_contexts(rows: list[dict[str, Any]]) -> Figure:
     axes.set_yticks(ticks, [f"{tick // 2**20} Mi" for tick in ticks])
     axes.set_ylim(2**19, 2**28)
     axes.set_xticks(range(len(names)), [f"{m}\n{t}" for t, m in names])
-    axes.legend(frameon=False, loc="upper left", labelcolor=INK)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3, labelcolor=INK)
     axes.set_title("Longest contexts, compiled for the pods and not run", color=INK)
     return figure
 
