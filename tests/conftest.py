@@ -14,7 +14,13 @@ from tests.simulated_hopper import DETERMINISTIC, SimulatedHopper
 from tests.simulated_tpu import SimulatedTpu
 from tests.simulated_triton import SimulatedGpu
 
+# Nearly all that tests compute is small: compiling takes the time. A third of it goes.
+COMPILE_FAST = (
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + COMPILE_FAST
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

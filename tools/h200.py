@@ -64,6 +64,12 @@ device_description_str: "NVIDIA H200"
 """
 """What XLA has to know of the GPU: a `stream_executor.GpuTargetConfigProto`."""
 
+AS_SHIPPED = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
+"""XLA's defaults, whatever its flags say of the programs that this process runs."""
+
 DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM"
 """Environment variables that make Mosaic print what ptxas says, and the launch."""
 
@@ -102,7 +108,8 @@ def compile_for(
     # Some kernels ask for the GPU they are compiled for, and look for it here.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = function.trace(*jax.tree.map(place, arguments))
-        return traced.lower(lowering_platforms=("cuda",)).compile()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        return lowered.compile(compiler_options=AS_SHIPPED)
 
 
 @dataclass(frozen=True)

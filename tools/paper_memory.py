@@ -4,7 +4,8 @@ One layer's forward pass, compiled for described TPUs with every attention syste
 the papers, at two lengths: what does not grow with the length (parameters, tables) is
 in both, and their difference is set beside the difference of the paper's formulas.
 
-And what activations take on a device when the sequence grows with the ring.
+And by what a training step's memory grows with a device's tokens when the sequence is
+as many times longer as the ring is larger.
 """
 
 from dataclasses import dataclass
@@ -30,10 +31,10 @@ SYSTEMS = (
     ("striped", RING, (131072, 262144), 1),
     ("striped", RING, (131072, 262144), 4),
 )
-FLAT_TOKENS = 8192
-"""Of a device, while the ring grows."""
+TOKENS_OF_A_DEVICE = 8192, 16384
+"""While the ring grows."""
 
-FLAT_PODS = {4: "2x2x1", 16: "2x2x4", 64: "4x4x4", 256: "4x8x8", 1024: "8x8x16"}
+PODS = {4: "2x2x1", 16: "2x2x4", 64: "4x4x4", 256: "4x8x8", 1024: "8x8x16"}
 
 
 def layer_config(size: str, layers: int) -> ml_collections.ConfigDict:
@@ -104,23 +105,27 @@ def table_1(size: str = "1b") -> list[dict[str, Any]]:
     return found
 
 
-def flat_memory(size: str = "1b", layers: int = 2) -> list[dict[str, Any]]:
-    """Memory of a training step's activations, FLAT_TOKENS a device, by ring size."""
+def by_ring(size: str = "1b", layers: int = 2) -> list[dict[str, Any]]:
+    """Bytes by which a training step's memory grows with a device's tokens, by ring.
+
+    What does not grow with them is left out: state, gradients, and buffers for gathered
+    parameters, for which the compiler takes other collectives on a whole pod.
+    """
     found = []
-    for ring, shape in FLAT_PODS.items():
-        config = layer_config(size, layers)
-        config.mesh.update(data=1, fsdp=1, ring=ring, tensor=1)
-        config.data.context_tokens = ring * FLAT_TOKENS
-        step = Step.of(config, described_pod(f"v4:{shape}"))
-        peak = peak_bytes(step.compile().memory_analysis())
-        state = device_bytes(step.state)
-        gradients = device_bytes(step.state.params)
+    for ring, shape in PODS.items():
+        peaks = []
+        for tokens in TOKENS_OF_A_DEVICE:
+            config = layer_config(size, layers)
+            config.mesh.update(data=1, fsdp=1, ring=ring, tensor=1)
+            config.data.context_tokens = ring * tokens
+            step = Step.of(config, described_pod(f"v4:{shape}"))
+            peaks.append(peak_bytes(step.compile().memory_analysis()))
         found.append(
             {
                 "ring": ring,
-                "tokens": ring * FLAT_TOKENS,
-                "peak_bytes": peak,
-                "activation_bytes": peak - state - gradients,
+                "tokens": ring * TOKENS_OF_A_DEVICE[-1],
+                "peak_bytes": peaks,
+                "activation_bytes": peaks[1] - peaks[0],
             }
         )
     return found

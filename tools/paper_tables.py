@@ -1,7 +1,8 @@
 """The papers' tables beside ours: text, JSON and plots into results/.
 
     python tools/paper_tables.py                      # text of everything, plots
-    python tools/paper_tables.py --compile memory     # table 1, memory by ring size
+    python tools/paper_tables.py --compile layer      # table 1
+    python tools/paper_tables.py --compile rings      # memory by ring size
     python tools/paper_tables.py --compile contexts   # table 3; --only 7b_v4_nothing
 
 Ring Attention (2310.01889): table 1 (memory of a layer), table 2 (the smallest blocks
@@ -16,7 +17,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from training.chips import CHIPS
 
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-MEMORY, CONTEXTS = "tpu/paper_memory.json", "tpu/contexts"
+LAYER, RINGS, CONTEXTS = "tpu/layer_memory.json", "tpu/ring_memory.json", "tpu/contexts"
 
 # Table 2: chips of the paper, with the rate between hosts that it gives for one.
 INFINIBAND_BYTES_PER_SECOND = 12.5e9
@@ -120,16 +121,18 @@ def _model(size: str) -> LlamaConfig:
 
 def tables(results: Path) -> dict[str, Any]:
     """Everything that is printed, as plain values."""
-    memory = results / MEMORY
-    kept = json.loads(memory.read_text()) if memory.is_file() else {}
     return {
-        "table_1": kept.get("table_1", []),
-        "flat": kept.get("flat", []),
+        "table_1": _kept_rows(results / LAYER),
+        "rings": _kept_rows(results / RINGS),
         "table_2": table_2(),
         "table_3": paper_contexts.rows(results / CONTEXTS),
         "figure_5": figure_5(),
         "speed_ups": speed_ups(),
     }
+
+
+def _kept_rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
 
 
 def describe(found: dict[str, Any]) -> list[str]:
@@ -143,11 +146,16 @@ def describe(found: dict[str, Any]) -> list[str]:
             f"  {name:24s} {first:>8,} to {last:>8,} tokens on {row['ring']}: "
             f"{compiled / MIB:8.1f}, the paper's formula {formula / MIB:8.1f}"
         )
-    lines += ["", f"Memory as the ring grows, {paper_memory.FLAT_TOKENS:,} tokens each"]
+    first, last = paper_memory.TOKENS_OF_A_DEVICE
     lines += [
-        f"  ring {row['ring']:>5d}, {row['tokens']:>10,} tokens: activations "
-        f"{row['activation_bytes'] / MIB:8.1f} MiB of {row['peak_bytes'] / MIB:8.1f}"
-        for row in found["flat"]
+        "",
+        "Memory of a device as sequence and ring grow together, 1b, 2 layers:",
+    ]
+    lines += [f"  by what activations grow from {first:,} to {last:,} tokens a device"]
+    lines += [
+        f"  ring {row['ring']:>5d}, to {row['tokens']:>11,} tokens: "
+        f"{row['activation_bytes'] / MIB:8.1f} MiB"
+        for row in found["rings"]
     ]
     lines += ["", "Table 2: smallest block and sequence of a device, in 1024 tokens"]
     for row in found["table_2"]:
@@ -199,14 +207,11 @@ def _context_line(row: dict[str, Any]) -> str:
     return name + line + ("" if row["fits"] else "; less than 5 % spare")
 
 
-def compile_memory(results: Path) -> None:
-    """Table 1 and memory by ring size, into results/tpu/."""
-    value = {
-        "environment": dataclasses.asdict(Environment.now("TPU v4", 0)),
-        "table_1": paper_memory.table_1(),
-        "flat": paper_memory.flat_memory(),
-    }
-    (results / MEMORY).write_text(json.dumps(value, indent=1) + "\n")
+def compile_memory(path: Path, rows: Callable[[], list[dict[str, Any]]]) -> None:
+    """Rows of memory, compiled, into a file of results/tpu/."""
+    environment = dataclasses.asdict(Environment.now("TPU v4", 0))
+    value = {"environment": environment, "rows": rows()}
+    path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def compile_contexts(results: Path, only: Iterable[str]) -> None:
@@ -230,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--compile", choices=["memory", "contexts"])
+    parser.add_argument("--compile", choices=["layer", "rings", "contexts"])
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
@@ -248,8 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What is compiled for is described: the devices of this machine do not matter.
     jax.config.update("jax_platforms", "cpu")
     (options.output / "tpu").mkdir(parents=True, exist_ok=True)
-    if options.compile == "memory":
-        compile_memory(options.output)
+    if options.compile == "layer":
+        compile_memory(options.output / LAYER, paper_memory.table_1)
+    elif options.compile == "rings":
+        compile_memory(options.output / RINGS, paper_memory.by_ring)
     elif options.compile == "contexts":
         compile_contexts(options.output, options.only)
     found = tables(options.output)

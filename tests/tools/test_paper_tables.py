@@ -126,30 +126,21 @@ def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
     folder = tmp_path / paper_tables.CONTEXTS
     folder.mkdir(parents=True)
     (folder / f"{TARGETS[0].name('offload')}.json").write_text(json.dumps(ROW))
-    memory = {
-        "table_1": [
-            {
-                "system": "striped",
-                "ring": 4,
-                "parts": 2,
-                "tokens": [8, 16],
-                "compiled_bytes": 2**20,
-                "formula_bytes": 2**21,
-            }
-        ],
-        "flat": [
-            {
-                "ring": 4,
-                "tokens": 32768,
-                "peak_bytes": 2**22,
-                "activation_bytes": 2**20,
-            }
-        ],
+    layer = {
+        "system": "striped",
+        "ring": 4,
+        "parts": 2,
+        "tokens": [8, 16],
+        "compiled_bytes": 2**20,
+        "formula_bytes": 2**21,
     }
-    (tmp_path / paper_tables.MEMORY).write_text(json.dumps(memory))
+    paper_tables.compile_memory(tmp_path / paper_tables.LAYER, lambda: [layer])
+    ring = {"ring": 4, "tokens": 65536, "activation_bytes": 2**20}
+    paper_tables.compile_memory(tmp_path / paper_tables.RINGS, lambda: [ring])
     paper_tables.main(["--output", str(tmp_path)])
     text = capsys.readouterr().out
     assert "striped, 2 parts" in text and "1.0, the paper's formula      2.0" in text
+    assert "ring     4, to      65,536 tokens:      1.0 MiB" in text
     assert "75.0% hidden, MFU about 60%, 2 GiB of the host's" in text
     assert (tmp_path / "paper_tables.txt").read_text() == text
     values = json.loads((tmp_path / "paper_tables.json").read_text())
