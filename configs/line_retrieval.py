@@ -1,14 +1,14 @@
 """A small byte-level LLaMA that is to find lines of a record, in two stages.
 
 Command, the corpora first:
-  for tokens in 64 144; do python tools/prepare_lines.py --form letters \\
+  for tokens in 32 160; do python tools/prepare_lines.py --form letters \\
     --context-tokens $tokens --output corpora/lines_$tokens; done
-  python train.py --config=configs/line_retrieval.py:64
-  python train.py --config=configs/line_retrieval.py:144
+  python train.py --config=configs/line_retrieval.py:32
+  python train.py --config=configs/line_retrieval.py:160
 The second stage starts with the parameters of the first, which alone is the baseline of
 a short context. Both are evaluated on the same records with
-  python tools/evaluate.py line-retrieval --config=configs/line_retrieval.py:144 \\
-    --form letters --lengths 32,64,96,128,144 --beside runs/line_retrieval/64
+  python tools/evaluate.py line-retrieval --config=configs/line_retrieval.py:160 \\
+    --form letters --lengths 32,64,96,128,160 --beside runs/line_retrieval/32
 Without a stage (python train.py --config=configs/line_retrieval.py) it is the first.
 Hardware: none: 8 simulated CPU devices, fsdp 2 x ring 4, striped.
 Expected: not reached yet. 1500 steps of the first stage, on one device, end at 0.33
@@ -22,8 +22,8 @@ from configs import base
 
 # tokens of context: (rows in a batch, steps, peak of the learning rate)
 _STAGES = {
-    64: (64, 1000, 2e-3),
-    144: (24, 300, 1e-3),
+    32: (128, 700, 2e-3),
+    160: (24, 400, 1e-3),
 }
 _FIRST = min(_STAGES)
 
@@ -48,8 +48,8 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     config.model.hidden_size = 128
     config.model.feed_forward_size = 128
     config.model.num_layers = 2
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 4
+    config.model.num_heads = 8
+    config.model.num_kv_heads = 8
     config.model.head_dim = 32
     config.compute_dtype = "float32"
     config.remat = "everything"
@@ -64,12 +64,12 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
 
     config.optimizer.peak_lr = peak_lr
     # How to find lines is learnt all at once, and not while the rate is low.
-    config.optimizer.end_lr = peak_lr / (2 if tokens == _FIRST else 20)
+    config.optimizer.end_lr = peak_lr / (1 if tokens == _FIRST else 20)
     config.optimizer.warmup_steps = 100 if tokens == _FIRST else 20
     config.optimizer.beta2 = 0.98
     config.train.steps = steps
     config.train.log_every_steps = 100
-    config.train.validate_every_steps = 500
+    config.train.validate_every_steps = 100
     config.train.validation_batches = 4
     config.checkpoint.save_every_steps = 500
     if tokens > _FIRST:

@@ -1,7 +1,7 @@
 """How the task "lines" is written: a record of lines, and a question about one of them.
 
 `LongEval` has the published words (LongChat, 2023), with lines called by number or by
-an adjective and a noun. `Compact` and `Letters` are the same task in 5 and in 3
+an adjective and a noun. `Compact` and `Letters` are the same task in 5 and in 4
 bytes a line, for models of a few layers that are trained from nothing; their figures
 cannot be compared with LongEval's.
 """
@@ -145,13 +145,11 @@ class Compact:
 
 
 class Letters(Compact):
-    """Lines "q4": names of one letter, of which there are 52, and numbers of one digit.
+    """Lines "q47": names of one letter, of which there are 52.
 
-    A model of two layers finds an answer by the one token before it; names of two
-    letters, and second digits, take more.
+    A model of two layers finds them by the one token before; two letters take more.
     """
 
-    numbers = 0, 10
     names = len(string.ascii_letters)
 
     def name(self, which: int) -> str:

@@ -13,7 +13,7 @@ from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
-CONTEXTS = {"compact": 256, "letters": 144, "LRT": 2000, "LRT-NL": 2000}
+CONTEXTS = {"compact": 256, "letters": 160, "LRT": 2000, "LRT-NL": 2000}
 SIZES = {"train_tokens": 4000, "validation_tokens": 1000}
 
 each_form = pytest.mark.parametrize("name", FORMS)

@@ -54,13 +54,12 @@ def test_lines_are_written_as_published():
     assert form.numbers == (1, 50_001)
 
 
-def test_a_line_of_letters_is_three_bytes_and_no_two_names_are_alike():
+def test_a_line_of_letters_is_four_bytes_and_no_two_names_are_alike():
     form = Letters()
     names = [form.name(which) for which in range(form.names)]
     assert len(set(names)) == 52 and all(name.isalpha() for name in names)
-    lowest, end = form.numbers
-    assert {len(form.line(n, x)) for n in names for x in range(lowest, end)} == {3}
-    assert form.line(names[3], 7) == form.cue(names[3]) + form.answer(7) == "d7\n"
+    assert {len(form.line(name, 10)) for name in names} == {4}
+    assert form.line(names[3], 47) == form.cue(names[3]) + form.answer(47) == "d47\n"
 
 
 def test_a_compact_line_is_five_bytes():
