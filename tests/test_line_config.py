@@ -1,9 +1,16 @@
-"""configs/line_retrieval.py: its stages."""
+"""configs/line_retrieval.py: its stages, and what they come to."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from configs import line_retrieval
 
+ROOT = Path(__file__).resolve().parent.parent
 STAGES = 32, 160
 
 
@@ -15,3 +22,51 @@ def test_stages_are_one_model_and_each_begins_with_the_one_before():
     assert {c.data.rows for c in (short, long)} == {"whole"}
     with pytest.raises(KeyError, match="stage '65' is not one of 32, 160"):
         line_retrieval.get_config("65")
+
+
+def run(*command: object) -> None:
+    """A program of this repository, on as many CPU devices as it simulates."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(
+    tmp_path: Path,
+) -> None:
+    """From nothing, with the config's striped ring: minutes on two idle cores."""
+    for tokens in STAGES:
+        corpus, workdir = tmp_path / f"lines_{tokens}", tmp_path / str(tokens)
+        run(
+            *("tools/prepare_lines.py", "--form", "letters", "--output", corpus),
+            *("--context-tokens", tokens, "--train-tokens", 4_000_000),
+        )
+        flags = [f"--config=configs/line_retrieval.py:{tokens}"]
+        flags += [f"--config.workdir={workdir}", f"--config.data.corpus={corpus}"]
+        if tokens > min(STAGES):
+            flags.append(f"--config.init_from={tmp_path / str(min(STAGES))}")
+        run("train.py", *flags)
+    run(
+        *("tools/evaluate.py", "line-retrieval", *flags, "--form", "letters"),
+        *("--lengths", ",".join(map(str, STAGES)), "--depths", 5, "--samples", 20),
+        *("--beside", tmp_path / str(min(STAGES)), "--output", tmp_path / "lines"),
+    )
+    rows = json.loads((tmp_path / "lines.json").read_text())
+    short, long = STAGES
+
+    def accuracy(stage: int, length: int) -> float:
+        mine = str(tmp_path / str(stage)), length
+        cells = [row for row in rows if (row["run"], row["length"]) == mine]
+        assert len(cells) == 5 and {row["samples"] for row in cells} == {20}
+        return sum(row["generated"] for row in cells) / len(cells)
+
+    assert accuracy(long, long) > 0.95 and accuracy(long, short) > 0.95
+    assert accuracy(short, long) < accuracy(short, short) - 0.3
