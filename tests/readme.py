@@ -1,0 +1,126 @@
+"""README.md as its readers use it: commands to type, files and fields to look up."""
+
+import fnmatch
+import importlib
+import re
+import shlex
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+PYTHON = "python", ".venv/bin/python"
+FOLDERS = "configs|data|kernels|models|results|tests|tools|training"
+
+
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    """Contents of the fenced blocks of a language; "": of those without one."""
+    return [block[2] for block in _FENCED.finditer(TEXT) if block[1] == language]
+
+
+def inline_code() -> list[str]:
+    """What stands between backticks in the text, line breaks taken for blanks."""
+    prose = _FENCED.sub("", TEXT)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a shell, without its comment: its words."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def script(self) -> str:
+        """The Python program that it starts, "" if it starts none."""
+        is_python = len(self.words) > 1 and self.words[0] in PYTHON
+        return self.words[1] if is_python else ""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the program, without the dots that stand for more of them."""
+        return [word for word in self.words[2:] if word != "..."]
+
+    @property
+    def config_flags(self) -> list[str]:
+        """Flags of a config, `--config=...` being any."""
+        flags = [word for word in self.words if word.startswith("--config")]
+        return [re.sub(r"=\.\.\.$", "=configs/base.py", flag) for flag in flags]
+
+    @classmethod
+    def of(cls, line: str) -> "Command":
+        return cls(tuple(shlex.split(line, comments=True)))
+
+
+def commands() -> list[Command]:
+    """All of the `sh` blocks, in the order of the text."""
+    lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
+    return [command for line in lines if (command := Command.of(line)).words]
+
+
+def inline_commands() -> list[Command]:
+    """Those between backticks: of Python, pytest, bash and make."""
+    starts = "python ", "pytest ", "bash ", "make "
+    return [Command.of(code) for code in inline_code() if code.startswith(starts)]
+
+
+def paths() -> set[str]:
+    """What the text says is in the tree: links, and code that looks like a path."""
+    links = re.findall(r"\]\(([^):]+)\)", TEXT)
+    code = [*inline_code(), *map(str, commands())]
+    inside = rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*/]"
+    named = re.findall(inside, " ".join(code))
+    return {*links, *named} | {p for p in code if re.fullmatch(r"[\w-]+\.(py|txt)", p)}
+
+
+class _Found(Exception):
+    """Carries the parser that a program was about to use."""
+
+
+def parser_of(script: str, arguments: list[str]) -> ArgumentParser:
+    """The parser of a program in tools/, caught when the program parses with it."""
+
+    def catch(parser: ArgumentParser, *_: object) -> None:
+        raise _Found(parser)
+
+    program = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    both = {"parse_args": catch, "parse_known_args": catch}
+    with mock.patch.multiple(ArgumentParser, **both):
+        try:
+            program.main(arguments)
+        except _Found as found:
+            return found.args[0]
+    raise AssertionError(f"{script} parses nothing")
+
+
+def mapped_files() -> Iterator[tuple[str, str]]:
+    """(folder, name or pattern) of everything in the file map; "" is the root."""
+    (file_map,) = (block for block in blocks("") if "train.py" in block)
+    folder = ""
+    for line in file_map.splitlines():
+        label = re.split(r"\s{2,}", line.strip())[0]  # what it is stands behind
+        if not line.startswith(" "):
+            folder = label if label.endswith("/") else ""
+        if folder != label:
+            for name in re.findall(r"[\w*]+(?:\.\w+|/)", label):
+                yield folder, name
+
+
+def is_mapped(path: Path) -> bool:
+    """Whether the file map has a file of the tree, by its name or by a pattern."""
+    folder = "" if path.parent == Path() else f"{path.parent}/"
+    return any(
+        fnmatch.fnmatch(path.name, name)
+        for where, name in mapped_files()
+        if where == folder
+    )
