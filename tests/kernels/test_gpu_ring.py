@@ -22,24 +22,26 @@ from tests.rings import one_device_ring, solve_on_ring
 IS_SIMULATED = jax.default_backend() == "cpu"
 # Interpreted, a step takes a second or more: these are few, the others are slow tests.
 QUICK = {
-    "hopper": ("ring2-zigzag-none-g4-t31-d100", "ring1-striped-none-g4-t31-d128"),
+    "hopper": (
+        Case(2, "zigzag", "none", group=4, length=31, head_dim=100),
+        Case(1, "striped", "none", group=4, length=31, head_dim=128),
+    ),
     "triton": (
-        "ring2-zigzag-none-g4-t31-d100",
-        "ring3-zigzag-documents-g8-t31-d64",
-        "ring2-striped4-documents-g1-t1-d64",
-        "ring1-zigzag-documents-g1-t257-d128",
+        Case(2, "zigzag", "none", group=4, length=31, head_dim=100),
+        Case(3, "zigzag", "documents", group=8, length=31, head_dim=64),
+        Case(2, "striped4", "documents", group=1, length=1, head_dim=64),
+        Case(1, "zigzag", "documents", group=1, length=257, head_dim=128),
     ),
 }
 
 
 def each_case(implementation: str):
     """The cases as parameters of a test."""
-    slow = [case for case in COVERING if case.name not in QUICK[implementation]]
-    quick = [case for case in COVERING if case not in slow]
-    assert len(quick) == len(QUICK[implementation])
+    quick = QUICK[implementation]
+    slow = [case for case in COVERING if case not in quick]
     marks = [pytest.mark.slow, pytest.mark.timeout(3600)] if IS_SIMULATED else []
     marked = [pytest.param(case, marks=marks) for case in slow]
-    return pytest.mark.parametrize("case", quick + marked, ids=lambda case: case.name)
+    return pytest.mark.parametrize("case", [*quick, *marked], ids=lambda it: it.name)
 
 
 @pytest.fixture(autouse=True)
