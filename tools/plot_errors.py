@@ -4,9 +4,9 @@
     python tools/plot_errors.py --rows results/cpu/error_by_ring.json --output results
 
 A striped causal ring, forward and backward, on simulated devices; beside it, plain
-attention in bfloat16 on one device. Errors are norms relative to those of the reference
-in float64, on the same random operands for all. If a ring rounded between its hops, they
-would grow with its size.
+attention in bfloat16 on one device. Errors are norms relative to those of the
+reference in float64, on the same random operands for all. If a ring rounded between its
+hops, they would grow with its size.
 
 Writes `cpu/error_by_ring.json` (rows, with their environment) and `error_by_ring.png`
 into the output directory, in place of those of an earlier run. With `--rows` it draws
