@@ -213,15 +213,21 @@ class Program:
         found = ("".join(self._letters(name)) for name in self.computations)
         return [order for order in found if set(order) & set("sS")]
 
-    def _letters(self, name: str) -> Iterator[str]:
+    def sequence(self, name: str) -> Iterator[Instruction]:
+        """Transfers and kernels of a computation in their order, calls gone into."""
         for instruction in self.computations.get(name, ()):
-            if instruction.kind == TRANSFER:
-                yield {"start": "s", "done": "d"}.get(instruction.phase, "S")
-            elif instruction.kind == "kernel":
-                yield instruction.kernel[0].upper()
+            if instruction.kind in (TRANSFER, "kernel"):
+                yield instruction
             elif instruction.kind == "call":
                 for called in instruction.called:
-                    yield from self._letters(called)
+                    yield from self.sequence(called)
+
+    def _letters(self, name: str) -> Iterator[str]:
+        for instruction in self.sequence(name):
+            if instruction.kind == TRANSFER:
+                yield {"start": "s", "done": "d"}.get(instruction.phase, "S")
+            else:
+                yield instruction.kernel[0].upper()
 
     def _in_computation(self, name: str, times: int) -> Iterator[Collective]:
         started: dict[str, tuple[Instruction, int]] = {}
