@@ -76,11 +76,22 @@ def inline_commands() -> list[Command]:
 
 def paths() -> set[str]:
     """What the text says is in the tree: links, and code that looks like a path."""
-    links = re.findall(r"\]\(([^):]+)\)", TEXT)
+    links = re.findall(r"\]\(([^):#]+)\)", TEXT)
     code = [*inline_code(), *map(str, commands())]
     inside = rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*/]"
     named = re.findall(inside, " ".join(code))
     return {*links, *named} | {p for p in code if re.fullmatch(r"[\w-]+\.(py|txt)", p)}
+
+
+def anchors() -> set[str]:
+    """Headings that the text links to."""
+    return set(re.findall(r"\]\(#([^)]+)\)", TEXT))
+
+
+def headings() -> set[str]:
+    """As a link would name them."""
+    found = re.findall(r"^#+ (.+)$", _FENCED.sub("", TEXT), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in found}
 
 
 class _Found(Exception):

@@ -15,6 +15,8 @@ from tests.cases import QUICK
 from tests.readme import ROOT, Command, commands, inline_code, inline_commands
 from tests.rings import ring_mesh
 from tools.config_file import read_config
+from tools.plan_mesh import suggestions
+from tools.plan_step import described_pod
 
 # Of ml_collections, which reads the files of configs so.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -51,6 +53,11 @@ def test_commands_are_really_read():
 def test_every_path_is_there():
     missing = {path for path in readme.paths() if not any(ROOT.glob(path))}
     assert missing == set()
+
+
+def test_every_heading_that_is_linked_to_is_there():
+    assert {"limits", "which-mesh"} <= readme.headings()
+    assert readme.anchors() - readme.headings() == set()
 
 
 def test_every_make_target_is_one_of_the_makefile():
@@ -113,6 +120,32 @@ def test_every_config_field_in_the_text_is_one_of_the_base_config():
         section, _, field = name.partition(".")
         assert section in known, name
         assert not field or field in known[section], name
+
+
+def mesh_table() -> list[tuple[str, int, int, dict[str, int]]]:
+    """Rows of the section on meshes: topology, rows, tokens, and sizes of axes."""
+    section = readme.TEXT.split("## Which mesh")[1].split("\n## ")[0]
+    found = re.findall(r"^\| (v\S+) \| (\d+) x (\d+) Ki \| (.*) \|$", section, re.M)
+    assert len(found) > 4
+    return [
+        (
+            topology,
+            int(rows),
+            1024 * int(tokens),
+            dict(a.split() for a in mesh.split(", ")),
+        )
+        for topology, rows, tokens, mesh in found
+    ]
+
+
+@pytest.mark.parametrize("topology, rows, tokens, mesh", mesh_table())
+def test_meshes_of_the_table_are_those_that_are_suggested(topology, rows, tokens, mesh):
+    config = read_config(["--config=configs/tpuv4_7b.py"])
+    config.data.batch_rows, config.data.context_tokens = rows, tokens
+    pod = described_pod(topology)
+    best, *_ = suggestions(config, len(pod.devices), pod.chip)
+    sizes = {axis: str(size) for axis, size in best.mesh.items() if size > 1}
+    assert best.fits and sizes == mesh
 
 
 def test_every_selected_test_is_there():
