@@ -20,10 +20,11 @@ import ml_collections
 
 from configs import base
 
-# tokens of context: (rows in a batch, steps, peak of the learning rate)
+# tokens of a document: (of a row, rows in a batch, steps, peak of the learning rate).
+# Rows hold several documents whole: one alone would leave half of a row empty.
 _STAGES = {
-    32: (128, 700, 2e-3),
-    160: (24, 400, 1e-3),
+    32: (128, 32, 1000, 2e-3),
+    160: (320, 16, 400, 1e-3),
 }
 _FIRST = min(_STAGES)
 
@@ -38,7 +39,7 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     if stage not in names:
         raise KeyError(f"stage {stage!r} is not one of {', '.join(names)}")
     tokens = int(stage)
-    rows, steps, peak_lr = _STAGES[tokens]
+    row_tokens, rows, steps, peak_lr = _STAGES[tokens]
     config = base.get_config().unlock()
     config.workdir = f"runs/line_retrieval/{tokens}"
     config.simulated_devices = 8
@@ -59,7 +60,7 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
 
     config.data.corpus = f"corpora/lines_{tokens}"
     config.data.rows = "whole"
-    config.data.context_tokens = tokens
+    config.data.context_tokens = row_tokens
     config.data.batch_rows = rows
 
     config.optimizer.peak_lr = peak_lr

@@ -18,7 +18,8 @@ def test_stages_are_one_model_and_each_begins_with_the_one_before():
     short, long = (line_retrieval.get_config(str(tokens)) for tokens in STAGES)
     assert short.model == long.model
     assert (short.init_from, long.init_from) == ("", short.workdir)
-    assert [c.data.context_tokens for c in (short, long)] == [*STAGES]
+    for stage, tokens in zip((short, long), STAGES, strict=True):
+        assert stage.data.context_tokens >= 2 * tokens
     assert {c.data.rows for c in (short, long)} == {"whole"}
     with pytest.raises(KeyError, match="stage '65' is not one of 32, 160"):
         line_retrieval.get_config("65")
