@@ -8,6 +8,7 @@ And by what a training step's memory grows with a device's tokens when the seque
 as many times longer as the ring is larger.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +76,8 @@ class Forward:
         )
 
 
-def table_1(size: str = "1b") -> list[dict[str, Any]]:
+def table_1(size: str = "1b") -> Iterator[dict[str, Any]]:
     """Bytes by which a layer's activations grow, compiled and by the formula."""
-    found = []
     for system, ring, lengths, parts in SYSTEMS:
         config = layer_config(size, layers=1)
         config.attention, config.attention_parts = system, parts
@@ -92,26 +92,22 @@ def table_1(size: str = "1b") -> list[dict[str, Any]]:
             formula.append(
                 activation_bytes(system, b=1, s=tokens, c=tokens // ring, **sizes)
             )
-        found.append(
-            {
-                "system": system,
-                "ring": ring,
-                "parts": parts,
-                "tokens": lengths,
-                "compiled_bytes": compiled[1] - compiled[0],
-                "formula_bytes": formula[1] - formula[0],
-            }
-        )
-    return found
+        yield {
+            "system": system,
+            "ring": ring,
+            "parts": parts,
+            "tokens": lengths,
+            "compiled_bytes": compiled[1] - compiled[0],
+            "formula_bytes": formula[1] - formula[0],
+        }
 
 
-def by_ring(size: str = "1b", layers: int = 2) -> list[dict[str, Any]]:
+def by_ring(size: str = "1b", layers: int = 2) -> Iterator[dict[str, Any]]:
     """Bytes by which a training step's memory grows with a device's tokens, by ring.
 
     What does not grow with them is left out: state, gradients, and buffers for gathered
     parameters, for which the compiler takes other collectives on a whole pod.
     """
-    found = []
     for ring, shape in PODS.items():
         peaks = []
         for tokens in TOKENS_OF_A_DEVICE:
@@ -120,12 +116,9 @@ def by_ring(size: str = "1b", layers: int = 2) -> list[dict[str, Any]]:
             config.data.context_tokens = ring * tokens
             step = Step.of(config, described_pod(f"v4:{shape}"))
             peaks.append(peak_bytes(step.compile().memory_analysis()))
-        found.append(
-            {
-                "ring": ring,
-                "tokens": ring * TOKENS_OF_A_DEVICE[-1],
-                "peak_bytes": peaks,
-                "activation_bytes": peaks[1] - peaks[0],
-            }
-        )
-    return found
+        yield {
+            "ring": ring,
+            "tokens": ring * TOKENS_OF_A_DEVICE[-1],
+            "peak_bytes": peaks,
+            "activation_bytes": peaks[1] - peaks[0],
+        }

@@ -17,7 +17,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +207,13 @@ def _context_line(row: dict[str, Any]) -> str:
     return name + line + ("" if row["fits"] else "; less than 5 % spare")
 
 
-def compile_memory(path: Path, rows: Callable[[], list[dict[str, Any]]]) -> None:
-    """Rows of memory, compiled, into a file of results/tpu/."""
+def compile_memory(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Rows of memory into a file of results/tpu/, one by one as they are compiled."""
     environment = dataclasses.asdict(Environment.now("TPU v4", 0))
-    value = {"environment": environment, "rows": rows()}
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    value: dict[str, Any] = {"environment": environment, "rows": []}
+    for row in rows:
+        value["rows"].append(row)
+        path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def compile_contexts(results: Path, only: Iterable[str]) -> None:
@@ -254,9 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     (options.output / "tpu").mkdir(parents=True, exist_ok=True)
     if options.compile == "layer":
-        compile_memory(options.output / LAYER, paper_memory.table_1)
+        compile_memory(options.output / LAYER, paper_memory.table_1())
     elif options.compile == "rings":
-        compile_memory(options.output / RINGS, paper_memory.by_ring)
+        compile_memory(options.output / RINGS, paper_memory.by_ring())
     elif options.compile == "contexts":
         compile_contexts(options.output, options.only)
     found = tables(options.output)

@@ -17,12 +17,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     for name in ("devices", "chunk_q", "chunk_k"):
         parser.add_argument(name, type=int)
-    chosen = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the program; JAX is imported when it is known how many devices it has."""
+    chosen = _arguments()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={chosen.devices}"
 

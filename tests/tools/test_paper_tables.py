@@ -134,9 +134,9 @@ def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
         "compiled_bytes": 2**20,
         "formula_bytes": 2**21,
     }
-    paper_tables.compile_memory(tmp_path / paper_tables.LAYER, lambda: [layer])
+    paper_tables.compile_memory(tmp_path / paper_tables.LAYER, [layer])
     ring = {"ring": 4, "tokens": 65536, "activation_bytes": 2**20}
-    paper_tables.compile_memory(tmp_path / paper_tables.RINGS, lambda: [ring])
+    paper_tables.compile_memory(tmp_path / paper_tables.RINGS, [ring])
     paper_tables.main(["--output", str(tmp_path)])
     text = capsys.readouterr().out
     assert "striped, 2 parts" in text and "1.0, the paper's formula      2.0" in text
