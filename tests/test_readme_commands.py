@@ -169,6 +169,7 @@ def test_commands_succeed_one_after_the_other(tmp_path):
     clone = Clone(tmp_path)
     clone.add_texts()
     advice: list[str] = []
+    ran = set()
     for command in commands():
         key = beginning(command)
         if key in NOT_RUN:
@@ -180,5 +181,7 @@ def test_commands_succeed_one_after_the_other(tmp_path):
         words = [word for word in words if word != "..."]
         more = advice if "..." in command.words else []
         printed = clone.run(*words, *more, *RUN[key])
+        ran.add(key)
         if key == IMPORT:
             advice = re.findall(r"--config\.\S+", printed)
+    assert ran == set(RUN) and advice
