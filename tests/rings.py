@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import layout, ring
 from kernels.backend import Backend
-from tests.cases import LAYOUTS, QUICK, Answer, Case, Problem
+from tests.cases import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
 
 Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]
@@ -106,7 +106,7 @@ def compiled_ring(
 ) -> Run:
     """The program of `sharded_ring` or `one_device_ring`."""
     program = make(ring_size, layout_name, backend)
-    return jax.jit(program, compiler_options=QUICK if is_short else None)
+    return jax.jit(program, compiler_options=QUICK if is_short else THOROUGH)
 
 
 def solve_on_ring(
@@ -130,7 +130,7 @@ def solve_on_ring(
     operands = [shard(x, ARRAY, dtype) for x in arrays]
     operands.append(shard(problem.d_lse, ROW, jnp.float32))
     operands += (layout.permute(x, *order) for x in case.visible(padded))
-    is_short = case.length < 1000
+    is_short = case.length <= 1024
     run = compiled_ring(make, case.ring_size, case.layout, backend, is_short)
     real = []
     for x, axis in zip(run(*operands), RESULTS, strict=True):

@@ -97,7 +97,7 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 def test_ring_as_a_loop_equals_the_unrolled_ring(layout_name, monkeypatch):
-    case = Case(8, layout_name, "documents", 4, 93, 16)
+    case = Case(4, layout_name, "documents", 4, 93, 16)
     problem = Problem.of(case)
     unrolled = solve_on_ring(case, problem, blockwise, jnp.float32)
     monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
