@@ -44,8 +44,13 @@ def forward(
     """Attention of every query to the key slots [start, stop): see `reference`."""
     tiling = Tiling.of(q, k, start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = key_ranges(start, stop, tiling.block_q, tiling.block_k)
-    result = forward_tiles(tiling, ranges, (q, k, v), (start, stop), scale)
-    return result if carry is None else merge(carry, result)
+
+    def compute() -> Partial:
+        return forward_tiles(tiling, ranges, (q, k, v), (start, stop), scale)
+
+    if carry is None:
+        return compute()
+    return lax.cond(_any(ranges), lambda: merge(carry, compute()), lambda: carry)
 
 
 def forward_tiles(
@@ -110,7 +115,14 @@ def backward(
     tiling = Tiling.of(q, k, start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])
     queries = q, d_out, lse, delta
-    return backward_tiles(tiling, ranges, queries, (k, v), (start, stop), scale, dq)
+
+    def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return backward_tiles(tiling, ranges, queries, (k, v), (start, stop), scale, dq)
+
+    def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return dq, *(jnp.zeros(x.shape, tiling.dtype) for x in (k, v))
+
+    return lax.cond(_any(ranges), compute, skip)
 
 
 def backward_tiles(
@@ -135,31 +147,38 @@ def backward_tiles(
     def key_tile(dq_tiles, place):
         row, j = place
         k_j, v_j = k_tiles[row, j], v_tiles[row, j]
+        k_j_turned = jnp.swapaxes(k_j, 1, 2)
 
         def step(masked, i, state):
             dq_tiles, dk, dv = state
             q_i, d_out_i = q_tiles[row, i], d_out_tiles[row, i]
-            s = scale * product("xrd,xsd->xrs", q_i, k_j)
-            p = jnp.exp(s - lse_tiles[row, i][..., None])
+            s = scale * product("xsd,xrd->xsr", k_j, q_i)
+            p = jnp.exp(s - lse_tiles[row, i][:, None])
             if masked:
-                p = jnp.where(tiling.seen((starts[row, i], stops[row, i]), j), p, 0)
-            dv += product("xrs,xrd->xsd", p.astype(q.dtype), d_out_i)
-            dp = product("xrd,xsd->xrs", d_out_i, v_j)
-            ds = p * (dp - delta_tiles[row, i][..., None])
+                seen = tiling.seen((starts[row, i], stops[row, i]), j)
+                p = jnp.where(seen.T, p, 0)
+            dv += product("xsr,xrd->xsd", p.astype(q.dtype), d_out_i)
+            dp = product("xsd,xrd->xsr", v_j, d_out_i)
+            ds = p * (dp - delta_tiles[row, i][:, None])
             ds = (scale * ds).astype(q.dtype)
-            dk += product("xrs,xrd->xsd", ds, q_i)
-            share = product("xrs,xsd->xrd", ds, k_j)
+            dk += product("xsr,xrd->xsd", ds, q_i)
+            share = product("xds,xsr->xdr", k_j_turned, ds)
             return dq_tiles.at[row, i].add(share), dk, dv
 
         zero = jnp.zeros(k_j.shape, tiling.dtype)
         dq_tiles, dk, dv = _visit(ranges, (row, j), step, (dq_tiles, zero, zero))
         return dq_tiles, (dk, dv)
 
-    dq_tiles, (dk, dv) = lax.scan(
-        key_tile, tiling.split_queries(dq), tiling.places(tiling.key_tiles)
-    )
-    dq = tiling.join_queries(dq_tiles.reshape(-1, *dq_tiles.shape[2:]))
+    zeros = jnp.zeros(jnp.swapaxes(q_tiles, 3, 4).shape, tiling.dtype)
+    dq_tiles, (dk, dv) = lax.scan(key_tile, zeros, tiling.places(tiling.key_tiles))
+    dq_tiles = jnp.swapaxes(dq_tiles, 3, 4)
+    dq = dq + tiling.join_queries(dq_tiles.reshape(-1, *dq_tiles.shape[2:]))
     return dq, tiling.join_keys(dk), tiling.join_keys(dv)
+
+
+def _any(ranges: TileRanges) -> jax.Array:
+    """Whether there is a live tile: arrays are not cut into tiles for nothing."""
+    return (ranges.live_begin < ranges.live_end).any()
 
 
 def _visit(ranges: TileRanges, place, step, state):
