@@ -8,6 +8,7 @@ Inside, arrays are cut as `tiling` says: X heads, R stacked rows of queries.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def default_block_sizes(length: int) -> BlockSizes:
     On a CPU tiles of 256 compute fastest; those of 128 waste less on the diagonals of
     short shards.
     """
-    block = min(256, max(128, length // 8))
+    block = min(256, max(128, length // 4))
     return BlockSizes(block, block)
 
 
@@ -61,39 +62,41 @@ def forward_tiles(
     scale: float,
 ) -> Partial:
     """The forward pass over given ranges of key tiles, a range for each query tile."""
-    q, k, v = operands
-    q_tiles = tiling.split_queries(q)
-    k_tiles, v_tiles = tiling.split_keys(k), tiling.split_keys(v)
     starts, stops = (tiling.split_bounds(bound) for bound in bounds)
 
-    def query_tile(place):
-        row, tile = place
-        q_i = q_tiles[row, tile]
-        bounds = starts[row, tile], stops[row, tile]
+    def one_head(q_tiles, k_tiles, v_tiles):
+        def query_tile(place):
+            row, tile = place
+            q_i = q_tiles[row, tile]
+            bounds = starts[row, tile], stops[row, tile]
 
-        def step(masked, j, state):
-            m, l, acc = state
-            s = scale * product("xrd,xsd->xrs", q_i, k_tiles[row, j])
-            if masked:
-                s = jnp.where(tiling.seen(bounds, j), s, -jnp.inf)
-            m_new = jnp.maximum(m, s.max(axis=-1))
-            # A row that has seen nothing yet has m = -inf: any finite one will do.
-            m_safe = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
-            p = jnp.exp(s - m_safe[..., None])
-            decay = jnp.exp(m - m_safe)
-            l = l * decay + p.sum(axis=-1)
-            pv = product("xrs,xsd->xrd", p.astype(v.dtype), v_tiles[row, j])
-            return m_new, l, acc * decay[..., None] + pv
+            def step(masked, j, state):
+                m, l, acc = state
+                s = scale * product("rd,sd->rs", q_i, k_tiles[row, j])
+                if masked:
+                    s = jnp.where(tiling.seen(bounds, j), s, -jnp.inf)
+                m_new = jnp.maximum(m, s.max(axis=-1))
+                # A row that has seen nothing has m = -inf: any finite one will do.
+                m_safe = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
+                p = jnp.exp(s - m_safe[:, None])
+                decay = jnp.exp(m - m_safe)
+                l = l * decay + p.sum(axis=-1)
+                pv = product("rs,sd->rd", p.astype(v_tiles.dtype), v_tiles[row, j])
+                return m_new, l, acc * decay[:, None] + pv
 
-        empty = jnp.zeros(q_i.shape[:2], tiling.dtype)
-        state = (empty - jnp.inf, empty, jnp.zeros(q_i.shape, tiling.dtype))
-        m, l, acc = _visit(ranges, (row, tile), step, state)
-        seen = l != 0  # also where it is nan, which must show
-        total = jnp.where(seen, l, 1)
-        out = acc / total[..., None]
-        return out, jnp.where(seen, m + jnp.log(total), -jnp.inf)
+            empty = jnp.zeros(q_i.shape[0], tiling.dtype)
+            state = (empty - jnp.inf, empty, jnp.zeros(q_i.shape, tiling.dtype))
+            m, l, acc = _visit(ranges, (row, tile), step, state)
+            seen = l != 0  # also where it is nan, which must show
+            total = jnp.where(seen, l, 1)
+            out = acc / total[:, None]
+            return out, jnp.where(seen, m + jnp.log(total), -jnp.inf)
 
-    out, lse = lax.map(query_tile, tiling.places(tiling.query_tiles))
+        return lax.map(query_tile, tiling.places(tiling.query_tiles))
+
+    q, k, v = operands
+    tiles = tiling.split_queries(q), tiling.split_keys(k), tiling.split_keys(v)
+    out, lse = _for_each_head(one_head, *tiles)
     return tiling.join_queries(out), tiling.join_rows(lse)
 
 
@@ -138,42 +141,68 @@ def backward_tiles(
 
     queries: q, d_out, lse and delta. keys: k and v.
     """
-    q, d_out, lse, delta = queries
-    q_tiles, d_out_tiles = tiling.split_queries(q), tiling.split_queries(d_out)
-    k_tiles, v_tiles = (tiling.split_keys(x) for x in keys)
-    lse_tiles, delta_tiles = tiling.split_rows(lse), tiling.split_rows(delta)
     starts, stops = (tiling.split_bounds(bound) for bound in bounds)
 
-    def key_tile(dq_tiles, place):
-        row, j = place
-        k_j, v_j = k_tiles[row, j], v_tiles[row, j]
-        k_j_turned = jnp.swapaxes(k_j, 1, 2)
+    def one_head(q_tiles, d_out_tiles, lse_tiles, delta_tiles, k_tiles, v_tiles):
+        def key_tile(dq_tiles, place):
+            row, j = place
+            k_j, v_j = k_tiles[row, j], v_tiles[row, j]
+            # Scores, and the gradient of q, have their axes swapped: then no product
+            # sums over the first axis of a large operand, which halves its speed.
+            k_j_swapped = k_j.T
 
-        def step(masked, i, state):
-            dq_tiles, dk, dv = state
-            q_i, d_out_i = q_tiles[row, i], d_out_tiles[row, i]
-            s = scale * product("xsd,xrd->xsr", k_j, q_i)
-            p = jnp.exp(s - lse_tiles[row, i][:, None])
-            if masked:
-                seen = tiling.seen((starts[row, i], stops[row, i]), j)
-                p = jnp.where(seen.T, p, 0)
-            dv += product("xsr,xrd->xsd", p.astype(q.dtype), d_out_i)
-            dp = product("xsd,xrd->xsr", v_j, d_out_i)
-            ds = p * (dp - delta_tiles[row, i][:, None])
-            ds = (scale * ds).astype(q.dtype)
-            dk += product("xsr,xrd->xsd", ds, q_i)
-            share = product("xds,xsr->xdr", k_j_turned, ds)
-            return dq_tiles.at[row, i].add(share), dk, dv
+            def step(masked, i, state):
+                dq_tiles, dk, dv = state
+                q_i, d_out_i = q_tiles[row, i], d_out_tiles[row, i]
+                s = scale * product("sd,rd->sr", k_j, q_i)
+                p = jnp.exp(s - lse_tiles[row, i])
+                if masked:
+                    p = jnp.where(
+                        tiling.seen((starts[row, i], stops[row, i]), j).T, p, 0
+                    )
+                dv += product("sr,rd->sd", p.astype(q_i.dtype), d_out_i)
+                dp = product("sd,rd->sr", v_j, d_out_i)
+                ds = p * (dp - delta_tiles[row, i])
+                ds = (scale * ds).astype(q_i.dtype)
+                dk += product("sr,rd->sd", ds, q_i)
+                share = product("ds,sr->dr", k_j_swapped, ds)
+                return dq_tiles.at[row, i].add(share), dk, dv
 
-        zero = jnp.zeros(k_j.shape, tiling.dtype)
-        dq_tiles, dk, dv = _visit(ranges, (row, j), step, (dq_tiles, zero, zero))
-        return dq_tiles, (dk, dv)
+            zero = jnp.zeros(k_j.shape, tiling.dtype)
+            dq_tiles, dk, dv = _visit(ranges, (row, j), step, (dq_tiles, zero, zero))
+            return dq_tiles, (dk, dv)
 
-    zeros = jnp.zeros(jnp.swapaxes(q_tiles, 3, 4).shape, tiling.dtype)
-    dq_tiles, (dk, dv) = lax.scan(key_tile, zeros, tiling.places(tiling.key_tiles))
-    dq_tiles = jnp.swapaxes(dq_tiles, 3, 4)
-    dq = dq + tiling.join_queries(dq_tiles.reshape(-1, *dq_tiles.shape[2:]))
-    return dq, tiling.join_keys(dk), tiling.join_keys(dv)
+        zeros = jnp.zeros(jnp.swapaxes(q_tiles, 2, 3).shape, tiling.dtype)
+        places = tiling.places(tiling.key_tiles)
+        dq_tiles, (dk, dv) = lax.scan(key_tile, zeros, places)
+        dq_tiles = jnp.swapaxes(dq_tiles, 2, 3)
+        return dq_tiles.reshape(-1, *dq_tiles.shape[2:]), dk, dv
+
+    q, d_out, lse, delta = queries
+    query_tiles = tiling.split_queries(q), tiling.split_queries(d_out)
+    row_tiles = tiling.split_rows(lse), tiling.split_rows(delta)
+    key_tiles = (tiling.split_keys(x) for x in keys)
+    share, dk, dv = _for_each_head(one_head, *query_tiles, *row_tiles, *key_tiles)
+    return dq + tiling.join_queries(share), tiling.join_keys(dk), tiling.join_keys(dv)
+
+
+def _for_each_head(one_head: Callable, *tiles: jax.Array) -> tuple[jax.Array, ...]:
+    """Calls `one_head` with (M, tiles, …) of each head; its results are (lines, …).
+
+    On a CPU one after the other, as a head's tiles stay in its caches; elsewhere all at
+    once.
+
+    tiles: (M, tiles, X, …) each.
+
+    Returns:
+      The results, (lines, X, …) each.
+    """
+    results = lax.platform_dependent(
+        *(jnp.moveaxis(x, 2, 0) for x in tiles),
+        cpu=lambda *heads: lax.map(lambda head: one_head(*head), heads),
+        default=jax.vmap(one_head),
+    )
+    return tuple(jnp.moveaxis(x, 0, 1) for x in results)
 
 
 def _any(ranges: TileRanges) -> jax.Array:

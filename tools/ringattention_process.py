@@ -2,7 +2,8 @@
 
 Started by `bench_ringattention.py`, with an older JAX than the rest of this repository,
 of which it therefore imports nothing. A directory is its argument: `problem.npz` there
-has q, k, v and d_out, float32 (B, T, H, D). It prints one line of JSON, with
+has q, k, v and d_out, float32 (B, T, H, D), and, where rows hold several documents,
+`segments`, int32 (B, T), a number for each. It prints one line of JSON, with
 `compile_seconds` and `versions`. Then it runs once for each line that it reads, and
 prints `wall` and `cpu`, in seconds. At the end of its input it writes out, dq, dk and
 dv to `answer.npz`.
@@ -51,20 +52,24 @@ def main() -> None:
         "prevent_cse": False,
     }
 
-    def forward_and_backward(q, k, v, d_out):
-        def attend(q, k, v):
-            return ringattention_jax(q, k, v, None, None, None, "ring", True, options)
-
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(d_out)
-
     mesh = Mesh(np.array(jax.devices()), ("ring",))
     tokens_second = PartitionSpec(None, "ring")
     with np.load(chosen.directory / "problem.npz") as problem:
+        segments = problem["segments"] if "segments" in problem else None
         operands = [
             jax.device_put(problem[name], NamedSharding(mesh, tokens_second))
             for name in ("q", "k", "v", "d_out")
         ]
+
+    def forward_and_backward(q, k, v, d_out):
+        def attend(q, k, v):
+            return ringattention_jax(
+                q, k, v, None, segments, None, "ring", True, options
+            )
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(d_out)
+
     program = shard_map(
         forward_and_backward,
         mesh=mesh,

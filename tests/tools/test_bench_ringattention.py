@@ -26,7 +26,9 @@ assert devices == "2" and script.endswith("ringattention_process.py")
 {fault}
 problem = np.load(pathlib.Path(directory, "problem.npz"))
 names = "q", "k", "v"
-attend = lambda *x: attention.attention(*x, visible=masks.causal())
+segments = problem["segments"][0] if "segments" in problem else None
+mask = masks.causal() if segments is None else masks.documents(segments)
+attend = lambda *x: attention.attention(*x, visible=mask)
 out, pull = jax.vjp(attend, *(problem[name] for name in names))
 versions = dict(ringattention="0.1.2")
 print(json.dumps(dict(compile_seconds=1.5, versions=versions)), flush=True)
@@ -51,12 +53,14 @@ def stand_in(directory: Path, fault: str = "") -> Path:
     return path
 
 
+@pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_layouts_and_the_original_have_a_row_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mask: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "rows.json"
     python = str(stand_in(tmp_path))
-    assert main([*TINY, "--python", python, "--output", str(output)]) == 0
+    options = ["--mask", mask, "--python", python, "--output", str(output)]
+    assert main([*TINY, *options]) == 0
     rows = json.loads(output.read_text())
     assert [(r["implementation"], r["layout"], r["block_q"]) for r in rows] == [
         ("blockwise", "contiguous", 32),
@@ -65,6 +69,7 @@ def test_layouts_and_the_original_have_a_row_each(
         ("ringattention", "contiguous", 8),
     ]
     for row in rows:
+        assert row["mask"] == mask
         for name in "out", "dq", "dk", "dv":
             assert 0 < row[f"error_{name}"] < FLOAT32_TOLERANCE
     # The first turn, of 8 seconds, does not count.
