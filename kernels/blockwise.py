@@ -149,7 +149,8 @@ def backward_tiles(
             k_j, v_j = k_tiles[row, j], v_tiles[row, j]
             # Scores, and the gradient of q, have their axes swapped: then no product
             # sums over the first axis of a large operand, which halves its speed.
-            k_j_swapped = k_j.T
+            # Without the barrier XLA puts the swap back into the product.
+            k_j_swapped = lax.optimization_barrier(k_j.T)
 
             def step(masked, i, state):
                 dq_tiles, dk, dv = state

@@ -119,13 +119,17 @@ def assert_transfers_are_hidden(program: str, ring_size: int) -> None:
     assert sorted(orders) == sorted(expected)
 
 
-@pytest.mark.parametrize("chip", ["v3", *CHIPS])
+def slow(chip):
+    return pytest.param(chip, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("chip", [slow("v3"), "v4", "v5e", slow("v5p"), "v6e"])
 def test_every_transfer_hides_behind_the_kernel_of_its_hop(chip):
     """And the layer's backward does not run the forward ring again."""
     assert_transfers_are_hidden(compiled_layers(chip, 4, 1024, jnp.bfloat16), 4)
 
 
-@pytest.mark.parametrize("chip", ["v4", "v5e"])
+@pytest.mark.parametrize("chip", [slow("v4"), "v5e"])
 def test_transfers_of_a_ring_in_a_loop_are_hidden(chip):
     """On v5e only if the ring goes from neighbour to neighbour."""
     program = Program.parse(compiled_layers(chip, 32, 1024, jnp.bfloat16), 32)
