@@ -31,6 +31,7 @@ def default_block_sizes(length: int) -> BlockSizes:
     return BlockSizes(block, block)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "block_sizes"))
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -100,6 +101,7 @@ def forward_tiles(
     return tiling.join_queries(out), tiling.join_rows(lse)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "block_sizes"))
 def backward(
     q: jax.Array,
     k: jax.Array,
