@@ -196,19 +196,19 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sizes = {
-        "devices": (8, "devices in the ring"),
-        "batch": (1, "sequences"),
-        "length": (8192, "tokens of a sequence"),
-        "heads": (4, "query heads"),
-        "kv-heads": (4, "key/value heads"),
-        "head-dim": (64, "size of a head"),
-        "repeats": (5, "timed runs of every variant"),
-        "block-q": (None, "query rows of a tile (default: the implementation's)"),
-        "block-k": (None, "key slots of a tile (default: the implementation's)"),
+        "--devices": (8, "devices in the ring"),
+        "--batch": (1, "sequences"),
+        "--length": (8192, "tokens of a sequence"),
+        "--heads": (4, "query heads"),
+        "--kv-heads": (4, "key/value heads"),
+        "--head-dim": (64, "size of a head"),
+        "--repeats": (5, "timed runs of every variant"),
+        "--block-q": (None, "query rows of a tile (default: the implementation's)"),
+        "--block-k": (None, "key slots of a tile (default: the implementation's)"),
     }
     for name, (default, text) in sizes.items():
         text += f" (default: {default})" if default else ""
-        parser.add_argument(f"--{name}", default=default, type=_positive, help=text)
+        parser.add_argument(name, default=default, type=_positive, help=text)
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--mask", default="causal", choices=tuple(MASKS))
