@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Everything that needs an NVIDIA GPU, in one call of under ten minutes: the tests that
 # run the GPU kernels on the device (rings of all covering cases, and the door, in each
-# type; the other tests of these kernels interpret or only compile them), the benchmark of kernels beside their peers, the hops of a
-# ring on one GPU, and short training runs. What fails does not stop what follows; the
-# exit status says whether all went well.
+# type; the other tests of these kernels interpret or only compile them), the benchmark
+# of kernels beside their peers, the hops of a ring on one GPU, and short training runs.
+# What fails does not stop what follows; the exit status says whether all went well.
 #
 # Usage: [OUT=folder] [WHEELS=folder] [PYTHON=python] bash tools/gpu_check.sh [rehearsal]
 #
 # OUT gets tests.txt, log.txt, kernels.json, sizes.json, gist.json, ring.json and
-# train.json: copy the JSON files into results/, under the name of the GPU.
+# train.json: copy the JSON files into results/, under the name of the GPU, and draw them
+# with tools/plot_results.py.
 # WHEELS holds packages to be installed first, without a network.
 # "rehearsal" runs all of it in tiny sizes on a CPU, to try the script itself.
 set -uo pipefail
