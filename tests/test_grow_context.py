@@ -94,6 +94,7 @@ def files(directory: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_a_longer_stage_goes_on_from_the_shorter_one(
     corpus: Path, workdirs: Path
 ) -> None:

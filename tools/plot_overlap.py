@@ -12,7 +12,6 @@ Writes `overlap.png` into the output directory, in place of that of an earlier r
 """
 
 import argparse
-import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,19 +21,18 @@ if not __package__:  # run as a script, which puts tools/ on the path, not the r
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kernels import layout, masks, pallas_tpu, ring
+from kernels import pallas_tpu
+from tools.ring_layers import layers_gradient
 from tools.schedule import TRANSFER, Program
 from tools.topology import compile_for, described
 from training.chips import compiler_options
 from training.torus import ring_along
 
-HEADS, HEAD_DIM, LAYERS = 2, 128, 2
 KERNEL_WIDTH, EDGE_WIDTH = 2.0, 0.3
 """Of a kernel's bar, and of what a start or a done takes along the axis."""
 
@@ -60,7 +58,7 @@ class Bar:
 
 
 def compile_ring(topology: str, tokens: int) -> Program:
-    """Gradients of LAYERS scanned layers of attention, as they are scheduled.
+    """The gradient of scanned layers of attention, as it is scheduled.
 
     topology: of the pod, all of whose devices are one ring ("v5e:2x4").
     tokens: of each device.
@@ -72,41 +70,10 @@ def compile_ring(topology: str, tokens: int) -> Program:
         raise ValueError(f"--tokens {tokens} must be at least 1 token of each device")
     devices = np.array(described(topology))
     mesh = Mesh(ring_along(devices, 0), ("ring",))
-    length = devices.size * tokens
-    index = layout.order(layout.Striped(), devices.size, length)
-    visible = [jnp.asarray(bound) for bound in masks.causal()(index, length)]
-    this_ring = ring.Ring(
-        "ring", devices.size, layout.Striped(), HEAD_DIM**-0.5, pallas_tpu
-    )
-    spec = PartitionSpec(None, "ring")
-    attend = jax.shard_map(
-        lambda *operands: ring.attend(this_ring, *operands)[0],
-        mesh=mesh,
-        in_specs=(spec,) * 5,
-        out_specs=spec,
-        check_vma=False,
-    )
-    saved = jax.checkpoint_policies.save_only_these_names(
-        "attention_out", "attention_lse"
-    )
-
-    @functools.partial(jax.checkpoint, policy=saved)
-    def layer(x, weight):
-        return attend(x * weight, x + weight, x - weight, *visible), None
-
-    def loss(x, weights):
-        out, _ = jax.lax.scan(layer, x, weights)
-        return jnp.square(out.astype(jnp.float32)).sum()
-
-    x = jax.ShapeDtypeStruct(
-        (1, length, HEADS, HEAD_DIM),
-        jnp.bfloat16,
-        sharding=NamedSharding(mesh, spec),
-    )
-    weights = jax.ShapeDtypeStruct((LAYERS, HEAD_DIM), jnp.bfloat16)
+    gradient, inputs = layers_gradient(mesh, pallas_tpu, tokens)
     options = compiler_options(devices.flat[0].device_kind)
-    gradients = jax.jit(jax.grad(loss), compiler_options=options)
-    text = compile_for(mesh, gradients, x, weights).as_text()
+    program = jax.jit(gradient, compiler_options=options)
+    text = compile_for(mesh, program, *inputs).as_text()
     return Program.parse(text, devices.size)
 
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from kernels import layout, masks, pallas_tpu, ring
+from kernels import pallas_tpu
+from tools.ring_layers import layers_gradient
 from tools.schedule import TRANSFER, Program
 from tools.topology import compile_for, described
 from training.chips import compiler_options
@@ -24,8 +24,8 @@ CHIPS = "v4", "v5e", "v5p", "v6e"
 LENGTHS = 1024, 4096, 32768, 131072
 
 
-def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16, sharding=None):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -69,38 +69,10 @@ def compiled_layers(chip: str, ring_size: int, length: int, dtype: jnp.dtype) ->
     """Gradients of two scanned layers that save what the ring gives."""
     devices = np.array(described(chip, ring_size)[:ring_size])
     mesh = Mesh(ring_along(devices, 0), ("ring",))
-    # The module itself: by its name, tests get it interpreted.
-    this_ring = ring.Ring("ring", ring_size, layout.Striped(), 0.1, pallas_tpu)
-    spec = P(None, "ring")
-    attend = jax.shard_map(
-        lambda *operands: ring.attend(this_ring, *operands)[0],
-        mesh=mesh,
-        in_specs=(spec,) * 5,
-        out_specs=spec,
-        check_vma=False,
-    )
-    tokens = np.arange(ring_size * length, dtype=np.int32)
-    order = layout.permute(tokens, layout.Striped(), ring_size, 0)
-    visible = masks.causal()(order, ring_size * length)
-    visible = masks.Visible(*(jnp.asarray(bound) for bound in visible))
-    policy = jax.checkpoint_policies.save_only_these_names(
-        "attention_out", "attention_lse"
-    )
-
-    @functools.partial(jax.checkpoint, policy=policy)
-    def layer(x, weight):
-        return attend(x * weight, x + weight, x - weight, *visible), None
-
-    def loss(x, weights):
-        out, _ = jax.lax.scan(layer, x, weights)
-        return jnp.square(out.astype(jnp.float32)).sum()
-
-    sharding = NamedSharding(mesh, spec)
-    x = array(1, ring_size * length, 2, 128, dtype=dtype, sharding=sharding)
-    weights = array(2, 128, dtype=dtype)
+    gradient, inputs = layers_gradient(mesh, pallas_tpu, length, dtype)
     options = compiler_options(mesh.devices.flat[0].device_kind)
-    gradients = jax.jit(jax.grad(loss), compiler_options=options)
-    return compile_for(mesh, gradients, x, weights).as_text()
+    program = jax.jit(gradient, compiler_options=options)
+    return compile_for(mesh, program, *inputs).as_text()
 
 
 def hidden_forward(ring_size: int) -> str:
