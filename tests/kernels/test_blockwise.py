@@ -144,9 +144,16 @@ def test_queries_of_empty_tiles_are_never_read(tile):
         assert np.isnan(of_tiles(got, 1, visited)).all()
 
 
-def test_tile_ranges_alone_decide_what_runs_and_what_runs_unmasked(
-    float64, monkeypatch
-):
+@pytest.fixture
+def traced_anew():
+    """What a test puts in the module is in its own traces, and in none of others."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("float64", "traced_anew")
+def test_tile_ranges_alone_decide_what_runs_and_what_runs_unmasked(monkeypatch):
     """Told that whole tiles are full, it computes these, whatever the bounds say.
 
     Bounds that allow nothing show that full tiles have no mask; bounds that allow
