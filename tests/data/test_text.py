@@ -1,11 +1,8 @@
 import dataclasses
-import json
 import threading
 import time
-import tracemalloc
 from contextlib import closing
 from itertools import islice, pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,22 +13,12 @@ from data.text import (
     InOrder,
     PackedRows,
     Shuffled,
-    TextBatches,
     iterate,
 )
-from data.token_file import TokenFile, TokenFileWriter
 from kernels.layout import Contiguous, Striped, Zigzag, order
+from tests.numbered_corpus import make_batches, make_corpus, naive_row, read_rows
 
 PLANS = [PackedRows, DocumentRows]
-# Every token is its own place in the stream, so that no mix-up can go unseen.
-NUMBERS = SimpleNamespace(name="numbers", path=None, vocab_size=1 << 20)
-
-
-def make_corpus(directory, lengths):
-    with TokenFileWriter(directory / "corpus", NUMBERS) as writer:
-        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
-            writer.write("train", np.arange(end - length, end))
-    return TokenFile.open(directory / "corpus", "train")
 
 
 @pytest.fixture
@@ -41,22 +28,6 @@ def corpus(tmp_path):
     return make_corpus(tmp_path, [*lengths, 1, 1, 15, 16, 17, 31, 32, 33, 2, 24, 25])
 
 
-def read_rows(plan, index=None):
-    index = np.arange(plan.length, dtype=np.int32) if index is None else index
-    return [plan.read(row, index) for row in range(plan.rows)]
-
-
-def make_batches(plan, rows=3, layout=None, ring_size=1, row_order=None, blocks=None):
-    return TextBatches(
-        plan,
-        [Block((0, rows), (0, plan.length))] if blocks is None else blocks,
-        rows,
-        layout or Contiguous(),
-        ring_size,
-        row_order or Shuffled(11),
-    )
-
-
 def assert_equal_blocks(one, other):
     assert one.keys() == other.keys()
     for block in one:
@@ -64,25 +35,6 @@ def assert_equal_blocks(one, other):
             mine, others = getattr(one[block], name), getattr(other[block], name)
             assert mine.dtype == others.dtype
             np.testing.assert_array_equal(mine, others, err_msg=name)
-
-
-def naive_row(corpus, begin, end, length):
-    """A row of the stream's tokens from `begin` on, targets before `end`, by a loop."""
-    stream, starts = corpus.tokens.tolist(), corpus.starts.tolist()
-    real = min(length, end - begin)
-    row = []
-    for index in range(length):
-        place = begin + index
-        if index >= real:
-            row.append((0, 0, 0.0, 0, index, real - 1))
-            continue
-        start = max(start for start in starts if start <= place)
-        lo = max(start - begin, 0)
-        has_successor = place + 1 < end
-        target = stream[place + 1] if has_successor else 0
-        weight = float(has_successor and place + 1 not in starts)
-        row.append((stream[place], target, weight, index - lo, lo, index))
-    return Batch(*(np.array(column) for column in zip(*row, strict=True)))
 
 
 def naive_rows(plan):
@@ -378,53 +330,6 @@ def test_reading_a_row_touches_nothing_else(corpus, plan):
     assert {array.shape for row in rows for array in row} == {(3,)}
     assert len(watched.reads) == plan.rows
     assert max(watched.reads) <= 17
-
-
-def test_huge_files_are_not_read_whole(tmp_path):
-    corpus = make_corpus(tmp_path, [1, 2, 3])
-    directory, size = corpus.directory, 3 << 30
-    meta = json.loads((directory / "meta.json").read_text())
-    meta["splits"]["train"]["tokens"] = size
-    (directory / "meta.json").write_text(json.dumps(meta))
-    with (directory / "train.tokens.bin").open("r+b") as file:
-        file.truncate(4 * size)  # sparse: takes no space
-        file.seek(4 * (size - 2))
-        file.write(np.array([77, 78], "<u4").tobytes())
-    tracemalloc.start()
-    plan = PackedRows(TokenFile.open(directory, "train"), 1023)
-    row = plan.read(plan.rows - 1, np.arange(1023, dtype=np.int32))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert plan.rows * 1023 + 3 == size
-    assert row.positions.tolist() == list(range(1023))
-    assert peak < 1 << 20
-
-
-@pytest.mark.parametrize("layout", [Contiguous(), Striped(), Zigzag()], ids=str)
-@pytest.mark.parametrize("mebi", [1, 16, 128])
-def test_a_host_sets_up_and_reads_its_part_of_a_row_alone(tmp_path, layout, mebi):
-    """A row of up to 128 Mi tokens on a ring of 512, of which the host has 4 shards."""
-    corpus = make_corpus(tmp_path, [1, 2, 3])
-    directory, length = corpus.directory, mebi << 20
-    meta = json.loads((directory / "meta.json").read_text())
-    meta["splits"]["train"]["tokens"] = length + 1
-    (directory / "meta.json").write_text(json.dumps(meta))
-    with (directory / "train.tokens.bin").open("r+b") as file:
-        file.truncate(4 * (length + 1))
-    plan = PackedRows(TokenFile.open(directory, "train"), length)
-    shard = length // 512
-    blocks = [Block((0, 1), (d * shard, (d + 1) * shard)) for d in range(508, 512)]
-    tracemalloc.start()
-    batches = TextBatches(plan, blocks, 1, layout, 512, InOrder())
-    batch = batches[0]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    found = np.concatenate([batch[block].positions[0] for block in blocks])
-    expected = order(layout, 512, length, (508 * shard, length))
-    # All but six tokens are of the third document.
-    np.testing.assert_array_equal(found, np.where(expected < 3, found, expected - 3))
-    given = 4 * shard * len(Batch._fields) * 4
-    assert peak < 8 * given + (4 << 20)
 
 
 def test_context_longer_than_the_corpus_is_refused(tmp_path):

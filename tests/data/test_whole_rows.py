@@ -9,7 +9,7 @@ from data.batch import Batch, Block
 from data.text import DocumentRows, InOrder, PackedRows, TextBatches, WholeRows
 from data.token_file import TokenFile, TokenFileWriter
 from kernels.layout import Contiguous, Striped, Zigzag, order
-from tests.data.test_text import NUMBERS, make_corpus, naive_row, read_rows
+from tests.numbered_corpus import NUMBERS, make_corpus, naive_row, read_rows
 
 LENGTH = 24
 PLANS = [PackedRows, WholeRows, DocumentRows]

@@ -15,7 +15,7 @@ import assemble
 from data.batch import Batch
 from kernels import masks
 from kernels.layout import permute
-from models.llama import Execution, FeedForward, LlamaConfig
+from models.llama import FeedForward
 from tests.cases import QUICK
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
@@ -379,47 +379,3 @@ def test_names_of_axes_fit_the_parameters():
             assert leaf.shape[0] == sizes.num_layers and names[0] is None, path
 
     jax.tree_util.tree_map_with_path(check, run.model.shapes, run.model.axes)
-
-
-GOOD = {
-    "vocab_size": 40,
-    "hidden_size": 36,
-    "feed_forward_size": 88,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-}
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        *(({name: 0}, f"at least 1: {name}=0") for name in GOOD),
-        (
-            {"num_layers": -1, "head_dim": 0},
-            "at least 1: num_layers=-1, head_dim=0",
-        ),
-        (
-            {"num_kv_heads": 3},
-            "num_heads=4 is not a multiple of num_kv_heads=3",
-        ),
-        ({"num_kv_heads": 8}, "num_heads=4 is not a multiple of num_kv_heads=8"),
-        ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"rope_theta": 0.0}, "rope_theta=0.0 and .* must be above 0"),
-        ({"norm_epsilon": -1e-6}, "norm_epsilon=-1e-06 must be above 0"),
-    ],
-)
-def test_sizes_that_make_no_model_are_refused(changes, message):
-    LlamaConfig(**GOOD)
-    with pytest.raises(ValueError, match=message):
-        LlamaConfig(**GOOD | changes)
-
-
-@pytest.mark.parametrize(
-    "remat, chunk, message",
-    [("most", 0, "policy='most' is not one of"), ("nothing", -1, "chunk=-1 must be")],
-)
-def test_impossible_executions_are_refused(remat, chunk, message):
-    with pytest.raises(ValueError, match=message):
-        Execution(jnp.dtype("float32"), remat, chunk)

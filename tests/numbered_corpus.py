@@ -1,0 +1,58 @@
+"""Texts whose tokens are their own places in the stream, and batches of them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from data.batch import Batch, Block
+from data.text import Shuffled, TextBatches
+from data.token_file import TokenFile, TokenFileWriter
+from kernels.layout import Contiguous
+
+# Every token is its own place in the stream, so that no mix-up can go unseen.
+NUMBERS = SimpleNamespace(name="numbers", path=None, vocab_size=1 << 20)
+
+
+def make_corpus(directory, lengths):
+    """Documents of these lengths, in an empty directory."""
+    with TokenFileWriter(directory / "corpus", NUMBERS) as writer:
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            writer.write("train", np.arange(end - length, end))
+    return TokenFile.open(directory / "corpus", "train")
+
+
+def read_rows(plan, index=None):
+    """All rows of a plan, or these columns of them."""
+    index = np.arange(plan.length, dtype=np.int32) if index is None else index
+    return [plan.read(row, index) for row in range(plan.rows)]
+
+
+def naive_row(corpus, begin, end, length):
+    """A row of the stream's tokens from `begin` on, targets before `end`, by a loop."""
+    stream, starts = corpus.tokens.tolist(), corpus.starts.tolist()
+    real = min(length, end - begin)
+    row = []
+    for index in range(length):
+        place = begin + index
+        if index >= real:
+            row.append((0, 0, 0.0, 0, index, real - 1))
+            continue
+        start = max(start for start in starts if start <= place)
+        lo = max(start - begin, 0)
+        has_successor = place + 1 < end
+        target = stream[place + 1] if has_successor else 0
+        weight = float(has_successor and place + 1 not in starts)
+        row.append((stream[place], target, weight, index - lo, lo, index))
+    return Batch(*(np.array(column) for column in zip(*row, strict=True)))
+
+
+def make_batches(plan, rows=3, layout=None, ring_size=1, row_order=None, blocks=None):
+    """Batches of a plan's rows, all of them this host's unless blocks are given."""
+    return TextBatches(
+        plan,
+        [Block((0, rows), (0, plan.length))] if blocks is None else blocks,
+        rows,
+        layout or Contiguous(),
+        ring_size,
+        row_order or Shuffled(11),
+    )
