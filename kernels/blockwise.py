@@ -150,7 +150,7 @@ def backward_tiles(
             row, j = place
             k_j, v_j = k_tiles[row, j], v_tiles[row, j]
             # Scores, and the gradient of q, have their axes swapped: then no product
-            # sums over the first axis of a large operand, which halves its speed.
+            # sums over the first axis of a large operand, at half the speed on a CPU.
             # Without the barrier XLA puts the swap back into the product.
             k_j_swapped = lax.optimization_barrier(k_j.T)
 

@@ -174,6 +174,18 @@ def check_output(path: Path) -> None:
         raise ValueError(f"{path.parent} is not a directory: make it first")
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What `write_rows` wrote.
+
+    Raises:
+      ValueError: the file is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes a JSON list, under a temporary name until it is complete."""
     part = path.with_name(path.name + ".part")

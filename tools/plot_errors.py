@@ -15,7 +15,6 @@ what that file says, and measures nothing.
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from tests.cases import Case, Problem, solve
-from tools.bench_rows import Environment, make_row, write_rows
+from tools.bench_rows import Environment, make_row, read_rows, write_rows
 from tools.ring_variant import Variant, compile_variant
 
 RINGS = (1, 2, 4, 8)
@@ -132,19 +131,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit status, 0 or 1."""
     chosen = _arguments(arguments)
     try:
         if chosen.rows:
-            rows = _read(chosen.rows)
+            rows = read_rows(chosen.rows)
         else:
             if chosen.tokens < 1 or chosen.tokens % max(RINGS):
                 raise ValueError(

@@ -10,7 +10,6 @@ are drawn in one picture if they were measured on the same kind of device.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ if not __package__:  # run as a script, which puts tools/ on the path, not the r
 
 from matplotlib.figure import Figure
 
+from tools.bench_rows import read_rows
 from tools.peers import PEERS
 
 INK, GREY = "#1b2733", "#5c6b7a"
@@ -147,13 +147,6 @@ def _origin(rows: Sequence[Row]) -> str:
     return f"Measured on {devices}, {' to '.join(dates)}, at {', '.join(commits)}"
 
 
-def _read(path: Path) -> list[Row]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-
-
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -167,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit status, 0 or 1."""
     chosen = _arguments(arguments)
     try:
-        figure = draw([row for path in chosen.rows for row in _read(path)])
+        figure = draw([row for path in chosen.rows for row in read_rows(path)])
         part = chosen.output.with_name(chosen.output.name + ".part")
         figure.savefig(part, format="png", dpi=160)
         part.replace(chosen.output)

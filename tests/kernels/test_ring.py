@@ -30,7 +30,10 @@ from tests.rings import compiled_ring, ring_mesh, solve_on_ring
 
 
 def covering_cases():
-    """Each case for each implementation: most are fast for "blockwise" alone."""
+    """Each case for each implementation.
+
+    Slow: long ones but of "blockwise", and "pallas_tpu" in rings of more than 4.
+    """
     for case in COVERING:
         for name in "reference", "blockwise", "pallas_tpu":
             is_slow = name != "blockwise" and case.length > 1000

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from kernels import layout, ring, triton_gpu
+from kernels import triton_gpu
 from kernels.triton_gpu import KernelBlocks, Launch, TritonBlocks
 from tests.simulated_triton import SimulatedGpu
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
 from tools.h200 import compile_for, described
+from tools.ring_layers import SHARDED, striped_attention
 
 KERNELS = "forward", "backward_keys", "backward_queries"
 
@@ -152,23 +152,14 @@ def schedule(program: str) -> str:
 
 def test_transfers_of_a_ring_hide_behind_its_kernels():
     mesh = Mesh(np.array(described(4)), ("ring",))
-    this_ring = ring.Ring("ring", 4, layout.Striped(), 0.1, triton_gpu)
-    spec = P(None, "ring")
-    attend = jax.shard_map(
-        lambda *operands: ring.attend(this_ring, *operands)[0],
-        mesh=mesh,
-        in_specs=(spec,) * 5,
-        out_specs=spec,
-        check_vma=False,
-    )
+    attend = striped_attention(mesh, triton_gpu, 1024)
 
     def loss(*operands):
         return attend(*operands).astype(jnp.float32).sum()
 
-    sharding = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, SHARDED)
     q, k = (array(1, 4096, heads, 128, sharding=sharding) for heads in (4, 2))
-    bound = array(1, 4096, dtype=jnp.int32, sharding=sharding)
-    program = compile_for(mesh, jax.grad(loss, (0, 1, 2)), q, k, k, bound, bound)
+    program = compile_for(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
     # Forward, then backward with dk and dv one hop behind, whose last transfer nothing
     # hides. Its first one XLA does not repeat: forward has made the same.
     hops = "sFd" * 3 + "F", "KQ" + "sKQd" * 3 + "sd"
