@@ -195,17 +195,20 @@ def _for_each_head(one_head: Callable, *tiles: jax.Array) -> tuple[jax.Array, ..
     On a CPU one after the other, as a head's tiles stay in its caches; elsewhere all at
     once.
 
-    tiles: (M, tiles, X, …) each.
+    tiles: (M, X, tiles, …) each.
 
     Returns:
-      The results, (lines, X, …) each.
+      The results, (M, X, tiles, …) each.
     """
+    m = tiles[0].shape[0]
     results = lax.platform_dependent(
-        *(jnp.moveaxis(x, 2, 0) for x in tiles),
+        *(jnp.moveaxis(x, 1, 0) for x in tiles),
         cpu=lambda *heads: lax.map(lambda head: one_head(*head), heads),
         default=jax.vmap(one_head),
     )
-    return tuple(jnp.moveaxis(x, 0, 1) for x in results)
+    return tuple(
+        jnp.moveaxis(x.reshape(x.shape[0], m, -1, *x.shape[2:]), 0, 1) for x in results
+    )
 
 
 def _any(ranges: TileRanges) -> jax.Array:

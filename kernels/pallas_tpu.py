@@ -90,8 +90,8 @@ def forward(
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
         interpret=launch.interpret,
     )
-    out = tiling.join_queries(out.reshape(-1, *out.shape[2:]))[..., : q.shape[-1]]
-    lse = tiling.join_rows(lse.reshape(-1, lse.shape[2], blocks.stacked_rows))
+    out = tiling.join_queries(out)[..., : q.shape[-1]]
+    lse = tiling.join_rows(lse.reshape(*lse.shape[:3], blocks.stacked_rows))
     return out, lse / LOG2_E
 
 
@@ -148,10 +148,8 @@ def backward(
         interpret=launch.interpret,
     )
     depth = q.shape[-1]
-    dq = tiling.join_queries(dq.reshape(-1, *dq.shape[2:]))[..., :depth]
-    dk, dv = (
-        tiling.join_keys(x.reshape(-1, *x.shape[2:]))[..., :depth] for x in (dk, dv)
-    )
+    dq = tiling.join_queries(dq)[..., :depth]
+    dk, dv = (tiling.join_keys(x)[..., :depth] for x in (dk, dv))
     return dq, dk * np.sign(scale), dv / magnitude
 
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import layout as memory_layout
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels.backend import Backend, check_name, choose
@@ -29,6 +30,9 @@ from kernels.product import product
 
 UNROLLED_HOPS = 16
 """Longer rings are compiled as a loop, whose compile time does not grow with them."""
+
+HOPS_A_TURN = 2
+"""Of that loop: keys take turns in two buffers, and are not copied back into one."""
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -83,6 +87,7 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, lo, hi):
+    k, v = _heads_first(k), _heads_first(v)
     out, lse = _forward_hops(ring, q, (k, v), Visible(lo, hi))
     # Named here, where the backward's residuals are made, so that a remat policy can
     # keep these two and the ring need not run again (names outside have no effect).
@@ -97,6 +102,7 @@ def _attend_backward(ring, residuals, cotangents):
     # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
     delta = product("bthd,bthd->bht", out, d_out) - d_lse
     rows = q, d_out, lse, delta
+    k, v = _heads_first(k), _heads_first(v)
     gradients = _backward_hops(ring, rows, (k, v), Visible(lo, hi))
     return *(x.astype(q.dtype) for x in gradients), None, None
 
@@ -164,6 +170,17 @@ def _backward_hops(
     return dq, dk, dv
 
 
+def _heads_first(x: jax.Array) -> jax.Array:
+    """The same (B, L, K, D), on a TPU in memory as (B, K, L, D).
+
+    So the kernel reads keys and values. Brought into this order before they travel,
+    they arrive in it; XLA left alone may send another, and reorder them in every hop.
+    """
+    order = memory_layout.Layout(major_to_minor=(0, 2, 1, 3))
+    reordered = functools.partial(memory_layout.with_layout_constraint, layouts=order)
+    return lax.platform_dependent(x, tpu=reordered, default=lambda x: x)
+
+
 def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
     """Runs `state = body(hop, *state)` for the hops first … end - 1."""
     if end - first < UNROLLED_HOPS:
@@ -171,7 +188,9 @@ def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
             state = body(hop, *state)
         return state
     hops = jnp.arange(first, end, dtype=jnp.int32)
-    return lax.scan(lambda state, hop: (body(hop, *state), None), state, hops)[0]
+    return lax.scan(
+        lambda state, hop: (body(hop, *state), None), state, hops, unroll=HOPS_A_TURN
+    )[0]
 
 
 def _add(gathered: Pair, share: Pair) -> Pair:

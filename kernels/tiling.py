@@ -72,44 +72,41 @@ class Tiling(NamedTuple):
         return (bounds[0][:, None] <= slot) & (slot < bounds[1][:, None])
 
     def split_queries(self, x: jax.Array) -> jax.Array:
-        """(B, T, H, D) -> (M, query tiles, X, R, D), zeros after the end."""
+        """(B, T, H, D) -> (M, X, query tiles, R, D), zeros after the end."""
         x = _pad(x, 1, self.query_tiles * self.block_q)
         m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
         x = x.reshape(m, -1, tiles, self.block_q, self.kv_heads, self.group, depth)
-        x = x.transpose(0, 2, 1, 4, 5, 3, 6)  # (M, tiles, B/M, K, G, block_q, D)
-        return x.reshape(m, tiles, -1, self.group * self.block_q, depth)
+        x = x.transpose(0, 1, 4, 2, 5, 3, 6)  # (M, B/M, K, tiles, G, block_q, D)
+        return x.reshape(m, -1, tiles, self.group * self.block_q, depth)
 
     def join_queries(self, x: jax.Array) -> jax.Array:
-        """(M * query tiles, X, R, D) -> (B, T, H, D)."""
+        """(M, X, query tiles, R, D) -> (B, T, H, D)."""
         m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
-        x = x.reshape(m, tiles, -1, self.kv_heads, self.group, self.block_q, depth)
-        x = x.transpose(0, 2, 1, 5, 3, 4, 6)  # (M, B/M, tiles, block_q, K, G, D)
+        x = x.reshape(m, -1, self.kv_heads, tiles, self.group, self.block_q, depth)
+        x = x.transpose(0, 1, 3, 5, 2, 4, 6)  # (M, B/M, tiles, block_q, K, G, D)
         x = x.reshape(self.batch, -1, self.kv_heads * self.group, depth)
         return x[:, : self.length]
 
     def split_rows(self, x: jax.Array) -> jax.Array:
-        """(B, H, T) -> (M, query tiles, X, R)."""
+        """(B, H, T) -> (M, X, query tiles, R)."""
         return self.split_queries(x.transpose(0, 2, 1)[..., None])[..., 0]
 
     def join_rows(self, x: jax.Array) -> jax.Array:
-        """(M * query tiles, X, R) -> (B, H, T)."""
+        """(M, X, query tiles, R) -> (B, H, T)."""
         return self.join_queries(x[..., None])[..., 0].transpose(0, 2, 1)
 
     def split_keys(self, x: jax.Array) -> jax.Array:
-        """(B, S, K, D) -> (M, key tiles, X, block_k, D), zeros after the end."""
+        """(B, S, K, D) -> (M, X, key tiles, block_k, D), zeros after the end."""
         x = _pad(x, 1, self.key_tiles * self.block_k)
         m, tiles, depth = self.bound_rows, self.key_tiles, x.shape[-1]
         x = x.reshape(m, -1, tiles, self.block_k, self.kv_heads, depth)
-        x = x.transpose(0, 2, 1, 4, 3, 5)  # (M, tiles, B/M, K, block_k, D)
-        return x.reshape(m, tiles, -1, self.block_k, depth)
+        x = x.transpose(0, 1, 4, 2, 3, 5)  # (M, B/M, K, tiles, block_k, D)
+        return x.reshape(m, -1, tiles, self.block_k, depth)
 
     def join_keys(self, x: jax.Array) -> jax.Array:
-        """(M * key tiles, X, block_k, D) -> (B, S, K, D)."""
-        m, tiles, depth = self.bound_rows, self.key_tiles, x.shape[-1]
-        x = x.reshape(m, tiles, -1, self.kv_heads, self.block_k, depth)
-        x = x.transpose(0, 2, 1, 4, 3, 5)  # (M, B/M, tiles, block_k, K, D)
-        x = x.reshape(self.batch, -1, self.kv_heads, depth)
-        return x[:, : self.keys]
+        """(M, X, key tiles, block_k, D) -> (B, S, K, D)."""
+        x = x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])
+        return x.transpose(0, 2, 1, 3)[:, : self.keys]
 
     def split_bounds(self, bound: jax.Array) -> jax.Array:
         """(M, T) -> (M, query tiles, R), the bounds of the stacked rows."""

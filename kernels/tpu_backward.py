@@ -57,9 +57,9 @@ class Operands(NamedTuple):
     ranges: of query tiles, (M * key tiles,) each, in SMEM.
     first, last: least start and largest stop of each sub-block, (M * query tiles *
       sub-blocks,), in SMEM.
-    keys, values: (M, key tiles, X, block_k, D).
-    q, d_out: (M, query tiles, X, R, D).
-    rows: lse, in powers of 2, and delta: (M, query tiles, X, 2, R). With an lse smaller
+    keys, values: (M, X, key tiles, block_k, D).
+    q, d_out: (M, X, query tiles, R, D).
+    rows: lse, in powers of 2, and delta: (M, X, query tiles, 2, R). With an lse smaller
       by the logarithm of a factor, weights, dq, dk and dv come out times that factor.
     bounds: start and stop: int32 (M, query tiles, 2, R).
     dq: float32, like q, what is there already.
@@ -111,10 +111,10 @@ def backward_call(
     Returns:
       dq, in the place of the operand, and dk and dv, float32, cut like the keys.
     """
-    m, tiles, heads, block_k, depth = operands.keys.shape
-    query_tiles, rows = operands.q.shape[1], operands.q.shape[3]
+    m, heads, tiles, block_k, depth = operands.keys.shape
+    query_tiles, rows = operands.q.shape[2:4]
     per_tile = pl.BlockSpec(
-        (None, None, None, block_k, depth), lambda m, x, j, *_: (m, j, x, 0, 0)
+        (None, None, None, block_k, depth), lambda m, x, j, *_: (m, x, j, 0, 0)
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     scratch = Scratch.shapes(rows, depth, operands.q.dtype, STREAMED)
@@ -147,7 +147,7 @@ def backward_call(
             share,
             share,
         ),
-        # Operands are counted leaf by leaf: four ranges come first.
+        # Operands are counted leaf by leaf.
         input_output_aliases={len(jax.tree.leaves(operands)) - 1: 0},
         compiler_params=compiler_params,
         **options,
@@ -283,13 +283,13 @@ def _kernel(
         bound[row * pl.num_programs(2) + j] for bound in ranges
     )
     copies = TileCopies(
-        (*(x.at[row, :, head] for x in (q, d_out, rows)), bounds.at[row]),
+        (*(x.at[row, head] for x in (q, d_out, rows)), bounds.at[row]),
         (scratch.q, scratch.d_out, scratch.rows, scratch.bounds),
         scratch.semaphores,
     )
     dq = dq_type(
         scratch.dq,
-        *(x.at[row, :, head] for x in (dq_in, dq_out)),
+        *(x.at[row, head] for x in (dq_in, dq_out)),
         scratch.dq_semaphores,
     )
     here = Keys(keys, values, dk, dv)
@@ -309,7 +309,7 @@ def _kernel(
         queries = Queries(*copies.wait(i), dq.wait(i))
         is_full = (full_begin <= i) & (i < full_end)
         pl.when(is_full)(lambda: full_tile(here, queries, tile))
-        query_tile = row * q.shape[1] + i
+        query_tile = row * q.shape[2] + i
         sub_blocks = q.shape[3] // tile.exact_rows
         edges = Edges(first, last, query_tile * sub_blocks)
         slot = j * keys.shape[0]

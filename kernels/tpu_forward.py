@@ -47,9 +47,9 @@ class Operands(NamedTuple):
     first, last: least start and largest stop of each sub-block, (M * query tiles *
       sub-blocks,), in SMEM.
     bounds: start and stop of the rows, float32 (M, query tiles, 2, R / LANES, LANES).
-    q: (M, query tiles, X, R, D).
-    keys, values: (M, key tiles, X, block_k, D), in HBM.
-    carry: result (M, query tiles, X, R, D) and lse (…, R / LANES, LANES) over other
+    q: (M, X, query tiles, R, D).
+    keys, values: (M, X, key tiles, block_k, D), in HBM.
+    carry: result (M, X, query tiles, R, D) and lse (…, R / LANES, LANES) over other
       keys; lse in powers of 2, and NOTHING for rows that saw nothing; or ().
     """
 
@@ -93,11 +93,11 @@ def forward_call(
     Returns:
       out and lse, cut like the carry; lse in powers of 2, -inf for empty rows.
     """
-    m, tiles, heads, rows, depth = operands.q.shape
+    m, heads, tiles, rows, depth = operands.q.shape
 
     def per_tile(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec(
-            (None, None, None, *shape), lambda m, x, i, *_: (m, i, x, 0, 0)
+            (None, None, None, *shape), lambda m, x, i, *_: (m, x, i, 0, 0)
         )
 
     groups = rows // LANES
@@ -118,6 +118,10 @@ def forward_call(
     )
     pieces = tile.ahead + tile.behind + 2
     held += pieces * tile.rows * tile.columns * 4  # scores
+    # A tile of the carry is read before its result is written in its place. Operands
+    # are counted leaf by leaf: the carry's come last.
+    carried = len(jax.tree.leaves(operands)) - 2
+    aliases = {carried: 0, carried + 1: 1} if operands.carry else {}
     call = pl.pallas_call(
         functools.partial(_kernel, tile),
         name="flash_forward",
@@ -130,8 +134,9 @@ def forward_call(
         ),
         out_shape=(
             jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
-            jax.ShapeDtypeStruct((m, tiles, heads, groups, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((m, heads, tiles, groups, LANES), jnp.float32),
         ),
+        input_output_aliases=aliases,
         compiler_params=fitted(chip, held, "parallel"),
         **options,
     )
@@ -166,7 +171,7 @@ def _kernel(
         Bounds(scratch.start, scratch.stop, edges),
     )
     copies = TileCopies(
-        tuple(x.at[row, :, head] for x in (keys, values)),
+        tuple(x.at[row, head] for x in (keys, values)),
         (scratch.keys, scratch.values),
         scratch.semaphores,
     )

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import ring
 from kernels.backend import IMPLEMENTATIONS
 from tests.cases import (
     BFLOAT16_RATIO,
@@ -18,6 +17,8 @@ from tests.cases import (
     solve,
 )
 from tests.rings import one_device_ring, solve_on_ring
+
+pytestmark = pytest.mark.usefixtures("hops_in_a_loop")
 
 IS_SIMULATED = jax.default_backend() == "cpu"
 # Interpreted, a step takes a second or more: these are few, the others are slow tests.
@@ -42,12 +43,6 @@ def each_case(implementation: str):
     marks = [pytest.mark.slow, pytest.mark.timeout(3600)] if IS_SIMULATED else []
     marked = [pytest.param(case, marks=marks) for case in slow]
     return pytest.mark.parametrize("case", [*quick, *marked], ids=lambda it: it.name)
-
-
-@pytest.fixture(autouse=True)
-def hops_in_a_loop(monkeypatch):
-    """Every copy of an interpreted step takes seconds to compile."""
-    monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
 
 
 @each_case("triton")

@@ -42,12 +42,6 @@ def covering_cases():
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
-@pytest.fixture
-def hops_in_a_loop(monkeypatch):
-    """Every copy of a step takes long to compile."""
-    monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
-
-
 @pytest.mark.usefixtures("hops_in_a_loop")
 @pytest.mark.parametrize("case, implementation", list(covering_cases()))
 def test_ring_in_float32_matches_one_device_in_float64(case, implementation):
@@ -101,12 +95,19 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name
             assert error <= 1.1 * table[1][name] + 1e-6, (name, table)
 
 
-@pytest.mark.parametrize("layout_name", ["striped", "zigzag"])
-def test_ring_as_a_loop_equals_the_unrolled_ring(layout_name, monkeypatch):
-    case = Case(4, layout_name, "documents", 4, 93, 16)
+@pytest.mark.parametrize(
+    "layout_name, ring_size, hops_a_turn",
+    [("zigzag", 4, 1), ("striped", 7, ring.HOPS_A_TURN)],
+)
+def test_ring_as_a_loop_equals_the_unrolled_ring(
+    layout_name, ring_size, hops_a_turn, monkeypatch
+):
+    """And so does one with a hop left over after its last turn."""
+    case = Case(ring_size, layout_name, "documents", 4, 93, 16)
     problem = Problem.of(case)
     unrolled = solve_on_ring(case, problem, blockwise, jnp.float32)
     monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
+    monkeypatch.setattr(ring, "HOPS_A_TURN", hops_a_turn)
     compiled_ring.cache_clear()
     looped = solve_on_ring(case, problem, blockwise, jnp.float32)
     compiled_ring.cache_clear()

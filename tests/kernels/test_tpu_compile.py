@@ -5,16 +5,25 @@ and memory suit it, and in which order the schedule starts, computes and waits.
 """
 
 import functools
+import math
+import re
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding
 
 from kernels import pallas_tpu
-from tools.ring_layers import layers_gradient
+from tools.ring_layers import (
+    HEAD_DIM,
+    HEADS,
+    SHARDED,
+    layers_gradient,
+    striped_attention,
+)
 from tools.schedule import TRANSFER, Program
 from tools.topology import compile_for, described
 from training.chips import compiler_options
@@ -22,6 +31,8 @@ from training.torus import ring_along
 
 CHIPS = "v4", "v5e", "v5p", "v6e"
 LENGTHS = 1024, 4096, 32768, 131072
+TOKENS = 2048
+"""Of a device: two tiles, so that heads first is another order than tokens first."""
 
 
 def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16):
@@ -64,6 +75,17 @@ def backward(q, k, v, d_out, lse, delta, start, stop, dq):
     return pallas_tpu.backward(*operands, scale=0.1, dq=dq)
 
 
+def copies_of_shards(program: str, size: int) -> list[int]:
+    """How often each computation with kernels copies an array of that many numbers."""
+    found = []
+    for computation in re.split(r"\n(?=%|ENTRY)", program):
+        shapes = re.findall(r"\[([\d,]+)\]\S* (?:copy|transpose)\(", computation)
+        sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+        if 'custom_call_target="tpu_custom_call"' in computation:
+            found.append(sizes.count(size))
+    return found
+
+
 @functools.cache
 def compiled_layers(chip: str, ring_size: int, length: int, dtype: jnp.dtype) -> str:
     """Gradients of two scanned layers that save what the ring gives."""
@@ -98,17 +120,43 @@ def slow(chip):
 @pytest.mark.parametrize("chip", [slow("v3"), "v4", "v5e", slow("v5p"), "v6e"])
 def test_every_transfer_hides_behind_the_kernel_of_its_hop(chip):
     """And the layer's backward does not run the forward ring again."""
-    assert_transfers_are_hidden(compiled_layers(chip, 4, 1024, jnp.bfloat16), 4)
+    assert_transfers_are_hidden(compiled_layers(chip, 4, TOKENS, jnp.bfloat16), 4)
 
 
 @pytest.mark.parametrize("chip", [slow("v4"), "v5e"])
 def test_transfers_of_a_ring_in_a_loop_are_hidden(chip):
     """On v5e only if the ring goes from neighbour to neighbour."""
-    program = Program.parse(compiled_layers(chip, 32, 1024, jnp.bfloat16), 32)
+    program = Program.parse(compiled_layers(chip, 32, TOKENS, jnp.bfloat16), 32)
     layers = 2
     transfers = [c for c in program.collectives() if c.kind == TRANSFER]
     assert sum(t.times for t in transfers) == layers * (31 * 2 + 31 * 2 + 32 * 2)
     assert sum(t.times for t in transfers if not t.is_hidden) == layers * 2
+
+
+@pytest.mark.parametrize("ring_size", [4, 32])
+def test_hops_copy_no_shard(ring_size):
+    """Neither reordered for the kernel, nor out of the way of what arrives."""
+    program = compiled_layers("v5e", ring_size, TOKENS, jnp.bfloat16)
+    copies = copies_of_shards(program, TOKENS * HEADS * HEAD_DIM)
+    assert len(copies) >= 2 and not any(copies), copies
+
+
+def test_keys_in_another_order_are_reordered_once():
+    """As RoPE leaves them: q, k, v, and what comes out."""
+    mesh = Mesh(ring_along(np.array(described("v5e", 4)[:4]), 0), ("ring",))
+    attend = striped_attention(mesh, pallas_tpu, TOKENS)
+    tokens_last = Layout(major_to_minor=(0, 2, 3, 1))
+
+    def attend_to_tokens_last(*operands):
+        return attend(*(with_layout_constraint(x, tokens_last) for x in operands))
+
+    x = jax.ShapeDtypeStruct(
+        (1, 4 * TOKENS, HEADS, HEAD_DIM),
+        jnp.bfloat16,
+        sharding=NamedSharding(mesh, SHARDED),
+    )
+    program = compile_for(mesh, jax.jit(attend_to_tokens_last), x, x, x).as_text()
+    assert copies_of_shards(program, TOKENS * HEADS * HEAD_DIM) == [4]
 
 
 @pytest.mark.slow
