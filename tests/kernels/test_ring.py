@@ -32,12 +32,13 @@ from tests.rings import compiled_ring, ring_mesh, solve_on_ring
 def covering_cases():
     """Each case for each implementation.
 
-    Slow: long ones but of "blockwise", and "pallas_tpu" in rings of more than 4.
+    Slow: long ones, but of "blockwise" in rings of 4 and more, and "pallas_tpu" there.
     """
     for case in COVERING:
         for name in "reference", "blockwise", "pallas_tpu":
-            is_slow = name != "blockwise" and case.length > 1000
-            is_slow |= name == "pallas_tpu" and case.ring_size > 4
+            is_short_ring = case.ring_size < 4
+            is_slow = case.length > 1000 and (name != "blockwise" or is_short_ring)
+            is_slow |= name == "pallas_tpu" and not is_short_ring
             marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
