@@ -23,6 +23,7 @@ from jax.experimental import layout as memory_layout
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels.backend import Backend, check_name, choose
+from kernels.device import device_kind
 from kernels.layout import Layout, check_length, order
 from kernels.masks import Mask, Visible
 from kernels.operands import check_operands, checked_bounds
@@ -33,6 +34,9 @@ UNROLLED_HOPS = 16
 
 HOPS_A_TURN = 2
 """Of that loop: keys take turns in two buffers, and are not copied back into one."""
+
+LANES = 128
+"""What a TPU's memory pads the last dimension of arrays to."""
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -87,8 +91,9 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, lo, hi):
-    k, v = _heads_first(k), _heads_first(v)
-    out, lse = _forward_hops(ring, q, (k, v), Visible(lo, hi))
+    rows, *kv = (_as_read(x) for x in (q, k, v))
+    out, lse = _forward_hops(ring, rows, tuple(kv), Visible(lo, hi))
+    out = out[..., : q.shape[-1]]
     # Named here, where the backward's residuals are made, so that a remat policy can
     # keep these two and the ring need not run again (names outside have no effect).
     out = checkpoint_name(out.astype(q.dtype), "attention_out")
@@ -101,10 +106,9 @@ def _attend_backward(ring, residuals, cotangents):
     d_out, d_lse = cotangents
     # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
     delta = product("bthd,bthd->bht", out, d_out) - d_lse
-    rows = q, d_out, lse, delta
-    k, v = _heads_first(k), _heads_first(v)
-    gradients = _backward_hops(ring, rows, (k, v), Visible(lo, hi))
-    return *(x.astype(q.dtype) for x in gradients), None, None
+    rows = _as_read(q), _as_read(d_out), lse, delta
+    gradients = _backward_hops(ring, rows, (_as_read(k), _as_read(v)), Visible(lo, hi))
+    return *(x[..., : q.shape[-1]].astype(q.dtype) for x in gradients), None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -170,15 +174,18 @@ def _backward_hops(
     return dq, dk, dv
 
 
-def _heads_first(x: jax.Array) -> jax.Array:
-    """The same (B, L, K, D), on a TPU in memory as (B, K, L, D).
+def _as_read(x: jax.Array) -> jax.Array:
+    """(B, L, H, D) as a TPU's kernels read it: in memory (B, H, L, D), in whole lanes.
 
-    So the kernel reads keys and values. Brought into this order before they travel,
-    they arrive in it; XLA left alone may send another, and reorder them in every hop.
+    D is padded to a multiple of 128, which it takes in a TPU's memory anyway. What
+    travels like this arrives like this; else it would be brought into order and padded
+    in every hop. Elsewhere nothing is done.
     """
-    order = memory_layout.Layout(major_to_minor=(0, 2, 1, 3))
-    reordered = functools.partial(memory_layout.with_layout_constraint, layouts=order)
-    return lax.platform_dependent(x, tpu=reordered, default=lambda x: x)
+    if not device_kind().startswith("TPU"):
+        return x
+    x = jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[-1] % LANES),))
+    heads_first = memory_layout.Layout(major_to_minor=(0, 2, 1, 3))
+    return memory_layout.with_layout_constraint(x, heads_first)
 
 
 def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:

@@ -76,10 +76,10 @@ def backward(q, k, v, d_out, lse, delta, start, stop, dq):
 
 
 def copies_of_shards(program: str, size: int) -> list[int]:
-    """How often each computation with kernels copies an array of that many numbers."""
+    """How often each computation with kernels copies or pads to so many numbers."""
     found = []
     for computation in re.split(r"\n(?=%|ENTRY)", program):
-        shapes = re.findall(r"\[([\d,]+)\]\S* (?:copy|transpose)\(", computation)
+        shapes = re.findall(r"\[([\d,]+)\]\S* (?:copy|transpose|pad)\(", computation)
         sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
         if 'custom_call_target="tpu_custom_call"' in computation:
             found.append(sizes.count(size))
@@ -141,8 +141,9 @@ def test_hops_copy_no_shard(ring_size):
     assert len(copies) >= 2 and not any(copies), copies
 
 
-def test_keys_in_another_order_are_reordered_once():
-    """As RoPE leaves them: q, k, v, and what comes out."""
+@pytest.mark.parametrize("head_dim", [128, 100])
+def test_keys_in_another_order_are_reordered_once(head_dim):
+    """As RoPE leaves them, and padded to whole lanes: q, k, v, and what comes out."""
     mesh = Mesh(ring_along(np.array(described("v5e", 4)[:4]), 0), ("ring",))
     attend = striped_attention(mesh, pallas_tpu, TOKENS)
     tokens_last = Layout(major_to_minor=(0, 2, 3, 1))
@@ -151,12 +152,13 @@ def test_keys_in_another_order_are_reordered_once():
         return attend(*(with_layout_constraint(x, tokens_last) for x in operands))
 
     x = jax.ShapeDtypeStruct(
-        (1, 4 * TOKENS, HEADS, HEAD_DIM),
+        (1, 4 * TOKENS, HEADS, head_dim),
         jnp.bfloat16,
         sharding=NamedSharding(mesh, SHARDED),
     )
     program = compile_for(mesh, jax.jit(attend_to_tokens_last), x, x, x).as_text()
-    assert copies_of_shards(program, TOKENS * HEADS * HEAD_DIM) == [4]
+    [copies] = copies_of_shards(program, TOKENS * HEADS * 128)
+    assert copies <= 4
 
 
 @pytest.mark.slow
