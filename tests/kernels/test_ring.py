@@ -32,13 +32,14 @@ from tests.rings import compiled_ring, ring_mesh, solve_on_ring
 def covering_cases():
     """Each case for each implementation.
 
-    Slow: long ones, but of "blockwise" in rings of 4 and more, and "pallas_tpu" there.
+    Slow: long ones, but of "blockwise" in rings of 4 and more, and "pallas_tpu" in
+    rings of more than 2.
     """
     for case in COVERING:
         for name in "reference", "blockwise", "pallas_tpu":
             is_short_ring = case.ring_size < 4
             is_slow = case.length > 1000 and (name != "blockwise" or is_short_ring)
-            is_slow |= name == "pallas_tpu" and not is_short_ring
+            is_slow |= name == "pallas_tpu" and case.ring_size > 2
             marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
@@ -75,7 +76,9 @@ def test_every_ring_matches_one_device_in_float64(group, length, head_dim):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("layout_name", ["contiguous", "striped"])
+@pytest.mark.parametrize(
+    "layout_name", [pytest.param("contiguous", marks=pytest.mark.slow), "striped"]
+)
 def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name):
     """Sums in float32 between the hops: the error does not grow with the ring."""
     case = Case(1, layout_name, "causal", 4, 512, 64, heads=4)

@@ -53,7 +53,9 @@ def stand_in(directory: Path, fault: str = "") -> Path:
     return path
 
 
-@pytest.mark.parametrize("mask", ["causal", "documents"])
+@pytest.mark.parametrize(
+    "mask", ["causal", pytest.param("documents", marks=pytest.mark.slow)]
+)
 def test_layouts_and_the_original_have_a_row_each(
     mask: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
