@@ -91,8 +91,8 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, lo, hi):
-    rows, *kv = (_as_read(x) for x in (q, k, v))
-    out, lse = _forward_hops(ring, rows, tuple(kv), Visible(lo, hi))
+    kv = _as_read(k), _as_read(v)
+    out, lse = _forward_hops(ring, _as_read(q), kv, Visible(lo, hi))
     out = out[..., : q.shape[-1]]
     # Named here, where the backward's residuals are made, so that a remat policy can
     # keep these two and the ring need not run again (names outside have no effect).
