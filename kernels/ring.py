@@ -74,6 +74,19 @@ class Ring:
         neighbours = [(d, (d + 1) % self.size) for d in range(self.size)]
         return lax.ppermute(arrays, self.axis_name, neighbours)
 
+    def as_read(self, x: jax.Array) -> jax.Array:
+        """(B, L, H, D) as a TPU's kernels read it: in memory (B, H, L, D), whole lanes.
+
+        D is padded to a multiple of 128, which it takes in a TPU's memory anyway. What
+        travels like this arrives like this; else it would be brought into order and
+        padded in every hop. Elsewhere, and where nothing travels, x stays as it is.
+        """
+        if self.size == 1 or not device_kind().startswith("TPU"):
+            return x
+        x = jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[-1] % LANES),))
+        heads_first = memory_layout.Layout(major_to_minor=(0, 2, 1, 3))
+        return memory_layout.with_layout_constraint(x, heads_first)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
@@ -91,8 +104,8 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, lo, hi):
-    kv = _as_read(k), _as_read(v)
-    out, lse = _forward_hops(ring, _as_read(q), kv, Visible(lo, hi))
+    kv = ring.as_read(k), ring.as_read(v)
+    out, lse = _forward_hops(ring, ring.as_read(q), kv, Visible(lo, hi))
     out = out[..., : q.shape[-1]]
     # Named here, where the backward's residuals are made, so that a remat policy can
     # keep these two and the ring need not run again (names outside have no effect).
@@ -106,8 +119,9 @@ def _attend_backward(ring, residuals, cotangents):
     d_out, d_lse = cotangents
     # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
     delta = product("bthd,bthd->bht", out, d_out) - d_lse
-    rows = _as_read(q), _as_read(d_out), lse, delta
-    gradients = _backward_hops(ring, rows, (_as_read(k), _as_read(v)), Visible(lo, hi))
+    rows = ring.as_read(q), ring.as_read(d_out), lse, delta
+    kv = ring.as_read(k), ring.as_read(v)
+    gradients = _backward_hops(ring, rows, kv, Visible(lo, hi))
     return *(x[..., : q.shape[-1]].astype(q.dtype) for x in gradients), None, None
 
 
@@ -172,20 +186,6 @@ def _backward_hops(
     gathered, dq, share = lax.optimization_barrier((gathered, dq, share))
     dk, dv = ring.rotate(_add(gathered, share))  # the one hop that nothing hides
     return dq, dk, dv
-
-
-def _as_read(x: jax.Array) -> jax.Array:
-    """(B, L, H, D) as a TPU's kernels read it: in memory (B, H, L, D), in whole lanes.
-
-    D is padded to a multiple of 128, which it takes in a TPU's memory anyway. What
-    travels like this arrives like this; else it would be brought into order and padded
-    in every hop. Elsewhere nothing is done.
-    """
-    if not device_kind().startswith("TPU"):
-        return x
-    x = jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[-1] % LANES),))
-    heads_first = memory_layout.Layout(major_to_minor=(0, 2, 1, 3))
-    return memory_layout.with_layout_constraint(x, heads_first)
 
 
 def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:

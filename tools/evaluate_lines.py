@@ -45,7 +45,8 @@ from tools.generate import find_tokenizer
 from tools.generation import generator, restored_parameters
 from tools.line_scores import Generated, forced
 from tools.line_table import Cell, Scorer, table
-from tools.plot_lines import write_heat_maps
+from tools.picture import write_picture
+from tools.plot_lines import heat_maps
 
 
 def draw_cells(
@@ -208,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.output.with_suffix(".json"),
                 [make_row(row, environment) for row in results],
             )
-            write_heat_maps(options.output.with_suffix(".png"), results)
+            write_picture(options.output.with_suffix(".png"), heat_maps(results))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

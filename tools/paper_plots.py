@@ -6,6 +6,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tools.picture import write_picture
+
 INK, GREY = "#1b2733", "#5c6b7a"
 PAPER, OURS, OFFLOADED = "#b9c4cf", "#2a70ab", "#0d3f6e"
 SHADES = ("#7fb0d6", "#2a70ab", "#0d3f6e", "#c2571a")
@@ -19,9 +21,7 @@ def draw(found: dict[str, Any], folder: Path) -> None:
         "striped_speed_up": striped_speed_up(found["speed_ups"]),
     }
     for name, figure in pictures.items():
-        part = folder / f"{name}.png.part"
-        figure.savefig(part, format="png", dpi=160)
-        part.replace(part.with_suffix(""))
+        write_picture(folder / f"{name}.png", figure)
 
 
 def longest_contexts(rows: list[dict[str, Any]]) -> Figure:

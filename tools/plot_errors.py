@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 
 from tests.cases import Case, Problem, solve
 from tools.bench_rows import Environment, make_row, read_rows, write_rows
+from tools.picture import write_picture
 from tools.ring_variant import Variant, compile_variant
 
 RINGS = (1, 2, 4, 8)
@@ -148,9 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (chosen.output / "cpu").mkdir(parents=True, exist_ok=True)
         if not chosen.rows:
             write_rows(chosen.output / "cpu" / "error_by_ring.json", rows)
-        part = chosen.output / "error_by_ring.png.part"
-        figure.savefig(part, format="png", dpi=160)
-        part.replace(part.with_suffix(""))
+        write_picture(chosen.output / "error_by_ring.png", figure)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tools.evaluate_exorl import interval
+from tools.picture import write_picture
 
 INK, GREY = "#1b2733", "#5c6b7a"
 COLOURS = ["#0d3f6e", "#c8562b", "#3d8a5f", "#8a5fa8", "#b08a2e", "#7fb0d6", "#7a2e3a"]
@@ -90,11 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         tasks = read(chosen.results)
-        figure = Figure(figsize=(5.2 * len(tasks), 5), layout="constrained", dpi=150)
+        figure = Figure(figsize=(5.2 * len(tasks), 5), layout="constrained")
         panels = np.atleast_1d(figure.subplots(1, len(tasks)))
         for axes, (task, runs) in zip(panels, tasks.items(), strict=True):
             draw(axes, task, runs)
-        figure.savefig(chosen.output)
+        write_picture(chosen.output, figure)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

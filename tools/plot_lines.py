@@ -19,6 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from tools.picture import write_picture
+
 INK = "#1b2733"
 SHADES = LinearSegmentedColormap.from_list(
     "accuracy", ["#b5483a", "#f0c987", "#e8efe2", "#7fb0d6", "#0d3f6e"]
@@ -62,13 +64,6 @@ def _draw(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def write_heat_maps(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes a PNG, under a temporary name until it is complete."""
-    part = path.with_name(path.name + ".part")
-    heat_maps(rows).savefig(part, format="png", dpi=160)
-    part.replace(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit status, 0 or 1."""
     parser = argparse.ArgumentParser(
@@ -80,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         rows = [row for path in chosen.rows for row in json.loads(path.read_text())]
-        write_heat_maps(chosen.output, rows)
+        write_picture(chosen.output, heat_maps(rows))
     except (ValueError, OSError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

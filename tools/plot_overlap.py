@@ -27,6 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kernels import pallas_tpu
+from tools.picture import write_picture
 from tools.ring_layers import layers_gradient
 from tools.schedule import TRANSFER, Program
 from tools.topology import compile_for, described
@@ -192,9 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         figure = draw(found, title)
         chosen.output.mkdir(parents=True, exist_ok=True)
-        part = chosen.output / "overlap.png.part"
-        figure.savefig(part, format="png", dpi=160)
-        part.replace(part.with_suffix(""))
+        write_picture(chosen.output / "overlap.png", figure)
     except (ValueError, ModuleNotFoundError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 from tools.bench_rows import read_rows
 from tools.peers import PEERS
+from tools.picture import write_picture
 
 INK, GREY = "#1b2733", "#5c6b7a"
 OURS, PEER = "#0d3f6e", "#c2571a"
@@ -161,9 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _arguments(arguments)
     try:
         figure = draw([row for path in chosen.rows for row in read_rows(path)])
-        part = chosen.output.with_name(chosen.output.name + ".part")
-        figure.savefig(part, format="png", dpi=160)
-        part.replace(chosen.output)
+        write_picture(chosen.output, figure)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from kernels.block_sizes import BlockSizes
 from kernels.layout import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import Mask, Visible, causal
+from tools.picture import write_picture
 from tools.ring_work import balanced_tiles, critical_path, tiles_per_hop
 
 LAYOUTS: dict[str, Layout] = {
@@ -193,11 +194,10 @@ def _write(
         },
     }
     folder.mkdir(parents=True, exist_ok=True)
-    text, picture = folder / "work_per_hop.json.part", folder / "work_per_hop.png.part"
+    text = folder / "work_per_hop.json.part"
     text.write_text(json.dumps(numbers) + "\n", encoding="utf-8")
-    draw(work, ideal, tiles_per_shard).savefig(picture, format="png", dpi=200)
-    for part in (text, picture):
-        part.replace(part.with_suffix(""))
+    write_picture(folder / "work_per_hop.png", draw(work, ideal, tiles_per_shard))
+    text.replace(text.with_suffix(""))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

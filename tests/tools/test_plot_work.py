@@ -10,6 +10,7 @@ import pytest
 from kernels.layout import Contiguous, Striped, Zigzag
 from kernels.masks import causal, full, window
 from tools import plot_work
+from tools.picture import DOTS_PER_INCH
 from tools.plot_work import main, work_per_hop
 from tools.ring_work import critical_path
 
@@ -62,7 +63,7 @@ def test_program_draws_the_counts_and_writes_them_down(tmp_path, capsys):
         for name, numbers in written["layouts"].items()
     } == {"contiguous": (228, 528), "striped": (144, 576), "zigzag": (132, 528)}
     picture = matplotlib.image.imread(folder / "work_per_hop.png")
-    assert picture.shape[1] == 1800
+    assert picture.shape[1] == 9 * DOTS_PER_INCH
     assert sorted(path.name for path in folder.iterdir()) == [
         "work_per_hop.json",
         "work_per_hop.png",
