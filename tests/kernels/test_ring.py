@@ -149,6 +149,19 @@ def test_ring_over_part_of_a_mesh_matches_one_device():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "kind, ring_size, padded",
+    [("TPU v4", 4, 128), ("TPU v4", 1, 100), ("TPU v3", 4, 100), ("cpu", 4, 100)],
+)
+def test_heads_are_padded_where_they_travel_between_tpus(
+    kind, ring_size, padded, monkeypatch
+):
+    monkeypatch.setattr(ring, "device_kind", lambda: kind)
+    this_ring = ring.Ring("ring", ring_size, layout.Striped(), 1.0, blockwise)
+    read = jax.eval_shape(this_ring.as_read, jnp.ones((1, 8, 2, 100)))
+    assert read.shape == (1, 8, 2, padded)
+
+
 def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch):
     """Padded to whole lanes and heads first, where they are neither."""
     case = Case(4, "striped", "documents", 2, 93, 100, heads=2)

@@ -158,7 +158,7 @@ def test_keys_in_another_order_are_reordered_once(head_dim):
     )
     program = compile_for(mesh, jax.jit(attend_to_tokens_last), x, x, x).as_text()
     [copies] = copies_of_shards(program, TOKENS * HEADS * 128)
-    assert copies <= 4
+    assert 0 < copies <= 4
 
 
 @pytest.mark.slow
