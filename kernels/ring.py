@@ -3,7 +3,8 @@
 Every device keeps its queries; keys and values travel from neighbour to neighbour, one
 hop at a time, behind the attention to those that are there already (Ring Attention,
 2310.01889). Backward, dq stays, and dk and dv travel after their keys and values, one
-hop behind, so that their transfer hides behind the next hop's work too.
+hop behind, so that their transfer hides behind the next hop's work too; some of the
+work at home is kept for the last.
 
 What a query sees of a visiting shard is an interval of the shard's slots, counted by
 the layout: neither this file nor the kernels know layouts or masks. A ring of one
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import layout as memory_layout
@@ -159,9 +161,10 @@ def _backward_hops(
     q, d_out, lse, delta = fixed
     length = kv[0].shape[1]
 
-    def compute(hop, kv, dq):
-        source = (ring.shard() - hop) % ring.size
-        bounds = ring.slots(source, visible, length)
+    def bounds(hop):
+        return ring.slots((ring.shard() - hop) % ring.size, visible, length)
+
+    def compute(bounds, kv, dq):
         dq, dk, dv = ring.backend.backward(
             q, *kv, d_out, lse, delta, *bounds, scale=ring.scale, dq=dq
         )
@@ -170,7 +173,7 @@ def _backward_hops(
     def hop_and_rotate(hop, kv, dq, gathered):
         # What has been gathered for these keys follows them, one hop behind.
         arriving, gathered = ring.rotate(kv), ring.rotate(gathered)
-        dq, share = compute(hop, kv, dq)
+        dq, share = compute(bounds(hop), kv, dq)
         arriving, gathered, dq, share = lax.optimization_barrier(
             (arriving, gathered, dq, share)
         )
@@ -178,18 +181,34 @@ def _backward_hops(
 
     dq = jnp.zeros(q.shape, lse.dtype)
     if ring.size == 1:
-        dq, (dk, dv) = compute(0, kv, dq)
+        dq, (dk, dv) = compute(bounds(0), kv, dq)
         return dq, dk, dv
+    # Keys at home are attended to by halves: before they leave, so that this hides the
+    # first transfer, and when what was gathered comes home, which hides the last.
+    early, late = halves(bounds(0), length)
     arriving = ring.rotate(kv)
-    dq, share = compute(0, kv, dq)
+    dq, share = compute(early, kv, dq)
     state = lax.optimization_barrier((arriving, dq, share))
-    state = _loop(1, ring.size - 1, hop_and_rotate, state)
-    kv, dq, gathered = state
+    visiting, dq, gathered = _loop(1, ring.size - 1, hop_and_rotate, state)
     gathered = ring.rotate(gathered)
-    dq, share = compute(ring.size - 1, kv, dq)
+    dq, share = compute(bounds(ring.size - 1), visiting, dq)
     gathered, dq, share = lax.optimization_barrier((gathered, dq, share))
-    dk, dv = ring.rotate(_add(gathered, share))  # the one hop that nothing hides
-    return dq, dk, dv
+    gathered = ring.rotate(_add(gathered, share))
+    dq, share = compute(late, kv, dq)
+    gathered, dq, share = lax.optimization_barrier((gathered, dq, share))
+    return dq, *_add(gathered, share)
+
+
+def halves(bounds: Pair, length: int) -> tuple[Pair, Pair]:
+    """The intervals of the first half of the queries, and those of the second.
+
+    bounds: (B, L) each, within [0, length]. The other half sees nothing, from the end
+    of the keys, or before their beginning: bounds do not decrease along the queries.
+    """
+    first = np.arange(bounds[0].shape[1]) < bounds[0].shape[1] // 2
+    early = tuple(jnp.where(first, bound, length) for bound in bounds)
+    late = tuple(jnp.where(first, 0, bound) for bound in bounds)
+    return early, late
 
 
 def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:

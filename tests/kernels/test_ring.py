@@ -174,6 +174,19 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch):
     assert max(as_read.errors(as_they_are).values()) < 1e-6
 
 
+@pytest.mark.parametrize("queries", [1, 2, 7])
+def test_halves_of_the_queries_see_what_all_of_them_see(queries):
+    bounds = np.sort(np.random.default_rng().integers(0, 6, (2, 3, queries)), axis=2)
+    bounds[1] = np.maximum(*bounds)
+    early, late = (np.array(half) for half in ring.halves(tuple(bounds), length=5))
+    middle = queries // 2
+    np.testing.assert_array_equal(early[..., :middle], bounds[..., :middle])
+    np.testing.assert_array_equal(late[..., middle:], bounds[..., middle:])
+    for half, sees_nothing in (early, slice(middle, None)), (late, slice(middle)):
+        assert (half[0] == half[1])[:, sees_nothing].all()
+        assert (np.diff(half) >= 0).all()
+
+
 GLOBAL_AXES = ("data", "fsdp", "ring", "tensor")
 
 
