@@ -37,9 +37,6 @@ UNROLLED_HOPS = 16
 HOPS_A_TURN = 2
 """Of that loop: keys take turns in two buffers, and are not copied back into one."""
 
-EARLIEST = "TPU v2", "TPU v3"
-"""Kernels read rows twice as wide there, and two hops a turn start transfers late."""
-
 LANES = 128
 """What a TPU's memory pads the last dimension of arrays to."""
 
@@ -86,8 +83,7 @@ class Ring:
         travels like this arrives like this; else it would be brought into order and
         padded in every hop. Elsewhere, and where nothing travels, x stays as it is.
         """
-        kind = device_kind()
-        if self.size == 1 or not kind.startswith("TPU") or kind in EARLIEST:
+        if self.size == 1 or not device_kind().startswith("TPU"):
             return x
         x = jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[-1] % LANES),))
         heads_first = memory_layout.Layout(major_to_minor=(0, 2, 1, 3))
@@ -218,9 +214,8 @@ def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
             state = body(hop, *state)
         return state
     hops = jnp.arange(first, end, dtype=jnp.int32)
-    unroll = 1 if device_kind() in EARLIEST else HOPS_A_TURN
     return lax.scan(
-        lambda state, hop: (body(hop, *state), None), state, hops, unroll=unroll
+        lambda state, hop: (body(hop, *state), None), state, hops, unroll=HOPS_A_TURN
     )[0]
 
 

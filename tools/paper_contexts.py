@@ -70,7 +70,7 @@ TARGETS = (
     Target("7b", "v4:8x8x8", 8192),
     Target("13b", "v4:8x8x8", 4096),
     Target("30b", "v4:8x8x8", 2048),
-    Target("3b", "v5e:16x16", 4096, parts=8),
+    Target("3b", "v5e:16x16", 4096, parts=16),
     Target("7b", "v5e:16x16", 2048),
 )
 

@@ -151,7 +151,7 @@ def test_ring_over_part_of_a_mesh_matches_one_device():
 
 @pytest.mark.parametrize(
     "kind, ring_size, padded",
-    [("TPU v4", 4, 128), ("TPU v4", 1, 100), ("TPU v3", 4, 100), ("cpu", 4, 100)],
+    [("TPU v4", 4, 128), ("TPU v4", 1, 100), ("cpu", 4, 100)],
 )
 def test_heads_are_padded_where_they_travel_between_tpus(
     kind, ring_size, padded, monkeypatch

@@ -299,3 +299,14 @@ def test_the_7b_step_fits_a_v4_pod_with_all_hops_hidden(real_kernels):
     assert plan.transfers.hidden == rings * (511 * (2 + 2 + 2) + 512 * 2)
     assert plan.transfers.exposed == 0
     assert 0.5 < plan.estimate.mfu < 0.67
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small(real_kernels):
+    settings = ["data.context_tokens=8388608", "remat=nothing", "attention_parts=4"]
+    flags = [f"--config.{setting}" for setting in settings]
+    config = read_config(["--config=configs/tpuv4_7b.py", *flags])
+    plan = Plan.of(Step.of(config, described_pod("v3:16x16")))
+    assert plan.memory.peak < 9 * 2**30
+    assert plan.transfers.hidden > 0 and plan.transfers.exposed == 0
