@@ -174,12 +174,13 @@ def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(
     np.testing.assert_allclose(losses, undisturbed.losses(MIDDLE), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "mesh"),
     [
         (2, {"mesh__fsdp": 1, "mesh__ring": 2}),
-        pytest.param(4, {"mesh__fsdp": 1, "mesh__ring": 4}, marks=pytest.mark.slow),
-        pytest.param(4, {"mesh__fsdp": 2, "mesh__ring": 2}, marks=pytest.mark.slow),
+        (4, {"mesh__fsdp": 1, "mesh__ring": 4}),
+        (4, {"mesh__fsdp": 2, "mesh__ring": 2}),
     ],
 )
 def test_fewer_devices_go_on_where_eight_stopped(
@@ -246,6 +247,7 @@ def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed: Run) -> None
     assert logged == pytest.approx(loss / weight, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_give_the_same_losses(undisturbed: Run, new_run: Run) -> None:
     new_run.train(train__microbatches=2, train__validation_batches=0)
     np.testing.assert_allclose(new_run.losses(), undisturbed.losses(), rtol=1e-5)

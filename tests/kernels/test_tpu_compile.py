@@ -117,7 +117,7 @@ def slow(chip):
     return pytest.param(chip, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("chip", [slow("v3"), "v4", "v5e", slow("v5p"), slow("v6e")])
+@pytest.mark.parametrize("chip", ["v5e", *map(slow, ("v3", "v4", "v5p", "v6e"))])
 def test_every_transfer_hides_behind_the_kernel_of_its_hop(chip):
     """And the layer's backward does not run the forward ring again."""
     assert_transfers_are_hidden(compiled_layers(chip, 4, TOKENS, jnp.bfloat16), 4)

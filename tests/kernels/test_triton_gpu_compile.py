@@ -160,7 +160,7 @@ def test_transfers_of_a_ring_hide_behind_its_kernels():
     sharding = NamedSharding(mesh, SHARDED)
     q, k = (array(1, 4096, heads, 128, sharding=sharding) for heads in (4, 2))
     program = compile_for(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
-    # Forward, then backward with dk and dv one hop behind, whose last transfer nothing
-    # hides. Its first one XLA does not repeat: forward has made the same.
-    hops = "sFd" * 3 + "F", "KQ" + "sKQd" * 3 + "sd"
+    # Forward, then backward with dk and dv one hop behind, and queries at home in two
+    # halves. Its first transfer XLA does not repeat: forward has made the same.
+    hops = "sFd" * 3 + "F", "KQ" + "sKQd" * 4
     assert schedule(program.as_text()) == "".join(hops)

@@ -276,7 +276,7 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
     assert not re.search(r" all-to-all(-start)?\(", program)
 
 
-@pytest.mark.parametrize("remat", ["nothing", "attention"])
+@pytest.mark.parametrize("remat", ["nothing", pytest.param("attention", marks=slow)])
 def test_heads_in_parts_give_the_same_and_never_are_all_there(remat):
     """Every part has a share of each device's heads."""
     heads = {"model__num_heads": 8, "model__num_kv_heads": 4}
