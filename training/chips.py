@@ -96,10 +96,15 @@ def compiler_options(device_kind: str) -> dict[str, str]:
     transfers only when they are waited for. It thinks of more than there will be (7B on
     v3 left half of the memory), so it is given a tenth more than there is. v3 starts
     none ahead unless it is told so.
+
+    That of GPUs has one collective under way at a time unless told otherwise, and hides
+    the next gathers of parameters behind attention in place of the ring's transfers.
     """
     options = {}
     if device_kind.startswith("TPU"):
         options["xla_tpu_scheduler_percent_shared_memory_limit"] = "110"
     if device_kind == "TPU v3":
         options["xla_enable_async_collective_permute"] = "true"
+    if device_kind.startswith("NVIDIA"):
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "16"
     return options

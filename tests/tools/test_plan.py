@@ -310,3 +310,14 @@ def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small(real_kernel
     plan = Plan.of(Step.of(config, described_pod("v3:16x16")))
     assert plan.memory.peak < 9 * 2**30
     assert plan.transfers.hidden > 0 and plan.transfers.exposed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_gathers_do_not_take_the_place_of_a_gpu_rings_transfers(real_kernels):
+    """With shards so large that XLA sends keys and values apart."""
+    flags = ["--config=configs/h200_1b.py", "--config.mesh.ring=4"]
+    plan = Plan.of(Step.of(read_config(flags), described_pod("h200:1x1x4")))
+    hops, layers = 3, plan.transfers.kernels // (4 + 5)
+    assert plan.transfers.hidden == layers * (4 * hops + 2 * 4)
+    assert plan.transfers.exposed == 0
