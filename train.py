@@ -219,13 +219,15 @@ def _compile(
     train_step = assemble.train_step(config, loss_sum, optimizer, state, count)
     train_step = train_step.lower(state, task.batch_like).compile()
     evaluate = make_evaluate_step(task.held_out.loss_sum, task.held_out.count)
-    evaluate = jax.jit(evaluate, out_shardings=whole)
+    options = chips.compiler_options(whole.mesh.devices.flat[0].device_kind)
+    evaluate = jax.jit(evaluate, out_shardings=whole, compiler_options=options)
     if task.validation:
         evaluate = evaluate.lower(state.params, task.batch_like).compile()
     if not config.guard.replay:
         return Programs(train_step, evaluate, None)
     replay = make_replay(loss_sum, microbatches=config.train.microbatches, count=count)
-    return Programs(train_step, evaluate, jax.jit(replay, out_shardings=whole))
+    replay = jax.jit(replay, out_shardings=whole, compiler_options=options)
+    return Programs(train_step, evaluate, replay)
 
 
 def _writer(

@@ -21,6 +21,7 @@ from models.cache import EMPTY, Cache, empty_cache
 from models.decode import Generator
 from models.llama import Llama
 from models.sampling import Sampling, row_keys, sample
+from training.chips import compiler_options
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
 
@@ -64,7 +65,12 @@ def generator(
     shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
     cache = cache_shardings(partition, shape)
     whole = NamedSharding(mesh, PartitionSpec())
-    results = cache, whole, whole
+    compile_program = functools.partial(
+        jax.jit,
+        out_shardings=(cache, whole, whole),
+        donate_argnums=1,
+        compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
+    )
 
     def place(x: np.ndarray) -> jax.Array:
         sharding = partition.sharding(("batch", "sequence"), x.shape)
@@ -74,8 +80,8 @@ def generator(
         empty=jax.jit(
             functools.partial(empty_cache, shape, dtype, ring), out_shardings=cache
         ),
-        prefill=jax.jit(prefill, out_shardings=results, donate_argnums=1),
-        step=jax.jit(step, out_shardings=results, donate_argnums=1),
+        prefill=compile_program(prefill),
+        step=compile_program(step),
         place=place,
         order=lambda length: order(layout, ring, length),
         divisor=layout.divisor(ring),

@@ -18,6 +18,7 @@ from kernels.layout import Layout
 from kernels.ring import Ring, attend
 from tests.cases import LAYOUTS, Answer, Case, Problem
 from tools import unskipped_ring
+from training.chips import compiler_options
 
 UNSKIPPED = "unskipped"
 """The implementation that is a baseline only: see `unskipped_ring`."""
@@ -151,7 +152,8 @@ def compile_variant(variant: Variant, problem: Problem, mesh: Mesh) -> Program:
             in_specs=(tokens_second,) * 6,
             out_specs=(tokens_second, tokens_third, *(tokens_second,) * 3),
             check_vma=False,
-        )
+        ),
+        compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
     )
     arrays = (problem.q, problem.k, problem.v, problem.d_out)
     arrays = [x.astype(variant.dtype) for x in arrays]
