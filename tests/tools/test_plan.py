@@ -316,8 +316,7 @@ def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small(real_kernel
 @pytest.mark.timeout(600)
 def test_gathers_do_not_take_the_place_of_a_gpu_rings_transfers(real_kernels):
     """With shards so large that XLA sends keys and values apart."""
-    flags = ["--config=configs/h200_1b.py", "--config.mesh.ring=4"]
-    plan = Plan.of(Step.of(read_config(flags), described_pod("h200:1x1x4")))
-    hops, layers = 3, plan.transfers.kernels // (4 + 5)
-    assert plan.transfers.hidden == layers * (4 * hops + 2 * 4)
+    config = read_config(["--config=configs/h200_1b.py", "--config.mesh.ring=4"])
+    plan = Plan.of(Step.of(config, described_pod("h200:1x1x4")))
+    assert plan.transfers.hidden == config.model.num_layers * (4 * 3 + 2 * 4)
     assert plan.transfers.exposed == 0
