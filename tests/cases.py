@@ -191,7 +191,13 @@ def solve(problem: Problem, dtype: jnp.dtype) -> Answer:
         np.concatenate(parts, -2) for parts in zip(*heads, strict=True)
     )
     shared = (*problem.k.shape[:2], kv_heads, group, problem.k.shape[3])
-    return Answer(out, lse, dq, dk.reshape(shared).sum(3), dv.reshape(shared).sum(3))
+    # Rounded once, after the sum over the group, as an answer in this type is.
+    with jax.enable_x64(dtype == jnp.float64):
+        dk, dv = (
+            np.asarray(jnp.asarray(x.reshape(shared).sum(3), dtype), np.float64)
+            for x in (dk, dv)
+        )
+    return Answer(out, lse, dq, dk, dv)
 
 
 def _solve_head(problem: Problem, head: int, kv_head: int, dtype: jnp.dtype) -> list:
@@ -222,4 +228,4 @@ def _reference_head(q, k, v, d_out, d_lse, start, stop):
         scale=scale,
         dq=jnp.zeros(q.shape, lse.dtype),
     )
-    return out, lse, *(x.astype(q.dtype) for x in (dq, dk, dv))
+    return out, lse, dq.astype(q.dtype), dk, dv
