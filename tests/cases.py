@@ -113,7 +113,7 @@ def _covering(grid: dict[str, tuple]) -> tuple[Case, ...]:
 def _with_few_heads(row: tuple) -> Case:
     """Heads enough to tell apart: long cases compute for seconds a head."""
     case = Case(*row)
-    heads = max(2, case.group) if case.length > 1000 else case.heads
+    heads = max(2, case.group) if case.length > 100 else case.heads
     return dataclasses.replace(case, heads=heads)
 
 
