@@ -152,7 +152,7 @@ class Attention(nnx.Module):
         partition, embed = self.partition, weight.shape[-1]
 
         def local(out: jax.Array, weight: jax.Array) -> jax.Array:
-            whole = partition.gather(weight, 2, embed).astype(out.dtype)
+            whole = partition.gather(weight, 2, embed, out.dtype).astype(out.dtype)
             y = jnp.einsum("bthd,hde->bte", partition.vary(out), whole)
             return partition.total(y, ("heads",))
 
@@ -164,7 +164,7 @@ class Attention(nnx.Module):
         partition, embed = self.partition, x.shape[-1]
 
         def local(x: jax.Array, weight: jax.Array) -> jax.Array:
-            whole = partition.gather(weight, 0, embed).astype(x.dtype)
+            whole = partition.gather(weight, 0, embed, x.dtype).astype(x.dtype)
             return jnp.einsum("bte,ehd->bthd", partition.vary(x), whole)
 
         result = ("batch", "sequence", heads, None)
@@ -211,8 +211,8 @@ class FeedForward(nnx.Module):
         def local(
             x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
         ) -> jax.Array:
-            gate, up = (partition.gather(w, 0, embed) for w in (gate, up))
-            down = partition.gather(down, 1, embed)
+            gate, up = (partition.gather(w, 0, embed, x.dtype) for w in (gate, up))
+            down = partition.gather(down, 1, embed, x.dtype)
             tokens = partition.vary(x).reshape(-1, embed)
 
             def swiglu(tokens: jax.Array) -> jax.Array:
@@ -359,9 +359,10 @@ class Llama(Decoder):
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embeddings of the tokens, (B, T, E) in the compute type."""
         partition, embed = self.partition, self.config.hidden_size
+        dtype = self.execution.compute_dtype
 
         def local(tokens: jax.Array, table: jax.Array) -> jax.Array:
-            whole = partition.gather(table, 1, embed)
+            whole = partition.gather(table, 1, embed, dtype)
             # The vocabulary may be sharded: each shard gives the tokens that it has.
             place = partition.vary(tokens)
             place -= partition.shard_number("vocab") * whole.shape[0]
@@ -373,7 +374,7 @@ class Llama(Decoder):
         rows = partition.over_shards(local, names, RESIDUAL)(
             tokens, self.embedding[...]
         )
-        return rows.astype(self.execution.compute_dtype)
+        return rows.astype(dtype)
 
 
 def parameter_axes(model: nnx.Module) -> dict:

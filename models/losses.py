@@ -84,7 +84,7 @@ def _local_losses(
     Arguments as in `cross_entropy_by_position`, but only what a device holds of them.
     """
     size = hidden.shape[-1]
-    head = partition.gather(head, 0, size)
+    head = partition.gather(head, 0, size, hidden.dtype)
     hidden = partition.vary(hidden).reshape(-1, size)
     first = partition.shard_number("vocab") * head.shape[1]
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 
 Axes = tuple[str | None, ...]
 
@@ -19,7 +20,9 @@ class Partition(Protocol):
         self, function: Callable, names: Sequence[Axes], result_names: Axes
     ) -> Callable: ...
 
-    def gather(self, shard: jax.Array, axis: int, size: int) -> jax.Array: ...
+    def gather(
+        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
+    ) -> jax.Array: ...
 
     def vary(self, x: jax.Array) -> jax.Array: ...
 

@@ -8,11 +8,13 @@ not by 512), it is two axes of the mesh, and `ring_outer` counts the copies.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from training.slices import lay_out
@@ -199,17 +201,22 @@ class Partition:
 
         return call
 
-    def gather(self, shard: jax.Array, axis: int, size: int) -> jax.Array:
+    def gather(
+        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
+    ) -> jax.Array:
         """Inside `over_shards`: a parameter's shard, made whole along its embed axis.
 
+        It travels in `dtype`, in which it is used, and is returned in its own type: the
+        gradients of all uses add up in that. They are summed over devices and scattered
+        back once, in that type too.
+
         axis: number of the axis named "embed"; size: its length in the whole array.
-        The gradient is summed and scattered back, once.
         """
         axes = self.mesh_axes("embed", size)
         # Varied first: gradients are scattered, and then only shards of them summed
         # over the mesh axes that hold copies.
         shard = self.vary(shard)
-        return jax.lax.all_gather(shard, axes, axis=axis, tiled=True) if axes else shard
+        return _gather(shard, axes, axis, dtype) if axes else shard
 
     def vary(self, x: jax.Array) -> jax.Array:
         """Inside `over_shards`: `x` as a value that may differ between all devices.
@@ -271,7 +278,9 @@ class StationaryPartition(Partition):
 
         return call
 
-    def gather(self, shard: jax.Array, axis: int, size: int) -> jax.Array:
+    def gather(
+        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
+    ) -> jax.Array:
         return shard
 
     def vary(self, x: jax.Array) -> jax.Array:
@@ -284,7 +293,28 @@ class StationaryPartition(Partition):
         return x
 
     def shard_number(self, name: str) -> jax.Array:
-        return jax.numpy.zeros((), jax.numpy.int32)
+        return jnp.zeros((), jnp.int32)
 
     def shards(self, axes: tuple[str, ...] | str) -> int:
         return 1 if isinstance(axes, str) else super().shards(axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(
+    shard: jax.Array, axes: tuple[str, ...], axis: int, dtype: jnp.dtype
+) -> jax.Array:
+    """Shards of mesh axes side by side, rounded to `dtype` before they travel."""
+    whole = jax.lax.all_gather(shard.astype(dtype), axes, axis=axis, tiled=True)
+    return whole.astype(shard.dtype)
+
+
+def _gather_forward(shard, axes, axis, dtype):
+    return _gather(shard, axes, axis, dtype), None
+
+
+def _scatter_gradient(axes, axis, dtype, _, gradient):
+    """Not rounded, unlike the gradient of the conversion to `dtype`."""
+    return (jax.lax.psum_scatter(gradient, axes, scatter_dimension=axis, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _scatter_gradient)
