@@ -314,9 +314,13 @@ def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small(real_kernel
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_gathers_do_not_take_the_place_of_a_gpu_rings_transfers(real_kernels):
+def test_a_step_on_gpus_hides_its_ring_and_gathers_parameters_in_bfloat16(real_kernels):
     """With shards so large that XLA sends keys and values apart."""
     config = read_config(["--config=configs/h200_1b.py", "--config.mesh.ring=4"])
     plan = Plan.of(Step.of(config, described_pod("h200:1x1x4")))
     assert plan.transfers.hidden == config.model.num_layers * (4 * 3 + 2 * 4)
     assert plan.transfers.exposed == 0
+    # Once a pass, of which each device sends three quarters.
+    (gathered,) = (c.bytes_sent for c in plan.collectives if c.name == "all-gather")
+    whole = 4 * plan.memory.parameters // 2
+    assert gathered <= 2 * whole * 3 / 4
