@@ -20,7 +20,7 @@ from kernels.hopper import HopperBlocks, Launch
 from kernels.merge import Partial
 from tests.cases import BFLOAT16_RATIO, QUICK
 from tests.simulated_hopper import RACES, run_without_wait
-from tests.simulated_tpu import Step, StepCase
+from tests.steps import Step, StepCase
 
 SMALL = HopperBlocks(64, 2)
 """Blocks of which short problems have several."""
@@ -112,18 +112,8 @@ def test_step_is_as_exact_as_the_reference_and_races_with_nothing(name, capfd):
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 @pytest.mark.parametrize("bound_rows", [1, 2])
 def test_step_of_any_shape_equals_the_reference(bound_rows, head_dim, group, capfd):
-    rng = np.random.default_rng()
-    queries, keys = (int(2 ** rng.uniform(low, 9)) for low in (0, 6))
-    case = StepCase(
-        queries,
-        keys,
-        group,
-        head_dim,
-        bound_rows=bound_rows,
-        has_carry=bool(rng.integers(2)),
-        scale=rng.choice((-1, 1)) * head_dim**-0.5,
-    )
-    assert_true(case, None, rng.choice((jnp.bfloat16, jnp.float16)))
+    case = StepCase.of_any_length(512, group, head_dim, bound_rows)
+    assert_true(case, None, np.random.default_rng().choice(hopper.TYPES))
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 

@@ -18,14 +18,13 @@ from kernels.block_sizes import BlockSizes
 from kernels.masks import Visible
 from kernels.pallas_tpu import Launch
 from kernels.tpu_backward import STREAMED
-from tests.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, Answer
-from tests.simulated_tpu import (
-    CHIP,
-    SMALL_VMEM,
-    SimulatedTpu,
+from tests.cases import FLOAT32_TOLERANCE, Answer
+from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu
+from tests.steps import (
     Step,
     StepCase,
     answer,
+    assert_true,
     compiled,
     compiled_backward,
     run,
@@ -52,47 +51,28 @@ def on_chip(version: pltpu.ChipVersion) -> SimulatedTpu:
     return SimulatedTpu(Launch(chip, interpret=True))
 
 
-def assert_true_to_float32(case: StepCase, backend: Backend) -> None:
-    step = case.draw()
-    results = compiled(backend, case.scale, case.sizes)(step.astype(jnp.float32))
-    assert {x.dtype for x in results} == {np.dtype(np.float32)}
-    errors = answer(results, step).errors(truth(case, step))
-    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
-
-
-def assert_true_to_bfloat16(case: StepCase, backend: Backend) -> None:
-    step = case.draw(jnp.bfloat16)
-    results = compiled(backend, case.scale, case.sizes)(step.astype(jnp.bfloat16))
-    assert {x.dtype for x in results} == {np.dtype(np.float32)}
-    exact = truth(case, step)
-    errors = answer(results, step).errors(exact)
-    allowed = truth(case, step, jnp.bfloat16).errors(exact)
-    for name, error in errors.items():
-        assert error <= BFLOAT16_RATIO * allowed[name] + 1e-6, (name, errors, allowed)
-
-
 @pytest.mark.parametrize("name", FLOAT32_CASES)
 def test_step_in_float32_equals_the_reference_in_float64(name):
-    assert_true_to_float32(FLOAT32_CASES[name], SimulatedTpu())
+    assert_true(SimulatedTpu(), FLOAT32_CASES[name], jnp.float32)
 
 
 def test_step_in_bfloat16_is_as_exact_as_the_reference_in_bfloat16():
     case = StepCase(200, 500, group=8, head_dim=100, bound_rows=2, has_carry=True)
-    assert_true_to_bfloat16(case, SimulatedTpu())
+    assert_true(SimulatedTpu(), case, jnp.bfloat16)
 
 
 def test_v3_is_as_exact():
     """It multiplies in float32 only, and its rows are padded to 256 numbers."""
     case = StepCase(300, 1100, group=4, batch=1, has_carry=True)
-    assert_true_to_bfloat16(case, on_chip(pltpu.ChipVersion.TPU_V3))
+    assert_true(on_chip(pltpu.ChipVersion.TPU_V3), case, jnp.bfloat16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", list(pltpu.ChipVersion)[1:])
 def test_step_cut_for_any_chip_equals_the_reference(version):
     case = StepCase(1500, 2500, group=2, head_dim=128, bound_rows=2, has_carry=True)
-    assert_true_to_float32(case, on_chip(version))
-    assert_true_to_bfloat16(case, on_chip(version))
+    assert_true(on_chip(version), case, jnp.float32)
+    assert_true(on_chip(version), case, jnp.bfloat16)
 
 
 @pytest.mark.slow
@@ -100,20 +80,9 @@ def test_step_cut_for_any_chip_equals_the_reference(version):
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 @pytest.mark.parametrize("bound_rows", [1, 2])
 def test_step_of_any_shape_equals_the_reference(bound_rows, head_dim, group):
-    rng = np.random.default_rng()
-    # With a handful of keys the reference's weights are exact even in bfloat16.
-    queries, keys = (int(2 ** rng.uniform(low, 10)) for low in (0, 6))
-    case = StepCase(
-        queries,
-        keys,
-        group,
-        head_dim,
-        bound_rows=bound_rows,
-        has_carry=bool(rng.integers(2)),
-        scale=rng.choice((-1, 1)) * head_dim**-0.5,
-    )
-    assert_true_to_float32(case, SimulatedTpu())
-    assert_true_to_bfloat16(case, SimulatedTpu())
+    case = StepCase.of_any_length(1024, group, head_dim, bound_rows)
+    assert_true(SimulatedTpu(), case, jnp.float32)
+    assert_true(SimulatedTpu(), case, jnp.bfloat16)
 
 
 GAPS = StepCase(768, 1200, group=1, batch=1)

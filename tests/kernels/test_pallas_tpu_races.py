@@ -17,17 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.tpu_backward import Streamed
 from kernels.tpu_tile import TileCopies
 from tests.cases import FLOAT32_TOLERANCE, Answer
-from tests.simulated_tpu import (
-    CHIP,
-    SMALL_VMEM,
-    SimulatedTpu,
-    Step,
-    StepCase,
-    answer,
-    compiled,
-    compiled_backward,
-    truth,
-)
+from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu
+from tests.steps import Step, StepCase, answer, compiled, compiled_backward, truth
 
 # Five query tiles and three key tiles of two heads: every buffer is used again.
 FIRST_HOP = StepCase(1280, 768, group=1, kv_heads=2, batch=1)

@@ -13,7 +13,8 @@ from kernels.backend import Backend
 from kernels.merge import Partial
 from kernels.tpu_softmax import SUM_LIMIT
 from tests.cases import QUICK
-from tests.simulated_tpu import SimulatedTpu, Step, StepCase
+from tests.simulated_tpu import SimulatedTpu
+from tests.steps import Step, StepCase
 
 SCALE = 0.25
 TILE, SUB_BLOCKS = 256, 2

@@ -1,0 +1,187 @@
+"""The attention steps that tests give to backends, as rings do, and their judgement."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels import reference
+from kernels.backend import Backend
+from kernels.block_sizes import BlockSizes
+from kernels.merge import Partial
+from kernels.product import accumulator_type
+from tests.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer
+
+
+class Step(NamedTuple):
+    """What one attention step is given, forward and backward: see `reference`."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    d_out: np.ndarray
+    delta: np.ndarray
+    dq: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    carry: Partial | None
+
+    def astype(self, dtype: jnp.dtype) -> "Step":
+        """Operands of products in a type, and sums in the one they are added up in."""
+        wide = accumulator_type(dtype)
+        types = dict.fromkeys(("q", "k", "v", "d_out"), dtype)
+        types |= dict.fromkeys(("delta", "dq"), wide)
+        cast = {name: jnp.asarray(getattr(self, name), types[name]) for name in types}
+        carry = self.carry and tuple(jnp.asarray(x, wide) for x in self.carry)
+        return self._replace(**cast, carry=carry)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """Shapes of an attention step, and how it is asked for.
+
+    group: query heads of a key/value head. bound_rows: 1 if rows share their bounds.
+    has_carry: whether there were other keys before.
+    """
+
+    queries: int
+    keys: int
+    group: int = 2
+    head_dim: int = 64
+    kv_heads: int = 1
+    batch: int = 2
+    bound_rows: int = 1
+    has_carry: bool = False
+    scale: float = 0.2
+    sizes: BlockSizes | None = None
+
+    @classmethod
+    def of_any_length(
+        cls, longest: int, group: int, head_dim: int, bound_rows: int
+    ) -> "StepCase":
+        """Of 1 to `longest` queries and 64 to as many keys.
+
+        With a handful of keys the reference's weights are exact even in bfloat16.
+        """
+        rng = np.random.default_rng()
+        queries, keys = (
+            int(np.exp(rng.uniform(*np.log((low, longest))))) for low in (1, 64)
+        )
+        return cls(
+            queries,
+            keys,
+            group,
+            head_dim,
+            bound_rows=bound_rows,
+            has_carry=bool(rng.integers(2)),
+            scale=rng.choice((-1, 1)) * head_dim**-0.5,
+        )
+
+    def draw(self, dtype: jnp.dtype = jnp.float32) -> Step:
+        """Fresh random numbers, rounded to `dtype`, and the type of their sums."""
+        rng = np.random.default_rng()
+        heads = self.group * self.kv_heads
+
+        def normal(*shape: int, dtype: jnp.dtype = dtype) -> np.ndarray:
+            x = rng.standard_normal((self.batch, *shape))
+            return np.asarray(jnp.asarray(x, dtype)).astype(np.float64)
+
+        q = self.queries, heads, self.head_dim
+        keys = self.keys, self.kv_heads, self.head_dim
+        row = heads, self.queries
+        lse = normal(*row, dtype=jnp.float32)
+        lse[rng.random(lse.shape) < 0.3] = -np.inf
+        seen = np.isfinite(lse).swapaxes(1, 2)[..., None]
+        carry = np.where(seen, normal(*q, dtype=jnp.float32), 0), lse
+        return Step(
+            q=normal(*q),
+            k=normal(*keys),
+            v=normal(*keys),
+            d_out=normal(*q),
+            delta=normal(*row, dtype=jnp.float32),
+            dq=normal(*q, dtype=jnp.float32),
+            **self._bounds(rng),
+            carry=carry if self.has_carry else None,
+        )
+
+    def _bounds(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """In the first row wide intervals that see nothing first, then any at all."""
+        bounds = self.bound_rows, self.queries
+        start = rng.integers(0, self.keys + 1, bounds)
+        stop = rng.integers(0, self.keys + 1, bounds)
+        start[0] = rng.integers(-self.keys, self.keys // 2 + 1, self.queries)
+        stop[0] = rng.integers(-self.keys // 8, 2 * self.keys, self.queries)
+        start, stop = (
+            np.sort(x).clip(0, self.keys).astype(np.int32) for x in (start, stop)
+        )
+        return {"start": start, "stop": stop}
+
+
+def run(
+    backend: Backend, scale: float, sizes: BlockSizes | None, step: Step
+) -> tuple[jax.Array, ...]:
+    """(out, lse, dq, dk, dv) of a step, the gradients those for its own lse."""
+    q, k, v, d_out, delta, dq, start, stop, carry = step
+    how = {"scale": scale, "block_sizes": sizes}
+    out, lse = backend.forward(q, k, v, start, stop, carry=carry, **how)
+    given = q, k, v, d_out, lse, delta, start, stop
+    return out, lse, *backend.backward(*given, dq=dq, **how)
+
+
+def run_backward(backend: Backend, scale: float, step: Step) -> tuple[jax.Array, ...]:
+    """(dq, dk, dv) as if the whole result had an lse of 0."""
+    q, k, v, d_out, delta, dq, start, stop, _ = step
+    given = q, k, v, d_out, jnp.zeros_like(delta), delta, start, stop
+    return backend.backward(*given, scale=scale, dq=dq)
+
+
+def compiled(
+    backend: Backend, scale: float, sizes: BlockSizes | None = None
+) -> Callable[[Step], tuple[jax.Array, ...]]:
+    """`run` as a program of its own, compiled quickly."""
+    program = functools.partial(run, backend, scale, sizes)
+    return jax.jit(program, compiler_options=QUICK)
+
+
+def compiled_backward(
+    backend: Backend, scale: float
+) -> Callable[[Step], tuple[jax.Array, ...]]:
+    """`run_backward` as a program of its own, compiled quickly."""
+    program = functools.partial(run_backward, backend, scale)
+    return jax.jit(program, compiler_options=QUICK)
+
+
+def answer(results: tuple[jax.Array, ...], step: Step) -> Answer:
+    """Results to judge: of dq, the share that the step added."""
+    out, lse, dq, dk, dv = (np.asarray(x, np.float64) for x in results)
+    return Answer(out, lse, dq - step.dq, dk, dv)
+
+
+@functools.cache
+def _reference(scale: float) -> Callable[[Step], tuple[jax.Array, ...]]:
+    return compiled(reference, scale)
+
+
+def truth(case: StepCase, step: Step, dtype: jnp.dtype = jnp.float64) -> Answer:
+    """What the reference answers, in float64 or a narrower type."""
+    with jax.enable_x64(dtype == jnp.float64):
+        return answer(_reference(case.scale)(step.astype(dtype)), step)
+
+
+def assert_true(backend: Backend, case: StepCase, dtype: jnp.dtype) -> None:
+    """Float32 to a tolerance; narrower types as the reference in the same."""
+    step = case.draw(dtype)
+    results = compiled(backend, case.scale, case.sizes)(step.astype(dtype))
+    assert {x.dtype for x in results} == {np.dtype(np.float32)}
+    exact = truth(case, step)
+    errors = answer(results, step).errors(exact)
+    allowed = dict.fromkeys(errors, FLOAT32_TOLERANCE)
+    if dtype != jnp.float32:
+        same_type = truth(case, step, dtype).errors(exact)
+        allowed = {x: BFLOAT16_RATIO * same_type[x] + 1e-6 for x in errors}
+    for name, error in errors.items():
+        assert error <= allowed[name], (name, errors, allowed)
