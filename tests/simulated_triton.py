@@ -27,6 +27,9 @@ SMALL_BLOCKS = KernelBlocks(
     TritonBlocks(32, 16, 4, 2), TritonBlocks(16, 32, 4, 2), TritonBlocks(16, 64, 4, 2)
 )
 
+LARGE_BLOCKS = KernelBlocks(*[TritonBlocks(128, 128, 4, 2)] * 3)
+"""Each program is interpreted in Python: these have few, for long problems."""
+
 POINTERS = {
     np.dtype(ml_dtypes.bfloat16): tl.bfloat16,
     np.dtype(np.float16): tl.float16,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels.backend import IMPLEMENTATIONS
+from kernels.triton_gpu import Launch
 from tests.cases import (
     BFLOAT16_RATIO,
     COVERING,
@@ -19,6 +20,7 @@ from tests.cases import (
     solve,
 )
 from tests.rings import one_device_ring, solve_on_ring
+from tests.simulated_triton import LARGE_BLOCKS, SimulatedGpu, interpreted_call
 
 pytestmark = pytest.mark.usefixtures("hops_in_a_loop")
 
@@ -48,6 +50,8 @@ def each_case(implementation: str):
 def test_ring_of_triton_in_float32_matches_one_device_in_float64(case: Case):
     problem = Problem.of(case)
     backend = IMPLEMENTATIONS["triton"]
+    if IS_SIMULATED and case.length > 1000:
+        backend = SimulatedGpu(Launch(80, LARGE_BLOCKS, interpreted_call))
     answer = solve_on_ring(case, problem, backend, jnp.float32, one_device_ring)
     errors = answer.errors(solve(problem, jnp.float64))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
