@@ -19,71 +19,32 @@ from jax.experimental.pallas import triton as gpu
 from kernels.block_sizes import BlockSizes
 from kernels.merge import Partial
 from kernels.tiles import TileRanges, key_ranges, query_ranges
+from kernels.triton_blocks import (
+    KernelBlocks,
+    TritonBlocks,
+    chosen_blocks,
+    padded_depth,
+)
 
 LOG2_E = math.log2(math.e)
 TYPES = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 @dataclass(frozen=True)
-class TritonBlocks:
-    """How a Triton kernel cuts its work.
+class Rows:
+    """The rows of arrays (B, length, heads, depth), in tiles of so many.
 
-    block_q, block_k: query rows and key slots of a tile, powers of 2 from 16 on.
-    warps: that compute a tile, of 32 threads.
-    stages: tiles that are in shared memory or on their way to it.
+    depth: of results; operands are padded to `block_d` numbers.
     """
 
-    block_q: int
-    block_k: int
-    warps: int
-    stages: int
+    length: int
+    heads: int
+    depth: int
+    tile: int
 
-
-@dataclass(frozen=True)
-class KernelBlocks:
-    """Those of each of the three kernels."""
-
-    forward: TritonBlocks
-    backward_keys: TritonBlocks
-    backward_queries: TritonBlocks
-
-
-def _blocks(*cuts: tuple[int, int, int, int]) -> KernelBlocks:
-    return KernelBlocks(*(TritonBlocks(*cut) for cut in cuts))
-
-
-# By the padded head size. Among what triton 3.8.0 compiles without spilling registers,
-# for any shape, the tiles that reuse most; no GPU has timed them. All but the last are
-# for 16-bit numbers, with 163, 99 and (Hopper, Blackwell) 227 KiB of shared memory.
-# float32 is exact, so it does without tensor cores, and fits everywhere.
-AMPERE = {
-    64: _blocks((128, 64, 4, 3), (32, 128, 8, 3), (128, 64, 8, 3)),
-    128: _blocks((128, 64, 8, 3), (64, 64, 8, 2), (128, 32, 8, 3)),
-    256: _blocks((64, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
-}
-
-ADA = {
-    64: _blocks((128, 64, 8, 3), (32, 128, 8, 3), (128, 64, 8, 2)),
-    128: _blocks((128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2)),
-    256: _blocks((64, 32, 8, 2), (16, 64, 8, 2), (64, 16, 8, 2)),
-}
-
-HOPPER = {
-    64: _blocks((128, 128, 8, 3), (64, 128, 8, 2), (128, 128, 8, 2)),
-    128: _blocks((128, 128, 8, 2), (32, 128, 8, 2), (128, 64, 8, 2)),
-    256: _blocks((64, 64, 8, 2), (64, 32, 8, 1), (64, 32, 8, 2)),
-}
-
-BLACKWELL = HOPPER | {
-    64: _blocks((128, 128, 8, 3), (64, 64, 8, 2), (128, 128, 8, 2)),
-    128: _blocks((128, 64, 8, 3), (64, 64, 8, 1), (128, 64, 8, 2)),
-}
-
-FLOAT32 = {
-    64: _blocks((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
-    128: _blocks((16, 16, 8, 1), (16, 32, 8, 2), (32, 16, 8, 2)),
-    256: _blocks((16, 16, 8, 2), (16, 16, 8, 1), (32, 16, 8, 2)),
-}
+    @property
+    def block_d(self) -> int:
+        return padded_depth(self.depth)
 
 
 @dataclass(frozen=True)
@@ -110,7 +71,15 @@ class Sizes:
 
     @property
     def block_d(self) -> int:
-        return _padded(self.depth)
+        return padded_depth(self.depth)
+
+    @property
+    def query_rows(self) -> Rows:
+        return Rows(self.queries, self.heads, self.depth, self.block_q)
+
+    @property
+    def key_rows(self) -> Rows:
+        return Rows(self.keys, self.kv_heads, self.depth, self.block_k)
 
     @property
     def group(self) -> int:
@@ -123,11 +92,6 @@ class Sizes:
     @property
     def key_tiles(self) -> int:
         return -(-self.keys // self.block_k)
-
-
-def _padded(depth: int) -> int:
-    """The power of 2 that a row of so many numbers is padded to."""
-    return max(16, 1 << (depth - 1).bit_length())
 
 
 def triton_call(
@@ -218,8 +182,8 @@ def forward(
         jax-triton.
     """
     capability = _checked_capability(launch.capability, q)
-    blocks = launch.blocks or _chosen_blocks(capability, q)
-    blocks = _asked(blocks.forward, block_sizes)
+    blocks = launch.blocks or chosen_blocks(capability, q)
+    blocks = blocks.forward.with_tiles(block_sizes)
     if scale < 0:
         # The kernel takes the maximum before it scales.
         q = -q
@@ -264,11 +228,11 @@ def backward(
     block_sizes, launch: as in `forward`, and so is what is raised.
     """
     capability = _checked_capability(launch.capability, q)
-    blocks = launch.blocks or _chosen_blocks(capability, q)
+    blocks = launch.blocks or chosen_blocks(capability, q)
     bounds = _stacked(start, stop)
     operands = *_widened(q, k, v, d_out), lse, delta, bounds
 
-    blocks_of_keys = _asked(blocks.backward_keys, block_sizes)
+    blocks_of_keys = blocks.backward_keys.with_tiles(block_sizes)
     sizes = _measured(q, k, start, scale, scale * LOG2_E, blocks_of_keys)
     ranges = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
     ranges = _with_whole_tiles(ranges, sizes.queries // sizes.block_q)
@@ -284,7 +248,7 @@ def backward(
         capability=capability,
     )
 
-    blocks_of_queries = _asked(blocks.backward_queries, block_sizes)
+    blocks_of_queries = blocks.backward_queries.with_tiles(block_sizes)
     sizes = _measured(q, k, start, scale, scale * LOG2_E, blocks_of_queries)
     ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
     (dq,) = launch.run(
@@ -306,7 +270,7 @@ def _checked_capability(capability: int | None, q: jax.Array) -> int:
             f"triton computes in bfloat16, float16 or float32, got {q.dtype}: cast "
             "q, k and v"
         )
-    if _padded(q.shape[-1]) > 256:
+    if padded_depth(q.shape[-1]) > 256:
         raise NotImplementedError(
             f"triton has kernels for heads of up to 256 numbers, got {q.shape=}: "
             "use implementation='blockwise'"
@@ -329,30 +293,6 @@ def _device_capability() -> int:
             "triton needs an NVIDIA GPU, or a mesh that describes one: name "
             "another implementation, or none"
         ) from error
-
-
-def _chosen_blocks(capability: int, q: jax.Array) -> KernelBlocks:
-    """The table's choice for this chip, or for the one most like it."""
-    if q.dtype == jnp.float32:
-        table = FLOAT32
-    elif capability in (86, 89) or capability >= 120:  # for desktops: little memory
-        table = ADA
-    elif capability >= 100:
-        table = BLACKWELL
-    else:
-        table = HOPPER if capability >= 90 else AMPERE
-    return table[max(64, _padded(q.shape[-1]))]
-
-
-def _asked(blocks: TritonBlocks, sizes: BlockSizes | None) -> TritonBlocks:
-    """The same with the tiles that are asked for, if any."""
-    if sizes is None:
-        return blocks
-    if any(size < 16 or size & (size - 1) for size in (sizes.block_q, sizes.block_k)):
-        raise ValueError(
-            f"{sizes}: Triton's tiles are powers of 2 of at least 16 rows and keys"
-        )
-    return TritonBlocks(sizes.block_q, sizes.block_k, blocks.warps, blocks.stages)
 
 
 def _measured(
@@ -383,7 +323,7 @@ def _measured(
 def _widened(*operands: jax.Array) -> Iterator[jax.Array]:
     """Rows padded with zeros to the power of 2 that a tile has."""
     for x in operands:
-        more = _padded(x.shape[-1]) - x.shape[-1]
+        more = padded_depth(x.shape[-1]) - x.shape[-1]
         yield jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more)))
 
 

@@ -14,7 +14,8 @@ numbers, those of float32 results are not. Beside them:
 
   bounds: int32 (2, M, T), start and stop of M rows, 1 or B.
   ranges: int32 (4, M, tiles), the tiles across for each tile, as in `tiles`.
-  sizes: `triton_gpu.Sizes`, all constants of the problem and its tiles.
+  sizes: `triton_gpu.Sizes`, all constants of the problem and its tiles. What it says of
+    rows has a name before it is passed on, or triton 3.6 takes it for no constant.
 """
 
 import triton
@@ -32,20 +33,21 @@ def forward(
 
     carry_out, carry_lse: read if `sizes.has_carry`.
     """
+    query_rows: tl.constexpr = sizes.query_rows
+    key_rows: tl.constexpr = sizes.key_rows
     batch, head, tile = query_place(sizes)
     kv_head = head // sizes.group
     first = tile * sizes.block_q
-    q_i = load_queries(q, batch, head, first, True, sizes)
+    q_i = load_tile(q, batch, head, first, True, query_rows)
     start, stop = load_bounds(bounds, batch, first, sizes)
     begin, full_begin, full_end, end = load_ranges(
         ranges, batch, tile, sizes.query_tiles, sizes
     )
-    places, inside = query_results(batch, head, first, sizes)
     if sizes.has_carry:
         # A result over other keys is the state in which they left the softmax.
         m = load_numbers(carry_lse, batch, head, first, float("-inf"), sizes) * LOG2_E
         l = tl.where(m == float("-inf"), 0.0, 1.0)
-        acc = tl.load(carry_out + places, mask=inside, other=0.0)
+        acc = load_result(carry_out, batch, head, first, query_rows)
     else:
         m = tl.full((sizes.block_q,), float("-inf"), tl.float32)
         l = tl.full((sizes.block_q,), 0.0, tl.float32)
@@ -53,17 +55,18 @@ def forward(
     full = full_end - full_begin
     for n in range(begin, end - full):
         first_key = (n + tl.where(n < full_begin, 0, full)) * sizes.block_k
-        k_j = load_keys(k, batch, kv_head, first_key, True, sizes)
-        v_j = load_keys(v, batch, kv_head, first_key, True, sizes)
+        k_j = load_tile(k, batch, kv_head, first_key, True, key_rows)
+        v_j = load_tile(v, batch, kv_head, first_key, True, key_rows)
         seen = sees(start, stop, first_key, sizes)
         m, l, acc = attend(m, l, acc, q_i, k_j, v_j, seen, True, sizes)
     for j in range(full_begin, full_end):
-        k_j = load_keys(k, batch, kv_head, j * sizes.block_k, False, sizes)
-        v_j = load_keys(v, batch, kv_head, j * sizes.block_k, False, sizes)
+        k_j = load_tile(k, batch, kv_head, j * sizes.block_k, False, key_rows)
+        v_j = load_tile(v, batch, kv_head, j * sizes.block_k, False, key_rows)
         m, l, acc = attend(m, l, acc, q_i, k_j, v_j, None, False, sizes)
     has_seen = l != 0  # also where it is nan, which must show
     l = tl.where(has_seen, l, 1.0)
-    tl.store(out + places, acc / l[:, None], mask=inside)
+    out_i = acc / l[:, None]
+    store_result(out, out_i, batch, head, first, query_rows)
     lse_i = tl.where(has_seen, (m + tl.log2(l)) * LN_2, float("-inf"))
     store_numbers(lse, lse_i, batch, head, first, sizes)
 
@@ -95,13 +98,15 @@ def backward_keys(
     q, k, v, d_out, lse, delta, bounds, ranges, dk, dv, sizes: tl.constexpr
 ):
     """dk and dv of one key tile of one key/value head, the heaviest (causal) first."""
+    query_rows: tl.constexpr = sizes.query_rows
+    key_rows: tl.constexpr = sizes.key_rows
     place = tl.program_id(0)
     tile = place % sizes.key_tiles
     kv_head = place // sizes.key_tiles % sizes.kv_heads
     batch = place // (sizes.key_tiles * sizes.kv_heads)
     first_key = tile * sizes.block_k
-    k_j = load_keys(k, batch, kv_head, first_key, True, sizes)
-    v_j = load_keys(v, batch, kv_head, first_key, True, sizes)
+    k_j = load_tile(k, batch, kv_head, first_key, True, key_rows)
+    v_j = load_tile(v, batch, kv_head, first_key, True, key_rows)
     begin, full_begin, full_end, end = load_ranges(
         ranges, batch, tile, sizes.key_tiles, sizes
     )
@@ -111,8 +116,8 @@ def backward_keys(
     for head in range(kv_head * sizes.group, (kv_head + 1) * sizes.group):
         for n in range(begin, end - full):
             first = (n + tl.where(n < full_begin, 0, full)) * sizes.block_q
-            q_i = load_queries(q, batch, head, first, True, sizes)
-            d_out_i = load_queries(d_out, batch, head, first, True, sizes)
+            q_i = load_tile(q, batch, head, first, True, query_rows)
+            d_out_i = load_tile(d_out, batch, head, first, True, query_rows)
             # Rows after the end have no weight, as exp(-inf) is 0.
             lse_i = load_numbers(lse, batch, head, first, float("inf"), sizes)
             delta_i = load_numbers(delta, batch, head, first, 0.0, sizes)
@@ -123,16 +128,16 @@ def backward_keys(
             )
         for i in range(full_begin, full_end):
             first = i * sizes.block_q
-            q_i = load_queries(q, batch, head, first, False, sizes)
-            d_out_i = load_queries(d_out, batch, head, first, False, sizes)
+            q_i = load_tile(q, batch, head, first, False, query_rows)
+            d_out_i = load_tile(d_out, batch, head, first, False, query_rows)
             lse_i = load_numbers(lse, batch, head, first, None, sizes)
             delta_i = load_numbers(delta, batch, head, first, None, sizes)
             dk_j, dv_j = add_to_keys(
                 dk_j, dv_j, k_j, v_j, q_i, d_out_i, lse_i, delta_i, None, False, sizes
             )
-    places, inside = key_results(batch, kv_head, first_key, sizes)
-    tl.store(dk + places, dk_j * sizes.scale, mask=inside)
-    tl.store(dv + places, dv_j, mask=inside)
+    dk_j *= sizes.scale
+    store_result(dk, dk_j, batch, kv_head, first_key, key_rows)
+    store_result(dv, dv_j, batch, kv_head, first_key, key_rows)
 
 
 @triton.jit
@@ -165,11 +170,13 @@ def backward_queries(
     q, k, v, d_out, lse, delta, bounds, ranges, dq_before, dq, sizes: tl.constexpr
 ):
     """dq of one query tile of one head, the heaviest (causal) first."""
+    query_rows: tl.constexpr = sizes.query_rows
+    key_rows: tl.constexpr = sizes.key_rows
     batch, head, tile = query_place(sizes)
     kv_head = head // sizes.group
     first = tile * sizes.block_q
-    q_i = load_queries(q, batch, head, first, True, sizes)
-    d_out_i = load_queries(d_out, batch, head, first, True, sizes)
+    q_i = load_tile(q, batch, head, first, True, query_rows)
+    d_out_i = load_tile(d_out, batch, head, first, True, query_rows)
     lse_i = load_numbers(lse, batch, head, first, float("inf"), sizes) * LOG2_E
     delta_i = load_numbers(delta, batch, head, first, 0.0, sizes)
     start, stop = load_bounds(bounds, batch, first, sizes)
@@ -180,21 +187,21 @@ def backward_queries(
     full = full_end - full_begin
     for n in range(begin, end - full):
         first_key = (n + tl.where(n < full_begin, 0, full)) * sizes.block_k
-        k_j = load_keys(k, batch, kv_head, first_key, True, sizes)
-        v_j = load_keys(v, batch, kv_head, first_key, True, sizes)
+        k_j = load_tile(k, batch, kv_head, first_key, True, key_rows)
+        v_j = load_tile(v, batch, kv_head, first_key, True, key_rows)
         seen = sees(start, stop, first_key, sizes)
         acc = add_to_queries(
             acc, q_i, d_out_i, lse_i, delta_i, k_j, v_j, seen, True, sizes
         )
     for j in range(full_begin, full_end):
-        k_j = load_keys(k, batch, kv_head, j * sizes.block_k, False, sizes)
-        v_j = load_keys(v, batch, kv_head, j * sizes.block_k, False, sizes)
+        k_j = load_tile(k, batch, kv_head, j * sizes.block_k, False, key_rows)
+        v_j = load_tile(v, batch, kv_head, j * sizes.block_k, False, key_rows)
         acc = add_to_queries(
             acc, q_i, d_out_i, lse_i, delta_i, k_j, v_j, None, False, sizes
         )
-    places, inside = query_results(batch, head, first, sizes)
-    before = tl.load(dq_before + places, mask=inside, other=0.0)
-    tl.store(dq + places, before + acc * sizes.scale, mask=inside)
+    dq_i = load_result(dq_before, batch, head, first, query_rows)
+    dq_i += acc * sizes.scale
+    store_result(dq, dq_i, batch, head, first, query_rows)
 
 
 @triton.jit
@@ -240,62 +247,51 @@ def sees(start, stop, first_key, sizes: tl.constexpr):
 
 
 @triton.jit
-def load_queries(
-    array, batch, head, first, is_partial: tl.constexpr, sizes: tl.constexpr
-):
-    """(block_q, block_d) from row `first` on; zeros after the last if partial."""
-    stride: tl.constexpr = sizes.heads * sizes.block_d
-    row = tl.arange(0, sizes.block_q)
-    column = tl.arange(0, sizes.block_d)
+def load_tile(array, batch, head, first, is_partial: tl.constexpr, rows: tl.constexpr):
+    """(tile, block_d) of an operand; zeros after the last row if partial."""
+    places = tile_places(array, batch, head, first, rows.block_d, rows)
+    if is_partial and rows.length % rows.tile:
+        x = tl.load(places, mask=are_rows(first, rows), other=0.0)
+    else:
+        x = tl.load(places)
+    return x
+
+
+@triton.jit
+def load_result(array, batch, head, first, rows: tl.constexpr):
+    """(tile, block_d) of an array like a result; zeros where it has no numbers."""
+    places = tile_places(array, batch, head, first, rows.depth, rows)
+    return tl.load(places, mask=are_rows(first, rows) & are_columns(rows), other=0.0)
+
+
+@triton.jit
+def store_result(array, x, batch, head, first, rows: tl.constexpr):
+    """The inverse of `load_result`."""
+    places = tile_places(array, batch, head, first, rows.depth, rows)
+    tl.store(places, x, mask=are_rows(first, rows) & are_columns(rows))
+
+
+@triton.jit
+def tile_places(array, batch, head, first, width: tl.constexpr, rows: tl.constexpr):
+    """Pointers (tile, block_d) into an array (B, length, heads, width)."""
+    stride: tl.constexpr = rows.heads * width
+    row = tl.arange(0, rows.tile)[:, None]
+    column = tl.arange(0, rows.block_d)[None, :]
     # Offsets inside a tile fit 32 bits, those of long sequences do not.
-    array += (tl.cast(batch, tl.int64) * sizes.queries + first) * stride
-    places = array + head * sizes.block_d + row[:, None] * stride + column[None, :]
-    if is_partial and sizes.queries % sizes.block_q:
-        inside = (first + row < sizes.queries)[:, None]
-        x = tl.load(places, mask=inside, other=0.0)
-    else:
-        x = tl.load(places)
-    return x
+    array += (tl.cast(batch, tl.int64) * rows.length + first) * stride
+    return array + head * width + row * stride + column
 
 
 @triton.jit
-def load_keys(
-    array, batch, kv_head, first, is_partial: tl.constexpr, sizes: tl.constexpr
-):
-    """(block_k, block_d) from key `first` on; zeros after the last if partial."""
-    stride: tl.constexpr = sizes.kv_heads * sizes.block_d
-    row = tl.arange(0, sizes.block_k)
-    column = tl.arange(0, sizes.block_d)
-    array += (tl.cast(batch, tl.int64) * sizes.keys + first) * stride
-    places = array + kv_head * sizes.block_d + row[:, None] * stride + column[None, :]
-    if is_partial and sizes.keys % sizes.block_k:
-        inside = (first + row < sizes.keys)[:, None]
-        x = tl.load(places, mask=inside, other=0.0)
-    else:
-        x = tl.load(places)
-    return x
+def are_rows(first, rows: tl.constexpr):
+    """(tile, 1), which rows from `first` on there are."""
+    return (first + tl.arange(0, rows.tile) < rows.length)[:, None]
 
 
 @triton.jit
-def query_results(batch, head, first, sizes: tl.constexpr):
-    """Offsets of a query tile in an array of results, and which of them exist."""
-    stride: tl.constexpr = sizes.heads * sizes.depth
-    row = tl.arange(0, sizes.block_q)
-    column = tl.arange(0, sizes.block_d)[None, :]
-    tile = (tl.cast(batch, tl.int64) * sizes.queries + first) * stride
-    places = tile + head * sizes.depth + (row[:, None] * stride + column)
-    return places, (first + row < sizes.queries)[:, None] & (column < sizes.depth)
-
-
-@triton.jit
-def key_results(batch, kv_head, first, sizes: tl.constexpr):
-    """Offsets of a key tile in an array of results, and which of them exist."""
-    stride: tl.constexpr = sizes.kv_heads * sizes.depth
-    row = tl.arange(0, sizes.block_k)
-    column = tl.arange(0, sizes.block_d)[None, :]
-    tile = (tl.cast(batch, tl.int64) * sizes.keys + first) * stride
-    places = tile + kv_head * sizes.depth + (row[:, None] * stride + column)
-    return places, (first + row < sizes.keys)[:, None] & (column < sizes.depth)
+def are_columns(rows: tl.constexpr):
+    """(1, block_d), which columns are not padding."""
+    return (tl.arange(0, rows.block_d) < rows.depth)[None, :]
 
 
 @triton.jit

@@ -20,7 +20,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from kernels import triton_gpu, triton_kernels
-from kernels.triton_gpu import KernelBlocks, Launch, Sizes, TritonBlocks
+from kernels.triton_blocks import KernelBlocks, TritonBlocks
+from kernels.triton_gpu import Launch, Sizes
 
 # Short problems have several tiles.
 SMALL_BLOCKS = KernelBlocks(

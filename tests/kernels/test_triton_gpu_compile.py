@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from kernels import triton_gpu
-from kernels.triton_gpu import KernelBlocks, Launch, TritonBlocks
+from kernels.triton_blocks import KernelBlocks, TritonBlocks
+from kernels.triton_gpu import Launch
 from tests.simulated_triton import SimulatedGpu
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
 from tools.h200 import compile_for, described
