@@ -19,9 +19,10 @@ PYTHON = .venv/bin/python
 # Every worker holds its own compiled programs, so more than 8 cost more than they give.
 WORKERS = $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); \
 	echo $$((n < 8 ? n : 8)))
-# Tests simulate their devices on the CPU, unless JAX_PLATFORMS says otherwise.
-PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(PYTHON) -m pytest -q \
-	-n $(WORKERS)
+# Tests simulate their devices on the CPU, unless JAX_PLATFORMS says otherwise. Kernels
+# are interpreted in NumPy, whose threads would wait for those of the other workers.
+PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} OPENBLAS_NUM_THREADS=1 \
+	$(PYTHON) -m pytest -q -n $(WORKERS)
 
 help:
 	@sed -n 's/^#   //p' Makefile
