@@ -16,6 +16,10 @@ class BlockSizes:
             raise ValueError(f"{self} must be at least 1 x 1")
 
 
+LEAST_BLOCK_Q = 16
+"""Rows of 16-bit numbers that a tile of a TPU's memory has: less cannot be copied."""
+
+
 @dataclass(frozen=True)
 class TpuBlocks:
     """How a TPU kernel cuts its work; the schedules differ from chip to chip.
@@ -58,7 +62,8 @@ class TpuBlocks:
         Raises:
           ValueError: sizes that are asked for do not fill vector registers.
         """
-        unit = lanes // math.gcd(group, lanes)  # of block_q, so that R fills registers
+        # Of block_q, so that R fills registers; all of these are powers of 2.
+        unit = max(LEAST_BLOCK_Q, lanes // math.gcd(group, lanes))
         if sizes is None:
             block_q = max(unit, self.stacked_rows // group // unit * unit)
             sizes = BlockSizes(

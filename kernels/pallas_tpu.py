@@ -69,7 +69,7 @@ def forward(
         _flat(key_ranges(start, stop, tiling.block_q, tiling.block_k)),
         *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
         _row_bounds(tiling, start, stop),
-        tiling.split_queries(_operand(q, chip)),
+        tiling.split_heads(_operand(q, chip)),
         *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
         _split_carry(tiling, chip, carry),
     )
@@ -90,7 +90,7 @@ def forward(
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
         interpret=launch.interpret,
     )
-    out = tiling.join_queries(out)[..., : q.shape[-1]]
+    out = tiling.join_heads(out)[..., : q.shape[-1]]
     lse = tiling.join_rows(lse.reshape(*lse.shape[:3], blocks.stacked_rows))
     return out, lse / LOG2_E
 
@@ -128,10 +128,10 @@ def backward(
         _flat(query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])),
         *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
         *(tiling.split_keys(_operand(x, chip)) for x in (k * sign, v)),
-        *(tiling.split_queries(_operand(x, chip)) for x in (q, d_out)),
+        *(tiling.split_heads(_operand(x, chip)) for x in (q, d_out)),
         jnp.stack(tuple(rows), 3),
         jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2),
-        tiling.split_queries(_padded(dq, chip)),
+        tiling.split_heads(_padded(dq, chip)),
     )
     tile = backward_kernel.BackwardTile(
         blocks.rows,
@@ -148,7 +148,7 @@ def backward(
         interpret=launch.interpret,
     )
     depth = q.shape[-1]
-    dq = tiling.join_queries(dq)[..., :depth]
+    dq = tiling.join_heads(dq)[..., :depth]
     dk, dv = (tiling.join_keys(x)[..., :depth] for x in (dk, dv))
     return dq, dk * np.sign(scale), dv / magnitude
 
@@ -250,7 +250,7 @@ def _split_carry(
     out, lse = carry
     lse = tiling.split_rows(jnp.maximum(lse * LOG2_E, NOTHING))
     lse = lse.reshape(*lse.shape[:-1], -1, LANES)
-    return tiling.split_queries(_padded(out, chip)), lse
+    return tiling.split_heads(_padded(out, chip)), lse
 
 
 def _precision(dtype: jnp.dtype) -> lax.Precision:

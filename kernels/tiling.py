@@ -1,8 +1,8 @@
 """How (B, T, H, D) arrays are cut into the tiles that loops go over.
 
-Rows of the query heads that share a key/value head are stacked: R = G · block_q rows, G
-query heads. Batch rows that share their bounds are folded into the heads: M rows of
-bounds, and X = B / M · K heads in each.
+Rows of the query heads that share a key/value head are stacked in a tile: R = G ·
+block_q rows, G query heads. Batch rows that share their bounds are folded into the
+heads: M rows of bounds, and X = B / M · K heads in each.
 """
 
 from typing import NamedTuple
@@ -86,6 +86,19 @@ class Tiling(NamedTuple):
         x = x.transpose(0, 1, 3, 5, 2, 4, 6)  # (M, B/M, tiles, block_q, K, G, D)
         x = x.reshape(self.batch, -1, self.kv_heads * self.group, depth)
         return x[:, : self.length]
+
+    def split_heads(self, x: jax.Array) -> jax.Array:
+        """(B, T, H, D) -> (M, X, G, query tiles * block_q, D), zeros after the end.
+
+        Rows are not stacked yet, so that nothing moves if heads come first in memory.
+        """
+        x = _pad(x, 1, self.query_tiles * self.block_q).transpose(0, 2, 1, 3)
+        return x.reshape(self.bound_rows, -1, self.group, *x.shape[2:])
+
+    def join_heads(self, x: jax.Array) -> jax.Array:
+        """(M, X, G, query tiles * block_q, D) -> (B, T, H, D)."""
+        x = x.reshape(self.batch, -1, *x.shape[3:])
+        return x.transpose(0, 2, 1, 3)[:, : self.length]
 
     def split_rows(self, x: jax.Array) -> jax.Array:
         """(B, H, T) -> (M, X, query tiles, R)."""

@@ -9,6 +9,7 @@ there, and otherwise moves to HBM and back with the query tiles, behind their wo
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,11 +24,17 @@ from kernels.tpu_tile import (
     OUTER,
     TRANSPOSED,
     Edges,
+    StackedTiles,
     TileCopies,
+    Tiles,
+    copies_in,
+    copies_out,
     dot,
     fitted,
+    start_all,
     vmem_bytes,
     vmem_limit,
+    wait_for_all,
 )
 
 STREAMED = 3
@@ -58,7 +65,7 @@ class Operands(NamedTuple):
     first, last: least start and largest stop of each sub-block, (M * query tiles *
       sub-blocks,), in SMEM.
     keys, values: (M, X, key tiles, block_k, D).
-    q, d_out: (M, X, query tiles, R, D).
+    q, d_out: (M, X, G, query tiles * block_q, D): rows are stacked in VMEM.
     rows: lse, in powers of 2, and delta: (M, X, query tiles, 2, R). With an lse smaller
       by the logarithm of a factor, weights, dq, dk and dv come out times that factor.
     bounds: start and stop: int32 (M, query tiles, 2, R).
@@ -112,7 +119,7 @@ def backward_call(
       dq, in the place of the operand, and dk and dv, float32, cut like the keys.
     """
     m, heads, tiles, block_k, depth = operands.keys.shape
-    query_tiles, rows = operands.q.shape[2:4]
+    query_tiles, _, rows = operands.rows.shape[2:]
     per_tile = pl.BlockSpec(
         (None, None, None, block_k, depth), lambda m, x, j, *_: (m, x, j, 0, 0)
     )
@@ -159,17 +166,14 @@ class Resident(NamedTuple):
     """A dq that stays in VMEM from the first key tile of a head to the last."""
 
     buffer: jax.Ref  # (query tiles, R, D)
-    source: jax.Ref  # (query tiles, R, D), in HBM
-    target: jax.Ref
+    source: StackedTiles
+    target: StackedTiles
     semaphores: jax.Ref
 
     def open(self) -> None:
         @pl.when(pl.program_id(2) == 0)
         def _():
-            copy = pltpu.make_async_copy
-            arriving = copy(self.source, self.buffer, self.semaphores.at[0, 0])
-            arriving.start()
-            arriving.wait()
+            self._move(functools.partial(copies_in, self.source), 0)
 
     def start(self, i: jax.Array, begin: jax.Array) -> None:
         pass
@@ -183,18 +187,27 @@ class Resident(NamedTuple):
     def close(self, begin: jax.Array, end: jax.Array) -> None:
         @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
         def _():
-            copy = pltpu.make_async_copy
-            leaving = copy(self.buffer, self.target, self.semaphores.at[1, 0])
-            leaving.start()
-            leaving.wait()
+            self._move(functools.partial(copies_out, self.target), 1)
+
+    def _move(self, copies: Callable[..., list], direction: int) -> None:
+        """Starts copies of all tiles, and waits for them."""
+        semaphore = self.semaphores.at[direction, 0]
+
+        @pl.loop(0, self.buffer.shape[0])
+        def _(i):
+            start_all(copies(i, self.buffer.at[i], semaphore))
+
+        @pl.loop(0, self.buffer.shape[0])
+        def _(i):
+            wait_for_all(copies(i, self.buffer.at[i], semaphore))
 
 
 class Streamed(NamedTuple):
     """A dq in HBM, of which the tile at work is in VMEM."""
 
     buffer: jax.Ref  # (STREAMED, R, D)
-    source: jax.Ref  # (query tiles, R, D), in HBM; the same memory as the target
-    target: jax.Ref
+    source: StackedTiles  # the same memory as the target
+    target: StackedTiles
     semaphores: jax.Ref  # (2, STREAMED)
 
     def open(self) -> None:
@@ -205,36 +218,34 @@ class Streamed(NamedTuple):
 
         @pl.when(i - STREAMED >= begin)
         def _():
-            self._leaving(i - STREAMED).wait()
+            wait_for_all(self._leaving(i - STREAMED))
 
-        self._arriving(i).start()
+        start_all(self._arriving(i))
 
     def wait(self, i: jax.Array) -> jax.Ref:
-        self._arriving(i).wait()
+        wait_for_all(self._arriving(i))
         return self.buffer.at[i % STREAMED]
 
     def put(self, i: jax.Array) -> None:
-        self._leaving(i).start()
+        start_all(self._leaving(i))
 
     def close(self, begin: jax.Array, end: jax.Array) -> None:
         """Waits for all that is on its way: the next key tile fetches it again."""
 
         @pl.loop(jnp.maximum(begin, end - STREAMED), end)
         def _(i):
-            self._leaving(i).wait()
+            wait_for_all(self._leaving(i))
 
-    def _arriving(self, i: jax.Array):
+    def _arriving(self, i: jax.Array) -> list:
         slot = i % STREAMED
         # From the target, which the operand lies in: what was put must be seen again.
-        return pltpu.make_async_copy(
-            self.target.at[i], self.buffer.at[slot], self.semaphores.at[0, slot]
-        )
+        buffer = self.buffer.at[slot]
+        return copies_in(self.target, i, buffer, self.semaphores.at[0, slot])
 
-    def _leaving(self, i: jax.Array):
+    def _leaving(self, i: jax.Array) -> list:
         slot = i % STREAMED
-        return pltpu.make_async_copy(
-            self.buffer.at[slot], self.target.at[i], self.semaphores.at[1, slot]
-        )
+        buffer = self.buffer.at[slot]
+        return copies_out(self.target, i, buffer, self.semaphores.at[1, slot])
 
 
 class Queries(NamedTuple):
@@ -283,13 +294,18 @@ def _kernel(
         bound[row * pl.num_programs(2) + j] for bound in ranges
     )
     copies = TileCopies(
-        (*(x.at[row, head] for x in (q, d_out, rows)), bounds.at[row]),
+        (
+            StackedTiles(q.at[row, head]),
+            StackedTiles(d_out.at[row, head]),
+            Tiles(rows.at[row, head]),
+            Tiles(bounds.at[row]),
+        ),
         (scratch.q, scratch.d_out, scratch.rows, scratch.bounds),
         scratch.semaphores,
     )
     dq = dq_type(
         scratch.dq,
-        *(x.at[row, head] for x in (dq_in, dq_out)),
+        *(StackedTiles(x.at[row, head]) for x in (dq_in, dq_out)),
         scratch.dq_semaphores,
     )
     here = Keys(keys, values, dk, dv)
@@ -309,8 +325,8 @@ def _kernel(
         queries = Queries(*copies.wait(i), dq.wait(i))
         is_full = (full_begin <= i) & (i < full_end)
         pl.when(is_full)(lambda: full_tile(here, queries, tile))
-        query_tile = row * q.shape[2] + i
-        sub_blocks = q.shape[3] // tile.exact_rows
+        query_tile = row * bounds.shape[1] + i
+        sub_blocks = bounds.shape[3] // tile.exact_rows
         edges = Edges(first, last, query_tile * sub_blocks)
         slot = j * keys.shape[0]
         pl.when(~is_full)(lambda: partial_tile(here, queries, slot, edges, tile))

@@ -30,12 +30,14 @@ from kernels.tpu_tile import (
     LANES,
     Edges,
     TileCopies,
+    Tiles,
     fitted,
     for_each_tile_down,
     lanes_to_rows,
     reciprocal,
     rows_to_lanes,
     spread,
+    stacked_rows,
     vmem_bytes,
 )
 
@@ -47,10 +49,10 @@ class Operands(NamedTuple):
     first, last: least start and largest stop of each sub-block, (M * query tiles *
       sub-blocks,), in SMEM.
     bounds: start and stop of the rows, float32 (M, query tiles, 2, R / LANES, LANES).
-    q: (M, X, query tiles, R, D).
+    q: (M, X, G, query tiles * block_q, D): rows are stacked in VMEM.
     keys, values: (M, X, key tiles, block_k, D), in HBM.
-    carry: result (M, X, query tiles, R, D) and lse (…, R / LANES, LANES) over other
-      keys; lse in powers of 2, and NOTHING for rows that saw nothing; or ().
+    carry: result like q and lse (M, X, query tiles, R / LANES, LANES) over other keys;
+      lse in powers of 2, and NOTHING for rows that saw nothing; or ().
     """
 
     ranges: TileRanges
@@ -72,9 +74,10 @@ class Scratch(NamedTuple):
     state: Softmax
     start: jax.Ref  # (R, LANES), equal lanes
     stop: jax.Ref
+    q: jax.Ref | tuple[()]  # (R, D), where several heads are stacked
 
     @classmethod
-    def shapes(cls, rows: int, block_k: int, depth: int, dtype: jnp.dtype):
+    def shapes(cls, group: int, rows: int, block_k: int, depth: int, dtype: jnp.dtype):
         tile = pltpu.VMEM((2, block_k, depth), dtype)
         bound = pltpu.VMEM((rows, LANES), jnp.int32)
         state = Softmax(
@@ -82,7 +85,9 @@ class Scratch(NamedTuple):
             pltpu.VMEM((2, rows, LANES), jnp.float32),
             pltpu.VMEM((2, rows, depth), jnp.float32),
         )
-        return cls(tile, tile, pltpu.SemaphoreType.DMA((2, 2)), state, bound, bound)
+        q = pltpu.VMEM((rows, depth), dtype) if group > 1 else ()
+        semaphores = pltpu.SemaphoreType.DMA((2, 2))
+        return cls(tile, tile, semaphores, state, bound, bound, q)
 
 
 def forward_call(
@@ -93,20 +98,24 @@ def forward_call(
     Returns:
       out and lse, cut like the carry; lse in powers of 2, -inf for empty rows.
     """
-    m, heads, tiles, rows, depth = operands.q.shape
-
-    def per_tile(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, None, *shape), lambda m, x, i, *_: (m, x, i, 0, 0)
-        )
-
-    groups = rows // LANES
-    results = per_tile(rows, depth), per_tile(groups, LANES)
+    m, heads, group, _, depth = operands.q.shape
+    tiles, strips = operands.bounds.shape[1], operands.bounds.shape[3]
+    rows = strips * LANES
+    results = (
+        pl.BlockSpec(
+            (None, None, group, rows // group, depth),
+            lambda m, x, i, *_: (m, x, 0, i, 0),
+        ),
+        pl.BlockSpec(
+            (None, None, None, strips, LANES), lambda m, x, i, *_: (m, x, i, 0, 0)
+        ),
+    )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     bounds = pl.BlockSpec(
-        (None, None, 2, groups, LANES), lambda m, x, i, *_: (m, i, 0, 0, 0)
+        (None, None, 2, strips, LANES), lambda m, x, i, *_: (m, i, 0, 0, 0)
     )
-    scratch = Scratch.shapes(rows, operands.keys.shape[3], depth, operands.q.dtype)
+    block_k = operands.keys.shape[3]
+    scratch = Scratch.shapes(group, rows, block_k, depth, operands.q.dtype)
     q_tile, wide = (
         jax.ShapeDtypeStruct((rows, depth), dtype)
         for dtype in (operands.q.dtype, jnp.float32)
@@ -134,7 +143,7 @@ def forward_call(
         ),
         out_shape=(
             jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
-            jax.ShapeDtypeStruct((m, heads, tiles, groups, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((m, heads, tiles, strips, LANES), jnp.float32),
         ),
         input_output_aliases=aliases,
         compiler_params=fitted(chip, held, "parallel"),
@@ -161,17 +170,18 @@ def _kernel(
     row, head, query_tile = (pl.program_id(axis) for axis in range(3))
     line = row * pl.num_programs(2) + query_tile
     ranges = TileRanges(*(bound[line] for bound in ranges))
-    edges = Edges(first, last, line * (q.shape[0] // tile.exact_rows))
+    rows = stacked(q, scratch.q)
+    edges = Edges(first, last, line * (rows.shape[0] // tile.exact_rows))
     work = QueryTile(
         tile,
         ranges,
         bool(carry),
-        q,
+        rows,
         scratch.state,
         Bounds(scratch.start, scratch.stop, edges),
     )
     copies = TileCopies(
-        tuple(x.at[row, head] for x in (keys, values)),
+        tuple(Tiles(x.at[row, head]) for x in (keys, values)),
         (scratch.keys, scratch.values),
         scratch.semaphores,
     )
@@ -184,13 +194,22 @@ def _kernel(
     work.finish(out, lse)
 
 
+def stacked(x: jax.Ref, buffer: jax.Ref | tuple[()]) -> jax.Ref:
+    """(G, block_q, D) -> (R, D): the same where G is 1, copied to a buffer else."""
+    if x.shape[0] == 1:
+        return x.at[0]
+    for head, rows in enumerate(stacked_rows(x.shape[0], buffer.shape[0])):
+        buffer[rows, :] = x[head]
+    return buffer
+
+
 class QueryTile(NamedTuple):
     """The work of one program, tile after tile."""
 
     tile: ForwardTile
     ranges: TileRanges  # of this query tile
     has_carry: bool  # then nearly all rows have a reference
-    q: jax.Ref
+    q: jax.Ref  # (R, D)
     state: Softmax
     bounds: Bounds
 
@@ -203,10 +222,11 @@ class QueryTile(NamedTuple):
             state.result[0] = jnp.zeros(state.result.shape[1:], jnp.float32)
             return
         result, lse = carry
-        state.result[0] = result[...]
-        for group in range(lse.shape[0]):
-            rows = pl.ds(group * LANES, LANES)
-            reference = rows_to_lanes(lse[pl.ds(group, 1), :])
+        for head, rows in enumerate(self._rows_of_heads(result)):
+            state.result[0, rows, :] = result[head]
+        for strip in range(lse.shape[0]):
+            rows = pl.ds(strip * LANES, LANES)
+            reference = rows_to_lanes(lse[pl.ds(strip, 1), :])
             state.reference[rows, :] = reference
             state.total[0, rows, :] = jnp.where(reference > NOTHING, 1 / LANES, 0.0)
 
@@ -220,15 +240,25 @@ class QueryTile(NamedTuple):
     def finish(self, out: jax.Ref, lse: jax.Ref) -> None:
         """Writes what the state amounts to."""
         version = self._version(self.ranges.full_begin - 1)
-        for group in range(lse.shape[0]):
-            rows = pl.ds(group * LANES, LANES)
+        is_stacked = out.shape[0] > 1
+        result = self.state.result.at[version] if is_stacked else out.at[0]
+        for strip in range(lse.shape[0]):
+            rows = pl.ds(strip * LANES, LANES)
             state = self.state.at(version, rows)
             total = state.total[...].sum(axis=1, keepdims=True)
             seen = total != 0  # also where it is nan, which must show
             total = jnp.broadcast_to(jnp.where(seen, total, 1.0), (LANES, LANES))
-            out[rows, :] = state.result[...] * spread(reciprocal(total), out.shape[1])
+            share = spread(reciprocal(total), out.shape[-1])
+            result[rows, :] = state.result[...] * share
             row_lse = jnp.where(seen, state.reference[...] + jnp.log2(total), -jnp.inf)
-            lse[pl.ds(group, 1), :] = lanes_to_rows(row_lse)
+            lse[pl.ds(strip, 1), :] = lanes_to_rows(row_lse)
+        if is_stacked:
+            for head, rows in enumerate(self._rows_of_heads(out)):
+                out[head] = result[rows, :]
+
+    def _rows_of_heads(self, tile: jax.Ref) -> list[pl.Slice]:
+        """Where those of (G, block_q, D) are among the stacked ones."""
+        return stacked_rows(tile.shape[0], self.q.shape[0])
 
     def _version(self, j: jax.Array) -> jax.Array:
         """Which version of the state key tile j starts from: full tiles swap them."""

@@ -123,36 +123,97 @@ class Edges(NamedTuple):
         return begin, end - begin
 
 
+class Tiles(NamedTuple):
+    """Tiles in HBM, (tiles, …), one after the other."""
+
+    ref: jax.Ref
+
+    def pieces(self, tile: jax.Array, buffer: jax.Ref) -> list[tuple[jax.Ref, jax.Ref]]:
+        """What of a tile lies where in a buffer for it."""
+        return [(self.ref.at[tile], buffer)]
+
+
+class StackedTiles(NamedTuple):
+    """Rows of a group of heads in HBM, (G, T, D), which are stacked in VMEM: (R, D)."""
+
+    ref: jax.Ref
+
+    def pieces(self, tile: jax.Array, buffer: jax.Ref) -> list[tuple[jax.Ref, jax.Ref]]:
+        """What of a tile lies where in a buffer for it."""
+        places = stacked_rows(self.ref.shape[0], buffer.shape[0])
+        block_q = places[0].size
+        rows = pl.ds(pl.multiple_of(tile * block_q, block_q), block_q)
+        return [
+            (self.ref.at[head, rows, :], buffer.at[place, :])
+            for head, place in enumerate(places)
+        ]
+
+
+def stacked_rows(group: int, rows: int) -> list[pl.Slice]:
+    """Where the rows of each head of a group are among so many stacked ones."""
+    block_q = rows // group
+    return [pl.ds(head * block_q, block_q) for head in range(group)]
+
+
+def copies_in(
+    tiles: Tiles | StackedTiles, tile: jax.Array, buffer: jax.Ref, semaphore: jax.Ref
+) -> list:
+    """Of a tile, from HBM into a buffer: copies to start, and to wait for."""
+    return [
+        pltpu.make_async_copy(there, here, semaphore)
+        for there, here in tiles.pieces(tile, buffer)
+    ]
+
+
+def copies_out(
+    tiles: Tiles | StackedTiles, tile: jax.Array, buffer: jax.Ref, semaphore: jax.Ref
+) -> list:
+    """The other way round."""
+    return [
+        pltpu.make_async_copy(here, there, semaphore)
+        for there, here in tiles.pieces(tile, buffer)
+    ]
+
+
+def start_all(copies: list) -> None:
+    for copy in copies:
+        copy.start()
+
+
+def wait_for_all(copies: list) -> None:
+    for copy in copies:
+        copy.wait()
+
+
 class TileCopies(NamedTuple):
     """Copies of numbered tiles from HBM into two VMEM buffers by turns.
 
-    sources: refs (tiles, …) in HBM.
+    sources: tiles in HBM.
     buffers: refs (2, …) in VMEM, one for each source.
     semaphores: DMA semaphores (sources, 2).
     """
 
-    sources: tuple[jax.Ref, ...]
+    sources: tuple[Tiles | StackedTiles, ...]
     buffers: tuple[jax.Ref, ...]
     semaphores: jax.Ref
 
     def start(self, tile: jax.Array) -> None:
-        for copy in self._copies(tile):
-            copy.start()
+        start_all(self._copies(tile))
 
     def wait(self, tile: jax.Array) -> tuple[jax.Ref, ...]:
         """Waits for a tile that was started, and gives its buffers."""
-        for copy in self._copies(tile):
-            copy.wait()
+        wait_for_all(self._copies(tile))
         return tuple(buffer.at[tile & 1] for buffer in self.buffers)
 
     def _copies(self, tile: jax.Array) -> list:
         slot = tile & 1
         return [
-            pltpu.make_async_copy(
-                source.at[tile], buffer.at[slot], self.semaphores.at[number, slot]
-            )
+            copy
             for number, (source, buffer) in enumerate(
                 zip(self.sources, self.buffers, strict=True)
+            )
+            for copy in copies_in(
+                source, tile, buffer.at[slot], self.semaphores.at[number, slot]
             )
         ]
 

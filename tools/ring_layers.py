@@ -39,7 +39,11 @@ def striped_attention(
 
 
 def layers_gradient(
-    mesh: Mesh, backend: Backend, tokens: int, dtype: jnp.dtype = jnp.bfloat16
+    mesh: Mesh,
+    backend: Backend,
+    tokens: int,
+    dtype: jnp.dtype = jnp.bfloat16,
+    kv_heads: int = HEADS,
 ) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
     """The gradient of LAYERS scanned layers, and what to compile it for.
 
@@ -52,7 +56,8 @@ def layers_gradient(
 
     @functools.partial(jax.checkpoint, policy=saved)
     def layer(x, weight):
-        return attend(x * weight, x + weight, x - weight), None
+        shared = x[:, :, :kv_heads]
+        return attend(x * weight, shared + weight, shared - weight), None
 
     def loss(x, weights):
         out, _ = jax.lax.scan(layer, x, weights)

@@ -15,14 +15,15 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.tpu_backward import Streamed
-from kernels.tpu_tile import TileCopies
+from kernels.tpu_tile import TileCopies, start_all
 from tests.cases import FLOAT32_TOLERANCE, Answer
 from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu
 from tests.steps import Step, StepCase, answer, compiled, compiled_backward, truth
 
-# Five query tiles and three key tiles of two heads: every buffer is used again.
+# Five query tiles and three key tiles of two heads: every buffer is used again. Later,
+# each tile has the rows of two query heads, which are copied one by one.
 FIRST_HOP = StepCase(1280, 768, group=1, kv_heads=2, batch=1)
-LATER_HOP = dataclasses.replace(FIRST_HOP, has_carry=True)
+LATER_HOP = dataclasses.replace(FIRST_HOP, queries=640, group=2, has_carry=True)
 
 
 def simulated(copies: str, vmem: int) -> SimulatedTpu:
@@ -60,7 +61,7 @@ def buffers_without_waiting(self: TileCopies, tile: jax.Array) -> tuple[jax.Ref,
 
 
 def start_into_a_leaving_buffer(self: Streamed, i: jax.Array, begin: jax.Array) -> None:
-    self._arriving(i).start()
+    start_all(self._arriving(i))
 
 
 def leave_behind(self: Streamed, begin: jax.Array, end: jax.Array) -> None:
