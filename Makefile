@@ -21,7 +21,7 @@ WORKERS = $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); \
 	echo $$((n < 8 ? n : 8)))
 # Tests simulate their devices on the CPU, unless JAX_PLATFORMS says otherwise. Kernels
 # are interpreted in NumPy, whose threads would wait for those of the other workers.
-PYTEST = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} OPENBLAS_NUM_THREADS=1 \
+PYTEST = OPENBLAS_NUM_THREADS=1 JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} \
 	$(PYTHON) -m pytest -q -n $(WORKERS)
 
 help:
