@@ -41,7 +41,7 @@ FLOAT32_CASES = {
     "far more queries": StepCase(
         1100, 130, group=4, head_dim=256, batch=1, has_carry=True, scale=-0.1
     ),
-    "many heads": StepCase(77, 700, group=32, bound_rows=2, has_carry=True),
+    "many heads": StepCase(77, 700, group=16, bound_rows=2, has_carry=True),
 }
 
 
