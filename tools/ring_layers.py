@@ -47,7 +47,8 @@ def layers_gradient(
 ) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
     """The gradient of LAYERS scanned layers, and what to compile it for.
 
-    Layers save what the ring gives. Arguments as of `striped_attention`.
+    Layers save what the ring gives. Arguments as of `striped_attention`; kv_heads: that
+    the HEADS query heads share.
     """
     attend = striped_attention(mesh, backend, tokens)
     saved = jax.checkpoint_policies.save_only_these_names(
