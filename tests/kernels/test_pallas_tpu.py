@@ -224,6 +224,7 @@ def test_types_that_tpus_do_not_multiply_are_refused(dtype, words, launches):
     [
         (1, (100, 256), "block_q must be a multiple of 128 and block_k of 128"),
         (8, (8, 256), "8 query heads.*block_q must be a multiple of 16"),
+        (16, (8, 256), "16 query heads.*block_q must be a multiple of 16"),
         (3, (64, 256), "3 query heads.*block_q must be a multiple of 128"),
         (1, (128, 200), r"block_k=200\).*block_k of 128"),
     ],
