@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from kernels.backend import choose
 from kernels.layout import Contiguous
-from kernels.masks import Mask, Visible, causal
-from kernels.operands import check_operands, checked_bounds
+from kernels.masks import Mask, Visible, causal, full
+from kernels.operands import check_operands, checked_bounds, checked_scale
 from kernels.ring import Ring, attend
 
 
@@ -24,8 +24,12 @@ def attention(
     q: (B, T, H, D). k, v: (B, S, K, D), H a multiple of K; query head h reads
       key/value head h // (H // K).
     visible: a mask of `masks`, or `Visible` bounds (B or 1, T) of key indices, neither
-      of them decreasing along T.
-    scale: factor on the scores, 1/sqrt(D) unless given.
+      of them decreasing along T. Decreasing ones are refused where values are known;
+      under `jit` they are not, and the result is wrong: see
+      `operands.check_increasing`. What the mask's `padding` hides may hold anything;
+      all else must be finite, and all of it where bounds are given, as nan may reach
+      queries that do not see it.
+    scale: factor on the scores, 1/sqrt(D) unless given; a number, not traced.
     implementation: "reference" (whole score matrix), "blockwise" (XLA loops over the
       live tiles), "pallas_tpu" (kernels for TPUs), "hopper" (for H100 and H200, in 16
       bits), "hopper_deterministic" (the same gradients each time) or "triton" (for
@@ -59,10 +63,16 @@ def attention_with_lse(
       nothing. Both are differentiable.
     """
     check_operands(q, k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if isinstance(visible, Mask):
-        visible = visible(jnp.arange(q.shape[1], dtype=jnp.int32), k.shape[1])
-    visible = checked_bounds(q, visible, k.shape[1])
+    scale = checked_scale(scale, q.shape[-1])
     backend = choose(implementation, q.dtype)
     ring = Ring(None, 1, Contiguous(), scale, backend)
-    return attend(ring, q, k, v, *visible)
+    queries, keys = (jnp.arange(x.shape[1], dtype=jnp.int32) for x in (q, k))
+    mask = visible if isinstance(visible, Mask) else full()
+    if mask is visible:
+        visible = mask(queries, k.shape[1])
+    bounds = checked_bounds(q, visible, k.shape[1])
+    q = mask.fill_padding(q, queries)
+    k, v = (mask.fill_padding(x, keys) for x in (k, v))
+    out, lse = attend(ring, q, k, v, *bounds)
+    lse = mask.fill_padding(lse, queries, -jnp.inf, axis=2)
+    return mask.fill_padding(out, queries), lse

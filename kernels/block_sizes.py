@@ -1,7 +1,8 @@
 """Tile sizes of the kernels, and the choices among them for each chip."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,8 +13,8 @@ class BlockSizes:
     block_k: int
 
     def __post_init__(self):
-        if self.block_q < 1 or self.block_k < 1:
-            raise ValueError(f"{self} must be at least 1 x 1")
+        if not all(type(size) is int and size > 0 for size in astuple(self)):
+            raise ValueError(f"{self} must be two integers from 1 on")
 
 
 LEAST_BLOCK_Q = 16
@@ -43,6 +44,19 @@ class TpuBlocks:
     exact_rows: int = 256
     live_columns: int = 256
 
+    def __post_init__(self):
+        pieces = self.rows, self.columns, self.exact_rows, self.live_columns
+        if any(size < 128 or size & (size - 1) for size in pieces):
+            raise ValueError(
+                f"rows, columns, exact_rows and live_columns must be powers of 2 from "
+                f"128 on, got {self}"
+            )
+        if min(self.ahead, self.behind) < 0 or min(self.stacked_rows, self.block_k) < 1:
+            raise ValueError(
+                "ahead and behind must be at least 0, stacked_rows and block_k at "
+                f"least 1, got {self}"
+            )
+
     def smaller(self, times: int) -> "TpuBlocks":
         """Tiles with so many times fewer rows and keys, at least of 256 x 256."""
         return replace(
@@ -50,6 +64,12 @@ class TpuBlocks:
             stacked_rows=max(256, self.stacked_rows // times),
             block_k=max(256, self.block_k // times),
         )
+
+    def ever_smaller(self, group: int) -> Iterator[tuple[int, "TpuBlocks"]]:
+        """Heads of a group that are stacked, and tiles: the best first."""
+        for heads in range(group, 0, -1):
+            if group % heads == 0:
+                yield from ((heads, self.smaller(times)) for times in (1, 2, 4))
 
     def fit(
         self, length: int, keys: int, group: int, lanes: int, sizes: BlockSizes | None

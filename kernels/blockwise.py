@@ -16,7 +16,7 @@ from jax import lax
 
 from kernels.block_sizes import BlockSizes
 from kernels.merge import Partial, merge
-from kernels.product import product
+from kernels.product import gradient_factors, product
 from kernels.tiles import TileRanges, key_ranges, query_ranges
 from kernels.tiling import Tiling
 
@@ -143,6 +143,7 @@ def backward_tiles(
     queries: q, d_out, lse and delta. keys: k and v.
     """
     starts, stops = (tiling.split_bounds(bound) for bound in bounds)
+    before, after = gradient_factors(scale, keys[0].dtype)
 
     def one_head(q_tiles, d_out_tiles, lse_tiles, delta_tiles, k_tiles, v_tiles):
         def key_tile(dq_tiles, place):
@@ -165,7 +166,7 @@ def backward_tiles(
                 dv += product("sr,rd->sd", p.astype(q_i.dtype), d_out_i)
                 dp = product("sd,rd->sr", v_j, d_out_i)
                 ds = p * (dp - delta_tiles[row, i])
-                ds = (scale * ds).astype(q_i.dtype)
+                ds = (before * ds).astype(q_i.dtype)
                 dk += product("sr,rd->sd", ds, q_i)
                 share = product("ds,sr->dr", k_j_swapped, ds)
                 return dq_tiles.at[row, i].add(share), dk, dv
@@ -185,7 +186,8 @@ def backward_tiles(
     row_tiles = tiling.split_rows(lse), tiling.split_rows(delta)
     key_tiles = (tiling.split_keys(x) for x in keys)
     share, dk, dv = _for_each_head(one_head, *query_tiles, *row_tiles, *key_tiles)
-    return dq + tiling.join_queries(share), tiling.join_keys(dk), tiling.join_keys(dv)
+    dq, dk = dq + after * tiling.join_queries(share), after * tiling.join_keys(dk)
+    return dq, dk, tiling.join_keys(dv)
 
 
 def _for_each_head(one_head: Callable, *tiles: jax.Array) -> tuple[jax.Array, ...]:

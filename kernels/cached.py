@@ -18,9 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from kernels.known import known
 from kernels.masks import Visible
 from kernels.merge import Partial, merge_over
-from kernels.operands import check_operands
+from kernels.operands import (
+    Axes,
+    check_operands,
+    check_visible,
+    checked_axes,
+    checked_scale,
+)
 from kernels.product import product
 
 
@@ -28,37 +35,38 @@ from kernels.product import product
 class CachedAttention:
     """Writes to, and attends to, caches on a mesh.
 
-    mesh: has the `ring_axes`, which make up one ring; of `batch_axes` and `head_axis`
-      what it has is used.
-    scale: factor on the scores, 1/sqrt(D) unless given.
+    mesh: has the `ring_axes`, which make up one ring.
+    batch_axes, head_axis, scale: as in `ring.make_ring_attention`.
 
     Raises:
-      ValueError: the mesh has no such axis.
+      ValueError: the mesh has no such axes, or the scale is no finite number.
     """
 
     mesh: Mesh
-    ring_axes: tuple[str, ...] = ("ring",)
-    batch_axes: tuple[str, ...] = ("data", "fsdp")
-    head_axis: str = "tensor"
+    ring_axes: str | tuple[str, ...] = ("ring",)
+    batch_axes: str | tuple[str, ...] | None = None
+    head_axis: str | None = None
     scale: float | None = None
 
     def __post_init__(self):
-        missing = [axis for axis in self.ring_axes if axis not in self.mesh.shape]
-        if missing or not self.ring_axes:
-            raise ValueError(
-                f"ring_axes={self.ring_axes} are not all axes of the mesh "
-                f"{dict(self.mesh.shape)}"
-            )
+        if not self._axes.ring:
+            raise ValueError("ring_axes must be at least one axis of the mesh, got ()")
+        checked_scale(self.scale, head_size=1)
 
     @property
     def ring_size(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.ring_axes)
+        return math.prod(self.mesh.shape[axis] for axis in self._axes.ring)
 
     def fill(self, stack: jax.Array, new: jax.Array, layer: jax.Array) -> jax.Array:
         """Puts each member's shard of `new` (B, T, …) into its first slots.
 
         stack: (Y, B, S, …), T at most S and a multiple of N.
+
+        Raises:
+          ValueError: T is not, the tokens are not of the stack's shape and type, or
+            there is no such layer.
         """
+        _check_new(stack, new, layer)
         if new.shape[1] > stack.shape[2] or new.shape[1] % self.ring_size:
             raise ValueError(
                 f"{new.shape[1]} tokens do not go into a cache of {stack.shape[2]} "
@@ -84,9 +92,16 @@ class CachedAttention:
     ) -> jax.Array:
         """Puts `new` (B, m, …) into slots `slot` … `slot + m - 1` of one member.
 
-        stack: (Y, B, S, …). The slots must be there: XLA would move the last of them
-        back over others.
+        stack: (Y, B, S, …). Layer, member and slots must be there, which is checked
+          where they are known: under `jit` XLA moves what is not back over others.
+
+        Raises:
+          ValueError: they are not, or the tokens are not of the stack's shape and type.
         """
+        _check_new(stack, new, layer)
+        _check_place("member", member, self.ring_size)
+        last = stack.shape[2] // self.ring_size - new.shape[1]
+        _check_place(f"the first slot of {new.shape[1]} tokens", slot, last + 1)
 
         def local(
             stack: jax.Array,
@@ -97,7 +112,7 @@ class CachedAttention:
         ) -> jax.Array:
             start = layer, 0, slot, *(0,) * (stack.ndim - 3)
             old = lax.dynamic_slice(stack, start, (1, *new.shape))
-            mine = lax.axis_index(self.ring_axes) == member
+            mine = lax.axis_index(self._axes.ring) == member
             new = jnp.where(mine, new[None], old)
             return lax.dynamic_update_slice(stack, new, start)
 
@@ -120,11 +135,23 @@ class CachedAttention:
         keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
         visible: lo, hi int32 (B, m), the first and last index that each query sees;
           `hi < lo` sees nothing, and gives zeros.
+
+        All slots must be finite, free ones too: see `masks`.
+
+        Raises:
+          ValueError: operands that do not fit together, or there is no such layer.
         """
         check_operands(
             q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
         )
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        check_visible(q, visible)
+        if keys.shape != values.shape or index.shape != keys.shape[1:3]:
+            raise ValueError(
+                "keys and values must be (Y, B, S, K, D) and index (B, S), got "
+                f"{keys.shape}, {values.shape} and {index.shape}"
+            )
+        _check_place("layer", layer, keys.shape[0])
+        scale = checked_scale(self.scale, q.shape[-1])
 
         def local(
             q: jax.Array,
@@ -141,31 +168,30 @@ class CachedAttention:
             )
             seen = (lo[..., None] <= index[:, None]) & (index[:, None] <= hi[..., None])
             partial = _partial(q, k, v, seen, scale)
-            return merge_over(self.ring_axes, partial)[0].astype(q.dtype)
+            return merge_over(self._axes.ring, partial)[0].astype(q.dtype)
 
-        stack, rows = self._stack(keys), PartitionSpec(self._batch)
+        stack, rows = self._stack(keys), PartitionSpec(self._axes.batch)
         queries = self._whole(keys)
-        slots = PartitionSpec(self._batch, self.ring_axes)
+        slots = PartitionSpec(self._axes.batch, self._axes.ring)
         specs = queries, stack, stack, slots, rows, rows, PartitionSpec()
         call = self._over_mesh(local, specs, queries)
         return call(q, keys, values, index, *visible, layer)
 
     @property
-    def _batch(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.batch_axes if axis in self.mesh.shape)
+    def _axes(self) -> Axes:
+        return checked_axes(self.mesh, self.ring_axes, self.batch_axes, self.head_axis)
 
     def _heads(self, rank: int) -> tuple[str | None, ...]:
-        heads = self.head_axis if self.head_axis in self.mesh.shape else None
-        return (heads, None)[: rank - 3]
+        return (self._axes.heads, None)[: rank - 3]
 
     def _stack(self, stack: jax.Array) -> PartitionSpec:
         """Of (Y, B, S) or (Y, B, S, K, D)."""
         heads = self._heads(stack.ndim)
-        return PartitionSpec(None, self._batch, self.ring_axes, *heads)
+        return PartitionSpec(None, self._axes.batch, self._axes.ring, *heads)
 
     def _whole(self, stack: jax.Array) -> PartitionSpec:
         """Of new tokens for the stack, which every member of the ring has."""
-        return PartitionSpec(self._batch, None, *self._heads(stack.ndim))
+        return PartitionSpec(self._axes.batch, None, *self._heads(stack.ndim))
 
     def _over_mesh(
         self,
@@ -180,6 +206,29 @@ class CachedAttention:
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
+        )
+
+
+def _check_new(stack: jax.Array, new: jax.Array, layer: jax.Array) -> None:
+    """Refuses tokens of which XLA would write a part, or elsewhere."""
+    want = stack.shape[1], *stack.shape[3:]
+    got = *new.shape[:1], *new.shape[2:]
+    if got != want or new.shape[1] == 0 or new.dtype != stack.dtype:
+        raise ValueError(
+            f"new tokens of a cache {stack.shape} in {stack.dtype} must be (B, tokens, "
+            "K, D), with at least 1 token and all else as in the cache, got "
+            f"{new.shape} in {new.dtype}"
+        )
+    _check_place("layer", layer, stack.shape[0])
+
+
+def _check_place(name: str, place: jax.Array | int, stop: int) -> None:
+    if not jnp.issubdtype(jnp.result_type(place), jnp.integer):
+        raise ValueError(f"{name} must be an integer, got {jnp.result_type(place)}")
+    value = known(place)
+    if value is not None and not 0 <= value < stop:
+        raise ValueError(
+            f"{name} must be from 0 to {stop - 1} in this cache, got {value}"
         )
 
 

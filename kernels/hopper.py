@@ -28,9 +28,11 @@ from kernels.device import device_kind
 from kernels.hopper_forward import BLOCK_Q, KEYS, ROWS, ForwardTile, Operands
 from kernels.hopper_queries import QueryTile
 from kernels.merge import Partial
+from kernels.product import gradient_factors
 from kernels.tiles import key_ranges, query_ranges
 
 LOG2_E = math.log2(math.e)
+SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 HOPPER = re.compile(r"NVIDIA G?H\d")
 """Kinds of device: H100, H200, H20, GH200 …"""
@@ -49,6 +51,13 @@ class HopperBlocks:
 
     block_k: int
     stages: int
+
+    def __post_init__(self):
+        if self.block_k < KEYS or self.block_k % KEYS or self.stages < 1:
+            raise ValueError(
+                f"{self}: on a Hopper GPU block_k must be a multiple of {KEYS}, and "
+                "stages at least 1"
+            )
 
 
 # By head size, others being padded to the next: the largest tiles that spill nothing.
@@ -115,6 +124,8 @@ def forward(
     more_q, more_k = -length % BLOCK_Q, -k.shape[1] % blocks.block_k
     if scale <= 0:  # the kernel takes maxima before it scales
         k, scale = k * np.sign(scale).astype(k.dtype), -scale or 1.0
+    # -inf times a number that is flushed to 0 would be nan.
+    exponent_scale = max(scale * LOG2_E, SMALLEST)
     start, stop = (
         jnp.pad(bound, ((0, 0), (0, more_q)), mode="edge") for bound in (start, stop)
     )
@@ -130,7 +141,7 @@ def forward(
         _padded_carry(carry, more_q, depth),
     )
     products = gpu.Registers() if launch.interpret is None else gpu.Emulated()
-    tile = ForwardTile(blocks.block_k, blocks.stages, scale * LOG2_E, products)
+    tile = ForwardTile(blocks.block_k, blocks.stages, exponent_scale, products)
     out, lse = forward_kernel.forward_call(tile, operands, launch.interpret)
     return out[:, :length, :, : q.shape[-1]], lse[..., :length]
 
@@ -138,7 +149,7 @@ def forward(
 class Step(NamedTuple):
     """What the backward kernels are given, in whole tiles.
 
-    lse: for exponents of 2. delta: times the scale.
+    lse: for exponents of 2. delta: times the kernels' `scale`.
     """
 
     q: jax.Array
@@ -183,6 +194,7 @@ def backward(
     if launch.interpret is None:
         _check_gpu()
     depth = _padded_depth(q)
+    before, after = gradient_factors(scale, q.dtype)
     length, keys = q.shape[1], k.shape[1]
     more_q, more_k = -length % BLOCK_Q, -keys % BLOCK_K
     row = (0, 0), (0, 0), (0, more_q)
@@ -191,23 +203,32 @@ def backward(
         *(_padded(x, more_k, depth) for x in (k, v)),
         # Rows after the end have no weights.
         jnp.pad(lse * LOG2_E, row, constant_values=jnp.inf),
-        jnp.pad(delta * scale, row),
+        jnp.pad(delta * before, row),
         *(jnp.pad(bound, row[1:], mode="edge") for bound in (start, stop)),
     )
     products = gpu.Registers() if launch.interpret is None else gpu.Emulated()
-    common = scale, scale * LOG2_E, products
+    common = before, scale * LOG2_E, products
+    total = _padded(dq if after == 1 else jnp.zeros_like(dq), more_q, depth)
+    total, dk, dv = _gradients(step, common, total, launch)
+    gradients = total[:, :length], dk[:, :keys], dv[:, :keys]
+    total, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
+    return (total, dk, dv) if after == 1 else (dq + after * total, after * dk, dv)
+
+
+def _gradients(
+    step: Step, common: tuple, dq: jax.Array, launch: Launch
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs the kernels. common: the last fields of their tiles."""
+    depth = step.q.shape[-1]
     tile = backward_tile.BackwardTile(depth, *KEY_PROGRAMS[depth], *common)
-    operands, dq = _of_key_tiles(step, tile), _padded(dq, more_q, depth)
+    operands = _of_key_tiles(step, tile)
     if depth in FUSED and not launch.is_deterministic:
-        dq, dk, dv = backward_kernel.backward_call(tile, operands, dq, launch.interpret)
-    else:
-        dk, dv = backward_kernel.key_gradients_call(tile, operands, launch.interpret)
-        tile = QueryTile(*QUERY_PROGRAMS[depth], *common)
-        dq = queries_kernel.query_gradients_call(
-            tile, _of_query_tiles(step, tile), dq, launch.interpret
-        )
-    gradients = dq[:, :length], dk[:, :keys], dv[:, :keys]
-    return tuple(x[..., : q.shape[-1]] for x in gradients)
+        return backward_kernel.backward_call(tile, operands, dq, launch.interpret)
+    dk, dv = backward_kernel.key_gradients_call(tile, operands, launch.interpret)
+    tile = QueryTile(*QUERY_PROGRAMS[depth], *common)
+    operands = _of_query_tiles(step, tile)
+    dq = queries_kernel.query_gradients_call(tile, operands, dq, launch.interpret)
+    return dq, dk, dv
 
 
 def _of_key_tiles(
@@ -283,11 +304,6 @@ def _blocks(blocks: HopperBlocks, depth: int, sizes: BlockSizes | None) -> Hoppe
         if sizes.block_q != BLOCK_Q:
             raise ValueError(f"{sizes}: on a Hopper GPU block_q must be {BLOCK_Q}")
         blocks = replace(blocks, block_k=sizes.block_k)
-    if blocks.block_k % KEYS or blocks.stages < 1:
-        raise ValueError(
-            f"{blocks}: on a Hopper GPU block_k must be a multiple of {KEYS}, and "
-            "stages at least 1"
-        )
     needed = forward_kernel.shared_bytes(blocks.block_k, blocks.stages, depth)
     if needed > gpu.SHARED_BYTES:
         raise ValueError(

@@ -31,8 +31,8 @@ class BackwardTile(NamedTuple):
     block_q: queries of a tile. With dq, block_q · depth is twice ROWS · ROWS.
     q_stages: query tiles in shared memory.
     d_out_stages: the same for the gradients of their results.
-    scale: factor on the products of queries and keys.
-    exponent_scale: this factor for exponents of 2.
+    scale: factor on gradients of scores.
+    exponent_scale: factor on the products of queries and keys, for exponents of 2.
     products: what adds up the products.
     """
 
@@ -67,7 +67,7 @@ class Operands(NamedTuple):
     full: int32 (M, S / ROWS, 2), those that see all of some key slots; M is B or 1.
     keys, values: (B, S, K, D). q, d_out: (B, T, H, D).
     rows: float32 (B, H, query tiles, 2, block_q): lse for exponents of 2, and delta
-      times the scale.
+      times `scale`.
     bounds: int32 (M, query tiles, 2, block_q): start and stop.
     """
 

@@ -33,8 +33,8 @@ class QueryTile(NamedTuple):
 
     block_k: key slots of a tile.
     key_stages, value_stages: tiles in shared memory.
-    scale: factor on the products of queries and keys.
-    exponent_scale: this factor for exponents of 2.
+    scale: factor on gradients of scores.
+    exponent_scale: factor on the products of queries and keys, for exponents of 2.
     products: what adds up the products.
     """
 
@@ -52,7 +52,7 @@ class Operands(NamedTuple):
     live: int32 (M, query tiles, 2), half-open range of key tiles that are not empty.
     full: int32 (M, T / ROWS, 2), those that all of some rows see; M is B or 1.
     start, stop: int32 (M, T), visible keys of each row.
-    lse, delta: float32 (B, H, T): for exponents of 2, and times the scale.
+    lse, delta: float32 (B, H, T): for exponents of 2, and times `scale`.
     q, d_out: (B, T, H, D). keys, values: (B, S, K, D).
     """
 

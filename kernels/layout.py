@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.known import whole_number
+
 Array = jax.Array | np.ndarray
 Number = int | Array
 
@@ -63,8 +65,7 @@ class Striped:
     granule: int = 1
 
     def __post_init__(self):
-        if self.granule < 1:
-            raise ValueError(f"striped granule={self.granule} must be at least 1 token")
+        whole_number("striped granule", self.granule, 1)
 
     def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
         slot = _slots(shard, shard_length)
@@ -148,7 +149,18 @@ def padded_length(layout: Layout, ring_size: int, length: int) -> int:
 
 
 def check_length(layout: Layout, ring_size: int, length: int) -> None:
-    """Raises ValueError if a sequence of `length` does not divide into the shards."""
+    """Checks that a sequence can be cut into the shards of a layout.
+
+    Raises:
+      ValueError: there is no such layout or ring, or `length` does not divide.
+    """
+    if isinstance(layout, type) or not hasattr(layout, "divisor"):
+        raise ValueError(
+            "layout must be an object of kernels.layout, as Striped(), Contiguous() or "
+            f"Zigzag(), got {layout!r}"
+        )
+    whole_number("ring_size", ring_size, 1)
+    whole_number("the sequence's length", length, 0)
     divisor = layout.divisor(ring_size)
     if length % divisor:
         raise ValueError(

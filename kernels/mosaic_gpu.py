@@ -48,6 +48,9 @@ WARPGROUP = "warpgroup"
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program of a Hopper GPU may have."""
 
+MOST_PROGRAMS = 2**16 - 1
+"""Of a grid, along all axes but the last."""
+
 SWIZZLE = 128
 """Bytes of the rows that TMA and WGMMA permute, so that no banks conflict."""
 
@@ -225,7 +228,14 @@ def kernel(
     warpgroups: int,
     interpret: Interpreter | None,
 ) -> Callable:
-    """A kernel that runs `body` in each warpgroup of each program of a grid."""
+    """A kernel that runs `body` in each warpgroup of each program of a grid.
+
+    The last axis is the fastest, and may be longer than MOST_PROGRAMS; if another one
+    is, it becomes the last.
+    """
+    *others, _ = grid.values()
+    if max(others) > MOST_PROGRAMS:
+        grid = dict(sorted(grid.items(), key=lambda axis: axis[1]))
     return plgpu.kernel(
         body,
         out_type=out_type,

@@ -19,10 +19,12 @@ from kernels import tpu_backward as backward_kernel
 from kernels import tpu_forward as forward_kernel
 from kernels.block_sizes import TPU_BACKWARD, TPU_FORWARD, BlockSizes, TpuBlocks
 from kernels.merge import Partial
+from kernels.product import gradient_factors
 from kernels.tiles import key_ranges, query_ranges
 from kernels.tiling import Tiling
+from kernels.tpu_cut import Cut, choose_cut, row_lanes
 from kernels.tpu_softmax import NOTHING, ForwardTile
-from kernels.tpu_tile import LANES
+from kernels.tpu_tile import LANES, as_floats, check_smem, compiler_params, vmem_limit
 
 LOG2_E = math.log2(math.e)
 
@@ -59,11 +61,13 @@ def forward(
 
     Raises:
       ValueError: a type that TPUs do not multiply, or tiles that do not fit the chip.
-      NotImplementedError: there is no TPU to compile for.
+      NotImplementedError: there is no TPU to compile for, or it has too little memory
+        for any tiles, or for the bounds of so many.
     """
     chip = _checked_chip(launch.chip, q.dtype)
-    blocks = launch.blocks or _blocks(TPU_FORWARD, chip, q)
-    tiling, blocks = _cut(blocks, chip, q, k, start, block_sizes)
+    cut = cut_forward(chip, q, k, (launch.blocks, block_sizes), carry is not None)
+    blocks, k, v = cut.blocks, cut.repeated(k), cut.repeated(v)
+    tiling = cut.tiling(q, k, start)
     start, stop = (_extended(tiling, bound) for bound in (start, stop))
     operands = forward_kernel.Operands(
         _flat(key_ranges(start, stop, tiling.block_q, tiling.block_k)),
@@ -73,6 +77,7 @@ def forward(
         *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
         _split_carry(tiling, chip, carry),
     )
+    check_smem(chip, *operands.ranges, operands.first, operands.last)
     tile = ForwardTile(
         blocks.rows,
         blocks.columns,
@@ -86,7 +91,7 @@ def forward(
     out, lse = forward_kernel.forward_call(
         tile,
         operands,
-        chip,
+        compiler_params=compiler_params(chip, "parallel"),
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
         interpret=launch.interpret,
     )
@@ -115,15 +120,15 @@ def backward(
     block_sizes, launch: as in `forward`, and so is what is raised.
     """
     chip = _checked_chip(launch.chip, q.dtype)
-    blocks = launch.blocks or _blocks(TPU_BACKWARD, chip, q)
-    tiling, blocks = _cut(blocks, chip, q, k, start, block_sizes)
+    cut, is_dq_resident = cut_backward(chip, q, k, (launch.blocks, block_sizes))
+    blocks, k, v = cut.blocks, cut.repeated(k), cut.repeated(v)
+    tiling = cut.tiling(q, k, start)
     start, stop = (_extended(tiling, bound) for bound in (start, stop))
-    # Weights come out times the scale, which dq and dk then need no more. Its sign goes
-    # with the keys. Rows that see nothing get an lse that no weight survives.
-    sign, magnitude = np.sign(scale).astype(k.dtype), abs(scale) or 1.0
-    lse = lse * LOG2_E - math.log2(magnitude)
-    lse = jnp.where(lse == -jnp.inf, -NOTHING, lse)
-    rows = (tiling.split_rows(x) for x in (lse, delta))
+    # Weights come out times the scale, which dq and dk then need no more, unless it is
+    # no ordinary number. Its sign goes with the keys.
+    before, after = (abs(x) for x in gradient_factors(scale, q.dtype))
+    sign, magnitude = np.sign(scale).astype(k.dtype), before or 1.0
+    rows = (tiling.split_rows(x) for x in (_less(lse, magnitude), delta))
     operands = backward_kernel.Operands(
         _flat(query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])),
         *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
@@ -131,26 +136,29 @@ def backward(
         *(tiling.split_heads(_operand(x, chip)) for x in (q, d_out)),
         jnp.stack(tuple(rows), 3),
         jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2),
-        tiling.split_heads(_padded(dq, chip)),
+        tiling.split_heads(_padded(dq if after == 1 else jnp.zeros_like(dq), chip)),
     )
+    check_smem(chip, *operands.ranges, operands.first, operands.last)
     tile = backward_kernel.BackwardTile(
         blocks.rows,
         blocks.exact_rows,
         blocks.live_columns,
-        magnitude * LOG2_E,
+        abs(scale) * LOG2_E,
         _precision(q.dtype),
     )
-    dq, dk, dv = backward_kernel.backward_call(
+    share, dk, dv = backward_kernel.backward_call(
         tile,
         operands,
-        chip,
+        is_dq_resident,
+        compiler_params=compiler_params(chip, "arbitrary"),
         cost_estimate=_cost(tiling, q.shape[-1], 5, operands),
         interpret=launch.interpret,
     )
     depth = q.shape[-1]
-    dq = tiling.join_heads(dq)[..., :depth]
-    dk, dv = (tiling.join_keys(x)[..., :depth] for x in (dk, dv))
-    return dq, dk * np.sign(scale), dv / magnitude
+    share = tiling.join_heads(share)[..., :depth]
+    dk, dv = (cut.summed(tiling.join_keys(x)[..., :depth]) for x in (dk, dv))
+    dq = share if after == 1 else dq + after * share
+    return dq, dk * (after * np.sign(scale)), dv / magnitude
 
 
 def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:
@@ -169,39 +177,53 @@ def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo
         ) from error
 
 
-def _blocks(
-    table: dict[str, TpuBlocks], chip: pltpu.TpuInfo, q: jax.Array
-) -> TpuBlocks:
-    """The table's choice, which is for bfloat16 rows of up to 128 numbers.
-
-    A chip newer than the table is cut for like v6e. Where vector memory is small, tiles
-    of wider rows are smaller.
-    """
-    blocks = table.get(str(chip.chip_version), table["v6e"])
-    width = -(-q.shape[-1] // LANES) * q.dtype.itemsize // 2
-    return blocks if chip.vmem_capacity_bytes > 2**25 else blocks.smaller(width)
-
-
-def _lanes(chip: pltpu.TpuInfo) -> int:
-    """What rows of 4-byte numbers in HBM have to be a multiple of.
-
-    A v3 addresses HBM in words of 1 KiB.
-    """
-    return 2 * LANES if chip.generation < 4 else LANES
-
-
-def _cut(
-    blocks: TpuBlocks,
+def cut_forward(
     chip: pltpu.TpuInfo,
     q: jax.Array,
     k: jax.Array,
-    start: jax.Array,
-    sizes: BlockSizes | None,
-) -> tuple[Tiling, TpuBlocks]:
-    group = q.shape[2] // k.shape[2]
-    sizes, blocks = blocks.fit(q.shape[1], k.shape[1], group, _lanes(chip), sizes)
-    tiling = Tiling.of(q, k, start, sizes)
-    return tiling._replace(block_q=sizes.block_q, block_k=sizes.block_k), blocks
+    asked: tuple[TpuBlocks | None, BlockSizes | None],
+    has_carry: bool,
+) -> Cut:
+    """How it is cut. asked, and what is raised: as in `choose_cut`."""
+    row = _row(q, chip)
+
+    def held_bytes(cut: Cut) -> int:
+        return forward_kernel.held_bytes(cut.blocks, cut.heads, row, has_carry)
+
+    return choose_cut(TPU_FORWARD, chip, q, k, asked, held_bytes)
+
+
+def cut_backward(
+    chip: pltpu.TpuInfo,
+    q: jax.Array,
+    k: jax.Array,
+    asked: tuple[TpuBlocks | None, BlockSizes | None],
+) -> tuple[Cut, bool]:
+    """As `cut_forward`, and whether dq of a head stays in vector memory."""
+    row, limit = _row(q, chip), vmem_limit(chip)
+
+    def memory(cut: Cut) -> backward_kernel.Memory:
+        query_tiles = -(-q.shape[1] // cut.sizes.block_q)
+        return backward_kernel.Memory.of(cut.blocks, row, query_tiles, limit)
+
+    cut = choose_cut(TPU_BACKWARD, chip, q, k, asked, lambda cut: memory(cut).held)
+    return cut, memory(cut).is_dq_resident
+
+
+def _row(q: jax.Array, chip: pltpu.TpuInfo) -> jax.ShapeDtypeStruct:
+    """A row of operands, of a type that is multiplied, padded to whole lanes."""
+    is_supported = chip.is_matmul_supported(q.dtype, q.dtype)
+    depth = -(-q.shape[-1] // row_lanes(chip)) * row_lanes(chip)
+    return jax.ShapeDtypeStruct((depth,), q.dtype if is_supported else jnp.float32)
+
+
+def _less(lse: jax.Array, factor: float) -> jax.Array:
+    """For exponents of 2, with which weights come out times a factor.
+
+    Rows that see nothing get one that no weight survives.
+    """
+    lse = lse * LOG2_E - math.log2(factor)
+    return jnp.where(lse == -jnp.inf, -NOTHING, lse)
 
 
 def _extended(tiling: Tiling, bound: jax.Array) -> jax.Array:
@@ -224,21 +246,18 @@ def _edges_of_sub_blocks(
 
 
 def _row_bounds(tiling: Tiling, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Float32 (M, query tiles, 2, R / LANES, LANES)."""
+    """(M, query tiles, 2, R / LANES, LANES)."""
     bounds = jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2)
     bounds = bounds.reshape(*bounds.shape[:3], -1, LANES)
-    return bounds.astype(jnp.float32)
+    return as_floats(bounds)
 
 
 def _operand(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
-    """In a type that the matrix unit takes, the head size padded to whole lanes."""
-    if not chip.is_matmul_supported(x.dtype, x.dtype):
-        x = x.astype(jnp.float32)
-    return _padded(x, chip)
+    return _padded(x.astype(_row(x, chip).dtype), chip)
 
 
 def _padded(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
-    more = -x.shape[-1] % _lanes(chip)
+    more = _row(x, chip).shape[0] - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
 
 

@@ -9,6 +9,16 @@ def accumulator_type(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
+def gradient_factors(scale: float, dtype: jnp.dtype) -> tuple[float, float]:
+    """By what gradients of scores are multiplied before they are rounded, and after.
+
+    The scale is one of the two: the latter in float16, whose small numbers have few
+    digits, and where it is too small or too large for those of float32.
+    """
+    is_ordinary = scale == 0 or 2.0**-64 <= abs(scale) <= 2.0**64
+    return (scale, 1.0) if is_ordinary and dtype != jnp.float16 else (1.0, scale)
+
+
 def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """An einsum of two arrays of one type that adds up, and answers, in a wide type.
 

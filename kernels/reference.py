@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kernels.block_sizes import BlockSizes
 from kernels.merge import Partial, merge
-from kernels.product import product
+from kernels.product import gradient_factors, product
 
 
 def forward(
@@ -79,10 +79,11 @@ def backward(
     q, d_out = q.reshape(rows), d_out.reshape(rows)
     p = _probabilities(scores, lse.reshape(grouped), seen)
     dp = product("btkgd,bskd->bkgts", d_out, v)
-    ds = (scale * p * (dp - delta.reshape(grouped)[..., None])).astype(q.dtype)
+    before, after = gradient_factors(scale, q.dtype)
+    ds = (before * p * (dp - delta.reshape(grouped)[..., None])).astype(q.dtype)
     dv = product("bkgts,btkgd->bskd", p.astype(q.dtype), d_out)
-    dk = product("bkgts,btkgd->bskd", ds, q)
-    share = product("bkgts,bskd->btkgd", ds, k)
+    dk = after * product("bkgts,btkgd->bskd", ds, q)
+    share = after * product("bkgts,bskd->btkgd", ds, k)
     return dq + share.reshape(dq.shape), dk, dv
 
 

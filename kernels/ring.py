@@ -24,11 +24,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import layout as memory_layout
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels.backend import Backend, check_name, choose
+from kernels.backend import IMPLEMENTATIONS, Backend, check_name, choose
 from kernels.device import device_kind
 from kernels.layout import Layout, check_length, order
-from kernels.masks import Mask, Visible
-from kernels.operands import check_operands, checked_bounds
+from kernels.masks import Mask, Visible, full
+from kernels.operands import (
+    Axes,
+    check_operands,
+    checked_axes,
+    checked_bounds,
+    checked_scale,
+)
 from kernels.product import product
 
 UNROLLED_HOPS = 16
@@ -238,18 +244,28 @@ def ring_attention(
     """Attention over the ring `axis_name`, inside `shard_map`, on local shards.
 
     Arguments and result as in `attend`, q in the order of `layout`; `scale` is
-    1/sqrt(D) unless given, `implementation` as in `attention.attention`.
+    1/sqrt(D) unless given, `implementation` as in `attention.attention`. What is
+    padding cannot be told from bounds: all operands must be finite, or see
+    `Mask.fill_padding`. Bounds that decrease are not found here, as they are traced:
+    see `operands.check_increasing`.
 
     Raises:
-      ValueError: operands that do not fit together or are no shards of the layout,
-        or an unknown implementation.
+      ValueError: operands that do not fit together or are no shards of the layout, an
+        unknown implementation, or `shard_map` checks how values vary over the mesh.
     """
     check_operands(q, k, v)
     size = lax.axis_size(axis_name)
     check_length(layout, size, size * k.shape[1])
     visible = checked_bounds(q, Visible(lo, hi), size * k.shape[1])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = checked_scale(scale, q.shape[-1])
     backend = choose(implementation, q.dtype)
+    is_checked = any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v))
+    if is_checked and backend is not IMPLEMENTATIONS["reference"]:
+        raise ValueError(
+            "ring_attention must run in jax.shard_map(..., check_vma=False), but for "
+            "implementation='reference': loops and kernels cannot say how their "
+            "results vary over the mesh"
+        )
     ring = Ring(axis_name, size, layout, scale, backend)
     return attend(ring, q, k, v, *visible)[0]
 
@@ -258,35 +274,37 @@ def make_ring_attention(
     mesh: Mesh,
     *,
     layout: Layout,
-    ring_axes: tuple[str, ...] = ("ring",),
-    batch_axes: tuple[str, ...] = ("data", "fsdp"),
-    head_axis: str = "tensor",
+    ring_axes: str | tuple[str, ...] = ("ring",),
+    batch_axes: str | tuple[str, ...] | None = None,
+    head_axis: str | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Callable[..., jax.Array]:
     """Ring attention on global arrays.
 
-    mesh: has `ring_axes`, which make up one ring; of `batch_axes` and `head_axis` what
-      it has is used.
+    mesh: has `ring_axes`, which make up one ring, in the mesh's order.
+    batch_axes, head_axis: what batch and heads are sharded over; None for what the mesh
+      has of data and fsdp, and of tensor.
     layout, scale, implementation: as in `ring_attention`.
 
     Returns:
       attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, S, K, D), in layout
       order along T and S (see `layout.permute`); `visible` a mask of `masks`, or
-      bounds (B or 1, T) in the order of q.
+      bounds (B or 1, T) in the order of q, as in `attention.attention`.
 
     Raises:
-      ValueError: the mesh has no such axis; from attend, shapes that cannot be sharded.
+      ValueError: the mesh has no such axes; from attend, shapes that cannot be sharded,
+        or bounds that are known and decrease.
     """
-    if not set(ring_axes) <= set(mesh.shape):
-        raise ValueError(f"{ring_axes=} are no axes of the mesh {dict(mesh.shape)}")
-    batch_axes = tuple(axis for axis in batch_axes if axis in mesh.shape)
-    heads = head_axis if head_axis in mesh.shape else None
+    axes = checked_axes(mesh, ring_axes, batch_axes, head_axis)
+    _check_order(mesh, axes.ring)
     check_name(implementation)  # here, and not when compiling
-    ring_size = math.prod(mesh.shape[axis] for axis in ring_axes)
+    checked_scale(scale, head_size=1)
+    ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
+    check_length(layout, ring_size, length=0)
     local = functools.partial(
         ring_attention,
-        axis_name=ring_axes,
+        axis_name=axes.ring,
         layout=layout,
         scale=scale,
         implementation=implementation,
@@ -296,16 +314,29 @@ def make_ring_attention(
         q: jax.Array, k: jax.Array, v: jax.Array, visible: Mask | Visible
     ) -> jax.Array:
         check_operands(q, k, v)
-        check_length(layout, ring_size, q.shape[1])
-        check_length(layout, ring_size, k.shape[1])
-        _check_heads(k, heads, mesh)
-        if isinstance(visible, Mask):
-            index = jnp.asarray(order(layout, ring_size, q.shape[1]))
-            visible = visible(index, k.shape[1])
-        visible = checked_bounds(q, visible, k.shape[1])
-        array = PartitionSpec(batch_axes, ring_axes, heads, None)
-        rows = None if visible.lo.shape[0] == 1 else batch_axes
-        in_specs = (*(array,) * 3, *(PartitionSpec(rows, ring_axes),) * 2)
+        queries, keys = (order(layout, ring_size, x.shape[1]) for x in (q, k))
+        _check_shards("rows", "B", k.shape[0], axes.batch, mesh)
+        heads = () if axes.heads is None else (axes.heads,)
+        _check_shards("key/value heads", "K", k.shape[2], heads, mesh)
+        mask = visible if isinstance(visible, Mask) else full()
+        if mask is visible:
+            visible = mask(jnp.asarray(queries), k.shape[1])
+        visible = checked_bounds(q, visible, k.shape[1], queries)
+        q = mask.fill_padding(q, queries)
+        k, v = (mask.fill_padding(x, keys) for x in (k, v))
+        out = _over_mesh(local, mesh, axes)(q, k, v, visible)
+        return mask.fill_padding(out, queries)
+
+    return attend
+
+
+def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Array]:
+    """From `ring_attention` of shards to that of q, k, v and bounds as a whole."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible) -> jax.Array:
+        array = PartitionSpec(axes.batch, axes.ring, axes.heads, None)
+        rows = None if visible.lo.shape[0] == 1 else axes.batch
+        in_specs = (*(array,) * 3, *(PartitionSpec(rows, axes.ring),) * 2)
         # Every axis is in the specs, so nothing is summed over it behind our back,
         # and Pallas kernels cannot say how their results vary over the mesh.
         sharded = jax.shard_map(
@@ -313,12 +344,23 @@ def make_ring_attention(
         )
         return sharded(q, k, v, *visible)
 
-    return attend
+    return run
 
 
-def _check_heads(k: jax.Array, head_axis: str | None, mesh: Mesh) -> None:
-    if head_axis and k.shape[2] % mesh.shape[head_axis]:
+def _check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
+    in_order = tuple(axis for axis in mesh.axis_names if axis in ring_axes)
+    if ring_axes != in_order:
         raise ValueError(
-            f"{k.shape[2]} key/value heads do not divide over the mesh's {head_axis} "
-            f"axis of {mesh.shape[head_axis]}: make that axis a divisor of K"
+            f"ring_axes must be in the order of the mesh, {in_order}, got {ring_axes}"
+        )
+
+
+def _check_shards(
+    what: str, letter: str, size: int, axes: tuple[str, ...], mesh: Mesh
+) -> None:
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if size % shards:
+        raise ValueError(
+            f"{size} {what} do not divide over the mesh's {' x '.join(axes)} axis of "
+            f"{shards}: make that axis a divisor of {letter}"
         )

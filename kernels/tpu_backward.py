@@ -9,7 +9,6 @@ there, and otherwise moves to HBM and back with the query tiles, behind their wo
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.block_sizes import TpuBlocks
 from kernels.tiles import TileRanges
+from kernels.tpu_dq import STREAMED, Resident, Streamed
 from kernels.tpu_tile import (
     INNER,
     OUTER,
@@ -27,18 +28,9 @@ from kernels.tpu_tile import (
     StackedTiles,
     TileCopies,
     Tiles,
-    copies_in,
-    copies_out,
+    buffer_bytes,
     dot,
-    fitted,
-    start_all,
-    vmem_bytes,
-    vmem_limit,
-    wait_for_all,
 )
-
-STREAMED = 3
-"""Buffers of a dq that moves: one arrives, one is added to, one leaves."""
 
 
 class BackwardTile(NamedTuple):
@@ -108,12 +100,38 @@ class Scratch(NamedTuple):
         )
 
 
-def backward_call(
-    tile: BackwardTile, operands: Operands, chip: pltpu.TpuInfo, **options
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernel on a chip. options: of `pl.pallas_call`.
+class Memory(NamedTuple):
+    """Vector memory of a program, in bytes, and whether dq of a head stays there.
 
-    dq of a head stays in VMEM if it takes no more than half of what the rest leaves.
+    It does if it takes no more than half of what the rest leaves.
+    """
+
+    held: int
+    is_dq_resident: bool
+
+    @classmethod
+    def of(
+        cls, blocks: TpuBlocks, row: jax.ShapeDtypeStruct, query_tiles: int, limit: int
+    ) -> "Memory":
+        """row: of q."""
+        (depth,) = row.shape
+        scratch = Scratch.shapes(blocks.stacked_rows, depth, row.dtype, STREAMED)
+        keys = pltpu.VMEM((blocks.block_k, depth), row.dtype)
+        gradient = pltpu.VMEM(keys.shape, jnp.float32)
+        held = buffer_bytes(*[keys] * 4, *[gradient] * 4, scratch.q, scratch.d_out)
+        held += blocks.rows * blocks.block_k * 6  # scores and their gradients
+        streamed = buffer_bytes(scratch.dq)
+        resident = streamed // STREAMED * query_tiles
+        is_resident = resident <= (limit - held) // 2
+        return cls(held + (resident if is_resident else streamed), is_resident)
+
+
+def backward_call(
+    tile: BackwardTile, operands: Operands, is_resident: bool, **options
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs the kernel. options: of `pl.pallas_call`.
+
+    is_resident: whether dq of a head stays in VMEM.
 
     Returns:
       dq, in the place of the operand, and dk and dv, float32, cut like the keys.
@@ -124,20 +142,8 @@ def backward_call(
         (None, None, None, block_k, depth), lambda m, x, j, *_: (m, x, j, 0, 0)
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    scratch = Scratch.shapes(rows, depth, operands.q.dtype, STREAMED)
-    key_tile = block_k, depth
-    held = vmem_bytes(
-        *[jax.ShapeDtypeStruct(key_tile, operands.q.dtype)] * 4,
-        *[jax.ShapeDtypeStruct(key_tile, jnp.float32)] * 4,
-        scratch.q,
-        scratch.d_out,
-    )
-    held += tile.rows * block_k * 6  # scores and their gradients
-    head_dq = pltpu.VMEM((query_tiles, rows, depth), jnp.float32)
-    is_resident = vmem_bytes(head_dq) <= (vmem_limit(chip) - held) // 2
-    if is_resident:
-        scratch = scratch._replace(dq=head_dq)
-    compiler_params = fitted(chip, held + vmem_bytes(scratch.dq), "arbitrary")
+    dq_tiles = query_tiles if is_resident else STREAMED
+    scratch = Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles)
     share = jax.ShapeDtypeStruct(operands.keys.shape, jnp.float32)
     call = pl.pallas_call(
         functools.partial(_kernel, tile, Resident if is_resident else Streamed),
@@ -156,96 +162,9 @@ def backward_call(
         ),
         # Operands are counted leaf by leaf.
         input_output_aliases={len(jax.tree.leaves(operands)) - 1: 0},
-        compiler_params=compiler_params,
         **options,
     )
     return call(*operands)
-
-
-class Resident(NamedTuple):
-    """A dq that stays in VMEM from the first key tile of a head to the last."""
-
-    buffer: jax.Ref  # (query tiles, R, D)
-    source: StackedTiles
-    target: StackedTiles
-    semaphores: jax.Ref
-
-    def open(self) -> None:
-        @pl.when(pl.program_id(2) == 0)
-        def _():
-            self._move(functools.partial(copies_in, self.source), 0)
-
-    def start(self, i: jax.Array, begin: jax.Array) -> None:
-        pass
-
-    def wait(self, i: jax.Array) -> jax.Ref:
-        return self.buffer.at[i]
-
-    def put(self, i: jax.Array) -> None:
-        pass
-
-    def close(self, begin: jax.Array, end: jax.Array) -> None:
-        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-        def _():
-            self._move(functools.partial(copies_out, self.target), 1)
-
-    def _move(self, copies: Callable[..., list], direction: int) -> None:
-        """Starts copies of all tiles, and waits for them."""
-        semaphore = self.semaphores.at[direction, 0]
-
-        @pl.loop(0, self.buffer.shape[0])
-        def _(i):
-            start_all(copies(i, self.buffer.at[i], semaphore))
-
-        @pl.loop(0, self.buffer.shape[0])
-        def _(i):
-            wait_for_all(copies(i, self.buffer.at[i], semaphore))
-
-
-class Streamed(NamedTuple):
-    """A dq in HBM, of which the tile at work is in VMEM."""
-
-    buffer: jax.Ref  # (STREAMED, R, D)
-    source: StackedTiles  # the same memory as the target
-    target: StackedTiles
-    semaphores: jax.Ref  # (2, STREAMED)
-
-    def open(self) -> None:
-        pass
-
-    def start(self, i: jax.Array, begin: jax.Array) -> None:
-        """Starts to fetch a tile, once its buffer is free again."""
-
-        @pl.when(i - STREAMED >= begin)
-        def _():
-            wait_for_all(self._leaving(i - STREAMED))
-
-        start_all(self._arriving(i))
-
-    def wait(self, i: jax.Array) -> jax.Ref:
-        wait_for_all(self._arriving(i))
-        return self.buffer.at[i % STREAMED]
-
-    def put(self, i: jax.Array) -> None:
-        start_all(self._leaving(i))
-
-    def close(self, begin: jax.Array, end: jax.Array) -> None:
-        """Waits for all that is on its way: the next key tile fetches it again."""
-
-        @pl.loop(jnp.maximum(begin, end - STREAMED), end)
-        def _(i):
-            wait_for_all(self._leaving(i))
-
-    def _arriving(self, i: jax.Array) -> list:
-        slot = i % STREAMED
-        # From the target, which the operand lies in: what was put must be seen again.
-        buffer = self.buffer.at[slot]
-        return copies_in(self.target, i, buffer, self.semaphores.at[0, slot])
-
-    def _leaving(self, i: jax.Array) -> list:
-        slot = i % STREAMED
-        buffer = self.buffer.at[slot]
-        return copies_out(self.target, i, buffer, self.semaphores.at[1, slot])
 
 
 class Queries(NamedTuple):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.block_sizes import TpuBlocks
 from kernels.tiles import TileRanges
 from kernels.tpu_softmax import (
     NOTHING,
@@ -31,14 +32,13 @@ from kernels.tpu_tile import (
     Edges,
     TileCopies,
     Tiles,
-    fitted,
+    buffer_bytes,
     for_each_tile_down,
     lanes_to_rows,
     reciprocal,
     rows_to_lanes,
     spread,
     stacked_rows,
-    vmem_bytes,
 )
 
 
@@ -48,7 +48,8 @@ class Operands(NamedTuple):
     ranges: of key tiles, (M * query tiles,) each, in SMEM.
     first, last: least start and largest stop of each sub-block, (M * query tiles *
       sub-blocks,), in SMEM.
-    bounds: start and stop of the rows, float32 (M, query tiles, 2, R / LANES, LANES).
+    bounds: start and stop of the rows, `as_floats`, (M, query tiles, 2, R / LANES,
+      LANES).
     q: (M, X, G, query tiles * block_q, D): rows are stacked in VMEM.
     keys, values: (M, X, key tiles, block_k, D), in HBM.
     carry: result like q and lse (M, X, query tiles, R / LANES, LANES) over other keys;
@@ -90,10 +91,28 @@ class Scratch(NamedTuple):
         return cls(tile, tile, semaphores, state, bound, bound, q)
 
 
+def held_bytes(
+    blocks: TpuBlocks, group: int, row: jax.ShapeDtypeStruct, has_carry: bool
+) -> int:
+    """Vector memory that a program takes. group: heads that it stacks. row: of q."""
+    rows, (depth,) = blocks.stacked_rows, row.shape
+    scratch = Scratch.shapes(group, rows, blocks.block_k, depth, row.dtype)
+    q_tile, wide = (
+        jax.ShapeDtypeStruct((rows, depth), dtype) for dtype in (row.dtype, jnp.float32)
+    )
+    pieces = blocks.ahead + blocks.behind + 2
+    scores = pieces * blocks.rows * blocks.columns * 4
+    return scores + buffer_bytes(
+        *[q_tile] * 2,
+        *[wide] * (4 if has_carry else 2),
+        *jax.tree.leaves(scratch._replace(semaphores=())),
+    )
+
+
 def forward_call(
-    tile: ForwardTile, operands: Operands, chip: pltpu.TpuInfo, **options
+    tile: ForwardTile, operands: Operands, **options
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the kernel on a chip. options: of `pl.pallas_call`.
+    """Runs the kernel. options: of `pl.pallas_call`.
 
     Returns:
       out and lse, cut like the carry; lse in powers of 2, -inf for empty rows.
@@ -116,17 +135,6 @@ def forward_call(
     )
     block_k = operands.keys.shape[3]
     scratch = Scratch.shapes(group, rows, block_k, depth, operands.q.dtype)
-    q_tile, wide = (
-        jax.ShapeDtypeStruct((rows, depth), dtype)
-        for dtype in (operands.q.dtype, jnp.float32)
-    )
-    held = vmem_bytes(
-        *[q_tile] * 2,
-        *[wide] * (4 if operands.carry else 2),
-        *jax.tree.leaves(scratch._replace(semaphores=())),
-    )
-    pieces = tile.ahead + tile.behind + 2
-    held += pieces * tile.rows * tile.columns * 4  # scores
     # A tile of the carry is read before its result is written in its place. Operands
     # are counted leaf by leaf: the carry's come last.
     carried = len(jax.tree.leaves(operands)) - 2
@@ -146,7 +154,6 @@ def forward_call(
             jax.ShapeDtypeStruct((m, heads, tiles, strips, LANES), jnp.float32),
         ),
         input_output_aliases=aliases,
-        compiler_params=fitted(chip, held, "parallel"),
         **options,
     )
     return call(*operands)

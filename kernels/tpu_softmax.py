@@ -25,6 +25,7 @@ from kernels.tpu_tile import (
     OUTER,
     SUBLANES,
     Edges,
+    as_integers,
     dot,
     rows_to_lanes,
     spread,
@@ -115,12 +116,12 @@ class Bounds(NamedTuple):
     edges: Edges
 
     def spread(self, bounds: jax.Ref) -> None:
-        """Fills start and stop from float32 bounds (2, R / LANES, LANES)."""
+        """Fills start and stop from bounds `as_floats`, (2, R / LANES, LANES)."""
         for number, bound in enumerate((self.start, self.stop)):
             for group in range(bounds.shape[1]):
                 row = bounds[number, pl.ds(group, 1), :]
                 rows = pl.ds(group * LANES, LANES)
-                bound[rows, :] = rows_to_lanes(row).astype(jnp.int32)
+                bound[rows, :] = as_integers(rows_to_lanes(row))
 
     def hide(
         self, rows: pl.Slice, slot: jax.Array, scores: jax.Array, column: int

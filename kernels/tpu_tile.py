@@ -16,6 +16,8 @@ OUTER = (1, 1)  # (m, d) and (n, d) -> (m, n)
 INNER = (1, 0)  # (m, n) and (n, d) -> (m, d)
 TRANSPOSED = (0, 0)  # (n, m) and (n, d) -> (m, d)
 
+_FLOAT_BITS = 0x40000000  # of 2.0
+
 
 def dot(
     a: jax.Array,
@@ -35,29 +37,36 @@ def vmem_limit(chip: pltpu.TpuInfo) -> int:
     return chip.vmem_capacity_bytes * 7 // 8
 
 
-def vmem_bytes(*buffers) -> int:
+def buffer_bytes(*buffers) -> int:
     """What buffers with a shape and a type take."""
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
 
 
-def fitted(chip: pltpu.TpuInfo, held: int, tiles: str) -> pltpu.CompilerParams:
-    """How a kernel with a grid of (row of bounds, head, tile) is compiled.
-
-    held: bytes of vector memory that it takes. tiles: "parallel", or "arbitrary" if
-      those of a head come one after another on one core.
+def check_smem(chip: pltpu.TpuInfo, *bounds: jax.Array) -> None:
+    """Refuses bounds of more tiles than scalar memory holds.
 
     Raises:
-      ValueError: it takes more than there is.
+      NotImplementedError: the compiler, which takes 1 KiB, would not find room.
     """
-    limit = vmem_limit(chip)
-    if held > limit:
-        raise ValueError(
-            f"tiles that take {held / 2**20:.1f} MiB do not fit into the "
-            f"{limit / 2**20:.1f} MiB of vector memory that a kernel has on TPU "
-            f"{chip.chip_version}: make block_q or block_k smaller"
+    needed, limit = buffer_bytes(*bounds), chip.smem_capacity_bytes - 2**10
+    if needed > limit:
+        raise NotImplementedError(
+            f"the bounds of all tiles take {needed / 2**10:.1f} KiB, more than the "
+            f"{limit / 2**10:.1f} KiB of scalar memory that a kernel has on TPU "
+            f"{chip.chip_version}: shard the sequence, or a batch of rows with bounds "
+            "of their own, over more devices"
         )
+
+
+def compiler_params(chip: pltpu.TpuInfo, tiles: str) -> pltpu.CompilerParams:
+    """How a kernel with a grid of (row of bounds, head, tile) is compiled.
+
+    tiles: "parallel", or "arbitrary" if those of a head come one after another on one
+      core.
+    """
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", tiles), vmem_limit_bytes=limit
+        dimension_semantics=("parallel", "parallel", tiles),
+        vmem_limit_bytes=vmem_limit(chip),
     )
 
 
@@ -77,11 +86,22 @@ def reciprocal(x: jax.Array) -> jax.Array:
     return guess
 
 
-def rows_to_lanes(row: jax.Array) -> jax.Array:
-    """(1, LANES), a number for each of 128 rows -> (LANES, LANES) of equal lanes.
+def as_floats(x: jax.Array) -> jax.Array:
+    """int32 numbers from 0 to 2**29 as float32 that `rows_to_lanes` keeps exactly.
 
-    Float32: the vector unit adds up no integers over lanes.
+    The vector unit adds up no integers over lanes. Bits of a float32 survive that, in
+    a sum with zeros, if it is no denormal number: hence the offset.
     """
+    return lax.bitcast_convert_type(x + _FLOAT_BITS, jnp.float32)
+
+
+def as_integers(x: jax.Array) -> jax.Array:
+    """Undoes `as_floats`."""
+    return lax.bitcast_convert_type(x, jnp.int32) - _FLOAT_BITS
+
+
+def rows_to_lanes(row: jax.Array) -> jax.Array:
+    """(1, LANES), a float32 for each of 128 rows -> (LANES, LANES) of equal lanes."""
     picked = jnp.where(_diagonal(), row, 0.0).sum(axis=1, keepdims=True)
     return jnp.broadcast_to(picked, (LANES, LANES))
 

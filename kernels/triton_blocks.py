@@ -22,6 +22,18 @@ class TritonBlocks:
     warps: int
     stages: int
 
+    def __post_init__(self):
+        tile = self.block_q, self.block_k
+        if any(size < 16 or size & (size - 1) for size in tile):
+            raise ValueError(
+                f"block_q={self.block_q}, block_k={self.block_k}: Triton's tiles are "
+                "powers of 2 of at least 16 rows and keys"
+            )
+        if self.warps not in (1, 2, 4, 8, 16, 32) or self.stages < 1:
+            raise ValueError(
+                f"{self}: warps must be a power of 2 up to 32, and stages at least 1"
+            )
+
     def with_tiles(self, sizes: BlockSizes | None) -> "TritonBlocks":
         """The same with the tiles that are asked for, if any.
 
@@ -30,11 +42,6 @@ class TritonBlocks:
         """
         if sizes is None:
             return self
-        tiles = sizes.block_q, sizes.block_k
-        if any(size < 16 or size & (size - 1) for size in tiles):
-            raise ValueError(
-                f"{sizes}: Triton's tiles are powers of 2 of at least 16 rows and keys"
-            )
         return replace(self, block_q=sizes.block_q, block_k=sizes.block_k)
 
 

@@ -27,6 +27,7 @@ from kernels.triton_blocks import (
 )
 
 LOG2_E = math.log2(math.e)
+SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 TYPES = jnp.bfloat16, jnp.float16, jnp.float32
 
 
@@ -189,7 +190,7 @@ def forward(
         q = -q
     # A scale of 0 would turn the -inf of what is not seen into nan; one as small as
     # this makes all weights equal too.
-    scale2 = max(abs(scale) * LOG2_E, 2.0**-100)
+    scale2 = max(abs(scale) * LOG2_E, SMALLEST)
     sizes = _measured(q, k, start, scale, scale2, blocks, carry is not None)
     bounds = _stacked(start, stop)
     ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)

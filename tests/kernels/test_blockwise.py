@@ -196,9 +196,3 @@ def test_memory_is_linear_in_the_length_and_far_below_the_score_matrix():
     used = temporary_bytes(forward_and_backward, 4096)
     assert 0 < temporary_bytes(forward, 4096) < used < scores / 8
     assert used < 2.1 * temporary_bytes(forward_and_backward, 2048)
-
-
-@pytest.mark.parametrize("sizes", [(0, 8), (8, -1)])
-def test_empty_blocks_are_refused(sizes):
-    with pytest.raises(ValueError, match="must be at least 1 x 1"):
-        BlockSizes(*sizes)

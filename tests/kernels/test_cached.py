@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import reference
+from kernels import masks, reference
 from kernels.cached import CachedAttention
 from kernels.masks import Visible
 from tests.cases import QUICK
@@ -164,10 +164,72 @@ def test_prompts_that_do_not_go_into_the_cache_are_refused(tokens, words):
         CachedAttention(mesh_of(4)).fill(Problem().keys, new, np.int32(0))
 
 
-def test_a_mesh_without_a_ring_is_refused():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    with pytest.raises(ValueError, match=r"ring_axes=\('ring',\) are not all axes"):
-        CachedAttention(mesh)
+def refused_calls():
+    """Calls of a cache of 3 layers, 2 rows and 24 slots on 4 members."""
+    new = np.ones((BATCH, 4, KV_HEADS, DEPTH), np.float32)
+    for name, wrong in {
+        "batch": new[:1],
+        "heads": new[:, :, :1],
+        "head size": new[..., :4],
+        "type": new.astype(np.float16),
+        "no token": new[:, :0],
+    }.items():
+        words = r"new tokens of a cache \(3, 2, 24, 2, 8\) in float32 must be .*got \("
+        yield pytest.param("fill", (wrong, 0), words, id=f"fill, {name}")
+        yield pytest.param("put", (wrong, 0, 0, 0), words, id=f"put, {name}")
+    words = "must be from 0 to {} in this cache, got {}"
+    for layer in 3, -1:
+        yield "fill", (new, layer), "layer " + words.format(2, layer)
+        yield "put", (new, layer, 0, 0), "layer " + words.format(2, layer)
+        yield "attend", (layer,), "layer " + words.format(2, layer)
+    yield "fill", (new, 1.5), "layer must be an integer, got float"
+    yield "put", (new, 0, 4, 0), "member " + words.format(3, 4)
+    yield "put", (new, 0, 0, 3), "slot of 4 tokens " + words.format(2, 3)
+    yield "put", (new, 0, 0, -1), "slot of 4 tokens " + words.format(2, -1)
+
+
+@pytest.mark.parametrize("method, arguments, words", list(refused_calls()))
+def test_what_would_be_written_in_part_or_elsewhere_is_refused(
+    method, arguments, words
+):
+    problem, cached = Problem(), CachedAttention(mesh_of(4))
+    first = (problem.keys,)
+    if method == "attend":
+        first = problem.q, problem.keys, problem.values, problem.index, problem.visible
+    with pytest.raises(ValueError, match=words):
+        getattr(cached, method)(*first, *arguments)
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("index", lambda x: x[:1], r"index \(B, S\), got .* and \(1, 24\)"),
+        ("values", lambda x: x[:2], "keys and values must be"),
+        ("visible", lambda x: Visible(*(y[:, :1] for y in x)), r"must be \(B, T\) or"),
+        ("visible", lambda x: masks.causal(), "of a cache always.*got Mask"),
+    ],
+)
+def test_operands_of_a_cache_that_do_not_fit_together_are_refused(name, change, words):
+    problem = Problem()
+    setattr(problem, name, change(getattr(problem, name)))
+    arrays = problem.q, problem.keys, problem.values, problem.index
+    with pytest.raises(ValueError, match=words):
+        CachedAttention(mesh_of(4)).attend(*arrays, problem.visible, 0)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"ring_axes": ("data",)}, r"ring_axes=\('data',\).*must be different axes"),
+        ({"ring_axes": ()}, "ring_axes must be at least one axis"),
+        ({"batch_axes": "data"}, r"batch_axes=\('data',\).*must be different axes"),
+        ({"head_axis": "ring"}, "head_axis='ring' must be different axes"),
+        ({"scale": np.inf}, "scale must be one finite number"),
+    ],
+)
+def test_a_cache_that_cannot_be_on_a_mesh_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        CachedAttention(mesh_of(4), **options)
 
 
 def test_operands_of_several_types_are_refused():

@@ -42,8 +42,8 @@ CASES = {
         None,
         jnp.bfloat16,
     ),
-    "wide heads": (
-        StepCase(100, 257, group=4, head_dim=256, batch=1),
+    "wide heads, a scale that is flushed to zero": (
+        StepCase(100, 257, group=4, head_dim=256, batch=1, scale=-1e-42),
         None,
         jnp.bfloat16,
     ),

@@ -89,6 +89,15 @@ def test_any_shape_compiles_as_well(head_dim, length, dtype, has_carry):
     assert_spills_nothing(compiled(None, *arguments).kernels)
 
 
+@pytest.mark.parametrize(
+    "length, grid", [(1024, (4, 1, 8)), (2**23, (2**16, 4, 1))], ids=["short", "long"]
+)
+def test_the_long_axis_is_where_gpus_have_room_for_it(length, grid):
+    """CUDA launches up to 65,535 programs along y and z, and 2³¹ - 1 along x."""
+    (kernel,) = compiled(None, *step(64, length=length)).kernels
+    assert kernel.grid == grid
+
+
 def test_spills_are_seen():
     (kernel,) = compiled(HopperBlocks(192, 1), *step(128)).kernels
     assert kernel.spill_bytes > 100

@@ -178,6 +178,23 @@ def test_array_that_does_not_divide_is_refused(move):
         move(np.zeros((1, 13)), Contiguous(), 4)
 
 
-def test_empty_granule_is_refused():
-    with pytest.raises(ValueError, match="granule=0 must be at least 1"):
-        Striped(0)
+@pytest.mark.parametrize(
+    "use, words",
+    [
+        (lambda: Striped(0), "granule=0 must be at least 1"),
+        (lambda: Striped(2.5), "granule must be a whole number.*got 2.5"),
+        (lambda: Striped(True), "granule must be a whole number.*got True"),
+        (lambda: layout.order(Striped(), 0, 10), "ring_size=0 must be at least 1"),
+        (lambda: layout.order(Striped(), -2, 10), "ring_size=-2 must be at least 1"),
+        (
+            lambda: layout.order(Striped(), 2.0, 10),
+            "ring_size must be a whole.*got 2.0",
+        ),
+        (lambda: layout.order(Striped(), 2, -4), "length=-4 must be at least 0"),
+        (lambda: layout.permute(np.ones((1, 8)), "striped", 2), "got 'striped'"),
+        (lambda: layout.order(Striped, 2, 8), r"as Striped\(\).*got <class"),
+    ],
+)
+def test_wrong_layouts_rings_and_lengths_are_refused(use, words):
+    with pytest.raises(ValueError, match=words):
+        use()

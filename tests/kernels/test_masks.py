@@ -156,15 +156,91 @@ def test_lengths_that_are_traced_give_the_same_bounds():
     assert_equal_bounds(bounds(jnp.asarray(LENGTHS), jnp.asarray(INDEX)), want)
 
 
-@pytest.mark.parametrize("size", [0, -3])
-def test_window_without_the_query_itself_is_refused(size):
-    with pytest.raises(ValueError, match=f"size={size} must be at least 1 token"):
-        masks.window(size)
+HUGE = 2**40
+ROWS_OF_FOUR = np.array([3, 1, 2, 4])
 
 
-def test_negative_prefix_is_refused():
-    with pytest.raises(ValueError, match="length=-1 must not be negative"):
-        masks.prefix(-1)
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        (lambda: masks.window(0), "window size=0 must be at least 1"),
+        (lambda: masks.window(-3), "window size=-3 must be at least 1"),
+        (lambda: masks.window(2.5), "window size must be a whole number.*got 2.5"),
+        (lambda: masks.window(True), "window size must be a whole number.*got True"),
+        (lambda: masks.window(np.nan), "window size must be a whole number.*got nan"),
+        (lambda: masks.prefix(-1), "prefix length=-1 must be at least 0"),
+        (lambda: masks.prefix(LENGTHS - 9), "prefix length=-4 must be at least 0"),
+        (lambda: masks.prefix(7.5), "prefix length must be a whole number.*got 7.5"),
+        (lambda: masks.padding(-3), "padding real_length=-3 must be at least 0"),
+        (lambda: masks.padding(7.5), "real_length must be a whole number.*got 7.5"),
+        (
+            lambda: masks.padding(ROWS_OF_FOUR),
+            r"\(B, 1\).*got \(4,\).*lengths\[:, None",
+        ),
+        (lambda: masks.padding(np.uint8(LENGTHS)), "signed integers, got uint8"),
+        (lambda: masks.padding(jnp.float32(LENGTHS)), "signed integers, got float32"),
+        (lambda: masks.segments(IDS + 0.5), "ids must be integers, got float64"),
+        (lambda: masks.documents(np.array([0, np.nan, 1])), "must be integers, got fl"),
+        (lambda: masks.documents(IDS > 0), "ids must be integers, got bool"),
+        (lambda: masks.documents_at([0.0, 2.5]), r"integers.*got float64 \(2,\)"),
+        (lambda: masks.documents_at([[0, 3]]), r"integers.*got int64 \(1, 2\)"),
+        (lambda: masks.causal()(np.uint32(INDEX), 30), "signed integers, got uint32"),
+        (lambda: masks.causal()(np.float32(INDEX), 30), "signed integers, got float32"),
+        (lambda: masks.causal()([0, 1], 30), r"\(T,\) or \(B, T\), got list \(2,\)"),
+        (lambda: masks.causal()(INDEX[None, None], 30), r"got ndarray \(1, 1, 23\)"),
+        (lambda: masks.causal()(INDEX, 2.5), "key_length must be a whole.*got 2.5"),
+        (lambda: masks.causal()(INDEX, -3), "key_length=-3 must be at least 0"),
+        (lambda: masks.documents(IDS)(INDEX - 1, 30), "index=-1 must be at least 0"),
+        (
+            lambda: masks.documents_at(STARTS)(INDEX - 1, 30),
+            "index=-1 must be at least",
+        ),
+        (lambda: masks.causal() & masks.causal, "must join two masks.*got causal$"),
+        (lambda: masks.causal & masks.causal(), "must join two masks.*got causal$"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_a_line(build, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("index", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("build", [masks.documents, masks.segments])
+def test_ids_that_do_not_cover_the_sequence_are_refused(build, index, array):
+    mask = build(array(IDS[:, :20])) & masks.padding(20)
+    assert mask(index(INDEX[:20]), 20).lo.shape == (2, 20)
+    part = np.array([3, 20], np.int32)
+    for queries, keys, tokens in (INDEX, 23, 23), (INDEX, 20, 23), (part, 20, 21):
+        words = f"sequence of {tokens} tokens, got 20 ids"
+        with pytest.raises(ValueError, match=words):
+            mask(index(queries), keys)
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(
+    "name, mask",
+    [
+        ("causal", masks.window(2**31)),
+        ("causal", masks.window(HUGE)),
+        ("full", masks.prefix(HUGE)),
+        ("full", masks.prefix(np.array([[HUGE]]))),
+        ("causal", masks.causal() & masks.padding(HUGE)),
+        ("causal", masks.causal() & masks.padding(np.array([[HUGE]]))),
+        ("documents at", masks.documents_at([*STARTS, HUGE])),
+        ("documents at", masks.documents_at(np.uint8(STARTS))),
+        ("documents at", masks.documents_at(np.uint64([*STARTS, 2**31 + 5, HUGE]))),
+        ("documents", masks.documents(np.int64(IDS) + HUGE)),
+        ("documents", masks.documents(np.uint64(np.int64(IDS) + HUGE))),
+    ],
+)
+def test_numbers_beyond_any_index_do_not_wrap_around(name, mask, array):
+    for dtype in np.int8, np.int32:
+        visible = mask(array(INDEX.astype(dtype)), TOKENS)
+        assert visible.lo.dtype == visible.hi.dtype == np.int32
+        want = MASKS[name][0](INDEX, TOKENS)
+        np.testing.assert_array_equal(*(seen_by(x, TOKENS) for x in (visible, want)))
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])

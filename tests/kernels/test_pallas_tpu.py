@@ -1,6 +1,9 @@
 """The Pallas TPU kernels, interpreted, against the reference: values and gradients."""
 
 import bisect
+import dataclasses
+import functools
+import itertools
 import re
 
 import jax
@@ -17,7 +20,10 @@ from kernels.backend import Backend
 from kernels.block_sizes import BlockSizes
 from kernels.masks import Visible
 from kernels.pallas_tpu import Launch
-from kernels.tpu_backward import STREAMED
+from kernels.tiling import Tiling
+from kernels.tpu_cut import Cut
+from kernels.tpu_dq import STREAMED
+from kernels.tpu_softmax import Bounds
 from tests.cases import FLOAT32_TOLERANCE, Answer
 from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu
 from tests.steps import (
@@ -241,6 +247,95 @@ def test_sizes_that_do_not_fill_registers_of_a_v3_are_refused(launches):
     with pytest.raises(ValueError, match="block_q .* of 128 and block_k of 256"):
         traced(case, on_chip(pltpu.ChipVersion.TPU_V3))
     assert not launches
+
+
+def cuts(chip: pltpu.TpuInfo, q: jax.Array, k: jax.Array) -> tuple[Cut, Cut]:
+    """As they are chosen, forward after a first hop and backward."""
+    free = None, None
+    forward = pallas_tpu.cut_forward(chip, q, k, free, has_carry=True)
+    return forward, pallas_tpu.cut_backward(chip, q, k, free)[0]
+
+
+@pytest.mark.parametrize("version", ["v3", "v4", "v5e", "v5p", "v6e"])
+def test_there_are_tiles_that_fit_for_all_groups_on_every_chip(version):
+    """Of up to 72 heads, all of which are in some stack."""
+    chip = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(version), 1)
+    sizes = itertools.product((jnp.bfloat16, jnp.float32), (128, 256), range(1, 73))
+    for dtype, head_dim, group in sizes:
+        q = jax.ShapeDtypeStruct((1, 8192, group, head_dim), dtype)
+        k = jax.ShapeDtypeStruct((1, 8192, 1, head_dim), dtype)
+        for cut in cuts(chip, q, k):
+            assert cut.heads * cut.stacks == group
+            assert cut.blocks.stacked_rows == cut.heads * cut.sizes.block_q
+
+
+@pytest.mark.parametrize(
+    "version, dtype, heads, kv_heads, head_dim",
+    [
+        *[("v3", jnp.bfloat16, n, 1, 128) for n in (5, 7, 9, 10, 14, 71)],
+        ("v3", jnp.bfloat16, 28, 4, 128),
+        ("v4", jnp.bfloat16, 71, 1, 128),
+        ("v4", jnp.float32, 9, 1, 256),
+    ],
+)
+def test_groups_of_any_size_are_launched(
+    version, dtype, heads, kv_heads, head_dim, launches
+):
+    group = heads // kv_heads
+    case = StepCase(128, 256, group, head_dim, kv_heads, batch=1, has_carry=True)
+    traced(case, on_chip(pltpu.ChipVersion(version)), dtype)
+    assert [launch["name"] for launch in launches] == [
+        "flash_forward",
+        "flash_backward",
+    ]
+
+
+@pytest.mark.slow
+def test_heads_that_are_not_stacked_see_the_keys_that_they_share():
+    """Vector memory holds the rows of one head of five: keys are read five times."""
+    chip = dataclasses.replace(CHIP, vmem_capacity_bytes=5 * 2**19)
+    backend = SimulatedTpu(Launch(chip, interpret=True))
+    case = StepCase(60, 90, group=5, kv_heads=2, batch=1, has_carry=True)
+    step = case.draw().astype(jnp.float32)
+    assert [cut[:2] for cut in cuts(chip, step.q, step.k)] == [(1, 5), (1, 5)]
+    assert_true(backend, case, jnp.float32)
+
+
+def test_heads_too_wide_for_any_tiles_are_not_implemented(launches):
+    """What is said names nothing that callers of `attention` do not have."""
+    case = StepCase(300, 300, head_dim=4096, batch=1)
+    words = "smallest tiles of heads of 4096 numbers in float32 take .* on TPU v4; use"
+    with pytest.raises(NotImplementedError, match=words) as caught:
+        traced(case, on_chip(pltpu.ChipVersion.TPU_V4))
+    assert "block_" not in str(caught.value) and not launches
+
+
+def test_more_tiles_than_scalar_memory_holds_are_not_implemented(launches):
+    words = r"bounds of all tiles take 16\.0 KiB, more than the 15\.0 KiB .* TPU v3: sh"
+    x = jax.ShapeDtypeStruct((1, 2**18, 1, 128), jnp.bfloat16)
+    bound = jax.ShapeDtypeStruct((1, 2**18), jnp.int32)
+    backend = on_chip(pltpu.ChipVersion.TPU_V3)
+    forward = functools.partial(backend.forward, scale=0.1)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(forward, x, x, x, bound, bound)
+    assert not launches
+
+
+def test_bounds_of_more_than_16_million_slots_are_exact():
+    """Float32 has no odd numbers from there on."""
+    q, k = (jax.ShapeDtypeStruct((1, n, 1, 128), jnp.float32) for n in (128, 2**27))
+    numbers = np.random.default_rng(19).integers(0, k.shape[1] + 1, (2, 1, 128))
+    bounds = np.sort(numbers).astype(np.int32)
+    tiling = Tiling.of(q, k, bounds[0], BlockSizes(128, 128))
+    rows = pallas_tpu._row_bounds(tiling, *map(jnp.asarray, bounds))[0, 0]
+
+    def kernel(rows, start, stop):
+        Bounds(start, stop, None).spread(rows)
+
+    shape = jax.ShapeDtypeStruct((128, 128), jnp.int32)
+    spread = pl.pallas_call(kernel, out_shape=(shape, shape), interpret=True)
+    for found, bound in zip(spread(rows), bounds, strict=True):
+        np.testing.assert_array_equal(found, np.broadcast_to(bound.T, (128, 128)))
 
 
 def test_tiles_that_do_not_fit_are_refused_with_what_there_is(launches):

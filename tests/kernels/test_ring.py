@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import backend, blockwise, layout, masks, ring
 from kernels.attention import attention
-from kernels.masks import Visible
 from tests.cases import (
     BFLOAT16_RATIO,
     COVERING,
@@ -266,62 +265,3 @@ def test_ring_of_two_mesh_axes_is_one_ring():
     expected = jax.jit(one, static_argnums=3)(q, k, v, masks.causal())
     found = jax.jit(two, static_argnums=3)(q, k, v, masks.causal())
     np.testing.assert_array_equal(found, expected)
-
-
-def test_mesh_without_a_ring_is_refused():
-    with pytest.raises(ValueError, match=r"ring_axes=\('ring',\) are no axes"):
-        ring.make_ring_attention(Mesh(np.array(jax.devices()), ("data",)), layout=None)
-
-
-def test_length_that_does_not_divide_is_refused_with_the_length_to_pad_to():
-    attend = ring.make_ring_attention(ring_mesh(4), layout=layout.Striped(4))
-    x = jnp.ones((1, 40, 2, 8))
-    with pytest.raises(ValueError, match="40 tokens .* pad it to 48"):
-        attend(x, x, x, masks.causal())
-
-
-def test_heads_that_do_not_divide_over_the_mesh_are_refused():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("ring", "tensor"))
-    attend = ring.make_ring_attention(mesh, layout=layout.Contiguous())
-    q, kv = jnp.ones((1, 8, 4, 8)), jnp.ones((1, 8, 1, 8))
-    with pytest.raises(ValueError, match="1 key/value heads do not divide"):
-        attend(q, kv, kv, Visible(jnp.zeros((1, 8)), jnp.zeros((1, 8))))
-
-
-def test_keys_that_do_not_divide_are_refused():
-    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Zigzag())
-    q, kv = jnp.ones((1, 8, 2, 8)), jnp.ones((1, 6, 2, 8))
-    with pytest.raises(ValueError, match="6 tokens .* pad it to 8"):
-        attend(q, kv, kv, masks.causal())
-
-
-def test_bounds_of_another_length_are_refused():
-    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
-    x = jnp.ones((1, 8, 2, 8))
-    with pytest.raises(ValueError, match=r"bounds must be .*lo.shape=\(1, 4\)"):
-        attend(x, x, x, Visible(jnp.zeros((1, 4), int), jnp.zeros((1, 4), int)))
-
-
-def test_local_shards_that_the_layout_does_not_have_are_refused():
-    def local(x):
-        lo = jnp.zeros((1, 3), jnp.int32)
-        return ring.ring_attention(
-            x, x, x, lo, lo, axis_name="ring", layout=layout.Zigzag()
-        )
-
-    sharded = jax.shard_map(
-        local, mesh=ring_mesh(2), in_specs=P(None, "ring"), out_specs=P(None, "ring")
-    )
-    with pytest.raises(ValueError, match="6 tokens does not divide"):
-        sharded(jnp.ones((1, 6, 2, 8)))
-
-
-def test_bounds_beyond_the_keys_see_all_of_them():
-    """Up to the largest integer, on which nothing may be added."""
-    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
-    x = jax.random.normal(jax.random.key(0), (1, 8, 2, 8))
-    end = jnp.iinfo(jnp.int32)
-    far = Visible(jnp.full((1, 8), end.min), jnp.full((1, 8), end.max))
-    run = jax.jit(attend)
-    seen = masks.full()(np.arange(8, dtype=np.int32), 8)
-    np.testing.assert_array_equal(run(x, x, x, far), run(x, x, x, seen))

@@ -207,3 +207,25 @@ def test_any_length_compiles_for_every_chip(dtype, chip, length, direction):
 def test_any_shape_compiles_for_every_chip(shape, chip, direction):
     step = Step(**{"chip": chip, "direction": direction, "length": 2048} | shape)
     assert f"flash_{direction}" in step.compile()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "chip, shape",
+    [
+        ("v3", {"heads": 28, "kv_heads": 4}),
+        ("v4", {"heads": 9, "head_dim": 256, "dtype": jnp.float32}),
+        ("v4", {"heads": 29, "dtype": jnp.float32}),
+        ("v4", {"heads": 25, "dtype": jnp.float32}),
+        ("v4", {"heads": 64, "head_dim": 256, "dtype": jnp.float32}),
+        ("v4", {"heads": 17, "head_dim": 256}),
+        ("v5p", {"heads": 43, "head_dim": 256}),
+    ],
+    ids=str,
+)
+def test_groups_of_any_size_compile(chip, shape, direction):
+    """Those that take nearly all of the vector memory, or more if stacked whole."""
+    shape = {"kv_heads": 1, "length": 2048} | shape
+    step = Step(**{"chip": chip, "direction": direction} | shape)
+    assert f"flash_{direction}" in step.compile()

@@ -251,7 +251,7 @@ def test_heads_that_are_too_large_are_not_implemented():
 
 @pytest.mark.parametrize("sizes", [(100, 64), (64, 48), (8, 64), (64, 8)])
 def test_tiles_that_triton_does_not_have_are_refused(sizes):
-    words = rf"block_q={sizes[0]}, block_k={sizes[1]}\): Triton's tiles are powers of 2"
+    words = rf"block_q={sizes[0]}, block_k={sizes[1]}: Triton's tiles are powers of 2"
     with pytest.raises(ValueError, match=words):
         attempt(Launch(80, call=interpreted_call), sizes=BlockSizes(*sizes))
 
