@@ -165,7 +165,7 @@ class Chains:
         """Standardised observation, action and reward at places (L,) of the file."""
         file = self.trajectories
         size = file.observation_size
-        steps = file.steps[places]
+        steps = file.read(places)
         scale = file.observation_std + STD_FLOOR
         observations = (steps[:, :size] - file.observation_mean) / scale
         return observations, steps[:, size:-1], steps[:, -1]
@@ -175,8 +175,8 @@ class Chains:
         offsets = self.trajectories.offsets
         before = []
         for episode in chain:
-            steps = slice(offsets[episode], offsets[episode + 1])
-            rewards = self.trajectories.steps[steps, -1].astype(np.float64)
+            steps = np.arange(offsets[episode], offsets[episode + 1])
+            rewards = self.trajectories.read(steps)[:, -1].astype(np.float64)
             before.append(np.cumsum(rewards) - rewards)
         return np.concatenate(before)
 

@@ -17,7 +17,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from data.json_text import parse_json, short
+
 ROLES = ("system", "human", "gpt")
+ID_LETTERS = 80
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def parse_conversation(row: Any, where: str) -> Conversation | BadRow:
     where: its file and number, for messages.
     """
     if isinstance(row, dict) and isinstance(row.get("id"), str | int):
-        where = f"{where} (id {row['id']})"
+        where = f"{where} (id {' '.join(str(row['id']).split())[:ID_LETTERS]})"
     turns = row.get("conversations") if isinstance(row, dict) else None
     if not isinstance(turns, list):
         return BadRow(where, "no list of conversations")
@@ -105,7 +108,7 @@ def _fault(turn: Any) -> str | None:
         return "a turn that is no object"
     role, value = turn.get("from"), turn.get("value")
     if role not in ROLES:
-        return f"a turn from {role!r}, not one of {', '.join(ROLES)}"
+        return f"a turn from {short(role)}, not one of {', '.join(ROLES)}"
     if not isinstance(value, str):
         return f"a turn that says {type(value).__name__}, not text"
     if not value.strip():
@@ -130,14 +133,14 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             where = f"{path}:{number}"
             try:
-                yield where, json.loads(line)
+                yield where, parse_json(line)
             except ValueError as error:
                 yield where, BadRow(where, f"no JSON ({error})")
 
 
 def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        rows = json.loads(path.read_bytes())
+        rows = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON file ({error}): mend it") from error
     if not isinstance(rows, list):

@@ -6,8 +6,8 @@ token. Which documents are held out for validation depends on what they say and 
 nothing else, so copies of one text never come to lie on both sides.
 """
 
-import json
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched
@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.holdout import Holdout
+from data.json_text import parse_json
 from data.token_file import SPLITS, SplitCounts, TokenFile, TokenFileWriter
 from data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -156,11 +157,18 @@ def standard_library_files() -> list[Path]:
 
 def _paths(inputs: Sequence[Path], pattern: str) -> list[Path]:
     paths = []
-    for path in inputs:
+    for path, times in Counter(inputs).items():
+        if times > 1:
+            raise ValueError(f"input {path} is given {times} times: name it once")
         if path.is_dir():
             paths += _files_in(path, pattern)
-        elif path.exists():
+        elif path.is_file():
             paths.append(path)
+        elif path.exists():
+            raise ValueError(
+                f"input {path} is no file and no directory: inputs are read twice, so "
+                "save what a pipe gives in a file"
+            )
         else:
             raise FileNotFoundError(f"input {path} does not exist")
     return paths
@@ -172,7 +180,13 @@ def _files_in(directory: Path, pattern: str) -> list[Path]:
     def is_hidden(path: Path) -> bool:
         return any(part.startswith(".") for part in path.relative_to(directory).parts)
 
-    found = (path for path in directory.rglob(pattern) if path.is_file())
+    try:
+        found = [path for path in directory.rglob(pattern) if path.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise ValueError(
+            f"pattern={pattern!r} is none of files below a directory, as '*.txt' and "
+            f"'notes/*.md' are: {error}"
+        ) from error
     return sorted(path for path in found if not is_hidden(path))
 
 
@@ -200,7 +214,7 @@ def _json_lines(path: Path, text_field: str) -> Iterator[str]:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[text_field]
+                text = parse_json(line)[text_field]
                 text.encode("utf-8")  # JSON can spell half a surrogate pair
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ValueError(

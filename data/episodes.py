@@ -8,7 +8,9 @@ observation t, for reward t. `physics` is the simulator's whole state, from whic
 rewards of other tasks can be computed.
 """
 
+import errno
 import hashlib
+import math
 import re
 import zipfile
 from collections.abc import Iterator
@@ -23,8 +25,18 @@ NAMES = ("observation", "action", "reward", "discount", "physics")
 FILE_NAME = re.compile(r"(?:episode|\d{8}T\d{6})_(\d+)_(\d+)\.npz")
 # Of a zip archive with files, and of one without.
 ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
+ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""What NumPy writes. Of others, a few bytes give any number at once."""
 # Actions are float32 numbers scaled to [-1, 1].
 ACTION_TOLERANCE = 1e-6
+OF_THE_FILE = (errno.ENOENT, errno.EISDIR, errno.EINVAL)
+"""Errors of the file itself, or of a place in it; others pass, as of a disk's reads."""
+MOST_STEPS = 100_000
+"""Of an episode; ExoRL's have up to 1000."""
+MOST_ITEM_BYTES = 8
+REASON_LETTERS = 300
+HEADER_BYTES = 1 << 14
+"""More than NumPy allows before an array's numbers."""
 
 
 class Widths(NamedTuple):
@@ -52,7 +64,7 @@ class BadEpisode(ValueError):
 
     def __init__(self, path: Path, reason: str):
         self.path = path
-        self.reason = " ".join(reason.split())
+        self.reason = " ".join(reason.split())[:REASON_LETTERS]
         super().__init__(f"{path}: {self.reason}")
 
     def __reduce__(self) -> tuple:
@@ -144,71 +156,107 @@ def steps_of(path: Path) -> int:
 def read_episode(path: Path, domain: str) -> Episode:
     """Reads and checks one file. Arrays of other names are left alone.
 
+    Memory is taken for what the file's name promises, and no more, whatever it holds.
+
     Raises:
-      BadEpisode: the file cannot be read, or is no episode of the domain.
+      BadEpisode: the file is missing or damaged, or is no episode of the domain.
+      OSError: it cannot be read now, whatever it holds.
       ValueError: ExoRL has no such domain.
     """
     check_domain(domain)
     steps = steps_of(path)
     try:
-        arrays = _read_arrays(path)
-    except BadEpisode:
+        arrays = _read_arrays(path, steps, DOMAINS[domain])
+    except (BadEpisode, MemoryError):
         raise
     # What zipfile, zlib and NumPy make of damaged bytes is no closed list.
     except Exception as error:
+        if isinstance(error, OSError) and error.errno not in OF_THE_FILE:
+            raise
         reason = f"unreadable npz ({type(error).__name__}: {error})"
         raise BadEpisode(path, reason) from error
-    for complaint in _complaints(arrays, steps, DOMAINS[domain]):
-        raise BadEpisode(path, complaint)
     types = {name: np.float32 for name in NAMES} | {"physics": np.float64}
-    return Episode(
-        path, **{name: arrays[name].astype(types[name], copy=False) for name in NAMES}
-    )
+    with np.errstate(over="ignore"):  # to infinity, which is refused
+        arrays = {n: a.astype(types[n], copy=False) for n, a in arrays.items()}
+    for complaint in _complaints(arrays):
+        raise BadEpisode(path, complaint)
+    return Episode(path, **arrays)
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+def _read_arrays(path: Path, steps: int, widths: Widths) -> dict[str, np.ndarray]:
+    """The arrays, after their headers were found to be those of an episode."""
     with path.open("rb") as file:
         magic = file.read(4)
         if not magic:
             raise EOFError("No data left in file")
-        # NumPy takes anything else for a pickle, and says how to load that unsafely.
         if magic not in ZIP_MAGIC:
             raise zipfile.BadZipFile("File is not a zip file")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as archive:
-            missing = [name for name in NAMES if name not in archive.files]
-            if missing:
-                has = sorted(archive.files)
-                raise BadEpisode(path, f"missing {missing}, has {has}")
-            return {name: _read_array(path, archive, name) for name in NAMES}
+        with zipfile.ZipFile(file) as archive:
+            for complaint in _header_complaints(archive, steps, widths):
+                raise BadEpisode(path, complaint)
+            return {name: _read_array(archive, name) for name in NAMES}
 
 
-def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
-    try:
-        array = archive[name]
-    except ValueError as error:
-        if "allow_pickle" not in str(error):
-            raise
-        reason = f"{name} holds Python objects, not numbers"
-        raise BadEpisode(path, reason) from error
-    if not isinstance(array, np.ndarray):
-        raise BadEpisode(path, f"{name} is no array")
-    return array
+def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(f"{name}.npy") as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
 
 
-def _complaints(
-    arrays: dict[str, np.ndarray], steps: int, widths: Widths
+def _header_complaints(
+    archive: zipfile.ZipFile, steps: int, widths: Widths
 ) -> Iterator[str]:
-    """What is wrong with a file's arrays; the later checks rely on the earlier."""
-    if steps < 1:
-        yield f"its name promises {steps} steps"
+    """What is wrong before any array is read; the later checks rely on the earlier."""
+    members = [name for name in archive.namelist() if name.endswith(".npy")]
+    names = [member.removesuffix(".npy") for member in members]
+    missing = [name for name in NAMES if name not in names]
+    if missing:
+        yield f"missing {missing}, has {sorted(names)}"
     for name in NAMES:
-        shape, expected = arrays[name].shape, (steps + 1, getattr(widths, name))
+        if names.count(name) > 1:
+            yield f"{name} is there {names.count(name)} times"
+    if not 0 < steps <= MOST_STEPS:
+        yield f"its name promises {steps} steps, not from 1 to {MOST_STEPS}"
+    arrays = []
+    for name in NAMES:
+        expected = (steps + 1, getattr(widths, name))
+        info = archive.getinfo(f"{name}.npy")
+        if info.compress_type not in ZIP_METHODS:
+            yield f"{name} is packed by method {info.compress_type}, not as by NumPy"
+        most = math.prod(expected) * MOST_ITEM_BYTES + HEADER_BYTES
+        if info.file_size > most:
+            yield f"{name} has {info.file_size} bytes, expected {most} at most"
+        shape, dtype, start = _read_header(archive, name)
         if shape != expected:
             yield f"{name} has shape {shape}, expected {expected}"
-    for name in NAMES:
-        if arrays[name].dtype.kind != "f":
-            yield f"{name} has type {arrays[name].dtype}, expected floating point"
+        end = start + math.prod(shape) * dtype.itemsize
+        arrays.append((name, dtype, info.file_size, end))
+    for name, dtype, size, end in arrays:
+        if dtype.hasobject:
+            yield f"{name} holds Python objects, not numbers"
+        if dtype.kind != "f" or dtype.itemsize > MOST_ITEM_BYTES:
+            yield f"{name} has type {dtype}, expected floating point of 16 to 64 bits"
+        if size != end:
+            yield f"{name} has {size} bytes, expected {end}"
+
+
+def _read_header(
+    archive: zipfile.ZipFile, name: str
+) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Shape and type of an array, and where in its bytes its numbers start."""
+    with archive.open(f"{name}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(version)
+        if read is None:
+            raise ValueError(f"{name} is of npy version {version}")
+        shape, _, dtype = read(member)
+        return shape, dtype, member.tell()
+
+
+def _complaints(arrays: dict[str, np.ndarray]) -> Iterator[str]:
+    """What is wrong with the numbers of a file."""
     for name in NAMES:
         bad = ~np.isfinite(arrays[name])
         if bad.any():

@@ -1,6 +1,5 @@
 """ExoRL: public episodes checked, their rewards computed for a task, and packed."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from data.episodes import (
     read_episode,
     steps_of,
 )
+from data.json_text import read_json_object
 from data.relabel import exact_rewards, exorl_rewards, observation_error
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter, refuse_existing
 
@@ -161,15 +161,15 @@ def _versions(environment: Environment | None) -> dict[str, str]:
     return {"numpy": np.__version__, **simulator}
 
 
-def _generator(buffer: Buffer) -> Any:
+def _generator(buffer: Buffer) -> dict[str, Any] | None:
     """What tools/make_exorl.py says of data that it has made, None of others."""
     path = buffer.directory / "meta.json"
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text())
+        return read_json_object(path)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
+        raise ValueError(f"{error}, or remove it") from error
 
 
 class _Files:

@@ -15,8 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from data.json_text import parse_json, short
 from data.line_forms import LineForm
 from data.tokenizer import Tokenizer
+
+MOST_DIGITS = 4300
+"""Of a number that Python makes of a text."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +183,12 @@ def base_form(form: LineForm, case: Case) -> tuple[str, str]:
 
 
 def last_integer(output: str) -> int | None:
-    """What an output says, by the published rule; None: there is no number in it."""
+    """What an output says, by the published rule; None: there is no number in it.
+
+    Of more than `MOST_DIGITS`, which models do write, the first count.
+    """
     found = re.findall(r"\d+", output)
-    return int(found[-1]) if found else None
+    return int(found[-1].lstrip("0")[:MOST_DIGITS] or 0) if found else None
 
 
 def is_correct(output: str, case: Case) -> bool:
@@ -202,8 +209,8 @@ def check_form(form: LineForm, case: Case, where: str) -> None:
     expected = form.line(case.name, case.expected_number).strip()
     if case.correct_line.strip() != expected:
         raise ValueError(
-            f"{where}: {case.correct_line.strip()!r} is written otherwise than "
-            f"{expected!r}: choose the form that the cases have"
+            f"{where}: {short(case.correct_line.strip())} is written otherwise than "
+            f"{short(expected)}: choose the form that the cases have"
         )
 
 
@@ -242,7 +249,7 @@ def _read(path: Path) -> Iterator[Case]:
             if not line.strip():
                 continue
             try:
-                yield _parse(json.loads(line))
+                yield _parse(parse_json(line))
             except ValueError as error:
                 raise ValueError(
                     f"{path}:{number} is no case: {error}; mend or remove the row"
@@ -259,13 +266,15 @@ def _parse(row: Any) -> Case:
         if field not in row:
             raise ValueError(f"it has no {field}")
         value = row[field]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{field}={value!r} is no {kind.__name__}")
+        if type(value) is not kind:  # true is no number
+            raise ValueError(f"{field}={short(value)} is no {kind.__name__}")
     match row["random_idx"]:
-        case [int() | str() as name, int() as place]:
+        case [name, place] if type(name) in (int, str) and type(place) is int:
             pass
         case other:
-            raise ValueError(f"random_idx={other} is no pair of a name and a place")
+            raise ValueError(
+                f"random_idx={short(other)} is no pair of a name and a place"
+            )
     fields = {field: row[field] for field in kinds}
     case = Case(**fields | {"random_idx": (name, place)})
     _check(case)
@@ -277,10 +286,12 @@ def _check(case: Case) -> None:
     name, place = case.random_idx
     line = case.correct_line.strip()
     if not 0 <= place < case.num_lines:
-        raise ValueError(f"line {place} is none of num_lines={case.num_lines}")
+        given = short(case.num_lines)
+        raise ValueError(f"line {short(place)} is none of num_lines={given}")
     if last_integer(line) != case.expected_number:
-        raise ValueError(f"{line!r} does not say {case.expected_number}")
+        raise ValueError(f"{short(line)} does not say {short(case.expected_number)}")
     if str(name) not in line:
-        raise ValueError(f"{line!r} is not called {name!r}")
+        raise ValueError(f"{short(line)} is not called {short(name)}")
     if line not in case.prompt:
-        raise ValueError(f"{line!r} is not in the prompt")
+        raise ValueError(f"{short(line)} is not in the prompt")
+    case.prompt.encode()  # JSON can spell half a surrogate pair

@@ -196,31 +196,26 @@ def _read(
       `length` tokens and the target of the last one; fewer in a row that is padded.
     starts: where in the part each document starts; the first is 0.
     """
-    stream = corpus.tokens[slice(*part)]
+    begin, size = part[0], part[1] - part[0]
     # A document that starts at `length` is only ever a target.
-    mask = masks.documents_at(starts[starts < length]) & masks.padding(stream.size)
+    mask = masks.documents_at(starts[starts < length]) & masks.padding(size)
     lo, hi = (bound[0] for bound in mask(index, length))
     successor = index + 1
     first = masks.documents_at(starts)(successor, length + 1).lo[0]
     # Where the successor is the first of its document, it is none of this token's.
-    has_target = (first < successor) & (successor < stream.size)
-    last = stream.size - 1
-    has_target &= corpus.is_learnt(np.int64(part[0]) + np.minimum(successor, last))
+    has_target = (first < successor) & (successor < size)
+    places = np.minimum(np.stack([index, successor], axis=1), size - 1, dtype=np.int64)
+    places += begin
+    has_target &= corpus.is_learnt(places[:, 1])
+    tokens, targets = corpus.ids(places).T
     return Batch(
-        tokens=_take(stream, index),
-        targets=_take(stream, successor),
+        tokens=np.where(index < size, tokens, 0),
+        targets=np.where(successor < size, targets, 0),
         loss_weights=has_target.astype(np.float32),
         positions=index - lo,
         lo=lo,
         hi=hi,
     )
-
-
-def _take(stream: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Tokens at `index`, int32 (L,), and 0 past the end of the stream."""
-    tokens = np.take(stream, index, mode="clip").astype(np.int32)
-    tokens[index >= stream.size] = 0
-    return tokens
 
 
 class RowOrder(Protocol):
@@ -296,7 +291,7 @@ class TextBatches:
         sequence = row_order.sequence(plan.rows)
         if not 1 <= batch_rows <= len(sequence):
             raise ValueError(
-                f"a batch of {batch_rows} rows cannot be made of {plan.rows} rows of "
+                f"{batch_rows=}: a batch cannot be made of {plan.rows} rows of "
                 f"{plan.length} tokens: take fewer rows in a batch (at least 1), a "
                 "shorter context or a larger split"
             )

@@ -11,20 +11,32 @@ A corpus is a directory:
     validation.…            the same for the held-out documents
 
 A document runs to the start of the next one, its end-of-document token included.
-Streams are memory-mapped: opening a corpus of any size reads no tokens.
+meta.json has size and SHA-256 of each file. Streams are read as they are asked for:
+opening a corpus of any size reads no tokens.
 """
 
 import json
 import shutil
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from data.json_text import short
+from data.stored_array import StoredArray
 from data.tokenizer import Tokenizer
-from data.versioned import read_versioned
+from data.versioned import (
+    FILES,
+    HashedFile,
+    check_files,
+    describe_file,
+    digest,
+    read_versioned,
+    whole_number,
+)
 
 VERSION = 1
 SPLITS = ("train", "validation")
@@ -34,48 +46,44 @@ REMEDY = "prepare the corpus again with tools/prepare_text.py"
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """One split of a corpus, memory-mapped.
+    """One split of a corpus.
 
-    tokens: uint16 or uint32 (tokens,), the stream.
+    tokens: uint16 or uint32 (tokens,), the stream, on disk.
     starts: int64 (documents,), where in the stream each document starts.
     vocab_size: of the tokenizer; largest_token: the largest id that occurs.
     tokenizer: what `open_tokenizer` opens to encode and decode as the corpus was.
-    loss_mask: uint8 (tokens,), 1 for each token that is to be learnt; None: all are.
+    loss_mask: uint8 (tokens,), 1 for each token that is to be learnt, on disk; None:
+      all are.
     """
 
     directory: Path
     split: str
-    tokens: np.ndarray
+    tokens: StoredArray
     starts: np.ndarray
     vocab_size: int
     largest_token: int
     tokenizer: str
-    loss_mask: np.ndarray | None = None
+    loss_mask: StoredArray | None = None
 
     @classmethod
     def open(cls, directory: Path, split: str) -> "TokenFile":
-        """Maps a split after checking that its files are what meta.json says.
+        """Opens a split after checking that its files are what meta.json says.
 
         Raises:
           FileNotFoundError: the directory or one of its files is missing.
           ValueError: a file is empty, cut short, of another format or damaged.
         """
         directory = Path(directory)
-        if not directory.is_dir():
-            raise FileNotFoundError(
-                f"there is no corpus {directory}: {REMEDY} --output {directory}"
-            )
-        meta = read_versioned(
-            directory / META, VERSION, what="this is no corpus", remedy=REMEDY
-        )
+        meta = _read_meta(directory)
         try:
             counts = SplitCounts(**meta["splits"][split])
-            vocab_size, dtype = meta["vocab_size"], np.dtype(meta["dtype"])
-            tokenizer = meta["tokenizer"]
-            spec = tokenizer["name"]
-            if tokenizer["file"] is not None:
-                spec = str(directory / tokenizer["file"])
-        except (KeyError, TypeError) as error:
+            vocab_size, dtype = _vocabulary(meta, counts)
+            spec = _tokenizer(directory, meta["tokenizer"])
+            has_loss_mask = meta.get("has_loss_mask", False)
+            if not isinstance(has_loss_mask, bool):
+                given = f"has_loss_mask={short(has_loss_mask)}"
+                raise ValueError(f"{given} must be true or false")
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{directory / META} does not describe a split {split!r} "
                 f"({type(error).__name__}: {error}): {REMEDY}"
@@ -85,16 +93,15 @@ class TokenFile:
                 f"split {split!r} of {directory} is empty: {REMEDY} from at least two "
                 "different documents"
             )
-        tokens = _map(_tokens_path(directory, split), dtype, counts.tokens)
+        tokens = _stored(_tokens_path(directory, split), dtype, counts.tokens)
         starts_path = _documents_path(directory, split)
-        # Stored unsigned; read as signed, which is the same below 2^63 and can be
-        # compared with other integers without a conversion of the whole file.
-        starts = _map(starts_path, np.dtype(np.int64), counts.documents)
+        # Stored unsigned; read as signed, which is the same below 2^63.
+        starts = _stored(starts_path, np.dtype(np.int64), counts.documents)[:]
         _check_starts(starts_path, starts, counts.tokens)
         loss_mask = None
-        if meta.get("has_loss_mask", False):
+        if has_loss_mask:
             path = _loss_path(directory, split)
-            loss_mask = _map(path, np.dtype(np.uint8), counts.tokens)
+            loss_mask = _stored(path, np.dtype(np.uint8), counts.tokens)
         return cls(
             directory,
             split,
@@ -106,11 +113,46 @@ class TokenFile:
             loss_mask,
         )
 
+    def ids(self, places: np.ndarray) -> np.ndarray:
+        """The tokens at these places of the stream, int32 of their shape.
+
+        Raises:
+          ValueError: one is larger than meta.json says.
+          OSError: they cannot be read.
+        """
+        ids = self.tokens.take(places)
+        self._check_largest("token", self.tokens, places, ids, self.largest_token)
+        return ids.astype(np.int32)
+
     def is_learnt(self, places: np.ndarray) -> np.ndarray:
-        """Whether each token at these places of the stream is to be learnt."""
+        """Whether each token at these places of the stream is to be learnt.
+
+        Raises:
+          ValueError, OSError: as `ids`.
+        """
         if self.loss_mask is None:
             return np.ones(places.shape, bool)
-        return self.loss_mask[places] != 0
+        marks = self.loss_mask.take(places)
+        self._check_largest("mark", self.loss_mask, places, marks, 1)
+        return marks != 0
+
+    def _check_largest(
+        self,
+        what: str,
+        array: StoredArray,
+        places: np.ndarray,
+        found: np.ndarray,
+        largest: int,
+    ) -> None:
+        """Refuses what a damaged file holds: it would be learnt as if it were text."""
+        if found.max(initial=0) > largest:
+            worst = int(np.argmax(found))
+            raise ValueError(
+                f"{array.path} has {what} {found.flat[worst]} at place "
+                f"{places.flat[worst]}, and {largest} is the largest (vocab_size="
+                f"{self.vocab_size}): it was damaged or replaced; copy it again or "
+                f"{REMEDY}"
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a model with `vocab_size` ids cannot read the corpus."""
@@ -123,6 +165,18 @@ class TokenFile:
             )
 
 
+def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
+    """Digits that no other corpus has, and what of it was not compared with them.
+
+    compare: files of any size with their digests (see `versioned.check_files`).
+
+    Raises:
+      FileNotFoundError, ValueError: there is none, or it is damaged.
+    """
+    path, meta = Path(directory) / META, _read_meta(Path(directory))
+    return digest(meta), check_files(path, meta, whole=compare, remedy=REMEDY)
+
+
 @dataclass
 class SplitCounts:
     """Figures of one split, as meta.json has them."""
@@ -130,6 +184,10 @@ class SplitCounts:
     tokens: int
     documents: int
     largest_token: int
+
+    def __post_init__(self):
+        for name, number in vars(self).items():
+            whole_number(name, number)
 
 
 class TokenFileWriter:
@@ -171,8 +229,8 @@ class TokenFileWriter:
             kinds.append((self._losses, _loss_path))
         for split in SPLITS:
             for files, path in kinds:
-                file = path(self._partial, split).open("wb")
-                files[split] = self._files.enter_context(file)
+                file = HashedFile(path(self._partial, split))
+                files[split] = self._files.enter_context(closing(file))
         return self
 
     def write(
@@ -183,9 +241,13 @@ class TokenFileWriter:
         loss_mask: bool (n,), True for each token that is to be learnt.
 
         Raises:
-          ValueError: there are no tokens, or ids that the vocabulary has not; a mask
-            is missing, of another shape, or not asked for.
+          ValueError: there is no such split, there are no tokens, or ids that the
+            vocabulary has not; a mask is missing, of another shape, or not asked for;
+            an array is of another type.
         """
+        if split not in SPLITS:
+            raise ValueError(f"{split=} is not one of {', '.join(SPLITS)}")
+        tokens = np.asarray(tokens)
         masked = None if loss_mask is None else loss_mask.shape
         if masked != (tokens.shape if self._has_loss_mask else None):
             raise ValueError(
@@ -195,6 +257,13 @@ class TokenFileWriter:
         vocab_size = self._tokenizer.vocab_size
         if tokens.ndim != 1 or tokens.size == 0:
             raise ValueError(f"a document must be (n,) with n > 0, got {tokens.shape=}")
+        is_mask = loss_mask is None or loss_mask.dtype == bool
+        if not np.issubdtype(tokens.dtype, np.integer) or not is_mask:
+            raise ValueError(
+                f"a document must have whole numbers and its loss mask True and False, "
+                f"got {tokens.dtype=}"
+                + ("" if loss_mask is None else f" and {loss_mask.dtype=}")
+            )
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= vocab_size:
             raise ValueError(
@@ -225,6 +294,11 @@ class TokenFileWriter:
         if source is not None:
             copy = f"tokenizer{source.suffix}"
             shutil.copyfile(source, self._partial / copy)
+        kinds = (self._tokens, self._documents, self._losses)
+        written = [file for files in kinds for file in files.values()]
+        files = {file.path.name: file.described() for file in written}
+        if copy is not None:
+            files[copy] = describe_file(self._partial / copy)
         meta = {
             "version": VERSION,
             "tokenizer": {"name": self._tokenizer.name, "file": copy},
@@ -232,6 +306,7 @@ class TokenFileWriter:
             "dtype": self._dtype.name,
             "has_loss_mask": self._has_loss_mask,
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
+            FILES: files,
         }
         (self._partial / META).write_text(json.dumps(meta, indent=2) + "\n")
         try:
@@ -240,6 +315,35 @@ class TokenFileWriter:
             # Another process may have made the same corpus since the block began.
             _refuse_existing(self.directory)
             raise
+
+
+def _read_meta(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"there is no corpus {directory}: {REMEDY} --output {directory}"
+        )
+    return read_versioned(
+        directory / META, VERSION, what="this is no corpus", remedy=REMEDY
+    )
+
+
+def _vocabulary(meta: dict[str, Any], counts: SplitCounts) -> tuple[int, np.dtype]:
+    """How many ids there are, and the type that they are stored in."""
+    dtype = meta["dtype"]
+    if dtype not in ("uint16", "uint32"):
+        raise ValueError(f"dtype={short(dtype)} must be uint16 or uint32")
+    least = counts.largest_token + 1
+    return whole_number("vocab_size", meta["vocab_size"], least), np.dtype(dtype)
+
+
+def _tokenizer(directory: Path, facts: dict[str, Any]) -> str:
+    """What opens the corpus' tokenizer."""
+    name, file = facts["name"], facts["file"]
+    if not isinstance(name, str) or file is not None and Path(file).name != file:
+        raise ValueError(
+            f"tokenizer={short(facts)} must have a name, and a file beside"
+        )
+    return name if file is None else str(directory / file)
 
 
 def _tokens_path(directory: Path, split: str) -> Path:
@@ -254,8 +358,8 @@ def _loss_path(directory: Path, split: str) -> Path:
     return directory / f"{split}.loss.bin"
 
 
-def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Maps `count` items, having checked that the file holds exactly these."""
+def _stored(path: Path, dtype: np.dtype, count: int) -> StoredArray:
+    """Opens `count` items, having checked that the file holds exactly these."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {REMEDY}")
     size, expected = path.stat().st_size, count * dtype.itemsize
@@ -263,10 +367,9 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
         raise ValueError(
             f"{path} has {size} bytes, but {META} says {count} items of "
             f"{dtype.itemsize} bytes, which is {expected}: the file was cut short or "
-            f"replaced; copy it anew or {REMEDY}"
+            f"replaced; copy it again or {REMEDY}"
         )
-    # A plain array over the map: indexing a np.memmap costs several times as much.
-    return np.asarray(np.memmap(path, dtype.newbyteorder("<"), mode="r"))
+    return StoredArray(path, dtype, (count,))
 
 
 def _check_starts(path: Path, starts: np.ndarray, tokens: int) -> None:
@@ -282,7 +385,7 @@ def _check_starts(path: Path, starts: np.ndarray, tokens: int) -> None:
     elif starts[-1] >= tokens:
         damaged = f"the last document starts at {starts[-1]} of {tokens} tokens"
     if damaged:
-        raise ValueError(f"{path} is damaged: {damaged}; copy it anew or {REMEDY}")
+        raise ValueError(f"{path} is damaged: {damaged}; copy it again or {REMEDY}")
 
 
 def _refuse_existing(directory: Path) -> None:

@@ -4,7 +4,8 @@
 Hugging Face `tokenizer.json`, or a SentencePiece `.model` (LLaMA 1 and 2).
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,14 @@ import numpy as np
 
 # What published tokenizers call the token that ends a document.
 END_OF_DOCUMENT_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>")
+UNKNOWN = "\U0010fffd"
+"""A letter of nobody's alphabet."""
+LARGEST_ID = (1 << 31) - 1
+EVERY_BYTE = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x40)])) + "".join(
+    map(chr, range(0xE000, 0x110000, 0x1000))
+)
+"""A text whose UTF-8 has every byte that any text can have."""
+UTF8_BYTES = sorted({*EVERY_BYTE.encode()})
 
 
 class Tokenizer(Protocol):
@@ -35,7 +44,11 @@ class Tokenizer(Protocol):
         """`encode` for each of many texts, on all cores where the library can."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of the ids (n,), leaving out special ones such as end of document."""
+        """Text of the ids (n,), leaving out special ones such as end of document.
+
+        Raises:
+          ValueError: an id is not in the vocabulary.
+        """
 
     def token_id(self, name: str) -> int | None:
         """The id of the token with this name, as "<s>"; None if there is none."""
@@ -56,17 +69,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Bytes that are no UTF-8, as in the middle of a letter, become U+FFFD.
-
-        Raises:
-          ValueError: an id is not in the vocabulary.
-        """
-        ids = np.asarray(ids, np.int64)
-        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise ValueError(
-                f"ids from {ids.min()} to {ids.max()} are not all bytes: they must be "
-                f"from 0 to {self.vocab_size - 1}"
-            )
+        """Bytes that are no UTF-8, as in the middle of a letter, become U+FFFD."""
+        ids = _checked(ids, self.vocab_size)
         text = ids[ids != self.end_of_document].astype(np.uint8)
         return text.tobytes().decode("utf-8", errors="replace")
 
@@ -81,7 +85,8 @@ class HuggingFaceTokenizer:
     encoded whole. The name of a special token in a text is text like any other.
 
     Raises:
-      ValueError: the file is no tokenizer, or has no token that ends a document.
+      ValueError: the file is no tokenizer, has no token that ends a document, or none
+        for what its vocabulary lacks.
     """
 
     name = "huggingface"
@@ -93,7 +98,8 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path} is no tokenizer.json: {error}") from error
+            line = " ".join(str(error).split())
+            raise ValueError(f"{path} is no tokenizer.json: {line}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -107,22 +113,65 @@ class HuggingFaceTokenizer:
                 f"{', '.join(END_OF_DOCUMENT_NAMES)}: add one of them to its vocabulary"
             )
         self.end_of_document = vocabulary[named[0]]
+        if self.vocab_size > LARGEST_ID:
+            raise ValueError(
+                f"{path} has the id {self.vocab_size - 1}, and ids are below "
+                f"{LARGEST_ID}: number its vocabulary again"
+            )
+        self.encode(UNKNOWN)
+        if self._loses_letters(vocabulary):
+            raise ValueError(
+                f"{path} has no token for letters that its vocabulary lacks, which "
+                "would be left out of every text: give it an unk_token, byte_fallback, "
+                "or all bytes"
+            )
 
     def encode(self, text: str) -> np.ndarray:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        with self._naming_errors():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(
-            list(texts), add_special_tokens=False
-        )
+        with self._naming_errors():
+            encodings = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(np.asarray(ids).tolist())
+        return self._tokenizer.decode(_checked(ids, self.vocab_size).tolist())
 
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
+
+    @contextlib.contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the library raises nothing narrower
+            line = " ".join(str(error).split())
+            raise ValueError(
+                f"{self.path} cannot encode a text ({line}): add the token that it "
+                "lacks to its vocabulary, or take another tokenizer"
+            ) from error
+
+    def _loses_letters(self, vocabulary: Mapping[str, int]) -> bool:
+        """Whether what is not in the vocabulary is left out, in silence.
+
+        Of all models, BPE may do so: without a token for it, nor for every byte.
+        """
+        import tokenizers
+
+        model = self._tokenizer.model
+        if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None:
+            return False
+        if model.byte_fallback:
+            return any(f"<0x{byte:02X}>" not in vocabulary for byte in UTF8_BYTES)
+        level = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+        ((letters, _),) = level.pre_tokenize_str(EVERY_BYTE)
+        return not vocabulary.keys() >= set(letters)
 
 
 class SentencePieceTokenizer:
@@ -158,7 +207,7 @@ class SentencePieceTokenizer:
         return [np.array(ids, np.int32) for ids in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
-        return self._model.decode(np.asarray(ids).tolist())
+        return self._model.decode(_checked(ids, self.vocab_size).tolist())
 
     def token_id(self, name: str) -> int | None:
         found = self._model.piece_to_id(name)  # that of the unknown, if there is none
@@ -185,3 +234,13 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"tokenizer file {path} does not exist")
     return kinds[path.suffix](path)
+
+
+def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    ids = np.asarray(ids, np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(
+            f"ids from {ids.min()} to {ids.max()} are not all in the vocabulary: they "
+            f"must be from 0 to {vocab_size - 1}"
+        )
+    return ids

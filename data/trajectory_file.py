@@ -1,4 +1,4 @@
-"""Trajectory files: the episodes of one task, packed to be memory-mapped.
+"""Trajectory files: the episodes of one task, packed.
 
 A directory:
 
@@ -7,7 +7,8 @@ A directory:
 
 Step t of an episode is what the agent saw, what it did there, and the reward that this
 gave. Episodes follow each other; where all have T steps, `steps.npy` is (episodes, T,
-columns), and (steps, columns) otherwise. Opening a file of any size reads no steps.
+columns), and (steps, columns) otherwise. index.json has its size and SHA-256.
+Opening a file of any size reads no steps.
 """
 
 import io
@@ -21,7 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from data.versioned import read_versioned
+from data.json_text import is_number
+from data.stored_array import StoredArray
+from data.versioned import (
+    FILES,
+    check_files,
+    describe_file,
+    digest,
+    read_versioned,
+    whole_number,
+)
 
 VERSION = 1
 INDEX = "index.json"
@@ -33,9 +43,10 @@ HEADER_BYTES = 128
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryFile:
-    """Packed episodes, memory-mapped.
+    """Packed episodes.
 
-    steps: float32 (steps of all episodes, columns): observation, action, reward.
+    steps: float32 (steps of all episodes, columns), on disk: observation, action,
+      reward.
     offsets: int64 (episodes + 1,), where each episode starts, and where the last ends.
     returns: float64 (episodes,), sums of rewards.
     observation_mean, observation_std: float32 (observation size,), over all steps.
@@ -43,7 +54,7 @@ class TrajectoryFile:
     """
 
     directory: Path
-    steps: np.ndarray
+    steps: StoredArray
     offsets: np.ndarray
     returns: np.ndarray
     observation_mean: np.ndarray
@@ -52,7 +63,7 @@ class TrajectoryFile:
 
     @classmethod
     def open(cls, directory: Path) -> "TrajectoryFile":
-        """Maps a trajectory file after checking that it is what index.json says.
+        """Opens a trajectory file after checking that it is what index.json says.
 
         Raises:
           FileNotFoundError: the directory or one of its files is missing.
@@ -61,23 +72,48 @@ class TrajectoryFile:
         directory = Path(directory)
         index = _read_index(directory)
         try:
+            for name in ("observation_size", "action_size"):
+                whole_number(name, index[name], least=1)
+            whole_number("action_repeat", index.get("action_repeat", 1), least=1)
+            for steps in index["lengths"]:
+                whole_number("a length", steps, least=1)
             lengths = np.array(index["lengths"], np.int64)
-            returns = np.array(index["returns"], np.float64)
-            mean = np.array(index["observation_mean"], np.float32)
-            std = np.array(index["observation_std"], np.float32)
+            returns = _numbers(index, "returns", np.float64)
+            mean = _numbers(index, "observation_mean", np.float32)
+            std = _numbers(index, "observation_std", np.float32)
             columns = index["observation_size"] + index["action_size"] + 1
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{directory / INDEX} does not describe trajectories "
                 f"({type(error).__name__}: {error}): {REMEDY}"
             ) from error
-        fitting = len(lengths) == len(returns) and lengths.size and lengths.min() > 0
+        fitting = len(lengths) == len(returns) and lengths.size and std.min() >= 0
         if not fitting or not len(mean) == len(std) == index["observation_size"]:
             raise ValueError(f"{directory / INDEX} contradicts itself: {REMEDY}")
-        shape = _shape(lengths, columns)
-        steps = _map(directory / STEPS, shape).reshape(-1, columns)
+        path = directory / STEPS
+        _check_file(path, _shape(lengths, columns))
+        rows = int(lengths.sum()), columns
+        steps = StoredArray(path, np.dtype(np.float32), rows, offset=HEADER_BYTES)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         return cls(directory, steps, offsets, returns, mean, std, index)
+
+    def read(self, places: np.ndarray) -> np.ndarray:
+        """The steps at these places, int of any shape: float32 (..., columns).
+
+        Raises:
+          ValueError: a number is not finite.
+          OSError: they cannot be read.
+        """
+        found = self.steps.take(places)
+        finite = np.isfinite(found).all(axis=-1)
+        if not finite.all():
+            raise ValueError(
+                f"{self.steps.path} has a number that is not finite in step "
+                f"{places[~finite].flat[0]} (in episode "
+                f"{np.searchsorted(self.offsets, places[~finite].flat[0], 'right') - 1}"
+                f"): it was damaged; copy it again or {REMEDY}"
+            )
+        return found
 
     @property
     def lengths(self) -> np.ndarray:
@@ -98,6 +134,18 @@ class TrajectoryFile:
         return self.index.get("action_repeat", 1)
 
 
+def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
+    """Digits that no other file has, and what of it was not compared with them.
+
+    compare: a file of any size with its digest (see `versioned.check_files`).
+
+    Raises:
+      FileNotFoundError, ValueError: there is none, or it is damaged.
+    """
+    path, index = Path(directory) / INDEX, _read_index(Path(directory))
+    return digest(index), check_files(path, index, whole=compare, remedy=REMEDY)
+
+
 def top_episodes(
     returns: np.ndarray, lengths: np.ndarray, share: float = 0.1
 ) -> np.ndarray:
@@ -112,13 +160,15 @@ def top_episodes(
       share: of the steps, above 0 and up to 1.
 
     Raises:
-      ValueError: the share is none, or there are no episodes.
+      ValueError: the share is none, or there are no episodes; or one has no return.
     """
-    if not 0 < share <= 1 or not len(returns):
+    if not 0 < share <= 1 or not len(returns) == len(lengths) > 0:
         raise ValueError(
             f"{share=} of {len(returns)} episodes must be above 0, up to 1, and of "
-            "some episodes"
+            f"some episodes, of which {len(lengths)} have a length"
         )
+    if np.isnan(returns).any():
+        raise ValueError(f"episode {np.argmax(np.isnan(returns))} has no return")
     best_first = np.argsort(returns, kind="stable")[::-1]
     within = np.cumsum(lengths[best_first]) <= share * np.sum(lengths)
     return best_first[: max(int(within.sum()), 1)]
@@ -185,8 +235,18 @@ class TrajectoryWriter:
         """Appends an episode of T steps: (T, observation), (T, action) and (T,).
 
         Raises:
-          ValueError: the sizes are not those of the episodes before.
+          ValueError: the shapes are not these, or the sizes those of the episodes
+            before; there are no steps; or a number is not finite.
         """
+        shapes = observation.shape, action.shape, reward.shape
+        if [len(shape) for shape in shapes] != [2, 2, 1] or (
+            len({shape[0] for shape in shapes}) > 1 or 0 in (*shapes[0], *shapes[1])
+        ):
+            raise ValueError(
+                f"episode {len(self.lengths)} has {observation.shape=}, {action.shape=}"
+                f", {reward.shape=}: give (T, observation), (T, action) and (T,), and "
+                "at least one of each"
+            )
         sizes = observation.shape[1], action.shape[1]
         if self.lengths and sizes != self._sizes:
             raise ValueError(
@@ -195,6 +255,11 @@ class TrajectoryWriter:
             )
         self._sizes = sizes
         rows = np.column_stack([observation, action, reward]).astype("<f4")
+        if not np.isfinite(rows).all():
+            raise ValueError(
+                f"episode {len(self.lengths)} has numbers that are not finite in "
+                f"float32, the first in step {np.argmin(np.isfinite(rows).all(axis=1))}"
+            )
         self._file.write(rows.tobytes())
         self.lengths.append(len(rows))
         self.returns.append(float(rows[:, -1].sum(dtype=np.float64)))
@@ -223,6 +288,7 @@ class TrajectoryWriter:
             "observation_std": self._moments.std.tolist(),
             "lengths": self.lengths,
             "returns": self.returns,
+            FILES: {STEPS: describe_file(self._partial / STEPS)},
         }
         (self._partial / INDEX).write_text(json.dumps(index, indent=1) + "\n")
         try:
@@ -258,6 +324,16 @@ def _header(shape: tuple[int, ...]) -> bytes:
     return header.getvalue()
 
 
+def _numbers(index: Mapping[str, Any], name: str, dtype: type) -> np.ndarray:
+    """A list of the description, (n,)."""
+    found, most = index[name], float(np.finfo(dtype).max)
+    if type(found) is not list or not all(map(is_number, found)):
+        raise ValueError(f"{name} must be a list of finite numbers")
+    if max(map(abs, found), default=0) > most:
+        raise ValueError(f"{name} has a number above {most}")
+    return np.array(found, dtype)
+
+
 def _read_index(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(f"there are no trajectories {directory}: {REMEDY}")
@@ -266,8 +342,8 @@ def _read_index(directory: Path) -> dict[str, Any]:
     )
 
 
-def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Maps an array, having checked that the file holds exactly that."""
+def _check_file(path: Path, shape: tuple[int, ...]) -> None:
+    """Checks that the file holds exactly this array."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {REMEDY}")
     size = path.stat().st_size
@@ -277,7 +353,5 @@ def _map(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     if not intact:
         raise ValueError(
             f"{path} has {size} bytes, but {INDEX} says an array of {shape}, which is "
-            f"{expected}: the file was cut short or replaced; copy it anew or {REMEDY}"
+            f"{expected}: the file was cut short or replaced; copy it again or {REMEDY}"
         )
-    # A plain array over the map: indexing a np.memmap costs several times as much.
-    return np.asarray(np.load(path, mmap_mode="r"))

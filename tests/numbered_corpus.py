@@ -29,7 +29,7 @@ def read_rows(plan, index=None):
 
 def naive_row(corpus, begin, end, length):
     """A row of the stream's tokens from `begin` on, targets before `end`, by a loop."""
-    stream, starts = corpus.tokens.tolist(), corpus.starts.tolist()
+    stream, starts = corpus.tokens[:].tolist(), corpus.starts.tolist()
     real = min(length, end - begin)
     row = []
     for index in range(length):

@@ -109,7 +109,7 @@ def test_chain_of_one_is_a_decision_transformers(file):
     for row in range(5):
         (episode,) = chains.chain(row)
         batch = read_row(chains, row)
-        rewards = file.steps[episode * 6 : episode * 6 + 6, -1].astype(np.float64)
+        rewards = file.steps[:][episode * 6 : episode * 6 + 6, -1].astype(np.float64)
         to_go = np.cumsum(rewards[::-1])[::-1]
         np.testing.assert_allclose(batch.returns_to_go, to_go, rtol=1e-6)
         assert batch.completions.tolist() == [0, 0, 0, 0, 0, 1]
@@ -172,7 +172,7 @@ def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
         timesteps = np.concatenate([np.arange(length) for length in lengths])
         np.testing.assert_array_equal(batch.timesteps[:total], timesteps)
         steps = np.concatenate(
-            [file.steps[file.offsets[e] : file.offsets[e + 1]] for e in chain]
+            [file.steps[:][file.offsets[e] : file.offsets[e + 1]] for e in chain]
         )
         np.testing.assert_array_equal(batch.actions[:total], steps[:, 4:6])
         assert batch.completions.nonzero()[0].tolist() == [total - 1]

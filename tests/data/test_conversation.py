@@ -44,6 +44,7 @@ def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
         ([1, 2], "f", "no list of conversations"),
         ("text", "f", "no list of conversations"),
         ({"id": 3}, "f (id 3)", "no list of conversations"),
+        ({"id": "a\nb"}, "f (id a b)", "no list of conversations"),
         ({"id": 3, "conversations": "Hi"}, "f (id 3)", "no list of conversations"),
         (row(id="e"), "f (id e)", "no turns"),
         (row(("bing", "Hi")), "f, turn 1", "a turn from 'bing', not one of system,"),
@@ -71,8 +72,13 @@ def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
     good, bad = row(*HELLO, id="a"), row(id="b")
     whole, lines = tmp_path / "whole.json", tmp_path / "lines.jsonl"
     whole.write_text(json.dumps([good, bad]))
-    lines.write_text(f"{json.dumps(good)}\n\n{{broken\n{json.dumps(bad)}\n")
+    deep, twice = "[" * 100_000, '{"id": 1, "id": 2}'
+    lines.write_text(
+        f"{json.dumps(good)}\n\n{{broken\n{json.dumps(bad)}\n{deep}\n{twice}\n"
+    )
     rows = list(read_conversations([whole, lines]))
+    assert "lie too deep" in rows.pop(5).reason
+    assert "'id' stands twice" in rows.pop().reason
     assert [r.where for r in rows] == [
         f"{whole}[0] (id a)",
         f"{whole}[1] (id b)",
@@ -92,6 +98,8 @@ def test_files_that_hold_no_rows_are_refused(tmp_path):
     path.write_text('{"a": 1}')
     with pytest.raises(ValueError, match="holds no list of rows, but dict: .*jsonl"):
         list(read_conversations([path]))
-    path.write_text("[")
-    with pytest.raises(ValueError, match="is no JSON file"):
-        list(read_conversations([path]))
+    for text in ("[", "[" * 100_000, f"[{'9' * 5000}]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no JSON file") as caught:
+            list(read_conversations([path]))
+        assert str(caught.value).isprintable()

@@ -1,4 +1,6 @@
 import json
+import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -29,7 +31,7 @@ def read(corpus, split):
     tokenizer = open_tokenizer(TokenFile.open(corpus, split).tokenizer)
     found = TokenFile.open(corpus, split)
     texts = []
-    for document in np.split(found.tokens, found.starts[1:]):
+    for document in np.split(found.tokens[:], found.starts[1:]):
         assert document[-1] == tokenizer.end_of_document
         assert tokenizer.end_of_document not in document[:-1]
         texts.append(tokenizer.decode(document[:-1]))
@@ -154,7 +156,10 @@ def test_pattern_chooses_files_of_directories_only(tmp_path):
         "7",
         '{"text": "\\ud800"}',
         b'{"text": "\xff"}',
+        '{"text": "x", "text": "y"}',
+        '{"text": ' + "[" * 100_000,
     ],
+    ids=lambda line: repr(line[:30]),
 )
 def test_bad_json_lines_are_named_and_nothing_is_left(tmp_path, line):
     line = line if isinstance(line, bytes) else line.encode()
@@ -179,6 +184,24 @@ def test_bad_arguments_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"validation_fraction={fraction} must"):
             prepare([source], output, ByteTokenizer(), validation_fraction=fraction)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("pattern", ["/etc/*", "**x"])
+def test_patterns_that_are_none_are_refused(tmp_path, pattern):
+    source = fill(tmp_path / "in", {"a.txt": "a"})
+    with pytest.raises(ValueError, match=rf"pattern={re.escape(repr(pattern))} is no"):
+        prepare([source], tmp_path / "out", ByteTokenizer(), pattern=pattern)
+
+
+def test_inputs_are_files_that_can_be_read_twice_and_are_given_once(tmp_path):
+    source = fill(tmp_path / "in", {"a.txt": "a", "b.txt": "b"})
+    for path in (source / "a.txt", source):
+        with pytest.raises(ValueError, match=f"{path} is given 2 times: name it once"):
+            prepare([path, tmp_path, path], tmp_path / "out", ByteTokenizer())
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is no file and no directory: inputs"):
+        prepare([tmp_path / "pipe"], tmp_path / "out", ByteTokenizer())
+    assert not (tmp_path / "out").exists()
 
 
 def test_existing_output_is_left_alone(tmp_path):

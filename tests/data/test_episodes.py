@@ -1,4 +1,9 @@
+import errno
+import io
 import pickle
+import re
+import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ from data.episodes import (
     write_episode,
 )
 from tests.episodes import made_up
+from tests.fuzzing import damaged, fuzz
 
 STEPS = 100
 
@@ -84,20 +90,109 @@ def test_flipped_bit_is_refused(tmp_path):
     assert refusal(path) == expected
 
 
-def test_damage_anywhere_is_a_bad_episode_or_harmless(path):
-    good = path.read_bytes()
-    rng = np.random.default_rng(3)
-    refused = 0
-    for place in rng.integers(len(good), size=150):
-        content = bytearray(good)
-        content[place] ^= rng.integers(1, 256)
-        path.write_bytes(content)
-        try:
-            read_episode(path, "cartpole")
-        except BadEpisode as error:
-            assert "pickle" not in str(error) and "\n" not in str(error)
-            refused += 1
-    assert refused > 100
+@pytest.mark.parametrize(
+    "attempts", [200, pytest.param(20_000, marks=pytest.mark.slow)]
+)
+def test_a_damaged_file_is_the_episode_or_refused(path, attempts):
+    # Zip archives have bytes that nothing depends on: the times of their files.
+    good, whole = path.read_bytes(), read_episode(path, "cartpole")
+    directory = good.index(b"PK\1\2")
+
+    def attempt(rng):
+        cut = int(rng.integers(2)) * directory
+        path.write_bytes(good[:cut] + damaged(good[cut:], rng))
+        return read_episode(path, "cartpole")
+
+    def check(episode):
+        for name in NAMES:
+            np.testing.assert_array_equal(getattr(episode, name), getattr(whole, name))
+
+    counts = fuzz(attempts, attempt, check, most_bytes=4 << 20)
+    assert counts["refused"] > attempts // 2
+
+
+def replace_observation(path, header, size, method=zipfile.ZIP_DEFLATED, times=1):
+    """Puts a header and so many zeros in the place of the file's first array."""
+    others = {name: array_of(path, name) for name in NAMES[1:]}
+    np.savez_compressed(path, **others)
+    form = {"descr": "<f4", "fortran_order": False, "shape": (STEPS + 1, 5)}
+    content = io.BytesIO()
+    np.lib.format.write_array_header_1_0(content, form | header)
+    with zipfile.ZipFile(path, "a", method) as archive:
+        for _ in range(times):
+            with archive.open("observation.npy", "w") as member:
+                member.write(content.getvalue())
+                for start in range(0, size, 1 << 20):
+                    member.write(bytes(min(1 << 20, size - start)))
+
+
+WHOLE = 4 * 5 * (STEPS + 1)
+BAD_MEMBERS = {
+    "bomb": (
+        dict(header={"shape": (2_500_001, 5)}, size=50_000_020),
+        r"observation has 50000\d{3} bytes, expected 20424 at most",
+    ),
+    "bomb_after_the_array": (
+        dict(header={}, size=50_000_000),
+        r"observation has 50000\d{3} bytes, expected 20424 at most",
+    ),
+    "bomb_of_the_header_alone": (
+        dict(header={"shape": (10**9, 10**9)}, size=0),
+        r"observation has shape \(1000000000, 1000000000\), expected \(101, 5\)",
+    ),
+    "method_without_bound": (
+        dict(header={}, size=WHOLE, method=zipfile.ZIP_LZMA),
+        "observation is packed by method 14, not as by NumPy",
+    ),
+    "too_few": (dict(header={}, size=8), "observation has 136 bytes, expected 2148"),
+    "too_many": (
+        dict(header={}, size=WHOLE + 4),
+        "observation has 2152 bytes, expected 2148",
+    ),
+    "twice": (dict(header={}, size=WHOLE, times=2), "observation is there 2 times"),
+    "too_wide": (
+        dict(header={"descr": "<f16"}, size=4 * WHOLE),
+        "observation has type float128, expected floating point of 16 to 64 bits",
+    ),
+    "objects": (
+        dict(header={"descr": "|O"}, size=0),
+        "observation holds Python objects, not numbers",
+    ),
+    "text": (
+        dict(header={"descr": "<U9999999"}, size=0),
+        "observation has type <U9999999, expected floating point of 16 to 64 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MEMBERS)
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+def test_what_no_episode_holds_is_refused_from_the_headers(path, name):
+    member, expected = BAD_MEMBERS[name]
+    replace_observation(path, **member)
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    complaint = refusal(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert re.fullmatch(expected, complaint)
+    assert peak < 1 << 20
+
+
+def test_numbers_that_fit_no_float32_are_refused(path):
+    observation = array_of(path, "observation").astype(np.float64)
+    observation[3, 1] = 1e300
+    rewrite(path, observation=observation)
+    assert refusal(path) == "observation has 1 non-finite values, first at row 3"
+
+
+def test_an_error_that_passes_is_no_damage(path, monkeypatch):
+    def failing(*_, **__):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr("numpy.lib.format.read_array", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_episode(path, "cartpole")
 
 
 def test_empty_file_is_refused(path):
@@ -176,7 +271,10 @@ def test_rewards_of_one_dimension_are_refused(path):
 
 def test_whole_numbers_are_refused(path):
     rewrite(path, reward=np.zeros((STEPS + 1, 1), int))
-    assert refusal(path) == "reward has type int64, expected floating point"
+    assert (
+        refusal(path)
+        == "reward has type int64, expected floating point of 16 to 64 bits"
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +289,10 @@ def test_odd_name_is_refused(path, name):
 def test_episode_of_no_steps_is_refused(path):
     path = path.rename(path.with_name("episode_0_0.npz"))
     rewrite(path, **{name: array_of(path, name)[:1] for name in NAMES})
-    assert refusal(path) == "its name promises 0 steps"
+    expected = "its name promises {} steps, not from 1 to 100000"
+    assert refusal(path) == expected.format(0)
+    path = path.rename(path.with_name("episode_0_99999999.npz"))
+    assert refusal(path) == expected.format(99999999)
 
 
 def test_unknown_domain_is_the_callers_fault(path):

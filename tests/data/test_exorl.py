@@ -41,9 +41,9 @@ def test_packed_steps_are_aligned(tmp_path):
     first, second = (read_episode(path, "walker") for path in buffer.scan())
     # Seen before the action, which gives the reward of the next row.
     row = np.concatenate([first.observation[2], first.action[3], first.reward[3]])
-    np.testing.assert_array_equal(file.steps[2], row)
-    np.testing.assert_array_equal(file.steps[6:, :24], second.observation[:-1])
-    np.testing.assert_array_equal(file.steps[6:, -1], second.reward[1:, 0])
+    np.testing.assert_array_equal(file.steps[:][2], row)
+    np.testing.assert_array_equal(file.steps[:][6:, :24], second.observation[:-1])
+    np.testing.assert_array_equal(file.steps[:][6:, -1], second.reward[1:, 0])
     np.testing.assert_allclose(file.returns[1], second.reward[1:].sum(), rtol=1e-6)
 
 
@@ -73,9 +73,9 @@ def test_rewards_are_computed_as_asked_for(real, tmp_path):
         pack(real, "balance", tmp_path / name, Selection(name))
         for name in ("exact", "exorl", "stored")
     )
-    np.testing.assert_allclose(exact.steps, stored.steps, atol=1e-6)
-    np.testing.assert_array_equal(exorl.steps[:, :-1], stored.steps[:, :-1])
-    higher = exorl.steps[:, -1] / stored.steps[:, -1]
+    np.testing.assert_allclose(exact.steps[:], stored.steps[:], atol=1e-6)
+    np.testing.assert_array_equal(exorl.steps[:][:, :-1], stored.steps[:][:, :-1])
+    higher = exorl.steps[:][:, -1] / stored.steps[:][:, -1]
     assert higher.min() >= 1 and 1.1 < higher.max() <= 1.25 + 1e-6
     differences = [
         file.index["largest_difference_from_stored"] for file in (exact, exorl, stored)
@@ -87,8 +87,8 @@ def test_rewards_of_another_task_are_packed_beside(real, tmp_path):
     balance = pack(real, "balance", tmp_path / "cache")
     sparse = pack(real, "swingup_sparse", tmp_path / "cache")
     assert balance.directory.parent == sparse.directory.parent
-    assert set(np.unique(sparse.steps[:, -1])) <= {0.0, 1.0}
-    np.testing.assert_array_equal(balance.steps[:, :-1], sparse.steps[:, :-1])
+    assert set(np.unique(sparse.steps[:][:, -1])) <= {0.0, 1.0}
+    np.testing.assert_array_equal(balance.steps[:][:, :-1], sparse.steps[:][:, :-1])
 
 
 def test_observations_that_physics_do_not_make_are_refused(real, tmp_path):
@@ -174,7 +174,7 @@ def test_what_is_packed_already_is_kept(tmp_path):
     with pytest.raises(FileExistsError, match="swingup already exists and is left"):
         pack(buffer, "swingup", tmp_path / "cache", STORED)
     again = TrajectoryFile.open(before.directory)
-    np.testing.assert_array_equal(before.steps, again.steps)
+    np.testing.assert_array_equal(before.steps[:], again.steps[:])
 
 
 def test_unknown_tasks_are_refused_before_files_are_read(tmp_path):

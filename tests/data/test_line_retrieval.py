@@ -117,6 +117,8 @@ def test_what_cannot_be_drawn_is_refused():
         ("24169.5", 24169, False),
         ("024169", 24169, True),
         ("I do not know.", 24169, False),
+        ("24169" + "0" * 9000, 24169, False),  # more digits than Python reads
+        ("0" * 9000 + "24169", 24169, True),
         ("", 0, False),
     ],
 )
@@ -179,6 +181,13 @@ BAD = {
     "other_number": ({"expected_number": 5}, "does not say 5"),
     "other_name": ({"random_idx": ["??", 0]}, r"is not called '\?\?'"),
     "other_prompt": ({"prompt": "nothing"}, "is not in the prompt"),
+    "true_place": ({"random_idx": ["aa", True]}, "is no pair of a name and a place"),
+    "true_name": ({"random_idx": [True, 0]}, "is no pair of a name and a place"),
+    "half_a_letter": ({"half": True}, "surrogates not allowed"),
+    "deep": ("[" * 100_000, "lie too deep in each other"),
+    "digits": ('{"num_lines": ' + "9" * 5000 + "}", "an integer of thousands of"),
+    "a_field_twice": ('{"prompt": "", "prompt": ""}', "'prompt' stands twice"),
+    "many_numbers": ({"random_idx": [1] * 10**5}, r"1, \.\.\.\] is no pair"),
 }
 
 
@@ -188,13 +197,17 @@ def test_a_bad_row_is_named_with_its_reason(name, tmp_path):
     good = asdict(draw(Compact()))
     bad = change
     if isinstance(change, dict):
-        fields = (good | change).items()
+        fields = good | change
+        if fields.pop("half", None):
+            fields["prompt"] += "\ud83d"
+        fields = fields.items()
         bad = json.dumps({key: value for key, value in fields if value is not None})
     path = tmp_path / "cases.jsonl"
     path.write_text(f"{json.dumps(good)}\n\n{bad}\n")
     with pytest.raises(ValueError, match=reason) as error:
         read_cases(path)
     assert str(error.value).startswith(f"{path}:3 is no case: ")
+    assert str(error.value).isprintable() and len(str(error.value)) < 500
 
 
 def test_a_file_without_cases_is_refused(tmp_path):

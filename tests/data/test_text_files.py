@@ -17,7 +17,7 @@ def test_huge_files_are_not_read_whole(tmp_path):
     corpus = make_corpus(tmp_path, [1, 2, 3])
     directory, size = corpus.directory, 3 << 30
     meta = json.loads((directory / "meta.json").read_text())
-    meta["splits"]["train"]["tokens"] = size
+    meta["splits"]["train"] |= {"tokens": size, "largest_token": 78}
     (directory / "meta.json").write_text(json.dumps(meta))
     with (directory / "train.tokens.bin").open("r+b") as file:
         file.truncate(4 * size)  # sparse: takes no space

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data.token_file import TokenFile, TokenFileWriter
+from data.token_file import TokenFile, TokenFileWriter, identify
 from data.tokenizer import ByteTokenizer, open_tokenizer
+from tests.fuzzing import altered, fuzz
 
 DOCUMENTS = {
     "train": [[5, 6, 256], [7, 256], [8]],
@@ -31,13 +32,12 @@ def change_meta(directory, change):
 def test_documents_come_back(tmp_path):
     directory = write(tmp_path / "deep" / "corpus")
     train = TokenFile.open(directory, "train")
-    assert train.tokens.tolist() == [5, 6, 256, 7, 256, 8]
+    assert train.tokens[:].tolist() == [5, 6, 256, 7, 256, 8]
     assert train.tokens.dtype == np.uint16
     assert train.starts.tolist() == [0, 3, 5]
     assert (train.vocab_size, train.largest_token) == (257, 256)
-    assert isinstance(train.tokens.base, np.memmap)
     validation = TokenFile.open(directory, "validation")
-    assert validation.tokens.tolist() == [1, 2, 3, 256]
+    assert validation.tokens[:].tolist() == [1, 2, 3, 256]
     assert validation.starts.tolist() == [0]
     assert (tmp_path / "deep").stat().st_mode == directory.stat().st_mode
 
@@ -91,6 +91,18 @@ def test_a_loss_mask_is_there_for_every_token_or_for_none(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("mask", [[0.5, 1.0], [2, 1]])
+def test_a_loss_mask_of_other_numbers_is_refused(tmp_path, mask):
+    with pytest.raises(ValueError, match=r"True and False, got .*loss_mask.dtype="):
+        with TokenFileWriter(
+            tmp_path / "corpus", ByteTokenizer(), has_loss_mask=True
+        ) as writer:
+            writer.write("train", np.array([5, 6]), np.array(mask))
+    with pytest.raises(ValueError, match="split='test' is not one of train, valid"):
+        write(tmp_path / "corpus", {"test": [[5]]})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_are_little_endian_as_documented(tmp_path):
     directory = write(tmp_path / "corpus")
     tokens = (directory / "train.tokens.bin").read_bytes()
@@ -106,7 +118,7 @@ def test_wide_vocabularies_are_stored_wide(tmp_path, vocab_size, dtype):
     directory = write(tmp_path / "corpus", {"train": [[0, largest]]}, tokenizer)
     corpus = TokenFile.open(directory, "train")
     assert corpus.tokens.dtype == dtype
-    assert corpus.tokens.tolist() == [0, largest] and corpus.largest_token == largest
+    assert corpus.tokens[:].tolist() == [0, largest] and corpus.largest_token == largest
 
 
 def test_corpus_keeps_its_tokenizer(tmp_path):
@@ -151,6 +163,9 @@ def test_writer_without_documents_leaves_nothing(tmp_path):
         ([[1]], r"tokens\.shape=\(1, 1\)"),
         ([3, 257], r"document 0 of train has ids from 3 to 257.*vocab_size=257"),
         ([-1, 3], "from -1 to 3"),
+        ([1.5, 2.7], r"must have whole numbers .* got tokens.dtype=dtype..float64"),
+        ([True, False], r"must have whole numbers .* got tokens.dtype=dtype..bool"),
+        ([1, None], r"must have whole numbers .* got tokens.dtype=dtype..O"),
     ],
 )
 def test_writer_refuses_bad_documents(tmp_path, tokens, match):
@@ -253,6 +268,24 @@ def test_damaged_bounds_are_refused(tmp_path, starts, match):
             "does not describe .*tokens",
         ),
         (lambda meta: meta["splits"].pop("train"), "split 'train' .*KeyError"),
+        (lambda meta: meta.update(version=True), "format version True, .* reads"),
+        (lambda meta: meta.update(dtype="float16"), "dtype='float16' must be uint16"),
+        (lambda meta: meta.update(dtype="int16"), "dtype='int16' must be uint16 or"),
+        (lambda meta: meta.update(vocab_size="257"), "vocab_size='257' must be a who"),
+        (lambda meta: meta.update(vocab_size=256), "vocab_size=256 must .* least 257"),
+        (lambda meta: meta.update(has_loss_mask="no"), "has_loss_mask='no' must be"),
+        (
+            lambda meta: meta["splits"]["train"].update(tokens=6.0),
+            "tokens=6.0 must be a whole number",
+        ),
+        (
+            lambda meta: meta["splits"]["train"].update(largest_token="256"),
+            "largest_token='256' must be a whole number",
+        ),
+        (
+            lambda meta: meta["tokenizer"].update(file="../tokenizer.json"),
+            "tokenizer=.* must have a name, and a file beside",
+        ),
     ],
 )
 def test_meta_of_another_form_is_refused(tmp_path, change, match):
@@ -262,9 +295,10 @@ def test_meta_of_another_form_is_refused(tmp_path, change, match):
         TokenFile.open(directory, "train")
 
 
-def test_meta_that_is_no_json_is_refused(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5000, '{"a": 1, "a": 2}'])
+def test_meta_that_is_no_json_is_refused(tmp_path, text):
     directory = write(tmp_path / "corpus")
-    (directory / "meta.json").write_text("{")
+    (directory / "meta.json").write_text(text)
     with pytest.raises(ValueError, match=r"meta\.json cannot be read .*prepare"):
         TokenFile.open(directory, "train")
 
@@ -283,3 +317,28 @@ def test_vocabulary_must_hold_the_largest_token(tmp_path):
         corpus.check_vocabulary(256)
     small = write(tmp_path / "small", {"train": [[9]]})
     TokenFile.open(small, "train").check_vocabulary(10)
+
+
+@pytest.mark.parametrize("attempts", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_altered_meta_is_what_it_says_or_refused(tmp_path, attempts):
+    directory = write(tmp_path / "corpus")
+    path = directory / "meta.json"
+    meta = json.loads(path.read_text())
+
+    def attempt(rng):
+        path.write_bytes(altered(meta, rng).encode("utf-8", "surrogatepass"))
+        identify(directory)
+        train = TokenFile.open(directory, "train")
+        return train, train.tokens[:]
+
+    def check(found):
+        train, tokens = found
+        said = json.loads(path.read_text())
+        assert tokens.tolist() == [5, 6, 256, 7, 256, 8]
+        assert train.starts.tolist() == [0, 3, 5]
+        for name in ("vocab_size", "largest_token"):
+            value = (said | said["splits"]["train"])[name]
+            assert type(value) is int and value == getattr(train, name) >= 0
+        assert isinstance(train.tokenizer, str) and train.loss_mask is None
+
+    fuzz(attempts, attempt, check, most_bytes=20 << 20)

@@ -1,7 +1,10 @@
+import json
+
 import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from tokenizers import models
 
 from data.tokenizer import ByteTokenizer, open_tokenizer
 
@@ -93,10 +96,13 @@ def test_bytes_are_the_bytes_of_utf8():
     assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"
 
 
-@pytest.mark.parametrize("wrong", [257, -1])
-def test_bytes_refuse_to_decode_what_is_no_byte(wrong):
-    with pytest.raises(ValueError, match=rf"{wrong}.* from 0 to 256"):
-        ByteTokenizer().decode([5, wrong])
+@pytest.mark.parametrize("wrong", [500, -1, 1 << 40])
+@pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
+def test_ids_of_no_token_are_not_decoded(specs, kind, wrong):
+    tokenizer = open_tokenizer(specs[kind])
+    last = tokenizer.vocab_size - 1
+    with pytest.raises(ValueError, match=rf"{wrong}.* must be from 0 to {last}$"):
+        tokenizer.decode([5, wrong])
 
 
 def test_hugging_face_ignores_truncation_padding_and_special_names_in_text(specs):
@@ -128,6 +134,62 @@ def test_tokenizers_without_an_end_are_refused(tmp_path):
     path = make_sentence_piece(tmp_path / "tokenizer.model", eos_id=-1)
     with pytest.raises(ValueError, match=r"tokenizer\.model has no end-of-sentence"):
         open_tokenizer(str(path))
+
+
+ENDED = {"</s>": 0, "cat": 1}
+LOSSY = {
+    "words": (models.WordLevel(ENDED, "<unk>"), "cannot encode a text .*Missing"),
+    "pieces": (models.WordPiece(ENDED), "cannot encode a text .*Missing .UNK. token"),
+    "unigram": (
+        models.Unigram([("</s>", 0.0), ("cat", 0.0)], None),
+        "cannot encode a text .*unk_id",
+    ),
+    "pairs": (
+        models.BPE(ENDED, [], unk_token="<unk>"),
+        "cannot encode a text .*Unk token `<unk>` not found",
+    ),
+    "pairs_without": (models.BPE(ENDED, []), "has no token for letters that its"),
+    "few_bytes": (
+        models.BPE(ENDED | {"<0xE2>": 2}, [], byte_fallback=True),
+        "has no token for letters that its vocabulary lacks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_tokenizers_that_do_not_know_every_letter_are_refused(tmp_path, name):
+    model, complaint = LOSSY[name]
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(model).save(str(path))
+    with pytest.raises(ValueError, match=f"tokenizer.json {complaint}") as caught:
+        open_tokenizer(str(path))
+    assert str(caught.value).isprintable()
+
+
+def test_ids_that_no_corpus_holds_are_refused(tmp_path):
+    path = make_hugging_face(tmp_path / "tokenizer.json")
+    found = json.loads(path.read_text())
+    found["model"]["vocab"]["new"] = 1 << 31
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="has the id 2147483648, and ids are below"):
+        open_tokenizer(str(path))
+
+
+def test_bytes_of_a_vocabulary_must_be_all_that_texts_have(tmp_path):
+    path = make_hugging_face(tmp_path / "tokenizer.json")
+    found = json.loads(path.read_text())
+    assert found["model"]["unk_token"] is None
+    # 0xF5 is in no UTF-8, and 0xE2 in much of it.
+    for letter, is_known in (("õ", True), ("â", False)):
+        vocabulary = found["model"]["vocab"]
+        del vocabulary[letter]
+        found["model"]["merges"] = []
+        path.write_text(json.dumps(found))
+        if is_known:
+            assert open_tokenizer(str(path)).encode("猫").size == 3
+            continue
+        with pytest.raises(ValueError, match="no token for letters"):
+            open_tokenizer(str(path))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])

@@ -3,7 +3,13 @@ import json
 import numpy as np
 import pytest
 
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter, top_episodes
+from data.trajectory_file import (
+    TrajectoryFile,
+    TrajectoryWriter,
+    identify,
+    top_episodes,
+)
+from tests.fuzzing import altered, fuzz
 
 
 def some_episodes(lengths, observation_size=3, action_size=2):
@@ -45,9 +51,9 @@ def test_episodes_come_back(tmp_path, lengths, shape):
     assert file.offsets.tolist() == [0, *np.cumsum(lengths)]
     assert (file.observation_size, file.action_size) == (3, 2)
     assert file.index["task"] == "run"
-    assert file.steps.dtype == np.float32 and not file.steps.flags.writeable
+    assert file.steps.dtype == np.float32
     expected = np.concatenate([np.column_stack(episode) for episode in episodes])
-    np.testing.assert_array_equal(file.steps, expected)
+    np.testing.assert_array_equal(file.steps[:], expected)
     returns = [reward.sum(dtype=np.float64) for *_, reward in episodes]
     np.testing.assert_allclose(file.returns, returns, rtol=1e-12)
     assert (tmp_path / "deep").stat().st_mode == directory.stat().st_mode
@@ -90,6 +96,24 @@ def test_episodes_of_another_size_are_refused(tmp_path):
     mixed = some_episodes([4]) + some_episodes([4], observation_size=2)
     with pytest.raises(ValueError, match=r"episode 1 has .*\(2, 2\), .* \(3, 2\)"):
         write(tmp_path / "run", mixed)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(3,), (3, 1), (3,)],
+        [(3, 2), (4, 1), (3,)],
+        [(3, 2), (3, 1), (3, 2)],
+        [(0, 2), (0, 1), (0,)],
+        [(3, 0), (3, 1), (3,)],
+    ],
+    ids=str,
+)
+def test_episodes_of_other_shapes_are_refused(tmp_path, shapes):
+    episode = [np.full(shape, 0.25) for shape in shapes]
+    with pytest.raises(ValueError, match="episode 1 has .* and at least one of each"):
+        write(tmp_path / "run", [*some_episodes([3], 2, 1), episode])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,12 +167,23 @@ def test_array_of_another_form_is_refused(tmp_path):
         (lambda index: index.update(version=2), "version 2, .* reads version 1"),
         (lambda index: index.pop("version"), "cannot be read .*version"),
         (lambda index: index.pop("returns"), "does not describe .*returns"),
-        (lambda index: index.update(action_size="x"), "does not describe .*TypeError"),
+        (
+            lambda index: index.update(action_size="x"),
+            "action_size='x' must be a who",
+        ),
         (lambda index: index.update(lengths=["x"]), "does not describe .*ValueError"),
         (lambda index: index["returns"].pop(), "contradicts itself"),
         (lambda index: index.update(lengths=[], returns=[]), "contradicts itself"),
-        (lambda index: index.update(lengths=[14, 0]), "contradicts itself"),
+        (lambda index: index.update(lengths=[14, 0]), "a length=0 must be"),
         (lambda index: index["observation_mean"].pop(), "contradicts itself"),
+        (lambda index: index.update(lengths=[7.5, 7]), "a length=7.5 must be a whole"),
+        (lambda index: index.update(lengths=[1 << 70, 7]), "OverflowError"),
+        (lambda index: index.update(lengths=[[7], [7]]), "a length=.7. must be"),
+        (lambda index: index.update(returns=[1, float("nan")]), "returns must be a li"),
+        (lambda index: index.update(observation_mean=3.0), "observation_mean must be"),
+        (lambda index: index.update(observation_std=[1, -1, 1]), "contradicts itself"),
+        (lambda index: index.update(action_repeat="2"), "action_repeat='2' must be"),
+        (lambda index: index.update(action_size=2.0), "action_size=2.0 must be"),
     ],
 )
 def test_index_of_another_form_is_refused(tmp_path, change, match):
@@ -165,12 +200,36 @@ def test_index_that_is_no_json_is_refused(tmp_path):
         TrajectoryFile.open(directory)
 
 
+def test_a_number_that_is_not_finite_is_neither_written_nor_read(tmp_path):
+    (observation, action, reward), *_ = episodes = some_episodes([4, 5, 3])
+    spoilt = observation.copy()
+    spoilt[2, 1] = np.inf
+    with pytest.raises(ValueError, match="episode 1 has .* not finite .* in step 2"):
+        write(tmp_path / "run", [episodes[0], (spoilt, action, reward)])
+    assert list(tmp_path.iterdir()) == []
+    directory = write(tmp_path / "run", episodes)
+    with (directory / "steps.npy").open("r+b") as file:
+        file.seek(128 + (4 + 2) * 6 * 4)
+        file.write(np.array(np.nan, "<f4").tobytes())
+    file = TrajectoryFile.open(directory)
+    assert file.read(np.array([[5, 0], [7, 11]])).shape == (2, 2, 6)
+    match = r"steps\.npy has a number that is not finite in step 6 \(in episode 1\)"
+    with pytest.raises(ValueError, match=match):
+        file.read(np.array([5, 6, 7]))
+    with pytest.raises(ValueError, match="not what was written, by its digest"):
+        identify(directory)
+
+
 def test_best_episodes_hold_a_tenth_of_the_steps():
     returns, lengths = np.array([5.0, 9, 1, 7, 8]), np.array([10, 5, 60, 5, 20])
     assert top_episodes(returns, lengths).tolist() == [1]
     assert top_episodes(returns, lengths, 0.25).tolist() == [1, 4]
     assert top_episodes(returns, lengths, 0.3).tolist() == [1, 4, 3]
     assert top_episodes(returns, lengths, 0.01).tolist() == [1]
+    with pytest.raises(ValueError, match="episode 2 has no return"):
+        top_episodes(np.array([1, 2, np.nan, 3, 4]), lengths)
+    with pytest.raises(ValueError, match="of 5 episodes .* of which 4 have a length"):
+        top_episodes(returns, lengths[1:])
     assert top_episodes(returns, lengths, 1.0).tolist() == [1, 4, 3, 0, 2]
     equal = np.ones(20)
     assert top_episodes(equal, np.full(20, 1000)).tolist() == [19, 18]
@@ -182,3 +241,31 @@ def test_share_that_is_none_is_refused(share):
         top_episodes(np.ones(2), np.ones(2), share)
     with pytest.raises(ValueError, match="of 0 episodes"):
         top_episodes(np.ones(0), np.ones(0))
+
+
+@pytest.mark.parametrize("attempts", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_altered_index_is_what_it_says_or_refused(tmp_path, attempts):
+    directory = write(tmp_path / "run", some_episodes([3, 3, 4]))
+    path = directory / "index.json"
+    index, steps = json.loads(path.read_text()), TrajectoryFile.open(directory).steps[:]
+
+    def attempt(rng):
+        path.write_bytes(altered(index, rng).encode("utf-8", "surrogatepass"))
+        identify(directory)
+        file = TrajectoryFile.open(directory)
+        return file, file.read(np.arange(10))
+
+    def check(found):
+        file, read = found
+        said = json.loads(path.read_text())
+        np.testing.assert_array_equal(read, steps)
+        assert (file.observation_size, file.action_size) == (3, 2)
+        assert type(file.action_repeat) is int and file.action_repeat > 0
+        assert file.lengths.tolist() == said["lengths"]
+        for name in ("returns", "observation_mean", "observation_std"):
+            values = getattr(file, name)
+            assert np.isfinite(values).all()
+            expected = np.array(said[name], np.float64)
+            np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+    fuzz(attempts, attempt, check, most_bytes=20 << 20)

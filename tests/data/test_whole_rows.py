@@ -36,7 +36,7 @@ def test_rows_hold_whole_documents_in_order_and_as_many_as_fit(masked, length):
         fitting = [end for end in ends if begin < end <= begin + length]
         wanted = naive_row(masked, begin, fitting[-1], length)
         learnt = [
-            t in range(masked.tokens.size) and masked.loss_mask[t]
+            t in range(masked.tokens.size) and masked.loss_mask[:][t]
             for t in range(begin + 1, begin + length + 1)
         ]
         wanted = wanted._replace(loss_weights=wanted.loss_weights * np.array(learnt))
@@ -52,7 +52,7 @@ def test_rows_hold_whole_documents_in_order_and_as_many_as_fit(masked, length):
 def test_weights_of_all_rows_are_the_learnt_tokens_that_follow_one(masked, plan):
     rows = read_rows(plan(masked, LENGTH))
     targets = np.concatenate([row.targets[row.loss_weights == 1] for row in rows])
-    followers = np.setdiff1d(np.flatnonzero(masked.loss_mask), masked.starts)
+    followers = np.setdiff1d(np.flatnonzero(masked.loss_mask[:]), masked.starts)
     if plan is PackedRows:  # what is left of the last row is not read
         followers = followers[followers <= len(rows) * LENGTH]
     np.testing.assert_array_equal(np.sort(targets), followers)
