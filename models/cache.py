@@ -71,8 +71,13 @@ def empty_cache(
     shape: (Y, B, S, K, D): layers, rows, slots, key/value heads, head size.
 
     Raises:
-      ValueError: the slots do not divide over the ring.
+      ValueError: the slots do not divide over the ring, or a size is below 1.
     """
+    if min(*shape[:2], *shape[3:], ring_size) < 1:
+        raise ValueError(
+            "layers, rows, heads and head size of a cache, and its ring, must be at "
+            f"least 1, got {shape} over a ring of {ring_size}"
+        )
     rows, slots = shape[1:3]
     if slots < 1 or slots % ring_size:
         raise ValueError(
@@ -91,7 +96,12 @@ def appends_left(filled: np.ndarray, slots: int, tokens: int) -> int:
     """How many times `append` may be called with so many tokens.
 
     filled: int (N,), of the cache. slots: S.
+
+    Raises:
+      ValueError: it would be called with no token.
     """
+    if tokens < 1:
+        raise ValueError(f"{tokens=} to append must be at least 1")
     return int(((slots // len(filled) - filled) // tokens).sum())
 
 
@@ -115,7 +125,11 @@ def fill(
 
     Returns:
       The last layer's output (B, T, E), and the cache.
+
+    Raises:
+      ValueError: the index is not one of each token.
     """
+    _check_index(x, index)
 
     def attend_and_keep(q, k, v, stacks, layer):
         stacks = tuple(
@@ -145,14 +159,19 @@ def append(
     x: (B, m, E); rotation: of these tokens.
     index: int32 (B, m), of each token in its row, or `EMPTY` for a row that has fewer
       new tokens; a token sees all tokens of its row up to its own index.
-    cache: has room (`appends_left`): where it has none, tokens are lost.
+    cache: has room (`appends_left`): under `jit`, where it has none, tokens are lost.
 
     The new keys and values go to the member of the ring that has the fewest.
 
     Returns:
       The last layer's output (B, m, E), and the cache, in the place of the old one if
       it is donated.
+
+    Raises:
+      ValueError: the index is not one of each token, or there is no room, where that is
+        known.
     """
+    _check_index(x, index)
     member = jnp.argmin(cache.filled).astype(jnp.int32)
     slot = cache.filled[member]
     indices = operations.put(cache.index[None], index, 0, member, slot)[0]
@@ -169,6 +188,14 @@ def append(
     x, (keys, values) = _through(layers, x, rotation, cache, keep_and_attend)
     filled = cache.filled.at[member].add(index.shape[1])
     return x, Cache(keys, values, indices, filled)
+
+
+def _check_index(x: jax.Array, index: jax.Array) -> None:
+    if index.shape != x.shape[:2] or index.dtype != jnp.int32:
+        raise ValueError(
+            f"index must be int32 {x.shape[:2]}, one of each token, got {index.dtype} "
+            f"{index.shape}"
+        )
 
 
 def _through(

@@ -116,13 +116,25 @@ class Generator:
             raise ValueError(
                 f"{len(prompts)} prompts are not the {self.rows} rows of the batch"
             )
+        for number, prompt in enumerate(map(np.asarray, prompts)):
+            is_whole = np.issubdtype(prompt.dtype, np.integer) or not prompt.size
+            if prompt.ndim != 1 or not is_whole:
+                raise ValueError(
+                    f"prompt {number} must be integers (tokens,), got {prompt.dtype} "
+                    f"{prompt.shape}"
+                )
+            if prompt.size and not 0 <= prompt.min() <= prompt.max() < EMPTY:
+                raise ValueError(
+                    f"prompt {number} must be token ids from 0 on, got "
+                    f"{prompt.min()} to {prompt.max()}"
+                )
         lengths = [len(prompt) for prompt in prompts]
         if min(lengths) < 1:
             raise ValueError(
                 f"prompt {lengths.index(0)} has no tokens: give it at least one"
             )
-        if max_tokens < 1:
-            raise ValueError(f"{max_tokens=} must be at least 1")
+        if max_tokens < 1 or max_tokens != int(max_tokens):
+            raise ValueError(f"{max_tokens=} must be at least 1, a whole number")
         # The last token drawn is never put into the cache.
         room = self.slots - max(lengths) + 1
         if max_tokens > room:

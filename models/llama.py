@@ -5,6 +5,7 @@ size, H query heads, K key/value heads, D head size, F feed-forward size, V voca
 The attention itself is an argument of the model's call.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -44,22 +45,22 @@ class DecoderConfig:
     def __post_init__(self):
         names = [size.name for size in fields(self) if size.type is int]
         sizes = {name: getattr(self, name) for name in names}
-        wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
-        if wrong:
-            raise ValueError(f"model sizes must be at least 1: {', '.join(wrong)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+        wrong = [f"{n}={size}" for n, size in sizes.items() if not 0 < size < 1 << 31]
+        must = "model sizes must be at least 1, and below 2^31"
+        found = [f"{must}: {', '.join(wrong)}"] if wrong else []
+        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
+            found.append(
                 f"num_heads={self.num_heads} is not a multiple of "
                 f"num_kv_heads={self.num_kv_heads}: query heads share key/value heads "
                 "evenly"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
-        if not (self.rope_theta > 0 and self.norm_epsilon > 0):
-            raise ValueError(
-                f"rope_theta={self.rope_theta} and norm_epsilon={self.norm_epsilon} "
-                "must be above 0"
-            )
+            found.append(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
+        for name in ("rope_theta", "norm_epsilon"):
+            if not 0 < getattr(self, name) < math.inf:
+                found.append(f"{name}={getattr(self, name)} must be a number above 0")
+        if found:
+            raise ValueError("; ".join(found))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ class RopeScaling:
             raise ValueError(
                 f"rope_type={self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
             )
-        if not self.factor >= 1 or (self.rope_type == "none" and self.factor != 1):
+        if not 1 <= self.factor < math.inf or (
+            self.rope_type == "none" and self.factor != 1
+        ):
             raise ValueError(
                 f"factor={self.factor} of rope_type={self.rope_type!r} must be at "
                 "least 1, and 1 without scaling: give new context / original context"
@@ -78,7 +80,7 @@ class RopeScaling:
                 f"beta_slow={self.beta_slow} must be above 0 and below "
                 f"beta_fast={self.beta_fast}"
             )
-        if not self.attention_factor >= 0:
+        if not 0 <= self.attention_factor < math.inf:
             raise ValueError(
                 f"attention_factor={self.attention_factor} must be above 0, or 0 for "
                 "the formula's"

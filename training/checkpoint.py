@@ -5,6 +5,7 @@ What a step holds is in `training/stored_step.py`.
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -12,33 +13,24 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from training.hosts import wait_for_all
+from training.hosts import first_says, wait_for_all
+from training.manager import Newest, open_manager
 from training.stored_step import (
     FINGERPRINT,
-    META,
-    STATE,
+    RECORD,
     DamagedStep,
     StoredStep,
     briefs,
     differences,
     leaves,
+    listed,
     make_meta,
     saved_briefs,
 )
+from training.workdir import make_writable
 
 DAMAGED = "damaged"
 """Directory among the steps, for steps that are."""
-
-
-class Manager(ocp.CheckpointManager):
-    """Orbax's manager, which leaves notices of preemption to the run.
-
-    Its own question after each save would move the step at which the processes of a run
-    have agreed to stop (see `training/preemption.py`).
-    """
-
-    def reached_preemption(self, step: int) -> bool:
-        return False
 
 
 class Checkpoints:
@@ -47,11 +39,16 @@ class Checkpoints:
     Every process of the run makes one and calls the same methods at the same steps.
     Close it, or use it as a context manager: the last save may still be on its way.
 
-    A step is written under another name and renamed; only then older ones go. A save
-    that fails, as on a full disk, is told, and the run goes on until the next; when
-    that fails too, or there is no next, it is an error. What is found to be damaged at
-    a restore moves to the directory `damaged`, and nothing but rotation deletes.
+    Only a finite state is saved. A step is written under another name and renamed; only
+    then older ones go. A save that fails, as on a full disk, is told, and the run goes
+    on until the next; when that fails too, or there is no next, it is an error. What is
+    found to be damaged at a restore moves to the directory `damaged`; what could not be
+    read is tried again, and stays. Nothing but rotation deletes.
+
+    record: of the run, JSON values; saved with every step from then on.
     """
+
+    record: Mapping[str, Any]
 
     def __init__(
         self,
@@ -60,6 +57,7 @@ class Checkpoints:
         keep: int,
         fingerprint: Mapping[str, Any],
         say: Callable[[str], None] = print,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Opens the directory, and makes it where it is missing.
 
@@ -69,20 +67,25 @@ class Checkpoints:
           fingerprint: what makes a state unusable by another model (sizes, vocabulary
             and the like), as JSON values. Saved with every step, compared at restore.
           say: tells a person of damaged steps and failed saves.
+          sleep: waits for so many seconds, before a step is read again.
 
         Raises:
-          ValueError: if `keep` is below 1 or the fingerprint is not JSON.
+          ValueError: if `keep` is not a whole number from 1 on, or the fingerprint is
+            not JSON.
+          OSError: if the directory cannot be made or written to.
         """
-        if keep < 1:
-            raise ValueError(f"{keep=} must be at least 1")
+        if type(keep) is not int or keep < 1:
+            raise ValueError(f"{keep=} must be at least 1, and whole")
         self._fingerprint = _as_json(fingerprint)
-        self._say = say
+        self.record = {}
+        self._say, self._sleep = say, sleep
         self._latest_is_ours = False
         self._saving: int | None = None  # step of the save that may be under way
         self._failures: list[str] = []  # of the latest saves, without a good one
         self._half_saved: set[int] = set()
-        self._keep = keep
-        self._manager = _open(directory, keep, cleanup_tmp_directories=True)
+        make_writable(directory)  # Orbax, where it cannot, waits for it for minutes
+        self._newest = Newest(keep)
+        self._manager = open_manager(directory, self._newest, cleans=True)
 
     @property
     def directory(self) -> Path:
@@ -99,9 +102,10 @@ class Checkpoints:
         Reads one small JSON file: call it before anything is compiled.
 
         Raises:
-          ValueError: if the newest step that can be read was saved by a different
+          ValueError: if the newest step that is not damaged was saved by a different
             model, naming every differing key, or was not saved by this class; or if
-            there are steps, but none can be read.
+            there are steps, but all are damaged.
+          OSError: if a step could not be read, several times.
         """
         self._settle()
         damages = []
@@ -114,6 +118,17 @@ class Checkpoints:
         else:
             self._refuse(damages)
         self._latest_is_ours = True
+
+    def records(self) -> dict[int, dict[str, Any]]:
+        """The record that each step holds, the newest first; damaged steps have none.
+
+        That of a step from before there were records is empty.
+        """
+        found = {}
+        for stored in self._newest_first():
+            with contextlib.suppress(DamagedStep):
+                found[stored.step] = stored.meta().get(RECORD, {})
+        return found
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """Reads the newest good step onto the shardings of `abstract_state`.
@@ -134,6 +149,7 @@ class Checkpoints:
           ValueError: if no step is good, and nothing is moved then; or before any array
             is read, if the step belongs to another model (see `check_fingerprint`), or
             if a leaf is missing, unknown, or of another shape or dtype, by name.
+          OSError: if a step could not be read, several times. Nothing is moved then.
         """
         self._settle()
         damages = {}
@@ -152,11 +168,11 @@ class Checkpoints:
                 f"no checkpoint in {self._manager.directory}: nothing to restore"
             )
         for damaged, damage in damages.items():
-            self._set_aside(damaged, damage)
+            self._set_aside(damaged, "is damaged", damage)
         self._latest_is_ours = True
         return state, meta
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Any, *, rotate: bool = True) -> None:
         """Starts a save of `state`; the caller may donate it as soon as this returns.
 
         Waits for the save before, and tells what went wrong with that one.
@@ -164,12 +180,17 @@ class Checkpoints:
         Args:
           step: number of updates made.
           state: the train state, a pytree of arrays.
+          rotate: whether older steps than the newest `keep` go.
 
         Raises:
-          ValueError: if `step` is not newer than the newest step on disk, or if the
-            steps on disk belong to another model. Nothing is written then.
+          NotFinite: an array of the state holds nan or inf. Nothing is written then.
+          ValueError: if `step` is not a whole number, or not newer than the newest on
+            disk, if the steps on disk belong to another model, or if the state holds
+            what cannot be saved. Nothing is written then.
           OSError: this save and the one before it failed, or the two before it.
         """
+        if type(step) is not int or step < 0:
+            raise ValueError(f"{step=} must be at least 0, and whole")
         self._settle()
         self._clear_half_saved()
         latest = self.latest_step()
@@ -180,8 +201,8 @@ class Checkpoints:
             )
         if not self._latest_is_ours:
             self.check_fingerprint()
-        meta = make_meta(step, self._fingerprint, state)
-        self._saving = step
+        meta = make_meta(step, self._fingerprint, self.record, state)
+        self._saving, self._newest.rotates = step, rotate
         try:
             self._manager.save(
                 step,
@@ -192,6 +213,21 @@ class Checkpoints:
             )
         except Exception as error:
             self._fail(error)
+
+    def distrust(self, first: int, why: str) -> None:
+        """Moves the steps from `first` on to `damaged`, so that an older one is newest.
+
+        They stay where there is no older one, and where they were moved before: made
+        again, they were no better.
+
+        why: what is wrong with them, for a person.
+        """
+        self._settle()
+        doubted = [stored for stored in self._newest_first() if stored.step >= first]
+        again = any((self._damaged / str(stored.step)).exists() for stored in doubted)
+        if len(doubted) < len(self._manager.all_steps()) and not first_says(again):
+            for stored in doubted:
+                self._set_aside(stored, "is not trusted", why)
 
     def close(self) -> None:
         """Waits for the save under way.
@@ -233,10 +269,12 @@ class Checkpoints:
         self._half_saved.add(step)
         # It would raise late errors of this save at the next, and has struck out the
         # steps that it was going to delete.
-        self._manager = _open(directory, self._keep, cleanup_tmp_directories=False)
+        self._manager = open_manager(directory, self._newest, cleans=False)
+        newest = self.latest_step()
+        kept = "there is none" if newest is None else f"the newest is of step {newest}"
         self._failures.append(
             f"step {step} was NOT saved in {directory}: {type(error).__name__}: "
-            f"{error}; the newest checkpoint is that of step {self.latest_step()}"
+            f"{error}; of checkpoints {kept}"
         )
         if len(self._failures) > 1:
             raise OSError(
@@ -256,7 +294,7 @@ class Checkpoints:
     def _newest_first(self) -> Iterator[StoredStep]:
         """All steps; on each process the same, as the manager sees to."""
         for step in sorted(self._manager.all_steps(), reverse=True):
-            yield StoredStep(step, self._manager.directory / str(step))
+            yield StoredStep(step, self._manager.directory / str(step), self._sleep)
 
     def _refuse(self, damages: list[DamagedStep]) -> None:
         """Raises ValueError if there is damage: a run must not begin anew over it."""
@@ -267,17 +305,20 @@ class Checkpoints:
                 + "\n  ".join(map(str, damages))
             )
 
-    def _set_aside(self, stored: StoredStep, damage: DamagedStep) -> None:
+    @property
+    def _damaged(self) -> Path:
+        return self._manager.directory / DAMAGED
+
+    def _set_aside(self, stored: StoredStep, what: str, why: object) -> None:
         """Moves a step out of the way; deletes nothing."""
         names = [str(stored.step), *(f"{stored.step}.{n}" for n in range(1, 1000))]
-        place = self._manager.directory / DAMAGED
         self._say(
-            f"WARNING: step {stored.step} is damaged and moves to {place}: {damage}"
+            f"WARNING: step {stored.step} {what} and moves to {self._damaged}: {why}"
         )
         if jax.process_index() == 0:
-            place.mkdir(exist_ok=True)
-            free = next(name for name in names if not (place / name).exists())
-            stored.directory.rename(place / free)
+            self._damaged.mkdir(exist_ok=True)
+            free = next(name for name in names if not (self._damaged / name).exists())
+            stored.directory.rename(self._damaged / free)
         wait_for_all(f"set aside {stored.step}")
         self._manager.reload()
 
@@ -287,21 +328,8 @@ class Checkpoints:
         if found:
             raise ValueError(
                 f"{stored} belongs to another model; use another workdir, or the"
-                " configuration that it was saved with:\n  " + "\n  ".join(found)
+                f" configuration that it was saved with:\n  {listed(found)}"
             )
-
-
-def _open(directory: str | Path, keep: int, **options: Any) -> Manager:
-    return Manager(
-        absolute(directory),
-        item_handlers={
-            STATE: ocp.StandardCheckpointHandler(),
-            META: ocp.JsonCheckpointHandler(),
-        },
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(keep), **options
-        ),
-    )
 
 
 def _check_leaves(
@@ -309,30 +337,25 @@ def _check_leaves(
 ) -> None:
     """Compares names, shapes and dtypes; Orbax would cast a dtype in silence."""
     wanted = leaves(abstract_state)
-    homeless = [name for name, leaf in wanted.items() if leaf.sharding is None]
+    homeless = [n for n, x in wanted.items() if getattr(x, "sharding", None) is None]
     if homeless:
         raise ValueError(
-            f"{homeless[0]} of abstract_state has no sharding: give every"
-            " ShapeDtypeStruct one"
+            f"{homeless[0] or 'the whole'} of abstract_state has no sharding: give a "
+            "jax.ShapeDtypeStruct with one for every array"
         )
     found = differences(saved_briefs(meta), briefs(wanted))
     if found:
         raise ValueError(
             f"{stored} does not fit the train state; use another workdir, or the"
-            " model and optimizer it was saved with:\n  " + "\n  ".join(found)
+            f" model and optimizer it was saved with:\n  {listed(found)}"
         )
-
-
-def absolute(directory: str | Path) -> str | Path:
-    """The path as Orbax wants it, absolute; a bucket is so already."""
-    return directory if "://" in str(directory) else Path(directory).absolute()
 
 
 def _as_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """A copy as a JSON file gives it back, whatever the caller does to the original."""
     try:
-        return json.loads(json.dumps(dict(fingerprint)))
-    except TypeError as error:
+        return json.loads(json.dumps(dict(fingerprint), allow_nan=False))
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{fingerprint=}: give numbers, strings, lists and dicts only: {error}"
+            f"{fingerprint=}: give finite numbers, strings, lists and dicts: {error}"
         ) from error

@@ -1,5 +1,8 @@
 """The page of TensorBoard that shows a run at a glance: its "Custom Scalars"."""
 
+import re
+from collections.abc import Collection
+
 import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.types_pb2 import DT_STRING
@@ -15,8 +18,8 @@ from tensorboard.util.tensor_util import make_tensor_proto
 # Category: chart: regular expressions of its curves' tags.
 CHARTS = {
     "Learning": {
-        "loss, nats": [r"^train/loss$", r"^validation/loss$"],
-        "loss by part": [r"^validation/loss_"],
+        "loss, {unit}": [r"^train/loss$", r"^validation/loss$"],
+        "held-out loss by part, {unit}": [r"^validation/loss_"],
         "gradient norm": [r"^train/grad_norm$"],
         "learning rate": [r"^train/learning_rate$"],
         "updates skipped": [r"^guard/skipped$"],
@@ -35,18 +38,32 @@ CHARTS = {
 """Curves of `metrics.Throughput`, `goodput.Goodput` and `report.Report`."""
 
 
-def dashboard() -> Summary.Value:
-    """What an event file holds so that TensorBoard draws CHARTS."""
+def charts(tags: Collection[str], unit: str) -> dict[str, dict[str, list[str]]]:
+    """Those of CHARTS that show something, without the curves that a run has not.
+
+    tags: of all curves that the run will write. unit: of its loss.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for category, all_charts in CHARTS.items():
+        for title, curves in all_charts.items():
+            drawn = [c for c in curves if any(re.search(c, tag) for tag in tags)]
+            if drawn:
+                found.setdefault(category, {})[title.format(unit=unit)] = drawn
+    return found
+
+
+def dashboard(tags: Collection[str], unit: str) -> Summary.Value:
+    """What an event file holds so that TensorBoard draws `charts`."""
     layout = Layout(
         category=[
             Category(
                 title=category,
                 chart=[
-                    Chart(title=title, multiline=MultilineChartContent(tag=tags))
-                    for title, tags in charts.items()
+                    Chart(title=title, multiline=MultilineChartContent(tag=curves))
+                    for title, curves in drawn.items()
                 ],
             )
-            for category, charts in CHARTS.items()
+            for category, drawn in charts(tags, unit).items()
         ]
     )
     return Summary.Value(

@@ -1,4 +1,4 @@
-"""Digests of arrays: numbers that tell whether their bits are what they were.
+"""Digests of arrays: whether their bits are what they were, and all of them numbers.
 
 A leaf's digest is the sum, modulo 2^32, of its elements' bits, each scrambled with its
 place. The sum has no order, so it is the same on every mesh, and it is computed where
@@ -7,18 +7,43 @@ element always changes the digest, and any other damage (elements swapped, rows 
 goes unseen once in 2^32 times.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-def digests(tree: Any) -> dict[str, int]:
+class Digest(NamedTuple):
+    """Of one array: the digest of its bits, and how many elements are nan or infinite.
+
+    Counts above 2^24 are rounded, and never to 0.
+    """
+
+    bits: int
+    nans: int
+    infinities: int
+
+
+def digests(tree: Any) -> dict[str, Digest]:
     """The digest of each leaf, by dotted path; the same in every process.
 
     tree: of arrays, sharded in any way. Every process has to call this.
     """
-    return {name: int(x) for name, x in jax.device_get(_by_name(tree)).items()}
+    found = jax.device_get(_by_name(tree))
+    return {name: Digest(*map(int, numbers)) for name, numbers in found.items()}
+
+
+def not_finite(found: Mapping[str, Digest]) -> str:
+    """Names the first array that is not finite and says what it holds; "" for none."""
+    bad = [name for name, digest in found.items() if digest.nans or digest.infinities]
+    if not bad:
+        return ""
+    _, nans, infinities = found[bad[0]]
+    counts = (f"{nans} nan", nans), (f"{infinities} inf", infinities)
+    held = " and ".join(text for text, count in counts if count)
+    others = f" (and {len(bad) - 1} more arrays are not finite)" if bad[1:] else ""
+    return f"{bad[0]} holds {held}{others}"
 
 
 @jax.jit
@@ -29,11 +54,30 @@ def device_digest(tree: Any) -> jax.Array:
 
 
 @jax.jit
-def _by_name(tree: Any) -> dict[str, jax.Array]:
+def _by_name(tree: Any) -> dict[str, Digest]:
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): digest(leaf)
+        jax.tree_util.keystr(path, simple=True, separator="."): Digest(
+            digest(leaf), _count(jnp.isnan, leaf), _count(jnp.isinf, leaf)
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def _count(function: Callable[[jax.Array], jax.Array], array: Any) -> jax.Array:
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return jnp.zeros((), jnp.float32)
+    # In float32: an integer would begin again at 0 after 2^32 of them.
+    return function(array).sum(dtype=jnp.float32)
+
+
+def has_digest(dtype: Any) -> bool:
+    """Whether arrays of a type have a digest: real numbers of whole bytes, and bool."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits % 8 == 0
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits % 8 == 0
+    return dtype == jnp.bool
 
 
 def digest(array: jax.Array) -> jax.Array:

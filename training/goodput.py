@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 KINDS = (
     "setup",
@@ -18,7 +19,12 @@ KINDS = (
 )
 """`lost` are steps that a later start had to make again; only `step` is progress."""
 
+TAGS = (*(f"goodput/{kind}_seconds" for kind in KINDS), "goodput/fraction")
+"""Of TensorBoard: seconds of each kind, and the fraction that was progress."""
+
 RECORD_SECONDS = 15.0
+MOST_SECONDS = 1e12
+"""Of a record, and as many steps: more are no figures of a run."""
 
 
 class Goodput:
@@ -64,25 +70,31 @@ class Goodput:
         finally:
             self.switch(before)
 
-    def resume(self, record: Path, first_step: int) -> None:
+    def resume(
+        self, record: Path, first_step: int, say: Callable[[str], None] = print
+    ) -> None:
         """Takes over what earlier starts have recorded, and records there.
 
         Args:
-          record: the file, there or not; not read where it cannot be, as it is of no
-            weight for the run itself.
+          record: the file, there or not. One that cannot be read is told in a line and
+            left out, as it is of no weight for the run itself.
           first_step: updates that the run has made where it goes on.
+          say: tells that line.
         """
         self._record = record
         if first_step == 0:
             return
         try:
-            earlier = json.loads(record.read_text())
-            again = max(0, earlier["step"] - first_step) * earlier["seconds_per_step"]
-            lost = min(again, earlier["seconds"]["step"])
-            for kind in KINDS:
-                self.seconds[kind] += earlier["seconds"][kind]
-        except (OSError, ValueError, KeyError, TypeError):
+            earlier = _read(record)
+        except FileNotFoundError:
             return
+        except (OSError, ValueError) as error:
+            say(f"{record} is left out of the goodput: {error}")
+            return
+        lost = max(0, earlier["step"] - first_step) * earlier["seconds_per_step"]
+        lost = min(lost, earlier["seconds"]["step"])
+        for kind in KINDS:
+            self.seconds[kind] += earlier["seconds"][kind]
         self.seconds["step"] -= lost
         self.seconds["lost"] += lost
         self._earlier = self.seconds["step"]
@@ -109,10 +121,10 @@ class Goodput:
             new.replace(self._record)
 
     def points(self) -> dict[str, float]:
-        """Of TensorBoard: seconds of each kind, and the fraction that was progress."""
+        """For the curves of TAGS."""
         self.switch(self._kind)
-        points = {f"goodput/{k}_seconds": s for k, s in self.seconds.items()}
-        return points | {"goodput/fraction": self._fraction}
+        values = *self.seconds.values(), self._fraction
+        return dict(zip(TAGS, values, strict=True))
 
     def __str__(self) -> str:
         self.switch(self._kind)
@@ -123,3 +135,21 @@ class Goodput:
     @property
     def _fraction(self) -> float:
         return self.seconds["step"] / max(sum(self.seconds.values()), 1e-9)
+
+
+def _read(record: Path) -> dict[str, Any]:
+    """What `Goodput.record` wrote.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is something else, or holds what no time can be.
+    """
+    try:
+        values = json.loads(record.read_bytes())
+        seconds = {kind: values["seconds"][kind] for kind in KINDS}
+        numbers = [*seconds.values(), values["step"], values["seconds_per_step"]]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is no record ({type(error).__name__})") from error
+    if not all(type(x) in (int, float) and 0 <= x < MOST_SECONDS for x in numbers):
+        raise ValueError("it holds what no time can be")
+    return values | {"seconds": seconds}

@@ -5,6 +5,7 @@ asked for, whose loss is far above those of the steps before it. The choice is m
 the devices, element by element, so that no second copy of the parameters exists.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,13 +60,18 @@ class GuardSettings:
     replay: bool = False
 
     def __post_init__(self) -> None:
-        least = {"spike_sigmas": 0, "stop_after": 1}
-        least |= {"first_step_seconds": 0, "step_seconds": 0}
-        for name, smallest in least.items():
-            if not getattr(self, name) >= smallest:
-                raise ValueError(
-                    f"guard: {name}={getattr(self, name)} must be at least {smallest}"
-                )
+        wrong = [
+            f"{name}={value!r} must be at least 0, and finite"
+            for name in ("spike_sigmas", "first_step_seconds", "step_seconds")
+            if type(value := getattr(self, name)) not in (int, float)
+            or not 0 <= value < math.inf
+        ]
+        if type(self.stop_after) is not int or self.stop_after < 1:
+            wrong.append(f"stop_after={self.stop_after!r} must be at least 1, whole")
+        if type(self.replay) is not bool:
+            wrong.append(f"replay={self.replay!r} must be True or False")
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
 
 def judge(
@@ -94,7 +100,7 @@ def _is_spike(guard: GuardState, loss: jax.Array, spike_sigmas: float) -> jax.Ar
     return (guard.seen >= SPIKE_WINDOW) & (loss > limit)
 
 
-class BadSteps(ArithmeticError):
+class BadSteps(FloatingPointError):
     """A run that makes no progress: too many updates skipped, or faulty hardware."""
 
 
@@ -107,7 +113,7 @@ class Watch:
     """
 
     def __init__(self, stop_after: int, say: Callable[[str], None]):
-        self._stop_after, self._say = stop_after, say
+        self.stop_after, self._say = stop_after, say
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes a step's metrics, as numbers.
@@ -118,18 +124,25 @@ class Watch:
         in_row = int(metrics["skipped_in_row"])
         if not in_row:
             return
-        what = (
-            f"loss {metrics['loss']:.4g} and gradients of norm "
-            f"{metrics['grad_norm']:.4g} at step {step}"
-        )
-        if in_row >= self._stop_after:
+        what = outcome(step, metrics)
+        if in_row >= self.stop_after:
             raise BadSteps(
-                f"{what}, and {in_row} skipped updates in a row: the run ends. The "
-                "parameters are those before them, and so are the checkpoints'. Lower "
+                f"{what}, and {in_row} skipped updates in a row: lower "
                 "config.optimizer.peak_lr, look at the data of these steps, or raise "
                 "config.guard.stop_after"
             )
         self._say(f"WARNING: {what}: no update ({in_row} in a row)")
+
+
+def outcome(step: int, metrics: Mapping[str, float]) -> str:
+    """What a step gave, in a few words."""
+    loss, norm = metrics["loss"], metrics["grad_norm"]
+    return f"loss {loss:.4g} and gradients of norm {norm:.4g} at step {step}"
+
+
+def is_finite(metrics: Mapping[str, float]) -> bool:
+    """Whether a step gave a finite loss and finite gradients."""
+    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
 class Replay(NamedTuple):
@@ -143,7 +156,7 @@ class Replay(NamedTuple):
 def compare_replays(
     step: int, metrics: Mapping[str, float], replays: Sequence[Replay]
 ) -> str:
-    """What computing a skipped step again says of it.
+    """What computing a skipped step again says of it, where its state is finite.
 
     Args:
       step: its number.
@@ -162,6 +175,9 @@ def compare_replays(
             f"step {step} was computed {1 + len(found)} times from the same parameters "
             f"and data, with other results each time: loss and gradient norm {said}. "
             "Suspect the hardware, or a kernel that is not deterministic "
-            "(config.implementation). The last checkpoint is good"
+            "(config.implementation)"
         )
-    return f"step {step} gives the same when replayed: look at its data, not at chips"
+    return (
+        f"step {step} gives the same when replayed, and its parameters are finite: "
+        "look at its data or at config.optimizer.peak_lr, not at chips"
+    )

@@ -3,26 +3,50 @@
 Each of them runs the same program on the same command line.
 """
 
+import socket
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from training.peers import join
 
 NOT_DETECTED = "coordinator_address should be defined"
 """What JAX says where it finds no cluster."""
 
 
-def connect(coordinator: str, count: int, index: int) -> None:
+def connect(
+    coordinator: str,
+    count: int,
+    index: int,
+    start_seconds: int = 300,
+    lost_seconds: int = 100,
+) -> None:
     """Makes this process one of many; call it before anything else of JAX.
+
+    Ends the process with 1 where the others are not found, and from then on with
+    `watchdog.HUNG` where one of them is lost (see `training/peers.py`).
 
     Args:
       coordinator: host:port of the first process; "": JAX asks Cloud TPU (also on GKE),
         SLURM or Open MPI, and where there is none of them, the process is alone.
       count: of the processes; index: of this one, from 0. Both only with `coordinator`.
+      start_seconds: for which it waits for the others.
+      lost_seconds: after which one that is silent is lost.
 
     Raises:
-      ValueError: a part is missing or makes no sense.
-      RuntimeError: the others cannot be reached.
+      ValueError: a part is missing or makes no sense; the port is in use; or the first
+        process was told another count.
     """
+    times = {"start_seconds": start_seconds, "lost_seconds": lost_seconds}
+    for name, seconds in times.items():
+        if seconds < 1:
+            raise ValueError(f"hosts: {name}={seconds} must be at least 1")
+    options = {
+        "initialization_timeout": start_seconds,
+        "heartbeat_timeout_seconds": lost_seconds,
+        "shutdown_timeout_seconds": lost_seconds,
+    }
     if not coordinator:
         if count or index >= 0:
             raise ValueError(
@@ -31,17 +55,46 @@ def connect(coordinator: str, count: int, index: int) -> None:
                 "the three, for what the cluster says"
             )
         try:
-            jax.distributed.initialize()
+            join("of the cluster", **options)
         except ValueError as error:
             if NOT_DETECTED not in str(error):
                 raise
         return
-    if not 0 <= index < count or ":" not in coordinator:
+    _check_place(coordinator, count, index)
+    join(
+        f"{coordinator=} {count=} {index=}",
+        coordinator_address=coordinator,
+        num_processes=count,
+        process_id=index,
+        **options,
+    )
+    if jax.process_count() != count:
+        raise ValueError(
+            f"hosts: {count=} must be that of the first process, which was told "
+            f"{jax.process_count()}"
+        )
+
+
+def _check_place(coordinator: str, count: int, index: int) -> None:
+    """Raises ValueError if it is none, or the first process cannot listen there."""
+    host, _, port = coordinator.rpartition(":")
+    is_place = host and port.isdecimal() and 0 < int(port) < 2**16
+    if not 0 <= index < count or not is_place:
         raise ValueError(
             f"hosts: {coordinator=} {count=} {index=}: give HOST:PORT, and an index "
             "from 0 to count - 1"
         )
-    jax.distributed.initialize(coordinator, count, index)
+    if index:
+        return
+    with socket.socket() as probe:  # JAX would share the port of another program
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"hosts: {coordinator=}: the first process cannot listen on that port: "
+                f"{error.strerror}; is it another run's? Give all processes a free one"
+            ) from error
 
 
 def all_agree(is_true: bool) -> bool:
@@ -56,6 +109,27 @@ def first_says(number: int) -> int:
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def tell_all(text: str) -> list[str]:
+    """What each process says, by its index; every process has to call this.
+
+    Raises:
+      ValueError: processes have different numbers of devices, so they cannot talk.
+    """
+    devices = [device.process_index for device in jax.devices()]
+    counts = [devices.count(index) for index in range(jax.process_count())]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the processes have {', '.join(map(str, counts))} devices: give each the "
+            "same number (config.simulated_devices)"
+        )
+    said = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(said.size)).ravel()
+    padded = np.pad(said, (0, sizes.max() - said.size))
+    every = multihost_utils.process_allgather(padded).reshape(sizes.size, -1)
+    rows = zip(every, sizes, strict=True)
+    return [row[:size].tobytes().decode() for row, size in rows]
 
 
 def wait_for_all(name: str) -> None:

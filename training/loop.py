@@ -1,5 +1,6 @@
 """The steps of a run, and what happens between them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import jax
 
 from training.checkpoint import Checkpoints
+from training.diagnosis import diagnose
+from training.digest import digests, not_finite
 from training.goodput import Goodput
-from training.guard import Replay, compare_replays
+from training.guard import BadSteps, Replay, compare_replays, is_finite, outcome
 from training.preemption import Notice
 from training.profiler import Profiler
 from training.report import Report
 from training.step import TrainState
+from training.stored_step import NotFinite
 from training.watchdog import Watchdog
 
 
@@ -73,11 +77,13 @@ class Loop:
           first_step: how many steps the run has made.
 
         Raises:
-          BadSteps: it makes no progress.
+          BadSteps: it makes no progress, or its state is not finite; says what was
+            found. Such a state is not saved: the newest checkpoint is from before.
           OSError: a checkpoint could not be saved, or a batch not be read.
         """
         last_step = self.report.total_steps
         self.goodput.switch("step")
+        saves = False
         for step in range(first_step + 1, last_step + 1):
             with self.goodput.spend("data"):
                 _, blocks = next(batches)
@@ -85,38 +91,84 @@ class Loop:
             with self.profiler.step(step, after=state.step):
                 state, metrics = self.programs.train_step(state, batch)
             self.profiler.stop_after(step, metrics)
-            self.report.step(step, metrics)
-            self._replay_if_skipped(step, state, batch)
-            self.watchdog.step()
-            self.goodput.step(step)
-            if self.held_out and _is_due(step, self.every.validate, last_step):
-                self._validate(step, state, metrics)
-            if self.told.arrived():
-                last_step = step
-            if _is_due(step, self.every.save, last_step):
-                self._save(step, state, metrics)
+            try:
+                self._follow(step, state, batch, metrics)
+                if self.told.arrived():
+                    last_step = step
+                saves |= _is_due(step, self.every.save, last_step)
+                if saves:
+                    saves = not self._save(step, state, metrics, step == last_step)
+                if step == last_step:
+                    self.report.flush()
+            except (BadSteps, NotFinite) as error:
+                self.watchdog.pause()
+                raise diagnose(
+                    error, step, state, self.checkpoints, self.report
+                ) from error
             if _is_due(step, self.every.log, last_step):
                 self.report.writer.scalars(step, self.goodput.points())
             if step == last_step:
                 break
-        self.report.flush()
         with self.goodput.spend("save"):
             self.checkpoints.close()
         self.goodput.record(step)
         return step
 
-    def _replay_if_skipped(self, step: int, state: TrainState, batch: Any) -> None:
-        """Computes a step again whose update was skipped, and tells what that says."""
-        if self.programs.replay is None:
-            return
+    def _follow(self, step: int, state: TrainState, batch: Any, metrics: Any) -> None:
+        """Reports on a step; raises BadSteps or NotFinite where the run must end."""
+        self.report.step(step, metrics)
+        self._look_at_skipped(step, state, batch)
+        self.watchdog.step()
+        self.goodput.step(step)
+        last_step = self.report.total_steps
+        loss = None
+        if self.held_out and _is_due(step, self.every.validate, last_step):
+            loss = self._validate(step, state, metrics)
+        if step == last_step:
+            self._check_the_end(step, loss)
+
+    def _check_the_end(self, step: int, held_out_loss: float | None) -> None:
+        """Raises BadSteps where the last parameters are not known to be of use.
+
+        One bad batch at the end is forgiven, if held-out batches say that it was that.
+        """
         self.report.flush()
+        last = self.report.last
+        forgiven = 0 if held_out_loss is None else 1
+        if last["skipped_in_row"] > forgiven and not is_finite(last):
+            what = outcome(step, last)
+        elif held_out_loss is not None and not math.isfinite(held_out_loss):
+            what = f"validation loss {held_out_loss}"
+        else:
+            return
+        raise BadSteps(
+            f"the run would end with {what}: lower config.optimizer.peak_lr, look at "
+            "the data, or end before this step (config.train.steps)"
+        )
+
+    def _look_at_skipped(self, step: int, state: TrainState, batch: Any) -> None:
+        """Looks for what made an update be skipped: in the state, then by replays.
+
+        Without replays a step later, as the run does not wait for its metrics.
+        """
+        if self.programs.replay is not None:
+            self.report.flush()
         metrics = self.report.last
-        if metrics["skipped_in_row"]:
+        if not metrics.get("skipped_in_row"):
+            return
+        if metrics["skipped_in_row"] == 1:
+            self._check(state)
+        if self.programs.replay is not None:
             replays = [self.programs.replay(state.params, batch) for _ in range(2)]
             self.report.say(compare_replays(step, metrics, jax.device_get(replays)))
 
-    def _validate(self, step: int, state: TrainState, metrics: Any) -> None:
-        """Reports on the held-out batches, unless the run is told to stop."""
+    def _check(self, state: TrainState) -> None:
+        self.watchdog.pause()
+        if what := not_finite(digests(state)):
+            raise NotFinite(what)
+
+    def _validate(self, step: int, state: TrainState, metrics: Any) -> float | None:
+        """The loss of the held-out batches; None if the run is told to stop."""
         self.report.flush()
         self.watchdog.pause()
         pause = self.report.throughput.exclude(after=metrics)
@@ -125,18 +177,34 @@ class Loop:
             while len(sums) < len(self.held_out) and not self.told.arrived():
                 batch = self.place(self.held_out[len(sums)])
                 sums.append(jax.device_get(self.programs.evaluate(state.params, batch)))
-            if len(sums) == len(self.held_out):
-                self.report.validation(step, sums)
+            if len(sums) < len(self.held_out):
+                return None
+            loss = self.report.validation(step, sums)
+        if not math.isfinite(loss):
+            self._check(state)
+            self.report.say(
+                f"WARNING: validation loss {loss} at step {step} from finite parameters"
+            )
+        return loss
 
-    def _save(self, step: int, state: TrainState, metrics: Any) -> None:
-        """Begins a checkpoint; returns when the state may change again."""
+    def _save(self, step: int, state: TrainState, metrics: Any, is_last: bool) -> bool:
+        """Begins a checkpoint; returns when the state may change again.
+
+        Returns:
+          Whether it did. While updates are skipped there is nothing new to save, but
+          for the last step; and no older step goes, as one may be from before a fault.
+        """
         self.report.flush()
+        is_skipped = bool(self.report.last["skipped_in_row"])
+        if is_skipped and not is_last:
+            return False
         self.watchdog.pause()
         pause = self.report.throughput.exclude(after=metrics)
         with pause, self.goodput.spend("save"):
             self.report.writer.flush()  # a run killed after the save resumes from here
-            self.checkpoints.save(step, state)
+            self.checkpoints.save(step, state, rotate=not is_skipped)
         self.goodput.record(step)
+        return True
 
 
 def _is_due(step: int, every_steps: int, last_step: int) -> bool:

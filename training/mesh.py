@@ -57,9 +57,10 @@ class MeshShape:
     def __post_init__(self):
         sizes = (self.data, self.fsdp, self.ring, self.tensor)
         if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            said = ", ".join(f"{a}={n}" for a, n in zip(MESH_AXES, sizes, strict=True))
             raise ValueError(
-                f"{self}: axes are at least 1 device, and one of them may be -1, "
-                "for all the devices that remain"
+                f"{said}: axes are at least 1 device, and one of them may be -1, for "
+                "all the devices that remain"
             )
 
     def fill(self, num_devices: int) -> "MeshShape":

@@ -1,14 +1,14 @@
 """What a run reports: TensorBoard points, a line on the console, throughput and MFU."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-from tensorboard.backend.event_processing import event_accumulator
+from tensorboard.backend.event_processing import event_accumulator, io_wrapper
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -47,7 +47,6 @@ class TensorBoardWriter:
         self._loses = False
         start = SessionLog(status=SessionLog.START)
         self._add(first_step, session_log=start)
-        self._add(first_step, summary=Summary(value=[dashboard()]))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one point to the curve of every tag; float32 is what is kept."""
@@ -56,6 +55,10 @@ class TensorBoardWriter:
             for tag, value in values.items()
         ]
         self._add(step, summary=Summary(value=points))
+
+    def dashboard(self, tags: Collection[str], unit: str) -> None:
+        """Arranges the curves that will come, by their tags, with the loss's unit."""
+        self._add(self._first_step, summary=Summary(value=[dashboard(tags, unit)]))
 
     def text(self, tag: str, text: str) -> None:
         """Adds a text, which TensorBoard renders as Markdown, at the first step."""
@@ -101,6 +104,9 @@ class NullWriter:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Drops the points."""
 
+    def dashboard(self, tags: Collection[str], unit: str) -> None:
+        """Arranges nothing."""
+
     def text(self, tag: str, text: str) -> None:
         """Drops the text."""
 
@@ -117,19 +123,38 @@ class NullWriter:
         """Has nothing to close."""
 
 
+def run_directory(directory: str, workdir: str) -> str:
+    """Gives the folder of a run's curves, whose name is what TensorBoard calls it.
+
+    That of its workdir; or, where curves are there, the folder that they are in, as the
+    workdir may have been moved since.
+
+    directory: that TensorBoard is given.
+    """
+    there = list(io_wrapper.GetLogdirSubdirectories(directory))
+    name = Path(workdir).absolute().name or "run"
+    return there[0] if len(there) == 1 else f"{directory}/{name}"
+
+
 def read_scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """Reads the curves in `directory` as TensorBoard shows them, every point of them.
+    """Reads the curves of a run as TensorBoard shows them, every point of them.
+
+    directory: that TensorBoard is given: it, or one folder below, holds the run.
 
     Returns:
       For each tag its (step, value) pairs in the order written.
 
     Raises:
       FileNotFoundError: if a local `directory` does not exist.
+      ValueError: there are several runs below it.
     """
     if "://" not in str(directory) and not Path(directory).is_dir():
         raise FileNotFoundError(f"no directory {directory} to read event files from")
+    runs = sorted(io_wrapper.GetLogdirSubdirectories(str(directory)))
+    if len(runs) > 1:
+        raise ValueError(f"{directory} holds several runs: give one of {runs}")
     accumulator = event_accumulator.EventAccumulator(
-        str(directory), size_guidance={event_accumulator.SCALARS: 0}
+        *runs or [str(directory)], size_guidance={event_accumulator.SCALARS: 0}
     ).Reload()
     return {
         tag: [(point.step, point.value) for point in accumulator.Scalars(tag)]
@@ -199,6 +224,14 @@ class Throughput:
         self._excluded_seconds = 0.0
         self._work: list[StepWork] = []
 
+    @property
+    def tags(self) -> list[str]:
+        """What `report` gives, once it does."""
+        names = ["step_time", "tokens_per_second", "tokens_per_second_per_device"]
+        if self._peak_flops is not None:
+            names += ["mfu", "mfu_paper"]
+        return [f"perf/{name}" for name in names]
+
     def count(self, work: StepWork) -> None:
         """Counts one step that was handed to the devices."""
         self._work.append(work)
@@ -255,7 +288,7 @@ class ConsoleLine:
     Attributes:
       step: updates made.
       total_steps: updates of the whole run.
-      loss: mean over the step's tokens, in nats.
+      loss: mean over the step's tokens, in the unit of the task.
       grad_norm: global norm before clipping.
       learning_rate: of this step.
       rates: what `Throughput.report` gave; parts it does not hold are left out.

@@ -1,6 +1,7 @@
 """AdamW with clipping, decay of the matrices only, warm-up and a cosine."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,25 +40,35 @@ class OptimizerSettings:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.peak_lr > 0, f"{self.peak_lr=}: give a rate above 0")
-        _require(
-            0 <= self.end_lr <= self.peak_lr,
-            f"{self.end_lr=} {self.peak_lr=}: the cosine falls from peak_lr to end_lr;"
-            " give an end_lr from 0 to peak_lr",
-        )
-        _require(self.total_steps > 0, f"{self.total_steps=}: give at least 1 step")
-        _require(
-            0 <= self.warmup_steps < self.total_steps,
-            f"{self.warmup_steps=} {self.total_steps=}: the warm-up must end before the"
-            " run does; lower warmup_steps (0 is allowed) or raise total_steps",
-        )
-        _require(self.weight_decay >= 0, f"{self.weight_decay=}: give 0 to turn it off")
-        _require(0 <= self.beta1 < 1, f"{self.beta1=}: give a value from 0 to below 1")
-        _require(0 <= self.beta2 < 1, f"{self.beta2=}: give a value from 0 to below 1")
-        _require(self.epsilon > 0, f"{self.epsilon=}: give a small value above 0")
-        _require(
-            self.clip_norm > 0, f"{self.clip_norm=}: give math.inf to turn clipping off"
-        )
+        steps, warmup = self.total_steps, self.warmup_steps
+        finite = "a finite number of at least 0"
+        share = "from 0 to below 1"
+        required = {
+            f"peak_lr={self.peak_lr} must be a finite rate above 0": (
+                0 < self.peak_lr < math.inf
+            ),
+            f"end_lr={self.end_lr} must be from 0 to peak_lr={self.peak_lr}: a cosine "
+            "falls to it": 0 <= self.end_lr <= self.peak_lr,
+            f"total_steps={steps} must be at least 1": steps > 0,
+            f"warmup_steps={warmup} total_steps={steps}: the warm-up must end before "
+            "the run does; lower warmup_steps (0 is allowed) or raise total_steps": (
+                0 <= warmup < max(steps, 1)
+            ),
+            f"weight_decay={self.weight_decay} must be {finite}": (
+                0 <= self.weight_decay < math.inf
+            ),
+            f"beta1={self.beta1} must be {share}": 0 <= self.beta1 < 1,
+            f"beta2={self.beta2} must be {share}": 0 <= self.beta2 < 1,
+            f"epsilon={self.epsilon} must be a small number above 0": (
+                0 < self.epsilon < math.inf
+            ),
+            f"clip_norm={self.clip_norm} must be above 0; inf turns clipping off": (
+                self.clip_norm > 0
+            ),
+        }
+        wrong = [message for message, is_met in required.items() if not is_met]
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
 
 def make_optimizer(
@@ -128,8 +139,3 @@ def _in_standard_promotion[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return promoted
-
-
-def _require(is_met: bool, message: str) -> None:
-    if not is_met:
-        raise ValueError(message.replace("self.", ""))

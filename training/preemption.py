@@ -1,5 +1,6 @@
 """Notices that a run is to stop soon: SIGTERM, to one process or to any of many."""
 
+import os
 import signal
 from typing import Any, Protocol, Self
 
@@ -28,28 +29,33 @@ def notice() -> Notice:
 
 
 class SignalNotice:
-    """SIGTERM to this process, which is the only one; for the main thread only."""
+    """A signal to this process, which is the only one; for the main thread only."""
 
     def __init__(self) -> None:
         self._arrived = False
-        self._handler: Any = signal.SIG_DFL
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def arrived(self) -> bool:
         return self._arrived
 
     def __enter__(self) -> Self:
-        self._handler = signal.signal(signal.SIGTERM, self._take)
+        for number in signal.SIGTERM, signal.SIGINT:
+            self._handlers[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._handler)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _take(self, *_: object) -> None:
         self._arrived = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class SharedNotice:
-    """SIGTERM to any process: JAX tells the others, and agrees with them on a call.
+    """A signal to any process: JAX tells the others, and agrees with them on a call.
+
+    Of signals it knows SIGTERM, so Ctrl-C is handed on as that.
 
     That is the first one that no process has made yet. JAX counts by the number that it
     is given, and waits for exactly that one: so calls are counted here, from the first
@@ -60,6 +66,7 @@ class SharedNotice:
     def __init__(self) -> None:
         self._calls = 0
         self._arrived = False
+        self._handler: Any = signal.SIG_DFL
 
     def arrived(self) -> bool:
         if not self._arrived:
@@ -68,7 +75,13 @@ class SharedNotice:
         return self._arrived
 
     def __enter__(self) -> Self:
+        self._handler = signal.signal(signal.SIGINT, self._hand_on)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves the signal to JAX."""
+        """Leaves SIGTERM to JAX."""
+        signal.signal(signal.SIGINT, self._handler)
+
+    def _hand_on(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

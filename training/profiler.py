@@ -41,6 +41,11 @@ class Profiler:
             )
         return cls(directory, first, last, say)
 
+    @property
+    def first(self) -> int:
+        """The first step that is traced; 0 for none."""
+        return self._first
+
     @contextlib.contextmanager
     def step(self, step: int, after: Any) -> Iterator[None]:
         """Traces the block, in which a step is handed to the devices, if it is wanted.

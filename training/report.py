@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from training import goodput
 from training.guard import Watch
 from training.metrics import (
     ConsoleLine,
@@ -15,6 +16,31 @@ from training.metrics import (
     Throughput,
     peak_bytes,
 )
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Which losses a run reports.
+
+    unit: of all of them.
+    parts: names of the parts of the loss, where it has any.
+    held_out_parts: of those that validations tell.
+    validates: whether there are validations.
+    """
+
+    unit: str = "nats a token"
+    parts: Sequence[str] = ()
+    held_out_parts: Sequence[str] = ()
+    validates: bool = True
+
+    @property
+    def tags(self) -> list[str]:
+        """Of their curves."""
+        tags = ["train/loss", *(f"train/loss_{name}" for name in self.parts)]
+        if self.validates:
+            held_out = (f"validation/loss_{name}" for name in self.held_out_parts)
+            tags += ["validation/loss", *held_out]
+        return tags
 
 
 @dataclass
@@ -29,8 +55,6 @@ class Report:
     total_steps: of the whole run.
     every_steps: between lines; the first step gets one too.
     watch: looks at every step, and may end the run.
-    part_names: of the parts of the loss, where it has any. held_out_part_names: of
-      those that validations tell.
     """
 
     say: Callable[[str], None]
@@ -41,13 +65,20 @@ class Report:
     total_steps: int
     every_steps: int
     watch: Watch
-    part_names: Sequence[str] = ()
-    held_out_part_names: Sequence[str] = ()
+    losses: Losses = Losses()
 
     def __post_init__(self):
+        self.writer.dashboard(self.tags, self.losses.unit)
         self.last: dict[str, float] = {}
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._begun = False
+
+    @property
+    def tags(self) -> list[str]:
+        """Of the curves that the run will have."""
+        memory = [] if peak_bytes() is None else ["perf/peak_bytes"]
+        ours = ["train/grad_norm", "train/learning_rate", "guard/skipped", *memory]
+        return [*self.losses.tags, *ours, *self.throughput.tags, *goodput.TAGS]
 
     def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step that runs, and reports on the one before."""
@@ -65,7 +96,7 @@ class Report:
         step, arrays = self._pending
         self._pending = None
         arrays = jax.device_get(dict(arrays))
-        parts = _named(self.part_names, arrays.pop("loss_parts", ()))
+        parts = _named(self.losses.parts, arrays.pop("loss_parts", ()))
         metrics = {name: float(x) for name, x in arrays.items()} | parts
         self.throughput.count(self.work(metrics["tokens"], metrics["pairs"]))
         self.last |= metrics
@@ -76,8 +107,8 @@ class Report:
 
     def validation(
         self, step: int, sums: Sequence[tuple[jax.Array, jax.Array]]
-    ) -> None:
-        """Reports on held-out batches after a step.
+    ) -> float:
+        """Reports on held-out batches after a step, and gives their mean loss.
 
         sums: of each batch, the summed losses and the summed weights.
         """
@@ -85,12 +116,13 @@ class Report:
         losses, weights = (sum(x) for x in zip(*jax.device_get(sums), strict=True))
         loss = float(losses.sum() / max(weights.sum(), 1))
         points = {"loss": loss}
-        if self.held_out_part_names:
+        if self.losses.held_out_parts:
             means = losses / np.where(weights > 0, weights, np.nan)
-            points |= _named(self.held_out_part_names, means)
+            points |= _named(self.losses.held_out_parts, means)
         self.last["validation_loss"] = loss
         self.say(f"validation loss {loss:.4f} at step {step}")
         self.writer.scalars(step, {f"validation/{n}": v for n, v in points.items()})
+        return loss
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         rates = self.throughput.report()
@@ -104,7 +136,7 @@ class Report:
             rates,
         )
         self.say(str(line))
-        parts = [f"loss_{name}" for name in self.part_names]
+        parts = [f"loss_{name}" for name in self.losses.parts]
         names = ["loss", "grad_norm", *parts]
         points = {f"train/{name}": metrics[name] for name in names}
         points["train/learning_rate"] = learning_rate

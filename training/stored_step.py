@@ -1,54 +1,98 @@
 """One step on disk: what it says of itself, and whether what is read back is that.
 
 A step directory holds two items: `state`, the train state's arrays, and `meta`, JSON
-with the step, the fingerprint of the model that the arrays belong to, type, shape and
-digest of each array, and a checksum of all of this. Orbax itself gives back whatever a
-damaged file holds.
+with the step, the fingerprint of the model that the arrays belong to, the record of the
+run, type, shape and digest of each array, and a checksum of all of this. Orbax itself
+gives back whatever a damaged file holds.
 """
 
+import contextlib
 import json
+import re
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
-from training.digest import digests
+from training.digest import digests, has_digest, not_finite
 from training.hosts import all_agree
 
 STATE, META = "state", "meta"
 FINGERPRINT, LEAVES, CHECKSUM = "fingerprint", "leaves", "crc32"
+RECORD = "record"
+"""Of the run (see `training/record.py`); not there in older steps."""
 
-# Of errors that may be gone at the next attempt and say nothing about the files.
-PASSING = (ConnectionError, MemoryError, PermissionError, TimeoutError)
-PASSING_STATUS = (
-    "DEADLINE_EXCEEDED",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "UNAUTHENTICATED",
-    "UNAVAILABLE",
+WAITS = (1.0, 4.0, 15.0)
+"""Seconds before what could not be read is tried again."""
+
+# What shows that a step is damaged: a part that is not there, or was read and makes no
+# sense to Python or to TensorStore. Any other error may be gone at the next attempt.
+ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+SENSELESS = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
 )
+SENSELESS_STATUS = ("DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND", "OUT_OF_RANGE")
 
 
 class DamagedStep(Exception):
-    """What is on disk is not what was saved; says where and what differs."""
+    """What is on disk is not what was saved, or not finite; says where and what."""
+
+
+class NotFinite(ValueError):
+    """A state that must not be saved: an array holds nan or inf; says which."""
 
 
 def make_meta(
-    step: int, fingerprint: Mapping[str, Any], state: Any
+    step: int, fingerprint: Mapping[str, Any], record: Mapping[str, Any], state: Any
 ) -> dict[str, int | dict]:
-    """What `meta` holds of a state that is about to be saved."""
+    """What `meta` holds of a state that is about to be saved.
+
+    Raises:
+      NotFinite, ValueError: the state must not, or cannot be saved.
+    """
+    _check_arrays(state)
     briefly = briefs(leaves(state))
     found = digests(state)
+    if what := not_finite(found):
+        raise NotFinite(f"step {step} is not saved: {what}")
     meta = {
         "step": step,
         FINGERPRINT: dict(fingerprint),
-        LEAVES: {n: {"array": briefly[n], "digest": found[n]} for n in briefly},
+        RECORD: dict(record),
+        LEAVES: {n: {"array": briefly[n], "digest": found[n].bits} for n in briefly},
     }
     return meta | {CHECKSUM: _checksum(meta)}
+
+
+def _check_arrays(state: Any) -> None:
+    """Refuses what would not come back as it is."""
+    counts = Counter(name for name, _ in named_leaves(state))
+    if not counts:
+        raise ValueError("the state holds no array: there is nothing to save")
+    for name, leaf in named_leaves(state):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            fault = f"is {leaf!r}: give an array"
+        elif not has_digest(leaf.dtype):
+            fault = f"is of type {leaf.dtype}: give real numbers of 1 to 8 bytes"
+        elif not leaf.size:
+            fault = f"has shape {list(leaf.shape)}, without an element: leave it out"
+        elif counts[name] > 1:
+            fault = f"is the name of {counts[name]} arrays: dots join names"
+        else:
+            continue
+        raise ValueError(f"{name or 'the whole'} of the state {fault}")
 
 
 @dataclass(frozen=True)
@@ -57,10 +101,12 @@ class StoredStep:
 
     step: number of updates made.
     directory: of its items; a path as `CheckpointManager.directory` gives it.
+    sleep: waits for so many seconds.
     """
 
     step: int
     directory: Path
+    sleep: Callable[[float], None] = time.sleep
 
     def __str__(self) -> str:
         return f"step {self.step} in {self.directory.parent}"
@@ -70,8 +116,9 @@ class StoredStep:
 
         Raises:
           ValueError: the step was not saved by this trainer.
-          DamagedStep: it was, but on some process this cannot be read, or is not as it
-            was written.
+          DamagedStep: it was, but on some process this is missing, or is not as it was
+            written.
+          OSError: it could not be read, several times.
         """
         return self._together(self._read_meta)
 
@@ -84,47 +131,70 @@ class StoredStep:
           meta: of this step.
 
         Raises:
-          DamagedStep: on some process an array cannot be read, or it has other bits
-            than the one that was saved.
+          DamagedStep: on some process an array is missing, or it has other bits than
+            the one that was saved, or holds nan or inf, as older trainers saved.
+          OSError: it could not be read, several times.
         """
         state = self._together(lambda: self._read_arrays(abstract))
         saved = {name: leaf["digest"] for name, leaf in meta[LEAVES].items()}
-        wrong = [name for name, x in digests(state).items() if saved[name] != x]
+        found = digests(state)
+        wrong = [name for name, x in found.items() if saved[name] != x.bits]
         if wrong:
             raise DamagedStep(
                 f"{self.directory / STATE}: {wrong[0]} has other bits than when it was "
                 f"saved (and {len(wrong) - 1} more arrays)"
             )
+        if what := not_finite(found):
+            raise DamagedStep(f"{self.directory / STATE}: {what}, and was saved so")
         return state
 
     def _together[T](self, read: Callable[[], T]) -> T:
-        """What `read` gives, or DamagedStep on every process if it is so on one."""
-        damage = None
+        """What `read` gives; or, on every process, the kind of error that one has.
+
+        OSError comes last: what raises it is tried again after each of WAITS.
+        """
+        error: Exception | None = OSError()
+        for wait in (*WAITS, None):
+            if error is not None:
+                result, error = _attempt(read)
+            if all_agree(error is None):
+                return result
+            for kind in (DamagedStep, ValueError):
+                if not all_agree(not isinstance(error, kind)):
+                    is_ours = isinstance(error, kind)
+                    raise error if is_ours else kind(f"{self}: so says another process")
+            if wait is not None:
+                self.sleep(wait)
+        raise OSError(
+            f"{self} cannot be read ({1 + len(WAITS)} attempts), which is no sign of "
+            "damage; nothing was changed. Run the same command again when it can be: "
+            f"{error or 'so says another process'}"
+        ) from error
+
+    @contextlib.contextmanager
+    def _reading(self, item: str) -> Iterator[None]:
+        """Turns a reader's errors to DamagedStep if they show damage, else OSError."""
         try:
-            result = read()
-        except DamagedStep as error:
-            damage = error
-        if not all_agree(damage is None):
-            raise damage or DamagedStep(f"{self}: another process cannot read it")
-        return result
+            yield
+        # Readers raise whatever they like.
+        except Exception as error:
+            kind = DamagedStep if _shows_damage(error) else OSError
+            raise kind(f"{self.directory / item}: {_line(_root(error))}") from error
 
     def _read_meta(self) -> dict[str, Any]:
-        try:
+        with self._reading(META):
             items = {path.name for path in self.directory.iterdir()}
-            if items and not items & {STATE, META}:
-                raise ValueError(
-                    f"{self} was not saved by this trainer (it holds "
-                    f"{', '.join(sorted(items))}): use another workdir"
-                )
-            missing = sorted({STATE, META} - items)
-            if missing:
-                raise DamagedStep(f"{self.directory / missing[0]} is missing")
-            handler = ocp.JsonCheckpointHandler()
+        if items and not items & {STATE, META}:
+            raise ValueError(
+                f"{self} was not saved by this trainer (it holds "
+                f"{', '.join(sorted(items))}): use another workdir"
+            )
+        missing = sorted({STATE, META} - items)
+        if missing:
+            raise DamagedStep(f"{self.directory / missing[0]} is missing")
+        handler = ocp.JsonCheckpointHandler()
+        with self._reading(META):
             meta = handler.restore(self.directory / META, args=ocp.args.JsonRestore())
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            if _is_passing(error):
-                raise
-            raise DamagedStep(f"{self.directory / META}: {_line(error)}") from error
         self._check(meta)
         return meta
 
@@ -146,13 +216,8 @@ class StoredStep:
             partial_restore=True,
         )
         # Not by a manager, which waits for all processes: one may fail alone.
-        try:
+        with self._reading(STATE):
             state = handler.restore(self.directory / STATE, args=arguments)
-        # A damaged file makes its readers raise whatever they like.
-        except Exception as error:
-            if _is_passing(error):
-                raise
-            raise DamagedStep(f"{self.directory / STATE}: {_line(error)}") from error
         # Orbax gives back what was asked for where its own list of arrays has a gap.
         gaps = [n for n, x in leaves(state).items() if not isinstance(x, jax.Array)]
         if gaps:
@@ -160,19 +225,44 @@ class StoredStep:
         return state
 
 
-def _is_passing(error: Exception) -> bool:
-    """Whether it may be gone at the next attempt: no sign of damage."""
-    if isinstance(error, PASSING):
-        return True
-    return any(status in str(error) for status in PASSING_STATUS)
+def _attempt[T](read: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return read(), None
+    except (DamagedStep, ValueError, OSError) as error:
+        return None, error
+
+
+def _shows_damage(error: BaseException) -> bool:
+    """Whether a reader's error is due to what is on disk, and not to reading it."""
+    error = _root(error)
+    said = str(error)
+    if code := re.search(r"os_error_code='(\d+)'", said):
+        error = OSError(int(code[1]), said)  # makes an error of the class of its code
+    if isinstance(error, OSError):
+        return isinstance(error, ABSENT)
+    # TensorStore raises ValueError with a status in front, but for one: bad content.
+    if status := re.match("([A-Z]+(?:_[A-Z]+)*): ", said):
+        return status[1] in SENSELESS_STATUS
+    return isinstance(error, SENSELESS)
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def leaves(tree: Any) -> dict[str, Any]:
     """Leaves by dotted path; a NamedTuple has those of the dict it is saved as."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+    return dict(named_leaves(tree))
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Dotted path and leaf, of each."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    ]
 
 
 def briefs(arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -185,23 +275,38 @@ def saved_briefs(meta: Mapping[str, Any]) -> dict[str, str]:
     return {name: leaf["array"] for name, leaf in meta[LEAVES].items()}
 
 
-def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """One line for each key that is not the same on both sides."""
+def differences(
+    saved: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """What is not the same on both sides: the saved value and ours, by key.
+
+    may_differ: names of what is left out (see `is_named`).
+    """
     both = {
         key: (saved.get(key, "nothing"), ours.get(key, "nothing"))
         for key in sorted(saved.keys() | ours.keys())
+        if not is_named(key, may_differ)
     }
-    return [
-        f"{key}: saved {theirs}, this run {own}"
-        for key, (theirs, own) in both.items()
-        if theirs != own
-    ]
+    return {key: (theirs, own) for key, (theirs, own) in both.items() if theirs != own}
+
+
+def listed(found: Mapping[str, tuple[Any, Any]], between: str = "\n  ") -> str:
+    """Differences, in words."""
+    return between.join(
+        f"{key}: saved {theirs}, this run {own}" for key, (theirs, own) in found.items()
+    )
+
+
+def is_named(key: str, names: Collection[str]) -> bool:
+    """Whether a dotted key, a part of it, or what it lies in, is one of the names."""
+    parts = {*key.split("."), key}
+    return any(name in parts or key.startswith(f"{name}.") for name in names)
 
 
 def _checksum(meta: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """The error in one line of a length that can be read."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

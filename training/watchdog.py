@@ -16,6 +16,10 @@ _GRACE_SECONDS = 10
 and only where whatever hangs holds the interpreter's lock."""
 
 
+_FOR_EVER = 1e9
+"""Seconds; no timer takes many more."""
+
+
 class Watchdog:
     """Ends the process with `HUNG`, and the stacks of its threads, when a step hangs.
 
@@ -61,7 +65,7 @@ class Watchdog:
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
-        if seconds:
+        if 0 < seconds < _FOR_EVER:
             self._timer = threading.Timer(seconds, self._end, [seconds])
             self._timer.daemon = True
             self._timer.start()

@@ -10,7 +10,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from training.checkpoint import Checkpoints, absolute
+from training.checkpoint import Checkpoints
+from training.manager import absolute
 from training.stored_step import (
     FINGERPRINT,
     DamagedStep,
@@ -18,6 +19,7 @@ from training.stored_step import (
     briefs,
     differences,
     leaves,
+    listed,
     saved_briefs,
 )
 
@@ -44,6 +46,7 @@ class SavedParameters:
         Raises:
           FileNotFoundError: there is no checkpoint.
           ValueError: it was not saved by a run of ours, or is damaged.
+          OSError: it could not be read, several times.
         """
         self._workdir = workdir
         directory = absolute(f"{workdir}/checkpoints")
@@ -78,18 +81,13 @@ class SavedParameters:
         Raises:
           ValueError: the models differ, naming every field and both its values.
         """
-
-        def compared(tree: Mapping[str, Any]) -> dict[str, Any]:
-            named = leaves(tree).items()
-            parts = {name: set(name.split(".")) for name, _ in named}
-            return {n: v for n, v in named if parts[n].isdisjoint(may_differ)}
-
-        found = differences(compared(self.fingerprint), compared(fingerprint))
+        theirs, ours = leaves(self.fingerprint), leaves(fingerprint)
+        found = differences(theirs, ours, may_differ)
         if found:
             raise ValueError(
                 f"the parameters of step {self.step} of {self._workdir} belong to "
-                "another model; change config.model, or name in config.init_may_differ "
-                "what may differ:\n  " + "\n  ".join(found)
+                "another model; change config.model, or name in config.may_change what "
+                f"may differ:\n  {listed(found)}"
             )
 
     def restore(self, abstract: Any) -> Any:
@@ -100,7 +98,8 @@ class SavedParameters:
 
         Raises:
           ValueError: before any array is read, if one is missing or of another shape or
-            type, by name; or if one cannot be read, or is not as it was saved.
+            type, by name; or if one is missing, not as it was saved, or not finite.
+          OSError: they could not be read, several times.
         """
         part = {PARAMETERS: abstract}
         wanted = briefs(leaves(part))
@@ -109,7 +108,7 @@ class SavedParameters:
         if found:
             raise ValueError(
                 f"the parameters of step {self.step} of {self._workdir} do not fit the "
-                "model:\n  " + "\n  ".join(found)
+                f"model:\n  {listed(found)}"
             )
         try:
             return self._stored.read(part, self._meta)[PARAMETERS]
@@ -129,7 +128,8 @@ def save_parameters(
     """Writes parameters alone, as step 0 of a new working directory.
 
     Raises:
-      ValueError: the directory has checkpoints; nothing is written then.
+      ValueError: the directory has checkpoints, or a parameter is not finite or
+        nothing that can be saved; nothing is written then.
     """
     with Checkpoints(
         f"{workdir}/checkpoints", keep=1, fingerprint=fingerprint

@@ -1,6 +1,7 @@
 """Tokens at once, a few at a time and one by one: the same logits, the same cache."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from kernels import masks
 from kernels.cached import CachedAttention
 from kernels.layout import order
 from kernels.ring import make_ring_attention
+from models import cache as caches
 from models import decode
 from models.cache import EMPTY, Cache, appends_left, empty_cache
 from tests.cases import QUICK
@@ -201,3 +203,27 @@ def test_room_is_counted_by_member():
 def test_slots_that_do_not_divide_over_the_ring_are_refused():
     with pytest.raises(ValueError, match="30 slots .* ring of 4: make them 32"):
         empty_cache((2, 2, 30, 2, 8), jnp.float32, 4)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_cache_of_nothing_is_refused(place):
+    shape = [2, 2, 32, 2, 8]
+    shape[place] = 0
+    with pytest.raises(ValueError, match="at least 1, got|make them 4"):
+        empty_cache(tuple(shape), jnp.float32, 4)
+    with pytest.raises(ValueError, match="over a ring of 0"):
+        empty_cache((2, 2, 32, 2, 8), jnp.float32, 0)
+
+
+def test_appending_no_token_is_refused():
+    with pytest.raises(ValueError, match="tokens=0 to append must be at least 1"):
+        appends_left(np.array([6, 9]), 64, 0)
+
+
+@pytest.mark.parametrize("run", [caches.fill, caches.append])
+@pytest.mark.parametrize("index", [np.zeros((2, 3), np.int32), np.zeros((2, 4))])
+def test_an_index_that_is_not_one_of_each_token_is_refused(run, index):
+    x = jnp.ones((2, 4, 8))
+    rest = [None] * (len(inspect.signature(run).parameters) - 4)
+    with pytest.raises(ValueError, match=r"index must be int32 \(2, 4\).*got"):
+        run(None, x, None, index, *rest)

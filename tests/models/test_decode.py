@@ -194,8 +194,17 @@ def test_what_cannot_be_generated_is_refused():
         one.generate(parameters, [prompt], 5, seed=0)
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         one.generate(parameters, [prompt, prompt[:0]], 5, seed=0)
-    with pytest.raises(ValueError, match="max_tokens=0 must be at least 1"):
-        one.generate(parameters, [prompt, prompt], 0, seed=0)
+    for wrong in 0, 2.5:
+        with pytest.raises(ValueError, match=f"max_tokens={wrong} must be at least 1"):
+            one.generate(parameters, [prompt, prompt], wrong, seed=0)
+    for wrong, words in (
+        (prompt + 0.5, r"integers \(tokens,\), got float64"),
+        (prompt[None], r"integers \(tokens,\), got int64 \(1, "),
+        (prompt - VOCAB, "token ids from 0 on, got -"),
+        (prompt + 2**31, "token ids from 0 on, got "),
+    ):
+        with pytest.raises(ValueError, match="prompt 1 must be " + words):
+            one.generate(parameters, [prompt, wrong], 5, seed=0)
 
 
 def test_sizes_that_do_not_divide_over_the_mesh_are_refused():

@@ -1,5 +1,6 @@
 """One undisturbed run for each file of tests, and runs to disturb."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("programs")
+    """Where compiled programs are kept, for the files and workers of one `pytest`."""
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    directory /= "programs"
+    directory.mkdir(exist_ok=True)
     with kept_in(directory):
         yield directory
 

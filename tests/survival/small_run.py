@@ -20,6 +20,7 @@ SMALLER = {
     "train__validate_every_steps": 6,
     "checkpoint__save_every_steps": 4,
 }
+QUIET = {"train__validation_batches": 0}
 
 
 class Small(Run):
@@ -49,6 +50,10 @@ class Small(Run):
 
 def send_sigterm(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def send_ctrl_c(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def on(beginning: str, act: Callable[[str], None]) -> Callable[[str], None]:

@@ -1,7 +1,7 @@
 """Runs that are stopped, killed, damaged and fed rubbish, and end as undisturbed ones.
 
-In this process where the fault can be made here; else in processes of their own. One
-long file, as all of them are held against one undisturbed run, which takes a while.
+In this process where the fault can be made here; else in processes of their own. All
+of them are held against one undisturbed run, which takes a while.
 """
 
 import errno
@@ -18,34 +18,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from etils import epath
 
 import train
-from data.batch import Batch
 from data.text import TextBatches
 from tests.processes import ROOT, Processes
 from tests.runs import assert_equal_bits
-from tests.survival.small_run import STEPS, Small, before_call, on, send_sigterm
+from tests.survival.small_run import (
+    QUIET,
+    STEPS,
+    Small,
+    before_call,
+    on,
+    send_ctrl_c,
+    send_sigterm,
+)
 from training.goodput import Goodput
-from training.guard import SPIKE_WINDOW, BadSteps
 from training.metrics import read_scalars
 from training.preemption import Preempted
 from training.watchdog import HUNG
 
-# SIGTERM.
+# SIGTERM and Ctrl-C.
 
 
+@pytest.mark.parametrize(
+    "send", [send_sigterm, pytest.param(send_ctrl_c, marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
-    run: Small, undisturbed: Small, truth: Any
+    run: Small, undisturbed: Small, truth: Any, send: Callable[..., None]
 ) -> None:
+    handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(Preempted, match=f"step 6 of {STEPS}, checkpoint and curves in"):
-        run.train_and(on("step  5", send_sigterm))
+        run.train_and(on("step  5", send))
     assert run.steps() == {"4", "6"}
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == handlers
     run.train()
     assert "resuming from step 6" in run.said
     assert_equal_bits(run.state(), truth)
@@ -67,7 +74,7 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
             place = train.Checkpoints, "restore"
         else:
             place = train, "make_evaluate_step"
-        before_call(patch, *place, 1, send_sigterm)
+        before_call(patch, *place, 1, send_ctrl_c)
         with pytest.raises(Preempted, match="step 8, nothing new to save"):
             copy.train()
     assert before == copy.files() and not any("step  9" in x for x in copy.said)
@@ -103,10 +110,11 @@ def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(
     kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
     with Processes([["train.py", *run.flags()]], **kept) as started:
         started.wait_for("step  2")
-        started.running[0].send_signal(signal.SIGTERM)
+        started.running[0].send_signal(signal.SIGINT)
         ((code, _, errors),) = started.finish()
     assert code == 75, errors
-    stopped = re.search(rf"^preempted: step (\d+) of {STEPS}, ", errors, re.MULTILINE)
+    (line,) = errors.splitlines()
+    stopped = re.match(rf"preempted: step (\d+) of {STEPS}, ", line)
     assert run.has_checkpoint(int(stopped[1]))
     broken = run.flags(checkpoint__keep=0)
     with Processes([["train.py", *run.flags()]], **kept) as again:
@@ -117,7 +125,7 @@ def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(
     assert_equal_bits(run.state(), truth)
     with Processes([["train.py", *broken]]) as wrong:
         ((code, _, errors),) = wrong.finish()
-    assert (code, errors) == (1, "error: keep=0 must be at least 1\n")
+    assert (code, errors) == (1, "error: config.checkpoint.keep=0 must be at least 1\n")
 
 
 # SIGKILL.
@@ -126,7 +134,6 @@ VICTIM = """
 import os, sys
 os.environ["JAX_COMPILATION_CACHE_DIR"] = sys.argv[1]
 import train
-from absl import app, flags
 from training.checkpoint import Checkpoints
 
 save = Checkpoints.save
@@ -137,7 +144,7 @@ def save_and_tell(self, step, state):
 
 Checkpoints.save = save_and_tell
 sys.argv = sys.argv[:1] + sys.argv[2:]
-app.run(train.main, flags_parser=train.parse_flags)
+sys.exit(train.main())
 """
 
 
@@ -246,130 +253,6 @@ def test_a_full_disk_at_a_save_does_not_end_the_run(
     assert_equal_bits(run.state(), truth)
 
 
-# Bad steps.
-
-
-def change_batches(
-    patch: pytest.MonkeyPatch, steps: set[int], change: Callable[[Batch], Batch]
-) -> None:
-    """Changes the batches of some steps, as they lie on the devices."""
-    place, count = train.place, iter(range(1, 1000))
-
-    def placed(blocks: Any, *where: Any) -> Any:
-        batch = place(blocks, *where)
-        if next(count) in steps:
-            shardings = jax.tree.map(lambda x: x.sharding, batch)
-            batch = jax.device_put(change(batch), shardings)
-        return batch
-
-    patch.setattr(train, "place", placed)
-
-
-def spoil(patch: pytest.MonkeyPatch, steps: set[int], weight: float) -> None:
-    """Gives the loss of some steps' batches a bad weight."""
-    change_batches(
-        patch,
-        steps,
-        lambda batch: batch._replace(
-            loss_weights=batch.loss_weights.at[0, 0].set(weight)
-        ),
-    )
-
-
-QUIET = {"train__validation_batches": 0}
-
-
-def test_a_bad_batch_is_skipped_told_and_counted(
-    run: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, {5, 6, 9}, np.nan)
-    run.train(**QUIET)
-    assert [re.findall(r"at step (\d+).*\((\d+) in", x)[0] for x in run.warnings()] == [
-        ("5", "1"),
-        ("6", "2"),
-        ("9", "1"),
-    ]
-    skipped = [int(count) for _, count in run.curve("guard/skipped")]
-    assert skipped == [0] * 4 + [1, 2, 2, 2, 3, 3, 3, 3]
-    state = run.state()
-    assert int(state.step) == STEPS and int(state.guard.skipped) == 3
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-
-
-def test_too_many_bad_steps_end_the_run_with_a_good_checkpoint(
-    run: Small, monkeypatch: pytest.MonkeyPatch, truth: Any
-) -> None:
-    with monkeypatch.context() as patch:
-        spoil(patch, set(range(6, 100)), np.inf)
-        with pytest.raises(BadSteps, match="step 9, and 4 skipped updates in a row"):
-            run.train(guard__stop_after=4, **QUIET)
-    # That of step 8 is good too: its parameters are those of step 5.
-    assert {"4", "8"} <= run.steps()
-    shutil.rmtree(run.workdir / "checkpoints" / "8")
-    run.train()
-    assert_equal_bits(run.state().params, truth.params)
-
-
-@pytest.mark.slow
-def test_a_spike_of_the_loss_is_skipped_told_and_counted(
-    run: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The losses that are remembered are those of a run that has settled.
-    spike = 3 * SPIKE_WINDOW
-    never_seen = 255
-    with monkeypatch.context() as patch:
-        change_batches(
-            patch,
-            {spike},
-            lambda batch: batch._replace(
-                targets=jnp.full_like(batch.targets, never_seen)
-            ),
-        )
-        run.train(
-            guard__spike_sigmas=6.0,
-            train__steps=spike + 5,
-            checkpoint__save_every_steps=1000,
-            **QUIET,
-        )
-    (warning,) = run.warnings()
-    assert f"at step {spike}: no update (1 in a row)" in warning
-    assert run.curve("guard/skipped")[-2:] == [(spike + 4, 1), (spike + 5, 1)]
-    losses = run.losses()
-    assert losses[spike - 1] > 2 * losses[spike:].max()
-
-
-@pytest.mark.slow
-def test_a_bad_batch_is_replayed_and_told_to_be_bad_data(
-    run: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, {5}, np.nan)
-    run.train(guard__replay=True, **QUIET)
-    said = [line for line in run.said if line.startswith("step 5 gives")]
-    assert said == [
-        "step 5 gives the same when replayed: look at its data, not at chips"
-    ]
-
-
-@pytest.mark.slow
-def test_a_chip_that_computes_wrongly_once_ends_the_run(
-    run: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step's batch is bad once, and good when it is replayed."""
-    flush = train.Report.flush
-
-    def corrupted(report: Any) -> None:
-        if report._pending and report._pending[0] == 5:
-            step, metrics = report._pending
-            wrong = {"loss": np.nan, "skipped": 1.0, "skipped_in_row": 1.0}
-            report._pending = step, metrics | wrong
-        flush(report)
-
-    monkeypatch.setattr(train.Report, "flush", corrupted)
-    with pytest.raises(BadSteps, match="step 5 was computed 3 times.*hardware"):
-        run.train(guard__replay=True, **QUIET)
-    assert run.steps() == {"4"}
-
-
 # Hangs and dead workers.
 
 
@@ -392,7 +275,6 @@ def test_a_dead_data_worker_ends_the_run_with_its_error(
 HANGS = """
 import sys, time
 import train
-from absl import app
 from data.text import TextBatches
 
 read = TextBatches.__getitem__
@@ -403,7 +285,7 @@ def read_or_hang(self, step):
     return read(self, step)
 
 TextBatches.__getitem__ = read_or_hang
-app.run(train.main, flags_parser=train.parse_flags)
+sys.exit(train.main())
 """
 
 

@@ -18,7 +18,6 @@ MESH = {"mesh__fsdp": 1, "mesh__ring": 8}
 # train.py, which sends SIGTERM to itself in a function's call of this number.
 STOPS_ITSELF = """
 import importlib, os, signal, sys
-from absl import app
 import train
 
 module, name, number = sys.argv[1:4]
@@ -36,7 +35,32 @@ def stop_then_call(*arguments, **options):
 
 setattr(place, last, stop_then_call)
 sys.argv = sys.argv[:1] + sys.argv[4:]
-app.run(train.main, flags_parser=train.parse_flags)
+sys.exit(train.main())
+"""
+
+# train.py, whose parameters hold a nan after step 6, on a device of one process.
+BREAKS_ITS_STATE = """
+import sys
+import jax, numpy as np
+import train
+
+programs = train.Programs
+
+def breaking(train_step, *others):
+    def broken(state, batch):
+        state, metrics = train_step(state, batch)
+        if int(state.step) == 6:
+            head = state.params["head"]
+            change = jax.jit(
+                lambda x: x.at[-1, -1].set(np.nan), out_shardings=head.sharding
+            )
+            state.params["head"] = change(head)
+        return state, metrics
+
+    return programs(broken, *others)
+
+train.Programs = breaking
+sys.exit(train.main())
 """
 
 
@@ -70,7 +94,7 @@ def test_two_processes_stop_together_and_one_goes_on(
     assert run.has_checkpoint(step)
     # The second process says nothing but errors, and writes no curves.
     assert results[1][1] == "" or "step" not in results[1][1]
-    assert len(list((run.workdir / "tensorboard").iterdir())) == 1
+    assert len(list((run.workdir / "tensorboard").rglob("events.*"))) == 1
     two_alone = run.losses()
     np.testing.assert_allclose(
         two_alone, undisturbed.losses()[: len(two_alone)], rtol=1e-6
@@ -112,6 +136,22 @@ def test_a_signal_to_one_of_two_stops_both_wherever_they_are(
     np.testing.assert_allclose(copy.losses(after=4), truth, rtol=1e-6)
 
 
+def test_two_processes_find_the_same_nan_and_one_goes_on_from_before(
+    run: Small, undisturbed: Small
+) -> None:
+    flags = flags_of_both(run, train__validation_batches=0)
+    with Processes([["-c", BREAKS_ITS_STATE, *each] for each in flags]) as two:
+        results = two.finish()
+    for code, _, errors in results:
+        assert code == 1, errors
+        said = "error: the run ends: params.head holds 1 nan, since a step between 4 "
+        assert said in errors and "resumes from step 4" in errors
+    assert run.steps() == {"4"}
+    run.train(**MESH, train__validation_batches=0)
+    assert "resuming from step 4" in run.said
+    np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=1e-6)
+
+
 def test_a_stuck_collective_ends_the_run_with_the_stacks_and_one_goes_on(
     run: Small, undisturbed: Small
 ) -> None:
@@ -128,3 +168,38 @@ def test_a_stuck_collective_ends_the_run_with_the_stacks_and_one_goes_on(
     run.train(**MESH, train__validation_batches=0)
     assert "resuming from step 4" in run.said
     np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "field", ["optimizer__peak_lr=0.002", "simulated_devices=2"], ids=str
+)
+def test_processes_with_other_settings_end_with_a_line_and_nothing_is_written(
+    run: Small, field: str
+) -> None:
+    first, second = flags_of_both(run)
+    name, value = field.replace("__", ".").split("=")
+    commands = [["train.py", *first], ["train.py", *second, f"--config.{name}={value}"]]
+    with Processes(commands) as two:
+        results = two.finish()
+    for code, _, errors in results:
+        lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert code == 1 and len(lines) == 1, errors
+        assert "on process 1: start the same" in lines[0] or "4, 2 devices" in lines[0]
+    assert not run.workdir.exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_one_process_ends_the_other_with_its_code_and_a_line(
+    run: Small, victim: int
+) -> None:
+    more = {"train__validation_batches": 0, "hosts__lost_seconds": 10}
+    commands = [["train.py", *flags] for flags in flags_of_both(run, **more)]
+    with Processes(commands) as two:
+        two.wait_for("step  2")
+        two.running[victim].kill()
+        survivor = two.running[1 - victim]
+        said, errors = survivor.communicate(timeout=120)
+    assert survivor.returncode == HUNG, errors
+    line = errors.splitlines()[-1]
+    assert line.startswith("error: another process of the run was lost"), errors
+    assert f"step {STEPS}" not in said

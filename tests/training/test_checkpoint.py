@@ -344,8 +344,12 @@ def test_relative_directory_works(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"keep": 0}, "keep=0 must be at least 1"),
-        ({"fingerprint": {"dtype": jnp.float32}}, "give numbers, strings, lists"),
+        *(({"keep": n}, f"keep={n!r} must be at least 1") for n in (0, 2.5, True, "3")),
+        (
+            {"fingerprint": {"dtype": jnp.float32}},
+            "give finite numbers, strings",
+        ),
+        ({"fingerprint": {"factor": np.nan}}, "give finite numbers, strings"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_directory_is_made(

@@ -1,35 +1,62 @@
-"""The dashboard shows what runs write."""
+"""The dashboard shows what runs write, and no more."""
 
 import re
 from pathlib import Path
 
-from tensorboard.backend.event_processing import event_accumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+import pytest
 
-from training.dashboard import CHARTS
-from training.metrics import TensorBoardWriter
+from tests.curves import layout
+from training.dashboard import CHARTS, charts
+from training.goodput import TAGS
+from training.metrics import TensorBoardWriter, Throughput
+from training.report import Losses
+
+ALWAYS = ["train/grad_norm", "train/learning_rate", "guard/skipped", *TAGS]
+
+
+def tags(peak_flops: float | None, losses: Losses) -> list[str]:
+    throughput = Throughput(num_devices=1, peak_flops=peak_flops)
+    return [*ALWAYS, *losses.tags, *throughput.tags]
 
 
 def test_event_files_hold_the_layout_of_the_dashboard(tmp_path: Path) -> None:
+    known = [*tags(1e12, Losses(held_out_parts=["rank_1"])), "perf/peak_bytes"]
     with TensorBoardWriter(tmp_path, first_step=1) as writer:
+        writer.dashboard(known, "apples")
         writer.scalars(1, {"train/loss": 2.0})
-    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert events.PluginTagToContent("custom_scalars") == {
-        "custom_scalars__config__": b""
-    }
-    (event,) = events.Tensors("custom_scalars__config__")
-    layout = Layout.FromString(event.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == list(CHARTS)
-    titles = [chart.title for chart in layout.category[1].chart]
-    assert titles == list(CHARTS["Speed"])
-    assert list(layout.category[1].chart[0].multiline.tag) == CHARTS["Speed"]["MFU"]
+    found = layout(tmp_path)
+    assert found == charts(known, "apples")
+    assert list(found) == list(CHARTS)
+    assert list(found["Speed"]) == list(CHARTS["Speed"])
+    assert found["Speed"]["MFU"] == CHARTS["Speed"]["MFU"]
+    titles = ["loss, apples", "held-out loss by part, apples"]
+    assert list(found["Learning"])[:2] == titles
 
 
-def every_expression() -> list[str]:
-    return [
-        tag for charts in CHARTS.values() for tags in charts.values() for tag in tags
-    ]
+@pytest.mark.parametrize(
+    ("peak_flops", "losses", "missing"),
+    [
+        (1e12, Losses(held_out_parts=["from_0"]), set()),
+        (None, Losses(held_out_parts=["from_0"]), {"^perf/mfu$", "^perf/mfu_paper$"}),
+        (1e12, Losses(), {"^validation/loss_"}),
+        (
+            1e12,
+            Losses(parts=["rank_1"], held_out_parts=["rank_1"], validates=False),
+            {"^validation/loss$", "^validation/loss_"},
+        ),
+    ],
+    ids=["everything", "unknown_chip", "no_parts", "no_validation"],
+)
+def test_what_a_run_does_not_write_has_no_chart(peak_flops, losses, missing) -> None:
+    shown = charts(tags(peak_flops, losses), losses.unit)
+    assert all(curves for drawn in shown.values() for curves in drawn.values())
+    hidden = every_expression(CHARTS) - every_expression(shown)
+    assert hidden == missing | {"^perf/peak_bytes$"}
+
+
+def every_expression(shown: dict[str, dict[str, list[str]]]) -> set[str]:
+    return {tag for drawn in shown.values() for tags in drawn.values() for tag in tags}
 
 
 def test_every_expression_is_one() -> None:
-    assert all(re.compile(tag) for tag in every_expression())
+    assert all(re.compile(tag) for tag in every_expression(CHARTS))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from training.digest import device_digest, digest, digests
+from training.digest import Digest, device_digest, digest, digests, not_finite
 
 TYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "bool"]
 LAYOUTS = [(8, PartitionSpec("x", "y")), (4, PartitionSpec("y")), (2, PartitionSpec())]
@@ -82,8 +82,22 @@ def test_digests_are_named_by_the_leaves_of_the_tree() -> None:
     tree: Any = {"a": draw("float32", (4,)), "b": [jnp.int32(3), jnp.ones((0, 2))]}
     found = digests(tree)
     assert list(found) == ["a", "b.0", "b.1"]
-    assert found["a"] == int(one_digest(tree["a"])) and found["b.1"] == 0
+    assert found["a"].bits == int(one_digest(tree["a"]))
+    assert found["b.1"] == Digest(0, 0, 0)
     assert digests(tree | {"a": tree["a"][::-1]})["a"] != found["a"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2"])
+def test_what_is_not_finite_is_counted_where_it_lies(dtype: str) -> None:
+    array = draw(dtype, (8, 16))
+    assert not_finite(digests({"a": placed(array, 8, PartitionSpec("x", "y"))})) == ""
+    array[7, 15], array[0, 0], array[3, 3] = np.nan, np.inf, -np.inf
+    for layout in LAYOUTS:
+        found = digests({"fine": jnp.ones(3), "a": placed(array, *layout)})
+        assert found["a"][1:] == (1, 2)
+        assert not_finite(found) == "a holds 1 nan and 2 inf"
+    found = digests({"a": np.float32([1, np.inf]), "b": np.float32([np.nan])})
+    assert not_finite(found) == "a holds 1 inf (and 1 more arrays are not finite)"
 
 
 def test_the_digest_of_a_tree_follows_each_leaf_and_their_order() -> None:

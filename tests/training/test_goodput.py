@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,16 +84,43 @@ def test_a_new_run_takes_over_nothing(clock: Clock, tmp_path: Path) -> None:
     assert not any(new.seconds.values())
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"step": 3}'])
+def altered(**fields: Any) -> str:
+    values = {"step": 9, "seconds_per_step": 2.0, "seconds": dict.fromkeys(KINDS, 3.0)}
+    return json.dumps(values | fields)
+
+
+BAD_RECORDS = {
+    "empty": "",
+    "no_json": "{",
+    "no_object": "[]",
+    "lacks_fields": '{"step": 3}',
+    "deep": "[" * 100_000,
+    "many_digits": altered(step=0).replace("0,", "9" * 5000 + ",", 1),
+    "huge": altered(step=10**400),
+    "negative": altered(seconds_per_step=-1.0),
+    "text": altered(step="9"),
+    "truth_value": altered(step=True),
+    "nan": altered(seconds_per_step=float("nan")),
+    "null": altered(seconds=None),
+    "lacks_a_kind": altered(seconds=dict.fromkeys(KINDS[:-1], 3.0)),
+    "infinite": altered(seconds=dict.fromkeys(KINDS, float("inf"))),
+}
+
+
+@pytest.mark.parametrize("name", [None, *BAD_RECORDS])
 def test_a_record_that_cannot_be_read_does_not_stop_the_run(
-    clock: Clock, tmp_path: Path, content: str | None
+    clock: Clock, tmp_path: Path, name: str | None
 ) -> None:
     record = tmp_path / "goodput.json"
-    if content is not None:
-        record.write_text(content)
-    goodput = Goodput(clock)
-    goodput.resume(record, 7)
+    if name is not None:
+        record.write_text(BAD_RECORDS[name])
+    goodput, told = Goodput(clock), []
+    goodput.resume(record, 7, told.append)
     assert not any(goodput.seconds.values())
+    assert len(told) == (name is not None)
+    for line in told:
+        assert line.startswith(f"{record} is left out of the goodput: it ")
+        assert line.isprintable() and len(line) < 300
     goodput.record(7)
     assert json.loads(record.read_text())["step"] == 7
 

@@ -220,12 +220,16 @@ def test_replays_that_differ_end_the_run(found: list[Replay]) -> None:
     "bad",
     [
         {"spike_sigmas": -1.0},
+        {"spike_sigmas": np.inf},
+        {"spike_sigmas": "6"},
         {"stop_after": 0},
+        {"stop_after": 2.5},
         {"step_seconds": -1.0},
+        {"step_seconds": np.inf},
         {"first_step_seconds": np.nan},
     ],
 )
 def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
     (name,) = bad
-    with pytest.raises(ValueError, match=f"guard: {name}=.* must be at least"):
+    with pytest.raises(ValueError, match=f"^{name}=.* must be at least"):
         GuardSettings(**bad)

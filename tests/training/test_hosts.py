@@ -1,9 +1,12 @@
 """Two processes of four devices: they agree on steps to take and steps to stop at."""
 
+import itertools
 import json
 import re
 import signal
+import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from tests.processes import Processes, free_port
 from tests.runs import prepare_corpus
 from training import hosts
+from training.watchdog import HUNG
 
 # Saves three steps, or restores the newest good one and waits for SIGTERM.
 PROGRAM = """
@@ -40,9 +44,14 @@ def say(*words):
 
 read = StoredStep._read_arrays
 
+failures = []
+
 def read_but_not(self, abstract):
     if index == "1" and str(self.step) == damaged:
         raise DamagedStep("unreadable from here")
+    if index == "1" and not failures:
+        failures.append(self.step)
+        raise OSError("not just now")
     return read(self, abstract)
 
 StoredStep._read_arrays = read_but_not
@@ -128,7 +137,7 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory: Path) -> Non
         for i in range(2):
             two.wait_for("restored 20 True", i)
             two.wait_for("ready", i)
-        two.running[1].send_signal(signal.SIGTERM)
+        two.running[1].send_signal(signal.SIGINT)
         results = two.finish()
     assert [code for code, _, _ in results] == [75, 75], results
     first, second = (saved_step(said) for _, said, _ in results)
@@ -175,6 +184,12 @@ def test_a_signal_before_the_first_question_is_not_lost(directory: Path) -> None
         (("localhost", 2, 0), "give HOST:PORT"),
         (("localhost:1", 2, 2), "an index from 0 to count - 1"),
         (("localhost:1", 0, -1), "an index from 0 to count - 1"),
+        ((":1", 2, 0), "coordinator=':1' .* give HOST:PORT"),
+        (("localhost:port", 2, 0), "give HOST:PORT"),
+        (("localhost:0", 2, 1), "give HOST:PORT"),
+        (("localhost:65536", 2, 1), "give HOST:PORT"),
+        (("localhost:1", 2, 1, 0), "start_seconds=0 must be at least 1"),
+        (("", 0, -1, 300, -1), "lost_seconds=-1 must be at least 1"),
     ],
 )
 def test_a_part_of_a_cluster_is_refused(
@@ -182,6 +197,133 @@ def test_a_part_of_a_cluster_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         hosts.connect(*arguments)
+
+
+def test_a_port_that_another_program_has_is_refused() -> None:
+    """Of two first processes each would hear from some processes of the other."""
+    with socket.create_server(("", 0)) as other:
+        place = f"localhost:{other.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"{place}.*Address already in use"):
+            hosts.connect(place, 2, 0)
+
+
+# Finds the others, or ends; then waits for them to be lost.
+JOINS = """
+import os, signal, sys, threading, time
+import jax
+from command_line import as_program
+from training import hosts, peers
+
+port, count, index, fault = sys.argv[1:]
+
+@as_program
+def main(_):
+    jax.config.update("jax_num_cpu_devices", 1)
+    if fault == "ctrl-c":
+        threading.Timer(1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    try:
+        hosts.connect(f"localhost:{port}", int(count), int(index), 6, 6)
+        print("joined", flush=True)
+        if fault == "error":
+            raise ValueError("of one process")
+        while fault == "busy":
+            hosts.all_agree(True)
+            time.sleep(0.1)
+        time.sleep(600)
+    except Exception as error:
+        peers.leave(error)
+        raise
+
+sys.exit(main())
+"""
+
+
+def join(*processes: tuple[int, int], faults: Sequence[str] = ()) -> Processes:
+    """Processes that are told these counts and indices."""
+    port = str(free_port())
+    return Processes(
+        [
+            ["-c", JOINS, port, str(count), str(index), fault]
+            for (count, index), fault in itertools.zip_longest(
+                processes, faults, fillvalue="none"
+            )
+        ]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("told", "causes"),
+    [
+        ([(3, 0), (3, 1), (3, 1)], {"DEADLINE_EXCEEDED", "ALREADY_EXISTS"}),
+        ([(3, 0), (3, 1)], {"DEADLINE_EXCEEDED"}),
+        ([(2, 1)], {"DEADLINE_EXCEEDED"}),
+        ([(2, 0), (3, 2)], {"DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}),
+    ],
+    ids=["one index twice", "one missing", "no first", "too large an index"],
+)
+def test_processes_that_do_not_find_each_other_end_with_a_line(
+    told: list[tuple[int, int]], causes: set[str]
+) -> None:
+    with join(*told) as all_of_them:
+        results = all_of_them.finish(timeout=120)
+    found = set()
+    for (count, index), (code, said, errors) in zip(told, results, strict=True):
+        (line,) = errors.splitlines()
+        assert (code, said) == (1, "")
+        assert re.match(rf"error: hosts: .*{count=} {index=}: the processes have", line)
+        found.add(re.search(r"\(([A-Z_]+)", line)[1])
+    assert found == causes
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_process_that_waits_for_the_others() -> None:
+    with join((2, 0), faults=["ctrl-c"]) as one:
+        assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
+
+
+@pytest.mark.slow
+def test_a_process_that_was_told_another_count_ends_with_a_line() -> None:
+    with join((2, 0), (3, 1)) as two:
+        (first, _, _), (code, _, errors) = two.finish(timeout=120)
+    assert first == HUNG and code == 1
+    wanted = "hosts: count=3 must be that of the first process, which was told 2"
+    assert errors.splitlines()[-1] == f"error: {wanted}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "victim", "number"),
+    [
+        ("none", 0, signal.SIGKILL),
+        ("none", 1, signal.SIGKILL),
+        ("none", 1, signal.SIGSTOP),
+        ("busy", 1, signal.SIGKILL),
+        ("busy", 1, signal.SIGSTOP),
+    ],
+)
+def test_the_loss_of_a_process_ends_the_others_with_its_code_and_a_line(
+    fault: str, victim: int, number: signal.Signals
+) -> None:
+    with join((2, 0), (2, 1), faults=[fault, fault]) as two:
+        for index in range(2):
+            two.wait_for("joined", index)
+        time.sleep(1)
+        two.running[victim].send_signal(number)
+        survivor = two.running[1 - victim]
+        _, errors = survivor.communicate(timeout=60)  # of 6 s and what a busy host adds
+    assert survivor.returncode == HUNG, errors
+    line = errors.splitlines()[-1]
+    assert line.startswith("error: another process of the run was lost"), errors
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_ends_it_and_the_others() -> None:
+    with join((2, 0), (2, 1), faults=["none", "error"]) as two:
+        (first, _, _), (code, _, errors) = two.finish(timeout=120)
+    assert (first, code) == (HUNG, 1)
+    assert errors.splitlines()[-1] == "error: of one process"
+    assert "Traceback" not in errors
 
 
 def test_a_process_alone_agrees_with_itself() -> None:

@@ -1,19 +1,22 @@
 """The loop: what is done after which step, and where it stops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from training.digest import digests, not_finite
 from training.goodput import Goodput
-from training.guard import Replay, Watch
+from training.guard import BadSteps, Replay, Watch, initial_guard
 from training.loop import Intervals, Loop, Programs
 from training.metrics import NullWriter, StepWork, Throughput
 from training.profiler import Profiler
 from training.report import Report
 from training.step import TrainState
+from training.stored_step import NotFinite
 from training.watchdog import Watchdog
 
 STEPS = 10
@@ -52,22 +55,45 @@ class Kept:
 
     def __init__(self) -> None:
         self.saved: dict[int, int] = {}
+        self.unrotated: list[int] = []
+        self.distrusted: list[int] = []
         self.closed = False
 
-    def save(self, step: int, state: TrainState) -> None:
+    def save(self, step: int, state: TrainState, rotate: bool) -> None:
+        if what := not_finite(digests(state)):
+            raise NotFinite(what)
         self.saved[step] = int(state.step)
+        self.unrotated += [] if rotate else [step]
+
+    def latest_step(self) -> int | None:
+        return max((s for s in self.saved if s not in self.distrusted), default=None)
+
+    def distrust(self, first: int, why: str) -> None:
+        self.distrusted += [step for step in self.saved if step >= first]
 
     def close(self) -> None:
         self.closed = True
 
 
-def train_step(state: TrainState, batch: int) -> tuple[TrainState, dict[str, Any]]:
-    """Batch 5 is a bad one."""
-    skipped = float(batch == 5)
-    names = "loss grad_norm tokens pairs skipped skipped_in_row".split()
-    metrics = dict.fromkeys(names, 1.0)
-    metrics |= {"skipped": skipped, "skipped_in_row": skipped}
-    return state._replace(step=state.step + 1), metrics
+def make_train_step(
+    bad: Collection[int] = (5,), broken: int | None = None
+) -> Callable[[TrainState, int], tuple[TrainState, dict[str, Any]]]:
+    """Some batches are bad; after one, the parameters hold nan."""
+
+    def train_step(state: TrainState, batch: int) -> tuple[TrainState, dict[str, Any]]:
+        in_row = int(state.guard.skipped_in_row) + 1 if batch in bad else 0
+        names = "grad_norm tokens pairs skipped".split()
+        metrics = dict.fromkeys(names, 1.0)
+        metrics |= {"loss": np.nan if in_row else 1.0, "skipped_in_row": float(in_row)}
+        params = {"weight": jnp.float32([1, np.nan, 1])} if batch == broken else None
+        return TrainState(
+            state.step + 1,
+            params or state.params,
+            state.optimizer_state,
+            state.guard._replace(skipped_in_row=jnp.int32(in_row)),
+        ), metrics
+
+    return train_step
 
 
 def evaluate(parameters: Any, batch: int) -> tuple[Any, Any]:
@@ -79,6 +105,8 @@ def make_loop(
     every: Intervals = EVERY,
     replay: Callable[[Any, Any], Replay] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    train_step: Any = None,
+    held_out: Sequence[float] = (1, 3),
 ) -> Loop:
     report = Report(
         say=say,
@@ -91,9 +119,9 @@ def make_loop(
         watch=Watch(3, lambda line: None),
     )
     return Loop(
-        programs=Programs(train_step, evaluate, replay),
+        programs=Programs(train_step or make_train_step(), evaluate, replay),
         place=lambda blocks: blocks["all"],
-        held_out=[{"all": 1}, {"all": 3}],
+        held_out=[{"all": loss} for loss in held_out],
         every=every,
         checkpoints=Kept(),
         report=report,
@@ -105,7 +133,8 @@ def make_loop(
 
 
 def run(loop: Loop, first_step: int = 0) -> int:
-    state = TrainState(jnp.int32(first_step), {}, (), None)
+    params = {"weight": jnp.ones(3)}
+    state = TrainState(jnp.int32(first_step), params, (), initial_guard())
     batches = ((step, {"all": step + 1}) for step in range(first_step, STEPS))
     return loop.run(state, batches, first_step)
 
@@ -154,12 +183,84 @@ def test_only_steps_whose_update_was_skipped_are_computed_again() -> None:
 
     def replay(parameters: Any, batch: int) -> Replay:
         again.append(batch)
-        return Replay(jnp.float32(1), jnp.float32(1), jnp.uint32(7))
+        return Replay(jnp.float32(np.nan), jnp.float32(1), jnp.uint32(7))
 
     run(make_loop(Told(), replay=replay, say=said.append))
     assert again == [5, 5]
     told = [line for line in said if "replayed" in line]
     assert len(told) == 1 and told[0].startswith("step 5 gives the same")
+
+
+@pytest.mark.parametrize(
+    ("bad", "call", "saved", "unrotated"),
+    [
+        ({4}, None, [5, 8, 10], []),
+        ({3, 4}, None, [5, 8, 10], []),
+        # The last step is saved, whatever it was; nothing that is older goes.
+        ({10}, None, [4, 8, 10], [10]),
+        ({4, 5}, 7, [5], [5]),
+    ],
+    ids=["one", "two", "last", "told"],
+)
+def test_a_save_waits_for_a_step_that_makes_its_update(
+    bad: set[int], call: int | None, saved: list[int], unrotated: list[int]
+) -> None:
+    loop = make_loop(Told(call), train_step=make_train_step(bad))
+    run(loop)
+    assert list(loop.checkpoints.saved) == saved
+    assert loop.checkpoints.unrotated == unrotated
+
+
+@pytest.mark.parametrize(
+    ("train_step", "message", "distrusted"),
+    [
+        # A skip is noticed a step later, or at once by a save.
+        (make_train_step({7}, broken=6), "holds 1 nan.* 4 and 8.*step 4$", []),
+        (make_train_step((), broken=8), "weight holds 1 nan.* 4 and 8.*step 4$", []),
+        (make_train_step((), broken=2), "1 nan.* 0 and 4.*command begins anew$", []),
+        (make_train_step({6, 7, 8}), "at step 8, and 3 .*step 5 left.*step 4$", []),
+        (make_train_step({5, 6, 7, 8}), "step 4 left it.*begins anew$", [4]),
+        (make_train_step({9, 10}), "end with loss nan.*step 8 left.*step 8$", []),
+    ],
+)
+def test_a_run_that_ends_says_what_its_state_is_and_where_it_goes_on(
+    train_step: Any, message: str, distrusted: list[int]
+) -> None:
+    loop = make_loop(Told(), train_step=train_step)
+    with pytest.raises(BadSteps, match=message):
+        run(loop)
+    assert loop.checkpoints.distrusted == distrusted
+
+
+def test_a_run_that_is_told_to_stop_saves_no_broken_state() -> None:
+    loop = make_loop(Told(7), train_step=make_train_step((), broken=5))
+    with pytest.raises(BadSteps, match="weight holds 1 nan.* 4 and 5.*step 4$"):
+        run(loop)
+    assert list(loop.checkpoints.saved) == [4]
+
+
+@pytest.mark.parametrize(
+    ("broken", "bad", "message"),
+    [
+        (None, (), "would end with validation loss nan.*step 10 left.*step 8$"),
+        (2, (), "weight holds 1 nan.* 0 and 3.*begins anew$"),
+        (None, (10,), "would end with validation loss nan.*step 9 left.*step 8$"),
+    ],
+)
+def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
+    broken: int | None, bad: tuple[int, ...], message: str
+) -> None:
+    said = []
+    step = make_train_step(bad, broken)
+    loop = make_loop(Told(), say=said.append, train_step=step, held_out=[1, np.nan])
+    with pytest.raises(BadSteps, match=message):
+        run(loop)
+    told = [line for line in said if line.startswith("WARNING")]
+    steps = () if broken else (3, 6, 9, 10)
+    assert told == [
+        f"WARNING: validation loss nan at step {step} from finite parameters"
+        for step in steps
+    ]
 
 
 def test_goodput_is_recorded_when_a_run_ends(tmp_path: Path) -> None:

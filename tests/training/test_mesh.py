@@ -85,7 +85,7 @@ def test_ring_is_cut_where_it_cannot_share_out_the_parameters(shape, embed, cut)
 )
 def test_impossible_axes_are_refused_by_name(sizes):
     named = ".*".join(f"{axis}={size}" for axis, size in sizes.items())
-    with pytest.raises(ValueError, match=f"MeshShape.*{named}.*at least 1 device"):
+    with pytest.raises(ValueError, match=f"{named}.*at least 1 device"):
         MeshShape(**sizes)
 
 

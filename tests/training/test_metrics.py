@@ -20,6 +20,7 @@ from training.metrics import (
     TensorBoardWriter,
     Throughput,
     read_scalars,
+    run_directory,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +144,26 @@ def test_reading_a_directory_that_is_not_there_is_an_error(tmp_path):
     assert read_scalars(tmp_path) == {}
 
 
+def test_the_run_below_a_directory_is_read_and_several_are_refused(tmp_path):
+    for run in ("a", "b"):
+        with TensorBoardWriter(tmp_path / run, first_step=0) as writer:
+            writer.scalars(0, {"loss": 2.0})
+        if run == "a":
+            assert read_scalars(tmp_path) == {"loss": [(0, 2.0)]}
+    with pytest.raises(ValueError, match=r"several runs: give one of \[.*/a'"):
+        read_scalars(tmp_path)
+
+
+@pytest.mark.parametrize("before", ["tensorboard/old_name", "tensorboard"])
+def test_a_run_whose_workdir_was_moved_goes_on_in_its_folder(tmp_path, before):
+    """Also one from before runs had names."""
+    curves, workdir = str(tmp_path / "tensorboard"), str(tmp_path / "new_name")
+    assert run_directory(curves, workdir) == f"{curves}/new_name"
+    with TensorBoardWriter(tmp_path / before, first_step=0) as writer:
+        writer.scalars(0, {"loss": 2.0})
+    assert run_directory(curves, workdir) == str(tmp_path / before)
+
+
 def test_null_writer_takes_every_call_of_the_real_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     public = {name for name in vars(TensorBoardWriter) if not name.startswith("_")}
@@ -164,7 +185,9 @@ def test_rates_are_those_of_the_steps_since_the_last_report():
         for _ in range(steps):
             throughput.count(work())
         clock.wait(seconds)
-        assert throughput.report() == pytest.approx(
+        rates = throughput.report()
+        assert list(rates) == throughput.tags
+        assert rates == pytest.approx(
             {
                 "perf/step_time": seconds / steps,
                 "perf/tokens_per_second": 1000 * steps / seconds,

@@ -160,10 +160,11 @@ def test_infinite_clip_norm_clips_nothing():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("peak_lr", 0.0, "peak_lr=0.0: give a rate above 0"),
+        ("peak_lr", 0.0, "peak_lr=0.0 must be a finite rate above 0"),
         ("peak_lr", -1e-3, "peak_lr=-0.001"),
         ("peak_lr", math.nan, "peak_lr=nan"),
-        ("end_lr", 2e-2, "end_lr=0.02 peak_lr=0.01"),
+        ("peak_lr", math.inf, "peak_lr=inf"),
+        ("end_lr", 2e-2, "end_lr=0.02 must be .*peak_lr=0.01"),
         ("end_lr", -1e-4, "end_lr=-0.0001"),
         ("total_steps", 0, "total_steps=0"),
         (
@@ -172,11 +173,11 @@ def test_infinite_clip_norm_clips_nothing():
             "warmup_steps=110 total_steps=110: .* lower warmup_steps",
         ),
         ("warmup_steps", -1, "warmup_steps=-1"),
-        ("weight_decay", -0.1, "weight_decay=-0.1: give 0 to turn it off"),
+        ("weight_decay", -0.1, "weight_decay=-0.1 must be a finite"),
         ("beta1", 1.0, "beta1=1.0"),
         ("beta2", -0.1, "beta2=-0.1"),
         ("epsilon", 0.0, "epsilon=0.0"),
-        ("clip_norm", 0.0, "clip_norm=0.0: give math.inf"),
+        ("clip_norm", 0.0, "clip_norm=0.0 must be above 0; inf"),
     ],
 )
 def test_bad_settings_are_refused_with_a_remedy(field, value, message):

@@ -27,6 +27,16 @@ print("never here")
 """
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), 1e30, 0])
+def test_what_no_timer_takes_is_for_ever(seconds: float) -> None:
+    """It ended the timer's thread with a traceback, or the run."""
+    with Watchdog(seconds, seconds) as watchdog:
+        watchdog.step()
+        assert watchdog._timer is None
+    with Watchdog(1e6, 1e6) as watchdog:
+        assert watchdog._timer.is_alive()
+
+
 @pytest.mark.parametrize(
     "limits",
     [

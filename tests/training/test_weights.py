@@ -144,3 +144,18 @@ def test_saved_parameters_are_never_overwritten(workdir):
     with pytest.raises(ValueError, match="step=0 is not newer than step 0"):
         save_parameters(workdir, parameters(), FINGERPRINT)
     assert files(workdir) == before
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"scale": np.float32([1, np.nan])}, "params.scale holds 1 nan$"),
+        ({"scale": np.float32([np.inf, -np.inf])}, "params.scale holds 2 inf$"),
+        ({}, "the state holds no array"),
+        ({"scale": [1.0, 2.0]}, "params.scale.0 of the state is 1.0: give an array"),
+    ],
+)
+def test_parameters_that_cannot_be_used_are_not_saved(tmp_path, parameters, message):
+    with pytest.raises(ValueError, match=message):
+        save_parameters(tmp_path, parameters, FINGERPRINT)
+    assert not files(tmp_path)

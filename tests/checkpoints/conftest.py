@@ -1,0 +1,37 @@
+"""Three steps of a run, to damage."""
+
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints.small_state import STEPS, Told, checkpoints, state
+
+
+@pytest.fixture
+def swept() -> Iterator[None]:
+    """Collects what Orbax leaves behind here, and not in whatever test comes next."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps; tests must not change them."""
+    directory = tmp_path_factory.mktemp("original") / "checkpoints"
+    with checkpoints(directory, Told()) as saved:
+        for step in STEPS:
+            saved.save(step, state(step))
+    return directory
+
+
+@pytest.fixture
+def directory(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "run" / "checkpoints")

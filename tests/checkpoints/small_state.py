@@ -1,0 +1,66 @@
+"""A small run's checkpoints, and what was said of them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from training.checkpoint import Checkpoints
+
+FINGERPRINT = {"layers": 2}
+STEPS = 10, 20, 30
+
+
+def state(step: int) -> Any:
+    """Arrays of some types, other ones at every step."""
+    draw = np.random.default_rng(step).standard_normal
+    return {
+        "step": jnp.int32(step),
+        "params": {
+            "matrix": jnp.asarray(draw((64, 48)), jnp.float32),
+            "half": jnp.asarray(draw((33,)), jnp.bfloat16),
+        },
+    }
+
+
+def abstract(tree: Any) -> Any:
+    place = SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree
+    )
+
+
+class Told(list[str]):
+    """What was said."""
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+def checkpoints(
+    directory: Path, told: Told, keep: int = 3, sleep: Any = None
+) -> Checkpoints:
+    """By default an error that may pass fails the test, as nothing waits for it."""
+    return Checkpoints(
+        directory, keep=keep, fingerprint=FINGERPRINT, say=told.append, sleep=sleep
+    )
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(f.relative_to(directory)): f.read_bytes() for f in files}
+
+
+def assert_is(restored: Any, step: int) -> None:
+    for ours, theirs in zip(
+        jax.tree.leaves(restored), jax.tree.leaves(state(step)), strict=True
+    ):
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def settle(saved: Checkpoints) -> None:
+    """Waits for the save under way, as whatever comes next does."""
+    saved.check_fingerprint()

@@ -1,0 +1,213 @@
+"""Steps that give no finite loss: skipped, told, and never saved."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train
+from data.batch import Batch
+from tests.runs import assert_equal_bits
+from tests.survival.small_run import QUIET, STEPS, Small
+from training.guard import SPIKE_WINDOW, BadSteps
+
+
+def change_batches(
+    patch: pytest.MonkeyPatch, steps: set[int], change: Callable[[Batch], Batch]
+) -> None:
+    """Changes the batches of some steps, as they lie on the devices."""
+    place, count = train.place, iter(range(1, 1000))
+
+    def placed(blocks: Any, *where: Any) -> Any:
+        batch = place(blocks, *where)
+        if next(count) in steps:
+            shardings = jax.tree.map(lambda x: x.sharding, batch)
+            batch = jax.device_put(change(batch), shardings)
+        return batch
+
+    patch.setattr(train, "place", placed)
+
+
+def spoil(patch: pytest.MonkeyPatch, steps: set[int], weight: float) -> None:
+    """Gives the loss of some steps' batches a bad weight."""
+    change_batches(
+        patch,
+        steps,
+        lambda batch: batch._replace(
+            loss_weights=batch.loss_weights.at[0, 0].set(weight)
+        ),
+    )
+
+
+def test_a_bad_batch_is_skipped_told_and_counted(
+    run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {5, 6, 9}, np.nan)
+    run.train(**QUIET)
+    assert [re.findall(r"at step (\d+).*\((\d+) in", x)[0] for x in run.warnings()] == [
+        ("5", "1"),
+        ("6", "2"),
+        ("9", "1"),
+    ]
+    skipped = [int(count) for _, count in run.curve("guard/skipped")]
+    assert skipped == [0] * 4 + [1, 2, 2, 2, 3, 3, 3, 3]
+    state = run.state()
+    assert int(state.step) == STEPS and int(state.guard.skipped) == 3
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_too_many_bad_steps_end_the_run_with_the_checkpoint_from_before(
+    run: Small, monkeypatch: pytest.MonkeyPatch, truth: Any
+) -> None:
+    with monkeypatch.context() as patch:
+        spoil(patch, set(range(6, 100)), np.inf)
+        said = (
+            "step 9, and 4 skipped .* finite, as step 5 left it.* resumes from step 4"
+        )
+        with pytest.raises(BadSteps, match=said):
+            run.train(guard__stop_after=4, **QUIET)
+    assert run.steps() == {"4"}
+    run.train()
+    assert_equal_bits(run.state(), truth)
+
+
+def change_state(patch: pytest.MonkeyPatch, step: int, name: str, value: float) -> None:
+    """Sets the first element of an array of the state that a step leaves."""
+    programs = train.Programs
+
+    def change(path: Any, leaf: jax.Array) -> jax.Array:
+        if name not in jax.tree_util.keystr(path, simple=True, separator="."):
+            return leaf
+        return jax.device_put(leaf.at[(0,) * leaf.ndim].set(value), leaf.sharding)
+
+    def changing(train_step: Any, *others: Any) -> Any:
+        def changed(state: Any, batch: Any) -> Any:
+            state, metrics = train_step(state, batch)
+            if int(state.step) == step:
+                state = jax.tree_util.tree_map_with_path(change, state)
+            return state, metrics
+
+        return programs(changed, *others)
+
+    patch.setattr(train, "Programs", changing)
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "value", "found"),
+    [
+        (9, "params.layers.feed_forward.down", np.nan, "holds 1 nan.* 8 and 11.*data"),
+        pytest.param(
+            *(8, "params.head", np.nan, "params.head holds 1 nan.*between 4 and 8"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(8, "nu.head", np.inf, "nu.head holds 1 inf.*between 4 and 8"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(9, "mu.head", np.nan, "mu.head holds 1 nan .and 1 .*8 and 12"),
+            marks=pytest.mark.slow,
+        ),
+        # Saved, as it is finite; no step that begins with it is.
+        pytest.param(
+            *(8, "params.norm.scale", 3e38, "finite, as step 8 left it"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_breaks_the_state_ends_the_run_by_name_and_it_goes_on_from_before(
+    run: Small,
+    monkeypatch: pytest.MonkeyPatch,
+    truth: Any,
+    step: int,
+    name: str,
+    value: float,
+    found: str,
+) -> None:
+    newest = 8 if step > 8 else 4
+    with monkeypatch.context() as patch:
+        change_state(patch, step, name, value)
+        with pytest.raises(BadSteps, match=f"{found}.* resumes from step {newest}$"):
+            run.train(guard__stop_after=3, **QUIET)
+    moved = {"damaged"} if np.isfinite(value) else set()
+    assert run.steps() == {"4", str(newest)} | moved
+    run.train()
+    assert f"resuming from step {newest}" in run.said
+    assert_equal_bits(run.state(), truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("validations", [0, 2])
+def test_a_run_whose_last_steps_made_no_update_does_not_end_well(
+    run: Small, validations: int
+) -> None:
+    rates = {"optimizer__peak_lr": 1e30, "guard__stop_after": STEPS}
+    said = rf"would end with .* norm nan at step {STEPS}: .*optimizer.peak_lr.*finite"
+    with pytest.raises(BadSteps, match=said):
+        run.train(train__validation_batches=validations, **rates)
+    assert run.steps() == set()
+
+
+@pytest.mark.slow
+def test_a_spike_of_the_loss_is_skipped_told_and_counted(
+    run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The losses that are remembered are those of a run that has settled.
+    spike = 3 * SPIKE_WINDOW
+    never_seen = 255
+    with monkeypatch.context() as patch:
+        change_batches(
+            patch,
+            {spike},
+            lambda batch: batch._replace(
+                targets=jnp.full_like(batch.targets, never_seen)
+            ),
+        )
+        run.train(
+            guard__spike_sigmas=6.0,
+            train__steps=spike + 5,
+            checkpoint__save_every_steps=1000,
+            **QUIET,
+        )
+    (warning,) = run.warnings()
+    assert f"at step {spike}: no update (1 in a row)" in warning
+    assert run.curve("guard/skipped")[-2:] == [(spike + 4, 1), (spike + 5, 1)]
+    losses = run.losses()
+    assert losses[spike - 1] > 2 * losses[spike:].max()
+
+
+@pytest.mark.slow
+def test_a_bad_batch_is_replayed_and_told_to_be_bad_data(
+    run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {5}, np.nan)
+    run.train(guard__replay=True, **QUIET)
+    said = [line for line in run.said if line.startswith("step 5 gives")]
+    assert said == [
+        "step 5 gives the same when replayed, and its parameters are finite: "
+        "look at its data or at config.optimizer.peak_lr, not at chips"
+    ]
+
+
+@pytest.mark.slow
+def test_a_chip_that_computes_wrongly_once_ends_the_run(
+    run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step's batch is bad once, and good when it is replayed."""
+    flush = train.Report.flush
+
+    def corrupted(report: Any) -> None:
+        if report._pending and report._pending[0] == 5:
+            step, metrics = report._pending
+            wrong = {"loss": np.nan, "skipped": 1.0, "skipped_in_row": 1.0}
+            report._pending = step, metrics | wrong
+        flush(report)
+
+    monkeypatch.setattr(train.Report, "flush", corrupted)
+    with pytest.raises(BadSteps, match="step 5 was computed 3 times.*hardware"):
+        run.train(guard__replay=True, **QUIET)
+    assert run.steps() == {"4"}

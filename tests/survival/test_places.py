@@ -1,0 +1,91 @@
+"""Runs whose place cannot be written to, is full, or is another run's."""
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.processes import Processes
+from tests.survival.small_run import Small
+from training.workdir import locked
+
+FULL_DISK = """
+import resource, sys
+import jax, numpy as np
+import train
+from training.checkpoint import Checkpoints
+
+SIZE = 24_576  # of the largest file that can be written
+save = Checkpoints.save
+
+def save_to_a_full_disk(*arguments, **options):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))
+    save(*arguments, **options)
+
+Checkpoints.save = save_to_a_full_disk
+"""
+WHOLE_RUN = """
+SIZE = 1
+sys.exit(train.main())
+"""
+SAVES_ALONE = """
+values = np.random.default_rng(7).standard_normal((30, 10_000), np.float32)
+state = {str(i): jax.device_put(row) for i, row in enumerate(values)}
+
+@train.as_program
+def main(_):
+    train.silence_writers()
+    with Checkpoints(sys.argv[1], keep=1, fingerprint={}) as checkpoints:
+        for step in 1, 2:
+            checkpoints.save(step, state)
+
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "step"),
+    [(SAVES_ALONE, 2), pytest.param(WHOLE_RUN, 8, marks=pytest.mark.slow)],
+    ids=["saves", "run"],
+)
+def test_a_full_disk_is_told_in_one_line_of_errors(
+    run: Small, programs: Path, rest: str, step: int
+) -> None:
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+    arguments = [run.workdir] if rest == SAVES_ALONE else run.flags()
+    with Processes([["-c", FULL_DISK + rest, *arguments]], **kept) as one:
+        ((code, said, errors),) = one.finish()
+    assert code == 1
+    (line,) = errors.splitlines()
+    assert re.match(f"error: step {step} was NOT saved in .*File too large", line)
+    assert line.endswith(
+        "; of checkpoints there is none. The save before it failed too, so the run ends"
+    )
+    assert f"WARNING: step {step // 2} was NOT saved" in said
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "tensorboard", "", "lock/"])
+def test_a_place_that_cannot_be_made_ends_the_run_before_anything_is_compiled(
+    run: Small, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Orbax' threads waited 300 s for their directory, when the run had ended."""
+    monkeypatch.delattr(train, "_compile")
+    path = run.workdir / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if place.endswith("/") else path.write_text("of mine")
+    threads = set(threading.enumerate())
+    with pytest.raises(OSError, match=f"^nothing can be written to {path}: "):
+        run.train()
+    assert set(threading.enumerate()) == threads
+    assert {p for p in run.workdir.rglob("*") if p.is_file()} <= {path}
+
+
+def test_two_runs_in_one_directory_are_refused(run: Small) -> None:
+    with locked(str(run.workdir)):
+        before = run.files()
+        with pytest.raises(ValueError, match=f"in use by .* process {os.getpid()} on"):
+            run.train()
+        assert run.files() == before

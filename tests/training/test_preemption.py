@@ -1,0 +1,44 @@
+"""Ctrl-C in a run's first seconds, and a second one: what shows no run of the tests."""
+
+import signal
+
+from tests.processes import Processes
+
+NEVER_LOOKS = """
+import signal, threading
+from training.preemption import SignalNotice
+
+with SignalNotice() as told:
+    print("ready", flush=True)
+    while not told.arrived():
+        signal.pause()
+    print("told", flush=True)
+    threading.Event().wait()
+"""
+
+# train.py, which gets Ctrl-C while it imports.
+IMPORTS = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "jax":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_second_ctrl_c_ends_a_process_at_once() -> None:
+    with Processes([["-c", NEVER_LOOKS]]) as one:
+        (process,) = one.running
+        for line in "ready", "told":
+            one.wait_for(line)
+            process.send_signal(signal.SIGINT)
+        assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
+
+
+def test_ctrl_c_while_a_run_imports_shows_no_stack() -> None:
+    with Processes([["-c", IMPORTS]]) as one:
+        assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]

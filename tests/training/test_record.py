@@ -1,0 +1,73 @@
+"""Two processes that were told different things refuse together, by field."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from data.corpus import prepare
+from data.tokenizer import ByteTokenizer
+from tests.processes import Processes, free_port
+from tests.runs import prepare_corpus
+
+# Says for each case what the processes agree on, or what they say that differs.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import jax
+import tasks
+from tests.runs import small_config
+from training import hosts, record
+
+port, index, corpus, cases = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 2)
+hosts.connect(f"localhost:{port}", 2, int(index))
+for field, values in json.loads(cases):
+    config = small_config(Path(corpus), Path("none"), **{field: values[int(index)]})
+    try:
+        found = record.agreed(lambda: tasks.settings(config, print))
+        said = f"agreed, {found['seed']=}"
+    except (ValueError, OSError) as error:
+        said = str(error)
+    print("said", json.dumps(said), flush=True)
+"""
+
+DIFFERENT = [
+    ("optimizer__peak_lr", (3e-3, 1e-3)),
+    ("seed", (0, 1)),
+    ("train__steps", (20, 30)),
+    ("checkpoint__save_every_steps", (10, 5)),
+    ("data__context_tokens", (80, 160)),
+    ("train__log_every_steps", (1, 2)),
+    ("may_change", ((), ("seed",))),
+]
+
+
+def test_processes_that_differ_refuse_together_by_field(tmp_path: Path) -> None:
+    corpus = prepare_corpus(tmp_path)
+    same, other, gone = (str(tmp_path / name) for name in ("same", "other", "gone"))
+    shutil.copytree(corpus, same)
+    (tmp_path / "documents" / "0.txt").write_text("of another host")
+    prepare([tmp_path / "documents"], tmp_path / "other", ByteTokenizer())
+    alike = [("data__corpus", (str(corpus), same)), ("data__threads", (1, 4))]
+    data = [("data__corpus", (str(corpus), place)) for place in (other, gone)]
+    cases, port = json.dumps([*DIFFERENT, *alike, *data]), str(free_port())
+    programs = [["-c", PROGRAM, port, str(i), str(corpus), cases] for i in range(2)]
+    with Processes(programs) as two:
+        results = two.finish()
+    assert [code for code, _, _ in results] == [0, 0], results
+    first, second = (
+        [json.loads(line) for line in re.findall(r"^said (.*)$", said, re.MULTILINE)]
+        for _, said, _ in results
+    )
+    *of_fields, moved, threads, replaced, missing = first
+    for (field, values), said in zip(DIFFERENT, of_fields, strict=True):
+        name, (one, two) = field.replace("__", "."), map(json.dumps, values)
+        assert said.startswith(
+            f"the processes of this run differ in {name}: {one} on process 0, {two} on "
+            "process 1: start the same command"
+        )
+    assert moved == threads == "agreed, found['seed']=0"
+    assert "differ in data.corpus.contents: " in replaced
+    assert missing.startswith(f"process 1: there is no corpus {gone}")
+    assert second == [*first[:-1], missing.removeprefix("process 1: ")]

@@ -1,0 +1,126 @@
+"""Ends a process that cannot find the others of its run, or has lost one of them."""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import jax
+
+from training.watchdog import HUNG
+
+LEAVE_SECONDS = 10
+"""How long a process with an error waits for the others to have one too."""
+
+LOSS = re.compile("Gloo|NCCL|UNAVAILABLE|heartbeat|coordination service")
+"""What errors say that come of the loss of another process."""
+
+
+class LastWords:
+    """What a process says, and its exit code, when JAX aborts it.
+
+    JAX calls abort() in a thread of its own where it cannot find the other processes,
+    or one of them is silent: nothing is raised, and the callback that it has for that
+    cannot be Python's (std::bad_cast).
+    """
+
+    def __init__(self) -> None:
+        self._say: Callable[[], str] = str
+        self._code = HUNG
+        self._stderr = 2
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self.end())
+
+    def take(self, say: Callable[[], str], code: int, stderr: int = 2) -> None:
+        """Sets what `end` says, its exit code, and the file that is stderr then."""
+        self._say, self._code, self._stderr = say, code, stderr
+        ctypes.CDLL(None).signal(int(signal.SIGABRT), self._handler)
+
+    def drop(self) -> None:
+        """Leaves abort() as it was."""
+        ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
+
+    def end(self) -> None:
+        """Ends the process, without waiting for anything."""
+        line = " ".join(self._say().split())
+        os.write(self._stderr, f"error: {line}\n".encode())
+        os._exit(self._code)
+
+
+_LAST_WORDS = LastWords()  # one, as JAX's connection of a process is
+
+
+def join(process: str, **options: Any) -> None:
+    """Calls `jax.distributed.initialize`; where JAX aborts, ends with 1 and a line.
+
+    From then on the loss of another process ends this one with `HUNG` and a line.
+
+    Args:
+      process: what says which process of which run this is.
+      options: of `initialize`.
+    """
+    stderr = os.dup(2)
+    # Ctrl-C ends it at once: JAX waits where no handler of Python's runs.
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with tempfile.TemporaryFile() as log:
+        _LAST_WORDS.take(lambda: _cause(process, log), 1, stderr)
+        os.dup2(log.fileno(), 2)  # JAX says why it aborts in 20 lines
+        try:
+            jax.distributed.initialize(**options)
+        except BaseException:
+            _LAST_WORDS.drop()
+            raise
+        finally:
+            signal.signal(signal.SIGINT, interrupted)
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            log.seek(0)
+            os.write(2, log.read())
+    _LAST_WORDS.take(
+        lambda: (
+            "another process of the run was lost (see the lines above, and what it "
+            "said last): start all of them again"
+        ),
+        HUNG,
+    )
+
+
+def _cause(process: str, log: BinaryIO) -> str:
+    log.seek(0)
+    said = re.search(r"absl::Status: (.*)", log.read().decode(errors="replace"))
+    return (
+        f"hosts: {process}: the processes have not found each other "
+        f"({said[1] if said else 'JAX says no cause'}): start all of them within "
+        "config.hosts.start_seconds; each must be given the same count and coordinator,"
+        " HOST:PORT of the first, and an index of its own"
+    )
+
+
+def leave(error: Exception) -> None:
+    """Ends this process for an error; returns if it is alone, or all have errors.
+
+    JAX would wait for the others for minutes. Where the error comes of the loss of
+    another process, the exit code is `HUNG`, else 1.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    if LOSS.search(str(error)):
+        _LAST_WORDS.take(lambda: f"another process of the run was lost: {error}", HUNG)
+        _LAST_WORDS.end()
+
+    def say() -> str:
+        if not isinstance(error, (ArithmeticError, OSError, ValueError)):
+            traceback.print_exception(error)
+        return str(error)
+
+    _LAST_WORDS.take(say, 1)
+    alone = threading.Timer(LEAVE_SECONDS, _LAST_WORDS.end)
+    alone.start()
+    with contextlib.suppress(RuntimeError):
+        jax.distributed.shutdown()
+    alone.cancel()

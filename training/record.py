@@ -1,0 +1,154 @@
+"""What a run knows of itself: its name, its settings and its data.
+
+Every checkpoint holds it, so a run that goes on sees what has changed since; and the
+processes of a run compare theirs before they compute anything.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+from training.hosts import first_says, tell_all
+from training.stored_step import differences, is_named, listed
+
+RUN, SETTINGS = "run", "settings"
+
+PLACES = ("data.corpus", "data.trajectories")
+"""Where the data lie; what they are stands under `contents`."""
+
+_PINNED = ("seed", "data")
+"""What says which data a step reads."""
+
+
+def continued(
+    saved: Mapping[int, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    may_change: Collection[str],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The record of a run that begins, or goes on; logs what has changed since.
+
+    Args:
+      saved: the record that each checkpoint holds, the newest first; empty where there
+        was none.
+      settings: of this start, JSON values by dotted name.
+      may_change: names of settings that may change though they say which data a step
+        reads; "run" where the checkpoints may be of several runs.
+      say: tells a person.
+
+    Raises:
+      ValueError: checkpoints are of several runs, a setting has changed that must not,
+        or `may_change` names none.
+    """
+    _check_names(may_change, settings)
+    runs = {step: record[RUN] for step, record in saved.items() if record}
+    if len(set(runs.values())) > 1 and RUN not in may_change:
+        steps = ", ".join(f"step {step} of run {run}" for step, run in runs.items())
+        raise ValueError(
+            f"the workdir holds checkpoints of several runs ({steps}): move away those "
+            f"that were copied here, or allow it with {_flag([RUN])}"
+        )
+    step, record = next(iter(saved.items()), (None, {}))
+    if record:
+        _compare(step, record[SETTINGS], settings, may_change, say)
+    elif step is not None:
+        say(
+            f"step {step} was saved without its settings, by an older program: what "
+            "has changed since is not told"
+        )
+    name = record.get(RUN) or f"{first_says(secrets.randbits(31)):08x}"
+    return {RUN: name, SETTINGS: dict(settings)}
+
+
+def _compare(
+    step: int,
+    saved: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    may_change: Collection[str],
+    say: Callable[[str], None],
+) -> None:
+    """Tells every change; refuses those of what a step reads."""
+    changes = differences(saved, settings, may_differ=["may_change"])
+    refused = {
+        name: change
+        for name, change in changes.items()
+        if is_named(name, _PINNED)
+        and not is_named(name, may_change)
+        and name not in PLACES
+        and name in saved  # by an older program, which had no such field
+    }
+    if refused:
+        raise ValueError(
+            f"step {step} was made with other settings: {listed(refused, '; ')}. They "
+            "say which data a step reads, so the run would skip some and repeat others:"
+            f" set them back, use another workdir, or allow it with {_flag(refused)}"
+        )
+    for name, (before, now) in changes.items():
+        say(f"changed since step {step}: {name}: {before} -> {now}")
+
+
+def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The settings that every process of the run has.
+
+    make: gives those of this process; every process has to call this.
+
+    Raises:
+      ValueError, OSError: those of `make`, on any process; or the processes have other
+        settings, by field. On all of them alike.
+    """
+    settings, error = {}, None
+    try:
+        settings = make()
+    except (ValueError, OSError) as caught:
+        error = caught
+    if jax.process_count() == 1:
+        replies = []
+    else:
+        own = {"error": error and str(error), SETTINGS: settings}
+        replies = [json.loads(text) for text in tell_all(json.dumps(own))]
+    if error is not None:
+        raise error
+    for index, process in enumerate(replies):
+        if process["error"]:
+            raise ValueError(f"process {index}: {process['error']}")
+    _check_alike([process[SETTINGS] for process in replies])
+    return settings
+
+
+def _check_alike(settings: list[dict[str, Any]]) -> None:
+    """Refuses processes whose settings differ."""
+    unlike = []
+    for name in sorted(set().union(*settings).difference(PLACES)):
+        values: dict[str, list[int]] = {}
+        for index, of_process in enumerate(settings):
+            values.setdefault(json.dumps(of_process.get(name)), []).append(index)
+        if len(values) > 1:
+            given = (
+                f"{value} on process {indices[0]}"
+                + (f" and {len(indices) - 1} more" if indices[1:] else "")
+                for value, indices in values.items()
+            )
+            unlike.append(f"{name}: {', '.join(given)}")
+    if unlike:
+        raise ValueError(
+            f"the processes of this run differ in {'; '.join(unlike)}: start the same "
+            "command, with the same data, on every host"
+        )
+
+
+def _check_names(may_change: Collection[str], settings: Mapping[str, Any]) -> None:
+    known = [*settings, RUN]
+    for name in may_change:
+        if not any(is_named(field, [name]) for field in known):
+            raise ValueError(
+                f"config.may_change={tuple(may_change)} names {name!r}, which is no "
+                "field of the config: see configs/base.py"
+            )
+
+
+def _flag(names: Collection[str]) -> str:
+    """What allows these to change, as on a command line."""
+    return f'--config.may_change="{tuple(names)}"'

@@ -1,0 +1,110 @@
+"""The directory of a run: it can be written to, and is of no other run meanwhile."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+LOCK = "lock"
+"""The file that is locked; there while a run is, or after one that was killed."""
+
+UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""What file systems say that cannot lock."""
+
+
+def make_writable(directory: str | Path) -> None:
+    """Makes a directory where it is missing.
+
+    directory: a bucket (`gs://...`) needs none, and is passed over.
+
+    Raises:
+      OSError: it cannot be made, or files in it cannot.
+    """
+    if _is_bucket(directory):
+        return
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise OSError(f"nothing can be written to {directory}: {error}") from error
+
+
+@contextlib.contextmanager
+def locked(directory: str, say: Callable[[str], None] = print) -> Iterator[None]:
+    """Keeps a run's directory for this process until it leaves, or ends in any way.
+
+    Two runs in one directory would delete each other's checkpoints. The kernel holds
+    the lock, so that what a killed run leaves behind stops nobody.
+
+    Args:
+      directory: made where it is missing. Buckets cannot be locked, nor can some shared
+        file systems: that is a warning, no error.
+      say: takes the warning.
+
+    Raises:
+      ValueError: it has no name, or one that a shell would have changed; or another
+        run holds it, named by its process, its host and its start.
+      OSError: nothing can be written there.
+    """
+    if not directory.strip() or directory.startswith("~"):
+        raise ValueError(
+            f"config.workdir={directory!r} must be the path of a directory, as in "
+            'runs/mine; "~" is not replaced there'
+        )
+    if _is_bucket(directory):
+        say(
+            f"WARNING: {directory} is a bucket, so not locked: start no other run in it"
+        )
+        yield
+        return
+    make_writable(directory)
+    path = Path(directory) / LOCK
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(_take(path, say))
+            stack.callback(path.unlink, missing_ok=True)  # while locked: see _take
+            file.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            file.write(
+                f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
+            )
+            file.flush()
+        except OSError as error:
+            raise OSError(f"nothing can be written to {path}: {error}") from error
+        yield
+
+
+def _take(path: Path, say: Callable[[str], None]) -> TextIO:
+    """Opens and locks a file; which is still the one of that path then."""
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                holder = file.read().strip() or "which has just begun"
+            raise ValueError(
+                f"config.workdir={path.parent} is in use by another run, {holder}: "
+                "wait for its end, stop it, or use another config.workdir"
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                file.close()
+                raise
+            say(f"WARNING: {path} cannot be locked ({error}): start no other run there")
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # its holder has removed it since we opened it
+
+
+def _is_bucket(directory: str | Path) -> bool:
+    return "://" in str(directory)
