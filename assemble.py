@@ -7,7 +7,6 @@ checked before anything is compiled.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from attention_systems import attention_system
+from config_errors import names_fields, raise_all
 from data.batch import Batch, Block
 from data.text import ROW_PLANS, InOrder, Shuffled, TextBatches
 from data.token_file import TokenFile
-from kernels import layout
-from kernels.layout import Layout
 from kernels.masks import Visible
 from kernels.ring import make_ring_attention
 from models.blueprint import Model
@@ -34,6 +33,7 @@ from models.position_parts import PositionParts
 from models.rope import RopeScaling
 from training.chips import compiler_options
 from training.feed import host_blocks
+from training.guard import GuardSettings
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
 from training.optimizer import OptimizerSettings
@@ -52,42 +52,6 @@ STANDARD_LIBRARY = Path("corpora/standard_library")
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
-@dataclass(frozen=True)
-class AttentionSystem:
-    """One of the systems that the papers compare.
-
-    layout: how the sequence is dealt out to the ring.
-    sharded: whether there may be a ring of more than one device.
-    implementation: that it is bound to; None for the config's.
-    chunked: whether the feed-forward is computed in chunks.
-    """
-
-    layout: Layout
-    sharded: bool
-    implementation: str | None
-    chunked: bool
-
-
-def attention_system(config: ml_collections.ConfigDict) -> AttentionSystem:
-    """The system that `config.attention` names.
-
-    Raises:
-      ValueError: there is no such system.
-    """
-    whole, striped = layout.Contiguous(), layout.Striped(config.stripe_granule)
-    systems = {
-        "vanilla": AttentionSystem(whole, False, "reference", chunked=False),
-        "memory_efficient": AttentionSystem(whole, False, None, chunked=False),
-        "blockwise": AttentionSystem(whole, False, None, chunked=True),
-        "ring": AttentionSystem(whole, True, None, chunked=True),
-        "striped": AttentionSystem(striped, True, None, chunked=True),
-        "zigzag": AttentionSystem(layout.Zigzag(), True, None, chunked=True),
-    }
-    if config.attention not in systems:
-        raise ValueError(f"{config.attention=} is not one of {', '.join(systems)}")
-    return systems[config.attention]
-
-
 def simulate_devices(config: ml_collections.ConfigDict) -> None:
     """Makes this process simulate CPU devices, if the config wants any.
 
@@ -99,22 +63,28 @@ def simulate_devices(config: ml_collections.ConfigDict) -> None:
         jax.config.update("jax_num_cpu_devices", config.simulated_devices)
 
 
-def check_counts(config: ml_collections.ConfigDict) -> None:
-    """Raises ValueError if something happens every 0 steps, or less than never."""
-    least = {"log_every_steps": 1, "validate_every_steps": 1}
-    least |= {"validation_batches": 0, "extra_steps": 0}
-    for name, smallest in least.items():
-        if config.train[name] < smallest:
-            raise ValueError(
-                f"config.train.{name}={config.train[name]} must be at least {smallest}"
-            )
-    if config.checkpoint.save_every_steps < 0:
-        raise ValueError(f"{config.checkpoint.save_every_steps=} must be at least 0")
-    data = config.data
-    if not 0 <= data.threads <= data.buffered_steps:
+@names_fields
+def mesh_shape(config: ml_collections.ConfigDict, devices: int) -> MeshShape:
+    """The axes of the mesh of so many devices.
+
+    Raises:
+      ValueError: they do not match the devices, or there is a ring that the attention
+        system cannot use; then with all that has to change.
+    """
+    shape = MeshShape(**config.mesh).fill(devices)
+    if shape.ring > 1 and not attention_system(config).sharded:
+        fsdp = shape.fsdp * shape.ring  # the devices of the ring share out the batch
+        parts = config.train.microbatches * shape.data * fsdp
+        rows = -(-config.data.batch_rows // max(parts, 1)) * parts
+        change = {"mesh.ring": 1, "mesh.fsdp": fsdp}
+        change |= {"data.batch_rows": rows} if rows != config.data.batch_rows else {}
         raise ValueError(
-            f"{data.buffered_steps=} must not be below {data.threads=}, nor this 0"
+            f"{config.attention=} does not shard the sequence, but the mesh has a ring "
+            f"of {shape.ring}: set "
+            + ", ".join(f"config.{name}={value}" for name, value in change.items())
+            + ", or config.attention=striped"
         )
+    return shape.cut_ring(config.model.hidden_size)
 
 
 def partition(
@@ -123,18 +93,12 @@ def partition(
     """The mesh of the devices to run on or compile for, and what is sharded over it.
 
     Raises:
-      ValueError: the mesh does not match the devices, or has a ring that the attention
-        system cannot use.
+      ValueError: as `mesh_shape`.
     """
-    shape = MeshShape(**config.mesh).fill(len(devices))
-    if shape.ring > 1 and not attention_system(config).sharded:
-        raise ValueError(
-            f"{config.attention=} does not shard the sequence, but the mesh has a ring "
-            f"of {shape.ring}: set config.mesh.ring=1, or attention to striped"
-        )
-    return Partition(make_mesh(shape.cut_ring(config.model.hidden_size), devices))
+    return Partition(make_mesh(mesh_shape(config, len(devices)), devices))
 
 
+@names_fields
 def execution(config: ml_collections.ConfigDict) -> Execution:
     """How the config's model is computed.
 
@@ -154,22 +118,33 @@ def execution(config: ml_collections.ConfigDict) -> Execution:
     )
 
 
+@names_fields
+def sizes(config: ml_collections.ConfigDict) -> LlamaConfig:
+    """Those of the LLaMA that the config describes.
+
+    Raises:
+      ValueError: sizes that make no model.
+    """
+    scaling = RopeScaling(**config.rope_scaling)
+    return LlamaConfig(**config.model, rope_scaling=scaling)
+
+
+@names_fields
 def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
     """The LLaMA that the config describes.
 
     Raises:
       ValueError: sizes that make no model, or that do not divide over the mesh.
     """
-    how = execution(config)
-    scaling = RopeScaling(**config.rope_scaling)
-    sizes = LlamaConfig(**config.model, rope_scaling=scaling)
+    how, llama = execution(config), sizes(config)
 
     def build(key: jax.Array) -> Llama:
-        return Llama(sizes, how, partition, rngs=nnx.Rngs(params=key))
+        return Llama(llama, how, partition, rngs=nnx.Rngs(params=key))
 
-    return Model.of(sizes, build, partition)
+    return Model.of(llama, build, partition)
 
 
+@names_fields
 def ring_attention(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> Callable[..., jax.Array]:
@@ -246,9 +221,16 @@ def abstract_state(
     )
 
 
+@names_fields
 def optimizer_settings(config: ml_collections.ConfigDict) -> OptimizerSettings:
     """Settings of the optimizer and its schedule."""
     return OptimizerSettings(total_steps=config.train.steps, **config.optimizer)
+
+
+@names_fields
+def guard_settings(config: ml_collections.ConfigDict) -> GuardSettings:
+    """Which updates are skipped, and what ends a run."""
+    return GuardSettings(**config.guard)
 
 
 def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
@@ -264,7 +246,17 @@ def batch_sharding(
     Raises:
       ValueError: the batch, or a microbatch of it, does not divide over the mesh.
     """
-    rows, columns = batch_shape(config)
+    raise_all(
+        [
+            lambda: _check_rows(config, partition),
+            lambda: _check_columns(config, partition),
+        ]
+    )
+    return partition.sharding(("batch", "sequence"), batch_shape(config))
+
+
+def _check_rows(config: ml_collections.ConfigDict, partition: Partition) -> None:
+    rows = config.data.batch_rows
     if config.train.microbatches < 1:
         raise ValueError(f"{config.train.microbatches=} must be at least 1")
     parts = config.train.microbatches * partition.shards("batch")
@@ -272,9 +264,12 @@ def batch_sharding(
         raise ValueError(
             f"{config.data.batch_rows=} does not divide into "
             f"{config.train.microbatches=} over the mesh's data and fsdp axes: make it "
-            f"a multiple of {parts}"
+            f"a multiple of {parts}, the next is {max(1, -(-rows // parts)) * parts}"
         )
-    ring = partition.ring_size
+
+
+def _check_columns(config: ml_collections.ConfigDict, partition: Partition) -> None:
+    columns, ring = config.data.context_tokens, partition.ring_size
     divisor = attention_system(config).layout.divisor(ring)
     if columns % divisor:
         raise ValueError(
@@ -282,7 +277,6 @@ def batch_sharding(
             f"({attention_system(config).layout}): make it a multiple of {divisor}, "
             f"the next is {-(-columns // divisor) * divisor}"
         )
-    return partition.sharding(("batch", "sequence"), (rows, columns))
 
 
 def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> Batch:
@@ -327,6 +321,7 @@ def train_step(
     )
 
 
+@names_fields
 def corpus(config: ml_collections.ConfigDict, split: str) -> TokenFile:
     """The token file of a split ("train" or "validation").
 
@@ -339,6 +334,7 @@ def corpus(config: ml_collections.ConfigDict, split: str) -> TokenFile:
     return tokens
 
 
+@names_fields
 def batches(
     config: ml_collections.ConfigDict, partition: Partition, split: str
 ) -> TextBatches:

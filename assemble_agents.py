@@ -7,6 +7,7 @@ trajectories. A batch's columns are steps, each of which is four tokens of the c
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import assemble
+from config_errors import names_fields
 from data.batch import Block
 from data.chains import ChainBatch, Chains, hold_out
 from data.text import InOrder, TextBatches
@@ -34,6 +36,14 @@ from training.mesh import Partition
 from training.metrics import StepWork
 from training.step import Counts
 
+DATA_FIELDS = (
+    "trajectories",
+    "held_out_share",
+    "top_share",
+    "chain_order",
+    "loss_on",
+)
+"""Of config.data, those that only agents have."""
 METHODS = ("transformer", "perceptron")
 HELD_OUT_SEED = 0
 """Of the chains of a validation: all runs have the same."""
@@ -61,6 +71,7 @@ def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
     return config.data.batch_rows, config.data.context_tokens // TOKENS_OF_A_STEP
 
 
+@names_fields
 def batch_sharding(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> NamedSharding:
@@ -108,6 +119,27 @@ def abstract_batch(
     return ChainBatch(*map(array, ChainBatch._fields))
 
 
+@names_fields
+def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
+    """Those of the agent that the config describes.
+
+    Raises:
+      ValueError: an unknown method, or sizes that make no model.
+    """
+    agent = config.agent
+    if agent.method not in METHODS:
+        raise ValueError(f"{config.agent.method=} is not one of {', '.join(METHODS)}")
+    if agent.method == "perceptron":
+        layers = config.model.hidden_size, config.model.num_layers
+        ends = agent.observation_size, agent.action_size
+        return ClonerConfig(*layers, *ends, agent.chain_length)
+    layers, fields = config.model.to_dict(), agent.to_dict()
+    del layers["vocab_size"], fields["method"]
+    scaling = RopeScaling(**config.rope_scaling)
+    return AgentConfig(**layers, **fields, rope_scaling=scaling)
+
+
+@names_fields
 def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
     """The agent that the config describes.
 
@@ -115,27 +147,18 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
       ValueError: an unknown method, sizes that make no model, or that do not divide
         over the mesh.
     """
-    how, agent = assemble.execution(config), config.agent
-    if agent.method not in METHODS:
-        raise ValueError(f"{config.agent.method=} is not one of {', '.join(METHODS)}")
-    ends = agent.observation_size, agent.action_size
-    if agent.method == "perceptron":
-        layers = config.model.hidden_size, config.model.num_layers
-        cloner = ClonerConfig(*layers, *ends, agent.chain_length)
+    how, found = assemble.execution(config), sizes(config)
+    if isinstance(found, ClonerConfig):
 
         def build(key: jax.Array) -> nnx.Module:
-            return Cloner(cloner, partition, rngs=nnx.Rngs(params=key))
+            return Cloner(found, partition, rngs=nnx.Rngs(params=key))
 
-        return Model.of(cloner, build, partition)
-    layers, fields = config.model.to_dict(), agent.to_dict()
-    del layers["vocab_size"], fields["method"]
-    scaling = RopeScaling(**config.rope_scaling)
-    sizes = AgentConfig(**layers, **fields, rope_scaling=scaling)
+        return Model.of(found, build, partition)
 
     def build(key: jax.Array) -> nnx.Module:
-        return Agent(sizes, how, partition, rngs=nnx.Rngs(params=key))
+        return Agent(found, how, partition, rngs=nnx.Rngs(params=key))
 
-    return Model.of(sizes, build, partition)
+    return Model.of(found, build, partition)
 
 
 def predictions(
@@ -226,6 +249,21 @@ def step_work(
     return work
 
 
+def directory(config: ml_collections.ConfigDict) -> Path:
+    """Where the packed trajectories are.
+
+    Raises:
+      ValueError: the config names none.
+    """
+    if not config.data.trajectories:
+        raise ValueError(
+            'config.data.trajectories="" names no trajectories: give the directory '
+            "that tools/pack_exorl.py made"
+        )
+    return Path(config.data.trajectories)
+
+
+@names_fields
 def trajectories(config: ml_collections.ConfigDict) -> TrajectoryFile:
     """The packed trajectories.
 
@@ -233,12 +271,7 @@ def trajectories(config: ml_collections.ConfigDict) -> TrajectoryFile:
       FileNotFoundError, ValueError: they are missing or damaged, or other than what the
         config says of them.
     """
-    if not config.data.trajectories:
-        raise ValueError(
-            'config.data.trajectories="" names no trajectories: give the directory '
-            "that tools/pack_exorl.py made"
-        )
-    file = TrajectoryFile.open(config.data.trajectories)
+    file = TrajectoryFile.open(directory(config))
     agent, longest = config.agent, int(file.lengths.max())
     for name in ("observation_size", "action_size"):
         if agent[name] != getattr(file, name):
@@ -270,6 +303,7 @@ def episodes(
     return np.sort(numbers[top_episodes(returns, lengths, config.data.top_share)])
 
 
+@names_fields
 def batches(
     config: ml_collections.ConfigDict,
     partition: Partition,

@@ -3,8 +3,10 @@
 `train.py` runs either of them; `config.task` says which.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ from jax.sharding import NamedSharding
 
 import assemble
 import assemble_agents
+from config_errors import fields_by_name
+from data import token_file, trajectory_file
 from data.batch import Batch, Block
 from data.corpus import prepare_standard_library
 from data.text import TextBatches
@@ -21,6 +25,7 @@ from models.position_parts import PositionParts
 from training.mesh import Partition
 from training.metrics import StepWork
 from training.step import Counts, LossFunction, count_tokens
+from training.stored_step import is_named
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,13 @@ class Objective:
     loss_sum: from parameters and a batch to its summed loss, or losses of its parts.
     count: from a batch to what is in it.
     part_names: of the parts of the loss, if it has any.
+    unit: of the loss.
     """
 
     loss_sum: LossFunction
     count: Callable[[Any], Counts]
     part_names: Sequence[str] = ()
+    unit: str = "nats a token"
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,8 @@ class Task:
 
 
 def text(config: ml_collections.ConfigDict, partition: Partition) -> Task:
-    """A LLaMA on a corpus; the default corpus is prepared where it is missing."""
-    if not config.data.corpus:
-        prepare_standard_library(assemble.STANDARD_LIBRARY)
+    """A LLaMA on a corpus."""
+    _corpus(config)
     batches = assemble.batches(config, partition, "train")
     validation = assemble.validation_batches(config, partition)
     model = assemble.model(config, partition)
@@ -118,6 +124,7 @@ def exorl(config: ml_collections.ConfigDict, partition: Partition) -> Task:
         assemble_agents.loss_function(config, model, partition),
         assemble_agents.count(config),
         [f"rank_{rank}" for rank in range(1, config.agent.chain_length + 1)],
+        unit="squared error of actions",
     )
     return Task(
         batches=batches,
@@ -133,6 +140,21 @@ def exorl(config: ml_collections.ConfigDict, partition: Partition) -> Task:
 
 TASKS = {"text": text, "exorl": exorl}
 
+# Fields in which the hosts of a run may differ, and its starts.
+_OF_A_HOST = (
+    "hosts",
+    "simulated_devices",
+    "profile",
+    "data.threads",
+    "data.buffered_steps",
+    "data.compare_digests",
+)
+# Fields that only the other task reads.
+_UNREAD = {
+    "text": ("agent", *(f"data.{name}" for name in assemble_agents.DATA_FIELDS)),
+    "exorl": ("model.vocab_size", "data.corpus", "data.rows"),
+}
+
 
 def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     """The task that `config.task` names.
@@ -141,6 +163,46 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
       ValueError, FileNotFoundError: there is no such task, or something in the config
         or the data is wrong; before anything is compiled.
     """
+    _check_task(config)
+    return TASKS[config.task](config, partition)
+
+
+def settings(
+    config: ml_collections.ConfigDict, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What makes the run, JSON values by dotted name (see `training/record.py`).
+
+    That is every field that its task reads, but for what hosts have of their own, and a
+    digest of the data.
+
+    say: is told what of the data is not compared with its digests.
+
+    Raises:
+      ValueError, FileNotFoundError: there is no such task, or no such data, or they are
+        not what was written.
+    """
+    _check_task(config)
+    left_out = (*_OF_A_HOST, *_UNREAD[config.task])
+    fields = fields_by_name(config)
+    read = {name: fields[name] for name in fields if not is_named(name, left_out)}
+    if config.task == "text":
+        field, where, kind = "data.corpus", _corpus(config), token_file
+    else:
+        field, kind = "data.trajectories", trajectory_file
+        where = assemble_agents.directory(config)
+    digest, unread = kind.identify(where, compare=config.data.compare_digests)
+    if unread:
+        say(f"data: {unread}")
+    return json.loads(json.dumps(read | {f"{field}.contents": digest}))
+
+
+def _check_task(config: ml_collections.ConfigDict) -> None:
     if config.task not in TASKS:
         raise ValueError(f"{config.task=} is not one of {', '.join(TASKS)}")
-    return TASKS[config.task](config, partition)
+
+
+def _corpus(config: ml_collections.ConfigDict) -> Path:
+    """Where the corpus is; the default one is prepared where it is missing."""
+    if config.data.corpus:
+        return Path(config.data.corpus)
+    return prepare_standard_library(assemble.STANDARD_LIBRARY)

@@ -4,36 +4,50 @@ The run as it happens: mesh, data, model, state, programs, loop. Every object is
 here and handed down: `train` reads from top to bottom as a run goes, and hands over to
 the loop of `training/loop.py`. Run the same command again to resume.
 
-Exit codes: 0 the run is complete, 75 it was told to stop (SIGTERM) and has saved,
-70 a step hung, 1 an error.
+Exit codes: 0 the run is complete, 75 it was told to stop (SIGTERM, Ctrl-C) and has
+saved, 70 a step hung or another process was lost, 1 an error.
 """
+
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while the rest is imported shows no stack
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
 import functools
+import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import ml_collections
 import optax
-from absl import app, flags, logging
-from ml_collections import config_flags
 
 import assemble
+import config_checks
 import tasks
+from command_line import Parser, as_program, read_config
+from config_errors import names_fields
 from data.text import iterate
 from tasks import Task
-from training import chips, hosts
+from training import chips, hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place
 from training.goodput import Goodput
-from training.guard import BadSteps, GuardSettings, Watch
+from training.guard import Watch
 from training.loop import Intervals, Loop, Programs
-from training.metrics import NullWriter, TensorBoardWriter, Throughput
+from training.metrics import (
+    NullWriter,
+    TensorBoardWriter,
+    Throughput,
+    run_directory,
+)
 from training.optimizer import make_optimizer
 from training.preemption import Notice, Preempted, notice
 from training.profiler import Profiler
-from training.report import Report
+from training.report import Losses, Report
 from training.step import (
     TrainState,
     initial_state,
@@ -42,11 +56,10 @@ from training.step import (
 )
 from training.watchdog import Watchdog
 from training.weights import SavedParameters
+from training.workdir import locked, make_writable
 
 PREEMPTED = 75
 """Exit code: try again (EX_TEMPFAIL of sysexits.h)."""
-
-CONFIG = config_flags.DEFINE_config_file("config", lock_config=True)
 
 
 def train(
@@ -66,12 +79,12 @@ def train(
       ValueError, FileNotFoundError: something in the config, the corpus or the
         checkpoint is wrong; before anything is compiled.
       Preempted: it was told to stop, and has saved.
-      BadSteps: it makes no progress.
+      BadSteps: it makes no progress, or its state is not finite.
       OSError: it cannot save, or read.
     """
     goodput = Goodput()
-    assemble.check_counts(config)
-    guard = GuardSettings(**config.guard)
+    settings = record.agreed(lambda: _checked_settings(config, say))
+    guard = assemble.guard_settings(config)
     profiler = Profiler.of(config.profile, f"{config.workdir}/tensorboard", say)
 
     # Mesh.
@@ -82,6 +95,7 @@ def train(
 
     # Data, model and loss of the task; the state, as shapes.
     task = tasks.make(config, partition)
+    config_checks.check_attention(config, partition)
     optimizer, schedule = make_optimizer(assemble.optimizer_settings(config))
     state_like = assemble.abstract_state(task.model, optimizer, partition)
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
@@ -91,6 +105,9 @@ def train(
     )
 
     with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            stack.enter_context(locked(config.workdir, say))
+            make_writable(f"{config.workdir}/tensorboard")
         told = stack.enter_context(notice())
         watchdog = stack.enter_context(
             Watchdog(guard.first_step_seconds, guard.step_seconds)
@@ -106,6 +123,9 @@ def train(
             )
         )
         checkpoints.check_fingerprint()
+        checkpoints.record = record.continued(
+            checkpoints.records(), settings, config.may_change, say
+        )
         say(f"checkpoints: {config.workdir}/checkpoints")
         say(f"curves: tensorboard --logdir {config.workdir}/tensorboard")
         if checkpoints.latest_step() is not None:
@@ -120,7 +140,8 @@ def train(
             say(f"all {last_step} steps are made: raise config.train.steps to go on")
             return {"step": last_step}
         if jax.process_index() == 0:
-            goodput.resume(checkpoints.directory.parent / "goodput.json", first_step)
+            seconds = checkpoints.directory.parent / "goodput.json"
+            goodput.resume(seconds, first_step, say)
 
         # Programs.
         _stop_if(told, first_step)
@@ -129,6 +150,7 @@ def train(
         _stop_if(told, first_step)
 
         # Reports.
+        every = _intervals(config)
         report = Report(
             say=say,
             writer=stack.enter_context(_writer(config, first_step + 1, say)),
@@ -136,10 +158,14 @@ def train(
             work=task.work,
             schedule=schedule,
             total_steps=last_step,
-            every_steps=config.train.log_every_steps,
+            every_steps=every.log,
             watch=Watch(guard.stop_after, say),
-            part_names=task.objective.part_names,
-            held_out_part_names=task.held_out.part_names,
+            losses=Losses(
+                task.objective.unit,
+                parts=task.objective.part_names,
+                held_out_parts=task.held_out.part_names,
+                validates=bool(task.validation and every.validate),
+            ),
         )
 
         # Loop.
@@ -155,7 +181,7 @@ def train(
             programs=programs,
             place=lambda blocks: place(blocks, task.sharding, task.shape),
             held_out=task.validation,
-            every=_intervals(config),
+            every=every,
             checkpoints=checkpoints,
             report=report,
             goodput=goodput,
@@ -169,6 +195,14 @@ def train(
         raise Preempted(f"step {step} of {last_step}, {where}")
     say(f"done: step {last_step}, {where}")
     return {"step": last_step, **report.last}
+
+
+def _checked_settings(
+    config: ml_collections.ConfigDict, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What makes the run (see `tasks.settings`), of a config without errors."""
+    config_checks.check(config, jax.device_count())
+    return tasks.settings(config, say)
 
 
 def _first_state(
@@ -193,7 +227,7 @@ def _first_state(
         )
         return create(jax.random.key(config.seed))
     saved = SavedParameters(config.init_from)
-    saved.check_model(task.fingerprint, config.init_may_differ)
+    saved.check_model(task.fingerprint, config.may_change)
     parameters = saved.restore(like.params)
     say(f"parameters: of step {saved.step} of {config.init_from}")
     begin = jax.jit(
@@ -236,7 +270,8 @@ def _writer(
     """Of the first process; all others write nothing."""
     if jax.process_index():
         return NullWriter()
-    writer = TensorBoardWriter(f"{config.workdir}/tensorboard", first_step, say)
+    curves = run_directory(f"{config.workdir}/tensorboard", config.workdir)
+    writer = TensorBoardWriter(curves, first_step, say)
     writer.text("config", f"```\n{config}\n```")
     return writer
 
@@ -268,40 +303,56 @@ def _intervals(config: ml_collections.ConfigDict) -> Intervals:
     )
 
 
+@names_fields
+def _connect(config: ml_collections.ConfigDict) -> None:
+    hosts.connect(**config.hosts)
+
+
 def _silent(line: str) -> None:
     """What every process but the first says."""
 
 
-def parse_flags(arguments: list[str]) -> list[str]:
-    """The arguments that are no flags; ends the program where a flag is wrong."""
-    try:
-        return app.parse_flags_with_usage(arguments)
-    except (AttributeError, KeyError, OSError) as error:
-        cause = error.args[0]
-        cause = cause.args[0] if isinstance(cause, KeyError) else cause
-        sys.exit(f"error: {' '.join(str(cause or error).split())}")
+def silence_writers() -> None:
+    """Leaves it to `Checkpoints` and the curves to say, in a line, what is not written.
+
+    On a full disk Orbax logs the stacks of all its threads, asyncio those of abandoned
+    tasks, and threads of tensorstore and TensorBoard end with stacks of their own.
+    """
+    for name in "absl", "asyncio":
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    show_ignored, show_ended = sys.unraisablehook, threading.excepthook
+
+    def ignored(raised: Any) -> None:
+        if "Event loop is closed" not in str(raised.exc_value):
+            show_ignored(raised)
+
+    def ended(raised: Any) -> None:
+        if not type(raised.thread).__module__.startswith("tensorboard."):
+            show_ended(raised)
+
+    sys.unraisablehook, threading.excepthook = ignored, ended
 
 
-def main(arguments: list[str]) -> None:
-    """Trains what `--config` says."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unknown arguments {arguments[1:]}: see configs/base.py")
-    config = CONFIG.value
-    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
+@as_program
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """Trains what `--config` says; returns the exit code."""
+    _, rest = Parser(__doc__).parse_known_args(arguments)
+    config = read_config(rest)
+    silence_writers()
     assemble.simulate_devices(config)
+    if config.hosts.coordinator or not config.simulated_devices:
+        _connect(config)
+    is_first = jax.process_index() == 0
     try:
-        if config.hosts.coordinator or not config.simulated_devices:
-            hosts.connect(**config.hosts)
-        is_first = jax.process_index() == 0
         # Told at once: what ends a run that hangs does not empty buffers.
         train(config, functools.partial(print, flush=True) if is_first else _silent)
     except Preempted as stopped:
         print(f"preempted: {stopped}", file=sys.stderr)
-        sys.exit(PREEMPTED)
-    except (ValueError, OSError, BadSteps) as error:
-        sys.exit(f"error: {error}")
+        return PREEMPTED
+    except Exception as error:
+        peers.leave(error)
+        raise
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(main())

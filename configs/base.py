@@ -18,9 +18,10 @@ def get_config() -> ml_collections.ConfigDict:
     # Where the parameters of a new run come from: the workdir of another run, or what
     # tools/convert_hf.py imported; the optimizer starts anew. "": they are random.
     config.init_from = ""
-    # Fields of config.model in which those parameters' model may differ from this one:
-    # ("rope_theta", "rope_scaling") to go on with other frequencies.
-    config.init_may_differ = ()
+    # Fields that may have other values than what is saved: of the model, where the
+    # parameters of init_from are taken, as ("rope_theta", "rope_scaling"); where a run
+    # goes on, of what says which data a step reads: "seed" and those of config.data.
+    config.may_change = ()
     # Of the initial parameters and of the order of the data.
     config.seed = 0
     # CPU devices to simulate, for a try without accelerators; 0: the devices there are.
@@ -33,6 +34,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.hosts.coordinator = ""
     config.hosts.count = 0
     config.hosts.index = -1
+    # How long they wait for each other at the start, and how long one may be silent
+    # before the others end without it.
+    config.hosts.start_seconds = 300
+    config.hosts.lost_seconds = 100
 
     # The attention system: vanilla, memory_efficient, blockwise (also the feed-forward
     # in chunks), ring (sequence sharded, contiguous), striped or zigzag (also
@@ -138,6 +143,9 @@ def get_config() -> ml_collections.ConfigDict:
     # Threads that read ahead, and steps they keep ready.
     config.data.threads = 4
     config.data.buffered_steps = 4
+    # Compare the files of the data with their digests at the start even where they are
+    # larger than 256 MiB, which reads them whole; smaller ones always are.
+    config.data.compare_digests = False
 
     config.optimizer = ml_collections.ConfigDict()
     config.optimizer.peak_lr = 3e-4

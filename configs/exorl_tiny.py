@@ -32,10 +32,10 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     """The config of a domain and method.
 
     Raises:
-      KeyError: there is no such one. (A ValueError would be shown with its trace.)
+      ValueError: there is no such one.
     """
     if name not in _NAMES:
-        raise KeyError(f"{name!r} is not one of {', '.join(_NAMES)}")
+        raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
     domain, method = name.split("/")
     task, observation_size, action_size = _DOMAINS[domain]
     model, chain_length, rows, share, steps = _METHODS[method]

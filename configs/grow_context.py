@@ -30,11 +30,11 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     """The config of a stage, named by its tokens of context.
 
     Raises:
-      KeyError: there is no such stage. (A ValueError would be shown with its trace.)
+      ValueError: there is no such stage.
     """
     names = [str(tokens) for tokens in _STAGES]
     if stage not in names:
-        raise KeyError(f"stage {stage!r} is not one of {', '.join(names)}")
+        raise ValueError(f"stage {stage!r} is not one of {', '.join(names)}")
     tokens = int(stage)
     fsdp, ring, rows, microbatches, steps = _STAGES[tokens]
     config = base.get_config().unlock()
@@ -51,7 +51,7 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     if tokens > _FIRST:
         before = names[names.index(stage) - 1]
         config.init_from = f"runs/grow_context/{before}"
-        config.init_may_differ = ("rope_scaling",)
+        config.may_change = ("rope_scaling",)
         config.rope_scaling.rope_type = "yarn"
         config.rope_scaling.factor = tokens / _FIRST
         config.rope_scaling.original_max_position_embeddings = _FIRST

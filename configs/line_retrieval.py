@@ -34,11 +34,11 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     """The config of a stage, named by its tokens of context.
 
     Raises:
-      KeyError: there is no such stage. (A ValueError would be shown with its trace.)
+      ValueError: there is no such stage.
     """
     names = [str(tokens) for tokens in _STAGES]
     if stage not in names:
-        raise KeyError(f"stage {stage!r} is not one of {', '.join(names)}")
+        raise ValueError(f"stage {stage!r} is not one of {', '.join(names)}")
     tokens = int(stage)
     row_tokens, rows, steps, peak_lr = _STAGES[tokens]
     config = base.get_config().unlock()

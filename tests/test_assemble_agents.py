@@ -15,6 +15,7 @@ import tasks
 import train
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tests.cases import QUICK
+from tests.curves import layout
 from tests.small_agent import (
     ACTION_SIZE,
     EPISODE_STEPS,
@@ -92,6 +93,11 @@ def test_losses_fall_and_ranks_have_curves_of_their_own(undisturbed):
     for step, loss in validation.items():
         assert loss == pytest.approx(np.mean([r[step] for r in held_out]), rel=1e-5)
     assert any("striped attention" in line for line in said)
+    learning = layout(workdir / "tensorboard" / workdir.name)["Learning"]
+    assert list(learning)[:2] == [
+        "loss, squared error of actions",
+        "held-out loss by part, squared error of actions",
+    ]
 
 
 def test_a_resumed_run_ends_as_the_undisturbed_one(file, undisturbed, tmp_path):
@@ -109,15 +115,16 @@ def test_a_step_with_bad_gradients_makes_no_update_and_is_replayed(
 ):
     checkpoint = Path("checkpoints") / str(MIDDLE)
     shutil.copytree(undisturbed[0] / checkpoint, tmp_path / checkpoint)
-    place, said = train.place, []
+    place, said, placed = train.place, [], []
 
     def spoilt(*arguments: Any) -> Any:
+        """The step's batch, and not those of the validation, which then is finite."""
         batch = place(*arguments)
-        return batch._replace(actions=np.nan * batch.actions)
+        placed.append(batch)
+        return batch if placed[1:] else batch._replace(actions=np.nan * batch.actions)
 
     monkeypatch.setattr(train, "place", spoilt)
-    more = {"train__steps": MIDDLE + 1, "train__validation_batches": 0}
-    config = config_in(tmp_path, file, guard__replay=True, **more)
+    config = config_in(tmp_path, file, guard__replay=True, train__steps=MIDDLE + 1)
     before, _ = parameters_in(tmp_path, file)
     last = train.train(config, said.append)
     after, step = parameters_in(tmp_path, file)

@@ -1,5 +1,6 @@
 """Bad input is refused with its value and a remedy, before anything is compiled."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -54,13 +55,17 @@ BAD_CONFIGS = {
     "mesh_axis_of_no_devices": ({"mesh__fsdp": 0}, ["fsdp=0", "at least 1"]),
     "heads_not_divisible_by_the_mesh": (
         {"mesh__ring": 1, "mesh__tensor": 4},
-        ["2 kv_heads", "tensor (4", "change config"],
+        ["2 config.model.num_kv_heads", "tensor (4", "change config"],
     ),
     "heads_no_multiple_of_key_value_heads": (
         {"model__num_kv_heads": 3},
-        ["num_heads=4", "num_kv_heads=3", "multiple"],
+        ["config.model.num_heads=4", "config.model.num_kv_heads=3", "multiple"],
     ),
     "no_key_value_heads": ({"model__num_kv_heads": 0}, ["num_kv_heads=0", "at least"]),
+    "sizes_of_more_than_31_bits": (
+        {"model__vocab_size": 1 << 63, "model__hidden_size": 1 << 31},
+        ["below 2^31", f"vocab_size={1 << 63}", f"hidden_size={1 << 31}"],
+    ),
     "odd_head": ({"model__head_dim": 7}, ["head_dim=7", "even"]),
     "tokens_outside_the_vocabulary": (
         {"model__vocab_size": 200},
@@ -70,7 +75,10 @@ BAD_CONFIGS = {
         {"attention": "flash"},
         ["attention='flash'", "vanilla, memory_efficient, blockwise, ring, striped"],
     ),
-    "unknown_remat": ({"remat": "some"}, ["'some'", "attention", "nothing"]),
+    "unknown_remat": (
+        {"remat": "some"},
+        ["config.remat='some'", "attention", "nothing"],
+    ),
     "unknown_implementation": (
         {"implementation": "cuda"},
         ["implementation='cuda'", "blockwise"],
@@ -90,7 +98,11 @@ BAD_CONFIGS = {
     ),
     "whole_sequence_system_on_a_ring": (
         {"attention": "vanilla"},
-        ["attention='vanilla'", "ring of 4", "mesh.ring=1"],
+        [
+            "config.attention='vanilla'",
+            "a ring of 4",
+            "set config.mesh.ring=1, config.mesh.fsdp=8, config.data.batch_rows=8",
+        ],
     ),
     "context_does_not_divide_over_the_ring": (
         {"data__context_tokens": 78},
@@ -110,7 +122,7 @@ BAD_CONFIGS = {
     ),
     "batch_larger_than_the_corpus": (
         {"data__batch_rows": 4000},
-        ["batch of 4000 rows", "fewer rows"],
+        ["config.data.batch_rows=4000", "fewer rows"],
     ),
     "batch_of_nothing": ({"data__batch_rows": 0}, ["batch_rows=0", "multiple of 2"]),
     "negative_batch": ({"data__batch_rows": -4}, ["batch_rows=-4", "multiple of 2"]),
@@ -123,10 +135,13 @@ BAD_CONFIGS = {
         ["batch_rows=4", "microbatches=4", "multiple of 8"],
     ),
     "no_microbatches": ({"train__microbatches": 0}, ["microbatches=0", "at least 1"]),
-    "no_steps": ({"train__steps": 0}, ["total_steps=0", "at least 1"]),
+    "no_steps": ({"train__steps": 0}, ["config.train.steps=0", "at least 1"]),
     "warm_up_longer_than_the_run": (
         {"optimizer__warmup_steps": 30},
-        ["warmup_steps=30", "total_steps=20", "lower warmup_steps"],
+        [
+            "config.optimizer.warmup_steps=30 config.train.steps=20",
+            "lower config.optimizer.warmup_steps",
+        ],
     ),
     "log_never": ({"train__log_every_steps": 0}, ["log_every_steps=0", "at least 1"]),
     "validate_never": (
@@ -144,19 +159,19 @@ BAD_CONFIGS = {
     ),
     "more_threads_than_buffered_steps": (
         {"data__threads": 8},
-        ["threads=8", "buffered_steps=4"],
+        ["config.data.threads=8", "config.data.buffered_steps=4"],
     ),
     "attention_parts_that_do_not_divide": (
         {"attention_parts": 3},
-        ["attention_parts=3", "key/value heads", "choose a divisor"],
+        ["config.attention_parts=3", "key/value heads", "choose a divisor"],
     ),
     "stop_after_no_bad_step": (
         {"guard__stop_after": 0},
-        ["stop_after=0", "at least 1"],
+        ["config.guard.stop_after=0", "at least 1"],
     ),
     "spikes_below_the_mean": (
         {"guard__spike_sigmas": -6.0},
-        ["spike_sigmas=-6.0", "at least 0"],
+        ["config.guard.spike_sigmas=-6.0", "at least 0"],
     ),
     "negative_time_for_a_step": (
         {"guard__step_seconds": -1.0},
@@ -166,9 +181,52 @@ BAD_CONFIGS = {
         {"loss_chunk_tokens": 0},
         ["loss_chunk_tokens=0", "at least 1"],
     ),
+    "unknown_chain_order": (
+        {"data__chain_order": "best"},
+        ["config.data.chain_order='best'", "ascending"],
+    ),
+    "negative_seed": ({"seed": -1}, ["config.seed=-1", "at least 0"]),
+    "large_seed": ({"seed": 2**32}, ["config.seed=4294967296", "below 2^32"]),
+    "negative_devices": (
+        {"simulated_devices": -3},
+        ["config.simulated_devices=-3", "at least 0"],
+    ),
+    "no_granule": ({"stripe_granule": 0}, ["config.stripe_granule=0", "at least 1"]),
+    "no_context": ({"data__context_tokens": 0}, ["context_tokens=0", "at least 1"]),
+    "no_checkpoint_kept": ({"checkpoint__keep": 0}, ["config.checkpoint.keep=0"]),
+    "a_profile_of_no_step": (
+        {"profile": "25-30"},
+        ["config.profile='25-30'", "config.train.steps=20"],
+    ),
+    "an_endless_learning_rate": (
+        {"optimizer__peak_lr": float("inf")},
+        ["config.optimizer.peak_lr=inf", "finite"],
+    ),
+    "no_decay_but_nan": (
+        {"optimizer__weight_decay": float("nan")},
+        ["config.optimizer.weight_decay=nan", "finite"],
+    ),
+    "an_endless_rope": (
+        {"model__rope_theta": float("inf")},
+        ["config.model.rope_theta=inf", "above 0"],
+    ),
+    "scaling_without_a_type": (
+        {"rope_scaling__factor": 4.0},
+        ["config.rope_scaling.factor=4.0", "config.rope_scaling.rope_type='none'"],
+    ),
+    "no_place": ({"workdir": ""}, ["config.workdir=''", "must be a directory"]),
+    "a_place_of_no_kind": ({"workdir": "ftp://a/b"}, ["config.workdir='ftp://a/b'"]),
+    "a_bucket_without_gcsfs": ({"workdir": "gs://a/b"}, ["gs://a/b", "needs gcsfs"]),
+    "parameters_in_a_bucket": ({"init_from": "gs://a/b"}, ["config.init_from='gs://"]),
+    "everything_at_once": (
+        {"seed": -1, "mesh__fsdp": 3, "remat": "some", "optimizer__beta1": 1.0}
+        | {"optimizer__end_lr": 1.0, "model__head_dim": 7, "guard__stop_after": 0},
+        ["config.seed=-1", "fsdp 3", "config.remat='some'", "config.optimizer.beta1"]
+        + ["config.optimizer.end_lr=1.0", "head_dim=7", "config.guard.stop_after=0"],
+    ),
     "negative_feed_forward_chunk": (
         {"feed_forward_chunk_tokens": -1},
-        ["feed_forward_chunk", "-1"],
+        ["config.feed_forward_chunk_tokens=-1"],
     ),
 }
 
@@ -176,7 +234,7 @@ BAD_CONFIGS = {
 @pytest.mark.parametrize("name", BAD_CONFIGS)
 def test_a_bad_config_is_refused(corpus: Path, tmp_path: Path, name: str) -> None:
     overrides, parts = BAD_CONFIGS[name]
-    message = refusal(corpus, tmp_path / "run", **overrides)
+    message = refusal(corpus, **{"workdir": tmp_path / "run"} | overrides)
     assert all(part in message for part in parts), message
     assert not (tmp_path / "run").exists()
 
@@ -205,7 +263,33 @@ def test_a_truncated_token_file_is_refused(
     tokens.write_bytes(whole[:size])
     message = refusal(copy, tmp_path / "run")
     assert f"{tokens} has {size} bytes" in message and f"{len(whole)}" in message
-    assert "copy it anew or prepare the corpus again" in message
+    assert "copy it again or prepare the corpus again" in message
+
+
+def forget_digests(corpus: Path) -> None:
+    """Makes a corpus one of before there were any."""
+    meta = json.loads((corpus / "meta.json").read_text())
+    del meta["files"]
+    (corpus / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_a_damaged_token_is_refused(
+    corpus: Path, tmp_path: Path, has_digests: bool
+) -> None:
+    """By the digests; where there are none, as soon as it is read, here to validate."""
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpus, copy)
+    tokens = copy / "validation.tokens.bin"
+    ids = np.fromfile(tokens, "<u2")
+    ids[100] = 32_768
+    ids.tofile(tokens)
+    if not has_digests:
+        forget_digests(copy)
+    message = refusal(copy, tmp_path / "run")
+    found = "is not what was written" if has_digests else "token 32768 at place 100"
+    assert f"{tokens} " in message and found in message
+    assert "copy it again or prepare the corpus again" in message
 
 
 def test_decreasing_document_starts_are_refused(corpus: Path, tmp_path: Path) -> None:
@@ -215,6 +299,7 @@ def test_decreasing_document_starts_are_refused(corpus: Path, tmp_path: Path) ->
     starts = np.fromfile(path, "<u8")
     starts[[3, 4]] = starts[[4, 3]]
     starts.tofile(path)
+    forget_digests(copy)
     message = refusal(copy, tmp_path / "run")
     assert f"document 4 starts at {starts[4]}, not after document 3" in message
     assert "prepare the corpus again" in message
@@ -244,7 +329,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(
 
 @pytest.mark.parametrize("size", [0, -1, -4096])
 def test_a_window_of_no_token_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"size={size} must be at least 1 token"):
+    with pytest.raises(ValueError, match=f"size={size} must be at least 1"):
         masks.window(size)
 
 
@@ -260,10 +345,16 @@ def test_decreasing_document_ids_are_refused(array: Any) -> None:
 
 def test_the_command_line_says_one_line_and_fails(corpus: Path, tmp_path: Path) -> None:
     arguments = {
-        "--config.modle.num_layers=1": ["modle", 'Did you mean "model"'],
+        "--config.implementation=pallas_tpu": [
+            "config.implementation='pallas_tpu' cannot attend",
+            "needs a TPU",
+        ],
         "--config.mesh.fsdp=3": ["fsdp 3", "8 devices", "change config.mesh"],
         f"--config.data.corpus={tmp_path}/nowhere": ["no corpus", "prepare_text.py"],
-        "--config.hosts.coordinator=head:1234": ["count=0", "index from 0 to count"],
+        "--config.hosts.coordinator=head:1234": [
+            "config.hosts.count=0",
+            "index from 0",
+        ],
     }
     command = [sys.executable, "train.py", "--config=configs/tiny.py"]
     places = [f"--config.workdir={tmp_path}/run", f"--config.data.corpus={corpus}"]

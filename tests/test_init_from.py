@@ -146,7 +146,7 @@ def test_parameters_of_another_model_are_refused_before_anything_is_compiled(
     assert f"step 6 of {trained} belong to another model" in message
     assert "model.num_layers: saved 2, this run 3" in message
     assert "model.rope_theta: saved 10000.0, this run 500.0" in message
-    settings.init_may_differ = ("rope_theta", "num_layers")
+    settings.may_change = ("rope_theta", "num_layers")
     with pytest.raises(ValueError, match=r"params.layers.*float32\[2.*float32\[3"):
         train.train(settings, lambda line: None)
 

@@ -21,7 +21,7 @@ def test_stages_are_one_model_and_each_begins_with_the_one_before():
     for stage, tokens in zip((short, long), STAGES, strict=True):
         assert stage.data.context_tokens >= 2 * tokens
     assert {c.data.rows for c in (short, long)} == {"whole"}
-    with pytest.raises(KeyError, match="stage '65' is not one of 32, 160"):
+    with pytest.raises(ValueError, match="stage '65' is not one of 32, 160"):
         line_retrieval.get_config("65")
 
 

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from command_line import read_config
 from configs import base
 from kernels.layout import Striped, unpermute
 from tests import readme
 from tests.cases import QUICK
 from tests.readme import ROOT, Command, commands, inline_code, inline_commands
 from tests.rings import ring_mesh
-from tools.config_file import read_config
 from tools.plan_mesh import suggestions
 from tools.plan_step import described_pod
 

@@ -18,8 +18,10 @@ import pytest
 
 import assemble
 import train
+from tests.curves import layout
 from tests.runs import Run, assert_equal_bits, kept_in, prepare_corpus
 from training.feed import place
+from training.guard import BadSteps
 from training.metrics import read_scalars
 from training.step import make_evaluate_step
 
@@ -163,12 +165,28 @@ def test_rates_are_positive(undisturbed: Run) -> None:
         assert all(value > 0 for _, value in points), (tag, points)
 
 
+def test_every_chart_shows_a_curve_of_a_run_that_has_its_workdirs_name(
+    undisturbed: Run,
+) -> None:
+    (run,) = (undisturbed.workdir / "tensorboard").iterdir()
+    assert run.name == undisturbed.workdir.name
+    found, tags = layout(run), read_scalars(run)
+    assert "loss, nats a token" in found["Learning"]
+    for charts in found.values():
+        for title, curves in charts.items():
+            for curve in curves:
+                assert any(re.search(curve, tag) for tag in tags), (title, curve)
+    # The devices are simulated: they have no peak.
+    assert "MFU" not in found["Speed"] and "tokens a second" in found["Speed"]
+
+
 def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(
     undisturbed: Run, copy_at_the_middle: Run
 ) -> None:
     run = copy_at_the_middle
     run.train(mesh__fsdp=4, mesh__ring=2, train__validation_batches=0)
     assert "mesh: data 1 x fsdp 4 x ring 2 x tensor 1, of 8 x cpu" in run.said
+    assert f"changed since step {MIDDLE}: mesh.ring: 4 -> 2" in run.said
     losses = run.losses()
     assert len(losses) == STEPS - MIDDLE
     np.testing.assert_allclose(losses, undisturbed.losses(MIDDLE), rtol=1e-5)
@@ -245,6 +263,13 @@ def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed: Run) -> None
     step, logged = undisturbed.curve("validation/loss")[-1]
     assert step == STEPS
     assert logged == pytest.approx(loss / weight, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_is_far_too_high_fails(new_run: Run) -> None:
+    with pytest.raises(BadSteps, match="would end with .* nan.*peak_lr.*finite"):
+        new_run.train(optimizer__peak_lr=1e10, guard__stop_after=1000)
+    assert not any(line.startswith("done") for line in new_run.said)
 
 
 @pytest.mark.slow

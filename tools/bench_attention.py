@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from command_line import Parser, as_program, at_least
 from kernels import backend
 from tests.cases import LAYOUTS, MASKS, Case, Problem, solve
 from tools.bench_rows import (
@@ -184,17 +185,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
-
-
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     sizes = {
         "--devices": (8, "devices in the ring"),
         "--batch": (1, "sequences"),
@@ -208,7 +200,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     }
     for name, (default, text) in sizes.items():
         text += f" (default: {default})" if default else ""
-        parser.add_argument(name, default=default, type=_positive, help=text)
+        parser.add_argument(name, default=default, type=at_least(1), help=text)
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--mask", default="causal", choices=tuple(MASKS))
@@ -270,21 +262,17 @@ def _variants(chosen: argparse.Namespace) -> list[Variant]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        if chosen.output:
-            check_output(chosen.output)
-        variants = _variants(chosen)
-        rows = measure(variants, start_devices(chosen.devices), chosen.repeats)
-        if chosen.output:
-            write_rows(chosen.output, rows)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if chosen.output:
+        check_output(chosen.output)
+    variants = _variants(chosen)
+    rows = measure(variants, start_devices(chosen.devices), chosen.repeats)
+    if chosen.output:
+        write_rows(chosen.output, rows)
     print(table(rows))
-    return 0
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from command_line import Parser, as_program, at_least
 from kernels import backend
 from tools.bench_rows import (
     Environment,
@@ -119,7 +120,11 @@ def prepare(name: str, problem: Problem, operands: Operands) -> Entry:
 def measure(
     problem: Problem, names: Sequence[str], repeats: int, calls: int
 ) -> list[dict[str, Any]]:
-    """A row for each direction of each contestant that takes the problem."""
+    """A row for each direction of each contestant that takes the problem.
+
+    Raises:
+      ValueError: none of them does.
+    """
     environment = Environment.of(jax.devices()[:1])
     operands = problem.draw()
     entries = []
@@ -128,6 +133,8 @@ def measure(
             entries.append(prepare(name, problem, operands))
         except Unavailable as reason:
             print(f"{name} left out: {reason}", flush=True)
+    if not entries:
+        raise ValueError(f"none of {', '.join(names)} can be measured here")
     exact = ours(
         "blockwise",
         Operands(*(x.astype(jnp.float32) for x in operands)),
@@ -194,6 +201,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             line += _cells(found[0]) if found else "-".rjust(12) * 3
         worst = max(row["error"] for row in mine)
         lines.append(line + f"  {worst:.1e}")
+    lines.append(
+        "ms: medians; spread: (max - min) / median; error: the largest relative norm, "
+        "of both\ndirections, against blockwise in float32"
+    )
     return "\n".join(lines)
 
 
@@ -203,12 +214,10 @@ def _cells(row: dict[str, Any]) -> str:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = functools.partial(parser.add_argument, help="default: %(default)s")
-    add("--lengths", default=[8192, 16384, 32768], nargs="+", type=int)
-    add("--head-dims", default=[128], nargs="+", type=int)
+    add("--lengths", default=[8192, 16384, 32768], nargs="+", type=at_least(1))
+    add("--head-dims", default=[128], nargs="+", type=at_least(1))
     add("--masks", default=["causal"], nargs="+", choices=("causal", "full"))
     types = "bfloat16", "float16", "float32"
     add("--dtypes", default=["bfloat16"], nargs="+", choices=types)
@@ -216,17 +225,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen = ["hopper", "triton", *PEERS]
     add("--contestants", default=chosen, nargs="+", choices=known)
     for name, default in {"batch": 1, "heads": 16, "kv-heads": 16}.items():
-        add(f"--{name}", default=default, type=int)
-    add("--repeats", default=5, type=int)
-    add("--calls", default=10, type=int)
+        add(f"--{name}", default=default, type=at_least(1))
+    add("--repeats", default=5, type=at_least(1))
+    add("--calls", default=10, type=at_least(1))
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
     return parser.parse_args(arguments)
 
 
 def _problems(chosen: argparse.Namespace) -> Iterator[Problem]:
-    numbers = *chosen.lengths, *chosen.head_dims, chosen.batch, chosen.heads
-    if min(*numbers, chosen.kv_heads, chosen.repeats, chosen.calls) < 1:
-        raise ValueError("lengths, sizes, repeats and calls must be at least 1")
     if chosen.heads % chosen.kv_heads:
         raise ValueError(
             f"--heads {chosen.heads} is not a multiple of --kv-heads {chosen.kv_heads}"
@@ -240,25 +246,21 @@ def _problems(chosen: argparse.Namespace) -> Iterator[Problem]:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
     rows = []
-    try:
-        if chosen.output:
-            check_output(chosen.output)
-        for problem in list(_problems(chosen)):
-            print(f"\n{problem}", flush=True)
-            found = measure(problem, chosen.contestants, chosen.repeats, chosen.calls)
-            found.sort(key=lambda row: chosen.contestants.index(row["contestant"]))
-            print(table(found), flush=True)
-            rows += found
-            if chosen.output:  # after each problem: what is measured is not lost
-                write_rows(chosen.output, rows)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    if chosen.output:
+        check_output(chosen.output)
+    for problem in list(_problems(chosen)):
+        print(f"\n{problem}", flush=True)
+        found = measure(problem, chosen.contestants, chosen.repeats, chosen.calls)
+        found.sort(key=lambda row: chosen.contestants.index(row["contestant"]))
+        print(table(found), flush=True)
+        rows += found
+        if chosen.output:  # after each problem: what is measured is not lost
+            write_rows(chosen.output, rows)
 
 
 if __name__ == "__main__":

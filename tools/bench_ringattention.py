@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from command_line import Parser, as_program, at_least
 from tests.cases import Answer, Case, Problem, solve
 from tools.bench_attention import measure_rates, start_devices
 from tools.bench_rows import (
@@ -235,14 +236,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"   {best / row['seconds_median']:.2f} x as fast as the original's best, "
             f"{least / row['cpu_seconds_median']:.2f} x by cpu s"
         )
+    lines.append(
+        "cpu s: processor time of all threads, median; spread: (max - min) / median; "
+        "error:\nthe largest of out, dq, dk and dv, relative norm against float64"
+    )
     return "\n".join(lines)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(__doc__)
+    add = functools.partial(
+        parser.add_argument, type=at_least(1), help="default: %(default)s"
     )
-    add = functools.partial(parser.add_argument, type=int, help="default: %(default)s")
     parser.add_argument("--python", type=Path, required=True, help="the original's")
     add("--devices", default=8)
     add("--length", default=8192)
@@ -255,8 +260,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
     case = Case(
         ring_size=chosen.devices,
@@ -268,17 +274,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heads=chosen.heads,
         batch=1,
     )
-    try:
-        if chosen.output:
-            check_output(chosen.output)
-        rows = measure(case, chosen.python, chosen.chunks, chosen.repeats)
-        if chosen.output:
-            write_rows(chosen.output, rows)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if chosen.output:
+        check_output(chosen.output)
+    rows = measure(case, chosen.python, chosen.chunks, chosen.repeats)
+    if chosen.output:
+        write_rows(chosen.output, rows)
     print(table(rows))
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ Its keys are the fields of the dataclasses here, and what a benchmark adds to th
 import dataclasses
 import datetime
 import json
+import math
 import os
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from data.json_text import parse_json
 from training import chips
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,18 +175,49 @@ def check_output(path: Path) -> None:
         raise ValueError(f"{path} exists: give another --output, or remove it first")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a directory: make it first")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"{path.parent} cannot be written to: {error.strerror}"
+        ) from error
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path, *fields: str) -> list[dict[str, Any]]:
     """What `write_rows` wrote.
 
+    fields: that every row has to have.
+
     Raises:
-      ValueError: the file is no JSON.
+      ValueError: the file is no JSON, or no list of such rows.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        rows = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} holds no list of rows")
+    for number, row in enumerate(rows):
+        missing = sorted(set(fields) - set(row if isinstance(row, dict) else ()))
+        if missing or not isinstance(row, dict):
+            raise ValueError(
+                f"{path}: row {number} has no {', '.join(missing) or 'fields'}: give "
+                "rows of the program that measures what is drawn"
+            )
+    return rows
+
+
+def check_numbers(rows: Sequence[dict[str, Any]], fields: Sequence[str]) -> None:
+    """Raises ValueError if a field of a row is no finite number of at least 0."""
+    for number, row in enumerate(rows):
+        for name in fields:
+            value = row[name]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{name} of row {number} must be a number of at least 0, "
+                    f"got {value!r}"
+                )
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

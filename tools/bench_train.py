@@ -15,7 +15,6 @@ mfu and mfu_paper (see "MFU" in the README; null on an unknown chip), peak_bytes
 fullest device; null where devices do not say), first_loss and last_loss.
 """
 
-import argparse
 import re
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from typing import Any
 if not __package__:  # run as a script, which puts tools/ on the path, not the root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser, as_program, at_least
 from data.corpus import prepare, standard_library_files
 from data.tokenizer import ByteTokenizer
 from tools.bench_rows import Environment, check_output, make_row, write_rows
@@ -141,35 +141,30 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         peak = row["peak_bytes"]
         line += "-".rjust(12) if peak is None else f"{peak / 2**30:12.2f}"
         lines.append(line)
+    lines.append(
+        "medians over the steps; MFU paper: with attention counted in full, as Ring "
+        "Attention does;\npeak: of the fullest device; -: the device does not tell"
+    )
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    parser = Parser(__doc__)
     parser.add_argument("--config", required=True, help="as train.py's")
-    parser.add_argument("--contexts", default=[32768], nargs="+", type=int)
-    parser.add_argument("--steps", default=8, type=int, help="the first compiles")
+    parser.add_argument("--contexts", default=[32768], nargs="+", type=at_least(1))
+    parser.add_argument(
+        "--steps", default=8, type=at_least(3), help="the first compiles"
+    )
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
     chosen, overrides = parser.parse_known_args(arguments)
-    try:
-        if chosen.steps < 3 or min(chosen.contexts) < 1:
-            raise ValueError(
-                f"--steps {chosen.steps} must be at least 3, --contexts "
-                f"{chosen.contexts} at least 1"
-            )
-        if chosen.output:
-            check_output(chosen.output)
-        rows = measure(chosen.config, overrides, chosen.contexts, chosen.steps)
-        if chosen.output:
-            write_rows(chosen.output, rows)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if chosen.output:
+        check_output(chosen.output)
+    rows = measure(chosen.config, overrides, chosen.contexts, chosen.steps)
+    if chosen.output:
+        write_rows(chosen.output, rows)
     print(table(rows))
-    return 0
 
 
 if __name__ == "__main__":

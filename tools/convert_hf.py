@@ -30,7 +30,9 @@ from flax import traverse_util
 from jax.sharding import NamedSharding
 
 import assemble
+from command_line import Parser, as_program, at_least
 from configs import base
+from data.json_text import read_json_object
 from models.llama import LlamaConfig
 from models.rope import RopeScaling
 from tools import hf_config
@@ -51,7 +53,7 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "generation_config.json")
 """What `--like` copies besides, so that a model can be used where it arrives."""
 
 DTYPES = ("float32", "bfloat16")
-LISTED = 8
+LISTED = 4
 """Differences between a model and its files that are told."""
 
 
@@ -69,9 +71,15 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> LlamaConf
     check_absent(workdir)
     fields = _read_config(source)
     config = hf_config.llama_config(fields)
-    model = model_of(config, partition)
+    has_tied_head = hf_config.has_tied_head(fields)
     with TensorFiles(source) as files:
-        weights = _sources(files, hf_config.has_tied_head(fields))
+        if config.num_layers > len(files.shapes):  # before their names are made
+            raise ValueError(
+                f"config.json has num_hidden_layers={config.num_layers}, but the files "
+                f"hold {len(files.shapes)} tensors in all: copy the model again"
+            )
+        model = model_of(config, partition)
+        weights = _sources(files, has_tied_head)
         _check_tensors(files, weights, model)
         parameters = load(files, weights, model, partition)
     save_parameters(workdir, parameters, assemble.fingerprint(model))
@@ -146,7 +154,7 @@ def export_model(
         fields = hf_config.config_fields(config, dtype, kept)
         (writer.partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
         for pattern in COMPANIONS if original else ():
-            for file in sorted(original.glob(pattern)):
+            for file in sorted(filter(Path.is_file, original.glob(pattern))):
                 shutil.copyfile(file, writer.partial / file.name)
 
 
@@ -171,13 +179,7 @@ def _read_config(source: Path) -> dict[str, Any]:
     path = source / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {source} holds no model")
-    try:
-        fields = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} is no JSON object")
-    return fields
+    return read_json_object(path)
 
 
 def _sources(files: TensorFiles, has_tied_head: bool) -> tuple[Weight, ...]:
@@ -219,8 +221,8 @@ def _check_tensors(
     if wrong:
         more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
         raise ValueError(
-            "the tensors are not those that config.json describes:\n  "
-            + "\n  ".join(wrong[:LISTED] + more)
+            "the tensors are not those that config.json describes: "
+            + "; ".join(wrong[:LISTED] + more)
         )
 
 
@@ -256,12 +258,22 @@ def _fill(
     if not weight.is_stacked:
         stored = files.read(weight.name, weight.stored_index(shape, index))
         part[...] = weight.from_stored(stored, part.shape)
+        _check_finite(part, weight.name)
         return
     stored_index = weight.stored_index(shape[1:], index[1:])
     layers = weight.names(shape[0])[index[0]]
     for place, name in zip(part, layers, strict=True):
         stored = files.read(name, stored_index)
         place[...] = weight.from_stored(stored, place.shape)
+        _check_finite(place, name)
+
+
+def _check_finite(part: np.ndarray, name: str) -> None:
+    if not np.isfinite(part).all():
+        raise ValueError(
+            f"{name} holds numbers that are not finite, which no training recovers "
+            "from: copy the model again"
+        )
 
 
 def _tensors(
@@ -282,9 +294,7 @@ def _tensors(
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     ways = parser.add_subparsers(dest="way", required=True)
     add = ways.add_parser("import", help="from Hugging Face's layout").add_argument
     add("source", type=Path, help="directory with config.json and *.safetensors")
@@ -293,7 +303,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("workdir", help="of a run, or of imported weights")
     add("directory", type=Path, help="directory to write, a new one")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    add("--file-gigabytes", type=float, default=5, help="default: %(default)s")
+    size = at_least(1e-9, float)  # a byte
+    add("--file-gigabytes", type=size, default=5, help="default: %(default)s")
     add(
         "--like",
         type=Path,
@@ -308,28 +319,25 @@ def _advice(config: LlamaConfig, workdir: Path) -> str:
     return " \\\n  ".join([f"--config.init_from={workdir}", *flags])
 
 
+@as_program
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+    """Runs the program."""
     chosen = _arguments(arguments)
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
-    try:
-        if chosen.way == "import":
-            config = import_model(chosen.source, chosen.workdir, partition)
-            print(f"written to {chosen.workdir}; to train on:")
-            print(f"  {_advice(config, chosen.workdir)}")
-            return 0
-        export_model(
-            chosen.workdir,
-            chosen.directory,
-            partition,
-            dtype=chosen.dtype,
-            file_bytes=int(chosen.file_gigabytes * 1e9),
-            original=chosen.like,
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if chosen.way == "import":
+        config = import_model(chosen.source, chosen.workdir, partition)
+        print(f"written to {chosen.workdir}; to train on:")
+        print(f"  {_advice(config, chosen.workdir)}")
+        return 0
+    export_model(
+        chosen.workdir,
+        chosen.directory,
+        partition,
+        dtype=chosen.dtype,
+        file_bytes=int(min(chosen.file_gigabytes * 1e9, sys.maxsize)),
+        original=chosen.like,
+    )
     print(f"written to {chosen.directory}")
     return 0
 

@@ -11,22 +11,23 @@ from pathlib import Path
 if not __package__:  # run as a script, which puts tools/ on the path, not the root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import as_program
 from tools import evaluate_lines
 
 EVALUATIONS = {"line-retrieval": evaluate_lines.main}
 
 
+@as_program
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the evaluation that is named; returns its exit status, 0, 1 or 2."""
-    what, *rest = [*(sys.argv[1:] if arguments is None else arguments), "--help"]
-    if what == "--help":
+    """Runs the evaluation that is named; returns its exit status."""
+    what, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if what in ("-h", "--help"):
         print(__doc__.strip())
         return 0
     if what not in EVALUATIONS:
         known = ", ".join(EVALUATIONS)
-        print(f"error: {what!r} is not one of {known}", file=sys.stderr)
-        return 2
-    return EVALUATIONS[what](rest[:-1])
+        raise ValueError(f"{what!r} is not one of {known}: name one, or --help")
+    return EVALUATIONS[what](rest)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ from absl import logging
 
 import assemble
 import assemble_agents
+from command_line import Parser, as_program, at_least, read_config
 from data import environments
 from data.chains import Chains
 from data.trajectory_file import TrajectoryFile
 from tools.agents import Play, actor
 from tools.bench_rows import Environment, check_output
-from tools.config_file import read_config
 from tools.generation import newest_parameters
 from tools.scenes import Recording, Scene, Stage
 
@@ -110,11 +110,8 @@ def contexts(
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
-    if options.environments < 1 or options.episodes < 1 or not options.target > 0:
-        raise ValueError(
-            f"--environments {options.environments} and --episodes {options.episodes} "
-            f"must be at least 1, and --target {options.target} above 0"
-        )
+    if not options.target > 0:
+        raise ValueError(f"--target must be above 0, got {options.target}")
     if config.task != "exorl":
         raise ValueError(f'{config.task=} is no agent: give a config of task "exorl"')
     file = assemble_agents.trajectories(config)
@@ -210,38 +207,35 @@ def _quantiles(file: TrajectoryFile) -> dict[str, float]:
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--output", required=True, type=Path, help="JSON to write")
-    add("--environments", type=int, default=8, help="default: %(default)s")
-    add("--episodes", type=int, default=4, help="in a context (default: %(default)s)")
+    add("--environments", type=at_least(1), default=8, help="default: %(default)s")
+    add(
+        "--episodes",
+        type=at_least(1),
+        default=4,
+        help="in a context (default: %(default)s)",
+    )
     add("--target", type=float, default=1.0, help="share of the data's best return")
     add("--other", type=Path, help="trajectories of another task, for its context")
-    add("--seed", type=int, default=0, help="of the episodes' seeds")
+    add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
     return parser.parse_known_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     options, rest = _options(arguments)
     logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
-    try:
-        check_output(options.output)
-        config = read_config(rest)
-        assemble.simulate_devices(config)
-        results = evaluate(config, options, lambda line: print(line, flush=True))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    check_output(options.output)
+    config = read_config(rest)
+    assemble.simulate_devices(config)
+    results = evaluate(config, options, lambda line: print(line, flush=True))
     part = options.output.with_name(options.output.name + ".part")
     part.write_text(json.dumps(results, indent=1) + "\n")
     part.replace(options.output)
     print(f"written to {options.output}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import numpy as np
 from absl import logging
 
 import assemble
+from command_line import Parser, as_program, at_least, read_config
 from data.line_forms import FORMS, LineForm
 from data.line_retrieval import (
     Case,
@@ -40,7 +41,6 @@ from data.line_retrieval import (
 from data.tokenizer import Tokenizer
 from models.sampling import Sampling
 from tools.bench_rows import Environment, check_output, make_row, write_rows
-from tools.config_file import read_config
 from tools.generate import find_tokenizer
 from tools.generation import generator, restored_parameters
 from tools.line_scores import Generated, forced
@@ -119,13 +119,22 @@ def evaluate(
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
+    if config.task != "text":
+        raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
+    runs = [config.workdir, *options.beside]
+    if len(set(runs)) < len(runs):
+        raise ValueError(f"runs {', '.join(runs)}: give each of them once")
     form, tokenizer = FORMS[options.form](), find_tokenizer(config, options.tokenizer)
     if options.cases:
         cells = read_cells(options.cases, form, tokenizer)
     else:
-        lengths = [int(length) for length in options.lengths.split(",")]
         cells = draw_cells(
-            form, tokenizer, lengths, options.depths, options.samples, options.seed
+            form,
+            tokenizer,
+            options.lengths,
+            options.depths,
+            options.samples,
+            options.seed,
         )
     partition = assemble.partition(config, jax.devices())
     rows = options.rows or config.data.batch_rows
@@ -144,7 +153,7 @@ def evaluate(
     if options.save_cases:
         write_cases(options.save_cases, cases)
     results = []
-    for run in [config.workdir, *options.beside]:
+    for run in runs:
         with config.unlocked():
             config.workdir = run
         parameters, step = restored_parameters(config, partition)
@@ -165,22 +174,22 @@ def evaluate(
 def _options(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="evaluate.py line-retrieval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__, prog="evaluate.py line-retrieval")
     add = parser.add_argument
     add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
-    add("--lengths", default="1024,2048", help="in tokens (default: %(default)s)")
-    add("--depths", type=int, default=5, help="of lines (default: %(default)s)")
-    add("--samples", type=int, default=20, help="of each length and depth (20)")
-    add("--seed", type=int, default=0, help="of the cases")
+    add(
+        "--lengths",
+        type=lambda text: [at_least(1)(length) for length in text.split(",")],
+        default="1024,2048",
+        help="in tokens (default: %(default)s)",
+    )
+    add("--depths", type=at_least(1), default=5, help="of lines (default: %(default)s)")
+    add("--samples", type=at_least(1), default=20, help="of each length and depth (20)")
+    add("--seed", type=at_least(0), default=0, help="of the cases")
     add("--cases", type=Path, help="published .jsonl to read instead of drawing cases")
     add("--save-cases", type=Path, help=".jsonl to write them to, a new file")
-    add("--max-tokens", type=int, default=16, help="of an answer (default: 16)")
-    add("--rows", type=int, help="at a time (default: config.data.batch_rows)")
+    add("--max-tokens", type=at_least(1), default=16, help="of an answer (default: 16)")
+    add("--rows", type=at_least(1), help="at a time (default: config.data.batch_rows)")
     add(
         "--beside",
         action="append",
@@ -193,27 +202,23 @@ def _options(
     return parser.parse_known_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     options, rest = _options(arguments)
     logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
-    try:
-        config = read_config(rest)
-        assemble.simulate_devices(config)
-        if options.output:
-            check_output(options.output.with_suffix(".json"))
-        results = evaluate(config, options)
-        if options.output:
-            environment = Environment.of(jax.devices())
-            write_rows(
-                options.output.with_suffix(".json"),
-                [make_row(row, environment) for row in results],
-            )
-            write_picture(options.output.with_suffix(".png"), heat_maps(results))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    config = read_config(rest)
+    assemble.simulate_devices(config)
+    if options.output:
+        check_output(options.output.with_suffix(".json"))
+    results = evaluate(config, options)
+    if options.output:
+        environment = Environment.of(jax.devices())
+        write_rows(
+            options.output.with_suffix(".json"),
+            [make_row(row, environment) for row in results],
+        )
+        write_picture(options.output.with_suffix(".png"), heat_maps(results))
 
 
 if __name__ == "__main__":

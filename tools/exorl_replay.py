@@ -18,7 +18,7 @@ from data.episodes import DOMAINS, Buffer
 from data.exorl import QUANTILES
 from data.trajectory_file import refuse_existing
 from tools.exorl_policies import Linear, Noise, PolicyFamily, SwingUp
-from tools.exorl_rollouts import Attempt, Roller, roll_out
+from tools.exorl_rollouts import MOST_STEPS, Attempt, Roller, roll_out
 from tools.exorl_search import Found, search, stratify
 
 ALGORITHM = "es_replay"
@@ -76,13 +76,16 @@ class Recipe:
                 f"{self.episodes=} and {self.search_episodes=} must be at least 1, and "
                 f"{self.seed=} at least 0"
             )
-        if self.action_repeat < 1:
-            raise ValueError(f"{self.action_repeat=} must be at least 1 step")
+        if not 1 <= self.action_repeat <= MOST_STEPS:
+            raise ValueError(
+                f"action_repeat={self.action_repeat} must be at least 1, and at most "
+                f"the {MOST_STEPS} steps of an episode"
+            )
         cap = 1.0 if self.cap is None else self.cap
         if not 0 <= self.noise_share <= 1 or not 0 < cap <= 1:
             raise ValueError(
-                f"{self.noise_share=} must be from 0 to 1, and {self.cap=} above 0 and "
-                "up to 1"
+                f"noise_share={self.noise_share} must be from 0 to 1, and "
+                f"cap={self.cap} above 0 and up to 1"
             )
 
 

@@ -15,6 +15,7 @@ The KV cache is sharded over the ring; the parameters stay where the mesh puts t
 """
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +32,12 @@ import numpy as np
 from absl import logging
 
 import assemble
+from command_line import Parser, as_program, at_least, read_config
 from data.text_stream import TextStream
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
-from tools.config_file import read_config
 from tools.generation import generator, restored_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,10 +126,10 @@ def prepare(
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise ValueError(f"--max-tokens {options.max_tokens} must be at least 1")
     if not 0 <= options.seed < 2**31:
         raise ValueError(f"--seed {options.seed} must be from 0 to below 2^31")
+    if config.task != "text":
+        raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
     tokenizer = find_tokenizer(config, options.tokenizer)
     sampling = Sampling(
         options.temperature, options.top_k, options.top_p, tokenizer.vocab_size
@@ -159,7 +160,10 @@ def run(
     """
     prompt = options.prompt
     if options.prompt_file:
-        prompt = options.prompt_file.read_text(encoding="utf-8")
+        try:
+            prompt = options.prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{options.prompt_file} is no text: {error}") from error
     writer, restore = prepare(config, options)
     if prompt is not None:
         writer.encode(prompt)
@@ -201,43 +205,44 @@ def _show(pieces: Iterator[str], say: Callable[[str], None]) -> None:
 def _options(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to go on from")
     prompt.add_argument("--prompt-file", type=Path, help="file that holds it, UTF-8")
-    add("--max-tokens", type=int, help=f"at most (default: {MAX_TOKENS})")
-    add("--temperature", type=float, default=1.0, help="0: the likeliest token")
-    add("--top-k", type=int, default=0, help="of so many likeliest tokens; 0: of all")
+    add("--max-tokens", type=at_least(1), help=f"at most (default: {MAX_TOKENS})")
+    add(
+        "--temperature",
+        type=at_least(0, float),
+        default=1.0,
+        help="0: the likeliest token",
+    )
+    add(
+        "--top-k",
+        type=at_least(0),
+        default=0,
+        help="of so many likeliest tokens; 0: of all",
+    )
     add("--top-p", type=float, default=1.0, help="of those with so much probability")
-    add("--seed", type=int, default=0)
+    add("--seed", type=at_least(0), default=0)
     add(
         "--cache-tokens",
-        type=int,
+        type=at_least(1),
         help="prompt and text together (default: config.data.context_tokens)",
     )
     add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
     return parser.parse_known_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     options, rest = _options(arguments)
     logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
-    try:
-        config = read_config(rest)
-        assemble.simulate_devices(config)
+    config = read_config(rest)
+    assemble.simulate_devices(config)
+    with contextlib.suppress(KeyboardInterrupt):
         run(config, options, lambda line: print(line, file=sys.stderr, flush=True))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":

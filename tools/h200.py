@@ -120,6 +120,7 @@ class Kernel:
     spill_bytes: stored to and loaded from memory, for want of registers.
     serialized: products that ptxas made wait for each other (its warning C7513).
     shared_bytes: shared memory of a program.
+    grid: programs along x, y and z.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Kernel:
     spill_bytes: int
     serialized: int
     shared_bytes: int
+    grid: tuple[int, int, int]
 
 
 class Inspected(NamedTuple):
@@ -159,13 +161,16 @@ def read_kernels(printed: str) -> list[Kernel]:
     registers = re.findall(r"Used (\d+) registers", printed)
     frame = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     spills = re.findall(frame, printed)
-    # The last numbers of a launch: threads in three dimensions, shared memory, flags.
-    launch = r"call i32 @mosaic_gpu_launch_kernel\(ptr [^,]*(?:, i32 \d+){9}, i32 (\d+)"
-    shared = re.findall(launch, printed)
-    if not len(names) == len(registers) == len(spills) == len(shared):
+    # Of a launch: programs, clusters and threads in three dimensions, shared memory.
+    launch = r"call i32 @mosaic_gpu_launch_kernel\(ptr [^,]*((?:, i32 \d+){10})"
+    launches = [
+        [int(number) for number in re.findall(r"i32 (\d+)", numbers)]
+        for numbers in re.findall(launch, printed)
+    ]
+    if not len(names) == len(registers) == len(spills) == len(launches):
         raise ValueError(
             f"{len(names)} kernels, but registers of {len(registers)}, spills of "
-            f"{len(spills)} and launches of {len(shared)}: Mosaic prints otherwise "
+            f"{len(spills)} and launches of {len(launches)}: Mosaic prints otherwise "
             "than this program reads"
         )
     return [
@@ -174,7 +179,8 @@ def read_kernels(printed: str) -> list[Kernel]:
             int(registers[i]),
             sum(map(int, spills[i])),
             len(re.findall(rf"\(C7513\).*'{name}_mosaic_gpu_kernel'", printed)),
-            int(shared[i]),
+            launches[i][-1],
+            tuple(launches[i][:3]),
         )
         for i, name in enumerate(names)
     ]

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from data.json_text import is_number, short
 from models.llama import LlamaConfig
 from models.rope import RopeScaling
 
@@ -15,6 +16,9 @@ _SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
+# Those that are others if they are missing.
+_MORE_SIZES = ("num_key_value_heads", "head_dim")
+LARGEST = (1 << 31) - 1
 # What a model here has in one way only: field, its values, and the value if missing.
 _FIXED = {
     "model_type": (("llama",), None),
@@ -47,6 +51,7 @@ _ROPE_FIELDS = {
         "high_freq_factor",
     ),
 }
+_ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor"}
 # Fields that older and newer versions write in the place of ours.
 _REPLACED = ("rope_parameters", "dtype")
 
@@ -58,34 +63,48 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
       ValueError: it is no LLaMA, lacks a size, or asks for what models here have not;
         every such field is named.
     """
+    sizes = {theirs: fields.get(theirs) for theirs in _SIZES}
+    sizes |= {n: fields[n] for n in _MORE_SIZES if fields.get(n) is not None}
+    epsilon = _or_default(fields, "rms_norm_eps", 1e-6)
     wrong = [
-        f"{name}={fields.get(name, default)!r} (only {' or '.join(map(repr, values))})"
+        f"{name}={short(fields.get(name, default))} (only "
+        f"{' or '.join(map(repr, values))})"
         for name, (values, default) in _FIXED.items()
         if fields.get(name, default) not in values
     ]
-    sizes = {ours: fields.get(theirs) for theirs, ours in _SIZES.items()}
     wrong += [
-        f"{theirs}={sizes[ours]!r} (a number is needed)"
-        for theirs, ours in _SIZES.items()
-        if not isinstance(sizes[ours], int)
+        f"{name}={short(size)} (a whole number from 1 to {LARGEST} is needed)"
+        for name, size in sizes.items()
+        if not _is_size(size)
     ]
+    if not is_number(epsilon):
+        wrong.append(f"rms_norm_eps={short(epsilon)} (a number is needed)")
     if wrong:
         raise ValueError(
             f"config.json describes no LLaMA that can be read: {'; '.join(wrong)}"
         )
-    heads = sizes["num_heads"]
+    heads = sizes["num_attention_heads"]
     return LlamaConfig(
-        **sizes,
-        num_kv_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=fields.get("head_dim") or sizes["hidden_size"] // heads,
-        norm_epsilon=float(fields.get("rms_norm_eps", 1e-6)),
+        **{ours: sizes[theirs] for theirs, ours in _SIZES.items()},
+        num_kv_heads=sizes.get("num_key_value_heads", heads),
+        head_dim=sizes.get("head_dim", sizes["hidden_size"] // heads),
+        norm_epsilon=float(epsilon),
         **_rope_fields(fields),
     )
 
 
 def has_tied_head(fields: Mapping[str, Any]) -> bool:
-    """Whether the head is the embedding where there is no tensor for it."""
-    return bool(fields.get("tie_word_embeddings", False))
+    """Whether the head is the embedding where there is no tensor for it.
+
+    Raises:
+      ValueError: the field is neither true nor false.
+    """
+    tied = _or_default(fields, "tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise ValueError(
+            f"config.json has tie_word_embeddings={short(tied)}, not true or false"
+        )
+    return tied
 
 
 def config_fields(
@@ -124,37 +143,76 @@ def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: a scaling that a model here has not.
     """
-    # One field of all since transformers 5, two before.
-    rope = {
-        "rope_theta": fields.get("rope_theta", 10_000.0),
-        **(fields.get("rope_scaling") or {}),
-        **(fields.get("rope_parameters") or {}),
-    }
-    theta = float(rope.pop("rope_theta"))
-    older = rope.pop("type", "default")
-    kind = rope.pop("rope_type", older)
-    if kind not in _ROPE_TYPES:
+    rope = _rope_given(fields)
+    theta = rope.pop("rope_theta", 10_000.0)
+    kind = rope.pop("rope_type", None if rope else "default")
+    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         raise ValueError(
-            f"config.json has RoPE scaling {kind!r} (only {', '.join(_ROPE_TYPES)})"
+            f"config.json has RoPE scaling {short(kind)} (only "
+            f"{', '.join(_ROPE_TYPES)})"
         )
-    if kind == "default":
-        return {"rope_theta": theta}
-    rope = {name: value for name, value in rope.items() if value is not None}
     known = {field.name: field.type for field in dataclasses.fields(RopeScaling)}
     unknown = rope.keys() - known.keys()
     if unknown:
         raise ValueError(
-            f"config.json has RoPE scaling {kind!r} with {', '.join(sorted(unknown))}, "
-            "which models here have not"
+            f"config.json has RoPE scaling {kind!r} with "
+            f"{short(', '.join(sorted(unknown)))}, which models here have not"
         )
-    if kind == "yarn":
-        longest = fields.get("max_position_embeddings", 0)
+    if kind == "yarn" and fields.get("max_position_embeddings") is not None:
+        longest = fields["max_position_embeddings"]
         rope.setdefault("original_max_position_embeddings", longest)
+    missing = {*_ROPE_FIELDS.get(kind, ())} - rope.keys() - _ROPE_OPTIONAL
+    if missing:
+        raise ValueError(
+            f"config.json has RoPE scaling {kind!r} without "
+            f"{', '.join(sorted(missing))}: copy it again"
+        )
+    for name, value in {"rope_theta": theta, **rope}.items():
+        is_right = _is_size if known.get(name) is int else is_number
+        if not is_right(value):
+            raise ValueError(
+                f"config.json has {name}={short(value)} of RoPE, where a number is "
+                "needed"
+            )
+    theta = float(theta)
+    if kind == "default":
+        return {"rope_theta": theta}
     scaling = {name: known[name](value) for name, value in rope.items()}
     return {
         "rope_theta": theta,
         "rope_scaling": RopeScaling(**scaling | {"rope_type": _ROPE_TYPES[kind]}),
     }
+
+
+def _rope_given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What `config.json` says of RoPE, all in one field since transformers 5.
+
+    Raises:
+      ValueError: a field is no object, two say different things, or only a part of each
+        head turns.
+    """
+    rope: dict[str, Any] = {}
+    plain = {n: fields.get(n) for n in ("rope_theta", "partial_rotary_factor")}
+    places = {
+        n: _or_default(fields, n, {}) for n in ("rope_scaling", "rope_parameters")
+    }
+    for place, found in {"": plain, **places}.items():
+        if not isinstance(found, Mapping):
+            raise ValueError(f"config.json has {place}={short(found)}, no object")
+        for name, value in found.items():
+            if value is None:
+                continue
+            name = "rope_type" if name == "type" else name
+            if rope.setdefault(name, value) != value:
+                raise ValueError(
+                    f"config.json has {short(name)} twice, as {short(rope[name])} "
+                    f"and {short(value)}"
+                )
+    if rope.pop("partial_rotary_factor", 1) != 1:
+        raise ValueError(
+            "config.json has a partial_rotary_factor: only whole heads are turned here"
+        )
+    return rope
 
 
 def _rope_json(config: LlamaConfig) -> dict[str, Any]:
@@ -169,3 +227,13 @@ def _rope_json(config: LlamaConfig) -> dict[str, Any]:
     if not fields.get("attention_factor", 1):
         del fields["attention_factor"]  # that of the formula
     return {"rope_theta": theta, "rope_scaling": fields}
+
+
+def _or_default(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A field, or the default where it is missing or null."""
+    value = fields.get(name)
+    return default if value is None else value
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= LARGEST

@@ -23,38 +23,37 @@ from pathlib import Path
 if not __package__:  # run as a script, which puts tools/ on the path, not the root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser, as_program, at_least, share
 from data.episodes import Buffer
 from tools.exorl_replay import SEARCH_EPISODES, TASKS, Recipe, make
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--domain", required=True, choices=list(TASKS))
     add("--output", required=True, type=Path, help="directory of data sets")
     add("--tasks", nargs="+", metavar="TASK", help="default: those of ExoRL's paper")
-    add("--episodes", default=300, type=int, help="default: %(default)s")
-    add("--seed", default=0, type=int, help="default: %(default)s")
-    add("--search-episodes", type=int, help=f"default: {SEARCH_EPISODES}")
+    add("--episodes", default=300, type=at_least(1), help="default: %(default)s")
+    add("--seed", default=0, type=at_least(0), help="default: %(default)s")
+    add("--search-episodes", type=at_least(1), help=f"default: {SEARCH_EPISODES}")
     add(
         "--noise-share",
         default=0.2,
-        type=float,
+        type=share,
         help="share of the episodes that are noise alone (default: %(default)s)",
     )
     add("--cap", type=float, help="keep returns below this share of the best")
     add(
         "--action-repeat",
         default=1,
-        type=int,
+        type=at_least(1),
         help="steps that every action is held for (default: %(default)s)",
     )
     add(
         "--processes",
         default=os.cpu_count(),
-        type=int,
+        type=at_least(1),
         help="default: one for each core (%(default)s)",
     )
     return parser.parse_args(arguments)
@@ -72,26 +71,22 @@ def _row(quantiles: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.1f}" for name, value in quantiles.items())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        recipe = Recipe(
-            domain=chosen.domain,
-            tasks=tuple(chosen.tasks or TASKS[chosen.domain]),
-            episodes=chosen.episodes,
-            seed=chosen.seed,
-            search_episodes=chosen.search_episodes or SEARCH_EPISODES[chosen.domain],
-            noise_share=chosen.noise_share,
-            cap=chosen.cap,
-            action_repeat=chosen.action_repeat,
-        )
-        buffer = make(recipe, chosen.output, chosen.processes)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    recipe = Recipe(
+        domain=chosen.domain,
+        tasks=tuple(chosen.tasks or TASKS[chosen.domain]),
+        episodes=chosen.episodes,
+        seed=chosen.seed,
+        search_episodes=chosen.search_episodes or SEARCH_EPISODES[chosen.domain],
+        noise_share=chosen.noise_share,
+        cap=chosen.cap,
+        action_repeat=chosen.action_repeat,
+    )
+    buffer = make(recipe, chosen.output, chosen.processes)
     print(_describe(buffer))
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ from pathlib import Path
 if not __package__:  # run as a script, which puts tools/ on the path, not the root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser, as_program, at_least
 from data.episodes import DOMAINS, Buffer
 from data.exorl import MAX_TRANSITIONS, ON_BAD, RELABELLINGS, Selection, describe, pack
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--root", required=True, type=Path, help="directory of data sets")
     add("--domain", required=True, choices=list(DOMAINS))
@@ -46,44 +45,40 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--max-transitions",
         default=MAX_TRANSITIONS,
-        type=int,
+        type=at_least(1),
         help="steps to take, whole episodes by their numbers (default: %(default)s, "
         "which is ExoRL's)",
     )
     add(
         "--tolerance",
         default=Selection.tolerance,
-        type=float,
+        type=at_least(0, float),
         help="largest difference of observations from what physics makes them "
         "(default: %(default)s; inf: any)",
     )
     add(
         "--action-repeat",
         default=1,
-        type=int,
+        type=at_least(1),
         help="steps that actions were held for, which become one (default: 1)",
     )
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        selection = Selection(
-            chosen.relabelling,
-            chosen.on_bad,
-            chosen.max_transitions,
-            chosen.tolerance,
-            chosen.action_repeat,
-        )
-        buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
-        trajectories = pack(buffer, chosen.task, chosen.cache, selection)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    selection = Selection(
+        chosen.relabelling,
+        chosen.on_bad,
+        chosen.max_transitions,
+        chosen.tolerance,
+        chosen.action_repeat,
+    )
+    buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
+    trajectories = pack(buffer, chosen.task, chosen.cache, selection)
     print(describe(trajectories))
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.json_text import parse_json
 from tools.plan_memory import SPARE_SHARE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,7 +103,11 @@ def compile_row(target: Target, remat: str, folder: Path) -> dict[str, Any]:
 
 
 def rows(folder: Path, targets: Sequence[Target] = TARGETS) -> list[dict[str, Any]]:
-    """Table 3: the paper's contexts beside those that have been compiled."""
+    """Table 3: the paper's contexts beside those that have been compiled.
+
+    Raises:
+      ValueError: a file holds something else.
+    """
     return [_row(target, remat, folder) for target in targets for remat in MULTIPLES]
 
 
@@ -118,12 +123,27 @@ def _row(target: Target, remat: str, folder: Path) -> dict[str, Any]:
     path = folder / f"{target.name(remat)}.json"
     if not path.is_file():
         return row
-    found = json.loads(path.read_text())
+    try:
+        return row | _kept(parse_json(path.read_bytes()))
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise not_kept(path, error) from error
+
+
+def not_kept(path: Path, error: Exception) -> ValueError:
+    """The error of a file that holds something else than `paper_tables.py` keeps."""
+    return ValueError(
+        f"{path} holds nothing that was compiled here "
+        f"({type(error).__name__}: {error}): remove it, or compile it again"
+    )
+
+
+def _kept(found: dict[str, Any]) -> dict[str, Any]:
+    """What a table shows of a plan, or of its refusal."""
     if "refused" in found:
-        return row | {"fits": False, "why": found["refused"]}
+        return {"fits": False, "why": found["refused"]}
     memory, transfers = found["memory"], found["transfers"]
     sent = transfers["hidden_bytes"] + transfers["exposed_bytes"]
-    return row | {
+    return {
         "fits": memory["spare_share"] >= SPARE_SHARE,
         "peak_bytes": memory["peak"],
         "capacity_bytes": memory["capacity"],

@@ -13,7 +13,6 @@ What has to be compiled (minutes a row) is kept in results/tpu/, and read from t
 Nothing of this has run on a TPU.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -26,7 +25,9 @@ if not __package__:  # run as a script, which puts tools/ on the path, not the r
 
 import jax
 
+from command_line import Parser, as_program
 from configs import llama_sizes
+from data.json_text import parse_json
 from models.llama import LlamaConfig
 from tools import paper_contexts, paper_memory, paper_plots
 from tools.bench_rows import Environment
@@ -36,11 +37,17 @@ from tools.paper_formulas import (
     largest_attention_speed_up,
     largest_speed_up,
 )
+from tools.progress import progress
 from training.chips import CHIPS
 
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LAYER, RINGS, CONTEXTS = "tpu/layer_memory.json", "tpu/ring_memory.json", "tpu/contexts"
+FIELDS = {
+    LAYER: ("system", "ring", "parts", "tokens", "compiled_bytes", "formula_bytes"),
+    RINGS: ("ring", "tokens", "activation_bytes"),
+}
+"""Of the rows of a file."""
 
 # Table 2: chips of the paper, with the rate between hosts that it gives for one.
 INFINIBAND_BYTES_PER_SECOND = 12.5e9
@@ -122,8 +129,8 @@ def _model(size: str) -> LlamaConfig:
 def tables(results: Path) -> dict[str, Any]:
     """Everything that is printed, as plain values."""
     return {
-        "table_1": _kept_rows(results / LAYER),
-        "rings": _kept_rows(results / RINGS),
+        "table_1": _kept_rows(results, LAYER),
+        "rings": _kept_rows(results, RINGS),
         "table_2": table_2(),
         "table_3": paper_contexts.rows(results / CONTEXTS),
         "figure_5": figure_5(),
@@ -131,8 +138,15 @@ def tables(results: Path) -> dict[str, Any]:
     }
 
 
-def _kept_rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
+def _kept_rows(results: Path, name: str) -> list[dict[str, Any]]:
+    path = results / name
+    if not path.is_file():
+        return []
+    try:
+        rows = parse_json(path.read_bytes())["rows"]
+        return [row | {field: row[field] for field in FIELDS[name]} for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise paper_contexts.not_kept(path, error) from error
 
 
 def describe(found: dict[str, Any]) -> list[str]:
@@ -211,9 +225,10 @@ def compile_memory(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Rows of memory into a file of results/tpu/, one by one as they are compiled."""
     environment = dataclasses.asdict(Environment.now("TPU v4", 0))
     value: dict[str, Any] = {"environment": environment, "rows": []}
-    for row in rows:
-        value["rows"].append(row)
-        path.write_text(json.dumps(value, indent=1) + "\n")
+    with progress(f"compiling the rows of {path.name}", sys.stderr):
+        for row in rows:
+            value["rows"].append(row)
+            path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def compile_contexts(results: Path, only: Iterable[str]) -> None:
@@ -223,7 +238,8 @@ def compile_contexts(results: Path, only: Iterable[str]) -> None:
         for remat in paper_contexts.MULTIPLES:
             name = target.name(remat)
             if not wanted or name in wanted:
-                paper_contexts.compile_row(target, remat, results / CONTEXTS)
+                with progress(f"compiling {name}", sys.stderr):
+                    paper_contexts.compile_row(target, remat, results / CONTEXTS)
                 (row,) = (
                     row
                     for row in paper_contexts.rows(results / CONTEXTS, [target])
@@ -232,11 +248,10 @@ def compile_contexts(results: Path, only: Iterable[str]) -> None:
                 print(_context_line(row), flush=True)
 
 
+@as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--compile", choices=["layer", "rings", "contexts"])
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
@@ -246,11 +261,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for target in paper_contexts.TARGETS
         for remat in paper_contexts.MULTIPLES
     }
+    if options.only and options.compile != "contexts":
+        raise ValueError("--only names rows of --compile contexts: give both")
     unknown = set(options.only) - names
     if unknown:
-        sys.exit(
-            f"error: no row {', '.join(sorted(unknown))}: known are "
-            f"{', '.join(sorted(names))}"
+        raise ValueError(
+            f"no row {', '.join(sorted(unknown))}: known are {', '.join(sorted(names))}"
         )
     # What is compiled for is described: the devices of this machine do not matter.
     jax.config.update("jax_platforms", "cpu")
@@ -272,4 +288,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -45,13 +45,15 @@ class Kind:
     """The collectives of one kind in a step; those in loops count every turn.
 
     bytes_sent: by each device (see `schedule.Collective`).
-    waited_bytes: those of them that no kernel hides.
+    waited_bytes: those of them that no kernel hides; alone_bytes: and that none could,
+      because their collectives are not asynchronous.
     """
 
     name: str
     count: int
     bytes_sent: float
     waited_bytes: float
+    alone_bytes: float
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Plan:
         here = Environment.now(self.device_kind, self.devices)
         row["environment"] = dataclasses.asdict(here)
         row["memory"]["spare_share"] = self.memory.spare_share
-        row["estimate"]["step"] = self.estimate.step
+        row["estimate"] |= {"waits": self.estimate.waits, "step": self.estimate.step}
         return row
 
 
@@ -160,6 +162,7 @@ def kinds(collectives: list[Collective]) -> tuple[Kind, ...]:
             sum(c.times for c in mine),
             sum(c.total_bytes for c in mine),
             sum(c.total_bytes for c in mine if not c.is_hidden),
+            sum(c.total_bytes for c in mine if not c.is_asynchronous),
         )
 
     found = map(of, {c.kind for c in collectives})

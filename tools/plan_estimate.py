@@ -21,6 +21,7 @@ from models.flops import num_matrix_parameters
 from models.llama import LlamaConfig
 from tools.bench_rows import ROOT
 from tools.plan_memory import feed_forward_chunks, local_tokens
+from tools.schedule import TRANSFER
 from training.chips import Chip
 from training.mesh import Partition
 
@@ -109,7 +110,8 @@ class Ring:
     area: pairs of queries and keys that the slowest device of a hop computes: the mean
       over the hops; hops: devices in the ring.
     heads: query heads of the device, in units of LANES numbers.
-    keys_bytes: of the keys and values that travel; gradients_bytes: of theirs.
+    keys_bytes: of the keys and values that travel; gradients_bytes: of theirs. Between
+      TPUs heads travel in whole LANES.
     """
 
     area: float
@@ -119,15 +121,18 @@ class Ring:
     gradients_bytes: int
 
     @classmethod
-    def of(cls, config: ml_collections.ConfigDict, partition: Partition) -> "Ring":
-        """Of a config on a mesh."""
+    def of(
+        cls, config: ml_collections.ConfigDict, partition: Partition, chip: Chip
+    ) -> "Ring":
+        """Of a config on a mesh of such chips."""
         model, shape = config.model, partition.mesh.shape
         hops, columns = partition.ring_size, config.data.context_tokens
         tokens = local_tokens(config, partition)
         rows = tokens // (columns // hops)
         layout = assemble.attention_system(config).layout
         depth = -(-model.head_dim // LANES) * LANES
-        numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * model.head_dim
+        sent = depth if chip.name.startswith("TPU") else model.head_dim
+        numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * sent
         return cls(
             area=rows * mean_area(layout, hops, columns // hops),
             hops=hops,
@@ -198,16 +203,25 @@ class Waited:
 class Estimate:
     """Of one step, in seconds: what each part takes, and their sum.
 
-    products: with parameters. attention: the kernels. waits: transfers and other
-    collectives that nothing hides, and what outlasts the kernel that it hides behind.
+    products: with parameters. attention: the kernels.
+    outlasting: what hidden transfers of the ring take after their kernels have ended.
+    exposed_ring, exposed_others: transfers of the ring, and other collectives, that
+      nothing hides.
     mfu: model FLOPs over what the devices could do in that time.
     """
 
     products: float
     attention: float
-    waits: float
+    outlasting: float
+    exposed_ring: float
+    exposed_others: float
     mfu: float
     assumptions: tuple[str, ...]
+
+    @property
+    def waits(self) -> float:
+        """Of devices, for what travels."""
+        return self.outlasting + self.exposed_ring + self.exposed_others
 
     @property
     def step(self) -> float:
@@ -247,9 +261,13 @@ def ring_passes(config: ml_collections.ConfigDict) -> dict[str, int]:
     return {"forward": forward * turns, "backward": turns}
 
 
-def links(chip: Chip) -> int:
-    """Links that a gather uses: both directions of a TPU's ring; a GPU's are one."""
-    return 2 if chip.name.startswith("TPU") else 1
+def bytes_per_second(chip: Chip, kind: str) -> float:
+    """At which a device sends what belongs to collectives of one kind.
+
+    The ring goes one way; others use both directions of a TPU's ring. A GPU's are one.
+    """
+    is_both = kind != TRANSFER and chip.name.startswith("TPU")
+    return chip.interconnect_bytes_per_second * (2 if is_both else 1)
 
 
 def estimate(
@@ -260,7 +278,7 @@ def estimate(
     waited: Waited,
 ) -> Estimate:
     """Of a step of the config, on devices that are each such a chip."""
-    kernels, ring = Kernels.of(chip), Ring.of(config, partition)
+    kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip)
     passes = ring_passes(config)
     attention = outlasting = 0.0
     for direction, times in passes.items():
@@ -269,25 +287,26 @@ def estimate(
         attention += times * ring.hops * kernel
         outlasting += times * (ring.hops - 1) * more
     products = products_flops(config, partition) / (PRODUCTS_SHARE * chip.peak_flops)
-    link = chip.interconnect_bytes_per_second
-    waits = (1 - waited.ring_share) * outlasting + waited.ring_bytes / link
-    waits += waited.other_bytes / (links(chip) * link)
-    seconds = products + attention + waits
+    link, others = bytes_per_second(chip, TRANSFER), bytes_per_second(chip, "other")
+    outlasting *= 1 - waited.ring_share
+    exposed = waited.ring_bytes / link, waited.other_bytes / others
+    seconds = products + attention + outlasting + sum(exposed)
     is_bfloat16 = config.compute_dtype == "bfloat16"
     devices = math.prod(partition.mesh.shape.values())
     return Estimate(
         products,
         attention,
-        waits,
+        outlasting,
+        *exposed,
         model_flops / (seconds * devices * chip.peak_flops),
         (
             f"attention: {kernels.source}; one causal document a row, live parts of "
             f"{SUB_TILE} x {SUB_TILE}, the slowest device of each hop",
             f"products with parameters at {PRODUCTS_SHARE:.0%} of "
-            f"{chip.peak_flops / 1e12:.0f} TFLOP/s; remat {config.remat} computes "
-            f"{passes['forward'] // passes['backward']} forward ring(s) a backward",
-            f"waits: {link / 1e9:.0f} GB/s for transfers of the ring, "
-            f"{links(chip) * link / 1e9:.0f} GB/s for other collectives",
+            f"{chip.peak_flops / 1e12:.0f} TFLOP/s; remat {config.remat} runs the ring "
+            f"forward {passes['forward'] // passes['backward']} x for each backward",
+            f"a device sends {link / 1e9:.0f} GB/s of ring transfers, "
+            f"{others / 1e9:.0f} GB/s of other collectives",
             "element-wise work, the optimizer and stalls are not counted"
             + (
                 "" if is_bfloat16 else "; nor how much slower than bfloat16 the type is"

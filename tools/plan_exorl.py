@@ -12,7 +12,6 @@ A row takes minutes, and is written when it is there; rows of other cases, which
 output has from before, are kept.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -27,10 +26,13 @@ import jax
 
 import assemble
 import assemble_agents
+from command_line import Parser, as_program, at_least
 from configs import exorl_at_32
+from data.json_text import parse_json
 from tools.bench_rows import Environment, make_row, write_rows
 from tools.plan_memory import peak_bytes
 from tools.plan_step import Pod, TooLarge, described_pod
+from tools.progress import progress
 from training.chips import GIB
 from training.optimizer import make_optimizer
 
@@ -110,43 +112,39 @@ def earlier_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return sorted(json.loads(path.read_text()), key=_case)
+        return sorted(parse_json(path.read_text()), key=_case)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} has no rows: give another --output") from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--topology", default="v5e:2x4", help="default: %(default)s")
     add("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
-    add("--trajectories", nargs="+", type=int, default=TRAJECTORIES)
+    add("--trajectories", nargs="+", type=at_least(1), default=TRAJECTORIES)
     add(
         "--attention-parts",
-        type=int,
+        type=at_least(1),
         help="shares of the heads attended to at a time (default: as in the config)",
     )
     add("--output", type=Path, help="JSON to write")
     chosen = parser.parse_args(arguments)
     # What is compiled for is described: the devices of this machine do not matter.
     jax.config.update("jax_platforms", "cpu")
-    try:
-        rows = earlier_rows(chosen.output) if chosen.output else []
-        pod = described_pod(chosen.topology)
-        for system in chosen.systems:
-            for trajectories in chosen.trajectories:
+    rows = earlier_rows(chosen.output) if chosen.output else []
+    pod = described_pod(chosen.topology)
+    for system in chosen.systems:
+        for trajectories in chosen.trajectories:
+            what = f"{system} attention to {trajectories} trajectories"
+            with progress(f"compiling {what} for {chosen.topology}", sys.stderr):
                 row = plan(pod, system, trajectories, chosen.attention_parts)
-                print(json.dumps(row), flush=True)
-                rows = with_row(rows, row)
-                if chosen.output:
-                    write_rows(chosen.output, rows)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+            print(json.dumps(row), flush=True)
+            rows = with_row(rows, row)
+            if chosen.output:
+                write_rows(chosen.output, rows)
 
 
 if __name__ == "__main__":

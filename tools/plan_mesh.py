@@ -100,7 +100,7 @@ def suggestion(
     memory = device_bytes(state) + workspace_bytes(config, partition)
     if config.remat != "offload":
         memory += saved_bytes(config, partition)
-    ring, kernels = Ring.of(config, partition), Kernels.of(chip)
+    ring, kernels = Ring.of(config, partition, chip), Kernels.of(chip)
     hiding = None
     if ring.hops > 1:
         hiding = min(
@@ -113,7 +113,7 @@ def suggestion(
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         hiding=hiding,
-        waited_bytes=waited_bytes(config, partition)
+        waited_bytes=waited_bytes(config, partition, ring)
         + _outlasting_bytes(config, ring, chip, kernels),
     )
 
@@ -135,7 +135,9 @@ def workspace_bytes(config: ml_collections.ConfigDict, partition: Partition) -> 
     return (arrays * queries + state) / tensor
 
 
-def waited_bytes(config: ml_collections.ConfigDict, partition: Partition) -> float:
+def waited_bytes(
+    config: ml_collections.ConfigDict, partition: Partition, ring: Ring
+) -> float:
     """Sent by a device in a step by collectives that no kernel hides."""
     model, shape = config.model, partition.mesh.shape
     itemsize = jnp.dtype(config.compute_dtype).itemsize
@@ -147,8 +149,8 @@ def waited_bytes(config: ml_collections.ConfigDict, partition: Partition) -> flo
     again = 0 if config.remat in ("everything", "products") else 2
     activations = local_tokens(config, partition) * model.hidden_size * itemsize
     sent += model.num_layers * (4 + again) * activations * _all_reduced(tensor)
-    if partition.ring_size > 1:
-        sent += model.num_layers * Ring.of(config, partition).keys_bytes
+    if ring.hops > 1:
+        sent += model.num_layers * ring.keys_bytes
     return sent * config.train.microbatches
 
 

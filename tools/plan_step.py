@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import ml_collections
 
 import assemble
+import config_checks
 from data.batch import Batch
 from kernels.backend import IMPLEMENTATIONS, choose
 from tools import h200, topology
+from tools.plan_context import MOST_TOKENS
 from training import chips
 from training.chips import Chip
 from training.mesh import Partition
@@ -123,9 +125,7 @@ class Step:
         Raises:
           ValueError: something in the config is wrong, or does not suit the devices.
         """
-        assemble.check_counts(config)
-        if config.data.context_tokens < 1:
-            raise ValueError(f"{config.data.context_tokens=} must be at least 1")
+        check(config, len(pod.devices))
         partition = assemble.partition(config, pod.devices)
         batch = assemble.abstract_batch(config, partition)
         model = assemble.model(config, partition)
@@ -150,6 +150,24 @@ class Step:
         rows, columns = assemble.batch_shape(self.config)
         pairs = rows * columns * (columns + 1) / 2
         return assemble.step_work(self.config, self.model)(rows * columns, pairs)
+
+
+def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None:
+    """Raises ValueError if the config has no step that can be planned.
+
+    devices: that it is planned for, with its own mesh; None for any mesh.
+    """
+    if config.task != "text":
+        raise ValueError(
+            f"{config.task=} is not planned here, only 'text': for agents see "
+            "tools/plan_exorl.py"
+        )
+    if not 1 <= config.data.context_tokens <= MOST_TOKENS:
+        raise ValueError(
+            f"{config.data.context_tokens=} must be at least 1 and at most "
+            f"{MOST_TOKENS}, as indices are int32"
+        )
+    config_checks.check(config, devices)
 
 
 def _implementation(config: ml_collections.ConfigDict, partition: Partition) -> str:

@@ -29,19 +29,16 @@ import numpy as np
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
+from command_line import Parser, as_program, at_least
 from tests.cases import Case, Problem, solve
-from tools.bench_rows import Environment, make_row, read_rows, write_rows
-from tools.picture import write_picture
+from tools.bench_rows import Environment, check_numbers, make_row, read_rows, write_rows
+from tools.picture import GREY, INK, PROGRAMS, style, write_picture
 from tools.ring_variant import Variant, compile_variant
 
 RINGS = (1, 2, 4, 8)
 RESULTS = ("out", "dq", "dk", "dv")
 ONE_DEVICE = "one device"
 """The name of the row of plain attention, whose ring_size is 0."""
-
-INK, GREY = "#1b2733", "#5c6b7a"
-COLOURS = dict(zip(RESULTS, ("#0d3f6e", "#2a70ab", "#c2571a", "#2f8f6b"), strict=True))
-MARKS = dict(zip(RESULTS, "osD^", strict=True))
 
 
 def measure(case: Case, rings: Sequence[int]) -> list[dict[str, Any]]:
@@ -79,83 +76,95 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[dict[str, Any]]) -> Figure:
-    """A curve of each result, and a dotted line at the error of one device.
-
-    Raises:
-      ValueError: there is no row of one device, or none of a ring.
-    """
-    plain = [row for row in rows if row["system"] == ONE_DEVICE]
-    rings = [row for row in rows if row["system"] == "ring"]
+def _check(plain: Sequence[dict[str, Any]], rings: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError if rows of one device and of rings make no curves."""
     if len(plain) != 1 or not rings:
         raise ValueError(
             f"{len(plain)} rows of one device and {len(rings)} of rings: there must be "
             "one, and at least one; measure them again, without --rows"
         )
-    figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="white")
-    panels = figure.subplots(1, len(RESULTS), sharey=True)
+    check_numbers([*plain, *rings], [f"error_{name}" for name in RESULTS])
+    problems = {(r["layout"], r["mask"], r["length"]) for r in rings}
     sizes = [row["ring_size"] for row in rings]
+    if len(problems) > 1 or sizes != sorted(set(sizes)):
+        raise ValueError(
+            f"rings of {sizes} devices, {sorted(problems)}, make no curve: there must "
+            "be one of each size, in increasing order, all of one problem"
+        )
+
+
+def draw(rows: Sequence[dict[str, Any]]) -> Figure:
+    """A curve of each result, and a dotted line at the error of one device.
+
+    Raises:
+      ValueError: the rows make no curves.
+    """
+    plain = [row for row in rows if row["system"] == ONE_DEVICE]
+    rings = [row for row in rows if row["system"] == "ring"]
+    _check(plain, rings)
+    sizes = [row["ring_size"] for row in rings]
+    figure = Figure(figsize=(9, 3.9), layout="constrained", facecolor="white")
+    panels = figure.subplots(1, len(RESULTS), sharey=True)
+    ring = rings[0]
+    labels = f"{ring['layout']} ring", "plain attention on one device"
     for axes, name in zip(panels, RESULTS, strict=True):
         field = f"error_{name}"
         errors = [row[field] * 1e3 for row in rings]
-        look = {"color": COLOURS[name], "marker": MARKS[name]}
-        axes.plot(sizes, errors, **look)
-        axes.axhline(plain[0][field] * 1e3, color=GREY, linestyle=":")
+        look = {"color": PROGRAMS["this repository"], "marker": "o"}
+        drawn = axes.plot(sizes, errors, label=labels[0], **look)
+        limit = plain[0][field] * 1e3
+        drawn += [axes.axhline(limit, color=GREY, linestyle=":", label=labels[1])]
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
-        axes.set_title(name, color=INK)
-        axes.set_xlabel("devices in the ring", color=INK)
-        axes.tick_params(labelcolor=INK, color=GREY)
-        axes.spines[["top", "right"]].set_visible(False)
+        style(axes, title=name, x="devices in the ring")
     highest = max(row[f"error_{name}"] for row in rows for name in RESULTS)
     panels[0].set_ylim(0, 1.35e3 * highest)
     panels[0].set_ylabel("relative error, thousandths", color=INK)
-    ring = rings[0]
+    below = {"loc": "outside lower center", "ncols": 2, "labelcolor": INK}
+    figure.legend(handles=drawn, frameon=False, **below)
     figure.suptitle(
-        f"A {ring['layout']} ring in bfloat16 against float64 ({ring['mask']}, "
-        f"{ring['length']} tokens); dotted: plain attention on one device",
+        f"Errors of attention in bfloat16 against float64 ({ring['mask']}, "
+        f"{ring['length']} tokens)",
         color=INK,
-        fontsize=11,
+        fontsize=12,
     )
     return figure
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add("--tokens", default=1024, type=int, help="of the sequence (%(default)s)")
+    add(
+        "--tokens", default=1024, type=at_least(1), help="of the sequence (%(default)s)"
+    )
     add("--rows", type=Path, help="draw these instead of measuring")
     add("--output", required=True, type=Path, help="directory to write into")
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        if chosen.rows:
-            rows = read_rows(chosen.rows)
-        else:
-            if chosen.tokens < 1 or chosen.tokens % max(RINGS):
-                raise ValueError(
-                    f"--tokens {chosen.tokens} must be a multiple of {max(RINGS)}"
-                )
-            case = Case(1, "striped", "causal", 4, chosen.tokens, 64)
-            rows = measure(case, RINGS)
-        figure = draw(rows)
-        (chosen.output / "cpu").mkdir(parents=True, exist_ok=True)
-        if not chosen.rows:
-            write_rows(chosen.output / "cpu" / "error_by_ring.json", rows)
-        write_picture(chosen.output / "error_by_ring.png", figure)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if chosen.rows:
+        errors = [f"error_{name}" for name in RESULTS]
+        problem = "system", "ring_size", "layout", "mask", "length"
+        rows = read_rows(chosen.rows, *problem, *errors)
+    else:
+        if chosen.tokens % max(RINGS):
+            raise ValueError(
+                f"--tokens {chosen.tokens} must be a multiple of {max(RINGS)}"
+            )
+        case = Case(1, "striped", "causal", 4, chosen.tokens, 64)
+        rows = measure(case, RINGS)
+    figure = draw(rows)
+    (chosen.output / "cpu").mkdir(parents=True, exist_ok=True)
+    if not chosen.rows:
+        write_rows(chosen.output / "cpu" / "error_by_ring.json", rows)
+    write_picture(chosen.output / "error_by_ring.png", figure)
     print(table(rows))
     print(f"written to {chosen.output}")
-    return 0
 
 
 if __name__ == "__main__":

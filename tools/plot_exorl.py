@@ -1,13 +1,14 @@
 """Draws what tools/evaluate_exorl.py wrote: returns by episode, for every context.
 
-    python tools/plot_exorl.py results/cpu/exorl_*.json --output results/exorl_tiny.png
+    cd results/cpu && python ../../tools/plot_exorl.py exorl_*_{at,bc,dt}.json \\
+        "Agentic Transformer, unsorted chains=exorl_cartpole_at_drawn.json" \\
+        --output ../exorl_tiny.png
 
-One panel a task. Bands are bootstrap intervals (95 %) over the environments; the dashed
-line is the return that agents are told to reach, the best of the data.
+One panel a task, one colour an agent. Bands are bootstrap intervals (95 %) over the
+environments; the dashed line is the return that agents are told to reach, the best of
+the data.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,87 +21,169 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from command_line import Parser, as_program
+from data.json_text import parse_json
 from tools.evaluate_exorl import interval
-from tools.picture import write_picture
+from tools.picture import (
+    AGENTS,
+    GREY,
+    INK,
+    OCHRE,
+    PALE_BLUE,
+    PINK,
+    style,
+    write_picture,
+)
 
-INK, GREY = "#1b2733", "#5c6b7a"
-COLOURS = ["#0d3f6e", "#c8562b", "#3d8a5f", "#8a5fa8", "#b08a2e", "#7fb0d6", "#7a2e3a"]
-STYLES = {"own": "-", "empty": ":", "recorded": "o", "other": "x"}
+CONTEXTS = {
+    "own": ("own episodes before it", "-"),
+    "empty": ("empty context", ":"),
+    "recorded": ("recorded episodes before it", "o"),
+    "other": ("another task's before it", "x"),
+}
+"""What is said of contexts, and how they are drawn."""
+
+SPARE = OCHRE, PINK, PALE_BLUE
+"""For agents of other names than AGENTS."""
+
+TARGET = "return that agents are told to reach"
+
+Results = dict[str, Any]
 
 
-def read(paths: Sequence[Path]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Results by task and by name, that of the file without what they share.
+def agent(results: Results) -> str:
+    """The name of what was rolled out, of AGENTS."""
+    method = results["config"]["agent"]["method"]
+    if method == "perceptron":
+        return "behaviour cloning"
+    if results["config"]["agent"]["chain_length"] == 1:
+        return "Decision Transformer"
+    is_sorted = results["config"]["data"]["chain_order"] == "ascending"
+    return "Agentic Transformer" + ("" if is_sorted else ", unsorted chains")
+
+
+def read(files: Sequence[str]) -> dict[str, dict[str, Results]]:
+    """Results by task and agent.
+
+    files: paths, or NAME=path where an agent is called otherwise than `agent` does.
 
     Raises:
-      ValueError: a file holds no results.
+      ValueError: a file holds no results, or two are of one agent, or of one task and
+        told to reach different returns.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for path in paths:
+    found: dict[str, dict[str, Results]] = {}
+    for file in files:
+        named, _, path = file.rpartition("=")
+        text = Path(path).read_text()
         try:
-            results = json.loads(path.read_text())
-            found.setdefault(results["task"], {})[path.stem] = results
-        except (ValueError, KeyError, TypeError) as error:
+            results = parse_json(text)
+            name = named or agent(results)
+            runs = found.setdefault(results["task"], {})
+            for context, outcome in results["contexts"].items():
+                curve(outcome), CONTEXTS[context]
+            targets = {run["target"] for run in [*runs.values(), results]}
+        except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(
                 f"{path} holds no results of tools/evaluate_exorl.py "
                 f"({type(error).__name__}: {error})"
             ) from error
+        if name in runs or len(targets) > 1:
+            wrong = f"{name} is there already"
+            if name not in runs:
+                wrong = f"agents are told to reach {' and '.join(map(str, targets))}"
+            raise ValueError(
+                f"{path}, {results['task']}: {wrong}; draw them apart, or call one "
+                "NAME=FILE"
+            )
+        runs[name] = results
     return found
 
 
-def draw(axes: Axes, task: str, runs: dict[str, dict[str, Any]]) -> None:
-    """One task: a colour for each run, a style for each context."""
+def curve(outcome: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    """Of a context: episodes, and the bounds and the mean of their returns, (n,) each.
+
+    Raises:
+      ValueError: there is not a finite return for every environment and episode.
+    """
+    returns = np.array(outcome["returns"], float)
+    if returns.ndim != 2 or not returns.size or not np.isfinite(returns).all():
+        raise ValueError(
+            f"returns of shape {returns.shape} must be finite, (environments, episodes)"
+        )
+    before = len(outcome["recorded_returns"][0])
+    episodes = before + np.arange(1, returns.shape[1] + 1)
+    bounds = [interval(column) for column in returns.T]
+    parts = ("low", "mean", "high")
+    return episodes, *(np.array([b[part] for b in bounds]) for part in parts)
+
+
+def draw(tasks: dict[str, dict[str, Results]]) -> Figure:
+    """A panel for each task."""
+    names = dict.fromkeys(name for runs in tasks.values() for name in runs)
+    colours = colours_of(list(names))
+    figure = Figure(figsize=(5.6 * len(tasks), 5.4), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(tasks)))
+    for axes, (task, runs) in zip(panels, tasks.items(), strict=True):
+        _draw_panel(axes, task, runs, colours)
+    figure.suptitle(
+        "Returns by episode; bands and bars: 95 % intervals over the environments",
+        color=INK,
+        fontsize=12,
+    )
+    return figure
+
+
+def colours_of(names: Sequence[str]) -> dict[str, str]:
+    """One for each agent; others than AGENTS take those that are left.
+
+    Raises:
+      ValueError: there are not so many.
+    """
+    others = [name for name in names if name not in AGENTS]
+    if len(others) > len(SPARE):
+        raise ValueError(f"{len(others)} agents of other names, at most {len(SPARE)}")
+    return AGENTS | dict(zip(others, SPARE, strict=False))
+
+
+def _draw_panel(
+    axes: Axes, task: str, runs: dict[str, Results], colours: dict[str, str]
+) -> None:
+    """One task: a colour for each agent, a style for each context."""
     last = 1
-    for (name, results), colour in zip(runs.items(), COLOURS, strict=False):
+    for name, results in runs.items():
+        colour = colours[name]
         for context, outcome in results["contexts"].items():
-            returns = np.array(outcome["returns"])
-            before = len(outcome["recorded_returns"][0])
-            episodes = before + np.arange(1, returns.shape[1] + 1)
+            episodes, low, mean, high = curve(outcome)
             last = max(last, episodes[-1])
-            bounds = [interval(column) for column in returns.T]
-            low, mean, high = (
-                np.array([bound[part] for bound in bounds])
-                for part in ("low", "mean", "high")
-            )
-            label = f"{name.removeprefix('exorl_')}, {context}"
-            style = STYLES[context]
-            axes.plot(episodes, mean, style, color=colour, label=label, markersize=6)
-            if style in "-:":
+            words, look = CONTEXTS[context]
+            # What has no context has nothing before it either.
+            label = name if name == "behaviour cloning" else f"{name}, {words}"
+            axes.plot(episodes, mean, look, color=colour, label=label, markersize=6)
+            if look in "-:":
                 axes.fill_between(episodes, low, high, color=colour, alpha=0.12, lw=0)
             else:
                 errors = [mean - low, high - mean]
                 axes.errorbar(episodes, mean, errors, color=colour, fmt="none", lw=1)
     target = next(iter(runs.values()))["target"]
-    axes.axhline(target, color=GREY, linestyle="--", linewidth=1)
-    axes.set_title(task, color=INK, fontsize=11)
-    axes.set_xlabel("episode", color=GREY)
-    axes.set_ylabel("return", color=GREY)
+    axes.axhline(target, color=GREY, linestyle="--", linewidth=1, label=TARGET)
+    style(axes, title=task, x="episode", y="return")
     axes.set_xticks(range(1, last + 1))
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
-    axes.legend(frameon=False, fontsize=7, **below)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 1}
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, **below)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "results", nargs="+", metavar="[NAME=]FILE", help="to draw, of one agent each"
     )
-    parser.add_argument("results", nargs="+", type=Path, help="files to draw")
     parser.add_argument("--output", required=True, type=Path, help="picture, PNG")
     chosen = parser.parse_args(arguments)
-    try:
-        tasks = read(chosen.results)
-        figure = Figure(figsize=(5.2 * len(tasks), 5), layout="constrained")
-        panels = np.atleast_1d(figure.subplots(1, len(tasks)))
-        for axes, (task, runs) in zip(panels, tasks.items(), strict=True):
-            draw(axes, task, runs)
-        write_picture(chosen.output, figure)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    write_picture(chosen.output, draw(read(chosen.results)))
     print(f"written to {chosen.output}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Heat maps of line retrieval: length across, depth down, one map for each run.
 
-python tools/plot_lines.py results/cpu/line_retrieval.json --output results/lines.png
+    python tools/plot_lines.py results/cpu/line_retrieval.json --output lines.png \\
+        --names "trained to 160 tokens" "trained to 32 tokens"
+
+Without --names a run is called as the last folder of its working directory.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,47 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from tools.picture import write_picture
+from command_line import Parser, as_program
+from tools.bench_rows import check_numbers, read_rows
+from tools.picture import INK, write_picture
 
-INK = "#1b2733"
 SHADES = LinearSegmentedColormap.from_list(
     "accuracy", ["#b5483a", "#f0c987", "#e8efe2", "#7fb0d6", "#0d3f6e"]
 )
 
 
-def heat_maps(rows: Sequence[dict[str, Any]]) -> Figure:
-    """A map of generated answers for each run, in the order of the rows."""
-    runs = [(run, list(mine)) for run, mine in groupby(rows, lambda r: r["run"])]
+def heat_maps(rows: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> Figure:
+    """A map of generated answers for each run, in the order of the rows.
+
+    names: of the runs; else those of their folders, or paths where those are equal.
+
+    Raises:
+      ValueError: there are no rows, two of one cell, shares that are none, or not as
+        many names as runs.
+    """
+    runs: dict[str, dict[tuple[int, float], float]] = {}
+    check_numbers(rows, ["length", "depth", "generated"])
+    for row in rows:
+        mine, cell = runs.setdefault(row["run"], {}), (row["length"], row["depth"])
+        if cell in mine or row["generated"] > 1:
+            wrong = "is there twice" if cell in mine else "is more than all"
+            raise ValueError(
+                f"{row['run']}, {cell[0]} tokens, depth {cell[1]:.0%}: the share of "
+                f"right answers {wrong}; give one evaluation of each run"
+            )
+        mine[cell] = row["generated"]
+    folders = [Path(run).name for run in runs]
+    names = names or (folders if len(set(folders)) == len(runs) else list(runs))
+    if not runs or len(names) != len(runs):
+        raise ValueError(
+            f"{len(names)} names for {len(runs)} runs ({', '.join(runs) or 'no rows'}):"
+            " there must be a run, and a name for each"
+        )
     figure = Figure(figsize=(4.9 * len(runs) + 0.6, 4.0), facecolor="white")
     panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
-    for axes, (run, mine) in zip(panels, runs, strict=True):
+    for axes, name, mine in zip(panels, names, runs.values(), strict=True):
         _draw(axes, mine)
-        axes.set_title(run, fontsize=12, color=INK, fontweight="bold")
+        axes.set_title(name, fontsize=12, color=INK, fontweight="bold")
     panels[0].set_ylabel("depth of the line", fontsize=11, color=INK)
     figure.suptitle(
         "Line retrieval: answers that are right, in %", fontsize=13, color=INK
@@ -43,13 +68,13 @@ def heat_maps(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    lengths = sorted({row["length"] for row in rows})
-    depths = sorted({row["depth"] for row in rows})
+def _draw(axes: Axes, cells: dict[tuple[int, float], float]) -> None:
+    """cells: shares of right answers, by length and depth."""
+    lengths = sorted({length for length, _ in cells})
+    depths = sorted({depth for _, depth in cells})
     shares = np.full((len(depths), len(lengths)), np.nan)
-    for row in rows:
-        place = depths.index(row["depth"]), lengths.index(row["length"])
-        shares[place] = row["generated"]
+    for (length, depth), share in cells.items():
+        shares[depths.index(depth), lengths.index(length)] = share
     axes.imshow(shares, cmap=SHADES, vmin=0, vmax=1, aspect="auto")
     for place, share in np.ndenumerate(shares):
         if np.isnan(share):
@@ -64,22 +89,19 @@ def _draw(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("rows", nargs="+", type=Path, help="files that evaluate.py has written")
     add("--output", required=True, type=Path, help="PNG to write, replacing any")
+    add("--names", nargs="+", default=[], help="of the runs, in their order")
     chosen = parser.parse_args(arguments)
-    try:
-        rows = [row for path in chosen.rows for row in json.loads(path.read_text())]
-        write_picture(chosen.output, heat_maps(rows))
-    except (ValueError, OSError, KeyError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    fields = "run", "length", "depth", "generated"
+    rows = [row for path in chosen.rows for row in read_rows(path, *fields)]
+    write_picture(chosen.output, heat_maps(rows, chosen.names))
+    print(f"written to {chosen.output}")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,12 @@ import numpy as np
 from jax.sharding import Mesh
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
+from command_line import Parser, as_program, at_least
 from kernels import pallas_tpu
-from tools.picture import write_picture
+from tools.picture import BLUE, INK, ORANGE, PALE_BLUE, write_picture
+from tools.progress import progress
 from tools.ring_layers import layers_gradient
 from tools.schedule import TRANSFER, Program
 from tools.topology import compile_for, described
@@ -37,8 +40,12 @@ from training.torus import ring_along
 KERNEL_WIDTH, EDGE_WIDTH = 2.0, 0.3
 """Of a kernel's bar, and of what a start or a done takes along the axis."""
 
-INK, GREY = "#1b2733", "#5c6b7a"
-KERNEL, HIDDEN, BARE = "#0d3f6e", "#7fb0d6", "#c2571a"
+LOOKS = {
+    "kernel of a hop": BLUE,
+    "transfer, behind a kernel": PALE_BLUE,
+    "transfer that nothing hides": ORANGE,
+}
+"""Colours of bars, by what they are."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,14 @@ class Bar:
     size: int = 0
     is_hidden: bool = True
 
+    @property
+    def name(self) -> str:
+        """What it is, of LOOKS."""
+        kernel, hidden, exposed = LOOKS
+        if self.lane == "kernel":
+            return kernel
+        return hidden if self.is_hidden else exposed
+
 
 def compile_ring(topology: str, tokens: int) -> Program:
     """The gradient of scanned layers of attention, as it is scheduled.
@@ -74,7 +89,8 @@ def compile_ring(topology: str, tokens: int) -> Program:
     gradient, inputs = layers_gradient(mesh, pallas_tpu, tokens)
     options = compiler_options(devices.flat[0].device_kind)
     program = jax.jit(gradient, compiler_options=options)
-    text = compile_for(mesh, program, *inputs).as_text()
+    with progress(f"compiling a ring of {devices.size} for {topology}", sys.stderr):
+        text = compile_for(mesh, program, *inputs).as_text()
     return Program.parse(text, devices.size)
 
 
@@ -134,13 +150,10 @@ def draw(found: dict[str, list[Bar]], title: str) -> Figure:
     panels[-1].set_xlabel(
         "order of the compiled schedule (widths are no times)", color=INK
     )
-    for colour, label in (
-        (KERNEL, "kernel of a hop"),
-        (HIDDEN, "transfer, behind a kernel"),
-        (BARE, "transfer that nothing hides"),
-    ):
-        panels[0].barh(0, 0, color=colour, label=label)
-    figure.legend(frameon=False, loc="outside lower center", ncols=3, labelcolor=INK)
+    shown = {bar.name for bars in found.values() for bar in bars}
+    handles = [Patch(color=LOOKS[name], label=name) for name in LOOKS if name in shown]
+    below = {"loc": "outside lower center", "ncols": 3, "labelcolor": INK}
+    figure.legend(handles=handles, frameon=False, **below)
     figure.suptitle(title, color=INK)
     return figure
 
@@ -149,11 +162,9 @@ def _draw_panel(axes: Axes, name: str, bars: list[Bar], lanes: list[str]) -> Non
     rows = {lane: row for row, lane in enumerate(["kernel", *lanes])}
     hop = 0
     for bar in bars:
-        colour = HIDDEN if bar.is_hidden else BARE
-        colour = KERNEL if bar.lane == "kernel" else colour
         width = bar.end - bar.begin
         row = rows[bar.lane]
-        axes.barh(row, width, 0.74, bar.begin, color=colour, edgecolor="white")
+        axes.barh(row, width, 0.74, bar.begin, color=LOOKS[bar.name], edgecolor="white")
         label = f"{bar.size / 2**20:.3g} MiB" if width >= KERNEL_WIDTH else ""
         tone = INK
         if bar.lane == "kernel":
@@ -172,37 +183,31 @@ def _draw_panel(axes: Axes, name: str, bars: list[Bar], lanes: list[str]) -> Non
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--topology", default="v5e:2x4", help="default: %(default)s")
-    add("--tokens", default=16384, type=int, help="of a device (%(default)s)")
+    add("--tokens", default=16384, type=at_least(1), help="of a device (%(default)s)")
     add("--output", required=True, type=Path, help="directory to write into")
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        found = timelines(compile_ring(chosen.topology, chosen.tokens))
-        title = (
-            f"A striped ring compiled for {chosen.topology}, {chosen.tokens:,} tokens "
-            "a device: what runs beside what"
-        )
-        figure = draw(found, title)
-        chosen.output.mkdir(parents=True, exist_ok=True)
-        write_picture(chosen.output / "overlap.png", figure)
-    except (ValueError, ModuleNotFoundError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    found = timelines(compile_ring(chosen.topology, chosen.tokens))
+    title = (
+        f"A striped ring compiled for {chosen.topology}, {chosen.tokens:,} tokens "
+        "a device: what runs beside what"
+    )
+    figure = draw(found, title)
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    write_picture(chosen.output / "overlap.png", figure)
     for name, bars in found.items():
         transfers = [bar for bar in bars if bar.lane != "kernel"]
         hidden = sum(bar.is_hidden for bar in transfers)
         print(f"{name}: {hidden} of {len(transfers)} transfers behind a kernel")
     print(f"written to {chosen.output}")
-    return 0
 
 
 if __name__ == "__main__":

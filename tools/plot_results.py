@@ -19,15 +19,19 @@ if not __package__:  # run as a script, which puts tools/ on the path, not the r
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from tools.bench_rows import read_rows
+from command_line import Parser, as_program
+from tools.bench_rows import check_numbers, read_rows
 from tools.peers import PEERS
-from tools.picture import write_picture
+from tools.picture import GREY, INK, PROGRAMS, style, write_picture
 
-INK, GREY = "#1b2733", "#5c6b7a"
-OURS, PEER = "#0d3f6e", "#c2571a"
-OTHERS = (*PEERS, "ringattention")
-"""Contestants that are not of this repository."""
+FIELDS = "commit", "date", "device_count", "device_kind", "cores"
+"""Of the rows of every benchmark."""
+
+OURS = "this repository"
+OTHERS = {name: name for name in PEERS} | {"ringattention": "Ring Attention"}
+"""Programs that are not of this repository, by the names of their rows."""
 
 Row = dict[str, Any]
 
@@ -36,6 +40,7 @@ class Bar(NamedTuple):
     """One row, as it is drawn.
 
     panel: the problem that was solved. unit: of the value. note: written on the bar.
+    program: of PROGRAMS, which was measured.
     """
 
     panel: str
@@ -43,7 +48,7 @@ class Bar(NamedTuple):
     value: float
     unit: str
     note: str
-    is_ours: bool
+    program: str
 
 
 def bar(row: Row) -> Bar:
@@ -68,13 +73,14 @@ def _attention_bar(row: Row) -> Bar:
     panel = f"{row.get('direction', 'forward and backward')}, {row['length']:,} tokens"
     panel += f"\nmask {row['mask']}, heads of {row['head_dim']}"
     panel += f", {row['dtype']}" if "dtype" in row else ""
-    label = f"{name}, {row['layout']}" if "layout" in row else name
+    shown = OTHERS.get(name, name)
+    label = f"{shown}, {row['layout']}" if "layout" in row else shown
     if row.get("block_q"):
-        label += f"\n{row['block_q']} x {row['block_k']}"
+        label += f"\ntiles of {row['block_q']} x {row['block_k']}"
     note = f"{_seconds(row['seconds_median'])} ± {row['seconds_spread'] / 2:.0%}"
     if row["peak_share"]:
         note += f", {row['peak_share']:.0%} of peak"
-    return Bar(panel, label, row["tflops"], "TFLOP/s", note, name not in OTHERS)
+    return Bar(panel, label, row["tflops"], "TFLOP/s", note, OTHERS.get(name, OURS))
 
 
 def _training_bar(row: Row) -> Bar:
@@ -83,7 +89,7 @@ def _training_bar(row: Row) -> Bar:
     if row["mfu"]:
         note += f", MFU {row['mfu']:.0%}"
     label = f"{row['context_tokens']:,} tokens"
-    return Bar(panel, label, row["tokens_per_second"], "tokens/s", note, True)
+    return Bar(panel, label, row["tokens_per_second"], "tokens/s", note, OURS)
 
 
 def _seconds(seconds: float) -> str:
@@ -94,11 +100,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     """A panel for each problem, in the order of the rows.
 
     Raises:
-      ValueError: there are no rows, or some of another benchmark or kind of device.
+      ValueError: there are no rows, or some of another benchmark or kind of device, or
+        rates that are no numbers.
     """
     if not rows:
         raise ValueError("there are no rows: measure some")
     bars = [bar(row) for row in rows]
+    check_numbers([bar._asdict() for bar in bars], ["value"])
     kinds = {(row["device_kind"], row["device_count"]) for row in rows}
     units = {bar.unit for bar in bars}
     if len(kinds) > 1 or len(units) > 1:
@@ -111,7 +119,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     lines = -(-len(panels) // columns)
     tallest = max(sum(bar.panel == panel for bar in bars) for panel in panels)
     figure = Figure(
-        figsize=(2 + 4 * columns, 0.8 + lines * (0.8 + 0.42 * tallest)),
+        figsize=(2 + 4 * columns, 1.1 + lines * (0.8 + 0.42 * tallest)),
         layout="constrained",
         facecolor="white",
     )
@@ -120,22 +128,23 @@ def draw(rows: Sequence[Row]) -> Figure:
         _draw_panel(axes, [bar for bar in bars if bar.panel == panel])
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
+    programs = {bar.program: None for bar in bars}
+    handles = [Patch(color=PROGRAMS[name], label=name) for name in programs]
+    below = {"loc": "outside lower center", "ncols": 4, "labelcolor": INK}
+    figure.legend(handles=handles, frameon=False, **below)
     figure.suptitle(_origin(rows), color=INK, fontsize=11)
     return figure
 
 
 def _draw_panel(axes: Any, bars: Sequence[Bar]) -> None:
     places = range(len(bars))
-    colours = [OURS if bar.is_ours else PEER for bar in bars]
+    colours = [PROGRAMS[bar.program] for bar in bars]
     drawn = axes.barh(places, [bar.value for bar in bars], color=colours, height=0.7)
     axes.bar_label(drawn, [bar.note for bar in bars], padding=3, color=GREY, fontsize=8)
     axes.set_yticks(places, [bar.label for bar in bars], fontsize=8)
     axes.invert_yaxis()  # the first row is on top
-    axes.set_xlim(0, 1.6 * max(bar.value for bar in bars))
-    axes.set_title(bars[0].panel, color=INK, fontsize=10)
-    axes.set_xlabel(bars[0].unit, color=INK)
-    axes.tick_params(labelcolor=INK, color=GREY)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlim(0, 1.6 * max(bar.value for bar in bars) or 1)
+    style(axes, title=bars[0].panel, x=bars[0].unit)
 
 
 def _origin(rows: Sequence[Row]) -> str:
@@ -149,25 +158,19 @@ def _origin(rows: Sequence[Row]) -> str:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("rows", type=Path, nargs="+", help="files of a benchmark")
     parser.add_argument("--output", required=True, type=Path, help="PNG to write")
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        figure = draw([row for path in chosen.rows for row in read_rows(path)])
-        write_picture(chosen.output, figure)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    figure = draw([row for path in chosen.rows for row in read_rows(path, *FIELDS)])
+    write_picture(chosen.output, figure)
     print(f"written to {chosen.output}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -25,10 +25,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from command_line import Parser, as_program, at_least
 from kernels.block_sizes import BlockSizes
 from kernels.layout import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import Mask, Visible, causal
-from tools.picture import write_picture
+from tools.picture import GREY, INK, write_picture
 from tools.ring_work import balanced_tiles, critical_path, tiles_per_hop
 
 LAYOUTS: dict[str, Layout] = {
@@ -46,7 +47,6 @@ ORIGINS = {
 TILE = 128
 """Query rows and key slots of a tile; causal counts are the same from 2 on."""
 
-INK, GREY = "#1b2733", "#5c6b7a"
 BLUES = LinearSegmentedColormap.from_list(
     "work", ["#eef3f8", "#7fb0d6", "#2a70ab", "#0d3f6e"]
 )
@@ -162,17 +162,18 @@ def _draw_grid(axes: Axes, tiles: np.ndarray, everything: int) -> None:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add(
-        "--ring", default=4, type=int, help="devices in the ring (default: %(default)s)"
+        "--ring",
+        default=4,
+        type=at_least(1),
+        help="devices in the ring (default: %(default)s)",
     )
     add(
         "--tiles",
         default=8,
-        type=int,
+        type=at_least(1),
         help="tiles along a device's shard of the sequence (default: %(default)s)",
     )
     add("--output", required=True, type=Path, help="directory to write into")
@@ -200,23 +201,19 @@ def _write(
     text.replace(text.with_suffix(""))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        work = {
-            name: work_per_hop(layout, chosen.ring, chosen.tiles, causal())
-            for name, layout in LAYOUTS.items()
-        }
-        visible = _visible(chosen.ring, chosen.tiles, causal())
-        ideal = balanced_tiles(chosen.ring, visible, BlockSizes(TILE, TILE))
-        _write(chosen.output, work, ideal, chosen.tiles)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    work = {
+        name: work_per_hop(layout, chosen.ring, chosen.tiles, causal())
+        for name, layout in LAYOUTS.items()
+    }
+    visible = _visible(chosen.ring, chosen.tiles, causal())
+    ideal = balanced_tiles(chosen.ring, visible, BlockSizes(TILE, TILE))
+    _write(chosen.output, work, ideal, chosen.tiles)
     print(table(work, ideal))
     print(f"written to {chosen.output}")
-    return 0
 
 
 if __name__ == "__main__":

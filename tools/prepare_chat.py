@@ -16,6 +16,7 @@ from pathlib import Path
 if not __package__:  # run as a script, which puts tools/ on the path, not the root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser, as_program, at_least, share
 from data.chat import TOO_LONG, ChatEncoder, prepare_chats, stop_at
 from data.chat_template import TEMPLATES
 from data.conversation import BadRow
@@ -23,16 +24,14 @@ from data.tokenizer import ByteTokenizer, open_tokenizer
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", type=Path, metavar="INPUT", help=".json or .jsonl file")
     add("--output", required=True, type=Path, help="directory to write, a new one")
     add(
         "--context-tokens",
         required=True,
-        type=int,
+        type=at_least(1),
         help="length of the rows that the conversations have to fit in",
     )
     add(
@@ -61,7 +60,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--validation-fraction",
         default=0.02,
-        type=float,
+        type=share,
         help="share of the conversations to hold out (default: %(default)s)",
     )
     return parser.parse_args(arguments)
@@ -71,29 +70,25 @@ def _tell(row: BadRow) -> None:
     print(f"skipped {row}", file=sys.stderr)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        tokenizer = open_tokenizer(chosen.tokenizer)
-        encoder = ChatEncoder(
-            tokenizer,
-            TEMPLATES[chosen.template](tokenizer),
-            context_tokens=chosen.context_tokens,
-            too_long=chosen.too_long,
-        )
-        summary = prepare_chats(
-            chosen.inputs,
-            chosen.output,
-            encoder,
-            on_bad_row=_tell if chosen.bad_rows == "skip" else stop_at,
-            validation_fraction=chosen.validation_fraction,
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    tokenizer = open_tokenizer(chosen.tokenizer)
+    encoder = ChatEncoder(
+        tokenizer,
+        TEMPLATES[chosen.template](tokenizer),
+        context_tokens=chosen.context_tokens,
+        too_long=chosen.too_long,
+    )
+    summary = prepare_chats(
+        chosen.inputs,
+        chosen.output,
+        encoder,
+        on_bad_row=_tell if chosen.bad_rows == "skip" else stop_at,
+        validation_fraction=chosen.validation_fraction,
+    )
     print(summary)
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a script, which puts tools/ on the path, not the root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser, as_program, at_least
 from data.line_corpus import (
     LEARNT,
     LineDocuments,
@@ -26,16 +27,19 @@ from data.tokenizer import ByteTokenizer, open_tokenizer
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--output", required=True, type=Path, help="directory to write, a new one")
     add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
-    add("--context-tokens", required=True, type=int, help="of the longest document")
+    add(
+        "--context-tokens",
+        required=True,
+        type=at_least(1),
+        help="of the longest document",
+    )
     add(
         "--least-tokens",
-        type=int,
+        type=at_least(1),
         help="of the shortest (default: what three lines and a question take)",
     )
     add(
@@ -44,9 +48,19 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="answers",
         help="tokens with a loss (default: %(default)s)",
     )
-    add("--train-tokens", type=int, default=10_000_000, help="default: %(default)s")
-    add("--validation-tokens", type=int, default=100_000, help="default: %(default)s")
-    add("--seed", type=int, default=0)
+    add(
+        "--train-tokens",
+        type=at_least(1),
+        default=10_000_000,
+        help="default: %(default)s",
+    )
+    add(
+        "--validation-tokens",
+        type=at_least(1),
+        default=100_000,
+        help="default: %(default)s",
+    )
+    add("--seed", type=at_least(0), default=0)
     add(
         "--tokenizer",
         default=ByteTokenizer.name,
@@ -55,29 +69,25 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        form, tokenizer = FORMS[chosen.form](), open_tokenizer(chosen.tokenizer)
-        least = chosen.least_tokens
-        if least is None:
-            least = min(shortest_document(form, tokenizer), chosen.context_tokens)
-        documents = LineDocuments(
-            form, tokenizer, chosen.context_tokens, least, chosen.learnt
-        )
-        summary = prepare_lines(
-            documents,
-            chosen.output,
-            train_tokens=chosen.train_tokens,
-            validation_tokens=chosen.validation_tokens,
-            seed=chosen.seed,
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    form, tokenizer = FORMS[chosen.form](), open_tokenizer(chosen.tokenizer)
+    least = chosen.least_tokens
+    if least is None:
+        least = min(shortest_document(form, tokenizer), chosen.context_tokens)
+    documents = LineDocuments(
+        form, tokenizer, chosen.context_tokens, least, chosen.learnt
+    )
+    summary = prepare_lines(
+        documents,
+        chosen.output,
+        train_tokens=chosen.train_tokens,
+        validation_tokens=chosen.validation_tokens,
+        seed=chosen.seed,
+    )
     print(summary)
-    return 0
 
 
 if __name__ == "__main__":

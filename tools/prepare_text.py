@@ -16,14 +16,13 @@ from pathlib import Path
 if not __package__:  # run as a script, which puts tools/ on the path, not the root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser, as_program, share
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer, open_tokenizer
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="file or directory")
     add("--output", required=True, type=Path, help="directory to write, a new one")
@@ -40,7 +39,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--validation-fraction",
         default=0.02,
-        type=float,
+        type=share,
         help="share of the documents to hold out (default: %(default)s)",
     )
     add(
@@ -51,23 +50,19 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
-    try:
-        summary = prepare(
-            chosen.inputs,
-            chosen.output,
-            open_tokenizer(chosen.tokenizer),
-            validation_fraction=chosen.validation_fraction,
-            pattern=chosen.pattern,
-            text_field=chosen.text_field,
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    summary = prepare(
+        chosen.inputs,
+        chosen.output,
+        open_tokenizer(chosen.tokenizer),
+        validation_fraction=chosen.validation_fraction,
+        pattern=chosen.pattern,
+        text_field=chosen.text_field,
+    )
     print(summary)
-    return 0
 
 
 if __name__ == "__main__":

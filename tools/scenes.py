@@ -94,7 +94,7 @@ class Recording:
         return self._observations()
 
     def step(self, actions: np.ndarray) -> Outcome:
-        done = self.file.steps[self._places, self.file.observation_size :]
+        done = self.file.read(self._places)[:, self.file.observation_size :]
         self._left -= 1
         last = self._left == 0
         if not last:
@@ -103,4 +103,4 @@ class Recording:
         return Outcome(self._observations(), done[:, :-1], rewards, last)
 
     def _observations(self) -> np.ndarray:
-        return self.file.steps[self._places, : self.file.observation_size]
+        return self.file.read(self._places)[:, : self.file.observation_size]

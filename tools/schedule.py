@@ -82,6 +82,7 @@ class Collective:
     times: that a run of the program runs it.
     is_hidden: whether a kernel runs between its start and its done, or a product that
       it is fused with.
+    is_asynchronous: whether anything can: it has a start and a done, or is fused.
     """
 
     kind: str
@@ -89,6 +90,7 @@ class Collective:
     group: int
     times: int
     is_hidden: bool
+    is_asynchronous: bool
 
     @property
     def total_bytes(self) -> float:
@@ -282,7 +284,8 @@ def _collective(
         "all-reduce": 2 * (group - 1) / max(group, 1),
         "reduce-scatter": group - 1,  # of what one device keeps
     }.get(result.kind, 1)
-    return Collective(result.kind, factor * result.size, group, times, is_hidden)
+    sent, is_asynchronous = factor * result.size, result.phase != ""
+    return Collective(result.kind, sent, group, times, is_hidden, is_asynchronous)
 
 
 def _read(line: str, devices: int) -> Instruction | None:

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from command_line import Parser, as_program, at_least
 from kernels import backend, layout, masks
 from kernels.block_sizes import BlockSizes
 from kernels.masks import Visible
@@ -179,13 +180,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['tiles_path']:10}{row['speed_up']:10.3f}{row['limit']:10.3f}"
             f"{row['limit_share']:10.1%}"
         )
+    lines.append(
+        "ms, tiles: of the slowest device of each hop, summed over the hops; speed-up, "
+        "limit:\nover the contiguous ring, by ms and by tiles; share: speed-up of limit"
+    )
     return "\n".join(lines)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     known = tuple(backend.IMPLEMENTATIONS)
     add("--implementation", default="hopper", choices=known)
@@ -200,35 +203,30 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "calls": 10,
     }
     for name, default in numbers.items():
-        add(f"--{name}", default=default, type=int)
+        add(f"--{name}", default=default, type=at_least(1))
     types = "bfloat16", "float16", "float32"
     add("--dtype", default="bfloat16", choices=types)
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
     chosen = parser.parse_args(arguments)
-    for name in numbers:
-        if getattr(chosen, name.replace("-", "_")) < 1:
-            parser.error(f"--{name} must be at least 1")
     if chosen.heads % chosen.kv_heads:
-        parser.error(f"--heads {chosen.heads} is no multiple of {chosen.kv_heads=}")
+        parser.error(
+            f"--heads {chosen.heads} is no multiple of --kv-heads {chosen.kv_heads}"
+        )
     return chosen
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 0 or 1."""
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
     chosen = _arguments(arguments)
     fields = [field.name for field in dataclasses.fields(Problem)]
     problem = Problem(**{name: getattr(chosen, name) for name in fields})
-    try:
-        if chosen.output:
-            check_output(chosen.output)
-        rows = measure(problem, CHOSEN, chosen.repeats, chosen.calls)
-        if chosen.output:
-            write_rows(chosen.output, rows)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if chosen.output:
+        check_output(chosen.output)
+    rows = measure(problem, CHOSEN, chosen.repeats, chosen.calls)
+    if chosen.output:
+        write_rows(chosen.output, rows)
     print(table(rows))
-    return 0
 
 
 if __name__ == "__main__":

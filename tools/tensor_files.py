@@ -15,8 +15,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from data.json_text import parse_json, read_json_object, short
+
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEADER_BYTES = 100_000_000
+"""Of what a file says of its tensors; the library reads no more either."""
+NAME_LETTERS = 256
 DTYPES = {"F32", "BF16", "F16"}
 """Types that are read, as safetensors calls them; float32 holds them all exactly."""
 
@@ -29,13 +34,22 @@ class TensorFiles:
 
         Raises:
           FileNotFoundError: the directory, or a file that the index names, is missing.
-          ValueError: a file is no safetensors file or cut short, or a tensor has a type
-            that is no floating-point number of 16 or 32 bits.
+          ValueError: a file is no safetensors file or cut short, files and index
+            contradict each other, or a tensor has a type that is no floating-point
+            number of 16 or 32 bits.
         """
         self._slices = {}
+        placed = _placed(directory)
         with ExitStack() as opened:
-            for path in _paths(directory):
-                self._open(path, opened)
+            for path in sorted({*placed.values()}) or [_file(directory, WHOLE)]:
+                self._open(path, placed, opened)
+            missing = sorted(placed.keys() - self._slices.keys())
+            if missing:
+                raise ValueError(
+                    f"{placed[missing[0]]} has no tensor {short(missing[0])}, "
+                    f"which {INDEX} says lies there (and {len(missing) - 1} more): "
+                    "copy the model again"
+                )
             self._files = opened.pop_all()
 
     @property
@@ -54,14 +68,29 @@ class TensorFiles:
         self._slices.clear()
         self._files.close()
 
-    def _open(self, path: Path, opened: ExitStack) -> None:
+    def _open(self, path: Path, placed: Mapping[str, Path], opened: ExitStack) -> None:
+        """Takes the tensors of a file, but for those that are placed in another."""
+        _check_names(path)
         try:
             file = opened.enter_context(safe_open(path, "numpy"))
         except SafetensorError as error:
             raise ValueError(
-                f"{path} is no whole safetensors file ({error}): copy it anew"
+                f"{path} is no whole safetensors file ({' '.join(str(error).split())}):"
+                " copy it again"
             ) from error
         for name in file.keys():
+            if not name.isprintable() or len(name) > NAME_LETTERS:
+                raise ValueError(
+                    f"{path} has a tensor {short(name)}, which is no name: copy it "
+                    "again"
+                )
+            if placed.get(name, path) != path:
+                continue
+            if name in self._slices:
+                raise ValueError(
+                    f"{path} and another file hold {name}, and {INDEX} names neither "
+                    "for it: copy the model again"
+                )
             part = file.get_slice(name)
             if part.get_dtype() not in DTYPES:
                 raise ValueError(
@@ -170,24 +199,61 @@ def _plan(tensor_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     return files
 
 
-def _paths(directory: Path) -> list[Path]:
-    """The files that hold a model's tensors."""
-    if (directory / INDEX).is_file():
-        try:
-            names = set(
-                json.loads((directory / INDEX).read_text())["weight_map"].values()
-            )
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+def _placed(directory: Path) -> dict[str, Path]:
+    """The file of every tensor, by the index; nothing where there is none.
+
+    Links are followed: the cache of Hugging Face's hub consists of them.
+    """
+    index = directory / INDEX
+    if not index.is_file():
+        return {}
+    files = read_json_object(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(
+            f"{index} is no index of tensors: weight_map must name the file of every "
+            f"tensor, got {short(files)}; copy it again"
+        )
+    known: dict[str, Path] = {}
+    for file in files.values():
+        if not isinstance(file, str):
             raise ValueError(
-                f"{directory / INDEX} is no index of tensors "
-                f"({type(error).__name__}: {error}): copy it anew"
-            ) from error
-        paths = [directory / name for name in sorted(names)]
-    else:
-        paths = [directory / WHOLE]
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist: copy the model anew, or save it as safetensors"
+                f"{index} must name files, got {short(file)}: copy it again"
             )
-    return paths
+        known[file] = known.get(file) or _file(directory, file)
+    if (directory / WHOLE).is_file() and directory / WHOLE not in known.values():
+        raise ValueError(
+            f"{directory} holds {WHOLE}, and {INDEX} that names other files: which of "
+            "them is the model is not known; move the other away"
+        )
+    return {name: known[file] for name, file in files.items()}
+
+
+def _file(directory: Path, name: str) -> Path:
+    """A file of the directory or of one inside it, which has to be there."""
+    relative = Path(name)
+    if relative.is_absolute() or ".." in relative.parts or not name.isprintable():
+        raise ValueError(
+            f"{directory / INDEX} names {short(name)}, which is no file "
+            f"inside of {directory}: copy it again"
+        )
+    if not (directory / relative).is_file():
+        raise FileNotFoundError(
+            f"{directory / relative} does not exist: copy the model again, or save it "
+            "as safetensors"
+        )
+    return directory / relative
+
+
+def _check_names(path: Path) -> None:
+    """Raises ValueError if a name stands twice: the library takes the last of them."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > min(path.stat().st_size, HEADER_BYTES):
+            return  # which the library refuses
+        header = file.read(size)
+    try:
+        parse_json(header)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no whole safetensors file (its header: {error}): copy it again"
+        ) from error

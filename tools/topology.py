@@ -8,6 +8,7 @@ JAX looks for one.
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 ENVIRONMENT = {
     # Nothing is known of this host from the cloud's metadata server: do not ask it.
     "TPU_SKIP_MDS_QUERY": "1",
+    # Nor is it asked for its own chips, which it may not have.
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_HOST_BOUNDS": "1,1,1",
     # Compilers share no hardware, so they may run side by side.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
@@ -106,6 +110,13 @@ def described(topology: str, devices: int = 1) -> list[jax.Device]:
         )
     pod = PODS[chip]
     shape = shape or "x".join(map(str, pod.grow(devices)))
+    axes = len(pod.smallest)
+    is_shape = re.fullmatch(rf"[1-9]\d*(x[1-9]\d*){{{axes - 1}}}", shape)
+    if not is_shape or math.prod(map(int, shape.split("x"))) > pod.most_chips:
+        raise ValueError(
+            f"{topology=} must have chips along {axes} axes, "
+            f"{chip}:{'x'.join('2' * axes)}, and at most {pod.most_chips} in all"
+        )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     kind: dict[str, Any] = {"wrap": pod.wraps(tuple(map(int, shape.split("x"))))}

@@ -50,6 +50,7 @@ if not __package__:  # run as a script, which puts tools/ on the path, not the r
 
 import jax
 
+from command_line import Parser, as_program, at_least
 from kernels.block_sizes import TpuBlocks
 from tools.bench_rows import ROOT, Environment, check_output, make_row, write_rows
 from tools.bundles import DUMP_FLAGS, Schedule, bodies, read_schedule, tile_body
@@ -285,17 +286,8 @@ def region_lines(measured: Measurement, fewest: int) -> list[str]:
     return lines
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
-
-
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--chips", nargs="+", default=["v5e"], choices=tuple(PODS))
     add("--direction", default="forward", choices=("forward", "backward"))
@@ -311,7 +303,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     }
     for name, (default, text) in sizes.items():
         text += f" (default: {default})"
-        parser.add_argument(f"--{name}", default=default, type=_positive, help=text)
+        parser.add_argument(f"--{name}", default=default, type=at_least(1), help=text)
     parser.add_argument(
         "--splash",
         default="best",
@@ -319,7 +311,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of its own tiles: the best one known, or every one (default: best)",
     )
     parser.add_argument(
-        "--regions", type=_positive, help="list regions of at least so many bundles"
+        "--regions", type=at_least(1), help="list regions of at least so many bundles"
     )
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
     return parser.parse_args(arguments)
@@ -348,29 +340,26 @@ def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:
     return measured, failures
 
 
+@as_program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit status, 1 if anything failed, else 0."""
     chosen = _arguments(arguments)
-    try:
-        if chosen.output:
-            check_output(chosen.output)
-        jax.config.update("jax_platforms", "cpu")  # look for no TPU
-        environment = Environment.of(jax.devices())
-        measured, failures = run(chosen)
-        rows = [
-            make_row(
-                dataclasses.replace(
-                    environment, device_kind=each.compiled.device_kind, device_count=1
-                ),
-                each.row(),
-            )
-            for each in measured
-        ]
-        if chosen.output:
-            write_rows(chosen.output, rows)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if chosen.output:
+        check_output(chosen.output)
+    jax.config.update("jax_platforms", "cpu")  # look for no TPU
+    environment = Environment.of(jax.devices())
+    measured, failures = run(chosen)
+    rows = [
+        make_row(
+            dataclasses.replace(
+                environment, device_kind=each.compiled.device_kind, device_count=1
+            ),
+            each.row(),
+        )
+        for each in measured
+    ]
+    if chosen.output:
+        write_rows(chosen.output, rows)
     if chosen.regions:
         for each in measured:
             print("\n".join(region_lines(each, chosen.regions)))

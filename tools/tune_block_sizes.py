@@ -35,6 +35,7 @@ if not __package__:  # run as a script, which puts tools/ on the path, not the r
 
 import jax
 
+from command_line import Parser, as_program, at_least
 from kernels.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from tools.bench_rows import Environment, check_output, make_row, write_rows
 from tools.tile_program import Tile
@@ -169,19 +170,8 @@ def table(ranked: Sequence[Outcome], fields: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
-        return int(text)
-
-    return number
-
-
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--chips", nargs="+", default=["v5e"], choices=tuple(PODS))
     parser.add_argument("--direction", default="forward", choices=tuple(TABLES))
     fields = {
@@ -196,11 +186,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             nargs="+",
-            type=_at_least(0 if name in ("ahead", "behind") else 1),
+            type=at_least(0 if name in ("ahead", "behind") else 1),
             help=text,
         )
     parser.add_argument(
-        "--jobs", type=_at_least(1), default=1, help="compilers at once (default: 1)"
+        "--jobs", type=at_least(1), default=1, help="compilers at once (default: 1)"
     )
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
     return parser.parse_args(arguments)
@@ -220,17 +210,14 @@ def _grid(chosen: argparse.Namespace) -> dict[str, Sequence[int]]:
     return grid
 
 
+@as_program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit status, 1 if a chip has no result, else 0."""
     chosen = _arguments(arguments)
     chips = list(dict.fromkeys(chosen.chips))
-    try:
-        grid = _grid(chosen)
-        if chosen.output:
-            check_output(chosen.output)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    grid = _grid(chosen)
+    if chosen.output:
+        check_output(chosen.output)
     jax.config.update("jax_platforms", "cpu")  # look for no TPU
     candidates = [
         candidate

@@ -124,7 +124,7 @@ def test_recorded_episodes_go_as_they_went_and_are_seen(agent, file):
 
     outcome = with_context(3)
     part = slice(file.offsets[3], file.offsets[4])
-    recorded = file.steps[part, OBSERVATION_SIZE:-1]
+    recorded = file.steps[:][part, OBSERVATION_SIZE:-1]
     for row in range(ROWS):
         np.testing.assert_array_equal(
             outcome.steps.actions[row, :EPISODE_STEPS], recorded

@@ -92,7 +92,7 @@ def test_a_backward_run_gives_the_gradients_of_the_forward_run():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("--lengths", "0"), "must be at least 1"),
+        (("--lengths", "0"), "--lengths: must be a whole number of at least 1, got 0"),
         (("--heads", "3", "--kv-heads", "2"), "--heads 3 is not a multiple"),
         (("--output", "nowhere/rows.json"), "nowhere is not a directory"),
     ],

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tools import paper_contexts, plan_exorl, plot_exorl
 from tools.bench_rows import (
     Environment,
     Sample,
@@ -12,6 +13,7 @@ from tools.bench_rows import (
     check_output,
     make_row,
     peak_share,
+    read_rows,
     take_sample,
     take_turns,
     write_rows,
@@ -72,3 +74,29 @@ def test_rows_are_written_whole_and_only_to_a_new_file(tmp_path):
         check_output(path)
     with pytest.raises(ValueError, match="nowhere is not a directory"):
         check_output(tmp_path / "nowhere" / "rows.json")
+
+
+BAD = {
+    "deep": "[" * 100_000,
+    "digits": f"[{'9' * 5000}]",
+    "twice": '[{"a": 1, "a": 2}]',
+}
+READERS = {
+    "rows": read_rows,
+    "results": lambda path: plot_exorl.read([str(path)]),
+    "plans": plan_exorl.earlier_rows,
+    "tables": lambda path: paper_contexts.rows(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("bad", BAD)
+def test_programs_read_files_of_others_by_the_same_rules(tmp_path, name, bad):
+    path = tmp_path / "rows.json"
+    if name == "tables":
+        target = paper_contexts.TARGETS[0]
+        path = tmp_path / f"{target.name(next(iter(paper_contexts.MULTIPLES)))}.json"
+    path.write_text(BAD[bad])
+    with pytest.raises(ValueError, match=path.name) as caught:
+        READERS[name](path)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500

@@ -34,8 +34,8 @@ def test_each_context_has_a_row_of_a_run_that_learned(tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("--steps", "2"), "error: --steps 2 must be at least 3"),
-        (("--contexts", "0"), "--contexts [0] at least 1"),
+        (("--steps", "2"), "--steps: must be a whole number of at least 3, got 2"),
+        (("--contexts", "0"), "--contexts: must be a whole number of at least 1"),
         (("--output", "nowhere/rows.json"), "nowhere is not a directory: make it"),
     ],
 )

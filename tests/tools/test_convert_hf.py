@@ -249,6 +249,14 @@ TENSOR = "model.layers.1.self_attn.k_proj.weight"
             lambda held: held.update({TENSOR: np.zeros((20, 32), np.int8)}),
             f"{TENSOR} in ",
         ),
+        (
+            lambda held: held[TENSOR].__setitem__((3, 7), np.nan),
+            f"{TENSOR} holds numbers that are not finite",
+        ),
+        (
+            lambda held: held["model.norm.weight"].__setitem__(0, -np.inf),
+            "model.norm.weight holds numbers that are not finite",
+        ),
     ],
 )
 def test_a_wrong_tensor_is_named_and_nothing_is_written(
@@ -258,8 +266,44 @@ def test_a_wrong_tensor_is_named_and_nothing_is_written(
     assert main(["import", str(source), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and complaint in error
-    assert error.count("model.") <= 2
+    assert error.count("model.") <= 2 and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "fields, complaint",
+    [
+        ({"num_hidden_layers": (1 << 31) - 1}, "but the files hold 21 tensors in all"),
+        ({"hidden_size": (1 << 31) - 1}, "but [40, 2147483647] by config.json; "),
+        ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is missing"),
+        ({"vocab_size": "40"}, "vocab_size='40' (a whole number from 1"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not true or"),
+        ("[" * 100_000, "config.json is no JSON (its lists and objects lie too deep"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", "an integer of thousands of digits"),
+        ('{"head_dim": 8, "head_dim": 10}', "'head_dim' stands twice in an object"),
+        ("null", "config.json is no JSON object, but NoneType"),
+    ],
+)
+def test_a_wrong_config_is_refused_in_a_line(tmp_path, fields, complaint, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(hf_llama.DIRECTORY / "gqa", source)
+    if isinstance(fields, dict):
+        fields = json.dumps(hf_llama.fields("gqa") | fields)
+    (source / "config.json").write_text(fields)
+    assert main(["import", str(source), str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and complaint in error
+    assert error.count("\n") == 1 and len(error) < 1000
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["nan", "0", "-1", "five"])
+def test_files_of_no_size_are_refused(tmp_path, size, capsys):
+    arguments = ["export", "x", str(tmp_path / "out"), f"--file-gigabytes={size}"]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "--file-gigabytes: must be a number" in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_derived_tensors_of_older_files_are_passed_over(workdirs, tmp_path):
@@ -300,10 +344,12 @@ def test_the_tokenizer_of_the_original_comes_along(workdirs, tmp_path):
     original.mkdir()
     for name in ("tokenizer.json", "tokenizer.model", "notes.txt"):
         (original / name).write_text(name)
+    (original / "tokenizer").mkdir()
     config = {"max_position_embeddings": 77, "eos_token_id": 5}
     (original / "config.json").write_text(json.dumps(config))
     out = tmp_path / "out"
     arguments = ["export", str(workdirs["mha"]), str(out), "--like", str(original)]
+    arguments.append("--file-gigabytes=inf")  # in one file
     assert main(arguments) == 0
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model"}
     assert {path.name for path in out.iterdir()} == names

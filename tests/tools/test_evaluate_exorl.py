@@ -124,8 +124,8 @@ def test_what_is_no_result_is_not_drawn(tmp_path, capsys):
     ("options", "message"),
     [
         (["--episodes", "3"], "--episodes 3 are more than the agent was trained with"),
-        (["--environments", "0"], "--environments 0"),
-        (["--target", "0"], "--target 0.0 above 0"),
+        (["--environments", "0"], "--environments: must be a whole number"),
+        (["--target", "0"], "--target must be above 0, got 0.0"),
         (["--config.task=text"], "is no agent"),
         (["--config.agent.chain_length=1", "--other", "x"], "--other is for agents of"),
         (["--config.agent.action_size=2"], "action_size=2, but"),

@@ -103,16 +103,20 @@ def test_program_writes_rows_and_a_picture_of_each_run(
 ):
     output, cases = tmp_path / "lines", tmp_path / "cases.jsonl"
     drawn = ["--lengths", "50,60", "--depths", "2", "--samples", "3", "--seed", "5"]
-    options = [*drawn, "--beside", str(workdir), "--save-cases", str(cases)]
+    (tmp_path / "beside").symlink_to(workdir)
+    runs = [str(workdir), str(tmp_path / "beside")]
+    options = [*drawn, "--beside", runs[1], "--save-cases", str(cases)]
     assert evaluate(corpus, workdir, *options, "--output", str(output)) == 0
     told = capsys.readouterr().out
-    assert told.count(f"{workdir}, step 7") == 2 and "teacher-forced" in told
+    assert all(told.count(f"{run}, step 7") == 1 for run in runs)
+    assert "teacher-forced" in told
     rows = json.loads(output.with_suffix(".json").read_text())
     assert [(row["length"], row["depth"]) for row in rows] == [
         (length, depth) for length in (50, 60) for depth in (0, 1)
     ] * 2
+    assert [row["run"] for row in rows] == [run for run in runs for _ in range(4)]
     for row in rows:
-        assert row["run"] == str(workdir) and row["step"] == 7
+        assert row["step"] == 7
         assert row["generated"] == row["teacher_forced"]
         assert row["length"] - 5 < row["tokens"] <= row["length"]
         assert row["samples"] == 3 and row["device_count"] == 8
@@ -130,7 +134,11 @@ BAD = {
     "length_that_is_too_long": (["--lengths", "9000"], "all of the 256 lines"),
     "length_that_is_too_short": (["--lengths", "5"], "5 tokens are too few"),
     "length_that_is_no_number": (["--lengths", "many"], "many"),
-    "no_samples": (["--lengths", "40", "--samples", "0"], "samples=0"),
+    "no_samples": (
+        ["--lengths", "40", "--samples", "0"],
+        "--samples: must be a whole number",
+    ),
+    "a_run_twice": (["--beside", "a", "--beside", "a"], "give each of them once"),
     "no_such_cases": (["--cases", "nowhere.jsonl"], "no file nowhere.jsonl"),
     "rows_that_do_not_divide": (["--lengths", "40", "--rows", "3"], "3"),
     "unknown_option": (["--length", "40"], "length"),
@@ -159,7 +167,7 @@ def test_rows_that_are_there_are_left_alone(corpus, workdir, tmp_path, capsys):
 
 
 def test_an_unknown_evaluation_is_refused_with_those_there_are(capsys):
-    assert main(["line-retrival"]) == 2
+    assert main(["line-retrival"]) == 1
     assert "'line-retrival' is not one of line-retrieval" in capsys.readouterr().err
     assert main([]) == 0
     assert "WHAT is line-retrieval" in capsys.readouterr().out

@@ -1,9 +1,13 @@
 """config.json of LLaMA 1, 2 and 3, as published, and what models here have not."""
 
+import dataclasses
+
 import pytest
 
+from data.json_text import parse_json
 from models.llama import LlamaConfig
 from models.rope import RopeScaling
+from tests.fuzzing import altered, fuzz
 from tools.hf_config import config_fields, has_tied_head, llama_config
 
 # Only what bears on the model, of each published config.json.
@@ -82,17 +86,64 @@ def test_rope_is_read_from_old_and_new_fields():
         ({"attention_bias": True}, "attention_bias=True (only False)"),
         ({"mlp_bias": True}, "mlp_bias=True (only False)"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
-        ({"vocab_size": None}, "vocab_size=None (a number is needed)"),
+        ({"vocab_size": None}, "vocab_size=None (a whole number from 1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "scaling 'dynamic'"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 0.7}},
-            "scaling 'yarn' with mscale",
+            "scaling 'yarn' with 'mscale'",
         ),
         (
-            {"rope_parameters": {"rope_type": "llama3"}},
-            "original_max_position_embeddings=0",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
+            "without high_freq_factor, low_freq_factor, original_max",
         ),
         ({"num_key_value_heads": 5}, "num_kv_heads=5"),
+        # Neither text nor truth values are numbers, and nothing is divided by 0.
+        ({"vocab_size": "32000"}, "vocab_size='32000' (a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True (a whole number"),
+        ({"hidden_size": 10**400}, "(a whole number from 1 to 2147483647 is needed)"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 (a whole number"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 (a whole number"),
+        ({"num_key_value_heads": 8.0}, "num_key_value_heads=8.0 (a whole number"),
+        ({"head_dim": "128"}, "head_dim='128' (a whole number"),
+        ({"head_dim": -2}, "head_dim=-2 (a whole number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' (a number is needed)"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf (a number is needed)"),
+        ({"rope_theta": "10000"}, "rope_theta='10000' of RoPE"),
+        ({"rope_theta": 10**400}, "of RoPE, where a number is needed"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling=['linear'], no object"),
+        ({"rope_scaling": False}, "rope_scaling=False, no object"),
+        ({"rope_scaling": {"type": ["yarn"]}}, "RoPE scaling ['yarn'] (only"),
+        ({"rope_scaling": {"type": "linear"}}, "scaling 'linear' without factor"),
+        ({"rope_scaling": {"factor": 8.0}}, "RoPE scaling None (only default, lin"),
+        (
+            {"rope_scaling": {"type": "default", "odd": 1}},
+            "RoPE scaling 'default' with 'odd'",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "4"}},
+            "factor='4' of RoPE",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "factor=True of RoPE"),
+        (
+            {
+                "max_position_embeddings": "4096",
+                "rope_scaling": {"type": "yarn", "factor": 4},
+            },
+            "original_max_position_embeddings='4096' of RoPE",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "'rope_theta' twice, as 500000.0 and 10000.0",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4}},
+            "'rope_type' twice, as 'linear' and 'yarn'",
+        ),
+        ({"partial_rotary_factor": 0.5}, "has a partial_rotary_factor: only whole"),
+        (
+            {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
+            "RoPE scaling None (only default, linear, yarn, llama3)",
+        ),
     ],
 )
 def test_what_models_here_have_not_is_refused_by_field(changed, complaint):
@@ -130,6 +181,55 @@ def test_scaled_rope_is_read_as_published(fields, expected):
     scaling = llama_config(fields).rope_scaling
     assert scaling == expected
     assert isinstance(scaling.factor, float)
+
+
+@pytest.mark.parametrize("tied", ["false", 0, []])
+def test_a_tied_head_is_true_or_false(tied):
+    with pytest.raises(ValueError, match="tie_word_embeddings=.*, not true or false"):
+        has_tied_head(LLAMA3_8B | {"tie_word_embeddings": tied})
+
+
+def test_null_is_as_good_as_missing():
+    more = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
+    more += ("rope_parameters", "rms_norm_eps", "tie_word_embeddings")
+    nothing = dict.fromkeys(more) | {"partial_rotary_factor": 1.0}
+    assert llama_config(LLAMA1_7B | nothing) == llama_config(LLAMA1_7B)
+    assert not has_tied_head(LLAMA1_7B | nothing)
+
+
+@pytest.mark.parametrize(
+    "attempts", [300, pytest.param(10_000, marks=pytest.mark.slow)]
+)
+def test_an_altered_config_is_what_it_says_or_refused(attempts):
+    whole = LLAMA31_8B | {"head_dim": 128, "tie_word_embeddings": False}
+    said = {}
+
+    def attempt(rng):
+        said.clear()
+        said.update(parse_json(altered(whole, rng)))
+        return llama_config(said), has_tied_head(said)
+
+    def check(found):
+        config, is_tied = found
+        known = {name: value for name, value in said.items() if value is not None}
+        sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
+        sizes |= {"num_hidden_layers": config.num_layers}
+        sizes |= {"intermediate_size": config.feed_forward_size}
+        sizes |= {"num_attention_heads": config.num_heads}
+        assert {name: known[name] for name in sizes} == sizes
+        assert config.num_kv_heads == known.get("num_key_value_heads", config.num_heads)
+        own = config.hidden_size // config.num_heads
+        assert config.head_dim == known.get("head_dim", own)
+        assert config.norm_epsilon == known.get("rms_norm_eps", 1e-6)
+        assert config.rope_theta == known.get("rope_theta", 1e4)
+        assert is_tied is known.get("tie_word_embeddings", False)
+        scaling = dataclasses.asdict(config.rope_scaling)
+        told = {"rope_type": "none"} | known.get("rope_scaling", {})
+        told = {name: value for name, value in told.items() if value is not None}
+        assert scaling | told == scaling
+        assert all(type(value) in (int, float, str) for value in scaling.values())
+
+    fuzz(attempts, attempt, check, most_bytes=20 << 20)
 
 
 def test_ntk_is_written_as_the_theta_that_it_is():

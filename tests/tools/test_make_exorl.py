@@ -146,8 +146,8 @@ def test_actions_are_held_and_packed_as_one(tmp_path):
     assert (one.action_repeat, eight.action_repeat) == (1, 8)
     assert eight.lengths.tolist() == [125, 125]
     np.testing.assert_allclose(eight.returns, one.returns, rtol=1e-6)
-    np.testing.assert_array_equal(eight.steps[:, :-1], one.steps[::8, :-1])
-    actions = one.steps[:, 5].reshape(-1, 8)
+    np.testing.assert_array_equal(eight.steps[:][:, :-1], one.steps[:][::8, :-1])
+    actions = one.steps[:][:, 5].reshape(-1, 8)
     assert (actions == actions[:, :1]).all() and (np.diff(actions[:, 0]) != 0).any()
     wrong = Selection(action_repeat=3)
     with pytest.raises(BadEpisode, match="action 9 differs .* action_repeat=3"):
@@ -176,7 +176,7 @@ def test_existing_data_are_kept(cartpole):
         ({"noise_share": 1.1}, "noise_share=1.1 must be from 0 to 1"),
         ({"cap": 0.0}, "cap=0.0 above 0"),
         ({"cap": 1.5}, "cap=1.5 above 0 and up to 1"),
-        ({"action_repeat": 0}, "action_repeat=0 must be at least 1 step"),
+        ({"action_repeat": 0}, "action_repeat=0 must be at least 1"),
     ],
 )
 def test_recipes_that_make_nothing_are_refused(changes, match):

@@ -1,11 +1,13 @@
 """The papers' tables: formulas against hand-computed values, rows of compiled steps."""
 
 import json
+import re
 
 import pytest
+from matplotlib.colors import to_hex
 
 from models.llama import LlamaConfig
-from tools import paper_contexts, paper_tables
+from tools import paper_contexts, paper_plots, paper_tables
 from tools.paper_contexts import MULTIPLES, TARGETS, Target
 from tools.paper_formulas import (
     SmallestBlock,
@@ -14,6 +16,8 @@ from tools.paper_formulas import (
     largest_attention_speed_up,
     largest_speed_up,
 )
+from tools.paper_plots import dataset_flops, longest_contexts, striped_speed_up
+from tools.picture import GREY, MODELS, PROGRAMS
 from training import chips
 
 ROW = {
@@ -138,7 +142,10 @@ def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
     ring = {"ring": 4, "tokens": 65536, "activation_bytes": 2**20}
     paper_tables.compile_memory(tmp_path / paper_tables.RINGS, [ring])
     paper_tables.main(["--output", str(tmp_path)])
-    text = capsys.readouterr().out
+    said = capsys.readouterr()
+    text = said.out
+    for name in ("layer_memory", "ring_memory"):
+        assert f"compiling the rows of {name}.json: 0 s so far\n" in said.err
     assert "striped, 2 parts" in text and "1.0, the paper's formula      2.0" in text
     assert "ring     4, to      65,536 tokens:      1.0 MiB" in text
     assert "75.0% hidden, MFU about 60%, 2 GiB of the host's" in text
@@ -149,7 +156,81 @@ def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_row_is_refused_with_those_there_are(tmp_path):
-    with pytest.raises(SystemExit, match="no row 9b_v9: known are .*7b_v4_nothing"):
-        paper_tables.main(["--only", "9b_v9", "--output", str(tmp_path / "none")])
+def test_an_unknown_row_is_refused_with_those_there_are(tmp_path, capsys):
+    arguments = ["--compile=contexts", "--only", "9b_v9"]
+    arguments += ["--output", str(tmp_path / "none")]
+    assert paper_tables.main(arguments) == 1
+    said = capsys.readouterr().err
+    assert re.search("no row 9b_v9: known are .*7b_v4_nothing", said)
     assert not (tmp_path / "none").exists()
+
+
+def test_rows_to_compile_are_only_named_where_they_are_compiled(tmp_path, capsys):
+    arguments = ["--only", TARGETS[0].name("nothing"), "--output", str(tmp_path)]
+    assert paper_tables.main(arguments) == 1
+    assert "--only names rows of --compile contexts" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        paper_tables.LAYER,
+        paper_tables.RINGS,
+        f"{paper_tables.CONTEXTS}/{TARGETS[0].name('nothing')}.json",
+    ],
+)
+@pytest.mark.parametrize(
+    "content", ["", "7", "{}", '{"rows": [7]}', '{"rows": [{"ring": 4}]}']
+)
+def test_files_of_something_else_are_named_and_nothing_is_written(
+    name, content, tmp_path, capsys
+):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert paper_tables.main(["--output", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path} holds nothing that was compiled here (")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
+
+
+def compiled(model, topology, remat, context, fits):
+    row = {"model": model, "topology": topology, "remat": remat, "context": context}
+    return row | {"paper_context": 2048, "fits": fits}
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["offloaded", "refused"])
+def test_bars_are_the_contexts_and_the_legend_names_only_those_there_are(fits):
+    figure = longest_contexts(
+        [
+            compiled("7b", "v4:8x8x8", "nothing", 8192, True),
+            compiled("7b", "v4:8x8x8", "offload", 16384, fits),
+            compiled("3b", "v4:8x8x8", "nothing", 32768, None),
+        ]
+    )
+    (axes,) = figure.axes
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    names = ["paper", "nothing", *(["offload"] if fits else [])]
+    assert labels == [paper_plots.BARS[name][1] for name in names]
+    heights = [bar.get_height() / 2**20 for bar in axes.patches]
+    assert heights == [2, 2, 8, *([16] if fits else [])]
+    colours = {to_hex(bar.get_facecolor()) for bar in axes.patches}
+    assert colours == {PROGRAMS[paper_plots.BARS[name][0]] for name in names}
+    assert axes.get_title()
+
+
+def test_curves_are_named_and_a_model_has_one_colour_in_every_picture():
+    pictures = [
+        dataset_flops(paper_tables.figure_5()),
+        striped_speed_up(paper_tables.speed_ups()),
+    ]
+    for figure in pictures:
+        assert figure.get_suptitle() or all(axes.get_title() for axes in figure.axes)
+        for axes in figure.axes:
+            drawn = {line.get_label(): line.get_color() for line in axes.lines}
+            shown = [text.get_text() for text in axes.get_legend().get_texts()]
+            assert shown == list(drawn) and len(drawn) == len(axes.lines)
+            for label, colour in drawn.items():
+                assert colour == MODELS.get(label.lower(), GREY)
+            assert (GREY in drawn.values()) == ("attention alone" in drawn)

@@ -50,7 +50,9 @@ def test_a_row_takes_the_place_of_its_case_alone():
     assert again[:2] == rows[:2] and again[2]["peak_gib"] == 2.0 and len(again) == 3
 
 
-def test_rows_are_written_one_by_one_and_earlier_ones_are_kept(tmp_path, monkeypatch):
+def test_rows_are_written_one_by_one_and_earlier_ones_are_kept(
+    tmp_path, monkeypatch, capsys
+):
     output = tmp_path / "rows.json"
     output.write_text(json.dumps([a_row("vanilla", 32, 4), a_row("striped", 32, 4)]))
     written = []
@@ -64,6 +66,10 @@ def test_rows_are_written_one_by_one_and_earlier_ones_are_kept(tmp_path, monkeyp
     command = ["--systems", "vanilla", "ring", "--trajectories", "32"]
     assert plan_exorl.main([*command, "--output", str(output)]) == 0
     assert written == [2, 2]
+    assert capsys.readouterr().err.splitlines() == [
+        f"compiling {system} attention to 32 trajectories for v5e:2x4: 0 s so far"
+        for system in ("vanilla", "ring")
+    ]
     rows = earlier_rows(output)
     assert [row["system"] for row in rows] == ["vanilla", "ring", "striped"]
     assert [row["peak_gib"] for row in rows] == [3.0, 3.0, 1.0]

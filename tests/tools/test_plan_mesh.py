@@ -68,15 +68,24 @@ def test_kernels_without_schedules_take_an_assumed_share(chip):
 
 def test_ring_hides_where_a_device_has_tokens_enough():
     kernels = Kernels.of(V4)
-    long = Ring.of(config_7b(), partition())
+    long = Ring.of(config_7b(), partition(), V4)
     assert long.is_covered(V4, kernels)
     assert long.keys_bytes == 2 * 16384 * 4096 * 2
-    short = Ring.of(config_7b(data__context_tokens=2**21), partition())
+    short = Ring.of(config_7b(data__context_tokens=2**21), partition(), V4)
     assert not short.is_covered(V4, kernels)
     ratio = long.kernel_seconds(kernels, "forward") / short.kernel_seconds(
         kernels, "forward"
     )
     assert ratio == pytest.approx(16, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("chip", "head_dim", "sent"), [(V4, 128, 128), (V4, 100, 128), (H200, 100, 100)]
+)
+def test_heads_travel_between_tpus_in_whole_lanes(chip, head_dim, sent):
+    ring = Ring.of(config_7b(model__head_dim=head_dim), partition(), chip)
+    assert ring.keys_bytes == 2 * 16384 * 32 * sent * 2
+    assert ring.gradients_bytes == 2 * ring.keys_bytes
 
 
 def test_products_are_computed_again_as_remat_says():

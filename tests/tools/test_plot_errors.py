@@ -6,6 +6,7 @@ import pytest
 
 from tests.cases import Case
 from tools import plot_errors
+from tools.picture import GREY, PROGRAMS
 from tools.plot_errors import RESULTS, draw, main, measure, table
 
 COMMITTED = Path(plot_errors.__file__).parents[1] / "results/cpu/error_by_ring.json"
@@ -48,6 +49,17 @@ def test_curves_are_the_rows(rows):
     assert "one device" in table(rows) and "ring of 2" in table(rows)
 
 
+def test_the_legend_has_both_lines_in_the_colours_of_all_panels(rows):
+    figure = draw(rows)
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ["striped ring", "plain attention on one device"]
+    for axes in figure.axes:
+        assert [line.get_label() for line in axes.lines] == shown
+        colours = [line.get_color() for line in axes.lines]
+        assert colours == [PROGRAMS["this repository"], GREY]
+    assert figure.get_suptitle()
+
+
 def test_program_draws_rows_that_are_there(rows, tmp_path, capsys):
     path, folder = tmp_path / "rows.json", tmp_path / "new" / "results"
     path.write_text(json.dumps(rows))
@@ -68,6 +80,23 @@ def test_rows_that_cannot_be_drawn_are_refused(text, complaint, tmp_path, capsys
     assert main(["--rows", str(path), "--output", str(tmp_path / "out")]) == 1
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("order", "change", "complaint"),
+    [
+        ([0, 1, 2, 2], {}, r"rings of \[1, 2, 2\] devices, .*make no curve"),
+        ([0, 2, 1], {}, r"rings of \[2, 1\] devices"),
+        ([0, 1, 2], {"length": 7}, "make no curve: there must be one of each"),
+        ([0, 1, 2], {"error_dk": float("nan")}, "error_dk of row 2 .*got nan"),
+        ([0, 1, 2], {"error_dk": -1.0}, "error_dk of row 2 .*got -1.0"),
+        ([0, 1, 2], {"error_dk": "1"}, "error_dk of row 2 .*got '1'"),
+    ],
+    ids=["twice", "order", "problem", "nan", "negative", "text"],
+)
+def test_rows_that_make_no_curve_are_refused(rows, order, change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        draw([rows[i] | (change if i == 2 else {}) for i in order])
 
 
 def test_tokens_that_do_not_divide_are_refused(tmp_path, capsys):

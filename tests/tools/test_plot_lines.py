@@ -35,6 +35,40 @@ def test_each_run_has_a_map_with_lengths_across_and_depths_down():
     }
 
 
+@pytest.mark.parametrize(
+    ("runs", "names", "titles"),
+    [
+        (["runs/lines/160", "runs/lines/32"], [], ["160", "32"]),
+        (["runs/a/one", "runs/b/one"], [], ["runs/a/one", "runs/b/one"]),
+        (["runs/lines/160", "runs/lines/32"], ["long", "short"], ["long", "short"]),
+    ],
+    ids=["folders", "paths", "names"],
+)
+def test_runs_have_names(runs, names, titles):
+    first, second = (rows(run, {(128, 0.0): 1.0, (256, 0.0): 0.5}) for run in runs)
+    # A run's rows need not follow each other.
+    figure = heat_maps([first[0], *second, first[1]], names)
+    assert [axes.get_title() for axes in figure.axes] == titles
+    assert all(len(axes.texts) == 2 for axes in figure.axes)
+
+
+@pytest.mark.parametrize(
+    ("some", "names", "said"),
+    [
+        ([], [], "0 names for 0 runs .no rows.: there must be a run"),
+        (LONG + SHORT, ["one"], "1 names for 2 runs .long, short.: there must be"),
+        (LONG + LONG[:1], [], "long, 128 tokens, depth 0%: .* is there twice"),
+        (rows("a", {(128, 0.5): 1.5}), [], "a, 128 tokens, depth 50%: .*more than all"),
+        (rows("a", {(128, 0.5): -0.5}), [], "generated of row 0 must be a number"),
+        (rows("a", {(128, 0.5): None}), [], "generated of row 0 .* got None"),
+        (rows("a", {("128", 0.5): 1.0}), [], "length of row 0 .* got '128'"),
+    ],
+)
+def test_rows_that_make_no_map_are_refused(some, names, said):
+    with pytest.raises(ValueError, match=said):
+        heat_maps(some, names)
+
+
 def test_program_draws_the_rows_of_several_files(tmp_path, capsys):
     files = []
     for name, some in (("a", LONG), ("b", SHORT)):

@@ -4,7 +4,7 @@ import matplotlib.image
 import pytest
 
 from tools import plot_overlap
-from tools.plot_overlap import Bar, compile_ring, draw, main, timelines
+from tools.plot_overlap import LOOKS, Bar, compile_ring, draw, main, timelines
 from tools.schedule import TRANSFER, Instruction, Program
 
 
@@ -68,6 +68,9 @@ def test_a_program_without_transfers_is_refused():
 def test_bars_and_sizes_are_drawn(monkeypatch, tmp_path, capsys):
     figure = draw(timelines(PROGRAM), "title")
     forward, backward = figure.axes
+    assert figure.get_suptitle() == "title"
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(LOOKS)
     texts = [text.get_text() for text in forward.texts]
     assert texts == ["0", "1 MiB", "1 MiB", "1"]
     assert [text.get_text() for text in backward.texts] == ["0", ""]
@@ -80,10 +83,17 @@ def test_bars_and_sizes_are_drawn(monkeypatch, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["overlap.png"]
 
 
+def test_the_legend_has_nothing_that_never_occurs():
+    hidden = {"forward": timelines(PROGRAM)["forward"]}
+    (legend,) = draw(hidden, "title").legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown == ["kernel of a hop", "transfer, behind a kernel"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--tokens", "0"], "--tokens 0 must be at least 1"),
+        (["--tokens", "0"], "--tokens: must be a whole number of at least 1, got 0"),
         (["--topology", "v9:2x2"], "'v9' of topology='v9:2x2' is not one of v3"),
     ],
 )

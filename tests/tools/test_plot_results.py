@@ -5,7 +5,9 @@ import matplotlib.image
 import pytest
 
 from tools import plot_results
-from tools.plot_results import OURS, PEER, draw, main
+from tools.peers import PEERS as OTHER_PROGRAMS
+from tools.picture import PROGRAMS
+from tools.plot_results import OTHERS, draw, main
 
 COMMITTED = Path(plot_results.__file__).parents[1] / "results/cpu"
 PLACE = {
@@ -51,10 +53,17 @@ def test_a_bar_is_the_rate_of_its_row():
     notes = [text.get_text() for text in axes.texts]
     assert notes == ["4.00 ms ± 5%, 61% of peak", "4.00 ms ± 5%"]
     colours = [bar.get_facecolor() for bar in axes.patches]
-    want = [matplotlib.colors.to_rgba(colour) for colour in (OURS, PEER)]
-    assert colours == want
+    shown = ["this repository", "cudnn"]
+    assert colours == [matplotlib.colors.to_rgba(PROGRAMS[name]) for name in shown]
+    (legend,) = draw([FAST, PEERS]).legends
+    assert [text.get_text() for text in legend.get_texts()] == shown
     title = draw([FAST]).get_suptitle()
     assert title == "Measured on 1 x NVIDIA H200, 2026-11-22, at 0123456"
+
+
+def test_every_program_of_others_has_a_colour():
+    assert set(OTHER_PROGRAMS) < set(OTHERS)
+    assert set(OTHERS.values()) < set(PROGRAMS)
 
 
 def test_each_problem_has_a_panel():
@@ -90,6 +99,9 @@ def test_committed_rows_are_drawn(name, tmp_path, capsys):
         ([{"device_kind": "cpu"}], "a row has no 'implementation': give rows of bench"),
         ([FAST, PEERS | {"device_kind": "TPU v4"}], "TPU v4.*are not comparable"),
         ([FAST, TRAINING], "TFLOP/s', 'tokens/s'.*are not comparable"),
+        ([FAST | {"tflops": float("nan")}], "value of row 0 must be a number.*got nan"),
+        ([FAST, FAST | {"tflops": -1.0}], "value of row 1 must be a number.*got -1.0"),
+        ([FAST | {"tflops": "600"}], "value of row 0 must be a number.*got '600'"),
     ],
 )
 def test_rows_that_make_no_picture_are_refused(rows, said):

@@ -84,5 +84,5 @@ def test_program_runs_from_the_root_and_refuses_a_ring_of_nothing(tmp_path):
         [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert refused.returncode == 1
-    assert refused.stderr.startswith("error: ring_size=0 and tiles_per_shard=8 must")
+    assert refused.stderr.startswith("error: argument --ring: must be a whole number")
     assert not list(tmp_path.iterdir())

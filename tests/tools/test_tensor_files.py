@@ -1,11 +1,14 @@
 """safetensors files: parts read as they are, files planned by size, faults named."""
 
 import json
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.fuzzing import altered, damaged, fuzz
 from tools.tensor_files import INDEX, WHOLE, TensorFiles, TensorFilesWriter
 
 RNG = np.random.default_rng(8)
@@ -75,9 +78,6 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     second.unlink()
     with pytest.raises(FileNotFoundError, match=f"{second.name} does not exist"):
         TensorFiles(directory)
-    (directory / INDEX).write_text("{}")
-    with pytest.raises(ValueError, match="is no index of tensors .KeyError"):
-        TensorFiles(directory)
     with pytest.raises(FileNotFoundError, match="model.safetensors does not exist"):
         TensorFiles(tmp_path / "nowhere")
 
@@ -86,3 +86,210 @@ def test_types_that_are_no_floats_are_refused(tmp_path):
     save_file({"q": np.zeros(4, np.int8)}, tmp_path / WHOLE)
     with pytest.raises(ValueError, match="q in .* has type I8, not one of BF16, F16"):
         TensorFiles(tmp_path)
+
+
+FIRST, SECOND = "one.safetensors", "two.safetensors"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A folder with "a" in one file and "b" in another, and the index of both."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": TENSORS["a"]}, folder / FIRST)
+    save_file({"b": TENSORS["b"]}, folder / SECOND)
+    write_index(folder, {"a": FIRST, "b": SECOND})
+    return folder
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("right", [FIRST, SECOND])
+def test_a_tensor_in_two_files_is_read_from_the_one_of_the_index(shards, right):
+    for number, file in enumerate((FIRST, SECOND)):
+        held = {"ab"[number]: TENSORS["ab"[number]], "c": TENSORS["c"] + number}
+        save_file(held, shards / file)
+    write_index(shards, {"a": FIRST, "b": SECOND, "c": right})
+    with TensorFiles(shards) as files:
+        assert files.shapes.keys() == {"a", "b", "c"}
+        expected = TENSORS["c"] + (right == SECOND)
+        np.testing.assert_array_equal(files.read("c", (slice(None),) * 2), expected)
+    write_index(shards, {"a": FIRST, "b": SECOND})
+    with pytest.raises(ValueError, match="two.safetensors and another file hold c, an"):
+        TensorFiles(shards)
+
+
+def test_links_and_folders_inside_are_followed(shards, tmp_path):
+    blob = (shards / FIRST).rename(tmp_path / "blob")
+    (shards / FIRST).symlink_to("../blob")  # as in the cache of the hub
+    (shards / "more").mkdir()
+    (shards / SECOND).rename(shards / "more" / SECOND)
+    write_index(shards, {"a": FIRST, "b": f"more/{SECOND}"})
+    with TensorFiles(shards) as files:
+        assert files.shapes == {n: TENSORS[n].shape for n in "ab"}
+    assert blob.is_file()
+
+
+BAD_INDICES = {
+    "no_map": ({}, "weight_map must name the file of every tensor, got None"),
+    "null": ({"weight_map": None}, "must name the file of every tensor, got None"),
+    "list": ({"weight_map": ["a"]}, r"of every tensor, got \['a'\]"),
+    "empty": ({"weight_map": {}}, r"of every tensor, got {}"),
+    "no_name": ({"weight_map": {"a": 3}}, "must name files, got 3"),
+    "no_names": ({"weight_map": {"a": [FIRST]}}, "must name files, got \\['one"),
+    "above": ({"weight_map": {"c": "../out.safetensors"}}, "'../out.safetensors', wh"),
+    "below_and_above": (
+        {"weight_map": {"c": "x/../../out.safetensors"}},
+        "which is no file inside of",
+    ),
+    "odd_name": ({"weight_map": {"a": "one\nline"}}, "'one.nline', which is no file"),
+    "other_file": (
+        {"weight_map": {"a": FIRST, "b": FIRST}},
+        "one.safetensors has no tensor 'b', which .* says lies there .and 0 more",
+    ),
+    "no_object": ([], "index.json is no JSON object, but list"),
+    "deep": ("[" * 100_000, "is no JSON .*lie too deep"),
+    "twice": ('{"weight_map": {"a": "1", "a": "2"}}', "'a' stands twice"),
+    "no_text": ("\ud800", "is no JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INDICES)
+def test_a_bad_index_is_refused_in_a_line(shards, tmp_path, name):
+    index, complaint = BAD_INDICES[name]
+    save_file({"c": TENSORS["c"]}, tmp_path / "out.safetensors")
+    text = index if isinstance(index, str) else json.dumps(index)
+    (shards / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ValueError, match=complaint) as caught:
+        TensorFiles(shards)
+    assert str(caught.value).isprintable()
+
+
+def test_absolute_files_and_two_models_in_a_folder_are_refused(shards):
+    write_index(shards, {"a": str(shards / FIRST)})
+    with pytest.raises(ValueError, match="which is no file inside of"):
+        TensorFiles(shards)
+    write_index(shards, {"a": FIRST, "b": SECOND})
+    save_file({"a": TENSORS["a"]}, shards / WHOLE)
+    with pytest.raises(ValueError, match="which of them is the model is not known"):
+        TensorFiles(shards)
+    write_index(shards, {"a": WHOLE})
+    with TensorFiles(shards) as files:
+        assert files.shapes == {"a": (4, 6)}
+
+
+GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+def safetensors(header, numbers=bytes(range(24)), length=None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + numbers
+
+
+TWICE = b'{"a": %s, "a": %s}'
+BAD_HEADERS = {
+    "no_length": b"abc",
+    "length_beyond_the_file": safetensors({"a": GOOD}, length=1 << 20),
+    "huge_length": safetensors({"a": GOOD}, length=1 << 63),
+    "no_json": safetensors(b"{"),
+    "no_object": safetensors([GOOD]),
+    "deep": safetensors(b"[" * 100_000),
+    "name_twice": safetensors(
+        TWICE
+        % (json.dumps(GOOD).encode(), json.dumps(GOOD | {"shape": [3, 2]}).encode())
+    ),
+    "name_of_two_lines": safetensors({"a\nb": GOOD}),
+    "long_name": safetensors({"a" * 5000: GOOD}),
+    "unknown_type": safetensors({"a": GOOD | {"dtype": "F\n32"}}),
+    "type_is_null": safetensors({"a": GOOD | {"dtype": None}}),
+    "negative_shape": safetensors({"a": GOOD | {"shape": [-2, -3]}}),
+    "shape_of_text": safetensors({"a": GOOD | {"shape": ["2", 3]}}),
+    "shape_beyond_memory": safetensors({"a": GOOD | {"shape": [1 << 63, 4]}}),
+    "other_size": safetensors({"a": GOOD | {"shape": [2, 4]}}),
+    "offsets_beyond": safetensors({"a": GOOD | {"data_offsets": [0, 48]}}),
+    "offsets_backwards": safetensors({"a": GOOD | {"data_offsets": [24, 0]}}),
+    "huge_offsets": safetensors({"a": GOOD | {"data_offsets": [0, 10**400]}}),
+    "overlap": safetensors({"a": GOOD, "b": GOOD}),
+    "hole": safetensors({"a": GOOD | {"data_offsets": [4, 28]}}, bytes(28)),
+    "numbers_after_the_last": safetensors({"a": GOOD}, bytes(32)),
+    "cut_short": safetensors({"a": GOOD}, bytes(23)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_a_bad_header_is_refused_in_a_line(tmp_path, name):
+    (tmp_path / WHOLE).write_bytes(BAD_HEADERS[name])
+    complaint = "model.safetensors (is no whole safetensors|has a tensor '.*no name)"
+    with pytest.raises(ValueError, match=complaint) as caught:
+        TensorFiles(tmp_path)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+def read_all(directory):
+    with TensorFiles(directory) as files:
+        return {
+            name: files.read(name, tuple(slice(None) for _ in shape))
+            for name, shape in files.shapes.items()
+        }
+
+
+def stored(path: Path) -> dict[str, bytes]:
+    """The bytes of every tensor of a file, by the format's own description."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    found = json.loads(content[8:start])
+    found.pop("__metadata__", None)
+    offsets = {name: entry["data_offsets"] for name, entry in found.items()}
+    return {n: content[start + a : start + b] for n, (a, b) in offsets.items()}
+
+
+@pytest.mark.parametrize(
+    "attempts", [300, pytest.param(20_000, marks=pytest.mark.slow)]
+)
+def test_a_damaged_file_is_read_as_it_is_or_refused(tmp_path, attempts):
+    path = tmp_path / WHOLE
+    save_file(TENSORS, path)
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:start])
+
+    def attempt(rng):
+        match rng.integers(3):
+            case 0:
+                path.write_bytes(damaged(whole, rng))
+            case 1:
+                path.write_bytes(damaged(whole[:start], rng) + whole[start:])
+            case _:
+                text = altered(header, rng).encode("utf-8", "surrogatepass")
+                path.write_bytes(safetensors(text, whole[start:]))
+        return read_all(tmp_path)
+
+    def check(found):
+        expected = stored(path)
+        assert {name: array.tobytes() for name, array in found.items()} == expected
+
+    counts = fuzz(attempts, attempt, check, most_bytes=20 << 20)
+    assert counts["read"] > attempts // 20 and counts["refused"] > attempts // 2
+
+
+@pytest.mark.parametrize(
+    "attempts", [200, pytest.param(10_000, marks=pytest.mark.slow)]
+)
+def test_a_damaged_index_leads_to_its_tensors_or_is_refused(shards, attempts):
+    index = {"metadata": {"total_size": 1}, "weight_map": {"a": FIRST, "b": SECOND}}
+
+    def attempt(rng):
+        text = altered(index, rng).encode("utf-8", "surrogatepass")
+        (shards / INDEX).write_bytes(text if rng.integers(2) else damaged(text, rng))
+        return read_all(shards)
+
+    def check(found):
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, TENSORS[name])
+        named = json.loads((shards / INDEX).read_text())["weight_map"]
+        assert {"a": FIRST, "b": SECOND}.items() >= named.items()
+        assert found.keys() >= named.keys()
+
+    fuzz(attempts, attempt, check, most_bytes=20 << 20)

@@ -120,6 +120,8 @@ def test_program_shows_the_best_and_writes_every_row(tmp_path, monkeypatch, caps
     assert "rows.json exists" in capsys.readouterr().err
     assert main([*arguments, "--ahead", "1"]) == 1
     assert "the backward kernel has no ahead" in capsys.readouterr().err
+    assert main([*arguments, "--rows", "100"]) == 1
+    assert "powers of 2 from 128 on, got" in capsys.readouterr().err
 
 
 def test_chip_without_any_result_is_a_failure(monkeypatch, capsys):

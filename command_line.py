@@ -1,0 +1,205 @@
+"""How a program begins and ends: its arguments, config and devices, errors in one line.
+
+What `train.py` and the tools share. A program is a function `main(arguments)` under
+`@as_program`, and gives its exit code to `sys.exit`.
+"""
+
+import argparse
+import difflib
+import functools
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+Main = Callable[[Sequence[str] | None], int | None]
+
+REFUSED = ValueError, OSError, ImportError, NotImplementedError, FloatingPointError
+"""Errors that say what is wrong by themselves; others are shown with their trace."""
+
+NO_DEVICES = "Unable to initialize backend "
+"""How JAX begins to say that a platform cannot be used."""
+
+# Of accelerators: files, and what an environment has where JAX itself is to look.
+NVIDIA_GPUS = "dev/nvidia0", "dev/nvidiactl"
+TPUS = ("dev/accel[0-9]*",)
+OTHERS = "dev/vfio/[0-9]*", "dev/dxg", "dev/kfd"
+OTHERS_SAID = "TPU_NAME", "TPU_WORKER_ID", "JAX_FORCE_TPU_INIT"
+OTHERS_SAID += ("PJRT_NAMES_AND_LIBRARY_PATHS",)
+
+
+def as_program(main: Main) -> Callable[[Sequence[str] | None], int]:
+    """`main(arguments)`, which ends with one line and status 1 where it cannot go on.
+
+    Before it begins it is settled where JAX looks for devices (see `platforms`), unless
+    JAX_PLATFORMS says so.
+    """
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see train.py
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not jax.config.jax_platforms:
+            jax.config.update("jax_platforms", platforms(Path("/"), os.environ))
+        try:
+            return main(arguments) or 0
+        except REFUSED as error:
+            return _end(error)
+        except RuntimeError as error:
+            if not str(error).startswith(NO_DEVICES):
+                raise
+            reason = str(error).removeprefix(NO_DEVICES).split(" (set JAX_")[0]
+            return _end(
+                f"JAX cannot use the devices of this host: {reason}; install what they "
+                "need (make venv ACCELERATOR=gpu or tpu), or set JAX_PLATFORMS=cpu to "
+                "run on its CPUs"
+            )
+        except KeyboardInterrupt:
+            return _end("interrupted", 130)
+
+    return run
+
+
+def _end(error: object, status: int = 1) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def platforms(root: Path, environment: Mapping[str, str]) -> str | None:
+    """The platforms that a program of this host is to use, the best one first.
+
+    The compilers of chips that are not there (`make venv-dev`) fail with many lines
+    where JAX asks them for devices; a chip that is there and cannot be used is an
+    error, and no reason to compute on CPUs.
+
+    Args:
+      root: of the files of this host, which tell of its devices.
+      environment: its variables.
+
+    Returns:
+      JAX's names; or None, for whatever JAX finds.
+    """
+
+    def has(patterns: Sequence[str]) -> bool:
+        return any(any(root.glob(pattern)) for pattern in patterns)
+
+    is_hidden = environment.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    if has(NVIDIA_GPUS) and not is_hidden:
+        return "cuda,cpu"
+    if has(TPUS):
+        return "tpu,cpu"
+    is_other = has(OTHERS) or any(name in environment for name in OTHERS_SAID)
+    return None if is_other else "cpu"
+
+
+class Parser(argparse.ArgumentParser):
+    """Arguments of a program, whose description is its help; errors are one line.
+
+    Names of arguments are not to be shortened: what is no argument of the program may
+    be one of its config.
+    """
+
+    def __init__(self, description: str | None = None, **options: object):
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def error(self, message: str) -> None:
+        raise ValueError(f"{message}: see --help")
+
+
+def at_least(smallest: float, kind: type = int) -> Callable[[str], float]:
+    """The type of an argument: a number that is not smaller.
+
+    kind: int or float.
+    """
+
+    def number(text: str) -> float:
+        wanted = f"must be {'a whole' if kind is int else 'a'} number"
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}") from None
+        if not value >= smallest:
+            raise argparse.ArgumentTypeError(
+                f"{wanted} of at least {smallest}, got {text}"
+            )
+        return value
+
+    return number
+
+
+def share(text: str) -> float:
+    """The type of an argument that is a number from 0 to 1."""
+    value = at_least(0, float)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text}")
+    return value
+
+
+def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
+    """The config of `--config=FILE --config.field=value ...`.
+
+    FILE is a program, which makes the config; `FILE:NAME` hands it a name.
+
+    Raises:
+      ValueError: no or no such file, one that makes no config, an unknown field, or a
+        value of the wrong type.
+    """
+    parser = Parser(add_help=False)
+    parser.add_argument("--config")
+    chosen, overrides = parser.parse_known_args(arguments)
+    if not chosen.config:
+        raise ValueError("no --config=configs/NAME.py was given")
+    config = _made_by(*chosen.config.split(":", 1))
+    for override in overrides:
+        name, *_ = override.removeprefix("--config.").split("=", 1)
+        if override.startswith("--config."):
+            _check_field(config, name)
+    values = flags.FlagValues()
+    command = ["program", *overrides]
+    try:
+        config_flags.DEFINE_config_dict(
+            "config", config, flag_values=values, sys_argv=command
+        )
+        rest = values(command)[1:]
+    except (flags.Error, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    if rest:
+        raise ValueError(f"unknown arguments {rest}: see --help and configs/base.py")
+    return values["config"].value
+
+
+def _made_by(file: str, *name: str) -> ml_collections.ConfigDict:
+    """The config that the file's `get_config` returns, given a name if there is one."""
+    if not Path(file).is_file():
+        raise ValueError(f"there is no config {file}: give one of configs/*.py")
+    try:
+        config = runpy.run_path(file)["get_config"](*name)
+    except Exception as error:
+        what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{':'.join([file, *name])}: {what}{error}") from error
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise ValueError(f"{file}: get_config returns {config!r}, which is no config")
+    return config
+
+
+def _check_field(config: ml_collections.ConfigDict, name: str) -> None:
+    """Raises ValueError if the config has no field of that dotted name."""
+    for part in name.split("."):
+        known = config if isinstance(config, ml_collections.ConfigDict) else {}
+        if part not in known:
+            near = difflib.get_close_matches(part, known, n=1)
+            meant = f'Did you mean "{near[0]}"?' if near else "See configs/base.py"
+            raise ValueError(f'config.{name}: there is no field "{part}". {meant}')
+        config = known[part]

@@ -1,0 +1,81 @@
+"""Errors of a config: they name its fields as a user does, and come all at once."""
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ml_collections
+
+OTHER_NAMES = {
+    "total_steps": "config.train.steps",
+    "granule": "config.stripe_granule",
+    "policy": "config.remat",
+    "feed_forward_chunk": "config.feed_forward_chunk_tokens",
+    "order": "config.data.chain_order",
+    "kv_heads": "config.model.num_kv_heads",
+}
+"""Fields of a config, by what they are called in what is made of it."""
+
+
+def names_fields[**P, R](make: Callable[P, R]) -> Callable[P, R]:
+    """`make(config, ...)`, whose errors call fields by their names in the config.
+
+    What is made of a config has fields of its own: where its error says `fsdp=0`, that
+    of the result says `config.mesh.fsdp=0`.
+    """
+
+    @functools.wraps(make)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return make(*args, **kwargs)
+        except ValueError as error:
+            raise ValueError(in_words_of(args[0], str(error))) from error
+
+    return named
+
+
+def in_words_of(config: ml_collections.ConfigDict, text: str) -> str:
+    """A text, in which `field=`, or a field of several words, has its whole name."""
+    names = {n.split(".")[-1]: f"config.{n}" for n in fields_by_name(config)}
+    names |= OTHER_NAMES
+
+    def whole(found: re.Match[str]) -> str:
+        name = names[found["name"]]
+        inner = name.split(".")[1:-1]  # the section, as in `agent.chain_length`
+        is_ours = found["before"] in ("", "self.", *map("{}.".format, inner))
+        return name if is_ours else found[0]
+
+    known = "|".join(
+        rf"{name}\b" if "_" in name else rf"{name}(?==)"
+        for name in sorted(names, key=len, reverse=True)
+    )
+    return re.sub(rf"(?<![\w./-])(?P<before>(?:\w+\.)*)(?P<name>{known})", whole, text)
+
+
+def fields_by_name(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Values of a config's fields, and those of its sections, by dotted name."""
+    fields = {}
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            inner = fields_by_name(value).items()
+            fields |= {f"{name}.{rest}": found for rest, found in inner}
+        else:
+            fields[name] = value
+    return fields
+
+
+def raise_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Makes all of the checks, and raises what they find as one error.
+
+    Raises:
+      ValueError: with the messages of all that raised one.
+    """
+    found: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error))
+    if found:
+        raise ValueError("; ".join(dict.fromkeys(found)))

@@ -1,0 +1,209 @@
+"""How programs begin and end: silent where nothing is wrong, one line where it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from command_line import as_program, at_least, platforms, read_config, share
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python COMMAND` as a user does, where nothing says JAX_PLATFORMS."""
+    inherited = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+# Each asks JAX for devices, as early as it does, and takes seconds.
+PROGRAMS = {
+    "bench_attention": "--devices 2 --length 16 --heads 1 --kv-heads 1 --repeats 1",
+    "bench_kernels": "--lengths 16 --contestants reference --repeats 1 --calls 1",
+    "convert_hf": "import nowhere nowhere/else",
+    "evaluate": "line-retrieval --config=configs/line_retrieval.py",
+    "evaluate_exorl": "--config=configs/exorl_tiny.py --output {folder}/out.json",
+    "generate": "--config=configs/base.py --config.workdir={folder} --tokenizer bytes",
+    "simulate_ring": "--implementation blockwise --ring-size 2 --local-tokens 16 "
+    "--heads 1 --kv-heads 1 --head-dim 8 --tile 8 --repeats 1 --calls 1",
+    "plot_work": "--output {folder}",
+}
+SLOW = set(PROGRAMS) - {"convert_hf"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in PROGRAMS],
+)
+def test_compilers_of_chips_that_are_not_there_are_silent(
+    name: str, tmp_path: Path
+) -> None:
+    command = PROGRAMS[name].format(folder=tmp_path).split()
+    result = start(f"tools/{name}.py", *command)
+    lines = result.stderr.splitlines()
+    assert result.returncode == len(lines), result.stderr
+    assert all(line.startswith("error: ") for line in lines), result.stderr
+
+
+def test_the_compiler_of_described_pods_is_silent() -> None:
+    pods = (
+        "from tools.topology import described; assert len(described('v4:2x2x2')) == 8"
+    )
+    result = start("-c", pods, JAX_PLATFORMS="cpu")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "expected"),
+    [
+        ([], {}, "cpu"),
+        (["dev/nvidia-caps", "dev/accel", "dev/vfio/vfio"], {}, "cpu"),
+        (["dev/nvidia0"], {}, "cuda,cpu"),
+        (["dev/nvidiactl"], {"CUDA_VISIBLE_DEVICES": "1"}, "cuda,cpu"),
+        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
+        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
+        (["dev/accel0"], {}, "tpu,cpu"),
+        (["dev/vfio/0"], {}, None),
+        (["dev/dxg"], {}, None),
+        (["dev/kfd"], {}, None),
+        ([], {"TPU_WORKER_ID": "0"}, None),
+    ],
+)
+def test_the_files_of_a_host_say_which_devices_it_has(
+    files: list[str], environment: dict[str, str], expected: str | None, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert platforms(tmp_path, environment) == expected
+
+
+def test_a_gpu_that_jax_cannot_use_ends_a_run() -> None:
+    """A host with a GPU and the CPU's requirements, or a broken CUDA."""
+    fake = "import command_line, sys, train\n"
+    fake += "command_line.platforms = lambda root, environment: 'tpu,cpu'\n"
+    fake += "sys.exit(train.main(['--config=configs/h200_1b.py']))"
+    result = start("-c", fake, TPU_LIBRARY_PATH="nowhere")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: JAX cannot use the devices of this host: 'tpu'")
+    assert "make venv ACCELERATOR=" in last and "JAX_PLATFORMS=cpu" in last
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("two\n  lines"), 1),
+        (OSError(28, "No space left on device"), 1),
+        (ImportError("no module"), 1),
+        (NotImplementedError("not here"), 1),
+        (FloatingPointError("nan"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_error_is_one_line(
+    error: BaseException, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @as_program
+    def main(arguments: object) -> None:
+        raise error
+
+    assert main() == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: {' '.join(str(error).split()) or 'interrupted'}"
+
+
+def test_an_error_of_the_program_itself_has_its_trace() -> None:
+    @as_program
+    def main(arguments: object) -> None:
+        raise RuntimeError("a mistake")
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        main()
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan", "two", "", "1e99x"])
+def test_numbers_of_arguments_are_checked(text: str) -> None:
+    for kind in (at_least(1), at_least(1, float), at_least(0.5, float)):
+        with pytest.raises(Exception, match="must be a .*number.* got") as caught:
+            kind(text)
+        assert text in str(caught.value)
+    assert at_least(0)("0") == 0 and at_least(0, float)("inf") == float("inf")
+
+
+@pytest.mark.parametrize("text", ["-0.1", "1.1", "nan", "inf", "half"])
+def test_shares_of_arguments_are_checked(text: str) -> None:
+    with pytest.raises(Exception, match=f"must be a number.* got '?{text}"):
+        share(text)
+    assert [share("0"), share("1")] == [0, 1]
+
+
+TINY = "--config=configs/tiny.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no --config=configs/NAME.py was given"),
+        (["--config="], "no --config=configs/NAME.py was given"),
+        (["--config.train.steps=4"], "no --config=configs/NAME.py was given"),
+        (["--config=configs/nothere.py"], "there is no config configs/nothere.py"),
+        (["--config=configs"], "there is no config configs"),
+        (["--config=README.md"], "README.md: SyntaxError: .* line"),
+        (["--config=configs/llama_sizes.py"], "KeyError: 'get_config'"),
+        (["--config=configs/tiny.py:4"], "configs/tiny.py:4: TypeError: .*0 position"),
+        (["--config=configs/line_retrieval.py:33"], "stage '33' is not one of 32, 160"),
+        ([TINY, "--config.nothing=1"], 'config.nothing: there is no field "nothing"'),
+        ([TINY, "--config.modle.num_layers=1"], 'Did you mean "model"'),
+        ([TINY, "--config.train.stps=1"], 'config.train.stps: .*you mean "steps"'),
+        ([TINY, "--config.train.steps.x=1"], 'config.train.steps.x: .*no field "x"'),
+        ([TINY, "--config.train.steps=abc"], "config.train.steps=abc: invalid"),
+        ([TINY, "--config.train.steps=1.5"], "config.train.steps=1.5: invalid"),
+        ([TINY, "--config.train=5"], "config.train=5: .*is not a dict"),
+        ([TINY, "--config.train.steps"], "Missing value .*config.train.steps"),
+        ([TINY, "--config.guard.replay=7"], "config.guard.replay=7: .*boolean"),
+        ([TINY, "--confg.seed=1"], "Unknown command line flag 'confg.seed'"),
+        ([TINY, "more"], r"unknown arguments \['more'\]"),
+    ],
+)
+def test_a_bad_config_is_refused_in_one_line(
+    arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import nothing_here", "ModuleNotFoundError: No module named 'nothing_here'"),
+        ("def get_config(): return None", "get_config returns None, which is no con"),
+        ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_makes_no_config_is_refused(
+    source: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "made.py"
+    file.write_text(source)
+    with pytest.raises(ValueError, match=f"{file}: .*{message}"):
+        read_config([f"--config={file}"])
+
+
+def test_a_config_is_read_with_what_is_changed_and_locked() -> None:
+    flags = ["--config.train.steps=7", "--config.mesh.fsdp", "4"]
+    flags += ["--config.may_change=('rope_theta',)", "--config.workdir=a b"]
+    config = read_config(["--config=configs/line_retrieval.py:160", *flags])
+    assert (config.train.steps, config.mesh.fsdp) == (7, 4)
+    assert config.may_change == ("rope_theta",)
+    assert (config.workdir, config.data.context_tokens) == ("a b", 320)
+    assert config.is_locked

@@ -1,0 +1,137 @@
+"""Programs refuse wrong command lines in one line, and write nothing."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+# Files that are wrong in ways of their own, for `{name}` below.
+FILES = {
+    "garbage": bytes(range(256)),
+    "nothing.json": b"",
+    "deep.json": b"[" * 100_000,
+    "numbers.json": b"[1, 2]",
+    "object.json": b'{"a": 1}',
+    "rows.json": b'[{"a": 1}]',
+    "no_rows.json": b"[]",
+    "text.txt": b"The ring turns.\n" * 50,
+}
+
+TINY = "--config=configs/tiny.py --config.workdir={new} --config.data.corpus={new}"
+NEW = "--output {new}"
+
+# Program and arguments: what has to be said. {new} is nothing yet, {full} a folder with
+# a file, {garbage}/x a path below a file.
+CASES = {
+    f"prepare_text {{new}} {NEW}": "input {new} does not exist",
+    f"prepare_text {{garbage}} {NEW}": "1 are not UTF-8 text",
+    f"prepare_text {{full}} {NEW} --pattern *.md": "there is no text in {full}",
+    "prepare_text {text.txt} --output {full}": "{full} already exists",
+    "prepare_text {text.txt} --output {garbage}/x": "{garbage}",
+    "prepare_text {text.txt}": "arguments are required: --output: see --help",
+    f"prepare_text {{text.txt}} {NEW} --outputs x": "unrecognized arguments: --outputs",
+    f"prepare_text {{text.txt}} {NEW} --validation-fraction 2": "from 0 to 1, got 2",
+    f"prepare_text {{text.txt}} {NEW} --validation-fraction nan": "got nan",
+    f"prepare_text {{text.txt}} {NEW} --tokenizer {{new}}": 'tokenizer "{new}"',
+    f"prepare_text {{text.txt}} {NEW} --tokenizer {{object.json}}": "no tokenizer.json",
+    f"prepare_chat {{new}} {NEW} --context-tokens 64": "input {new} does not exist",
+    f"prepare_chat {{garbage}} {NEW} --context-tokens 64": "{garbage} is no JSON",
+    f"prepare_chat {{deep.json}} {NEW} --context-tokens 64": "{deep.json} is no JSON",
+    f"prepare_chat {{numbers.json}} {NEW} --context-tokens 64": "no list of conv",
+    f"prepare_chat {{no_rows.json}} {NEW} --context-tokens 64": "no conversation",
+    f"prepare_chat {{rows.json}} {NEW} --context-tokens -1": "of at least 1, got -1",
+    f"prepare_chat {{rows.json}} {NEW} --context-tokens 1.5": "number, got '1.5'",
+    f"prepare_lines {NEW} --context-tokens 4": "3 tokens are too few for a record",
+    f"prepare_lines {NEW} --context-tokens 64 --validation-tokens 0": "got 0: see",
+    f"prepare_lines {NEW} --context-tokens 64 --seed -1": "at least 0, got -1",
+    f"make_exorl {NEW} --domain hopper": "invalid choice: 'hopper'",
+    f"make_exorl {NEW} --domain cartpole --tasks run": "task='run' of cartpole is not",
+    f"make_exorl {NEW} --domain cartpole --cap -1": "cap=-1.0 above 0 and up to 1",
+    f"make_exorl {NEW} --domain cartpole --action-repeat 1001": "the 1000 steps",
+    f"make_exorl {NEW} --domain cartpole --search-episodes 0": "at least 1, got 0",
+    "make_exorl --domain cartpole --output {garbage}/x --episodes 1": "{garbage}",
+    "pack_exorl --root {full} --domain walker --algorithm rnd --task run --cache {new}"
+    " --tolerance nan": "at least 0, got nan",
+    "plot_results {new} --output {full}/x.png": "{new}",
+    "plot_results {garbage} --output {full}/x.png": "{garbage} is no JSON",
+    "plot_results {deep.json} --output {full}/x.png": "{deep.json} is no JSON",
+    "plot_results {numbers.json} --output {full}/x.png": "{numbers.json}",
+    "plot_results {object.json} --output {full}/x.png": "{object.json}",
+    "plot_results {rows.json} --output {full}/x.png": "{rows.json}",
+    "plot_lines {rows.json} --output {full}/x.png": "{rows.json}",
+    "plot_lines {no_rows.json} --output {full}/x.png": "no rows",
+    "plot_lines {full} --output {full}/x.png": "{full}",
+    "plot_exorl {deep.json} --output {full}/x.png": "{deep.json}",
+    "plot_errors --rows {rows.json} --output {new}": "{rows.json}",
+    "plot_errors --tokens 7 --output {new}": "--tokens 7 must be a multiple of 8",
+    "plot_overlap --topology v9 --output {new}": "'v9'",
+    "plot_overlap --tokens 0 --output {new}": "at least 1, got 0",
+    "plot_work --ring 0 --output {new}": "at least 1, got 0",
+    "plot_work --output {garbage}/x": "{garbage}",
+    "paper_tables --compile contexts --only 9b --output {new}": "no row 9b: known are",
+    "plan_exorl --trajectories 0": "at least 1, got 0",
+    "plan_exorl --output {object.json}": "{object.json} has no rows",
+    f"plan_pod --topology v5e:2x4 {TINY} --output {{full}}/file": "{full}/file exists",
+    f"plan_pod --topology v5e:2x4 {TINY} --config.seed=-1": "config.seed=-1 must be",
+    "plan_pod --topology v5e:2x4 --config={new}": "there is no config {new}",
+    "tpu_schedule --block-q 0": "at least 1, got 0",
+    "tpu_schedule --output {full}/file": "{full}/file exists",
+    "tune_block_sizes --jobs 0": "at least 1, got 0",
+    "bench_attention --length 0": "--length: must be a whole number of at least 1",
+    "bench_attention --output {new}/rows.json": "{new} is not a directory",
+    "bench_kernels --lengths 16 --contestants pallas_tpu_x": "invalid choice",
+    "bench_ringattention --python {new} --devices 0": "at least 1, got 0",
+    "bench_train --config configs/tiny.py --steps 2": "at least 3, got 2",
+    "simulate_ring --heads 3 --kv-heads 2": "--heads 3 is no multiple of --kv-heads 2",
+    "convert_hf import {new} {new}": "{new}/config.json does not exist",
+    "convert_hf import {full} {full}": "{full} already exists",
+    "convert_hf export {new} {new}": "{new} has no checkpoints to read",
+    "convert_hf export {full} {new} --file-gigabytes nan": "got nan",
+    "evaluate lines": "'lines' is not one of line-retrieval",
+    f"evaluate line-retrieval {TINY} --lengths 64,x": "whole number, got 'x'",
+    f"evaluate line-retrieval {TINY} --lengths 64,-4": "of at least 1, got -4",
+    f"evaluate line-retrieval {TINY} --config.task=exorl": "makes no text",
+    f"evaluate line-retrieval {TINY} --tokenizer bytes": "{new} has no checkpoints",
+    f"evaluate_exorl {TINY} --output {{full}}/x.json": "config.task='text' is no agent",
+    f"evaluate_exorl {TINY} --output {{full}}/file": "{full}/file exists",
+    f"generate {TINY}": "there is no corpus {new}",
+    f"generate {TINY} --config.task=exorl": "config.task='exorl' makes no text",
+    f"generate {TINY} --tokenizer bytes": "{new} has no checkpoints to read",
+    f"generate {TINY} --tokenizer bytes --prompt-file {{garbage}}": "{garbage} is no",
+    f"generate {TINY} --tokenizer bytes --top-p 0": "top_p=0.0 must be",
+    f"generate {TINY} --tokenizer bytes --config.attention=blockwise": "set config.mesh"
+    ".ring=1, config.mesh.fsdp=8",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_command_line_is_one_line_and_writes_nothing(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+
+    def filled(text: str) -> str:
+        for name in (*FILES, "full", "new"):
+            text = text.replace(f"{{{name}}}", str(tmp_path / name))
+        return text
+
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    program, *arguments = filled(case).split()
+    assert importlib.import_module(f"tools.{program}").main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and filled(CASES[case]) in line, line
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_benchmark_of_nothing_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = importlib.import_module("tools.bench_kernels")
+    output = tmp_path / "rows.json"
+    arguments = ["--lengths", "16", "--contestants", "cudnn", "--output", str(output)]
+    assert program.main(arguments) == 1
+    assert "none of cudnn can be measured here" in capsys.readouterr().err
+    assert not output.exists()
