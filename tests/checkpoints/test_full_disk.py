@@ -1,6 +1,7 @@
 """Saves that fail: the run goes on where it can, and nothing good is lost."""
 
 import errno
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,11 @@ def test_a_run_goes_on_after_a_save_on_a_full_disk(
         assert saved.latest_step() == 50
         assert_is(saved.restore(abstract(state(0)))[0], 50)
     assert len(told) == 1
-    checkpoints(directory, told, keep=1).close()
-    assert not [path for path in directory.iterdir() if "tmp" in path.name]
+    # Orbax' threads of the save that failed may still be at it.
+    deadline = time.monotonic() + 60
+    while any("tmp" in path.name for path in directory.iterdir()):
+        assert time.monotonic() < deadline
+        checkpoints(directory, told, keep=1).close()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

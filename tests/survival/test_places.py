@@ -54,7 +54,9 @@ sys.exit(main())
 def test_a_full_disk_is_told_in_one_line_of_errors(
     run: Small, programs: Path, rest: str, step: int
 ) -> None:
+    # Programs are read, and none is written: JAX warns of those that find no room.
     kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+    kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1000"
     arguments = [run.workdir] if rest == SAVES_ALONE else run.flags()
     with Processes([["-c", FULL_DISK + rest, *arguments]], **kept) as one:
         ((code, said, errors),) = one.finish()
