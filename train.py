@@ -25,13 +25,13 @@ import jax
 import ml_collections
 import optax
 
-import assemble
-import config_checks
-import tasks
-from command_line import Parser, as_program, read_config
-from config_errors import names_fields
 from data.text import iterate
-from tasks import Task
+from tasks import base as assemble
+from tasks import config_checks
+from tasks import task as tasks
+from tasks.command_line import Parser, as_program, read_config
+from tasks.config_errors import names_fields
+from tasks.task import Task
 from training import chips, hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place

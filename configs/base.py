@@ -46,7 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Tokens dealt out at a time by the striped layout.
     config.stripe_granule = 1
     # Attention kernel: "pallas_tpu", "hopper", "hopper_deterministic", "triton",
-    # "blockwise", "reference" (see kernels/backend.py), or "": the best of the device.
+    # "blockwise", "reference" (see kernels/backends.py), or "": the best of the device.
     config.implementation = ""
 
     config.model = ml_collections.ConfigDict()

@@ -2,9 +2,9 @@
 
 Command, with METHOD at (Agentic Transformer, 4 episodes in a context), dt (Decision
 Transformer) or bc (behaviour cloning of the best 10 %), and DOMAIN cartpole or walker:
-  python tools/make_exorl.py --domain DOMAIN --output DATASETS --action-repeat 5 \\
+  python -m tools.make_exorl --domain DOMAIN --output DATASETS --action-repeat 5 \\
       --cap 0.6
-  python tools/pack_exorl.py --root DATASETS --domain DOMAIN --algorithm es_replay \\
+  python -m tools.pack_exorl --root DATASETS --domain DOMAIN --algorithm es_replay \\
       --task TASK --action-repeat 5 --cache trajectories   # TASK: swingup, stand
   python train.py --config=configs/exorl_tiny.py:DOMAIN/METHOD
 (python train.py --config=configs/exorl_tiny.py is cartpole/at), then

@@ -1,14 +1,14 @@
 """A small byte-level LLaMA that is to find lines of a record, in two stages.
 
 Command, the corpora first:
-  for tokens in 32 160; do python tools/prepare_lines.py --form letters \\
+  for tokens in 32 160; do python -m tools.prepare_lines --form letters \\
     --context-tokens $tokens --train-tokens 4000000 \\
     --output corpora/lines_$tokens; done
   python train.py --config=configs/line_retrieval.py:32
   python train.py --config=configs/line_retrieval.py:160
 The second stage starts with the parameters of the first, which alone is the baseline of
 a short context. Both are evaluated on the same records with
-  python tools/evaluate.py line-retrieval --config=configs/line_retrieval.py:160 \\
+  python -m tools.evaluate_lines --config=configs/line_retrieval.py:160 \\
     --form letters --lengths 32,64,96,128,160 --beside runs/line_retrieval/32
 Without a stage (python train.py --config=configs/line_retrieval.py) it is the first.
 Hardware: none: 8 simulated CPU devices, fsdp 2 x ring 4, striped.

@@ -20,7 +20,7 @@ import numpy as np
 from data.batch import Batch, Block
 from data.token_file import TokenFile
 from kernels import masks
-from kernels.layout import Layout, order
+from kernels.layouts import Layout, order
 
 
 class RowPlan(Protocol):

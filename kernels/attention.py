@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from kernels.backend import choose
-from kernels.layout import Contiguous
-from kernels.masks import Mask, Visible, causal, full
-from kernels.operands import check_operands, checked_bounds, checked_scale
-from kernels.ring import Ring, attend
+from .backends import choose
+from .checks import check_operands, checked_bounds, checked_scale
+from .layouts import Contiguous
+from .masks import Mask, Visible, causal, full
+from .ring import Ring, attend
 
 
 def attention(

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.block_sizes import BlockSizes
-from kernels.merge import Partial, merge
-from kernels.product import gradient_factors, product
-from kernels.tiles import TileRanges, key_ranges, query_ranges
-from kernels.tiling import Tiling
+from .block_sizes import BlockSizes
+from .merge import Partial, merge
+from .precision import gradient_factors, product
+from .tile_layout import Tiling
+from .tile_ranges import TileRanges, key_ranges, query_ranges
 
 
 def default_block_sizes(length: int) -> BlockSizes:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.known import known, whole_number
+from .known import known, whole_number
 
 Array = jax.Array | np.ndarray
 

@@ -9,9 +9,9 @@ in bfloat16 shows the error that bfloat16 alone makes.
 import jax
 import jax.numpy as jnp
 
-from kernels.block_sizes import BlockSizes
-from kernels.merge import Partial, merge
-from kernels.product import gradient_factors, product
+from .block_sizes import BlockSizes
+from .merge import Partial, merge
+from .precision import gradient_factors, product
 
 
 def forward(

@@ -24,18 +24,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import layout as memory_layout
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels.backend import IMPLEMENTATIONS, Backend, check_name, choose
-from kernels.device import device_kind
-from kernels.layout import Layout, check_length, order
-from kernels.masks import Mask, Visible, full
-from kernels.operands import (
-    Axes,
-    check_operands,
-    checked_axes,
-    checked_bounds,
-    checked_scale,
-)
-from kernels.product import product
+from .backends import IMPLEMENTATIONS, Backend, check_name, choose
+from .checks import Axes, check_operands, checked_axes, checked_bounds, checked_scale
+from .device import device_kind
+from .layouts import Layout, check_length, order
+from .masks import Mask, Visible, full
+from .precision import product
 
 UNROLLED_HOPS = 16
 """Longer rings are compiled as a loop, whose compile time does not grow with them."""

@@ -1,8 +1,8 @@
 """A KV cache for any stack of decoder layers, filled at once or a few tokens at a time.
 
 The cache is sharded over the ring along its slots. What is written and attended to
-there is done by operations that are passed in (`kernels/cached.py`). Nothing here knows
-how tokens become embeddings, or what becomes of the last layer's output.
+there is done by operations that are passed in (`kernels/decode_attention.py`). Nothing
+here knows how tokens become embeddings, or what becomes of the last layer's output.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 
 class CacheOperations(Protocol):
-    """What a cache asks of the mesh; `kernels.cached.CachedAttention` answers."""
+    """What a cache asks of the mesh: see `kernels.decode_attention.CachedAttention`."""
 
     def fill(
         self, stack: jax.Array, new: jax.Array, layer: jax.Array | int

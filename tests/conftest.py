@@ -8,8 +8,9 @@ import os
 
 import jax
 
-from kernels import backend, hopper
+from kernels import backends as backend
 from kernels.device import device_kind
+from kernels.hopper import launch as hopper
 from tests.simulated_hopper import DETERMINISTIC, SimulatedHopper
 from tests.simulated_tpu import SimulatedTpu
 from tests.simulated_triton import SimulatedGpu

@@ -12,13 +12,13 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-import assemble
 from kernels import masks
-from kernels.layout import permute, unpermute
+from kernels.layouts import permute, unpermute
 from kernels.ring import make_ring_attention
+from tasks import base as assemble
 from tests.runs import small_config
 from tools.convert_hf import settings_of
-from tools.hf_config import llama_config
+from tools.lib.hf.config import llama_config
 from training.mesh import Partition
 
 DIRECTORY = Path(__file__).parent / "fixtures" / "hf_llama"

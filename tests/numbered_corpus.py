@@ -7,7 +7,7 @@ import numpy as np
 from data.batch import Batch, Block
 from data.text import Shuffled, TextBatches
 from data.token_file import TokenFile, TokenFileWriter
-from kernels.layout import Contiguous
+from kernels.layouts import Contiguous
 
 # Every token is its own place in the stream, so that no mix-up can go unseen.
 NUMBERS = SimpleNamespace(name="numbers", path=None, vocab_size=1 << 20)

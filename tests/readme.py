@@ -1,11 +1,9 @@
 """README.md as its readers use it: commands to type, files and fields to look up."""
 
-import fnmatch
 import importlib
 import re
 import shlex
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -14,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 PYTHON = "python", ".venv/bin/python"
-FOLDERS = "configs|data|kernels|models|results|tests|tools|training"
+FOLDERS = "configs|data|kernels|models|results|tasks|tests|tools|training"
 
 
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -43,13 +41,18 @@ class Command:
     @property
     def script(self) -> str:
         """The Python program that it starts, "" if it starts none."""
-        is_python = len(self.words) > 1 and self.words[0] in PYTHON
-        return self.words[1] if is_python else ""
+        match self.words:
+            case [python, "-m", module, *_] if python in PYTHON:
+                return module.replace(".", "/") + ".py"
+            case [python, script, *_] if python in PYTHON:
+                return script
+        return ""
 
     @property
     def arguments(self) -> list[str]:
         """Of the program, without the dots that stand for more of them."""
-        return [word for word in self.words[2:] if word != "..."]
+        begin = 3 if "-m" in self.words else 2
+        return [word for word in self.words[begin:] if word != "..."]
 
     @property
     def config_flags(self) -> list[str]:
@@ -112,26 +115,3 @@ def parser_of(script: str, arguments: list[str]) -> ArgumentParser:
         except _Found as found:
             return found.args[0]
     raise AssertionError(f"{script} parses nothing")
-
-
-def mapped_files() -> Iterator[tuple[str, str]]:
-    """(folder, name or pattern) of everything in the file map; "" is the root."""
-    (file_map,) = (block for block in blocks("") if "train.py" in block)
-    folder = ""
-    for line in file_map.splitlines():
-        label = re.split(r"\s{2,}", line.strip())[0]  # what it is stands behind
-        if not line.startswith(" "):
-            folder = label if label.endswith("/") else ""
-        if folder != label:
-            for name in re.findall(r"[\w*]+(?:\.\w+|/)", label):
-                yield folder, name
-
-
-def is_mapped(path: Path) -> bool:
-    """Whether the file map has a file of the tree, by its name or by a pattern."""
-    folder = "" if path.parent == Path() else f"{path.parent}/"
-    return any(
-        fnmatch.fnmatch(path.name, name)
-        for where, name in mapped_files()
-        if where == folder
-    )

@@ -11,9 +11,10 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kernels import layout, ring
-from kernels.backend import Backend
-from tests.cases import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
+from kernels import layouts as layout
+from kernels import ring
+from kernels.backends import Backend
+from kernels.cases import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
 
 Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]

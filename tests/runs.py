@@ -12,11 +12,11 @@ import ml_collections
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-import assemble
 import train
 from configs import tiny
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
+from tasks import base as assemble
 from training.checkpoint import Checkpoints
 from training.metrics import read_scalars
 from training.optimizer import make_optimizer

@@ -13,9 +13,9 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
 )
 
-from kernels import hopper
-from kernels import mosaic_gpu as gpu
-from kernels.hopper import HopperBlocks, Launch
+from kernels.hopper import launch as hopper
+from kernels.hopper import shared as gpu
+from kernels.hopper.launch import HopperBlocks, Launch
 
 # Finding races takes half of the time: the kernels' own tests do.
 INTERPRETED = gpu.Interpreter(uninitialized_memory="nan")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels import pallas_tpu
 from kernels.block_sizes import TpuBlocks
-from kernels.pallas_tpu import Launch
+from kernels.tpu import launch as pallas_tpu
+from kernels.tpu.launch import Launch
 
 CHIP = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
 

@@ -9,13 +9,13 @@ import jax
 import ml_collections
 import numpy as np
 
-import assemble_agents
 from configs import exorl_tiny
 from data.chains import ChainBatch, Chains
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
-from kernels.layout import permute
+from kernels.cases import QUICK
+from kernels.layouts import permute
 from models.blueprint import Model
-from tests.cases import QUICK
+from tasks import exorl as assemble_agents
 from training.mesh import MeshShape, Partition, make_mesh
 
 EPISODE_STEPS, ROWS = 7, 2

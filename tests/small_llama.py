@@ -11,9 +11,9 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-import assemble
 from kernels import masks
 from kernels.ring import make_ring_attention
+from tasks import base as assemble
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 

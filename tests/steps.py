@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import reference
-from kernels.backend import Backend
+from kernels.backends import Backend
 from kernels.block_sizes import BlockSizes
+from kernels.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer
 from kernels.merge import Partial
-from kernels.product import accumulator_type
-from tests.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer
+from kernels.precision import accumulator_type
 
 
 class Step(NamedTuple):

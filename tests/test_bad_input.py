@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import assemble
 import train
 from kernels import masks
+from tasks import base as assemble
 from tests.runs import prepare_corpus, small_config
 from training.checkpoint import Checkpoints
 

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-import assemble
-import tasks
 import train
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
+from tasks import base as assemble
+from tasks import task as tasks
 from tests.runs import prepare_corpus, small_config
 from training.checkpoint import Checkpoints
 

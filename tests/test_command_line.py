@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import as_program, at_least, platforms, read_config, share
+from tasks.command_line import as_program, at_least, platforms, read_config, share
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +30,7 @@ PROGRAMS = {
     "bench_attention": "--devices 2 --length 16 --heads 1 --kv-heads 1 --repeats 1",
     "bench_kernels": "--lengths 16 --contestants reference --repeats 1 --calls 1",
     "convert_hf": "import nowhere nowhere/else",
-    "evaluate": "line-retrieval --config=configs/line_retrieval.py",
+    "evaluate_lines": "--config=configs/line_retrieval.py",
     "evaluate_exorl": "--config=configs/exorl_tiny.py --output {folder}/out.json",
     "generate": "--config=configs/base.py --config.workdir={folder} --tokenizer bytes",
     "simulate_ring": "--implementation blockwise --ring-size 2 --local-tokens 16 "
@@ -48,16 +48,15 @@ def test_compilers_of_chips_that_are_not_there_are_silent(
     name: str, tmp_path: Path
 ) -> None:
     command = PROGRAMS[name].format(folder=tmp_path).split()
-    result = start(f"tools/{name}.py", *command)
+    result = start("-m", f"tools.{name}", *command)
     lines = result.stderr.splitlines()
     assert result.returncode == len(lines), result.stderr
     assert all(line.startswith("error: ") for line in lines), result.stderr
 
 
 def test_the_compiler_of_described_pods_is_silent() -> None:
-    pods = (
-        "from tools.topology import described; assert len(described('v4:2x2x2')) == 8"
-    )
+    pods = "from tools.lib.planning.topology import described\n"
+    pods += "assert len(described('v4:2x2x2')) == 8"
     result = start("-c", pods, JAX_PLATFORMS="cpu")
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -89,7 +88,7 @@ def test_the_files_of_a_host_say_which_devices_it_has(
 
 def test_a_gpu_that_jax_cannot_use_ends_a_run() -> None:
     """A host with a GPU and the CPU's requirements, or a broken CUDA."""
-    fake = "import command_line, sys, train\n"
+    fake = "import sys, train\nfrom tasks import command_line\n"
     fake += "command_line.platforms = lambda root, environment: 'tpu,cpu'\n"
     fake += "sys.exit(train.main(['--config=configs/h200_1b.py']))"
     result = start("-c", fake, TPU_LIBRARY_PATH="nowhere")

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from config_errors import OTHER_NAMES, fields_by_name, in_words_of, raise_all
 from configs import base
 from models.execution import Execution
 from models.rope import RopeScaling
+from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of, raise_all
 from training.guard import GuardSettings
 from training.mesh import MESH_AXES
 from training.optimizer import OptimizerSettings

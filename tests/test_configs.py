@@ -10,12 +10,12 @@ import jax
 import ml_collections
 import pytest
 
-import assemble
-import assemble_agents
 from configs import base, exorl_tiny, llama_sizes
-from kernels.layout import check_length
+from kernels.layouts import check_length
 from models.llama import LlamaConfig
 from models.remat import REMAT_POLICIES
+from tasks import base as assemble
+from tasks import exorl as assemble_agents
 from training.mesh import MESH_AXES, MeshShape, Partition
 
 DIRECTORY = Path(base.__file__).parent

@@ -11,8 +11,8 @@ import jax
 import pytest
 
 import train
-from config_errors import fields_by_name
 from configs import base
+from tasks.config_errors import fields_by_name
 from tests.runs import prepare_corpus, small_config
 
 pytestmark = pytest.mark.slow

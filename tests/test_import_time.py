@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 LIBRARY = "kernels", "models", "data", "training"
-PROGRAMS = "assemble", "assemble_agents", "tasks", "train", "configs", "tools"
+PROGRAMS = "tasks", "train", "configs", "tools"
 
 NEEDLESS = {"dm_control", "matplotlib", "mujoco", "tensorflow", "torch", "transformers"}
 NEEDLESS |= {"jax_triton", "pandas", "pytest", "scipy.stats", "triton"}
@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu, tpu
 
 def take(names):
     # It is imported when a kernel of it is wanted, as it imports triton.
-    for name in set(names) - {"kernels.triton_kernels"}:
+    for name in set(names) - {"kernels.triton_gpu.kernels"}:
         module = importlib.import_module(name)
         folder = getattr(module, "__path__", ())
         take(f"{name}.{found.name}" for found in pkgutil.iter_modules(folder))

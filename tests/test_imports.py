@@ -22,7 +22,7 @@ ALLOWED = {
     "data": {
         "data",
         "grain",
-        "kernels.layout",
+        "kernels.layouts",
         "kernels.masks",
         "numpy",
         "sentencepiece",
@@ -43,34 +43,21 @@ ALLOWED = {
 
 # These import whatever is installed, and of the tree what is named.
 LIBRARY = set(ALLOWED)
-CONFIGS = {"attention_systems", "config_errors"}
-ROOT_MODULES = {"assemble", "assemble_agents", "command_line", "tasks", "train"}
-ROOT_MODULES |= {"config_checks", *CONFIGS}
 PROGRAMS = {
-    "config_errors.py": set(),
-    "attention_systems.py": LIBRARY | {"config_errors"},
-    "assemble.py": LIBRARY | CONFIGS,
-    "command_line.py": set(),
-    "assemble_agents.py": LIBRARY | {"assemble", *CONFIGS},
-    "tasks.py": LIBRARY | {"assemble", "assemble_agents", "config_errors"},
-    "config_checks.py": LIBRARY | {"assemble", "assemble_agents", "tasks", *CONFIGS},
-    "train.py": LIBRARY
-    | {"assemble", "command_line", "config_checks", "tasks", *CONFIGS},
-    # Programs share modules among themselves, and the attention cases with the tests.
-    "tools": LIBRARY
-    | {"assemble", "assemble_agents", "command_line", "config_checks", *CONFIGS}
-    | {"tests.cases", "tools"},
-    "tests": LIBRARY | {*ROOT_MODULES, "tests", "tools"},
+    "tasks": LIBRARY | {"tasks"},
+    "train.py": LIBRARY | {"tasks"},
+    "tools": LIBRARY | {"tasks", "tools"},
+    "tests": LIBRARY | {"tasks", "tests", "tools", "train"},
 }
 
 # Heavy and for one kind of host: of the library these alone may import them, lazily.
 TRITON = {"jax_triton", "triton"}
-TRITON_FILES = {"kernels/triton_gpu.py", "kernels/triton_kernels.py"}
+TRITON_FILES = {"kernels/triton_gpu/launch.py", "kernels/triton_gpu/kernels.py"}
 # The same for the simulator: packed data are read where it is not installed.
 SIMULATOR = {"dm_control", "mujoco"}
 SIMULATOR_FILES = {"data/environments.py"}
 
-OURS = LIBRARY | {*ROOT_MODULES, "tests", "tools"}
+OURS = LIBRARY | {"tasks", "tests", "tools", "train"}
 
 
 class Violation(NamedTuple):
@@ -164,9 +151,13 @@ def test_every_import_of_the_tree_follows_the_arrows() -> None:
 
 def test_the_tree_is_really_read() -> None:
     modules = {file.as_posix() for file in list_modules(ROOT)}
-    assert {"kernels/layout.py", "kernels/masks.py", "tests/test_imports.py"} <= modules
+    assert {
+        "kernels/layouts.py",
+        "kernels/masks.py",
+        "tests/test_imports.py",
+    } <= modules
     assert not any(name.startswith(".venv") for name in modules)
-    layout = ROOT / "kernels/layout.py"
+    layout = ROOT / "kernels/layouts.py"
     targets = {name for _, name in list_imports(layout.read_text("utf-8"), layout)}
     assert any(is_within(target, {"jax", "numpy"}) for target in targets)
 
@@ -197,7 +188,7 @@ def test_the_tree_is_really_read() -> None:
         ("data/text.py", "from kernels import *", "1: data -> kernels.*"),
         (
             "data/text.py",
-            "from kernels import layout, ring",
+            "from kernels import layouts, ring",
             "1: data -> kernels.ring",
         ),
         (
@@ -208,7 +199,7 @@ def test_the_tree_is_really_read() -> None:
         ("configs/base.py", "import jax", "1: configs -> jax"),
         ("configs/base.py", "import jaxtyping", "1: configs -> jaxtyping"),
         ("train.py", "from tools import bench", "1: train.py -> tools.bench"),
-        ("kernels/ring.py", "import assemble", "1: kernels -> assemble"),
+        ("kernels/ring.py", "import tasks.base", "1: kernels -> tasks.base"),
         ("scratch/new.py", "", "1: scratch -> nowhere"),
         ("setup.py", "", "1: setup.py -> nowhere"),
     ],
@@ -227,15 +218,18 @@ def test_a_violation_is_named_with_file_line_and_arrow(
     [
         ("configs/tiny.py", "import ml_collections\nfrom configs import base"),
         ("kernels/ring.py", "import math\nfrom . import merge\nimport jax.numpy"),
-        ("kernels/triton_gpu.py", "def f():\n import jax_triton, triton.language"),
+        (
+            "kernels/triton_gpu/launch.py",
+            "def f():\n import jax_triton, triton.language",
+        ),
         ("models/llama.py", "from flax import nnx\nfrom models.losses import loss"),
-        ("data/text.py", "from kernels import layout\nfrom kernels.masks import full"),
+        ("data/text.py", "from kernels import layouts\nfrom kernels.masks import full"),
         ("data/text.py", "def f():\n    import sentencepiece"),
         ("data/environments.py", "def f():\n from dm_control import suite"),
         ("training/step.py", "import optax, tensorboard\nfrom training import mesh"),
         ("train.py", "import ml_collections, kernels.ring, models.llama, data.text"),
-        ("tools/bench.py", "import torch, matplotlib\nfrom tests.cases import CASES"),
-        ("tests/test_train.py", "import train, tools.bench\nfrom tests import cases"),
+        ("tools/bench.py", "import torch, matplotlib\nfrom kernels.cases import CASES"),
+        ("tests/test_train.py", "import train, tools.bench\nfrom tests import rings"),
         (".venv/lib/any.py", "import anything"),
     ],
 )

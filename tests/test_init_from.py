@@ -9,8 +9,8 @@ import ml_collections
 import numpy as np
 import pytest
 
-import assemble
 import train
+from tasks import base as assemble
 from tests.runs import kept_in, prepare_corpus, small_config
 from tools.convert_hf import export_model, import_model
 from training.checkpoint import Checkpoints

@@ -47,7 +47,7 @@ def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(
     for tokens in STAGES:
         corpus, workdir = tmp_path / f"lines_{tokens}", tmp_path / str(tokens)
         run(
-            *("tools/prepare_lines.py", "--form", "letters", "--output", corpus),
+            *("-m", "tools.prepare_lines", "--form", "letters", "--output", corpus),
             *("--context-tokens", tokens, "--train-tokens", 4_000_000),
         )
         flags = [f"--config=configs/line_retrieval.py:{tokens}"]
@@ -56,7 +56,7 @@ def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(
             flags.append(f"--config.init_from={tmp_path / str(min(STAGES))}")
         run("train.py", *flags)
     run(
-        *("tools/evaluate.py", "line-retrieval", *flags, "--form", "letters"),
+        *("-m", "tools.evaluate_lines", *flags, "--form", "letters"),
         *("--lengths", ",".join(map(str, STAGES)), "--depths", 5, "--samples", 20),
         *("--beside", tmp_path / str(min(STAGES)), "--output", tmp_path / "lines"),
     )

@@ -1,22 +1,20 @@
 """What README.md names is there, and its commands are understood by their programs."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from command_line import read_config
 from configs import base
-from kernels.layout import Striped, unpermute
+from kernels.cases import QUICK
+from kernels.layouts import Striped, unpermute
+from tasks.command_line import read_config
 from tests import readme
-from tests.cases import QUICK
 from tests.readme import ROOT, Command, commands, inline_code, inline_commands
 from tests.rings import ring_mesh
-from tools.plan_mesh import suggestions
-from tools.plan_step import described_pod
+from tools.lib.planning.meshes import suggestions
+from tools.lib.planning.step import described_pod
 
 # Of ml_collections, which reads the files of configs so.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -32,21 +30,10 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def source_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [Path(line) for line in listed.stdout.splitlines()]
-
-
 def test_commands_are_really_read():
     assert len(commands()) > 15 and len(TOOLS) > 8 and len(TRAINING) > 3
     assert str(commands()[0]) == "make train"
-    read = Command.of("python tools/x.py --a 'b c' ...   # why")
+    read = Command.of("python -m tools.x --a 'b c' ...   # why")
     assert (read.script, read.arguments) == ("tools/x.py", ["--a", "b c"])
 
 
@@ -72,10 +59,7 @@ def test_every_make_target_is_one_of_the_makefile():
 def test_the_program_of_every_command_takes_its_arguments(command):
     # With what a program reads of a config, where it takes one.
     parser = readme.parser_of(command.script, command.arguments)
-    arguments = command.arguments
-    if command.script == "tools/evaluate.py":
-        arguments = arguments[1:]  # which evaluation it is
-    _, rest = parser.parse_known_args(arguments)
+    _, rest = parser.parse_known_args(command.arguments)
     assert [word for word in rest if not word.startswith("--config")] == []
     if rest:
         assert read_config(rest).is_locked
@@ -158,18 +142,6 @@ def test_every_selected_test_is_there():
             word = command.words[command.words.index("-k") + 1]
             names = re.findall(r"def (test_\w+)", (ROOT / files[0]).read_text())
             assert any(word in name for name in names), command
-
-
-def test_every_source_file_is_in_the_file_map():
-    folders = {"", "kernels", "models", "data", "training", "tools"}
-    sources = [p for p in source_files() if str(p.parent).strip(".") in folders]
-    assert len(sources) > 100
-    assert [str(path) for path in sources if not readme.is_mapped(path)] == []
-
-
-def test_every_file_of_the_file_map_is_there():
-    for folder, name in readme.mapped_files():
-        assert any((ROOT / folder).glob(name)), folder + name
 
 
 def test_the_example_gives_attention_of_documents():

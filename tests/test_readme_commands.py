@@ -22,8 +22,8 @@ NOT_RUN = {
     "make venv-dev": "it installs packages",
     "make venv ACCELERATOR=rl": "it installs packages",
     "python train.py --config=configs/tpuv4_7b.py --config.workdir=gs:": "a pod",
-    "python tools/pack_exorl.py --root DATASETS": "ExoRL's own archives",
-    "python tools/evaluate.py line-retrieval": "a model that was trained for an hour",
+    "python -m tools.pack_exorl --root DATASETS": "ExoRL's own archives",
+    "python -m tools.evaluate_lines": "a model that was trained for an hour",
     "python train.py --config=configs/grow_context.py": "eight GPUs; "
     "tests/test_grow_context.py runs it small",
     "--config.hosts.coordinator": "part of a command; tests/survival runs two hosts",
@@ -40,16 +40,16 @@ SMALL_LAYERS = {"hidden_size": 32, "feed_forward_size": 88, "num_layers": 2}
 SMALL_LAYERS |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 296}
 
 IMPORTED = "runs/tiny", "Llama-2-7b-hf"
-IMPORT = "python tools/convert_hf.py import"
+IMPORT = "python -m tools.convert_hf import"
 RUN: dict[str, list[str]] = {
     "make train": [f"ARGS={' '.join(TWO_STEPS)}", "--assume-old=venv"],
-    "python tools/plan_pod.py": [
+    "python -m tools.plan_pod": [
         "--topology=v4:2x2x1",
         "--context=16384",
         "--config.mesh.ring=4",
         "--config.attention_parts=1",
     ],
-    "python tools/prepare_text.py": ["--validation-fraction=0.3"],
+    "python -m tools.prepare_text": ["--validation-fraction=0.3"],
     IMPORT: [],
     "python train.py --config=configs/tpuv4_7b.py --config.init_from": [
         *TWO_STEPS,
@@ -58,8 +58,8 @@ RUN: dict[str, list[str]] = {
         "--config.mesh.ring=4",
         "--config.attention_parts=1",
     ],
-    "python tools/convert_hf.py export": [],
-    "python tools/prepare_chat.py": [
+    "python -m tools.convert_hf export": [],
+    "python -m tools.prepare_chat": [
         "--output=CHATS",
         "--context-tokens=256",
         "--validation-fraction=0.3",
@@ -71,20 +71,20 @@ RUN: dict[str, list[str]] = {
         *SHORT_ROWS,
         *(f"--config.model.{name}={size}" for name, size in SMALL_LAYERS.items()),
     ],
-    "python tools/make_exorl.py --domain walker": [
+    "python -m tools.make_exorl --domain walker": [
         "--episodes=4",
         "--search-episodes=16",
         "--action-repeat=5",
     ],
-    "python tools/make_exorl.py --domain cartpole": [
+    "python -m tools.make_exorl --domain cartpole": [
         "--episodes=60",
         "--search-episodes=64",
     ],
-    "python tools/pack_exorl.py --root datasets": [],
+    "python -m tools.pack_exorl --root datasets": [],
     "python train.py --config=configs/exorl_tiny.py": TWO_STEPS,
-    "python tools/evaluate_exorl.py": ["--environments=2", "--episodes=2"],
-    "python tools/plot_exorl.py": [],
-    "python tools/generate.py": ["--max-tokens=8"],
+    "python -m tools.evaluate_exorl": ["--environments=2", "--episodes=2"],
+    "python -m tools.plot_exorl": [],
+    "python -m tools.generate": ["--max-tokens=8"],
 }
 """The same: what is added to its end, where the last value of an option counts."""
 
@@ -159,8 +159,8 @@ class Clone:
 def test_every_command_is_run_or_said_not_to_be():
     found = {beginning(command) for command in commands()}
     assert found == NOT_RUN.keys() | RUN.keys()
-    with pytest.raises(ValueError, match="python tools/new.py of README.md is in"):
-        beginning(Command.of("python tools/new.py"))
+    with pytest.raises(ValueError, match="python -m tools.new of README.md is in"):
+        beginning(Command.of("python -m tools.new"))
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_commands_succeed_one_after_the_other(tmp_path):
             continue
         if key == IMPORT:
             # The model that was trained just now, in the place of the published one.
-            clone.run("python", "tools/convert_hf.py", "export", *IMPORTED)
+            clone.run("python", "-m", "tools.convert_hf", "export", *IMPORTED)
         words = [w.replace("g=...", "g=configs/tiny.py") for w in command.words]
         words = [word for word in words if word != "..."]
         more = advice if "..." in command.words else []

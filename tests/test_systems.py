@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import assemble
 import train
 from data.batch import Batch
-from kernels import layout
+from kernels import layouts as layout
+from tasks import base as assemble
 from tests.runs import prepare_corpus, small_config
 from training.feed import place
 from training.metrics import read_scalars

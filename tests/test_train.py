@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-import assemble
 import train
+from tasks import base as assemble
 from tests.curves import layout
 from tests.runs import Run, assert_equal_bits, kept_in, prepare_corpus
 from training.feed import place

@@ -1,7 +1,7 @@
 """Times attention on a ring, forward and backward, layout beside layout.
 
-    python tools/bench_attention.py --output attention.json
-    python tools/bench_attention.py --devices 4 --dtype bfloat16 --head-dim 128
+    python -m tools.bench_attention --output attention.json
+    python -m tools.bench_attention --devices 4 --dtype bfloat16 --head-dim 128
 
 A run computes the output and the gradients of q, k and v. The layout "unskipped" is the
 baseline: the contiguous ring in the tiles of "blockwise", that computes each with its
@@ -12,7 +12,7 @@ the machine's cores, so times show the work of all devices together (column "all
 of the table), not what a ring waits for (column "path"): they cannot show balance.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` and `Times`
-in `bench_rows.py`, of `Case` in `tests/cases.py`, and
+in `bench_rows.py`, of `Case` in `kernels/cases.py`, and
 
 - implementation, dtype, block_q, block_k (null: not in tiles);
 - tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of
@@ -32,18 +32,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from command_line import Parser, as_program, at_least
-from kernels import backend
-from tests.cases import LAYOUTS, MASKS, Case, Problem, solve
-from tools.bench_rows import (
+from kernels import backends as backend
+from kernels.cases import LAYOUTS, MASKS, Case, Problem, solve
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.rows import (
     Environment,
     Times,
     check_output,
@@ -53,8 +50,13 @@ from tools.bench_rows import (
     take_turns,
     write_rows,
 )
-from tools.ring_variant import UNSKIPPED, Program, Variant, compile_variant
-from tools.ring_work import balanced_tiles, critical_path, tiles_per_hop, visible_pairs
+from tools.lib.benchmarks.variants import UNSKIPPED, Program, Variant, compile_variant
+from tools.lib.benchmarks.work import (
+    balanced_tiles,
+    critical_path,
+    tiles_per_hop,
+    visible_pairs,
+)
 
 FLOPS_CONVENTION = (
     "visible pairs only; forward 4 * head_dim * heads * pairs, forward and backward "

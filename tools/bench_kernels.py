@@ -1,9 +1,9 @@
 """Times attention on one device, forward and backward apart, ours beside its peers.
 
-    python tools/bench_kernels.py --output kernels.json
-    python tools/bench_kernels.py --lengths 8192 --contestants hopper cudnn
+    python -m tools.bench_kernels --output kernels.json
+    python -m tools.bench_kernels --lengths 8192 --contestants hopper cudnn
 
-Contestants are the implementations of `kernels.backend` and the peers of `peers.py`.
+Contestants are the implementations of `kernels.backends` and the peers of `peers.py`.
 All of them get the same operands, in one process, and take turns, so a machine that is
 slow for a while is slow for all. A sample is a number of runs started one after the
 other and then waited for, so that starting them hides behind running them.
@@ -28,16 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import Parser, as_program, at_least
-from kernels import backend
-from tools.bench_rows import (
+from kernels import backends as backend
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.peers import PEERS, Operands, Runs, Unavailable, ours
+from tools.lib.benchmarks.rows import (
     Environment,
     Sample,
     Times,
@@ -46,7 +44,6 @@ from tools.bench_rows import (
     peak_share,
     write_rows,
 )
-from tools.peers import PEERS, Operands, Runs, Unavailable, ours
 
 FLOPS_CONVENTION = (
     "visible pairs only; forward 4 * head_dim * heads * pairs, backward 2.5 times that"

@@ -1,7 +1,7 @@
 """Trains for a few steps at each of several contexts: step time, MFU, peak memory.
 
-    python tools/bench_train.py --config configs/h200_1b.py --contexts 32768 131072
-    python tools/bench_train.py --config configs/tiny.py --contexts 256 --steps 4
+    python -m tools.bench_train --config configs/h200_1b.py --contexts 32768 131072
+    python -m tools.bench_train --config configs/tiny.py --contexts 256 --steps 4
 
 Runs `train.py` itself, once for each context, with a workdir that is thrown away and
 nothing saved. The corpus is one document, Python's standard library end to end, so that
@@ -24,13 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from command_line import Parser, as_program, at_least
 from data.corpus import prepare, standard_library_files
 from data.tokenizer import ByteTokenizer
-from tools.bench_rows import Environment, check_output, make_row, write_rows
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
 from training.metrics import read_scalars
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,8 +1,8 @@
 """Published weights in and out: LLaMA as Hugging Face has it, and checkpoints of ours.
 
-    python tools/convert_hf.py import Llama-2-7b-hf runs/llama2_7b
+    python -m tools.convert_hf import Llama-2-7b-hf runs/llama2_7b
     python train.py --config=... --config.init_from=runs/llama2_7b
-    python tools/convert_hf.py export runs/mine Mine-7b-hf --like Llama-2-7b-hf
+    python -m tools.convert_hf export runs/mine Mine-7b-hf --like Llama-2-7b-hf
 
 Imports LLaMA 1, 2 and 3 from safetensors, in float32, bfloat16 or float16. Every device
 reads its own part of every tensor from the files; no host holds the whole model but for
@@ -20,31 +20,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import numpy as np
 from absl import logging
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
-import assemble
-from command_line import Parser, as_program, at_least
 from configs import base
 from data.json_text import read_json_object
 from models.llama import LlamaConfig
 from models.rope import RopeScaling
-from tools import hf_config
-from tools.hf_names import (
-    HEAD,
-    TIED_HEAD,
-    WEIGHTS,
-    Index,
-    Weight,
-    is_derived,
-)
-from tools.tensor_files import TensorFiles, TensorFilesWriter, check_absent
+from tasks import base as assemble
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.hf import config as hf_config
+from tools.lib.hf.names import HEAD, TIED_HEAD, WEIGHTS, Index, Weight, is_derived
+from tools.lib.hf.tensor_files import TensorFiles, TensorFilesWriter, check_absent
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
 

@@ -1,8 +1,8 @@
 """Rolls out an agent in dm_control: several episodes in one context, and controls.
 
-    python tools/evaluate_exorl.py --config=configs/exorl_tiny.py:cartpole/at \\
+    python -m tools.evaluate_exorl --config=configs/exorl_tiny.py:cartpole/at \\
         --output results/cpu/exorl_cartpole_at.json
-    python tools/evaluate_exorl.py --config=configs/exorl_tiny.py:walker/at \\
+    python -m tools.evaluate_exorl --config=configs/exorl_tiny.py:walker/at \\
         --other trajectories/walker/es_replay/run --environments 8 --episodes 4 ...
 
 The newest checkpoint of config.workdir acts in the environments of the trajectories'
@@ -29,24 +29,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import ml_collections
 import numpy as np
 from absl import logging
 
-import assemble
-import assemble_agents
-from command_line import Parser, as_program, at_least, read_config
 from data import environments
 from data.chains import Chains
 from data.trajectory_file import TrajectoryFile
-from tools.agents import Play, actor
-from tools.bench_rows import Environment, check_output
-from tools.generation import newest_parameters
-from tools.scenes import Recording, Scene, Stage
+from tasks import base as assemble
+from tasks import exorl as assemble_agents
+from tasks.command_line import Parser, as_program, at_least, read_config
+from tasks.generation import newest_parameters
+from tools.lib.benchmarks.rows import Environment, check_output
+from tools.lib.exorl.agents import Play, actor
+from tools.lib.exorl.scenes import Recording, Scene, Stage
 
 RESAMPLES = 10_000
 SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {

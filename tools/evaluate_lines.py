@@ -1,8 +1,8 @@
 """Whether a run's model uses its context: line retrieval by length and depth.
 
-    python tools/evaluate.py line-retrieval --config=configs/line_retrieval.py:512 \\
+    python -m tools.evaluate_lines --config=configs/line_retrieval.py:512 \\
         --form compact --lengths 128,256,512 --output results/lines
-    python tools/evaluate.py line-retrieval --config=... --form LRT-NL \\
+    python -m tools.evaluate_lines --config=... --form LRT-NL \\
         --cases published.jsonl --output results/lines
 
 Of every record (see data/line_retrieval.py) one line is asked for. The model writes its
@@ -18,16 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import ml_collections
 import numpy as np
 from absl import logging
 
-import assemble
-from command_line import Parser, as_program, at_least, read_config
 from data.line_forms import FORMS, LineForm
 from data.line_retrieval import (
     Case,
@@ -40,12 +35,14 @@ from data.line_retrieval import (
 )
 from data.tokenizer import Tokenizer
 from models.sampling import Sampling
-from tools.bench_rows import Environment, check_output, make_row, write_rows
+from tasks import base as assemble
+from tasks.command_line import Parser, as_program, at_least, read_config
+from tasks.generation import generator, restored_parameters
 from tools.generate import find_tokenizer
-from tools.generation import generator, restored_parameters
-from tools.line_scores import Generated, forced
-from tools.line_table import Cell, Scorer, table
-from tools.picture import write_picture
+from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
+from tools.lib.picture import write_picture
+from tools.lib.retrieval.scores import Generated, forced
+from tools.lib.retrieval.table import Cell, Scorer, table
 from tools.plot_lines import heat_maps
 
 

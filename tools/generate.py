@@ -1,9 +1,9 @@
 """Generates text with the newest checkpoint of a run, on the devices of this machine.
 
-    python tools/generate.py --config=configs/tiny.py --prompt "def main("
-    python tools/generate.py --config=configs/tiny.py --prompt-file story.txt \\
+    python -m tools.generate --config=configs/tiny.py --prompt "def main("
+    python -m tools.generate --config=configs/tiny.py --prompt-file story.txt \\
         --max-tokens 500 --temperature 0.8 --top-p 0.95 --seed 7
-    python tools/generate.py --config=configs/tiny.py --config.mesh.fsdp=1 \\
+    python -m tools.generate --config=configs/tiny.py --config.mesh.fsdp=1 \\
         --config.mesh.ring=8
 
 The config is the run's own; its mesh may be another (--config.mesh.ring=…), as may its
@@ -23,22 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import ml_collections
 import numpy as np
 from absl import logging
 
-import assemble
-from command_line import Parser, as_program, at_least, read_config
 from data.text_stream import TextStream
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
-from tools.generation import generator, restored_parameters
+from tasks import base as assemble
+from tasks.command_line import Parser, as_program, at_least, read_config
+from tasks.generation import generator, restored_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 

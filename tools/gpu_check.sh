@@ -62,14 +62,14 @@ if [ -n "${WHEELS-}" ]; then
 fi
 step versions 60 "$PYTHON" -c 'import jax, sys
 print(sys.version.split()[0], "jax", jax.__version__, jax.devices())'
-step kernels 150 "$PYTHON" tools/bench_kernels.py "${kernels[@]}" \
+step kernels 150 "$PYTHON" -m tools.bench_kernels "${kernels[@]}" \
     --output "$OUT/kernels.json"
 JAX_PLATFORMS=$platform step tests 180 "$PYTHON" -m pytest -q -p no:cacheprovider \
     "${tests[@]}" tests/kernels/test_gpu_ring.py tests/kernels/test_attention.py > >(tee "$OUT/tests.txt")
-step ring 90 "$PYTHON" tools/simulate_ring.py "${ring[@]}" --output "$OUT/ring.json"
-step train 200 "$PYTHON" tools/bench_train.py "${train[@]}" --output "$OUT/train.json"
-step gist 60 "$PYTHON" tools/bench_kernels.py "${gist[@]}" --output "$OUT/gist.json"
-step sizes 90 "$PYTHON" tools/bench_kernels.py "${sizes[@]}" --output "$OUT/sizes.json"
+step ring 90 "$PYTHON" -m tools.simulate_ring "${ring[@]}" --output "$OUT/ring.json"
+step train 200 "$PYTHON" -m tools.bench_train "${train[@]}" --output "$OUT/train.json"
+step gist 60 "$PYTHON" -m tools.bench_kernels "${gist[@]}" --output "$OUT/gist.json"
+step sizes 90 "$PYTHON" -m tools.bench_kernels "${sizes[@]}" --output "$OUT/sizes.json"
 
 printf '\n== done (%s)\n' "$(date -u +%H:%M:%S)"
 printf '%s\n' "${failed[@]/#/FAILED }"

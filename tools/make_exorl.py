@@ -1,9 +1,9 @@
 """Makes data for in-context RL in ExoRL's format, with dm_control, in minutes.
 
-    python tools/make_exorl.py --domain cartpole --output DATA
-    python tools/make_exorl.py --domain walker --tasks stand run --episodes 500 \\
+    python -m tools.make_exorl --domain cartpole --output DATA
+    python -m tools.make_exorl --domain walker --tasks stand run --episodes 500 \\
         --cap 0.6 --output DATA
-    python tools/pack_exorl.py --root DATA --domain cartpole --algorithm es_replay \\
+    python -m tools.pack_exorl --root DATA --domain cartpole --algorithm es_replay \\
         --task swingup --cache CACHE
 
 What is written, DATA/DOMAIN/es_replay/, is not ExoRL: no exploration algorithm gathered
@@ -20,12 +20,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from command_line import Parser, as_program, at_least, share
 from data.episodes import Buffer
-from tools.exorl_replay import SEARCH_EPISODES, TASKS, Recipe, make
+from tasks.command_line import Parser, as_program, at_least, share
+from tools.lib.exorl.replay import SEARCH_EPISODES, TASKS, Recipe, make
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

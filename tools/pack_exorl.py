@@ -1,6 +1,6 @@
 """Packs episodes of ExoRL for training: checked, their rewards those of a task.
 
-    python tools/pack_exorl.py --root DATASETS --domain walker --algorithm rnd \\
+    python -m tools.pack_exorl --root DATASETS --domain walker --algorithm rnd \\
         --task run --cache CACHE
 
 reads DATASETS/walker/rnd/buffer/*.npz, as ExoRL's archives lie when they are unzipped
@@ -13,12 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from command_line import Parser, as_program, at_least
 from data.episodes import DOMAINS, Buffer
 from data.exorl import MAX_TRANSITIONS, ON_BAD, RELABELLINGS, Selection, describe, pack
+from tasks.command_line import Parser, as_program, at_least
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

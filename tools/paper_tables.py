@@ -1,9 +1,9 @@
 """The papers' tables beside ours: text, JSON and plots into results/.
 
-    python tools/paper_tables.py                      # text of everything, plots
-    python tools/paper_tables.py --compile layer      # table 1
-    python tools/paper_tables.py --compile rings      # memory by ring size
-    python tools/paper_tables.py --compile contexts   # table 3; --only 7b_v4_nothing
+    python -m tools.paper_tables                      # text of everything, plots
+    python -m tools.paper_tables --compile layer      # table 1
+    python -m tools.paper_tables --compile rings      # memory by ring size
+    python -m tools.paper_tables --compile contexts   # table 3; --only 7b_v4_nothing
 
 Ring Attention (2310.01889): table 1 (memory of a layer), table 2 (the smallest blocks
 that hide their transfer), table 3 (longest contexts), figure 5 (FLOPs of a data set by
@@ -20,24 +20,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 
-from command_line import Parser, as_program
 from configs import llama_sizes
 from data.json_text import parse_json
 from models.llama import LlamaConfig
-from tools import paper_contexts, paper_memory, paper_plots
-from tools.bench_rows import Environment
-from tools.paper_formulas import (
+from tasks.command_line import Parser, as_program
+from tools.lib.benchmarks.rows import Environment
+from tools.lib.papers import contexts as paper_contexts
+from tools.lib.papers import memory as paper_memory
+from tools.lib.papers import plots as paper_plots
+from tools.lib.papers.formulas import (
     SmallestBlock,
     dataset_flops_ratio,
     largest_attention_speed_up,
     largest_speed_up,
 )
-from tools.progress import progress
+from tools.lib.planning.progress import progress
 from training.chips import CHIPS
 
 MIB, GIB = 2**20, 2**30

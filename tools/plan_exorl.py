@@ -1,7 +1,7 @@
 """Which attention systems hold the contexts of Ring Attention's table 5, and which not.
 
-    python tools/plan_exorl.py --output results/tpu/exorl_memory.json
-    python tools/plan_exorl.py --systems blockwise --trajectories 32 --attention-parts 4
+    python -m tools.plan_exorl --output results/tpu/exorl_memory.json
+    python -m tools.plan_exorl --systems blockwise --trajectories 32 --attention-parts 4
 
 Compiles the training step of configs/exorl_at_32.py and exorl_at_128.py for described
 chips: vanilla, memory-efficient and blockwise attention on one of them, rings on all.
@@ -19,20 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 
-import assemble
-import assemble_agents
-from command_line import Parser, as_program, at_least
 from configs import exorl_at_32
 from data.json_text import parse_json
-from tools.bench_rows import Environment, make_row, write_rows
-from tools.plan_memory import peak_bytes
-from tools.plan_step import Pod, TooLarge, described_pod
-from tools.progress import progress
+from tasks import base as assemble
+from tasks import exorl as assemble_agents
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.rows import Environment, make_row, write_rows
+from tools.lib.planning.memory import peak_bytes
+from tools.lib.planning.progress import progress
+from tools.lib.planning.step import Pod, TooLarge, described_pod
 from training.chips import GIB
 from training.optimizer import make_optimizer
 

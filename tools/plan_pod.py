@@ -1,13 +1,13 @@
 """Plans a training run for a pod that is not there: does it fit, and what does it take?
 
-    python tools/plan_pod.py --config=configs/tpuv4_7b.py --topology=v4:8x8x8
-    python tools/plan_pod.py --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
+    python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8
+    python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --context=8388608 --config.remat=offload --output plan.json
-    python tools/plan_pod.py --config=configs/h200_1b.py --topology=h200:1x1x8 \\
+    python -m tools.plan_pod --config=configs/h200_1b.py --topology=h200:1x1x8 \\
         --config.mesh.ring=8
-    python tools/plan_pod.py --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
+    python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --find-max-context
-    python tools/plan_pod.py --config=configs/tpuv4_7b.py --topology=v4:8x8x8 --suggest
+    python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 --suggest
 
 Compiles the step that `train.py` runs for the described devices, with the compilers
 that the real ones have, and reads what the compiled program says of memory, schedule
@@ -24,22 +24,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import ml_collections
 
-import assemble
-from command_line import Parser, as_program, read_config
-from tools.bench_rows import check_output
-from tools.plan import Plan
-from tools.plan_context import TOLERANCE, longest_context, longest_that_fits
-from tools.plan_memory import SPARE_SHARE
-from tools.plan_mesh import suggestions
-from tools.plan_step import Pod, Step, TooLarge, check, described_pod
-from tools.plan_text import describe, describe_meshes, size
-from tools.progress import progress
+from tasks import base as assemble
+from tasks.command_line import Parser, as_program, read_config
+from tools.lib.benchmarks.rows import check_output
+from tools.lib.planning.context import TOLERANCE, longest_context, longest_that_fits
+from tools.lib.planning.memory import SPARE_SHARE
+from tools.lib.planning.meshes import suggestions
+from tools.lib.planning.plan import Plan
+from tools.lib.planning.progress import progress
+from tools.lib.planning.step import Pod, Step, TooLarge, check, described_pod
+from tools.lib.planning.text import describe, describe_meshes, size
 
 LEAST_STEP = 256
 """Tokens of a device by which contexts are varied."""

@@ -1,7 +1,7 @@
 """Measures and draws the error of a ring in bfloat16 against its size.
 
-    python tools/plot_errors.py --output results
-    python tools/plot_errors.py --rows results/cpu/error_by_ring.json --output results
+    python -m tools.plot_errors --output results
+    python -m tools.plot_errors --rows results/cpu/error_by_ring.json --output results
 
 A striped causal ring, forward and backward, on simulated devices; beside it, plain
 attention in bfloat16 on one device. Errors are norms relative to those of the
@@ -20,20 +20,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
-from command_line import Parser, as_program, at_least
-from tests.cases import Case, Problem, solve
-from tools.bench_rows import Environment, check_numbers, make_row, read_rows, write_rows
-from tools.picture import GREY, INK, PROGRAMS, style, write_picture
-from tools.ring_variant import Variant, compile_variant
+from kernels.cases import Case, Problem, solve
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.rows import (
+    Environment,
+    check_numbers,
+    make_row,
+    read_rows,
+    write_rows,
+)
+from tools.lib.benchmarks.variants import Variant, compile_variant
+from tools.lib.picture import GREY, INK, PROGRAMS, style, write_picture
 
 RINGS = (1, 2, 4, 8)
 RESULTS = ("out", "dq", "dk", "dv")

@@ -1,6 +1,6 @@
 """Draws what tools/evaluate_exorl.py wrote: returns by episode, for every context.
 
-    cd results/cpu && python ../../tools/plot_exorl.py exorl_*_{at,bc,dt}.json \\
+    cd results/cpu && python -m tools.plot_exorl exorl_*_{at,bc,dt}.json \\
         "Agentic Transformer, unsorted chains=exorl_cartpole_at_drawn.json" \\
         --output ../exorl_tiny.png
 
@@ -14,17 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from command_line import Parser, as_program
 from data.json_text import parse_json
+from tasks.command_line import Parser, as_program
 from tools.evaluate_exorl import interval
-from tools.picture import (
+from tools.lib.picture import (
     AGENTS,
     GREY,
     INK,

@@ -1,6 +1,6 @@
 """Heat maps of line retrieval: length across, depth down, one map for each run.
 
-    python tools/plot_lines.py results/cpu/line_retrieval.json --output lines.png \\
+    python -m tools.plot_lines results/cpu/line_retrieval.json --output lines.png \\
         --names "trained to 160 tokens" "trained to 32 tokens"
 
 Without --names a run is called as the last folder of its working directory.
@@ -11,17 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from command_line import Parser, as_program
-from tools.bench_rows import check_numbers, read_rows
-from tools.picture import INK, write_picture
+from tasks.command_line import Parser, as_program
+from tools.lib.benchmarks.rows import check_numbers, read_rows
+from tools.lib.picture import INK, write_picture
 
 SHADES = LinearSegmentedColormap.from_list(
     "accuracy", ["#b5483a", "#f0c987", "#e8efe2", "#7fb0d6", "#0d3f6e"]

@@ -1,12 +1,12 @@
 """Draws which transfers of a compiled ring run beside which kernels.
 
-    python tools/plot_overlap.py --topology v5e:2x4 --tokens 16384 --output results
+    python -m tools.plot_overlap --topology v5e:2x4 --tokens 16384 --output results
 
 Two scanned layers of striped causal attention, forward and backward, are compiled for a
 ring of all devices of a described TPU pod, by the real compiler. What it schedules is
-read by `tools/schedule.py`, and each computation with transfers is a panel: a bar for
-every kernel, and one for every transfer from its start to its done. From left to right
-is the order of the schedule: widths are no times, and nothing was run.
+read by `tools/lib/planning/hlo.py`, and each computation with transfers is a panel: a
+bar for every kernel, and one for every transfer from its start to its done. From left
+to right is the order of the schedule: widths are no times, and nothing was run.
 
 Writes `overlap.png` into the output directory, in place of that of an earlier run.
 """
@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -27,13 +24,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from command_line import Parser, as_program, at_least
-from kernels import pallas_tpu
-from tools.picture import BLUE, INK, ORANGE, PALE_BLUE, write_picture
-from tools.progress import progress
-from tools.ring_layers import layers_gradient
-from tools.schedule import TRANSFER, Program
-from tools.topology import compile_for, described
+from kernels.tpu import launch as pallas_tpu
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.layers import layers_gradient
+from tools.lib.picture import BLUE, INK, ORANGE, PALE_BLUE, write_picture
+from tools.lib.planning.hlo import TRANSFER, Program
+from tools.lib.planning.progress import progress
+from tools.lib.planning.topology import compile_for, described
 from training.chips import compiler_options
 from training.torus import ring_along
 

@@ -1,7 +1,7 @@
 """Draws rows of the benchmarks: a panel for each problem, a bar for each row.
 
-    python tools/plot_results.py results/cpu/ringattention.json --output rings.png
-    python tools/plot_results.py results/cpu/attention_ring8.json --output rings.png
+    python -m tools.plot_results results/cpu/ringattention.json --output rings.png
+    python -m tools.plot_results results/cpu/attention_ring8.json --output rings.png
 
 Rows of `bench_kernels.py`, `bench_attention.py` and `bench_ringattention.py` are drawn
 as TFLOP/s of the visible pairs, those of `bench_train.py` as tokens per second; the
@@ -15,16 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from command_line import Parser, as_program
-from tools.bench_rows import check_numbers, read_rows
-from tools.peers import PEERS
-from tools.picture import GREY, INK, PROGRAMS, style, write_picture
+from tasks.command_line import Parser, as_program
+from tools.lib.benchmarks.peers import PEERS
+from tools.lib.benchmarks.rows import check_numbers, read_rows
+from tools.lib.picture import GREY, INK, PROGRAMS, style, write_picture
 
 FIELDS = "commit", "date", "device_count", "device_kind", "cores"
 """Of the rows of every benchmark."""

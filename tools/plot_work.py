@@ -1,6 +1,6 @@
 """Draws what each device of a ring computes in each hop, for every layout.
 
-    python tools/plot_work.py --ring 4 --tiles 8 --output results
+    python -m tools.plot_work --ring 4 --tiles 8 --output results
 
 Causal attention. The counts come from the layouts and from the tile ranges that drive
 the kernels' loops. All devices wait for the slowest one before keys and values travel
@@ -17,20 +17,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from command_line import Parser, as_program, at_least
 from kernels.block_sizes import BlockSizes
-from kernels.layout import Contiguous, Layout, Striped, Zigzag
+from kernels.layouts import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import Mask, Visible, causal
-from tools.picture import GREY, INK, write_picture
-from tools.ring_work import balanced_tiles, critical_path, tiles_per_hop
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.work import balanced_tiles, critical_path, tiles_per_hop
+from tools.lib.picture import GREY, INK, write_picture
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": Contiguous(),

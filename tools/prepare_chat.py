@@ -1,6 +1,6 @@
 """Turns conversations into a corpus to train on, with loss on what assistants say.
 
-    python tools/prepare_chat.py sharegpt.json --output CORPUS --context-tokens 32768 \\
+    python -m tools.prepare_chat sharegpt.json --output CORPUS --context-tokens 32768 \\
         --tokenizer tokenizer.model
     python train.py --config=... --config.data.corpus=CORPUS --config.data.rows=whole \\
         --config.data.context_tokens=32768
@@ -13,14 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from command_line import Parser, as_program, at_least, share
 from data.chat import TOO_LONG, ChatEncoder, prepare_chats, stop_at
 from data.chat_template import TEMPLATES
 from data.conversation import BadRow
 from data.tokenizer import ByteTokenizer, open_tokenizer
+from tasks.command_line import Parser, as_program, at_least, share
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

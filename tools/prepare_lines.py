@@ -1,6 +1,6 @@
 """Makes a corpus that teaches line retrieval: records, questions and their answers.
 
-    python tools/prepare_lines.py --form compact --context-tokens 512 --output CORPUS
+    python -m tools.prepare_lines --form compact --context-tokens 512 --output CORPUS
     python train.py --config=configs/line_retrieval.py --config.data.corpus=CORPUS
 
 Forms: "LRT-NL" and "LRT", LongEval's own, and "compact", the same task in 5 bytes a
@@ -12,10 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from command_line import Parser, as_program, at_least
 from data.line_corpus import (
     LEARNT,
     LineDocuments,
@@ -24,6 +20,7 @@ from data.line_corpus import (
 )
 from data.line_forms import FORMS
 from data.tokenizer import ByteTokenizer, open_tokenizer
+from tasks.command_line import Parser, as_program, at_least
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

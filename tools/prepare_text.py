@@ -1,8 +1,8 @@
 """Turns text into a corpus of token files to train on.
 
-    python tools/prepare_text.py book.txt notes/ chats.jsonl --output corpus
-    python tools/prepare_text.py src/ --pattern '*.py' --output corpus
-    python tools/prepare_text.py texts.jsonl --tokenizer tokenizer.json --output corpus
+    python -m tools.prepare_text book.txt notes/ chats.jsonl --output corpus
+    python -m tools.prepare_text src/ --pattern '*.py' --output corpus
+    python -m tools.prepare_text texts.jsonl --tokenizer tokenizer.json --output corpus
 
 A file is one document, a directory is all files in it and below, and a `.jsonl` file
 has one document a line.
@@ -13,12 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from command_line import Parser, as_program, share
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer, open_tokenizer
+from tasks.command_line import Parser, as_program, share
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

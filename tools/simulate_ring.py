@@ -1,7 +1,7 @@
 """Times every hop of every device of a ring on one device, layout beside layout.
 
-    python tools/simulate_ring.py --output ring.json
-    python tools/simulate_ring.py --ring-size 4 --local-tokens 4096
+    python -m tools.simulate_ring --output ring.json
+    python -m tools.simulate_ring --ring-size 4 --local-tokens 4096
 
 A ring waits in every hop for its slowest device, so the sum of the slowest times is how
 long a ring computes whose transfers are hidden. What a device sees in a hop depends on
@@ -28,20 +28,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import Parser, as_program, at_least
-from kernels import backend, layout, masks
+from kernels import backends as backend
+from kernels import layouts as layout
+from kernels import masks
 from kernels.block_sizes import BlockSizes
+from kernels.cases import LAYOUTS
 from kernels.masks import Visible
-from tests.cases import LAYOUTS
-from tools.bench_rows import Environment, check_output, make_row, write_rows
-from tools.ring_work import critical_path, tiles_per_hop
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
+from tools.lib.benchmarks.work import critical_path, tiles_per_hop
 
 DIRECTIONS = "forward", "backward"
 CHOSEN = "contiguous", "striped", "zigzag"

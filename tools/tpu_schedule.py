@@ -1,8 +1,8 @@
 """Cycles of a tile on a TPU, read from the compiler's schedule: needs no TPU.
 
-    python tools/tpu_schedule.py
-    python tools/tpu_schedule.py --chips v4 v5e v5p v6e --output schedules.json
-    python tools/tpu_schedule.py --direction backward --kernels ours --regions 200
+    python -m tools.tpu_schedule
+    python -m tools.tpu_schedule --chips v4 v5e v5p v6e --output schedules.json
+    python -m tools.tpu_schedule --direction backward --kernels ours --regions 200
 
 Compiles our Pallas kernel and JAX's splash attention for described chips, finds the
 body of one full tile in their static schedules, and counts its bundles: its cycles,
@@ -45,19 +45,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 
-from command_line import Parser, as_program, at_least
 from kernels.block_sizes import TpuBlocks
-from tools.bench_rows import ROOT, Environment, check_output, make_row, write_rows
-from tools.bundles import DUMP_FLAGS, Schedule, bodies, read_schedule, tile_body
-from tools.tile_program import Compiled, Splash, Tile, Way, write_request
-from tools.topology import ENVIRONMENT, PODS
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.rows import (
+    ROOT,
+    Environment,
+    check_output,
+    make_row,
+    write_rows,
+)
+from tools.lib.planning.topology import ENVIRONMENT, PODS
+from tools.lib.tpu_compiler.bundles import (
+    DUMP_FLAGS,
+    Schedule,
+    bodies,
+    read_schedule,
+    tile_body,
+)
+from tools.lib.tpu_compiler.tile_program import (
+    Compiled,
+    Splash,
+    Tile,
+    Way,
+    write_request,
+)
 
-PROGRAM = ROOT / "tools" / "tile_program.py"
+PROGRAM = "tools.lib.tpu_compiler.tile_program"
 
 SHAPES = (
     (512, 512, 256),
@@ -165,7 +180,8 @@ def measure(tile: Tile, way: Way) -> Measurement:
             "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
         }
         done = subprocess.run(
-            [sys.executable, PROGRAM, write_request(tile, way)],
+            [sys.executable, "-m", PROGRAM, write_request(tile, way)],
+            cwd=ROOT,
             env=os.environ | ENVIRONMENT | environment,
             capture_output=True,
             text=True,

@@ -1,8 +1,8 @@
 """Makes the tables of `kernels/block_sizes.py`, with the TPU's compiler and no TPU.
 
-    python tools/tune_block_sizes.py --chips v3 v4 v5e v5p v6e
-    python tools/tune_block_sizes.py --direction backward --chips v3 v4 v5e v5p v6e
-    python tools/tune_block_sizes.py --chips v5p --rows 512 1024 --columns 128 256 \\
+    python -m tools.tune_block_sizes --chips v3 v4 v5e v5p v6e
+    python -m tools.tune_block_sizes --direction backward --chips v3 v4 v5e v5p v6e
+    python -m tools.tune_block_sizes --chips v5p --rows 512 1024 --columns 128 256 \\
         --ahead 0 1 2 3 --behind 0 1 2 --jobs 2 --output tuned.json
 
 Compiles our kernel for described chips with every candidate: all combinations of the
@@ -30,16 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script, which puts tools/ on the path, not the root
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 
-from command_line import Parser, as_program, at_least
 from kernels.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
-from tools.bench_rows import Environment, check_output, make_row, write_rows
-from tools.tile_program import Tile
-from tools.topology import PODS
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
+from tools.lib.planning.topology import PODS
+from tools.lib.tpu_compiler.tile_program import Tile
 from tools.tpu_schedule import Measurement, measure
 
 TABLES = {"forward": TPU_FORWARD, "backward": TPU_BACKWARD}

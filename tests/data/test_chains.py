@@ -7,7 +7,7 @@ from data.batch import Block
 from data.chains import ChainBatch, Chains, hold_out
 from data.text import InOrder, TextBatches, iterate
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
-from kernels.layout import Contiguous, Striped, Zigzag, order
+from kernels.layouts import Contiguous, Striped, Zigzag, order
 
 
 def make_file(directory, lengths, seed=0):

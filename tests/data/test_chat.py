@@ -13,7 +13,7 @@ from data.conversation import Conversation
 from data.text import InOrder, TextBatches, WholeRows
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, open_tokenizer
-from kernels.layout import Striped
+from kernels.layouts import Striped
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 
 BYTES = ByteTokenizer()

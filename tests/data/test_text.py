@@ -15,7 +15,7 @@ from data.text import (
     Shuffled,
     iterate,
 )
-from kernels.layout import Contiguous, Striped, Zigzag, order
+from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.numbered_corpus import make_batches, make_corpus, naive_row, read_rows
 
 PLANS = [PackedRows, DocumentRows]

@@ -9,7 +9,7 @@ import pytest
 from data.batch import Batch, Block
 from data.text import InOrder, PackedRows, TextBatches
 from data.token_file import TokenFile
-from kernels.layout import Contiguous, Striped, Zigzag, order
+from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.numbered_corpus import make_corpus
 
 

@@ -8,7 +8,7 @@ import pytest
 from data.batch import Batch, Block
 from data.text import DocumentRows, InOrder, PackedRows, TextBatches, WholeRows
 from data.token_file import TokenFile, TokenFileWriter
-from kernels.layout import Contiguous, Striped, Zigzag, order
+from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.numbered_corpus import NUMBERS, make_corpus, naive_row, read_rows
 
 LENGTH = 24

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from kernels.block_sizes import TPU_FORWARD, BlockSizes
-from kernels.hopper import HopperBlocks
-from kernels.triton_blocks import TritonBlocks
+from kernels.hopper.launch import HopperBlocks
+from kernels.triton_gpu.block_sizes import TritonBlocks
 
 TPU, TRITON = TPU_FORWARD["v5e"], TritonBlocks(64, 64, 4, 2)
 

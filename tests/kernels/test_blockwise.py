@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import blockwise, reference, tiles
+from kernels import blockwise, reference
+from kernels import tile_ranges as tiles
 from kernels.attention import attention
 from kernels.block_sizes import BlockSizes
 

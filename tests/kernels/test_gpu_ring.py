@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels.backend import IMPLEMENTATIONS
-from kernels.triton_gpu import Launch
-from tests.cases import (
+from kernels.backends import IMPLEMENTATIONS
+from kernels.cases import (
     BFLOAT16_RATIO,
     COVERING,
     FLOAT32_TOLERANCE,
@@ -19,6 +18,7 @@ from tests.cases import (
     Problem,
     solve,
 )
+from kernels.triton_gpu.launch import Launch
 from tests.rings import one_device_ring, solve_on_ring
 from tests.simulated_triton import LARGE_BLOCKS, SimulatedGpu, interpreted_call
 

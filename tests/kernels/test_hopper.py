@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import hopper, reference
+from kernels import reference
 from kernels.block_sizes import BlockSizes
-from kernels.hopper import HopperBlocks, Launch
+from kernels.cases import BFLOAT16_RATIO, QUICK
+from kernels.hopper import launch as hopper
+from kernels.hopper.launch import HopperBlocks, Launch
 from kernels.merge import Partial
-from tests.cases import BFLOAT16_RATIO, QUICK
 from tests.simulated_hopper import RACES, run_without_wait
 from tests.steps import Step, StepCase
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import hopper, reference
-from kernels import mosaic_gpu as gpu
-from kernels.hopper import Launch
-from tests.cases import BFLOAT16_RATIO, QUICK
+from kernels import reference
+from kernels.cases import BFLOAT16_RATIO, QUICK
+from kernels.hopper import launch as hopper
+from kernels.hopper import shared as gpu
+from kernels.hopper.launch import Launch
 from tests.simulated_hopper import RACES, run_without_wait
 from tests.steps import Step, StepCase
 

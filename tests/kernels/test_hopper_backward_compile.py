@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from kernels import hopper
-from kernels.hopper import Launch
-from tools.h200 import SHARED_BYTES, Inspected, described, inspect
+from kernels.hopper import launch as hopper
+from kernels.hopper.launch import Launch
+from tools.lib.planning.h200 import SHARED_BYTES, Inspected, described, inspect
 
 
 def step(

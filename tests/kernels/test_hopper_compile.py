@@ -14,11 +14,11 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 
-from kernels import hopper
-from kernels import mosaic_gpu as gpu
-from kernels.hopper import HopperBlocks, Launch
-from kernels.hopper_forward import Rows
-from tools.h200 import (
+from kernels.hopper import launch as hopper
+from kernels.hopper import shared as gpu
+from kernels.hopper.forward import Rows
+from kernels.hopper.launch import HopperBlocks, Launch
+from tools.lib.planning.h200 import (
     SHARED_BYTES,
     Inspected,
     Kernel,

@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from kernels import hopper
-from tools.h200 import compile_for, described
-from tools.ring_layers import HEAD_DIM, SHARDED, layers_gradient, striped_attention
-from tools.schedule import Program
+from kernels.hopper import launch as hopper
+from tools.lib.benchmarks.layers import (
+    HEAD_DIM,
+    SHARDED,
+    layers_gradient,
+    striped_attention,
+)
+from tools.lib.planning.h200 import compile_for, described
+from tools.lib.planning.hlo import Program
 
 LENGTH = 1024
 

@@ -14,17 +14,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from kernels import layout, pallas_tpu, ring
+from kernels import layouts as layout
+from kernels import ring
 from kernels.attention import attention
-from kernels.backend import Backend
+from kernels.backends import Backend
 from kernels.block_sizes import BlockSizes
+from kernels.cases import FLOAT32_TOLERANCE, Answer
 from kernels.masks import Visible
-from kernels.pallas_tpu import Launch
-from kernels.tiling import Tiling
-from kernels.tpu_cut import Cut
-from kernels.tpu_dq import STREAMED
-from kernels.tpu_softmax import Bounds
-from tests.cases import FLOAT32_TOLERANCE, Answer
+from kernels.tile_layout import Tiling
+from kernels.tpu import launch as pallas_tpu
+from kernels.tpu.backward_dq import STREAMED
+from kernels.tpu.cut import Cut
+from kernels.tpu.launch import Launch
+from kernels.tpu.softmax import Bounds
 from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu
 from tests.steps import (
     Step,

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tpu_backward import Streamed
-from kernels.tpu_tile import TileCopies, start_all
-from tests.cases import FLOAT32_TOLERANCE, Answer
+from kernels.cases import FLOAT32_TOLERANCE, Answer
+from kernels.tpu.backward import Streamed
+from kernels.tpu.tile import TileCopies, start_all
 from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu
 from tests.steps import Step, StepCase, answer, compiled, compiled_backward, truth
 

@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import backend, blockwise, layout, masks, ring
+from kernels import backends as backend
+from kernels import blockwise, masks, ring
+from kernels import layouts as layout
 from kernels.attention import attention
-from tests.cases import (
+from kernels.cases import (
     BFLOAT16_RATIO,
     COVERING,
     FLOAT32_TOLERANCE,

@@ -16,16 +16,16 @@ import pytest
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
-from kernels import pallas_tpu
-from tools.ring_layers import (
+from kernels.tpu import launch as pallas_tpu
+from tools.lib.benchmarks.layers import (
     HEAD_DIM,
     HEADS,
     SHARDED,
     layers_gradient,
     striped_attention,
 )
-from tools.schedule import TRANSFER, Program
-from tools.topology import compile_for, described
+from tools.lib.planning.hlo import TRANSFER, Program
+from tools.lib.planning.topology import compile_for, described
 from training.chips import compiler_options
 from training.torus import ring_along
 

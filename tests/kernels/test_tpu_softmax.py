@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import reference, tpu_forward
-from kernels.backend import Backend
+from kernels import reference
+from kernels.backends import Backend
+from kernels.cases import QUICK
 from kernels.merge import Partial
-from kernels.tpu_softmax import SUM_LIMIT
-from tests.cases import QUICK
+from kernels.tpu import forward as tpu_forward
+from kernels.tpu.softmax import SUM_LIMIT
 from tests.simulated_tpu import SimulatedTpu
 from tests.steps import Step, StepCase
 

@@ -12,11 +12,12 @@ import pytest
 import triton
 import triton.language as tl
 
-from kernels import reference, triton_gpu
+from kernels import reference
 from kernels.block_sizes import BlockSizes
+from kernels.cases import FLOAT32_TOLERANCE, Answer
 from kernels.merge import Partial
-from kernels.triton_gpu import Launch, Sizes
-from tests.cases import FLOAT32_TOLERANCE, Answer
+from kernels.triton_gpu import launch as triton_gpu
+from kernels.triton_gpu.launch import Launch, Sizes
 from tests.simulated_triton import (
     SMALL_BLOCKS,
     SimulatedGpu,
@@ -274,8 +275,8 @@ def test_without_jax_triton_it_is_not_implemented(monkeypatch):
 
 def test_triton_is_imported_only_when_a_step_is_asked_for():
     program = (
-        "import sys, kernels.triton_gpu; "
-        "print({'triton', 'jax_triton', 'kernels.triton_kernels'} & {*sys.modules})"
+        "import sys, kernels.triton_gpu.launch; "
+        "print({'triton', 'jax_triton', 'kernels.triton_gpu.kernels'} & {*sys.modules})"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

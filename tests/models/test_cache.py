@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import assemble
 from kernels import masks
-from kernels.cached import CachedAttention
-from kernels.layout import order
+from kernels.cases import QUICK
+from kernels.decode_attention import CachedAttention
+from kernels.layouts import order
 from kernels.ring import make_ring_attention
 from models import cache as caches
 from models import decode
 from models.cache import EMPTY, Cache, appends_left, empty_cache
-from tests.cases import QUICK
+from tasks import base as assemble
+from tasks.generation import cache_shardings
 from tests.small_llama import (
     ROWS,
     SLOTS,
@@ -30,7 +31,6 @@ from tests.small_llama import (
     partition_of,
     whole_forward,
 )
-from tools.generation import cache_shardings
 from training.mesh import MeshShape, Partition, StationaryPartition
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from models.decode import NOTHING, Generator
 from models.sampling import Sampling
+from tasks.generation import generator
 from tests.small_llama import (
     ROWS,
     SLOTS,
@@ -19,7 +20,6 @@ from tests.small_llama import (
     partition_of,
     whole_forward,
 )
-from tools.generation import generator
 from training.mesh import MeshShape
 
 NEW = SLOTS - 11 + 1

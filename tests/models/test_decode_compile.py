@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import assemble
 from models.sampling import Sampling
+from tasks import base as assemble
+from tasks.generation import cache_shardings, generator
 from tests.runs import small_config
-from tools.generation import cache_shardings, generator
-from tools.plan_step import described_pod
+from tools.lib.planning.step import described_pod
 
 RING, SLOTS, LAYERS, HEADS, DEPTH = 4, 65_536, 3, 8, 128
 SIZES = {

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import assemble
 from configs import base, llama_sizes
 from models.flops import (
     num_matrix_parameters,
@@ -14,6 +13,7 @@ from models.flops import (
     train_flops,
 )
 from models.llama import LlamaConfig
+from tasks import base as assemble
 from training.mesh import MeshShape, Partition, make_mesh
 
 each_size = pytest.mark.parametrize("name", llama_sizes.NAMES)

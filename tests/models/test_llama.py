@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import assemble
 from data.batch import Batch
 from kernels import masks
-from kernels.layout import permute
+from kernels.cases import QUICK
+from kernels.layouts import permute
 from models.llama import FeedForward
-from tests.cases import QUICK
+from tasks import base as assemble
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 

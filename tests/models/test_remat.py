@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import assemble
 from data.batch import Batch
+from kernels.cases import QUICK
 from kernels.masks import causal
 from models.remat import REMAT_POLICIES, remat
-from tests.cases import QUICK
+from tasks import base as assemble
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 

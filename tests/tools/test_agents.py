@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-import assemble_agents
 from data.chains import STD_FLOOR
+from tasks import exorl as assemble_agents
 from tests.small_agent import (
     ACTION_SIZE,
     EPISODE_STEPS,
@@ -15,8 +15,8 @@ from tests.small_agent import (
     drawn,
     make_trajectories,
 )
-from tools.agents import Play, actor
-from tools.scenes import Outcome, Recording
+from tools.lib.exorl.agents import Play, actor
+from tools.lib.exorl.scenes import Outcome, Recording
 from training.mesh import MeshShape
 
 TARGET = 5.0

@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.cases import FLOAT32_TOLERANCE, Case
+from kernels.cases import FLOAT32_TOLERANCE, Case
 from tools import bench_attention
 from tools.bench_attention import main
-from tools.bench_rows import Environment, Times
+from tools.lib.benchmarks.rows import Environment, Times
 
 ROOT = Path(bench_attention.__file__).parents[1]
 
@@ -160,7 +160,7 @@ def test_arguments_that_mean_nothing_are_refused(arguments, complaint, capsys):
 
 
 def test_program_runs_from_the_root_on_simulated_devices():
-    command = [sys.executable, "tools/bench_attention.py", "--devices", "3"]
+    command = [sys.executable, "-m", "tools.bench_attention", "--devices", "3"]
     command += ["--length", "24", "--layouts", "unskipped", "--repeats", "1"]
     on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

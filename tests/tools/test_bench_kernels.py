@@ -8,8 +8,15 @@ import pytest
 
 from tools import bench_kernels
 from tools.bench_kernels import Problem, main
-from tools.bench_rows import Environment, Times
-from tools.peers import Operands, Runs, Unavailable, cudnn, jax_runs, mosaic_gpu
+from tools.lib.benchmarks.peers import (
+    Operands,
+    Runs,
+    Unavailable,
+    cudnn,
+    jax_runs,
+    mosaic_gpu,
+)
+from tools.lib.benchmarks.rows import Environment, Times
 
 SIZES = "--lengths", "96", "--head-dims", "16", "--heads", "2", "--kv-heads", "1"
 TINY = *SIZES, "--repeats", "1", "--calls", "2"

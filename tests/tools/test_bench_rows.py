@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tools import paper_contexts, plan_exorl, plot_exorl
-from tools.bench_rows import (
+from tools import plan_exorl, plot_exorl
+from tools.lib.benchmarks.rows import (
     Environment,
     Sample,
     Times,
@@ -18,6 +18,7 @@ from tools.bench_rows import (
     take_turns,
     write_rows,
 )
+from tools.lib.papers import contexts as paper_contexts
 
 
 def environment(device_kind: str, device_count: int) -> Environment:

@@ -3,8 +3,8 @@ from dataclasses import fields
 
 import pytest
 
-from tools.bench_rows import Environment
 from tools.bench_train import ROOT, main
+from tools.lib.benchmarks.rows import Environment
 
 TINY = "--config", "configs/tiny.py", "--config.model.num_layers=1"
 

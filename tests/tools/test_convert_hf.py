@@ -15,13 +15,13 @@ import pytest
 from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
-import assemble
+from tasks import base as assemble
 from tests import hf_llama
 from tools import convert_hf
 from tools.convert_hf import export_model, import_model, main
-from tools.hf_config import llama_config
-from tools.hf_names import WEIGHTS
-from tools.tensor_files import INDEX, TensorFiles
+from tools.lib.hf.config import llama_config
+from tools.lib.hf.names import WEIGHTS
+from tools.lib.hf.tensor_files import INDEX, TensorFiles
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters
 
@@ -368,7 +368,7 @@ def test_an_export_that_fails_leaves_nothing(workdirs, tmp_path, monkeypatch):
             raise OSError("disk full")
         save_file(tensors, path, metadata)
 
-    monkeypatch.setattr("tools.tensor_files.save_file", failing)
+    monkeypatch.setattr("tools.lib.hf.tensor_files.save_file", failing)
     with pytest.raises(OSError, match="disk full"):
         export_model(
             str(workdirs["mha"]),
@@ -383,7 +383,7 @@ def test_an_export_that_fails_leaves_nothing(workdirs, tmp_path, monkeypatch):
 def test_program_imports_and_exports_from_the_root(tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "tools/convert_hf.py", *arguments],
+            [sys.executable, "-m", "tools.convert_hf", *arguments],
             cwd=Path(convert_hf.__file__).parents[1],
             capture_output=True,
             text=True,

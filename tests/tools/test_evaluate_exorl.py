@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-import assemble
-import assemble_agents
 from data.environments import Environment
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from tasks import base as assemble
+from tasks import exorl as assemble_agents
 from tests.small_agent import config_of, drawn
 from tools import evaluate_exorl, plot_exorl
 from tools.evaluate_exorl import interval, scores
-from tools.scenes import Stage
+from tools.lib.exorl.scenes import Stage
 from training.weights import save_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

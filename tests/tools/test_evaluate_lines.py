@@ -8,18 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-import assemble
 from data.line_corpus import LineDocuments, prepare_lines
 from data.line_forms import Compact
 from data.line_retrieval import base_form, read_cases
 from data.tokenizer import ByteTokenizer
 from models.sampling import Sampling
+from tasks import base as assemble
+from tasks.generation import generator, restored_parameters
 from tests.runs import small_config, small_flags
 from tests.tools.test_generate import save
-from tools.evaluate import main
-from tools.evaluate_lines import draw_cells, read_cells
-from tools.generation import generator, restored_parameters
-from tools.line_scores import Forced, Generated, forced, in_rows
+from tools.evaluate_lines import draw_cells, main, read_cells
+from tools.lib.retrieval.scores import Forced, Generated, forced, in_rows
 
 # ml_collections reads config files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -95,7 +94,7 @@ def test_rows_are_filled_up():
 
 def evaluate(corpus: Path, workdir: Path, *options: str) -> int:
     flags = small_flags(corpus, workdir, **SIZES)
-    return main(["line-retrieval", *flags, "--form", "compact", *options])
+    return main([*flags, "--form", "compact", *options])
 
 
 def test_program_writes_rows_and_a_picture_of_each_run(
@@ -164,10 +163,3 @@ def test_rows_that_are_there_are_left_alone(corpus, workdir, tmp_path, capsys):
     assert evaluate(corpus, workdir, "--output", str(tmp_path / "lines")) == 1
     assert "lines.json exists" in capsys.readouterr().err
     assert (tmp_path / "lines.json").read_text() == "mine"
-
-
-def test_an_unknown_evaluation_is_refused_with_those_there_are(capsys):
-    assert main(["line-retrival"]) == 1
-    assert "'line-retrival' is not one of line-retrieval" in capsys.readouterr().err
-    assert main([]) == 0
-    assert "WHAT is line-retrieval" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tools.exorl_policies import GAINS, Linear, Noise, SwingUp
+from tools.lib.exorl.policies import GAINS, Linear, Noise, SwingUp
 
 
 def test_linear_policies_standardise_what_they_see():

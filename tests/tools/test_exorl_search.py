@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tools.exorl_search import search, stratify
+from tools.lib.exorl.search import search, stratify
 
 
 class Bowl:

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import assemble
 from data.tokenizer import ByteTokenizer
 from kernels import masks
-from kernels.layout import Contiguous
+from kernels.layouts import Contiguous
 from kernels.ring import make_ring_attention
 from models.decode import Generator
+from tasks import base as assemble
+from tasks.generation import restored_parameters
 from tests.data.test_tokenizer import make_hugging_face
 from tests.runs import prepare_corpus, small_config, small_flags
 from tools.generate import ROOT, Writer, main
-from tools.generation import restored_parameters
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
@@ -292,7 +292,7 @@ def test_a_tokenizer_file_is_checked_against_the_model(
 def test_the_command_simulates_the_configs_devices(corpus, workdir, expected):
     flags = small_flags(corpus, workdir, implementation="reference")
     result = subprocess.run(
-        [sys.executable, "tools/generate.py", *flags, *GREEDY, "--prompt", PROMPT],
+        [sys.executable, "-m", "tools.generate", *flags, *GREEDY, "--prompt", PROMPT],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ from data.json_text import parse_json
 from models.llama import LlamaConfig
 from models.rope import RopeScaling
 from tests.fuzzing import altered, fuzz
-from tools.hf_config import config_fields, has_tied_head, llama_config
+from tools.lib.hf.config import config_fields, has_tied_head, llama_config
 
 # Only what bears on the model, of each published config.json.
 LLAMA1_7B = {

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-import assemble
+from tasks import base as assemble
 from tests.runs import small_config
-from tools.hf_names import TIED_HEAD, WEIGHTS, Weight, is_derived
+from tools.lib.hf.names import TIED_HEAD, WEIGHTS, Weight, is_derived
 
 
 def test_every_parameter_of_the_model_has_a_name():

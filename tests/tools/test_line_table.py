@@ -8,7 +8,7 @@ import pytest
 from data.line_forms import FORMS
 from data.tokenizer import ByteTokenizer
 from tools.evaluate_lines import draw_cells
-from tools.line_table import Scorer, by_length, table
+from tools.lib.retrieval.table import Scorer, by_length, table
 
 BYTES = ByteTokenizer()
 LENGTHS = {

@@ -12,8 +12,8 @@ from data.episodes import BadEpisode, read_episode
 from data.exorl import Selection, pack
 from data.relabel import exact_rewards
 from tools import make_exorl
-from tools.exorl_replay import Recipe, make
-from tools.exorl_rollouts import Roller
+from tools.lib.exorl.replay import Recipe, make
+from tools.lib.exorl.rollouts import Roller
 
 ROOT = Path(make_exorl.__file__).parents[1]
 CARTPOLE = Recipe("cartpole", ("swingup",), episodes=24, seed=3, search_episodes=8)
@@ -185,7 +185,7 @@ def test_recipes_that_make_nothing_are_refused(changes, match):
 
 
 def test_programs_run_from_the_root(tmp_path):
-    command = [sys.executable, "tools/make_exorl.py", "--domain", "cartpole"]
+    command = [sys.executable, "-m", "tools.make_exorl", "--domain", "cartpole"]
     command += ["--output", str(tmp_path), "--episodes", "2", "--processes", "1"]
     command += ["--search-episodes", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

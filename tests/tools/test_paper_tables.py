@@ -7,17 +7,19 @@ import pytest
 from matplotlib.colors import to_hex
 
 from models.llama import LlamaConfig
-from tools import paper_contexts, paper_plots, paper_tables
-from tools.paper_contexts import MULTIPLES, TARGETS, Target
-from tools.paper_formulas import (
+from tools import paper_tables
+from tools.lib.papers import contexts as paper_contexts
+from tools.lib.papers import plots as paper_plots
+from tools.lib.papers.contexts import MULTIPLES, TARGETS, Target
+from tools.lib.papers.formulas import (
     SmallestBlock,
     activation_bytes,
     dataset_flops_ratio,
     largest_attention_speed_up,
     largest_speed_up,
 )
-from tools.paper_plots import dataset_flops, longest_contexts, striped_speed_up
-from tools.picture import GREY, MODELS, PROGRAMS
+from tools.lib.papers.plots import dataset_flops, longest_contexts, striped_speed_up
+from tools.lib.picture import GREY, MODELS, PROGRAMS
 from training import chips
 
 ROW = {

@@ -3,8 +3,8 @@
 import pytest
 from matplotlib.figure import Figure
 
-from tools import picture
-from tools.picture import AGENTS, MODELS, PROGRAMS, style, write_picture
+from tools.lib import picture
+from tools.lib.picture import AGENTS, MODELS, PROGRAMS, style, write_picture
 from tools.plot_overlap import LOOKS
 
 

@@ -9,15 +9,17 @@ import jax
 import ml_collections
 import pytest
 
-from kernels import backend, hopper, pallas_tpu
+from kernels import backends as backend
+from kernels.hopper import launch as hopper
+from kernels.tpu import launch as pallas_tpu
 from models.flops import num_parameters, paper_train_flops, train_flops
 from models.llama import LlamaConfig
 from tools import plan_pod
-from tools.plan import Plan
-from tools.plan_context import TOLERANCE
-from tools.plan_memory import peak_bytes
+from tools.lib.planning.context import TOLERANCE
+from tools.lib.planning.memory import peak_bytes
+from tools.lib.planning.plan import Plan
+from tools.lib.planning.step import Step, TooLarge, described_pod
 from tools.plan_pod import read_config
-from tools.plan_step import Step, TooLarge, described_pod
 
 # From ml_collections, whenever it reads a config's file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

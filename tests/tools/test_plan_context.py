@@ -5,7 +5,12 @@ import random
 
 import pytest
 
-from tools.plan_context import TOLERANCE, Try, longest_context, longest_that_fits
+from tools.lib.planning.context import (
+    TOLERANCE,
+    Try,
+    longest_context,
+    longest_that_fits,
+)
 
 LIMIT = 1000.0
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tools import plan_exorl
+from tools.lib.planning.step import described_pod
 from tools.plan_exorl import earlier_rows, plan, with_row
-from tools.plan_step import described_pod
 
 # system, trajectories: GiB of a device that has 15.75.
 HELD = {("blockwise", 32): 13.44, ("striped", 32): 1.92}

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from kernels.block_sizes import BlockSizes
-from kernels.layout import Contiguous, Striped, Zigzag
+from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
 from models.flops import num_parameters
 from models.llama import LlamaConfig
 from tools import plan_pod
-from tools.plan_estimate import Kernels, Ring, Waited, estimate, mean_area
-from tools.plan_estimate import products_flops as flops_of_products
-from tools.plan_memory import saved_bytes
-from tools.plan_mesh import suggestions
+from tools.lib.benchmarks.work import critical_path, tiles_per_hop
+from tools.lib.planning.estimate import Kernels, Ring, Waited, estimate, mean_area
+from tools.lib.planning.estimate import products_flops as flops_of_products
+from tools.lib.planning.memory import saved_bytes
+from tools.lib.planning.meshes import suggestions
 from tools.plan_pod import read_config
-from tools.ring_work import critical_path, tiles_per_hop
 from training import chips
 from training.mesh import MESH_AXES, MeshShape, Partition
 

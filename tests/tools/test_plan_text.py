@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from tools.plan import Kind, Plan, Transfers
-from tools.plan_estimate import Estimate
-from tools.plan_memory import Memory
-from tools.plan_text import describe, seconds, size
+from tools.lib.planning.estimate import Estimate
+from tools.lib.planning.memory import Memory
+from tools.lib.planning.plan import Kind, Plan, Transfers
+from tools.lib.planning.text import describe, seconds, size
 from training.metrics import StepWork
 
 GIB = 2**30

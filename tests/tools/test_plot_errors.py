@@ -4,9 +4,9 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from tests.cases import Case
+from kernels.cases import Case
 from tools import plot_errors
-from tools.picture import GREY, PROGRAMS
+from tools.lib.picture import GREY, PROGRAMS
 from tools.plot_errors import RESULTS, draw, main, measure, table
 
 COMMITTED = Path(plot_errors.__file__).parents[1] / "results/cpu/error_by_ring.json"

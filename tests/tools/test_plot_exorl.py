@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tools import plot_exorl
-from tools.picture import AGENTS
+from tools.lib.picture import AGENTS
 from tools.plot_exorl import CONTEXTS, TARGET, colours_of, curve, draw, main, read
 
 COMMITTED = Path(plot_exorl.__file__).parents[1] / "results/cpu"

@@ -4,8 +4,8 @@ import matplotlib.image
 import pytest
 
 from tools import plot_overlap
+from tools.lib.planning.hlo import TRANSFER, Instruction, Program
 from tools.plot_overlap import LOOKS, Bar, compile_ring, draw, main, timelines
-from tools.schedule import TRANSFER, Instruction, Program
 
 
 def start(name: str) -> Instruction:

@@ -5,8 +5,8 @@ import matplotlib.image
 import pytest
 
 from tools import plot_results
-from tools.peers import PEERS as OTHER_PROGRAMS
-from tools.picture import PROGRAMS
+from tools.lib.benchmarks.peers import PEERS as OTHER_PROGRAMS
+from tools.lib.picture import PROGRAMS
 from tools.plot_results import OTHERS, draw, main
 
 COMMITTED = Path(plot_results.__file__).parents[1] / "results/cpu"

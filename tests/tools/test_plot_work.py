@@ -7,12 +7,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from kernels.layout import Contiguous, Striped, Zigzag
+from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal, full, window
 from tools import plot_work
-from tools.picture import DOTS_PER_INCH
+from tools.lib.benchmarks.work import critical_path
+from tools.lib.picture import DOTS_PER_INCH
 from tools.plot_work import main, work_per_hop
-from tools.ring_work import critical_path
 
 ROOT = Path(plot_work.__file__).parents[1]
 
@@ -79,7 +79,7 @@ def test_numbers_in_the_picture_are_the_counts():
 
 
 def test_program_runs_from_the_root_and_refuses_a_ring_of_nothing(tmp_path):
-    command = [sys.executable, "tools/plot_work.py", "--ring", "0"]
+    command = [sys.executable, "-m", "tools.plot_work", "--ring", "0"]
     refused = subprocess.run(
         [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )

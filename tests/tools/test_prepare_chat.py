@@ -38,7 +38,7 @@ def test_program_tells_of_bad_rows_and_what_it_did(source, tmp_path, capsys):
 def test_program_runs_from_the_root(tmp_path):
     source = tmp_path / "in.json"
     source.write_text(json.dumps(rows(9)))
-    command = [sys.executable, "tools/prepare_chat.py", str(source)]
+    command = [sys.executable, "-m", "tools.prepare_chat", str(source)]
     command += ["--output", str(tmp_path / "out"), "--context-tokens", "250"]
     command += ["--template", "llama2", "--too-long", "split"]
     root = Path(prepare_chat.__file__).parents[1]

@@ -24,7 +24,7 @@ def test_program_writes_a_corpus_and_tells_of_it(tmp_path, capsys):
 
 
 def test_program_runs_from_the_root(tmp_path):
-    command = [sys.executable, "tools/prepare_lines.py", "--context-tokens", "1500"]
+    command = [sys.executable, "-m", "tools.prepare_lines", "--context-tokens", "1500"]
     command += ["--output", str(tmp_path / "out"), "--learnt", "all", *SMALL]
     root = Path(prepare_lines.__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
@@ -32,7 +32,7 @@ def test_program_runs_from_the_root(tmp_path):
     corpus = TokenFile.open(tmp_path / "out", "train")
     assert corpus.loss_mask[:].all()
     assert bytes(corpus.tokens[:23].tolist()) == b"Below is a record of li"
-    short = [*command[:3], "100", *command[4:5], str(tmp_path / "no"), *SMALL]
+    short = [*command[:4], "100", *command[5:6], str(tmp_path / "no"), *SMALL]
     refused = subprocess.run(short, cwd=root, capture_output=True, text=True)
     assert refused.returncode == 1
     assert "error: 99 tokens are too few" in refused.stderr

@@ -25,7 +25,7 @@ def test_program_tells_what_it_did(tmp_path, capsys):
 
 def test_program_runs_from_the_root(tmp_path):
     source = fill(tmp_path, {"a.txt": "a", "b.txt": "b"})
-    command = [sys.executable, "tools/prepare_text.py", str(source / "a.txt")]
+    command = [sys.executable, "-m", "tools.prepare_text", str(source / "a.txt")]
     command += [str(source / "b.txt"), "--output", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

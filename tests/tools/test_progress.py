@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tools.progress import progress
+from tools.lib.planning.progress import progress
 
 
 class Stream(io.StringIO):

@@ -3,11 +3,17 @@
 import numpy as np
 import pytest
 
-from kernels import layout, masks
+from kernels import layouts as layout
+from kernels import masks
 from kernels.block_sizes import BlockSizes
+from kernels.cases import LAYOUTS, MASKS
 from kernels.masks import Visible
-from tests.cases import LAYOUTS, MASKS
-from tools.ring_work import balanced_tiles, critical_path, tiles_per_hop, visible_pairs
+from tools.lib.benchmarks.work import (
+    balanced_tiles,
+    critical_path,
+    tiles_per_hop,
+    visible_pairs,
+)
 
 RING, LENGTH = 3, 96
 SIZES = BlockSizes(block_q=8, block_k=5)

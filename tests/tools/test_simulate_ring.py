@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.cases import LAYOUTS
+from kernels.cases import LAYOUTS
 from tools import simulate_ring
-from tools.bench_rows import Environment
+from tools.lib.benchmarks.rows import Environment
 from tools.simulate_ring import Problem, main
 
 TINY = "--implementation", "blockwise", "--dtype", "float32", "--tile", "8"

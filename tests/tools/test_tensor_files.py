@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.fuzzing import altered, damaged, fuzz
-from tools.tensor_files import INDEX, WHOLE, TensorFiles, TensorFilesWriter
+from tools.lib.hf.tensor_files import INDEX, WHOLE, TensorFiles, TensorFilesWriter
 
 RNG = np.random.default_rng(8)
 TENSORS = {

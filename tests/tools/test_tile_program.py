@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from kernels.block_sizes import TPU_FORWARD
-from tools.tile_program import (
+from tools.lib.tpu_compiler.tile_program import (
     Splash,
     Tile,
     make_program,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tools.topology import PODS, compile_for, described
+from tools.lib.planning.topology import PODS, compile_for, described
 
 
 @pytest.mark.parametrize(

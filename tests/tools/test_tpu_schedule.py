@@ -7,8 +7,8 @@ import pytest
 from kernels.block_sizes import TPU_FORWARD
 from tests.tools.test_bundles import make_texts
 from tools import tpu_schedule
-from tools.bundles import read_schedule, tile_body
-from tools.tile_program import Compiled, Splash, Tile
+from tools.lib.tpu_compiler.bundles import read_schedule, tile_body
+from tools.lib.tpu_compiler.tile_program import Compiled, Splash, Tile
 from tools.tpu_schedule import (
     BEST,
     SHAPES,

@@ -6,8 +6,8 @@ import pytest
 from kernels.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from tests.tools.test_bundles import make_texts
 from tools import tune_block_sizes
-from tools.bundles import read_schedule
-from tools.tile_program import Compiled, Tile
+from tools.lib.tpu_compiler.bundles import read_schedule
+from tools.lib.tpu_compiler.tile_program import Compiled, Tile
 from tools.tpu_schedule import Measurement, measure
 from tools.tune_block_sizes import GRIDS, Candidate, list_candidates, main, rank, run
 

@@ -9,7 +9,7 @@ import pytest
 
 from kernels import blockwise, reference
 from kernels.block_sizes import BlockSizes
-from tools import unskipped_ring
+from tools.lib.benchmarks import unskipped as unskipped_ring
 
 
 def random_operands(length: int, heads: int, kv_heads: int):

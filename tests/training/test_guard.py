@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
-from tools import h200, topology
+from tools.lib.planning import h200, topology
 from training.guard import (
     SPIKE_WINDOW,
     BadSteps,

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import assemble
-from tests.cases import QUICK
+from kernels.cases import QUICK
+from tasks import base as assemble
 from tests.runs import small_config
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tools.topology import described
+from tools.lib.planning.topology import described
 from training.mesh import MESH_AXES, MeshShape, make_mesh
 from training.torus import closed_walk, place, ring_along
 

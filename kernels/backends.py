@@ -1,0 +1,82 @@
+"""The implementations of one attention step, and the choice among them."""
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+
+from . import blockwise, reference
+from .device import device_kind
+from .hopper import launch as hopper
+from .hopper.launch import Launch
+from .tpu import launch as pallas_tpu
+from .triton_gpu import launch as triton_gpu
+
+
+class Backend(Protocol):
+    """One attention step and its gradients, as `reference` describes them."""
+
+    forward: Callable
+    backward: Callable
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A backend of two functions."""
+
+    forward: Callable
+    backward: Callable
+
+
+IMPLEMENTATIONS: dict[str, Backend] = {
+    "reference": reference,
+    "blockwise": blockwise,
+    "pallas_tpu": pallas_tpu,
+    "hopper": hopper,
+    "hopper_deterministic": Steps(
+        hopper.forward,
+        functools.partial(hopper.backward, launch=Launch(is_deterministic=True)),
+    ),
+    "triton": triton_gpu,
+}
+
+
+def check_name(implementation: str | None) -> None:
+    """Refuses what `choose` has nothing for.
+
+    Raises:
+      ValueError: there is no implementation of that name.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{implementation=} is not one of {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def choose(implementation: str | None, dtype: jnp.dtype) -> Backend:
+    """The named implementation, or the best one for these operands on this device.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    check_name(implementation)
+    if implementation is None:
+        implementation = _best(device_kind(), jnp.dtype(dtype))
+    return IMPLEMENTATIONS[implementation]
+
+
+@functools.cache  # so that the choice is logged once
+def _best(kind: str, dtype: jnp.dtype) -> str:
+    name = "blockwise"
+    if kind.startswith("TPU"):
+        name = "pallas_tpu"
+    elif hopper.HOPPER.match(kind) and dtype in hopper.TYPES:
+        name = "hopper"
+    elif kind.startswith("NVIDIA") and importlib.util.find_spec("jax_triton"):
+        name = "triton"
+    logging.getLogger(__name__).info("attention on %s in %s: %s", kind, dtype, name)
+    return name

@@ -1,0 +1,232 @@
+"""The attention cases that every implementation has to pass, and how they are judged.
+
+Tests and benchmarks share them. `COVERING` holds a set of cases in which every pair of
+values (ring size and mask, mask and length, …) occurs together at least once.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import layouts as layout
+from . import masks, reference
+from .layouts import Layout
+from .masks import Mask, Visible
+from .precision import accumulator_type
+
+FLOAT32_TOLERANCE = 1e-5
+"""Largest norm of an error, relative to the norm of what is compared."""
+
+BFLOAT16_RATIO = 2.0
+"""Largest error relative to that of the reference run in bfloat16 on one device."""
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options that compile in half the time, where little is computed."""
+
+THOROUGH = {
+    "xla_backend_optimization_level": 1,
+    "xla_llvm_disable_expensive_passes": False,
+}
+"""Options for programs that compute for seconds."""
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": layout.Contiguous(),
+    "striped": layout.Striped(),
+    "striped4": layout.Striped(4),
+    "zigzag": layout.Zigzag(),
+}
+
+MASKS: dict[str, Callable[[int, int], Mask]] = {
+    "none": lambda length, padded: masks.full(),
+    "causal": lambda length, padded: masks.causal(),
+    "documents": lambda length, padded: masks.documents(_document_ids(length, padded)),
+    "window": lambda length, padded: masks.window(max(1, length // 3)),
+}
+
+
+def _document_ids(length: int, padded_length: int) -> np.ndarray:
+    """About five documents of unlike lengths; the padding is in the last of them."""
+    rng = np.random.default_rng(length)
+    begins = rng.random(length) < 5 / length
+    ids = np.cumsum(begins * rng.integers(1, 4, length)).astype(np.int32)
+    return np.pad(ids, (0, padded_length - length), mode="edge")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem, and the ring that it is solved on."""
+
+    ring_size: int
+    layout: str
+    mask: str
+    group: int  # query heads of a key/value head
+    length: int
+    head_dim: int
+    heads: int = 8
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        return (
+            f"ring{self.ring_size}-{self.layout}-{self.mask}-g{self.group}"
+            f"-t{self.length}-d{self.head_dim}"
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads // self.group
+
+    def visible(self, padded_length: int) -> Visible:
+        """Bounds of the sequence and of padding after it, (1, padded_length)."""
+        mask = MASKS[self.mask](self.length, padded_length) & masks.padding(self.length)
+        return mask(np.arange(padded_length, dtype=np.int32), self.length)
+
+
+GRID = {
+    "ring_size": (1, 2, 3, 4, 8),
+    "layout": tuple(LAYOUTS),
+    "mask": tuple(MASKS),
+    "group": (1, 4, 8),
+    "length": (1, 31, 257, 4093),
+    "head_dim": (64, 100, 128),
+}
+
+
+def _covering(grid: dict[str, tuple]) -> tuple[Case, ...]:
+    """Cases in which any two values of two settings occur together (greedy)."""
+    rows = list(itertools.product(*grid.values()))
+    np.random.default_rng(0).shuffle(rows)
+    pairs = [frozenset(itertools.combinations(enumerate(row), 2)) for row in rows]
+    missing, chosen = frozenset().union(*pairs), []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] & missing))
+        chosen.append(rows[best])
+        missing -= pairs[best]
+    return tuple(map(_with_few_heads, chosen))
+
+
+def _with_few_heads(row: tuple) -> Case:
+    """Heads enough to tell apart: long cases compute for seconds a head."""
+    case = Case(*row)
+    heads = max(2, case.group) if case.length > 100 else case.heads
+    return dataclasses.replace(case, heads=heads)
+
+
+COVERING = _covering(GRID)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Random operands of a case and gradients of its results, in natural order."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    d_out: np.ndarray
+    d_lse: np.ndarray
+    visible: Visible
+
+    @classmethod
+    def of(cls, case: Case, dtype: jnp.dtype = jnp.float32) -> "Problem":
+        """Fresh random numbers each time, rounded to `dtype`, held in float64."""
+        rng = np.random.default_rng()
+
+        def normal(*shape: int) -> np.ndarray:
+            x = rng.standard_normal((case.batch, case.length, *shape))
+            return np.asarray(jnp.asarray(x, dtype)).astype(np.float64)
+
+        d_lse = rng.standard_normal((case.batch, case.heads, case.length))
+        return cls(
+            normal(case.heads, case.head_dim),
+            normal(case.kv_heads, case.head_dim),
+            normal(case.kv_heads, case.head_dim),
+            normal(case.heads, case.head_dim),
+            d_lse,
+            case.visible(case.length),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Results and gradients in natural order, float64 NumPy."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+    def errors(self, truth: "Answer") -> dict[str, float]:
+        """Norm of each error relative to the norm of the truth; lse: largest."""
+        seen = np.isfinite(truth.lse)
+        assert (np.isneginf(self.lse) == ~seen).all(), "rows that see nothing differ"
+        both = {
+            name: (getattr(self, name), getattr(truth, name))
+            for name in ("out", "dq", "dk", "dv")
+        }
+        both["lse"] = self.lse[seen], truth.lse[seen]
+        return {name: _relative_error(*pair) for name, pair in both.items()}
+
+
+def _relative_error(x: np.ndarray, truth: np.ndarray) -> float:
+    # Inputs are of order one: where the truth is (nearly) zero, as dq is if only one
+    # key is seen, the error counts as it is.
+    return float(np.linalg.norm(x - truth) / max(np.linalg.norm(truth), 1e-2))
+
+
+def solve(problem: Problem, dtype: jnp.dtype) -> Answer:
+    """The reference on one device, head after head, in float64 or a narrower type."""
+    with jax.enable_x64(dtype == jnp.float64):
+        kv_heads = problem.k.shape[2]
+        group = problem.q.shape[2] // kv_heads
+        heads = [
+            _solve_head(problem, h, h // group, dtype) for h in range(kv_heads * group)
+        ]
+    out, lse, dq, dk, dv = (
+        np.concatenate(parts, -2) for parts in zip(*heads, strict=True)
+    )
+    shared = (*problem.k.shape[:2], kv_heads, group, problem.k.shape[3])
+    # Rounded once, after the sum over the group, as an answer in this type is.
+    with jax.enable_x64(dtype == jnp.float64):
+        dk, dv = (
+            np.asarray(jnp.asarray(x.reshape(shared).sum(3), dtype), np.float64)
+            for x in (dk, dv)
+        )
+    return Answer(out, lse, dq, dk, dv)
+
+
+def _solve_head(problem: Problem, head: int, kv_head: int, dtype: jnp.dtype) -> list:
+    q, d_out = (jnp.asarray(x[:, :, [head]], dtype) for x in (problem.q, problem.d_out))
+    k, v = (jnp.asarray(x[:, :, [kv_head]], dtype) for x in (problem.k, problem.v))
+    d_lse = jnp.asarray(problem.d_lse[:, [head]], accumulator_type(dtype))
+    results = _reference_head(
+        q, k, v, d_out, d_lse, problem.visible.lo, problem.visible.hi + 1
+    )
+    return [np.asarray(x, np.float64) for x in results]
+
+
+@functools.partial(jax.jit, compiler_options=THOROUGH)
+def _reference_head(q, k, v, d_out, d_lse, start, stop):
+    scale = q.shape[-1] ** -0.5
+    out, lse = reference.forward(q, k, v, start, stop, scale=scale)
+    out = out.astype(q.dtype)
+    delta = jnp.einsum("bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype)
+    dq, dk, dv = reference.backward(
+        q,
+        k,
+        v,
+        d_out,
+        lse,
+        delta - d_lse,
+        start,
+        stop,
+        scale=scale,
+        dq=jnp.zeros(q.shape, lse.dtype),
+    )
+    return out, lse, dq.astype(q.dtype), dk, dv

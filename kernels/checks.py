@@ -1,0 +1,197 @@
+"""What the doors refuse before anything is computed."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jax.sharding import Mesh
+
+from .known import known
+from .masks import Array, Visible
+
+TYPES = "float16", "bfloat16", "float32", "float64"
+
+
+def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Refuses operands that are no attention problem.
+
+    Raises:
+      ValueError: says which of (B, T, H, D), (B, S, K, D), (B, S, K, D) is broken.
+    """
+    if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (q, k, v)):
+        kinds = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise ValueError(f"q, k and v must be arrays, got {kinds}")
+    shapes = f"{q.shape=}, {k.shape=}, {v.shape=}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k and v must be (B, T, H, D), got {shapes}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {shapes}")
+    if 0 in (*q.shape, *k.shape):
+        raise ValueError(f"there is nothing to attend to: {shapes}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"batch and head size of q and k must agree, got {shapes}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads "
+            f"evenly: make H a multiple of K ({shapes})"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v must have one type, got {q.dtype}, {k.dtype}, {v.dtype}: cast "
+            "them to the one that the matrix products should use"
+        )
+    if q.dtype.name not in TYPES:
+        others, last = ", ".join(TYPES[:-1]), TYPES[-1]
+        raise ValueError(f"q, k and v must be {others} or {last}, got {q.dtype}")
+
+
+def checked_scale(scale: float | None, head_size: int) -> float:
+    """The factor on the scores, 1/sqrt(D) unless given.
+
+    Raises:
+      ValueError: it is not one finite number that is known while tracing.
+    """
+    if scale is None:
+        return head_size**-0.5
+    try:
+        number = math.nan if np.ndim(scale) or scale is True else float(scale)
+    except (TypeError, ValueError):  # and where it is traced
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"scale must be one finite number that is known while tracing, got "
+            f"{scale!s:.60}: multiply q by what is not"
+        )
+    return number
+
+
+def check_visible(q: jax.Array, visible: Visible) -> Visible:
+    """Refuses what are no bounds of the queries q, (B, T, H, D).
+
+    Raises:
+      ValueError: they are no signed integers, or not (B, T) or (1, T).
+    """
+    is_pair = isinstance(visible, tuple) and len(visible) == 2
+    if not is_pair or not all(isinstance(bound, Array) for bound in visible):
+        kind = getattr(visible, "__name__", type(visible).__name__)
+        raise ValueError(
+            "visible must be a mask, as masks.causal() with its parentheses, or (of a "
+            f"cache always) masks.Visible of two arrays, got {kind}"
+        )
+    visible = Visible(*visible)
+    allowed = (q.shape[:2], (1, q.shape[1]))
+    if visible.lo.shape not in allowed or visible.hi.shape != visible.lo.shape:
+        raise ValueError(
+            f"visible bounds must be (B, T) or (1, T) for {q.shape=}, got "
+            f"{visible.lo.shape=} and {visible.hi.shape=}"
+        )
+    if not all(jnp.issubdtype(bound.dtype, jnp.signedinteger) for bound in visible):
+        raise ValueError(
+            f"visible bounds must be signed integers, got {visible.lo.dtype} and "
+            f"{visible.hi.dtype}"
+        )
+    return visible
+
+
+def checked_bounds(
+    q: jax.Array, visible: Visible, num_keys: int, index: np.ndarray | None = None
+) -> Visible:
+    """Bounds as JAX arrays, clipped to the `num_keys` indices there are.
+
+    index: of each query in the sequence, (T,), where they are not in order.
+
+    Raises:
+      ValueError: they are no signed integers, not (B, T) or (1, T), or decrease along
+        the sequence (checked where values are known, that is, outside of `jit`).
+    """
+    lo, hi = check_visible(q, visible)
+    visible = Visible(_clipped(lo, 0, num_keys), _clipped(hi, -1, num_keys - 1))
+    if all(isinstance(bound, np.ndarray) for bound in visible):
+        check_increasing(visible, index)
+    return Visible(*map(jnp.asarray, visible))
+
+
+def _clipped(bound: Array, lowest: int, highest: int) -> Array:
+    """A bound in int32, and in NumPy where it is known: it fits once it is clipped."""
+    values = known(bound)
+    if values is not None:
+        return values.astype(np.int64).clip(lowest, highest).astype(np.int32)
+    if bound.dtype.itemsize < 4:
+        bound = bound.astype(jnp.int32)
+    return jnp.clip(bound, lowest, highest).astype(jnp.int32)
+
+
+def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
+    """Checks that bounds do not decrease along the sequence, also while tracing.
+
+    `attention` and `make_ring_attention` do where values are known. Under `jit` they
+    trust what they are given, and answer wrongly where it decreases. This makes it an
+    error there too: call it in a function, and give that to `checkify.checkify`.
+
+    visible: bounds (B or 1, T).
+    index: of each query in the sequence, (T,), where they are not in order, as on a
+      ring (`layout.order`).
+
+    Raises:
+      ValueError: bounds that are known decrease: names the first place.
+    """
+    for name, bound in visible._asdict().items():
+        values = known(bound)
+        bound = bound if values is None else values
+        if index is not None:
+            bound = bound[:, np.argsort(index)]
+        decreases = bound[:, 1:] < bound[:, :-1]
+        if decreases.size == 0:
+            continue
+        row, place = divmod(decreases.argmax(), decreases.shape[1])
+        told = {"row": row, "place": place}
+        told |= {"before": bound[row, place], "after": bound[row, place + 1]}
+        message = (
+            f"visible bounds must not decrease along the sequence, got {name} of row "
+            "{row}: {before} at {place} and {after} after it"
+        )
+        if values is None:
+            checkify.check(~decreases.any(), message, **told)
+        elif decreases.any():
+            raise ValueError(message.format(**told))
+
+
+class Axes(NamedTuple):
+    """Axes of a mesh: those of the ring, of the batch, and that of the heads if any."""
+
+    ring: tuple[str, ...]
+    batch: tuple[str, ...]
+    heads: str | None
+
+
+def checked_axes(
+    mesh: Mesh,
+    ring_axes: str | tuple[str, ...],
+    batch_axes: str | tuple[str, ...] | None,
+    head_axis: str | None,
+) -> Axes:
+    """What the sequence, the batch and the heads are sharded over.
+
+    batch_axes, head_axis: None for what the mesh has of data and fsdp, and of tensor,
+      but for the ring's.
+
+    Raises:
+      ValueError: the mesh lacks one of them, or one is named twice.
+    """
+    ring = (ring_axes,) if isinstance(ring_axes, str) else tuple(ring_axes)
+    rest = [axis for axis in mesh.axis_names if axis not in ring]
+    if batch_axes is None:
+        batch_axes = tuple(axis for axis in ("data", "fsdp") if axis in rest)
+    batch = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    if head_axis is None and "tensor" in rest and "tensor" not in batch:
+        head_axis = "tensor"
+    named = *ring, *batch, *(() if head_axis is None else (head_axis,))
+    if not set(named) <= set(mesh.axis_names) or len(set(named)) < len(named):
+        raise ValueError(
+            f"ring_axes={ring}, batch_axes={batch} and {head_axis=} must be different "
+            f"axes of the mesh {dict(mesh.shape)}"
+        )
+    return Axes(ring, batch, head_axis)

@@ -1,0 +1,242 @@
+"""Attention of a few new tokens to a KV cache whose slots are sharded over the ring.
+
+Every member of the ring computes the attention of all new queries to the slots that it
+holds, and the partial results are merged: what travels is as large as the queries, not
+as the cache. What a query sees is told by the index of the token in each slot, so that
+slots may be filled in any order, and rows of a batch may differ in length.
+
+Caches are stacks of layers: (Y, B, S, K, D), Y layers and S slots in all, of which each
+member holds S / N. They are written in place, where the compiler may reuse them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from .checks import Axes, check_operands, check_visible, checked_axes, checked_scale
+from .known import known
+from .masks import Visible
+from .merge import Partial, merge_over
+from .precision import product
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """Writes to, and attends to, caches on a mesh.
+
+    mesh: has the `ring_axes`, which make up one ring.
+    batch_axes, head_axis, scale: as in `ring.make_ring_attention`.
+
+    Raises:
+      ValueError: the mesh has no such axes, or the scale is no finite number.
+    """
+
+    mesh: Mesh
+    ring_axes: str | tuple[str, ...] = ("ring",)
+    batch_axes: str | tuple[str, ...] | None = None
+    head_axis: str | None = None
+    scale: float | None = None
+
+    def __post_init__(self):
+        if not self._axes.ring:
+            raise ValueError("ring_axes must be at least one axis of the mesh, got ()")
+        checked_scale(self.scale, head_size=1)
+
+    @property
+    def ring_size(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self._axes.ring)
+
+    def fill(self, stack: jax.Array, new: jax.Array, layer: jax.Array) -> jax.Array:
+        """Puts each member's shard of `new` (B, T, …) into its first slots.
+
+        stack: (Y, B, S, …), T at most S and a multiple of N.
+
+        Raises:
+          ValueError: T is not, the tokens are not of the stack's shape and type, or
+            there is no such layer.
+        """
+        _check_new(stack, new, layer)
+        if new.shape[1] > stack.shape[2] or new.shape[1] % self.ring_size:
+            raise ValueError(
+                f"{new.shape[1]} tokens do not go into a cache of {stack.shape[2]} "
+                f"slots over a ring of {self.ring_size}: give it more slots, and pad "
+                "the tokens to a multiple of the ring"
+            )
+
+        def local(stack: jax.Array, new: jax.Array, layer: jax.Array) -> jax.Array:
+            start = layer, *(0,) * (stack.ndim - 1)
+            return lax.dynamic_update_slice(stack, new[None], start)
+
+        sharded, rest = self._stack(stack), PartitionSpec()
+        specs = sharded, PartitionSpec(*sharded[1:]), rest
+        return self._over_mesh(local, specs, sharded)(stack, new, layer)
+
+    def put(
+        self,
+        stack: jax.Array,
+        new: jax.Array,
+        layer: jax.Array,
+        member: jax.Array,
+        slot: jax.Array,
+    ) -> jax.Array:
+        """Puts `new` (B, m, …) into slots `slot` … `slot + m - 1` of one member.
+
+        stack: (Y, B, S, …). Layer, member and slots must be there, which is checked
+          where they are known: under `jit` XLA moves what is not back over others.
+
+        Raises:
+          ValueError: they are not, or the tokens are not of the stack's shape and type.
+        """
+        _check_new(stack, new, layer)
+        _check_place("member", member, self.ring_size)
+        last = stack.shape[2] // self.ring_size - new.shape[1]
+        _check_place(f"the first slot of {new.shape[1]} tokens", slot, last + 1)
+
+        def local(
+            stack: jax.Array,
+            new: jax.Array,
+            layer: jax.Array,
+            member: jax.Array,
+            slot: jax.Array,
+        ) -> jax.Array:
+            start = layer, 0, slot, *(0,) * (stack.ndim - 3)
+            old = lax.dynamic_slice(stack, start, (1, *new.shape))
+            mine = lax.axis_index(self._axes.ring) == member
+            new = jnp.where(mine, new[None], old)
+            return lax.dynamic_update_slice(stack, new, start)
+
+        sharded, rest = self._stack(stack), PartitionSpec()
+        specs = sharded, self._whole(stack), rest, rest, rest
+        call = self._over_mesh(local, specs, sharded)
+        return call(stack, new, layer, member, slot)
+
+    def attend(
+        self,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        index: jax.Array,
+        visible: Visible,
+        layer: jax.Array,
+    ) -> jax.Array:
+        """Attention of q (B, m, H, D) to a layer of the cache: (B, m, H, D), as q.
+
+        keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
+        visible: lo, hi int32 (B, m), the first and last index that each query sees;
+          `hi < lo` sees nothing, and gives zeros.
+
+        All slots must be finite, free ones too: see `masks`.
+
+        Raises:
+          ValueError: operands that do not fit together, or there is no such layer.
+        """
+        check_operands(
+            q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
+        )
+        check_visible(q, visible)
+        if keys.shape != values.shape or index.shape != keys.shape[1:3]:
+            raise ValueError(
+                "keys and values must be (Y, B, S, K, D) and index (B, S), got "
+                f"{keys.shape}, {values.shape} and {index.shape}"
+            )
+        _check_place("layer", layer, keys.shape[0])
+        scale = checked_scale(self.scale, q.shape[-1])
+
+        def local(
+            q: jax.Array,
+            keys: jax.Array,
+            values: jax.Array,
+            index: jax.Array,
+            lo: jax.Array,
+            hi: jax.Array,
+            layer: jax.Array,
+        ) -> jax.Array:
+            k, v = (
+                lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+                for x in (keys, values)
+            )
+            seen = (lo[..., None] <= index[:, None]) & (index[:, None] <= hi[..., None])
+            partial = _partial(q, k, v, seen, scale)
+            return merge_over(self._axes.ring, partial)[0].astype(q.dtype)
+
+        stack, rows = self._stack(keys), PartitionSpec(self._axes.batch)
+        queries = self._whole(keys)
+        slots = PartitionSpec(self._axes.batch, self._axes.ring)
+        specs = queries, stack, stack, slots, rows, rows, PartitionSpec()
+        call = self._over_mesh(local, specs, queries)
+        return call(q, keys, values, index, *visible, layer)
+
+    @property
+    def _axes(self) -> Axes:
+        return checked_axes(self.mesh, self.ring_axes, self.batch_axes, self.head_axis)
+
+    def _heads(self, rank: int) -> tuple[str | None, ...]:
+        return (self._axes.heads, None)[: rank - 3]
+
+    def _stack(self, stack: jax.Array) -> PartitionSpec:
+        """Of (Y, B, S) or (Y, B, S, K, D)."""
+        heads = self._heads(stack.ndim)
+        return PartitionSpec(None, self._axes.batch, self._axes.ring, *heads)
+
+    def _whole(self, stack: jax.Array) -> PartitionSpec:
+        """Of new tokens for the stack, which every member of the ring has."""
+        return PartitionSpec(self._axes.batch, None, *self._heads(stack.ndim))
+
+    def _over_mesh(
+        self,
+        local: Callable[..., jax.Array],
+        in_specs: tuple[PartitionSpec, ...],
+        out_specs: PartitionSpec,
+    ) -> Callable[..., jax.Array]:
+        # Every axis is in the specs but those over which the results are equal.
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+def _check_new(stack: jax.Array, new: jax.Array, layer: jax.Array) -> None:
+    """Refuses tokens of which XLA would write a part, or elsewhere."""
+    want = stack.shape[1], *stack.shape[3:]
+    got = *new.shape[:1], *new.shape[2:]
+    if got != want or new.shape[1] == 0 or new.dtype != stack.dtype:
+        raise ValueError(
+            f"new tokens of a cache {stack.shape} in {stack.dtype} must be (B, tokens, "
+            "K, D), with at least 1 token and all else as in the cache, got "
+            f"{new.shape} in {new.dtype}"
+        )
+    _check_place("layer", layer, stack.shape[0])
+
+
+def _check_place(name: str, place: jax.Array | int, stop: int) -> None:
+    if not jnp.issubdtype(jnp.result_type(place), jnp.integer):
+        raise ValueError(f"{name} must be an integer, got {jnp.result_type(place)}")
+    value = known(place)
+    if value is not None and not 0 <= value < stop:
+        raise ValueError(
+            f"{name} must be from 0 to {stop - 1} in this cache, got {value}"
+        )
+
+
+def _partial(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float
+) -> Partial:
+    """Attention to the keys that are seen, (B, T, S), and its lse; see `merge`."""
+    batch, length, heads, depth = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
+    s = scale * product("btkgd,bskd->bkgts", q, k)
+    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    lse = jax.nn.logsumexp(s, axis=-1)
+    # Where nothing is seen, lse is -inf and the difference nan.
+    p = jnp.where(seen[:, None, None], jnp.exp(s - lse[..., None]), 0)
+    out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v)
+    return out.reshape(batch, length, heads, depth), lse.reshape(batch, heads, length)

@@ -1,0 +1,181 @@
+"""Layouts: which tokens of the sequence each shard of the ring holds.
+
+A layout answers two questions, for a ring of N shards of L slots each:
+
+- `index(shard)`: the global index of every local slot, increasing;
+- `count(shard, g)`: how many of the shard's tokens have an index below g.
+
+`count` turns the interval of indices that a query sees into the interval of a shard's
+slots, `[count(lo), count(hi + 1))`: that is all that kernels and ring know of layouts.
+Everything here takes and returns NumPy arrays or JAX arrays, and `shard` may be traced
+(`lax.axis_index`).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .known import whole_number
+
+Array = jax.Array | np.ndarray
+Number = int | Array
+
+
+class Layout(Protocol):
+    """What a new layout has to provide."""
+
+    def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
+        """Global index of every slot of `shard`: int32 (L,), increasing."""
+
+    def count(
+        self, shard: Number, bound: Array, ring_size: int, shard_length: int
+    ) -> Array:
+        """How many tokens of `shard` have an index below `bound` (any shape)."""
+
+    def divisor(self, ring_size: int) -> int:
+        """The number that a whole sequence's length has to be a multiple of."""
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """Shard d holds the tokens d·L … (d + 1)·L - 1 (Ring Attention, 2310.01889)."""
+
+    def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
+        return shard * shard_length + _slots(shard, shard_length)
+
+    def count(
+        self, shard: Number, bound: Array, ring_size: int, shard_length: int
+    ) -> Array:
+        return (bound - shard * shard_length).clip(0, shard_length)
+
+    def divisor(self, ring_size: int) -> int:
+        return ring_size
+
+
+@dataclass(frozen=True)
+class Striped:
+    """Tokens are dealt out in turn, `granule` at a time.
+
+    Striped Attention (2311.09431) has granule 1. In-context RL deals whole steps.
+    """
+
+    granule: int = 1
+
+    def __post_init__(self):
+        whole_number("striped granule", self.granule, 1)
+
+    def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
+        slot = _slots(shard, shard_length)
+        turn, place = slot // self.granule, slot % self.granule
+        return (turn * ring_size + shard) * self.granule + place
+
+    def count(
+        self, shard: Number, bound: Array, ring_size: int, shard_length: int
+    ) -> Array:
+        turn = (
+            ring_size * self.granule
+        )  # tokens dealt before it is a shard's turn again
+        rest = (bound % turn - shard * self.granule).clip(0, self.granule)
+        return (bound // turn * self.granule + rest).clip(0, shard_length)
+
+    def divisor(self, ring_size: int) -> int:
+        return ring_size * self.granule
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """Of 2N chunks, shard d holds the d-th from the front and the d-th from the end."""
+
+    def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
+        chunk = shard_length // 2
+        slot = _slots(shard, shard_length)
+        late = (2 * ring_size - 2 - 2 * shard) * chunk  # what the second chunk jumps
+        return shard * chunk + slot + (slot >= chunk).astype(slot.dtype) * late
+
+    def count(
+        self, shard: Number, bound: Array, ring_size: int, shard_length: int
+    ) -> Array:
+        chunk = shard_length // 2
+        front, back = shard, 2 * ring_size - 1 - shard
+        early = (bound - front * chunk).clip(0, chunk)
+        return early + (bound - back * chunk).clip(0, chunk)
+
+    def divisor(self, ring_size: int) -> int:
+        return 2 * ring_size
+
+
+def order(
+    layout: Layout, ring_size: int, length: int, part: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Global indices in layout order, shard after shard: int32 (length,).
+
+    part: slots to give, from one to the one after the last; only the shards that they
+      lie in are looked at. None: all of them.
+
+    Raises:
+      ValueError: `length` does not divide into the layout's shards, or there are no
+        such slots.
+    """
+    check_length(layout, ring_size, length)
+    first, stop = (0, length) if part is None else part
+    if not 0 <= first <= stop <= length:
+        raise ValueError(f"{part=} are no slots of a sequence of {length} tokens")
+    size = length // ring_size
+    shards = range(first // size, -(-stop // size)) if first < stop else range(0)
+    wholes = [np.asarray(layout.index(shard, ring_size, size)) for shard in shards]
+    if not wholes:
+        return np.zeros(0, np.int32)
+    skipped = first - shards[0] * size
+    return np.concatenate(wholes)[skipped : skipped + stop - first]
+
+
+def permute(x: Array, layout: Layout, ring_size: int, axis: int = 1) -> Array:
+    """Puts a sequence into layout order, so that equal slices of it are the shards."""
+    return _take(x, order(layout, ring_size, x.shape[axis]), axis)
+
+
+def unpermute(x: Array, layout: Layout, ring_size: int, axis: int = 1) -> Array:
+    """Undoes `permute`."""
+    return _take(x, np.argsort(order(layout, ring_size, x.shape[axis])), axis)
+
+
+def padded_length(layout: Layout, ring_size: int, length: int) -> int:
+    """The smallest length, not below `length`, that the layout can shard."""
+    divisor = layout.divisor(ring_size)
+    return -(-length // divisor) * divisor
+
+
+def check_length(layout: Layout, ring_size: int, length: int) -> None:
+    """Checks that a sequence can be cut into the shards of a layout.
+
+    Raises:
+      ValueError: there is no such layout or ring, or `length` does not divide.
+    """
+    if isinstance(layout, type) or not hasattr(layout, "divisor"):
+        raise ValueError(
+            "layout must be an object of kernels.layouts, as Striped(), Contiguous() "
+            f"or Zigzag(), got {layout!r}"
+        )
+    whole_number("ring_size", ring_size, 1)
+    whole_number("the sequence's length", length, 0)
+    divisor = layout.divisor(ring_size)
+    if length % divisor:
+        raise ValueError(
+            f"a sequence of {length} tokens does not divide into {ring_size} shards "
+            f"of {layout}: pad it to {padded_length(layout, ring_size, length)}, a "
+            f"multiple of {divisor} (see layout.padded_length and masks.padding)"
+        )
+
+
+def _slots(shard: Number, shard_length: int) -> Array:
+    xp = jnp if isinstance(shard, jax.Array) else np
+    return xp.arange(shard_length, dtype=xp.int32)
+
+
+def _take(x: Array, indices: np.ndarray, axis: int) -> Array:
+    if isinstance(x, np.ndarray):
+        return np.take(x, indices, axis)
+    return jnp.take(x, indices, axis, unique_indices=True, mode="clip")

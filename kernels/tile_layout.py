@@ -1,0 +1,134 @@
+"""How (B, T, H, D) arrays are cut into the tiles that loops go over.
+
+Rows of the query heads that share a key/value head are stacked in a tile: R = G ·
+block_q rows, G query heads. Batch rows that share their bounds are folded into the
+heads: M rows of bounds, and X = B / M · K heads in each.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .block_sizes import BlockSizes
+from .precision import accumulator_type
+
+
+class Tiling(NamedTuple):
+    """Sizes of a problem and of its tiles, and the cuts between them."""
+
+    block_q: int
+    block_k: int
+    batch: int
+    length: int
+    keys: int
+    kv_heads: int
+    group: int  # query heads of a key/value head
+    bound_rows: int  # M: 1 where the batch shares its bounds, else the batch
+    dtype: jnp.dtype  # of scores and sums
+
+    @classmethod
+    def of(
+        cls,
+        q: jax.Array,
+        k: jax.Array,
+        start: jax.Array,
+        sizes: BlockSizes,
+    ) -> "Tiling":
+        """The tiling of an attention of q (B, T, H, D) to k (B, S, K, D).
+
+        start: bounds of the rows, (M, T).
+        """
+        batch, length, heads, _ = q.shape
+        keys, kv_heads = k.shape[1:3]
+        return cls(
+            block_q=min(sizes.block_q, length),
+            block_k=min(sizes.block_k, keys),
+            batch=batch,
+            length=length,
+            keys=keys,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            bound_rows=start.shape[0],
+            dtype=accumulator_type(q.dtype),
+        )
+
+    @property
+    def query_tiles(self) -> int:
+        return -(-self.length // self.block_q)
+
+    @property
+    def key_tiles(self) -> int:
+        return -(-self.keys // self.block_k)
+
+    def places(self, tiles: int) -> tuple[jax.Array, jax.Array]:
+        """Every (row of bounds, tile), in order."""
+        place = jnp.arange(self.bound_rows * tiles, dtype=jnp.int32)
+        return place // tiles, place % tiles
+
+    def seen(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
+        """Mask of one tile, (R, block_k), from the bounds of its rows, (R,) each."""
+        slot = j * self.block_k + jnp.arange(self.block_k, dtype=bounds[0].dtype)
+        return (bounds[0][:, None] <= slot) & (slot < bounds[1][:, None])
+
+    def split_queries(self, x: jax.Array) -> jax.Array:
+        """(B, T, H, D) -> (M, X, query tiles, R, D), zeros after the end."""
+        x = _pad(x, 1, self.query_tiles * self.block_q)
+        m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
+        x = x.reshape(m, -1, tiles, self.block_q, self.kv_heads, self.group, depth)
+        x = x.transpose(0, 1, 4, 2, 5, 3, 6)  # (M, B/M, K, tiles, G, block_q, D)
+        return x.reshape(m, -1, tiles, self.group * self.block_q, depth)
+
+    def join_queries(self, x: jax.Array) -> jax.Array:
+        """(M, X, query tiles, R, D) -> (B, T, H, D)."""
+        m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
+        x = x.reshape(m, -1, self.kv_heads, tiles, self.group, self.block_q, depth)
+        x = x.transpose(0, 1, 3, 5, 2, 4, 6)  # (M, B/M, tiles, block_q, K, G, D)
+        x = x.reshape(self.batch, -1, self.kv_heads * self.group, depth)
+        return x[:, : self.length]
+
+    def split_heads(self, x: jax.Array) -> jax.Array:
+        """(B, T, H, D) -> (M, X, G, query tiles * block_q, D), zeros after the end.
+
+        Rows are not stacked yet, so that nothing moves if heads come first in memory.
+        """
+        x = _pad(x, 1, self.query_tiles * self.block_q).transpose(0, 2, 1, 3)
+        return x.reshape(self.bound_rows, -1, self.group, *x.shape[2:])
+
+    def join_heads(self, x: jax.Array) -> jax.Array:
+        """(M, X, G, query tiles * block_q, D) -> (B, T, H, D)."""
+        x = x.reshape(self.batch, -1, *x.shape[3:])
+        return x.transpose(0, 2, 1, 3)[:, : self.length]
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """(B, H, T) -> (M, X, query tiles, R)."""
+        return self.split_queries(x.transpose(0, 2, 1)[..., None])[..., 0]
+
+    def join_rows(self, x: jax.Array) -> jax.Array:
+        """(M, X, query tiles, R) -> (B, H, T)."""
+        return self.join_queries(x[..., None])[..., 0].transpose(0, 2, 1)
+
+    def split_keys(self, x: jax.Array) -> jax.Array:
+        """(B, S, K, D) -> (M, X, key tiles, block_k, D), zeros after the end."""
+        x = _pad(x, 1, self.key_tiles * self.block_k)
+        m, tiles, depth = self.bound_rows, self.key_tiles, x.shape[-1]
+        x = x.reshape(m, -1, tiles, self.block_k, self.kv_heads, depth)
+        x = x.transpose(0, 1, 4, 2, 3, 5)  # (M, B/M, K, tiles, block_k, D)
+        return x.reshape(m, -1, tiles, self.block_k, depth)
+
+    def join_keys(self, x: jax.Array) -> jax.Array:
+        """(M, X, key tiles, block_k, D) -> (B, S, K, D)."""
+        x = x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])
+        return x.transpose(0, 2, 1, 3)[:, : self.keys]
+
+    def split_bounds(self, bound: jax.Array) -> jax.Array:
+        """(M, T) -> (M, query tiles, R), the bounds of the stacked rows."""
+        bound = _pad(bound, 1, self.query_tiles * self.block_q)
+        bound = bound.reshape(self.bound_rows, self.query_tiles, self.block_q)
+        return jnp.tile(bound, (1, 1, self.group))
+
+
+def _pad(x: jax.Array, axis: int, length: int) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths)

@@ -1,0 +1,102 @@
+"""Which tiles of the score matrix are empty, partial or full, from intervals alone.
+
+Query row t sees the key slots [start[t], stop[t]). With bounds that do not decrease, a
+tile of query rows i0 … i1 and key slots j0 … j1 is
+
+- empty if j0 >= stop[i1] or j1 < start[i0]: no row sees any of it;
+- full if start[i1] <= j0 and j1 < stop[i0]: every row sees all of it;
+- partial otherwise.
+
+The live (not empty) tiles of a query tile are consecutive, and the full ones among
+them too, so four numbers per query tile drive a kernel's loops. The same holds for the
+query tiles of a key tile, which drives the loops for dK and dV.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .masks import Array
+
+
+class TileRanges(NamedTuple):
+    """Half-open ranges of tile numbers, each int32 (B, tiles).
+
+    Along a line of tiles: live_begin <= full_begin <= full_end <= live_end. Tiles in
+    [live_begin, full_begin) and [full_end, live_end) are partial.
+    """
+
+    live_begin: Array
+    full_begin: Array
+    full_end: Array
+    live_end: Array
+
+    def work(self) -> Array:
+        """Live tiles of each line, (B, tiles)."""
+        return self.live_end - self.live_begin
+
+
+def key_ranges(start: Array, stop: Array, block_q: int, block_k: int) -> TileRanges:
+    """The key tiles that each query tile has to visit.
+
+    start, stop: int32 (B, T), visible key slots per query row, not decreasing.
+
+    Returns:
+      Ranges of key tiles, one for each of the ceil(T / block_q) query tiles.
+    """
+    start_first, start_last = _edges(start, block_q)
+    stop_first, stop_last = _edges(stop, block_q)
+    live_begin = start_first // block_k
+    live_end = -(-stop_last // block_k)
+    return _ordered(
+        live_begin, -(-start_last // block_k), stop_first // block_k, live_end
+    )
+
+
+def query_ranges(
+    start: Array, stop: Array, block_q: int, block_k: int, num_keys: int
+) -> TileRanges:
+    """The query tiles that each key tile has to visit: the mirror of `key_ranges`.
+
+    Returns:
+      Ranges of query tiles, one for each of the ceil(num_keys / block_k) key tiles.
+    """
+    start_first, start_last = _edges(start, block_q)
+    stop_first, stop_last = _edges(stop, block_q)
+    first_key = np.arange(0, num_keys, block_k, dtype=np.int32)
+    last_key = first_key + block_k - 1
+    return _ordered(
+        _count_below(stop_last, first_key + 1),
+        _count_below(stop_first, last_key + 1),
+        _count_below(start_last, first_key + 1),
+        _count_below(start_first, last_key + 1),
+    )
+
+
+def _edges(bound: Array, block: int) -> tuple[Array, Array]:
+    """A bound at the first and at the last row of every tile, (B, tiles) each."""
+    rows = bound.shape[1]
+    first = np.arange(0, rows, block)
+    last = np.minimum(first + block, rows) - 1
+    return bound[:, first], bound[:, last]
+
+
+def _ordered(
+    live_begin: Array, full_begin: Array, full_end: Array, live_end: Array
+) -> TileRanges:
+    xp = jnp if isinstance(live_begin, jax.Array) else np
+    live_end = xp.maximum(live_begin, live_end)
+    full_begin = full_begin.clip(live_begin, live_end)
+    full_end = full_end.clip(full_begin, live_end)
+    return TileRanges(live_begin, full_begin, full_end, live_end)
+
+
+def _count_below(values: Array, bounds: np.ndarray) -> Array:
+    """For each bound, how many of the non-decreasing values (B, n) are below it."""
+    if isinstance(values, jax.Array):
+        search = jax.vmap(lambda row: jnp.searchsorted(row, bounds, side="left"))
+        return search(values).astype(jnp.int32)
+    counts = [np.searchsorted(row, bounds, side="left") for row in values]
+    return np.stack(counts).astype(np.int32)

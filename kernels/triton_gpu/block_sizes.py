@@ -1,0 +1,111 @@
+"""Tile sizes of the Triton kernels, and the choices for each kind of GPU."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from ..block_sizes import BlockSizes
+
+
+@dataclass(frozen=True)
+class TritonBlocks:
+    """How a Triton kernel cuts its work.
+
+    block_q, block_k: query rows and key slots of a tile, powers of 2 from 16 on.
+    warps: that compute a tile, of 32 threads.
+    stages: tiles that are in shared memory or on their way to it.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+
+    def __post_init__(self):
+        tile = self.block_q, self.block_k
+        if any(size < 16 or size & (size - 1) for size in tile):
+            raise ValueError(
+                f"block_q={self.block_q}, block_k={self.block_k}: Triton's tiles are "
+                "powers of 2 of at least 16 rows and keys"
+            )
+        if self.warps not in (1, 2, 4, 8, 16, 32) or self.stages < 1:
+            raise ValueError(
+                f"{self}: warps must be a power of 2 up to 32, and stages at least 1"
+            )
+
+    def with_tiles(self, sizes: BlockSizes | None) -> "TritonBlocks":
+        """The same with the tiles that are asked for, if any.
+
+        Raises:
+          ValueError: tiles that Triton does not have.
+        """
+        if sizes is None:
+            return self
+        return replace(self, block_q=sizes.block_q, block_k=sizes.block_k)
+
+
+@dataclass(frozen=True)
+class KernelBlocks:
+    """Those of each of the three kernels."""
+
+    forward: TritonBlocks
+    backward_keys: TritonBlocks
+    backward_queries: TritonBlocks
+
+
+def _blocks(*cuts: tuple[int, int, int, int]) -> KernelBlocks:
+    return KernelBlocks(*(TritonBlocks(*cut) for cut in cuts))
+
+
+# By the padded head size. Among what triton 3.8.0 compiles without spilling registers,
+# for any shape, the tiles that reuse most; no GPU has timed them. All but the last are
+# for 16-bit numbers, with 163, 99 and (Hopper, Blackwell) 227 KiB of shared memory.
+# float32 is exact, so it does without tensor cores, and fits everywhere. (Triton 3.6.0
+# spills 8 bytes of two of them.)
+AMPERE = {
+    64: _blocks((128, 64, 4, 3), (32, 128, 8, 3), (128, 64, 8, 3)),
+    128: _blocks((128, 64, 8, 3), (64, 64, 8, 2), (128, 32, 8, 3)),
+    256: _blocks((64, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+}
+
+ADA = {
+    64: _blocks((128, 64, 8, 3), (32, 128, 8, 3), (128, 64, 8, 2)),
+    128: _blocks((128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2)),
+    256: _blocks((64, 32, 8, 2), (16, 64, 8, 2), (64, 16, 8, 2)),
+}
+
+HOPPER = {
+    64: _blocks((128, 128, 8, 3), (64, 128, 8, 2), (128, 128, 8, 2)),
+    128: _blocks((128, 128, 8, 2), (32, 128, 8, 2), (128, 64, 8, 2)),
+    256: _blocks((64, 64, 8, 2), (64, 32, 8, 1), (64, 32, 8, 2)),
+}
+
+BLACKWELL = HOPPER | {
+    64: _blocks((128, 128, 8, 3), (64, 64, 8, 2), (128, 128, 8, 2)),
+    128: _blocks((128, 64, 8, 3), (64, 64, 8, 1), (128, 64, 8, 2)),
+}
+
+FLOAT32 = {
+    64: _blocks((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+    128: _blocks((16, 16, 8, 1), (16, 32, 8, 2), (32, 16, 8, 2)),
+    256: _blocks((16, 16, 8, 2), (16, 16, 8, 1), (32, 16, 8, 2)),
+}
+
+
+def padded_depth(depth: int) -> int:
+    """The power of 2 that a row of so many numbers is padded to."""
+    return max(16, 1 << (depth - 1).bit_length())
+
+
+def chosen_blocks(capability: int, q: jax.Array) -> KernelBlocks:
+    """The table's choice for this chip, or for the one most like it."""
+    if q.dtype == jnp.float32:
+        table = FLOAT32
+    elif capability in (86, 89) or capability >= 120:  # for desktops: little memory
+        table = ADA
+    elif capability >= 100:
+        table = BLACKWELL
+    else:
+        table = HOPPER if capability >= 90 else AMPERE
+    return table[max(64, padded_depth(q.shape[-1]))]

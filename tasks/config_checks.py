@@ -1,0 +1,182 @@
+"""What is wrong with a config, all of it at once, before anything is made of it."""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from data.chains import LOSS_ON, ORDERS
+from data.text import ROW_PLANS
+from kernels.backends import IMPLEMENTATIONS
+from kernels.masks import Visible
+from tasks import base as assemble
+from tasks import exorl as assemble_agents
+from tasks.attention_systems import attention_system
+from tasks.config_errors import names_fields, raise_all
+from tasks.task import TASKS
+from training.mesh import Partition
+from training.profiler import Profiler
+
+LEAST = {
+    "attention_parts": 1,
+    "loss_chunk_tokens": 1,
+    "feed_forward_chunk_tokens": 0,
+    "simulated_devices": 0,
+    "seed": 0,
+    "data.context_tokens": 1,
+    "data.threads": 0,
+    "train.log_every_steps": 1,
+    "train.validate_every_steps": 1,
+    "train.validation_batches": 0,
+    "train.extra_steps": 0,
+    "checkpoint.save_every_steps": 0,
+    "checkpoint.keep": 1,
+}
+"""The smallest numbers that mean something."""
+
+BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
+"""What a bucket needs that is not installed everywhere."""
+
+Check = Callable[[ml_collections.ConfigDict], object]
+
+
+def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
+    """Checks a config by itself, for a run on so many devices; None: on any.
+
+    What depends on the corpus and on the kind of device is found later.
+
+    Raises:
+      ValueError: with everything that is wrong.
+    """
+    agent = config.task == "exorl"
+    checks: list[Check] = [
+        _numbers,
+        _names,
+        _places,
+        _profile,
+        attention_system,
+        assemble.execution,
+        assemble.optimizer_settings,
+        assemble.guard_settings,
+        assemble_agents.sizes if agent else assemble.sizes,
+    ]
+    if devices is not None:
+        checks.append(functools.partial(_batch, devices=devices))
+    if agent:
+        checks.append(_shares)
+    raise_all(functools.partial(check, config) for check in checks)
+
+
+def _get(config: ml_collections.ConfigDict, name: str) -> object:
+    return functools.reduce(lambda part, key: part[key], name.split("."), config)
+
+
+def _numbers(config: ml_collections.ConfigDict) -> None:
+    found = []
+    for name, least in LEAST.items():
+        value = _get(config, name)
+        if value < least:
+            found.append(f"config.{name}={value} must be at least {least}")
+    if config.seed >= 2**32:
+        found.append(f"{config.seed=} must be below 2^32")
+    if config.data.threads > config.data.buffered_steps:
+        found.append(
+            f"{config.data.buffered_steps=} must be at least {config.data.threads=}"
+        )
+    if found:
+        raise ValueError("; ".join(found))
+
+
+def _names(config: ml_collections.ConfigDict) -> None:
+    known = {
+        "task": TASKS,
+        "implementation": ("", *IMPLEMENTATIONS),
+        "data.rows": ROW_PLANS,
+        "data.chain_order": ORDERS,
+        "data.loss_on": LOSS_ON,
+    }
+    found = []
+    for name, choices in known.items():
+        value = _get(config, name)
+        if value not in choices:
+            wanted = ", ".join(choice or '""' for choice in choices)
+            found.append(f"config.{name}={value!r} is not one of {wanted}")
+    if found:
+        raise ValueError("; ".join(found))
+
+
+def _places(config: ml_collections.ConfigDict) -> None:
+    if not config.workdir:
+        raise ValueError(f"{config.workdir=} must be a directory or gs://BUCKET/RUN")
+    for name in ("workdir", "init_from"):
+        kind, is_bucket, _ = config[name].partition("://")
+        if is_bucket and kind not in BUCKETS:
+            raise ValueError(
+                f"config.{name}={config[name]!r} must be a directory or gs://BUCKET/RUN"
+            )
+        if is_bucket and not importlib.util.find_spec(BUCKETS[kind]):
+            raise ValueError(
+                f"config.{name}={config[name]!r} needs {BUCKETS[kind]}, which is not "
+                f"installed: make venv ACCELERATOR=tpu, or pip install {BUCKETS[kind]}"
+            )
+
+
+def _profile(config: ml_collections.ConfigDict) -> None:
+    first = Profiler.of(config.profile, config.workdir, print).first
+    last = config.train.steps
+    if first > last and not config.train.extra_steps:
+        raise ValueError(f"{config.profile=} begins after {config.train.steps=}")
+
+
+def _shares(config: ml_collections.ConfigDict) -> None:
+    data = config.data
+    if not 0 < data.held_out_share < 1:
+        raise ValueError(f"{config.data.held_out_share=} must be above 0 and below 1")
+    if not 0 < data.top_share <= 1:
+        raise ValueError(f"{config.data.top_share=} must be above 0, and at most 1")
+    if not config.agent.return_scale < math.inf:
+        raise ValueError(f"{config.agent.return_scale=} must be a finite number")
+
+
+@names_fields
+def _batch(config: ml_collections.ConfigDict, devices: int) -> None:
+    """Mesh and batch, which have to suit each other and the devices."""
+    mesh = assemble.mesh_shape(config, devices).abstract_mesh()
+    of_task = assemble_agents if config.task == "exorl" else assemble
+    of_task.batch_sharding(config, Partition(mesh))
+
+
+def check_attention(config: ml_collections.ConfigDict, partition: Partition) -> None:
+    """Traces the config's attention, forward and backward, for these devices.
+
+    Nothing is traced where there is none, as in a perceptron.
+
+    Raises:
+      ValueError: the implementation does not run on them, or not with these sizes.
+    """
+    if config.task == "exorl" and config.agent.method == "perceptron":
+        return
+    rows, columns = assemble.batch_shape(config)
+    shape = rows // config.train.microbatches, columns
+
+    def array(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*shape, *more), jnp.dtype(dtype))
+
+    def attend(q: jax.Array, k: jax.Array, lo: jax.Array) -> jax.Array:
+        see = assemble.ring_attention(config, partition)
+        return see(q, k, k, visible=Visible(lo, lo)).astype(jnp.float32).sum()
+
+    heads = config.model.num_heads, config.model.num_kv_heads
+    kinds = [array(config.compute_dtype, n, config.model.head_dim) for n in heads]
+    try:
+        jax.eval_shape(jax.grad(attend), *kinds, array(jnp.int32))
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"{config.implementation=} cannot attend with {config.compute_dtype=} and "
+            f"{config.model.head_dim=} here: {error}"
+        ) from error

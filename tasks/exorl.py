@@ -1,0 +1,356 @@
+"""From a config of task "exorl" to what its run has of its own.
+
+As `assemble`, which makes everything else: agents, their losses, and chains of
+trajectories. A batch's columns are steps, each of which is four tokens of the context.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from data.batch import Block
+from data.chains import ChainBatch, Chains, hold_out
+from data.text import InOrder, TextBatches
+from data.trajectory_file import TrajectoryFile, top_episodes
+from kernels.layouts import Layout, Striped
+from kernels.masks import Visible
+from models.agentic import TOKENS_OF_A_STEP, Agent, AgentConfig
+from models.blueprint import Model
+from models.cloning import Cloner, ClonerConfig
+from models.flops import layers_train_flops, paper_train_flops
+from models.losses import action_errors, sums_by_rank
+from models.rope import RopeScaling
+from tasks import base as assemble
+from tasks.config_errors import names_fields
+from training.feed import host_blocks
+from training.mesh import Partition
+from training.metrics import StepWork
+from training.step import Counts
+
+DATA_FIELDS = (
+    "trajectories",
+    "held_out_share",
+    "top_share",
+    "chain_order",
+    "loss_on",
+)
+"""Of config.data, those that only agents have."""
+METHODS = ("transformer", "perceptron")
+HELD_OUT_SEED = 0
+"""Of the chains of a validation: all runs have the same."""
+
+
+def step_layout(config: ml_collections.ConfigDict) -> Layout:
+    """How steps are dealt out, so that their tokens lie in the config's layout.
+
+    Raises:
+      ValueError: the layout would cut a step.
+    """
+    layout = assemble.attention_system(config).layout
+    if not isinstance(layout, Striped):
+        return layout
+    if layout.granule % TOKENS_OF_A_STEP:
+        raise ValueError(
+            f"{config.stripe_granule=} cuts the {TOKENS_OF_A_STEP} tokens of a step: "
+            f"make it a multiple of {TOKENS_OF_A_STEP}"
+        )
+    return Striped(layout.granule // TOKENS_OF_A_STEP)
+
+
+def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
+    """Rows and steps of the global batch."""
+    return config.data.batch_rows, config.data.context_tokens // TOKENS_OF_A_STEP
+
+
+@names_fields
+def batch_sharding(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> NamedSharding:
+    """Placement of a batch's arrays (B, S, …).
+
+    Raises:
+      ValueError: rows or steps do not divide over the mesh, or the context is too short
+        for a chain.
+    """
+    assemble.batch_sharding(config, partition)
+    rows, steps = batch_shape(config)
+    divisor = TOKENS_OF_A_STEP * step_layout(config).divisor(partition.ring_size)
+    agent, tokens = config.agent, config.data.context_tokens
+    chain = TOKENS_OF_A_STEP * agent.chain_length * agent.episode_steps
+    needed = -(-max(chain, tokens) // divisor) * divisor
+    if tokens != needed:
+        raise ValueError(
+            f"config.data.context_tokens={tokens} must hold {agent.chain_length=} "
+            f"episodes of {agent.episode_steps=}, and divide into whole steps over the "
+            f"ring of {partition.ring_size}: make it {needed}"
+        )
+    return partition.sharding(("batch", "sequence"), (rows, steps))
+
+
+def abstract_batch(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> ChainBatch:
+    """Shape, type and sharding of a batch's arrays.
+
+    Raises:
+      ValueError: as `batch_sharding`.
+    """
+    sharding, shape = batch_sharding(config, partition), batch_shape(config)
+    sizes = {
+        "observations": (config.agent.observation_size,),
+        "actions": (config.agent.action_size,),
+    }
+    types = dict.fromkeys(("timesteps", "ranks", "positions"), jnp.int32)
+
+    def array(name: str) -> jax.ShapeDtypeStruct:
+        whole = *shape, *sizes.get(name, ())
+        dtype = types.get(name, jnp.float32)
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
+
+    return ChainBatch(*map(array, ChainBatch._fields))
+
+
+@names_fields
+def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
+    """Those of the agent that the config describes.
+
+    Raises:
+      ValueError: an unknown method, or sizes that make no model.
+    """
+    agent = config.agent
+    if agent.method not in METHODS:
+        raise ValueError(f"{config.agent.method=} is not one of {', '.join(METHODS)}")
+    if agent.method == "perceptron":
+        layers = config.model.hidden_size, config.model.num_layers
+        ends = agent.observation_size, agent.action_size
+        return ClonerConfig(*layers, *ends, agent.chain_length)
+    layers, fields = config.model.to_dict(), agent.to_dict()
+    del layers["vocab_size"], fields["method"]
+    scaling = RopeScaling(**config.rope_scaling)
+    return AgentConfig(**layers, **fields, rope_scaling=scaling)
+
+
+@names_fields
+def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
+    """The agent that the config describes.
+
+    Raises:
+      ValueError: an unknown method, sizes that make no model, or that do not divide
+        over the mesh.
+    """
+    how, found = assemble.execution(config), sizes(config)
+    if isinstance(found, ClonerConfig):
+
+        def build(key: jax.Array) -> nnx.Module:
+            return Cloner(found, partition, rngs=nnx.Rngs(params=key))
+
+        return Model.of(found, build, partition)
+
+    def build(key: jax.Array) -> nnx.Module:
+        return Agent(found, how, partition, rngs=nnx.Rngs(params=key))
+
+    return Model.of(found, build, partition)
+
+
+def predictions(
+    config: ml_collections.ConfigDict, model: Model, partition: Partition
+) -> Callable[[Any, ChainBatch], jax.Array]:
+    """From parameters and a batch in layout order to its actions, (B, S, A).
+
+    Raises:
+      ValueError: an unknown implementation.
+    """
+    attend = assemble.ring_attention(config, partition)
+
+    def predict(parameters: Any, batch: ChainBatch) -> jax.Array:
+        agent = nnx.merge(model.structure, parameters)
+        if config.agent.method == "perceptron":
+            return agent(batch.observations)
+        index = agent.token_index(batch.positions)
+        # Padding comes last, so no step sees it.
+        visible = Visible(jnp.zeros_like(index), index)
+        return agent(batch, functools.partial(attend, visible=visible))
+
+    return predict
+
+
+def loss_function(
+    config: ml_collections.ConfigDict, model: Model, partition: Partition
+) -> Callable[[Any, ChainBatch], jax.Array]:
+    """From parameters and a batch in layout order to its summed losses, by rank.
+
+    Raises:
+      ValueError: an unknown implementation.
+    """
+    predict = predictions(config, model, partition)
+
+    def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
+        return action_errors(
+            predict(parameters, batch),
+            batch.actions,
+            batch.loss_weights,
+            batch.ranks,
+            chain_length=config.agent.chain_length,
+            partition=partition,
+        )
+
+    return loss_sums
+
+
+def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
+    """From a batch to what is in it; a perceptron's tokens are steps."""
+    chain_length = config.agent.chain_length
+    reads_chains = config.agent.method == "transformer"
+
+    def counts(batch: ChainBatch) -> Counts:
+        # Where all else is 0, only the first step of a chain is no padding.
+        later = (batch.timesteps > 0) | (batch.ranks > 0)
+        real = (later | (batch.positions == 0)).astype(jnp.float32)
+        weights = sums_by_rank(batch.loss_weights, batch.ranks, chain_length)
+        if not reads_chains:
+            return Counts(real.sum(), jnp.zeros((), jnp.float32), weights)
+        # The token at index i sees i + 1, and itself among them.
+        first = TOKENS_OF_A_STEP * batch.positions.astype(jnp.float32)
+        triangle = TOKENS_OF_A_STEP * (TOKENS_OF_A_STEP + 1) / 2
+        pairs = (real * (TOKENS_OF_A_STEP * first + triangle)).sum()
+        return Counts(TOKENS_OF_A_STEP * real.sum(), pairs, weights)
+
+    return counts
+
+
+def step_work(
+    config: ml_collections.ConfigDict, model: Model
+) -> Callable[[float, float], StepWork]:
+    """From a step's tokens and visible pairs to what it computes.
+
+    What is before and after the layers is left out: it is small.
+    """
+    rows, steps = batch_shape(config)
+    if config.agent.method == "perceptron":
+        size = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
+        return lambda tokens, pairs: StepWork(
+            int(tokens), 6.0 * size * tokens, 6.0 * size * rows * steps
+        )
+    paper_flops = paper_train_flops(model.config, rows, TOKENS_OF_A_STEP * steps)
+
+    def work(tokens: float, pairs: float) -> StepWork:
+        model_flops = layers_train_flops(model.config, tokens, pairs)
+        return StepWork(int(tokens), model_flops, paper_flops)
+
+    return work
+
+
+def directory(config: ml_collections.ConfigDict) -> Path:
+    """Where the packed trajectories are.
+
+    Raises:
+      ValueError: the config names none.
+    """
+    if not config.data.trajectories:
+        raise ValueError(
+            'config.data.trajectories="" names no trajectories: give the directory '
+            "that tools/pack_exorl.py made"
+        )
+    return Path(config.data.trajectories)
+
+
+@names_fields
+def trajectories(config: ml_collections.ConfigDict) -> TrajectoryFile:
+    """The packed trajectories.
+
+    Raises:
+      FileNotFoundError, ValueError: they are missing or damaged, or other than what the
+        config says of them.
+    """
+    file = TrajectoryFile.open(directory(config))
+    agent, longest = config.agent, int(file.lengths.max())
+    for name in ("observation_size", "action_size"):
+        if agent[name] != getattr(file, name):
+            raise ValueError(
+                f"config.agent.{name}={agent[name]}, but {file.directory} has "
+                f"{getattr(file, name)}: set the config to that"
+            )
+    if longest > agent.episode_steps:
+        raise ValueError(
+            f"{config.agent.episode_steps=}, but {file.directory} has an episode of "
+            f"{longest} steps: set the config to that, and context_tokens to hold it"
+        )
+    return file
+
+
+def episodes(
+    config: ml_collections.ConfigDict, file: TrajectoryFile, split: str
+) -> np.ndarray:
+    """Numbers of the episodes of a split ("train" or "validation") that are used.
+
+    Raises:
+      ValueError: a share that leaves none.
+    """
+    training, held_out = hold_out(len(file.returns), config.data.held_out_share)
+    numbers = training if split == "train" else held_out
+    if config.data.top_share == 1:
+        return numbers
+    lengths, returns = file.lengths[numbers], file.returns[numbers]
+    return np.sort(numbers[top_episodes(returns, lengths, config.data.top_share)])
+
+
+@names_fields
+def batches(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    file: TrajectoryFile,
+    split: str,
+) -> TextBatches:
+    """This host's part of every batch of chains.
+
+    Raises:
+      ValueError: too few episodes for a chain; as `batch_sharding` and `episodes`.
+    """
+    sharding = batch_sharding(config, partition)
+    rows, steps = batch_shape(config)
+    chains = Chains(
+        file,
+        episodes(config, file, split),
+        config.agent.chain_length,
+        config.seed if split == "train" else HELD_OUT_SEED,
+        order=config.data.chain_order,
+        loss_on=config.data.loss_on,
+        multiple=steps,
+    )
+    blocks = host_blocks(sharding, (rows, steps))
+    ring = partition.ring_size
+    return TextBatches(chains, blocks, rows, step_layout(config), ring, InOrder())
+
+
+def validation_batches(
+    config: ml_collections.ConfigDict, partition: Partition, file: TrajectoryFile
+) -> list[dict[Block, ChainBatch]]:
+    """Chains of the held-out episodes, the same at every validation.
+
+    Raises:
+      ValueError: as `batches`.
+    """
+    if not config.train.validation_batches:
+        return []
+    held_out = batches(config, partition, file, "validation")
+    return [held_out[number] for number in range(config.train.validation_batches)]
+
+
+def fingerprint(model: Model, file: TrajectoryFile) -> dict[str, Any]:
+    """What a checkpoint's model must agree in.
+
+    It reads observations as they were standardised when it was trained.
+    """
+    names = ("observation_mean", "observation_std", "action_repeat")
+    data = {name: file.index[name] for name in names[:2]}
+    data["action_repeat"] = file.action_repeat
+    return {"model": dataclasses.asdict(model.config), "trajectories": data}

@@ -1,0 +1,189 @@
+"""From a config to a generator: what `generate.py` runs."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kernels import masks
+from kernels.decode_attention import CachedAttention
+from kernels.layouts import order, padded_length
+from models import decode
+from models.blueprint import Model
+from models.cache import EMPTY, Cache, empty_cache
+from models.decode import Generator
+from models.llama import Llama
+from models.sampling import Sampling, row_keys, sample
+from tasks import base as assemble
+from training.chips import compiler_options
+from training.mesh import Partition, StationaryPartition
+from training.weights import SavedParameters
+
+
+def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
+    """Placement of a cache whose keys have this shape, (Y, B, S, K, D).
+
+    Raises:
+      ValueError: rows or heads do not divide over the mesh.
+    """
+    names = (None, "batch", "sequence", "kv_heads", None)
+    stack = partition.sharding(names, shape)
+    index = partition.sharding(names[1:3], shape[1:3])
+    return Cache(stack, stack, index, NamedSharding(partition.mesh, PartitionSpec()))
+
+
+def generator(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    sampling: Sampling,
+    *,
+    rows: int,
+    cache_tokens: int,
+) -> Generator:
+    """Programs that generate with the config's model on the mesh.
+
+    rows: prompts at a time. cache_tokens: that a row's prompt and what follows it may
+      have; rounded up to what the layout can shard.
+
+    Raises:
+      ValueError: rows, heads or sizes that do not divide over the mesh, or a cache of
+        no tokens.
+    """
+    layout = assemble.attention_system(config).layout
+    mesh, ring = partition.mesh, partition.ring_size
+    if cache_tokens < 1:
+        raise ValueError(f"a cache of {cache_tokens} tokens must have at least 1")
+    slots = padded_length(layout, ring, cache_tokens)
+    prefill, step = _programs(config, partition, sampling)
+    sizes, dtype = config.model, jnp.dtype(config.compute_dtype)
+    shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
+    cache = cache_shardings(partition, shape)
+    whole = NamedSharding(mesh, PartitionSpec())
+    compile_program = functools.partial(
+        jax.jit,
+        out_shardings=(cache, whole, whole),
+        donate_argnums=1,
+        compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
+    )
+
+    def place(x: np.ndarray) -> jax.Array:
+        sharding = partition.sharding(("batch", "sequence"), x.shape)
+        return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
+
+    return Generator(
+        empty=jax.jit(
+            functools.partial(empty_cache, shape, dtype, ring), out_shardings=cache
+        ),
+        prefill=compile_program(prefill),
+        step=compile_program(step),
+        place=place,
+        order=lambda length: order(layout, ring, length),
+        divisor=layout.divisor(ring),
+        rows=rows,
+        slots=slots,
+    )
+
+
+def _programs(
+    config: ml_collections.ConfigDict, partition: Partition, sampling: Sampling
+) -> tuple[Callable, Callable]:
+    """Prefill and step of `Generator`, to be compiled."""
+    mesh = partition.mesh
+    sequences = assemble.model(config, partition).structure
+    few_tokens = assemble.model(config, StationaryPartition(mesh)).structure
+    operations = CachedAttention(mesh, partition.axes("sequence"))
+    ring = assemble.ring_attention(config, partition)
+
+    def draw(
+        llama: Llama, hidden: jax.Array, index: jax.Array, seed: jax.Array
+    ) -> jax.Array:
+        scores = decode.logits(llama, hidden[:, None])[:, 0]
+        return sample(scores, row_keys(seed, len(index)), index, sampling)
+
+    def prefill(
+        parameters: Any,
+        cache: Cache,
+        tokens: jax.Array,
+        index: jax.Array,
+        seed: jax.Array,
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
+        visible = masks.causal() & masks.padding(lengths[:, None])
+        hidden, cache = decode.prefill(
+            nnx.merge(sequences, parameters),
+            tokens,
+            index,
+            cache,
+            functools.partial(ring, visible=visible),
+            operations,
+        )
+        last = decode.last_of_rows(hidden, index)
+        llama = nnx.merge(few_tokens, parameters)
+        return cache, draw(llama, last, lengths, seed), lengths
+
+    def step(
+        parameters: Any,
+        cache: Cache,
+        tokens: jax.Array,
+        index: jax.Array,
+        seed: jax.Array,
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        llama = nnx.merge(few_tokens, parameters)
+        hidden, cache = decode.append(
+            llama, tokens[:, None], index[:, None], cache, operations
+        )
+        following = index + 1
+        return cache, draw(llama, hidden[:, 0], following, seed), following
+
+    return prefill, step
+
+
+def restored_parameters(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> tuple[Any, int]:
+    """The newest of the config's run, on the mesh, and their step.
+
+    Matrices are in the compute type, in which they are multiplied anyway.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no checkpoint, or one of another model.
+    """
+    model = assemble.model(config, partition)
+    return newest_parameters(config, partition, model, assemble.fingerprint(model))
+
+
+def newest_parameters(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    model: Model,
+    fingerprint: Mapping[str, Any],
+) -> tuple[Any, int]:
+    """The same, of any model and what its checkpoints must agree in."""
+    dtype = jnp.dtype(config.compute_dtype)
+
+    def placed(shape: jax.ShapeDtypeStruct, names: tuple) -> jax.ShapeDtypeStruct:
+        sharding = partition.sharding(names, shape.shape)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    shapes = jax.tree.map(placed, model.shapes, model.axes)
+    saved = SavedParameters(config.workdir)
+    saved.check_model(fingerprint)
+    parameters = saved.restore(shapes)
+    if dtype == jnp.float32:
+        return parameters, saved.step
+
+    def cast(parameters: Any) -> Any:
+        return jax.tree.map(
+            lambda x, names: x.astype(dtype) if "embed" in names else x,
+            parameters,
+            model.axes,
+        )
+
+    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+    return jax.jit(cast, out_shardings=shardings)(parameters), saved.step

@@ -1,0 +1,253 @@
+"""Attention to a sharded cache against the oracle, and writing to one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels import masks, reference
+from kernels.cases import QUICK
+from kernels.decode_attention import CachedAttention
+from kernels.masks import Visible
+
+LAYERS, BATCH, SLOTS, HEADS, KV_HEADS, DEPTH, NEW = 3, 2, 24, 4, 2, 8, 3
+EMPTY = np.iinfo(np.int32).max
+LENGTHS = 17, 9
+"""Tokens of each row; the other slots are free."""
+
+
+def mesh_of(ring: int, tensor: int = 1) -> Mesh:
+    devices = np.array(jax.devices()[: ring * tensor]).reshape(ring, tensor)
+    return Mesh(devices, ("ring", "tensor"))
+
+
+@functools.cache
+def programs(ring: int, tensor: int) -> tuple:
+    """Of fill, put and attend."""
+    cached = CachedAttention(mesh_of(ring, tensor))
+    methods = cached.fill, cached.put, cached.attend
+    return tuple(jax.jit(method, compiler_options=QUICK) for method in methods)
+
+
+class Problem:
+    """Tokens in slots that were drawn by lot, with rubbish in the free ones."""
+
+    def __init__(self, dtype: jnp.dtype = jnp.float32):
+        rng = np.random.default_rng()
+
+        def normal(*shape: int) -> np.ndarray:
+            return np.array(jnp.asarray(rng.standard_normal(shape), dtype))
+
+        self.q = normal(BATCH, NEW, HEADS, DEPTH)
+        self.keys, self.values = (
+            normal(LAYERS, BATCH, SLOTS, KV_HEADS, DEPTH) for _ in range(2)
+        )
+        self.index = np.full((BATCH, SLOTS), EMPTY, np.int32)
+        for row, length in enumerate(LENGTHS):
+            places = rng.permutation(SLOTS)[:length]
+            self.index[row, places] = np.arange(length)
+        # The last tokens of each row; the last query of the last row sees nothing.
+        hi = np.array(LENGTHS)[:, None] - NEW + np.arange(NEW)
+        lo = np.array([[0], [4]]) + 0 * hi
+        hi[-1, -1] = -1
+        self.visible = Visible(lo.astype(np.int32), hi.astype(np.int32))
+
+    def expected(self, layer: int) -> np.ndarray:
+        """By the oracle in float64, with the keys in the order of their index."""
+        order = np.argsort(self.index, axis=1)[..., None, None]
+        with jax.enable_x64():
+            q, k, v = (jnp.asarray(x, jnp.float64) for x in self.arrays(layer, order))
+            bounds = self.visible.lo, np.maximum(self.visible.hi + 1, 0)
+            out, _ = reference.forward(q, k, v, *bounds, scale=DEPTH**-0.5)
+            return np.asarray(out)
+
+    def arrays(self, layer: int, order: np.ndarray) -> tuple[np.ndarray, ...]:
+        wide = (x[layer].astype(np.float64) for x in (self.keys, self.values))
+        return self.q, *(np.take_along_axis(x, order, axis=1) for x in wide)
+
+
+@pytest.mark.parametrize("ring, tensor", [(1, 1), (2, 2), (4, 1), (8, 1)])
+def test_attention_is_the_oracles_whatever_slot_a_key_is_in(ring, tensor):
+    problem, (_, _, attend) = Problem(), programs(ring, tensor)
+    for layer in (0, 2):
+        got = attend(
+            problem.q,
+            problem.keys,
+            problem.values,
+            problem.index,
+            problem.visible,
+            np.int32(layer),
+        )
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, problem.expected(layer), atol=1e-5)
+        assert (np.asarray(got)[-1, -1] == 0).all()
+
+
+def test_bfloat16_is_as_near_as_one_rounding_allows():
+    problem, (_, _, attend) = Problem(jnp.bfloat16), programs(4, 1)
+    arrays = problem.q, problem.keys, problem.values, problem.index
+    got = attend(*arrays, problem.visible, np.int32(1))
+    assert got.dtype == jnp.bfloat16
+    want = problem.expected(1)
+    error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+    assert error < 1e-2
+
+
+def test_members_that_hold_nothing_change_nothing():
+    """All tokens are on the first of four members."""
+    problem, (_, _, attend) = Problem(), programs(4, 1)
+    problem.index[:] = EMPTY
+    problem.index[:, :6] = np.arange(6)
+    problem.visible = Visible(*np.array([[[0] * NEW] * 2, [[3, 4, 5]] * 2], np.int32))
+    arrays = problem.q, problem.keys, problem.values, problem.index
+    got = attend(*arrays, problem.visible, np.int32(0))
+    np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
+
+
+def test_a_row_is_not_moved_by_what_is_in_free_slots():
+    problem, (_, _, attend) = Problem(), programs(4, 1)
+    rest = problem.index, problem.visible, np.int32(0)
+    before = attend(problem.q, problem.keys, problem.values, *rest)
+    is_free = problem.index == EMPTY
+    problem.keys[:, is_free], problem.values[:, is_free] = 1e4, -1e4
+    after = attend(problem.q, problem.keys, problem.values, *rest)
+    np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("ring, tensor", [(2, 2), (4, 1)])
+def test_shards_of_a_prompt_are_the_members_first_slots(ring, tensor):
+    fill, problem = programs(ring, tensor)[0], Problem()
+    new = problem.values[0, :, : 2 * ring]
+    got = np.asarray(fill(problem.keys, new, np.int32(1)))
+    want = problem.keys.copy()
+    shards = want[1].reshape(BATCH, ring, SLOTS // ring, KV_HEADS, DEPTH)
+    shards[:, :, :2] = new.reshape(BATCH, ring, 2, KV_HEADS, DEPTH)
+    np.testing.assert_array_equal(got, want)
+    index = np.asarray(fill(problem.index[None], problem.index[:, :ring], np.int32(0)))
+    shards = index[0].reshape(BATCH, ring, SLOTS // ring)
+    np.testing.assert_array_equal(shards[:, :, 0], problem.index[:, :ring])
+    assert (index[0] == problem.index).sum() >= BATCH * (SLOTS - ring)
+
+
+@pytest.mark.parametrize("member, slot", [(0, 0), (2, 3), (3, 4)])
+def test_new_tokens_are_put_into_one_members_slots(member, slot):
+    put, problem = programs(4, 1)[1], Problem()
+    new = problem.values[0, :, :2]
+    place = np.int32(2), np.int32(member), np.int32(slot)
+    want = problem.keys.copy()
+    first = member * SLOTS // 4 + slot
+    want[2, :, first : first + 2] = new
+    np.testing.assert_array_equal(put(problem.keys, new, *place), want)
+
+
+def test_writing_takes_the_place_of_the_old_cache():
+    mesh = mesh_of(4)
+    put = jax.jit(CachedAttention(mesh).put, donate_argnums=0)
+    stack = jax.device_put(
+        Problem().keys, NamedSharding(mesh, P(None, None, "ring", "tensor"))
+    )
+    new = np.ones((BATCH, 1, KV_HEADS, DEPTH), np.float32)
+    place = np.int32(0), np.int32(1), np.int32(2)
+    memory = put.lower(stack, new, *place).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == stack.nbytes // 4
+    assert memory.temp_size_in_bytes < stack.nbytes // 4 // LAYERS
+
+
+@pytest.mark.parametrize("tokens, words", [(26, "26 tokens"), (6, "6 tokens")])
+def test_prompts_that_do_not_go_into_the_cache_are_refused(tokens, words):
+    new = jnp.zeros((BATCH, tokens, KV_HEADS, DEPTH))
+    with pytest.raises(ValueError, match=f"{words} .* of 24 slots over a ring of 4"):
+        CachedAttention(mesh_of(4)).fill(Problem().keys, new, np.int32(0))
+
+
+def refused_calls():
+    """Calls of a cache of 3 layers, 2 rows and 24 slots on 4 members."""
+    new = np.ones((BATCH, 4, KV_HEADS, DEPTH), np.float32)
+    for name, wrong in {
+        "batch": new[:1],
+        "heads": new[:, :, :1],
+        "head size": new[..., :4],
+        "type": new.astype(np.float16),
+        "no token": new[:, :0],
+    }.items():
+        words = r"new tokens of a cache \(3, 2, 24, 2, 8\) in float32 must be .*got \("
+        yield pytest.param("fill", (wrong, 0), words, id=f"fill, {name}")
+        yield pytest.param("put", (wrong, 0, 0, 0), words, id=f"put, {name}")
+    words = "must be from 0 to {} in this cache, got {}"
+    for layer in 3, -1:
+        yield "fill", (new, layer), "layer " + words.format(2, layer)
+        yield "put", (new, layer, 0, 0), "layer " + words.format(2, layer)
+        yield "attend", (layer,), "layer " + words.format(2, layer)
+    yield "fill", (new, 1.5), "layer must be an integer, got float"
+    yield "put", (new, 0, 4, 0), "member " + words.format(3, 4)
+    yield "put", (new, 0, 0, 3), "slot of 4 tokens " + words.format(2, 3)
+    yield "put", (new, 0, 0, -1), "slot of 4 tokens " + words.format(2, -1)
+
+
+@pytest.mark.parametrize("method, arguments, words", list(refused_calls()))
+def test_what_would_be_written_in_part_or_elsewhere_is_refused(
+    method, arguments, words
+):
+    problem, cached = Problem(), CachedAttention(mesh_of(4))
+    first = (problem.keys,)
+    if method == "attend":
+        first = problem.q, problem.keys, problem.values, problem.index, problem.visible
+    with pytest.raises(ValueError, match=words):
+        getattr(cached, method)(*first, *arguments)
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("index", lambda x: x[:1], r"index \(B, S\), got .* and \(1, 24\)"),
+        ("values", lambda x: x[:2], "keys and values must be"),
+        ("visible", lambda x: Visible(*(y[:, :1] for y in x)), r"must be \(B, T\) or"),
+        ("visible", lambda x: masks.causal(), "of a cache always.*got Mask"),
+    ],
+)
+def test_operands_of_a_cache_that_do_not_fit_together_are_refused(name, change, words):
+    problem = Problem()
+    setattr(problem, name, change(getattr(problem, name)))
+    arrays = problem.q, problem.keys, problem.values, problem.index
+    with pytest.raises(ValueError, match=words):
+        CachedAttention(mesh_of(4)).attend(*arrays, problem.visible, 0)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"ring_axes": ("data",)}, r"ring_axes=\('data',\).*must be different axes"),
+        ({"ring_axes": ()}, "ring_axes must be at least one axis"),
+        ({"batch_axes": "data"}, r"batch_axes=\('data',\).*must be different axes"),
+        ({"head_axis": "ring"}, "head_axis='ring' must be different axes"),
+        ({"scale": np.inf}, "scale must be one finite number"),
+    ],
+)
+def test_a_cache_that_cannot_be_on_a_mesh_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        CachedAttention(mesh_of(4), **options)
+
+
+def test_operands_of_several_types_are_refused():
+    problem, cached = Problem(), CachedAttention(mesh_of(4))
+    q = jnp.asarray(problem.q, jnp.bfloat16)
+    arrays = q, problem.keys, problem.values, problem.index
+    with pytest.raises(ValueError, match="must have one type"):
+        cached.attend(*arrays, problem.visible, np.int32(0))
+
+
+def test_a_ring_may_be_two_axes_of_the_mesh():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))
+    cached, problem = CachedAttention(mesh, ("outer", "inner")), Problem()
+    arrays = problem.q, problem.keys, problem.values, problem.index
+    got = jax.jit(cached.attend)(*arrays, problem.visible, np.int32(2))
+    np.testing.assert_allclose(got, problem.expected(2), atol=1e-5)
+    place = np.int32(2), np.int32(2), np.int32(3)
+    new, want = problem.values[0, :, :2], problem.keys.copy()
+    first = 2 * SLOTS // 4 + 3
+    want[2, :, first : first + 2] = new
+    np.testing.assert_array_equal(jax.jit(cached.put)(arrays[1], new, *place), want)

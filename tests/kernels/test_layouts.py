@@ -1,0 +1,201 @@
+"""Layouts against lists of tokens, and the arithmetic of intervals on shards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import layouts as layout
+from kernels import masks
+from kernels.layouts import Contiguous, Striped, Zigzag
+
+LAYOUTS = [Contiguous(), Striped(), Striped(3), Striped(4), Zigzag()]
+RING_SIZES = [1, 2, 3, 4, 5, 8]
+
+each_ring = pytest.mark.parametrize("ring_size", RING_SIZES)
+each_layout = pytest.mark.parametrize("kind", LAYOUTS, ids=str)
+
+
+def shard_length(kind, ring_size: int) -> int:
+    """Three of the smallest shards."""
+    return 3 * kind.divisor(ring_size) // ring_size
+
+
+def shards(kind, ring_size: int) -> list[np.ndarray]:
+    length = shard_length(kind, ring_size)
+    return [kind.index(shard, ring_size, length) for shard in range(ring_size)]
+
+
+@pytest.mark.parametrize(
+    "kind, shard, tokens",
+    [
+        (Contiguous(), 1, [4, 5, 6, 7]),
+        (Striped(), 1, [1, 4, 7, 10]),
+        (Striped(2), 1, [2, 3, 8, 9]),
+        (Zigzag(), 0, [0, 1, 10, 11]),
+        (Zigzag(), 2, [4, 5, 6, 7]),
+    ],
+)
+def test_shard_of_three_holds_the_tokens_that_the_papers_give_it(kind, shard, tokens):
+    assert kind.index(shard, 3, 4).tolist() == tokens
+
+
+@each_layout
+@each_ring
+def test_shards_are_increasing_and_hold_every_token_once(kind, ring_size):
+    tokens = shards(kind, ring_size)
+    assert all(shard.dtype == np.int32 for shard in tokens)
+    assert all((np.diff(shard) > 0).all() for shard in tokens)
+    assert len({shard.size for shard in tokens}) == 1
+    together = np.concatenate(tokens)
+    np.testing.assert_array_equal(np.sort(together), np.arange(together.size))
+    order = layout.order(kind, ring_size, together.size)
+    np.testing.assert_array_equal(order, together)
+    assert order.dtype == np.int32
+    for part in [(0, 0), (0, 1), (1, order.size), (order.size // 2, order.size)]:
+        found = layout.order(kind, ring_size, order.size, part)
+        np.testing.assert_array_equal(found, order[slice(*part)])
+
+
+@each_layout
+@each_ring
+def test_count_is_the_number_of_tokens_below_any_bound(kind, ring_size):
+    length = shard_length(kind, ring_size)
+    total = ring_size * length
+    bound = np.arange(-2 * total - 3, 3 * total + 4, dtype=np.int32)
+    for shard, tokens in enumerate(shards(kind, ring_size)):
+        got = kind.count(shard, bound, ring_size, length)
+        want = (tokens < bound[:, None]).sum(axis=1)
+        np.testing.assert_array_equal(got, want)
+        assert got.dtype == np.int32
+        square = kind.count(shard, bound[:6].reshape(2, 3), ring_size, length)
+        np.testing.assert_array_equal(square, want[:6].reshape(2, 3))
+
+
+@each_layout
+@each_ring
+def test_traced_shard_gives_what_a_known_one_gives(kind, ring_size):
+    length = shard_length(kind, ring_size)
+    bound = np.arange(-5, ring_size * length + 5, dtype=np.int32)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    def of_shard(shard, bound):
+        args = ring_size, length
+        return kind.index(shard, *args), kind.count(shard, bound, *args)
+
+    index, count = of_shard(jnp.arange(ring_size, dtype=jnp.int32), jnp.asarray(bound))
+    assert index.dtype == count.dtype == jnp.int32
+    np.testing.assert_array_equal(index, np.stack(shards(kind, ring_size)))
+    want = [kind.count(shard, bound, ring_size, length) for shard in range(ring_size)]
+    np.testing.assert_array_equal(count, np.stack(want))
+
+
+@each_layout
+@each_ring
+def test_visible_keys_on_a_shard_are_the_slots_between_two_counts(kind, ring_size):
+    """For any bounds: increasing or not, seeing something or nothing."""
+    length = shard_length(kind, ring_size)
+    rng = np.random.default_rng()
+    lo, hi = rng.integers(-4, ring_size * length + 4, (2, 200), np.int32)
+    slot = np.arange(length)
+    for shard, tokens in enumerate(shards(kind, ring_size)):
+        start = kind.count(shard, lo, ring_size, length)[:, None]
+        stop = kind.count(shard, hi + 1, ring_size, length)[:, None]
+        np.testing.assert_array_equal(
+            (start <= slot) & (slot < stop),
+            (lo[:, None] <= tokens) & (tokens <= hi[:, None]),
+        )
+
+
+@each_layout
+def test_bounds_that_never_decrease_stay_so_on_every_shard(kind):
+    length = 4 * shard_length(kind, 4)
+    index = np.arange(length, dtype=np.int32)
+    visible = (masks.window(5) & masks.padding(length - 3))(index, length)
+    for shard, tokens in enumerate(shards(kind, 4)):
+        for bound in visible:
+            count = kind.count(shard, bound[:, tokens], 4, length // 4)
+            assert (np.diff(count) >= 0).all()
+
+
+@each_layout
+@pytest.mark.parametrize("ring_size", [1, 4, 5])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_permuted_slices_are_the_shards_and_unpermute_undoes_it(
+    kind, ring_size, axis, array
+):
+    length = ring_size * shard_length(kind, ring_size)
+    shape = [2, 3, 2]
+    shape[axis] = length
+    x = array(np.random.default_rng().standard_normal(shape).astype(np.float32))
+    permuted = layout.permute(x, kind, ring_size, axis)
+    assert type(permuted) is type(x) and permuted.dtype == x.dtype
+    slices = np.split(np.asarray(permuted), ring_size, axis)
+    for got, tokens in zip(slices, shards(kind, ring_size), strict=True):
+        np.testing.assert_array_equal(got, np.take(np.asarray(x), tokens, axis))
+    back = layout.unpermute(permuted, kind, ring_size, axis)
+    assert type(back) is type(x)
+    np.testing.assert_array_equal(back, x)
+
+
+def test_sequences_are_along_the_second_axis_unless_told():
+    x = jnp.arange(24).reshape(2, 12)
+    permuted = jax.jit(lambda x: layout.permute(x, Striped(), 3))(x)
+    assert permuted[0].tolist() == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    np.testing.assert_array_equal(layout.unpermute(permuted, Striped(), 3), x)
+
+
+@each_layout
+@each_ring
+def test_padded_length_is_the_smallest_that_the_layout_can_shard(kind, ring_size):
+    divisor = kind.divisor(ring_size)
+    for length in range(0, 3 * divisor + 1):
+        padded = layout.padded_length(kind, ring_size, length)
+        assert length <= padded < length + divisor
+        layout.check_length(kind, ring_size, padded)
+        assert padded == length or length % divisor
+
+
+@pytest.mark.parametrize("refuse", [layout.order, layout.check_length])
+@pytest.mark.parametrize(
+    "kind, length, padded",
+    [(Contiguous(), 13, 16), (Striped(3), 13, 24), (Zigzag(), 12, 16)],
+)
+def test_length_that_does_not_divide_is_refused_with_the_one_that_does(
+    refuse, kind, length, padded
+):
+    words = f"{length} tokens does not divide into 4 shards of .*: pad it to {padded}"
+    with pytest.raises(ValueError, match=words):
+        refuse(kind, 4, length)
+
+
+@pytest.mark.parametrize("move", [layout.permute, layout.unpermute])
+def test_array_that_does_not_divide_is_refused(move):
+    with pytest.raises(ValueError, match="pad it to 16"):
+        move(np.zeros((1, 13)), Contiguous(), 4)
+
+
+@pytest.mark.parametrize(
+    "use, words",
+    [
+        (lambda: Striped(0), "granule=0 must be at least 1"),
+        (lambda: Striped(2.5), "granule must be a whole number.*got 2.5"),
+        (lambda: Striped(True), "granule must be a whole number.*got True"),
+        (lambda: layout.order(Striped(), 0, 10), "ring_size=0 must be at least 1"),
+        (lambda: layout.order(Striped(), -2, 10), "ring_size=-2 must be at least 1"),
+        (
+            lambda: layout.order(Striped(), 2.0, 10),
+            "ring_size must be a whole.*got 2.0",
+        ),
+        (lambda: layout.order(Striped(), 2, -4), "length=-4 must be at least 0"),
+        (lambda: layout.permute(np.ones((1, 8)), "striped", 2), "got 'striped'"),
+        (lambda: layout.order(Striped, 2, 8), r"as Striped\(\).*got <class"),
+    ],
+)
+def test_wrong_layouts_rings_and_lengths_are_refused(use, words):
+    with pytest.raises(ValueError, match=words):
+        use()

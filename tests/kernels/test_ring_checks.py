@@ -1,0 +1,210 @@
+"""What rings take and refuse: axes, shards, bounds in layout order, padding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from kernels import layouts as layout
+from kernels import masks, ring
+from kernels.attention import attention
+from kernels.masks import Visible
+from tests.rings import ring_mesh
+
+
+def test_axes_of_the_batch_are_those_that_the_ring_leaves():
+    """And a name alone is one axis."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
+    x = jax.random.normal(jax.random.key(0), (2, 8, 2, 8))
+    want = attention(x, x, x, implementation="reference")
+    attend = ring.make_ring_attention(
+        mesh,
+        layout=layout.Contiguous(),
+        ring_axes="fsdp",
+        implementation="reference",
+    )
+    found = jax.jit(attend, static_argnums=3)(x, x, x, masks.causal())
+    np.testing.assert_allclose(found, want, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"ring_axes": ("sp",)}, r"ring_axes=\('sp',\).*must be different axes of the"),
+        ({"ring_axes": ("ring", "ring")}, "must be different axes"),
+        (
+            {"ring_axes": ("ring", "data")},
+            r"order of the mesh, \('data', 'ring'\), got",
+        ),
+        (
+            {"batch_axes": "dp"},
+            r"batch_axes=\('dp',\).*axes of the mesh {'data': 2, 'r",
+        ),
+        ({"batch_axes": ("data", "ring")}, "must be different axes"),
+        ({"head_axis": "model"}, "head_axis='model' must be different axes"),
+        ({"head_axis": "data"}, "head_axis='data' must be different axes"),
+        ({"layout": "striped"}, r"as Striped\(\).*got 'striped'"),
+        ({"layout": layout.Striped}, r"as Striped\(\).*got <class"),
+        ({"scale": np.nan}, "scale must be one finite number.*got nan"),
+        ({"implementation": "cudnn"}, "implementation='cudnn' is not one of"),
+    ],
+)
+def test_a_ring_that_cannot_be_made_is_refused(options, words):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "ring"))
+    with pytest.raises(ValueError, match=words):
+        ring.make_ring_attention(mesh, **{"layout": layout.Striped(), **options})
+
+
+def test_rows_that_do_not_divide_over_the_mesh_are_refused():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "ring"))
+    attend = ring.make_ring_attention(mesh, layout=layout.Striped())
+    x = jnp.ones((3, 8, 2, 8))
+    with pytest.raises(ValueError, match="3 rows do not divide over the mesh's data"):
+        attend(x, x, x, masks.causal())
+
+
+def test_bounds_must_not_decrease_in_the_order_of_their_index():
+    """In the order of the queries they do, where these are not in order."""
+    attend = ring.make_ring_attention(
+        ring_mesh(2), layout=layout.Zigzag(), implementation="reference"
+    )
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 8), np.float32)
+
+    def run(visible):
+        return jax.jit(lambda q, k, v: attend(q, k, v, visible))(q, k, v)
+
+    index = layout.order(layout.Zigzag(), 2, 16)
+    visible = masks.window(3)(index, 16)
+    assert (np.diff(visible.lo) < 0).any()
+    np.testing.assert_array_equal(run(visible), run(masks.window(3)))
+    visible.hi[0, index == 5] = 3
+    with pytest.raises(ValueError, match="hi of row 0: 4 at 4 and 3 after it"):
+        run(visible)
+    with pytest.raises(ValueError, match="lo of row 0: .* after it"):
+        run(Visible(np.sort(visible.lo), visible.hi))
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_padding_on_a_ring_may_hold_anything(is_local):
+    """Of each row its own. Local shards are told where by `fill_padding`."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "ring"))
+    dealt = layout.Striped(), 2
+    index = layout.order(*dealt, 16)
+    mask = masks.causal() & masks.padding(np.array([[9], [14]]))
+    is_padding = index >= np.array([[9], [14]])
+
+    def local(q, k, v, lo, hi):
+        return ring.ring_attention(q, k, v, lo, hi, axis_name="ring", layout=dealt[0])
+
+    def attend(q, k, v):
+        if not is_local:
+            return ring.make_ring_attention(mesh, layout=dealt[0])(q, k, v, mask)
+        array, bound = P("data", "ring"), P("data", "ring")
+        sharded = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(array, array, array, bound, bound),
+            out_specs=array,
+            check_vma=False,
+        )
+        q, k, v = (mask.fill_padding(x, index) for x in (q, k, v))
+        return mask.fill_padding(sharded(q, k, v, *mask(index, 16)), index)
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(d_out)
+
+    arrays = np.random.default_rng(0).standard_normal((4, 2, 16, 2, 8), np.float32)
+    arrays[:, is_padding] = 0
+    want = run(*arrays)
+    arrays[:, is_padding] = np.nan
+    for got, expected in zip(run(*arrays), want, strict=True):
+        assert (np.asarray(expected)[is_padding] == 0).all()
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", None])
+def test_a_shard_map_that_checks_how_values_vary_is_refused(implementation):
+    def local(x, implementation=implementation):
+        bound = jnp.zeros((1, 4), jnp.int32)
+        return ring.ring_attention(
+            x,
+            x,
+            x,
+            bound,
+            bound,
+            axis_name="ring",
+            layout=layout.Striped(),
+            implementation=implementation,
+        )
+
+    shard = functools.partial(
+        jax.shard_map,
+        mesh=ring_mesh(2),
+        in_specs=P(None, "ring"),
+        out_specs=P(None, "ring"),
+    )
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.raises(ValueError, match="check_vma=False.*implementation='reference'"):
+        jax.eval_shape(shard(local), x)
+    # The reference does not need that.
+    jax.eval_shape(shard(functools.partial(local, implementation="reference")), x)
+
+
+def test_length_that_does_not_divide_is_refused_with_the_length_to_pad_to():
+    attend = ring.make_ring_attention(ring_mesh(4), layout=layout.Striped(4))
+    x = jnp.ones((1, 40, 2, 8))
+    with pytest.raises(ValueError, match="40 tokens .* pad it to 48"):
+        attend(x, x, x, masks.causal())
+
+
+def test_heads_that_do_not_divide_over_the_mesh_are_refused():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("ring", "tensor"))
+    attend = ring.make_ring_attention(mesh, layout=layout.Contiguous())
+    q, kv = jnp.ones((1, 8, 4, 8)), jnp.ones((1, 8, 1, 8))
+    with pytest.raises(ValueError, match="1 key/value heads do not divide"):
+        attend(q, kv, kv, Visible(jnp.zeros((1, 8)), jnp.zeros((1, 8))))
+
+
+def test_keys_that_do_not_divide_are_refused():
+    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Zigzag())
+    q, kv = jnp.ones((1, 8, 2, 8)), jnp.ones((1, 6, 2, 8))
+    with pytest.raises(ValueError, match="6 tokens .* pad it to 8"):
+        attend(q, kv, kv, masks.causal())
+
+
+def test_bounds_of_another_length_are_refused():
+    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.raises(ValueError, match=r"bounds must be .*lo.shape=\(1, 4\)"):
+        attend(x, x, x, Visible(jnp.zeros((1, 4), int), jnp.zeros((1, 4), int)))
+
+
+def test_local_shards_that_the_layout_does_not_have_are_refused():
+    def local(x):
+        lo = jnp.zeros((1, 3), jnp.int32)
+        return ring.ring_attention(
+            x, x, x, lo, lo, axis_name="ring", layout=layout.Zigzag()
+        )
+
+    sharded = jax.shard_map(
+        local, mesh=ring_mesh(2), in_specs=P(None, "ring"), out_specs=P(None, "ring")
+    )
+    with pytest.raises(ValueError, match="6 tokens does not divide"):
+        sharded(jnp.ones((1, 6, 2, 8)))
+
+
+def test_bounds_beyond_the_keys_see_all_of_them():
+    """Up to the largest integer, on which nothing may be added."""
+    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
+    x = jax.random.normal(jax.random.key(0), (1, 8, 2, 8))
+    end = jnp.iinfo(jnp.int32)
+    far = Visible(jnp.full((1, 8), end.min), jnp.full((1, 8), end.max))
+    run = jax.jit(attend)
+    seen = masks.full()(np.arange(8, dtype=np.int32), 8)
+    np.testing.assert_array_equal(run(x, x, x, far), run(x, x, x, seen))

@@ -1,0 +1,191 @@
+"""Tile ranges against every tile of the boolean matrix, one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import layouts as layout
+from kernels import masks
+from kernels.masks import Visible
+from kernels.tile_ranges import TileRanges, key_ranges, query_ranges
+
+BATCH = 3
+SHAPES = [(20, 17), (16, 24), (1, 9), (9, 1)]
+BLOCKS = [(1, 1), (1, 4), (3, 8), (8, 3), (8, 8), (5, 50), (50, 5), (50, 50)]
+
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
+
+
+def random_bounds(shape: tuple[int, int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Non-decreasing bounds: with rows that see nothing, without, and narrow ones."""
+    queries, keys = shape
+    rng = np.random.default_rng()
+    drawn = []
+    for _ in range(8):
+        start, stop = np.sort(rng.integers(0, keys + 1, (2, BATCH, queries), np.int32))
+        drawn.append((start, stop))
+        drawn.append((np.minimum(start, stop), np.maximum(start, stop)))
+        drawn.append((start, np.minimum(start + np.int32(2), keys)))
+        drawn.append((start, start))
+    return drawn
+
+
+def matrix(start: np.ndarray, stop: np.ndarray, keys: int) -> np.ndarray:
+    """(B, T, keys): which query sees which slot."""
+    slot = np.arange(keys)
+    return (start[..., None] <= slot) & (slot < stop[..., None])
+
+
+def tiled(seen: np.ndarray, block: tuple[int, int], filler: bool) -> np.ndarray:
+    """(B, T, S) -> (B, query tiles, key tiles, block_q, block_k)."""
+    widths = [(0, 0)] + [
+        (0, -n % b) for n, b in zip(seen.shape[1:], block, strict=True)
+    ]
+    seen = np.pad(seen, widths, constant_values=filler)
+    batch, queries, keys = seen.shape
+    seen = seen.reshape(batch, queries // block[0], block[0], -1, block[1])
+    return seen.swapaxes(2, 3)
+
+
+def inside(begin: np.ndarray, end: np.ndarray, tiles: int) -> np.ndarray:
+    """(B, lines) ranges -> (B, lines, tiles): which tiles lie in them."""
+    tile = np.arange(tiles)
+    return (begin[..., None] <= tile) & (tile < end[..., None])
+
+
+def live_and_full(ranges: TileRanges, tiles: int) -> tuple[np.ndarray, np.ndarray]:
+    begin, full_begin, full_end, end = map(np.asarray, ranges)
+    assert (0 <= begin).all() and (end <= tiles).all()
+    assert (begin <= full_begin).all()
+    assert (full_begin <= full_end).all()
+    assert (full_end <= end).all()
+    return inside(begin, end, tiles), inside(full_begin, full_end, tiles)
+
+
+def tile_count(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+@each_shape
+@each_block
+def test_full_tiles_are_all_visible_and_tiles_that_are_not_live_invisible(shape, block):
+    """Rows after the last do not count; slots after the last are never visible."""
+    queries, keys = shape
+    padded_keys = tile_count(keys, block[1]) * block[1]
+    for start, stop in random_bounds(shape):
+        live, full = live_and_full(
+            key_ranges(start, stop, *block), tile_count(keys, block[1])
+        )
+        seen = matrix(start, stop, padded_keys)
+        np.testing.assert_array_equal(full, tiled(seen, block, True).all((-1, -2)))
+        visible = tiled(seen, block, False).any((-1, -2))
+        assert not (visible & ~live).any()
+
+
+@each_shape
+@each_block
+def test_live_tiles_are_those_that_the_outermost_bounds_touch(shape, block):
+    queries, keys = shape
+    tiles = tile_count(keys, block[1])
+    for start, stop in random_bounds(shape):
+        live, _ = live_and_full(key_ranges(start, stop, *block), tiles)
+        for i in range(live.shape[1]):
+            first, last = i * block[0], min((i + 1) * block[0], queries) - 1
+            for j in range(tiles):
+                j0, j1 = j * block[1], (j + 1) * block[1] - 1
+                empty = (j0 >= stop[:, last]) | (j1 < start[:, first])
+                np.testing.assert_array_equal(live[:, i, j], ~empty)
+
+
+@each_shape
+@pytest.mark.parametrize("block_k", [1, 3, 50])
+def test_tiles_of_one_row_that_sees_something_are_live_if_any_is_visible(
+    shape, block_k
+):
+    tiles = tile_count(shape[1], block_k)
+    for start, stop in random_bounds(shape):
+        live, _ = live_and_full(key_ranges(start, stop, 1, block_k), tiles)
+        seen = matrix(start, stop, tiles * block_k)
+        visible = tiled(seen, (1, block_k), False).any((-1, -2))
+        sees = start < stop
+        np.testing.assert_array_equal(live[sees], visible[sees])
+
+
+@each_shape
+@each_block
+def test_query_ranges_hold_the_same_tiles_as_key_ranges(shape, block):
+    queries, keys = shape
+    query_tiles, key_tiles = tile_count(queries, block[0]), tile_count(keys, block[1])
+    for start, stop in random_bounds(shape):
+        by_query = live_and_full(key_ranges(start, stop, *block), key_tiles)
+        by_key = live_and_full(query_ranges(start, stop, *block, keys), query_tiles)
+        for one, other in zip(by_query, by_key, strict=True):
+            np.testing.assert_array_equal(one, other.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("block", [(1, 4), (3, 8), (50, 5)], ids=str)
+def test_jax_and_numpy_agree(shape, block):
+    for ranges in (
+        lambda *bounds: key_ranges(*bounds, *block),
+        lambda *bounds: query_ranges(*bounds, *block, shape[1]),
+    ):
+        compiled = jax.jit(ranges)
+        for bounds in random_bounds(shape):
+            want = ranges(*bounds)
+            assert all(isinstance(bound, np.ndarray) for bound in want)
+            for got, bound in zip(
+                compiled(*map(jnp.asarray, bounds)), want, strict=True
+            ):
+                assert got.dtype == bound.dtype == np.int32
+                np.testing.assert_array_equal(got, bound)
+
+
+def test_causal_tiles_are_below_or_on_the_diagonal():
+    start, stop = np.zeros((1, 12), np.int32), np.arange(1, 13, dtype=np.int32)[None]
+    ranges = key_ranges(start, stop, 4, 2)
+    assert [bound.tolist() for bound in ranges] == [
+        [[0, 0, 0]], [[0, 0, 0]], [[0, 2, 4]], [[2, 4, 6]]
+    ]  # fmt: skip
+    assert ranges.work().tolist() == [[2, 4, 6]]
+    ranges = query_ranges(start, stop, 4, 2, 12)
+    assert [bound.tolist() for bound in ranges] == [
+        [[0, 0, 1, 1, 2, 2]], [[1, 1, 2, 2, 3, 3]], [[3] * 6], [[3] * 6]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, first_hop, later_hops, total",
+    [
+        # Contiguous: after h hops, device d has the shard of d - h, and all of it or
+        # none of it is in the past.
+        (layout.Contiguous(), 36, lambda device, hop: 64 * (device >= hop), 228),
+        # Striped: every shard is a triangle, with the diagonal or just below it.
+        (layout.Striped(), 36, lambda device, hop: 36, 144),
+        # Zigzag: two tiles of chunks of 4 x 4 in any case.
+        (layout.Zigzag(), 36, lambda device, hop: 32, 132),
+    ],
+    ids=["contiguous", "striped", "zigzag"],
+)
+def test_work_of_a_causal_ring_of_four(kind, first_hop, later_hops, total):
+    """Live tiles, 8 x 8 a shard, per device and hop; each hop waits for the slowest."""
+    ring_size, length, block = 4, 64, 8
+    work = np.zeros((ring_size, ring_size), int)  # (hop, device)
+    for hop, device in np.ndindex(work.shape):
+        index = kind.index(device, ring_size, length)
+        visible = masks.causal()(index, ring_size * length)
+        start, stop = slots(kind, (device - hop) % ring_size, visible, length)
+        work[hop, device] = key_ranges(start, stop, block, block).work().sum()
+        by_key = query_ranges(start, stop, block, block, length).work().sum()
+        assert by_key == work[hop, device]
+    assert work[0].tolist() == [first_hop] * ring_size
+    for hop in range(1, ring_size):
+        assert work[hop].tolist() == [later_hops(d, hop) for d in range(ring_size)]
+    assert work.max(axis=1).sum() == total
+
+
+def slots(kind, shard: int, visible: Visible, length: int) -> list[np.ndarray]:
+    """Bounds of the visible slots of a shard, in a ring of four."""
+    return [kind.count(shard, g, 4, length) for g in (visible.lo, visible.hi + 1)]

@@ -1,0 +1,245 @@
+"""Agents through the real `train.train`: their curves, their resumption, refusals."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from kernels.cases import QUICK
+from tasks import base as assemble
+from tasks import exorl as assemble_agents
+from tasks import task as tasks
+from tasks.generation import newest_parameters
+from tests.curves import layout
+from tests.small_agent import (
+    ACTION_SIZE,
+    EPISODE_STEPS,
+    OBSERVATION_SIZE,
+    chains_of,
+    config_of,
+    make_trajectories,
+)
+from training.metrics import read_scalars
+
+STEPS, MIDDLE = 12, 6
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> TrajectoryFile:
+    return make_trajectories(tmp_path_factory.mktemp("data"))
+
+
+def config_in(workdir: Path, file: TrajectoryFile, **overrides: Any) -> Any:
+    fields = {
+        "workdir": str(workdir),
+        "data__trajectories": str(file.directory),
+        "mesh__fsdp": 2,
+        "mesh__ring": 4,
+        "optimizer__warmup_steps": 2,
+        "optimizer__peak_lr": 1e-2,
+        "train__steps": STEPS,
+        "train__log_every_steps": 1,
+        "train__validate_every_steps": MIDDLE,
+        "checkpoint__save_every_steps": MIDDLE,
+        "checkpoint__keep": 2,
+    }
+    return config_of(**fields | overrides)
+
+
+def parameters_in(
+    workdir: Path, file: TrajectoryFile, mean_off_by: float = 0.0
+) -> tuple[Any, int]:
+    """Of the newest checkpoint, and its step.
+
+    mean_off_by: of the first observation, which the trajectories are said to have.
+    """
+    config = config_in(workdir, file)
+    partition = assemble.partition(config, jax.devices())
+    model = assemble_agents.model(config, partition)
+    fingerprint = assemble_agents.fingerprint(model, file)
+    fingerprint["trajectories"]["observation_mean"][0] += mean_off_by
+    return newest_parameters(config, partition, model, fingerprint)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(file: TrajectoryFile, tmp_path_factory: Any) -> Iterator[tuple]:
+    """A run of all steps: its working directory, what it said, its last metrics."""
+    workdir, said = tmp_path_factory.mktemp("run"), []
+    last = train.train(config_in(workdir, file), said.append)
+    yield workdir, said, last
+
+
+def test_losses_fall_and_ranks_have_curves_of_their_own(undisturbed):
+    workdir, said, last = undisturbed
+    curves = read_scalars(workdir / "tensorboard")
+    losses = dict(curves["train/loss"])
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert losses[STEPS] < losses[1] and last["step"] == STEPS
+    ranks = [dict(curves[f"train/loss_rank_{rank}"]) for rank in (1, 2)]
+    for step, loss in losses.items():
+        # Episodes of one length weigh the same.
+        mean = np.mean([of_rank[step] for of_rank in ranks])
+        assert loss == pytest.approx(mean, rel=1e-5)
+    assert ranks[0] != ranks[1]
+    held_out = [dict(curves[f"validation/loss_rank_{rank}"]) for rank in (1, 2)]
+    validation = dict(curves["validation/loss"])
+    assert sorted(validation) == [MIDDLE, STEPS]
+    for step, loss in validation.items():
+        assert loss == pytest.approx(np.mean([r[step] for r in held_out]), rel=1e-5)
+    assert any("striped attention" in line for line in said)
+    learning = layout(workdir / "tensorboard" / workdir.name)["Learning"]
+    assert list(learning)[:2] == [
+        "loss, squared error of actions",
+        "held-out loss by part, squared error of actions",
+    ]
+
+
+def test_a_resumed_run_ends_as_the_undisturbed_one(file, undisturbed, tmp_path):
+    workdir, _, last = undisturbed
+    place = Path("checkpoints") / str(MIDDLE)
+    shutil.copytree(workdir / place, tmp_path / place)
+    said = []
+    resumed = train.train(config_in(tmp_path, file), said.append)
+    assert f"resuming from step {MIDDLE}" in said
+    assert resumed == last
+
+
+def test_a_step_with_bad_gradients_makes_no_update_and_is_replayed(
+    file, undisturbed, tmp_path, monkeypatch
+):
+    checkpoint = Path("checkpoints") / str(MIDDLE)
+    shutil.copytree(undisturbed[0] / checkpoint, tmp_path / checkpoint)
+    place, said, placed = train.place, [], []
+
+    def spoilt(*arguments: Any) -> Any:
+        """The step's batch, and not those of the validation, which then is finite."""
+        batch = place(*arguments)
+        placed.append(batch)
+        return batch if placed[1:] else batch._replace(actions=np.nan * batch.actions)
+
+    monkeypatch.setattr(train, "place", spoilt)
+    config = config_in(tmp_path, file, guard__replay=True, train__steps=MIDDLE + 1)
+    before, _ = parameters_in(tmp_path, file)
+    last = train.train(config, said.append)
+    after, step = parameters_in(tmp_path, file)
+    assert last["step"] == step == MIDDLE + 1 and last["skipped"] == 1
+    assert np.isnan(last["loss_rank_1"])
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert any(f"at step {step}: no update" in line for line in said)
+    assert any(line.startswith(f"step {step} gives the same") for line in said)
+
+
+def test_parameters_of_a_run_are_refused_for_other_trajectories(undisturbed, file):
+    assert parameters_in(undisturbed[0], file)[1] == STEPS
+    with pytest.raises(ValueError, match="observation_mean.0: saved"):
+        parameters_in(undisturbed[0], file, mean_off_by=0.1)
+
+
+def test_tokens_and_pairs_are_those_of_real_steps(file):
+    config = config_of(data__loss_on="last")
+    batch = chains_of(file, config, loss_on="last")
+    counts = jax.jit(assemble_agents.count(config), compiler_options=QUICK)(batch)
+    real = 4 * 2 * EPISODE_STEPS  # tokens of a row
+    assert float(counts.tokens) == 2 * real
+    assert float(counts.pairs) == 2 * real * (real + 1) / 2
+    assert counts.weights.tolist() == [0, 2 * EPISODE_STEPS]
+    config.agent.method = "perceptron"
+    counts = assemble_agents.count(config)(batch)
+    assert (float(counts.tokens), float(counts.pairs)) == (real / 2, 0)
+
+
+def test_the_best_episodes_are_chosen_among_those_trained_on(file):
+    config = config_of(data__top_share=0.5)
+    training = assemble_agents.episodes(config_of(), file, "train")
+    held_out = assemble_agents.episodes(config_of(), file, "validation")
+    assert sorted([*training, *held_out]) == list(range(len(file.returns)))
+    best = assemble_agents.episodes(config, file, "train")
+    assert len(best) == len(training) // 2 and set(best) <= set(training)
+    others = np.setdiff1d(training, best)
+    assert file.returns[best].min() > file.returns[others].max()
+
+
+REFUSALS = {
+    "unknown_task": ({"task": "chess"}, "task='chess' is not one of text, exorl"),
+    "no_trajectories": ({"data__trajectories": ""}, "names no trajectories"),
+    "unknown_method": ({"agent__method": "oracle"}, "method='oracle' is not one of"),
+    "other_observations": (
+        {"agent__observation_size": 5},
+        f"observation_size=5, but .* has {OBSERVATION_SIZE}: set the config",
+    ),
+    "other_actions": (
+        {"agent__action_size": 1},
+        f"action_size=1, but .* has {ACTION_SIZE}: set the config",
+    ),
+    "longer_episodes": (
+        {"agent__episode_steps": 6},
+        f"episode_steps=6, but .* has an episode of {EPISODE_STEPS} steps",
+    ),
+    "a_context_too_short_for_a_chain": (
+        {"data__context_tokens": 48},
+        "context_tokens=48 must hold .*chain_length=2 .*make it 64",
+    ),
+    "stripes_that_cut_steps": (
+        {"stripe_granule": 2},
+        "stripe_granule=2 cuts the 4 tokens of a step: make it a multiple of 4",
+    ),
+    "a_chain_longer_than_what_is_held_out": (
+        {"data__held_out_share": 0.05},
+        "chain of 2 episodes cannot be made of 1 different ones",
+    ),
+    "a_scale_of_nothing": ({"agent__return_scale": 0.0}, "return_scale=0.0 must be"),
+    "unknown_order": ({"data__chain_order": "sorted"}, "order='sorted'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_bad_configs_are_refused_before_anything_is_made(
+    file, tmp_path, name, monkeypatch
+):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("bad input was not refused before jax.jit")
+
+    overrides, match = REFUSALS[name]
+    monkeypatch.setattr(jax, "jit", refuse)
+    config = config_in(tmp_path / "run", file, **overrides)
+    with pytest.raises(ValueError, match=match):
+        train.train(config, lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_both_tasks_have_the_same_objects(file, tmp_path):
+    config = config_in(tmp_path, file)
+    task = tasks.make(config, assemble.partition(config, jax.devices()))
+    assert task.shape == (2, 16) and task.objective.part_names == ["rank_1", "rank_2"]
+    sizes = [leaf.size for leaf in jax.tree.leaves(task.model.shapes)]
+    assert task.num_parameters == sum(sizes) > 1000
+    assert len(task.validation) == 1
+    work = task.work(100.0, 1000.0)
+    layers, heads, depth = 2, 2, 8
+    matrices = layers * (4 * 16 * heads * depth + 3 * 16 * 24)
+    assert work.model_flops == 6 * matrices * 100 + 12 * layers * heads * depth * 1000
+
+
+def test_shorter_episodes_are_padded_at_the_end(tmp_path):
+    with TrajectoryWriter(tmp_path / "short", {}) as writer:
+        for number in range(12):
+            steps = EPISODE_STEPS - number % 3
+            writer.write(
+                np.full((steps, OBSERVATION_SIZE), number, float),
+                np.zeros((steps, ACTION_SIZE)),
+                np.full(steps, number / 10),
+            )
+    file = TrajectoryFile.open(tmp_path / "short")
+    config = config_in(tmp_path / "run", file)
+    partition = assemble.partition(config, jax.devices())
+    batches = assemble_agents.batches(config, partition, file, "train")
+    blocks = batches[0]
+    assert sum(block.columns[1] - block.columns[0] for block in blocks) == 2 * 16
+    weight = sum(part.loss_weights.sum() for part in blocks.values())
+    assert 2 * 2 * (EPISODE_STEPS - 2) <= weight <= 2 * 2 * EPISODE_STEPS

@@ -1,0 +1,73 @@
+"""Layers of ring attention and nothing else, to be compiled and looked at."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kernels import layouts as layout
+from kernels import masks, ring
+from kernels.backends import Backend
+
+HEADS, HEAD_DIM, LAYERS = 2, 128, 2
+SHARDED = PartitionSpec(None, "ring")
+
+
+def striped_attention(
+    mesh: Mesh, backend: Backend, tokens: int
+) -> Callable[..., jax.Array]:
+    """Causal attention of global q, k and v, (1, N * tokens, H, D), on a striped ring.
+
+    mesh: of one axis, "ring", of N devices.
+    backend: the module itself: by its name, tests get it interpreted.
+    tokens: of each device.
+    """
+    length = mesh.size * tokens
+    index = layout.order(layout.Striped(), mesh.size, length)
+    bounds = [jnp.asarray(bound) for bound in masks.causal()(index, length)]
+    scale = HEAD_DIM**-0.5
+    this_ring = ring.Ring("ring", mesh.size, layout.Striped(), scale, backend)
+    attend = jax.shard_map(
+        lambda *operands: ring.attend(this_ring, *operands)[0],
+        mesh=mesh,
+        in_specs=(SHARDED,) * 5,
+        out_specs=SHARDED,
+        check_vma=False,
+    )
+    return lambda q, k, v: attend(q, k, v, *bounds)
+
+
+def layers_gradient(
+    mesh: Mesh,
+    backend: Backend,
+    tokens: int,
+    dtype: jnp.dtype = jnp.bfloat16,
+    kv_heads: int = HEADS,
+) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+    """The gradient of LAYERS scanned layers, and what to compile it for.
+
+    Layers save what the ring gives. Arguments as of `striped_attention`; kv_heads: that
+    the HEADS query heads share.
+    """
+    attend = striped_attention(mesh, backend, tokens)
+    saved = jax.checkpoint_policies.save_only_these_names(
+        "attention_out", "attention_lse"
+    )
+
+    @functools.partial(jax.checkpoint, policy=saved)
+    def layer(x, weight):
+        shared = x[:, :, :kv_heads]
+        return attend(x * weight, shared + weight, shared - weight), None
+
+    def loss(x, weights):
+        out, _ = jax.lax.scan(layer, x, weights)
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    x = jax.ShapeDtypeStruct(
+        (1, mesh.size * tokens, HEADS, HEAD_DIM),
+        dtype,
+        sharding=NamedSharding(mesh, SHARDED),
+    )
+    return jax.grad(loss), (x, jax.ShapeDtypeStruct((LAYERS, HEAD_DIM), dtype))

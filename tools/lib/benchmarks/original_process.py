@@ -1,0 +1,108 @@
+"""Runs haoliuhl's `ringattention` whenever it is told to, in a Python of its own.
+
+Started by `tools.bench_original`, with an older JAX than the rest of this repository,
+of which it therefore imports nothing. A directory is its argument: `problem.npz` there
+has q, k, v and d_out, float32 (B, T, H, D), and, where rows hold several documents,
+`segments`, int32 (B, T), a number for each. It prints one line of JSON, with
+`compile_seconds` and `versions`. Then it runs once for each line that it reads, and
+prints `wall` and `cpu`, in seconds. At the end of its input it writes out, dq, dk and
+dv to `answer.npz`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    for name in ("devices", "chunk_q", "chunk_k"):
+        parser.add_argument(name, type=int)
+    return parser.parse_args()
+
+
+def _compiled(chosen: argparse.Namespace) -> tuple[Callable, list, float]:
+    """The program, its operands, and the seconds that compiling it took.
+
+    JAX is imported when it is known how many devices it has.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={chosen.devices}"
+
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.shard_map import shard_map
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from ringattention import ringattention_jax
+
+    options = {
+        "causal_block_size": 1,
+        "deterministic": True,
+        "dropout_rng": None,
+        "attn_pdrop": 0.0,
+        "query_chunk_size": chosen.chunk_q,
+        "key_chunk_size": chosen.chunk_k,
+        "dtype": jnp.float32,
+        "policy": jax.checkpoint_policies.nothing_saveable,
+        "precision": None,
+        "prevent_cse": False,
+    }
+    mesh = Mesh(np.array(jax.devices()), ("ring",))
+    tokens_second = PartitionSpec(None, "ring")
+    with np.load(chosen.directory / "problem.npz") as problem:
+        segments = problem["segments"] if "segments" in problem else None
+        operands = [
+            jax.device_put(problem[name], NamedSharding(mesh, tokens_second))
+            for name in ("q", "k", "v", "d_out")
+        ]
+
+    def forward_and_backward(q, k, v, d_out):
+        def attend(q, k, v):
+            return ringattention_jax(
+                q, k, v, None, segments, None, "ring", True, options
+            )
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(d_out)
+
+    program = shard_map(
+        forward_and_backward,
+        mesh=mesh,
+        in_specs=(tokens_second,) * 4,
+        out_specs=(tokens_second,) * 4,
+        check_rep=False,
+    )
+    begin = time.perf_counter()
+    run = jax.jit(program).lower(*operands).compile()
+    return run, operands, time.perf_counter() - begin
+
+
+def main() -> None:
+    """Runs the program."""
+    chosen = _arguments()
+    run, operands, seconds = _compiled(chosen)
+    versions = {name: version(name) for name in ("ringattention", "jax", "jaxlib")}
+    print(json.dumps({"compile_seconds": seconds, "versions": versions}), flush=True)
+
+    for _ in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        for result in run(*operands):
+            result.block_until_ready()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        print(json.dumps({"wall": wall, "cpu": cpu}), flush=True)
+    results = zip(("out", "dq", "dk", "dv"), run(*operands), strict=True)
+    np.savez(
+        chosen.directory / "answer.npz", **{name: np.asarray(x) for name, x in results}
+    )
+
+
+if __name__ == "__main__":
+    main()

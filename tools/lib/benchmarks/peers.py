@@ -1,0 +1,171 @@
+"""Other people's attention kernels, to be timed beside ours in one process.
+
+Each is given operands and hands back two runs, forward and backward, that compute the
+same as ours. What is not installed, or does not do what is asked, says so.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels import masks
+from kernels.attention import attention
+
+
+class Unavailable(Exception):
+    """It is not installed, or refuses the problem; the message says which."""
+
+
+class Operands(NamedTuple):
+    """q and d_out (B, T, H, D), k and v (B, T, K, D), on the device."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    d_out: jax.Array
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A problem, ready to be run.
+
+    forward, backward: start the computation, and return what `wait` waits for. The
+      backward begins from what a forward pass has left, and gives dq, dk and dv.
+    results: NumPy arrays of forward, (out,), or backward, (B, T, …) each.
+    """
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any] | None
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    results: Callable[[Any], list[np.ndarray]] = jax.device_get
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def jax_runs(attend: Attend, operands: Operands, has_backward: bool = True) -> Runs:
+    """Runs of a JAX function, compiled.
+
+    Raises:
+      Unavailable: it cannot be compiled or run.
+    """
+    q, k, v, d_out = operands
+    try:
+        forward = jax.jit(attend).lower(q, k, v).compile()
+        if not has_backward:
+            return Runs(lambda: (forward(q, k, v),), None)
+        _, pull = jax.jit(lambda *qkv: jax.vjp(attend, *qkv))(q, k, v)
+        backward = jax.jit(lambda pull, d_out: pull(d_out)).lower(pull, d_out).compile()
+        return Runs(lambda: (forward(q, k, v),), lambda: backward(pull, d_out))
+    # Libraries refuse in every way, failed assertions included.
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise Unavailable(f"{type(error).__name__}: {lines[0]}") from error
+
+
+def ours(implementation: str, operands: Operands, is_causal: bool) -> Runs:
+    """One of `kernels.backends`."""
+    visible = masks.causal() if is_causal else masks.full()
+    run = functools.partial(attention, visible=visible, implementation=implementation)
+    return jax_runs(run, operands)
+
+
+def cudnn(operands: Operands, is_causal: bool) -> Runs:
+    """NVIDIA's cuDNN, through JAX."""
+    attend = functools.partial(
+        jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"
+    )
+    return jax_runs(attend, operands)
+
+
+def mosaic_gpu(operands: Operands, is_causal: bool) -> Runs:
+    """JAX's own Hopper kernels: float16, forward only if causal."""
+    module = _imported("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    if operands.q.dtype != jnp.float16:
+        raise Unavailable(f"its buffers are float16, not {operands.q.dtype}")
+    blocks = dict.fromkeys(
+        ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64
+    )
+    config = module.TuningConfig(
+        block_q=64,
+        block_kv=128,
+        max_concurrent_steps=2,
+        causal=is_causal,
+        **({} if is_causal else blocks | {"compute_wgs_bwd": 2}),
+    )
+    scale = np.float16(operands.q.shape[-1] ** -0.5)  # it has none of its own
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return module.attention(q * scale, k, v, config)
+
+    return jax_runs(attend, operands, has_backward=not is_causal)
+
+
+def tokamax(operands: Operands, is_causal: bool) -> Runs:
+    """Google's kernel library."""
+    attend = functools.partial(
+        _imported("tokamax").dot_product_attention,
+        is_causal=is_causal,
+        implementation="mosaic",
+    )
+    return jax_runs(attend, operands)
+
+
+def torch_sdpa(kind: str, operands: Operands, is_causal: bool) -> Runs:
+    """PyTorch's scaled dot product attention; kind: flash_attention or cudnn_attention.
+
+    Its operands are (B, H, T, D) in memory, as it wants them.
+    """
+    torch = _imported("torch")
+    if not torch.cuda.is_available():
+        raise Unavailable("torch sees no GPU")
+    attention_module = importlib.import_module("torch.nn.attention")
+    chosen = attention_module.SDPBackend.__members__[kind.upper()]
+    q, k, v, d_out = (
+        torch.from_dlpack(x).transpose(1, 2).contiguous() for x in operands
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def attend() -> Any:
+        with attention_module.sdpa_kernel(chosen):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+            )
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return (attend(),)
+
+    try:
+        out = attend()
+    except RuntimeError as error:
+        raise Unavailable(str(error).splitlines()[0]) from error
+    return Runs(
+        forward,
+        lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True),
+        lambda _: torch.cuda.synchronize(),
+        lambda results: [x.transpose(1, 2).float().cpu().numpy() for x in results],
+    )
+
+
+PEERS: dict[str, Callable[[Operands, bool], Runs]] = {
+    "cudnn": cudnn,
+    "jax_mosaic_gpu": mosaic_gpu,
+    "tokamax": tokamax,
+    "torch_flash": functools.partial(torch_sdpa, "flash_attention"),
+    "torch_cudnn": functools.partial(torch_sdpa, "cudnn_attention"),
+}
+
+
+def _imported(name: str) -> Any:
+    if importlib.util.find_spec(name.split(".")[0]) is None:
+        raise Unavailable(f"{name} is not installed")
+    return importlib.import_module(name)

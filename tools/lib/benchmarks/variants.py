@@ -1,0 +1,166 @@
+"""One way to run an attention problem on a ring: chosen, compiled, and read back."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kernels import backends as backend
+from kernels import layouts as layout
+from kernels.block_sizes import BlockSizes
+from kernels.blockwise import default_block_sizes
+from kernels.cases import LAYOUTS, Answer, Case, Problem
+from kernels.layouts import Layout
+from kernels.ring import Ring, attend
+from tools.lib.benchmarks import unskipped as unskipped_ring
+from training.chips import compiler_options
+
+UNSKIPPED = "unskipped"
+"""The implementation that is a baseline only: see `unskipped_ring`."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An implementation, a layout, and the problem they are to solve.
+
+    implementation: as in `kernels.backends`, or "unskipped".
+    case: names the layout, and the ring.
+    block_q, block_k: instead of the implementation's own sizes.
+    """
+
+    implementation: str
+    case: Case
+    dtype: jnp.dtype
+    block_q: int | None = None
+    block_k: int | None = None
+
+    def __post_init__(self):
+        if self.own_sizes is None and (self.block_q or self.block_k):
+            raise ValueError(
+                f'implementation "{self.implementation}" has no blocks: leave out '
+                f"block_q={self.block_q} and block_k={self.block_k}"
+            )
+
+    @property
+    def module(self) -> Any:
+        """Has `forward` and `backward`, as described in `kernels.reference`."""
+        if self.implementation == UNSKIPPED:
+            return unskipped_ring
+        return backend.choose(self.implementation, self.dtype)
+
+    @property
+    def own_sizes(self) -> BlockSizes | None:
+        """The implementation's own block sizes; None if it has no blocks."""
+        blocked = self.implementation in (UNSKIPPED, "blockwise")
+        return default_block_sizes(self.shard_length) if blocked else None
+
+    @property
+    def block_sizes(self) -> BlockSizes | None:
+        """What it computes in, no larger than a shard; None if it has no blocks."""
+        own = self.own_sizes
+        if own is None:
+            return None
+        return BlockSizes(
+            min(self.block_q or own.block_q, self.shard_length),
+            min(self.block_k or own.block_k, self.shard_length),
+        )
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.case.layout]
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of the sequence with the padding that the layout needs."""
+        return layout.padded_length(self.layout, self.case.ring_size, self.case.length)
+
+    @property
+    def shard_length(self) -> int:
+        return self.padded_length // self.case.ring_size
+
+    def ring(self) -> Ring:
+        """The production ring, around the axis "ring"."""
+        sizes = self.block_sizes
+        step = self.module
+        if sizes is not None:
+            step = backend.Steps(
+                functools.partial(step.forward, block_sizes=sizes),
+                functools.partial(step.backward, block_sizes=sizes),
+            )
+        scale = self.case.head_dim**-0.5
+        return Ring("ring", self.case.ring_size, self.layout, scale, step)
+
+    def to_layout(self, x: np.ndarray) -> np.ndarray:
+        """(B, T, …) in natural order, padded with zeros and put into layout order."""
+        widths = [(0, 0)] * x.ndim
+        widths[1] = (0, self.padded_length - x.shape[1])
+        return layout.permute(np.pad(x, widths), self.layout, self.case.ring_size)
+
+    def from_layout(self, x: jax.Array, axis: int) -> np.ndarray:
+        """Undoes `to_layout` along the axis of the tokens, in float64."""
+        ring_size = self.case.ring_size
+        x = layout.unpermute(np.asarray(x, np.float64), self.layout, ring_size, axis)
+        return np.take(x, range(self.case.length), axis)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled variant with its operands on their devices.
+
+    compile_seconds: wall-clock time that lowering and compiling took.
+    """
+
+    variant: Variant
+    run: Callable[..., tuple[jax.Array, ...]]
+    operands: tuple[jax.Array, ...]
+    compile_seconds: float
+
+    def __call__(self) -> tuple[jax.Array, ...]:
+        """Runs it: out, lse, dq, dk and dv, on their devices, in layout order."""
+        return self.run(*self.operands)
+
+    def answer(self) -> Answer:
+        """Runs it, and brings the results into natural order."""
+        axes = (1, 2, 1, 1, 1)
+        results = zip(self(), axes, strict=True)
+        return Answer(*(self.variant.from_layout(x, axis) for x, axis in results))
+
+
+def compile_variant(variant: Variant, problem: Problem, mesh: Mesh) -> Program:
+    """Compiles forward and backward pass, and shards the operands.
+
+    problem: operands in natural order, of `variant.case`; its `d_lse` is not used.
+    mesh: of one axis, "ring".
+    """
+    ring = variant.ring()
+
+    def forward_and_backward(q, k, v, d_out, lo, hi):
+        results, pull = jax.vjp(lambda *qkv: attend(ring, *qkv, lo, hi), q, k, v)
+        return *results, *pull((d_out, jnp.zeros_like(results[1])))
+
+    tokens_second = PartitionSpec(None, "ring")
+    tokens_third = PartitionSpec(None, None, "ring")
+    program = jax.jit(
+        jax.shard_map(
+            forward_and_backward,
+            mesh=mesh,
+            in_specs=(tokens_second,) * 6,
+            out_specs=(tokens_second, tokens_third, *(tokens_second,) * 3),
+            check_vma=False,
+        ),
+        compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
+    )
+    arrays = (problem.q, problem.k, problem.v, problem.d_out)
+    arrays = [x.astype(variant.dtype) for x in arrays]
+    arrays += variant.case.visible(variant.padded_length)
+    sharding = NamedSharding(mesh, tokens_second)
+    operands = tuple(jax.device_put(variant.to_layout(x), sharding) for x in arrays)
+    begin = time.perf_counter()
+    run = program.lower(*operands).compile()
+    return Program(variant, run, operands, time.perf_counter() - begin)

@@ -1,0 +1,64 @@
+"""How much each device of a ring has to compute, counted in tiles of scores.
+
+From the layouts and the tile ranges that drive the kernels' loops. A tile of which the
+mask hides a part counts in full, as it is computed in full.
+"""
+
+import numpy as np
+
+from kernels.block_sizes import BlockSizes
+from kernels.layouts import Layout, permute
+from kernels.masks import Visible
+from kernels.tile_ranges import key_ranges
+
+
+def tiles_per_hop(
+    layout: Layout, ring_size: int, visible: Visible, sizes: BlockSizes
+) -> np.ndarray:
+    """The tiles that each device computes in each hop, int64 (devices, hops).
+
+    visible: NumPy bounds of the whole sequence, (B or 1, T), in natural order.
+
+    Raises:
+      ValueError: the sequence does not divide into the layout's shards.
+    """
+    bounds = [
+        np.split(permute(bound, layout, ring_size), ring_size, axis=1)
+        for bound in (visible.lo, visible.hi + 1)
+    ]
+    length = visible.lo.shape[1] // ring_size
+    work = np.zeros((ring_size, ring_size), np.int64)
+    for device, hop in np.ndindex(work.shape):
+        source = (device - hop) % ring_size  # whose keys are visiting the device
+        start, stop = (
+            layout.count(source, bound[device], ring_size, length) for bound in bounds
+        )
+        work[device, hop] = (
+            key_ranges(
+                start, stop, min(sizes.block_q, length), min(sizes.block_k, length)
+            )
+            .work()
+            .sum()
+        )
+    return work
+
+
+def critical_path(work: np.ndarray) -> int:
+    """Tiles of the slowest device of every hop, summed: all wait for it.
+
+    work: (devices, hops).
+    """
+    return int(work.max(axis=0).sum())
+
+
+def visible_pairs(visible: Visible) -> int:
+    """Pairs of a query and a key that it sees."""
+    return int(np.maximum(visible.hi - visible.lo + 1, 0).sum(dtype=np.int64))
+
+
+def balanced_tiles(ring_size: int, visible: Visible, sizes: BlockSizes) -> float:
+    """The visible pairs, in tiles, evenly spread over the devices.
+
+    No critical path is shorter: nothing hidden is computed, and no device waits.
+    """
+    return visible_pairs(visible) / (sizes.block_q * sizes.block_k) / ring_size

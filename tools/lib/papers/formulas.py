@@ -1,0 +1,89 @@
+"""What the two papers compute with a formula.
+
+Ring Attention (2310.01889): tables 1 and 2, figure 5. Striped Attention (2311.09431):
+how much faster than a contiguous ring a striped one can be at most.
+
+Letters: b rows, s tokens of a row, c tokens of a device, h hidden size, n heads.
+"""
+
+from dataclasses import dataclass
+
+from kernels.layouts import Contiguous, Layout, Striped
+from models.flops import num_matrix_parameters
+from models.llama import LlamaConfig
+from tools.lib.planning.estimate import mean_area
+from training.chips import Chip
+
+BYTES = 2
+"""Of a number in bfloat16, which table 1 assumes."""
+
+RING_BLOCKS = 6
+"""Blocks that a device holds in the paper's ring: its queries and results, the keys and
+values that are there, and those that arrive. So its sequence is 6 blocks at least."""
+
+
+def activation_bytes(system: str, *, b: int, s: int, c: int, h: int, n: int) -> int:
+    """Table 1: the most that a layer's activations take on a device.
+
+    Raises:
+      KeyError: table 1 has no such system.
+    """
+    return {
+        "vanilla": 2 * b * n * s**2,
+        "memory_efficient": 8 * b * s * h,
+        "blockwise": 2 * b * s * h,
+        "ring": 6 * b * c * h,
+        "striped": 6 * b * c * h,  # as ring: it only deals tokens out differently
+    }[system]
+
+
+@dataclass(frozen=True)
+class SmallestBlock:
+    """Table 2: from how many tokens a device on, transfers hide behind attention.
+
+    block: F / B, with F peak FLOP/s and B bytes/s between neighbours. A hop takes
+      4·c²·h FLOPs, and 4·c·h bytes travel.
+    sequence: tokens of a device's sequence, 6 blocks.
+    """
+
+    block: float
+    sequence: float
+
+    @classmethod
+    def of(cls, chip: Chip, links: float = 1) -> "SmallestBlock":
+        """links: as many times the chip's rate one way (see `chips`) are used."""
+        block = chip.peak_flops / (links * chip.interconnect_bytes_per_second)
+        return cls(block, RING_BLOCKS * block)
+
+
+def dataset_flops_ratio(hidden: int, context: int, base_context: int) -> float:
+    """Figure 5: (6h + s₂) / (6h + s₁), FLOPs of a data set in contexts of s₂ and s₁."""
+    return (6 * hidden + context) / (6 * hidden + base_context)
+
+
+def largest_speed_up(model: LlamaConfig, ring_size: int, context: int) -> float:
+    """How much faster a step is striped than contiguous, if only products take time.
+
+    Both at the same rate, causal, every hop as long as on its slowest device, only
+    visible pairs computed. The rest of the model, which is the same, is counted too.
+    """
+
+    def flops(layout: Layout) -> float:
+        length = context // ring_size
+        pairs = mean_area(layout, ring_size, length) * ring_size  # over all hops
+        heads = model.num_heads * model.head_dim
+        attention = 4.0 * model.num_layers * heads * pairs
+        return 2.0 * num_matrix_parameters(model) * length + attention
+
+    return flops(Contiguous()) / flops(Striped())
+
+
+def largest_attention_speed_up(ring_size: int, tiles: int | None = None) -> float:
+    """Of attention alone; with `tiles` a shard long, or as if there were no tiles.
+
+    Striped Attention, section 3: a contiguous ring computes one half and then whole
+    blocks on its slowest device, a striped one halves; with tiles, those on a diagonal
+    are computed in full.
+    """
+    half = 0.5 if tiles is None else (tiles + 1) / (2 * tiles)
+    return (ring_size - 1 + half) / (ring_size * half)

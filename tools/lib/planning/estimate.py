@@ -1,0 +1,315 @@
+"""How long a planned step may take: an estimate from schedules, peaks and assumptions.
+
+Nothing here is measured on the device. Work that no formula counts (norms, rotations,
+the optimizer, stalls of a kernel) takes time that is missing here.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.layouts import Layout
+from kernels.tile_ranges import key_ranges
+from models.flops import num_matrix_parameters
+from models.llama import LlamaConfig
+from tasks import base as assemble
+from tools.lib.benchmarks.rows import ROOT
+from tools.lib.planning.hlo import TRANSFER
+from tools.lib.planning.memory import feed_forward_chunks, local_tokens
+from training.chips import Chip
+from training.mesh import Partition
+
+SCHEDULES = ROOT / "results" / "tpu"
+"""Rows of tools/tpu_schedule.py: bundles of a tile, by chip and direction."""
+
+PRODUCTS_SHARE = 0.8
+"""Of the peak, that products with parameters are assumed to reach."""
+
+ATTENTION_SHARE = {"forward": 0.6, "backward": 0.5}
+"""Of the peak, assumed for kernels without a schedule in SCHEDULES."""
+
+TILE = 1024
+"""Rows and keys of the tile that the schedules are of; its head size is LANES."""
+
+LANES = 128
+SUB_TILE = 256
+"""Rows and keys of the parts that a partial tile is computed in."""
+
+PRODUCTS = {"forward": 2, "backward": 5}
+"""Matrix products of a tile."""
+
+RECOMPUTED = ("nothing", "offload")
+"""Policies with which the layer's backward runs its ring again."""
+
+SAMPLED_HOPS = 8
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How fast the attention kernels are on a device.
+
+    seconds: of a pair of a query and a key and a head of LANES numbers, by direction.
+    source: what that is taken from.
+    """
+
+    seconds: dict[str, float]
+    source: str
+
+    @classmethod
+    def of(cls, chip: Chip, schedules: Path = SCHEDULES) -> "Kernels":
+        """From the kernels' schedules where there are any, else by assumption.
+
+        A bundle takes a cycle, and the clock is the one at which the chip's matrix
+        units reach its peak: published clocks differ from what peaks imply.
+        """
+        bundles = {name: _bundles(chip, name, schedules) for name in PRODUCTS}
+        flops = {name: 2.0 * LANES * count for name, count in PRODUCTS.items()}
+        if None in bundles.values():
+            shares = ", ".join(f"{n} {s:.0%}" for n, s in ATTENTION_SHARE.items())
+            return cls(
+                {n: flops[n] / (ATTENTION_SHARE[n] * chip.peak_flops) for n in flops},
+                f"assumed shares of the peak: {shares}",
+            )
+        least = {name: flops[name] / chip.peak_flops for name in flops}
+        cycle = _cycle_seconds(chip)
+        return cls(
+            {n: max(least[n], bundles[n] * cycle / TILE**2) for n in flops},
+            "static schedules, bundles of a full tile of 1024 x 1024: "
+            + ", ".join(f"{name} {count:.0f}" for name, count in bundles.items()),
+        )
+
+
+def _bundles(chip: Chip, direction: str, schedules: Path) -> float | None:
+    path = schedules / f"schedule_{direction}.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    for row in rows:
+        tile = row["block_q"], row["block_k"], row["head_dim"], row["dtype"]
+        ours = row["kernel"] == "ours" and row["device_kind"] in chip.device_kinds
+        if ours and tile == (TILE, TILE, LANES, "bfloat16") and row["group"] == 1:
+            return row["bundles"]
+    return None
+
+
+def _cycle_seconds(chip: Chip) -> float:
+    """Of a device's share of a cycle: cores work side by side, and share the peak."""
+    version = pltpu.ChipVersion(chip.name.removeprefix("TPU ").lower())
+    core = pltpu.get_tpu_info_for_chip(version, 1)
+    return 2 * core.num_mxus * core.mxu_column_size**2 / chip.peak_flops
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a device does and sends in one hop of one layer's ring.
+
+    area: pairs of queries and keys that the slowest device of a hop computes: the mean
+      over the hops; hops: devices in the ring.
+    heads: query heads of the device, in units of LANES numbers.
+    keys_bytes: of the keys and values that travel; gradients_bytes: of theirs. Between
+      TPUs heads travel in whole LANES.
+    """
+
+    area: float
+    hops: int
+    heads: float
+    keys_bytes: int
+    gradients_bytes: int
+
+    @classmethod
+    def of(
+        cls, config: ml_collections.ConfigDict, partition: Partition, chip: Chip
+    ) -> "Ring":
+        """Of a config on a mesh of such chips."""
+        model, shape = config.model, partition.mesh.shape
+        hops, columns = partition.ring_size, config.data.context_tokens
+        tokens = local_tokens(config, partition)
+        rows = tokens // (columns // hops)
+        layout = assemble.attention_system(config).layout
+        depth = -(-model.head_dim // LANES) * LANES
+        sent = depth if chip.name.startswith("TPU") else model.head_dim
+        numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * sent
+        return cls(
+            area=rows * mean_area(layout, hops, columns // hops),
+            hops=hops,
+            heads=model.num_heads // shape["tensor"] * depth / LANES,
+            keys_bytes=numbers * jnp.dtype(config.compute_dtype).itemsize,
+            gradients_bytes=numbers * 4,
+        )
+
+    def kernel_seconds(self, kernels: Kernels, direction: str) -> float:
+        """Of the kernel of a hop."""
+        return self.area * self.heads * kernels.seconds[direction]
+
+    def transfer_seconds(self, chip: Chip, direction: str) -> float:
+        """Of what travels behind it."""
+        size = self.keys_bytes
+        if direction == "backward":
+            size += self.gradients_bytes
+        return size / chip.interconnect_bytes_per_second if self.hops > 1 else 0.0
+
+    def is_covered(self, chip: Chip, kernels: Kernels) -> bool:
+        """Whether kernels last as long as the transfers behind them."""
+        return all(
+            self.kernel_seconds(kernels, direction)
+            >= self.transfer_seconds(chip, direction)
+            for direction in PRODUCTS
+        )
+
+
+def mean_area(layout: Layout, ring_size: int, length: int) -> float:
+    """Score pairs computed in a hop by its slowest device, the mean over the hops.
+
+    Of one causal sequence of ring_size · length tokens. Some devices and hops stand for
+    all: the first, the middle and the last device, and SAMPLED_HOPS hops.
+    """
+    sub = min(SUB_TILE, length)
+    devices = {0, ring_size // 2, ring_size - 1}
+
+    def slowest(hop: int) -> float:
+        return max(area(device, (device - hop) % ring_size) for device in devices)
+
+    def area(device: int, source: int) -> float:
+        last = np.asarray(layout.index(device, ring_size, length))[None]
+        stop = layout.count(source, last + 1, ring_size, length)
+        tiles = key_ranges(np.zeros_like(stop), stop, sub, sub).work().sum()
+        return float(min(tiles * sub**2, length**2))
+
+    others = np.unique(np.linspace(1, ring_size - 1, SAMPLED_HOPS).astype(int))
+    if ring_size == 1:
+        return slowest(0)
+    travelling = np.mean([slowest(int(hop)) for hop in others])
+    return (slowest(0) + (ring_size - 1) * float(travelling)) / ring_size
+
+
+@dataclass(frozen=True)
+class Waited:
+    """What a device sends in a step while no kernel runs.
+
+    ring_bytes: with transfers of the ring; ring_share: of all that it sends with them.
+    other_bytes: with other collectives.
+    """
+
+    ring_bytes: float
+    ring_share: float
+    other_bytes: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one step, in seconds: what each part takes, and their sum.
+
+    products: with parameters. attention: the kernels.
+    outlasting: what hidden transfers of the ring take after their kernels have ended.
+    exposed_ring, exposed_others: transfers of the ring, and other collectives, that
+      nothing hides.
+    mfu: model FLOPs over what the devices could do in that time.
+    """
+
+    products: float
+    attention: float
+    outlasting: float
+    exposed_ring: float
+    exposed_others: float
+    mfu: float
+    assumptions: tuple[str, ...]
+
+    @property
+    def waits(self) -> float:
+        """Of devices, for what travels."""
+        return self.outlasting + self.exposed_ring + self.exposed_others
+
+    @property
+    def step(self) -> float:
+        """All of it."""
+        return self.products + self.attention + self.waits
+
+
+def products_flops(config: ml_collections.ConfigDict, partition: Partition) -> float:
+    """Of products with parameters on one device, recomputed ones included.
+
+    A product of the forward is made again in the backward unless remat keeps it, or if
+    it belongs to a feed-forward or logits that are computed in several chunks. Those to
+    queries, keys and values are made twice more where remat.remat_attention drops them.
+    """
+    model = config.model
+    tokens = local_tokens(config, partition)
+    head = model.hidden_size * model.vocab_size
+    feed_forward = 3 * model.hidden_size * model.feed_forward_size * model.num_layers
+    sizes = LlamaConfig(**model)
+    attention = num_matrix_parameters(sizes) - head - feed_forward
+    keeps_products = config.remat in ("everything", "products")
+    one_chunk = feed_forward_chunks(config, partition) == 1
+    total = attention * (3 if keeps_products else 4)
+    total += feed_forward * (3 if keeps_products and one_chunk else 4)
+    if config.remat in RECOMPUTED:
+        heads = model.num_heads + 2 * model.num_kv_heads
+        total += model.num_layers * model.hidden_size * heads * model.head_dim
+    total += head * (3 if tokens <= config.loss_chunk_tokens else 4)
+    all_tokens = tokens * config.train.microbatches
+    return 2.0 * all_tokens * total / partition.mesh.shape["tensor"]
+
+
+def ring_passes(config: ml_collections.ConfigDict) -> dict[str, int]:
+    """How often a step runs the ring of a layer, by direction."""
+    forward = 2 if config.remat in RECOMPUTED else 1
+    turns = config.model.num_layers * config.train.microbatches
+    return {"forward": forward * turns, "backward": turns}
+
+
+def bytes_per_second(chip: Chip, kind: str) -> float:
+    """At which a device sends what belongs to collectives of one kind.
+
+    The ring goes one way; others use both directions of a TPU's ring. A GPU's are one.
+    """
+    is_both = kind != TRANSFER and chip.name.startswith("TPU")
+    return chip.interconnect_bytes_per_second * (2 if is_both else 1)
+
+
+def estimate(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    chip: Chip,
+    model_flops: float,
+    waited: Waited,
+) -> Estimate:
+    """Of a step of the config, on devices that are each such a chip."""
+    kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip)
+    passes = ring_passes(config)
+    attention = outlasting = 0.0
+    for direction, times in passes.items():
+        kernel = ring.kernel_seconds(kernels, direction)
+        more = max(0.0, ring.transfer_seconds(chip, direction) - kernel)
+        attention += times * ring.hops * kernel
+        outlasting += times * (ring.hops - 1) * more
+    products = products_flops(config, partition) / (PRODUCTS_SHARE * chip.peak_flops)
+    link, others = bytes_per_second(chip, TRANSFER), bytes_per_second(chip, "other")
+    outlasting *= 1 - waited.ring_share
+    exposed = waited.ring_bytes / link, waited.other_bytes / others
+    seconds = products + attention + outlasting + sum(exposed)
+    is_bfloat16 = config.compute_dtype == "bfloat16"
+    devices = math.prod(partition.mesh.shape.values())
+    return Estimate(
+        products,
+        attention,
+        outlasting,
+        *exposed,
+        model_flops / (seconds * devices * chip.peak_flops),
+        (
+            f"attention: {kernels.source}; one causal document a row, live parts of "
+            f"{SUB_TILE} x {SUB_TILE}, the slowest device of each hop",
+            f"products with parameters at {PRODUCTS_SHARE:.0%} of "
+            f"{chip.peak_flops / 1e12:.0f} TFLOP/s; remat {config.remat} runs the ring "
+            f"forward {passes['forward'] // passes['backward']} x for each backward",
+            f"a device sends {link / 1e9:.0f} GB/s of ring transfers, "
+            f"{others / 1e9:.0f} GB/s of other collectives",
+            "element-wise work, the optimizer and stalls are not counted"
+            + (
+                "" if is_bfloat16 else "; nor how much slower than bfloat16 the type is"
+            ),
+        ),
+    )

@@ -1,0 +1,125 @@
+"""Where the memory of a compiled training step goes."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from tasks import base as assemble
+from tools.lib.planning.step import Step
+from training.mesh import Partition
+
+SPARE_SHARE = 0.05
+"""Of a chip's memory, that a plan should leave: the runtime needs some of it."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest device, and where they come from.
+
+    parameters, optimizer_state: exact, from shapes and shardings.
+    saved: by the layers' forward for their backward, by the formula of `saved_bytes`.
+    workspace: the rest of the peak.
+    peak: what the program is given, as the compiler says (see `peak_bytes`).
+    capacity: of the chip.
+    host: pinned memory of the host that the step takes for each device.
+    """
+
+    parameters: int
+    optimizer_state: int
+    saved: int
+    workspace: int
+    peak: int
+    capacity: int
+    host: int
+
+    @property
+    def spare_share(self) -> float:
+        """Of the chip's memory; below 0 if the step does not fit."""
+        return 1 - self.peak / self.capacity
+
+    @classmethod
+    def of(cls, step: Step, compiled: jax.stages.Compiled) -> "Memory":
+        """Of a compiled step."""
+        stats = compiled.memory_analysis()
+        peak = peak_bytes(stats)
+        parameters = device_bytes(step.state.params)
+        optimizer_state = device_bytes(step.state.optimizer_state)
+        saved = saved_bytes(step.config, step.partition)
+        on_host = saved if step.config.remat == "offload" else 0
+        return cls(
+            parameters=parameters,
+            optimizer_state=optimizer_state,
+            saved=saved - on_host,
+            workspace=peak - parameters - optimizer_state - saved + on_host,
+            peak=peak,
+            capacity=step.pod.chip.hbm_bytes,
+            host=stats.host_temp_size_in_bytes,
+        )
+
+
+def peak_bytes(stats: Any) -> int:
+    """The memory of a device that a program is given, its arguments included.
+
+    stats: of `Compiled.memory_analysis`. On TPUs `peak_memory_in_bytes` counts the
+    host's memory instead of the device's where that is more, and leaves out the gaps
+    between allocations, and `temp_size_in_bytes` is not what is allocated: the total
+    is. Compilers that do not tell it (XLA's for GPUs) allocate what they name.
+    """
+    total = getattr(stats, "total_allocation_bytes", 0)
+    return total or (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+
+
+def device_bytes(tree: Any) -> int:
+    """Of a tree of shapes with shardings, on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
+    """What the layers' forward saves on a device: layers x tokens x what remat keeps.
+
+    Every policy keeps a layer's input. "everything" keeps what XLA likes: here, no more
+    than "products".
+    """
+    model = config.model
+    tokens = local_tokens(config, partition)
+    tensor = partition.mesh.shape["tensor"]
+    heads = model.num_heads // tensor
+    kept = model.hidden_size
+    statistics = 0
+    if config.remat in ("attention", "products", "everything"):
+        kept += heads * model.head_dim
+        statistics = heads
+    if config.remat in ("products", "everything"):
+        kept += (heads + 2 * model.num_kv_heads // tensor) * model.head_dim
+        kept += model.hidden_size  # the attention's projection
+        if feed_forward_chunks(config, partition) == 1:
+            kept += 2 * model.feed_forward_size // tensor + model.hidden_size
+    itemsize = jnp.dtype(config.compute_dtype).itemsize
+    return model.num_layers * tokens * (kept * itemsize + statistics * 4)
+
+
+def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
+    """Tokens of a microbatch on a device."""
+    rows, columns = assemble.batch_shape(config)
+    shards = partition.shards("batch") * partition.ring_size * config.train.microbatches
+    return rows * columns // shards
+
+
+def feed_forward_chunks(config: ml_collections.ConfigDict, partition: Partition) -> int:
+    """Into how many chunks a device cuts the tokens of its feed-forward."""
+    chunk = config.feed_forward_chunk_tokens
+    if not (chunk and assemble.attention_system(config).chunked):
+        return 1
+    return -(-local_tokens(config, partition) // chunk)

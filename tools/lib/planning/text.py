@@ -1,0 +1,161 @@
+"""What is printed of a plan: tables whose columns and rows say what they hold."""
+
+from collections.abc import Sequence
+
+from tools.lib.planning.estimate import Estimate, bytes_per_second
+from tools.lib.planning.hlo import TRANSFER
+from tools.lib.planning.memory import SPARE_SHARE
+from tools.lib.planning.meshes import Suggestion
+from tools.lib.planning.plan import Kind, Plan
+from training import chips
+from training.chips import Chip
+from training.mesh import MESH_AXES
+
+RING_NAME = f"{TRANSFER} (ring)"
+
+SENT = "{:26s} {:>9s}  {:>11s}  {:>11s}  {:>8s}  {:>11s}  {:>8s}  {}"
+"""A row of what is sent."""
+
+WHAT_HIDDEN_MEANS = (
+    "  time: of all bytes on a link. exposed: devices wait for all of it. hidden: a",
+    "  kernel or a product runs between start and end; devices wait for what outlasts",
+    "  it, which the estimate below tells apart.",
+)
+
+
+def describe(plan: Plan) -> list[str]:
+    """The lines that are printed of a plan."""
+    mesh = " x ".join(f"{axis} {length}" for axis, length in plan.mesh.items())
+    lines = [
+        f"{plan.devices} x {plan.device_kind} ({plan.topology}): {mesh}",
+        f"step: {plan.rows} x {plan.context_tokens:,} tokens, remat {plan.remat}, "
+        f"attention {plan.implementation}, model FLOPs {plan.work.model_flops:.3e} "
+        f"({plan.work.paper_flops:.3e} as Ring Attention counts them)",
+        f"compiled in {plan.compile_seconds:.0f} s, with {size(plan.planner_bytes)} of "
+        "this machine's memory",
+    ]
+    return lines + [
+        *_memory_lines(plan),
+        *_sent_lines(plan),
+        *_estimate_lines(plan.estimate),
+    ]
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    memory = plan.memory
+    rows = {
+        "parameters": memory.parameters,
+        "optimizer state": memory.optimizer_state,
+        f"saved by layers (formula of remat={plan.remat})": memory.saved,
+        "workspace (the rest)": memory.workspace,
+        "peak (all of these)": memory.peak,
+        "of the device": memory.capacity,
+    }
+    lines = ["", "memory of the fullest device"]
+    lines += [f"  {name:50s} {size(count):>12s}" for name, count in rows.items()]
+    note = "" if memory.spare_share >= SPARE_SHARE else f", below {SPARE_SHARE:.0%}"
+    lines.append(f"  {'spare':50s} {memory.spare_share:12.1%}{note}")
+    if memory.host:
+        host = size(memory.host)
+        lines.append(f"  {'memory of the host, for each device':50s} {host:>12s}")
+    return lines
+
+
+def _sent_lines(plan: Plan) -> list[str]:
+    if not plan.collectives:
+        return ["", "sent by a device in a step: nothing"]
+    head = "times", "bytes each", "bytes in all", "time", "exposed", "waited", "why"
+    lines = ["", SENT.format("sent by a device in a step", *head).rstrip()]
+    chip = chips.find(plan.device_kind)
+    lines += [_sent_line(plan, kind, chip) for kind in plan.collectives]
+    if plan.unknown_loops:
+        lines.append(f"  {plan.unknown_loops} loops of unknown length counted once")
+    return [*lines, *WHAT_HIDDEN_MEANS]
+
+
+def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
+    rate = bytes_per_second(chip, kind.name)
+    exposed, why = ("none", ""), "all hidden"
+    if kind.waited_bytes:
+        exposed = size(kind.waited_bytes), seconds(kind.waited_bytes / rate)
+        why = _why_exposed(plan, kind)
+    return SENT.format(
+        "  " + (RING_NAME if kind.name == TRANSFER else kind.name),
+        f"{kind.count:,}",
+        size(kind.bytes_sent / kind.count),
+        size(kind.bytes_sent),
+        seconds(kind.bytes_sent / rate),
+        *exposed,
+        why,
+    )
+
+
+def _why_exposed(plan: Plan, kind: Kind) -> str:
+    if not plan.transfers.kernels:
+        return f"{plan.implementation} attention has no kernel that could hide it"
+    beside = kind.waited_bytes - kind.alone_bytes
+    if not kind.alone_bytes:
+        return "no kernel runs beside it"
+    if not beside:
+        return "not asynchronous: nothing runs beside it"
+    return f"{size(kind.alone_bytes)} not asynchronous, beside the rest runs no kernel"
+
+
+def _estimate_lines(estimate: Estimate) -> list[str]:
+    rows = {
+        "matrix products with parameters": estimate.products,
+        "attention kernels": estimate.attention,
+        "waits: hidden ring transfers, after their kernels": estimate.outlasting,
+        "waits: exposed ring transfers": estimate.exposed_ring,
+        "waits: other exposed collectives": estimate.exposed_others,
+        "step (all of these)": estimate.step,
+    }
+    lines = ["", "time of a step: an estimate, not measured"]
+    lines += [f"  {name:50s} {seconds(count):>12s}" for name, count in rows.items()]
+    lines.append(f"  {'MFU':50s} {estimate.mfu:12.1%}")
+    return lines + ["assuming", *(f"  - {text}" for text in estimate.assumptions)]
+
+
+def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
+    """The lines that are printed of suggested meshes."""
+    lines = [
+        f"{'data':>5s} {'fsdp':>5s} {'ring':>5s} {'tensor':>6s}  {'memory':>11s}  "
+        f"fits  {'kernel / transfer':>17s}  {'waits for':>11s}"
+    ]
+    for one in found:
+        sizes = [one.mesh[axis] for axis in MESH_AXES]
+        hiding = "no ring" if one.hiding is None else f"{one.hiding:.2f}"
+        lines.append(
+            "{:5d} {:5d} {:5d} {:6d}".format(*sizes)
+            + f"  {size(one.memory):>11s}  {'yes' if one.fits else 'no':4s}  "
+            f"{hiding:>17s}  {size(one.waited_bytes):>11s}"
+        )
+    return lines + [
+        "rule of thumb, best first, nothing compiled (see tools.lib.planning.meshes)",
+        f"memory: of a device; fits in {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
+        "kernel / transfer: times of a hop; a ring hides at 1 or more",
+        "waits for: bytes that a device sends in a step while nothing is computed",
+    ]
+
+
+def seconds(count: float) -> str:
+    """A time, as people read it."""
+    if count >= 10:
+        return f"{count:,.1f} s"
+    for unit, length in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if count >= length:
+            return f"{count / length:.3g} {unit}"
+    return f"{count:.3g} s"
+
+
+def size(count: float) -> str:
+    """Bytes, as people read them."""
+    for unit, length in (
+        ("TiB", 2**40),
+        ("GiB", 2**30),
+        ("MiB", 2**20),
+        ("KiB", 2**10),
+    ):
+        if abs(count) >= length:
+            return f"{count / length:.2f} {unit}"
+    return f"{count:.0f} B"

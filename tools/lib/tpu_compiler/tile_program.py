@@ -1,0 +1,230 @@
+"""Attention on a few tiles, compiled for a described TPU: ours, or JAX's splash.
+
+As a program, what `tpu_schedule.py` runs once for every kernel, as the compiler's dump
+flags hold for a whole process:
+
+    python -m tools.lib.tpu_compiler.tile_program '{"tile": {...}, ...}'
+
+compiles what `write_request` wrote, and prints as JSON the fields of `Compiled`.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.sharding import Mesh
+
+from kernels.block_sizes import BlockSizes, TpuBlocks
+from tools.lib.planning.topology import compile_for, described
+
+KV_HEADS = 2
+"""One for each core of a megacore."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What is compiled.
+
+    chip: of `topology.PODS`.
+    direction: "forward" or "backward".
+    block_q, block_k: query rows and key slots of the tile, of which `TpuBlocks` and
+      `Splash` have their own.
+    group: query heads of a key/value head. Ours stacks their rows in a tile.
+    length: tokens, queries and keys alike.
+    """
+
+    chip: str
+    direction: str
+    block_q: int
+    block_k: int
+    head_dim: int
+    dtype: str
+    group: int
+    length: int
+
+    def __post_init__(self):
+        if self.length % self.block_q or self.length % self.block_k:
+            raise ValueError(f"{self.length=} is not a multiple of the blocks: {self}")
+        if self.block_q % self.group:
+            raise ValueError(f"{self.block_q=} is not a multiple of {self.group=}")
+
+
+@dataclass(frozen=True)
+class Splash:
+    """How splash attention is run.
+
+    mask: "full", or "causal", which it computes and applies in every tile.
+    is_fused: whether one backward kernel makes dq, dk and dv.
+    block_q, block_k: its own tile.
+    compute_k: keys of the tile that are worked on at a time.
+    """
+
+    mask: str
+    is_fused: bool
+    block_q: int
+    block_k: int
+    compute_k: int
+
+
+Way = Splash | TpuBlocks | None
+"""How a tile is computed: by splash attention, or by our kernel, cut in some way or as
+is best for the chip."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function, the shapes of its arguments and the kernels in it that count."""
+
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the process that compiled knows; vmem_bytes: by kernel, spills included."""
+
+    device_kind: str
+    libtpu: str
+    vmem_bytes: dict[str, int]
+
+
+def our_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
+    """The kernel of `kernels.tpu.launch`."""
+    door = importlib.import_module("kernels.tpu.launch")
+    tokens, heads = tile.length, tile.group * KV_HEADS
+    q = jax.ShapeDtypeStruct((1, tokens, heads, tile.head_dim), tile.dtype)
+    k = jax.ShapeDtypeStruct((1, tokens, KV_HEADS, tile.head_dim), tile.dtype)
+    bound = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    row = jax.ShapeDtypeStruct((1, heads, tokens), jnp.float32)
+    dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    sizes = BlockSizes(tile.block_q // tile.group, tile.block_k)
+    options = {
+        "scale": tile.head_dim**-0.5,
+        "block_sizes": None if blocks else sizes,
+        "launch": door.Launch(blocks=blocks),
+    }
+    if tile.direction == "forward":
+        return Program(
+            lambda *operands: door.forward(*operands, **options),
+            (q, k, k, bound, bound),
+            ("flash_forward",),
+        )
+    return Program(
+        lambda *operands: door.backward(*operands[:-1], **options, dq=operands[-1]),
+        (q, k, k, q, row, row, bound, bound, dq),
+        ("flash_backward",),
+    )
+
+
+def splash_program(tile: Tile, splash: Splash) -> Program:
+    """The kernels of splash attention; backward, the forward one is compiled too."""
+    tokens, heads = tile.length, tile.group * KV_HEADS
+    masks = {
+        "causal": splash_attention_mask.CausalMask,
+        "full": splash_attention_mask.FullMask,
+    }
+    q, k = splash.block_q, splash.block_k
+    sizes = {"block_q": q, "block_kv": k, "block_kv_compute": splash.compute_k}
+    sizes |= {f"{name}_dkv": size for name, size in sizes.items() if "comp" not in name}
+    sizes |= {"block_kv_dkv_compute": splash.compute_k}
+    if not splash.is_fused:
+        sizes |= {"block_q_dq": q, "block_kv_dq": k}
+    attend = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask(
+            [masks[splash.mask]((tokens, tokens))] * heads
+        ),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            **sizes, use_fused_bwd_kernel=splash.is_fused
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+    )
+    q = jax.ShapeDtypeStruct((heads, tokens, tile.head_dim), tile.dtype)
+    k = jax.ShapeDtypeStruct((KV_HEADS, tokens, tile.head_dim), tile.dtype)
+    if tile.direction == "forward":
+        return Program(attend, (q, k, k), ("splash_mha_fwd_no_residuals",))
+    kernels = ("splash_mha_dkv_no_residuals", "splash_mha_dq_no_residuals")
+    return Program(
+        lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out),
+        (q, k, k, q),
+        kernels[:1] if splash.is_fused else kernels,
+    )
+
+
+def make_program(tile: Tile, way: Way) -> Program:
+    """Splash attention or our kernel."""
+    if isinstance(way, Splash):
+        return splash_program(tile, way)
+    return our_program(tile, way)
+
+
+def write_request(tile: Tile, way: Way) -> str:
+    """What this program has to be called with."""
+    request = {
+        "tile": tile,
+        "splash": way if isinstance(way, Splash) else None,
+        "blocks": way if isinstance(way, TpuBlocks) else None,
+    }
+    return json.dumps(request, default=dataclasses.asdict)
+
+
+def read_request(text: str) -> tuple[Tile, Way]:
+    """Undoes `write_request`."""
+    request = json.loads(text)
+    kinds = {"splash": Splash, "blocks": TpuBlocks}
+    ways = [kind(**request[name]) for name, kind in kinds.items() if request[name]]
+    return Tile(**request["tile"]), ways[0] if ways else None
+
+
+def read_vmem(program_text: str, kernel: str) -> int:
+    """Bytes of VMEM that a kernel takes, from the text of the compiled program.
+
+    Raises:
+      ValueError: there is no such kernel, or more than one.
+    """
+    found = re.findall(
+        rf'%{kernel}[.\d]* = .*?"used_scoped_memory_configs":(\[.*?\])',
+        program_text,
+        re.DOTALL,
+    )
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} kernels {kernel!r} were compiled, instead of 1")
+    # Memory space 1 is VMEM.
+    return sum(
+        int(memory["size"])
+        for memory in json.loads(found[0])
+        if memory["memory_space"] == "1"
+    )
+
+
+def main(request: str) -> None:
+    """Compiles what is asked for."""
+    tile, way = read_request(request)
+    program = make_program(tile, way)
+    device = described(tile.chip)[0]
+    mesh = Mesh(np.array([device]), ("device",))
+    text = compile_for(mesh, program.function, *program.arguments).as_text()
+    compiled = Compiled(
+        device.device_kind,
+        importlib.metadata.version("libtpu"),
+        {kernel: read_vmem(text, kernel) for kernel in program.kernels},
+    )
+    print(json.dumps(dataclasses.asdict(compiled)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
