@@ -133,9 +133,10 @@ class Problem:
     visible: Visible
 
     @classmethod
-    def of(cls, case: Case, dtype: jnp.dtype = jnp.float32) -> "Problem":
+    def of(
+        cls, rng: np.random.Generator, case: Case, dtype: jnp.dtype = jnp.float32
+    ) -> "Problem":
         """Fresh random numbers each time, rounded to `dtype`, held in float64."""
-        rng = np.random.default_rng()
 
         def normal(*shape: int) -> np.ndarray:
             x = rng.standard_normal((case.batch, case.length, *shape))

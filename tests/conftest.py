@@ -1,12 +1,16 @@
 """Tests run on 8 simulated CPU devices with strict numeric promotion.
 
 Unless JAX_PLATFORMS names an accelerator: then they run on it. Kernels of what is not
-there are interpreted.
+there are interpreted. ANNULUS_TEST_SEED=N gives the fixture `rng` the seed that a
+failed test printed.
 """
 
 import os
+import secrets
 
 import jax
+import numpy as np
+import pytest
 
 from kernels import backends as backend
 from kernels.device import device_kind
@@ -34,3 +38,11 @@ if not KIND.startswith("NVIDIA"):
 if not hopper.HOPPER.match(KIND):
     backend.IMPLEMENTATIONS["hopper"] = SimulatedHopper()
     backend.IMPLEMENTATIONS["hopper_deterministic"] = DETERMINISTIC
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Returns a generator with a seed of its own for each test; failures show it."""
+    seed = int(os.environ.get("ANNULUS_TEST_SEED") or secrets.randbits(32))
+    request.node.add_report_section("setup", "rng", f"ANNULUS_TEST_SEED={seed}")
+    return np.random.default_rng(seed)

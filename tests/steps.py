@@ -61,13 +61,17 @@ class StepCase:
 
     @classmethod
     def of_any_length(
-        cls, longest: int, group: int, head_dim: int, bound_rows: int
+        cls,
+        rng: np.random.Generator,
+        longest: int,
+        group: int,
+        head_dim: int,
+        bound_rows: int,
     ) -> "StepCase":
         """Of 1 to `longest` queries and 64 to as many keys.
 
         With a handful of keys the reference's weights are exact even in bfloat16.
         """
-        rng = np.random.default_rng()
         queries, keys = (
             int(np.exp(rng.uniform(*np.log((low, longest))))) for low in (1, 64)
         )
@@ -81,9 +85,8 @@ class StepCase:
             scale=rng.choice((-1, 1)) * head_dim**-0.5,
         )
 
-    def draw(self, dtype: jnp.dtype = jnp.float32) -> Step:
+    def draw(self, rng: np.random.Generator, dtype: jnp.dtype = jnp.float32) -> Step:
         """Fresh random numbers, rounded to `dtype`, and the type of their sums."""
-        rng = np.random.default_rng()
         heads = self.group * self.kv_heads
 
         def normal(*shape: int, dtype: jnp.dtype = dtype) -> np.ndarray:
@@ -172,9 +175,11 @@ def truth(case: StepCase, step: Step, dtype: jnp.dtype = jnp.float64) -> Answer:
         return answer(_reference(case.scale)(step.astype(dtype)), step)
 
 
-def assert_true(backend: Backend, case: StepCase, dtype: jnp.dtype) -> None:
+def assert_true(
+    rng: np.random.Generator, backend: Backend, case: StepCase, dtype: jnp.dtype
+) -> None:
     """Float32 to a tolerance; narrower types as the reference in the same."""
-    step = case.draw(dtype)
+    step = case.draw(rng, dtype)
     results = compiled(backend, case.scale, case.sizes)(step.astype(dtype))
     assert {x.dtype for x in results} == {np.dtype(np.float32)}
     exact = truth(case, step)

@@ -144,9 +144,8 @@ def test_every_selected_test_is_there():
             assert any(word in name for name in names), command
 
 
-def test_the_example_gives_attention_of_documents():
+def test_the_example_gives_attention_of_documents(rng):
     (example,) = readme.blocks("python")
-    rng = np.random.default_rng()
     q, k, v = (jax.numpy.float32(rng.standard_normal((1, 16, 2, 8))) for _ in range(3))
     ids = np.sort(rng.integers(0, 4, (1, 16)))
     one, ring = example.split("attend =")

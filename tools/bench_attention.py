@@ -74,7 +74,7 @@ def measure(
     """Times the variants of one problem in turns: a row for each of them."""
     environment = Environment.of(devices)
     mesh = Mesh(np.array(devices), ("ring",))
-    problem = Problem.of(variants[0].case, variants[0].dtype)
+    problem = Problem.of(np.random.default_rng(), variants[0].case, variants[0].dtype)
     programs = [compile_variant(variant, problem, mesh) for variant in variants]
     takes = [functools.partial(take_sample, program) for program in programs]
     samples = take_turns(takes, repeats)
@@ -106,7 +106,7 @@ def measure_errors(
     length = min(case.length, LONGEST_CHECKED)
     if (case.batch, case.length) != (1, length):
         shorter = [_shorten(program.variant, length) for program in programs]
-        problem = Problem.of(shorter[0].case, shorter[0].dtype)
+        problem = Problem.of(np.random.default_rng(), shorter[0].case, shorter[0].dtype)
         programs = [compile_variant(variant, problem, mesh) for variant in shorter]
     no_gradient = np.zeros_like(problem.d_lse)
     truth = solve(dataclasses.replace(problem, d_lse=no_gradient), jnp.float64)

@@ -156,7 +156,7 @@ def measure(
     devices = start_devices(case.ring_size)
     mesh = Mesh(np.array(devices), ("ring",))
     environment = Environment.of(devices)
-    problem = Problem.of(case, jnp.float32)
+    problem = Problem.of(np.random.default_rng(), case, jnp.float32)
     no_gradient = np.zeros_like(problem.d_lse)
     truth = solve(dataclasses.replace(problem, d_lse=no_gradient), jnp.float64)
     variants = [

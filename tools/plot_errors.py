@@ -49,7 +49,7 @@ def measure(case: Case, rings: Sequence[int]) -> list[dict[str, Any]]:
 
     case: of any ring size.
     """
-    problem = Problem.of(case, jnp.bfloat16)
+    problem = Problem.of(np.random.default_rng(), case, jnp.bfloat16)
     problem = dataclasses.replace(problem, d_lse=np.zeros_like(problem.d_lse))
     truth = solve(problem, jnp.float64)
     plain = solve(problem, jnp.bfloat16).errors(truth)

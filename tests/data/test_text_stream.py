@@ -61,8 +61,7 @@ def test_what_is_no_letter_comes_out_once_that_is_known():
     assert got == ["", "", "\ufffda", "", "", "\ufffd\ufffdb", "", "\ufffd"]
 
 
-def test_random_bytes_join_to_what_is_decoded_at_once():
-    rng = np.random.default_rng()
+def test_random_bytes_join_to_what_is_decoded_at_once(rng):
     for _ in range(200):
         tokens = rng.choice([0x61, 0xC3, 0xA9, 0xE7, 0x8C, 0xAB, 0xF0, 0x9F, 256], 40)
         prompt = BYTES.encode("héllo")

@@ -42,12 +42,12 @@ def dtype_of(implementation: str) -> jnp.dtype:
 
 
 def problem(
+    rng: np.random.Generator,
     mask: masks.Mask,
     dtype: jnp.dtype = jnp.float32,
     queries: int = QUERIES,
     keys: int = KEYS,
 ) -> Problem:
-    rng = np.random.default_rng()
 
     def normal(*shape: int) -> np.ndarray:
         x = rng.standard_normal((BATCH, *shape, DEPTH)).astype(dtype)
@@ -120,8 +120,8 @@ MASKS = {
 
 @in_float32
 @pytest.mark.parametrize("name", MASKS)
-def test_values_and_gradients_match_the_reference_in_float64(name, implementation):
-    given = problem(MASKS[name])
+def test_values_and_gradients_match_the_reference_in_float64(name, implementation, rng):
+    given = problem(rng, MASKS[name])
     found = solve_at_the_door(given, implementation)
     assert {x.dtype for x in found} == {np.dtype(np.float32)}
     errors = answer(found).errors(solve(given, jnp.float64))
@@ -129,8 +129,8 @@ def test_values_and_gradients_match_the_reference_in_float64(name, implementatio
 
 
 @each_implementation
-def test_bfloat16_is_as_exact_as_the_reference_in_bfloat16(implementation):
-    given = problem(masks.causal(), jnp.bfloat16)
+def test_bfloat16_is_as_exact_as_the_reference_in_bfloat16(implementation, rng):
+    given = problem(rng, masks.causal(), jnp.bfloat16)
     found = solve_at_the_door(given, implementation, jnp.bfloat16)
     assert [x.dtype.name for x in found] == ["bfloat16", "float32"] + ["bfloat16"] * 3
     truth = solve(given, jnp.float64)
@@ -140,8 +140,8 @@ def test_bfloat16_is_as_exact_as_the_reference_in_bfloat16(implementation):
 
 
 @each_implementation
-def test_queries_that_see_nothing_give_zeros_and_take_no_gradient(implementation):
-    given = problem(MASKS["queries that see nothing"])
+def test_queries_that_see_nothing_give_zeros_and_take_no_gradient(implementation, rng):
+    given = problem(rng, MASKS["queries that see nothing"])
     out, lse, dq, dk, dv = solve_at_the_door(given, implementation)
     assert not any(np.isnan(x).any() for x in (out, lse, dq, dk, dv))
     empty = np.arange(QUERIES) >= REAL
@@ -154,8 +154,10 @@ def test_queries_that_see_nothing_give_zeros_and_take_no_gradient(implementation
 
 @each_implementation
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["f32", "bf16"])
-def test_huge_numbers_in_keys_that_nobody_sees_leave_no_trace(implementation, dtype):
-    given = problem(masks.padding(260))
+def test_huge_numbers_in_keys_that_nobody_sees_leave_no_trace(
+    implementation, dtype, rng
+):
+    given = problem(rng, masks.padding(260))
     want = solve_at_the_door(given, implementation, dtype)
     given.k[:, 260:] = 1e30
     given.v[:, 260:] = -1e30
@@ -166,8 +168,8 @@ def test_huge_numbers_in_keys_that_nobody_sees_leave_no_trace(implementation, dt
 
 @each_implementation
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_huge_numbers_in_other_documents_leave_no_trace(implementation):
-    given = problem(masks.documents(np.repeat(np.arange(3), 100)))
+def test_huge_numbers_in_other_documents_leave_no_trace(implementation, rng):
+    given = problem(rng, masks.documents(np.repeat(np.arange(3), 100)))
     want = solve_at_the_door(given, implementation)
     middle, others = slice(100, 200), np.r_[0:100, 200:300]
     # Scores of 1e9 and more overflow in the Hopper kernels, see `hopper`.
@@ -181,10 +183,10 @@ def test_huge_numbers_in_other_documents_leave_no_trace(implementation):
 
 @each_implementation
 @pytest.mark.parametrize("far", [1000, np.iinfo(np.int32).max])
-def test_bounds_beyond_the_keys_mean_all_keys_on_that_side(implementation, far):
+def test_bounds_beyond_the_keys_mean_all_keys_on_that_side(implementation, far, rng):
     nowhere = np.full((1, QUERIES), far, np.int32)
     index = np.arange(QUERIES, dtype=np.int32)[None]
-    given = problem(masks.full())
+    given = problem(rng, masks.full())
     for bounds, mask in (
         (Visible(-nowhere, nowhere), masks.full()),
         (Visible(-nowhere, index), masks.causal()),
@@ -201,9 +203,9 @@ def test_bounds_beyond_the_keys_mean_all_keys_on_that_side(implementation, far):
 
 
 @each_implementation
-def test_numpy_bounds_are_taken_without_jit_too(implementation):
+def test_numpy_bounds_are_taken_without_jit_too(implementation, rng):
     """They are what a data loader makes."""
-    given = problem(masks.documents(IDS))
+    given = problem(rng, masks.documents(IDS))
     dtype = dtype_of(implementation)
     qkv = [jnp.asarray(x, dtype) for x in (given.q, given.k, given.v)]
     got = attention(*qkv, visible=given.visible, implementation=implementation)
@@ -211,8 +213,8 @@ def test_numpy_bounds_are_taken_without_jit_too(implementation):
 
 
 @in_float32
-def test_queries_see_the_past_scaled_by_the_head_size_unless_told(implementation):
-    given = problem(masks.causal(), queries=30, keys=20)
+def test_queries_see_the_past_scaled_by_the_head_size_unless_told(implementation, rng):
+    given = problem(rng, masks.causal(), queries=30, keys=20)
     qkv = [jnp.asarray(x, jnp.float32) for x in (given.q, given.k, given.v)]
     run = functools.partial(attention, implementation=implementation)
     past = np.arange(20) <= np.arange(30)[:, None]
@@ -228,9 +230,9 @@ def softmax_attention(given: Problem, seen: np.ndarray, scale: float) -> np.ndar
 
 
 @each_implementation
-def test_vmap_of_rows_under_checkpoint_equals_the_batch(implementation):
+def test_vmap_of_rows_under_checkpoint_equals_the_batch(implementation, rng):
     """Bounds mapped too, gradients included."""
-    given = problem(masks.documents(IDS))
+    given = problem(rng, masks.documents(IDS))
     want = solve_at_the_door(given, implementation)
     dtype = dtype_of(implementation)
     arrays = (x.astype(dtype) for x in (given.q, given.k, given.v, given.d_out))
@@ -264,10 +266,10 @@ def test_vmap_of_rows_under_checkpoint_equals_the_batch(implementation):
         for name in backend.IMPLEMENTATIONS
     ],
 )
-def test_padding_may_hold_anything(implementation):
+def test_padding_may_hold_anything(implementation, rng):
     """Also gradients that come back to it: all else is what it is beside zeros."""
     mask = MASKS["queries that see nothing"]
-    given = problem(mask)
+    given = problem(rng, mask)
     want = solve_at_the_door(given, implementation)
     of_queries, of_keys = (np.arange(length) >= REAL for length in (QUERIES, KEYS))
     for x, rubbish in (given.q, np.nan), (given.d_out, np.inf):

@@ -20,14 +20,16 @@ def float64():
         yield
 
 
-def normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng().standard_normal(shape)
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape)
 
 
-def operands(queries: int, keys: int) -> tuple[np.ndarray, ...]:
+def operands(
+    rng: np.random.Generator, queries: int, keys: int
+) -> tuple[np.ndarray, ...]:
     """q, k, v, the gradient of the result, and a dq gathered so far."""
     q, kv = (BATCH, queries, HEADS, DEPTH), (BATCH, keys, KV_HEADS, DEPTH)
-    return tuple(normal(*shape) for shape in (q, kv, kv, q, q))
+    return tuple(normal(rng, *shape) for shape in (q, kv, kv, q, q))
 
 
 def solve(module, sizes, given, bounds, carry=None):
@@ -57,13 +59,12 @@ def assert_close(got, want) -> None:
     "block, bound_rows",
     [((1, 1), 1), ((3, 5), BATCH), ((64, 4), BATCH)],
 )
-def test_any_block_size_equals_the_reference(float64, block, bound_rows):
+def test_any_block_size_equals_the_reference(float64, block, bound_rows, rng):
     """From a carry and a dq on; some queries see nothing, or start after they stop."""
-    rng = np.random.default_rng()
     drawn = rng.integers(0, KEYS + 1, (2, bound_rows, QUERIES), np.int32)
     bounds = tuple(np.sort(drawn))
-    given = with_residuals(*operands(QUERIES, KEYS), bounds)
-    carry = normal(*given[0].shape), normal(BATCH, HEADS, QUERIES)
+    given = with_residuals(*operands(rng, QUERIES, KEYS), bounds)
+    carry = normal(rng, *given[0].shape), normal(rng, BATCH, HEADS, QUERIES)
     got = compiled(blockwise, BlockSizes(*block), given, bounds, carry)
     assert {x.dtype for x in got} == {np.dtype(np.float64)}
     assert_close(got, compiled(reference, None, given, bounds, carry))
@@ -79,8 +80,8 @@ def window_bounds() -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(stop - 10, 0), stop
 
 
-def windowed_problem() -> list[np.ndarray]:
-    given = (x.astype(np.float32) for x in operands(LENGTH, LENGTH))
+def windowed_problem(rng: np.random.Generator) -> list[np.ndarray]:
+    given = (x.astype(np.float32) for x in operands(rng, LENGTH, LENGTH))
     return list(map(np.array, with_residuals(*given, window_bounds())))
 
 
@@ -107,9 +108,9 @@ Q, K, V, D_OUT = range(4)
 
 
 @pytest.mark.parametrize("tile", range(4))
-def test_keys_of_empty_tiles_are_never_read(tile):
+def test_keys_of_empty_tiles_are_never_read(tile, rng):
     """Keys of nan reach all who visit them, as 0 · nan is nan, and nobody else."""
-    given = windowed_problem()
+    given = windowed_problem(rng)
     want = windowed(given)
     poison(given, (K, V), tile)
     visits = live_tiles()[:, tile]
@@ -124,8 +125,8 @@ def test_keys_of_empty_tiles_are_never_read(tile):
         assert np.isnan(of_tiles(got, axis, nan)).any()
 
 
-def test_nan_is_not_mistaken_for_a_query_that_sees_nothing():
-    given = windowed_problem()
+def test_nan_is_not_mistaken_for_a_query_that_sees_nothing(rng):
+    given = windowed_problem(rng)
     poison(given, (K, V), 3)
     out, lse, *_ = windowed(given)
     assert np.isnan(out[:, -BLOCK:]).all()
@@ -133,8 +134,8 @@ def test_nan_is_not_mistaken_for_a_query_that_sees_nothing():
 
 
 @pytest.mark.parametrize("tile", range(4))
-def test_queries_of_empty_tiles_are_never_read(tile):
-    given = windowed_problem()
+def test_queries_of_empty_tiles_are_never_read(tile, rng):
+    given = windowed_problem(rng)
     want = windowed(given)
     poison(given, (Q, D_OUT), tile)
     visited = live_tiles()[tile]
@@ -154,16 +155,16 @@ def traced_anew():
 
 
 @pytest.mark.usefixtures("float64", "traced_anew")
-def test_tile_ranges_alone_decide_what_runs_and_what_runs_unmasked(monkeypatch):
+def test_tile_ranges_alone_decide_what_runs_and_what_runs_unmasked(monkeypatch, rng):
     """Told that whole tiles are full, it computes these, whatever the bounds say.
 
     Bounds that allow nothing show that full tiles have no mask; bounds that allow
     everything show that tiles outside of the ranges are not visited.
     """
-    edges = np.random.default_rng().integers(0, 5, (2, BATCH, 4), np.int32)
+    edges = rng.integers(0, 5, (2, BATCH, 4), np.int32)
     start, stop = (BLOCK * np.repeat(x, BLOCK, axis=1) for x in np.sort(edges))
     told = np.minimum(start, stop), np.maximum(start, stop)
-    given = with_residuals(*operands(LENGTH, LENGTH), told)
+    given = with_residuals(*operands(rng, LENGTH, LENGTH), told)
 
     def lie(ranges):
         return lambda start, stop, *sizes: ranges(*map(jnp.asarray, told), *sizes)

@@ -36,9 +36,7 @@ def programs(ring: int, tensor: int) -> tuple:
 class Problem:
     """Tokens in slots that were drawn by lot, with rubbish in the free ones."""
 
-    def __init__(self, dtype: jnp.dtype = jnp.float32):
-        rng = np.random.default_rng()
-
+    def __init__(self, rng: np.random.Generator, dtype: jnp.dtype = jnp.float32):
         def normal(*shape: int) -> np.ndarray:
             return np.array(jnp.asarray(rng.standard_normal(shape), dtype))
 
@@ -71,8 +69,8 @@ class Problem:
 
 
 @pytest.mark.parametrize("ring, tensor", [(1, 1), (2, 2), (4, 1), (8, 1)])
-def test_attention_is_the_oracles_whatever_slot_a_key_is_in(ring, tensor):
-    problem, (_, _, attend) = Problem(), programs(ring, tensor)
+def test_attention_is_the_oracles_whatever_slot_a_key_is_in(ring, tensor, rng):
+    problem, (_, _, attend) = Problem(rng), programs(ring, tensor)
     for layer in (0, 2):
         got = attend(
             problem.q,
@@ -87,8 +85,8 @@ def test_attention_is_the_oracles_whatever_slot_a_key_is_in(ring, tensor):
         assert (np.asarray(got)[-1, -1] == 0).all()
 
 
-def test_bfloat16_is_as_near_as_one_rounding_allows():
-    problem, (_, _, attend) = Problem(jnp.bfloat16), programs(4, 1)
+def test_bfloat16_is_as_near_as_one_rounding_allows(rng):
+    problem, (_, _, attend) = Problem(rng, jnp.bfloat16), programs(4, 1)
     arrays = problem.q, problem.keys, problem.values, problem.index
     got = attend(*arrays, problem.visible, np.int32(1))
     assert got.dtype == jnp.bfloat16
@@ -97,9 +95,9 @@ def test_bfloat16_is_as_near_as_one_rounding_allows():
     assert error < 1e-2
 
 
-def test_members_that_hold_nothing_change_nothing():
+def test_members_that_hold_nothing_change_nothing(rng):
     """All tokens are on the first of four members."""
-    problem, (_, _, attend) = Problem(), programs(4, 1)
+    problem, (_, _, attend) = Problem(rng), programs(4, 1)
     problem.index[:] = EMPTY
     problem.index[:, :6] = np.arange(6)
     problem.visible = Visible(*np.array([[[0] * NEW] * 2, [[3, 4, 5]] * 2], np.int32))
@@ -108,8 +106,8 @@ def test_members_that_hold_nothing_change_nothing():
     np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
 
 
-def test_a_row_is_not_moved_by_what_is_in_free_slots():
-    problem, (_, _, attend) = Problem(), programs(4, 1)
+def test_a_row_is_not_moved_by_what_is_in_free_slots(rng):
+    problem, (_, _, attend) = Problem(rng), programs(4, 1)
     rest = problem.index, problem.visible, np.int32(0)
     before = attend(problem.q, problem.keys, problem.values, *rest)
     is_free = problem.index == EMPTY
@@ -119,8 +117,8 @@ def test_a_row_is_not_moved_by_what_is_in_free_slots():
 
 
 @pytest.mark.parametrize("ring, tensor", [(2, 2), (4, 1)])
-def test_shards_of_a_prompt_are_the_members_first_slots(ring, tensor):
-    fill, problem = programs(ring, tensor)[0], Problem()
+def test_shards_of_a_prompt_are_the_members_first_slots(ring, tensor, rng):
+    fill, problem = programs(ring, tensor)[0], Problem(rng)
     new = problem.values[0, :, : 2 * ring]
     got = np.asarray(fill(problem.keys, new, np.int32(1)))
     want = problem.keys.copy()
@@ -134,8 +132,8 @@ def test_shards_of_a_prompt_are_the_members_first_slots(ring, tensor):
 
 
 @pytest.mark.parametrize("member, slot", [(0, 0), (2, 3), (3, 4)])
-def test_new_tokens_are_put_into_one_members_slots(member, slot):
-    put, problem = programs(4, 1)[1], Problem()
+def test_new_tokens_are_put_into_one_members_slots(member, slot, rng):
+    put, problem = programs(4, 1)[1], Problem(rng)
     new = problem.values[0, :, :2]
     place = np.int32(2), np.int32(member), np.int32(slot)
     want = problem.keys.copy()
@@ -144,11 +142,11 @@ def test_new_tokens_are_put_into_one_members_slots(member, slot):
     np.testing.assert_array_equal(put(problem.keys, new, *place), want)
 
 
-def test_writing_takes_the_place_of_the_old_cache():
+def test_writing_takes_the_place_of_the_old_cache(rng):
     mesh = mesh_of(4)
     put = jax.jit(CachedAttention(mesh).put, donate_argnums=0)
     stack = jax.device_put(
-        Problem().keys, NamedSharding(mesh, P(None, None, "ring", "tensor"))
+        Problem(rng).keys, NamedSharding(mesh, P(None, None, "ring", "tensor"))
     )
     new = np.ones((BATCH, 1, KV_HEADS, DEPTH), np.float32)
     place = np.int32(0), np.int32(1), np.int32(2)
@@ -158,10 +156,10 @@ def test_writing_takes_the_place_of_the_old_cache():
 
 
 @pytest.mark.parametrize("tokens, words", [(26, "26 tokens"), (6, "6 tokens")])
-def test_prompts_that_do_not_go_into_the_cache_are_refused(tokens, words):
+def test_prompts_that_do_not_go_into_the_cache_are_refused(tokens, words, rng):
     new = jnp.zeros((BATCH, tokens, KV_HEADS, DEPTH))
     with pytest.raises(ValueError, match=f"{words} .* of 24 slots over a ring of 4"):
-        CachedAttention(mesh_of(4)).fill(Problem().keys, new, np.int32(0))
+        CachedAttention(mesh_of(4)).fill(Problem(rng).keys, new, np.int32(0))
 
 
 def refused_calls():
@@ -190,9 +188,9 @@ def refused_calls():
 
 @pytest.mark.parametrize("method, arguments, words", list(refused_calls()))
 def test_what_would_be_written_in_part_or_elsewhere_is_refused(
-    method, arguments, words
+    method, arguments, words, rng
 ):
-    problem, cached = Problem(), CachedAttention(mesh_of(4))
+    problem, cached = Problem(rng), CachedAttention(mesh_of(4))
     first = (problem.keys,)
     if method == "attend":
         first = problem.q, problem.keys, problem.values, problem.index, problem.visible
@@ -209,8 +207,10 @@ def test_what_would_be_written_in_part_or_elsewhere_is_refused(
         ("visible", lambda x: masks.causal(), "of a cache always.*got Mask"),
     ],
 )
-def test_operands_of_a_cache_that_do_not_fit_together_are_refused(name, change, words):
-    problem = Problem()
+def test_operands_of_a_cache_that_do_not_fit_together_are_refused(
+    name, change, words, rng
+):
+    problem = Problem(rng)
     setattr(problem, name, change(getattr(problem, name)))
     arrays = problem.q, problem.keys, problem.values, problem.index
     with pytest.raises(ValueError, match=words):
@@ -232,17 +232,17 @@ def test_a_cache_that_cannot_be_on_a_mesh_is_refused(options, words):
         CachedAttention(mesh_of(4), **options)
 
 
-def test_operands_of_several_types_are_refused():
-    problem, cached = Problem(), CachedAttention(mesh_of(4))
+def test_operands_of_several_types_are_refused(rng):
+    problem, cached = Problem(rng), CachedAttention(mesh_of(4))
     q = jnp.asarray(problem.q, jnp.bfloat16)
     arrays = q, problem.keys, problem.values, problem.index
     with pytest.raises(ValueError, match="must have one type"):
         cached.attend(*arrays, problem.visible, np.int32(0))
 
 
-def test_a_ring_may_be_two_axes_of_the_mesh():
+def test_a_ring_may_be_two_axes_of_the_mesh(rng):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))
-    cached, problem = CachedAttention(mesh, ("outer", "inner")), Problem()
+    cached, problem = CachedAttention(mesh, ("outer", "inner")), Problem(rng)
     arrays = problem.q, problem.keys, problem.values, problem.index
     got = jax.jit(cached.attend)(*arrays, problem.visible, np.int32(2))
     np.testing.assert_allclose(got, problem.expected(2), atol=1e-5)

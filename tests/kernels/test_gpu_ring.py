@@ -7,6 +7,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kernels.backends import IMPLEMENTATIONS
@@ -47,8 +48,10 @@ def each_case(implementation: str):
 
 
 @each_case("triton")
-def test_ring_of_triton_in_float32_matches_one_device_in_float64(case: Case):
-    problem = Problem.of(case)
+def test_ring_of_triton_in_float32_matches_one_device_in_float64(
+    case: Case, rng: np.random.Generator
+):
+    problem = Problem.of(rng, case)
     backend = IMPLEMENTATIONS["triton"]
     if IS_SIMULATED and case.length > 1000:
         backend = SimulatedGpu(Launch(80, LARGE_BLOCKS, interpreted_call))
@@ -67,9 +70,9 @@ if IS_SIMULATED:  # a case takes minutes: each backward in one of the types
 @each_case("hopper")
 @pytest.mark.parametrize(("implementation", "dtype"), KERNELS)
 def test_ring_of_hopper_is_as_exact_as_one_device_in_its_type(
-    case: Case, implementation: str, dtype: jnp.dtype
+    case: Case, implementation: str, dtype: jnp.dtype, rng: np.random.Generator
 ):
-    problem = Problem.of(case, dtype)
+    problem = Problem.of(rng, case, dtype)
     backend = IMPLEMENTATIONS[implementation]
     answer = solve_on_ring(case, problem, backend, dtype, one_device_ring)
     truth = solve(problem, jnp.float64)

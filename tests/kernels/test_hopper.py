@@ -92,8 +92,13 @@ def errors(got: Partial, exact: Partial) -> np.ndarray:
     )
 
 
-def assert_true(case: StepCase, blocks: HopperBlocks | None, dtype: jnp.dtype) -> None:
-    step = case.draw(dtype)
+def assert_true(
+    rng: np.random.Generator,
+    case: StepCase,
+    blocks: HopperBlocks | None,
+    dtype: jnp.dtype,
+) -> None:
+    step = case.draw(rng, dtype)
     got = simulate(step.astype(dtype), case.scale, blocks)
     assert {x.dtype for x in got} == {np.dtype(np.float32)}
     exact = truth(step, case.scale)
@@ -103,8 +108,8 @@ def assert_true(case: StepCase, blocks: HopperBlocks | None, dtype: jnp.dtype) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_is_as_exact_as_the_reference_and_races_with_nothing(name, capfd):
-    assert_true(*CASES[name])
+def test_step_is_as_exact_as_the_reference_and_races_with_nothing(name, capfd, rng):
+    assert_true(rng, *CASES[name])
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
@@ -112,24 +117,26 @@ def test_step_is_as_exact_as_the_reference_and_races_with_nothing(name, capfd):
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 @pytest.mark.parametrize("bound_rows", [1, 2])
-def test_step_of_any_shape_equals_the_reference(bound_rows, head_dim, group, capfd):
-    case = StepCase.of_any_length(512, group, head_dim, bound_rows)
-    assert_true(case, None, np.random.default_rng().choice(hopper.TYPES))
+def test_step_of_any_shape_equals_the_reference(
+    bound_rows, head_dim, group, capfd, rng
+):
+    case = StepCase.of_any_length(rng, 512, group, head_dim, bound_rows)
+    assert_true(rng, case, None, rng.choice(hopper.TYPES))
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 GAPS = StepCase(512, 512, group=1, batch=1)
 
 
-def step_of_tiles(*bounds: tuple[int, int]) -> Step:
+def step_of_tiles(rng: np.random.Generator, *bounds: tuple[int, int]) -> Step:
     """Each 128 rows see what they are told."""
     start, stop = np.repeat(np.array(bounds, np.int32), 128, axis=0).T[:, None]
-    return GAPS.draw(jnp.bfloat16)._replace(start=start, stop=stop)
+    return GAPS.draw(rng, jnp.bfloat16)._replace(start=start, stop=stop)
 
 
-def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed():
+def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed(rng):
     """They are nan, and 0 · nan is nan: nothing of them may be multiplied."""
-    step = step_of_tiles((70, 120), (70, 128), (256, 384), (448, 384))
+    step = step_of_tiles(rng, (70, 120), (70, 128), (256, 384), (448, 384))
     exact = truth(step, GAPS.scale)
     unseen = np.isin(np.arange(GAPS.keys) // 64, (0, 2, 3, 6, 7))
     step.k[:, unseen] = step.v[:, unseen] = np.nan
@@ -140,8 +147,8 @@ def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed():
     np.testing.assert_array_equal(got[1][..., 384:], -np.inf)
 
 
-def test_nan_shows_in_every_row_that_sees_it_and_in_no_other():
-    step = step_of_tiles((0, 64), (0, 128), (64, 200), (128, 512))
+def test_nan_shows_in_every_row_that_sees_it_and_in_no_other(rng):
+    step = step_of_tiles(rng, (0, 64), (0, 128), (64, 200), (128, 512))
     step.k[:, 100] = np.nan
     out, lse = simulate(step.astype(jnp.bfloat16), GAPS.scale, SMALL)
     reached = np.repeat([False, True, True, False], 128)
@@ -149,8 +156,8 @@ def test_nan_shows_in_every_row_that_sees_it_and_in_no_other():
     np.testing.assert_array_equal(np.isnan(lse).any(axis=(0, 1)), reached)
 
 
-def test_rows_that_see_nothing_keep_their_carry():
-    step = dataclasses.replace(GAPS, has_carry=True).draw(jnp.bfloat16)
+def test_rows_that_see_nothing_keep_their_carry(rng):
+    step = dataclasses.replace(GAPS, has_carry=True).draw(rng, jnp.bfloat16)
     step = step._replace(start=step.start * 0 + 5, stop=step.stop * 0)
     step = step.astype(jnp.bfloat16)
     got = simulate(step, GAPS.scale, SMALL)
@@ -179,10 +186,10 @@ QUICK_WAITS = "values", "room for keys"
         for name in WAITS
     ],
 )
-def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd):
+def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd, rng):
     """So that the tests above could fail."""
     case = StepCase(128, 512, group=1, batch=1)
-    step = case.draw(jnp.bfloat16)
+    step = case.draw(rng, jnp.bfloat16)
     step = step._replace(start=step.start * 0, stop=step.stop * 0 + 512)
 
     def run() -> None:

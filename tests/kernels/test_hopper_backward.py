@@ -97,8 +97,10 @@ def errors(got: Gradients, exact: Gradients, step: Step) -> np.ndarray:
     return np.array(found)
 
 
-def assert_true(case: StepCase, dtype: jnp.dtype, **launch) -> None:
-    step = with_lse(case.draw(dtype), case.scale)
+def assert_true(
+    rng: np.random.Generator, case: StepCase, dtype: jnp.dtype, **launch
+) -> None:
+    step = with_lse(case.draw(rng, dtype), case.scale)
     got = simulate(step.astype(dtype), case.scale, **launch)
     assert {x.dtype for x in got} == {np.dtype(np.float32)}
     exact = truth(step, case.scale)
@@ -108,14 +110,14 @@ def assert_true(case: StepCase, dtype: jnp.dtype, **launch) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_is_as_exact_as_the_reference_and_races_with_nothing(name, capfd):
-    assert_true(*CASES[name])
+def test_step_is_as_exact_as_the_reference_and_races_with_nothing(name, capfd, rng):
+    assert_true(rng, *CASES[name])
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC_CASES)
-def test_deterministic_step_is_as_exact_and_races_with_nothing(name, capfd):
-    assert_true(*DETERMINISTIC_CASES[name], is_deterministic=True)
+def test_deterministic_step_is_as_exact_and_races_with_nothing(name, capfd, rng):
+    assert_true(rng, *DETERMINISTIC_CASES[name], is_deterministic=True)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
@@ -125,11 +127,11 @@ def test_deterministic_step_is_as_exact_and_races_with_nothing(name, capfd):
 @pytest.mark.parametrize("bound_rows", [1, 2])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_step_of_any_shape_equals_the_reference(
-    is_deterministic, bound_rows, head_dim, group, capfd
+    is_deterministic, bound_rows, head_dim, group, capfd, rng
 ):
-    case = StepCase.of_any_length(512, group, head_dim, bound_rows)
-    dtype = np.random.default_rng().choice(hopper.TYPES)
-    assert_true(case, dtype, is_deterministic=is_deterministic)
+    case = StepCase.of_any_length(rng, 512, group, head_dim, bound_rows)
+    dtype = rng.choice(hopper.TYPES)
+    assert_true(rng, case, dtype, is_deterministic=is_deterministic)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
@@ -140,19 +142,20 @@ EITHER = pytest.mark.parametrize(
 GAPS = StepCase(512, 512, group=1, batch=1, head_dim=128)
 
 
-def step_of_tiles(*bounds: tuple[int, int]) -> Step:
+def step_of_tiles(rng: np.random.Generator, *bounds: tuple[int, int]) -> Step:
     """Each 128 rows see what they are told."""
     start, stop = np.repeat(np.array(bounds, np.int32), 128, axis=0).T[:, None]
-    step = GAPS.draw(jnp.bfloat16)._replace(start=start, stop=stop)
+    step = GAPS.draw(rng, jnp.bfloat16)._replace(start=start, stop=stop)
     return with_lse(step, GAPS.scale)
 
 
 @EITHER
 def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed(
     is_deterministic,
+    rng,
 ):
     """They are nan, and 0 · nan is nan: nothing of them may be multiplied."""
-    step = step_of_tiles((130, 200), (130, 256), (256, 384), (448, 384))
+    step = step_of_tiles(rng, (130, 200), (130, 256), (256, 384), (448, 384))
     exact = truth(step, GAPS.scale)
     unseen = np.isin(np.arange(GAPS.keys) // 128, (0, 3))
     step.k[:, unseen] = step.v[:, unseen] = np.nan
@@ -166,10 +169,12 @@ def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed(
 
 
 @EITHER
-def test_rows_of_a_partial_tile_that_see_nothing_contribute_nothing(is_deterministic):
+def test_rows_of_a_partial_tile_that_see_nothing_contribute_nothing(
+    is_deterministic, rng
+):
     """Whether they saw anything elsewhere (and have an lse) or not."""
     case = dataclasses.replace(GAPS, queries=100, keys=100)
-    step = case.draw(jnp.bfloat16)
+    step = case.draw(rng, jnp.bfloat16)
     start = np.where(np.arange(100) < 50, 0, 100)[None].astype(np.int32)
     step = with_lse(step._replace(start=start, stop=start * 0 + 100), case.scale)
     lse = step.carry[1].copy()
@@ -186,8 +191,9 @@ def test_rows_of_a_partial_tile_that_see_nothing_contribute_nothing(is_determini
 @EITHER
 def test_nan_shows_in_the_gradients_of_all_that_sees_it_and_of_nothing_else(
     is_deterministic,
+    rng,
 ):
-    step = step_of_tiles((0, 128), (128, 256), (128, 384), (384, 512))
+    step = step_of_tiles(rng, (0, 128), (128, 256), (128, 384), (384, 512))
     step.d_out[:, 200] = np.nan
     dq, dk, dv = simulate(
         step.astype(jnp.bfloat16), GAPS.scale, is_deterministic=is_deterministic
@@ -217,10 +223,10 @@ QUICK_WAITS = "room for gradients of scores", "room for queries"
         for name in WAITS
     ],
 )
-def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd):
+def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd, rng):
     """So that the tests above could fail."""
     case = StepCase(256, 128, group=1, batch=1, head_dim=128)
-    step = case.draw(jnp.bfloat16)
+    step = case.draw(rng, jnp.bfloat16)
     step = step._replace(start=step.start * 0, stop=step.stop * 0 + 128)
     step = with_lse(step, case.scale).astype(jnp.bfloat16)
 

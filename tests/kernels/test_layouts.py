@@ -95,10 +95,9 @@ def test_traced_shard_gives_what_a_known_one_gives(kind, ring_size):
 
 @each_layout
 @each_ring
-def test_visible_keys_on_a_shard_are_the_slots_between_two_counts(kind, ring_size):
+def test_visible_keys_on_a_shard_are_the_slots_between_two_counts(kind, ring_size, rng):
     """For any bounds: increasing or not, seeing something or nothing."""
     length = shard_length(kind, ring_size)
-    rng = np.random.default_rng()
     lo, hi = rng.integers(-4, ring_size * length + 4, (2, 200), np.int32)
     slot = np.arange(length)
     for shard, tokens in enumerate(shards(kind, ring_size)):
@@ -126,12 +125,12 @@ def test_bounds_that_never_decrease_stay_so_on_every_shard(kind):
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_permuted_slices_are_the_shards_and_unpermute_undoes_it(
-    kind, ring_size, axis, array
+    kind, ring_size, axis, array, rng
 ):
     length = ring_size * shard_length(kind, ring_size)
     shape = [2, 3, 2]
     shape[axis] = length
-    x = array(np.random.default_rng().standard_normal(shape).astype(np.float32))
+    x = array(rng.standard_normal(shape).astype(np.float32))
     permuted = layout.permute(x, kind, ring_size, axis)
     assert type(permuted) is type(x) and permuted.dtype == x.dtype
     slices = np.split(np.asarray(permuted), ring_size, axis)

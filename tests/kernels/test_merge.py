@@ -14,9 +14,10 @@ BATCH, LENGTH, HEADS, DEPTH = 2, 3, 4, 5
 merge = jax.jit(module.merge)
 
 
-def random_scores(keys: int, spread: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def random_scores(
+    rng: np.random.Generator, keys: int, spread: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Scores (B, H, T, keys) and values (B, keys, H, D)."""
-    rng = np.random.default_rng()
     scores = spread * rng.standard_normal((BATCH, HEADS, LENGTH, keys))
     return scores, rng.standard_normal((BATCH, keys, HEADS, DEPTH))
 
@@ -55,15 +56,15 @@ def float64():
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 300.0])
 @pytest.mark.parametrize("cut", [1, 6])
-def test_two_parts_give_the_attention_to_both(float64, cut, spread):
-    scores, values = random_scores(12, spread)
+def test_two_parts_give_the_attention_to_both(float64, cut, spread, rng):
+    scores, values = random_scores(rng, 12, spread)
     got = attend_in_parts(scores, values, slice(cut), slice(cut, None))
     assert got[0].dtype == got[1].dtype == jnp.float64
     assert_close(got, attend(scores, values))
 
 
-def test_order_and_grouping_do_not_matter(float64):
-    scores, values = random_scores(12, 5.0)
+def test_order_and_grouping_do_not_matter(float64, rng):
+    scores, values = random_scores(rng, 12, 5.0)
     a, b, c = (
         attend(scores[..., part], values[:, part])
         for part in (slice(1), slice(1, 6), slice(6, None))
@@ -79,8 +80,8 @@ def test_order_and_grouping_do_not_matter(float64):
 
 
 @pytest.mark.parametrize("run", [merge, module.merge], ids=["jit", "eager"])
-def test_nothing_changes_nothing_to_the_last_bit(run):
-    partial = attend(*(x.astype(np.float32) for x in random_scores(6)))
+def test_nothing_changes_nothing_to_the_last_bit(run, rng):
+    partial = attend(*(x.astype(np.float32) for x in random_scores(rng, 6)))
     for got in run(partial, nothing()), run(nothing(), partial):
         for a, b in zip(got, partial, strict=True):
             assert a.dtype == jnp.float32
@@ -102,10 +103,10 @@ def test_what_weighs_nothing_leaves_no_trace(gap, light):
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0], ids=["ties", "no ties"])
-def test_gradient_is_that_of_the_attention_to_both(float64, spread):
+def test_gradient_is_that_of_the_attention_to_both(float64, spread, rng):
     """Ties too: where all scores are alike, halves of the keys have equal lse."""
-    scores, values = random_scores(8, spread)
-    weights = np.random.default_rng().standard_normal((BATCH, LENGTH, HEADS, DEPTH))
+    scores, values = random_scores(rng, 8, spread)
+    weights = rng.standard_normal((BATCH, LENGTH, HEADS, DEPTH))
 
     @functools.partial(jax.jit, static_argnums=0)
     @functools.partial(jax.grad, argnums=(1, 2))
@@ -136,9 +137,8 @@ def test_gradients_of_empty_rows_are_zero(first, second):
         assert not np.isnan(d_lse)
 
 
-def test_partials_of_devices_merge_as_those_of_one_after_the_other():
+def test_partials_of_devices_merge_as_those_of_one_after_the_other(rng):
     """On eight devices, of which some have seen nothing, in some rows or in all."""
-    rng = np.random.default_rng()
     out = rng.standard_normal((8, 2, 3, 4, 5)).astype(np.float32)
     lse = 30 * rng.standard_normal((8, 2, 4, 3)).astype(np.float32)
     is_empty = rng.random(lse.shape) < 0.5

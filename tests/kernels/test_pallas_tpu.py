@@ -60,61 +60,61 @@ def on_chip(version: pltpu.ChipVersion) -> SimulatedTpu:
 
 
 @pytest.mark.parametrize("name", FLOAT32_CASES)
-def test_step_in_float32_equals_the_reference_in_float64(name):
-    assert_true(SimulatedTpu(), FLOAT32_CASES[name], jnp.float32)
+def test_step_in_float32_equals_the_reference_in_float64(name, rng):
+    assert_true(rng, SimulatedTpu(), FLOAT32_CASES[name], jnp.float32)
 
 
-def test_step_in_bfloat16_is_as_exact_as_the_reference_in_bfloat16():
+def test_step_in_bfloat16_is_as_exact_as_the_reference_in_bfloat16(rng):
     case = StepCase(200, 500, group=8, head_dim=100, bound_rows=2, has_carry=True)
-    assert_true(SimulatedTpu(), case, jnp.bfloat16)
+    assert_true(rng, SimulatedTpu(), case, jnp.bfloat16)
 
 
-def test_v3_is_as_exact():
+def test_v3_is_as_exact(rng):
     """It multiplies in float32 only, and its rows are padded to 256 numbers."""
     case = StepCase(300, 1100, group=4, batch=1, has_carry=True)
-    assert_true(on_chip(pltpu.ChipVersion.TPU_V3), case, jnp.bfloat16)
+    assert_true(rng, on_chip(pltpu.ChipVersion.TPU_V3), case, jnp.bfloat16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", list(pltpu.ChipVersion)[1:])
-def test_step_cut_for_any_chip_equals_the_reference(version):
+def test_step_cut_for_any_chip_equals_the_reference(version, rng):
     case = StepCase(1500, 2500, group=2, head_dim=128, bound_rows=2, has_carry=True)
-    assert_true(on_chip(version), case, jnp.float32)
-    assert_true(on_chip(version), case, jnp.bfloat16)
+    assert_true(rng, on_chip(version), case, jnp.float32)
+    assert_true(rng, on_chip(version), case, jnp.bfloat16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 32])
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 @pytest.mark.parametrize("bound_rows", [1, 2])
-def test_step_of_any_shape_equals_the_reference(bound_rows, head_dim, group):
-    case = StepCase.of_any_length(1024, group, head_dim, bound_rows)
-    assert_true(SimulatedTpu(), case, jnp.float32)
-    assert_true(SimulatedTpu(), case, jnp.bfloat16)
+def test_step_of_any_shape_equals_the_reference(bound_rows, head_dim, group, rng):
+    case = StepCase.of_any_length(rng, 1024, group, head_dim, bound_rows)
+    assert_true(rng, SimulatedTpu(), case, jnp.float32)
+    assert_true(rng, SimulatedTpu(), case, jnp.bfloat16)
 
 
 GAPS = StepCase(768, 1200, group=1, batch=1)
 GAPS_PROGRAM = compiled(SimulatedTpu(), GAPS.scale)
 
 
-def step_of_sub_blocks(*bounds: tuple[int, int]) -> Step:
+def step_of_sub_blocks(rng: np.random.Generator, *bounds: tuple[int, int]) -> Step:
     """Each 128 rows see what they are told."""
     start, stop = np.repeat(np.array(bounds, np.int32), 128, axis=0).T[:, None]
-    return GAPS.draw()._replace(start=start, stop=stop)
+    return GAPS.draw(rng)._replace(start=start, stop=stop)
 
 
 def results_with_gaps(step: Step) -> Answer:
     return answer(GAPS_PROGRAM(step.astype(jnp.float32)), step)
 
 
-def test_keys_that_no_sub_block_sees_and_rows_that_see_nothing_are_never_computed():
+def test_keys_that_no_sub_block_sees_and_rows_that_see_nothing_are_never_computed(rng):
     """They are nan, and 0 · nan is nan: nothing of them may be multiplied.
 
     Keys: granules 0, 2, 3, 8 and 9, of which 2 and 3 are a whole tile between others.
     Queries: a tile that sees nothing.
     """
     seen = (130, 250), (512, 640), (640, 1024), *[(1024, 1024)] * 2, (1200, 1024)
-    step = step_of_sub_blocks(*seen)
+    step = step_of_sub_blocks(rng, *seen)
     want = truth(GAPS, step)
     unseen = np.isin(np.arange(GAPS.keys) // 128, (0, 2, 3, 8, 9))
     step.k[:, unseen] = step.v[:, unseen] = np.nan
@@ -129,9 +129,13 @@ def test_keys_that_no_sub_block_sees_and_rows_that_see_nothing_are_never_compute
 
 
 @pytest.mark.parametrize("slot, first_row, last_row", [(100, 0, 256), (600, 256, 768)])
-def test_nan_shows_in_every_row_that_sees_it_and_in_no_other(slot, first_row, last_row):
+def test_nan_shows_in_every_row_that_sees_it_and_in_no_other(
+    slot, first_row, last_row, rng
+):
     """Where a tile is full, too: no limit catches a sum that is nan."""
-    step = step_of_sub_blocks(*[(0, 512)] * 2, *[(256, 768)] * 2, *[(512, 1200)] * 2)
+    step = step_of_sub_blocks(
+        rng, *[(0, 512)] * 2, *[(256, 768)] * 2, *[(512, 1200)] * 2
+    )
     want = results_with_gaps(step)
     step.k[:, slot] = np.nan
     got = results_with_gaps(step)
@@ -150,7 +154,7 @@ DQ_TILE = 256 * 128 * 4
 
 def traced(case: StepCase, backend: Backend, dtype: jnp.dtype = jnp.float32) -> None:
     """Refuses what the launcher refuses; computes nothing."""
-    step = case.draw().astype(dtype)
+    step = case.draw(np.random.default_rng(0)).astype(dtype)
     jax.eval_shape(lambda: run(backend, case.scale, case.sizes, step))
 
 
@@ -197,8 +201,8 @@ def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves(launc
     assert dq_tiles(launches, SMALL_VMEM) == STREAMED
 
 
-def test_gradients_are_equal_wherever_dq_stays():
-    step = HEAD.draw().astype(jnp.float32)
+def test_gradients_are_equal_wherever_dq_stays(rng):
+    step = HEAD.draw(rng).astype(jnp.float32)
     in_vmem, in_hbm = (
         compiled_backward(SimulatedTpu().with_vmem(capacity), HEAD.scale)(step)
         for capacity in (CHIP.vmem_capacity_bytes, SMALL_VMEM)
@@ -293,14 +297,14 @@ def test_groups_of_any_size_are_launched(
 
 
 @pytest.mark.slow
-def test_heads_that_are_not_stacked_see_the_keys_that_they_share():
+def test_heads_that_are_not_stacked_see_the_keys_that_they_share(rng):
     """Vector memory holds the rows of one head of five: keys are read five times."""
     chip = dataclasses.replace(CHIP, vmem_capacity_bytes=5 * 2**19)
     backend = SimulatedTpu(Launch(chip, interpret=True))
     case = StepCase(60, 90, group=5, kv_heads=2, batch=1, has_carry=True)
-    step = case.draw().astype(jnp.float32)
+    step = case.draw(rng).astype(jnp.float32)
     assert [cut[:2] for cut in cuts(chip, step.q, step.k)] == [(1, 5), (1, 5)]
-    assert_true(backend, case, jnp.float32)
+    assert_true(rng, backend, case, jnp.float32)
 
 
 def test_heads_too_wide_for_any_tiles_are_not_implemented(launches):
@@ -367,10 +371,10 @@ def test_intervals_of_another_shape_are_refused_at_both_doors(shapes, launches):
     assert not launches
 
 
-def test_without_a_tpu_it_is_not_implemented():
+def test_without_a_tpu_it_is_not_implemented(rng):
     """The module that users get: tests get it interpreted."""
     words = "needs a TPU.*name another"
-    step = StepCase(8, 8).draw().astype(jnp.float32)
+    step = StepCase(8, 8).draw(rng).astype(jnp.float32)
     with pytest.raises(NotImplementedError, match=words):
         compiled(pallas_tpu, 0.1)(step)
     with pytest.raises(NotImplementedError, match=words):

@@ -49,8 +49,8 @@ def simulate(case: StepCase, step: Step, backend: SimulatedTpu) -> Answer:
     [(FIRST_HOP, CHIP.vmem_capacity_bytes), (LATER_HOP, SMALL_VMEM)],
     ids=["first hop, dq in VMEM", "later hop, dq in HBM"],
 )
-def test_no_copy_races_or_comes_too_late(case, vmem, copies, capfd):
-    step = case.draw()
+def test_no_copy_races_or_comes_too_late(case, vmem, copies, capfd, rng):
+    step = case.draw(rng)
     errors = simulate(case, step, simulated(copies, vmem)).errors(truth(case, step))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
     assert "RACE DETECTED" not in capfd.readouterr().out
@@ -80,20 +80,22 @@ breaking = pytest.mark.parametrize(
 
 @breaking
 def test_copies_that_nobody_waits_for_are_reported(
-    owner, method, broken, monkeypatch, capfd
+    owner, method, broken, monkeypatch, capfd, rng
 ):
     """So that the test above could fail."""
     monkeypatch.setattr(owner, method, broken)
     program = compiled_backward(simulated("eager", SMALL_VMEM), FIRST_HOP.scale)
-    jax.block_until_ready(program(FIRST_HOP.draw().astype(jnp.float32)))
+    jax.block_until_ready(program(FIRST_HOP.draw(rng).astype(jnp.float32)))
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
 @pytest.mark.slow
 @breaking
-def test_copies_that_nobody_waits_for_come_too_late(owner, method, broken, monkeypatch):
+def test_copies_that_nobody_waits_for_come_too_late(
+    owner, method, broken, monkeypatch, rng
+):
     monkeypatch.setattr(owner, method, broken)
-    step = FIRST_HOP.draw()
+    step = FIRST_HOP.draw(rng)
     got = simulate(FIRST_HOP, step, simulated("on_wait", SMALL_VMEM))
     assert not got.errors(truth(FIRST_HOP, step))["dq"] < 0.1
 
@@ -132,7 +134,7 @@ def copied_tiles():
             patch.setattr(TileCopies, name, recorded(name))
         program = (
             compiled(SimulatedTpu(), HOP.scale)
-            .lower(HOP.draw().astype(jnp.float32))
+            .lower(HOP.draw(np.random.default_rng(0)).astype(jnp.float32))
             .compile()
         )
 
@@ -148,12 +150,12 @@ def copied_tiles():
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_tile_is_copied_once_for_each_tile_that_sees_it_and_no_other(
-    name, copied_tiles
+    name, copied_tiles, rng
 ):
     start, stop = BOUNDS[name]
     seen = (start[0, :, None] <= INDEX) & (INDEX < stop[0, :, None])
     live = seen.reshape(4, 256, 4, 256).any(axis=(1, 3))  # (query tiles, key tiles)
-    calls = copied_tiles(HOP.draw()._replace(start=start, stop=stop))
+    calls = copied_tiles(HOP.draw(rng)._replace(start=start, stop=stop))
     for method in "start", "wait":
         for direction, axis in ((FORWARD, 0), (BACKWARD, 1)):
             visits = np.bincount(calls[method, direction], minlength=4)

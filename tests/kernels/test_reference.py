@@ -20,8 +20,9 @@ def float64():
         yield
 
 
-def operands(queries: int, keys: int, heads: int, kv_heads: int) -> list[np.ndarray]:
-    rng = np.random.default_rng()
+def operands(
+    rng: np.random.Generator, queries: int, keys: int, heads: int, kv_heads: int
+) -> list[np.ndarray]:
     shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads)
     return [rng.standard_normal((2, *shape, 6)) for shape in shapes]
 
@@ -32,8 +33,8 @@ def bounds(mask: masks.Mask, queries: int, keys: int) -> tuple[np.ndarray, np.nd
     return lo.clip(0, keys), (hi + 1).clip(0, keys)
 
 
-def normal_like(x: jax.Array | np.ndarray) -> np.ndarray:
-    return np.random.default_rng().standard_normal(x.shape)
+def normal_like(rng: np.random.Generator, x: jax.Array | np.ndarray) -> np.ndarray:
+    return rng.standard_normal(x.shape)
 
 
 @jax.jit
@@ -65,9 +66,9 @@ each_case = pytest.mark.parametrize("name", CASES)
 
 
 @each_case
-def test_forward_is_the_softmax_over_the_visible_keys(name):
+def test_forward_is_the_softmax_over_the_visible_keys(name, rng):
     mask, queries, keys, heads, kv_heads = CASES[name]
-    q, k, v = operands(queries, keys, heads, kv_heads)
+    q, k, v = operands(rng, queries, keys, heads, kv_heads)
     start, stop = bounds(mask, queries, keys)
     out, lse = forward(q, k, v, start, stop)
     assert out.dtype == lse.dtype == jnp.float64
@@ -89,27 +90,27 @@ def test_forward_is_the_softmax_over_the_visible_keys(name):
 
 
 @each_case
-def test_backward_is_the_derivative_of_forward(name):
+def test_backward_is_the_derivative_of_forward(name, rng):
     mask, queries, keys, heads, kv_heads = CASES[name]
-    qkv = operands(queries, keys, heads, kv_heads)
+    qkv = operands(rng, queries, keys, heads, kv_heads)
     limits = bounds(mask, queries, keys)
     results, pull = jax.vjp(lambda *qkv: forward(*qkv, *limits), *qkv)
-    cotangents = tuple(map(normal_like, results))
+    cotangents = tuple(normal_like(rng, x) for x in results)
     assert_close(gradients(qkv, limits, *cotangents), pull(cotangents), 1e-10)
 
 
-def test_gradients_predict_finite_differences():
-    qkv = operands(5, 5, 2, 1)
+def test_gradients_predict_finite_differences(rng):
+    qkv = operands(rng, 5, 5, 2, 1)
     limits = bounds(masks.causal(), 5, 5)
     out, lse = forward(*qkv, *limits)
-    cotangents = normal_like(out), normal_like(lse)
+    cotangents = normal_like(rng, out), normal_like(rng, lse)
 
     def loss(qkv):
         results = forward(*qkv, *limits)
         return sum((x * d).sum() for x, d in zip(results, cotangents, strict=True))
 
     for i, gradient in enumerate(gradients(qkv, limits, *cotangents)):
-        step = 1e-5 * normal_like(qkv[i])
+        step = 1e-5 * normal_like(rng, qkv[i])
         ahead, behind = (
             loss([x + sign * step if i == j else x for j, x in enumerate(qkv)])
             for sign in (1, -1)
@@ -129,9 +130,9 @@ def empty_rows(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
     return start, stop
 
 
-def test_rows_that_see_nothing_are_empty_and_have_no_gradient():
+def test_rows_that_see_nothing_are_empty_and_have_no_gradient(rng):
     queries = 9
-    qkv = operands(queries, 10, 4, 2)
+    qkv = operands(rng, queries, 10, 4, 2)
     limits = empty_rows(queries, 10)
     out, lse = forward(*qkv, *limits)
     empty = np.array([0, 1, 4, 5, 8])
@@ -140,7 +141,7 @@ def test_rows_that_see_nothing_are_empty_and_have_no_gradient():
     np.testing.assert_array_equal(lse[..., empty], -np.inf)
     assert np.isfinite(lse[..., sees]).all()
 
-    d_out, d_lse = normal_like(out), normal_like(lse)
+    d_out, d_lse = normal_like(rng, out), normal_like(rng, lse)
     dq, dk, dv = gradients(qkv, limits, d_out, d_lse)
     np.testing.assert_array_equal(dq[:, empty], 0)
     # dk and dv are those of the other rows alone.
@@ -150,11 +151,11 @@ def test_rows_that_see_nothing_are_empty_and_have_no_gradient():
     assert_close((dq[:, sees], dk, dv), want, 1e-12)
 
 
-def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys():
+def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys(rng):
     """As on a ring: keys in two parts, the second with a carry from the first."""
-    q, k, v = operands(10, 10, 4, 2)
+    q, k, v = operands(rng, 10, 10, 4, 2)
     start, stop = bounds(masks.window(4), 10, 10)
-    d_out, dq = normal_like(q), normal_like(q)
+    d_out, dq = normal_like(rng, q), normal_like(rng, q)
     whole, lse = forward(q, k, v, start, stop)
     delta = np.einsum("bthd,bthd->bht", d_out, whole)
 
@@ -172,8 +173,8 @@ def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_results_and_gradients_of_narrow_types_are_float32(dtype):
-    qkv = [jnp.asarray(x, dtype) for x in operands(4, 4, 2, 1)]
+def test_results_and_gradients_of_narrow_types_are_float32(dtype, rng):
+    qkv = [jnp.asarray(x, dtype) for x in operands(rng, 4, 4, 2, 1)]
     limits = bounds(masks.causal(), 4, 4)
     out, lse = forward(*qkv, *limits)
     dq = jnp.zeros(out.shape, jnp.float32)

@@ -47,8 +47,8 @@ def covering_cases():
 
 @pytest.mark.usefixtures("hops_in_a_loop")
 @pytest.mark.parametrize("case, implementation", list(covering_cases()))
-def test_ring_in_float32_matches_one_device_in_float64(case, implementation):
-    problem = Problem.of(case)
+def test_ring_in_float32_matches_one_device_in_float64(case, implementation, rng):
+    problem = Problem.of(rng, case)
     step = backend.IMPLEMENTATIONS[implementation]
     answer = solve_on_ring(case, problem, step, jnp.float32)
     errors = answer.errors(solve(problem, jnp.float64))
@@ -60,12 +60,12 @@ def test_ring_in_float32_matches_one_device_in_float64(case, implementation):
 @pytest.mark.parametrize("group", GRID["group"])
 @pytest.mark.parametrize("length", GRID["length"])
 @pytest.mark.parametrize("head_dim", GRID["head_dim"])
-def test_every_ring_matches_one_device_in_float64(group, length, head_dim):
+def test_every_ring_matches_one_device_in_float64(group, length, head_dim, rng):
     """The whole product of the grid: each mask solved once for all of its rings."""
     for mask in MASKS:
         heads = 2 if group == 1 else 8
         problem_case = Case(1, "contiguous", mask, group, length, head_dim, heads)
-        problem = Problem.of(problem_case)
+        problem = Problem.of(rng, problem_case)
         truth = solve(problem, jnp.float64)
         for ring_size, name in itertools.product(GRID["ring_size"], LAYOUTS):
             case = dataclasses.replace(problem_case, ring_size=ring_size, layout=name)
@@ -80,10 +80,10 @@ def test_every_ring_matches_one_device_in_float64(group, length, head_dim):
 @pytest.mark.parametrize(
     "layout_name", [pytest.param("contiguous", marks=pytest.mark.slow), "striped"]
 )
-def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name):
+def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name, rng):
     """Sums in float32 between the hops: the error does not grow with the ring."""
     case = Case(1, layout_name, "causal", 4, 512, 64, heads=4)
-    problem = Problem.of(case, jnp.bfloat16)
+    problem = Problem.of(rng, case, jnp.bfloat16)
     truth = solve(problem, jnp.float64)
     allowed = solve(problem, jnp.bfloat16).errors(truth)
     table = {}
@@ -105,11 +105,11 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name
     [("zigzag", 4, 1), ("striped", 5, ring.HOPS_A_TURN)],
 )
 def test_ring_as_a_loop_equals_the_unrolled_ring(
-    layout_name, ring_size, hops_a_turn, monkeypatch
+    layout_name, ring_size, hops_a_turn, monkeypatch, rng
 ):
     """And so does one with a hop left over after its last turn."""
     case = Case(ring_size, layout_name, "documents", 4, 93, 16)
-    problem = Problem.of(case)
+    problem = Problem.of(rng, case)
     unrolled = solve_on_ring(case, problem, blockwise, jnp.float32)
     monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
     monkeypatch.setattr(ring, "HOPS_A_TURN", hops_a_turn)
@@ -119,10 +119,9 @@ def test_ring_as_a_loop_equals_the_unrolled_ring(
     assert max(looped.errors(unrolled).values()) < 1e-6
 
 
-def test_ring_over_part_of_a_mesh_matches_one_device():
+def test_ring_over_part_of_a_mesh_matches_one_device(rng):
     """Batch over data and fsdp, heads over tensor, bounds of its own in every row."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 1, 2, 2), GLOBAL_AXES)
-    rng = np.random.default_rng()
     q, k, v = (
         jnp.asarray(rng.standard_normal((2, 48, heads, 16)), jnp.float32)
         for heads in (8, 4, 4)
@@ -163,10 +162,10 @@ def test_heads_are_padded_where_they_travel_between_tpus(
     assert read.shape == (1, 8, 2, padded)
 
 
-def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch):
+def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
     """Padded to whole lanes and heads first, where they are neither."""
     case = Case(4, "striped", "documents", 2, 93, 100, heads=2)
-    problem = Problem.of(case)
+    problem = Problem.of(rng, case)
     as_they_are = solve_on_ring(case, problem, blockwise, jnp.float32)
     monkeypatch.setattr(ring, "device_kind", lambda: "TPU v4")
     compiled_ring.cache_clear()
@@ -176,8 +175,8 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("queries", [1, 2, 7])
-def test_halves_of_the_queries_see_what_all_of_them_see(queries):
-    bounds = np.sort(np.random.default_rng().integers(0, 6, (2, 3, queries)), axis=2)
+def test_halves_of_the_queries_see_what_all_of_them_see(queries, rng):
+    bounds = np.sort(rng.integers(0, 6, (2, 3, queries)), axis=2)
     bounds[1] = np.maximum(*bounds)
     early, late = (np.array(half) for half in ring.halves(tuple(bounds), length=5))
     middle = queries // 2
@@ -253,9 +252,9 @@ def test_results_are_sharded_like_the_operands():
 
 
 @pytest.mark.usefixtures("hops_in_a_loop")
-def test_ring_of_two_mesh_axes_is_one_ring():
+def test_ring_of_two_mesh_axes_is_one_ring(rng):
     devices = np.array(jax.devices()).reshape(2, 4)
-    rows = np.random.default_rng().standard_normal((3, 1, 64, 2, 8))
+    rows = rng.standard_normal((3, 1, 64, 2, 8))
     q, k, v = (layout.permute(jnp.float32(x), layout.Striped(), 8, 1) for x in rows)
     one, two = (
         ring.make_ring_attention(mesh, layout=layout.Striped(), ring_axes=axes)

@@ -46,10 +46,10 @@ def slow(*values):
         slow("hopper_deterministic", jnp.bfloat16, 1e-37),
     ],
 )
-def test_small_scales_cost_no_digits(name, dtype, scale):
+def test_small_scales_cost_no_digits(name, dtype, scale, rng):
     """The errors of dq and dk are relative to gradients as small as the scale."""
     case = dataclasses.replace(CASE, scale=scale)
-    step = case.draw(dtype)
+    step = case.draw(rng, dtype)
     step = step._replace(dq=np.zeros_like(step.dq))
     if dtype != jnp.float16:
         # So that gradients are no denormal numbers, which are flushed to 0.

@@ -18,10 +18,11 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 
 
-def random_bounds(shape: tuple[int, int]) -> list[tuple[np.ndarray, np.ndarray]]:
+def random_bounds(
+    rng: np.random.Generator, shape: tuple[int, int]
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Non-decreasing bounds: with rows that see nothing, without, and narrow ones."""
     queries, keys = shape
-    rng = np.random.default_rng()
     drawn = []
     for _ in range(8):
         start, stop = np.sort(rng.integers(0, keys + 1, (2, BATCH, queries), np.int32))
@@ -70,11 +71,13 @@ def tile_count(length: int, block: int) -> int:
 
 @each_shape
 @each_block
-def test_full_tiles_are_all_visible_and_tiles_that_are_not_live_invisible(shape, block):
+def test_full_tiles_are_all_visible_and_tiles_that_are_not_live_invisible(
+    shape, block, rng
+):
     """Rows after the last do not count; slots after the last are never visible."""
     queries, keys = shape
     padded_keys = tile_count(keys, block[1]) * block[1]
-    for start, stop in random_bounds(shape):
+    for start, stop in random_bounds(rng, shape):
         live, full = live_and_full(
             key_ranges(start, stop, *block), tile_count(keys, block[1])
         )
@@ -86,10 +89,10 @@ def test_full_tiles_are_all_visible_and_tiles_that_are_not_live_invisible(shape,
 
 @each_shape
 @each_block
-def test_live_tiles_are_those_that_the_outermost_bounds_touch(shape, block):
+def test_live_tiles_are_those_that_the_outermost_bounds_touch(shape, block, rng):
     queries, keys = shape
     tiles = tile_count(keys, block[1])
-    for start, stop in random_bounds(shape):
+    for start, stop in random_bounds(rng, shape):
         live, _ = live_and_full(key_ranges(start, stop, *block), tiles)
         for i in range(live.shape[1]):
             first, last = i * block[0], min((i + 1) * block[0], queries) - 1
@@ -102,10 +105,10 @@ def test_live_tiles_are_those_that_the_outermost_bounds_touch(shape, block):
 @each_shape
 @pytest.mark.parametrize("block_k", [1, 3, 50])
 def test_tiles_of_one_row_that_sees_something_are_live_if_any_is_visible(
-    shape, block_k
+    shape, block_k, rng
 ):
     tiles = tile_count(shape[1], block_k)
-    for start, stop in random_bounds(shape):
+    for start, stop in random_bounds(rng, shape):
         live, _ = live_and_full(key_ranges(start, stop, 1, block_k), tiles)
         seen = matrix(start, stop, tiles * block_k)
         visible = tiled(seen, (1, block_k), False).any((-1, -2))
@@ -115,10 +118,10 @@ def test_tiles_of_one_row_that_sees_something_are_live_if_any_is_visible(
 
 @each_shape
 @each_block
-def test_query_ranges_hold_the_same_tiles_as_key_ranges(shape, block):
+def test_query_ranges_hold_the_same_tiles_as_key_ranges(shape, block, rng):
     queries, keys = shape
     query_tiles, key_tiles = tile_count(queries, block[0]), tile_count(keys, block[1])
-    for start, stop in random_bounds(shape):
+    for start, stop in random_bounds(rng, shape):
         by_query = live_and_full(key_ranges(start, stop, *block), key_tiles)
         by_key = live_and_full(query_ranges(start, stop, *block, keys), query_tiles)
         for one, other in zip(by_query, by_key, strict=True):
@@ -127,13 +130,13 @@ def test_query_ranges_hold_the_same_tiles_as_key_ranges(shape, block):
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("block", [(1, 4), (3, 8), (50, 5)], ids=str)
-def test_jax_and_numpy_agree(shape, block):
+def test_jax_and_numpy_agree(shape, block, rng):
     for ranges in (
         lambda *bounds: key_ranges(*bounds, *block),
         lambda *bounds: query_ranges(*bounds, *block, shape[1]),
     ):
         compiled = jax.jit(ranges)
-        for bounds in random_bounds(shape):
+        for bounds in random_bounds(rng, shape):
             want = ranges(*bounds)
             assert all(isinstance(bound, np.ndarray) for bound in want)
             for got, bound in zip(

@@ -37,10 +37,13 @@ LEVELS = {
 
 
 def step_at_levels(
-    case: StepCase, levels: tuple[float, ...], sees_all: bool = True
+    rng: np.random.Generator,
+    case: StepCase,
+    levels: tuple[float, ...],
+    sees_all: bool = True,
 ) -> Step:
     """Scores that differ from tile to tile by so much, and by noise between keys."""
-    step = case.draw()
+    step = case.draw(rng)
     step.q[..., 0] = 1
     step.k[..., 0] = (np.repeat(levels[::-1], TILE) / SCALE)[:, None]
     step.k[...] = step.k.astype(np.float32)
@@ -84,19 +87,19 @@ def true_results(step: Step) -> Partial:
 @pytest.mark.parametrize("sees_all", [True, False], ids=["full", "partial too"])
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("name", CASES)
-def test_any_course_of_scores_gives_the_exact_softmax(name, levels, sees_all):
+def test_any_course_of_scores_gives_the_exact_softmax(name, levels, sees_all, rng):
     """As exact as the reference in float32, which rounds scores of hundreds too."""
-    step = step_at_levels(CASES[name], LEVELS[levels], sees_all)
+    step = step_at_levels(rng, CASES[name], LEVELS[levels], sees_all)
     truth = true_results(step)
     found = errors(PROGRAMS[name](step.astype(jnp.float32)), truth)
     allowed = errors(REFERENCE(step.astype(jnp.float32)), truth)
     assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
 
 
-def test_rising_scores_overflow_where_no_limit_is_set(monkeypatch):
+def test_rising_scores_overflow_where_no_limit_is_set(monkeypatch, rng):
     """So that the test above of rising scores shows that tiles are computed again."""
     ordinary, rising = (
-        step_at_levels(CASES["first hop"], LEVELS[name]).astype(jnp.float32)
+        step_at_levels(rng, CASES["first hop"], LEVELS[name]).astype(jnp.float32)
         for name in ("level", "rising")
     )
     lazy = PROGRAMS["first hop"](ordinary)
@@ -127,8 +130,8 @@ def run_and_count(monkeypatch):
     return run_and_count
 
 
-def test_tiles_computed_lazily_and_exactly_agree(run_and_count, monkeypatch):
-    step = step_at_levels(CASES["first hop"], LEVELS["level"])
+def test_tiles_computed_lazily_and_exactly_agree(run_and_count, monkeypatch, rng):
+    step = step_at_levels(rng, CASES["first hop"], LEVELS["level"])
     lazy = PROGRAMS["first hop"](step.astype(jnp.float32))
     monkeypatch.setattr(tpu_forward, "SUM_LIMIT", 0.0)
     exact, tiles = run_and_count(step)
@@ -136,7 +139,9 @@ def test_tiles_computed_lazily_and_exactly_agree(run_and_count, monkeypatch):
     assert (errors(exact, lazy) < 1e-6).all()
 
 
-def test_tiles_are_computed_exactly_as_soon_as_a_sum_passes_the_limit(run_and_count):
+def test_tiles_are_computed_exactly_as_soon_as_a_sum_passes_the_limit(
+    run_and_count, rng
+):
     """Each lane adds up two keys a tile: two of 2^29 reach it."""
     assert SUM_LIMIT == 2.0**30
     for levels, tiles in (
@@ -148,16 +153,16 @@ def test_tiles_are_computed_exactly_as_soon_as_a_sum_passes_the_limit(run_and_co
         ((0, 30, 30, 60), 2),
         ((0, 40, 80, 120), 3),
     ):
-        step = step_of_powers(levels)
+        step = step_of_powers(rng, levels)
         assert run_and_count(step)[1] == tiles * QUERY_TILES, levels
     # One row is enough, and the other query tile goes on lazily.
     step.q[:, 1:] = 0
     assert run_and_count(step)[1] == 3
 
 
-def step_of_powers(levels: tuple[float, ...]) -> Step:
+def step_of_powers(rng: np.random.Generator, levels: tuple[float, ...]) -> Step:
     """All keys of a tile have the same weight, two to the power of its level."""
-    step = step_at_levels(CASES["first hop"], levels)
+    step = step_at_levels(rng, CASES["first hop"], levels)
     step.q[...] = step.k[...] = 0
     step.q[..., 0] = math.log(2) / SCALE
     step.k[..., 0] = np.repeat(levels[::-1], TILE)[:, None]

@@ -47,13 +47,13 @@ NARROW_CASES = {
 
 
 @pytest.mark.parametrize("name", FLOAT32_CASES)
-def test_step_in_float32_equals_the_reference_in_float64(name):
-    assert_true(SimulatedGpu(), FLOAT32_CASES[name], jnp.float32)
+def test_step_in_float32_equals_the_reference_in_float64(name, rng):
+    assert_true(rng, SimulatedGpu(), FLOAT32_CASES[name], jnp.float32)
 
 
 @pytest.mark.parametrize("name", NARROW_CASES)
-def test_step_in_16_bits_is_as_exact_as_the_reference_in_the_same(name):
-    assert_true(SimulatedGpu(), NARROW_CASES[name], jnp.dtype(name))
+def test_step_in_16_bits_is_as_exact_as_the_reference_in_the_same(name, rng):
+    assert_true(rng, SimulatedGpu(), NARROW_CASES[name], jnp.dtype(name))
 
 
 @pytest.mark.slow
@@ -61,28 +61,30 @@ def test_step_in_16_bits_is_as_exact_as_the_reference_in_the_same(name):
 @pytest.mark.parametrize("group", [1, 2, 3, 8])
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 @pytest.mark.parametrize("bound_rows", [1, 2])
-def test_step_of_any_shape_equals_the_reference(bound_rows, head_dim, group, dtype):
-    case = StepCase.of_any_length(512, group, head_dim, bound_rows)
-    assert_true(SimulatedGpu(), case, dtype)
+def test_step_of_any_shape_equals_the_reference(
+    bound_rows, head_dim, group, dtype, rng
+):
+    case = StepCase.of_any_length(rng, 512, group, head_dim, bound_rows)
+    assert_true(rng, SimulatedGpu(), case, dtype)
 
 
 GAPS = StepCase(192, 320, group=1, batch=1)
 GAPS_PROGRAM = compiled(SimulatedGpu(), GAPS.scale)
 
 
-def step_of_tiles(*bounds: tuple[int, int]) -> Step:
+def step_of_tiles(rng: np.random.Generator, *bounds: tuple[int, int]) -> Step:
     """Each 64 rows see what they are told."""
     start, stop = np.repeat(np.array(bounds, np.int32), 64, axis=0).T[:, None]
-    return GAPS.draw()._replace(start=start, stop=stop)
+    return GAPS.draw(rng)._replace(start=start, stop=stop)
 
 
 def results_with_gaps(step: Step) -> Answer:
     return answer(GAPS_PROGRAM(step.astype(jnp.float32)), step)
 
 
-def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed():
+def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed(rng):
     """They are nan, and 0 · nan is nan: nothing of them may be multiplied."""
-    step = step_of_tiles((70, 120), (192, 250), (320, 256))
+    step = step_of_tiles(rng, (70, 120), (192, 250), (320, 256))
     want = truth(GAPS, step)
     unseen = np.isin(np.arange(GAPS.keys) // 64, (0, 2, 4))
     step.k[:, unseen] = step.v[:, unseen] = np.nan
@@ -97,8 +99,10 @@ def test_keys_that_no_tile_sees_and_rows_that_see_nothing_are_never_computed():
 
 
 @pytest.mark.parametrize("slot, first_row, last_row", [(30, 0, 64), (200, 64, 192)])
-def test_nan_shows_in_every_row_that_sees_it_and_in_no_other(slot, first_row, last_row):
-    step = step_of_tiles((0, 128), (64, 256), (128, 320))
+def test_nan_shows_in_every_row_that_sees_it_and_in_no_other(
+    slot, first_row, last_row, rng
+):
+    step = step_of_tiles(rng, (0, 128), (64, 256), (128, 320))
     want = results_with_gaps(step)
     step.k[:, slot] = np.nan
     got = results_with_gaps(step)
@@ -115,36 +119,36 @@ def test_nan_shows_in_every_row_that_sees_it_and_in_no_other(slot, first_row, la
 ODD = StepCase(37, 37, group=1, batch=1)
 
 
-def results_mistaken(**mistake: int) -> Partial:
+def results_mistaken(rng: np.random.Generator, **mistake: int) -> Partial:
     """out and lse of a kernel that takes a problem's sizes for others."""
 
     def call(*operands, sizes: Sizes, **options):
         return interpreted_call(*operands, sizes=replace(sizes, **mistake), **options)
 
     backend = SimulatedGpu(Launch(80, SMALL_BLOCKS, call))
-    q, k, v, *_ = ODD.draw().astype(jnp.float32)
+    q, k, v, *_ = ODD.draw(rng).astype(jnp.float32)
     bounds = jnp.zeros((1, 37), jnp.int32), jnp.full((1, 37), 37)
     return jax.block_until_ready(backend.forward(q, k, v, *bounds, scale=ODD.scale))
 
 
-def test_what_is_read_outside_of_an_array_shows():
+def test_what_is_read_outside_of_an_array_shows(rng):
     """Nothing more is seen, but 0 · nan is nan."""
-    assert not any(np.isnan(x).any() for x in results_mistaken(keys=37))
-    assert np.isnan(results_mistaken(keys=38)[0]).all()
+    assert not any(np.isnan(x).any() for x in results_mistaken(rng, keys=37))
+    assert np.isnan(results_mistaken(rng, keys=38)[0]).all()
 
 
-def test_what_is_written_outside_of_an_array_is_found():
+def test_what_is_written_outside_of_an_array_is_found(rng):
     with pytest.raises(jax.errors.JaxRuntimeError, match="written outside of the arr"):
-        results_mistaken(queries=38)
+        results_mistaken(rng, queries=38)
 
 
-def test_what_is_not_written_shows():
-    assert np.isnan(results_mistaken(depth=63)[0]).any()
+def test_what_is_not_written_shows(rng):
+    assert np.isnan(results_mistaken(rng, depth=63)[0]).any()
 
 
-def test_triton_compiles_after_it_interpreted():
+def test_triton_compiles_after_it_interpreted(rng):
     """What is patched for the one would break the other."""
-    results_mistaken()
+    results_mistaken(rng)
     for module in tl, tl.core:
         assert tl.core.is_builtin(module.dot) and tl.core.is_builtin(module.arange)
     assert tl.core.is_builtin(tl.tensor.__add__)
@@ -165,15 +169,17 @@ def there(x: np.ndarray, tokens: int = TILE):
     return pointer(x.ctypes.data - (tokens - TILE) * 256 * x.itemsize, x.dtype)
 
 
-def far_step() -> tuple[list[np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def far_step(
+    rng: np.random.Generator,
+) -> tuple[list[np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """q, k, v and d_out of a tile, and bounds by which all is seen."""
-    step = StepCase(TILE, TILE, group=1, head_dim=256, batch=1).draw()
+    step = StepCase(TILE, TILE, group=1, head_dim=256, batch=1).draw(rng)
     operands = [np.asarray(x, np.float32) for x in step[:4]]
     return operands, (np.zeros((1, TILE), np.int32), np.full((1, TILE), TILE, np.int32))
 
 
-def test_keys_at_the_end_of_a_long_sequence_are_found():
-    (q, k, v, _), seen = far_step()
+def test_keys_at_the_end_of_a_long_sequence_are_found(rng):
+    (q, k, v, _), seen = far_step(rng)
     want = reference.forward(q, k, v, *seen, scale=FAR.scale)
     bounds = np.stack(seen) + np.int32(TOKENS - TILE)
     nothing, out, lse = np.zeros(1, np.float32), *(np.zeros_like(x) for x in want)
@@ -184,8 +190,8 @@ def test_keys_at_the_end_of_a_long_sequence_are_found():
     np.testing.assert_allclose(lse, want[1], atol=1e-5)
 
 
-def test_queries_at_the_end_of_a_long_sequence_are_found():
-    (q, k, v, d_out), seen = far_step()
+def test_queries_at_the_end_of_a_long_sequence_are_found(rng):
+    (q, k, v, d_out), seen = far_step(rng)
     _, lse = reference.forward(q, k, v, *seen, scale=FAR.scale)
     rows = np.asarray(lse), np.ones_like(lse)
     given = q, k, v, d_out, *rows, *seen

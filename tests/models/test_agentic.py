@@ -71,14 +71,14 @@ def test_losses_and_gradients_are_the_same_with_tensor_and_fsdp(batch):
     assert_same(run.losses_and_gradients(batch), want, 1e-5)
 
 
-def test_losses_by_rank_are_those_of_the_predictions(batch):
+def test_losses_by_rank_are_those_of_the_predictions(batch, rng):
     """And so they add up; padding, with its garbage, counts for nothing."""
     errors = np.square(one_device().actions(batch) - batch.actions).mean(axis=-1)
     weighed = (errors * batch.loss_weights)[:, :REAL]
     by_rank = weighed.reshape(2, 2, EPISODE_STEPS).sum(axis=(0, 2))
     losses, _ = one_device().losses_and_gradients(batch)
     np.testing.assert_allclose(losses, by_rank, rtol=1e-5)
-    noise = np.random.default_rng().normal(size=batch.actions.shape)
+    noise = rng.normal(size=batch.actions.shape)
     actions = np.array(batch.actions)
     actions[:, REAL:] = noise[:, REAL:]
     spoilt, grads = one_device().losses_and_gradients(batch._replace(actions=actions))

@@ -11,8 +11,8 @@ TOKENS = 13
 each_chunk = pytest.mark.parametrize("chunk", [1, 4, 13, 100])
 
 
-def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng().standard_normal(shape), jnp.float32)
+def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
 def assert_close(got, want) -> None:
@@ -21,8 +21,8 @@ def assert_close(got, want) -> None:
 
 
 @each_chunk
-def test_chunks_give_what_the_whole_gives_with_its_gradients(chunk):
-    x, w, ahead = normal(TOKENS, 5), normal(5, 7), normal(TOKENS, 7)
+def test_chunks_give_what_the_whole_gives_with_its_gradients(chunk, rng):
+    x, w, ahead = normal(rng, TOKENS, 5), normal(rng, 5, 7), normal(rng, TOKENS, 7)
 
     def mapped(x, w):
         return jnp.tanh(x @ w)
@@ -42,8 +42,8 @@ def test_chunks_give_what_the_whole_gives_with_its_gradients(chunk):
 
 
 @each_chunk
-def test_several_arrays_are_cut_alike_and_keep_their_own_shapes(chunk):
-    x, numbers = normal(TOKENS, 2, 3), jnp.arange(TOKENS, dtype=jnp.int32)
+def test_several_arrays_are_cut_alike_and_keep_their_own_shapes(chunk, rng):
+    x, numbers = normal(rng, TOKENS, 2, 3), jnp.arange(TOKENS, dtype=jnp.int32)
 
     def labelled(parts):
         x, numbers = parts
@@ -54,7 +54,7 @@ def test_several_arrays_are_cut_alike_and_keep_their_own_shapes(chunk):
     assert_close(got, labelled((x, numbers)))
 
 
-def test_function_sees_no_more_tokens_than_a_chunk():
+def test_function_sees_no_more_tokens_than_a_chunk(rng):
     lengths = []
 
     def note(part):
@@ -62,11 +62,11 @@ def test_function_sees_no_more_tokens_than_a_chunk():
         return part
 
     for chunk in (1, 4, 100):
-        assert scan_chunks(note, normal(TOKENS), chunk).shape == (TOKENS,)
+        assert scan_chunks(note, normal(rng, TOKENS), chunk).shape == (TOKENS,)
     assert set(lengths) == {1, 4, TOKENS}
 
 
-def test_gradient_holds_one_chunk_of_the_wide_values():
+def test_gradient_holds_one_chunk_of_the_wide_values(rng):
     tokens, narrow, wide = 2048, 8, 1024
 
     def loss(x, w, chunk):
@@ -75,7 +75,9 @@ def test_gradient_holds_one_chunk_of_the_wide_values():
 
     def temporary_bytes(chunk):
         gradient = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
-        lowered = gradient.lower(normal(tokens, narrow), normal(narrow, wide), chunk)
+        lowered = gradient.lower(
+            normal(rng, tokens, narrow), normal(rng, narrow, wide), chunk
+        )
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     all_wide = 4 * tokens * wide

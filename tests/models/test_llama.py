@@ -203,9 +203,8 @@ def test_hidden_states_are_those_of_llama_written_out():
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_loss_and_its_slope_are_those_of_llama_written_out():
+def test_loss_and_its_slope_are_those_of_llama_written_out(rng):
     loss, gradients = expected()
-    rng = np.random.default_rng()
     step = 1e-5
     along = jax.tree.map(lambda x: rng.standard_normal(x.shape), parameters())
 
@@ -327,14 +326,14 @@ def test_bfloat16_is_near_float32_and_leaves_gradients_in_float32():
 
 
 @pytest.mark.parametrize("chunks", [1, 256])
-def test_feed_forwards_gradient_in_bfloat16_does_not_suffer_from_chunks(chunks):
+def test_feed_forwards_gradient_in_bfloat16_does_not_suffer_from_chunks(chunks, rng):
     """Weights are cast in every chunk, so that their gradients add up in float32."""
     tokens, run = 2048, one_device()
     module = FeedForward(
         run.model.config, run.partition, tokens // chunks, rngs=nnx.Rngs(0)
     )
     structure, weights = nnx.split(module)
-    x, ahead = np.random.default_rng().standard_normal((2, 1, tokens, 36))
+    x, ahead = rng.standard_normal((2, 1, tokens, 36))
 
     def gradient(dtype: jnp.dtype) -> Any:
         def ahead_of(weights: Any) -> jax.Array:

@@ -46,9 +46,8 @@ def partition_of(mesh: str | MeshShape) -> Partition:
     return Partition(make_mesh(shape, jax.devices()[:count]))
 
 
-def random_problem(scale: float = 1.0) -> Problem:
+def random_problem(rng: np.random.Generator, scale: float = 1.0) -> Problem:
     """Hidden states that give logits of about `scale`; every third weight is 0."""
-    rng = np.random.default_rng()
     shape = ROWS, LENGTH
     weights = rng.uniform(0.1, 2, shape) * (rng.integers(0, 3, shape) > 0)
     return Problem(
@@ -103,16 +102,16 @@ def assert_answers(got: Answer, want: Answer, tolerance: float) -> None:
 
 @each_mesh
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_chunks_give_the_loss_and_gradients_of_all_logits(mesh, chunk):
-    problem = random_problem()
+def test_chunks_give_the_loss_and_gradients_of_all_logits(mesh, chunk, rng):
+    problem = random_problem(rng)
     answer = compiled_loss(mesh, chunk)(problem)
     assert answer.loss.shape == () and answer.loss.dtype == jnp.float32
     assert_answers(answer, oracle(problem), 1e-6)
 
 
 @each_mesh
-def test_logits_of_ten_thousand_neither_overflow_nor_lose_the_loss(mesh):
-    problem = random_problem(scale=1e4)
+def test_logits_of_ten_thousand_neither_overflow_nor_lose_the_loss(mesh, rng):
+    problem = random_problem(rng, scale=1e4)
     answer = compiled_loss(mesh, 7)(problem)
     assert answer.loss > 1e4
     assert relative_error(answer.loss, oracle(problem).loss) < 1e-6
@@ -120,8 +119,8 @@ def test_logits_of_ten_thousand_neither_overflow_nor_lose_the_loss(mesh):
 
 
 @each_mesh
-def test_tokens_of_weight_zero_count_for_nothing(mesh):
-    problem, other = random_problem(), random_problem(scale=1e3)
+def test_tokens_of_weight_zero_count_for_nothing(mesh, rng):
+    problem, other = random_problem(rng), random_problem(rng, scale=1e3)
     zero = problem.weights == 0
     replaced = problem._replace(
         hidden=jnp.where(zero[..., None], other.hidden, problem.hidden),
@@ -134,8 +133,8 @@ def test_tokens_of_weight_zero_count_for_nothing(mesh):
 
 
 @each_mesh
-def test_weights_that_are_all_zero_give_a_loss_and_gradients_of_zero(mesh):
-    problem = random_problem(scale=1e4)
+def test_weights_that_are_all_zero_give_a_loss_and_gradients_of_zero(mesh, rng):
+    problem = random_problem(rng, scale=1e4)
     answer = compiled_loss(mesh, 7)(
         problem._replace(weights=jnp.zeros_like(problem.weights))
     )
@@ -144,12 +143,11 @@ def test_weights_that_are_all_zero_give_a_loss_and_gradients_of_zero(mesh):
 
 
 @pytest.mark.parametrize("chunks", [1, 8, 64])
-def test_heads_gradient_in_bfloat16_is_as_exact_in_many_chunks_as_in_one(chunks):
+def test_heads_gradient_in_bfloat16_is_as_exact_in_many_chunks_as_in_one(chunks, rng):
     """Its sum over the chunks is in float32: in bfloat16 it would lose the last ones.
 
     Against a head that is rounded as the loss rounds it.
     """
-    rng = np.random.default_rng()
     tokens, vocab = 2048, 64
     problem = Problem(
         jnp.asarray(rng.standard_normal((1, tokens, EMBED)), jnp.bfloat16),

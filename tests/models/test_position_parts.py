@@ -15,8 +15,7 @@ def test_a_context_has_the_parts_that_it_reaches() -> None:
     }
 
 
-def test_sums_are_those_of_the_tokens_between_bounds() -> None:
-    rng = np.random.default_rng()
+def test_sums_are_those_of_the_tokens_between_bounds(rng: np.random.Generator) -> None:
     positions = rng.integers(0, 30, (3, 40)).astype(np.int32)
     positions[0, :4] = 9, 10, 19, 20
     values = rng.standard_normal(positions.shape).astype(np.float32)

@@ -31,9 +31,9 @@ def angle_errors(rotation: tuple[jax.Array, jax.Array], exact: np.ndarray) -> fl
     return np.hypot(cosine - np.cos(exact), sine - np.sin(exact)).max()
 
 
-def some_positions() -> np.ndarray:
+def some_positions(rng: np.random.Generator) -> np.ndarray:
     """Digits' edges, random positions, the largest ones, and an unlucky one."""
-    drawn = np.random.default_rng().integers(0, LARGEST, 20_000)
+    drawn = rng.integers(0, LARGEST, 20_000)
     edges = [0, 1, 1023, 1024, 2**20 - 1, 2**20, LARGEST]
     last = LARGEST - np.arange(5_000)
     return np.concatenate([edges, [UNLUCKY], drawn, last]).astype(np.int32)
@@ -41,8 +41,8 @@ def some_positions() -> np.ndarray:
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 5e7])
 @pytest.mark.parametrize("head_dim", [2, 100, 128])
-def test_angles_are_exact_at_any_position(head_dim, theta):
-    positions = some_positions()[None]
+def test_angles_are_exact_at_any_position(head_dim, theta, rng):
+    positions = some_positions(rng)[None]
     cosine, sine = rotations_at(jnp.asarray(positions), head_dim, theta)
     assert cosine.shape == sine.shape == (*positions.shape, 1, head_dim // 2)
     assert cosine.dtype == sine.dtype == jnp.float32
@@ -70,31 +70,32 @@ def huggingface(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarra
     return x * np.cos(angles) + rotate_half * np.sin(angles)
 
 
-def random_heads(length: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+def random_heads(
+    rng: np.random.Generator, length: int, head_dim: int
+) -> tuple[np.ndarray, np.ndarray]:
     """x (2, T, 3, D) and positions (2, T), some of them far."""
-    rng = np.random.default_rng()
     x = rng.standard_normal((2, length, 3, head_dim)).astype(np.float32)
     positions = rng.integers(0, 4 * length, (2, length)).astype(np.int32)
     return x, positions
 
 
 @pytest.mark.parametrize("head_dim", [2, 100, 128])
-def test_rotated_heads_are_those_of_hugging_face(head_dim):
-    x, positions = random_heads(50, head_dim)
+def test_rotated_heads_are_those_of_hugging_face(head_dim, rng):
+    x, positions = random_heads(rng, 50, head_dim)
     got = rotate(jnp.asarray(x), rotations_at(jnp.asarray(positions), head_dim, THETA))
     want = huggingface(x, positions, THETA)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_position_zero_turns_nothing():
-    x, positions = random_heads(10, 16)
+def test_position_zero_turns_nothing(rng):
+    x, positions = random_heads(rng, 10, 16)
     rotation = rotations_at(jnp.zeros_like(positions), 16, THETA)
     np.testing.assert_array_equal(rotate(jnp.asarray(x), rotation), x)
 
 
-def test_bfloat16_heads_are_turned_in_float32_and_rounded_once():
-    x, positions = random_heads(50, 16)
+def test_bfloat16_heads_are_turned_in_float32_and_rounded_once(rng):
+    x, positions = random_heads(rng, 50, 16)
     x = jnp.asarray(x, jnp.bfloat16)
     rotation = rotations_at(jnp.asarray(positions), 16, THETA)
     got = rotate(x, rotation)
@@ -113,8 +114,8 @@ def scores(q: np.ndarray, k: np.ndarray, at_q: int, at_k: int) -> float:
 
 
 @pytest.mark.parametrize("head_dim", [100, 128])
-def test_scores_depend_on_the_distance_alone(head_dim):
-    q, k = np.random.default_rng().standard_normal((2, head_dim)).astype(np.float32)
+def test_scores_depend_on_the_distance_alone(head_dim, rng):
+    q, k = rng.standard_normal((2, head_dim)).astype(np.float32)
     error = 2 * ANGLE_ERROR * np.linalg.norm(q) * np.linalg.norm(k)
     of_distances = []
     for distance in (0, 1, 77, 5_000, 100_000):
@@ -126,9 +127,9 @@ def test_scores_depend_on_the_distance_alone(head_dim):
     assert np.ptp(of_distances) > 10 * error
 
 
-def test_permuted_tokens_with_their_positions_give_permuted_results():
-    x, positions = random_heads(64, 16)
-    order = np.random.default_rng().permutation(64)
+def test_permuted_tokens_with_their_positions_give_permuted_results(rng):
+    x, positions = random_heads(rng, 64, 16)
+    order = rng.permutation(64)
 
     @jax.jit
     def turned(x, positions):
@@ -218,8 +219,8 @@ def test_scaled_frequencies_have_these_values():
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scaled_angles_are_exact_at_any_position(name):
-    scaling, positions = SCALINGS[name], some_positions()[None]
+def test_scaled_angles_are_exact_at_any_position(name, rng):
+    scaling, positions = SCALINGS[name], some_positions(rng)[None]
     cosine, sine = rotations_at(jnp.asarray(positions), 128, THETA, scaling)
     magnitude = scaling.magnitude()
     exact = positions[..., None] * scaling.frequencies(128, THETA)

@@ -12,9 +12,8 @@ from kernels.block_sizes import BlockSizes
 from tools.lib.benchmarks import unskipped as unskipped_ring
 
 
-def random_operands(length: int, heads: int, kv_heads: int):
+def random_operands(rng: np.random.Generator, length: int, heads: int, kv_heads: int):
     """q, k, v, d_out (2, T, ·, 16); lse, delta (2, H, T); increasing bounds (1, T)."""
-    rng = np.random.default_rng()
 
     def normal(*shape: int):
         return jnp.asarray(rng.standard_normal((2, *shape)), jnp.float32)
@@ -34,8 +33,8 @@ def jitted(module):
 
 
 @pytest.mark.parametrize(("length", "kv_heads"), [(32, 4), (37, 2), (15, 1)])
-def test_unskipped_results_equal_the_reference(length, kv_heads):
-    qkv, d_out, (lse, delta), bounds = random_operands(length, 4, kv_heads)
+def test_unskipped_results_equal_the_reference(length, kv_heads, rng):
+    qkv, d_out, (lse, delta), bounds = random_operands(rng, length, 4, kv_heads)
     forward, backward = jitted(unskipped_ring)
     true_forward, true_backward = jitted(reference)
     got = forward(*qkv, *bounds, carry=(d_out, lse))
@@ -47,9 +46,9 @@ def test_unskipped_results_equal_the_reference(length, kv_heads):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
-def test_hidden_tiles_are_computed_all_the_same():
+def test_hidden_tiles_are_computed_all_the_same(rng):
     """Their values are multiplied by zero, which shows if one is not a number."""
-    (q, k, v), *_ = random_operands(32, 2, 2)
+    (q, k, v), *_ = random_operands(rng, 32, 2, 2)
     causal = jnp.zeros((1, 32), jnp.int32), jnp.arange(1, 33, dtype=jnp.int32)[None]
     v = v.at[:, -1].set(jnp.nan)
     out, _ = jitted(unskipped_ring)[0](q, k, v, *causal)

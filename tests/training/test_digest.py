@@ -14,8 +14,8 @@ TYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "bool"]
 LAYOUTS = [(8, PartitionSpec("x", "y")), (4, PartitionSpec("y")), (2, PartitionSpec())]
 
 
-def draw(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.random.default_rng().normal(size=shape, scale=50).astype(jnp.dtype(dtype))
+def draw(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.normal(size=shape, scale=50).astype(jnp.dtype(dtype))
 
 
 def placed(array: np.ndarray, count: int, spec: PartitionSpec) -> jax.Array:
@@ -32,15 +32,17 @@ one_digest = jax.jit(digest)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_digest_is_the_same_on_every_mesh(dtype: str) -> None:
-    array = draw(dtype, (8, 16))
+def test_digest_is_the_same_on_every_mesh(dtype: str, rng: np.random.Generator) -> None:
+    array = draw(rng, dtype, (8, 16))
     found = {int(one_digest(placed(array, *layout))) for layout in LAYOUTS}
     assert found == {int(one_digest(array))}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
-def test_every_flipped_bit_changes_the_digest(dtype: str) -> None:
-    array = draw(dtype, (3, 5))
+def test_every_flipped_bit_changes_the_digest(
+    dtype: str, rng: np.random.Generator
+) -> None:
+    array = draw(rng, dtype, (3, 5))
     word = np.dtype(f"uint{8 * array.dtype.itemsize}")
     seen = {int(one_digest(array))}
     bits = array.view(word).ravel()
@@ -65,8 +67,8 @@ def reorderings(array: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def test_reordered_elements_change_the_digest() -> None:
-    array = draw("float32", (8, 4))
+def test_reordered_elements_change_the_digest(rng: np.random.Generator) -> None:
+    array = draw(rng, "float32", (8, 4))
     # Signs differ by the highest bit, which even weights would lose.
     array[5, 2] = -array[0, 1]
     for name, other in reorderings(array).items():
@@ -78,8 +80,8 @@ def test_zeros_of_different_signs_and_nans_are_told_apart() -> None:
     assert len({int(one_digest(words[i : i + 1])) for i in range(4)}) == 4
 
 
-def test_digests_are_named_by_the_leaves_of_the_tree() -> None:
-    tree: Any = {"a": draw("float32", (4,)), "b": [jnp.int32(3), jnp.ones((0, 2))]}
+def test_digests_are_named_by_the_leaves_of_the_tree(rng: np.random.Generator) -> None:
+    tree: Any = {"a": draw(rng, "float32", (4,)), "b": [jnp.int32(3), jnp.ones((0, 2))]}
     found = digests(tree)
     assert list(found) == ["a", "b.0", "b.1"]
     assert found["a"].bits == int(one_digest(tree["a"]))
@@ -88,8 +90,10 @@ def test_digests_are_named_by_the_leaves_of_the_tree() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2"])
-def test_what_is_not_finite_is_counted_where_it_lies(dtype: str) -> None:
-    array = draw(dtype, (8, 16))
+def test_what_is_not_finite_is_counted_where_it_lies(
+    dtype: str, rng: np.random.Generator
+) -> None:
+    array = draw(rng, dtype, (8, 16))
     assert not_finite(digests({"a": placed(array, 8, PartitionSpec("x", "y"))})) == ""
     array[7, 15], array[0, 0], array[3, 3] = np.nan, np.inf, -np.inf
     for layout in LAYOUTS:
@@ -100,7 +104,9 @@ def test_what_is_not_finite_is_counted_where_it_lies(dtype: str) -> None:
     assert not_finite(found) == "a holds 1 inf (and 1 more arrays are not finite)"
 
 
-def test_the_digest_of_a_tree_follows_each_leaf_and_their_order() -> None:
-    a, b = draw("float32", (4,)), draw("float32", (4,))
+def test_the_digest_of_a_tree_follows_each_leaf_and_their_order(
+    rng: np.random.Generator,
+) -> None:
+    a, b = draw(rng, "float32", (4,)), draw(rng, "float32", (4,))
     found = {int(device_digest(x)) for x in ([a, b], [b, a], [a, a], [a, -b])}
     assert len(found) == 4

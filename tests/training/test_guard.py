@@ -112,8 +112,10 @@ def judged(losses: np.ndarray, sigmas: float) -> list[bool]:
     return results
 
 
-def test_a_spike_is_judged_by_mean_and_deviation_of_the_window() -> None:
-    losses = np.random.default_rng().normal(3, 0.1, 3 * SPIKE_WINDOW)
+def test_a_spike_is_judged_by_mean_and_deviation_of_the_window(
+    rng: np.random.Generator,
+) -> None:
+    losses = rng.normal(3, 0.1, 3 * SPIKE_WINDOW)
     at = 2 * SPIKE_WINDOW + 5
     before = losses[at - SPIKE_WINDOW : at]
     for sigmas, expected in ((5.9, True), (6.1, False), (-20, True)):
@@ -132,9 +134,9 @@ def test_no_spike_is_seen_before_the_window_is_full_nor_without_being_asked() ->
     assert all(judged(losses, 0.0))
 
 
-def test_a_lasting_rise_becomes_the_usual() -> None:
+def test_a_lasting_rise_becomes_the_usual(rng: np.random.Generator) -> None:
     losses = np.concatenate([np.full(SPIKE_WINDOW, 2.0), np.full(60, 9.0)])
-    losses += np.random.default_rng().normal(0, 0.1, losses.size)
+    losses += rng.normal(0, 0.1, losses.size)
     results = judged(losses, 6.0)
     assert not results[SPIKE_WINDOW] and all(results[-30:])
 

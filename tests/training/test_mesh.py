@@ -191,21 +191,22 @@ def test_shards_see_their_own_part_and_sum_and_compare_over_logical_axes(cube):
     np.testing.assert_array_equal(run(x), x.sum(axis=1) * 1000 + x.max(axis=1) + 3)
 
 
-def test_largest_has_no_gradient(cube):
+def test_largest_has_no_gradient(cube, rng):
     def local(x):
         top = cube.largest(x.max(axis=1), "vocab")
         return cube.total((top * x.sum(axis=1)).sum(), ("batch", "vocab"))
 
     run = cube.over_shards(local, [("batch", "vocab")], ())
-    x = jnp.asarray(np.random.default_rng().standard_normal((4, 6)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((4, 6)), jnp.float32)
     got = jax.jit(jax.grad(run))(x)
     np.testing.assert_allclose(got, np.broadcast_to(x.max(axis=1)[:, None], (4, 6)))
 
 
 @pytest.mark.parametrize("embed", [8, 6, 5])
-def test_gathered_parameter_is_whole_and_its_gradient_comes_back_in_shards(cube, embed):
+def test_gathered_parameter_is_whole_and_its_gradient_comes_back_in_shards(
+    cube, embed, rng
+):
     """Over fsdp 2 x ring 2, over one of the two, and over none."""
-    rng = np.random.default_rng()
     x = jnp.asarray(rng.standard_normal((4, 6, embed)), jnp.float32)
     w = jnp.asarray(rng.standard_normal((embed, 10)), jnp.float32)
     names = ("batch", "sequence", None), ("embed", "mlp")
@@ -252,9 +253,8 @@ def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
 
 
 @pytest.mark.parametrize("embed", [16, 12, 7])
-def test_parameters_that_do_not_divide_train_to_the_same_loss(embed):
+def test_parameters_that_do_not_divide_train_to_the_same_loss(embed, rng):
     """Over fsdp 2 x ring 4, over ring 4, and over none, against one device."""
-    rng = np.random.default_rng()
     draw = rng.standard_normal
     x, y = (jnp.asarray(draw((4, 8, n)), jnp.float32) for n in (embed, 3))
     w = jnp.asarray(draw((embed, 3)), jnp.float32)

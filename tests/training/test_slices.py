@@ -25,7 +25,9 @@ class Chip:
     device_kind: str = "TPU v4"
 
 
-def pod(num_slices: int, box: tuple[int, int, int] = (2, 2, 4)) -> list[Chip]:
+def pod(
+    rng: np.random.Generator, num_slices: int, box: tuple[int, int, int] = (2, 2, 4)
+) -> list[Chip]:
     """The chips of some slices, in an order that says nothing."""
     places = list(itertools.product(*map(range, box)))
     chips = [
@@ -33,7 +35,7 @@ def pod(num_slices: int, box: tuple[int, int, int] = (2, 2, 4)) -> list[Chip]:
         for s in range(num_slices)
         for i, place in enumerate(places)
     ]
-    np.random.default_rng().shuffle(chips)
+    rng.shuffle(chips)
     return chips
 
 
@@ -49,8 +51,9 @@ def distance(a: Chip, b: Chip) -> int:
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 4])
 def test_a_ring_larger_than_a_slice_goes_through_one_slice_after_the_other(
     num_slices: int,
+    rng: np.random.Generator,
 ) -> None:
-    chips = pod(num_slices)
+    chips = pod(rng, num_slices)
     (ring,) = rings(lay_out((1, 1, 16 * num_slices, 1), chips))
     assert set(ring) == set(chips)
     slices = [chip.slice_index for chip in ring]
@@ -73,9 +76,9 @@ def test_a_ring_larger_than_a_slice_goes_through_one_slice_after_the_other(
     ],
 )
 def test_data_or_fsdp_go_through_the_network_where_a_ring_fits_in_a_slice(
-    shape: Shape, axis: int
+    shape: Shape, axis: int, rng: np.random.Generator
 ) -> None:
-    mesh = lay_out(shape, pod(2))
+    mesh = lay_out(shape, pod(rng, 2))
     numbers = np.vectorize(lambda chip: chip.slice_index)(mesh)
     assert len(set(mesh.flat)) == 32
     # The slice is known by the place along that axis alone.
@@ -90,8 +93,8 @@ def test_data_or_fsdp_go_through_the_network_where_a_ring_fits_in_a_slice(
             } == {1}
 
 
-def test_data_and_ring_share_out_four_slices() -> None:
-    mesh = lay_out((2, 1, 32, 1), pod(4))
+def test_data_and_ring_share_out_four_slices(rng: np.random.Generator) -> None:
+    mesh = lay_out((2, 1, 32, 1), pod(rng, 4))
     slices = [[chip.slice_index for chip in ring] for ring in rings(mesh)]
     assert slices == [[0] * 16 + [1] * 16, [2] * 16 + [3] * 16]
 
@@ -112,17 +115,17 @@ def test_the_axis_that_talks_least_goes_through_the_network(
     assert across_slices(shape, num_slices) == across
 
 
-def test_tensor_does_not_go_through_the_network() -> None:
+def test_tensor_does_not_go_through_the_network(rng: np.random.Generator) -> None:
     with pytest.raises(ValueError) as caught:
-        make_mesh(MeshShape(tensor=32), pod(2))
+        make_mesh(MeshShape(tensor=32), pod(rng, 2))
     message = str(caught.value)
     assert "data 1 x fsdp 1 x ring 1 x tensor 32" in message
     assert "2 slices" in message and "config.mesh" in message
 
 
-def test_slices_of_unlike_sizes_are_refused() -> None:
+def test_slices_of_unlike_sizes_are_refused(rng: np.random.Generator) -> None:
     chips = [
-        chip for chip in pod(2) if (chip.slice_index, chip.coords) != (1, (0,) * 3)
+        chip for chip in pod(rng, 2) if (chip.slice_index, chip.coords) != (1, (0,) * 3)
     ]
     with pytest.raises(ValueError, match=re.escape("{0: 16, 1: 15}")):
         by_slice(chips)

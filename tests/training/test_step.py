@@ -32,9 +32,8 @@ def loss_sum(params: Any, batch: Batch) -> jax.Array:
     return (batch.loss_weights * jnp.square(said - wanted)).sum()
 
 
-def make_batch() -> Batch:
+def make_batch(rng: np.random.Generator) -> Batch:
     """Packed rows with padding; of very unlike weights, some rows without any."""
-    rng = np.random.default_rng()
     shape = ROWS, LENGTH
     tokens, targets = rng.integers(0, VOCAB, (2, *shape), np.int32)
     ids = np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32)
@@ -48,8 +47,8 @@ def make_batch() -> Batch:
     )
 
 
-def make_params() -> dict[str, jax.Array]:
-    table = np.random.default_rng().standard_normal(VOCAB)
+def make_params(rng: np.random.Generator) -> dict[str, jax.Array]:
+    table = rng.standard_normal(VOCAB)
     return {"table": jnp.asarray(table, jnp.float32), "bias": jnp.float32(0.5)}
 
 
@@ -80,9 +79,9 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize("microbatches", STEPS)
-def test_update_follows_the_mean_of_all_weighted_tokens(microbatches):
+def test_update_follows_the_mean_of_all_weighted_tokens(microbatches, rng):
     """However the rows are cut, and however unlike their weights are."""
-    params, batch = make_params(), make_batch()
+    params, batch = make_params(rng), make_batch(rng)
     state, metrics = STEPS[microbatches](initial_state(params, OPTIMIZER), batch)
     loss, gradients = expected(params, batch)
     moved = jax.tree.map(
@@ -95,18 +94,18 @@ def test_update_follows_the_mean_of_all_weighted_tokens(microbatches):
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_microbatches_give_the_same_states_step_after_step(microbatches):
-    params = make_params()
+def test_microbatches_give_the_same_states_step_after_step(microbatches, rng):
+    params = make_params(rng)
     states = {n: initial_state(params, OPTIMIZER) for n in (1, microbatches)}
     for _ in range(3):
-        batch = make_batch()
+        batch = make_batch(rng)
         states = {n: STEPS[n](state, batch)[0] for n, state in states.items()}
     assert_close(states[microbatches], states[1])
     assert int(states[1].step) == 3
 
 
-def test_weights_count_relative_to_each_other_only():
-    params, batch = make_params(), make_batch()
+def test_weights_count_relative_to_each_other_only(rng):
+    params, batch = make_params(rng), make_batch(rng)
     light = batch._replace(loss_weights=batch.loss_weights / 1024)
     assert light.loss_weights.sum() < 1
     for n in (1, 2):
@@ -118,8 +117,8 @@ def test_weights_count_relative_to_each_other_only():
         assert_close(metrics_of_light["loss"], metrics["loss"])
 
 
-def test_batch_without_weight_changes_nothing_and_has_no_nan():
-    params, batch = make_params(), make_batch()
+def test_batch_without_weight_changes_nothing_and_has_no_nan(rng):
+    params, batch = make_params(rng), make_batch(rng)
     batch = batch._replace(loss_weights=np.zeros_like(batch.loss_weights))
     for step in STEPS.values():
         state, metrics = step(initial_state(params, OPTIMIZER), batch)
@@ -127,9 +126,9 @@ def test_batch_without_weight_changes_nothing_and_has_no_nan():
         assert not any(metrics[name] for name in ("loss", "grad_norm"))
 
 
-def test_metrics_count_tokens_but_padding_and_the_pairs_that_are_visible():
-    batch = make_batch()
-    _, metrics = STEPS[1](initial_state(make_params(), OPTIMIZER), batch)
+def test_metrics_count_tokens_but_padding_and_the_pairs_that_are_visible(rng):
+    batch = make_batch(rng)
+    _, metrics = STEPS[1](initial_state(make_params(rng), OPTIMIZER), batch)
     names = {"loss", "grad_norm", "tokens", "pairs", "skipped", "skipped_in_row"}
     assert set(metrics) == names
     assert {x.shape for x in metrics.values()} == {()}
@@ -145,19 +144,19 @@ def test_metrics_count_tokens_but_padding_and_the_pairs_that_are_visible():
     assert float(metrics["tokens"]) == seeing < batch.tokens.size
 
 
-def test_pairs_of_a_million_tokens_are_counted():
+def test_pairs_of_a_million_tokens_are_counted(rng):
     length = 2**20
     zeros = np.zeros((1, length), np.int32)
     index = np.arange(length, dtype=np.int32)[None]
     batch = Batch(zeros, zeros, np.ones((1, length), np.float32), index, zeros, index)
-    _, metrics = STEPS[1](initial_state(make_params(), OPTIMIZER), batch)
+    _, metrics = STEPS[1](initial_state(make_params(rng), OPTIMIZER), batch)
     assert float(metrics["pairs"]) == pytest.approx(length * (length + 1) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches):
+def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches, rng):
     """Of two parts, one of them the odd tokens; the update is that of the whole."""
-    params, batch = make_params(), make_batch()
+    params, batch = make_params(rng), make_batch(rng)
 
     def losses_of_parts(params: Any, batch: Batch) -> jax.Array:
         odd = (batch.tokens % 2).astype(jnp.float32)
@@ -189,8 +188,8 @@ def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches):
         assert_close(metrics["loss_parts"][part], loss, 1e-5)
 
 
-def test_initial_state_has_made_no_step():
-    params = make_params()
+def test_initial_state_has_made_no_step(rng):
+    params = make_params(rng)
     state = initial_state(params, optax.adam(RATE))
     assert isinstance(state, TrainState)
     assert (int(state.step), state.step.dtype) == (0, jnp.int32)
@@ -198,27 +197,29 @@ def test_initial_state_has_made_no_step():
     assert not np.any(state.optimizer_state[0].mu["table"])
 
 
-def test_evaluation_sums_losses_and_weights_without_an_update():
-    params, batch = make_params(), make_batch()
+def test_evaluation_sums_losses_and_weights_without_an_update(rng):
+    params, batch = make_params(rng), make_batch(rng)
     loss, weight = jax.jit(make_evaluate_step(loss_sum))(params, batch)
     assert_close(weight, batch.loss_weights.sum())
     assert_close(loss / weight, expected(params, batch)[0])
 
 
-def placed_on_rows(microbatches: int) -> tuple[Any, TrainState, Batch]:
+def placed_on_rows(
+    rng: np.random.Generator, microbatches: int
+) -> tuple[Any, TrainState, Batch]:
     """A step, a state on all devices, and a batch whose rows are shared out."""
     partition = Partition(make_mesh(MeshShape(fsdp=4, data=2), jax.devices()))
     everywhere = partition.sharding((), ())
     rows = partition.sharding(("batch", "sequence"), (16, LENGTH))
     step = make_train_step(loss_sum, OPTIMIZER, microbatches=microbatches)
-    state = jax.device_put(initial_state(make_params(), OPTIMIZER), everywhere)
-    batch = jax.tree.map(lambda *x: np.concatenate(x), make_batch(), make_batch())
+    state = jax.device_put(initial_state(make_params(rng), OPTIMIZER), everywhere)
+    batch = jax.tree.map(lambda *x: np.concatenate(x), make_batch(rng), make_batch(rng))
     step = jax.jit(step, donate_argnums=0, out_shardings=(everywhere, everywhere))
     return step, state, jax.device_put(batch, rows)
 
 
-def test_no_row_moves_to_another_device_for_its_microbatch():
-    step, state, batch = placed_on_rows(microbatches=2)
+def test_no_row_moves_to_another_device_for_its_microbatch(rng):
+    step, state, batch = placed_on_rows(rng, microbatches=2)
     program = step.lower(state, batch).compile().as_text()
     moves = "all-gather|all-to-all|collective-permute|collective-broadcast"
     assert not re.findall(f"(?:{moves})(?:-start)?\\(", program)
@@ -227,8 +228,8 @@ def test_no_row_moves_to_another_device_for_its_microbatch():
     assert f"s32[1,{LENGTH}]" in program
 
 
-def test_state_is_donated():
-    step, state, batch = placed_on_rows(microbatches=1)
+def test_state_is_donated(rng):
+    step, state, batch = placed_on_rows(rng, microbatches=1)
     new_state, _ = step(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     assert not any(x.is_deleted() for x in jax.tree.leaves((new_state, batch)))

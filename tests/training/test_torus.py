@@ -19,15 +19,17 @@ def distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return sum(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def places(shape: tuple[int, ...], stride: int = 1) -> list[tuple[int, ...]]:
+def places(
+    rng: np.random.Generator, shape: tuple[int, ...], stride: int = 1
+) -> list[tuple[int, ...]]:
     every = list(itertools.product(*(range(0, n * stride, stride) for n in shape)))
-    np.random.default_rng().shuffle(every)
+    rng.shuffle(every)
     return [tuple(map(int, place)) for place in every]
 
 
 @pytest.mark.parametrize("shape", BOXES, ids=str)
-def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape):
-    chips = places(shape)
+def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape, rng):
+    chips = places(rng, shape)
     walk = closed_walk(chips)
     assert sorted(walk) == list(range(math.prod(shape)))
     steps = zip(walk, walk[1:] + walk[:1], strict=True)
@@ -37,8 +39,8 @@ def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape)
 @pytest.mark.parametrize(
     "shape, parts", [((4, 4), 2), ((2, 16), 4), ((16, 16, 1), 2), ((8, 8, 8), 4)]
 )
-def test_parts_of_a_walk_by_rows_are_boxes_walked_alike(shape, parts):
-    chips = places(shape)
+def test_parts_of_a_walk_by_rows_are_boxes_walked_alike(shape, parts, rng):
+    chips = places(rng, shape)
     walk = [chips[i] for i in closed_walk(chips, by_rows=True)]
     assert sorted(walk) == sorted(chips)
     assert {distance(a, b) for a, b in itertools.pairwise(walk)} == {1}
@@ -52,8 +54,8 @@ def test_parts_of_a_walk_by_rows_are_boxes_walked_alike(shape, parts):
         assert len(np.unique(other - first, axis=0)) == 1
 
 
-def test_walk_through_an_odd_box_jumps_only_at_its_end():
-    chips = places((3, 3, 3))
+def test_walk_through_an_odd_box_jumps_only_at_its_end(rng):
+    chips = places(rng, (3, 3, 3))
     walk = closed_walk(chips)
     assert [distance(chips[a], chips[b]) for a, b in itertools.pairwise(walk)] == [
         1
@@ -65,8 +67,8 @@ def test_walk_along_one_row_keeps_its_direction():
     assert [chips[i][0] for i in closed_walk(chips)] == [0, 1, 2, 3]
 
 
-def test_walk_takes_every_other_chip_as_neighbours():
-    chips = places((4, 4), stride=2)
+def test_walk_takes_every_other_chip_as_neighbours(rng):
+    chips = places(rng, (4, 4), stride=2)
     walk = closed_walk(chips)
     steps = zip(walk, walk[1:] + walk[:1], strict=True)
     assert {distance(chips[a], chips[b]) for a, b in steps} == {2}
