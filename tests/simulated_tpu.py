@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.block_sizes import TpuBlocks
 from kernels.tpu import launch as pallas_tpu
+from kernels.tpu.block_sizes import TpuBlocks
 from kernels.tpu.launch import Launch
 
 CHIP = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)

@@ -47,7 +47,7 @@ from typing import Any
 
 import jax
 
-from kernels.block_sizes import TpuBlocks
+from kernels.tpu.block_sizes import TpuBlocks
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import (
     ROOT,

@@ -1,4 +1,4 @@
-"""Makes the tables of `kernels/block_sizes.py`, with the TPU's compiler and no TPU.
+"""Makes the tables of `kernels/tpu/block_sizes.py`, with the TPU's compiler and no TPU.
 
     python -m tools.tune_block_sizes --chips v3 v4 v5e v5p v6e
     python -m tools.tune_block_sizes --direction backward --chips v3 v4 v5e v5p v6e
@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 
-from kernels.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
+from kernels.tpu.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
 from tools.lib.planning.topology import PODS

@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..block_sizes import TpuBlocks
 from ..tile_ranges import TileRanges
 from .backward_dq import STREAMED, Resident, Streamed
+from .block_sizes import TpuBlocks
 from .tile import (
     INNER,
     OUTER,

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ..block_sizes import BlockSizes, TpuBlocks
+from ..block_sizes import BlockSizes
 from ..tile_layout import Tiling
+from .block_sizes import TpuBlocks
 from .tile import LANES, vmem_limit
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..block_sizes import TpuBlocks
 from ..tile_ranges import TileRanges
+from .block_sizes import TpuBlocks
 from .softmax import (
     NOTHING,
     SUM_LIMIT,

@@ -15,13 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..block_sizes import TPU_BACKWARD, TPU_FORWARD, BlockSizes, TpuBlocks
+from ..block_sizes import BlockSizes
 from ..merge import Partial
 from ..precision import gradient_factors
 from ..tile_layout import Tiling
 from ..tile_ranges import key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import forward as forward_kernel
+from .block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from .cut import Cut, choose_cut, row_lanes
 from .softmax import NOTHING, ForwardTile
 from .tile import LANES, as_floats, check_smem, compiler_params, vmem_limit

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from kernels.block_sizes import TPU_FORWARD, BlockSizes
+from kernels.block_sizes import BlockSizes
 from kernels.hopper.launch import HopperBlocks
+from kernels.tpu.block_sizes import TPU_FORWARD
 from kernels.triton_gpu.block_sizes import TritonBlocks
 
 TPU, TRITON = TPU_FORWARD["v5e"], TritonBlocks(64, 64, 4, 2)

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from kernels.block_sizes import TPU_FORWARD
+from kernels.tpu.block_sizes import TPU_FORWARD
 from tools.lib.tpu_compiler.tile_program import (
     Splash,
     Tile,

@@ -4,7 +4,7 @@ import json
 import jax
 import pytest
 
-from kernels.block_sizes import TPU_FORWARD
+from kernels.tpu.block_sizes import TPU_FORWARD
 from tests.tools.test_bundles import make_texts
 from tools import tpu_schedule
 from tools.lib.tpu_compiler.bundles import read_schedule, tile_body

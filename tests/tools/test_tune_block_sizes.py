@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from kernels.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
+from kernels.tpu.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from tests.tools.test_bundles import make_texts
 from tools import tune_block_sizes
 from tools.lib.tpu_compiler.bundles import read_schedule

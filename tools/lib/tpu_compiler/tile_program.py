@@ -27,7 +27,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.sharding import Mesh
 
-from kernels.block_sizes import BlockSizes, TpuBlocks
+from kernels.block_sizes import BlockSizes
+from kernels.tpu.block_sizes import TpuBlocks
 from tools.lib.planning.topology import compile_for, described
 
 KV_HEADS = 2

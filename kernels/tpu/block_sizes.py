@@ -1,0 +1,121 @@
+"""Block sizes of the TPU kernels, and the best ones for each chip."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..block_sizes import BlockSizes
+
+MIN_BLOCK_Q = 16
+"""Sublanes of a packed 16-bit VMEM tile: a DMA cannot copy fewer rows."""
+
+
+@dataclass(frozen=True)
+class TpuBlocks:
+    """Block sizes of a TPU kernel, from the tile down to what one loop step computes.
+
+    A tile [stacked_rows, block_k] of the scores is worked on in pieces:
+
+        full tile     sub-blocks of `rows` query rows, cut into sub-tiles
+                      [rows, columns]
+        partial tile  sub-blocks of `exact_rows` query rows; computes only the granules
+                      of `live_columns` keys that some of these rows attend to
+
+    stacked_rows: rows of a query tile, over all query heads of a key/value head.
+    block_k: keys of a tile.
+    ahead: sub-tiles by which S = QKᵀ is issued before its softmax (forward).
+    behind: sub-tiles by which PV is issued after its softmax (forward).
+    """
+
+    stacked_rows: int
+    block_k: int
+    rows: int
+    columns: int
+    ahead: int
+    behind: int
+    exact_rows: int = 256
+    live_columns: int = 256
+
+    def __post_init__(self):
+        pieces = self.rows, self.columns, self.exact_rows, self.live_columns
+        if any(size < 128 or size & (size - 1) for size in pieces):
+            raise ValueError(
+                f"rows, columns, exact_rows and live_columns must be powers of 2 from "
+                f"128 on, got {self}"
+            )
+        if min(self.ahead, self.behind) < 0 or min(self.stacked_rows, self.block_k) < 1:
+            raise ValueError(
+                "ahead and behind must be at least 0, stacked_rows and block_k at "
+                f"least 1, got {self}"
+            )
+
+    def smaller(self, times: int) -> "TpuBlocks":
+        """Returns blocks with 1 / times the rows and keys, at least 256 x 256."""
+        return replace(
+            self,
+            stacked_rows=max(256, self.stacked_rows // times),
+            block_k=max(256, self.block_k // times),
+        )
+
+    def ever_smaller(self, group: int) -> Iterator[tuple[int, "TpuBlocks"]]:
+        """Yields (query heads stacked in a tile, blocks), the fastest first."""
+        for heads in range(group, 0, -1):
+            if group % heads == 0:
+                yield from ((heads, self.smaller(times)) for times in (1, 2, 4))
+
+    def fit(
+        self, length: int, keys: int, group: int, lanes: int, sizes: BlockSizes | None
+    ) -> tuple[BlockSizes, "TpuBlocks"]:
+        """Returns the tile of a problem and blocks whose pieces divide it.
+
+        length, keys: query rows and keys of the problem.
+        group: query heads stacked in a tile.
+        lanes: stacked rows and keys must be multiples of it.
+        sizes: the tile that the caller asks for, if any.
+
+        Raises:
+          ValueError: `sizes` do not fill vector registers.
+        """
+        # block_q must be a multiple of `unit`, so that group * block_q is one of lanes.
+        unit = max(MIN_BLOCK_Q, lanes // math.gcd(group, lanes))
+        if sizes is None:
+            block_q = max(unit, self.stacked_rows // group // unit * unit)
+            sizes = BlockSizes(
+                min(block_q, -(-length // unit) * unit),
+                min(self.block_k, -(-keys // lanes) * lanes),
+            )
+        if sizes.block_q % unit or sizes.block_k % lanes:
+            raise ValueError(
+                f"{sizes} with {group} query heads a key/value head: on a TPU block_q "
+                f"must be a multiple of {unit} and block_k of {lanes}"
+            )
+        stacked, block_k = group * sizes.block_q, sizes.block_k
+        return sizes, replace(
+            self,
+            stacked_rows=stacked,
+            block_k=block_k,
+            rows=math.gcd(stacked, self.rows),
+            columns=math.gcd(block_k, self.columns),
+            exact_rows=math.gcd(stacked, self.exact_rows),
+            live_columns=math.gcd(block_k, self.live_columns),
+        )
+
+
+# The fewest bundles (cycles of the static schedule) for a full tile, 1024 x 1024 x 128
+# in bfloat16, found by `python -m tools.tune_block_sizes` with libtpu 0.0.48.1.
+# Columns: stacked_rows, block_k, rows, columns, ahead, behind.
+TPU_FORWARD = {
+    "v3": TpuBlocks(512, 512, 512, 128, 1, 2),
+    "v4": TpuBlocks(1024, 1024, 512, 256, 0, 0),
+    "v5e": TpuBlocks(1024, 1024, 512, 128, 1, 2),
+    "v5p": TpuBlocks(1024, 1024, 1024, 128, 2, 2),
+    "v6e": TpuBlocks(1024, 1024, 512, 256, 2, 1),
+}
+
+TPU_BACKWARD = {
+    "v3": TpuBlocks(512, 512, 256, 512, 0, 0),
+    "v4": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
+    "v5e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
+    "v5p": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
+    "v6e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
+}
