@@ -13,16 +13,16 @@ class Batch(NamedTuple):
     targets: int32 (B, T), the token that follows; 0 where nothing does.
     loss_weights: float32 (B, T), 0 where the target counts for nothing.
     positions: int32 (B, T), place of the token in its own document, from 0.
-    lo, hi: int32 (B, T), first and last index in the row that the token sees, both
-      inclusive; `hi < lo` on padding (see kernels/masks.py).
+    k_start, k_end: int32 (B, T), half-open interval of the indices in the row that the
+      token attends to; empty on padding (see kernels/masks.py).
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     loss_weights: np.ndarray
     positions: np.ndarray
-    lo: np.ndarray
-    hi: np.ndarray
+    k_start: np.ndarray
+    k_end: np.ndarray
 
 
 @dataclass(frozen=True)

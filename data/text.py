@@ -199,9 +199,9 @@ def _read(
     begin, size = part[0], part[1] - part[0]
     # A document that starts at `length` is only ever a target.
     mask = masks.documents_at(starts[starts < length]) & masks.padding(size)
-    lo, hi = (bound[0] for bound in mask(index, length))
+    k_start, k_end = (bound[0] for bound in mask(index, length))
     successor = index + 1
-    first = masks.documents_at(starts)(successor, length + 1).lo[0]
+    first = masks.documents_at(starts)(successor, length + 1).k_start[0]
     # Where the successor is the first of its document, it is none of this token's.
     has_target = (first < successor) & (successor < size)
     places = np.minimum(np.stack([index, successor], axis=1), size - 1, dtype=np.int64)
@@ -212,9 +212,9 @@ def _read(
         tokens=np.where(index < size, tokens, 0),
         targets=np.where(successor < size, targets, 0),
         loss_weights=has_target.astype(np.float32),
-        positions=index - lo,
-        lo=lo,
-        hi=hi,
+        positions=index - k_start,
+        k_start=k_start,
+        k_end=k_end,
     )
 
 

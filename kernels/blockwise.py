@@ -35,19 +35,19 @@ def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
 ) -> Partial:
-    """Attention of every query to the key slots [start, stop): see `reference`."""
-    tiling = Tiling.of(q, k, start, block_sizes or default_block_sizes(q.shape[1]))
-    ranges = key_ranges(start, stop, tiling.block_q, tiling.block_k)
+    """Attention of every query to the key slots [k_start, k_end): see `reference`."""
+    tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
+    ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
 
     def compute() -> Partial:
-        return forward_tiles(tiling, ranges, (q, k, v), (start, stop), scale)
+        return forward_tiles(tiling, ranges, (q, k, v), (k_start, k_end), scale)
 
     if carry is None:
         return compute()
@@ -105,23 +105,25 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    d_out: jax.Array,
+    do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the attention to these keys, in one pass: see `reference`."""
-    tiling = Tiling.of(q, k, start, block_sizes or default_block_sizes(q.shape[1]))
-    ranges = query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])
-    queries = q, d_out, lse, delta
+    tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
+    ranges = query_ranges(k_start, k_end, tiling.block_q, tiling.block_k, k.shape[1])
+    queries = q, do, lse, delta
 
     def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return backward_tiles(tiling, ranges, queries, (k, v), (start, stop), scale, dq)
+        return backward_tiles(
+            tiling, ranges, queries, (k, v), (k_start, k_end), scale, dq
+        )
 
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
         return dq, *(jnp.zeros(x.shape, tiling.dtype) for x in (k, v))
@@ -140,7 +142,7 @@ def backward_tiles(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The backward pass over given ranges of query tiles, a range for each key tile.
 
-    queries: q, d_out, lse and delta. keys: k and v.
+    queries: q, do, lse and delta. keys: k and v.
     """
     starts, stops = (tiling.split_bounds(bound) for bound in bounds)
     before, after = gradient_factors(scale, keys[0].dtype)
@@ -181,8 +183,8 @@ def backward_tiles(
         dq_tiles = jnp.swapaxes(dq_tiles, 2, 3)
         return dq_tiles.reshape(-1, *dq_tiles.shape[2:]), dk, dv
 
-    q, d_out, lse, delta = queries
-    query_tiles = tiling.split_queries(q), tiling.split_queries(d_out)
+    q, do, lse, delta = queries
+    query_tiles = tiling.split_queries(q), tiling.split_queries(do)
     row_tiles = tiling.split_rows(lse), tiling.split_rows(delta)
     key_tiles = (tiling.split_keys(x) for x in keys)
     share, dk, dv = _for_each_head(one_head, *query_tiles, *row_tiles, *key_tiles)

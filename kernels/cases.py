@@ -128,7 +128,7 @@ class Problem:
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    d_out: np.ndarray
+    do: np.ndarray
     d_lse: np.ndarray
     visible: Visible
 
@@ -203,30 +203,28 @@ def solve(problem: Problem, dtype: jnp.dtype) -> Answer:
 
 
 def _solve_head(problem: Problem, head: int, kv_head: int, dtype: jnp.dtype) -> list:
-    q, d_out = (jnp.asarray(x[:, :, [head]], dtype) for x in (problem.q, problem.d_out))
+    q, do = (jnp.asarray(x[:, :, [head]], dtype) for x in (problem.q, problem.do))
     k, v = (jnp.asarray(x[:, :, [kv_head]], dtype) for x in (problem.k, problem.v))
     d_lse = jnp.asarray(problem.d_lse[:, [head]], accumulator_type(dtype))
-    results = _reference_head(
-        q, k, v, d_out, d_lse, problem.visible.lo, problem.visible.hi + 1
-    )
+    results = _reference_head(q, k, v, do, d_lse, *problem.visible)
     return [np.asarray(x, np.float64) for x in results]
 
 
 @functools.partial(jax.jit, compiler_options=THOROUGH)
-def _reference_head(q, k, v, d_out, d_lse, start, stop):
+def _reference_head(q, k, v, do, d_lse, k_start, k_end):
     scale = q.shape[-1] ** -0.5
-    out, lse = reference.forward(q, k, v, start, stop, scale=scale)
+    out, lse = reference.forward(q, k, v, k_start, k_end, scale=scale)
     out = out.astype(q.dtype)
-    delta = jnp.einsum("bthd,bthd->bht", out, d_out, preferred_element_type=lse.dtype)
+    delta = jnp.einsum("bthd,bthd->bht", out, do, preferred_element_type=lse.dtype)
     dq, dk, dv = reference.backward(
         q,
         k,
         v,
-        d_out,
+        do,
         lse,
         delta - d_lse,
-        start,
-        stop,
+        k_start,
+        k_end,
         scale=scale,
         dq=jnp.zeros(q.shape, lse.dtype),
     )

@@ -83,15 +83,16 @@ def check_visible(q: jax.Array, visible: Visible) -> Visible:
         )
     visible = Visible(*visible)
     allowed = (q.shape[:2], (1, q.shape[1]))
-    if visible.lo.shape not in allowed or visible.hi.shape != visible.lo.shape:
+    k_start, k_end = visible
+    if k_start.shape not in allowed or k_end.shape != k_start.shape:
         raise ValueError(
             f"visible bounds must be (B, T) or (1, T) for {q.shape=}, got "
-            f"{visible.lo.shape=} and {visible.hi.shape=}"
+            f"{k_start.shape=} and {k_end.shape=}"
         )
     if not all(jnp.issubdtype(bound.dtype, jnp.signedinteger) for bound in visible):
         raise ValueError(
-            f"visible bounds must be signed integers, got {visible.lo.dtype} and "
-            f"{visible.hi.dtype}"
+            f"visible bounds must be signed integers, got {k_start.dtype} and "
+            f"{k_end.dtype}"
         )
     return visible
 
@@ -107,21 +108,21 @@ def checked_bounds(
       ValueError: they are no signed integers, not (B, T) or (1, T), or decrease along
         the sequence (checked where values are known, that is, outside of `jit`).
     """
-    lo, hi = check_visible(q, visible)
-    visible = Visible(_clipped(lo, 0, num_keys), _clipped(hi, -1, num_keys - 1))
+    visible = check_visible(q, visible)
+    visible = Visible(*(_clipped(bound, num_keys) for bound in visible))
     if all(isinstance(bound, np.ndarray) for bound in visible):
         check_increasing(visible, index)
     return Visible(*map(jnp.asarray, visible))
 
 
-def _clipped(bound: Array, lowest: int, highest: int) -> Array:
-    """A bound in int32, and in NumPy where it is known: it fits once it is clipped."""
+def _clipped(bound: Array, num_keys: int) -> Array:
+    """Clips a bound to [0, num_keys]: int32, and in NumPy where it is known."""
     values = known(bound)
     if values is not None:
-        return values.astype(np.int64).clip(lowest, highest).astype(np.int32)
+        return values.astype(np.int64).clip(0, num_keys).astype(np.int32)
     if bound.dtype.itemsize < 4:
         bound = bound.astype(jnp.int32)
-    return jnp.clip(bound, lowest, highest).astype(jnp.int32)
+    return jnp.clip(bound, 0, num_keys).astype(jnp.int32)
 
 
 def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .checks import Axes, check_operands, check_visible, checked_axes, checked_scale
 from .known import known
-from .masks import Visible
+from .masks import Visible, in_interval
 from .merge import Partial, merge_over
 from .precision import product
 
@@ -127,8 +127,8 @@ class CachedAttention:
         """Attention of q (B, m, H, D) to a layer of the cache: (B, m, H, D), as q.
 
         keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
-        visible: lo, hi int32 (B, m), the first and last index that each query sees;
-          `hi < lo` sees nothing, and gives zeros.
+        visible: k_start, k_end int32 (B, m), half-open interval of the key indices that
+          each query attends to; an empty one gives zeros.
 
         All slots must be finite, free ones too: see `masks`.
 
@@ -152,16 +152,17 @@ class CachedAttention:
             keys: jax.Array,
             values: jax.Array,
             index: jax.Array,
-            lo: jax.Array,
-            hi: jax.Array,
+            k_start: jax.Array,
+            k_end: jax.Array,
             layer: jax.Array,
         ) -> jax.Array:
             k, v = (
                 lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
                 for x in (keys, values)
             )
-            seen = (lo[..., None] <= index[:, None]) & (index[:, None] <= hi[..., None])
-            partial = _partial(q, k, v, seen, scale)
+            k_start, k_end = k_start[..., None], k_end[..., None]  # (B, m, 1)
+            mask = in_interval(k_start, index[:, None], k_end)  # (B, m, S / N)
+            partial = _partial(q, k, v, mask, scale)
             return merge_over(self._axes.ring, partial)[0].astype(q.dtype)
 
         stack, rows = self._stack(keys), PartitionSpec(self._axes.batch)
@@ -227,16 +228,16 @@ def _check_place(name: str, place: jax.Array | int, stop: int) -> None:
 
 
 def _partial(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float
 ) -> Partial:
-    """Attention to the keys that are seen, (B, T, S), and its lse; see `merge`."""
+    """Returns attention under a mask (B, T, S), and its lse; see `merge`."""
     batch, length, heads, depth = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
     s = scale * product("btkgd,bskd->bkgts", q, k)
-    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    s = jnp.where(mask[:, None, None], s, -jnp.inf)
     lse = jax.nn.logsumexp(s, axis=-1)
     # Where nothing is seen, lse is -inf and the difference nan.
-    p = jnp.where(seen[:, None, None], jnp.exp(s - lse[..., None]), 0)
+    p = jnp.where(mask[:, None, None], jnp.exp(s - lse[..., None]), 0)
     out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v)
     return out.reshape(batch, length, heads, depth), lse.reshape(batch, heads, length)

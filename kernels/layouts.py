@@ -5,8 +5,9 @@ A layout answers two questions, for a ring of N shards of L slots each:
 - `index(shard)`: the global index of every local slot, increasing;
 - `count(shard, g)`: how many of the shard's tokens have an index below g.
 
-`count` turns the interval of indices that a query sees into the interval of a shard's
-slots, `[count(lo), count(hi + 1))`: that is all that kernels and ring know of layouts.
+`count` maps the interval of key indices that a query attends to, [k_start, k_end), to
+one of a shard's slots, [count(k_start), count(k_end)): that is all that kernels and
+ring know of layouts.
 Everything here takes and returns NumPy arrays or JAX arrays, and `shard` may be traced
 (`lax.axis_index`).
 """

@@ -1,18 +1,20 @@
-"""Masks as intervals: every query sees the keys whose index lies in [lo, hi].
+"""Masks as intervals: a query attends to the keys with index in [k_start, k_end).
 
 A token's *index* is its place in the global sequence; its *position* is its place in
 its own document (what RoPE uses). Masks speak of indices only. For every mask here
-`lo` and `hi` do not decrease along the sequence, so the keys a query sees on any shard
-of any layout are one interval of local slots (see `layout.count`), and the live tiles
-of a query tile are consecutive (see `tiles`).
+`k_start` and `k_end` do not decrease along the sequence, so the keys of a query on any
+shard of any layout are one interval of local slots (see `layouts.Layout.count`), and
+the live tiles of a query tile are consecutive (see `tile_ranges`).
 
 A mask is a function of query indices, so it can be built for any part of a sequence, in
 any order, without the whole: `causal()(index, key_length)`. Masks combine with `&`.
 NumPy indices give NumPy bounds and JAX indices give JAX bounds.
 
-Operands must be finite: kernels multiply a token that a query does not see by 0, and
-0 · nan is nan. Only padding may hold anything: functions that are given a mask with
-`padding` put zeros in its place first (`Mask.fill_padding`).
+Operands must be finite: kernels multiply masked keys by 0, and 0 · nan is nan. Only
+padding may hold anything: functions that are given a mask with `padding` put zeros in
+its place first (`Mask.fill_padding`).
+
+Pictures show a sequence of 4 tokens: rows are queries, columns are keys, 1 is visible.
 """
 
 from collections.abc import Callable
@@ -29,33 +31,38 @@ Array = jax.Array | np.ndarray
 
 
 class Visible(NamedTuple):
-    """Bounds of what each query sees, both inclusive; `hi < lo` sees nothing.
+    """Half-open interval of visible keys of each query; empty if k_end <= k_start.
 
-    lo, hi: signed integers (B, T), or (1, T) where all rows of the batch share them.
-      Neither decreases along the sequence, also where nothing is seen.
+    k_start, k_end: signed integers (B, T), or (1, T) where all rows of the batch share
+      them. Neither decreases along the sequence, also where the interval is empty.
     """
 
-    lo: Array
-    hi: Array
+    k_start: Array
+    k_end: Array
+
+
+def in_interval(k_start: Array, index: Array, k_end: Array) -> Array:
+    """Returns k_start <= index < k_end elementwise; the arguments broadcast."""
+    return (k_start <= index) & (index < k_end)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask whose sequence is not known yet.
+    """A mask of a sequence that is not given yet.
 
-    bounds: from query indices, int32 (..., T), and the number of keys to `Visible`,
-    broadcast against the indices.
+    bounds: (query indices int32 (B or 1, T), number of keys) -> (k_start, k_end), each
+      an integer or an array that broadcasts against the indices.
     real_lengths: tokens from any of them on are padding.
     """
 
-    bounds: Callable[[Array, int], Visible]
+    bounds: Callable[[Array, int], tuple[int | Array, int | Array]]
     real_lengths: tuple[int | Array, ...] = field(default=(), compare=False)
 
     def __call__(self, index: Array, key_length: int) -> Visible:
-        """Bounds for the queries at `index`, (T,) or (B, T); returns (1 or B, T).
+        """Returns bounds (1 or B, T) of the queries at `index`, (T,) or (B, T).
 
         Raises:
-          ValueError: the indices are no signed integers of that shape, or the mask was
+          ValueError: the indices are not signed integers of that shape, or the mask was
             built from ids that do not cover them.
         """
         if not isinstance(index, Array) or index.ndim not in (1, 2):
@@ -66,20 +73,21 @@ class Mask:
             index = index.astype(np.int32)
         index = index[None] if index.ndim == 1 else index
         keys = whole_number("key_length", key_length, 0)
-        lo, hi = self.bounds(index, _as_index(keys, index))
-        return Visible(lo.astype(index.dtype), hi.astype(index.dtype))
+        bounds = self.bounds(index, _as_index(keys, index))
+        _, *bounds = _namespace(index).broadcast_arrays(index, *bounds)  # (B or 1, T)
+        return Visible(*(bound.astype(index.dtype) for bound in bounds))
 
     def fill_padding(
         self, x: jax.Array, index: Array, value: float = 0, axis: int = 1
     ) -> jax.Array:
         """Puts `value` in the place of padding, so that nothing in it counts.
 
-        Nor do gradients of what it gives. `ring.ring_attention` is given bounds and no
+        Its gradients are zero there too. `ring.ring_attention` is given bounds and no
         mask: fill the padding of q, k, v and of its result. Functions that take a mask
         do that by themselves.
 
-        x: (B, …), with the tokens at `index`, (T,) or (B, T), along `axis`. Comes back
-          as it is where the mask has no `padding`.
+        x: (B, …), with the tokens at `index`, (T,) or (B, T), along `axis`. Returned
+          unchanged where the mask has no `padding`.
         """
         index = index[None] if index.ndim == 1 else index
         for length in self.real_lengths:
@@ -89,17 +97,15 @@ class Mask:
         return x
 
     def __and__(self, other: "Mask") -> "Mask":
-        """What both masks let a query see."""
+        """Intersects two masks."""
         if not isinstance(other, Mask):
             name = getattr(other, "__name__", other)
             raise ValueError(f"& must join two masks, as causal() is, got {name}")
 
-        def bounds(index: Array, key_length: int) -> Visible:
+        def bounds(index: Array, keys: int) -> tuple[Array, Array]:
             xp = _namespace(index)
-            mine, others = self(index, key_length), other(index, key_length)
-            return Visible(
-                xp.maximum(mine.lo, others.lo), xp.minimum(mine.hi, others.hi)
-            )
+            starts, ends = zip(self(index, keys), other(index, keys), strict=True)
+            return xp.maximum(*starts), xp.minimum(*ends)
 
         return Mask(bounds, self.real_lengths + other.real_lengths)
 
@@ -107,84 +113,122 @@ class Mask:
 
 
 def full() -> Mask:
-    """Every query sees every key."""
-    return Mask(lambda index, keys: Visible(0 * index, 0 * index + keys - 1))
+    """Lets every query attend to every key.
+
+    `full()`:
+
+        1 1 1 1
+        1 1 1 1
+        1 1 1 1
+        1 1 1 1
+    """
+    return Mask(lambda index, keys: (0, keys))
 
 
 def causal() -> Mask:
-    """A query sees the keys up to its own index."""
-    return Mask(
-        lambda index, keys: Visible(
-            0 * index, _namespace(index).minimum(index, keys - 1)
-        )
-    )
+    """Lets a query attend to the keys up to its own index.
+
+    `causal()`:
+
+        1 0 0 0
+        1 1 0 0
+        1 1 1 0
+        1 1 1 1
+    """
+    return Mask(lambda index, keys: (0, _namespace(index).minimum(index + 1, keys)))
 
 
 def window(size: int) -> Mask:
-    """A query sees itself and the `size - 1` keys before it.
+    """Lets a query attend to itself and the `size - 1` keys before it.
+
+    `window(2)`:
+
+        1 0 0 0
+        1 1 0 0
+        0 1 1 0
+        0 0 1 1
 
     Raises:
-      ValueError: `size` is no whole number, or below 1, the query itself.
+      ValueError: `size` is not a whole number from 1 on.
     """
     size = whole_number("window size", size, 1)
 
-    def bounds(index: Array, keys: int) -> Visible:
+    def bounds(index: Array, keys: int) -> tuple[Array, Array]:
         xp = _namespace(index)
-        first = index - _as_index(size, index) + 1
-        return Visible(xp.maximum(first, 0), xp.minimum(index, keys - 1))
+        k_start = xp.maximum(index + 1 - _as_index(size, index), 0)
+        return k_start, xp.minimum(index + 1, keys)
 
     return Mask(bounds)
 
 
 def prefix(length: int | Array) -> Mask:
-    """Prefix LM: causal, but the first `length` tokens are seen by all.
+    """Builds the mask of a prefix LM: causal, but all attend to the first tokens.
+
+    `prefix(3)`:
+
+        1 1 1 0
+        1 1 1 0
+        1 1 1 0
+        1 1 1 1
 
     length: one number, or (B, 1) for a prefix of its own in every row.
 
     Raises:
-      ValueError: the length is no signed integer of that shape, or negative.
+      ValueError: the length is not a signed integer of that shape, or is negative.
     """
     length = _checked_length("prefix length", length)
 
-    def bounds(index: Array, keys: int) -> Visible:
+    def bounds(index: Array, keys: int) -> tuple[int, Array]:
         xp = _namespace(index)
-        hi = xp.maximum(index, _as_index(length, index) - 1)
-        return Visible(0 * hi, xp.minimum(hi, keys - 1))
+        k_end = xp.maximum(index + 1, _as_index(length, index))
+        return 0, xp.minimum(k_end, keys)
 
     return Mask(bounds)
 
 
 def padding(real_length: int | Array) -> Mask:
-    """Tokens from `real_length` on are padding: unseen, and seeing nothing.
+    """Masks the tokens from `real_length` on, both as queries and as keys.
 
-    It may hold anything, also nan. Combine it with another mask:
+    `padding(3)`:
+
+        1 1 1 0
+        1 1 1 0
+        1 1 1 0
+        0 0 0 0
+
+    Padding may hold anything, also nan. Combine it with another mask:
     `causal() & padding(1000)`.
 
     real_length: one number, or (B, 1) for a length of its own in every row.
 
     Raises:
-      ValueError: the length is no signed integer of that shape, or negative.
+      ValueError: the length is not a signed integer of that shape, or is negative.
     """
     real_length = _checked_length("padding real_length", real_length)
 
-    def bounds(index: Array, keys: int) -> Visible:
+    def bounds(index: Array, keys: int) -> tuple[Array, int | Array]:
         del keys
-        xp = _namespace(index)
         length = _as_index(real_length, index)
-        lo = xp.where(index < length, 0 * index, index)
-        return Visible(lo, 0 * index + length - 1)
+        return _namespace(index).where(index < length, 0, index), length
 
     return Mask(bounds, (real_length,))
 
 
 def segments(ids: Array) -> Mask:
-    """Queries see the tokens that carry their own id, before and after them.
+    """Lets queries attend to the tokens with their own id, before and after them.
 
-    ids: int (B, T) or (T,), never decreasing along the sequence, and padding has some
-      too, as the last document's.
+    `segments([7, 7, 8, 8])`:
+
+        1 1 0 0
+        1 1 0 0
+        0 0 1 1
+        0 0 1 1
+
+    ids: int (B, T) or (T,), not decreasing along the sequence; padding has some too, as
+      the last document's.
 
     Raises:
-      ValueError: the ids are no integers, not one or two dimensional, or decrease
+      ValueError: the ids are not integers, not one or two dimensional, or decrease
         somewhere (checked where values are known, that is, outside of `jit`); from the
         mask, they are fewer than the tokens of the sequence.
     """
@@ -194,11 +238,11 @@ def segments(ids: Array) -> Mask:
     edge = ids[:, 1:] != ids[:, :-1]
     yes = xp.ones_like(ids[:, :1], dtype=bool)
     starts = xp.where(xp.concatenate([yes, edge], axis=1), places, 0)
-    ends = xp.where(xp.concatenate([edge, yes], axis=1), places, ids.shape[-1])
-    first = _running(xp.maximum, starts)
-    last = _running(xp.minimum, ends[:, ::-1])[:, ::-1]
+    ends = xp.where(xp.concatenate([edge, yes], axis=1), places + 1, ids.shape[-1])
+    first = _running(xp.maximum, starts)  # (B, T), where the token's segment starts
+    end = _running(xp.minimum, ends[:, ::-1])[:, ::-1]  # (B, T), where it ends
 
-    def bounds(index: Array, keys: int) -> Visible:
+    def bounds(index: Array, keys: int) -> tuple[Array, Array]:
         _check_covered(index, keys, ids.shape[-1])
         namespace = _namespace(index)
         rows = max(index.shape[0], first.shape[0])
@@ -210,13 +254,20 @@ def segments(ids: Array) -> Mask:
             )
             return namespace.take_along_axis(values, index, axis=1)
 
-        return Visible(at(first), namespace.minimum(at(last), keys - 1))
+        return at(first), namespace.minimum(at(end), keys)
 
     return Mask(bounds)
 
 
 def documents(ids: Array) -> Mask:
-    """Packed documents: causal, and only within the query's own document.
+    """Builds the mask of packed documents: causal within the query's own document.
+
+    `documents([7, 7, 8, 8])`:
+
+        1 0 0 0
+        1 1 0 0
+        0 0 1 0
+        0 0 1 1
 
     Arguments and errors as in `segments`.
     """
@@ -224,14 +275,21 @@ def documents(ids: Array) -> Mask:
 
 
 def documents_at(starts: np.ndarray) -> Mask:
-    """As `documents`, from the index at which each document begins.
+    """Builds the mask of `documents` from the index at which each document begins.
+
+    `documents_at([0, 3])`:
+
+        1 0 0 0
+        1 1 0 0
+        1 1 1 0
+        0 0 0 1
 
     starts: int (documents,), increasing, the first of them 0. Documents that start
       after the end of a sequence have no tokens in it. This form needs no array of the
       sequence's length, so a host can build the bounds of its own shard alone.
 
     Raises:
-      ValueError: the starts are no integers, do not begin with 0 or do not increase.
+      ValueError: the starts are not integers, do not begin with 0 or do not increase.
     """
     starts = np.asarray(starts)
     if starts.ndim != 1 or starts.size and not np.issubdtype(starts.dtype, np.integer):
@@ -245,12 +303,12 @@ def documents_at(starts: np.ndarray) -> Mask:
             f"({starts.size} in all)"
         )
 
-    def bounds(index: Array, keys: int) -> Visible:
+    def bounds(index: Array, keys: int) -> tuple[Array, Array]:
         _check_covered(index, keys)
         xp = _namespace(index)
         first = xp.asarray(_as_index(starts, index))
         document = xp.searchsorted(first, index, side="right") - 1
-        return Visible(first[document], xp.minimum(index, keys - 1))
+        return first[document], xp.minimum(index + 1, keys)
 
     return Mask(bounds)
 
@@ -260,7 +318,7 @@ def _namespace(array: Array):
 
 
 def _running(pick: Callable, values: Array) -> Array:
-    """The running maximum or minimum along the last axis."""
+    """Returns the running maximum or minimum along the last axis."""
     if isinstance(values, np.ndarray):
         return pick.accumulate(values, axis=-1)
     scan = jax.lax.cummax if pick is jnp.maximum else jax.lax.cummin
@@ -268,7 +326,7 @@ def _running(pick: Callable, values: Array) -> Array:
 
 
 def _as_index(value: int | Array, index: Array) -> int | Array:
-    """A number, or an array in the type of `index`, at most the largest of that type.
+    """Returns a number, or an array in the type of `index`, clipped to that type.
 
     Larger ones would wrap around, and no sequence has so many tokens.
     """
@@ -287,7 +345,7 @@ def _check_signed(name: str, array: Array) -> None:
 
 
 def _checked_length(name: str, length: int | Array) -> int | Array:
-    """One whole number, or (B, 1) of them; none is negative where they are known."""
+    """Returns one number, or (B, 1) of them, and checks them where they are known."""
     if not isinstance(length, Array):
         return whole_number(name, length, 0)
     _check_signed(name, length)
@@ -303,7 +361,7 @@ def _checked_length(name: str, length: int | Array) -> int | Array:
 
 
 def _check_covered(index: Array, keys: int, ids: int | None = None) -> None:
-    """Refuses indices that no sequence has, and fewer ids than tokens, by both."""
+    """Refuses negative indices, and fewer ids than tokens."""
     tokens, values = max(keys, index.shape[1]), known(index)
     if values is not None and values.size:
         whole_number("the first query index", int(values.min()), 0)

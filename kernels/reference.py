@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .block_sizes import BlockSizes
+from .masks import in_interval
 from .merge import Partial, merge
 from .precision import gradient_factors, product
 
@@ -18,18 +19,18 @@ def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
 ) -> Partial:
-    """Attention of every query to the key slots [start, stop).
+    """Attention of every query to the key slots [k_start, k_end).
 
     q: (B, T, H, D). k, v: (B, S, K, D), H a multiple of K; query head h reads key/value
       head h // (H // K).
-    start, stop: int32 (B, T) or (1, T), within [0, S], not decreasing along T.
+    k_start, k_end: int32 (B, T) or (1, T), within [0, S], not decreasing along T.
     scale: factor on the scores.
     block_sizes: tile sizes; no meaning here.
     carry: a partial result over other keys, merged into this one.
@@ -39,7 +40,7 @@ def forward(
       inputs). A row that sees nothing has out = 0 and lse = -inf.
     """
     del block_sizes
-    scores, seen = _scores(q, k, start, stop, scale)  # (B, K, G, T, S)
+    scores, seen = _scores(q, k, k_start, k_end, scale)  # (B, K, G, T, S)
     lse = jax.nn.logsumexp(scores, axis=-1)
     p = _probabilities(scores, lse, seen)
     out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v).reshape(q.shape)
@@ -51,11 +52,11 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    d_out: jax.Array,
+    do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
@@ -63,40 +64,40 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the attention to these keys (FlashAttention, 2205.14135, alg. 4).
 
-    q, k, v, start, stop, scale, block_sizes: as in `forward`.
-    d_out: (B, T, H, D), gradient of the whole result.
+    q, k, v, k_start, k_end, scale, block_sizes: as in `forward`.
+    do: (B, T, H, D), gradient of the whole result.
     lse: (B, H, T), that of the whole result, over all keys of the ring.
-    delta: (B, H, T), the sum over D of d_out · out, less the gradient of lse if any.
+    delta: (B, H, T), the sum over D of do · out, less the gradient of lse if any.
     dq: (B, T, H, D) float32, gradient gathered so far, to which this share is added.
 
     Returns:
       dq plus this share, dk and dv (B, S, K, D): float32.
     """
     del block_sizes
-    scores, seen = _scores(q, k, start, stop, scale)
+    scores, seen = _scores(q, k, k_start, k_end, scale)
     grouped = (*scores.shape[:3], q.shape[1])  # (B, K, G, T)
     rows = (q.shape[0], q.shape[1], *grouped[1:3], q.shape[3])  # (B, T, K, G, D)
-    q, d_out = q.reshape(rows), d_out.reshape(rows)
+    q, do = q.reshape(rows), do.reshape(rows)
     p = _probabilities(scores, lse.reshape(grouped), seen)
-    dp = product("btkgd,bskd->bkgts", d_out, v)
+    dp = product("btkgd,bskd->bkgts", do, v)
     before, after = gradient_factors(scale, q.dtype)
     ds = (before * p * (dp - delta.reshape(grouped)[..., None])).astype(q.dtype)
-    dv = product("bkgts,btkgd->bskd", p.astype(q.dtype), d_out)
+    dv = product("bkgts,btkgd->bskd", p.astype(q.dtype), do)
     dk = after * product("bkgts,btkgd->bskd", ds, q)
     share = after * product("bkgts,bskd->btkgd", ds, k)
     return dq + share.reshape(dq.shape), dk, dv
 
 
 def _scores(
-    q: jax.Array, k: jax.Array, start: jax.Array, stop: jax.Array, scale: float
+    q: jax.Array, k: jax.Array, k_start: jax.Array, k_end: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Masked scores (B, K, G, T, S) and which of them count (B, 1, 1, T, S)."""
     batch, length, heads, depth = q.shape
     keys, kv_heads = k.shape[1:3]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
     s = scale * product("btkgd,bskd->bkgts", q, k)
-    slot = jnp.arange(keys, dtype=start.dtype)
-    seen = (start[..., None] <= slot) & (slot < stop[..., None])  # (B, T, S)
+    slot = jnp.arange(keys, dtype=k_start.dtype)
+    seen = in_interval(k_start[..., None], slot, k_end[..., None])  # (B, T, S)
     seen = seen[:, None, None]
     return jnp.where(seen, s, -jnp.inf), seen
 

@@ -66,10 +66,11 @@ class Ring:
         return lax.axis_index(self.axis_name) if self.size > 1 else 0
 
     def slots(self, shard: jax.Array | int, visible: Visible, length: int) -> Pair:
-        """The interval [start, stop) of a shard's slots that each query sees."""
-        start = self.layout.count(shard, visible.lo, self.size, length)
-        stop = self.layout.count(shard, visible.hi + 1, self.size, length)
-        return start, stop
+        """Returns the interval [k_start, k_end) of visible slots of a shard."""
+        k_start, k_end = (
+            self.layout.count(shard, bound, self.size, length) for bound in visible
+        )
+        return k_start, k_end
 
     def rotate(self, arrays: Pair) -> Pair:
         """Hands the arrays to the next device of the ring."""
@@ -92,38 +93,44 @@ class Ring:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, lo: jax.Array, hi: jax.Array
+    ring: Ring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
 ) -> Pair:
     """Attention of the local queries to the keys of the whole ring.
 
     q: (B, L, H, D). k, v: (B, L, K, D), the local shards.
-    lo, hi: int32 (B, L) or (1, L), first and last index that each local query sees.
+    k_start, k_end: int32 (B, L) or (1, L), half-open interval of the key indices that
+      each local query attends to.
 
     Returns:
       out (B, L, H, D) in the type of q, lse (B, H, L) in float32.
     """
-    return _attend_forward(ring, q, k, v, lo, hi)[0]
+    return _attend_forward(ring, q, k, v, k_start, k_end)[0]
 
 
-def _attend_forward(ring, q, k, v, lo, hi):
+def _attend_forward(ring, q, k, v, k_start, k_end):
     kv = ring.as_read(k), ring.as_read(v)
-    out, lse = _forward_hops(ring, ring.as_read(q), kv, Visible(lo, hi))
+    out, lse = _forward_hops(ring, ring.as_read(q), kv, Visible(k_start, k_end))
     out = out[..., : q.shape[-1]]
     # Named here, where the backward's residuals are made, so that a remat policy can
     # keep these two and the ring need not run again (names outside have no effect).
     out = checkpoint_name(out.astype(q.dtype), "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
-    return (out, lse), (q, k, v, lo, hi, out, lse)
+    return (out, lse), (q, k, v, k_start, k_end, out, lse)
 
 
 def _attend_backward(ring, residuals, cotangents):
-    q, k, v, lo, hi, out, lse = residuals
-    d_out, d_lse = cotangents
+    q, k, v, k_start, k_end, out, lse = residuals
+    do, d_lse = cotangents
     # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
-    delta = product("bthd,bthd->bht", out, d_out) - d_lse
-    rows = ring.as_read(q), ring.as_read(d_out), lse, delta
+    delta = product("bthd,bthd->bht", out, do) - d_lse
+    rows = ring.as_read(q), ring.as_read(do), lse, delta
     kv = ring.as_read(k), ring.as_read(v)
-    gradients = _backward_hops(ring, rows, kv, Visible(lo, hi))
+    gradients = _backward_hops(ring, rows, kv, Visible(k_start, k_end))
     return *(x[..., : q.shape[-1]].astype(q.dtype) for x in gradients), None, None
 
 
@@ -154,7 +161,7 @@ def _forward_hops(ring: Ring, q: jax.Array, kv: Pair, visible: Visible) -> Pair:
 def _backward_hops(
     ring: Ring, fixed: tuple[jax.Array, ...], kv: Pair, visible: Visible
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, d_out, lse, delta = fixed
+    q, do, lse, delta = fixed
     length = kv[0].shape[1]
 
     def bounds(hop):
@@ -162,7 +169,7 @@ def _backward_hops(
 
     def compute(bounds, kv, dq):
         dq, dk, dv = ring.backend.backward(
-            q, *kv, d_out, lse, delta, *bounds, scale=ring.scale, dq=dq
+            q, *kv, do, lse, delta, *bounds, scale=ring.scale, dq=dq
         )
         return dq, (dk, dv)
 
@@ -227,8 +234,8 @@ def ring_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    lo: jax.Array,
-    hi: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     axis_name: str | tuple[str, ...],
     layout: Layout,
@@ -250,7 +257,7 @@ def ring_attention(
     check_operands(q, k, v)
     size = lax.axis_size(axis_name)
     check_length(layout, size, size * k.shape[1])
-    visible = checked_bounds(q, Visible(lo, hi), size * k.shape[1])
+    visible = checked_bounds(q, Visible(k_start, k_end), size * k.shape[1])
     scale = checked_scale(scale, q.shape[-1])
     backend = choose(implementation, q.dtype)
     is_checked = any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v))
@@ -329,7 +336,7 @@ def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Arr
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible) -> jax.Array:
         array = PartitionSpec(axes.batch, axes.ring, axes.heads, None)
-        rows = None if visible.lo.shape[0] == 1 else axes.batch
+        rows = None if visible.k_start.shape[0] == 1 else axes.batch
         in_specs = (*(array,) * 3, *(PartitionSpec(rows, axes.ring),) * 2)
         # Every axis is in the specs, so nothing is summed over it behind our back,
         # and Pallas kernels cannot say how their results vary over the mesh.

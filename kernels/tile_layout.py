@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .block_sizes import BlockSizes
+from .masks import in_interval
 from .precision import accumulator_type
 
 
@@ -32,12 +33,12 @@ class Tiling(NamedTuple):
         cls,
         q: jax.Array,
         k: jax.Array,
-        start: jax.Array,
+        k_start: jax.Array,
         sizes: BlockSizes,
     ) -> "Tiling":
         """The tiling of an attention of q (B, T, H, D) to k (B, S, K, D).
 
-        start: bounds of the rows, (M, T).
+        k_start: bounds of the rows, (M, T).
         """
         batch, length, heads, _ = q.shape
         keys, kv_heads = k.shape[1:3]
@@ -49,7 +50,7 @@ class Tiling(NamedTuple):
             keys=keys,
             kv_heads=kv_heads,
             group=heads // kv_heads,
-            bound_rows=start.shape[0],
+            bound_rows=k_start.shape[0],
             dtype=accumulator_type(q.dtype),
         )
 
@@ -68,8 +69,9 @@ class Tiling(NamedTuple):
 
     def seen(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
         """Mask of one tile, (R, block_k), from the bounds of its rows, (R,) each."""
-        slot = j * self.block_k + jnp.arange(self.block_k, dtype=bounds[0].dtype)
-        return (bounds[0][:, None] <= slot) & (slot < bounds[1][:, None])
+        k_start, k_end = (bound[:, None] for bound in bounds)  # (R, 1)
+        slot = j * self.block_k + jnp.arange(self.block_k, dtype=k_start.dtype)
+        return in_interval(k_start, slot, k_end)
 
     def split_queries(self, x: jax.Array) -> jax.Array:
         """(B, T, H, D) -> (M, X, query tiles, R, D), zeros after the end."""

@@ -1,10 +1,10 @@
 """Which tiles of the score matrix are empty, partial or full, from intervals alone.
 
-Query row t sees the key slots [start[t], stop[t]). With bounds that do not decrease, a
-tile of query rows i0 … i1 and key slots j0 … j1 is
+Query row t attends to the key slots [k_start[t], k_end[t]). With bounds that do not
+decrease, a tile of query rows i0 … i1 and key slots j0 … j1 is
 
-- empty if j0 >= stop[i1] or j1 < start[i0]: no row sees any of it;
-- full if start[i1] <= j0 and j1 < stop[i0]: every row sees all of it;
+- empty if j0 >= k_end[i1] or j1 < k_start[i0]: no pair in it is visible;
+- full if k_start[i1] <= j0 and j1 < k_end[i0]: every pair in it is visible;
 - partial otherwise.
 
 The live (not empty) tiles of a query tile are consecutive, and the full ones among
@@ -38,40 +38,40 @@ class TileRanges(NamedTuple):
         return self.live_end - self.live_begin
 
 
-def key_ranges(start: Array, stop: Array, block_q: int, block_k: int) -> TileRanges:
+def key_ranges(k_start: Array, k_end: Array, block_q: int, block_k: int) -> TileRanges:
     """The key tiles that each query tile has to visit.
 
-    start, stop: int32 (B, T), visible key slots per query row, not decreasing.
+    k_start, k_end: int32 (B, T), visible key slots per query row, not decreasing.
 
     Returns:
       Ranges of key tiles, one for each of the ceil(T / block_q) query tiles.
     """
-    start_first, start_last = _edges(start, block_q)
-    stop_first, stop_last = _edges(stop, block_q)
-    live_begin = start_first // block_k
-    live_end = -(-stop_last // block_k)
+    k_start_first, k_start_last = _edges(k_start, block_q)
+    k_end_first, k_end_last = _edges(k_end, block_q)
+    live_begin = k_start_first // block_k
+    live_end = -(-k_end_last // block_k)
     return _ordered(
-        live_begin, -(-start_last // block_k), stop_first // block_k, live_end
+        live_begin, -(-k_start_last // block_k), k_end_first // block_k, live_end
     )
 
 
 def query_ranges(
-    start: Array, stop: Array, block_q: int, block_k: int, num_keys: int
+    k_start: Array, k_end: Array, block_q: int, block_k: int, num_keys: int
 ) -> TileRanges:
     """The query tiles that each key tile has to visit: the mirror of `key_ranges`.
 
     Returns:
       Ranges of query tiles, one for each of the ceil(num_keys / block_k) key tiles.
     """
-    start_first, start_last = _edges(start, block_q)
-    stop_first, stop_last = _edges(stop, block_q)
+    k_start_first, k_start_last = _edges(k_start, block_q)
+    k_end_first, k_end_last = _edges(k_end, block_q)
     first_key = np.arange(0, num_keys, block_k, dtype=np.int32)
     last_key = first_key + block_k - 1
     return _ordered(
-        _count_below(stop_last, first_key + 1),
-        _count_below(stop_first, last_key + 1),
-        _count_below(start_last, first_key + 1),
-        _count_below(start_first, last_key + 1),
+        _count_below(k_end_last, first_key + 1),
+        _count_below(k_end_first, last_key + 1),
+        _count_below(k_start_last, first_key + 1),
+        _count_below(k_start_first, last_key + 1),
     )
 
 

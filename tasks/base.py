@@ -181,7 +181,7 @@ def loss_function(
 
     def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
         llama = nnx.merge(model.structure, parameters)
-        see = functools.partial(attend, visible=Visible(batch.lo, batch.hi))
+        see = functools.partial(attend, visible=Visible(batch.k_start, batch.k_end))
         hidden = llama(batch.tokens, batch.positions, see)
         learnt = hidden, llama.head[...], batch.targets, batch.loss_weights
         how = {"chunk": config.loss_chunk_tokens, "partition": partition}

@@ -167,9 +167,9 @@ def check_attention(config: ml_collections.ConfigDict, partition: Partition) -> 
     def array(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*shape, *more), jnp.dtype(dtype))
 
-    def attend(q: jax.Array, k: jax.Array, lo: jax.Array) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, bound: jax.Array) -> jax.Array:
         see = assemble.ring_attention(config, partition)
-        return see(q, k, k, visible=Visible(lo, lo)).astype(jnp.float32).sum()
+        return see(q, k, k, visible=Visible(bound, bound)).astype(jnp.float32).sum()
 
     heads = config.model.num_heads, config.model.num_kv_heads
     kinds = [array(config.compute_dtype, n, config.model.head_dim) for n in heads]

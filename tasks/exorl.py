@@ -177,7 +177,7 @@ def predictions(
             return agent(batch.observations)
         index = agent.token_index(batch.positions)
         # Padding comes last, so no step sees it.
-        visible = Visible(jnp.zeros_like(index), index)
+        visible = Visible(jnp.zeros_like(index), index + 1)
         return agent(batch, functools.partial(attend, visible=visible))
 
     return predict

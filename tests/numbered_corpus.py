@@ -35,14 +35,14 @@ def naive_row(corpus, begin, end, length):
     for index in range(length):
         place = begin + index
         if index >= real:
-            row.append((0, 0, 0.0, 0, index, real - 1))
+            row.append((0, 0, 0.0, 0, index, real))
             continue
         start = max(start for start in starts if start <= place)
-        lo = max(start - begin, 0)
+        k_start = max(start - begin, 0)
         has_successor = place + 1 < end
         target = stream[place + 1] if has_successor else 0
         weight = float(has_successor and place + 1 not in starts)
-        row.append((stream[place], target, weight, index - lo, lo, index))
+        row.append((stream[place], target, weight, index - k_start, k_start, index + 1))
     return Batch(*(np.array(column) for column in zip(*row, strict=True)))
 
 

@@ -18,7 +18,7 @@ from kernels.cases import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
 
 Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]
-"""(q, k, v, d_out, d_lse, lo, hi) -> (out, lse, dq, dk, dv), all in layout order."""
+"""(q, k, v, do, d_lse, k_start, k_end) -> (out, lse, dq, dk, dv), in layout order."""
 
 ARRAY, ROW, BOUND = 1, 2, 1
 OPERANDS = ARRAY, ARRAY, ARRAY, ARRAY, ROW, BOUND, BOUND
@@ -33,13 +33,13 @@ def ring_mesh(ring_size: int) -> Mesh:
 def device_program(ring_size: int, layout_name: str, backend: Backend) -> Run:
     """What each device of a ring runs, forward and backward, on its shards."""
 
-    def run(q, k, v, d_out, d_lse, lo, hi):
+    def run(q, k, v, do, d_lse, k_start, k_end):
         scale = q.shape[-1] ** -0.5
         this_ring = ring.Ring("ring", ring_size, LAYOUTS[layout_name], scale, backend)
         results, pull = jax.vjp(
-            lambda *qkv: ring.attend(this_ring, *qkv, lo, hi), q, k, v
+            lambda *qkv: ring.attend(this_ring, *qkv, k_start, k_end), q, k, v
         )
-        return *results, *pull((d_out, d_lse))
+        return *results, *pull((do, d_lse))
 
     return run
 
@@ -127,7 +127,7 @@ def solve_on_ring(
         x = np.pad(x, widths, constant_values=1e4)
         return jnp.asarray(layout.permute(x, *order, axis), dtype)
 
-    arrays = problem.q, problem.k, problem.v, problem.d_out
+    arrays = problem.q, problem.k, problem.v, problem.do
     operands = [shard(x, ARRAY, dtype) for x in arrays]
     operands.append(shard(problem.d_lse, ROW, jnp.float32))
     operands += (layout.permute(x, *order) for x in case.visible(padded))

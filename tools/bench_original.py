@@ -110,7 +110,7 @@ def original(
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         operands = {"q": problem.q, "k": problem.k, "v": problem.v}
-        operands["d_out"] = problem.d_out
+        operands["d_out"] = problem.do
         np.savez(
             directory / "problem.npz",
             **{name: x.astype(np.float32) for name, x in operands.items()},
@@ -139,7 +139,7 @@ def segments(problem: Problem) -> dict[str, np.ndarray]:
     A document's number is that of its first token, which is the first that its tokens
     see. The original does without for one document, and is faster so.
     """
-    first_seen = problem.visible.lo
+    first_seen = problem.visible.k_start
     return {"segments": first_seen} if first_seen.any() else {}
 
 

@@ -66,12 +66,12 @@ class Problem:
         return masks.causal()(np.arange(tokens, dtype=np.int32), tokens)
 
     def bounds(self, name: str, device: int, hop: int) -> tuple[np.ndarray, np.ndarray]:
-        """start and stop (1, local_tokens) of the visiting keys that a device sees."""
+        """Returns bounds (1, local_tokens) in the slots of the visiting keys."""
         order, size, length = LAYOUTS[name], self.ring_size, self.local_tokens
         mine = [layout.permute(x, order, size) for x in self.visible]
-        lo, hi = (np.split(x, size, axis=1)[device] for x in mine)
+        bounds = (np.split(x, size, axis=1)[device] for x in mine)
         source = (device - hop) % size
-        slots = (order.count(source, x, size, length) for x in (lo, hi + 1))
+        slots = (order.count(source, x, size, length) for x in bounds)
         return tuple(np.asarray(x, np.int32) for x in slots)
 
 

@@ -29,10 +29,10 @@ class Counts(NamedTuple):
 
 
 def count_tokens(batch: Any) -> Counts:
-    """Of a batch with `loss_weights`, `lo` and `hi`, (B, T) each."""
-    seen = (batch.hi - batch.lo + 1).clip(0).astype(jnp.float32)
-    tokens = (batch.hi >= batch.lo).sum(dtype=jnp.float32)
-    return Counts(tokens, seen.sum(), batch.loss_weights.sum())
+    """Of a batch with `loss_weights`, `k_start` and `k_end`, (B, T) each."""
+    visible = (batch.k_end - batch.k_start).clip(0).astype(jnp.float32)
+    tokens = (batch.k_end > batch.k_start).sum(dtype=jnp.float32)
+    return Counts(tokens, visible.sum(), batch.loss_weights.sum())
 
 
 class TrainState(NamedTuple):

@@ -166,7 +166,7 @@ def test_corpus_rows_weigh_exactly_what_is_to_be_learnt(tmp_path):
         for step in range(len(batches)):
             (batch,) = batches[step].values()
             weights += batch.loss_weights.sum()
-            tokens += (batch.hi >= batch.lo).sum()
+            tokens += (batch.k_end > batch.k_start).sum()
             learnt = batch.targets[batch.loss_weights == 1]
             assert (learnt == 256).sum() >= 1
         assert weights == summary.learnt[split] == corpus.loss_mask[:].sum()

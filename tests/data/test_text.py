@@ -112,8 +112,8 @@ def test_padding_sees_nothing_and_is_not_seen(tmp_path):
     assert row.targets.tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
     assert row.loss_weights.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     assert row.positions.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert row.hi.max() == 4
-    assert (row.hi < row.lo).tolist() == [False] * 5 + [True] * 3
+    assert row.k_end.max() == 5
+    assert (row.k_end <= row.k_start).tolist() == [False] * 5 + [True] * 3
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -34,20 +34,20 @@ def operands(
 
 def solve(module, sizes, given, bounds, carry=None):
     """(out, lse, dq, dk, dv) of one backend."""
-    q, k, v, d_out, lse, delta, dq = given
+    q, k, v, do, lse, delta, dq = given
     run = {"scale": SCALE, "block_sizes": sizes}
     results = module.forward(q, k, v, *bounds, carry=carry, **run)
-    return *results, *module.backward(q, k, v, d_out, lse, delta, *bounds, dq=dq, **run)
+    return *results, *module.backward(q, k, v, do, lse, delta, *bounds, dq=dq, **run)
 
 
 compiled = jax.jit(solve, static_argnums=(0, 1))
 
 
 @jax.jit
-def with_residuals(q, k, v, d_out, dq, bounds):
+def with_residuals(q, k, v, do, dq, bounds):
     """What `solve` is given: with the lse and the delta of the reference."""
     out, lse = reference.forward(q, k, v, *bounds, scale=SCALE)
-    return q, k, v, d_out, lse, jnp.einsum("bthd,bthd->bht", out, d_out), dq
+    return q, k, v, do, lse, jnp.einsum("bthd,bthd->bht", out, do), dq
 
 
 def assert_close(got, want) -> None:

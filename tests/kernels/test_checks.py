@@ -58,7 +58,7 @@ def test_types_that_do_not_fit_together_are_refused(dtypes, words):
 def test_bounds_of_another_shape_are_refused(shapes):
     x = jnp.zeros((2, 8, 4, 6))
     visible = Visible(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
-    words = re.escape(f"visible.lo.shape={shapes[0]} and visible.hi.shape={shapes[1]}")
+    words = re.escape(f"k_start.shape={shapes[0]} and k_end.shape={shapes[1]}")
     with pytest.raises(ValueError, match=r"\(B, T\) or \(1, T\).*" + words):
         attention(x, x, x, visible=visible)
 
@@ -81,16 +81,18 @@ def test_bounds_of_any_signed_type_mean_the_same():
         for array in np.asarray, jnp.asarray:
             visible = Visible(*(array(bound.astype(dtype)) for bound in mask))
             np.testing.assert_array_equal(run(visible=visible), want)
-    far = Visible(mask.lo - 2**40 * (mask.lo == 0), mask.hi + np.int64(2**40))
-    want = run(visible=Visible(mask.lo, np.full_like(mask.hi, 299)))
+    far = Visible(
+        mask.k_start - 2**40 * (mask.k_start == 0), mask.k_end + np.int64(2**40)
+    )
+    want = run(visible=Visible(mask.k_start, np.full_like(mask.k_end, 300)))
     with jax.enable_x64():
         wide = Visible(*map(jnp.asarray, far))  # which JAX without 64 bits would wrap
     for visible in far, wide:
-        assert visible.lo.dtype == visible.hi.dtype == np.int64
+        assert visible.k_start.dtype == visible.k_end.dtype == np.int64
         np.testing.assert_array_equal(run(visible=visible), want)
 
 
-@pytest.mark.parametrize("name, place", [("lo", 3), ("hi", 5)])
+@pytest.mark.parametrize("name, place", [("k_start", 3), ("k_end", 5)])
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_bounds_that_decrease_are_refused_where_they_are_known(array, name, place):
     x = jnp.ones((2, 8, 4, 6))
@@ -124,10 +126,10 @@ def test_bounds_that_decrease_are_refused_where_they_are_known(array, name, plac
 
 def test_bounds_that_decrease_beyond_the_keys_are_not():
     x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
-    lo, hi = np.array([[[-1, -9, -5, 0]], [[4, 3, 9, 6]]])
+    bounds = np.array([[[-1, -9, -5, 0]], [[5, 4, 10, 7]]])
     run = functools.partial(attention, x, x, x, implementation="reference")
     want = run(visible=masks.full())
-    np.testing.assert_array_equal(run(visible=Visible(lo, hi)), want)
+    np.testing.assert_array_equal(run(visible=Visible(*bounds)), want)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_bounds_that_decrease_beyond_the_keys_are_not():
         (masks.causal, r"masks.causal\(\) with its parentheses.*got causal"),
         (np.ones((8, 8), bool), "must be a mask.*got ndarray"),
         (None, "must be a mask.*got NoneType"),
-        (Visible([[0] * 8], [[7] * 8]), "Visible of two arrays, got Visible"),
+        (Visible([[0] * 8], [[8] * 8]), "Visible of two arrays, got Visible"),
         (masks.documents(np.zeros(6, int)), "sequence of 8 tokens, got 6 ids"),
     ],
 )

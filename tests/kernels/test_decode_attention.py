@@ -49,18 +49,17 @@ class Problem:
             places = rng.permutation(SLOTS)[:length]
             self.index[row, places] = np.arange(length)
         # The last tokens of each row; the last query of the last row sees nothing.
-        hi = np.array(LENGTHS)[:, None] - NEW + np.arange(NEW)
-        lo = np.array([[0], [4]]) + 0 * hi
-        hi[-1, -1] = -1
-        self.visible = Visible(lo.astype(np.int32), hi.astype(np.int32))
+        k_end = np.array(LENGTHS)[:, None] - NEW + np.arange(NEW) + 1
+        k_end[-1, -1] = 0
+        k_start = np.broadcast_to([[0], [4]], k_end.shape)
+        self.visible = Visible(k_start.astype(np.int32), k_end.astype(np.int32))
 
     def expected(self, layer: int) -> np.ndarray:
         """By the oracle in float64, with the keys in the order of their index."""
         order = np.argsort(self.index, axis=1)[..., None, None]
         with jax.enable_x64():
             q, k, v = (jnp.asarray(x, jnp.float64) for x in self.arrays(layer, order))
-            bounds = self.visible.lo, np.maximum(self.visible.hi + 1, 0)
-            out, _ = reference.forward(q, k, v, *bounds, scale=DEPTH**-0.5)
+            out, _ = reference.forward(q, k, v, *self.visible, scale=DEPTH**-0.5)
             return np.asarray(out)
 
     def arrays(self, layer: int, order: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -100,7 +99,7 @@ def test_members_that_hold_nothing_change_nothing(rng):
     problem, (_, _, attend) = Problem(rng), programs(4, 1)
     problem.index[:] = EMPTY
     problem.index[:, :6] = np.arange(6)
-    problem.visible = Visible(*np.array([[[0] * NEW] * 2, [[3, 4, 5]] * 2], np.int32))
+    problem.visible = Visible(*np.array([[[0] * NEW] * 2, [[4, 5, 6]] * 2], np.int32))
     arrays = problem.q, problem.keys, problem.values, problem.index
     got = attend(*arrays, problem.visible, np.int32(0))
     np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)

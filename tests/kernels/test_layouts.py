@@ -10,6 +10,7 @@ import pytest
 from kernels import layouts as layout
 from kernels import masks
 from kernels.layouts import Contiguous, Striped, Zigzag
+from kernels.masks import in_interval
 
 LAYOUTS = [Contiguous(), Striped(), Striped(3), Striped(4), Zigzag()]
 RING_SIZES = [1, 2, 3, 4, 5, 8]
@@ -98,14 +99,14 @@ def test_traced_shard_gives_what_a_known_one_gives(kind, ring_size):
 def test_visible_keys_on_a_shard_are_the_slots_between_two_counts(kind, ring_size, rng):
     """For any bounds: increasing or not, seeing something or nothing."""
     length = shard_length(kind, ring_size)
-    lo, hi = rng.integers(-4, ring_size * length + 4, (2, 200), np.int32)
+    k_start, k_end = rng.integers(-4, ring_size * length + 4, (2, 200), np.int32)
     slot = np.arange(length)
     for shard, tokens in enumerate(shards(kind, ring_size)):
-        start = kind.count(shard, lo, ring_size, length)[:, None]
-        stop = kind.count(shard, hi + 1, ring_size, length)[:, None]
+        start = kind.count(shard, k_start, ring_size, length)[:, None]
+        stop = kind.count(shard, k_end, ring_size, length)[:, None]
         np.testing.assert_array_equal(
-            (start <= slot) & (slot < stop),
-            (lo[:, None] <= tokens) & (tokens <= hi[:, None]),
+            in_interval(start, slot, stop),
+            in_interval(k_start[:, None], tokens, k_end[:, None]),
         )
 
 

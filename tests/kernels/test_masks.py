@@ -1,6 +1,8 @@
 """Every mask against the boolean matrix that it stands for."""
 
+import inspect
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -54,24 +56,35 @@ each_mask = pytest.mark.parametrize("name", MASKS)
 def seen_by(visible: Visible, keys: int) -> np.ndarray:
     """(B, T, S): the boolean matrix of some bounds."""
     key = np.arange(keys)
-    return (visible.lo[..., None] <= key) & (key <= visible.hi[..., None])
+    return (visible.k_start[..., None] <= key) & (key < visible.k_end[..., None])
 
 
 def assert_equal_bounds(got: Visible, want: Visible) -> None:
-    np.testing.assert_array_equal(got.lo, want.lo)
-    np.testing.assert_array_equal(got.hi, want.hi)
+    np.testing.assert_array_equal(got.k_start, want.k_start)
+    np.testing.assert_array_equal(got.k_end, want.k_end)
 
 
 @each_mask
 @pytest.mark.parametrize("queries, keys", [(30, 30), (23, 30), (30, 9)])
-def test_a_query_sees_exactly_the_keys_from_lo_to_hi(name, queries, keys):
+def test_a_query_sees_exactly_the_keys_of_its_interval(name, queries, keys):
     mask, sees = MASKS[name]
     visible = mask(np.arange(queries, dtype=np.int32), keys)
-    rows = visible.lo.shape[0]
+    rows = visible.k_start.shape[0]
     want = sees(*np.ogrid[:rows, :queries, :keys])
     np.testing.assert_array_equal(
         seen_by(visible, keys), np.broadcast_to(want, (rows, queries, keys))
     )
+
+
+def test_pictures_in_docstrings_are_the_masks():
+    source = inspect.getsource(masks)
+    pictures = re.findall(r"`(([a-z_]+)\(.*\))`:\n\n((?: +[01 ]+\n){4})", source)
+    names = {name for _, name, _ in pictures}
+    assert names == set(re.findall(r"^def ([a-z]\w*)\(.*-> Mask:", source, re.M))
+    for call, _, picture in pictures:
+        visible = eval(call, vars(masks))(INDEX[:4], 4)
+        want = np.array([line.split() for line in picture.splitlines()]) == "1"
+        np.testing.assert_array_equal(seen_by(visible, 4)[0], want, call)
 
 
 @each_mask
@@ -111,13 +124,15 @@ def test_and_is_the_intersection_of_both_masks(first, second):
     want = seen_by(one(INDEX, TOKENS), TOKENS) & seen_by(other(INDEX, TOKENS), TOKENS)
     for both in one & other, other & one:
         visible = both(INDEX, TOKENS)
-        assert visible.lo.shape == visible.hi.shape
+        assert visible.k_start.shape == visible.k_end.shape
         assert all((np.diff(bound) >= 0).all() for bound in visible)
         np.testing.assert_array_equal(seen_by(visible, TOKENS), want)
 
 
 def test_shared_bounds_are_not_repeated_over_the_batch():
-    shared = {name for name in MASKS if MASKS[name][0](INDEX, TOKENS).lo.shape[0] == 1}
+    shared = {
+        name for name in MASKS if MASKS[name][0](INDEX, TOKENS).k_start.shape[0] == 1
+    }
     assert MASKS.keys() - shared == {
         "prefixes", "paddings", "segments", "documents"
     }  # fmt: skip
@@ -143,7 +158,7 @@ def test_ids_that_are_traced_are_trusted():
     want = masks.documents(IDS)(INDEX, TOKENS)
     assert_equal_bounds(bounds(jnp.asarray(IDS), index), want)
     assert_equal_bounds(masks.documents(jnp.asarray(IDS))(index, TOKENS), want)
-    assert bounds(jnp.asarray(IDS[:, ::-1]), index).lo.shape == (2, QUERIES)
+    assert bounds(jnp.asarray(IDS[:, ::-1]), index).k_start.shape == (2, QUERIES)
 
 
 def test_lengths_that_are_traced_give_the_same_bounds():
@@ -209,7 +224,7 @@ def test_wrong_arguments_are_refused_in_a_line(build, words):
 @pytest.mark.parametrize("build", [masks.documents, masks.segments])
 def test_ids_that_do_not_cover_the_sequence_are_refused(build, index, array):
     mask = build(array(IDS[:, :20])) & masks.padding(20)
-    assert mask(index(INDEX[:20]), 20).lo.shape == (2, 20)
+    assert mask(index(INDEX[:20]), 20).k_start.shape == (2, 20)
     part = np.array([3, 20], np.int32)
     for queries, keys, tokens in (INDEX, 23, 23), (INDEX, 20, 23), (part, 20, 21):
         words = f"sequence of {tokens} tokens, got 20 ids"
@@ -237,7 +252,7 @@ def test_ids_that_do_not_cover_the_sequence_are_refused(build, index, array):
 def test_numbers_beyond_any_index_do_not_wrap_around(name, mask, array):
     for dtype in np.int8, np.int32:
         visible = mask(array(INDEX.astype(dtype)), TOKENS)
-        assert visible.lo.dtype == visible.hi.dtype == np.int32
+        assert visible.k_start.dtype == visible.k_end.dtype == np.int32
         want = MASKS[name][0](INDEX, TOKENS)
         np.testing.assert_array_equal(*(seen_by(x, TOKENS) for x in (visible, want)))
 

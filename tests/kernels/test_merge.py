@@ -131,8 +131,8 @@ def test_gradients_of_empty_rows_are_zero(first, second):
         return out.sum() + jnp.where(lse == -jnp.inf, 0, lse).sum()
 
     partials = one_row(0.0, first), one_row(0.0, second)
-    for (_, lse), (d_out, d_lse) in zip(partials, gradient(partials), strict=True):
-        assert np.isfinite(d_out).all()
+    for (_, lse), (do, d_lse) in zip(partials, gradient(partials), strict=True):
+        assert np.isfinite(do).all()
         assert (d_lse.item() == 0) == np.isneginf(lse.item())
         assert not np.isnan(d_lse)
 

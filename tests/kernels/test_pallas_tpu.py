@@ -358,7 +358,7 @@ def test_tiles_that_do_not_fit_are_refused_with_what_there_is(launches):
 def test_intervals_of_another_shape_are_refused_at_both_doors(shapes, launches):
     x = jnp.zeros((2, 8, 4, 64))
     visible = Visible(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
-    words = re.escape(f"lo.shape={shapes[0]} and visible.hi.shape={shapes[1]}")
+    words = re.escape(f"k_start.shape={shapes[0]} and k_end.shape={shapes[1]}")
     on_ring = ring.make_ring_attention(
         Mesh(np.array(jax.devices()[:2]), ("ring",)),
         layout=layout.Striped(),

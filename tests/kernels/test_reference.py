@@ -28,9 +28,9 @@ def operands(
 
 
 def bounds(mask: masks.Mask, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """[start, stop) of each query, (1 or B, T)."""
-    lo, hi = mask(np.arange(queries, dtype=np.int32), keys)
-    return lo.clip(0, keys), (hi + 1).clip(0, keys)
+    """[k_start, k_end) of each query, (1 or B, T)."""
+    k_start, k_end = mask(np.arange(queries, dtype=np.int32), keys)
+    return k_start.clip(0, keys), k_end.clip(0, keys)
 
 
 def normal_like(rng: np.random.Generator, x: jax.Array | np.ndarray) -> np.ndarray:
@@ -38,12 +38,12 @@ def normal_like(rng: np.random.Generator, x: jax.Array | np.ndarray) -> np.ndarr
 
 
 @jax.jit
-def gradients(qkv, limits, d_out, d_lse):
+def gradients(qkv, limits, do, d_lse):
     """dq, dk and dv by the oracle's own backward."""
     out, lse = forward(*qkv, *limits)
-    delta = jnp.einsum("bthd,bthd->bht", d_out, out) - d_lse
+    delta = jnp.einsum("bthd,bthd->bht", do, out) - d_lse
     dq = jnp.zeros_like(qkv[0])
-    return backward(*qkv, d_out, lse, delta, *limits, dq=dq)
+    return backward(*qkv, do, lse, delta, *limits, dq=dq)
 
 
 def assert_close(got, want, tolerance: float) -> None:
@@ -69,12 +69,12 @@ each_case = pytest.mark.parametrize("name", CASES)
 def test_forward_is_the_softmax_over_the_visible_keys(name, rng):
     mask, queries, keys, heads, kv_heads = CASES[name]
     q, k, v = operands(rng, queries, keys, heads, kv_heads)
-    start, stop = bounds(mask, queries, keys)
-    out, lse = forward(q, k, v, start, stop)
+    k_start, k_end = bounds(mask, queries, keys)
+    out, lse = forward(q, k, v, k_start, k_end)
     assert out.dtype == lse.dtype == jnp.float64
 
     slot = np.arange(keys)
-    seen = (start[..., None] <= slot) & (slot < stop[..., None])
+    seen = (k_start[..., None] <= slot) & (slot < k_end[..., None])
     seen = seen[:, None]  # (B, 1, T, S)
     shared_k, shared_v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
     weights = np.exp(SCALE * np.einsum("bthd,bshd->bhts", q, shared_k)) * seen
@@ -120,14 +120,14 @@ def test_gradients_predict_finite_differences(rng):
 
 
 def empty_rows(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Queries see nothing first, in the middle (start after stop) and last."""
-    start, stop = np.zeros((2, 1, queries), np.int32)
-    stop[:, 2:] = keys // 2
-    start[:, 4:6] = keys - 2
-    stop[:, 6:] = keys
-    start[:, 6:] = keys - 2
-    start[:, -1:] = keys
-    return start, stop
+    """Queries see nothing first, in the middle (k_start after k_end) and last."""
+    k_start, k_end = np.zeros((2, 1, queries), np.int32)
+    k_end[:, 2:] = keys // 2
+    k_start[:, 4:6] = keys - 2
+    k_end[:, 6:] = keys
+    k_start[:, 6:] = keys - 2
+    k_start[:, -1:] = keys
+    return k_start, k_end
 
 
 def test_rows_that_see_nothing_are_empty_and_have_no_gradient(rng):
@@ -141,34 +141,34 @@ def test_rows_that_see_nothing_are_empty_and_have_no_gradient(rng):
     np.testing.assert_array_equal(lse[..., empty], -np.inf)
     assert np.isfinite(lse[..., sees]).all()
 
-    d_out, d_lse = normal_like(rng, out), normal_like(rng, lse)
-    dq, dk, dv = gradients(qkv, limits, d_out, d_lse)
+    do, d_lse = normal_like(rng, out), normal_like(rng, lse)
+    dq, dk, dv = gradients(qkv, limits, do, d_lse)
     np.testing.assert_array_equal(dq[:, empty], 0)
     # dk and dv are those of the other rows alone.
     few = [qkv[0][:, sees], *qkv[1:]]
     limits = [bound[:, sees] for bound in limits]
-    want = gradients(few, limits, d_out[:, sees], d_lse[..., sees])
+    want = gradients(few, limits, do[:, sees], d_lse[..., sees])
     assert_close((dq[:, sees], dk, dv), want, 1e-12)
 
 
 def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys(rng):
     """As on a ring: keys in two parts, the second with a carry from the first."""
     q, k, v = operands(rng, 10, 10, 4, 2)
-    start, stop = bounds(masks.window(4), 10, 10)
-    d_out, dq = normal_like(rng, q), normal_like(rng, q)
-    whole, lse = forward(q, k, v, start, stop)
-    delta = np.einsum("bthd,bthd->bht", d_out, whole)
+    k_start, k_end = bounds(masks.window(4), 10, 10)
+    do, dq = normal_like(rng, q), normal_like(rng, q)
+    whole, lse = forward(q, k, v, k_start, k_end)
+    delta = np.einsum("bthd,bthd->bht", do, whole)
 
     carry, gathered, shares = None, dq, []
     for begin, end in (0, 4), (4, 10):
         qkv = q, k[:, begin:end], v[:, begin:end]
-        limits = start.clip(begin, end) - begin, stop.clip(begin, end) - begin
+        limits = k_start.clip(begin, end) - begin, k_end.clip(begin, end) - begin
         carry = forward(*qkv, *limits, carry=carry)
-        gathered, *share = backward(*qkv, d_out, lse, delta, *limits, dq=gathered)
+        gathered, *share = backward(*qkv, do, lse, delta, *limits, dq=gathered)
         shares.append(share)
     assert_close(carry, (whole, lse), 1e-12)
     dk, dv = (np.concatenate(parts, axis=1) for parts in zip(*shares, strict=True))
-    want = gradients((q, k, v), (start, stop), d_out, np.zeros(lse.shape))
+    want = gradients((q, k, v), (k_start, k_end), do, np.zeros(lse.shape))
     assert_close((gathered, dk, dv), (dq + want[0], *want[1:]), 1e-12)
 
 

@@ -79,13 +79,13 @@ def test_bounds_must_not_decrease_in_the_order_of_their_index():
 
     index = layout.order(layout.Zigzag(), 2, 16)
     visible = masks.window(3)(index, 16)
-    assert (np.diff(visible.lo) < 0).any()
+    assert (np.diff(visible.k_start) < 0).any()
     np.testing.assert_array_equal(run(visible), run(masks.window(3)))
-    visible.hi[0, index == 5] = 3
-    with pytest.raises(ValueError, match="hi of row 0: 4 at 4 and 3 after it"):
+    visible.k_end[0, index == 5] = 4
+    with pytest.raises(ValueError, match="k_end of row 0: 5 at 4 and 4 after it"):
         run(visible)
-    with pytest.raises(ValueError, match="lo of row 0: .* after it"):
-        run(Visible(np.sort(visible.lo), visible.hi))
+    with pytest.raises(ValueError, match="k_start of row 0: .* after it"):
+        run(Visible(np.sort(visible.k_start), visible.k_end))
 
 
 @pytest.mark.parametrize("is_local", [False, True])
@@ -97,8 +97,10 @@ def test_padding_on_a_ring_may_hold_anything(is_local):
     mask = masks.causal() & masks.padding(np.array([[9], [14]]))
     is_padding = index >= np.array([[9], [14]])
 
-    def local(q, k, v, lo, hi):
-        return ring.ring_attention(q, k, v, lo, hi, axis_name="ring", layout=dealt[0])
+    def local(q, k, v, k_start, k_end):
+        return ring.ring_attention(
+            q, k, v, k_start, k_end, axis_name="ring", layout=dealt[0]
+        )
 
     def attend(q, k, v):
         if not is_local:
@@ -115,9 +117,9 @@ def test_padding_on_a_ring_may_hold_anything(is_local):
         return mask.fill_padding(sharded(q, k, v, *mask(index, 16)), index)
 
     @jax.jit
-    def run(q, k, v, d_out):
+    def run(q, k, v, do):
         out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(d_out)
+        return out, *pull(do)
 
     arrays = np.random.default_rng(0).standard_normal((4, 2, 16, 2, 8), np.float32)
     arrays[:, is_padding] = 0
@@ -181,15 +183,15 @@ def test_keys_that_do_not_divide_are_refused():
 def test_bounds_of_another_length_are_refused():
     attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
     x = jnp.ones((1, 8, 2, 8))
-    with pytest.raises(ValueError, match=r"bounds must be .*lo.shape=\(1, 4\)"):
+    with pytest.raises(ValueError, match=r"bounds must be .*k_start.shape=\(1, 4\)"):
         attend(x, x, x, Visible(jnp.zeros((1, 4), int), jnp.zeros((1, 4), int)))
 
 
 def test_local_shards_that_the_layout_does_not_have_are_refused():
     def local(x):
-        lo = jnp.zeros((1, 3), jnp.int32)
+        bound = jnp.zeros((1, 3), jnp.int32)
         return ring.ring_attention(
-            x, x, x, lo, lo, axis_name="ring", layout=layout.Zigzag()
+            x, x, x, bound, bound, axis_name="ring", layout=layout.Zigzag()
         )
 
     sharded = jax.shard_map(

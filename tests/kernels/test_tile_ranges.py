@@ -25,18 +25,20 @@ def random_bounds(
     queries, keys = shape
     drawn = []
     for _ in range(8):
-        start, stop = np.sort(rng.integers(0, keys + 1, (2, BATCH, queries), np.int32))
-        drawn.append((start, stop))
-        drawn.append((np.minimum(start, stop), np.maximum(start, stop)))
-        drawn.append((start, np.minimum(start + np.int32(2), keys)))
-        drawn.append((start, start))
+        k_start, k_end = np.sort(
+            rng.integers(0, keys + 1, (2, BATCH, queries), np.int32)
+        )
+        drawn.append((k_start, k_end))
+        drawn.append((np.minimum(k_start, k_end), np.maximum(k_start, k_end)))
+        drawn.append((k_start, np.minimum(k_start + np.int32(2), keys)))
+        drawn.append((k_start, k_start))
     return drawn
 
 
-def matrix(start: np.ndarray, stop: np.ndarray, keys: int) -> np.ndarray:
+def matrix(k_start: np.ndarray, k_end: np.ndarray, keys: int) -> np.ndarray:
     """(B, T, keys): which query sees which slot."""
     slot = np.arange(keys)
-    return (start[..., None] <= slot) & (slot < stop[..., None])
+    return (k_start[..., None] <= slot) & (slot < k_end[..., None])
 
 
 def tiled(seen: np.ndarray, block: tuple[int, int], filler: bool) -> np.ndarray:
@@ -77,11 +79,11 @@ def test_full_tiles_are_all_visible_and_tiles_that_are_not_live_invisible(
     """Rows after the last do not count; slots after the last are never visible."""
     queries, keys = shape
     padded_keys = tile_count(keys, block[1]) * block[1]
-    for start, stop in random_bounds(rng, shape):
+    for k_start, k_end in random_bounds(rng, shape):
         live, full = live_and_full(
-            key_ranges(start, stop, *block), tile_count(keys, block[1])
+            key_ranges(k_start, k_end, *block), tile_count(keys, block[1])
         )
-        seen = matrix(start, stop, padded_keys)
+        seen = matrix(k_start, k_end, padded_keys)
         np.testing.assert_array_equal(full, tiled(seen, block, True).all((-1, -2)))
         visible = tiled(seen, block, False).any((-1, -2))
         assert not (visible & ~live).any()
@@ -92,13 +94,13 @@ def test_full_tiles_are_all_visible_and_tiles_that_are_not_live_invisible(
 def test_live_tiles_are_those_that_the_outermost_bounds_touch(shape, block, rng):
     queries, keys = shape
     tiles = tile_count(keys, block[1])
-    for start, stop in random_bounds(rng, shape):
-        live, _ = live_and_full(key_ranges(start, stop, *block), tiles)
+    for k_start, k_end in random_bounds(rng, shape):
+        live, _ = live_and_full(key_ranges(k_start, k_end, *block), tiles)
         for i in range(live.shape[1]):
             first, last = i * block[0], min((i + 1) * block[0], queries) - 1
             for j in range(tiles):
                 j0, j1 = j * block[1], (j + 1) * block[1] - 1
-                empty = (j0 >= stop[:, last]) | (j1 < start[:, first])
+                empty = (j0 >= k_end[:, last]) | (j1 < k_start[:, first])
                 np.testing.assert_array_equal(live[:, i, j], ~empty)
 
 
@@ -108,11 +110,11 @@ def test_tiles_of_one_row_that_sees_something_are_live_if_any_is_visible(
     shape, block_k, rng
 ):
     tiles = tile_count(shape[1], block_k)
-    for start, stop in random_bounds(rng, shape):
-        live, _ = live_and_full(key_ranges(start, stop, 1, block_k), tiles)
-        seen = matrix(start, stop, tiles * block_k)
+    for k_start, k_end in random_bounds(rng, shape):
+        live, _ = live_and_full(key_ranges(k_start, k_end, 1, block_k), tiles)
+        seen = matrix(k_start, k_end, tiles * block_k)
         visible = tiled(seen, (1, block_k), False).any((-1, -2))
-        sees = start < stop
+        sees = k_start < k_end
         np.testing.assert_array_equal(live[sees], visible[sees])
 
 
@@ -121,9 +123,9 @@ def test_tiles_of_one_row_that_sees_something_are_live_if_any_is_visible(
 def test_query_ranges_hold_the_same_tiles_as_key_ranges(shape, block, rng):
     queries, keys = shape
     query_tiles, key_tiles = tile_count(queries, block[0]), tile_count(keys, block[1])
-    for start, stop in random_bounds(rng, shape):
-        by_query = live_and_full(key_ranges(start, stop, *block), key_tiles)
-        by_key = live_and_full(query_ranges(start, stop, *block, keys), query_tiles)
+    for k_start, k_end in random_bounds(rng, shape):
+        by_query = live_and_full(key_ranges(k_start, k_end, *block), key_tiles)
+        by_key = live_and_full(query_ranges(k_start, k_end, *block, keys), query_tiles)
         for one, other in zip(by_query, by_key, strict=True):
             np.testing.assert_array_equal(one, other.swapaxes(1, 2))
 
@@ -147,13 +149,13 @@ def test_jax_and_numpy_agree(shape, block, rng):
 
 
 def test_causal_tiles_are_below_or_on_the_diagonal():
-    start, stop = np.zeros((1, 12), np.int32), np.arange(1, 13, dtype=np.int32)[None]
-    ranges = key_ranges(start, stop, 4, 2)
+    k_start, k_end = np.zeros((1, 12), np.int32), np.arange(1, 13, dtype=np.int32)[None]
+    ranges = key_ranges(k_start, k_end, 4, 2)
     assert [bound.tolist() for bound in ranges] == [
         [[0, 0, 0]], [[0, 0, 0]], [[0, 2, 4]], [[2, 4, 6]]
     ]  # fmt: skip
     assert ranges.work().tolist() == [[2, 4, 6]]
-    ranges = query_ranges(start, stop, 4, 2, 12)
+    ranges = query_ranges(k_start, k_end, 4, 2, 12)
     assert [bound.tolist() for bound in ranges] == [
         [[0, 0, 1, 1, 2, 2]], [[1, 1, 2, 2, 3, 3]], [[3] * 6], [[3] * 6]
     ]  # fmt: skip
@@ -179,9 +181,9 @@ def test_work_of_a_causal_ring_of_four(kind, first_hop, later_hops, total):
     for hop, device in np.ndindex(work.shape):
         index = kind.index(device, ring_size, length)
         visible = masks.causal()(index, ring_size * length)
-        start, stop = slots(kind, (device - hop) % ring_size, visible, length)
-        work[hop, device] = key_ranges(start, stop, block, block).work().sum()
-        by_key = query_ranges(start, stop, block, block, length).work().sum()
+        k_start, k_end = slots(kind, (device - hop) % ring_size, visible, length)
+        work[hop, device] = key_ranges(k_start, k_end, block, block).work().sum()
+        by_key = query_ranges(k_start, k_end, block, block, length).work().sum()
         assert by_key == work[hop, device]
     assert work[0].tolist() == [first_hop] * ring_size
     for hop in range(1, ring_size):
@@ -191,4 +193,4 @@ def test_work_of_a_causal_ring_of_four(kind, first_hop, later_hops, total):
 
 def slots(kind, shard: int, visible: Visible, length: int) -> list[np.ndarray]:
     """Bounds of the visible slots of a shard, in a ring of four."""
-    return [kind.count(shard, g, 4, length) for g in (visible.lo, visible.hi + 1)]
+    return [kind.count(shard, bound, 4, length) for bound in visible]

@@ -112,7 +112,7 @@ def text() -> Batch:
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
     visible = (masks.documents(ids) & masks.padding(PADDED))(index, LENGTH)
     weights = rng.random(shape, np.float32) * (index < PADDED) * (ids != 2)
-    return Batch(tokens, targets, weights, index - visible.lo, *visible)
+    return Batch(tokens, targets, weights, index - visible.k_start, *visible)
 
 
 @functools.cache
@@ -135,7 +135,7 @@ def written_out(parameters: Any, batch: Batch, run: Run) -> tuple[np.ndarray, fl
     """LLaMA in float64: hidden states (B, T, E) and the weighted sum of the losses."""
     sizes = run.model.config
     index = np.arange(LENGTH)
-    seen = (batch.lo[..., None] <= index) & (index <= batch.hi[..., None])
+    seen = masks.in_interval(batch.k_start[..., None], index, batch.k_end[..., None])
     pairs = np.arange(0, sizes.head_dim, 2) / sizes.head_dim
     angles = batch.positions[..., None] * sizes.rope_theta**-pairs
     angles = np.concatenate([angles, angles], axis=-1)[:, :, None]
@@ -189,7 +189,7 @@ def hidden_program():
         attend = assemble.make_ring_attention(
             run.partition.mesh, layout=run.order()[0], implementation="reference"
         )
-        visible = masks.Visible(batch.lo, batch.hi)
+        visible = masks.Visible(batch.k_start, batch.k_end)
         attend = functools.partial(attend, visible=visible)
         return llama(batch.tokens, batch.positions, attend)
 
@@ -353,7 +353,7 @@ def test_changed_token_changes_only_what_follows_it_in_its_document():
     tokens[row, place] = (tokens[row, place] + 1) % VOCAB
     after = np.asarray(hidden_program()(parameters(), batch._replace(tokens=tokens)))
     changed = (before != after).any(axis=-1)
-    sees_it = (batch.lo <= place) & (place <= batch.hi)
+    sees_it = masks.in_interval(batch.k_start, place, batch.k_end)
     np.testing.assert_array_equal(changed, sees_it & (np.arange(ROWS)[:, None] == row))
     assert 1 < changed.sum() < LENGTH - place
 

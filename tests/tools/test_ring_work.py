@@ -7,7 +7,7 @@ from kernels import layouts as layout
 from kernels import masks
 from kernels.block_sizes import BlockSizes
 from kernels.cases import LAYOUTS, MASKS
-from kernels.masks import Visible
+from kernels.masks import Visible, in_interval
 from tools.lib.benchmarks.work import (
     balanced_tiles,
     critical_path,
@@ -27,7 +27,7 @@ def visible(mask_name: str) -> Visible:
 def seen_pairs(bounds: Visible) -> np.ndarray:
     """(T, T) booleans: whether a query sees a key."""
     key = np.arange(LENGTH)
-    return (bounds.lo[0][:, None] <= key) & (key <= bounds.hi[0][:, None])
+    return in_interval(bounds.k_start[0][:, None], key, bounds.k_end[0][:, None])
 
 
 @pytest.mark.parametrize("mask_name", MASKS)

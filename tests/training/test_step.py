@@ -43,7 +43,7 @@ def make_batch(rng: np.random.Generator) -> Batch:
     row_weights = np.array([[0], [1], [9], [0], [2], [0.5], [3], [1]])
     weights = rng.random(shape) * row_weights
     return Batch(
-        tokens, targets, weights.astype(np.float32), index - visible.lo, *visible
+        tokens, targets, weights.astype(np.float32), index - visible.k_start, *visible
     )
 
 
@@ -134,13 +134,13 @@ def test_metrics_count_tokens_but_padding_and_the_pairs_that_are_visible(rng):
     assert {x.shape for x in metrics.values()} == {()}
     assert {x.dtype for x in metrics.values()} == {np.dtype(np.float32)}
     naive = sum(
-        lo <= key <= hi
-        for row in zip(batch.lo, batch.hi, strict=True)
-        for lo, hi in zip(*row, strict=True)
+        k_start <= key < k_end
+        for row in zip(batch.k_start, batch.k_end, strict=True)
+        for k_start, k_end in zip(*row, strict=True)
         for key in range(LENGTH)
     )
     assert float(metrics["pairs"]) == naive
-    seeing = int((batch.hi >= batch.lo).sum())
+    seeing = int((batch.k_end > batch.k_start).sum())
     assert float(metrics["tokens"]) == seeing < batch.tokens.size
 
 

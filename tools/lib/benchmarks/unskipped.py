@@ -19,17 +19,17 @@ def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
 ) -> Partial:
-    """Attention of every query to the key slots [start, stop): see `reference`."""
-    tiling = Tiling.of(q, k, start, block_sizes or default_block_sizes(q.shape[1]))
+    """Attention of every query to the key slots [k_start, k_end): see `reference`."""
+    tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = _everything(tiling, tiling.query_tiles, tiling.key_tiles)
-    result = forward_tiles(tiling, ranges, (q, k, v), (start, stop), scale)
+    result = forward_tiles(tiling, ranges, (q, k, v), (k_start, k_end), scale)
     return result if carry is None else merge(carry, result)
 
 
@@ -37,21 +37,21 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    d_out: jax.Array,
+    do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the attention to these keys: see `reference`."""
-    tiling = Tiling.of(q, k, start, block_sizes or default_block_sizes(q.shape[1]))
+    tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = _everything(tiling, tiling.key_tiles, tiling.query_tiles)
-    queries = q, d_out, lse, delta
-    return backward_tiles(tiling, ranges, queries, (k, v), (start, stop), scale, dq)
+    queries = q, do, lse, delta
+    return backward_tiles(tiling, ranges, queries, (k, v), (k_start, k_end), scale, dq)
 
 
 def _everything(tiling: Tiling, lines: int, tiles: int) -> TileRanges:

@@ -140,9 +140,11 @@ def compile_variant(variant: Variant, problem: Problem, mesh: Mesh) -> Program:
     """
     ring = variant.ring()
 
-    def forward_and_backward(q, k, v, d_out, lo, hi):
-        results, pull = jax.vjp(lambda *qkv: attend(ring, *qkv, lo, hi), q, k, v)
-        return *results, *pull((d_out, jnp.zeros_like(results[1])))
+    def forward_and_backward(q, k, v, do, k_start, k_end):
+        results, pull = jax.vjp(
+            lambda *qkv: attend(ring, *qkv, k_start, k_end), q, k, v
+        )
+        return *results, *pull((do, jnp.zeros_like(results[1])))
 
     tokens_second = PartitionSpec(None, "ring")
     tokens_third = PartitionSpec(None, None, "ring")
@@ -156,7 +158,7 @@ def compile_variant(variant: Variant, problem: Problem, mesh: Mesh) -> Program:
         ),
         compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
     )
-    arrays = (problem.q, problem.k, problem.v, problem.d_out)
+    arrays = (problem.q, problem.k, problem.v, problem.do)
     arrays = [x.astype(variant.dtype) for x in arrays]
     arrays += variant.case.visible(variant.padded_length)
     sharding = NamedSharding(mesh, tokens_second)

@@ -24,9 +24,9 @@ def tiles_per_hop(
     """
     bounds = [
         np.split(permute(bound, layout, ring_size), ring_size, axis=1)
-        for bound in (visible.lo, visible.hi + 1)
+        for bound in visible
     ]
-    length = visible.lo.shape[1] // ring_size
+    length = visible.k_start.shape[1] // ring_size
     work = np.zeros((ring_size, ring_size), np.int64)
     for device, hop in np.ndindex(work.shape):
         source = (device - hop) % ring_size  # whose keys are visiting the device
@@ -53,7 +53,7 @@ def critical_path(work: np.ndarray) -> int:
 
 def visible_pairs(visible: Visible) -> int:
     """Pairs of a query and a key that it sees."""
-    return int(np.maximum(visible.hi - visible.lo + 1, 0).sum(dtype=np.int64))
+    return int((visible.k_end - visible.k_start).clip(0).sum(dtype=np.int64))
 
 
 def balanced_tiles(ring_size: int, visible: Visible, sizes: BlockSizes) -> float:
