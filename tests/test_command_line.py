@@ -35,7 +35,7 @@ PROGRAMS = {
     "generate": "--config=configs/base.py --config.workdir={folder} --tokenizer bytes",
     "simulate_ring": "--implementation blockwise --ring-size 2 --local-tokens 16 "
     "--heads 1 --kv-heads 1 --head-dim 8 --tile 8 --repeats 1 --calls 1",
-    "plot_work": "--output {folder}",
+    "figures": "work --output {folder}",
 }
 SLOW = set(PROGRAMS) - {"convert_hf"}
 

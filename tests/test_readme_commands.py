@@ -83,7 +83,7 @@ RUN: dict[str, list[str]] = {
     "python -m tools.pack_exorl --root datasets": [],
     "python train.py --config=configs/exorl_tiny.py": TWO_STEPS,
     "python -m tools.evaluate_exorl": ["--environments=2", "--episodes=2"],
-    "python -m tools.plot_exorl": [],
+    "python -m tools.figures returns": [],
     "python -m tools.generate": ["--max-tokens=8"],
 }
 """The same: what is added to its end, where the last value of an option counts."""

@@ -1,11 +1,10 @@
-"""Times attention on a ring, forward and backward, layout beside layout.
+"""Times attention on a ring, forward and backward, for every layout.
 
     python -m tools.bench_attention --output attention.json
     python -m tools.bench_attention --devices 4 --dtype bfloat16 --head-dim 128
 
-A run computes the output and the gradients of q, k and v. The layout "unskipped" is the
-baseline: the contiguous ring in the tiles of "blockwise", that computes each with its
-mask and skips none. The variants take turns, so a noisy machine is noisy for all.
+A run computes the output and the gradients of q, k and v. The variants are timed in
+rounds, so a noisy machine is noisy for all.
 
 Without an accelerator, or with JAX_PLATFORMS=cpu, CPU devices are simulated. They share
 the machine's cores, so times show the work of all devices together (column "all"
@@ -17,9 +16,9 @@ in `bench_rows.py`, of `Case` in `kernels/cases.py`, and
 - implementation, dtype, block_q, block_k (null: not in tiles);
 - tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of
   the devices' peak (null on an unknown chip, or if not in bfloat16);
-- tiles_total over devices and hops, tiles_critical_path (of the slowest device of each
-  hop), tiles_bound (visible pairs, evenly spread) and bound_share (bound / path), all
-  null if not in tiles;
+- tiles_total over devices and ring steps, tiles_critical_path (of the slowest device of
+  each step), tiles_bound (visible pairs, evenly spread) and bound_share (bound / path),
+  all null if not in tiles;
 - error_out, error_dq, error_dk, error_dv and error_lse against the reference in
   float64, relative to its norm, measured in this run with error_length tokens, batch 1.
 """
@@ -29,7 +28,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,26 +41,21 @@ from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import (
     Environment,
     Times,
-    check_output,
+    add_output,
     make_row,
-    peak_share,
+    report,
+    take_rounds,
     take_sample,
-    take_turns,
-    write_rows,
 )
-from tools.lib.benchmarks.variants import UNSKIPPED, Program, Variant, compile_variant
-from tools.lib.benchmarks.work import (
-    balanced_tiles,
-    critical_path,
-    tiles_per_hop,
-    visible_pairs,
+from tools.lib.benchmarks.variants import (
+    Program,
+    Variant,
+    compile_variant,
+    group_of,
+    measure_rates,
+    start_devices,
 )
-
-FLOPS_CONVENTION = (
-    "visible pairs only; forward 4 * head_dim * heads * pairs, forward and backward "
-    "3.5 times that, as FlashAttention counts"
-)
-FORWARD_AND_BACKWARD = 3.5
+from tools.lib.benchmarks.work import balanced_tiles, critical_path, tiles_per_step
 
 LONGEST_CHECKED = 8192
 """Tokens whose scores the reference is asked to hold: 512 MiB a copy in float64."""
@@ -71,13 +64,13 @@ LONGEST_CHECKED = 8192
 def measure(
     variants: Sequence[Variant], devices: Sequence[jax.Device], repeats: int
 ) -> list[dict[str, Any]]:
-    """Times the variants of one problem in turns: a row for each of them."""
+    """Times the variants of one problem in rounds: returns a row for each."""
     environment = Environment.of(devices)
     mesh = Mesh(np.array(devices), ("ring",))
     problem = Problem.of(np.random.default_rng(), variants[0].case, variants[0].dtype)
     programs = [compile_variant(variant, problem, mesh) for variant in variants]
     takes = [functools.partial(take_sample, program) for program in programs]
-    samples = take_turns(takes, repeats)
+    samples = take_rounds(takes, repeats)
     errors = measure_errors(programs, problem, mesh)
     rows = []
     for program, seconds, error in zip(programs, samples, errors, strict=True):
@@ -98,9 +91,9 @@ def measure(
 def measure_errors(
     programs: Sequence[Program], problem: Problem, mesh: Mesh
 ) -> list[dict[str, float]]:
-    """Errors against the reference in float64, of the programs that were timed.
+    """Returns the errors of the timed programs against the reference in float64.
 
-    Where the score matrix is too big for it: of the same variants at fewer tokens.
+    Where its score matrix would be too big: of the same variants at fewer tokens.
     """
     case = programs[0].variant.case
     length = min(case.length, LONGEST_CHECKED)
@@ -123,32 +116,15 @@ def _shorten(variant: Variant, length: int) -> Variant:
     return dataclasses.replace(variant, case=case)
 
 
-def measure_rates(
-    variant: Variant, seconds: float, environment: Environment
-) -> dict[str, Any]:
-    """Model FLOPs of one run, by `FLOPS_CONVENTION`, by the seconds that it took."""
-    case = variant.case
-    pairs = case.batch * visible_pairs(case.visible(case.length))
-    flops = FORWARD_AND_BACKWARD * 4 * case.head_dim * case.heads * pairs
-    return {
-        "tflops": flops / seconds / 1e12,
-        "flops_convention": FLOPS_CONVENTION,
-        "peak_share": peak_share(flops / seconds, environment, variant.dtype),
-    }
-
-
 def count_tiles(variant: Variant) -> dict[str, Any]:
-    """Tiles of one head and one batch row, or Nones if the variant has no tiles."""
+    """Counts tiles of one head and one batch row; Nones if the variant has no tiles."""
     names = "total", "critical_path", "bound"
     sizes, ring_size = variant.block_sizes, variant.case.ring_size
     if sizes is None:
         missing = {f"tiles_{name}": None for name in names}
         return {"block_q": None, "block_k": None, **missing, "bound_share": None}
     visible = variant.case.visible(variant.padded_length)
-    work = tiles_per_hop(variant.layout, ring_size, visible, sizes)
-    if variant.implementation == UNSKIPPED:
-        shard = variant.padded_length // ring_size
-        work[:] = -(-shard // sizes.block_q) * -(-shard // sizes.block_k)
+    work = tiles_per_step(variant.layout, ring_size, visible, sizes)
     path, bound = critical_path(work), balanced_tiles(ring_size, visible, sizes)
     counts = dict(zip(names, (int(work.sum()), path, bound), strict=True))
     tiles = {f"tiles_{name}": count for name, count in counts.items()}
@@ -156,28 +132,25 @@ def count_tiles(variant: Variant) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text: times, how they compare, tiles, and largest error."""
+    """Returns the rows as text: times, how they compare, tiles, and largest error."""
     titles = "median s", "spread", "cpu s", "TFLOP/s", "path", "all", "error"
     lines = [f"{'layout':12}{'implementation':15}" + "".join(f"{t:>9}" for t in titles)]
-    baseline = [row for row in rows if row["implementation"] == UNSKIPPED]
     for row in rows:
         error = max(row[f"error_{name}"] for name in ("out", "dq", "dk", "dv"))
-        line = (
+        speed_up, less_work = (
+            rows[0][name] / row[name]
+            for name in ("seconds_median", "cpu_seconds_median")
+        )
+        lines.append(
             f"{row['layout']:12}{row['implementation']:15}{row['seconds_median']:9.4f}"
             f"{row['seconds_spread']:9.0%}{row['cpu_seconds_median']:9.3f}"
             f"{row['tflops']:9.4f}{row['tiles_critical_path'] or '-':>9}"
             f"{row['tiles_total'] or '-':>9}{error:9.1e}"
+            f"   {speed_up:.2f} x as fast, {less_work:.2f} x by cpu s"
         )
-        if baseline:
-            speed_up, less_work = (
-                baseline[0][name] / row[name]
-                for name in ("seconds_median", "cpu_seconds_median")
-            )
-            line += f"   {speed_up:.2f} x as fast, {less_work:.2f} x by cpu s"
-        lines.append(line)
     lines.append(
-        "path: tiles of the slowest device of each hop; all: of all devices; cpu s: "
-        "processor time\nof all threads; as fast: as the unskipped ring, by the medians"
+        "path: tiles of the slowest device of each step; all: of all devices; cpu s: "
+        "processor time\nof all threads; as fast: as the first row, by the medians"
     )
     if rows[0]["device_kind"] == "cpu":
         lines.append(
@@ -206,61 +179,30 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--mask", default="causal", choices=tuple(MASKS))
-    layouts = "contiguous", "striped", "zigzag", UNSKIPPED
-    add("--layouts", default=layouts, nargs="+", choices=(*LAYOUTS, UNSKIPPED))
+    layouts = "contiguous", "striped", "zigzag"
+    add("--layouts", default=layouts, nargs="+", choices=tuple(LAYOUTS))
     implementations = tuple(backend.IMPLEMENTATIONS)
     add("--implementations", default=["blockwise"], nargs="+", choices=implementations)
-    parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 
-def start_devices(count: int) -> list[jax.Device]:
-    """The first accelerators, or as many simulated CPU devices where there are none.
-
-    Raises:
-      ValueError: there are fewer.
-    """
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        pass  # JAX has its devices already, and they cannot change
-    devices = jax.devices()
-    if len(devices) < count:
-        raise ValueError(
-            f"--devices {count}, but there are {len(devices)} of "
-            f"{devices[0].device_kind}: ask for fewer, or set JAX_PLATFORMS=cpu"
-        )
-    return devices[:count]
-
-
 def _variants(chosen: argparse.Namespace) -> list[Variant]:
-    if chosen.heads % chosen.kv_heads:
-        raise ValueError(
-            f"--heads {chosen.heads} is not a multiple of --kv-heads {chosen.kv_heads}"
-        )
-    names = [
-        (implementation, name)
-        for implementation in chosen.implementations
-        for name in chosen.layouts
-        if name != UNSKIPPED
-    ]
-    names += [(UNSKIPPED, "contiguous")] * (UNSKIPPED in chosen.layouts)
     case = functools.partial(
         Case,
         ring_size=chosen.devices,
         mask=chosen.mask,
-        group=chosen.heads // chosen.kv_heads,
+        group=group_of(chosen.heads, chosen.kv_heads),
         length=chosen.length,
         head_dim=chosen.head_dim,
         heads=chosen.heads,
         batch=chosen.batch,
     )
-    dtype = jnp.dtype(chosen.dtype)
+    dtype, sizes = jnp.dtype(chosen.dtype), (chosen.block_q, chosen.block_k)
     return [
-        Variant(
-            implementation, case(layout=name), dtype, chosen.block_q, chosen.block_k
-        )
-        for implementation, name in names
+        Variant(implementation, case(layout=name), dtype, *sizes)
+        for implementation in chosen.implementations
+        for name in chosen.layouts
     ]
 
 
@@ -268,13 +210,12 @@ def _variants(chosen: argparse.Namespace) -> list[Variant]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    if chosen.output:
-        check_output(chosen.output)
-    variants = _variants(chosen)
-    rows = measure(variants, start_devices(chosen.devices), chosen.repeats)
-    if chosen.output:
-        write_rows(chosen.output, rows)
-    print(table(rows))
+
+    def rows() -> list[dict[str, Any]]:
+        variants = _variants(chosen)
+        return measure(variants, start_devices(chosen.devices), chosen.repeats)
+
+    report(chosen.output, rows, table)
 
 
 if __name__ == "__main__":

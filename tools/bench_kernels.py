@@ -1,12 +1,12 @@
-"""Times attention on one device, forward and backward apart, ours beside its peers.
+"""Times attention on one device, forward and backward apart: ours and its peers.
 
     python -m tools.bench_kernels --output kernels.json
     python -m tools.bench_kernels --lengths 8192 --contestants hopper cudnn
 
 Contestants are the implementations of `kernels.backends` and the peers of `peers.py`.
-All of them get the same operands, in one process, and take turns, so a machine that is
-slow for a while is slow for all. A sample is a number of runs started one after the
-other and then waited for, so that starting them hides behind running them.
+All of them get the same operands, in one process, and are timed in rounds, so a machine
+that is slow for a while is slow for all. A sample is a number of runs started one after
+the other and then waited for, so that starting a run overlaps the one before it.
 
 A contestant that is not installed or refuses a problem is named with its reason, and
 has no row. The output is a JSON list of rows. Keys: the fields of `Environment` and
@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,13 +36,16 @@ from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.peers import PEERS, Operands, Runs, Unavailable, ours
 from tools.lib.benchmarks.rows import (
     Environment,
-    Sample,
     Times,
+    add_output,
     check_output,
     make_row,
     peak_share,
-    write_rows,
+    take_rounds,
+    take_sample,
 )
+from tools.lib.benchmarks.variants import group_of
+from tools.lib.files import write_json
 
 FLOPS_CONVENTION = (
     "visible pairs only; forward 4 * head_dim * heads * pairs, backward 2.5 times that"
@@ -54,7 +56,7 @@ DIRECTIONS = "forward", "backward"
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed: self-attention over `length` tokens."""
+    """Self-attention over `length` tokens."""
 
     length: int
     head_dim: int
@@ -65,7 +67,7 @@ class Problem:
     kv_heads: int
 
     def draw(self) -> Operands:
-        """Fresh random operands."""
+        """Draws random operands."""
         keys = jax.random.split(
             jax.random.key(np.random.default_rng().integers(2**31)), 4
         )
@@ -79,7 +81,7 @@ class Problem:
         )
 
     def flops(self, direction: str) -> float:
-        """Of one run, by `FLOPS_CONVENTION`."""
+        """Counts those of one run, by `FLOPS_CONVENTION`."""
         pairs = self.length**2
         if self.mask == "causal":
             pairs = self.length * (self.length + 1) // 2
@@ -89,7 +91,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant that is ready. compile_seconds: until it had run once."""
+    """A compiled contestant. compile_seconds: until it had run once."""
 
     name: str
     runs: Runs
@@ -117,7 +119,7 @@ def prepare(name: str, problem: Problem, operands: Operands) -> Entry:
 def measure(
     problem: Problem, names: Sequence[str], repeats: int, calls: int
 ) -> list[dict[str, Any]]:
-    """A row for each direction of each contestant that takes the problem.
+    """Returns a row for each direction of each contestant that takes the problem.
 
     Raises:
       ValueError: none of them does.
@@ -140,7 +142,13 @@ def measure(
     rows = []
     for direction in DIRECTIONS:
         able = [entry for entry in entries if getattr(entry.runs, direction)]
-        samples = take_turns([entry.runs for entry in able], direction, repeats, calls)
+        takes = [
+            functools.partial(
+                take_sample, getattr(entry.runs, direction), calls, entry.runs.wait
+            )
+            for entry in able
+        ]
+        samples = take_rounds(takes, repeats)
         truth = jax.device_get(getattr(exact, direction)())
         for entry, mine in zip(able, samples, strict=True):
             times = Times.of(entry.compile_seconds, mine)
@@ -158,26 +166,8 @@ def measure(
     return rows
 
 
-def take_turns(
-    runs: Sequence[Runs], direction: str, repeats: int, calls: int
-) -> list[list[Sample]]:
-    """Times of one run, A B C A B C …, after a turn that does not count."""
-    samples: list[list[Sample]] = [[] for _ in runs]
-    for turn in range(repeats + 1):
-        for each, mine in zip(runs, samples, strict=True):
-            run = getattr(each, direction)
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(calls):
-                last = run()
-            each.wait(last)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            if turn:
-                mine.append(Sample(wall / calls, cpu / calls))
-    return samples
-
-
 def largest_error(runs: Runs, direction: str, truth: Sequence[np.ndarray]) -> float:
-    """Of the arrays of a result: the norm of an error by the norm of the truth."""
+    """Returns the largest norm of an array's error relative to that of the truth."""
     found = runs.results(getattr(runs, direction)())
     norms = []
     for x, exact in zip(found, truth, strict=True):
@@ -187,7 +177,7 @@ def largest_error(runs: Runs, direction: str, truth: Sequence[np.ndarray]) -> fl
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text, one line for both directions of a contestant."""
+    """Returns the rows as text, one line for both directions of a contestant."""
     titles = "forward ms", "TFLOP/s", "spread", "backward ms", "TFLOP/s", "spread"
     lines = ["contestant".ljust(22) + "".join(f"{t:>12}" for t in titles) + "  error"]
     for name, mine in itertools.groupby(rows, key=lambda row: row["contestant"]):
@@ -225,15 +215,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", default=default, type=at_least(1))
     add("--repeats", default=5, type=at_least(1))
     add("--calls", default=10, type=at_least(1))
-    parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 
 def _problems(chosen: argparse.Namespace) -> Iterator[Problem]:
-    if chosen.heads % chosen.kv_heads:
-        raise ValueError(
-            f"--heads {chosen.heads} is not a multiple of --kv-heads {chosen.kv_heads}"
-        )
+    group_of(chosen.heads, chosen.kv_heads)  # raises where they do not fit
     product = itertools.product(
         chosen.dtypes, chosen.masks, chosen.head_dims, chosen.lengths
     )
@@ -257,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(table(found), flush=True)
         rows += found
         if chosen.output:  # after each problem: what is measured is not lost
-            write_rows(chosen.output, rows)
+            write_json(chosen.output, rows)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Times our rings beside the original `ringattention` 0.1.2, in turns, on the CPU.
+"""Times our rings and the original `ringattention` 0.1.2, in rounds, on the CPU.
 
     python -m venv ORIGINAL
     ORIGINAL/bin/pip install -r tools/ringattention.txt
     python -m tools.bench_original --python ORIGINAL/bin/python --output rows.json
 
 Forward and backward, causal, float32, on simulated devices; `--mask documents` packs
-about five documents into the row, which both mask, and which we skip by too. The
-original imports on no JAX that we run on, so it has a process with a Python of its own,
-which waits while we compute and the other way round. It is timed with each of the chunk
-sizes that are asked for, ours in its default tiles. Simulated devices share the cores:
-times show the work of all devices, not what the slowest of them waits for.
+about five documents into the row, which both mask, and whose tiles we skip too. The
+original needs an older JAX than this repository, so it runs in a process with a Python
+of its own, and either waits while the other computes. It is timed with each of
+--chunks, ours with the default tiles. Simulated devices share the cores: times show the
+work of all devices, not what the slowest of them waits for.
 
 Rows are those of `bench_attention.py`, without lse for the original; its
 `implementation` is "ringattention", and `versions` says of what.
@@ -23,7 +23,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kernels.cases import Answer, Case, Problem, solve
+from kernels.cases import Case, Problem, solve
 from tasks.command_line import Parser, as_program, at_least
-from tools.bench_attention import measure_rates, start_devices
 from tools.lib.benchmarks import original_process
 from tools.lib.benchmarks.rows import (
     Environment,
     Sample,
     Times,
-    check_output,
+    add_output,
     make_row,
+    report,
+    take_rounds,
     take_sample,
-    take_turns,
-    write_rows,
 )
-from tools.lib.benchmarks.variants import Variant, compile_variant
+from tools.lib.benchmarks.variants import (
+    Variant,
+    compile_variant,
+    measure_rates,
+    start_devices,
+)
 
 LAYOUTS = "contiguous", "striped", "zigzag"
 MASKS = "causal", "documents"
@@ -54,7 +58,7 @@ GRADED = "out", "dq", "dk", "dv"
 
 
 class Refused(ValueError):
-    """The original does not run; the message is the end of what it said."""
+    """The original does not run; the message is the last line of its errors."""
 
 
 class Original:
@@ -77,7 +81,7 @@ class Original:
         return Sample(**self._read())
 
     def answer(self) -> dict[str, np.ndarray]:
-        """Ends it: out, dq, dk and dv in natural order."""
+        """Ends it; returns out, dq, dk and dv in natural order."""
         self._process.stdin.close()
         if self._process.wait():
             self._refuse()
@@ -134,21 +138,21 @@ def original(
 
 
 def segments(problem: Problem) -> dict[str, np.ndarray]:
-    """A number for the document of each token, where there are several of them.
+    """Returns a number for the document of each token, if there are several.
 
-    A document's number is that of its first token, which is the first that its tokens
-    see. The original does without for one document, and is faster so.
+    A document's number is the index of its first token, the first that is visible to
+    its tokens. Without segments, for one document, the original is faster.
     """
-    first_seen = problem.visible.k_start
-    return {"segments": first_seen} if first_seen.any() else {}
+    first_visible = problem.visible.k_start
+    return {"segments": first_visible} if first_visible.any() else {}
 
 
 def measure(
     case: Case, python: Path, chunks: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """Times our layouts and the original's chunk sizes in turns: a row for each.
+    """Times our layouts and the original's chunk sizes: returns a row for each.
 
-    case: names the mesh and the shape; its layout is not looked at.
+    case: the shape and the ring; its layout is that of the original's rows.
 
     Raises:
       Refused: the original does not run.
@@ -157,39 +161,31 @@ def measure(
     mesh = Mesh(np.array(devices), ("ring",))
     environment = Environment.of(devices)
     problem = Problem.of(np.random.default_rng(), case, jnp.float32)
-    no_gradient = np.zeros_like(problem.d_lse)
-    truth = solve(dataclasses.replace(problem, d_lse=no_gradient), jnp.float64)
-    variants = [
-        Variant("blockwise", dataclasses.replace(case, layout=layout), jnp.float32)
-        for layout in LAYOUTS
-    ]
-    programs = [compile_variant(variant, problem, mesh) for variant in variants]
     with contextlib.ExitStack() as stack:
         peers = [
             stack.enter_context(original(python, problem, case.ring_size, chunk))
             for chunk in chunks
         ]
-        runs: list[Callable[[], Sample]] = [
-            functools.partial(take_sample, program) for program in programs
+        no_gradient = np.zeros_like(problem.d_lse)
+        truth = solve(dataclasses.replace(problem, d_lse=no_gradient), jnp.float64)
+        variants = [
+            Variant("blockwise", dataclasses.replace(case, layout=layout), jnp.float32)
+            for layout in LAYOUTS
         ]
-        samples = take_turns([*runs, *(peer.sample for peer in peers)], repeats)
-        answers = [dataclasses.asdict(program.answer()) for program in programs]
-        answers += [peer.answer() for peer in peers]
-    names = [
-        {
-            "implementation": "blockwise",
-            "block_q": variant.block_sizes.block_q,
-            "block_k": variant.block_sizes.block_k,
-            "versions": {"jax": jax.__version__},
-        }
-        for variant in variants
-    ]
+        programs = [compile_variant(variant, problem, mesh) for variant in variants]
+        takes = [functools.partial(take_sample, program) for program in programs]
+        samples = take_rounds([*takes, *(peer.sample for peer in peers)], repeats)
+        # The original has no lse; its error is not in the rows.
+        answers = [program.answer() for program in programs]
+        answers += [dataclasses.replace(truth, **peer.answer()) for peer in peers]
+    ours = {"implementation": "blockwise", "versions": {"jax": jax.__version__}}
+    names = [ours | dataclasses.asdict(variant.block_sizes) for variant in variants]
     names += [
         {
             "implementation": "ringattention",
+            "versions": peer.versions,
             "block_q": chunk,
             "block_k": chunk,
-            "versions": peer.versions,
         }
         for chunk, peer in zip(chunks, peers, strict=True)
     ]
@@ -200,23 +196,14 @@ def measure(
     ):
         times = Times.of(ran.compile_seconds, taken)
         rates = measure_rates(variant, times.seconds_median, environment)
-        error = errors(answer, truth)
-        rows.append(make_row(environment, variant.case, name, rates, times, error))
+        errors = answer.errors(truth)
+        graded = {f"error_{name}": errors[name] for name in GRADED}
+        rows.append(make_row(environment, variant.case, name, rates, times, graded))
     return rows
 
 
-def errors(answer: dict[str, np.ndarray], truth: Answer) -> dict[str, float]:
-    """Norms of the errors relative to those of the truth."""
-    found = {}
-    for name in GRADED:
-        true = getattr(truth, name)
-        difference = np.linalg.norm(answer[name] - true)
-        found[f"error_{name}"] = float(difference / np.linalg.norm(true))
-    return found
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text, each against the original's best."""
+    """Returns the rows as text, each against the original's best."""
     peers = [row for row in rows if row["implementation"] == "ringattention"]
     best, least = (
         min(row[name] for row in peers)
@@ -254,7 +241,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mask", choices=MASKS, default=MASKS[0])
     add("--repeats", default=5)
     add("--chunks", default=[128, 256, 512], nargs="+")
-    parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 
@@ -272,12 +259,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         heads=chosen.heads,
         batch=1,
     )
-    if chosen.output:
-        check_output(chosen.output)
-    rows = measure(case, chosen.python, chosen.chunks, chosen.repeats)
-    if chosen.output:
-        write_rows(chosen.output, rows)
-    print(table(rows))
+    report(
+        chosen.output,
+        lambda: measure(case, chosen.python, chosen.chunks, chosen.repeats),
+        table,
+    )
 
 
 if __name__ == "__main__":

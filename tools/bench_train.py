@@ -5,14 +5,14 @@
 
 Runs `train.py` itself, once for each context, with a workdir that is thrown away and
 nothing saved. The corpus is one document, Python's standard library end to end, so that
-attention reaches over the whole context. What this program does not know is handed to
+attention reaches over the whole context. What this program does not know is passed to
 `train.py`: --config.remat=nothing.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` in `bench_rows.py`,
 and config, overrides, context_tokens, steps (timed ones, after the first, which
 compiles), step_seconds (median), step_spread ((max - min) / median), tokens_per_second,
 mfu and mfu_paper (see "MFU" in the README; null on an unknown chip), peak_bytes (of the
-fullest device; null where devices do not say), first_loss and last_loss.
+fullest device; null where devices do not report it), first_loss and last_loss.
 """
 
 import re
@@ -27,14 +27,14 @@ from typing import Any
 from data.corpus import prepare, standard_library_files
 from data.tokenizer import ByteTokenizer
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
+from tools.lib.benchmarks.rows import Environment, add_output, make_row, report
 from training.metrics import read_scalars
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def prepare_one_document(folder: Path) -> Path:
-    """Writes a corpus whose training split is one document, and returns its place."""
+    """Writes a corpus whose training split is one document; returns its directory."""
     sources = [path.read_bytes() for path in standard_library_files()]
     text = b"\n".join(sources).decode("utf-8", "replace").replace("\0", "")
     documents = folder / "training.txt", folder / "validation.txt"
@@ -92,7 +92,7 @@ def run(
 
 
 def _follow(command: Sequence[str]) -> list[str]:
-    """Runs a program in the root, and shows and returns what it prints."""
+    """Runs a program in the root; shows its output, and returns the lines."""
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
@@ -116,7 +116,7 @@ def _median(curves: dict[str, list[tuple[int, float]]], tag: str) -> float | Non
 def measure(
     config: str, overrides: Sequence[str], contexts: Sequence[int], steps: int
 ) -> list[dict[str, Any]]:
-    """A row for each context."""
+    """Returns a row for each context."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         prepare_one_document(Path(folder))
@@ -127,7 +127,7 @@ def measure(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
+    """Returns the rows as text."""
     titles = "s/step", "tokens/s", "MFU", "MFU paper", "peak GiB"
     lines = [f"{'context':>10}" + "".join(f"{title:>12}" for title in titles)]
     for row in rows:
@@ -140,7 +140,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(line)
     lines.append(
         "medians over the steps; MFU paper: with attention counted in full, as Ring "
-        "Attention does;\npeak: of the fullest device; -: the device does not tell"
+        "Attention does;\npeak: of the fullest device; -: the device does not report it"
     )
     return "\n".join(lines)
 
@@ -154,14 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--steps", default=8, type=at_least(3), help="the first compiles"
     )
-    parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
+    add_output(parser)
     chosen, overrides = parser.parse_known_args(arguments)
-    if chosen.output:
-        check_output(chosen.output)
-    rows = measure(chosen.config, overrides, chosen.contexts, chosen.steps)
-    if chosen.output:
-        write_rows(chosen.output, rows)
-    print(table(rows))
+    report(
+        chosen.output,
+        lambda: measure(chosen.config, overrides, chosen.contexts, chosen.steps),
+        table,
+    )
 
 
 if __name__ == "__main__":

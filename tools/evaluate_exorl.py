@@ -17,12 +17,11 @@ trajectories (times --target). Contexts are:
 
 Papers report the best of n episodes; first, last and mean stand beside it, with their
 bootstrap intervals (95 %) over the environments. Seeds of all episodes are written, and
-equal for all agents and contexts. tools/plot_exorl.py draws what is written.
+equal for all agents and contexts. `tools.figures returns` draws what is written.
 """
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -44,28 +43,8 @@ from tasks.generation import newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Play, actor
 from tools.lib.exorl.scenes import Recording, Scene, Stage
-
-RESAMPLES = 10_000
-SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "best_of_n": lambda returns: returns.max(axis=1),
-    "last": lambda returns: returns[:, -1],
-    "mean": lambda returns: returns.mean(axis=1),
-    "first": lambda returns: returns[:, 0],
-}
-"""From returns (E, n) to one number for each environment, (E,)."""
-
-
-def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """Mean of values (E,), and the bounds within which 95 % of bootstrap means lie."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
-    return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
-
-
-def scores(returns: np.ndarray) -> dict[str, dict[str, float]]:
-    """All scores of returns (E, n), each with its interval."""
-    return {name: interval(score(returns)) for name, score in SCORES.items()}
+from tools.lib.exorl.scores import scores
+from tools.lib.files import write_json
 
 
 def scenes(
@@ -229,9 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = read_config(rest)
     assemble.simulate_devices(config)
     results = evaluate(config, options, lambda line: print(line, flush=True))
-    part = options.output.with_name(options.output.name + ".part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
-    part.replace(options.output)
+    write_json(options.output, results)
     print(f"written to {options.output}")
 
 

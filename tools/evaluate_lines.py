@@ -39,11 +39,12 @@ from tasks import base as assemble
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.generation import generator, restored_parameters
 from tools.generate import find_tokenizer
-from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
-from tools.lib.picture import write_picture
+from tools.lib.benchmarks.rows import Environment, check_output, make_row
+from tools.lib.figures.lines import heat_maps
+from tools.lib.figures.style import write_picture
+from tools.lib.files import write_json
 from tools.lib.retrieval.scores import Generated, forced
 from tools.lib.retrieval.table import Cell, Scorer, table
-from tools.plot_lines import heat_maps
 
 
 def draw_cells(
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = evaluate(config, options)
     if options.output:
         environment = Environment.of(jax.devices())
-        write_rows(
+        write_json(
             options.output.with_suffix(".json"),
             [make_row(row, environment) for row in results],
         )

@@ -9,7 +9,7 @@
 #
 # OUT gets tests.txt, log.txt, kernels.json, sizes.json, gist.json, ring.json and
 # train.json: copy the JSON files into results/, under the name of the GPU, and draw them
-# with tools/plot_results.py.
+# with `python -m tools.figures rates`.
 # WHEELS holds packages to be installed first, without a network.
 # "rehearsal" runs all of it in tiny sizes on a CPU, to try the script itself.
 set -uo pipefail

@@ -14,7 +14,6 @@ Nothing of this has run on a TPU.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,9 +26,11 @@ from data.json_text import parse_json
 from models.llama import LlamaConfig
 from tasks.command_line import Parser, as_program
 from tools.lib.benchmarks.rows import Environment
+from tools.lib.figures.papers import pictures
+from tools.lib.figures.style import write_picture
+from tools.lib.files import write_json
 from tools.lib.papers import contexts as paper_contexts
 from tools.lib.papers import memory as paper_memory
-from tools.lib.papers import plots as paper_plots
 from tools.lib.papers.formulas import (
     SmallestBlock,
     dataset_flops_ratio,
@@ -227,7 +228,7 @@ def compile_memory(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with progress(f"compiling the rows of {path.name}", sys.stderr):
         for row in rows:
             value["rows"].append(row)
-            path.write_text(json.dumps(value, indent=1) + "\n")
+            write_json(path, value)
 
 
 def compile_contexts(results: Path, only: Iterable[str]) -> None:
@@ -280,10 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "\n".join(describe(found))
     print(text)
     (options.output / "paper_tables.txt").write_text(text + "\n")
-    (options.output / "paper_tables.json").write_text(
-        json.dumps(found, indent=1) + "\n"
-    )
-    paper_plots.draw(found, options.output)
+    write_json(options.output / "paper_tables.json", found)
+    for name, figure in pictures(found).items():
+        write_picture(options.output / f"{name}.png", figure)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from data.json_text import parse_json
 from tasks import base as assemble
 from tasks import exorl as assemble_agents
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.benchmarks.rows import Environment, make_row, write_rows
+from tools.lib.benchmarks.rows import Environment, make_row
+from tools.lib.files import write_json
 from tools.lib.planning.memory import peak_bytes
 from tools.lib.planning.progress import progress
 from tools.lib.planning.step import Pod, TooLarge, described_pod
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(row), flush=True)
             rows = with_row(rows, row)
             if chosen.output:
-                write_rows(chosen.output, rows)
+                write_json(chosen.output, rows)
 
 
 if __name__ == "__main__":

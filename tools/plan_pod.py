@@ -17,7 +17,6 @@ Every field of the config can be changed as for `train.py`.
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ import ml_collections
 from tasks import base as assemble
 from tasks.command_line import Parser, as_program, read_config
 from tools.lib.benchmarks.rows import check_output
+from tools.lib.files import write_json
 from tools.lib.planning.context import TOLERANCE, longest_context, longest_that_fits
 from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.meshes import suggestions
@@ -43,13 +43,6 @@ LEAST_STEP = 256
 
 MOST_MESHES = 12
 """Printed of those suggested; --output gets all."""
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes under a temporary name until it is complete."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 def compiled_plan(config: ml_collections.ConfigDict, pod: Pod) -> Plan:

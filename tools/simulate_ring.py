@@ -1,11 +1,12 @@
-"""Times every hop of every device of a ring on one device, layout beside layout.
+"""Times every ring step of every device of a ring on one device, for every layout.
 
     python -m tools.simulate_ring --output ring.json
     python -m tools.simulate_ring --ring-size 4 --local-tokens 4096
 
-A ring waits in every hop for its slowest device, so the sum of the slowest times is how
-long a ring computes whose transfers are hidden. What a device sees in a hop depends on
-the layout alone: one device, given each device's bounds in turn, takes the same time.
+A ring waits in every step for its slowest device, so the sum of the slowest times is
+how long a ring computes whose transfers are hidden. The keys that are visible to a
+device in a step depend on the layout alone: one device, given the bounds of each device
+one after the other, takes the same time.
 
 The limit of the speed-up over the contiguous ring is the same sum, in tiles of
 --tile x --tile scores: what skipping tiles can give at most (Striped Attention,
@@ -13,7 +14,7 @@ The limit of the speed-up over the contiguous ring is the same sum, in tiles of
 
 The output is a JSON list of rows, one for each layout and direction. Keys: the fields
 of `Environment` in `bench_rows.py` and of `Problem` here, and layout, direction, calls,
-repeats, seconds (by hop, of each device: medians), seconds_path, tiles_path, speed_up
+repeats, seconds (by step, of each device: medians), seconds_path, tiles_path, speed_up
 and limit (over the contiguous ring), limit_share (speed_up / limit).
 """
 
@@ -22,10 +23,8 @@ import dataclasses
 import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,10 +38,17 @@ from kernels.block_sizes import BlockSizes
 from kernels.cases import LAYOUTS
 from kernels.masks import Visible
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
-from tools.lib.benchmarks.work import critical_path, tiles_per_hop
+from tools.lib.benchmarks.rows import (
+    Environment,
+    add_output,
+    make_row,
+    report,
+    take_rounds,
+    take_sample,
+)
+from tools.lib.benchmarks.variants import group_of
+from tools.lib.benchmarks.work import critical_path, tiles_per_step
 
-DIRECTIONS = "forward", "backward"
 CHOSEN = "contiguous", "striped", "zigzag"
 
 
@@ -61,16 +67,18 @@ class Problem:
 
     @property
     def visible(self) -> Visible:
-        """Of the whole sequence, in natural order."""
+        """Bounds of the whole sequence, in natural order."""
         tokens = self.ring_size * self.local_tokens
         return masks.causal()(np.arange(tokens, dtype=np.int32), tokens)
 
-    def bounds(self, name: str, device: int, hop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns bounds (1, local_tokens) in the slots of the visiting keys."""
+    def bounds(
+        self, name: str, device: int, step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns bounds (1, local_tokens) in the local slots of a step's keys."""
         order, size, length = LAYOUTS[name], self.ring_size, self.local_tokens
         mine = [layout.permute(x, order, size) for x in self.visible]
         bounds = (np.split(x, size, axis=1)[device] for x in mine)
-        source = (device - hop) % size
+        source = (device - step) % size
         slots = (order.count(source, x, size, length) for x in bounds)
         return tuple(np.asarray(x, np.int32) for x in slots)
 
@@ -79,7 +87,7 @@ Step = Callable[[jax.Array, jax.Array], Any]
 
 
 def make_steps(problem: Problem) -> dict[str, Step]:
-    """One hop forward, and one backward, for bounds that are given."""
+    """Returns one ring step forward, and one backward, as functions of the bounds."""
     step = backend.choose(problem.implementation, jnp.dtype(problem.dtype))
     keys = jax.random.split(jax.random.key(np.random.default_rng().integers(2**31)), 4)
 
@@ -113,16 +121,16 @@ def make_steps(problem: Problem) -> dict[str, Step]:
 def measure(
     problem: Problem, names: Sequence[str], repeats: int, calls: int
 ) -> list[dict[str, Any]]:
-    """A row for each layout and direction; contiguous is the first of the names."""
+    """Returns a row for each layout and direction; the first name is contiguous."""
     environment = Environment.of(jax.devices()[:1])
     sizes = BlockSizes(problem.tile, problem.tile)
     rows = []
     for direction, step in make_steps(problem).items():
-        seconds = time_hops(problem, names, step, repeats, calls)
+        seconds = time_steps(problem, names, step, repeats, calls)
         paths = {name: float(seconds[name].max(axis=0).sum()) for name in names}
         tiles = {}
         for name in names:
-            work = tiles_per_hop(
+            work = tiles_per_step(
                 LAYOUTS[name], problem.ring_size, problem.visible, sizes
             )
             tiles[name] = critical_path(work)
@@ -144,33 +152,25 @@ def measure(
     return rows
 
 
-def time_hops(
+def time_steps(
     problem: Problem, names: Sequence[str], step: Step, repeats: int, calls: int
 ) -> dict[str, np.ndarray]:
-    """Median seconds, (devices, hops), of each layout. The layouts take turns."""
+    """Returns median seconds, (devices, steps), of each layout, timed in rounds."""
     size = problem.ring_size
     seconds = {name: np.zeros((size, size)) for name in names}
-    for device, hop in np.ndindex(size, size):
-        bounds = {
-            name: tuple(map(jnp.asarray, problem.bounds(name, device, hop)))
+    for place in np.ndindex(size, size):
+        runs = (
+            functools.partial(step, *map(jnp.asarray, problem.bounds(name, *place)))
             for name in names
-        }
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(repeats + 1):
-            for name in names:
-                begin = time.perf_counter()
-                for _ in range(calls):
-                    last = step(*bounds[name])
-                jax.block_until_ready(last)
-                if turn:  # the first does not count
-                    samples[name].append((time.perf_counter() - begin) / calls)
-        for name in names:
-            seconds[name][device, hop] = statistics.median(samples[name])
+        )
+        takes = [functools.partial(take_sample, run, calls) for run in runs]
+        for name, samples in zip(names, take_rounds(takes, repeats), strict=True):
+            seconds[name][place] = statistics.median(x.wall for x in samples)
     return seconds
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
+    """Returns the rows as text."""
     titles = "ms", "tiles", "speed-up", "limit", "share"
     lines = [f"{'layout':12}{'direction':10}" + "".join(f"{t:>10}" for t in titles)]
     for row in rows:
@@ -180,7 +180,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['limit_share']:10.1%}"
         )
     lines.append(
-        "ms, tiles: of the slowest device of each hop, summed over the hops; speed-up, "
+        "ms, tiles: of the slowest device of each step, summed over steps; speed-up, "
         "limit:\nover the contiguous ring, by ms and by tiles; share: speed-up of limit"
     )
     return "\n".join(lines)
@@ -205,12 +205,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", default=default, type=at_least(1))
     types = "bfloat16", "float16", "float32"
     add("--dtype", default="bfloat16", choices=types)
-    parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
+    add_output(parser)
     chosen = parser.parse_args(arguments)
-    if chosen.heads % chosen.kv_heads:
-        parser.error(
-            f"--heads {chosen.heads} is no multiple of --kv-heads {chosen.kv_heads}"
-        )
+    group_of(chosen.heads, chosen.kv_heads)  # raises where they do not fit
     return chosen
 
 
@@ -220,12 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = _arguments(arguments)
     fields = [field.name for field in dataclasses.fields(Problem)]
     problem = Problem(**{name: getattr(chosen, name) for name in fields})
-    if chosen.output:
-        check_output(chosen.output)
-    rows = measure(problem, CHOSEN, chosen.repeats, chosen.calls)
-    if chosen.output:
-        write_rows(chosen.output, rows)
-    print(table(rows))
+    report(
+        chosen.output,
+        lambda: measure(problem, CHOSEN, chosen.repeats, chosen.calls),
+        table,
+    )
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ from tools.lib.benchmarks.rows import (
     Environment,
     check_output,
     make_row,
-    write_rows,
 )
+from tools.lib.files import write_json
 from tools.lib.planning.topology import ENVIRONMENT, PODS
 from tools.lib.tpu_compiler.bundles import (
     DUMP_FLAGS,
@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in measured
     ]
     if chosen.output:
-        write_rows(chosen.output, rows)
+        write_json(chosen.output, rows)
     if chosen.regions:
         for each in measured:
             print("\n".join(region_lines(each, chosen.regions)))

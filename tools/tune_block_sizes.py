@@ -34,7 +34,8 @@ import jax
 
 from kernels.tpu.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.benchmarks.rows import Environment, check_output, make_row, write_rows
+from tools.lib.benchmarks.rows import Environment, check_output, make_row
+from tools.lib.files import write_json
 from tools.lib.planning.topology import PODS
 from tools.lib.tpu_compiler.tile_program import Tile
 from tools.tpu_schedule import Measurement, measure
@@ -234,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if chosen.output:
             rows = [ranked.row for ranked in rank(outcomes, chips)]
-            write_rows(chosen.output, rows)
+            write_json(chosen.output, rows)
     ranked = rank(outcomes, chips)
     print(table(ranked, (*TILE_FIELDS, *GRIDS[chosen.direction])))
     best = {outcome.candidate.chip: outcome for outcome in reversed(ranked)}

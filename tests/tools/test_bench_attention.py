@@ -1,9 +1,6 @@
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -48,7 +45,6 @@ def test_every_layout_has_a_row_with_every_key(tiny):
         ("blockwise", "contiguous"),
         ("blockwise", "striped"),
         ("blockwise", "zigzag"),
-        ("unskipped", "contiguous"),
     ]
     for row in rows:
         assert row.keys() == KEYS
@@ -81,21 +77,21 @@ def test_tiles_are_those_of_the_blocks_that_ran(tiny):
     """Shards of 128 tokens: 4 x 2 tiles; causal, 6 of them are live."""
     paths = [row["tiles_critical_path"] for row in tiny[0]]
     totals = [row["tiles_total"] for row in tiny[0]]
-    assert paths == [6 + 8, 6 + 6, 6 + 4, 8 + 8]
-    assert totals == [6 + 6 + 8, 4 * 6, 2 * 6 + 2 * 4, 4 * 8]
+    assert paths == [6 + 8, 6 + 6, 6 + 4]
+    assert totals == [6 + 6 + 8, 4 * 6, 2 * 6 + 2 * 4]
     for row in tiny[0]:
         assert row["tiles_bound"] == pytest.approx(256 * 257 / 2 / (32 * 64) / 2)
         share = row["tiles_bound"] / row["tiles_critical_path"]
         assert row["bound_share"] == pytest.approx(share)
 
 
-def test_table_compares_every_row_with_the_unskipped_ring(tiny):
+def test_table_compares_every_row_with_the_first(tiny):
     rows, printed = tiny
     lines = printed.splitlines()
-    slowest = rows[-1]["seconds_median"]
+    first = rows[0]["seconds_median"]
     for row, line in zip(rows, lines[1:], strict=False):
         assert line.startswith(f"{row['layout']:12}{row['implementation']:15}")
-        assert f"{slowest / row['seconds_median']:.2f} x as fast" in line
+        assert f"{first / row['seconds_median']:.2f} x as fast" in line
     assert "2 simulated devices share" in lines[-1]
 
 
@@ -104,7 +100,7 @@ def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
 ):
     monkeypatch.setattr(bench_attention, "LONGEST_CHECKED", 31)
     output = tmp_path / "rows.json"
-    arguments = [*TINY, "--batch", "2", "--layouts", "unskipped"]
+    arguments = [*TINY, "--batch", "2", "--layouts", "striped"]
     assert main([*arguments, "--output", str(output)]) == 0
     (row,) = json.loads(output.read_text())
     assert (row["length"], row["batch"], row["error_length"]) == (256, 2, 31)
@@ -121,49 +117,3 @@ def test_implementation_without_blocks_has_no_tiles(capsys, tmp_path):
     assert "as fast:" in capsys.readouterr().out
     assert main([*arguments, "--block-q", "8"]) == 1
     assert 'implementation "reference" has no blocks' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--heads", "6", "--kv-heads", "4"], "--heads 6 is not a multiple of"),
-        (["--devices", "9"], "--devices 9, but there are 8 of cpu: ask for fewer"),
-        (["--output", "nowhere/rows.json"], "nowhere is not a directory"),
-        (["--output", "README.md"], "README.md exists: give another --output"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(arguments, complaint, capsys, tmp_path):
-    (tmp_path / "README.md").touch()
-    arguments = [
-        str(tmp_path / value) if flag == "--output" else value
-        for flag, value in zip(["", *arguments], arguments, strict=False)
-    ]
-    assert main(arguments) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and complaint in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (
-            ["--length", "0"],
-            "argument --length: must be a whole number of at least 1, got 0",
-        ),
-        (["--layouts", "spiral"], "invalid choice: 'spiral'"),
-        (["--implementations", "fast"], "invalid choice: 'fast'"),
-    ],
-)
-def test_arguments_that_mean_nothing_are_refused(arguments, complaint, capsys):
-    assert main(arguments) == 1
-    assert complaint in capsys.readouterr().err
-
-
-def test_program_runs_from_the_root_on_simulated_devices():
-    command = [sys.executable, "-m", "tools.bench_attention", "--devices", "3"]
-    command += ["--length", "24", "--layouts", "unskipped", "--repeats", "1"]
-    on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=on_cpu, capture_output=True, text=True, check=True
-    )
-    assert "3 simulated devices share" in done.stdout

@@ -65,17 +65,6 @@ def test_an_error_is_seen():
     assert found == pytest.approx(6**-0.5)
 
 
-def test_runs_are_timed_in_turns_and_the_first_turn_does_not_count():
-    order = []
-    runs = [
-        Runs(lambda name=name: order.append(name) or jnp.zeros(()), None)
-        for name in "AB"
-    ]
-    samples = bench_kernels.take_turns(runs, "forward", repeats=2, calls=3)
-    assert "".join(order) == "AAABBB" * 3
-    assert [len(mine) for mine in samples] == [2, 2]
-
-
 def operands(dtype: jnp.dtype) -> Operands:
     return Operands(*(jnp.ones((1, 64, 1, 64), dtype),) * 4)
 
@@ -94,16 +83,3 @@ def test_a_backward_run_gives_the_gradients_of_the_forward_run():
     np.testing.assert_allclose(out, x[0] * x[1] + x[2], rtol=1e-6)
     for got, want in ((dq, x[3] * x[1]), (dk, x[3] * x[0]), (dv, x[3])):
         np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (("--lengths", "0"), "--lengths: must be a whole number of at least 1, got 0"),
-        (("--heads", "3", "--kv-heads", "2"), "--heads 3 is not a multiple"),
-        (("--output", "nowhere/rows.json"), "nowhere is not a directory"),
-    ],
-)
-def test_bad_flags_are_refused_in_one_line(arguments, words, capsys):
-    assert main(arguments) == 1
-    assert words in capsys.readouterr().err

@@ -13,9 +13,9 @@ from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base as assemble
 from tasks import exorl as assemble_agents
 from tests.small_agent import config_of, drawn
-from tools import evaluate_exorl, plot_exorl
-from tools.evaluate_exorl import interval, scores
+from tools import evaluate_exorl, figures
 from tools.lib.exorl.scenes import Stage
+from tools.lib.exorl.scores import interval, scores
 from training.weights import save_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -109,14 +109,16 @@ def test_returns_and_scores_are_written_by_context(directory, written):
 
 def test_results_are_drawn(written, tmp_path):
     picture = tmp_path / "picture.png"
-    assert plot_exorl.main([str(written), "--output", str(picture)]) == 0
+    assert figures.main(["returns", str(written), "--output", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 9000
 
 
 def test_what_is_no_result_is_not_drawn(tmp_path, capsys):
     path = tmp_path / "rows.json"
     path.write_text("[1, 2]")
-    assert plot_exorl.main([str(path), "--output", str(tmp_path / "x.png")]) == 1
+    assert (
+        figures.main(["returns", str(path), "--output", str(tmp_path / "x.png")]) == 1
+    )
     assert "rows.json holds no results" in capsys.readouterr().err
 
 

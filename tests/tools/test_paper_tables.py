@@ -8,8 +8,14 @@ from matplotlib.colors import to_hex
 
 from models.llama import LlamaConfig
 from tools import paper_tables
+from tools.lib.figures import papers as paper_plots
+from tools.lib.figures.papers import (
+    dataset_flops,
+    longest_contexts,
+    striped_speed_up,
+)
+from tools.lib.figures.style import GREY, MODELS, PROGRAMS
 from tools.lib.papers import contexts as paper_contexts
-from tools.lib.papers import plots as paper_plots
 from tools.lib.papers.contexts import MULTIPLES, TARGETS, Target
 from tools.lib.papers.formulas import (
     SmallestBlock,
@@ -18,8 +24,6 @@ from tools.lib.papers.formulas import (
     largest_attention_speed_up,
     largest_speed_up,
 )
-from tools.lib.papers.plots import dataset_flops, longest_contexts, striped_speed_up
-from tools.lib.picture import GREY, MODELS, PROGRAMS
 from training import chips
 
 ROW = {

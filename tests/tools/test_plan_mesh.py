@@ -12,7 +12,7 @@ from kernels.masks import causal
 from models.flops import num_parameters
 from models.llama import LlamaConfig
 from tools import plan_pod
-from tools.lib.benchmarks.work import critical_path, tiles_per_hop
+from tools.lib.benchmarks.work import critical_path, tiles_per_step
 from tools.lib.planning.estimate import Kernels, Ring, Waited, estimate, mean_area
 from tools.lib.planning.estimate import products_flops as flops_of_products
 from tools.lib.planning.memory import saved_bytes
@@ -43,7 +43,7 @@ def partition(data=1, fsdp=1, ring=512, tensor=1):
 def test_area_is_that_of_the_counted_tiles(layout, ring_size):
     length = 1024
     visible = causal()(np.arange(ring_size * length)[None], ring_size * length)
-    work = tiles_per_hop(layout, ring_size, visible, BlockSizes(256, 256))
+    work = tiles_per_step(layout, ring_size, visible, BlockSizes(256, 256))
     expected = critical_path(work) * 256**2 / ring_size
     assert mean_area(layout, ring_size, length) == pytest.approx(expected)
 

@@ -11,7 +11,7 @@ from kernels.masks import Visible, in_interval
 from tools.lib.benchmarks.work import (
     balanced_tiles,
     critical_path,
-    tiles_per_hop,
+    tiles_per_step,
     visible_pairs,
 )
 
@@ -35,7 +35,7 @@ def seen_pairs(bounds: Visible) -> np.ndarray:
 def test_a_device_computes_the_tiles_with_any_visible_pair(layout_name, mask_name):
     """Exactly those, but where a document or a window ends inside of a tile."""
     bounds, chosen = visible(mask_name), LAYOUTS[layout_name]
-    work = tiles_per_hop(chosen, RING, bounds, SIZES)
+    work = tiles_per_step(chosen, RING, bounds, SIZES)
     order = layout.order(chosen, RING, LENGTH).reshape(RING, -1)
     seen, needed = seen_pairs(bounds), np.zeros_like(work)
     for device, hop in np.ndindex(work.shape):
@@ -58,7 +58,7 @@ def test_no_critical_path_is_below_the_balanced_one(mask_name):
     bound = balanced_tiles(RING, bounds, SIZES)
     assert bound == pytest.approx(pairs / 8 / 5 / RING)
     for chosen in LAYOUTS.values():
-        assert critical_path(tiles_per_hop(chosen, RING, bounds, SIZES)) >= bound
+        assert critical_path(tiles_per_step(chosen, RING, bounds, SIZES)) >= bound
 
 
 def test_critical_path_adds_up_the_slowest_device_of_each_hop():
@@ -71,17 +71,17 @@ def test_rows_of_the_batch_add_up():
 
     def count(documents: np.ndarray) -> np.ndarray:
         bounds = masks.documents(documents)(index, LENGTH)
-        return tiles_per_hop(layout.Striped(), RING, bounds, SIZES)
+        return tiles_per_step(layout.Striped(), RING, bounds, SIZES)
 
     assert (count(ids) == count(ids[:1]) + count(ids[1:])).all()
 
 
 def test_blocks_are_no_larger_than_a_shard():
     bounds = visible("causal")
-    large = tiles_per_hop(layout.Contiguous(), RING, bounds, BlockSizes(512, 512))
+    large = tiles_per_step(layout.Contiguous(), RING, bounds, BlockSizes(512, 512))
     assert large.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
 def test_length_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="96 tokens .* pad it to 100"):
-        tiles_per_hop(layout.Contiguous(), 5, visible("causal"), SIZES)
+        tiles_per_step(layout.Contiguous(), 5, visible("causal"), SIZES)

@@ -1,4 +1,4 @@
-"""Runs haoliuhl's `ringattention` whenever it is told to, in a Python of its own.
+"""Runs haoliuhl's `ringattention` once for each line of input, in its own Python.
 
 Started by `tools.bench_original`, with an older JAX than the rest of this repository,
 of which it therefore imports nothing. A directory is its argument: `problem.npz` there
@@ -30,9 +30,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _compiled(chosen: argparse.Namespace) -> tuple[Callable, list, float]:
-    """The program, its operands, and the seconds that compiling it took.
+    """Returns the program, its operands, and the seconds that compiling it took.
 
-    JAX is imported when it is known how many devices it has.
+    Imports JAX after setting the number of its devices.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={chosen.devices}"

@@ -1,12 +1,12 @@
-"""What the benchmarks share: timing in turns, the parts of a row, and the file of rows.
+"""Timing in rounds, the parts of a row, and the file of rows, for all benchmarks.
 
 A row is a flat JSON object, so that a file of rows is a table for whatever reads it.
 Its keys are the fields of the dataclasses here, and what a benchmark adds to them.
 """
 
+import argparse
 import dataclasses
 import datetime
-import json
 import math
 import os
 import statistics
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from data.json_text import parse_json
+from tools.lib.files import write_json
 from training import chips
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,12 +50,12 @@ class Environment:
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Environment":
-        """The environment now, before anything is timed."""
+        """Describes the environment now, before anything is timed."""
         return cls.now(devices[0].device_kind, len(devices))
 
     @classmethod
     def now(cls, device_kind: str, device_count: int) -> "Environment":
-        """The same, of devices that another process has."""
+        """Describes the environment, with devices that another process has."""
         return cls(
             commit=_git("rev-parse", "HEAD"),
             dirty=bool(_git("status", "--porcelain")),
@@ -104,7 +105,7 @@ class Times:
 
     @classmethod
     def of(cls, compile_seconds: float, samples: Sequence[Sample]) -> "Times":
-        """The summary of every repeat."""
+        """Sums up the samples of every repeat."""
         seconds = [sample.wall for sample in samples]
         median, least, most = statistics.median(seconds), min(seconds), max(seconds)
         return cls(
@@ -118,36 +119,38 @@ class Times:
         )
 
 
-def take_sample(run: Callable[[], Any]) -> Sample:
-    """Runs it once, and waits for what it returns."""
+def take_sample(
+    run: Callable[[], Any],
+    calls: int = 1,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> Sample:
+    """Starts `calls` runs, waits for the last, and returns the seconds of one.
+
+    With several calls, starting a run overlaps the one before it.
+    """
     wall, cpu = time.perf_counter(), time.process_time()
-    jax.block_until_ready(run())
-    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+    for _ in range(calls):
+        last = run()
+    wait(last)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Sample(wall / calls, cpu / calls)
 
 
-def take_turns(
+def take_rounds(
     takes: Sequence[Callable[[], Sample]], repeats: int
 ) -> list[list[Sample]]:
-    """Takes `repeats` samples of each, A B C A B C …, after a turn that does not count.
+    """Takes `repeats` samples of each, A B C A B C …, after one uncounted round.
 
     So a machine that is slow for a while is slow for all of them alike.
-
-    Returns:
-      The samples of each.
     """
-    samples: list[list[Sample]] = [[] for _ in takes]
-    for turn in range(repeats + 1):
-        for take, mine in zip(takes, samples, strict=True):
-            sample = take()
-            if turn:
-                mine.append(sample)
-    return samples
+    rounds = [[take() for take in takes] for _ in range(repeats + 1)]
+    return [list(samples) for samples in zip(*rounds[1:], strict=True)]
 
 
 def peak_share(
     flops_per_second: float, environment: Environment, dtype: jnp.dtype
 ) -> float | None:
-    """Share of the devices' peak; None on an unknown chip or if not in bfloat16."""
+    """Returns the share of the devices' peak; None if unknown or not in bfloat16."""
     chip = chips.find(environment.device_kind)
     if chip is None or dtype != jnp.bfloat16:
         return None
@@ -155,7 +158,7 @@ def peak_share(
 
 
 def make_row(*parts: Any) -> dict[str, Any]:
-    """One row of dataclasses and dictionaries.
+    """Joins dataclasses and dictionaries to one row.
 
     Raises:
       ValueError: two parts have a key in common.
@@ -184,12 +187,12 @@ def check_output(path: Path) -> None:
 
 
 def read_rows(path: Path, *fields: str) -> list[dict[str, Any]]:
-    """What `write_rows` wrote.
+    """Reads a JSON list of rows.
 
     fields: that every row has to have.
 
     Raises:
-      ValueError: the file is no JSON, or no list of such rows.
+      ValueError: the file is not JSON, or not a list of such rows.
     """
     try:
         rows = parse_json(path.read_text(encoding="utf-8"))
@@ -220,8 +223,24 @@ def check_numbers(rows: Sequence[dict[str, Any]], fields: Sequence[str]) -> None
                 )
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes a JSON list, under a temporary name until it is complete."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that `report` reads."""
+    parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
+
+
+def report(
+    output: Path | None,
+    measure: Callable[[], list[dict[str, Any]]],
+    table: Callable[[list[dict[str, Any]]], str],
+) -> None:
+    """Measures rows, writes them to `output` if there is one, and prints their table.
+
+    Raises:
+      ValueError: `output` exists or cannot be written; before anything is measured.
+    """
+    if output:
+        check_output(output)
+    rows = measure()
+    if output:
+        write_json(output, rows)
+    print(table(rows))

@@ -1,4 +1,4 @@
-"""One way to run an attention problem on a ring: chosen, compiled, and read back."""
+"""Attention on a ring as it is benchmarked: chosen, compiled, run and read back."""
 
 import functools
 import time
@@ -18,19 +18,23 @@ from kernels.blockwise import default_block_sizes
 from kernels.cases import LAYOUTS, Answer, Case, Problem
 from kernels.layouts import Layout
 from kernels.ring import Ring, attend
-from tools.lib.benchmarks import unskipped as unskipped_ring
+from tools.lib.benchmarks.rows import Environment, peak_share
+from tools.lib.benchmarks.work import visible_pairs
 from training.chips import compiler_options
 
-UNSKIPPED = "unskipped"
-"""The implementation that is a baseline only: see `unskipped_ring`."""
+FLOPS_CONVENTION = (
+    "visible pairs only; forward 4 * head_dim * heads * pairs, forward and backward "
+    "3.5 times that, as FlashAttention counts"
+)
+FORWARD_AND_BACKWARD = 3.5
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An implementation, a layout, and the problem they are to solve.
+    """An implementation, a layout, and the problem that they solve.
 
-    implementation: as in `kernels.backends`, or "unskipped".
-    case: names the layout, and the ring.
+    implementation: one of `kernels.backends`.
+    case: names the layout and the ring.
     block_q, block_k: instead of the implementation's own sizes.
     """
 
@@ -49,20 +53,18 @@ class Variant:
 
     @property
     def module(self) -> Any:
-        """Has `forward` and `backward`, as described in `kernels.reference`."""
-        if self.implementation == UNSKIPPED:
-            return unskipped_ring
+        """The backend: `forward` and `backward` as in `kernels.reference`."""
         return backend.choose(self.implementation, self.dtype)
 
     @property
     def own_sizes(self) -> BlockSizes | None:
         """The implementation's own block sizes; None if it has no blocks."""
-        blocked = self.implementation in (UNSKIPPED, "blockwise")
-        return default_block_sizes(self.shard_length) if blocked else None
+        is_blocked = self.implementation == "blockwise"
+        return default_block_sizes(self.shard_length) if is_blocked else None
 
     @property
     def block_sizes(self) -> BlockSizes | None:
-        """What it computes in, no larger than a shard; None if it has no blocks."""
+        """Block sizes of the run, no larger than a shard; None if it has no blocks."""
         own = self.own_sizes
         if own is None:
             return None
@@ -85,7 +87,7 @@ class Variant:
         return self.padded_length // self.case.ring_size
 
     def ring(self) -> Ring:
-        """The production ring, around the axis "ring"."""
+        """Returns the production ring, around the axis "ring"."""
         sizes = self.block_sizes
         step = self.module
         if sizes is not None:
@@ -97,7 +99,7 @@ class Variant:
         return Ring("ring", self.case.ring_size, self.layout, scale, step)
 
     def to_layout(self, x: np.ndarray) -> np.ndarray:
-        """(B, T, …) in natural order, padded with zeros and put into layout order."""
+        """Pads (B, T, …) in natural order with zeros, and puts it into layout order."""
         widths = [(0, 0)] * x.ndim
         widths[1] = (0, self.padded_length - x.shape[1])
         return layout.permute(np.pad(x, widths), self.layout, self.case.ring_size)
@@ -166,3 +168,49 @@ def compile_variant(variant: Variant, problem: Problem, mesh: Mesh) -> Program:
     begin = time.perf_counter()
     run = program.lower(*operands).compile()
     return Program(variant, run, operands, time.perf_counter() - begin)
+
+
+def start_devices(count: int) -> list[jax.Device]:
+    """Returns `count` accelerators, or simulated CPU devices where there are none.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # JAX has its devices already, and they cannot change
+    devices = jax.devices()
+    if len(devices) < count:
+        raise ValueError(
+            f"--devices {count}, but there are {len(devices)} of "
+            f"{devices[0].device_kind}: ask for fewer, or set JAX_PLATFORMS=cpu"
+        )
+    return devices[:count]
+
+
+def measure_rates(
+    variant: Variant, seconds: float, environment: Environment
+) -> dict[str, Any]:
+    """Returns the fields of a row on the rate of a run of forward and backward."""
+    case = variant.case
+    pairs = case.batch * visible_pairs(case.visible(case.length))
+    flops = FORWARD_AND_BACKWARD * 4 * case.head_dim * case.heads * pairs
+    return {
+        "tflops": flops / seconds / 1e12,
+        "flops_convention": FLOPS_CONVENTION,
+        "peak_share": peak_share(flops / seconds, environment, variant.dtype),
+    }
+
+
+def group_of(heads: int, kv_heads: int) -> int:
+    """Returns the query heads of a key/value head.
+
+    Raises:
+      ValueError: `heads` is not a multiple of `kv_heads`.
+    """
+    if heads % kv_heads:
+        raise ValueError(
+            f"--heads must be a multiple of --kv-heads {kv_heads}, got {heads}"
+        )
+    return heads // kv_heads

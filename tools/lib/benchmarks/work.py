@@ -1,7 +1,7 @@
-"""How much each device of a ring has to compute, counted in tiles of scores.
+"""Counts what each device of a ring computes, in tiles of scores.
 
-From the layouts and the tile ranges that drive the kernels' loops. A tile of which the
-mask hides a part counts in full, as it is computed in full.
+From the layouts and the tile ranges that drive the kernels' loops. A partial tile
+counts in full, as it is computed in full.
 """
 
 import numpy as np
@@ -12,10 +12,10 @@ from kernels.masks import Visible
 from kernels.tile_ranges import key_ranges
 
 
-def tiles_per_hop(
+def tiles_per_step(
     layout: Layout, ring_size: int, visible: Visible, sizes: BlockSizes
 ) -> np.ndarray:
-    """The tiles that each device computes in each hop, int64 (devices, hops).
+    """Counts the tiles of each device in each ring step, int64 (devices, steps).
 
     visible: NumPy bounds of the whole sequence, (B or 1, T), in natural order.
 
@@ -28,12 +28,12 @@ def tiles_per_hop(
     ]
     length = visible.k_start.shape[1] // ring_size
     work = np.zeros((ring_size, ring_size), np.int64)
-    for device, hop in np.ndindex(work.shape):
-        source = (device - hop) % ring_size  # whose keys are visiting the device
+    for device, step in np.ndindex(work.shape):
+        source = (device - step) % ring_size  # whose keys are visiting the device
         start, stop = (
             layout.count(source, bound[device], ring_size, length) for bound in bounds
         )
-        work[device, hop] = (
+        work[device, step] = (
             key_ranges(
                 start, stop, min(sizes.block_q, length), min(sizes.block_k, length)
             )
@@ -44,21 +44,21 @@ def tiles_per_hop(
 
 
 def critical_path(work: np.ndarray) -> int:
-    """Tiles of the slowest device of every hop, summed: all wait for it.
+    """Sums the tiles of the slowest device of every step: all wait for it.
 
-    work: (devices, hops).
+    work: (devices, steps).
     """
     return int(work.max(axis=0).sum())
 
 
 def visible_pairs(visible: Visible) -> int:
-    """Pairs of a query and a key that it sees."""
+    """Counts the pairs of a query and a key that is visible to it."""
     return int((visible.k_end - visible.k_start).clip(0).sum(dtype=np.int64))
 
 
 def balanced_tiles(ring_size: int, visible: Visible, sizes: BlockSizes) -> float:
-    """The visible pairs, in tiles, evenly spread over the devices.
+    """Counts the visible pairs, in tiles, spread evenly over the devices.
 
-    No critical path is shorter: nothing hidden is computed, and no device waits.
+    No critical path is shorter: only visible pairs are computed, and no device waits.
     """
     return visible_pairs(visible) / (sizes.block_q * sizes.block_k) / ring_size

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.json_text import parse_json
+from tools.lib.files import write_json
 from tools.lib.planning.memory import SPARE_SHARE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,8 +98,8 @@ def compile_row(target: Target, remat: str, folder: Path) -> dict[str, Any]:
     row["command"] = " ".join(
         ["-m", "tools.plan_pod", *target.arguments(remat, part)[:-1]]
     )
-    part.write_text(json.dumps(row, indent=1) + "\n")
-    part.replace(folder / f"{target.name(remat)}.json")
+    part.unlink(missing_ok=True)
+    write_json(folder / f"{target.name(remat)}.json", row)
     return row
 
 

@@ -1,12 +1,5 @@
-"""Heat maps of line retrieval: length across, depth down, one map for each run.
+"""Heat maps of line retrieval: length across, depth down, one map for each run."""
 
-    python -m tools.plot_lines results/cpu/line_retrieval.json --output lines.png \\
-        --names "trained to 160 tokens" "trained to 32 tokens"
-
-Without --names a run is called as the last folder of its working directory.
-"""
-
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from tasks.command_line import Parser, as_program
-from tools.lib.benchmarks.rows import check_numbers, read_rows
-from tools.lib.picture import INK, write_picture
+from tools.lib.benchmarks.rows import check_numbers
+from tools.lib.figures.style import INK
+
+FIELDS = "run", "length", "depth", "generated"
+"""Required of every row."""
 
 SHADES = LinearSegmentedColormap.from_list(
     "accuracy", ["#b5483a", "#f0c987", "#e8efe2", "#7fb0d6", "#0d3f6e"]
@@ -26,13 +21,14 @@ SHADES = LinearSegmentedColormap.from_list(
 
 
 def heat_maps(rows: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> Figure:
-    """A map of generated answers for each run, in the order of the rows.
+    """Draws the shares of right generated answers, a map for each run.
 
-    names: of the runs; else those of their folders, or paths where those are equal.
+    names: of the runs, in the order of the rows; by default those of their folders, or
+      their paths where two folders have one name.
 
     Raises:
-      ValueError: there are no rows, two of one cell, shares that are none, or not as
-        many names as runs.
+      ValueError: there are no rows, two of one cell, shares outside of [0, 1], or not
+        one name for each run.
     """
     runs: dict[str, dict[tuple[int, float], float]] = {}
     check_numbers(rows, ["length", "depth", "generated"])
@@ -58,15 +54,14 @@ def heat_maps(rows: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> Figu
         _draw(axes, mine)
         axes.set_title(name, fontsize=12, color=INK, fontweight="bold")
     panels[0].set_ylabel("depth of the line", fontsize=11, color=INK)
-    figure.suptitle(
-        "Line retrieval: answers that are right, in %", fontsize=13, color=INK
-    )
+    title = "Line retrieval: answers that are right, in %"
+    figure.suptitle(title, fontsize=13, color=INK)
     figure.tight_layout()
     return figure
 
 
 def _draw(axes: Axes, cells: dict[tuple[int, float], float]) -> None:
-    """cells: shares of right answers, by length and depth."""
+    """Draws one map of shares by (length, depth); cells without cases stay empty."""
     lengths = sorted({length for length, _ in cells})
     depths = sorted({depth for _, depth in cells})
     shares = np.full((len(depths), len(lengths)), np.nan)
@@ -84,22 +79,3 @@ def _draw(axes: Axes, cells: dict[tuple[int, float], float]) -> None:
     axes.set_xlabel("tokens", fontsize=11, color=INK)
     axes.tick_params(length=0, labelcolor=INK)
     axes.spines[:].set_visible(False)
-
-
-@as_program
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the program."""
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("rows", nargs="+", type=Path, help="files that evaluate.py has written")
-    add("--output", required=True, type=Path, help="PNG to write, replacing any")
-    add("--names", nargs="+", default=[], help="of the runs, in their order")
-    chosen = parser.parse_args(arguments)
-    fields = "run", "length", "depth", "generated"
-    rows = [row for path in chosen.rows for row in read_rows(path, *fields)]
-    write_picture(chosen.output, heat_maps(rows, chosen.names))
-    print(f"written to {chosen.output}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,11 @@
 """Pictures of the papers' tables beside ours."""
 
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from tools.lib.picture import GREY, INK, MODELS, PROGRAMS, style, write_picture
+from tools.lib.figures.style import GREY, INK, MODELS, PROGRAMS, legend_below, style
 
 BARS = {
     "paper": ("Ring Attention", "Ring Attention, table 3"),
@@ -17,22 +15,20 @@ BARS = {
         "and the layers' inputs in the host's memory",
     ),
 }
-"""Of the longest contexts: the program, and what is said of it."""
+"""Program and label of each bar of the longest contexts."""
 
 
-def draw(found: dict[str, Any], folder: Path) -> None:
-    """Writes the pictures of what `paper_tables.tables` found."""
-    pictures = {
+def pictures(found: dict[str, Any]) -> dict[str, Figure]:
+    """Returns the pictures of `paper_tables.tables`, by name."""
+    return {
         "longest_contexts": longest_contexts(found["table_3"]),
         "dataset_flops": dataset_flops(found["figure_5"]),
         "striped_speed_up": striped_speed_up(found["speed_ups"]),
     }
-    for name, figure in pictures.items():
-        write_picture(folder / f"{name}.png", figure)
 
 
 def longest_contexts(rows: list[dict[str, Any]]) -> Figure:
-    """Table 3: bars of the paper's contexts and of ours that fit."""
+    """Draws table 3: bars of the paper's contexts and of ours that fit."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
     title = "Longest contexts, compiled for the pods and not run"
@@ -43,26 +39,25 @@ def longest_contexts(rows: list[dict[str, Any]]) -> Figure:
         contexts["paper"] = row["paper_context"]
         if row["fits"]:
             contexts[row["remat"]] = row["context"]
-    handles = []
+    shown = {}
     for number, (name, (program, label)) in enumerate(BARS.items()):
         bars = [(i, pod[name]) for i, pod in enumerate(pods.values()) if name in pod]
         for place, context in bars:
             left, tokens = place + 0.26 * (number - 1), context * 1024
             axes.bar(left, tokens, 0.25, color=PROGRAMS[program])
         if bars:
-            handles.append(Patch(color=PROGRAMS[program], label=label))
+            shown[label] = PROGRAMS[program]
     axes.set_yscale("log", base=2)
     ticks = [2**power for power in range(20, 28)]
     axes.set_yticks(ticks, [f"{tick // 2**20} Mi" for tick in ticks])
     axes.set_ylim(2**19, 2**28)
     axes.set_xticks(range(len(pods)), [f"{m.upper()}\n{t}" for t, m in pods])
-    below = {"loc": "outside lower center", "ncols": 3, "labelcolor": INK}
-    figure.legend(handles=handles, frameon=False, **below)
+    legend_below(figure, shown, 3)
     return figure
 
 
 def dataset_flops(rows: list[dict[str, Any]]) -> Figure:
-    """Figure 5: (6h + s₂) / (6h + s₁) by context."""
+    """Draws figure 5: (6h + s₂) / (6h + s₁) by context."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     title = "FLOPs of a data set by context (Ring Attention, figure 5)"
@@ -75,7 +70,7 @@ def dataset_flops(rows: list[dict[str, Any]]) -> Figure:
 
 
 def striped_speed_up(rows: list[dict[str, Any]]) -> Figure:
-    """The most that striping can gain, by context, model and ring."""
+    """Draws the most that striping can gain, by context, model and ring."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     rings = sorted({row["ring"] for row in rows})
     panels = figure.subplots(1, len(rings), sharey=True)

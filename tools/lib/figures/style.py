@@ -1,20 +1,26 @@
-"""What pictures have in common: colours, axes, and the PNG file."""
+"""Colours, axes, legends, and the PNG file: the same for every picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from tools.lib.files import replacing
 
 DOTS_PER_INCH = 160
 
 INK, GREY = "#1b2733", "#5c6b7a"
-"""Of titles and labels; of what stands back."""
+"""Of titles and labels; of notes and reference lines."""
 
 BLUE, PALE_BLUE, ORANGE, GREEN = "#0d3f6e", "#7fb0d6", "#c2571a", "#3d8a5f"
 VIOLET, OCHRE, PINK = "#8a5fa8", "#b08a2e", "#c75b8e"
 
+OURS = "this repository"
 PROGRAMS = {
-    "this repository": BLUE,
+    OURS: BLUE,
     "this repository, offloaded": PALE_BLUE,
     "Ring Attention": ORANGE,
     "cudnn": GREEN,
@@ -23,7 +29,7 @@ PROGRAMS = {
     "torch_flash": PINK,
     "torch_cudnn": GREY,
 }
-"""Of what computes attention: the same in every picture."""
+"""Implementations of attention, the same in every picture."""
 
 AGENTS = {
     "Agentic Transformer": BLUE,
@@ -43,7 +49,7 @@ MODELS = {
 
 
 def style(axes: Axes, *, title: str = "", x: str = "", y: str = "") -> Axes:
-    """Titles, labels and ticks in INK, without a frame; returns the axes."""
+    """Writes title and labels in INK and removes the frame; returns the axes."""
     axes.set_title(title, color=INK, fontsize=11)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
@@ -52,19 +58,22 @@ def style(axes: Axes, *, title: str = "", x: str = "", y: str = "") -> Axes:
     return axes
 
 
+def legend_below(figure: Figure, colours: dict[str, str], columns: int) -> None:
+    """Adds a legend of coloured patches, by label, below the panels."""
+    handles: Sequence[Any] = [Patch(color=c, label=name) for name, c in colours.items()]
+    below = {"loc": "outside lower center", "ncols": columns, "labelcolor": INK}
+    figure.legend(handles=handles, frameon=False, **below)
+
+
 def write_picture(path: Path, figure: Figure) -> None:
-    """Writes a PNG, under a temporary name until it is complete.
+    """Writes a PNG, in place of any earlier one.
 
     Raises:
-      ValueError: there is no such folder, or the path is one.
+      ValueError: the folder does not exist, or the path is a folder.
       OSError: it cannot be written to.
     """
     if path.is_dir() or not path.parent.is_dir():
         wrong = f"{path} is" if path.is_dir() else f"{path.parent} is not"
         raise ValueError(f"{wrong} a directory: give the path of a PNG in one")
-    part = path.with_name(path.name + ".part")
-    try:
+    with replacing(path) as part:
         figure.savefig(part, format="png", dpi=DOTS_PER_INCH)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

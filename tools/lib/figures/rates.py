@@ -1,34 +1,21 @@
-"""Draws rows of the benchmarks: a panel for each problem, a bar for each row.
+"""Bars of the benchmarks' rows: a panel for each problem, a bar for each row."""
 
-    python -m tools.plot_results results/cpu/ringattention.json --output rings.png
-    python -m tools.plot_results results/cpu/attention_ring8.json --output rings.png
-
-Rows of `bench_kernels.py`, `bench_attention.py` and `bench_ringattention.py` are drawn
-as TFLOP/s of the visible pairs, those of `bench_train.py` as tokens per second; the
-picture says on what, when and at which commit they were measured. Rows of several files
-are drawn in one picture if they were measured on the same kind of device.
-"""
-
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from tasks.command_line import Parser, as_program
 from tools.lib.benchmarks.peers import PEERS
-from tools.lib.benchmarks.rows import check_numbers, read_rows
-from tools.lib.picture import GREY, INK, PROGRAMS, style, write_picture
+from tools.lib.benchmarks.rows import check_numbers
+from tools.lib.figures.style import GREY, INK, OURS, PROGRAMS, legend_below, style
 
 FIELDS = "commit", "date", "device_count", "device_kind", "cores"
-"""Of the rows of every benchmark."""
+"""Required of every row."""
 
-OURS = "this repository"
 OTHERS = {name: name for name in PEERS} | {"ringattention": "Ring Attention"}
-"""Programs that are not of this repository, by the names of their rows."""
+"""Programs that are not of this repository, by the names in their rows."""
 
 Row = dict[str, Any]
 
@@ -49,19 +36,17 @@ class Bar(NamedTuple):
 
 
 def bar(row: Row) -> Bar:
-    """What is drawn of a row.
+    """Returns the bar of a row.
 
     Raises:
-      ValueError: it is of none of the benchmarks.
+      ValueError: it is a row of none of the benchmarks.
     """
     try:
-        if "step_seconds" in row:
-            return _training_bar(row)
-        return _attention_bar(row)
+        return _training_bar(row) if "step_seconds" in row else _attention_bar(row)
     except KeyError as missing:
         raise ValueError(
             f"a row has no {missing}: give rows of bench_kernels.py, "
-            "bench_attention.py, bench_ringattention.py or bench_train.py"
+            "bench_attention.py, bench_original.py or bench_train.py"
         ) from missing
 
 
@@ -93,28 +78,28 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
 
 
-def draw(rows: Sequence[Row]) -> Figure:
-    """A panel for each problem, in the order of the rows.
+def bars(rows: Sequence[Row]) -> Figure:
+    """Draws rows of one benchmark, from one kind of device.
 
     Raises:
       ValueError: there are no rows, or some of another benchmark or kind of device, or
-        rates that are no numbers.
+        rates that are not finite numbers of at least 0.
     """
     if not rows:
         raise ValueError("there are no rows: measure some")
-    bars = [bar(row) for row in rows]
-    check_numbers([bar._asdict() for bar in bars], ["value"])
+    found = [bar(row) for row in rows]
+    check_numbers([bar._asdict() for bar in found], ["value"])
     kinds = {(row["device_kind"], row["device_count"]) for row in rows}
-    units = {bar.unit for bar in bars}
+    units = {bar.unit for bar in found}
     if len(kinds) > 1 or len(units) > 1:
         raise ValueError(
             f"rows of {sorted(kinds)} in {sorted(units)} are not comparable: draw them "
             "in pictures of their own"
         )
-    panels = list(dict.fromkeys(bar.panel for bar in bars))
+    panels = list(dict.fromkeys(bar.panel for bar in found))
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    tallest = max(sum(bar.panel == panel for bar in bars) for panel in panels)
+    tallest = max(sum(bar.panel == panel for bar in found) for panel in panels)
     figure = Figure(
         figsize=(2 + 4 * columns, 1.1 + lines * (0.8 + 0.42 * tallest)),
         layout="constrained",
@@ -122,29 +107,28 @@ def draw(rows: Sequence[Row]) -> Figure:
     )
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes, panel in zip(grid, panels, strict=False):
-        _draw_panel(axes, [bar for bar in bars if bar.panel == panel])
+        _draw_panel(axes, [bar for bar in found if bar.panel == panel])
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    programs = {bar.program: None for bar in bars}
-    handles = [Patch(color=PROGRAMS[name], label=name) for name in programs]
-    below = {"loc": "outside lower center", "ncols": 4, "labelcolor": INK}
-    figure.legend(handles=handles, frameon=False, **below)
+    legend_below(figure, {bar.program: PROGRAMS[bar.program] for bar in found}, 4)
     figure.suptitle(_origin(rows), color=INK, fontsize=11)
     return figure
 
 
-def _draw_panel(axes: Any, bars: Sequence[Bar]) -> None:
-    places = range(len(bars))
-    colours = [PROGRAMS[bar.program] for bar in bars]
-    drawn = axes.barh(places, [bar.value for bar in bars], color=colours, height=0.7)
-    axes.bar_label(drawn, [bar.note for bar in bars], padding=3, color=GREY, fontsize=8)
-    axes.set_yticks(places, [bar.label for bar in bars], fontsize=8)
+def _draw_panel(axes: Axes, found: Sequence[Bar]) -> None:
+    places = range(len(found))
+    colours = [PROGRAMS[bar.program] for bar in found]
+    drawn = axes.barh(places, [bar.value for bar in found], color=colours, height=0.7)
+    notes = [bar.note for bar in found]
+    axes.bar_label(drawn, notes, padding=3, color=GREY, fontsize=8)
+    axes.set_yticks(places, [bar.label for bar in found], fontsize=8)
     axes.invert_yaxis()  # the first row is on top
-    axes.set_xlim(0, 1.6 * max(bar.value for bar in bars) or 1)
-    style(axes, title=bars[0].panel, x=bars[0].unit)
+    axes.set_xlim(0, 1.6 * max(bar.value for bar in found) or 1)
+    style(axes, title=found[0].panel, x=found[0].unit)
 
 
 def _origin(rows: Sequence[Row]) -> str:
+    """Returns the title: devices, dates and commits of the measurement."""
     row = rows[0]
     commits = sorted({(row["commit"] or "no commit")[:7] for row in rows})
     dates = sorted({row["date"][:10] for row in rows})
@@ -152,23 +136,3 @@ def _origin(rows: Sequence[Row]) -> str:
     if row["device_kind"] == "cpu":
         devices = f"{row['device_count']} simulated devices on {row['cores']} CPU cores"
     return f"Measured on {devices}, {' to '.join(dates)}, at {', '.join(commits)}"
-
-
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument("rows", type=Path, nargs="+", help="files of a benchmark")
-    parser.add_argument("--output", required=True, type=Path, help="PNG to write")
-    return parser.parse_args(arguments)
-
-
-@as_program
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the program."""
-    chosen = _arguments(arguments)
-    figure = draw([row for path in chosen.rows for row in read_rows(path, *FIELDS)])
-    write_picture(chosen.output, figure)
-    print(f"written to {chosen.output}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,9 @@
-"""Draws what tools/evaluate_exorl.py wrote: returns by episode, for every context.
-
-    cd results/cpu && python -m tools.plot_exorl exorl_*_{at,bc,dt}.json \\
-        "Agentic Transformer, unsorted chains=exorl_cartpole_at_drawn.json" \\
-        --output ../exorl_tiny.png
+"""Returns of agents by episode, for every context: what `evaluate_exorl` wrote.
 
 One panel a task, one colour an agent. Bands are bootstrap intervals (95 %) over the
-environments; the dashed line is the return that agents are told to reach, the best of
-the data.
+environments; the dashed line is the return that agents are conditioned on.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data.json_text import parse_json
-from tasks.command_line import Parser, as_program
-from tools.evaluate_exorl import interval
-from tools.lib.picture import (
-    AGENTS,
-    GREY,
-    INK,
-    OCHRE,
-    PALE_BLUE,
-    PINK,
-    style,
-    write_picture,
-)
+from tools.lib.exorl.scores import interval
+from tools.lib.figures.style import AGENTS, GREY, INK, OCHRE, PALE_BLUE, PINK, style
 
 CONTEXTS = {
     "own": ("own episodes before it", "-"),
@@ -38,18 +22,18 @@ CONTEXTS = {
     "recorded": ("recorded episodes before it", "o"),
     "other": ("another task's before it", "x"),
 }
-"""What is said of contexts, and how they are drawn."""
+"""Words and line style of each context."""
 
 SPARE = OCHRE, PINK, PALE_BLUE
-"""For agents of other names than AGENTS."""
+"""For agents of names outside of AGENTS."""
 
-TARGET = "return that agents are told to reach"
+TARGET = "return that agents are conditioned on"
 
 Results = dict[str, Any]
 
 
 def agent(results: Results) -> str:
-    """The name of what was rolled out, of AGENTS."""
+    """Returns the name, of AGENTS, of what was rolled out."""
     method = results["config"]["agent"]["method"]
     if method == "perceptron":
         return "behaviour cloning"
@@ -60,13 +44,13 @@ def agent(results: Results) -> str:
 
 
 def read(files: Sequence[str]) -> dict[str, dict[str, Results]]:
-    """Results by task and agent.
+    """Returns results by task and agent.
 
-    files: paths, or NAME=path where an agent is called otherwise than `agent` does.
+    files: paths, or NAME=path for an agent of another name than `agent` gives.
 
     Raises:
       ValueError: a file holds no results, or two are of one agent, or of one task and
-        told to reach different returns.
+        conditioned on different returns.
     """
     found: dict[str, dict[str, Results]] = {}
     for file in files:
@@ -81,13 +65,13 @@ def read(files: Sequence[str]) -> dict[str, dict[str, Results]]:
             targets = {run["target"] for run in [*runs.values(), results]}
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(
-                f"{path} holds no results of tools/evaluate_exorl.py "
+                f"{path} holds no results of tools.evaluate_exorl "
                 f"({type(error).__name__}: {error})"
             ) from error
         if name in runs or len(targets) > 1:
             wrong = f"{name} is there already"
             if name not in runs:
-                wrong = f"agents are told to reach {' and '.join(map(str, targets))}"
+                wrong = f"agents have targets {' and '.join(map(str, targets))}"
             raise ValueError(
                 f"{path}, {results['task']}: {wrong}; draw them apart, or call one "
                 "NAME=FILE"
@@ -97,7 +81,7 @@ def read(files: Sequence[str]) -> dict[str, dict[str, Results]]:
 
 
 def curve(outcome: dict[str, Any]) -> tuple[np.ndarray, ...]:
-    """Of a context: episodes, and the bounds and the mean of their returns, (n,) each.
+    """Returns episodes, and low, mean and high of their returns, (n,) each.
 
     Raises:
       ValueError: there is not a finite return for every environment and episode.
@@ -114,8 +98,8 @@ def curve(outcome: dict[str, Any]) -> tuple[np.ndarray, ...]:
     return episodes, *(np.array([b[part] for b in bounds]) for part in parts)
 
 
-def draw(tasks: dict[str, dict[str, Results]]) -> Figure:
-    """A panel for each task."""
+def curves(tasks: dict[str, dict[str, Results]]) -> Figure:
+    """Draws a panel for each task."""
     names = dict.fromkeys(name for runs in tasks.values() for name in runs)
     colours = colours_of(list(names))
     figure = Figure(figsize=(5.6 * len(tasks), 5.4), layout="constrained")
@@ -131,10 +115,10 @@ def draw(tasks: dict[str, dict[str, Results]]) -> Figure:
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """One for each agent; others than AGENTS take those that are left.
+    """Returns a colour for each agent; names outside of AGENTS take those of SPARE.
 
     Raises:
-      ValueError: there are not so many.
+      ValueError: SPARE has too few.
     """
     others = [name for name in names if name not in AGENTS]
     if len(others) > len(SPARE):
@@ -145,7 +129,7 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 def _draw_panel(
     axes: Axes, task: str, runs: dict[str, Results], colours: dict[str, str]
 ) -> None:
-    """One task: a colour for each agent, a style for each context."""
+    """Draws one task: a colour for each agent, a style for each context."""
     last = 1
     for name, results in runs.items():
         colour = colours[name]
@@ -168,20 +152,3 @@ def _draw_panel(
     axes.set_ylim(bottom=0)
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 1}
     axes.legend(frameon=False, fontsize=8, labelcolor=INK, **below)
-
-
-@as_program
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the program."""
-    parser = Parser(__doc__)
-    parser.add_argument(
-        "results", nargs="+", metavar="[NAME=]FILE", help="to draw, of one agent each"
-    )
-    parser.add_argument("--output", required=True, type=Path, help="picture, PNG")
-    chosen = parser.parse_args(arguments)
-    write_picture(chosen.output, draw(read(chosen.results)))
-    print(f"written to {chosen.output}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

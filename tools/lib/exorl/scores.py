@@ -1,0 +1,27 @@
+"""Scores of agents from the returns of their episodes, with bootstrap intervals."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+RESAMPLES = 10_000
+SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "best_of_n": lambda returns: returns.max(axis=1),
+    "last": lambda returns: returns[:, -1],
+    "mean": lambda returns: returns.mean(axis=1),
+    "first": lambda returns: returns[:, 0],
+}
+"""From returns (E, n) to one number for each environment, (E,)."""
+
+
+def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
+    """Returns the mean of values (E,), and the 95 % bounds of bootstrap means."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
+    return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
+
+
+def scores(returns: np.ndarray) -> dict[str, dict[str, float]]:
+    """Returns every score of returns (E, n), each with its interval."""
+    return {name: interval(score(returns)) for name, score in SCORES.items()}
