@@ -4,8 +4,8 @@ The run as it happens: mesh, data, model, state, programs, loop. Every object is
 here and handed down: `train` reads from top to bottom as a run goes, and hands over to
 the loop of `training/loop.py`. Run the same command again to resume.
 
-Exit codes: 0 the run is complete, 75 it was told to stop (SIGTERM, Ctrl-C) and has
-saved, 70 a step hung or another process was lost, 1 an error.
+Exit codes: 0 the run is complete, 75 it was stopped (SIGTERM, Ctrl-C) and has saved,
+70 a step hung or another process was lost, 1 an error.
 """
 
 import signal
@@ -18,26 +18,25 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import ml_collections
-import optax
 
 from data.text import iterate
-from tasks import base as assemble
-from tasks import config_checks
-from tasks import task as tasks
+from tasks import base, config_checks
+from tasks.base import Data, Task
 from tasks.command_line import Parser, as_program, read_config
 from tasks.config_errors import names_fields
-from tasks.task import Task
-from training import chips, hosts, peers, record
+from tasks.programs import compile_programs, first_state
+from tasks.task import make_task, run_settings
+from training import hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place
 from training.goodput import Goodput
 from training.guard import Watch
-from training.loop import Intervals, Loop, Programs
+from training.loop import Intervals, Loop
 from training.metrics import (
     NullWriter,
     TensorBoardWriter,
@@ -45,17 +44,10 @@ from training.metrics import (
     run_directory,
 )
 from training.optimizer import make_optimizer
-from training.preemption import Notice, Preempted, notice
+from training.preemption import Notice, Preempted, stop_notice
 from training.profiler import Profiler
 from training.report import Losses, Report
-from training.step import (
-    TrainState,
-    initial_state,
-    make_evaluate_step,
-    make_replay,
-)
 from training.watchdog import Watchdog
-from training.weights import SavedParameters
 from training.workdir import locked, make_writable
 
 PREEMPTED = 75
@@ -72,68 +64,52 @@ def train(
       say: prints a line of progress.
 
     Returns:
-      `step`, and the last `loss` and `validation_loss` (nats per token of text, squared
-      error of an agent's actions), if any.
+      `step`, and the last `loss` and `validation_loss`, if any, in the task's unit.
 
     Raises:
       ValueError, FileNotFoundError: something in the config, the corpus or the
         checkpoint is wrong; before anything is compiled.
-      Preempted: it was told to stop, and has saved.
+      Preempted: it was stopped, and has saved.
       BadSteps: it makes no progress, or its state is not finite.
       OSError: it cannot save, or read.
     """
     goodput = Goodput()
     settings = record.agreed(lambda: _checked_settings(config, say))
-    guard = assemble.guard_settings(config)
     profiler = Profiler.of(config.profile, f"{config.workdir}/tensorboard", say)
 
     # Mesh.
-    partition = assemble.partition(config, jax.devices())
+    partition = base.partition(config, jax.devices())
     devices = partition.mesh.devices.flatten()
-    axes = " x ".join(f"{axis} {size}" for axis, size in partition.sizes.items())
-    say(f"mesh: {axes}, of {devices.size} x {devices[0].device_kind}")
+    say(f"mesh: {partition}, of {devices.size} x {devices[0].device_kind}")
 
-    # Data, model and loss of the task; the state, as shapes.
-    task = tasks.make(config, partition)
+    # Model, loss and data of the task; the state, as shapes.
+    task = make_task(config, partition)
+    data = task.open_data()
     config_checks.check_attention(config, partition)
-    optimizer, schedule = make_optimizer(assemble.optimizer_settings(config))
-    state_like = assemble.abstract_state(task.model, optimizer, partition)
+    optimizer, schedule = make_optimizer(base.optimizer_settings(config))
+    state_like = base.abstract_state(task.model, optimizer, partition)
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
-    say(
-        f"model: {task.num_parameters:,} parameters in {shards} shards, "
-        f"{config.attention} attention"
-    )
+    parameters = f"{task.num_parameters:,} parameters in {shards} shards"
+    say(f"model: {parameters}, {config.attention} attention")
 
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             stack.enter_context(locked(config.workdir, say))
             make_writable(f"{config.workdir}/tensorboard")
-        told = stack.enter_context(notice())
-        watchdog = stack.enter_context(
-            Watchdog(guard.first_step_seconds, guard.step_seconds)
-        )
+        stop = stack.enter_context(stop_notice())
+        guard = base.guard_settings(config)
+        watchdog = Watchdog(guard.first_step_seconds, guard.step_seconds)
+        stack.enter_context(watchdog)
 
         # State.
-        checkpoints = stack.enter_context(
-            Checkpoints(
-                f"{config.workdir}/checkpoints",
-                keep=config.checkpoint.keep,
-                fingerprint=task.fingerprint,
-                say=say,
-            )
-        )
-        checkpoints.check_fingerprint()
-        checkpoints.record = record.continued(
-            checkpoints.records(), settings, config.may_change, say
-        )
-        say(f"checkpoints: {config.workdir}/checkpoints")
-        say(f"curves: tensorboard --logdir {config.workdir}/tensorboard")
+        opened = _checkpoints(config, data, settings, say)
+        checkpoints = stack.enter_context(opened)
         if checkpoints.latest_step() is not None:
             with goodput.spend("restore"):
                 state, _ = checkpoints.restore(state_like)
             say(f"resuming from step {state.step}")
         else:
-            state = _first_state(config, task, optimizer, state_like, say)
+            state = first_state(config, task, data, optimizer, state_like, say)
         first_step = int(state.step)
         last_step = _last_step(config, first_step)
         if first_step == last_step:
@@ -144,50 +120,32 @@ def train(
             goodput.resume(seconds, first_step, say)
 
         # Programs.
-        _stop_if(told, first_step)
+        _stop_if(stop, first_step)
         with goodput.spend("compile"):
-            programs = _compile(config, task, optimizer, state_like)
-        _stop_if(told, first_step)
+            programs = compile_programs(config, task, optimizer, state_like)
+        _stop_if(stop, first_step)
 
         # Reports.
-        every = _intervals(config)
-        report = Report(
-            say=say,
-            writer=stack.enter_context(_writer(config, first_step + 1, say)),
-            throughput=_throughput(devices),
-            work=task.work,
-            schedule=schedule,
-            total_steps=last_step,
-            every_steps=every.log,
-            watch=Watch(guard.stop_after, say),
-            losses=Losses(
-                task.objective.unit,
-                parts=task.objective.part_names,
-                held_out_parts=task.held_out.part_names,
-                validates=bool(task.validation and every.validate),
-            ),
-        )
+        writer = stack.enter_context(_writer(config, first_step + 1, say))
+        rates = Throughput.of(devices)
+        report = _report(config, task, schedule, last_step, rates, writer, say)
 
         # Loop.
         stack.enter_context(profiler)
-        batches = iterate(
-            task.batches,
-            first_step,
-            threads=config.data.threads,
-            buffered_steps=config.data.buffered_steps,
-        )
+        reading = {name: config.data[name] for name in ("threads", "buffered_steps")}
+        batches = iterate(data.batches, first_step, **reading)
         stack.enter_context(contextlib.closing(batches))
         loop = Loop(
             programs=programs,
             place=lambda blocks: place(blocks, task.sharding, task.shape),
-            held_out=task.validation,
-            every=every,
+            held_out=data.validation,
+            every=_intervals(config),
             checkpoints=checkpoints,
             report=report,
             goodput=goodput,
             watchdog=watchdog,
             profiler=profiler,
-            told=told,
+            stop=stop,
         )
         step = loop.run(state, batches, first_step)
     where = f"checkpoint and curves in {config.workdir}; {goodput}"
@@ -200,74 +158,35 @@ def train(
 def _checked_settings(
     config: ml_collections.ConfigDict, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What makes the run (see `tasks.settings`), of a config without errors."""
+    """Checks the config, and returns its settings (see `run_settings`)."""
     config_checks.check(config, jax.device_count())
-    return tasks.settings(config, say)
+    return run_settings(config, say)
 
 
-def _first_state(
+@contextlib.contextmanager
+def _checkpoints(
     config: ml_collections.ConfigDict,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    like: TrainState,
+    data: Data,
+    settings: dict[str, Any],
     say: Callable[[str], None],
-) -> TrainState:
-    """The state of step 0: begun from another run's parameters, or born sharded.
-
-    like: shapes, types and shardings.
-
-    Raises:
-      ValueError, FileNotFoundError: there are no such parameters.
-    """
-    sharding = jax.tree.map(lambda leaf: leaf.sharding, like)
-    if not config.init_from:
-        create = jax.jit(
-            lambda key: initial_state(task.model.create(key), optimizer),
-            out_shardings=sharding,
+) -> Iterator[Checkpoints]:
+    """Opens the run's checkpoints, and checks that this run may continue from them."""
+    directory = f"{config.workdir}/checkpoints"
+    kept = {"keep": config.checkpoint.keep, "fingerprint": data.fingerprint}
+    with Checkpoints(directory, **kept, say=say) as found:
+        found.check_fingerprint()
+        found.record = record.continued(
+            found.records(), settings, config.may_change, say
         )
-        return create(jax.random.key(config.seed))
-    saved = SavedParameters(config.init_from)
-    saved.check_model(task.fingerprint, config.may_change)
-    parameters = saved.restore(like.params)
-    say(f"parameters: of step {saved.step} of {config.init_from}")
-    begin = jax.jit(
-        lambda parameters: initial_state(parameters, optimizer),
-        out_shardings=sharding,
-        donate_argnums=0,
-    )
-    return begin(parameters)
-
-
-def _compile(
-    config: ml_collections.ConfigDict,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-) -> Programs:
-    """The run's programs, compiled but for the replay, which is seldom needed.
-
-    state: shapes, types and shardings.
-    """
-    loss_sum, count = task.objective.loss_sum, task.objective.count
-    whole = state.step.sharding
-    train_step = assemble.train_step(config, loss_sum, optimizer, state, count)
-    train_step = train_step.lower(state, task.batch_like).compile()
-    evaluate = make_evaluate_step(task.held_out.loss_sum, task.held_out.count)
-    options = chips.compiler_options(whole.mesh.devices.flat[0].device_kind)
-    evaluate = jax.jit(evaluate, out_shardings=whole, compiler_options=options)
-    if task.validation:
-        evaluate = evaluate.lower(state.params, task.batch_like).compile()
-    if not config.guard.replay:
-        return Programs(train_step, evaluate, None)
-    replay = make_replay(loss_sum, microbatches=config.train.microbatches, count=count)
-    replay = jax.jit(replay, out_shardings=whole, compiler_options=options)
-    return Programs(train_step, evaluate, replay)
+        say(f"checkpoints: {directory}")
+        say(f"curves: tensorboard --logdir {config.workdir}/tensorboard")
+        yield found
 
 
 def _writer(
     config: ml_collections.ConfigDict, first_step: int, say: Callable[[str], None]
 ) -> TensorBoardWriter | NullWriter:
-    """Of the first process; all others write nothing."""
+    """Opens the curves of the first process; all others write nothing."""
     if jax.process_index():
         return NullWriter()
     curves = run_directory(f"{config.workdir}/tensorboard", config.workdir)
@@ -276,20 +195,42 @@ def _writer(
     return writer
 
 
-def _throughput(devices: Sequence[jax.Device]) -> Throughput:
-    chip = chips.find(devices[0].device_kind)
-    peak_flops = chip.peak_flops if chip else None
-    return Throughput(num_devices=len(devices), peak_flops=peak_flops)
+def _report(
+    config: ml_collections.ConfigDict,
+    task: Task,
+    schedule: Callable[[int], jax.Array],
+    last_step: int,
+    throughput: Throughput,
+    writer: TensorBoardWriter | NullWriter,
+    say: Callable[[str], None],
+) -> Report:
+    every = _intervals(config)
+    return Report(
+        say=say,
+        writer=writer,
+        throughput=throughput,
+        work=task.work,
+        schedule=schedule,
+        total_steps=last_step,
+        every_steps=every.log,
+        watch=Watch(config.guard.stop_after, say),
+        losses=Losses(
+            task.objective.unit,
+            parts=task.objective.part_names,
+            held_out_parts=task.held_out.part_names,
+            validates=bool(config.train.validation_batches and every.validate),
+        ),
+    )
 
 
-def _stop_if(told: Notice, step: int) -> None:
-    """Ends a run that has made nothing that would have to be saved."""
-    if told.arrived():
+def _stop_if(stop: Notice, step: int) -> None:
+    """Ends a run that has nothing new to save."""
+    if stop.requested():
         raise Preempted(f"step {step}, nothing new to save")
 
 
 def _last_step(config: ml_collections.ConfigDict, first_step: int) -> int:
-    """The step to end at: a run that is complete may go on for a while."""
+    """Returns the step to end at; a complete run goes on for `extra_steps`."""
     if first_step < config.train.steps:
         return config.train.steps
     return first_step + config.train.extra_steps
@@ -309,11 +250,11 @@ def _connect(config: ml_collections.ConfigDict) -> None:
 
 
 def _silent(line: str) -> None:
-    """What every process but the first says."""
+    """Prints nothing: for every process but the first."""
 
 
 def silence_writers() -> None:
-    """Leaves it to `Checkpoints` and the curves to say, in a line, what is not written.
+    """Leaves it to `Checkpoints` and the curves to report, in a line, failed writes.
 
     On a full disk Orbax logs the stacks of all its threads, asyncio those of abandoned
     tasks, and threads of tensorstore and TensorBoard end with stacks of their own.
@@ -339,12 +280,12 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     _, rest = Parser(__doc__).parse_known_args(arguments)
     config = read_config(rest)
     silence_writers()
-    assemble.simulate_devices(config)
+    base.simulate_devices(config)
     if config.hosts.coordinator or not config.simulated_devices:
         _connect(config)
     is_first = jax.process_index() == 0
     try:
-        # Told at once: what ends a run that hangs does not empty buffers.
+        # Flushed: what ends a run that hangs does not empty buffers.
         train(config, functools.partial(print, flush=True) if is_first else _silent)
     except Preempted as stopped:
         print(f"preempted: {stopped}", file=sys.stderr)

@@ -1,38 +1,28 @@
-"""From a config to the objects of a run: what `train.py` and the tools share.
+"""Everything of a run that does not depend on its task: mesh, attention, optimizer.
 
-Besides them, this is the only module that reads a config. Whatever it makes has been
-checked before anything is compiled.
+Besides `train.py`, the tools and the other modules of `tasks`, no module reads a
+config. Whatever is made here has been checked before anything is compiled.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 import optax
-from flax import nnx
 from jax.sharding import NamedSharding
 
-from data.batch import Batch, Block
-from data.text import ROW_PLANS, InOrder, Shuffled, TextBatches
-from data.token_file import TokenFile
-from kernels.masks import Visible
+from data.batch import Block
+from data.text import TextBatches
+from kernels import layouts
+from kernels.layouts import Layout
 from kernels.ring import make_ring_attention
 from models.blueprint import Model
 from models.execution import Execution
-from models.flops import paper_train_flops, train_flops
-from models.llama import Llama, LlamaConfig
-from models.losses import cross_entropy, cross_entropy_by_position
-from models.position_parts import PositionParts
-from models.rope import RopeScaling
-from tasks.attention_systems import attention_system
 from tasks.config_errors import names_fields, raise_all
 from training.chips import compiler_options
-from training.feed import host_blocks
 from training.guard import GuardSettings
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
@@ -46,14 +36,112 @@ from training.step import (
     make_train_step,
 )
 
-STANDARD_LIBRARY = Path("corpora/standard_library")
-"""Where the default corpus is prepared."""
-
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
+@dataclass(frozen=True)
+class Objective:
+    """A loss to minimise.
+
+    loss_sum: (parameters, batch) -> summed loss, or the summed losses of its parts.
+    count: batch -> `Counts`.
+    part_names: names of the parts of the loss, if it has any.
+    unit: unit of the loss.
+    """
+
+    loss_sum: LossFunction
+    count: Callable[[Any], Counts]
+    part_names: Sequence[str] = ()
+    unit: str = "nats a token"
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    batches: this host's blocks of the batch of any step.
+    validation: this host's blocks of the held-out batches.
+    fingerprint: properties of model and data in which a checkpoint must agree.
+    """
+
+    batches: TextBatches
+    validation: Sequence[dict[Block, Any]]
+    fingerprint: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its losses on a mesh, before any data is read.
+
+    batch_like: shape, type and sharding of a batch's arrays.
+    objective: the training loss. held_out: the validation loss; the same or its parts.
+    work: (tokens, visible pairs) of a step -> `StepWork`.
+    open_data: reads the data that the config names; raises FileNotFoundError or
+      ValueError where it is missing or does not fit the config.
+    """
+
+    model: Model
+    batch_like: Any
+    objective: Objective
+    held_out: Objective
+    work: Callable[[float, float], StepWork]
+    open_data: Callable[[], Data]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a batch."""
+        return self.batch_like.loss_weights.shape
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Sharding of a batch's rows and columns; further axes are not sharded."""
+        return self.batch_like.loss_weights.sharding
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the model."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.model.shapes))
+
+
+@dataclass(frozen=True)
+class AttentionSystem:
+    """One of the systems that the papers compare.
+
+    layout: how the sequence is distributed over the ring.
+    sharded: whether there may be a ring of more than one device.
+    implementation: the kernel it requires; None for the config's.
+    chunked: whether the feed-forward is computed in chunks.
+    """
+
+    layout: Layout
+    sharded: bool
+    implementation: str | None
+    chunked: bool
+
+
+@names_fields
+def attention_system(config: ml_collections.ConfigDict) -> AttentionSystem:
+    """Returns the system that `config.attention` names.
+
+    Raises:
+      ValueError: there is no such system.
+    """
+    whole, striped = layouts.Contiguous(), layouts.Striped(config.stripe_granule)
+    systems = {
+        "vanilla": AttentionSystem(whole, False, "reference", chunked=False),
+        "memory_efficient": AttentionSystem(whole, False, None, chunked=False),
+        "blockwise": AttentionSystem(whole, False, None, chunked=True),
+        "ring": AttentionSystem(whole, True, None, chunked=True),
+        "striped": AttentionSystem(striped, True, None, chunked=True),
+        "zigzag": AttentionSystem(layouts.Zigzag(), True, None, chunked=True),
+    }
+    if config.attention not in systems:
+        raise ValueError(f"{config.attention=} must be one of {', '.join(systems)}")
+    return systems[config.attention]
+
+
 def simulate_devices(config: ml_collections.ConfigDict) -> None:
-    """Makes this process simulate CPU devices, if the config wants any.
+    """Makes this process simulate CPU devices if the config asks for them.
 
     Raises:
       RuntimeError: JAX has devices already.
@@ -65,15 +153,15 @@ def simulate_devices(config: ml_collections.ConfigDict) -> None:
 
 @names_fields
 def mesh_shape(config: ml_collections.ConfigDict, devices: int) -> MeshShape:
-    """The axes of the mesh of so many devices.
+    """Returns the axes of a mesh of this many devices.
 
     Raises:
-      ValueError: they do not match the devices, or there is a ring that the attention
-        system cannot use; then with all that has to change.
+      ValueError: the axes do not match the devices, or there is a ring that the
+        attention system cannot use; the message lists every field to change.
     """
     shape = MeshShape(**config.mesh).fill(devices)
     if shape.ring > 1 and not attention_system(config).sharded:
-        fsdp = shape.fsdp * shape.ring  # the devices of the ring share out the batch
+        fsdp = shape.fsdp * shape.ring  # the ring's devices shard the batch instead
         parts = config.train.microbatches * shape.data * fsdp
         rows = -(-config.data.batch_rows // max(parts, 1)) * parts
         change = {"mesh.ring": 1, "mesh.fsdp": fsdp}
@@ -90,7 +178,7 @@ def mesh_shape(config: ml_collections.ConfigDict, devices: int) -> MeshShape:
 def partition(
     config: ml_collections.ConfigDict, devices: Sequence[jax.Device]
 ) -> Partition:
-    """The mesh of the devices to run on or compile for, and what is sharded over it.
+    """Returns the partition over the devices to run on or compile for.
 
     Raises:
       ValueError: as `mesh_shape`.
@@ -100,14 +188,14 @@ def partition(
 
 @names_fields
 def execution(config: ml_collections.ConfigDict) -> Execution:
-    """How the config's model is computed.
+    """Returns the dtype, remat policy and chunking of the config's model.
 
     Raises:
-      ValueError: a type that it cannot be computed in, or an unknown policy.
+      ValueError: an unsupported dtype, or an unknown remat policy.
     """
     if config.compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(
-            f"{config.compute_dtype=} is not one of {', '.join(COMPUTE_DTYPES)}"
+            f"{config.compute_dtype=} must be one of {', '.join(COMPUTE_DTYPES)}"
         )
     chunked = attention_system(config).chunked
     return Execution(
@@ -119,36 +207,10 @@ def execution(config: ml_collections.ConfigDict) -> Execution:
 
 
 @names_fields
-def sizes(config: ml_collections.ConfigDict) -> LlamaConfig:
-    """Those of the LLaMA that the config describes.
-
-    Raises:
-      ValueError: sizes that make no model.
-    """
-    scaling = RopeScaling(**config.rope_scaling)
-    return LlamaConfig(**config.model, rope_scaling=scaling)
-
-
-@names_fields
-def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
-    """The LLaMA that the config describes.
-
-    Raises:
-      ValueError: sizes that make no model, or that do not divide over the mesh.
-    """
-    how, llama = execution(config), sizes(config)
-
-    def build(key: jax.Array) -> Llama:
-        return Llama(llama, how, partition, rngs=nnx.Rngs(params=key))
-
-    return Model.of(llama, build, partition)
-
-
-@names_fields
 def ring_attention(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> Callable[..., jax.Array]:
-    """The config's attention on the mesh (see `make_ring_attention`).
+    """Builds the config's attention on the mesh (see `make_ring_attention`).
 
     Raises:
       ValueError: an unknown implementation.
@@ -162,40 +224,10 @@ def ring_attention(
     )
 
 
-def loss_function(
-    config: ml_collections.ConfigDict,
-    model: Model,
-    partition: Partition,
-    parts: PositionParts | None = None,
-) -> Callable[[Any, Batch], jax.Array]:
-    """From parameters and a batch in layout order to its summed loss.
-
-    parts: the losses of these, (parts,), instead of one of all.
-
-    Raises:
-      ValueError: an unknown implementation, or a chunk of no tokens.
-    """
-    if config.loss_chunk_tokens < 1:
-        raise ValueError(f"{config.loss_chunk_tokens=} must be at least 1")
-    attend = ring_attention(config, partition)
-
-    def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
-        llama = nnx.merge(model.structure, parameters)
-        see = functools.partial(attend, visible=Visible(batch.k_start, batch.k_end))
-        hidden = llama(batch.tokens, batch.positions, see)
-        learnt = hidden, llama.head[...], batch.targets, batch.loss_weights
-        how = {"chunk": config.loss_chunk_tokens, "partition": partition}
-        if parts is None:
-            return cross_entropy(*learnt, **how)
-        return cross_entropy_by_position(*learnt, batch.positions, parts=parts, **how)
-
-    return loss_sum
-
-
 def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, partition: Partition
 ) -> TrainState:
-    """Shape, type and sharding of everything in the train state."""
+    """Returns shape, dtype and sharding of every leaf of the train state."""
 
     def placed(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
@@ -223,25 +255,25 @@ def abstract_state(
 
 @names_fields
 def optimizer_settings(config: ml_collections.ConfigDict) -> OptimizerSettings:
-    """Settings of the optimizer and its schedule."""
+    """Returns the settings of the optimizer and its schedule."""
     return OptimizerSettings(total_steps=config.train.steps, **config.optimizer)
 
 
 @names_fields
 def guard_settings(config: ml_collections.ConfigDict) -> GuardSettings:
-    """Which updates are skipped, and what ends a run."""
+    """Returns which updates are skipped, and when a run ends."""
     return GuardSettings(**config.guard)
 
 
 def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
-    """Rows and columns of the global batch."""
+    """Returns rows and context tokens of the global batch."""
     return config.data.batch_rows, config.data.context_tokens
 
 
 def batch_sharding(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> NamedSharding:
-    """Placement of a batch's arrays (B, T).
+    """Returns the sharding of token arrays, [B, T].
 
     Raises:
       ValueError: the batch, or a microbatch of it, does not divide over the mesh.
@@ -279,21 +311,6 @@ def _check_columns(config: ml_collections.ConfigDict, partition: Partition) -> N
         )
 
 
-def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> Batch:
-    """Shape, type and sharding of a batch's arrays (B, T).
-
-    Raises:
-      ValueError: as `batch_sharding`.
-    """
-    sharding = batch_sharding(config, partition)
-
-    def array(dtype: type) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(batch_shape(config), dtype, sharding=sharding)
-
-    arrays = dict.fromkeys(Batch._fields, array(jnp.int32))
-    return Batch(**arrays | {"loss_weights": array(jnp.float32)})
-
-
 def train_step(
     config: ml_collections.ConfigDict,
     loss_sum: LossFunction,
@@ -301,9 +318,9 @@ def train_step(
     state: TrainState,
     count: Callable[[Any], Counts] = count_tokens,
 ) -> jax.stages.Wrapped:
-    """The program `(state, batch) -> (state, metrics)`; it takes the old state's place.
+    """Builds the program `(state, batch) -> (state, metrics)`; it donates the state.
 
-    state: shape, type and sharding of everything in it (see `abstract_state`).
+    state: shape, dtype and sharding of every leaf (see `abstract_state`).
     """
     sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
     device = sharding.step.mesh.devices.flat[0]
@@ -319,77 +336,3 @@ def train_step(
         donate_argnums=0,
         compiler_options=compiler_options(device.device_kind),
     )
-
-
-@names_fields
-def corpus(config: ml_collections.ConfigDict, split: str) -> TokenFile:
-    """The token file of a split ("train" or "validation").
-
-    Raises:
-      FileNotFoundError, ValueError: it is missing or damaged, or has tokens that the
-        model's vocabulary lacks.
-    """
-    tokens = TokenFile.open(config.data.corpus or STANDARD_LIBRARY, split)
-    tokens.check_vocabulary(config.model.vocab_size)
-    return tokens
-
-
-@names_fields
-def batches(
-    config: ml_collections.ConfigDict, partition: Partition, split: str
-) -> TextBatches:
-    """This host's part of every batch: shuffled to train, in order to validate.
-
-    Raises:
-      ValueError: unknown rows, or a corpus too small for one batch; as `corpus`.
-    """
-    if config.data.rows not in ROW_PLANS:
-        raise ValueError(f"{config.data.rows=} is not one of {', '.join(ROW_PLANS)}")
-    plan = ROW_PLANS[config.data.rows](
-        corpus(config, split), config.data.context_tokens
-    )
-    sharding = batch_sharding(config, partition)
-    return TextBatches(
-        plan,
-        host_blocks(sharding, batch_shape(config)),
-        config.data.batch_rows,
-        attention_system(config).layout,
-        partition.ring_size,
-        Shuffled(config.seed) if split == "train" else InOrder(),
-    )
-
-
-def validation_batches(
-    config: ml_collections.ConfigDict, partition: Partition
-) -> list[dict[Block, Batch]]:
-    """The held-out batches, the same at every validation; they stay in memory.
-
-    Raises:
-      ValueError: as `batches`.
-    """
-    if not config.train.validation_batches:
-        return []
-    held_out = batches(config, partition, "validation")
-    wanted = min(config.train.validation_batches, len(held_out))
-    return [held_out[i] for i in range(wanted)]
-
-
-def step_work(
-    config: ml_collections.ConfigDict, model: Model
-) -> Callable[[float, float], StepWork]:
-    """From a step's tokens and visible pairs to what it computes."""
-    paper_flops = paper_train_flops(model.config, *batch_shape(config))
-
-    def work(tokens: float, pairs: float) -> StepWork:
-        model_flops = train_flops(model.config, tokens, pairs)
-        return StepWork(int(tokens), model_flops, paper_flops)
-
-    return work
-
-
-def fingerprint(model: Model) -> dict[str, Any]:
-    """What a checkpoint's model must agree in."""
-    sizes = dataclasses.asdict(model.config)
-    if model.config.rope_scaling == RopeScaling():
-        del sizes["rope_scaling"]  # as in checkpoints from before there was any
-    return {"model": sizes}

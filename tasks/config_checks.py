@@ -1,4 +1,4 @@
-"""What is wrong with a config, all of it at once, before anything is made of it."""
+"""Checks a config, and reports everything that is wrong with it at once."""
 
 import functools
 import importlib.util
@@ -14,9 +14,7 @@ from data.chains import LOSS_ON, ORDERS
 from data.text import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
-from tasks import base as assemble
-from tasks import exorl as assemble_agents
-from tasks.attention_systems import attention_system
+from tasks import base
 from tasks.config_errors import names_fields, raise_all
 from tasks.task import TASKS
 from training.mesh import Partition
@@ -37,37 +35,37 @@ LEAST = {
     "checkpoint.save_every_steps": 0,
     "checkpoint.keep": 1,
 }
-"""The smallest numbers that mean something."""
+"""Smallest valid value of each numeric field."""
 
 BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
-"""What a bucket needs that is not installed everywhere."""
+"""Packages that buckets need and that are not installed everywhere."""
 
 Check = Callable[[ml_collections.ConfigDict], object]
 
 
 def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
-    """Checks a config by itself, for a run on so many devices; None: on any.
+    """Checks a config by itself, for a run on this many devices; None: on any.
 
     What depends on the corpus and on the kind of device is found later.
 
     Raises:
-      ValueError: with everything that is wrong.
+      ValueError: lists everything that is wrong.
     """
-    agent = config.task == "exorl"
+    task = TASKS.get(config.task, TASKS["text"])
     checks: list[Check] = [
         _numbers,
         _names,
         _places,
         _profile,
-        attention_system,
-        assemble.execution,
-        assemble.optimizer_settings,
-        assemble.guard_settings,
-        assemble_agents.sizes if agent else assemble.sizes,
+        base.attention_system,
+        base.execution,
+        base.optimizer_settings,
+        base.guard_settings,
+        task.sizes,
     ]
     if devices is not None:
         checks.append(functools.partial(_batch, devices=devices))
-    if agent:
+    if config.task == "exorl":
         checks.append(_shares)
     raise_all(functools.partial(check, config) for check in checks)
 
@@ -105,7 +103,7 @@ def _names(config: ml_collections.ConfigDict) -> None:
         value = _get(config, name)
         if value not in choices:
             wanted = ", ".join(choice or '""' for choice in choices)
-            found.append(f"config.{name}={value!r} is not one of {wanted}")
+            found.append(f"config.{name}={value!r} must be one of {wanted}")
     if found:
         raise ValueError("; ".join(found))
 
@@ -145,31 +143,33 @@ def _shares(config: ml_collections.ConfigDict) -> None:
 
 @names_fields
 def _batch(config: ml_collections.ConfigDict, devices: int) -> None:
-    """Mesh and batch, which have to suit each other and the devices."""
-    mesh = assemble.mesh_shape(config, devices).abstract_mesh()
-    of_task = assemble_agents if config.task == "exorl" else assemble
-    of_task.batch_sharding(config, Partition(mesh))
+    """Checks that mesh, batch and devices fit each other."""
+    mesh = base.mesh_shape(config, devices).abstract_mesh()
+    task = TASKS.get(config.task, TASKS["text"])
+    task.batch_sharding(config, Partition(mesh))
 
 
 def check_attention(config: ml_collections.ConfigDict, partition: Partition) -> None:
     """Traces the config's attention, forward and backward, for these devices.
 
-    Nothing is traced where there is none, as in a perceptron.
+    Traces nothing for a perceptron, which has no attention.
 
     Raises:
       ValueError: the implementation does not run on them, or not with these sizes.
     """
     if config.task == "exorl" and config.agent.method == "perceptron":
         return
-    rows, columns = assemble.batch_shape(config)
+    rows, columns = base.batch_shape(config)
     shape = rows // config.train.microbatches, columns
 
     def array(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*shape, *more), jnp.dtype(dtype))
 
     def attend(q: jax.Array, k: jax.Array, bound: jax.Array) -> jax.Array:
-        see = assemble.ring_attention(config, partition)
-        return see(q, k, k, visible=Visible(bound, bound)).astype(jnp.float32).sum()
+        attention = base.ring_attention(config, partition)
+        return (
+            attention(q, k, k, visible=Visible(bound, bound)).astype(jnp.float32).sum()
+        )
 
     heads = config.model.num_heads, config.model.num_kv_heads
     kinds = [array(config.compute_dtype, n, config.model.head_dim) for n in heads]

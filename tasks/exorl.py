@@ -1,7 +1,6 @@
-"""From a config of task "exorl" to what its run has of its own.
+"""The task "exorl": an agent trained on chains of packed trajectories.
 
-As `assemble`, which makes everything else: agents, their losses, and chains of
-trajectories. A batch's columns are steps, each of which is four tokens of the context.
+A batch's columns are environment steps; each is four tokens of the context.
 """
 
 import dataclasses
@@ -17,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from data import trajectory_file
 from data.batch import Block
 from data.chains import ChainBatch, Chains, hold_out
 from data.text import InOrder, TextBatches
@@ -29,7 +29,8 @@ from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
 from models.losses import action_errors, sums_by_rank
 from models.rope import RopeScaling
-from tasks import base as assemble
+from tasks import base
+from tasks.base import Data, Objective, Task
 from tasks.config_errors import names_fields
 from training.feed import host_blocks
 from training.mesh import Partition
@@ -43,19 +44,51 @@ DATA_FIELDS = (
     "chain_order",
     "loss_on",
 )
-"""Of config.data, those that only agents have."""
+"""Fields of config.data that only this task reads."""
 METHODS = ("transformer", "perceptron")
 HELD_OUT_SEED = 0
-"""Of the chains of a validation: all runs have the same."""
+"""Seed of the validation chains, the same in all runs."""
+
+
+def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
+    """Builds the task; reads no data.
+
+    Raises:
+      ValueError: something in the config is wrong.
+    """
+    agent = model(config, partition)
+
+    def open_data() -> Data:
+        file = trajectories(config)
+        return Data(
+            batches=batches(config, partition, file, "train"),
+            validation=validation_batches(config, partition, file),
+            fingerprint=fingerprint(agent, file),
+        )
+
+    by_rank = Objective(
+        loss_function(config, agent, partition),
+        count(config),
+        [f"rank_{rank}" for rank in range(1, config.agent.chain_length + 1)],
+        unit="squared error of actions",
+    )
+    return Task(
+        model=agent,
+        batch_like=abstract_batch(config, partition),
+        objective=by_rank,
+        held_out=by_rank,
+        work=step_work(config, agent),
+        open_data=open_data,
+    )
 
 
 def step_layout(config: ml_collections.ConfigDict) -> Layout:
-    """How steps are dealt out, so that their tokens lie in the config's layout.
+    """Returns the layout of steps whose tokens lie in the config's layout.
 
     Raises:
       ValueError: the layout would cut a step.
     """
-    layout = assemble.attention_system(config).layout
+    layout = base.attention_system(config).layout
     if not isinstance(layout, Striped):
         return layout
     if layout.granule % TOKENS_OF_A_STEP:
@@ -67,7 +100,7 @@ def step_layout(config: ml_collections.ConfigDict) -> Layout:
 
 
 def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
-    """Rows and steps of the global batch."""
+    """Returns rows and steps of the global batch."""
     return config.data.batch_rows, config.data.context_tokens // TOKENS_OF_A_STEP
 
 
@@ -75,13 +108,13 @@ def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
 def batch_sharding(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> NamedSharding:
-    """Placement of a batch's arrays (B, S, …).
+    """Returns the sharding of a batch's arrays, [B, S, ...].
 
     Raises:
       ValueError: rows or steps do not divide over the mesh, or the context is too short
         for a chain.
     """
-    assemble.batch_sharding(config, partition)
+    base.batch_sharding(config, partition)
     rows, steps = batch_shape(config)
     divisor = TOKENS_OF_A_STEP * step_layout(config).divisor(partition.ring_size)
     agent, tokens = config.agent, config.data.context_tokens
@@ -99,7 +132,7 @@ def batch_sharding(
 def abstract_batch(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> ChainBatch:
-    """Shape, type and sharding of a batch's arrays.
+    """Returns shape, dtype and sharding of a batch's arrays.
 
     Raises:
       ValueError: as `batch_sharding`.
@@ -121,14 +154,14 @@ def abstract_batch(
 
 @names_fields
 def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
-    """Those of the agent that the config describes.
+    """Returns the sizes of the config's agent.
 
     Raises:
       ValueError: an unknown method, or sizes that make no model.
     """
     agent = config.agent
     if agent.method not in METHODS:
-        raise ValueError(f"{config.agent.method=} is not one of {', '.join(METHODS)}")
+        raise ValueError(f"{config.agent.method=} must be one of {', '.join(METHODS)}")
     if agent.method == "perceptron":
         layers = config.model.hidden_size, config.model.num_layers
         ends = agent.observation_size, agent.action_size
@@ -141,13 +174,13 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
 
 @names_fields
 def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
-    """The agent that the config describes.
+    """Builds the config's agent, without parameters.
 
     Raises:
       ValueError: an unknown method, sizes that make no model, or that do not divide
         over the mesh.
     """
-    how, found = assemble.execution(config), sizes(config)
+    run, found = base.execution(config), sizes(config)
     if isinstance(found, ClonerConfig):
 
         def build(key: jax.Array) -> nnx.Module:
@@ -156,7 +189,7 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
         return Model.of(found, build, partition)
 
     def build(key: jax.Array) -> nnx.Module:
-        return Agent(found, how, partition, rngs=nnx.Rngs(params=key))
+        return Agent(found, run, partition, rngs=nnx.Rngs(params=key))
 
     return Model.of(found, build, partition)
 
@@ -164,19 +197,19 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
 def predictions(
     config: ml_collections.ConfigDict, model: Model, partition: Partition
 ) -> Callable[[Any, ChainBatch], jax.Array]:
-    """From parameters and a batch in layout order to its actions, (B, S, A).
+    """Builds (parameters, batch in layout order) -> actions, [B, S, A].
 
     Raises:
       ValueError: an unknown implementation.
     """
-    attend = assemble.ring_attention(config, partition)
+    attend = base.ring_attention(config, partition)
 
     def predict(parameters: Any, batch: ChainBatch) -> jax.Array:
         agent = nnx.merge(model.structure, parameters)
         if config.agent.method == "perceptron":
             return agent(batch.observations)
         index = agent.token_index(batch.positions)
-        # Padding comes last, so no step sees it.
+        # Padding comes last, so it is visible to no step.
         visible = Visible(jnp.zeros_like(index), index + 1)
         return agent(batch, functools.partial(attend, visible=visible))
 
@@ -186,7 +219,7 @@ def predictions(
 def loss_function(
     config: ml_collections.ConfigDict, model: Model, partition: Partition
 ) -> Callable[[Any, ChainBatch], jax.Array]:
-    """From parameters and a batch in layout order to its summed losses, by rank.
+    """Builds (parameters, batch in layout order) -> summed losses by rank.
 
     Raises:
       ValueError: an unknown implementation.
@@ -207,18 +240,18 @@ def loss_function(
 
 
 def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
-    """From a batch to what is in it; a perceptron's tokens are steps."""
+    """Builds batch -> `Counts`; a perceptron's tokens are steps."""
     chain_length = config.agent.chain_length
     reads_chains = config.agent.method == "transformer"
 
     def counts(batch: ChainBatch) -> Counts:
-        # Where all else is 0, only the first step of a chain is no padding.
+        # Where all else is 0, only the first step of a chain is not padding.
         later = (batch.timesteps > 0) | (batch.ranks > 0)
         real = (later | (batch.positions == 0)).astype(jnp.float32)
         weights = sums_by_rank(batch.loss_weights, batch.ranks, chain_length)
         if not reads_chains:
             return Counts(real.sum(), jnp.zeros((), jnp.float32), weights)
-        # The token at index i sees i + 1, and itself among them.
+        # The token at index i attends to i + 1 tokens, itself included.
         first = TOKENS_OF_A_STEP * batch.positions.astype(jnp.float32)
         triangle = TOKENS_OF_A_STEP * (TOKENS_OF_A_STEP + 1) / 2
         pairs = (real * (TOKENS_OF_A_STEP * first + triangle)).sum()
@@ -230,9 +263,9 @@ def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
 def step_work(
     config: ml_collections.ConfigDict, model: Model
 ) -> Callable[[float, float], StepWork]:
-    """From a step's tokens and visible pairs to what it computes.
+    """Builds (tokens, visible pairs) of a step -> `StepWork`.
 
-    What is before and after the layers is left out: it is small.
+    Leaves out what comes before and after the layers: it is small.
     """
     rows, steps = batch_shape(config)
     if config.agent.method == "perceptron":
@@ -250,7 +283,7 @@ def step_work(
 
 
 def directory(config: ml_collections.ConfigDict) -> Path:
-    """Where the packed trajectories are.
+    """Returns the directory of the packed trajectories.
 
     Raises:
       ValueError: the config names none.
@@ -263,13 +296,23 @@ def directory(config: ml_collections.ConfigDict) -> Path:
     return Path(config.data.trajectories)
 
 
-@names_fields
-def trajectories(config: ml_collections.ConfigDict) -> TrajectoryFile:
-    """The packed trajectories.
+def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
+    """Returns the data's field, its digest, and a note of what was not compared.
 
     Raises:
-      FileNotFoundError, ValueError: they are missing or damaged, or other than what the
-        config says of them.
+      FileNotFoundError, ValueError: there are no trajectories, or they are damaged.
+    """
+    where, compare = directory(config), config.data.compare_digests
+    return "data.trajectories", *trajectory_file.identify(where, compare=compare)
+
+
+@names_fields
+def trajectories(config: ml_collections.ConfigDict) -> TrajectoryFile:
+    """Opens the packed trajectories.
+
+    Raises:
+      FileNotFoundError, ValueError: they are missing or damaged, or do not match the
+        config.
     """
     file = TrajectoryFile.open(directory(config))
     agent, longest = config.agent, int(file.lengths.max())
@@ -290,7 +333,7 @@ def trajectories(config: ml_collections.ConfigDict) -> TrajectoryFile:
 def episodes(
     config: ml_collections.ConfigDict, file: TrajectoryFile, split: str
 ) -> np.ndarray:
-    """Numbers of the episodes of a split ("train" or "validation") that are used.
+    """Returns the numbers of the episodes used of a split ("train", "validation").
 
     Raises:
       ValueError: a share that leaves none.
@@ -310,7 +353,7 @@ def batches(
     file: TrajectoryFile,
     split: str,
 ) -> TextBatches:
-    """This host's part of every batch of chains.
+    """Returns this host's part of every batch of chains.
 
     Raises:
       ValueError: too few episodes for a chain; as `batch_sharding` and `episodes`.
@@ -334,7 +377,7 @@ def batches(
 def validation_batches(
     config: ml_collections.ConfigDict, partition: Partition, file: TrajectoryFile
 ) -> list[dict[Block, ChainBatch]]:
-    """Chains of the held-out episodes, the same at every validation.
+    """Reads chains of the held-out episodes, the same at every validation.
 
     Raises:
       ValueError: as `batches`.
@@ -346,9 +389,9 @@ def validation_batches(
 
 
 def fingerprint(model: Model, file: TrajectoryFile) -> dict[str, Any]:
-    """What a checkpoint's model must agree in.
+    """Returns the properties in which a checkpoint's model must agree.
 
-    It reads observations as they were standardised when it was trained.
+    Observations must be standardised as they were when it was trained.
     """
     names = ("observation_mean", "observation_std", "action_repeat")
     data = {name: file.index[name] for name in names[:2]}

@@ -1,4 +1,4 @@
-"""From a config to a generator: what `generate.py` runs."""
+"""Builds the programs that generate text with a config's model."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ from models.cache import EMPTY, Cache, empty_cache
 from models.decode import Generator
 from models.llama import Llama
 from models.sampling import Sampling, row_keys, sample
-from tasks import base as assemble
+from tasks import base, text
 from training.chips import compiler_options
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
 
 
 def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
-    """Placement of a cache whose keys have this shape, (Y, B, S, K, D).
+    """Returns the sharding of a cache whose keys have this shape, [Y, B, S, K, D].
 
     Raises:
       ValueError: rows or heads do not divide over the mesh.
@@ -46,16 +46,16 @@ def generator(
     rows: int,
     cache_tokens: int,
 ) -> Generator:
-    """Programs that generate with the config's model on the mesh.
+    """Builds the programs that generate with the config's model on the mesh.
 
-    rows: prompts at a time. cache_tokens: that a row's prompt and what follows it may
-      have; rounded up to what the layout can shard.
+    rows: prompts at a time. cache_tokens: most tokens of a row's prompt and its
+      continuation; rounded up to what the layout can shard.
 
     Raises:
       ValueError: rows, heads or sizes that do not divide over the mesh, or a cache of
         no tokens.
     """
-    layout = assemble.attention_system(config).layout
+    layout = base.attention_system(config).layout
     mesh, ring = partition.mesh, partition.ring_size
     if cache_tokens < 1:
         raise ValueError(f"a cache of {cache_tokens} tokens must have at least 1")
@@ -93,12 +93,12 @@ def generator(
 def _programs(
     config: ml_collections.ConfigDict, partition: Partition, sampling: Sampling
 ) -> tuple[Callable, Callable]:
-    """Prefill and step of `Generator`, to be compiled."""
+    """Builds prefill and step of `Generator`, to be compiled."""
     mesh = partition.mesh
-    sequences = assemble.model(config, partition).structure
-    few_tokens = assemble.model(config, StationaryPartition(mesh)).structure
+    sequences = text.model(config, partition).structure
+    few_tokens = text.model(config, StationaryPartition(mesh)).structure
     operations = CachedAttention(mesh, partition.axes("sequence"))
-    ring = assemble.ring_attention(config, partition)
+    ring = base.ring_attention(config, partition)
 
     def draw(
         llama: Llama, hidden: jax.Array, index: jax.Array, seed: jax.Array
@@ -147,15 +147,15 @@ def _programs(
 def restored_parameters(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> tuple[Any, int]:
-    """The newest of the config's run, on the mesh, and their step.
+    """Reads the newest parameters of the config's run onto the mesh, and their step.
 
     Matrices are in the compute type, in which they are multiplied anyway.
 
     Raises:
       FileNotFoundError, ValueError: there is no checkpoint, or one of another model.
     """
-    model = assemble.model(config, partition)
-    return newest_parameters(config, partition, model, assemble.fingerprint(model))
+    model = text.model(config, partition)
+    return newest_parameters(config, partition, model, text.fingerprint(model))
 
 
 def newest_parameters(
@@ -164,7 +164,7 @@ def newest_parameters(
     model: Model,
     fingerprint: Mapping[str, Any],
 ) -> tuple[Any, int]:
-    """The same, of any model and what its checkpoints must agree in."""
+    """Reads the newest parameters of a model with this fingerprint, and their step."""
     dtype = jnp.dtype(config.compute_dtype)
 
     def placed(shape: jax.ShapeDtypeStruct, names: tuple) -> jax.ShapeDtypeStruct:

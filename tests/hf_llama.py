@@ -15,7 +15,7 @@ from flax import nnx
 from kernels import masks
 from kernels.layouts import permute, unpermute
 from kernels.ring import make_ring_attention
-from tasks import base as assemble
+from tasks import base, text
 from tests.runs import small_config
 from tools.convert_hf import settings_of
 from tools.lib.hf.config import llama_config
@@ -48,8 +48,8 @@ def logits(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> Callable[[Any, np.ndarray], np.ndarray]:
     """A program from parameters and tokens (T,) to logits (T, V), on the ring."""
-    model = assemble.model(config, partition)
-    layout = assemble.attention_system(config).layout
+    model = text.model(config, partition)
+    layout = base.attention_system(config).layout
     ring_size = partition.mesh.shape["ring"]
     attend = make_ring_attention(
         partition.mesh, layout=layout, implementation="reference"

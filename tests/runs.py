@@ -16,7 +16,7 @@ import train
 from configs import tiny
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
-from tasks import base as assemble
+from tasks import base, text
 from training.checkpoint import Checkpoints
 from training.metrics import read_scalars
 from training.optimizer import make_optimizer
@@ -139,15 +139,15 @@ class Run:
     def state(self) -> TrainState:
         """The newest checkpoint's."""
         config = self.config()
-        partition = assemble.partition(config, jax.devices())
-        model = assemble.model(config, partition)
-        optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
+        partition = base.partition(config, jax.devices())
+        model = text.model(config, partition)
+        optimizer, _ = make_optimizer(base.optimizer_settings(config))
         with Checkpoints(
             self.workdir / "checkpoints",
             keep=1,
-            fingerprint=assemble.fingerprint(model),
+            fingerprint=text.fingerprint(model),
         ) as checkpoints:
-            shapes = assemble.abstract_state(model, optimizer, partition)
+            shapes = base.abstract_state(model, optimizer, partition)
             return checkpoints.restore(shapes)[0]
 
     def files(self) -> dict[Path, bytes]:

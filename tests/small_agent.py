@@ -15,7 +15,7 @@ from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.cases import QUICK
 from kernels.layouts import permute
 from models.blueprint import Model
-from tasks import exorl as assemble_agents
+from tasks import exorl
 from training.mesh import MeshShape, Partition, make_mesh
 
 EPISODE_STEPS, ROWS = 7, 2
@@ -63,7 +63,7 @@ def chains_of(
     file: TrajectoryFile, config: ml_collections.ConfigDict, **options: Any
 ) -> ChainBatch:
     """A batch of the config's shape, in the order of the chains."""
-    rows, steps = assemble_agents.batch_shape(config)
+    rows, steps = exorl.batch_shape(config)
     episodes = np.arange(len(file.returns))
     length = config.agent.chain_length
     chains = Chains(file, episodes, length, seed=1, multiple=steps, **options)
@@ -92,10 +92,10 @@ class Run:
         self.config = config_of(**mesh | overrides)
         devices = jax.devices()[: math.prod(shape.axes.values())]
         self.partition = Partition(make_mesh(shape, devices))
-        self.model = assemble_agents.model(self.config, self.partition)
+        self.model = exorl.model(self.config, self.partition)
         parts = self.config, self.model, self.partition
-        self.loss_sums = assemble_agents.loss_function(*parts)
-        self._predict = assemble_agents.predictions(*parts)
+        self.loss_sums = exorl.loss_function(*parts)
+        self._predict = exorl.predictions(*parts)
 
     @functools.cached_property
     def parameters(self) -> Any:
@@ -122,8 +122,8 @@ class Run:
 
     def placed(self, batch: ChainBatch) -> ChainBatch:
         """The batch in layout order, on the mesh."""
-        sharding = assemble_agents.batch_sharding(self.config, self.partition)
-        layout = assemble_agents.step_layout(self.config)
+        sharding = exorl.batch_sharding(self.config, self.partition)
+        layout = exorl.step_layout(self.config)
         size = self.partition.ring_size
         return jax.tree.map(
             lambda x: jax.device_put(permute(x, layout, size), sharding), batch

@@ -13,7 +13,7 @@ from flax import nnx
 
 from kernels import masks
 from kernels.ring import make_ring_attention
-from tasks import base as assemble
+from tasks import base, text
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 
@@ -34,7 +34,7 @@ def partition_of(shape: MeshShape) -> Partition:
 def parameters_on(partition: Partition) -> Any:
     """Large enough for every part to matter; the same on every mesh."""
     rng = np.random.default_rng(1)
-    model = assemble.model(config_of("striped"), partition)
+    model = text.model(config_of("striped"), partition)
 
     def draw(path: tuple, shape: jax.ShapeDtypeStruct, names: tuple) -> jax.Array:
         offset = 1.0 if "scale" in str(path[-1]) else 0.0
@@ -49,10 +49,10 @@ def whole_forward(dtype: str = "float32") -> Callable[[np.ndarray], np.ndarray]:
     """From tokens (B, SLOTS) to logits (B, SLOTS, V): no cache, one device."""
     config = config_of("vanilla", compute_dtype=dtype)
     partition = partition_of(MeshShape())
-    structure = assemble.model(config, partition).structure
+    structure = text.model(config, partition).structure
     attend = make_ring_attention(
         partition.mesh,
-        layout=assemble.attention_system(config).layout,
+        layout=base.attention_system(config).layout,
         implementation="reference",
     )
 

@@ -14,7 +14,7 @@ import pytest
 
 import train
 from kernels import masks
-from tasks import base as assemble
+from tasks import base, text
 from tests.runs import prepare_corpus, small_config
 from training.checkpoint import Checkpoints
 
@@ -309,8 +309,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(
     corpus: Path, tmp_path: Path
 ) -> None:
     other = small_config(corpus, tmp_path, model__num_layers=3, model__head_dim=16)
-    partition = assemble.partition(other, jax.devices())
-    fingerprint = assemble.fingerprint(assemble.model(other, partition))
+    partition = base.partition(other, jax.devices())
+    fingerprint = text.fingerprint(text.model(other, partition))
     directory = tmp_path / "checkpoints"
     with Checkpoints(directory, keep=1, fingerprint=fingerprint) as checkpoints:
         checkpoints.save(7, {"weights": np.arange(5.0)})

@@ -12,8 +12,8 @@ import pytest
 import train
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
-from tasks import base as assemble
-from tasks import task as tasks
+from tasks import base, text
+from tasks.task import run_settings
 from tests.runs import prepare_corpus, small_config
 from training.checkpoint import Checkpoints
 
@@ -30,13 +30,13 @@ def save(
 ) -> None:
     """A checkpoint of a run with these fields; of its state, there is one array."""
     config = small_config(corpus, workdir, **fields)
-    partition = assemble.partition(config, jax.devices())
-    fingerprint = assemble.fingerprint(assemble.model(config, partition))
+    partition = base.partition(config, jax.devices())
+    fingerprint = text.fingerprint(text.model(config, partition))
     with Checkpoints(
         workdir / "checkpoints", keep=3, fingerprint=fingerprint
     ) as checkpoints:
         if run:
-            checkpoints.record = {"run": run, "settings": tasks.settings(config, print)}
+            checkpoints.record = {"run": run, "settings": run_settings(config, print)}
         checkpoints.save(step, {"weights": np.arange(5.0)})
 
 

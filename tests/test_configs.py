@@ -10,15 +10,15 @@ import jax
 import ml_collections
 import pytest
 
-from configs import base, exorl_tiny, llama_sizes
+from configs import base as base_config
+from configs import exorl_tiny, llama_sizes
 from kernels.layouts import check_length
 from models.llama import LlamaConfig
 from models.remat import REMAT_POLICIES
-from tasks import base as assemble
-from tasks import exorl as assemble_agents
+from tasks import base, exorl, text
 from training.mesh import MESH_AXES, MeshShape, Partition
 
-DIRECTORY = Path(base.__file__).parent
+DIRECTORY = Path(base_config.__file__).parent
 
 
 def load(name: str) -> ModuleType:
@@ -65,7 +65,7 @@ def test_there_are_configs_to_test():
 
 @each_config
 def test_fields_are_those_of_base_with_its_types(name):
-    assert fields(load(name).get_config()) == fields(base.get_config())
+    assert fields(load(name).get_config()) == fields(base_config.get_config())
 
 
 @each_config
@@ -107,14 +107,14 @@ def test_workdir_bears_the_configs_name(name):
 def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
     config = load(name).get_config()
     partition = partition_of(config)
-    model = assemble_agents.model(config, partition)
-    batch = assemble_agents.abstract_batch(config, partition)
+    model = exorl.model(config, partition)
+    batch = exorl.abstract_batch(config, partition)
     agent = config.agent
-    rows, steps = assemble_agents.batch_shape(config)
+    rows, steps = exorl.batch_shape(config)
     assert batch.observations.shape == (rows, steps, agent.observation_size)
     assert steps >= agent.chain_length * agent.episode_steps
     assert model.shapes["action_head"].shape[1] == agent.action_size
-    assert assemble.optimizer_settings(config).total_steps == config.train.steps
+    assert base.optimizer_settings(config).total_steps == config.train.steps
     text = load(name).__doc__
     if "parameters:" in text:
         size = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
@@ -125,7 +125,7 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
 def test_every_tiny_agent_is_a_config():
     for name in exorl_tiny._NAMES:
         config = exorl_tiny.get_config(name)
-        model = assemble_agents.model(config, partition_of(config))
+        model = exorl.model(config, partition_of(config))
         assert model.config.chain_length == (4 if name.endswith("/at") else 1)
         assert config.workdir == f"runs/exorl_tiny/{name}"
     with pytest.raises(ValueError, match="'hopper/at' is not one of cartpole/at"):
@@ -136,21 +136,21 @@ def test_every_tiny_agent_is_a_config():
 def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     config = load(name).get_config()
     partition = partition_of(config)
-    model = assemble.model(config, partition)
+    model = text.model(config, partition)
     assert model.config == LlamaConfig(**config.model)
     assert model.shapes["head"].shape == (
         config.model.hidden_size,
         config.model.vocab_size,
     )
-    assert assemble.optimizer_settings(config).total_steps == config.train.steps
+    assert base.optimizer_settings(config).total_steps == config.train.steps
     assert config.remat in REMAT_POLICIES
-    system, ring_size = assemble.attention_system(config), partition.ring_size
+    system, ring_size = base.attention_system(config), partition.ring_size
     assert system.sharded or ring_size == 1
     check_length(system.layout, ring_size, config.data.context_tokens)
-    shards = assemble.batch_sharding(config, partition).shard_shape(
-        assemble.batch_shape(config)
+    shards = base.batch_sharding(config, partition).shard_shape(
+        base.batch_shape(config)
     )
-    assert math.prod(shards) == math.prod(assemble.batch_shape(config)) // (
+    assert math.prod(shards) == math.prod(base.batch_shape(config)) // (
         partition.shards("batch") * ring_size
     )
 

@@ -12,10 +12,9 @@ import pytest
 import train
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.cases import QUICK
-from tasks import base as assemble
-from tasks import exorl as assemble_agents
-from tasks import task as tasks
+from tasks import base, exorl
 from tasks.generation import newest_parameters
+from tasks.task import make_task
 from tests.curves import layout
 from tests.small_agent import (
     ACTION_SIZE,
@@ -60,9 +59,9 @@ def parameters_in(
     mean_off_by: of the first observation, which the trajectories are said to have.
     """
     config = config_in(workdir, file)
-    partition = assemble.partition(config, jax.devices())
-    model = assemble_agents.model(config, partition)
-    fingerprint = assemble_agents.fingerprint(model, file)
+    partition = base.partition(config, jax.devices())
+    model = exorl.model(config, partition)
+    fingerprint = exorl.fingerprint(model, file)
     fingerprint["trajectories"]["observation_mean"][0] += mean_off_by
     return newest_parameters(config, partition, model, fingerprint)
 
@@ -144,31 +143,31 @@ def test_parameters_of_a_run_are_refused_for_other_trajectories(undisturbed, fil
 def test_tokens_and_pairs_are_those_of_real_steps(file):
     config = config_of(data__loss_on="last")
     batch = chains_of(file, config, loss_on="last")
-    counts = jax.jit(assemble_agents.count(config), compiler_options=QUICK)(batch)
+    counts = jax.jit(exorl.count(config), compiler_options=QUICK)(batch)
     real = 4 * 2 * EPISODE_STEPS  # tokens of a row
     assert float(counts.tokens) == 2 * real
     assert float(counts.pairs) == 2 * real * (real + 1) / 2
     assert counts.weights.tolist() == [0, 2 * EPISODE_STEPS]
     config.agent.method = "perceptron"
-    counts = assemble_agents.count(config)(batch)
+    counts = exorl.count(config)(batch)
     assert (float(counts.tokens), float(counts.pairs)) == (real / 2, 0)
 
 
 def test_the_best_episodes_are_chosen_among_those_trained_on(file):
     config = config_of(data__top_share=0.5)
-    training = assemble_agents.episodes(config_of(), file, "train")
-    held_out = assemble_agents.episodes(config_of(), file, "validation")
+    training = exorl.episodes(config_of(), file, "train")
+    held_out = exorl.episodes(config_of(), file, "validation")
     assert sorted([*training, *held_out]) == list(range(len(file.returns)))
-    best = assemble_agents.episodes(config, file, "train")
+    best = exorl.episodes(config, file, "train")
     assert len(best) == len(training) // 2 and set(best) <= set(training)
     others = np.setdiff1d(training, best)
     assert file.returns[best].min() > file.returns[others].max()
 
 
 REFUSALS = {
-    "unknown_task": ({"task": "chess"}, "task='chess' is not one of text, exorl"),
+    "unknown_task": ({"task": "chess"}, "task='chess' must be one of text, exorl"),
     "no_trajectories": ({"data__trajectories": ""}, "names no trajectories"),
-    "unknown_method": ({"agent__method": "oracle"}, "method='oracle' is not one of"),
+    "unknown_method": ({"agent__method": "oracle"}, "method='oracle' must be one of"),
     "other_observations": (
         {"agent__observation_size": 5},
         f"observation_size=5, but .* has {OBSERVATION_SIZE}: set the config",
@@ -215,11 +214,11 @@ def test_bad_configs_are_refused_before_anything_is_made(
 
 def test_both_tasks_have_the_same_objects(file, tmp_path):
     config = config_in(tmp_path, file)
-    task = tasks.make(config, assemble.partition(config, jax.devices()))
+    task = make_task(config, base.partition(config, jax.devices()))
     assert task.shape == (2, 16) and task.objective.part_names == ["rank_1", "rank_2"]
     sizes = [leaf.size for leaf in jax.tree.leaves(task.model.shapes)]
     assert task.num_parameters == sum(sizes) > 1000
-    assert len(task.validation) == 1
+    assert len(task.open_data().validation) == 1
     work = task.work(100.0, 1000.0)
     layers, heads, depth = 2, 2, 8
     matrices = layers * (4 * 16 * heads * depth + 3 * 16 * 24)
@@ -237,8 +236,8 @@ def test_shorter_episodes_are_padded_at_the_end(tmp_path):
             )
     file = TrajectoryFile.open(tmp_path / "short")
     config = config_in(tmp_path / "run", file)
-    partition = assemble.partition(config, jax.devices())
-    batches = assemble_agents.batches(config, partition, file, "train")
+    partition = base.partition(config, jax.devices())
+    batches = exorl.batches(config, partition, file, "train")
     blocks = batches[0]
     assert sum(block.columns[1] - block.columns[0] for block in blocks) == 2 * 16
     weight = sum(part.loss_weights.sum() for part in blocks.values())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import train
-from tasks import base as assemble
+from tasks import base, text
 from tests.runs import kept_in, prepare_corpus, small_config
 from tools.convert_hf import export_model, import_model
 from training.checkpoint import Checkpoints
@@ -64,13 +64,13 @@ def config(corpus: Path, workdir: Path, **overrides: Any) -> ml_collections.Conf
 def state(corpus: Path, workdir: Path) -> TrainState:
     """The newest checkpoint's."""
     settings = config(corpus, workdir)
-    partition = assemble.partition(settings, jax.devices())
-    model = assemble.model(settings, partition)
-    optimizer, _ = make_optimizer(assemble.optimizer_settings(settings))
+    partition = base.partition(settings, jax.devices())
+    model = text.model(settings, partition)
+    optimizer, _ = make_optimizer(base.optimizer_settings(settings))
     with Checkpoints(
-        workdir / "checkpoints", keep=1, fingerprint=assemble.fingerprint(model)
+        workdir / "checkpoints", keep=1, fingerprint=text.fingerprint(model)
     ) as checkpoints:
-        shapes = assemble.abstract_state(model, optimizer, partition)
+        shapes = base.abstract_state(model, optimizer, partition)
         return checkpoints.restore(shapes)[0]
 
 

@@ -21,9 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import train
 from data.batch import Batch
 from kernels import layouts as layout
-from tasks import base as assemble
+from models.blueprint import Model
+from tasks import base, text
 from tests.runs import prepare_corpus, small_config
 from training.feed import place
+from training.mesh import Partition
 from training.metrics import read_scalars
 from training.optimizer import make_optimizer
 from training.step import make_train_step
@@ -54,21 +56,21 @@ class System:
     """
 
     config: ml_collections.ConfigDict
-    partition: assemble.Partition
-    model: assemble.Model
+    partition: Partition
+    model: Model
     loss_sum: Callable[[Any, jax.Array, Batch], jax.Array]
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step, placed."""
         return place(
             self.batches[step],
-            assemble.batch_sharding(self.config, self.partition),
-            assemble.batch_shape(self.config),
+            base.batch_sharding(self.config, self.partition),
+            base.batch_shape(self.config),
         )
 
     @functools.cached_property
     def batches(self) -> Any:
-        return assemble.batches(self.config, self.partition, "train")
+        return text.batches(self.config, self.partition, "train")
 
     @functools.cached_property
     def parameters_sharding(self) -> Any:
@@ -132,9 +134,9 @@ def system_config(
 
 def make_system(name: str, corpus: Path, **overrides: Any) -> System:
     config = system_config(name, corpus, Path("unused"), **overrides)
-    partition = assemble.partition(config, jax.devices())
-    model = assemble.model(config, partition)
-    loss_of_batch = assemble.loss_function(config, model, partition)
+    partition = base.partition(config, jax.devices())
+    model = text.model(config, partition)
+    loss_of_batch = text.loss_function(config, model, partition)
 
     def loss_sum(parameters: Any, weights: jax.Array, batch: Batch) -> jax.Array:
         return loss_of_batch(parameters, batch._replace(loss_weights=weights))
@@ -344,10 +346,10 @@ def test_no_collective_of_a_whole_step_holds_a_whole_sequence(
 ) -> None:
     system = make_system(name, corpus, train__microbatches=microbatches)
     config, partition, model = system.config, system.partition, system.model
-    optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
-    state = assemble.abstract_state(model, optimizer, partition)
+    optimizer, _ = make_optimizer(base.optimizer_settings(config))
+    state = base.abstract_state(model, optimizer, partition)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    loss_sum = assemble.loss_function(config, model, partition)
+    loss_sum = text.loss_function(config, model, partition)
     step = jax.jit(
         make_train_step(loss_sum, optimizer, microbatches=microbatches),
         out_shardings=(shardings, shardings.step),

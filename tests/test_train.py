@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import train
-from tasks import base as assemble
+from tasks import base, text
 from tests.curves import layout
 from tests.runs import Run, assert_equal_bits, kept_in, prepare_corpus
 from training.feed import place
@@ -33,12 +33,12 @@ STEPS, MIDDLE = 20, 10
 VICTIM = """
 import sys, time
 from pathlib import Path
-import assemble
 import train
+from tasks import base
 from tests.runs import small_config
 
 config = small_config(Path(sys.argv[1]), Path(sys.argv[2]))
-assemble.simulate_devices(config)
+base.simulate_devices(config)
 
 def say(line):
     print(line, flush=True)
@@ -250,13 +250,13 @@ def test_the_console_says_where_everything_is(undisturbed: Run) -> None:
 
 def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed: Run) -> None:
     config = undisturbed.config()
-    partition = assemble.partition(config, jax.devices())
-    model = assemble.model(config, partition)
-    loss_sum = assemble.loss_function(config, model, partition)
+    partition = base.partition(config, jax.devices())
+    model = text.model(config, partition)
+    loss_sum = text.loss_function(config, model, partition)
     evaluate = jax.jit(make_evaluate_step(loss_sum))
-    where = assemble.batch_sharding(config, partition), assemble.batch_shape(config)
+    where = base.batch_sharding(config, partition), base.batch_shape(config)
     params = undisturbed.state().params
-    batches = assemble.validation_batches(config, partition)
+    batches = text.validation_batches(config, partition)
     sums = [evaluate(params, place(blocks, *where)) for blocks in batches]
     loss, weight = np.sum(jax.device_get(sums), axis=0)
     assert len(sums) == 2 and weight > 500

@@ -28,9 +28,10 @@ from jax.sharding import NamedSharding
 
 from configs import base
 from data.json_text import read_json_object
+from models.blueprint import Model
 from models.llama import LlamaConfig
 from models.rope import RopeScaling
-from tasks import base as assemble
+from tasks import text
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.hf import config as hf_config
 from tools.lib.hf.names import HEAD, TIED_HEAD, WEIGHTS, Index, Weight, is_derived
@@ -72,14 +73,14 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> LlamaConf
         weights = _sources(files, has_tied_head)
         _check_tensors(files, weights, model)
         parameters = load(files, weights, model, partition)
-    save_parameters(workdir, parameters, assemble.fingerprint(model))
+    save_parameters(workdir, parameters, text.fingerprint(model))
     return config
 
 
 def load(
     files: TensorFiles,
     weights: Sequence[Weight],
-    model: assemble.Model,
+    model: Model,
     partition: Partition,
 ) -> Any:
     """The parameters on the mesh, float32, each device's part read on its own.
@@ -148,11 +149,11 @@ def export_model(
                 shutil.copyfile(file, writer.partial / file.name)
 
 
-def model_of(config: LlamaConfig, partition: Partition) -> assemble.Model:
+def model_of(config: LlamaConfig, partition: Partition) -> Model:
     """A model of these sizes, without parameters."""
     settings = base.get_config()
     settings.update_from_flattened_dict(settings_of(config))
-    return assemble.model(settings, partition)
+    return text.model(settings, partition)
 
 
 def settings_of(config: LlamaConfig) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def _sources(files: TensorFiles, has_tied_head: bool) -> tuple[Weight, ...]:
 
 
 def stored_shapes(
-    weights: Sequence[Weight], model: assemble.Model
+    weights: Sequence[Weight], model: Model
 ) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that makes up the model."""
     shapes = traverse_util.flatten_dict(model.shapes)
@@ -193,9 +194,7 @@ def stored_shapes(
     return stored
 
 
-def _check_tensors(
-    files: TensorFiles, weights: Sequence[Weight], model: assemble.Model
-) -> None:
+def _check_tensors(files: TensorFiles, weights: Sequence[Weight], model: Model) -> None:
     """Raises ValueError unless the files hold the model's tensors and no others."""
     wanted = stored_shapes(weights, model)
     found = {n: shape for n, shape in files.shapes.items() if not is_derived(n)}
@@ -267,7 +266,7 @@ def _check_finite(part: np.ndarray, name: str) -> None:
 
 
 def _tensors(
-    saved: SavedParameters, model: assemble.Model, partition: Partition
+    saved: SavedParameters, model: Model, partition: Partition
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor of the published model, a parameter after the other."""
     shapes = traverse_util.flatten_dict(model.shapes)

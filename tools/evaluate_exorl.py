@@ -36,8 +36,7 @@ from absl import logging
 from data import environments
 from data.chains import Chains
 from data.trajectory_file import TrajectoryFile
-from tasks import base as assemble
-from tasks import exorl as assemble_agents
+from tasks import base, exorl
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.generation import newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
@@ -70,7 +69,7 @@ def chains_without_the_best(
     Raises:
       ValueError: there are too few.
     """
-    chains = Chains(file, episodes, length, assemble_agents.HELD_OUT_SEED)
+    chains = Chains(file, episodes, length, exorl.HELD_OUT_SEED)
     return np.stack([chains.chain(row)[:-1] for row in range(rows)])
 
 
@@ -90,7 +89,7 @@ def contexts(
         raise ValueError(f"--target must be above 0, got {options.target}")
     if config.task != "exorl":
         raise ValueError(f'{config.task=} is no agent: give a config of task "exorl"')
-    file = assemble_agents.trajectories(config)
+    file = exorl.trajectories(config)
     is_single = config.agent.chain_length == 1
     if is_single and options.other:
         raise ValueError("--other is for agents of several episodes in a context")
@@ -103,13 +102,13 @@ def contexts(
     nothing = file, np.zeros((options.environments, 0), int)
     if is_single:
         return file, {"empty": nothing}
-    held_out = assemble_agents.episodes(config, file, "validation")
+    held_out = exorl.episodes(config, file, "validation")
     recorded = file, chains_without_the_best(file, held_out, *size)
     found = {"own": nothing, "empty": nothing, "recorded": recorded}
     if options.other:
         changed = config.copy_and_resolve_references()
         changed.data.trajectories = str(options.other)
-        other = assemble_agents.trajectories(changed)
+        other = exorl.trajectories(changed)
         every = np.arange(len(other.returns))
         found["other"] = other, chains_without_the_best(other, every, *size)
     return file, found
@@ -129,9 +128,9 @@ def evaluate(
     file, needed = contexts(config, options)
     rows, episodes = options.environments, options.episodes
     task = file.index["domain"], file.index["task"]
-    partition = assemble.partition(config, jax.devices())
-    model = assemble_agents.model(config, partition)
-    fingerprint = assemble_agents.fingerprint(model, file)
+    partition = base.partition(config, jax.devices())
+    model = exorl.model(config, partition)
+    fingerprint = exorl.fingerprint(model, file)
     parameters, step = newest_parameters(config, partition, model, fingerprint)
     agent = actor(config, partition, parameters, rows=rows, episodes=episodes)
     rng = np.random.default_rng(options.seed)
@@ -206,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
     check_output(options.output)
     config = read_config(rest)
-    assemble.simulate_devices(config)
+    base.simulate_devices(config)
     results = evaluate(config, options, lambda line: print(line, flush=True))
     write_json(options.output, results)
     print(f"written to {options.output}")

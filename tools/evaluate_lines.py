@@ -35,7 +35,7 @@ from data.line_retrieval import (
 )
 from data.tokenizer import Tokenizer
 from models.sampling import Sampling
-from tasks import base as assemble
+from tasks import base
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.generation import generator, restored_parameters
 from tools.generate import find_tokenizer
@@ -134,7 +134,7 @@ def evaluate(
             options.samples,
             options.seed,
         )
-    partition = assemble.partition(config, jax.devices())
+    partition = base.partition(config, jax.devices())
     rows = options.rows or config.data.batch_rows
     cases = [case for cell in cells for case in cell.cases]
     longest = max(case_tokens(form, tokenizer, case) for case in cases)
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = _options(arguments)
     logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
     config = read_config(rest)
-    assemble.simulate_devices(config)
+    base.simulate_devices(config)
     if options.output:
         check_output(options.output.with_suffix(".json"))
     results = evaluate(config, options)

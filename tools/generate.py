@@ -33,7 +33,7 @@ from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
-from tasks import base as assemble
+from tasks import base
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.generation import generator, restored_parameters
 
@@ -131,7 +131,7 @@ def prepare(
     sampling = Sampling(
         options.temperature, options.top_k, options.top_p, tokenizer.vocab_size
     )
-    partition = assemble.partition(config, jax.devices())
+    partition = base.partition(config, jax.devices())
     programs = generator(
         config,
         partition,
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = _options(arguments)
     logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
     config = read_config(rest)
-    assemble.simulate_devices(config)
+    base.simulate_devices(config)
     with contextlib.suppress(KeyboardInterrupt):
         run(config, options, lambda line: print(line, file=sys.stderr, flush=True))
 

@@ -23,8 +23,7 @@ import jax
 
 from configs import exorl_at_32
 from data.json_text import parse_json
-from tasks import base as assemble
-from tasks import exorl as assemble_agents
+from tasks import base, exorl
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
@@ -53,17 +52,17 @@ def plan(
     config.attention = system
     if attention_parts is not None:
         config.attention_parts = attention_parts
-    is_ring = assemble.attention_system(config).sharded
+    is_ring = base.attention_system(config).sharded
     devices = pod.devices if is_ring else pod.devices[:1]
     config.mesh.ring = len(devices)
-    partition = assemble.partition(config, devices)
-    model = assemble_agents.model(config, partition)
-    optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
-    state = assemble.abstract_state(model, optimizer, partition)
-    loss_sums = assemble_agents.loss_function(config, model, partition)
-    count = assemble_agents.count(config)
-    step = assemble.train_step(config, loss_sums, optimizer, state, count)
-    batch = assemble_agents.abstract_batch(config, partition)
+    partition = base.partition(config, devices)
+    model = exorl.model(config, partition)
+    optimizer, _ = make_optimizer(base.optimizer_settings(config))
+    state = base.abstract_state(model, optimizer, partition)
+    loss_sums = exorl.loss_function(config, model, partition)
+    count = exorl.count(config)
+    step = base.train_step(config, loss_sums, optimizer, state, count)
+    batch = exorl.abstract_batch(config, partition)
     environment = Environment.now(devices[0].device_kind, len(devices))
     start, peak, refusal = time.monotonic(), None, None
     try:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from tasks import base as assemble
+from tasks import base
 from tasks.command_line import Parser, as_program, read_config
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.files import write_json
@@ -53,7 +53,7 @@ def compiled_plan(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
       TooLarge: the step does not fit.
     """
     step = Step.of(config, pod)
-    rows, columns = assemble.batch_shape(config)
+    rows, columns = base.batch_shape(config)
     devices = f"{len(pod.devices)} x {pod.devices[0].device_kind} ({pod.topology})"
     what = f"compiling a step of {rows} x {columns:,} tokens for {devices}"
     with progress(what, sys.stderr):
@@ -69,8 +69,8 @@ def find_max_context(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
       ValueError: something in the config is wrong, or nothing fits.
     """
     limit = (1 - SPARE_SHARE) * pod.chip.hbm_bytes
-    ring = assemble.partition(config, pod.devices).ring_size
-    divisor = assemble.attention_system(config).layout.divisor(ring)
+    ring = base.partition(config, pod.devices).ring_size
+    divisor = base.attention_system(config).layout.divisor(ring)
     unit = divisor * max(1, LEAST_STEP // (divisor // ring))
     plans: dict[int, Plan] = {}
 

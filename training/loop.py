@@ -51,7 +51,7 @@ class Loop:
     place: from this host's blocks of a batch to the batch on the mesh.
     held_out: blocks of every batch of a validation; may be empty.
     profiler: traces the steps that are asked for.
-    told: says when to stop, and stops validations too.
+    stop: requests the end of the run, and of a validation.
     """
 
     programs: Programs
@@ -63,12 +63,12 @@ class Loop:
     goodput: Goodput
     watchdog: Watchdog
     profiler: Profiler
-    told: Notice
+    stop: Notice
 
     def run(self, state: TrainState, batches: Iterator, first_step: int) -> int:
         """Makes the steps after the first one, and gives the last that it made.
 
-        That is the last of the run, or, if it is told to stop, an earlier one. All
+        That is the last of the run, or, if a stop is requested, an earlier one. All
         checkpoints are complete then.
 
         Args:
@@ -93,7 +93,7 @@ class Loop:
             self.profiler.stop_after(step, metrics)
             try:
                 self._follow(step, state, batch, metrics)
-                if self.told.arrived():
+                if self.stop.requested():
                     last_step = step
                 saves |= _is_due(step, self.every.save, last_step)
                 if saves:
@@ -168,13 +168,13 @@ class Loop:
             raise NotFinite(what)
 
     def _validate(self, step: int, state: TrainState, metrics: Any) -> float | None:
-        """The loss of the held-out batches; None if the run is told to stop."""
+        """The loss of the held-out batches; None if a stop is requested."""
         self.report.flush()
         self.watchdog.pause()
         pause = self.report.throughput.exclude(after=metrics)
         with pause, self.goodput.spend("evaluation"):
             sums = []
-            while len(sums) < len(self.held_out) and not self.told.arrived():
+            while len(sums) < len(self.held_out) and not self.stop.requested():
                 batch = self.place(self.held_out[len(sums)])
                 sums.append(jax.device_get(self.programs.evaluate(state.params, batch)))
             if len(sums) < len(self.held_out):

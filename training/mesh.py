@@ -127,6 +127,9 @@ class Partition:
 
     mesh: Mesh
 
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+
     @property
     def ring_size(self) -> int:
         """Devices that share out a sequence."""

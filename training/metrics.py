@@ -1,7 +1,7 @@
 """What a run reports: TensorBoard points, a line on the console, throughput and MFU."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from training import chips
 from training.dashboard import dashboard
 
 # On a bucket points arrive this often; a killed run loses no more (default: 120).
@@ -224,9 +225,16 @@ class Throughput:
         self._excluded_seconds = 0.0
         self._work: list[StepWork] = []
 
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device]) -> Self:
+        """Measures the rates of these devices."""
+        chip = chips.find(devices[0].device_kind)
+        peak_flops = chip.peak_flops if chip else None
+        return cls(num_devices=len(devices), peak_flops=peak_flops)
+
     @property
     def tags(self) -> list[str]:
-        """What `report` gives, once it does."""
+        """Names of the values that `report` returns."""
         names = ["step_time", "tokens_per_second", "tokens_per_second_per_device"]
         if self._peak_flops is not None:
             names += ["mfu", "mfu_paper"]

@@ -20,7 +20,7 @@ from kernels.ring import make_ring_attention
 from models import cache as caches
 from models import decode
 from models.cache import EMPTY, Cache, appends_left, empty_cache
-from tasks import base as assemble
+from tasks import base, text
 from tasks.generation import cache_shardings
 from tests.small_llama import (
     ROWS,
@@ -51,7 +51,7 @@ class Teacher:
 
     def _model(self, partition: Partition) -> Any:
         config = config_of("striped", compute_dtype=self.dtype)
-        return assemble.model(config, partition).structure
+        return text.model(config, partition).structure
 
     def empty(self) -> Cache:
         sizes = config_of("striped").model
@@ -63,7 +63,7 @@ class Teacher:
     @functools.cached_property
     def prefill(self) -> Callable[..., tuple[jax.Array, Cache]]:
         config, mesh = config_of("striped"), self.partition.mesh
-        layout = assemble.attention_system(config).layout
+        layout = base.attention_system(config).layout
         ring = make_ring_attention(mesh, layout=layout, implementation="reference")
         models = self._model(self.partition), self._model(StationaryPartition(mesh))
 
@@ -100,7 +100,7 @@ class Teacher:
         length = 12
         index = np.tile(np.arange(length, dtype=np.int32), (ROWS, 1))
         index[index >= np.array(lengths)[:, None]] = EMPTY
-        layout = assemble.attention_system(config_of("striped")).layout
+        layout = base.attention_system(config_of("striped")).layout
         slots = order(layout, self.shape.ring, length)
         parameters = parameters_on(self.partition)
         found, cache = self.prefill(

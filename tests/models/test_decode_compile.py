@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from models.sampling import Sampling
-from tasks import base as assemble
+from tasks import base, text
 from tasks.generation import cache_shardings, generator
 from tests.runs import small_config
 from tools.lib.planning.step import described_pod
@@ -32,8 +32,8 @@ SIZES = {
 )
 def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
     pod, config = described_pod(topology), small_config("", "", **SIZES)
-    partition = assemble.partition(config, pod.devices)
-    model = assemble.model(config, partition)
+    partition = base.partition(config, pod.devices)
+    model = text.model(config, partition)
     programs = generator(
         config, partition, Sampling(temperature=0.0), rows=1, cache_tokens=SLOTS
     )

@@ -13,7 +13,7 @@ from models.flops import (
     train_flops,
 )
 from models.llama import LlamaConfig
-from tasks import base as assemble
+from tasks import text
 from training.mesh import MeshShape, Partition, make_mesh
 
 each_size = pytest.mark.parametrize("name", llama_sizes.NAMES)
@@ -63,7 +63,7 @@ def one_device() -> Partition:
 def test_counts_are_those_of_the_models_own_parameters(name, one_device):
     config = base.get_config()
     config.model.update(llama_sizes.llama(name))
-    shapes = assemble.model(config, one_device).shapes
+    shapes = text.model(config, one_device).shapes
     sizes = jax.tree.map(lambda leaf: leaf.size, shapes)
     assert num_parameters(llama(name)) == sum(jax.tree.leaves(sizes))
     matrices = jax.tree_util.tree_leaves_with_path(sizes)

@@ -16,7 +16,7 @@ from kernels import masks
 from kernels.cases import QUICK
 from kernels.layouts import permute
 from models.llama import FeedForward
-from tasks import base as assemble
+from tasks import base, text
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 
@@ -46,12 +46,12 @@ class Run:
         count = math.prod(shape.axes.values())
         self.config = config
         self.partition = Partition(make_mesh(shape, jax.devices()[:count]))
-        self.model = assemble.model(config, self.partition)
-        self.loss = assemble.loss_function(config, self.model, self.partition)
+        self.model = text.model(config, self.partition)
+        self.loss = text.loss_function(config, self.model, self.partition)
 
     def order(self) -> tuple[Any, int]:
         """Layout and ring size."""
-        layout = assemble.attention_system(self.config).layout
+        layout = base.attention_system(self.config).layout
         return layout, self.partition.ring_size
 
     @functools.cached_property
@@ -64,14 +64,14 @@ class Run:
 
         arguments = (
             jax.tree.map(placed, self.model.shapes, self.model.axes),
-            jax.tree.map(lambda x: placed(x, ("batch", "sequence")), text()),
+            jax.tree.map(lambda x: placed(x, ("batch", "sequence")), rows()),
         )
         lowered = jax.jit(jax.value_and_grad(self.loss)).lower(*arguments)
         return lowered.compile(compiler_options=QUICK)
 
     def answer(self) -> tuple[np.ndarray, Any]:
         """Loss and gradients of `text`, with `parameters`."""
-        batch = jax.tree.map(lambda x: permute(x, *self.order()), text())
+        batch = jax.tree.map(lambda x: permute(x, *self.order()), rows())
         arguments = jax.device_put(
             (drawn(self.model.shapes), batch), self.program.input_shardings[0]
         )
@@ -103,8 +103,8 @@ def drawn(shapes: Any) -> Any:
 
 
 @functools.cache
-def text() -> Batch:
-    """Rows of packed documents, the last one padded, in the order of the text."""
+def rows() -> Batch:
+    """Rows of packed documents, the last one padded, in natural order."""
     rng = np.random.default_rng(2)
     shape = ROWS, LENGTH
     tokens, targets = rng.integers(0, VOCAB, (2, *shape), np.int32)
@@ -186,7 +186,7 @@ def hidden_program():
 
     def hidden(parameters: Any, batch: Batch) -> jax.Array:
         llama = nnx.merge(run.model.structure, parameters)
-        attend = assemble.make_ring_attention(
+        attend = base.make_ring_attention(
             run.partition.mesh, layout=run.order()[0], implementation="reference"
         )
         visible = masks.Visible(batch.k_start, batch.k_end)
@@ -197,8 +197,8 @@ def hidden_program():
 
 
 def test_hidden_states_are_those_of_llama_written_out():
-    got = hidden_program()(parameters(), text())
-    want, _ = written_out(parameters(), text(), one_device())
+    got = hidden_program()(parameters(), rows())
+    want, _ = written_out(parameters(), rows(), one_device())
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
@@ -212,7 +212,7 @@ def test_loss_and_its_slope_are_those_of_llama_written_out(rng):
         moved = jax.tree.map(
             lambda x, d: x.astype(np.float64) + steps * step * d, parameters(), along
         )
-        return written_out(moved, text(), one_device())[1]
+        return written_out(moved, rows(), one_device())[1]
 
     assert loss == pytest.approx(loss_after(0), rel=1e-5)
     slope = sum(
@@ -346,7 +346,7 @@ def test_feed_forwards_gradient_in_bfloat16_does_not_suffer_from_chunks(chunks, 
 
 
 def test_changed_token_changes_only_what_follows_it_in_its_document():
-    batch = text()
+    batch = rows()
     before = np.asarray(hidden_program()(parameters(), batch))
     tokens = batch.tokens.copy()
     row, place = 1, LENGTH // 2

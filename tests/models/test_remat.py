@@ -12,7 +12,7 @@ from data.batch import Batch
 from kernels.cases import QUICK
 from kernels.masks import causal
 from models.remat import REMAT_POLICIES, remat
-from tasks import base as assemble
+from tasks import text
 from tests.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 
@@ -38,8 +38,8 @@ class Run:
         config = small_config("", "", remat=policy, **fields | overrides)
         devices = jax.devices()[:ring_size]
         partition = Partition(make_mesh(MeshShape(ring=ring_size), devices))
-        self.model = assemble.model(config, partition)
-        self.loss = assemble.loss_function(config, self.model, partition)
+        self.model = text.model(config, partition)
+        self.loss = text.loss_function(config, self.model, partition)
 
     def trace(self):
         """Of loss and gradients, as the train step takes them."""

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from data.chains import STD_FLOOR
-from tasks import exorl as assemble_agents
+from tasks import exorl
 from tests.small_agent import (
     ACTION_SIZE,
     EPISODE_STEPS,
@@ -62,7 +62,7 @@ def played(agent, file, forgetful=False, scenes=None):
 def whole_forward(steps, **overrides):
     """Actions that the model predicts for recorded steps, all at once."""
     one = Run(MeshShape(), attention="vanilla", **overrides)
-    size = assemble_agents.batch_shape(one.config)[1] - steps.positions.shape[1]
+    size = exorl.batch_shape(one.config)[1] - steps.positions.shape[1]
 
     def pad(x):
         return np.pad(x, [(0, 0), (0, size)] + [(0, 0)] * (x.ndim - 2))

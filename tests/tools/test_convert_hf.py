@@ -15,7 +15,7 @@ import pytest
 from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
-from tasks import base as assemble
+from tasks import text
 from tests import hf_llama
 from tools import convert_hf
 from tools.convert_hf import export_model, import_model, main
@@ -48,7 +48,7 @@ def workdirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def restored(workdir: Path, name: str, partition: Partition) -> Any:
-    model = assemble.model(hf_llama.run_config(name), partition)
+    model = text.model(hf_llama.run_config(name), partition)
     abstract = jax.tree.map(
         lambda s, axes: jax.ShapeDtypeStruct(
             s.shape, s.dtype, sharding=partition.sharding(axes, s.shape)

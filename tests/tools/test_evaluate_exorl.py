@@ -10,8 +10,7 @@ import pytest
 
 from data.environments import Environment
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
-from tasks import base as assemble
-from tasks import exorl as assemble_agents
+from tasks import base, exorl
 from tests.small_agent import config_of, drawn
 from tools import evaluate_exorl, figures
 from tools.lib.exorl.scenes import Stage
@@ -65,9 +64,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
     file = TrajectoryFile.open(directory / "trajectories")
     config = config_of(**FIELDS | {"mesh__data": 4})
-    partition = assemble.partition(config, jax.devices())
-    model = assemble_agents.model(config, partition)
-    fingerprint = assemble_agents.fingerprint(model, file)
+    partition = base.partition(config, jax.devices())
+    model = exorl.model(config, partition)
+    fingerprint = exorl.fingerprint(model, file)
     save_parameters(directory / "run", drawn(model, partition), fingerprint)
     return directory
 

@@ -13,7 +13,7 @@ from data.line_forms import Compact
 from data.line_retrieval import base_form, read_cases
 from data.tokenizer import ByteTokenizer
 from models.sampling import Sampling
-from tasks import base as assemble
+from tasks import base
 from tasks.generation import generator, restored_parameters
 from tests.runs import small_config, small_flags
 from tests.tools.test_generate import save
@@ -53,7 +53,7 @@ def workdir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def programs(corpus: Path, workdir: Path, **mesh: int) -> tuple[Generated, Forced, Any]:
     """What writes and what is shown answers, on fsdp 2 x ring 4 or another mesh."""
     config = small_config(corpus, workdir, **SIZES | mesh)
-    partition = assemble.partition(config, jax.devices())
+    partition = base.partition(config, jax.devices())
     parameters, _ = restored_parameters(config, partition)
     allowed = 128  # ASCII, so that tokens can be told from their text
     sampling = Sampling(temperature=0, allowed_tokens=allowed)

@@ -19,7 +19,7 @@ from kernels import masks
 from kernels.layouts import Contiguous
 from kernels.ring import make_ring_attention
 from models.decode import Generator
-from tasks import base as assemble
+from tasks import base, text
 from tasks.generation import restored_parameters
 from tests.data.test_tokenizer import make_hugging_face
 from tests.runs import prepare_corpus, small_config, small_flags
@@ -42,9 +42,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save(config: ml_collections.ConfigDict) -> Any:
     """A checkpoint of random parameters, large enough to matter; returns these."""
-    partition = assemble.partition(config, jax.devices())
-    model = assemble.model(config, partition)
-    optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
+    partition = base.partition(config, jax.devices())
+    model = text.model(config, partition)
+    optimizer, _ = make_optimizer(base.optimizer_settings(config))
     rng = np.random.default_rng(2)
 
     def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -55,7 +55,7 @@ def save(config: ml_collections.ConfigDict) -> Any:
     with Checkpoints(
         f"{config.workdir}/checkpoints",
         keep=1,
-        fingerprint=assemble.fingerprint(model),
+        fingerprint=text.fingerprint(model),
     ) as checkpoints:
         checkpoints.save(STEP, initial_state(parameters, optimizer))
     return parameters
@@ -75,7 +75,7 @@ def expected(corpus: Path, workdir: Path) -> str:
     config = small_config(corpus, workdir, attention="vanilla")
     partition = Partition(make_mesh(MeshShape(), jax.devices()[:1]))
     parameters, _ = restored_parameters(config, partition)
-    structure = assemble.model(config, partition).structure
+    structure = text.model(config, partition).structure
     ring = make_ring_attention(
         partition.mesh, layout=Contiguous(), implementation="reference"
     )
@@ -147,7 +147,7 @@ def test_a_prompt_is_read_from_its_file(corpus, workdir, expected, tmp_path, cap
 
 def test_matrices_are_restored_in_the_compute_type(corpus, workdir):
     config = small_config(corpus, workdir, compute_dtype="bfloat16")
-    partition = assemble.partition(config, jax.devices())
+    partition = base.partition(config, jax.devices())
     parameters, step = restored_parameters(config, partition)
     assert step == STEP
     layers = parameters["layers"]

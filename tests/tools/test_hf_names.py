@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from tasks import base as assemble
+from tasks import base, text
 from tests.runs import small_config
 from tools.lib.hf.names import TIED_HEAD, WEIGHTS, Weight, is_derived
 
 
 def test_every_parameter_of_the_model_has_a_name():
     config = small_config("", "")
-    model = assemble.model(config, assemble.partition(config, jax.devices()))
+    model = text.model(config, base.partition(config, jax.devices()))
     shapes = traverse_util.flatten_dict(model.shapes)
     assert sorted(weight.path for weight in WEIGHTS) == sorted(shapes)
     for weight in WEIGHTS:

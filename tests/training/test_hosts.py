@@ -23,7 +23,7 @@ import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from training import hosts
 from training.checkpoint import Checkpoints
-from training.preemption import notice
+from training.preemption import stop_notice
 from training.stored_step import DamagedStep, StoredStep
 
 port, index, directory, damaged = sys.argv[1:]
@@ -58,8 +58,8 @@ StoredStep._read_arrays = read_but_not
 say("agree", hosts.all_agree(True), hosts.all_agree(index == "0"))
 say("first", hosts.first_says(40 + int(index)))
 
-told = notice()
-with told, Checkpoints(directory, keep=3, fingerprint={}, say=say) as checkpoints:
+stop = stop_notice()
+with stop, Checkpoints(directory, keep=3, fingerprint={}, say=say) as checkpoints:
     if checkpoints.latest_step() is None:
         for step in 10, 20, 30:
             checkpoints.save(step, state(step))
@@ -74,7 +74,7 @@ with told, Checkpoints(directory, keep=3, fingerprint={}, say=say) as checkpoint
         time.sleep(4)  # as while compiling: the signal comes before the first call
     for step in range(meta["step"] + 1, 10_000):
         time.sleep(0.01 if index == "0" else 0.02)
-        if told.arrived():
+        if stop.requested():
             checkpoints.save(step, state(step))
             say("saved", step)
             break
@@ -89,7 +89,7 @@ DATA = """
 import json, sys
 from pathlib import Path
 import jax
-import assemble
+from tasks import base, text
 from tests.runs import small_config
 from training import hosts
 from training.digest import digests
@@ -100,9 +100,9 @@ jax.config.update("jax_num_cpu_devices", int(devices))
 if int(count) > 1:
     hosts.connect(f"localhost:{port}", int(count), int(index))
 config = small_config(Path(corpus), Path("none"), mesh__fsdp=2, mesh__ring=4)
-partition = assemble.partition(config, jax.devices())
-batches = assemble.batches(config, partition, "train")
-where = assemble.batch_sharding(config, partition), assemble.batch_shape(config)
+partition = base.partition(config, jax.devices())
+batches = text.batches(config, partition, "train")
+where = base.batch_sharding(config, partition), base.batch_shape(config)
 found = [digests(place(batches[step], *where)) for step in range(4)]
 print("digests", json.dumps([found, len(batches[0])]))
 """

@@ -23,17 +23,17 @@ STEPS = 10
 EVERY = Intervals(log=2, validate=3, save=4)
 
 
-class Told:
-    """A notice that arrives at a call of `arrived`; None for never."""
+class Stop:
+    """A notice that arrives at a call of `requested`; None for never."""
 
     def __init__(self, call: int | None = None):
         self.calls, self.call = 0, call
 
-    def arrived(self) -> bool:
+    def requested(self) -> bool:
         self.calls += 1
         return self.call is not None and self.calls >= self.call
 
-    def __enter__(self) -> "Told":
+    def __enter__(self) -> "Stop":
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -101,7 +101,7 @@ def evaluate(parameters: Any, batch: int) -> tuple[Any, Any]:
 
 
 def make_loop(
-    told: Told,
+    stop: Stop,
     every: Intervals = EVERY,
     replay: Callable[[Any, Any], Replay] | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -128,7 +128,7 @@ def make_loop(
         goodput=Goodput(),
         profiler=Profiler.of("", "", say),
         watchdog=Watchdog(0, 0),
-        told=told,
+        stop=stop,
     )
 
 
@@ -141,7 +141,7 @@ def run(loop: Loop, first_step: int = 0) -> int:
 
 def test_everything_is_done_at_its_multiples_and_after_the_last_step() -> None:
     said = []
-    loop = make_loop(Told(), say=said.append)
+    loop = make_loop(Stop(), say=said.append)
     assert run(loop) == STEPS
     assert loop.checkpoints.saved == {4: 4, 8: 8, 10: 10} and loop.checkpoints.closed
     assert loop.report.writer.steps == [2, 4, 6, 8, 10]
@@ -150,14 +150,14 @@ def test_everything_is_done_at_its_multiples_and_after_the_last_step() -> None:
 
 
 def test_a_run_that_goes_on_begins_after_its_first_step() -> None:
-    loop = make_loop(Told())
+    loop = make_loop(Stop())
     assert run(loop, first_step=7) == STEPS
     assert loop.checkpoints.saved == {8: 8, 10: 10}
 
 
 def test_a_run_that_is_told_to_stop_saves_there_and_has_goodput_told() -> None:
     # Once a step, and before each of the two held-out batches after step 3.
-    loop = make_loop(Told(7))
+    loop = make_loop(Stop(7))
     assert run(loop) == 5
     assert loop.checkpoints.saved == {4: 4, 5: 5} and loop.checkpoints.closed
     assert loop.report.writer.steps == [2, 4, 5]
@@ -165,7 +165,7 @@ def test_a_run_that_is_told_to_stop_saves_there_and_has_goodput_told() -> None:
 
 def test_a_validation_that_is_cut_short_is_not_told() -> None:
     said = []
-    loop = make_loop(Told(4), say=said.append)
+    loop = make_loop(Stop(4), say=said.append)
     assert run(loop) == 3
     assert loop.checkpoints.saved == {3: 3}
     assert not any(line.startswith("validation") for line in said)
@@ -173,7 +173,7 @@ def test_a_validation_that_is_cut_short_is_not_told() -> None:
 
 @pytest.mark.parametrize("stop", [None, 2])
 def test_what_is_done_every_0_steps_is_never_done(stop: int | None) -> None:
-    loop = make_loop(Told(stop), Intervals(log=1, validate=0, save=0))
+    loop = make_loop(Stop(stop), Intervals(log=1, validate=0, save=0))
     assert run(loop) == (stop or STEPS)
     assert loop.checkpoints.saved == {} and loop.checkpoints.closed
 
@@ -185,7 +185,7 @@ def test_only_steps_whose_update_was_skipped_are_computed_again() -> None:
         again.append(batch)
         return Replay(jnp.float32(np.nan), jnp.float32(1), jnp.uint32(7))
 
-    run(make_loop(Told(), replay=replay, say=said.append))
+    run(make_loop(Stop(), replay=replay, say=said.append))
     assert again == [5, 5]
     told = [line for line in said if "replayed" in line]
     assert len(told) == 1 and told[0].startswith("step 5 gives the same")
@@ -205,7 +205,7 @@ def test_only_steps_whose_update_was_skipped_are_computed_again() -> None:
 def test_a_save_waits_for_a_step_that_makes_its_update(
     bad: set[int], call: int | None, saved: list[int], unrotated: list[int]
 ) -> None:
-    loop = make_loop(Told(call), train_step=make_train_step(bad))
+    loop = make_loop(Stop(call), train_step=make_train_step(bad))
     run(loop)
     assert list(loop.checkpoints.saved) == saved
     assert loop.checkpoints.unrotated == unrotated
@@ -226,14 +226,14 @@ def test_a_save_waits_for_a_step_that_makes_its_update(
 def test_a_run_that_ends_says_what_its_state_is_and_where_it_goes_on(
     train_step: Any, message: str, distrusted: list[int]
 ) -> None:
-    loop = make_loop(Told(), train_step=train_step)
+    loop = make_loop(Stop(), train_step=train_step)
     with pytest.raises(BadSteps, match=message):
         run(loop)
     assert loop.checkpoints.distrusted == distrusted
 
 
 def test_a_run_that_is_told_to_stop_saves_no_broken_state() -> None:
-    loop = make_loop(Told(7), train_step=make_train_step((), broken=5))
+    loop = make_loop(Stop(7), train_step=make_train_step((), broken=5))
     with pytest.raises(BadSteps, match="weight holds 1 nan.* 4 and 5.*step 4$"):
         run(loop)
     assert list(loop.checkpoints.saved) == [4]
@@ -252,7 +252,7 @@ def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
 ) -> None:
     said = []
     step = make_train_step(bad, broken)
-    loop = make_loop(Told(), say=said.append, train_step=step, held_out=[1, np.nan])
+    loop = make_loop(Stop(), say=said.append, train_step=step, held_out=[1, np.nan])
     with pytest.raises(BadSteps, match=message):
         run(loop)
     told = [line for line in said if line.startswith("WARNING")]
@@ -264,7 +264,7 @@ def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
 
 
 def test_goodput_is_recorded_when_a_run_ends(tmp_path: Path) -> None:
-    loop = make_loop(Told())
+    loop = make_loop(Stop())
     loop.goodput.resume(tmp_path / "goodput.json", 0)
     run(loop)
     assert f'"step": {STEPS}' in (tmp_path / "goodput.json").read_text()

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.cases import QUICK
-from tasks import base as assemble
+from models.blueprint import Model
+from tasks import base, text
 from tests.runs import small_config
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
@@ -296,12 +297,12 @@ def test_parameters_that_do_not_divide_train_to_the_same_loss(embed, rng):
 
 
 @pytest.fixture(scope="module")
-def small_model(cube) -> tuple[assemble.Model, Any, Any]:
+def small_model(cube) -> tuple[Model, Any, Any]:
     """A model, its optimizer, and shapes and shardings of its state."""
     config = small_config("", "", model__vocab_size=512)
-    model = assemble.model(config, cube)
-    optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
-    return model, optimizer, assemble.abstract_state(model, optimizer, cube)
+    model = text.model(config, cube)
+    optimizer, _ = make_optimizer(base.optimizer_settings(config))
+    return model, optimizer, base.abstract_state(model, optimizer, cube)
 
 
 def test_every_matrix_is_sharded_over_fsdp_ring_and_tensor(small_model):

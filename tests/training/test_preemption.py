@@ -8,11 +8,11 @@ NEVER_LOOKS = """
 import signal, threading
 from training.preemption import SignalNotice
 
-with SignalNotice() as told:
+with SignalNotice() as stop:
     print("ready", flush=True)
-    while not told.arrived():
+    while not stop.requested():
         signal.pause()
-    print("told", flush=True)
+    print("stopped", flush=True)
     threading.Event().wait()
 """
 
@@ -33,7 +33,7 @@ runpy.run_path("train.py", run_name="__main__")
 def test_a_second_ctrl_c_ends_a_process_at_once() -> None:
     with Processes([["-c", NEVER_LOOKS]]) as one:
         (process,) = one.running
-        for line in "ready", "told":
+        for line in "ready", "stopped":
             one.wait_for(line)
             process.send_signal(signal.SIGINT)
         assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import jax
-import tasks
+from tasks.task import run_settings
 from tests.runs import small_config
 from training import hosts, record
 
@@ -25,7 +25,7 @@ hosts.connect(f"localhost:{port}", 2, int(index))
 for field, values in json.loads(cases):
     config = small_config(Path(corpus), Path("none"), **{field: values[int(index)]})
     try:
-        found = record.agreed(lambda: tasks.settings(config, print))
+        found = record.agreed(lambda: run_settings(config, print))
         said = f"agreed, {found['seed']=}"
     except (ValueError, OSError) as error:
         said = str(error)

@@ -18,7 +18,7 @@ from kernels.decode_attention import CachedAttention
 from models import agentic
 from models.agentic import TOKENS_OF_A_STEP
 from models.cache import Cache, empty_cache
-from tasks import exorl as assemble_agents
+from tasks import exorl
 from tasks.generation import cache_shardings
 from tools.lib.exorl.scenes import Scene
 from training.mesh import Partition, StationaryPartition
@@ -104,7 +104,7 @@ def actor(
       ValueError: rows or heads do not divide over the mesh.
     """
     few_steps = StationaryPartition(partition.mesh)
-    model = assemble_agents.model(config, few_steps)
+    model = exorl.model(config, few_steps)
     if config.agent.method == "perceptron":
         program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
         return CloningActor(functools.partial(program, parameters))

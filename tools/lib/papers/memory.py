@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import ml_collections
 
-from configs import base, llama_sizes
-from tasks import base as assemble
+from configs import base as base_config
+from configs import llama_sizes
+from tasks import base, text
 from tools.lib.papers.formulas import activation_bytes
 from tools.lib.planning.memory import device_bytes, peak_bytes
 from tools.lib.planning.step import Pod, Step, described_pod
@@ -40,7 +41,7 @@ PODS = {4: "2x2x1", 16: "2x2x4", 64: "4x4x4", 256: "4x8x8", 1024: "8x8x16"}
 
 def layer_config(size: str, layers: int) -> ml_collections.ConfigDict:
     """A LLaMA of few layers and a small vocabulary, which is not looked at here."""
-    config = base.get_config()
+    config = base_config.get_config()
     config.model.update(llama_sizes.llama(size))
     config.model.num_layers = layers
     config.model.vocab_size = 256
@@ -59,9 +60,9 @@ class Forward:
     def temporary_bytes(self) -> int:
         """What a device holds besides parameters and batch."""
         config = self.config
-        partition = assemble.partition(config, self.pod.devices)
-        model = assemble.model(config, partition)
-        loss = jax.jit(assemble.loss_function(config, model, partition))
+        partition = base.partition(config, self.pod.devices)
+        model = text.model(config, partition)
+        loss = jax.jit(text.loss_function(config, model, partition))
         parameters = jax.tree.map(
             lambda s, names: jax.ShapeDtypeStruct(
                 s.shape, s.dtype, sharding=partition.sharding(names, s.shape)
@@ -69,7 +70,7 @@ class Forward:
             model.shapes,
             model.axes,
         )
-        batch = assemble.abstract_batch(config, partition)
+        batch = text.abstract_batch(config, partition)
         compiled = self.pod.compile_for(partition.mesh, loss, parameters, batch)
         return peak_bytes(compiled.memory_analysis()) - device_bytes(
             (parameters, batch)

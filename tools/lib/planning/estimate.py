@@ -18,7 +18,7 @@ from kernels.layouts import Layout
 from kernels.tile_ranges import key_ranges
 from models.flops import num_matrix_parameters
 from models.llama import LlamaConfig
-from tasks import base as assemble
+from tasks import base
 from tools.lib.benchmarks.rows import ROOT
 from tools.lib.planning.hlo import TRANSFER
 from tools.lib.planning.memory import feed_forward_chunks, local_tokens
@@ -129,7 +129,7 @@ class Ring:
         hops, columns = partition.ring_size, config.data.context_tokens
         tokens = local_tokens(config, partition)
         rows = tokens // (columns // hops)
-        layout = assemble.attention_system(config).layout
+        layout = base.attention_system(config).layout
         depth = -(-model.head_dim // LANES) * LANES
         sent = depth if chip.name.startswith("TPU") else model.head_dim
         numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * sent

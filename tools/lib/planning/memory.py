@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from tasks import base as assemble
+from tasks import base
 from tools.lib.planning.step import Step
 from training.mesh import Partition
 
@@ -112,7 +112,7 @@ def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
 
 def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
     """Tokens of a microbatch on a device."""
-    rows, columns = assemble.batch_shape(config)
+    rows, columns = base.batch_shape(config)
     shards = partition.shards("batch") * partition.ring_size * config.train.microbatches
     return rows * columns // shards
 
@@ -120,6 +120,6 @@ def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int
 def feed_forward_chunks(config: ml_collections.ConfigDict, partition: Partition) -> int:
     """Into how many chunks a device cuts the tokens of its feed-forward."""
     chunk = config.feed_forward_chunk_tokens
-    if not (chunk and assemble.attention_system(config).chunked):
+    if not (chunk and base.attention_system(config).chunked):
         return 1
     return -(-local_tokens(config, partition) // chunk)

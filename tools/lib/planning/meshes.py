@@ -24,7 +24,7 @@ import ml_collections
 
 from models.flops import num_parameters
 from models.llama import LlamaConfig
-from tasks import base as assemble
+from tasks import base, text
 from tools.lib.planning.estimate import PRODUCTS, Kernels, Ring, ring_passes
 from tools.lib.planning.memory import (
     SPARE_SHARE,
@@ -94,14 +94,14 @@ def suggestion(
     Raises:
       ValueError: something does not divide over it.
     """
-    system, ring_size = assemble.attention_system(config), partition.ring_size
+    system, ring_size = base.attention_system(config), partition.ring_size
     if ring_size > 1 and not system.sharded:
         raise ValueError(f"{config.attention=} has no ring of {ring_size}")
-    assemble.batch_sharding(config, partition)
-    model = assemble.model(config, partition)
-    assemble.loss_function(config, model, partition)
-    optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
-    state = assemble.abstract_state(model, optimizer, partition)
+    base.batch_sharding(config, partition)
+    model = text.model(config, partition)
+    text.loss_function(config, model, partition)
+    optimizer, _ = make_optimizer(base.optimizer_settings(config))
+    state = base.abstract_state(model, optimizer, partition)
     memory = device_bytes(state) + workspace_bytes(config, partition)
     if config.remat != "offload":
         memory += saved_bytes(config, partition)
@@ -185,6 +185,6 @@ def _factorisations(devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def _partition(config: ml_collections.ConfigDict, *sizes: int) -> Partition:
-    """Over devices that need not be there, as `assemble.partition` cuts them."""
+    """Over devices that need not be there, as `base.partition` cuts them."""
     shape = MeshShape(*sizes).cut_ring(config.model.hidden_size)
     return Partition(shape.abstract_mesh())

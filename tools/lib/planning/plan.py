@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tasks import base as assemble
+from tasks import base
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.planning.estimate import Estimate, Waited, estimate
 from tools.lib.planning.hlo import TRANSFER, Collective, Program
@@ -93,7 +93,7 @@ class Plan:
         start = time.perf_counter()
         compiled = step.compile()
         seconds = time.perf_counter() - start
-        rows, columns = assemble.batch_shape(step.config)
+        rows, columns = base.batch_shape(step.config)
         devices = step.pod.devices
         program = Program.parse(compiled.as_text(), len(devices))
         moved, work = program.collectives(), step.work()

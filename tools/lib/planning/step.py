@@ -12,8 +12,8 @@ import ml_collections
 
 from data.batch import Batch
 from kernels.backends import IMPLEMENTATIONS, choose
-from tasks import base as assemble
-from tasks import config_checks
+from models.blueprint import Model
+from tasks import base, config_checks, text
 from tools.lib.planning import h200, topology
 from tools.lib.planning.context import MOST_TOKENS
 from training import chips
@@ -112,7 +112,7 @@ class Step:
     config: ml_collections.ConfigDict
     pod: Pod
     partition: Partition
-    model: assemble.Model
+    model: Model
     program: jax.stages.Wrapped
     state: TrainState
     batch: Batch
@@ -126,13 +126,13 @@ class Step:
           ValueError: something in the config is wrong, or does not suit the devices.
         """
         check(config, len(pod.devices))
-        partition = assemble.partition(config, pod.devices)
-        batch = assemble.abstract_batch(config, partition)
-        model = assemble.model(config, partition)
-        optimizer, _ = make_optimizer(assemble.optimizer_settings(config))
-        state = assemble.abstract_state(model, optimizer, partition)
-        loss_sum = assemble.loss_function(config, model, partition)
-        program = assemble.train_step(config, loss_sum, optimizer, state)
+        partition = base.partition(config, pod.devices)
+        batch = text.abstract_batch(config, partition)
+        model = text.model(config, partition)
+        optimizer, _ = make_optimizer(base.optimizer_settings(config))
+        state = base.abstract_state(model, optimizer, partition)
+        loss_sum = text.loss_function(config, model, partition)
+        program = base.train_step(config, loss_sum, optimizer, state)
         kernel = _implementation(config, partition)
         return cls(config, pod, partition, model, program, state, batch, kernel)
 
@@ -147,9 +147,9 @@ class Step:
 
     def work(self) -> StepWork:
         """What a step computes, if each row is one document without padding."""
-        rows, columns = assemble.batch_shape(self.config)
+        rows, columns = base.batch_shape(self.config)
         pairs = rows * columns * (columns + 1) / 2
-        return assemble.step_work(self.config, self.model)(rows * columns, pairs)
+        return text.step_work(self.config, self.model)(rows * columns, pairs)
 
 
 def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None:
@@ -171,7 +171,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None
 
 
 def _implementation(config: ml_collections.ConfigDict, partition: Partition) -> str:
-    system = assemble.attention_system(config)
+    system = base.attention_system(config)
     name = system.implementation or config.implementation or None
     with jax.sharding.use_abstract_mesh(partition.mesh.abstract_mesh):
         chosen = choose(name, jnp.dtype(config.compute_dtype))

@@ -23,7 +23,7 @@ from kernels.ring import make_ring_attention
 from models import decode
 from models.cache import EMPTY
 from models.decode import NOTHING, Generator
-from tasks import base as assemble
+from tasks import base, text
 from training.mesh import Partition, StationaryPartition
 
 NO_PLACE = -2
@@ -136,7 +136,7 @@ def forced(
     Raises:
       ValueError: rows or sizes that do not divide over the mesh.
     """
-    layout, ring = assemble.attention_system(config).layout, partition.ring_size
+    layout, ring = base.attention_system(config).layout, partition.ring_size
 
     def place(x: np.ndarray) -> jax.Array:
         sharding = partition.sharding(("batch", "sequence"), x.shape)
@@ -155,9 +155,9 @@ def _program(
     config: ml_collections.ConfigDict, partition: Partition, allowed_tokens: int
 ) -> Callable[..., jax.Array]:
     """(parameters, tokens, index, places, targets) -> right (B,), to be compiled."""
-    system, mesh = assemble.attention_system(config), partition.mesh
-    sequences = assemble.model(config, partition).structure
-    few_tokens = assemble.model(config, StationaryPartition(mesh)).structure
+    system, mesh = base.attention_system(config), partition.mesh
+    sequences = text.model(config, partition).structure
+    few_tokens = text.model(config, StationaryPartition(mesh)).structure
     ring = make_ring_attention(
         mesh,
         layout=system.layout,

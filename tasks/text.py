@@ -1,0 +1,250 @@
+"""The task "text": a LLaMA trained on a corpus of tokens."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from flax import nnx
+
+from data import token_file
+from data.batch import Batch, Block
+from data.corpus import prepare_standard_library
+from data.text import ROW_PLANS, InOrder, Shuffled, TextBatches
+from data.token_file import TokenFile
+from kernels.masks import Visible
+from models.blueprint import Model
+from models.flops import paper_train_flops, train_flops
+from models.llama import Llama, LlamaConfig
+from models.losses import cross_entropy, cross_entropy_by_position
+from models.position_parts import PositionParts
+from models.rope import RopeScaling
+from tasks.base import (
+    Data,
+    Objective,
+    Task,
+    attention_system,
+    batch_shape,
+    batch_sharding,
+    execution,
+    ring_attention,
+)
+from tasks.config_errors import names_fields
+from training.feed import host_blocks
+from training.mesh import Partition
+from training.metrics import StepWork
+from training.step import Counts, count_tokens
+
+STANDARD_LIBRARY = Path("corpora/standard_library")
+"""Where the default corpus is prepared."""
+
+
+def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
+    """Builds the task; reads no data.
+
+    Raises:
+      ValueError: something in the config is wrong.
+    """
+    llama = model(config, partition)
+
+    def open_data() -> Data:
+        corpus_directory(config)
+        return Data(
+            batches=batches(config, partition, "train"),
+            validation=validation_batches(config, partition),
+            fingerprint=fingerprint(llama),
+        )
+
+    loss_sum = loss_function(config, llama, partition)
+    return Task(
+        model=llama,
+        batch_like=abstract_batch(config, partition),
+        objective=Objective(loss_sum, count_tokens),
+        held_out=_by_position(config, llama, partition),
+        work=step_work(config, llama),
+        open_data=open_data,
+    )
+
+
+@names_fields
+def sizes(config: ml_collections.ConfigDict) -> LlamaConfig:
+    """Returns the sizes of the config's LLaMA.
+
+    Raises:
+      ValueError: sizes that make no model.
+    """
+    scaling = RopeScaling(**config.rope_scaling)
+    return LlamaConfig(**config.model, rope_scaling=scaling)
+
+
+@names_fields
+def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
+    """Builds the config's LLaMA, without parameters.
+
+    Raises:
+      ValueError: sizes that make no model, or that do not divide over the mesh.
+    """
+    run, llama = execution(config), sizes(config)
+
+    def build(key: jax.Array) -> Llama:
+        return Llama(llama, run, partition, rngs=nnx.Rngs(params=key))
+
+    return Model.of(llama, build, partition)
+
+
+def loss_function(
+    config: ml_collections.ConfigDict,
+    model: Model,
+    partition: Partition,
+    parts: PositionParts | None = None,
+) -> Callable[[Any, Batch], jax.Array]:
+    """Builds (parameters, batch in layout order) -> summed loss.
+
+    parts: returns the loss of each of these, [parts], instead of one of all tokens.
+
+    Raises:
+      ValueError: an unknown implementation, or a chunk of no tokens.
+    """
+    if config.loss_chunk_tokens < 1:
+        raise ValueError(f"{config.loss_chunk_tokens=} must be at least 1")
+    attend = ring_attention(config, partition)
+
+    def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
+        llama = nnx.merge(model.structure, parameters)
+        see_visible = functools.partial(
+            attend, visible=Visible(batch.k_start, batch.k_end)
+        )
+        hidden = llama(batch.tokens, batch.positions, see_visible)
+        predicted = hidden, llama.head[...], batch.targets, batch.loss_weights
+        options = {"chunk": config.loss_chunk_tokens, "partition": partition}
+        if parts is None:
+            return cross_entropy(*predicted, **options)
+        return cross_entropy_by_position(
+            *predicted, batch.positions, parts=parts, **options
+        )
+
+    return loss_sum
+
+
+def _by_position(
+    config: ml_collections.ConfigDict, model: Model, partition: Partition
+) -> Objective:
+    """Builds the loss by how far into its document a token is."""
+    parts = PositionParts.within(config.data.context_tokens)
+
+    def count(batch: Batch) -> Counts:
+        weights = parts.sums(batch.loss_weights, batch.positions)
+        return count_tokens(batch)._replace(weights=weights)
+
+    loss_sum = loss_function(config, model, partition, parts)
+    return Objective(loss_sum, count, parts.names)
+
+
+def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> Batch:
+    """Returns shape, dtype and sharding of a batch's arrays, [B, T].
+
+    Raises:
+      ValueError: as `batch_sharding`.
+    """
+    sharding = batch_sharding(config, partition)
+
+    def array(dtype: type) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(batch_shape(config), dtype, sharding=sharding)
+
+    arrays = dict.fromkeys(Batch._fields, array(jnp.int32))
+    return Batch(**arrays | {"loss_weights": array(jnp.float32)})
+
+
+def corpus_directory(config: ml_collections.ConfigDict) -> Path:
+    """Returns the corpus' directory; prepares the default one where it is missing."""
+    if config.data.corpus:
+        return Path(config.data.corpus)
+    return prepare_standard_library(STANDARD_LIBRARY)
+
+
+def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
+    """Returns the data's field, its digest, and a note of what was not compared.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no corpus, or it is damaged.
+    """
+    directory, compare = corpus_directory(config), config.data.compare_digests
+    return "data.corpus", *token_file.identify(directory, compare=compare)
+
+
+@names_fields
+def corpus(config: ml_collections.ConfigDict, split: str) -> TokenFile:
+    """Opens the token file of a split ("train" or "validation").
+
+    Raises:
+      FileNotFoundError, ValueError: it is missing or damaged, or has tokens that the
+        model's vocabulary lacks.
+    """
+    tokens = TokenFile.open(config.data.corpus or STANDARD_LIBRARY, split)
+    tokens.check_vocabulary(config.model.vocab_size)
+    return tokens
+
+
+@names_fields
+def batches(
+    config: ml_collections.ConfigDict, partition: Partition, split: str
+) -> TextBatches:
+    """Returns this host's part of every batch: shuffled to train, else in order.
+
+    Raises:
+      ValueError: unknown rows, or a corpus too small for one batch; as `corpus`.
+    """
+    if config.data.rows not in ROW_PLANS:
+        raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
+    plan = ROW_PLANS[config.data.rows](
+        corpus(config, split), config.data.context_tokens
+    )
+    sharding = batch_sharding(config, partition)
+    return TextBatches(
+        plan,
+        host_blocks(sharding, batch_shape(config)),
+        config.data.batch_rows,
+        attention_system(config).layout,
+        partition.ring_size,
+        Shuffled(config.seed) if split == "train" else InOrder(),
+    )
+
+
+def validation_batches(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> list[dict[Block, Batch]]:
+    """Reads the held-out batches, the same at every validation, into memory.
+
+    Raises:
+      ValueError: as `batches`.
+    """
+    if not config.train.validation_batches:
+        return []
+    held_out = batches(config, partition, "validation")
+    wanted = min(config.train.validation_batches, len(held_out))
+    return [held_out[i] for i in range(wanted)]
+
+
+def step_work(
+    config: ml_collections.ConfigDict, model: Model
+) -> Callable[[float, float], StepWork]:
+    """Builds (tokens, visible pairs) of a step -> `StepWork`."""
+    paper_flops = paper_train_flops(model.config, *batch_shape(config))
+
+    def work(tokens: float, pairs: float) -> StepWork:
+        model_flops = train_flops(model.config, tokens, pairs)
+        return StepWork(int(tokens), model_flops, paper_flops)
+
+    return work
+
+
+def fingerprint(model: Model) -> dict[str, Any]:
+    """Returns the properties in which a checkpoint's model must agree."""
+    sizes = dataclasses.asdict(model.config)
+    if model.config.rope_scaling == RopeScaling():
+        del sizes["rope_scaling"]  # as in checkpoints from before there was any
+    return {"model": sizes}
