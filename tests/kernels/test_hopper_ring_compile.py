@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from kernels.hopper import launch as hopper
-from tools.lib.benchmarks.layers import (
+from tests.ring_layers import (
     HEAD_DIM,
     SHARDED,
     layers_gradient,

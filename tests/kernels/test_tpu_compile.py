@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from kernels.tpu import launch as pallas_tpu
-from tools.lib.benchmarks.layers import (
+from tests.ring_layers import (
     HEAD_DIM,
     HEADS,
     SHARDED,

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from kernels.triton_gpu import launch as triton_gpu
 from kernels.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
 from kernels.triton_gpu.launch import Launch
+from tests.ring_layers import SHARDED, striped_attention
 from tests.simulated_triton import SimulatedGpu
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
-from tools.lib.benchmarks.layers import SHARDED, striped_attention
 from tools.lib.planning.h200 import compile_for, described
 
 KERNELS = "forward", "backward_keys", "backward_queries"

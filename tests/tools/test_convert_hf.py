@@ -16,7 +16,7 @@ from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
 from tasks import text
-from tests import hf_llama
+from tests.tools import hf_llama
 from tools import convert_hf
 from tools.convert_hf import export_model, import_model, main
 from tools.lib.hf.config import llama_config

@@ -21,7 +21,7 @@ from tools.convert_hf import settings_of
 from tools.lib.hf.config import llama_config
 from training.mesh import Partition
 
-DIRECTORY = Path(__file__).parent / "fixtures" / "hf_llama"
+DIRECTORY = Path(__file__).parents[1] / "fixtures" / "hf_llama"
 PROMPT = 16
 """Tokens that were given; those after them follow greedily."""
 
