@@ -1,29 +1,31 @@
 """The Hopper kernels where there is no Hopper GPU: Pallas interprets them on a CPU.
 
 Shared memory holds nan until it is written. Products of an operand in registers and
-additions by TMA are emulated (see `mosaic_gpu`).
+additions by TMA are emulated (see `kernels.hopper.emulation`).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
 )
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.hopper import launch as hopper
-from kernels.hopper import shared as gpu
 from kernels.hopper.launch import HopperBlocks, Launch
 
 # Finding races takes half of the time: the kernels' own tests do.
-INTERPRETED = gpu.Interpreter(uninitialized_memory="nan")
+INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 
 
 @dataclass(frozen=True)
 class SimulatedHopper:
-    """The backend `hopper`, its kernels launched as told: in several tiles."""
+    """The backend `hopper`, interpreted, its keys in several tiles."""
 
     launch: Launch = Launch(HopperBlocks(64, 2), interpret=INTERPRETED)
 
@@ -39,29 +41,42 @@ DETERMINISTIC = SimulatedHopper(
 )
 
 
-RACES = gpu.Interpreter(detect_races=True, uninitialized_memory="nan")
+RACES = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 
 
 def run_without_wait(
-    left_out: int, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, str]:
-    """Interprets a kernel without one of its waits, by number as they are traced.
+    kernel: ModuleType,
+    barrier: str,
+    number: int,
+    run: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[Counter[str], str]:
+    """Interprets a kernel without one of its waits.
+
+    barrier, number: which of the waits for this barrier, as they are traced.
 
     Returns:
-      How many waits there are, and what the interpreter failed with, if it did.
+      The number of waits for each barrier, and the interpreter's error, if any.
     """
-    waits = []
-    original = gpu.wait
+    waits, names = Counter(), {}
+    trace, barrier_wait = kernel._kernel, plgpu.barrier_wait
 
-    def wait(barrier: jax.Ref) -> None:
-        waits.append(barrier)
-        if len(waits) - 1 != left_out:
-            original(barrier)
+    def named(*arguments) -> None:
+        smem = arguments[-1]
+        names.update((id(ref), name) for name, ref in smem._asdict().items())
+        trace(*arguments)
 
-    monkeypatch.setattr(gpu, "wait", wait)
+    def wait(ref: jax.Ref) -> None:
+        name = names[id(getattr(ref, "ref", ref))]
+        if (name, waits[name]) != (barrier, number):
+            barrier_wait(ref)
+        waits[name] += 1
+
+    monkeypatch.setattr(kernel, "_kernel", named)
+    monkeypatch.setattr(plgpu, "barrier_wait", wait)
     try:
         run()
     except jax.errors.JaxRuntimeError as error:
         reset_gpu_interpret_mode_state()
-        return len(waits), str(error)
-    return len(waits), ""
+        return waits, str(error)
+    return waits, ""

@@ -1,14 +1,27 @@
-"""The Mosaic GPU kernel of the backward step, for Hopper GPUs (H100, H200).
+"""Runs the backward step on a Hopper GPU (FlashAttention-3, 2407.08608, appendix B.1).
 
-A program owns one key tile of one key/value head and visits the live query tiles of
-each of its query heads. Two warpgroups compute, a third one copies. Scores are
-transposed, keys by queries: so weights and their gradients are operands in registers
-of the products for dv and dk, which are added up in registers as well
-(FlashAttention-3, 2407.08608, appendix B.1).
+A program computes dk and dv of one key tile of one key/value head. Its work tiles
+n = 0, 1, ... are the live query tiles of each of its query heads. The producer copies K
+and V once, and Q(n) and dO(n) as stages become empty. Two consumers own 64 keys each.
+Scores are transposed, keys by queries: so P and dS are operands in registers of the
+WGMMAs for dV and dK, which accumulate in registers too:
 
-The gradients of the scores go through shared memory, for dq: what both warpgroups found
-is multiplied and added to dq in global memory, by TMA. This is done one tile late, so
-that no warpgroup waits for the other as long as they are not a tile apart.
+    producer  TMA    Q(n+1)                   dO(n+1)
+    consumer  WGMMA  S = K Qᵀ  dP = V dOᵀ     dV += P dO      dQ(n-1) = dS K  dK += dS Q
+              ALU              P = exp2(S)    dS = P (dP - delta)             store dQ
+
+dQ needs the dS of both consumers, through SMEM, and is added to GMEM by TMA. It is
+computed one work tile late, so that no consumer waits for the other unless they are a
+tile apart. `key_gradients_call` leaves dQ out: sums in the same order each time.
+
+    barrier      waits           arrives, and what it means
+    k_full       both consumers  TMA: K is in SMEM
+    v_full       both consumers  TMA: V is in SMEM
+    q_full       both consumers  TMA, three copies: Q(n), its lse and delta, its bounds
+    do_full      both consumers  TMA: dO(n) is in its stage
+    q_empty      producer        both consumers: dK(n) is computed
+    do_empty     producer        both consumers: dV(n) is computed
+    ds_exchange  both consumers  both: dS(n-1) is stored, and dQ(n-2) computed
 """
 
 import functools
@@ -19,16 +32,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import shared as gpu
-from .backward_tile import (
-    COMPUTING,
+from .backward_tile import BackwardTile, Operands, Part, Smem, WorkTile, WorkTiles
+from .shared import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
     ROWS,
-    BackwardTile,
-    Operands,
-    Part,
-    Scratch,
-    Visits,
+    WARPGROUP,
+    WGMMA_COL,
+    broadcast_rows,
+    constant,
+    kernel,
+    load,
+    mask,
+    wait_for_last_arrivals,
 )
 
 
@@ -36,303 +55,319 @@ def backward_call(
     tile: BackwardTile,
     operands: Operands,
     dq: jax.Array,
-    interpret: gpu.Interpreter | None,
+    interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel.
 
     dq: float32 (B, T, H, D), which is added to in its place, in no certain order.
 
     Returns:
-      dq, and dk and dv, float32, shaped like the keys.
+      dq, and dk and dv, float32, shaped like k.
     """
-    tiles = operands.keys.shape[1] // tile.block_k
-    total = tile.products.shared_sum(dq, tiles)
-    dk, dv = _call(tile, operands, (total,), interpret)
-    return tile.products.total(total), dk, dv
+    dq_ref = tile.ops.new_sum(dq, operands.k.shape[1] // tile.block_k)
+    dk, dv = _call(tile, operands, dq_ref, interpret)
+    return tile.ops.freeze_sum(dq_ref), dk, dv
 
 
 def key_gradients_call(
-    tile: BackwardTile, operands: Operands, interpret: gpu.Interpreter | None
+    tile: BackwardTile,
+    operands: Operands,
+    interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel without dq: dk and dv, which come out the same each time."""
-    return _call(tile, operands, (), interpret)
+    return _call(tile, operands, None, interpret)
 
 
 def _call(
     tile: BackwardTile,
     operands: Operands,
-    dq: tuple[jax.Ref, ...],
-    interpret: gpu.Interpreter | None,
+    dq_ref: jax.Ref | None,
+    interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    batch, length, heads, _ = operands.keys.shape
-    tree = jax.tree.structure((operands, dq))
-    count = tree.num_leaves
+    batch, length, heads, _ = operands.k.shape
+    tree = jax.tree.structure((operands, dq_ref))
+    has_dq = dq_ref is not None
 
-    def kernel(*refs):
-        inputs, dq = jax.tree.unflatten(tree, refs[:count])
-        dk, dv, scratch = refs[count:]
-        _kernel(tile, inputs, dq, (dk, dv), scratch)
+    def body(*refs):
+        *inputs, dk_ref, dv_ref, smem = refs
+        _kernel(tile, *jax.tree.unflatten(tree, inputs), dk_ref, dv_ref, smem)
 
-    share = jax.ShapeDtypeStruct(operands.keys.shape, jnp.float32)
-    call = gpu.kernel(
-        kernel,
-        name="flash_backward" if dq else "flash_backward_keys",
-        out_type=(share, share),
-        scratch_types=[Scratch.shapes(tile, operands.q.dtype, bool(dq))],
+    gradient = jax.ShapeDtypeStruct(operands.k.shape, jnp.float32)
+    call = kernel(
+        body,
+        name="flash_backward" if has_dq else "flash_backward_keys",
+        out_type=(gradient, gradient),
+        scratch_types=[Smem.types(tile, operands.q.dtype, has_dq)],
         # The last axis is the fastest: the tiles of a head read the same queries.
         grid={"batch": batch, "head": heads, "tile": length // tile.block_k},
-        warpgroups=COMPUTING + 1,
         interpret=interpret,
     )
-    return call(*jax.tree.leaves((operands, dq)))
+    return call(*jax.tree.leaves((operands, dq_ref)))
 
 
 def _kernel(
     tile: BackwardTile,
     operands: Operands,
-    dq: tuple[jax.Ref, ...],
-    gradients: tuple[jax.Ref, jax.Ref],
-    scratch: Scratch,
+    dq_ref: jax.Ref | None,  # (B, T, H, D)
+    dk_ref: jax.Ref,  # (B, S, K, D)
+    dv_ref: jax.Ref,  # (B, S, K, D)
+    smem: Smem,
 ) -> None:
-    """One key tile of one key/value head."""
+    """Computes one key tile of one key/value head."""
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
-    key_tile = lax.axis_index("tile")
-    row = batch if operands.live.shape[0] > 1 else 0
-    group = operands.q.shape[2] // operands.keys.shape[2]
-    visits = Visits(
-        operands.live[row, key_tile, 0],
-        operands.live[row, key_tile, 1],
-        head * group,
-        group,
+    k_tile = lax.axis_index("tile")
+    bound_row = batch if operands.live.shape[0] > 1 else 0
+    group = operands.q.shape[2] // operands.k.shape[2]
+    work_tiles = WorkTiles(
+        begin=operands.live[bound_row, k_tile, 0],
+        end=operands.live[bound_row, k_tile, 1],
+        head=head * group,
+        group=group,
     )
-    is_live = visits.begin < visits.end
-    warpgroup = lax.axis_index(gpu.WARPGROUP)
+    is_live = work_tiles.begin < work_tiles.end
+    wg = lax.axis_index(WARPGROUP)
 
-    @pl.when(warpgroup < COMPUTING)
+    @pl.when(wg < CONSUMERS)
     def _():
-        gpu.set_max_registers(240, action="increase")
-        part = Part.of(tile, warpgroup)
-        first = key_tile * tile.block_k
-        slots = pl.ds(first + part.first_key, ROWS)
-        work = Slots(
-            tile,
-            scratch,
-            visits,
-            first,
-            operands.full.at[row],
-            [tile.products.share_of(x, key_tile).at[batch] for x in dq],
-            tuple(x.at[batch, slots, head, part.columns] for x in gradients),
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        part = Part.of(tile, wg)
+        tile_key = k_tile * tile.block_k
+        keys = pl.ds(tile_key + part.first_key, ROWS)
+        consumer = Consumer(
+            tile=tile,
+            smem=smem,
+            work_tiles=work_tiles,
+            tile_key=tile_key,
+            full=operands.full.at[bound_row],
+            dq=dq_ref if dq_ref is None else tile.ops.addend(dq_ref, k_tile).at[batch],
+            dk=dk_ref.at[batch, keys, head, part.columns],
+            dv=dv_ref.at[batch, keys, head, part.columns],
         )
-        pl.when(is_live)(work.add_up)
-        pl.when(~is_live)(work.pass_on)
+        pl.when(is_live)(consumer.accumulate)
+        pl.when(~is_live)(consumer.write_zeros)
 
-    @pl.when(warpgroup == COMPUTING)
+    @pl.when(wg == CONSUMERS)
     def _():
-        gpu.set_max_registers(24, action="decrease")
-        slots = pl.ds(key_tile * tile.block_k, tile.block_k)
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        keys = pl.ds(k_tile * tile.block_k, tile.block_k)
         source = operands._replace(
-            keys=operands.keys.at[batch, slots, head],
-            values=operands.values.at[batch, slots, head],
-            q=operands.q.at[batch],
-            d_out=operands.d_out.at[batch],
-            rows=operands.rows.at[batch],
-            bounds=operands.bounds.at[row],
+            k=operands.k.at[batch, keys, head],  # [block_k, d]
+            v=operands.v.at[batch, keys, head],  # [block_k, d]
+            q=operands.q.at[batch],  # [T, H, d]
+            do=operands.do.at[batch],  # [T, H, d]
+            lse_delta=operands.lse_delta.at[batch],  # [H, T / block_q, 2, block_q]
+            bounds=operands.bounds.at[bound_row],  # [T / block_q, 2, block_q]
         )
-        pl.when(is_live)(lambda: _copy(tile, scratch, source, visits))
+        pl.when(is_live)(lambda: _produce(tile, smem, source, work_tiles))
 
 
-def _copy(
-    tile: BackwardTile, scratch: Scratch, source: Operands, visits: Visits
+def _produce(
+    tile: BackwardTile, smem: Smem, source: Operands, work_tiles: WorkTiles
 ) -> None:
-    """What the copying warpgroup does, in the order in which it is needed."""
-    count = visits.count()
-    gpu.copy_in(source.keys, scratch.keys, scratch.keys_here)
+    """Copies K, V and the work tiles to SMEM, in order of use."""
+    count = work_tiles.count()
+    plgpu.copy_gmem_to_smem(source.k, smem.k, smem.k_full)
 
-    def when_free(step, stages: int, free: jax.Ref) -> jax.Array:
-        slot = lax.rem(step, jnp.int32(stages))
-        pl.when(step >= stages)(lambda: gpu.wait(free.at[slot]))
-        return slot
+    def wait_until_empty(n, stages: int, empty: jax.Ref) -> jax.Array:
+        stage = lax.rem(n, jnp.int32(stages))
+        # Both consumers have arrived: they are done with work tile n - stages.
+        pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        return stage
 
-    def copy(step, visit):
-        i, head = visit
+    def copy(n, work):
+        i, head = work
         queries = pl.ds(i * tile.block_q, tile.block_q)
-        slot = when_free(step, tile.q_stages, scratch.q_free)
-        here = scratch.q_here.at[slot]
-        gpu.copy_in(source.q.at[queries, head], scratch.q.at[slot], here)
-        gpu.copy_in(source.rows.at[head, i], scratch.rows.at[slot], here)
-        gpu.copy_in(source.bounds.at[i], scratch.bounds.at[slot], here)
+        stage = wait_until_empty(n, tile.q_stages, smem.q_empty)
+        full = smem.q_full.at[stage]
+        for x, buffer in (
+            (source.q.at[queries, head], smem.q),  # [block_q, d]
+            (source.lse_delta.at[head, i], smem.lse_delta),  # [2, block_q]
+            (source.bounds.at[i], smem.bounds),  # [2, block_q]
+        ):
+            plgpu.copy_gmem_to_smem(x, buffer.at[stage], full)
 
-        @pl.when(step == 0)
+        @pl.when(n == 0)
         def _():
-            gpu.copy_in(source.values, scratch.values, scratch.values_here)
+            plgpu.copy_gmem_to_smem(source.v, smem.v, smem.v_full)
 
-        slot = when_free(step, tile.d_out_stages, scratch.d_out_free)
-        d_out = source.d_out.at[queries, head]
-        gpu.copy_in(d_out, scratch.d_out.at[slot], scratch.d_out_here.at[slot])
-        return visits.after(visit)
+        stage = wait_until_empty(n, tile.do_stages, smem.do_empty)
+        do = source.do.at[queries, head]  # [block_q, d]
+        plgpu.copy_gmem_to_smem(do, smem.do.at[stage], smem.do_full.at[stage])
+        return work_tiles.next(work)
 
-    lax.fori_loop(0, count, copy, visits.first())
-    gpu.drain(scratch.q_free, count, tile.q_stages)
-    gpu.drain(scratch.d_out_free, count, tile.d_out_stages)
+    lax.fori_loop(0, count, copy, work_tiles.first())
+    wait_for_last_arrivals(count, tile.q_stages, smem.q_empty)
+    wait_for_last_arrivals(count, tile.do_stages, smem.do_empty)
 
 
-class Slots(NamedTuple):
-    """The key slots of a computing warpgroup.
+class Consumer(NamedTuple):
+    """A consumer warpgroup and the refs, in GMEM, of its keys.
 
-    first: of the key tile. full: ranges of full query tiles, (S / ROWS, 2).
-    dq: [(T, H, D)], or []. gradients: dk and dv, (ROWS, columns) each.
+    tile_key: first key of the key tile.
     """
 
     tile: BackwardTile
-    scratch: Scratch
-    visits: Visits
-    first: jax.Array
-    full: jax.Ref
-    dq: list[jax.Ref]
-    gradients: tuple[jax.Ref, jax.Ref]
+    smem: Smem
+    work_tiles: WorkTiles
+    tile_key: jax.Array
+    full: jax.Ref  # [S / 64, 2], half-open ranges of query tiles that need no mask
+    dq: jax.Ref | None  # [T, H, d]
+    dk: jax.Ref  # [64, columns]
+    dv: jax.Ref  # [64, columns]
 
-    def add_up(self) -> None:
+    def accumulate(self) -> None:
         """Computes the gradients; there is one live query tile at least."""
-        scratch, products = self.scratch, self.tile.products
-        warpgroup = lax.axis_index(gpu.WARPGROUP)
+        smem, ops = self.smem, self.tile.ops
+        wg = lax.axis_index(WARPGROUP)
         shape = ROWS, self.tile.columns
 
-        def with_dk(dk):
-            with_dv = functools.partial(self._all_tiles, dk)
-            products.run(scratch.dv_sum, warpgroup, shape, with_dv)
+        def with_dk(dk_acc):
+            with_dv = functools.partial(self._all_work_tiles, dk_acc)
+            ops.run_with_acc(smem.dv, wg, shape, with_dv)
 
-        products.run(scratch.dk_sum, warpgroup, shape, with_dk)
+        ops.run_with_acc(smem.dk, wg, shape, with_dk)
 
-    def pass_on(self) -> None:
-        """What no query sees has no gradients."""
-        for gradient in self.gradients:
-            gradient[...] = gpu.full_tile(gradient.shape, 0.0)
+    def write_zeros(self) -> None:
+        """Writes dk and dv of keys that no query sees."""
+        for gradient in self.dk, self.dv:
+            gradient[...] = constant(gradient.shape, 0.0, plgpu.Layout.WGMMA)
 
-    def _all_tiles(self, dk: jax.Ref, dv: jax.Ref) -> None:
-        scratch, visits = self.scratch, self.visits
-        gpu.wait(scratch.keys_here)
-        gpu.wait(scratch.values_here)
-        if self.dq:
-            gpu.arrive(scratch.ds_free)
+    def _all_work_tiles(self, dk_acc: jax.Ref, dv_acc: jax.Ref) -> None:
+        """Runs the pipeline. dk_acc, dv_acc: [64, columns]."""
+        smem, work_tiles = self.smem, self.work_tiles
+        plgpu.barrier_wait(smem.k_full)  # TMA: K
+        plgpu.barrier_wait(smem.v_full)  # TMA: V
+        if self.dq is not None:
+            plgpu.barrier_arrive(smem.ds_exchange)  # there is no dS(-1), nor dQ(-2)
 
-        def step(number, visit):
-            self._visit(number, visit, dk, dv)
-            return visits.after(visit)
+        def step(n, work):
+            self._work_tile(n, work, dk_acc, dv_acc)
+            return work_tiles.next(work)
 
-        end = lax.fori_loop(0, visits.count(), step, visits.first())
-        gpu.wait_for_products(0)
-        self._release(visits.count() - 1)
-        if self.dq:
-            gpu.wait(scratch.ds_free)
-            part = Part.of(self.tile, lax.axis_index(gpu.WARPGROUP))
-            self._add_to_dq(part, visits.count() - 1, visits.before(end), None)
-        for gradient, total in zip(self.gradients, (dk, dv), strict=True):
-            gradient[...] = total[...]
-        if self.dq:
-            gpu.wait_for_copies_out(0)
+        end = lax.fori_loop(0, work_tiles.count(), step, work_tiles.first())
+        plgpu.wgmma_wait(0)  # drains dK of the last work tile
+        self._release(work_tiles.count() - 1)
+        if self.dq is not None:
+            plgpu.barrier_wait(
+                smem.ds_exchange
+            )  # both consumers have stored the last dS
+            part = Part.of(self.tile, lax.axis_index(WARPGROUP))
+            self._add_dq(part, work_tiles.count() - 1, work_tiles.previous(end), None)
+        self.dk[...] = dk_acc[...]  # [64, columns]
+        self.dv[...] = dv_acc[...]  # [64, columns]
+        if self.dq is not None:
+            plgpu.wait_smem_to_gmem(0)  # the last dQ has been added
 
-    def _visit(self, number, visit, dk, dv) -> None:
-        """Adds what a query tile contributes to dk and dv, and the one before to dq."""
-        tile, scratch = self.tile, self.scratch
+    def _work_tile(self, n, work, dk_acc, dv_acc) -> None:
+        """Accumulates dK(n) and dV(n), and dQ(n-1)."""
+        tile, smem = self.tile, self.smem
         # Asked for in each step: else ptxas keeps, and spills, all addresses that
         # depend on it.
-        part = Part.of(tile, lax.axis_index(gpu.WARPGROUP))
-        q_slot = lax.rem(number, jnp.int32(tile.q_stages))
-        gpu.wait(scratch.q_here.at[q_slot])
-        ds = self._score_gradients(number, visit.i, part, dv)
+        part = Part.of(tile, lax.axis_index(WARPGROUP))
+        stage = lax.rem(n, jnp.int32(tile.q_stages))
+        plgpu.barrier_wait(smem.q_full.at[stage])  # TMA: Q(n), lse, delta and bounds
+        ds = self._score_gradients(n, work.i, part, dv_acc)  # [64, block_q]
 
-        def add_to_dk() -> None:
-            q = scratch.q.at[q_slot, :, part.columns]
-            tile.products.add_product(dk, ds, q)
+        def issue_dk() -> None:
+            q = smem.q.at[stage, :, part.columns]  # [block_q, columns]
+            tile.ops.wgmma(dk_acc, ds, q)  # group: dK += dS Q
 
-        if not self.dq:
-            add_to_dk()
-            gpu.wait_for_products(1)
+        # In flight: dV(n).
+        if self.dq is None:
+            issue_dk()
+            plgpu.wgmma_wait(1)  # drains dV(n); dK(n) stays in flight
         else:
-            gpu.wait(scratch.ds_free)
-            scratch.ds[lax.rem(number, jnp.int32(2)), part.ds] = ds
-            gpu.commit_shared()
-            self._add_to_dq(part, number - 1, self.visits.before(visit), add_to_dk)
-        d_out_slot = lax.rem(number, jnp.int32(tile.d_out_stages))
-        gpu.arrive(scratch.d_out_free.at[d_out_slot])
+            # Both consumers have stored dS(n-1), and computed dQ(n-2) with the dS(n-2)
+            # that is overwritten here.
+            plgpu.barrier_wait(smem.ds_exchange)
+            smem.ds[lax.rem(n, jnp.int32(2)), part.ds_rows] = ds
+            plgpu.commit_smem()  # orders the store before reads by WGMMA
+            self._add_dq(part, n - 1, self.work_tiles.previous(work), issue_dk)
+        do_stage = lax.rem(n, jnp.int32(tile.do_stages))
+        plgpu.barrier_arrive(smem.do_empty.at[do_stage])
 
-    def _release(self, number) -> None:
-        """Gives back what a visit needed to its end."""
-        slot = lax.rem(number, jnp.int32(self.tile.q_stages))
-        gpu.arrive(self.scratch.q_free.at[slot])
-        if self.dq:
-            gpu.arrive(self.scratch.ds_free)
+    def _release(self, n) -> None:
+        """Arrives where others wait for the end of work tile n."""
+        stage = lax.rem(n, jnp.int32(self.tile.q_stages))
+        plgpu.barrier_arrive(self.smem.q_empty.at[stage])
+        if self.dq is not None:
+            plgpu.barrier_arrive(self.smem.ds_exchange)
 
-    def _score_gradients(self, number, i, part, dv) -> jax.Array:
-        """Gradients of the scores (ROWS, block_q) of query tile i. Starts adding to dv.
+    def _score_gradients(self, n, i, part, dv_acc) -> jax.Array:
+        """Returns dSᵀ [64, block_q] of query tile i, with dV(n) in flight."""
+        tile, smem = self.tile, self.smem
+        dtype = smem.q.dtype
+        stage = lax.rem(n, jnp.int32(tile.q_stages))
+        do_stage = lax.rem(n, jnp.int32(tile.do_stages))
+        do = smem.do.at[do_stage]  # [block_q, d]
 
-        The visit before ends here: its last product runs until the scores are issued.
-        """
-        tile, scratch = self.tile, self.scratch
-        dtype = scratch.q.dtype
-        q_slot = lax.rem(number, jnp.int32(tile.q_stages))
-        d_out_slot = lax.rem(number, jnp.int32(tile.d_out_stages))
-        d_out = scratch.d_out.at[d_out_slot]
+        def body(s_acc, dp_acc):
+            k, v = smem.k.at[part.keys], smem.v.at[part.keys]  # [64, d] each
+            # In flight on entry: dK(n-1).
+            plgpu.wgmma(s_acc, k, smem.q.at[stage].transpose((1, 0)))  # group: S = K Qᵀ
+            plgpu.wgmma_wait(1)  # drains dK(n-1); S(n) stays in flight
+            pl.when(n > 0)(lambda: self._release(n - 1))
 
-        def body(scores, dp):
-            keys, values = (x.at[part.keys] for x in (scratch.keys, scratch.values))
-            gpu.multiply(scores, keys, scratch.q.at[q_slot].transpose((1, 0)))
-            gpu.wait_for_products(1)
-            pl.when(number > 0)(lambda: self._release(number - 1))
-            gpu.wait(scratch.d_out_here.at[d_out_slot])
-            gpu.multiply(dp, values, d_out.transpose((1, 0)))
-            p = self._weights(gpu.read_product(scores, wait_n=1), q_slot, i, part)
-            columns = d_out.at[:, part.columns]
-            tile.products.add_product(dv, p.astype(dtype), columns)
-            dp = gpu.read_product(dp, wait_n=1)
-            delta = gpu.over_rows(gpu.load_columns(scratch.rows.at[q_slot, 1]), ROWS)
-            return (p * (dp * tile.scale - delta)).astype(dtype)
+            plgpu.barrier_wait(smem.do_full.at[do_stage])  # TMA: dO(n)
+            plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # group: dP = V dOᵀ
+            # Drains S(n); dP(n) stays in flight.
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # [64, block_q]
+            p = self._probabilities(s, stage, i, part)  # [64, block_q]
 
-        return gpu.with_products((ROWS, tile.block_q), 2, body)
+            # Group: dV += P dO.
+            tile.ops.wgmma(dv_acc, p.astype(dtype), do.at[:, part.columns])
+            # Drains dP(n); dV(n) stays in flight.
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # [64, block_q]
+            delta = load(smem.lse_delta.at[stage, 1], WGMMA_COL)  # [block_q]
+            return (p * (dp * tile.scale - broadcast_rows(delta, ROWS))).astype(dtype)
 
-    def _weights(self, scores, slot, i, part) -> jax.Array:
-        """Attention weights (ROWS, block_q) of query tile i."""
-        tile, scratch = self.tile, self.scratch
-        lse = gpu.over_rows(gpu.load_columns(scratch.rows.at[slot, 0]), ROWS)
-        exponents = scores * tile.exponent_scale - lse
-        first = self.first + part.first_key
-        full = self.full.at[lax.div(first, jnp.int32(ROWS))]
+        acc = plgpu.ACC((ROWS, tile.block_q))
+        return pl.run_scoped(body, acc, acc)
 
-        def hide(exponents):
-            slots = first + gpu.row_numbers(ROWS, tile.block_q)
-            start, stop = (
-                gpu.over_rows(gpu.load_columns(scratch.bounds.at[slot, n]), ROWS)
-                for n in range(2)
-            )
-            return jnp.where((start <= slots) & (slots < stop), exponents, -jnp.inf)
+    def _probabilities(self, s, stage, i, part) -> jax.Array:
+        """Returns Pᵀ [64, block_q] of query tile i from s = K Qᵀ [64, block_q]."""
+        tile, smem = self.tile, self.smem
+        lse = load(smem.lse_delta.at[stage, 0], WGMMA_COL)  # [block_q]
+        # Exponents are masked, and not P: that spills nothing. [64, block_q]
+        exponents = s * tile.exponent_scale - broadcast_rows(lse, ROWS)
+        first_key = self.tile_key + part.first_key
+        full = self.full.at[lax.div(first_key, jnp.int32(ROWS))]  # [2]
+
+        def masked(exponents):
+            bounds = (load(smem.bounds.at[stage, e], WGMMA_COL) for e in range(2))
+            return mask(exponents, first_key, 0, bounds)  # bounds: [block_q] each
 
         is_full = (full[0] <= i) & (i < full[1])
-        return jnp.exp2(lax.cond(is_full, lambda x: x, hide, exponents))
+        return jnp.exp2(lax.cond(is_full, lambda x: x, masked, exponents))
 
-    def _add_to_dq(
-        self, part, number, visit, meanwhile: Callable[[], None] | None
+    def _add_dq(
+        self, part: Part, n, work: WorkTile, issue: Callable[[], None] | None
     ) -> None:
-        """Adds what a visit found to dq, unless there was no such visit.
+        """Adds the partial gradient dQ(n) of a work tile, the previous one, to GMEM.
 
-        meanwhile: issues another product, which runs while this one is stored.
+        n: -1 at the first work tile, which has no previous one.
+        issue: issues a WGMMA of this work tile, dK(n+1), to run while dQ(n) is stored.
         """
-        tile, scratch = self.tile, self.scratch
-        queries, columns = part.share()
+        tile, smem = self.tile, self.smem
+        queries, columns = part.dq_block
 
-        def put(found) -> None:
-            buffer = scratch.dq.at[part.warpgroup]
-            gpu.wait_for_copies_out(0, wait_read_only=True)
-            buffer[...] = found
-            gpu.commit_shared()
-            rows = pl.ds(visit.i * tile.block_q + queries.start, ROWS)
-            tile.products.add_out(buffer, self.dq[0].at[rows, visit.head, columns])
+        def store(dq) -> None:
+            buffer = smem.dq.at[part.wg]  # [64, 64]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # TMA has read the last dQ
+            buffer[...] = dq
+            plgpu.commit_smem()  # orders the store before the TMA
+            rows = pl.ds(work.i * tile.block_q + queries.start, ROWS)
+            tile.ops.copy_smem_to_gmem_add(buffer, self.dq.at[rows, work.head, columns])
 
-        def body(product):
-            ds = scratch.ds.at[lax.rem(number + 2, jnp.int32(2)), :, queries]
-            gpu.multiply(product, ds.transpose((1, 0)), scratch.keys.at[:, columns])
-            if meanwhile is not None:
-                meanwhile()
-            found = gpu.read_product(product, wait_n=int(meanwhile is not None))
-            pl.when(number >= 0)(lambda: put(found))
+        def body(dq_acc):
+            # n + 2, as lax.rem of -1 is negative. dS(n) is stored transposed.
+            ds = smem.ds.at[lax.rem(n + 2, jnp.int32(2)), :, queries]  # [128, 64]
+            # Group: dQ = dS K. Both consumers have stored dS(n): see `ds_exchange`.
+            plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
+            if issue is not None:
+                issue()
+            # Drains dQ(n) and dV(n+1); dK(n+1) stays in flight.
+            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=int(issue is not None))
+            pl.when(n >= 0)(lambda: store(dq))  # [64, 64]
 
-        gpu.with_product((ROWS, ROWS), body)
+        pl.run_scoped(body, plgpu.ACC((ROWS, ROWS)))

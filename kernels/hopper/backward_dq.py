@@ -1,9 +1,22 @@
-"""The Mosaic GPU kernel of the gradient of queries alone, for Hopper GPUs (H100, H200).
+"""Computes dq alone on a Hopper GPU, in the same order of sums each time.
 
-`hopper_backward` adds to dq from all key tiles, in no certain order, so its last bits
-change from run to run. Here a program owns one query tile of one head, visits the live
-key tiles in order, and adds to dq once. That takes the scores and their gradients once
-more: seven products a tile instead of five.
+The kernel of `backward` adds to dq from all key tiles, in no certain order, so its last
+bits change from run to run. Here a program owns one query tile [128, d] of one head and
+adds to dq once. That takes the scores and their gradients once more: seven products a
+tile instead of five. The producer copies Q and dO once, and K(n) and V(n) of the live
+key tiles n = 0, 1, ... as stages become empty. Two consumers own 64 queries each:
+
+    producer  TMA    K(n+1)                     V(n+1)
+    consumer  WGMMA  S = Q Kᵀ  dP = dO Vᵀ                           dQ += dS K
+              ALU              P = exp2(S)      dS = P (dP - delta)
+
+    barrier  waits           arrives, and what it means
+    q_full   consumer        TMA: its 64 queries are in SMEM
+    do_full  consumer        TMA: their dO is in SMEM
+    k_full   both consumers  TMA: K(n) is in its stage
+    v_full   both consumers  TMA: V(n) is in its stage
+    k_empty  producer        both consumers: dS(n) K(n) is computed
+    v_empty  producer        both consumers: dP(n) is computed
 """
 
 import functools
@@ -13,96 +26,98 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import shared as gpu
-
-ROWS = 64
-"""Query rows of a warpgroup: one WGMMA."""
-
-COMPUTING = 2
-"""Warpgroups that compute. One more copies."""
-
-BLOCK_Q = COMPUTING * ROWS
-
-COLUMNS = 64
-"""Columns of dq that are finished at once, as registers are few."""
+from .shared import (
+    BLOCK_Q,
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    EPILOGUE_COLUMNS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    WARPGROUP,
+    WGMMA_ROW,
+    NativeOps,
+    broadcast_cols,
+    kernel,
+    load,
+    mask,
+    tiled_smem,
+    wait_for_last_arrivals,
+)
 
 
 class QueryTile(NamedTuple):
-    """How a program computes its tiles.
+    """Sizes and constants of a program.
 
-    block_k: key slots of a tile.
-    key_stages, value_stages: tiles in shared memory.
-    scale: factor on gradients of scores.
-    exponent_scale: factor on the products of queries and keys, for exponents of 2.
-    products: what adds up the products.
+    block_k: keys of a tile.
+    k_stages, v_stages: tiles of K and of V in SMEM.
+    scale: factor on dS.
+    exponent_scale: factor on Q Kᵀ, for exponents of 2.
+    ops: of the GPU, or emulated.
     """
 
     block_k: int
-    key_stages: int
-    value_stages: int
+    k_stages: int
+    v_stages: int
     scale: float
     exponent_scale: float
-    products: gpu.Registers | gpu.Emulated
+    ops: NativeOps
 
 
 class Operands(NamedTuple):
-    """What the kernel reads. T and S are whole tiles.
+    """Arrays that the kernel reads, in GMEM. T and S are whole tiles.
 
-    live: int32 (M, query tiles, 2), half-open range of key tiles that are not empty.
-    full: int32 (M, T / ROWS, 2), those that all of some rows see; M is B or 1.
-    start, stop: int32 (M, T), visible keys of each row.
+    live: int32 (M, T / 128, 2), half-open range of key tiles that are not empty.
+    full: int32 (M, T / 64, 2), those that need no mask; M is B or 1.
+    k_start, k_end: int32 (M, T), visible keys of each query.
     lse, delta: float32 (B, H, T): for exponents of 2, and times `scale`.
-    q, d_out: (B, T, H, D). keys, values: (B, S, K, D).
+    q, do: (B, T, H, D). k, v: (B, S, K, D).
     """
 
     live: jax.Array
     full: jax.Array
-    start: jax.Array
-    stop: jax.Array
+    k_start: jax.Array
+    k_end: jax.Array
     lse: jax.Array
     delta: jax.Array
     q: jax.Array
-    d_out: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    do: jax.Array
+    k: jax.Array
+    v: jax.Array
 
 
-class Scratch(NamedTuple):
-    """Shared memory of a program, and its barriers.
+class Smem(NamedTuple):
+    """Shared memory and barriers of a program, the latter as in the table above."""
 
-    *_here: a copy has arrived. *_free: both warpgroups are done with a tile.
-    """
-
-    q: jax.Ref  # (COMPUTING, ROWS, D)
-    d_out: jax.Ref
-    keys: jax.Ref  # (stages, block_k, D)
-    values: jax.Ref
-    dq_sum: tuple
-    q_here: jax.Ref
-    d_out_here: jax.Ref
-    keys_here: jax.Ref
-    values_here: jax.Ref
-    keys_free: jax.Ref
-    values_free: jax.Ref
+    q: jax.Ref  # [2, 64, d]
+    do: jax.Ref  # [2, 64, d]
+    k: jax.Ref  # [k_stages, block_k, d]
+    v: jax.Ref  # [v_stages, block_k, d]
+    dq: jax.Ref | None  # [2, 64, d] float32 where emulated
+    q_full: jax.Ref  # [2]
+    do_full: jax.Ref  # [2]
+    k_full: jax.Ref  # [k_stages]
+    v_full: jax.Ref  # [v_stages]
+    k_empty: jax.Ref  # [k_stages]
+    v_empty: jax.Ref  # [v_stages]
 
     @classmethod
-    def shapes(cls, tile: QueryTile, depth: int, dtype: jnp.dtype):
-        queries = gpu.shared_tile((COMPUTING, ROWS, depth), dtype)
-        each = gpu.Barrier(num_barriers=COMPUTING)
-        both = functools.partial(gpu.Barrier, num_arrivals=COMPUTING)
+    def types(cls, tile: QueryTile, d: int, dtype: jnp.dtype) -> "Smem":
+        queries = tiled_smem((CONSUMERS, ROWS, d), dtype)
+        by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         return cls(
-            queries,
-            queries,
-            gpu.shared_tile((tile.key_stages, tile.block_k, depth), dtype),
-            gpu.shared_tile((tile.value_stages, tile.block_k, depth), dtype),
-            tile.products.scratch(COMPUTING, ROWS, depth),
-            each,
-            each,
-            gpu.Barrier(num_barriers=tile.key_stages),
-            gpu.Barrier(num_barriers=tile.value_stages),
-            both(num_barriers=tile.key_stages),
-            both(num_barriers=tile.value_stages),
+            q=queries,
+            do=queries,
+            k=tiled_smem((tile.k_stages, tile.block_k, d), dtype),
+            v=tiled_smem((tile.v_stages, tile.block_k, d), dtype),
+            dq=tile.ops.acc_smem(ROWS, d),
+            q_full=plgpu.Barrier(num_barriers=CONSUMERS),
+            do_full=plgpu.Barrier(num_barriers=CONSUMERS),
+            k_full=plgpu.Barrier(num_barriers=tile.k_stages),
+            v_full=plgpu.Barrier(num_barriers=tile.v_stages),
+            k_empty=by_consumers(num_barriers=tile.k_stages),
+            v_empty=by_consumers(num_barriers=tile.v_stages),
         )
 
 
@@ -110,199 +125,197 @@ def query_gradients_call(
     tile: QueryTile,
     operands: Operands,
     dq: jax.Array,
-    interpret: gpu.Interpreter | None,
+    interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
     """Adds to dq, float32 (B, T, H, D), in its place."""
-    batch, length, heads, depth = operands.q.shape
-    total = jax.new_ref(dq)
-    tree = jax.tree.structure((operands, total))
+    batch, length, heads, d = operands.q.shape
+    dq_ref = jax.new_ref(dq)
+    tree = jax.tree.structure((operands, dq_ref))
 
-    def kernel(*refs):
-        *inputs, scratch = refs
-        _kernel(tile, *jax.tree.unflatten(tree, inputs), scratch)
+    def body(*refs):
+        *inputs, smem = refs
+        _kernel(tile, *jax.tree.unflatten(tree, inputs), smem)
 
-    call = gpu.kernel(
-        kernel,
+    call = kernel(
+        body,
         name="flash_backward_queries",
         out_type=(),
-        scratch_types=[Scratch.shapes(tile, depth, operands.q.dtype)],
+        scratch_types=[Smem.types(tile, d, operands.q.dtype)],
         # The last axis is the fastest: heads share keys, and long rows come first.
         grid={"tile": length // BLOCK_Q, "batch": batch, "head": heads},
-        warpgroups=COMPUTING + 1,
         interpret=interpret,
     )
-    call(*jax.tree.leaves((operands, total)))
-    return jax.freeze(total)
+    call(*jax.tree.leaves((operands, dq_ref)))
+    return jax.freeze(dq_ref)
 
 
-def _kernel(tile: QueryTile, operands: Operands, dq: jax.Ref, scratch: Scratch) -> None:
-    """One query tile of one head."""
-    batch, head = lax.axis_index("batch"), lax.axis_index("head")
-    # Where queries see the past, the last tiles have most to do: they come first.
-    query_tile = operands.live.shape[1] - 1 - lax.axis_index("tile")
-    row = batch if operands.live.shape[0] > 1 else 0
-    begin, end = (operands.live[row, query_tile, edge] for edge in range(2))
-    warpgroup = lax.axis_index(gpu.WARPGROUP)
-
-    @pl.when(warpgroup < COMPUTING)
-    def _():
-        gpu.set_max_registers(240, action="increase")
-        part = query_tile * COMPUTING + warpgroup
-        rows = pl.ds(part * ROWS, ROWS)
-        work = Rows(
-            tile,
-            scratch,
-            (operands.start.at[row, rows], operands.stop.at[row, rows]),
-            operands.full.at[row, part],
-            operands.lse.at[batch, head, rows],
-            operands.delta.at[batch, head, rows],
-            dq.at[batch, rows, head],
-        )
-        pl.when(begin < end)(lambda: work.add_up(begin, end))
-
-    @pl.when(warpgroup == COMPUTING)
-    def _():
-        gpu.set_max_registers(24, action="decrease")
-        group = operands.q.shape[2] // operands.keys.shape[2]
-        kv_head = lax.div(head, jnp.int32(group))
-        queries = pl.ds(query_tile * BLOCK_Q, BLOCK_Q)
-        source = operands._replace(
-            q=operands.q.at[batch, queries, head],
-            d_out=operands.d_out.at[batch, queries, head],
-            keys=operands.keys.at[batch, :, kv_head],
-            values=operands.values.at[batch, :, kv_head],
-        )
-        pl.when(begin < end)(lambda: _copy(tile, scratch, source, begin, end))
-
-
-def _copy(
+def _kernel(
     tile: QueryTile,
-    scratch: Scratch,
-    source: Operands,
-    begin: jax.Array,
-    end: jax.Array,
+    operands: Operands,
+    dq_ref: jax.Ref,  # (B, T, H, D)
+    smem: Smem,
 ) -> None:
-    """What the copying warpgroup does, in the order in which it is needed."""
+    """Computes one query tile of one head."""
+    batch, head = lax.axis_index("batch"), lax.axis_index("head")
+    # Under a causal mask the last tiles have most live keys: they come first.
+    q_tile = operands.live.shape[1] - 1 - lax.axis_index("tile")
+    bound_row = batch if operands.live.shape[0] > 1 else 0
+    begin = operands.live[bound_row, q_tile, 0]
+    end = operands.live[bound_row, q_tile, 1]
+    wg = lax.axis_index(WARPGROUP)
+
+    @pl.when(wg < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        rows_64 = q_tile * CONSUMERS + wg  # which 64 queries of the sequence
+        rows = pl.ds(rows_64 * ROWS, ROWS)
+        consumer = Consumer(
+            tile=tile,
+            smem=smem,
+            k_start=operands.k_start.at[bound_row, rows],
+            k_end=operands.k_end.at[bound_row, rows],
+            full=operands.full.at[bound_row, rows_64],
+            lse=operands.lse.at[batch, head, rows],
+            delta=operands.delta.at[batch, head, rows],
+            dq=dq_ref.at[batch, rows, head],
+        )
+        pl.when(begin < end)(lambda: consumer.accumulate(begin, end))
+
+    @pl.when(wg == CONSUMERS)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        group = operands.q.shape[2] // operands.k.shape[2]
+        kv_head = lax.div(head, jnp.int32(group))
+        queries = pl.ds(q_tile * BLOCK_Q, BLOCK_Q)
+        source = operands._replace(
+            q=operands.q.at[batch, queries, head],  # [128, d]
+            do=operands.do.at[batch, queries, head],  # [128, d]
+            k=operands.k.at[batch, :, kv_head],  # [S, d]
+            v=operands.v.at[batch, :, kv_head],  # [S, d]
+        )
+        pl.when(begin < end)(lambda: _produce(tile, smem, source, begin, end))
+
+
+def _produce(
+    tile: QueryTile, smem: Smem, source: Operands, begin: jax.Array, end: jax.Array
+) -> None:
+    """Copies Q, dO and the key tiles [begin, end) to SMEM, in order of use."""
     count = end - begin
-    keys = source.keys, scratch.keys, scratch.keys_here, scratch.keys_free
-    values = source.values, scratch.values, scratch.values_here, scratch.values_free
+    k_copy = source.k, smem.k, smem.k_full, smem.k_empty
+    v_copy = source.v, smem.v, smem.v_full, smem.v_empty
 
-    def copy_rows(source, buffer, here) -> None:
-        for part in range(COMPUTING):
-            rows = source.at[pl.ds(part * ROWS, ROWS)]
-            gpu.copy_in(rows, buffer.at[part], here.at[part])
+    def copy_queries(source, buffer, full) -> None:
+        for wg in range(CONSUMERS):
+            rows = source.at[pl.ds(wg * ROWS, ROWS)]  # [64, d]
+            plgpu.copy_gmem_to_smem(rows, buffer.at[wg], full.at[wg])
 
-    def copy(source, buffer, here, free, step) -> None:
+    def copy(source, buffer, full, empty, n) -> None:
         stages = buffer.shape[0]
-        slot = lax.rem(step, jnp.int32(stages))
-        pl.when(step >= stages)(lambda: gpu.wait(free.at[slot]))
-        slots = pl.ds((begin + step) * tile.block_k, tile.block_k)
-        gpu.copy_in(source.at[slots], buffer.at[slot], here.at[slot])
+        stage = lax.rem(n, jnp.int32(stages))
+        # Both consumers have arrived: they are done with tile n - stages.
+        pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        keys = pl.ds((begin + n) * tile.block_k, tile.block_k)
+        plgpu.copy_gmem_to_smem(source.at[keys], buffer.at[stage], full.at[stage])
 
-    copy_rows(source.q, scratch.q, scratch.q_here)
-    copy(*keys, jnp.int32(0))
-    copy_rows(source.d_out, scratch.d_out, scratch.d_out_here)
-    copy(*values, jnp.int32(0))
+    copy_queries(source.q, smem.q, smem.q_full)
+    copy(*k_copy, jnp.int32(0))
+    copy_queries(source.do, smem.do, smem.do_full)
+    copy(*v_copy, jnp.int32(0))
 
     @pl.loop(1, count)
-    def _(step):
-        copy(*keys, step)
-        copy(*values, step)
+    def _(n):
+        copy(*k_copy, n)
+        copy(*v_copy, n)
 
-    for _, buffer, _, free in keys, values:
-        gpu.drain(free, count, buffer.shape[0])
+    wait_for_last_arrivals(count, tile.k_stages, smem.k_empty)
+    wait_for_last_arrivals(count, tile.v_stages, smem.v_empty)
 
 
-class Rows(NamedTuple):
-    """The rows of one computing warpgroup.
-
-    bounds: start and stop, (ROWS,) each. full: range of full key tiles, (2,).
-    lse, delta: (ROWS,). dq: (ROWS, D).
-    """
+class Consumer(NamedTuple):
+    """A consumer warpgroup and the refs, in GMEM, of its 64 queries."""
 
     tile: QueryTile
-    scratch: Scratch
-    bounds: tuple[jax.Ref, jax.Ref]
-    full: jax.Ref
-    lse: jax.Ref
-    delta: jax.Ref
-    dq: jax.Ref
+    smem: Smem
+    k_start: jax.Ref  # [64]
+    k_end: jax.Ref  # [64]
+    full: jax.Ref  # [2], half-open range of key tiles that need no mask
+    lse: jax.Ref  # [64]
+    delta: jax.Ref  # [64]
+    dq: jax.Ref  # [64, d]
 
-    def add_up(self, begin: jax.Array, end: jax.Array) -> None:
-        """Visits the key tiles [begin, end), of which there is one at least."""
-        scratch, warpgroup = self.scratch, lax.axis_index(gpu.WARPGROUP)
-        gpu.wait(scratch.q_here.at[warpgroup])
-        gpu.wait(scratch.d_out_here.at[warpgroup])
-        self.tile.products.run(
-            scratch.dq_sum,
-            warpgroup,
-            self.dq.shape,
-            functools.partial(self._all_tiles, begin, end),
-        )
+    def accumulate(self, begin: jax.Array, end: jax.Array) -> None:
+        """Adds the gradient over key tiles [begin, end), at least one, to dq."""
+        smem, wg = self.smem, lax.axis_index(WARPGROUP)
+        plgpu.barrier_wait(smem.q_full.at[wg])  # TMA: Q
+        plgpu.barrier_wait(smem.do_full.at[wg])  # TMA: dO
+        body = functools.partial(self._all_key_tiles, begin, end)
+        self.tile.ops.run_with_acc(smem.dq, wg, self.dq.shape, body)
 
-    def _all_tiles(self, begin, end, dq) -> None:
-        tile, scratch = self.tile, self.scratch
-        lse = gpu.load_rows(self.lse)
+    def _all_key_tiles(self, begin, end, dq_acc) -> None:
+        """Runs the pipeline. dq_acc: [64, d]."""
+        tile, smem = self.tile, self.smem
+        lse = load(self.lse, WGMMA_ROW)  # [64]
 
-        def step(number, _):
-            slot = lax.rem(number, jnp.int32(tile.key_stages))
-            gpu.wait(scratch.keys_here.at[slot])
-            ds = self._score_gradients(number, begin + number, lse)
-            tile.products.add_product(dq, ds, scratch.keys.at[slot])
+        def step(n, _):
+            stage = lax.rem(n, jnp.int32(tile.k_stages))
+            plgpu.barrier_wait(smem.k_full.at[stage])  # TMA: K(n)
+            ds = self._score_gradients(n, begin + n, lse)  # [64, block_k]
+            tile.ops.wgmma(dq_acc, ds, smem.k.at[stage])  # group: dQ += dS K
 
         lax.fori_loop(0, end - begin, step, None)
-        gpu.wait_for_products(0)
+        plgpu.wgmma_wait(0)  # drains dQ
         self._release(end - begin - 1)
-        total = dq[...]
-        for first in range(0, total.shape[1], COLUMNS):
-            columns = pl.ds(first, COLUMNS)
-            part = lax.slice(total, (0, first), (ROWS, first + COLUMNS))
-            self.dq[:, columns] = part + gpu.load_tile(self.dq.at[:, columns])
+        dq = dq_acc[...]  # [64, d]
+        for first in range(0, dq.shape[1], EPILOGUE_COLUMNS):
+            columns = pl.ds(first, EPILOGUE_COLUMNS)
+            part = lax.slice(dq, (0, first), (ROWS, first + EPILOGUE_COLUMNS))
+            self.dq[:, columns] = part + load(self.dq.at[:, columns])  # [64, 64]
 
-    def _release(self, number) -> None:
-        """Gives back the keys of a tile."""
-        slot = lax.rem(number, jnp.int32(self.tile.key_stages))
-        gpu.arrive(self.scratch.keys_free.at[slot])
+    def _release(self, n) -> None:
+        """Arrives where the producer waits to copy to the stage of K(n)."""
+        stage = lax.rem(n, jnp.int32(self.tile.k_stages))
+        plgpu.barrier_arrive(self.smem.k_empty.at[stage])
 
-    def _score_gradients(self, number, j, lse) -> jax.Array:
-        """Gradients of the scores (ROWS, block_k) of key tile j.
+    def _score_gradients(self, n, j, lse) -> jax.Array:
+        """Returns dS [64, block_k] of key tile j."""
+        tile, smem = self.tile, self.smem
+        wg = lax.axis_index(WARPGROUP)  # in each step: see `backward`
+        k_stage = lax.rem(n, jnp.int32(tile.k_stages))
+        v_stage = lax.rem(n, jnp.int32(tile.v_stages))
 
-        The tile before ends here: its last product runs until the scores are issued.
-        """
-        tile, scratch = self.tile, self.scratch
-        # Asked for in each step: see `hopper_backward`.
-        warpgroup = lax.axis_index(gpu.WARPGROUP)
-        key_slot = lax.rem(number, jnp.int32(tile.key_stages))
-        value_slot = lax.rem(number, jnp.int32(tile.value_stages))
+        def body(s_acc, dp_acc):
+            # In flight on entry: dQ(n-1).
+            k = smem.k.at[k_stage].transpose((1, 0))  # [d, block_k]
+            plgpu.wgmma(s_acc, smem.q.at[wg], k)  # group: S = Q Kᵀ
+            plgpu.wgmma_wait(1)  # drains dQ(n-1); S(n) stays in flight
+            pl.when(n > 0)(lambda: self._release(n - 1))
 
-        def body(scores, dp):
-            keys = scratch.keys.at[key_slot].transpose((1, 0))
-            gpu.multiply(scores, scratch.q.at[warpgroup], keys)
-            gpu.wait_for_products(1)
-            pl.when(number > 0)(lambda: self._release(number - 1))
-            gpu.wait(scratch.values_here.at[value_slot])
-            values = scratch.values.at[value_slot].transpose((1, 0))
-            gpu.multiply(dp, scratch.d_out.at[warpgroup], values)
-            p = self._weights(gpu.read_product(scores, wait_n=1), j, lse)
-            # Loaded in each step, while products run: kept, it would spill others.
-            delta = gpu.over_columns(gpu.load_rows(self.delta), tile.block_k)
-            dp = gpu.read_product(dp, wait_n=0)
-            gpu.arrive(scratch.values_free.at[value_slot])
-            return (p * (dp * tile.scale - delta)).astype(scratch.q.dtype)
+            plgpu.barrier_wait(smem.v_full.at[v_stage])  # TMA: V(n)
+            v = smem.v.at[v_stage].transpose((1, 0))  # [d, block_k]
+            plgpu.wgmma(dp_acc, smem.do.at[wg], v)  # group: dP = dO Vᵀ
+            # Drains S(n); dP(n) stays in flight.
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # [64, block_k]
+            p = self._probabilities(s, j, lse)  # [64, block_k]
 
-        return gpu.with_products((ROWS, tile.block_k), 2, body)
+            # Loaded in each step, while WGMMAs run: kept, it would spill others.
+            delta = broadcast_cols(load(self.delta, WGMMA_ROW), tile.block_k)
+            # Drains dP(n).
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)  # [64, block_k]
+            plgpu.barrier_arrive(smem.v_empty.at[v_stage])
+            return (p * (dp * tile.scale - delta)).astype(smem.q.dtype)
 
-    def _weights(self, scores, j, lse) -> jax.Array:
-        """Attention weights (ROWS, block_k) of key tile j."""
+        acc = plgpu.ACC((ROWS, tile.block_k))
+        return pl.run_scoped(body, acc, acc)
+
+    def _probabilities(self, s, j, lse) -> jax.Array:
+        """Returns P [64, block_k] of key tile j from s = Q Kᵀ [64, block_k]."""
         block_k = self.tile.block_k
-        exponents = scores * self.tile.exponent_scale - gpu.over_columns(lse, block_k)
+        # Exponents are masked, and not P: that spills nothing. [64, block_k]
+        exponents = s * self.tile.exponent_scale - broadcast_cols(lse, block_k)
 
-        def hide(exponents):
-            slot = j * block_k + gpu.column_numbers(ROWS, block_k)
-            start, stop = (
-                gpu.over_columns(gpu.load_rows(x), block_k) for x in self.bounds
-            )
-            return jnp.where((start <= slot) & (slot < stop), exponents, -jnp.inf)
+        def masked(exponents):
+            bounds = (load(x, WGMMA_ROW) for x in (self.k_start, self.k_end))  # [64]
+            return mask(exponents, j * block_k, 1, bounds)
 
         is_full = (self.full[0] <= j) & (j < self.full[1])
-        return jnp.exp2(lax.cond(is_full, lambda x: x, hide, exponents))
+        return jnp.exp2(lax.cond(is_full, lambda x: x, masked, exponents))

@@ -1,6 +1,6 @@
-"""Tiles of the Hopper backward kernel: their cut, operands, shared memory and order.
+"""Sizes, operands, shared memory and work tiles of the Hopper backward kernel.
 
-See `hopper_backward`.
+See `backward`, which holds the kernel.
 """
 
 import functools
@@ -10,144 +10,132 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import shared as gpu
+from .shared import CONSUMERS, ROWS, NativeOps, tiled_smem
 
-ROWS = 64
-"""Rows of a product of a warpgroup: one WGMMA."""
-
-COMPUTING = 2
-"""Warpgroups that compute. One more copies."""
-
-WIDEST = 128
-"""Columns of dk and dv that a warpgroup has registers for."""
+MAX_COLUMNS = 128
+"""Columns of dk and dv that a consumer has registers for."""
 
 
 class BackwardTile(NamedTuple):
-    """How a program computes its tiles.
+    """Sizes and constants of a program.
 
-    depth: head size. Up to WIDEST a warpgroup has half of the keys of a tile. Above, it
-      has half of the columns, and both compute all weights; then there is no dq.
-    block_q: queries of a tile. With dq, block_q · depth is twice ROWS · ROWS.
-    q_stages: query tiles in shared memory.
-    d_out_stages: the same for the gradients of their results.
-    scale: factor on gradients of scores.
-    exponent_scale: factor on the products of queries and keys, for exponents of 2.
-    products: what adds up the products.
+    d: head size. Up to MAX_COLUMNS a consumer has half of the keys of a tile. Above, it
+      has half of the columns, and both compute all of P; then there is no dq.
+    block_q: queries of a tile. With dq, block_q · d is twice 64 · 64.
+    q_stages, do_stages: tiles of Q and of dO in SMEM.
+    scale: factor on dS.
+    exponent_scale: factor on K Qᵀ, for exponents of 2.
+    ops: of the GPU, or emulated.
     """
 
-    depth: int
+    d: int
     block_q: int
     q_stages: int
-    d_out_stages: int
+    do_stages: int
     scale: float
     exponent_scale: float
-    products: gpu.Registers | gpu.Emulated
+    ops: NativeOps
 
     @property
-    def cuts_keys(self) -> bool:
-        """Whether a warpgroup has some of the keys, rather than of the columns."""
-        return self.depth <= WIDEST
+    def splits_keys(self) -> bool:
+        """Whether consumers split the keys, rather than the columns of dk and dv."""
+        return self.d <= MAX_COLUMNS
 
     @property
     def block_k(self) -> int:
-        """Key slots of a tile."""
-        return COMPUTING * ROWS if self.cuts_keys else ROWS
+        """Keys of a tile."""
+        return CONSUMERS * ROWS if self.splits_keys else ROWS
 
     @property
     def columns(self) -> int:
-        """Columns of dk and dv that a warpgroup has."""
-        return self.depth if self.cuts_keys else self.depth // COMPUTING
+        """Columns of dk and dv that a consumer has."""
+        return self.d if self.splits_keys else self.d // CONSUMERS
 
 
 class Operands(NamedTuple):
-    """What the backward kernel reads. T and S are whole tiles.
+    """Arrays that the kernel reads, in GMEM. T and S are whole tiles.
 
-    live: int32 (M, key tiles, 2), half-open range of query tiles that are not empty.
-    full: int32 (M, S / ROWS, 2), those that see all of some key slots; M is B or 1.
-    keys, values: (B, S, K, D). q, d_out: (B, T, H, D).
-    rows: float32 (B, H, query tiles, 2, block_q): lse for exponents of 2, and delta
-      times `scale`.
-    bounds: int32 (M, query tiles, 2, block_q): start and stop.
+    live: int32 (M, S / block_k, 2), half-open range of query tiles that are not empty.
+    full: int32 (M, S / 64, 2), those that need no mask; M is B or 1.
+    k, v: (B, S, K, D). q, do: (B, T, H, D).
+    lse_delta: float32 (B, H, T / block_q, 2, block_q): lse for exponents of 2, and
+      delta times `scale`.
+    bounds: int32 (M, T / block_q, 2, block_q): k_start and k_end.
     """
 
     live: jax.Array
     full: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    k: jax.Array
+    v: jax.Array
     q: jax.Array
-    d_out: jax.Array
-    rows: jax.Array
+    do: jax.Array
+    lse_delta: jax.Array
     bounds: jax.Array
 
 
-class Scratch(NamedTuple):
-    """Shared memory of a program, and its barriers.
+class Smem(NamedTuple):
+    """Shared memory and barriers of a program, the latter as in `backward`'s table."""
 
-    ds, dq: gradients of scores, and what is added to dq; () without dq.
-    *_here: a copy has arrived. *_free: both warpgroups are done with a tile.
-    ds_free: both have written one ds, and read the one before.
-    """
-
-    keys: jax.Ref  # (block_k, D)
-    values: jax.Ref
-    q: jax.Ref  # (stages, block_q, D)
-    d_out: jax.Ref
-    rows: jax.Ref  # (stages, 2, block_q)
-    bounds: jax.Ref
-    ds: jax.Ref | tuple[()]  # (2, COMPUTING * ROWS, block_q)
-    dq: jax.Ref | tuple[()]  # (COMPUTING, ROWS, ROWS)
-    dk_sum: tuple
-    dv_sum: tuple
-    keys_here: jax.Ref
-    values_here: jax.Ref
-    q_here: jax.Ref
-    d_out_here: jax.Ref
-    q_free: jax.Ref
-    d_out_free: jax.Ref
-    ds_free: jax.Ref
+    k: jax.Ref  # [block_k, d]
+    v: jax.Ref  # [block_k, d]
+    q: jax.Ref  # [q_stages, block_q, d]
+    do: jax.Ref  # [do_stages, block_q, d]
+    lse_delta: jax.Ref  # [q_stages, 2, block_q] float32
+    bounds: jax.Ref  # [q_stages, 2, block_q] int32
+    ds: jax.Ref | None  # [2, 128, block_q], with dq alone: dSᵀ of two work tiles
+    dq: jax.Ref | None  # [2, 64, 64] float32, with dq alone: partial dQ
+    dk: jax.Ref | None  # [2, 64, columns] float32 where emulated
+    dv: jax.Ref | None  # [2, 64, columns] float32 where emulated
+    k_full: jax.Ref
+    v_full: jax.Ref
+    q_full: jax.Ref  # [q_stages]: Q, lse_delta and bounds
+    do_full: jax.Ref  # [do_stages]
+    q_empty: jax.Ref  # [q_stages]
+    do_empty: jax.Ref  # [do_stages]
+    ds_exchange: jax.Ref
 
     @classmethod
-    def shapes(cls, tile: BackwardTile, dtype: jnp.dtype, has_dq: bool):
-        keys = gpu.shared_tile((tile.block_k, tile.depth), dtype)
-        queries = tile.block_q, tile.depth
-        numbers = tile.q_stages, 2, tile.block_q
-        ds = gpu.shared_tile((2, COMPUTING * ROWS, tile.block_q), dtype)
-        dq = gpu.shared_tile((COMPUTING, ROWS, ROWS), jnp.float32)
-        total = tile.products.scratch(COMPUTING, ROWS, tile.columns)
-        both = functools.partial(gpu.Barrier, num_arrivals=COMPUTING)
+    def types(cls, tile: BackwardTile, dtype: jnp.dtype, has_dq: bool) -> "Smem":
+        kv = tiled_smem((tile.block_k, tile.d), dtype)
+        row = tile.q_stages, 2, tile.block_q
+        ds = tiled_smem((2, CONSUMERS * ROWS, tile.block_q), dtype)
+        dq = tiled_smem((CONSUMERS, ROWS, ROWS), jnp.float32)
+        acc = tile.ops.acc_smem(ROWS, tile.columns)
+        by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         return cls(
-            keys,
-            keys,
-            gpu.shared_tile((tile.q_stages, *queries), dtype),
-            gpu.shared_tile((tile.d_out_stages, *queries), dtype),
-            gpu.shared_numbers(numbers, jnp.float32),
-            gpu.shared_numbers(numbers, jnp.int32),
-            ds if has_dq else (),
-            dq if has_dq else (),
-            total,
-            total,
-            gpu.Barrier(),
-            gpu.Barrier(),
-            gpu.Barrier(num_arrivals=3, num_barriers=tile.q_stages),
-            gpu.Barrier(num_barriers=tile.d_out_stages),
-            both(num_barriers=tile.q_stages),
-            both(num_barriers=tile.d_out_stages),
-            both(),
+            k=kv,
+            v=kv,
+            q=tiled_smem((tile.q_stages, tile.block_q, tile.d), dtype),
+            do=tiled_smem((tile.do_stages, tile.block_q, tile.d), dtype),
+            lse_delta=plgpu.SMEM(row, jnp.float32),
+            bounds=plgpu.SMEM(row, jnp.int32),
+            ds=ds if has_dq else None,
+            dq=dq if has_dq else None,
+            dk=acc,
+            dv=acc,
+            k_full=plgpu.Barrier(),
+            v_full=plgpu.Barrier(),
+            q_full=plgpu.Barrier(num_arrivals=3, num_barriers=tile.q_stages),
+            do_full=plgpu.Barrier(num_barriers=tile.do_stages),
+            q_empty=by_consumers(num_barriers=tile.q_stages),
+            do_empty=by_consumers(num_barriers=tile.do_stages),
+            ds_exchange=by_consumers(),
         )
 
 
-class Visit(NamedTuple):
-    """A query tile, by its number, of a query head."""
+class WorkTile(NamedTuple):
+    """Query tile i of a query head, against the program's key tile."""
 
     i: jax.Array
     head: jax.Array
 
 
-class Visits(NamedTuple):
-    """The query tiles that a key tile visits: of each head, one head after another.
+class WorkTiles(NamedTuple):
+    """The live query tiles [begin, end) of `group` query heads, head by head.
 
-    begin, end: the live ones. head: the first one. group: how many heads.
+    head: the first one.
     """
 
     begin: jax.Array
@@ -158,51 +146,51 @@ class Visits(NamedTuple):
     def count(self) -> jax.Array:
         return (self.end - self.begin) * self.group
 
-    def first(self) -> Visit:
-        return Visit(self.begin, self.head)
+    def first(self) -> WorkTile:
+        return WorkTile(self.begin, self.head)
 
-    def after(self, visit: Visit) -> Visit:
-        is_last = visit.i + 1 == self.end
-        i = jnp.where(is_last, self.begin, visit.i + 1)
-        return Visit(i, jnp.where(is_last, visit.head + 1, visit.head))
+    def next(self, work: WorkTile) -> WorkTile:
+        is_last = work.i + 1 == self.end
+        i = jnp.where(is_last, self.begin, work.i + 1)
+        return WorkTile(i, jnp.where(is_last, work.head + 1, work.head))
 
-    def before(self, visit: Visit) -> Visit:
-        """The one before. Of the first, no visit at all."""
-        is_first = visit.i == self.begin
-        i = jnp.where(is_first, self.end - 1, visit.i - 1)
-        return Visit(i, jnp.where(is_first, visit.head - 1, visit.head))
+    def previous(self, work: WorkTile) -> WorkTile:
+        """Returns the one before; of the first, one that does not exist."""
+        is_first = work.i == self.begin
+        i = jnp.where(is_first, self.end - 1, work.i - 1)
+        return WorkTile(i, jnp.where(is_first, work.head - 1, work.head))
 
 
 class Part(NamedTuple):
-    """What a warpgroup computes of a tile.
+    """A consumer's part of a key tile.
 
-    first_key: where its keys begin. columns: of dk and dv.
+    first_key: of its keys. columns: its columns of dk and dv.
     """
 
     tile: BackwardTile
-    warpgroup: jax.Array
+    wg: jax.Array
     first_key: jax.Array
     columns: pl.Slice
 
     @classmethod
-    def of(cls, tile: BackwardTile, warpgroup: jax.Array) -> "Part":
-        if tile.cuts_keys:
-            return cls(tile, warpgroup, warpgroup * ROWS, pl.ds(0, tile.columns))
+    def of(cls, tile: BackwardTile, wg: jax.Array) -> "Part":
+        if tile.splits_keys:
+            return cls(tile, wg, wg * ROWS, pl.ds(0, tile.columns))
         # That is 0, which ptxas does not know: else it keeps all addresses of keys.
-        first_key = lax.div(warpgroup, jnp.int32(COMPUTING)) * ROWS
-        columns = pl.ds(warpgroup * tile.columns, tile.columns)
-        return cls(tile, warpgroup, first_key, columns)
+        first_key = lax.div(wg, jnp.int32(CONSUMERS)) * ROWS
+        return cls(tile, wg, first_key, pl.ds(wg * tile.columns, tile.columns))
 
     @property
     def keys(self) -> pl.Slice:
         return pl.ds(self.first_key, ROWS)
 
     @property
-    def ds(self) -> pl.Slice:
-        """Where it writes gradients of scores."""
-        return pl.ds(self.warpgroup * ROWS, ROWS)
+    def ds_rows(self) -> pl.Slice:
+        """Rows of dSᵀ [128, block_q] that it writes."""
+        return pl.ds(self.wg * ROWS, ROWS)
 
-    def share(self) -> tuple[pl.Slice, pl.Slice]:
-        """The queries and the columns of dq that it adds to."""
-        own, first = pl.ds(self.warpgroup * ROWS, ROWS), pl.ds(0, ROWS)
-        return (own, first) if self.tile.block_q > ROWS else (first, own)
+    @property
+    def dq_block(self) -> tuple[pl.Slice, pl.Slice]:
+        """Rows and columns of dQ [block_q, d] that it computes, 64 each."""
+        mine, first = pl.ds(self.wg * ROWS, ROWS), pl.ds(0, ROWS)
+        return (mine, first) if self.tile.block_q > ROWS else (first, mine)

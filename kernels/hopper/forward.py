@@ -1,11 +1,27 @@
-"""The Mosaic GPU kernel of the forward step, for Hopper GPUs (H100, H200).
+"""Runs the forward step on a Hopper GPU (FlashAttention-3, 2407.08608, algorithm 2).
 
-A program owns one query tile of one head: two warpgroups compute 64 rows each, and a
-third one copies the live key and value tiles to shared memory, as early as there is
-room. Each computing warpgroup issues the scores of a tile together with the product of
-the weights and values of the tile before, and computes the softmax of the former while
-the latter runs (FlashAttention-3, 2407.08608, alg. 2). The two take turns in issuing,
-so that one multiplies while the other exponentiates (its section 3.1).
+A program computes one query tile [128, d] of one head. The producer copies Q once, and
+K(n) and V(n) of the live key tiles n = 0, 1, ... as stages become empty. Two consumers
+own 64 queries each. In time, from left to right:
+
+    producer    TMA    K(n+1)        V(n)            K(n+2)        V(n+1)
+    consumer 0  WGMMA  S(n)  P(n-1) V(n-1)           S(n+1)  P(n) V(n)
+                ALU          softmax S(n)  rescale           softmax S(n+1)  rescale
+    consumer 1  WGMMA              S(n)  P(n-1) V(n-1)             S(n+1)  P(n) V(n)
+                ALU       rescale        softmax S(n)  rescale            softmax S(n+1)
+
+The softmax of S(n) = Q K(n)ᵀ, which gives m, l, P(n) and alpha, runs while the tensor
+cores add P(n-1) V(n-1) to acc, which alpha then rescales (their section 3.2). By the
+schedule barrier the consumers issue in alternation, so that one multiplies while the
+other exponentiates (their section 3.1).
+
+    barrier   waits              arrives, and what it means
+    q_full    consumer           TMA: its 64 queries are in SMEM
+    k_full    both consumers     TMA: K(n) is in its stage
+    v_full    both consumers     TMA: V(n) is in its stage
+    k_empty   producer           both consumers: S(n) is computed
+    v_empty   producer           both consumers: P(n) V(n) is computed
+    schedule  consumer           the other consumer: it has issued its WGMMAs
 """
 
 import functools
@@ -16,136 +32,135 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import shared as gpu
-
-ROWS = 64
-"""Query rows of a warpgroup: one WGMMA."""
-
-COMPUTING = 2
-"""Warpgroups that compute. One more copies."""
-
-BLOCK_Q = COMPUTING * ROWS
-
-KEYS = 64
-"""What key slots of a tile have to be a multiple of."""
-
-COLUMNS = 64
-"""Columns of a result that are finished at once, as registers are few."""
-
-NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Maximum of a row that has seen nothing: finite, as -inf - -inf is nan."""
+from .shared import (
+    BLOCK_Q,
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    EPILOGUE_COLUMNS,
+    LOG2_E,
+    PRODUCER_REGISTERS,
+    ROWS,
+    WARPGROUP,
+    WGMMA_ROW,
+    NativeOps,
+    broadcast_cols,
+    constant,
+    kernel,
+    load,
+    mask,
+    tiled_smem,
+    wait_for_last_arrivals,
+)
 
 LN_2 = math.log(2)
 
+M_INIT = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""Row maximum before any visible key: finite, as -inf - -inf is nan."""
+
 
 class ForwardTile(NamedTuple):
-    """How a program computes its tiles.
+    """Sizes and constants of a program.
 
-    block_k: key slots of a tile.
-    stages: key and value tiles in shared memory.
-    scale: positive factor on the products of queries and keys, for exponents of 2.
-    products: what adds up the products with values.
+    block_k: keys of a tile.
+    stages: key and value tiles in SMEM.
+    scale: positive factor on Q Kᵀ, for exponents of 2.
+    ops: of the GPU, or emulated.
     """
 
     block_k: int
     stages: int
     scale: float
-    products: gpu.Registers | gpu.Emulated
+    ops: NativeOps
 
 
 class Operands(NamedTuple):
-    """What the forward kernel reads. T and S are whole tiles.
+    """Arrays that the kernel reads, in GMEM. T and S are whole tiles.
 
-    live: int32 (M, query tiles, 2), half-open range of key tiles that are not empty.
-    full: int32 (M, query tiles * COMPUTING, 2), those that all rows of a warpgroup see.
-    start, stop: int32 (M, T), visible keys of each row; M is B or 1.
-    q: (B, T, H, D). keys, values: (B, S, K, D).
-    carry: result (B, T, H, D) and natural-log lse (B, H, T) over other keys, or ().
+    live: int32 (M, T / 128, 2), half-open range of key tiles that are not empty.
+    full: int32 (M, T / 64, 2), those that need no mask; M is B or 1.
+    k_start, k_end: int32 (M, T), visible keys of each query.
+    q: (B, T, H, D). k, v: (B, S, K, D).
+    carry: out (B, T, H, D) and natural-log lse (B, H, T) over other keys, or ().
     """
 
     live: jax.Array
     full: jax.Array
-    start: jax.Array
-    stop: jax.Array
+    k_start: jax.Array
+    k_end: jax.Array
     q: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    k: jax.Array
+    v: jax.Array
     carry: tuple[jax.Array, ...]
 
 
-class Scratch(NamedTuple):
-    """Shared memory of a program, and the barriers of its copies.
+class Smem(NamedTuple):
+    """Shared memory and barriers of a program, the latter as in the table above."""
 
-    *_here: a copy has arrived. *_free: both warpgroups are done with a tile.
-    turn: a warpgroup may issue its products.
-    """
-
-    q: jax.Ref  # (COMPUTING, ROWS, D)
-    keys: jax.Ref  # (stages, block_k, D)
-    values: jax.Ref
-    result: tuple
-    q_here: jax.Ref
-    keys_here: jax.Ref
-    values_here: jax.Ref
-    keys_free: jax.Ref
-    values_free: jax.Ref
-    turn: jax.Ref
+    q: jax.Ref  # [2, 64, d]
+    k: jax.Ref  # [stages, block_k, d]
+    v: jax.Ref  # [stages, block_k, d]
+    acc: jax.Ref | None  # [2, 64, d] float32 where emulated
+    q_full: jax.Ref  # [2]
+    k_full: jax.Ref  # [stages], and so are the next three
+    v_full: jax.Ref
+    k_empty: jax.Ref
+    v_empty: jax.Ref
+    schedule: jax.Ref  # [2]
 
     @classmethod
-    def shapes(cls, tile: ForwardTile, depth: int, dtype: jnp.dtype):
-        kv = gpu.shared_tile((tile.stages, tile.block_k, depth), dtype)
-        here = gpu.Barrier(num_barriers=tile.stages)
-        free = gpu.Barrier(num_arrivals=COMPUTING, num_barriers=tile.stages)
-        each = gpu.Barrier(num_barriers=COMPUTING)
+    def types(cls, tile: ForwardTile, d: int, dtype: jnp.dtype) -> "Smem":
+        kv = tiled_smem((tile.stages, tile.block_k, d), dtype)
+        full = plgpu.Barrier(num_barriers=tile.stages)
+        empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
         return cls(
-            gpu.shared_tile((COMPUTING, ROWS, depth), dtype),
-            kv,
-            kv,
-            tile.products.scratch(COMPUTING, ROWS, depth),
-            each,
-            here,
-            here,
-            free,
-            free,
-            each,
+            q=tiled_smem((CONSUMERS, ROWS, d), dtype),
+            k=kv,
+            v=kv,
+            acc=tile.ops.acc_smem(ROWS, d),
+            q_full=plgpu.Barrier(num_barriers=CONSUMERS),
+            k_full=full,
+            v_full=full,
+            k_empty=empty,
+            v_empty=empty,
+            schedule=plgpu.Barrier(num_barriers=CONSUMERS),
         )
 
 
-def shared_bytes(block_k: int, stages: int, depth: int) -> int:
-    """Shared memory of a program, with what its barriers take at most."""
-    barriers = 8 * (2 * COMPUTING + 4 * stages)
-    return 2 * depth * (BLOCK_Q + 2 * stages * block_k) + barriers
+def smem_bytes(block_k: int, stages: int, d: int) -> int:
+    """Returns the shared memory of a program, its barriers at their largest."""
+    barriers = 8 * (2 * CONSUMERS + 4 * stages)
+    return 2 * d * (BLOCK_Q + 2 * stages * block_k) + barriers
 
 
 def forward_call(
-    tile: ForwardTile, operands: Operands, interpret: gpu.Interpreter | None
+    tile: ForwardTile,
+    operands: Operands,
+    interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel.
 
     Returns:
-      out and natural-log lse, shaped like the carry; -inf for rows that saw nothing.
+      out and natural-log lse, shaped like the carry; -inf for rows without any key.
     """
-    batch, length, heads, depth = operands.q.shape
+    batch, length, heads, d = operands.q.shape
     tree = jax.tree.structure(operands)
-    count = tree.num_leaves
 
-    def kernel(*refs):
-        inputs = jax.tree.unflatten(tree, refs[:count])
-        out, lse, scratch = refs[count:]
-        _kernel(tile, inputs, out, lse, scratch)
+    def body(*refs):
+        *inputs, out_ref, lse_ref, smem = refs
+        _kernel(tile, jax.tree.unflatten(tree, inputs), out_ref, lse_ref, smem)
 
-    call = gpu.kernel(
-        kernel,
+    call = kernel(
+        body,
         name="flash_forward",
         out_type=(
             jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
-        scratch_types=[Scratch.shapes(tile, depth, operands.q.dtype)],
+        scratch_types=[Smem.types(tile, d, operands.q.dtype)],
         # The last axis is the fastest: heads share keys, and long rows come first.
         grid={"tile": length // BLOCK_Q, "batch": batch, "head": heads},
-        warpgroups=COMPUTING + 1,
         interpret=interpret,
     )
     return call(*jax.tree.leaves(operands))
@@ -154,215 +169,227 @@ def forward_call(
 def _kernel(
     tile: ForwardTile,
     operands: Operands,
-    out: jax.Ref,
-    lse: jax.Ref,
-    scratch: Scratch,
+    out_ref: jax.Ref,  # (B, T, H, D)
+    lse_ref: jax.Ref,  # (B, H, T)
+    smem: Smem,
 ) -> None:
-    """One query tile of one head."""
+    """Computes one query tile of one head."""
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
-    # Where queries see the past, the last tiles have most to do: they come first.
-    query_tile = operands.live.shape[1] - 1 - lax.axis_index("tile")
-    row = batch if operands.live.shape[0] > 1 else 0
-    begin, end = (operands.live[row, query_tile, edge] for edge in range(2))
-    warpgroup = lax.axis_index(gpu.WARPGROUP)
+    # Under a causal mask the last tiles have most live keys: they come first.
+    q_tile = operands.live.shape[1] - 1 - lax.axis_index("tile")
+    bound_row = batch if operands.live.shape[0] > 1 else 0
+    begin = operands.live[bound_row, q_tile, 0]
+    end = operands.live[bound_row, q_tile, 1]
+    wg = lax.axis_index(WARPGROUP)
 
-    @pl.when(warpgroup < COMPUTING)
+    @pl.when(wg < CONSUMERS)
     def _():
-        gpu.set_max_registers(240, action="increase")
-        part = query_tile * COMPUTING + warpgroup
-        rows = pl.ds(part * ROWS, ROWS)
-        work = Rows(
-            tile,
-            scratch,
-            warpgroup,
-            (operands.start.at[row, rows], operands.stop.at[row, rows]),
-            operands.full.at[row, part],
-            (out.at[batch, rows, head], lse.at[batch, head, rows]),
-            tuple(
-                x.at[i]
-                for x, i in zip(
-                    operands.carry,
-                    ((batch, rows, head), (batch, head, rows)),
-                    strict=False,
-                )
-            ),
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        rows_64 = q_tile * CONSUMERS + wg  # which 64 queries of the sequence
+        rows = pl.ds(rows_64 * ROWS, ROWS)
+        carry = None
+        if operands.carry:
+            carry_out, carry_lse = operands.carry
+            carry = carry_out.at[batch, rows, head], carry_lse.at[batch, head, rows]
+        consumer = Consumer(
+            tile=tile,
+            smem=smem,
+            wg=wg,
+            k_start=operands.k_start.at[bound_row, rows],
+            k_end=operands.k_end.at[bound_row, rows],
+            full=operands.full.at[bound_row, rows_64],
+            out=out_ref.at[batch, rows, head],
+            lse=lse_ref.at[batch, head, rows],
+            carry=carry,
         )
-        pl.when(begin < end)(lambda: work.attend(begin, end))
-        pl.when(begin >= end)(work.pass_on)
+        pl.when(begin < end)(lambda: consumer.attend(begin, end))
+        pl.when(begin >= end)(consumer.copy_carry)
 
-    @pl.when(warpgroup == COMPUTING)
+    @pl.when(wg == CONSUMERS)
     def _():
-        gpu.set_max_registers(24, action="decrease")
-        group = operands.q.shape[2] // operands.keys.shape[2]
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        group = operands.q.shape[2] // operands.k.shape[2]
         kv_head = lax.div(head, jnp.int32(group))
-        keys, values = (
-            x.at[batch, :, kv_head] for x in (operands.keys, operands.values)
-        )
-        q = operands.q.at[batch, pl.ds(query_tile * BLOCK_Q, BLOCK_Q), head]
-        pl.when(begin < end)(lambda: _copy(tile, scratch, q, keys, values, begin, end))
+        k = operands.k.at[batch, :, kv_head]  # [S, d]
+        v = operands.v.at[batch, :, kv_head]  # [S, d]
+        q = operands.q.at[batch, pl.ds(q_tile * BLOCK_Q, BLOCK_Q), head]  # [128, d]
+        pl.when(begin < end)(lambda: _produce(tile, smem, q, k, v, begin, end))
 
 
-def _copy(tile, scratch, q, keys, values, begin, end) -> None:
-    """What the copying warpgroup does, in the order in which it is needed."""
+def _produce(
+    tile: ForwardTile,
+    smem: Smem,
+    q: jax.Ref,
+    k: jax.Ref,
+    v: jax.Ref,
+    begin: jax.Array,
+    end: jax.Array,
+) -> None:
+    """Copies Q and the key tiles [begin, end) to SMEM, in order of use."""
     count = end - begin
-    keys = keys, scratch.keys, scratch.keys_here, scratch.keys_free
-    values = values, scratch.values, scratch.values_here, scratch.values_free
+    k_copy = k, smem.k, smem.k_full, smem.k_empty
+    v_copy = v, smem.v, smem.v_full, smem.v_empty
 
-    def copy(source, buffer, here, free, step) -> None:
-        slot = lax.rem(step, jnp.int32(tile.stages))
-        slots = pl.ds((begin + step) * tile.block_k, tile.block_k)
-        gpu.copy_in(source.at[slots], buffer.at[slot], here.at[slot])
+    def copy(source, buffer, full, empty, n, must_wait=True) -> None:
+        stage = lax.rem(n, jnp.int32(tile.stages))
+        if must_wait:  # both consumers have arrived: they are done with tile n - stages
+            pl.when(n >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        keys = pl.ds((begin + n) * tile.block_k, tile.block_k)
+        plgpu.copy_gmem_to_smem(source.at[keys], buffer.at[stage], full.at[stage])
 
-    def copy_when_free(source, buffer, here, free, step) -> None:
-        slot = lax.rem(step, jnp.int32(tile.stages))
-        pl.when(step >= tile.stages)(lambda: gpu.wait(free.at[slot]))
-        copy(source, buffer, here, free, step)
-
-    copy(*keys, jnp.int32(0))
-    for part in range(COMPUTING):
-        rows = q.at[pl.ds(part * ROWS, ROWS)]
-        gpu.copy_in(rows, scratch.q.at[part], scratch.q_here.at[part])
+    copy(*k_copy, jnp.int32(0), must_wait=False)
+    for wg in range(CONSUMERS):
+        rows = q.at[pl.ds(wg * ROWS, ROWS)]
+        plgpu.copy_gmem_to_smem(rows, smem.q.at[wg], smem.q_full.at[wg])
 
     @pl.loop(1, count)
-    def _(step):
-        copy_when_free(*keys, step)
-        copy_when_free(*values, step - 1)
+    def _(n):
+        copy(*k_copy, n)
+        copy(*v_copy, n - 1)
 
-    copy_when_free(*values, count - 1)
-
-    # Nobody needs these. But the interpreter wants to see every arrival waited for.
-    @pl.loop(jnp.maximum(count - tile.stages, 0), count)
-    def _(step):
-        slot = lax.rem(step, jnp.int32(tile.stages))
-        gpu.wait(scratch.keys_free.at[slot])
-        gpu.wait(scratch.values_free.at[slot])
+    copy(*v_copy, count - 1)
+    wait_for_last_arrivals(count, tile.stages, smem.k_empty, smem.v_empty)
 
 
-class Rows(NamedTuple):
-    """The rows of one computing warpgroup.
-
-    bounds: start and stop, (ROWS,) each. full: range of full key tiles, (2,).
-    results: out (ROWS, D) and lse (ROWS,). carry: the same, or ().
-    """
+class Consumer(NamedTuple):
+    """A consumer warpgroup and the refs, in GMEM, of its 64 queries."""
 
     tile: ForwardTile
-    scratch: Scratch
-    warpgroup: jax.Array
-    bounds: tuple[jax.Ref, jax.Ref]
-    full: jax.Ref
-    results: tuple[jax.Ref, jax.Ref]
-    carry: tuple[jax.Ref, ...]
+    smem: Smem
+    wg: jax.Array
+    k_start: jax.Ref  # [64]
+    k_end: jax.Ref  # [64]
+    full: jax.Ref  # [2], half-open range of key tiles that need no mask
+    out: jax.Ref  # [64, d]
+    lse: jax.Ref  # [64]
+    carry: tuple[jax.Ref, jax.Ref] | None  # as out and lse
 
     def attend(self, begin: jax.Array, end: jax.Array) -> None:
-        """Computes the key tiles [begin, end), of which there is one at least."""
-        depth = self.scratch.q.shape[-1]
-        pl.when(self.warpgroup == 1)(lambda: gpu.arrive(self.scratch.turn.at[0]))
-        gpu.wait(self.scratch.q_here.at[self.warpgroup])
-        m, l, result = self.tile.products.run(
-            self.scratch.result,
-            self.warpgroup,
-            (ROWS, depth),
-            functools.partial(self._all_tiles, begin, end),
+        """Attends to the key tiles [begin, end), of which there is one at least."""
+        smem, wg = self.smem, self.wg
+        # Consumer 0 issues first: consumer 1 arrives as if it just had.
+        pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.schedule.at[0]))
+        plgpu.barrier_wait(smem.q_full.at[wg])
+        m, l, acc = self.tile.ops.run_with_acc(
+            smem.acc,
+            wg,
+            (ROWS, smem.q.shape[-1]),
+            functools.partial(self._attend_to_tiles, begin, end),
         )
-        self._finish(m, l, result)
-        pl.when(self.warpgroup == 0)(lambda: gpu.wait(self.scratch.turn.at[0]))
+        self._write(m, l, acc)
+        # The last arrival of consumer 1, which has nothing more to let through.
+        pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.schedule.at[0]))
 
-    def pass_on(self) -> None:
-        """Writes what there was before."""
-        out, lse = self.results
+    def copy_carry(self) -> None:
+        """Copies the carry through, where no key is visible."""
         if self.carry:
-            out[...] = gpu.load_tile(self.carry[0])
-            lse[...] = gpu.load_rows(self.carry[1])
+            carry_out, carry_lse = self.carry
+            self.out[...] = load(carry_out)  # [64, d]
+            self.lse[...] = load(carry_lse, WGMMA_ROW)  # [64]
         else:
-            out[...] = gpu.full_tile(out.shape, 0.0)
-            lse[...] = gpu.full_rows(ROWS, -jnp.inf)
+            self.out[...] = constant(self.out.shape, 0.0, plgpu.Layout.WGMMA)
+            self.lse[...] = constant((ROWS,), -jnp.inf, WGMMA_ROW)
 
-    def _all_tiles(self, begin, end, result):
-        scratch, products = self.scratch, self.tile.products
-        bounds = tuple(gpu.load_rows(bound) for bound in self.bounds)
+    def _attend_to_tiles(self, begin, end, acc_ref):
+        """Returns m [64], l [64] and acc [64, d] over the key tiles [begin, end)."""
+        smem, ops, block_k = self.smem, self.tile.ops, self.tile.block_k
+        q = smem.q.at[self.wg]  # [64, d]
+        bounds = load(self.k_start, WGMMA_ROW), load(self.k_end, WGMMA_ROW)  # [64]
         full = self.full[0], self.full[1]
-        m, l = gpu.full_rows(ROWS, NOTHING), gpu.full_rows(ROWS, 0.0)
-        first = self._slot(0)
-        gpu.wait(scratch.keys_here.at[first])
-        s = gpu.scores(scratch.q.at[self.warpgroup], scratch.keys.at[first])
-        gpu.arrive(scratch.keys_free.at[first])
+        m = constant((ROWS,), M_INIT, WGMMA_ROW)  # [64]
+        l = constant((ROWS,), 0.0, WGMMA_ROW)  # [64]
+
+        stage = self._stage(0)
+        plgpu.barrier_wait(smem.k_full.at[stage])  # TMA: K(0)
+
+        def first_qk(s_acc):
+            plgpu.wgmma(s_acc, q, smem.k.at[stage].transpose((1, 0)))
+            return s_acc[...]  # drains S(0)
+
+        s = pl.run_scoped(first_qk, plgpu.ACC((ROWS, block_k)))  # [64, block_k]
+        plgpu.barrier_arrive(smem.k_empty.at[stage])
         m, l, _, p = self._softmax(s, begin, bounds, full, m, l)
 
-        def step(number, state):
-            m, l, p = state
-            slot, before = self._slot(number), self._slot(number - 1)
-            gpu.wait(scratch.keys_here.at[slot])
-            gpu.wait(scratch.turn.at[self.warpgroup])
+        def step(n, state):
+            m, l, p = state  # p is P(n-1) [64, block_k]
+            stage, previous = self._stage(n), self._stage(n - 1)
+            plgpu.barrier_wait(smem.k_full.at[stage])  # TMA: K(n)
+            plgpu.barrier_wait(smem.schedule.at[self.wg])  # the other has issued
 
-            def issue(scores):
-                keys = scratch.keys.at[slot].transpose((1, 0))
-                gpu.multiply(scores, scratch.q.at[self.warpgroup], keys)
-                gpu.wait(scratch.values_here.at[before])
-                products.add_product(result, p, scratch.values.at[before])
-                gpu.arrive(scratch.turn.at[1 - self.warpgroup])
-                return gpu.read_product(scores, wait_n=1)
+            def qk(s_acc):
+                # In flight on entry: nothing.
+                k = smem.k.at[stage].transpose((1, 0))  # [d, block_k]
+                plgpu.wgmma(s_acc, q, k)  # group: S(n) = Q Kᵀ
+                plgpu.barrier_wait(smem.v_full.at[previous])  # TMA: V(n-1)
+                ops.wgmma(
+                    acc_ref, p, smem.v.at[previous]
+                )  # group: acc += P(n-1) V(n-1)
+                plgpu.barrier_arrive(smem.schedule.at[1 - self.wg])
+                # Drains S(n); P(n-1) V(n-1) stays in flight.
+                return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
-            s = gpu.with_product((ROWS, self.tile.block_k), issue)
-            gpu.arrive(scratch.keys_free.at[slot])
-            m, l, decay, p = self._softmax(s, begin + number, bounds, full, m, l)
-            gpu.wait_for_products(0)
-            gpu.arrive(scratch.values_free.at[before])
-            products.scale(result, decay)
+            s = pl.run_scoped(qk, plgpu.ACC((ROWS, block_k)))  # [64, block_k]
+            plgpu.barrier_arrive(smem.k_empty.at[stage])
+            m, l, alpha, p = self._softmax(s, begin + n, bounds, full, m, l)
+            plgpu.wgmma_wait(0)  # drains P(n-1) V(n-1)
+            plgpu.barrier_arrive(smem.v_empty.at[previous])
+            ops.rescale(acc_ref, alpha)  # acc [64, d] is relative to the new m
             return m, l, p
 
         m, l, p = lax.fori_loop(1, end - begin, step, (m, l, p))
-        last = self._slot(end - begin - 1)
-        gpu.wait(scratch.values_here.at[last])
-        products.add_product(result, p, scratch.values.at[last])
-        total = result[...]
-        gpu.arrive(scratch.values_free.at[last])
-        return m, l, total
+        last = self._stage(end - begin - 1)
+        plgpu.barrier_wait(smem.v_full.at[last])  # TMA: the last V
+        ops.wgmma(acc_ref, p, smem.v.at[last])  # group: acc += P V
+        acc = acc_ref[...]  # [64, d]; drains P V
+        plgpu.barrier_arrive(smem.v_empty.at[last])
+        return m, l, acc
 
-    def _slot(self, number):
-        return lax.rem(number, jnp.int32(self.tile.stages))
+    def _stage(self, n):
+        return lax.rem(n, jnp.int32(self.tile.stages))
 
     def _softmax(self, s, j, bounds, full, m, l):
-        """One step of the online softmax (FlashAttention, 2205.14135, alg. 1).
+        """Updates the online softmax (FlashAttention, 2205.14135, algorithm 1).
 
-        s: (ROWS, block_k), products of queries and keys. j: number of the key tile.
-        m, l: maximum of the scores so far, for exponents of 2, and the sum.
+        s: Q Kᵀ [64, block_k] of key tile j. m: row maxima [64] of scaled scores, as
+        exponents of 2. l: row sums [64].
 
         Returns:
-          m and l after this tile, by what the sums before it shrink, and the weights.
+          The new m and l, the factor alpha [64] on l and acc of before, and P in the
+          type of V, [64, block_k].
         """
         scale, block_k = self.tile.scale, self.tile.block_k
+
+        def masked(s):
+            return mask(s, j * block_k, 1, bounds)
+
         is_full = (full[0] <= j) & (j < full[1])
+        s = lax.cond(is_full, lambda s: s, masked, s)
+        new_m = jnp.maximum(m, s.max(axis=1) * scale)  # [64]
+        alpha = jnp.exp2(m - new_m)  # [64]
+        p = jnp.exp2(s * scale - broadcast_cols(new_m, block_k))  # [64, block_k]
+        l = l * alpha + p.sum(axis=1)  # [64]
+        return new_m, l, alpha, p.astype(self.smem.q.dtype)
 
-        def hide(s):
-            slot = j * block_k + gpu.column_numbers(ROWS, block_k)
-            start, stop = (gpu.over_columns(bound, block_k) for bound in bounds)
-            return jnp.where((start <= slot) & (slot < stop), s, -jnp.inf)
+    def _write(self, m, l, acc):
+        """Writes out and lse of m [64], l [64] and acc [64, d], merged with the carry.
 
-        s = lax.cond(is_full, lambda s: s, hide, s)
-        highest = jnp.maximum(m, s.max(axis=1) * scale)
-        decay = jnp.exp2(m - highest)
-        p = jnp.exp2(s * scale - gpu.over_columns(highest, block_k))
-        l = l * decay + p.sum(axis=1)
-        return highest, l, decay, p.astype(self.scratch.q.dtype)
-
-    def _finish(self, m, l, result):
-        """Writes out and lse, with the carry merged in (see `merge`)."""
+        See `merge`: a carry is a partial result of row maximum lse and row sum 1.
+        """
         weights = []
         if self.carry:
-            before = gpu.load_rows(self.carry[1]) * (1 / LN_2)
-            highest = jnp.maximum(m, before)
-            weights = [jnp.exp2(m - highest), jnp.exp2(before - highest)]
-            m, l = highest, l * weights[0] + weights[1]
-        seen = l != 0  # also where it is nan, which must show
-        l = jnp.where(seen, l, 1.0)
-        shares = [w / l for w in weights] or [1 / l]
-        out, lse = self.results
-        lse[...] = jnp.where(seen, (m + jnp.log2(l)) * LN_2, -jnp.inf)
-        for first in range(0, result.shape[1], COLUMNS):
-            columns = pl.ds(first, COLUMNS)
-            part = lax.slice(result, (0, first), (ROWS, first + COLUMNS))
-            part *= gpu.over_columns(shares[0], COLUMNS)
+            carry_m = load(self.carry[1], WGMMA_ROW) * LOG2_E  # [64]
+            new_m = jnp.maximum(m, carry_m)  # [64]
+            weights = [jnp.exp2(m - new_m), jnp.exp2(carry_m - new_m)]  # [64] each
+            m, l = new_m, l * weights[0] + weights[1]
+        is_visible = l != 0  # also where l is nan, which must show
+        l = jnp.where(is_visible, l, 1.0)
+        weights = [w / l for w in weights] or [1 / l]  # [64] each
+        self.lse[...] = jnp.where(is_visible, (m + jnp.log2(l)) * LN_2, -jnp.inf)
+        for first in range(0, acc.shape[1], EPILOGUE_COLUMNS):
+            columns = pl.ds(first, EPILOGUE_COLUMNS)
+            out = lax.slice(acc, (0, first), (ROWS, first + EPILOGUE_COLUMNS))
+            out *= broadcast_cols(weights[0], EPILOGUE_COLUMNS)  # [64, 64]
             if self.carry:
-                others = gpu.load_tile(self.carry[0].at[:, columns])
-                part += others * gpu.over_columns(shares[1], COLUMNS)
-            out[:, columns] = part
+                carry_out = load(self.carry[0].at[:, columns])  # [64, 64]
+                out += carry_out * broadcast_cols(weights[1], EPILOGUE_COLUMNS)
+            self.out[:, columns] = out

@@ -1,37 +1,34 @@
-"""Flash attention on a Hopper GPU (H100, H200): kernels behind `reference`'s signature.
+"""Launches the Hopper (H100, H200) kernels behind `reference`'s signature.
 
-Here operands are padded to whole tiles and the kernels launched: see `hopper_forward`,
-`hopper_backward` and `hopper_queries`. What a query sees arrives as intervals, from
-which the tiles to visit are counted in XLA, outside of the kernels.
+Pads operands to whole tiles, counts in XLA which tiles are live (see `tile_ranges`) and
+runs the kernels of `forward`, `backward` and `backward_dq`.
 
 An exponent is one fused multiply-add of a score, the scale and the maximum, so it is
 off by the rounding of the latter: by 1 for scores of 1e7, and those of 1e9 overflow.
 """
 
 import functools
-import math
 import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..block_sizes import BlockSizes
 from ..device import device_kind
 from ..merge import Partial
 from ..precision import gradient_factors
-from ..tile_ranges import key_ranges, query_ranges
+from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
-from . import backward_dq as queries_kernel
-from . import backward_tile as backward_tile
+from . import backward_dq as dq_kernel
+from . import backward_tile as dkv_kernel
 from . import forward as forward_kernel
-from . import shared as gpu
-from .backward_dq import QueryTile
-from .forward import BLOCK_Q, KEYS, ROWS, ForwardTile, Operands
+from .emulation import EmulatedOps
+from .shared import BLOCK_Q, LOG2_E, ROWS, SHARED_BYTES, NativeOps
 
-LOG2_E = math.log2(math.e)
 SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 HOPPER = re.compile(r"NVIDIA G?H\d")
@@ -40,12 +37,15 @@ HOPPER = re.compile(r"NVIDIA G?H\d")
 TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 """What the kernels multiply."""
 
+KEY_MULTIPLE = 64
+"""Of which block_k of the forward kernel is a multiple."""
+
 
 @dataclass(frozen=True)
 class HopperBlocks:
-    """How a kernel cuts its work.
+    """Block sizes of the forward kernel.
 
-    block_k: key slots of a tile, a multiple of 64.
+    block_k: keys of a tile, a multiple of 64.
     stages: key and value tiles that shared memory holds.
     """
 
@@ -53,61 +53,76 @@ class HopperBlocks:
     stages: int
 
     def __post_init__(self):
-        if self.block_k < KEYS or self.block_k % KEYS or self.stages < 1:
+        if self.block_k < KEY_MULTIPLE or self.block_k % KEY_MULTIPLE:
+            valid = -(-max(self.block_k, 1) // KEY_MULTIPLE) * KEY_MULTIPLE
             raise ValueError(
-                f"{self}: on a Hopper GPU block_k must be a multiple of {KEYS}, and "
-                "stages at least 1"
+                f"block_k of hopper must be a multiple of {KEY_MULTIPLE}, got {self}: "
+                f"the next is {valid}"
             )
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self}")
 
 
 # By head size, others being padded to the next: the largest tiles that spill nothing.
 FORWARD = {
-    64: HopperBlocks(128, 4),
-    128: HopperBlocks(128, 2),
-    256: HopperBlocks(64, 2),
+    64: HopperBlocks(block_k=128, stages=4),
+    128: HopperBlocks(block_k=128, stages=2),
+    256: HopperBlocks(block_k=64, stages=2),
 }
 
-# The same for the backward kernels. That of key tiles: block_q, and stages of queries
-# and of gradients of results. That of query tiles: block_k, and stages of keys and of
-# values.
-KEY_PROGRAMS = {64: (128, 2, 2), 128: (64, 2, 2), 256: (64, 2, 2)}
-QUERY_PROGRAMS = {64: (128, 4, 4), 128: (128, 2, 2), 256: (64, 2, 1)}
+BACKWARD = {
+    64: {"block_q": 128, "q_stages": 2, "do_stages": 2},
+    128: {"block_q": 64, "q_stages": 2, "do_stages": 2},
+    256: {"block_q": 64, "q_stages": 2, "do_stages": 2},
+}
+"""The same for the kernel of `backward`."""
+
+BACKWARD_DQ = {
+    64: {"block_k": 128, "k_stages": 4, "v_stages": 4},
+    128: {"block_k": 128, "k_stages": 2, "v_stages": 2},
+    256: {"block_k": 64, "k_stages": 2, "v_stages": 1},
+}
+"""The same for the kernel of `backward_dq`."""
 
 FUSED = 64, 128
-"""Head sizes of which registers hold what dq, dk and dv take at once."""
+"""Head sizes of which registers hold the accumulators of dq, dk and dv at once."""
 
 BLOCK_K = 128
-"""What the key slots of a backward tile divide, as its queries do BLOCK_Q."""
+"""Multiple of the keys of each backward tile, as BLOCK_Q is of its queries."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is run.
+    """Options of a launch.
 
-    blocks: how the work of `forward` is cut; as is best for the head size unless given.
-    interpret: how Pallas runs the kernel's steps on a CPU, for tests; not if None.
-    is_deterministic: whether `backward` adds up dq in a certain order, as it does for
-      heads of more than 128 numbers in any case. That costs two products more a tile.
+    blocks: block sizes of `forward`; the best for the head size unless given.
+    interpret: how Pallas interprets the kernels on a CPU, for tests; None compiles.
+    is_deterministic: whether `backward` sums dq in the same order each time, as it does
+      for heads of more than 128 numbers in any case. It takes two WGMMAs more a tile.
     """
 
     blocks: HopperBlocks | None = None
-    interpret: gpu.Interpreter | None = None
+    interpret: plgpu.InterpretGPUParams | None = None
     is_deterministic: bool = False
+
+    @property
+    def ops(self) -> NativeOps:
+        return NativeOps() if self.interpret is None else EmulatedOps()
 
 
 def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
     launch: Launch = Launch(),
 ) -> Partial:
-    """Attention of every query to the key slots [start, stop): see `reference`.
+    """Attends from every query to the keys [k_start, k_end): see `reference`.
 
     block_sizes: those of a tile; block_q is always 128. `launch.blocks` unless given.
 
@@ -118,71 +133,72 @@ def forward(
     """
     if launch.interpret is None:
         _check_gpu()
-    depth = _padded_depth(q)
-    blocks = _blocks(launch.blocks or FORWARD[depth], depth, block_sizes)
+    d = _padded_head_size(q)
+    blocks = _blocks(launch.blocks or FORWARD[d], d, block_sizes)
     length = q.shape[1]
     more_q, more_k = -length % BLOCK_Q, -k.shape[1] % blocks.block_k
     if scale <= 0:  # the kernel takes maxima before it scales
         k, scale = k * np.sign(scale).astype(k.dtype), -scale or 1.0
-    # -inf times a number that is flushed to 0 would be nan.
-    exponent_scale = max(scale * LOG2_E, SMALLEST)
-    start, stop = (
-        jnp.pad(bound, ((0, 0), (0, more_q)), mode="edge") for bound in (start, stop)
+    tile = forward_kernel.ForwardTile(
+        block_k=blocks.block_k,
+        stages=blocks.stages,
+        # -inf times a number that is flushed to 0 would be nan.
+        scale=max(scale * LOG2_E, SMALLEST),
+        ops=launch.ops,
     )
-    live = key_ranges(start, stop, BLOCK_Q, blocks.block_k)
-    full = key_ranges(start, stop, ROWS, blocks.block_k)
-    operands = Operands(
-        jnp.stack([live.live_begin, live.live_end], axis=-1),
-        jnp.stack([full.full_begin, full.full_end], axis=-1),
-        start,
-        stop,
-        _padded(q, more_q, depth),
-        *(_padded(x, more_k, depth) for x in (k, v)),
-        _padded_carry(carry, more_q, depth),
+    k_start, k_end = (_padded_bound(x, more_q) for x in (k_start, k_end))
+    live = key_ranges(k_start, k_end, BLOCK_Q, blocks.block_k)
+    full = key_ranges(k_start, k_end, ROWS, blocks.block_k)
+    operands = forward_kernel.Operands(
+        live=_live(live),  # [M, T / 128, 2]
+        full=_full(full),  # [M, T / 64, 2]
+        k_start=k_start,  # [M, T]
+        k_end=k_end,  # [M, T]
+        q=_padded(q, more_q, d),  # [B, T, H, d]
+        k=_padded(k, more_k, d),  # [B, S, K, d]
+        v=_padded(v, more_k, d),  # [B, S, K, d]
+        carry=_padded_carry(carry, more_q, d),  # ([B, T, H, d], [B, H, T]) or ()
     )
-    products = gpu.Registers() if launch.interpret is None else gpu.Emulated()
-    tile = ForwardTile(blocks.block_k, blocks.stages, exponent_scale, products)
     out, lse = forward_kernel.forward_call(tile, operands, launch.interpret)
     return out[:, :length, :, : q.shape[-1]], lse[..., :length]
 
 
 class Step(NamedTuple):
-    """What the backward kernels are given, in whole tiles.
+    """Operands of the backward kernels, in whole tiles.
 
     lse: for exponents of 2. delta: times the kernels' `scale`.
     """
 
-    q: jax.Array
-    d_out: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    lse: jax.Array
-    delta: jax.Array
-    start: jax.Array
-    stop: jax.Array
+    q: jax.Array  # [B, T, H, d]
+    do: jax.Array  # [B, T, H, d]
+    k: jax.Array  # [B, S, K, d]
+    v: jax.Array  # [B, S, K, d]
+    lse: jax.Array  # [B, H, T]
+    delta: jax.Array  # [B, H, T]
+    k_start: jax.Array  # [M, T]
+    k_end: jax.Array  # [M, T]
 
 
 def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    d_out: jax.Array,
+    do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
     launch: Launch = Launch(),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of the attention to these keys: see `reference`.
+    """Computes the gradients of the attention to these keys: see `reference`.
 
     One kernel computes all three, in five products a tile. Or one computes dk and dv,
     and another dq: see `Launch`. These take seven products, and nine for heads of more
-    than 128 numbers: two warpgroups then need the same weights, for half of dk and dv
-    each.
+    than 128 numbers: two consumers then need the same P, for half of dk and dv each.
 
     block_sizes: no meaning here: registers leave no choice.
 
@@ -193,86 +209,95 @@ def backward(
     del block_sizes
     if launch.interpret is None:
         _check_gpu()
-    depth = _padded_depth(q)
+    d = _padded_head_size(q)
     before, after = gradient_factors(scale, q.dtype)
     length, keys = q.shape[1], k.shape[1]
     more_q, more_k = -length % BLOCK_Q, -keys % BLOCK_K
     row = (0, 0), (0, 0), (0, more_q)
     step = Step(
-        *(_padded(x, more_q, depth) for x in (q, d_out)),
-        *(_padded(x, more_k, depth) for x in (k, v)),
-        # Rows after the end have no weights.
-        jnp.pad(lse * LOG2_E, row, constant_values=jnp.inf),
-        jnp.pad(delta * before, row),
-        *(jnp.pad(bound, row[1:], mode="edge") for bound in (start, stop)),
+        q=_padded(q, more_q, d),
+        do=_padded(do, more_q, d),
+        k=_padded(k, more_k, d),
+        v=_padded(v, more_k, d),
+        # P of rows after the end is 0.
+        lse=jnp.pad(lse * LOG2_E, row, constant_values=jnp.inf),
+        delta=jnp.pad(delta * before, row),
+        k_start=_padded_bound(k_start, more_q),
+        k_end=_padded_bound(k_end, more_q),
     )
-    products = gpu.Registers() if launch.interpret is None else gpu.Emulated()
-    common = before, scale * LOG2_E, products
-    total = _padded(dq if after == 1 else jnp.zeros_like(dq), more_q, depth)
-    total, dk, dv = _gradients(step, common, total, launch)
-    gradients = total[:, :length], dk[:, :keys], dv[:, :keys]
-    total, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-    return (total, dk, dv) if after == 1 else (dq + after * total, after * dk, dv)
+    constants = {"scale": before, "exponent_scale": scale * LOG2_E, "ops": launch.ops}
+    dq_sum = _padded(dq if after == 1 else jnp.zeros_like(dq), more_q, d)
+    dq_sum, dk, dv = _gradients(step, constants, dq_sum, launch)
+    gradients = dq_sum[:, :length], dk[:, :keys], dv[:, :keys]
+    dq_sum, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
+    if after == 1:
+        return dq_sum, dk, dv
+    return dq + after * dq_sum, after * dk, dv
 
 
 def _gradients(
-    step: Step, common: tuple, dq: jax.Array, launch: Launch
+    step: Step, constants: dict[str, Any], dq: jax.Array, launch: Launch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernels. common: the last fields of their tiles."""
-    depth = step.q.shape[-1]
-    tile = backward_tile.BackwardTile(depth, *KEY_PROGRAMS[depth], *common)
-    operands = _of_key_tiles(step, tile)
-    if depth in FUSED and not launch.is_deterministic:
+    """Runs the kernels. constants: those of the kernels' tiles."""
+    d = step.q.shape[-1]
+    tile = dkv_kernel.BackwardTile(d=d, **BACKWARD[d], **constants)
+    operands = _backward_operands(step, tile)
+    if d in FUSED and not launch.is_deterministic:
         return backward_kernel.backward_call(tile, operands, dq, launch.interpret)
     dk, dv = backward_kernel.key_gradients_call(tile, operands, launch.interpret)
-    tile = QueryTile(*QUERY_PROGRAMS[depth], *common)
-    operands = _of_query_tiles(step, tile)
-    dq = queries_kernel.query_gradients_call(tile, operands, dq, launch.interpret)
+    tile = dq_kernel.QueryTile(**BACKWARD_DQ[d], **constants)
+    operands = _dq_operands(step, tile)
+    dq = dq_kernel.query_gradients_call(tile, operands, dq, launch.interpret)
     return dq, dk, dv
 
 
-def _of_key_tiles(
-    step: Step, tile: backward_tile.BackwardTile
-) -> backward_tile.Operands:
+def _backward_operands(
+    step: Step, tile: dkv_kernel.BackwardTile
+) -> dkv_kernel.Operands:
     ranges = functools.partial(
         query_ranges,
-        step.start,
-        step.stop,
+        step.k_start,
+        step.k_end,
         tile.block_q,
-        num_keys=step.keys.shape[1],
+        num_keys=step.k.shape[1],
     )
-    live, full = ranges(tile.block_k), ranges(backward_tile.ROWS)
-    numbers, bounds = (
-        jnp.stack([x.reshape(*x.shape[:-1], -1, tile.block_q) for x in pair], axis=-2)
-        for pair in ((step.lse, step.delta), (step.start, step.stop))
-    )
-    return backward_tile.Operands(
-        jnp.stack([live.live_begin, live.live_end], axis=-1),
-        jnp.stack([full.full_begin, full.full_end], axis=-1),
-        step.keys,
-        step.values,
-        step.q,
-        step.d_out,
-        numbers,
-        bounds,
+
+    def stack(*rows: jax.Array) -> jax.Array:
+        """[..., T] each -> [..., T / block_q, 2, block_q]."""
+        tiles = (x.reshape(*x.shape[:-1], -1, tile.block_q) for x in rows)
+        return jnp.stack(list(tiles), axis=-2)
+
+    return dkv_kernel.Operands(
+        live=_live(ranges(tile.block_k)),  # [M, S / block_k, 2]
+        full=_full(ranges(ROWS)),  # [M, S / 64, 2]
+        k=step.k,
+        v=step.v,
+        q=step.q,
+        do=step.do,
+        lse_delta=stack(step.lse, step.delta),  # [B, H, T / block_q, 2, block_q]
+        bounds=stack(step.k_start, step.k_end),  # [M, T / block_q, 2, block_q]
     )
 
 
-def _of_query_tiles(step: Step, tile: QueryTile) -> queries_kernel.Operands:
-    ranges = functools.partial(key_ranges, step.start, step.stop, block_k=tile.block_k)
-    live, full = ranges(BLOCK_Q), ranges(queries_kernel.ROWS)
-    return queries_kernel.Operands(
-        jnp.stack([live.live_begin, live.live_end], axis=-1),
-        jnp.stack([full.full_begin, full.full_end], axis=-1),
-        step.start,
-        step.stop,
-        step.lse,
-        step.delta,
-        step.q,
-        step.d_out,
-        step.keys,
-        step.values,
+def _dq_operands(step: Step, tile: dq_kernel.QueryTile) -> dq_kernel.Operands:
+    ranges = functools.partial(
+        key_ranges, step.k_start, step.k_end, block_k=tile.block_k
     )
+    return dq_kernel.Operands(
+        live=_live(ranges(BLOCK_Q)),  # [M, T / 128, 2]
+        full=_full(ranges(ROWS)),  # [M, T / 64, 2]
+        **step._asdict(),
+    )
+
+
+def _live(ranges: TileRanges) -> jax.Array:
+    """[M, tiles, 2], half-open."""
+    return jnp.stack([ranges.live_begin, ranges.live_end], axis=-1)
+
+
+def _full(ranges: TileRanges) -> jax.Array:
+    """[M, tiles, 2], half-open."""
+    return jnp.stack([ranges.full_begin, ranges.full_end], axis=-1)
 
 
 def _check_gpu() -> None:
@@ -283,12 +308,12 @@ def _check_gpu() -> None:
         )
 
 
-def _padded_depth(q: jax.Array) -> int:
-    """The head size that there is a kernel for."""
+def _padded_head_size(q: jax.Array) -> int:
+    """Returns the head size, at least that of q, that there are kernels for."""
     if q.dtype not in TYPES:
         raise ValueError(
-            f"hopper computes in bfloat16 or float16, got {q.dtype}: cast q, k and v, "
-            "or name another implementation"
+            f"for hopper, q.dtype must be bfloat16 or float16, got {q.dtype}: cast q, "
+            "k and v, or name another implementation"
         )
     sizes = [size for size in FORWARD if size >= q.shape[-1]]
     if not sizes:
@@ -299,29 +324,32 @@ def _padded_depth(q: jax.Array) -> int:
     return min(sizes)
 
 
-def _blocks(blocks: HopperBlocks, depth: int, sizes: BlockSizes | None) -> HopperBlocks:
+def _blocks(blocks: HopperBlocks, d: int, sizes: BlockSizes | None) -> HopperBlocks:
     if sizes is not None:
         if sizes.block_q != BLOCK_Q:
-            raise ValueError(f"{sizes}: on a Hopper GPU block_q must be {BLOCK_Q}")
+            raise ValueError(f"block_q of hopper must be {BLOCK_Q}, got {sizes}")
         blocks = replace(blocks, block_k=sizes.block_k)
-    needed = forward_kernel.shared_bytes(blocks.block_k, blocks.stages, depth)
-    if needed > gpu.SHARED_BYTES:
+    needed = forward_kernel.smem_bytes(blocks.block_k, blocks.stages, d)
+    if needed > SHARED_BYTES:
         raise ValueError(
-            f"{blocks} take {needed} bytes of shared memory for a head size of "
-            f"{depth}, more than {gpu.SHARED_BYTES}: make block_k or stages smaller"
+            f"shared memory of hopper must be at most {SHARED_BYTES} bytes, got "
+            f"{needed} of {blocks} at head size {d}: make block_k or stages smaller"
         )
     return blocks
 
 
-def _padded(x: jax.Array, rows: int, depth: int) -> jax.Array:
-    """(B, T, H, D) -> (B, T + rows, H, depth), with zeros."""
-    return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, depth - x.shape[-1])))
+def _padded(x: jax.Array, rows: int, d: int) -> jax.Array:
+    """(B, T, H, D) -> (B, T + rows, H, d), with zeros."""
+    return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, d - x.shape[-1])))
 
 
-def _padded_carry(
-    carry: Partial | None, rows: int, depth: int
-) -> tuple[jax.Array, ...]:
+def _padded_bound(bound: jax.Array, rows: int) -> jax.Array:
+    """(M, T) -> (M, T + rows), with the last."""
+    return jnp.pad(bound, ((0, 0), (0, rows)), mode="edge")
+
+
+def _padded_carry(carry: Partial | None, rows: int, d: int) -> tuple[jax.Array, ...]:
     if carry is None:
         return ()
     out, lse = carry
-    return _padded(out, rows, depth), jnp.pad(lse, ((0, 0), (0, 0), (0, rows)))
+    return _padded(out, rows, d), jnp.pad(lse, ((0, 0), (0, 0), (0, rows)))

@@ -1,16 +1,14 @@
-"""The parts of Pallas Mosaic GPU that the Hopper kernels use.
+"""Sizes, loads, the mask and the launcher that the Hopper kernels share.
 
-JAX calls these names unstable ("can change weekly"), so they are imported here and
-nowhere else. What the names mean: a program is a block of warpgroups, 128 threads each;
-Pallas runs the kernel once per warpgroup. Tiles arrive in shared memory by TMA, whose
-completion a barrier counts, and WGMMA multiplies them asynchronously.
-
-Pallas can also interpret a kernel on a CPU, warpgroup by warpgroup, and then reports
-races. It knows no WGMMA with an operand in registers and no accumulator that is written
-to, nor TMA that adds: `Emulated` stands in for these, and for nothing else.
+The kernels call Pallas Mosaic GPU by its own names, as `plgpu`; JAX calls these
+unstable, so an upgrade of JAX begins in this folder. A program of a kernel is three
+warpgroups of 128 threads: one producer, whose TMA copies tiles to shared memory (SMEM),
+and two consumers, whose WGMMAs multiply them. Both run asynchronously: a TMA completes
+on a barrier, WGMMAs in groups that complete in order, `plgpu.wgmma_wait(n)` leaving n.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,202 +18,141 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Interpreter = plgpu.InterpretGPUParams
+ROWS = 64
+"""Rows of one WGMMA: those of a tile that a consumer warpgroup computes."""
 
-Barrier = plgpu.Barrier
-arrive = plgpu.barrier_arrive
-wait = plgpu.barrier_wait
-copy_in = plgpu.copy_gmem_to_smem
-set_max_registers = plgpu.set_max_registers
-multiply = plgpu.wgmma
-read_product = plgpu.wgmma_accumulator_load
-wait_for_products = plgpu.wgmma_wait
-commit_shared = plgpu.commit_smem
-wait_for_copies_out = plgpu.wait_smem_to_gmem
+CONSUMERS = 2
+"""Consumer warpgroups of a program, numbered 0 and 1; the producer is number 2."""
 
-ROWS = plgpu.Layout.WGMMA.reduce(1)
-"""One number for each row of a WGMMA result."""
+BLOCK_Q = CONSUMERS * ROWS
+"""Queries of a tile of the forward and dq kernels."""
 
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-"""One number for each column of a WGMMA result."""
+EPILOGUE_COLUMNS = 64
+"""Columns of a result that are written at once, as registers are few."""
 
-SCORES = plgpu.Layout.WGMMA
-"""A WGMMA result."""
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+"""Of a thread, once the producer has handed over what it does not need."""
 
-WARPGROUP = "warpgroup"
-"""Name of the axis that numbers the warpgroups of a program."""
+LOG2_E = math.log2(math.e)
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program of a Hopper GPU may have."""
 
-MOST_PROGRAMS = 2**16 - 1
+MAX_PROGRAMS = 2**16 - 1
 """Of a grid, along all axes but the last."""
 
 SWIZZLE = 128
 """Bytes of the rows that TMA and WGMMA permute, so that no banks conflict."""
 
+WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)
+"""Registers of one number for each row of a WGMMA accumulator."""
 
-def shared_tile(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory for tiles that TMA fills and WGMMA reads."""
+WGMMA_COL = plgpu.Layout.WGMMA.reduce(0)
+"""Registers of one number for each column of a WGMMA accumulator."""
+
+WARPGROUP = "warpgroup"
+"""Axis that numbers the warpgroups of a program."""
+
+
+def tiled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Returns the type of SMEM tiles that TMA fills and WGMMA reads."""
     columns = SWIZZLE // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def shared_numbers(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory for numbers that TMA fills and threads read."""
-    return plgpu.SMEM(shape, dtype)
+def constant(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """Fills float32 registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def full_rows(rows: int, value: float) -> jax.Array:
-    """(rows,) equal numbers."""
-    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROWS)
+def load(ref: jax.Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
+    """Loads from GMEM (in sectors of 32 bytes) or SMEM to registers."""
+    return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def load_rows(ref: jax.Ref) -> jax.Array:
-    """(rows,) from global memory."""
-    return plgpu.load(ref, layout=ROWS, optimized=False)
-
-
-def load_tile(ref: jax.Ref) -> jax.Array:
-    """(rows, columns) from global memory, in sectors of 32 bytes."""
-    return plgpu.load(ref, layout=SCORES, optimized=False)
-
-
-def load_columns(ref: jax.Ref) -> jax.Array:
-    """(columns,) from shared memory."""
-    return plgpu.load(ref, layout=COLUMNS, optimized=False)
-
-
-def over_rows(x: jax.Array, rows: int) -> jax.Array:
-    """(columns,) -> (rows, columns)."""
+def broadcast_rows(x: jax.Array, rows: int) -> jax.Array:
+    """[n] -> [rows, n]."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
 
-def row_numbers(rows: int, columns: int) -> jax.Array:
-    """int32 (rows, columns)."""
-    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=SCORES)
+def broadcast_cols(x: jax.Array, cols: int) -> jax.Array:
+    """[n] -> [n, cols]."""
+    return lax.broadcast_in_dim(x, (x.shape[0], cols), [0])
 
 
-def over_columns(x: jax.Array, columns: int) -> jax.Array:
-    """(rows,) -> (rows, columns)."""
-    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+def mask(
+    s: jax.Array,
+    first_key: jax.Array,
+    key_axis: int,
+    bounds: Iterable[jax.Array],
+) -> jax.Array:
+    """Sets s to -inf outside of each query's keys [k_start, k_end).
 
-
-def column_numbers(rows: int, columns: int) -> jax.Array:
-    """int32 (rows, columns)."""
-    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), 1, layout=SCORES)
+    s: scores or exponents, [64, n], with keys along `key_axis`, from `first_key` on.
+    bounds: k_start and k_end, one number a query each; may load them when asked.
+    """
+    k = first_key + plgpu.broadcasted_iota(
+        jnp.int32, s.shape, key_axis, layout=plgpu.Layout.WGMMA
+    )
+    k_start, k_end = (
+        lax.broadcast_in_dim(bound, s.shape, [1 - key_axis]) for bound in bounds
+    )
+    return jnp.where((k_start <= k) & (k < k_end), s, -jnp.inf)
 
 
 @dataclass(frozen=True)
-class Registers:
-    """A result that products of an operand in registers are added to."""
+class NativeOps:
+    """WGMMAs that read an operand in registers, and TMA that adds.
 
-    def scratch(self, warpgroups: int, rows: int, columns: int) -> tuple:
-        """Memory of the program that it needs."""
-        return ()
+    Pallas' interpreter knows neither: `emulation.EmulatedOps` stands in for them.
+    """
 
-    def run(
-        self, scratch: tuple, warpgroup: jax.Array, shape: tuple, body: Callable
+    def acc_smem(self, rows: int, columns: int) -> Any:
+        """Returns the type of the SMEM that `run_with_acc` needs, None for none."""
+        return None
+
+    def run_with_acc(
+        self, smem: Any, wg: jax.Array, shape: tuple[int, int], body: Callable
     ) -> Any:
-        """Calls `body` with a result of zeros."""
+        """Calls body(acc) with a float32 accumulator of zeros, for consumer wg."""
         return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
 
-    def add_product(self, result: Any, a: jax.Array, b: jax.Ref) -> None:
-        """Starts adding a · b."""
-        plgpu.wgmma(result, a, b)
+    def wgmma(self, acc: Any, a: jax.Array, b: jax.Ref) -> None:
+        """Issues acc += a · b as a group. a: registers. b: SMEM."""
+        plgpu.wgmma(acc, a, b)
 
-    def scale(self, result: Any, factor: jax.Array) -> None:
-        """Multiplies each row, (rows,), once the products are done."""
-        result[...] = result[...] * over_columns(factor, result.shape[1])
+    def rescale(self, acc: Any, factor: jax.Array) -> None:
+        """Multiplies the rows of acc [64, d] by factor [64]; no WGMMA is in flight."""
+        acc[...] = acc[...] * broadcast_cols(factor, acc.shape[1])
 
-    def shared_sum(self, total: jax.Array, programs: int) -> jax.Ref:
-        """A total in global memory that so many programs add to."""
-        return jax.new_ref(total)
+    def new_sum(self, initial: jax.Array, programs: int) -> jax.Ref:
+        """Returns a sum in GMEM that programs add to."""
+        return jax.new_ref(initial)
 
-    def share_of(self, shared_sum: jax.Ref, program: jax.Array) -> jax.Ref:
-        """What a program adds to."""
-        return shared_sum
+    def addend(self, sum_ref: jax.Ref, program: jax.Array) -> jax.Ref:
+        """Returns where a program adds to the sum."""
+        return sum_ref
 
-    def add_out(self, source: jax.Ref, target: jax.Ref) -> None:
-        """Starts adding shared to global memory, by TMA, whoever else adds there."""
+    def copy_smem_to_gmem_add(self, source: jax.Ref, target: jax.Ref) -> None:
+        """Starts target += source by TMA, atomically."""
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
-    def total(self, shared_sum: jax.Ref) -> jax.Array:
-        """The total, once all have added."""
-        return jax.freeze(shared_sum)
+    def freeze_sum(self, sum_ref: jax.Ref) -> jax.Array:
+        """Returns the sum, once all programs have added."""
+        return jax.freeze(sum_ref)
 
 
-@dataclass(frozen=True)
-class Emulated:
-    """What `Registers` does, in shared memory and at once, for the interpreter."""
+def wait_for_last_arrivals(count: jax.Array, stages: int, *empty: jax.Ref) -> None:
+    """Waits for the arrivals of the last `stages` of `count` tiles.
 
-    def scratch(self, warpgroups: int, rows: int, columns: int) -> tuple:
-        return (plgpu.SMEM((warpgroups, rows, columns), jnp.float32),)
-
-    def run(
-        self, scratch: tuple, warpgroup: jax.Array, shape: tuple, body: Callable
-    ) -> Any:
-        result = scratch[0].at[warpgroup]
-        result[...] = jnp.zeros(shape, jnp.float32)
-        return body(result)
-
-    def add_product(self, result: jax.Ref, a: jax.Array, b: jax.Ref) -> None:
-        product = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-        result[...] = result[...] + product
-        plgpu.commit_smem()  # TMA writes where this has read
-
-    def scale(self, result: jax.Ref, factor: jax.Array) -> None:
-        result[...] = result[...] * over_columns(factor, result.shape[1])
-
-    def shared_sum(self, total: jax.Array, programs: int) -> jax.Ref:
-        parts = jnp.zeros((programs, *total.shape), total.dtype)
-        return jax.new_ref(parts.at[0].set(total))
-
-    def share_of(self, shared_sum: jax.Ref, program: jax.Array) -> jax.Ref:
-        return shared_sum.at[program]
-
-    def add_out(self, source: jax.Ref, target: jax.Ref) -> None:
-        target[...] = target[...] + source[...]
-
-    def total(self, shared_sum: jax.Ref) -> jax.Array:
-        return jax.freeze(shared_sum).sum(axis=0)
-
-
-def full_tile(shape: tuple[int, int], value: float) -> jax.Array:
-    """(rows, columns) equal numbers."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), SCORES)
-
-
-def with_product(shape: tuple[int, int], body: Callable) -> Any:
-    """Calls `body` with a product to be computed."""
-    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
-
-
-def with_products(shape: tuple[int, int], count: int, body: Callable) -> Any:
-    """Calls `body` with several products to be computed."""
-    return pl.run_scoped(body, *[plgpu.ACC(shape, jnp.float32)] * count)
-
-
-def scores(q: jax.Ref, keys: jax.Ref) -> jax.Array:
-    """q · keysᵀ, (rows, columns)."""
-
-    def body(product):
-        plgpu.wgmma(product, q, keys.transpose((1, 0)))
-        return product[...]
-
-    return with_product((q.shape[0], keys.shape[0]), body)
-
-
-def drain(free: jax.Ref, count: jax.Array, stages: int) -> None:
-    """Waits for the last arrivals at barriers that `count` steps have used in turn.
-
-    Nobody needs these. But the interpreter wants to see every arrival waited for.
+    No copy needs them. But the interpreter wants every arrival waited for.
     """
 
     @pl.loop(jnp.maximum(count - stages, 0), count)
-    def _(step):
-        wait(free.at[lax.rem(step, jnp.int32(stages))])
+    def _(n):
+        for barrier in empty:
+            plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(stages))])
 
 
 def kernel(
@@ -225,16 +162,15 @@ def kernel(
     out_type: Any,
     scratch_types: Any,
     grid: dict[str, int],
-    warpgroups: int,
-    interpret: Interpreter | None,
+    interpret: plgpu.InterpretGPUParams | None,
 ) -> Callable:
-    """A kernel that runs `body` in each warpgroup of each program of a grid.
+    """Builds the kernel that runs `body` in each warpgroup of each program of a grid.
 
-    The last axis is the fastest, and may be longer than MOST_PROGRAMS; if another one
+    The last axis is the fastest, and may be longer than MAX_PROGRAMS; if another one
     is, it becomes the last.
     """
     *others, _ = grid.values()
-    if max(others) > MOST_PROGRAMS:
+    if max(others) > MAX_PROGRAMS:
         grid = dict(sorted(grid.items(), key=lambda axis: axis[1]))
     return plgpu.kernel(
         body,
@@ -242,13 +178,13 @@ def kernel(
         scratch_types=scratch_types,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        num_threads=warpgroups,
+        num_threads=CONSUMERS + 1,
         thread_name=WARPGROUP,
         kernel_name=name,
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # Each warpgroup synchronises itself with others by the barriers it names.
+            # Warpgroups synchronise by the barriers that the kernels name.
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,
         ),

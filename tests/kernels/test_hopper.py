@@ -2,7 +2,7 @@
 
 Pallas simulates a GPU's shared memory and barriers here. Memory holds nan until it is
 written, and what reads or writes without an order between them is reported. Products
-of an operand in registers are emulated (see `mosaic_gpu`).
+of an operand in registers are emulated (see `kernels.hopper.emulation`).
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import pytest
 from kernels import reference
 from kernels.block_sizes import BlockSizes
 from kernels.cases import BFLOAT16_RATIO, QUICK
+from kernels.hopper import forward as kernel
 from kernels.hopper import launch as hopper
 from kernels.hopper.launch import HopperBlocks, Launch
 from kernels.merge import Partial
@@ -165,16 +166,16 @@ def test_rows_that_see_nothing_keep_their_carry(rng):
         np.testing.assert_array_equal(x, before)
 
 
-# In the order in which the kernel is traced. Of the other waits, that for the queries
-# is beyond the interpreter, and the rest order nothing in memory.
+# By barrier, and number as they are traced. Of the other waits, that for the queries is
+# beyond the interpreter, and the rest order nothing in memory.
 WAITS = {
-    "first keys": 1,
-    "keys": 2,
-    "values": 4,
-    "last values": 5,
-    "room for keys": 7,
-    "room for values": 8,
-    "room for the last values": 9,
+    "first keys": ("k_full", 0),
+    "keys": ("k_full", 1),
+    "values": ("v_full", 0),
+    "last values": ("v_full", 1),
+    "room for keys": ("k_empty", 0),
+    "room for values": ("v_empty", 0),
+    "room for the last values": ("v_empty", 1),
 }
 QUICK_WAITS = "values", "room for keys"
 
@@ -195,8 +196,11 @@ def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd, rng):
     def run() -> None:
         simulate(step.astype(jnp.bfloat16), case.scale, SMALL)
 
-    waits, failure = run_without_wait(WAITS[name], run, monkeypatch)
-    assert waits == 12
+    waits, failure = run_without_wait(kernel, *WAITS[name], run, monkeypatch)
+    assert waits == {
+        **{"q_full": 1, "schedule": 2},
+        **{"k_full": 2, "v_full": 2, "k_empty": 2, "v_empty": 3},
+    }
     assert "phase" in failure or "RACE DETECTED" in capfd.readouterr().out
 
 
@@ -223,9 +227,9 @@ def test_types_that_the_kernels_do_not_multiply_are_refused(dtype):
 @pytest.mark.parametrize(
     "sizes, words",
     [
-        ((64, 128), "BlockSizes.* block_q must be 128"),
-        ((128, 96), r"block_k=96.* a multiple of 64"),
-        ((128, 640), r"block_k=640.* take 671904 bytes .* more than 232448: make"),
+        ((64, 128), r"block_q .* must be 128, got BlockSizes\(block_q=64"),
+        ((128, 96), "a multiple of 64, got .*block_k=96.*: the next is 128"),
+        ((128, 640), "at most 232448 bytes, got 671904 of .*block_k=640.*: make"),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused(sizes, words):

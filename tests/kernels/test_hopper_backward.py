@@ -1,7 +1,7 @@
 """The Hopper backward kernels, interpreted, against the reference: values and races.
 
 Pallas simulates a GPU here, as in `test_hopper`. Products of an operand in registers
-and additions by TMA are emulated (see `mosaic_gpu`).
+and additions by TMA are emulated (see `kernels.hopper.emulation`).
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels import reference
 from kernels.cases import BFLOAT16_RATIO, QUICK
+from kernels.hopper import backward as kernel
 from kernels.hopper import launch as hopper
-from kernels.hopper import shared as gpu
 from kernels.hopper.launch import Launch
 from tests.simulated_hopper import RACES, run_without_wait
 from tests.steps import Step, StepCase
@@ -203,15 +204,15 @@ def test_nan_shows_in_the_gradients_of_all_that_sees_it_and_of_nothing_else(
         np.testing.assert_array_equal(np.flatnonzero(found), list(reached))
 
 
-# In the order in which the kernel is traced. Of the others, those for keys and values
+# By barrier, and number as they are traced. Of the others, those for keys and values
 # are implied by those for queries here, and the rest order nothing in memory.
 WAITS = {
-    "queries": 2,
-    "gradients of results": 3,
-    "room for gradients of scores": 4,
-    "gradients of the last scores": 6,
-    "room for queries": 8,
-    "room for gradients of results": 9,
+    "queries": ("q_full", 0),
+    "gradients of results": ("do_full", 0),
+    "room for gradients of scores": ("ds_exchange", 0),
+    "gradients of the last scores": ("ds_exchange", 1),
+    "room for queries": ("q_empty", 0),
+    "room for gradients of results": ("do_empty", 0),
 }
 QUICK_WAITS = "room for gradients of scores", "room for queries"
 
@@ -233,12 +234,17 @@ def test_a_wait_that_is_left_out_is_reported(name, monkeypatch, capfd, rng):
     def run() -> None:
         simulate(step, case.scale)
 
-    waits, failure = run_without_wait(WAITS[name], run, monkeypatch)
-    assert waits == 10
+    waits, failure = run_without_wait(kernel, *WAITS[name], run, monkeypatch)
+    assert waits == {
+        **{"k_full": 1, "v_full": 1, "q_full": 1, "do_full": 1},
+        **{"q_empty": 2, "do_empty": 2, "ds_exchange": 2},
+    }
     assert "phase" in failure or "RACE DETECTED" in capfd.readouterr().out
 
 
-def backward(dtype: jnp.dtype, head_dim: int, interpret: gpu.Interpreter | None):
+def backward(
+    dtype: jnp.dtype, head_dim: int, interpret: plgpu.InterpretGPUParams | None
+):
     """Refuses what the launcher refuses; computes nothing."""
     x = jax.ShapeDtypeStruct((1, 8, 1, head_dim), dtype)
     dq = jax.ShapeDtypeStruct(x.shape, jnp.float32)

@@ -57,7 +57,7 @@ def assert_spills_nothing(is_deterministic: bool, head_dim: int, *sizes) -> None
     assert {kernel.name for kernel in kernels} == names
     for kernel in kernels:
         assert (kernel.spill_bytes, kernel.serialized) == (0, 0)
-        # What three warpgroups can start with; the computing ones go on with more.
+        # What three warpgroups can start with; consumers go on with more.
         assert kernel.registers == 168
         assert 2**16 < kernel.shared_bytes <= SHARED_BYTES
 
@@ -84,16 +84,16 @@ def test_any_shape_compiles_as_well(
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_dq_is_added_to_where_it_is_from_hop_to_hop(is_deterministic):
-    def two_hops(dq, *operands):
+def test_dq_is_added_to_where_it_is_from_step_to_step(is_deterministic):
+    def two_steps(dq, *operands):
         q, k, v, *rest = operands
-        hop = functools.partial(backward, is_deterministic=is_deterministic)
-        dq, *first = hop(dq, q, k, v, *rest)
-        dq, *second = hop(dq, q, v, k, *rest)
+        ring_step = functools.partial(backward, is_deterministic=is_deterministic)
+        dq, *first = ring_step(dq, q, k, v, *rest)
+        dq, *second = ring_step(dq, q, v, k, *rest)
         return dq, first, second
 
     arguments = step(128, length=4096)
-    program = compiled(two_hops, *arguments).program
+    program = compiled(two_steps, *arguments).program
     text = program.as_text()
     calls = re.findall(r"= .* custom-call\(.*flash_backward", text)
     assert len(calls) == (4 if is_deterministic else 2)

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from kernels.hopper import launch as hopper
-from kernels.hopper import shared as gpu
-from kernels.hopper.forward import Rows
+from kernels.hopper import shared
+from kernels.hopper.forward import Consumer
 from kernels.hopper.launch import HopperBlocks, Launch
 from tools.lib.planning.h200 import (
     SHARED_BYTES,
@@ -67,12 +67,12 @@ def assert_spills_nothing(kernels: list[Kernel]) -> None:
     (kernel,) = kernels
     assert kernel.name == "flash_forward"
     assert (kernel.spill_bytes, kernel.serialized) == (0, 0)
-    # What three warpgroups can start with; the computing ones go on with more.
+    # What three warpgroups can start with; consumers go on with more.
     assert kernel.registers == 168
-    assert 2**17 < kernel.shared_bytes <= SHARED_BYTES == gpu.SHARED_BYTES
+    assert 2**17 < kernel.shared_bytes <= SHARED_BYTES == shared.SHARED_BYTES
 
 
-@pytest.mark.parametrize("has_carry", [False, True], ids=["first hop", "later hop"])
+@pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_nothing_is_spilled_and_products_overlap(head_dim, has_carry):
     arguments = step(head_dim, has_carry=has_carry)
@@ -80,7 +80,7 @@ def test_nothing_is_spilled_and_products_overlap(head_dim, has_carry):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_carry", [False, True], ids=["first hop", "later hop"])
+@pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("length", [1, 4093, 131072])
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
@@ -98,18 +98,18 @@ def test_the_long_axis_is_where_gpus_have_room_for_it(length, grid):
     assert kernel.grid == grid
 
 
-def test_spills_are_seen():
+def test_spills_are_reported():
     (kernel,) = compiled(HopperBlocks(192, 1), *step(128)).kernels
     assert kernel.spill_bytes > 100
 
 
-def test_products_that_wait_for_each_other_are_seen(monkeypatch):
-    softmax = Rows._softmax
+def test_products_that_wait_for_each_other_are_reported(monkeypatch):
+    softmax = Consumer._softmax
 
     def barred(self, *operands):
         return lax.optimization_barrier(softmax(self, *operands))
 
-    monkeypatch.setattr(Rows, "_softmax", barred)
+    monkeypatch.setattr(Consumer, "_softmax", barred)
     (kernel,) = compiled(None, *step(128)).kernels
     assert kernel.serialized == 1
 

@@ -1,4 +1,4 @@
-"""Rings of Hopper kernels, compiled for described H200s by XLA: what hides behind what.
+"""Rings of Hopper kernels, compiled for described H200s: which transfers overlap.
 
 Nothing runs here; the schedule that is read is the one that runs.
 """
@@ -56,7 +56,7 @@ def compiled_layers(ring_size: int) -> str:
 
 
 @pytest.mark.parametrize("ring_size", [4, 8])
-def test_every_transfer_hides_behind_the_kernel_of_its_hop(ring_size):
+def test_every_transfer_overlaps_the_kernel_of_its_step(ring_size):
     """Keys, values and their gradients travel as one.
 
     The first rotation is the same in both directions, so XLA keeps what it brought.
