@@ -50,7 +50,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.implementation = ""
 
     config.model = ml_collections.ConfigDict()
-    config.model.vocab_size = 32_000
+    # Ids that the model knows, V. 0: those of the corpus's tokenizer, rounded up to a
+    # multiple of 8 (bytes: 264).
+    config.model.vocab_size = 0
     config.model.hidden_size = 2048
     config.model.feed_forward_size = 5504
     config.model.num_layers = 22

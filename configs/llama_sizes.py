@@ -18,7 +18,10 @@ NAMES = tuple(_SIZES)
 
 
 def llama(name: str) -> ml_collections.ConfigDict:
-    """The fields of `config.model` that a size sets."""
+    """Returns the fields of `config.model` that a size sets.
+
+    The vocabulary is the papers'; --config.model.vocab_size=0 takes the corpus's.
+    """
     hidden, feed_forward, layers, heads = _SIZES[name]
     return ml_collections.ConfigDict(
         {

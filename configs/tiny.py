@@ -16,8 +16,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.workdir = "runs/tiny"
     config.simulated_devices = 8
 
-    # 256 bytes and the end of a document; the rest divides the table evenly.
-    config.model.vocab_size = 264
     config.model.hidden_size = 128
     config.model.feed_forward_size = 344
     config.model.num_layers = 4

@@ -159,10 +159,27 @@ class TokenFile:
         if self.largest_token >= vocab_size:
             raise ValueError(
                 f"split {self.split!r} of {self.directory} holds token "
-                f"{self.largest_token}, but the model's {vocab_size=} allows ids up to "
-                f"{vocab_size - 1}: give the model a vocabulary of at least "
-                f"{self.vocab_size}, or {REMEDY} and the model's tokenizer"
+                f"{self.largest_token}, so the model's {vocab_size=} must be at least "
+                f"{self.vocab_size}, as its tokenizer {self.tokenizer} has: set "
+                f"vocab_size=0 to take the corpus's, or {REMEDY} and the model's "
+                "tokenizer"
             )
+
+
+def vocab_size(directory: Path) -> int:
+    """Returns how many ids the tokenizer of a corpus has.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no corpus, or it is damaged.
+    """
+    meta = _read_meta(Path(directory))
+    try:
+        return whole_number("vocab_size", meta["vocab_size"], 1)
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{Path(directory) / META} does not describe a vocabulary "
+            f"({type(error).__name__}: {error}): {REMEDY}"
+        ) from error
 
 
 def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:

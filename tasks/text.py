@@ -16,6 +16,7 @@ from data.batch import Batch, Block
 from data.corpus import prepare_standard_library
 from data.text import ROW_PLANS, InOrder, Shuffled, TextBatches
 from data.token_file import TokenFile
+from data.tokenizer import ByteTokenizer
 from kernels.masks import Visible
 from models.blueprint import Model
 from models.flops import paper_train_flops, train_flops
@@ -41,6 +42,9 @@ from training.step import Counts, count_tokens
 
 STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""
+
+VOCAB_MULTIPLE = 8
+"""A corpus's vocabulary is rounded up to it, to divide over the tensor axis."""
 
 
 def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
@@ -76,9 +80,33 @@ def sizes(config: ml_collections.ConfigDict) -> LlamaConfig:
 
     Raises:
       ValueError: sizes that make no model.
+      FileNotFoundError, ValueError: as `vocab_size`.
     """
-    scaling = RopeScaling(**config.rope_scaling)
-    return LlamaConfig(**config.model, rope_scaling=scaling)
+    fields = {**config.model, "vocab_size": vocab_size(config)}
+    return LlamaConfig(**fields, rope_scaling=RopeScaling(**config.rope_scaling))
+
+
+def vocab_size(config: ml_collections.ConfigDict) -> int:
+    """Returns the rows of the embedding, V.
+
+    That is config.model.vocab_size; where it is 0, the vocabulary of the tokenizer of
+    config.data.corpus (of the default corpus: bytes), rounded up to `VOCAB_MULTIPLE`.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such corpus, or it is damaged.
+    """
+    if config.model.vocab_size:
+        return config.model.vocab_size
+    ids = ByteTokenizer.vocab_size
+    if config.data.corpus:
+        try:
+            ids = token_file.vocab_size(config.data.corpus)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{error}; or set config.model.vocab_size, which is the corpus's where "
+                "it is 0"
+            ) from error
+    return -(-ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 @names_fields
@@ -185,7 +213,7 @@ def corpus(config: ml_collections.ConfigDict, split: str) -> TokenFile:
         model's vocabulary lacks.
     """
     tokens = TokenFile.open(config.data.corpus or STANDARD_LIBRARY, split)
-    tokens.check_vocabulary(config.model.vocab_size)
+    tokens.check_vocabulary(vocab_size(config))
     return tokens
 
 

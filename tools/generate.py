@@ -33,7 +33,7 @@ from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
-from tasks import base
+from tasks import base, text
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.generation import generator, restored_parameters
 
@@ -106,10 +106,11 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
         if corpus:
             spec = TokenFile.open(corpus, "train").tokenizer
     tokenizer = open_tokenizer(spec)
-    if tokenizer.vocab_size > config.model.vocab_size:
+    vocab_size = text.vocab_size(config)
+    if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but "
-            f"{config.model.vocab_size=}: give the tokenizer that the model was "
+            f"config.model.{vocab_size=}: give the tokenizer that the model was "
             "trained with (--tokenizer, or --config.data.corpus)"
         )
     return tokenizer

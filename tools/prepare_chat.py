@@ -2,10 +2,9 @@
 
     python -m tools.prepare_chat sharegpt.json --output CORPUS --context-tokens 32768 \\
         --tokenizer tokenizer.model
-    python train.py --config=... --config.data.corpus=CORPUS --config.data.rows=whole \\
-        --config.data.context_tokens=32768
 
-Rows are as in ShareGPT: see data/conversation.py.
+Prints the command that trains on the corpus. Rows are as in ShareGPT: see
+data/conversation.py.
 """
 
 import argparse
@@ -13,11 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs import tiny
 from data.chat import TOO_LONG, ChatEncoder, prepare_chats, stop_at
 from data.chat_template import TEMPLATES
 from data.conversation import BadRow
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least, share
+from tools.lib.train_command import train_command
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         validation_fraction=chosen.validation_fraction,
     )
     print(summary)
+    context = chosen.context_tokens
+    print(train_command(chosen.output, tiny, rows="whole", context_tokens=context))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Makes a corpus that teaches line retrieval: records, questions and their answers.
 
     python -m tools.prepare_lines --form compact --context-tokens 512 --output CORPUS
-    python train.py --config=configs/line_retrieval.py --config.data.corpus=CORPUS
 
-Forms: "LRT-NL" and "LRT", LongEval's own, and "compact", the same task in 5 bytes a
-line. See data/line_forms.py and data/line_corpus.py.
+Prints the command that trains on the corpus. Forms: "LRT-NL" and "LRT", LongEval's
+own, and "compact", the same task in 5 bytes a line. See data/line_forms.py and
+data/line_corpus.py.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs import line_retrieval
 from data.line_corpus import (
     LEARNT,
     LineDocuments,
@@ -21,6 +22,7 @@ from data.line_corpus import (
 from data.line_forms import FORMS
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least
+from tools.lib.train_command import train_command
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=chosen.seed,
     )
     print(summary)
+    rows = line_retrieval.get_config().data.context_tokens
+    context = max(rows, chosen.context_tokens)
+    print(train_command(chosen.output, line_retrieval, context_tokens=context))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python -m tools.prepare_text texts.jsonl --tokenizer tokenizer.json --output corpus
 
 A file is one document, a directory is all files in it and below, and a `.jsonl` file
-has one document a line.
+has one document a line. Prints the command that trains on the corpus.
 """
 
 import argparse
@@ -13,9 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs import tiny
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, share
+from tools.lib.train_command import train_command
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text_field=chosen.text_field,
     )
     print(summary)
+    print(train_command(chosen.output, tiny))
 
 
 if __name__ == "__main__":

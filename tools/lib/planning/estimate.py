@@ -17,8 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.layouts import Layout
 from kernels.tile_ranges import key_ranges
 from models.flops import num_matrix_parameters
-from models.llama import LlamaConfig
-from tasks import base
+from tasks import base, text
 from tools.lib.benchmarks.rows import ROOT
 from tools.lib.planning.hlo import TRANSFER
 from tools.lib.planning.memory import feed_forward_chunks, local_tokens
@@ -236,12 +235,11 @@ def products_flops(config: ml_collections.ConfigDict, partition: Partition) -> f
     it belongs to a feed-forward or logits that are computed in several chunks. Those to
     queries, keys and values are made twice more where remat.remat_attention drops them.
     """
-    model = config.model
+    model = text.sizes(config)
     tokens = local_tokens(config, partition)
     head = model.hidden_size * model.vocab_size
     feed_forward = 3 * model.hidden_size * model.feed_forward_size * model.num_layers
-    sizes = LlamaConfig(**model)
-    attention = num_matrix_parameters(sizes) - head - feed_forward
+    attention = num_matrix_parameters(model) - head - feed_forward
     keeps_products = config.remat in ("everything", "products")
     one_chunk = feed_forward_chunks(config, partition) == 1
     total = attention * (3 if keeps_products else 4)

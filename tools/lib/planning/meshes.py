@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import ml_collections
 
 from models.flops import num_parameters
-from models.llama import LlamaConfig
 from tasks import base, text
 from tools.lib.planning.estimate import PRODUCTS, Kernels, Ring, ring_passes
 from tools.lib.planning.memory import (
@@ -129,12 +128,11 @@ def workspace_bytes(config: ml_collections.ConfigDict, partition: Partition) -> 
     The buffers of a ring's backward, one layer's parameters in the compute type and
     their gradients in float32, and the same gradients of embedding and head.
     """
-    model, tensor = config.model, partition.mesh.shape["tensor"]
+    model, tensor = text.sizes(config), partition.mesh.shape["tensor"]
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     queries = local_tokens(config, partition) * model.num_heads * model.head_dim * 4
     tables = 2 * model.vocab_size * model.hidden_size
-    sizes = LlamaConfig(**model)
-    layer = (num_parameters(sizes) - tables) / model.num_layers
+    layer = (num_parameters(model) - tables) / model.num_layers
     state = (itemsize + 4) * layer + 4 * tables
     arrays = LAYER_ARRAYS + RING_ARRAYS / config.attention_parts
     return (arrays * queries + state) / tensor
@@ -144,10 +142,10 @@ def waited_bytes(
     config: ml_collections.ConfigDict, partition: Partition, ring: Ring
 ) -> float:
     """Sent by a device in a step by collectives that no kernel hides."""
-    model, shape = config.model, partition.mesh.shape
+    model, shape = text.sizes(config), partition.mesh.shape
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     shards, tensor = partition.shards("embed"), shape["tensor"]
-    parameters = num_parameters(LlamaConfig(**model)) / tensor
+    parameters = num_parameters(model) / tensor
     # Gathered forward and backward; the gradients are float32.
     sent = parameters * (shards - 1) / shards * (2 * itemsize + 4)
     sent += parameters / shards * 4 * _all_reduced(shape["data"])

@@ -1,0 +1,141 @@
+"""The commands that the prepare tools print: they train, and what they make is used."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import ml_collections
+import pytest
+
+import train
+from configs import tiny
+from data.corpus import prepare
+from data.tokenizer import ByteTokenizer
+from tasks import base, config_checks, task
+from tasks.command_line import read_config
+from tests.data.test_chat import rows
+from tests.data.test_tokenizer import make_hugging_face
+from tests.runs import SMALL
+from tools import (
+    convert_hf,
+    generate,
+    plan_pod,
+    prepare_chat,
+    prepare_lines,
+    prepare_text,
+)
+from tools.lib.train_command import train_command
+
+LETTERS = "Möwen sah ich über dem Meer, und keine sprach. " * 700
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(train.__file__).parent)
+
+
+def flags_of(printed: str) -> list[str]:
+    """Arguments of the printed `python train.py`."""
+    command = printed.split("train on it:\n")[1].replace("\\\n", "")
+    program, file, *flags = shlex.split(command)
+    assert Path(program).name.startswith("python") and file == "train.py"
+    return flags
+
+
+@pytest.fixture
+def subwords(tmp_path: Path) -> str:
+    return str(make_hugging_face(tmp_path / "tokenizer.json"))  # 300 ids or fewer
+
+
+def small(flags: list[str], workdir: Path) -> list[str]:
+    """The printed flags, of a model that is compiled in seconds."""
+    more = {name: size for name, size in SMALL.items() if name.startswith("model.")}
+    more |= {"optimizer.warmup_steps": 0, "train.steps": 3, "workdir": workdir}
+    more |= {"simulated_devices": 0, "implementation": "reference"}
+    return [*flags, *(f"--config.{name}={value}" for name, value in more.items())]
+
+
+def test_own_text_of_own_tokenizer_trains_generates_plans_and_exports(
+    tmp_path, capsys, subwords
+):
+    text, corpus, run = tmp_path / "book.txt", tmp_path / "book", tmp_path / "run"
+    text.write_text(LETTERS)
+    arguments = [str(text), "--output", str(corpus), "--tokenizer", subwords]
+    assert prepare_text.main(arguments) == 0
+    flags = small(flags_of(capsys.readouterr().out), run)
+    assert train.train(read_config(flags), lambda line: None)["step"] == 3
+    vocab_size = json.loads((corpus / "meta.json").read_text())["vocab_size"]
+    assert vocab_size not in (264, 257)
+
+    options, rest = generate._options(flags)
+    writer, restore = generate.prepare(read_config(rest), options)
+    assert writer.tokenizer.vocab_size == vocab_size and restore()[1] == 3
+    assert convert_hf.main(["export", str(run), str(tmp_path / "hf")]) == 0
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["vocab_size"] == -(-vocab_size // 8) * 8
+    assert plan_pod.main([*flags, "--topology=v4:2x2x1", "--suggest"]) == 0
+
+    with pytest.raises(
+        ValueError, match="vocab_size=264 must be .* set config.model.vocab_"
+    ):
+        train.train(read_config([*flags, "--config.model.vocab_size=264"]))
+
+
+def made(printed: str, workdir: Path) -> ml_collections.ConfigDict:
+    """The config of a printed command, whose run would go as far as to compile."""
+    config = read_config([*flags_of(printed), f"--config.workdir={workdir}"])
+    config_checks.check(config, jax.device_count())
+    partition = base.partition(config, jax.devices())
+    task.make_task(config, partition).open_data()
+    return config
+
+
+def test_chats_train_whole_in_rows_that_the_ring_divides(tmp_path, capsys):
+    source, corpus = tmp_path / "in.json", tmp_path / "chats"
+    source.write_text(json.dumps(rows(90)))
+    arguments = [str(source), "--output", str(corpus), "--context-tokens", "250"]
+    assert prepare_chat.main(arguments) == 0
+    config = made(capsys.readouterr().out, tmp_path)
+    assert (config.data.rows, config.data.context_tokens) == ("whole", 252)
+
+
+def test_lines_of_another_tokenizer_train_with_its_vocabulary(
+    tmp_path, capsys, subwords
+):
+    arguments = ["--form", "compact", "--context-tokens", "400"]
+    arguments += ["--train-tokens", "20000"]
+    arguments += ["--validation-tokens", "20000", "--tokenizer", subwords]
+    assert prepare_lines.main([*arguments, "--output", str(tmp_path / "lines")]) == 0
+    config = made(capsys.readouterr().out, tmp_path)
+    assert config.data.context_tokens == 400
+    assert config.train.validation_batches and not config.model.vocab_size
+
+
+@pytest.mark.parametrize(
+    "texts, expected",
+    [
+        (["a" * 60000], {"validation_batches": "0"}),
+        (["a" * 1700], {"validation_batches": "0", "batch_rows": "2"}),
+        ([str(n) * 1000 for n in range(50)], {}),
+    ],
+)
+def test_small_corpora_have_smaller_batches(tmp_path, texts, expected):
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    files = sorted(tmp_path.glob("*.txt"))
+    corpus = tmp_path / "my corpus"
+    prepare(files, corpus, ByteTokenizer(), validation_fraction=0.1)
+    command = train_command(corpus, tiny)
+    found = dict(re.findall(r"(validation_batches|batch_rows)=(\d+)", command))
+    assert found == expected
+    made(command, tmp_path / "run")
+
+
+def test_a_corpus_of_no_batch_says_what_is_missing(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 600)
+    prepare([tmp_path / "a.txt"], tmp_path / "out", ByteTokenizer())
+    said = train_command(tmp_path / "out", tiny)
+    assert said.startswith("too little to train on: 1 rows of 512 tokens")
+    assert "configs/tiny.py has 2; prepare more" in said

@@ -1,0 +1,76 @@
+"""The command that trains on a corpus that was just prepared."""
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_collections
+
+from data.text import ROW_PLANS
+from data.token_file import TokenFile
+from kernels.layouts import padded_length
+from tasks.base import attention_system
+
+
+def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
+    """Returns how to train on a corpus, to be printed: a command that works.
+
+    Batches are made smaller, and validation is left out, where the corpus is too small
+    for the config's.
+
+    Args:
+      corpus: directory of the corpus.
+      config_file: a module of configs/.
+      fields: those of `config.data` that the corpus decides; `context_tokens` is
+        rounded up to what the config's ring can shard.
+    """
+    config = config_file.get_config()
+    changes = {"workdir": f"runs/{corpus.resolve().name}", "data.corpus": str(corpus)}
+    if config.model.vocab_size:
+        changes["model.vocab_size"] = 0
+    if "context_tokens" in fields:
+        layout, ring = attention_system(config).layout, config.mesh.ring
+        fields["context_tokens"] = padded_length(layout, ring, fields["context_tokens"])
+    changes |= {f"data.{name}": value for name, value in fields.items()}
+    config.update_from_flattened_dict(changes)
+    rows = _rows(config, "train")
+    if rows < config.data.batch_rows:
+        fitting = rows // config.mesh.fsdp * config.mesh.fsdp
+        if not fitting:
+            return (
+                f"too little to train on: {rows} rows of {config.data.context_tokens} "
+                f"tokens, and the smallest batch of {_path(config_file)} has "
+                f"{config.mesh.fsdp}; prepare more"
+            )
+        changes["data.batch_rows"] = config.data.batch_rows = fitting
+    if _rows(config, "validation") < config.data.batch_rows:
+        changes["train.validation_batches"] = 0
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    program = f"{shlex.quote(_python())} train.py --config={_path(config_file)}"
+    return " \\\n    ".join([f"train on it:\n  {program}", *map(shlex.quote, flags)])
+
+
+def _rows(config: ml_collections.ConfigDict, split: str) -> int:
+    """Returns how many rows a split of the config's corpus has."""
+    plan = ROW_PLANS[config.data.rows]
+    try:
+        split_file = TokenFile.open(config.data.corpus, split)
+        return plan(split_file, config.data.context_tokens).rows
+    except ValueError:  # none
+        return 0
+
+
+def _path(config_file: ModuleType) -> str:
+    return f"{config_file.__name__.replace('.', '/')}.py"
+
+
+def _python() -> str:
+    """Returns what starts this interpreter."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    here = Path(sys.executable)
+    inside = here.is_relative_to(Path.cwd())
+    return str(here.relative_to(Path.cwd()) if inside else here)
