@@ -1,0 +1,82 @@
+"""Ring and Striped Attention in JAX; installed, this folder is the package `annulus`.
+
+from annulus import Striped, causal, make_ring_attention, permute
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .checks import check_increasing
+from .compiler import compiler_options
+from .layouts import (
+    Contiguous,
+    Layout,
+    Striped,
+    Zigzag,
+    padded_length,
+    permute,
+    unpermute,
+)
+from .masks import (
+    Mask,
+    Visible,
+    causal,
+    documents,
+    full,
+    padding,
+    prefix,
+    segments,
+    window,
+)
+
+if TYPE_CHECKING:
+    from .decode_attention import CachedAttention
+    from .one_device import attention, attention_with_lse
+    from .ring import make_ring_attention, ring_attention
+
+__all__ = [
+    "CachedAttention",
+    "Contiguous",
+    "Layout",
+    "Mask",
+    "Striped",
+    "Visible",
+    "Zigzag",
+    "attention",
+    "attention_with_lse",
+    "causal",
+    "check_increasing",
+    "compiler_options",
+    "documents",
+    "full",
+    "make_ring_attention",
+    "padded_length",
+    "padding",
+    "permute",
+    "prefix",
+    "ring_attention",
+    "segments",
+    "unpermute",
+    "window",
+]
+
+# Imported when they are first used: data workers need masks and layouts, not Pallas.
+_LAZY = {
+    "CachedAttention": ".decode_attention",
+    "attention": ".one_device",
+    "attention_with_lse": ".one_device",
+    "make_ring_attention": ".ring",
+    "ring_attention": ".ring",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

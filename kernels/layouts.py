@@ -18,6 +18,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from .known import whole_number
 
@@ -179,4 +180,8 @@ def _slots(shard: Number, shard_length: int) -> Array:
 def _take(x: Array, indices: np.ndarray, axis: int) -> Array:
     if isinstance(x, np.ndarray):
         return np.take(x, indices, axis)
-    return jnp.take(x, indices, axis, unique_indices=True, mode="clip")
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return jnp.take(x, indices, axis, unique_indices=True, mode="clip")
+    place = x.at[(*(slice(None),) * axis, indices)]
+    return place.get(unique_indices=True, mode="clip", out_sharding=sharding)

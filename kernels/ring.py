@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import layout as memory_layout
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .backends import IMPLEMENTATIONS, Backend, check_name, choose
 from .checks import Axes, check_operands, checked_axes, checked_bounds, checked_scale
@@ -245,7 +245,7 @@ def ring_attention(
     """Attention over the ring `axis_name`, inside `shard_map`, on local shards.
 
     Arguments and result as in `attend`, q in the order of `layout`; `scale` is
-    1/sqrt(D) unless given, `implementation` as in `attention.attention`. What is
+    1/sqrt(D) unless given, `implementation` as in `one_device.attention`. What is
     padding cannot be told from bounds: all operands must be finite, or see
     `Mask.fill_padding`. Bounds that decrease are not found here, as they are traced:
     see `operands.check_increasing`.
@@ -291,7 +291,7 @@ def make_ring_attention(
     Returns:
       attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, S, K, D), in layout
       order along T and S (see `layout.permute`); `visible` a mask of `masks`, or
-      bounds (B or 1, T) in the order of q, as in `attention.attention`.
+      bounds (B or 1, T) in the order of q, as in `one_device.attention`.
 
     Raises:
       ValueError: the mesh has no such axes; from attend, shapes that cannot be sharded,
@@ -343,7 +343,11 @@ def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Arr
         sharded = jax.shard_map(
             local, mesh=mesh, in_specs=in_specs, out_specs=array, check_vma=False
         )
-        return sharded(q, k, v, *visible)
+        operands = q, k, v, *visible
+        if AxisType.Explicit in mesh.axis_types:  # as those of jax.make_mesh are
+            shardings = (NamedSharding(mesh, spec) for spec in in_specs)
+            operands = map(jax.reshard, operands, shardings)
+        return sharded(*operands)
 
     return run
 

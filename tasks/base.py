@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding
 from data.batch import Block
 from data.text import TextBatches
 from kernels import layouts
+from kernels.compiler import compiler_options
 from kernels.layouts import Layout
 from kernels.ring import make_ring_attention
 from models.blueprint import Model
 from models.execution import Execution
 from tasks.config_errors import names_fields, raise_all
-from training.chips import compiler_options
 from training.guard import GuardSettings
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels import masks
+from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import order, padded_length
 from models import decode
@@ -21,7 +22,6 @@ from models.decode import Generator
 from models.llama import Llama
 from models.sampling import Sampling, row_keys, sample
 from tasks import base, text
-from training.chips import compiler_options
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
 

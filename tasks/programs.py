@@ -6,9 +6,9 @@ import jax
 import ml_collections
 import optax
 
+from kernels.compiler import compiler_options
 from tasks import base
 from tasks.base import Data, Task
-from training import chips
 from training.loop import Programs
 from training.step import TrainState, initial_state, make_evaluate_step, make_replay
 from training.weights import SavedParameters
@@ -29,7 +29,7 @@ def compile_programs(
     train_step = base.train_step(config, loss_sum, optimizer, state, count)
     train_step = train_step.lower(state, task.batch_like).compile()
     evaluate = make_evaluate_step(task.held_out.loss_sum, task.held_out.count)
-    options = chips.compiler_options(whole.mesh.devices.flat[0].device_kind)
+    options = compiler_options(whole.mesh.devices.flat[0].device_kind)
     evaluate = jax.jit(evaluate, out_shardings=whole, compiler_options=options)
     if config.train.validation_batches:
         evaluate = evaluate.lower(state.params, task.batch_like).compile()

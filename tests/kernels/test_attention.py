@@ -11,9 +11,9 @@ import pytest
 
 from kernels import backends as backend
 from kernels import masks
-from kernels.attention import attention, attention_with_lse
 from kernels.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, Answer, Problem, solve
 from kernels.masks import Visible
+from kernels.one_device import attention, attention_with_lse
 
 # Lengths that leave a rest in any tile. All bounds (B, T): one shape to compile.
 BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 270, 300, 4, 2, 8

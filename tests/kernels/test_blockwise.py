@@ -7,8 +7,8 @@ import pytest
 
 from kernels import blockwise, reference
 from kernels import tile_ranges as tiles
-from kernels.attention import attention
 from kernels.block_sizes import BlockSizes
+from kernels.one_device import attention
 
 SCALE = 0.3
 BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 19, 14, 4, 2, 3

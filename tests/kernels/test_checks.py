@@ -10,9 +10,9 @@ import pytest
 from jax.experimental import checkify
 
 from kernels import masks
-from kernels.attention import attention
 from kernels.checks import check_increasing
 from kernels.masks import Visible
+from kernels.one_device import attention
 
 
 @pytest.mark.parametrize(

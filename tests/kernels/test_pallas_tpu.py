@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from kernels import layouts as layout
 from kernels import ring
-from kernels.attention import attention
 from kernels.backends import Backend
 from kernels.block_sizes import BlockSizes
 from kernels.cases import FLOAT32_TOLERANCE, Answer
 from kernels.masks import Visible
+from kernels.one_device import attention
 from kernels.tile_layout import Tiling
 from kernels.tpu import launch as pallas_tpu
 from kernels.tpu.backward_dq import STREAMED

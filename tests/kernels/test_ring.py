@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from kernels import backends as backend
 from kernels import blockwise, masks, ring
 from kernels import layouts as layout
-from kernels.attention import attention
 from kernels.cases import (
     BFLOAT16_RATIO,
     COVERING,
@@ -27,6 +26,7 @@ from kernels.cases import (
     Problem,
     solve,
 )
+from kernels.one_device import attention
 from tests.rings import compiled_ring, ring_mesh, solve_on_ring
 
 

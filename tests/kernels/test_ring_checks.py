@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
 from kernels import masks, ring
-from kernels.attention import attention
 from kernels.masks import Visible
+from kernels.one_device import attention
 from tests.rings import ring_mesh
 
 

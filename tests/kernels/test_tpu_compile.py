@@ -16,6 +16,7 @@ import pytest
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
+from kernels.compiler import compiler_options
 from kernels.tpu import launch as pallas_tpu
 from tests.ring_layers import (
     HEAD_DIM,
@@ -26,7 +27,6 @@ from tests.ring_layers import (
 )
 from tools.lib.planning.hlo import TRANSFER, Program
 from tools.lib.planning.topology import compile_for, described
-from training.chips import compiler_options
 from training.torus import ring_along
 
 CHIPS = "v4", "v5e", "v5p", "v6e"

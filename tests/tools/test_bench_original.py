@@ -20,7 +20,7 @@ import json, pathlib, sys
 sys.path.insert(0, {root!r})
 import jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
-from kernels import masks, attention
+from kernels import attention, masks
 script, directory, devices, *chunks = sys.argv[1:]
 assert devices == "2" and script.endswith("original_process.py")
 {fault}
@@ -28,7 +28,7 @@ problem = np.load(pathlib.Path(directory, "problem.npz"))
 names = "q", "k", "v"
 segments = problem["segments"][0] if "segments" in problem else None
 mask = masks.causal() if segments is None else masks.documents(segments)
-attend = lambda *x: attention.attention(*x, visible=mask)
+attend = lambda *x: attention(*x, visible=mask)
 out, pull = jax.vjp(attend, *(problem[name] for name in names))
 versions = dict(ringattention="0.1.2")
 print(json.dumps(dict(compile_seconds=1.5, versions=versions)), flush=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import masks
-from kernels.attention import attention
+from kernels.one_device import attention
 
 
 class Unavailable(Exception):

@@ -16,11 +16,11 @@ from kernels import layouts as layout
 from kernels.block_sizes import BlockSizes
 from kernels.blockwise import default_block_sizes
 from kernels.cases import LAYOUTS, Answer, Case, Problem
+from kernels.compiler import compiler_options
 from kernels.layouts import Layout
 from kernels.ring import Ring, attend
 from tools.lib.benchmarks.rows import Environment, peak_share
 from tools.lib.benchmarks.work import visible_pairs
-from training.chips import compiler_options
 
 FLOPS_CONVENTION = (
     "visible pairs only; forward 4 * head_dim * heads * pairs, forward and backward "

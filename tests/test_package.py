@@ -1,0 +1,95 @@
+"""The folder kernels/ as the package `annulus`, as programs outside use it."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The striped ring of 8 simulated devices, on a mesh as `jax.make_mesh` makes it (with
+# explicit shardings), against attention on one device.
+PROGRAM = """
+import sys
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 8)
+from annulus import Striped, attention, compiler_options, documents
+from annulus import make_ring_attention, permute, unpermute
+
+mesh, layout = jax.make_mesh((8,), ("ring",)), Striped()
+attend = make_ring_attention(mesh, layout=layout)
+rng = np.random.default_rng(11)
+q = rng.normal(size=(1, 64, 4, 16)).astype(np.float32)
+k, v = (rng.normal(size=(1, 64, 2, 16)).astype(np.float32) for _ in range(2))
+ids = np.sort(rng.integers(0, 5, (1, 64)))  # the document of each token
+ring = lambda *qkv: attend(*qkv, documents(ids))
+one = lambda *qkv: attention(*qkv, visible=documents(ids))
+striped = [permute(x, layout, 8) for x in (q, k, v)]
+options = compiler_options(jax.devices()[0].device_kind)
+out = unpermute(jax.jit(ring, compiler_options=options)(*striped), layout, 8)
+np.testing.assert_allclose(out, one(q, k, v), atol=1e-5)
+assert not {"kernels", "flax", "optax", "tests"} & set(sys.modules)
+
+def gradient(attend):
+    return jax.jit(jax.grad(lambda *qkv: (attend(*qkv) ** 2).sum(), (0, 1, 2)))
+
+
+with jax.set_mesh(mesh):
+    on_ring = [unpermute(x, layout, 8) for x in gradient(ring)(*striped)]
+for given, expected in zip(on_ring, gradient(one)(q, k, v), strict=True):
+    np.testing.assert_allclose(given, expected, atol=1e-5)
+"""
+
+
+def run_outside(packages: Path, python: str = sys.executable) -> None:
+    """Runs the program where neither the root nor its folders can be imported."""
+    done = subprocess.run(
+        [python, "-c", PROGRAM],
+        cwd=packages,
+        env=os.environ | {"PYTHONPATH": str(packages), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_program_outside_runs_the_ring(tmp_path: Path) -> None:
+    (tmp_path / "annulus").symlink_to(ROOT / "kernels")
+    run_outside(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_pip_installs_the_package_and_all_that_it_needs(tmp_path: Path) -> None:
+    source, environment = tmp_path / "source", tmp_path / "environment"
+    archive = subprocess.run(
+        ["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True
+    )
+    source.mkdir()
+    subprocess.run(["tar", "x"], cwd=source, input=archive.stdout, check=True)
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = str(environment / "bin/python")
+    subprocess.run([python, "-m", "pip", "install", "-q", source], check=True)
+    (tmp_path / "empty").mkdir()
+    run_outside(tmp_path / "empty", python)
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {p.parent for p in (ROOT / "kernels").rglob("*.py")}
+    names = {
+        ".".join(["annulus", *p.relative_to(ROOT / "kernels").parts]) for p in folders
+    }
+    assert set(settings["tool"]["setuptools"]["packages"]) == names
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in kernels.__all__:
+        assert getattr(kernels, name).__doc__, name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = kernels.nothing
