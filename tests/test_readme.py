@@ -14,7 +14,7 @@ from tests import readme
 from tests.readme import ROOT, Command, commands, inline_code, inline_commands
 from tests.rings import ring_mesh
 from tools.lib.planning.meshes import suggestions
-from tools.lib.planning.step import described_pod
+from tools.lib.planning.pods import aot_pod
 
 # Of ml_collections, which reads the files of configs so.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -126,7 +126,7 @@ def mesh_table() -> list[tuple[str, int, int, dict[str, int]]]:
 def test_meshes_of_the_table_are_those_that_are_suggested(topology, rows, tokens, mesh):
     config = read_config(["--config=configs/tpuv4_7b.py"])
     config.data.batch_rows, config.data.context_tokens = rows, tokens
-    pod = described_pod(topology)
+    pod = aot_pod(topology)
     best, *_ = suggestions(config, len(pod.devices), pod.chip)
     sizes = {axis: str(size) for axis, size in best.mesh.items() if size > 1}
     assert best.fits and sizes == mesh

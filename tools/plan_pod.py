@@ -1,4 +1,4 @@
-"""Plans a training run for a pod that is not there: does it fit, and what does it take?
+"""Plans a training run for a pod that is not attached: memory, communication, time.
 
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
@@ -9,10 +9,16 @@
         --find-max-context
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 --suggest
 
-Compiles the step that `train.py` runs for the described devices, with the compilers
-that the real ones have, and reads what the compiled program says of memory, schedule
-and collectives. No accelerator is needed: XLA's compilers are in requirements-dev.txt.
-Every field of the config can be changed as for `train.py`.
+Compiles the step that `train.py` runs for an AOT topology, with the chips' own
+compilers, and reads memory, schedule and collectives from the compiled program. No
+accelerator is needed: XLA's compilers are in requirements-dev.txt. Every field of the
+config can be changed as for `train.py`.
+
+The contexts of Ring Attention's table 5 (results/tpu/exorl_memory.json) are, for 32
+and 128 trajectories,
+    python -m tools.plan_pod --config=configs/exorl_at_32.py --topology=v5e:2x4
+with --config.attention=ring or striped, and for vanilla, memory_efficient and blockwise
+with --devices=1 --config.mesh.ring=1. A system that does not fit ends with an error.
 """
 
 import argparse
@@ -34,19 +40,20 @@ from tools.lib.planning.context import TOLERANCE, longest_context, longest_that_
 from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import Plan
+from tools.lib.planning.pods import Pod, TooLarge, aot_pod
 from tools.lib.planning.progress import progress
-from tools.lib.planning.step import Pod, Step, TooLarge, check, described_pod
+from tools.lib.planning.step import Step, check
 from tools.lib.planning.text import describe, describe_meshes, size
 
 LEAST_STEP = 256
-"""Tokens of a device by which contexts are varied."""
+"""Smallest difference of contexts, in tokens of a device."""
 
 MOST_MESHES = 12
-"""Printed of those suggested; --output gets all."""
+"""Suggestions printed; --output gets all."""
 
 
 def compiled_plan(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
-    """The plan of a config; tells on the standard error how long it takes.
+    """Compiles the plan of a config; reports its progress on the standard error.
 
     Raises:
       ValueError: something in the config is wrong; before anything is compiled.
@@ -61,7 +68,7 @@ def compiled_plan(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
 
 
 def find_max_context(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
-    """The plan of the longest context that leaves SPARE_SHARE of a device's memory.
+    """Finds the plan of the longest context that leaves SPARE_SHARE of the memory.
 
     Prints every try.
 
@@ -108,7 +115,7 @@ def find_max_context(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
 
 
 def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
-    """Makes the plan that was asked for.
+    """Runs what the options ask for.
 
     Raises:
       ValueError, ModuleNotFoundError: bad input, or no compiler: before anything is
@@ -120,7 +127,9 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
     if options.context is not None:
         config.data.context_tokens = options.context
     check(config)
-    pod = described_pod(options.topology)
+    pod = aot_pod(options.topology)
+    if options.devices is not None:
+        pod = pod.first(options.devices)
     if options.suggest:
         found = suggestions(config, len(pod.devices), pod.chip)
         print("\n".join(describe_meshes(found[:MOST_MESHES], pod.chip)))
@@ -141,6 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__)
     parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE")
+    parser.add_argument(
+        "--devices", type=int, help="use only this many devices of the topology"
+    )
     parser.add_argument("--context", type=int, metavar="TOKENS", help="of each row")
     parser.add_argument("--output", type=Path, metavar="JSON")
     ways = parser.add_mutually_exclusive_group()
@@ -153,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--suggest", action="store_true", help="rank meshes; compiles nothing"
     )
     options, rest = parser.parse_known_args(arguments)
-    # What is compiled for is described: the devices of this machine do not matter.
+    # Compiles for an AOT topology: the devices of this machine do not matter.
     jax.config.update("jax_platforms", "cpu")
     try:
         run(options, read_config(rest))

@@ -56,7 +56,7 @@ from tools.lib.benchmarks.rows import (
     make_row,
 )
 from tools.lib.files import write_json
-from tools.lib.planning.topology import ENVIRONMENT, PODS
+from tools.lib.planning.pods import ENVIRONMENT, PODS
 from tools.lib.tpu_compiler.bundles import (
     DUMP_FLAGS,
     Schedule,

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from kernels.hopper import launch as hopper
 from kernels.hopper.launch import Launch
-from tools.lib.planning.h200 import SHARED_BYTES, Inspected, described, inspect
+from tools.lib.planning.mosaic_kernels import Inspected, inspect
+from tools.lib.planning.pods import SHARED_BYTES, h200_devices
 
 
 def step(
@@ -43,7 +44,7 @@ def backward(dq, *operands, is_deterministic: bool = False):
 
 
 def compiled(function, *arguments) -> Inspected:
-    mesh = Mesh(np.array(described()), ("device",))
+    mesh = Mesh(np.array(h200_devices()), ("device",))
     return inspect(mesh, jax.jit(function, donate_argnums=0), *arguments)
 
 

@@ -18,15 +18,8 @@ from kernels.hopper import launch as hopper
 from kernels.hopper import shared
 from kernels.hopper.forward import Consumer
 from kernels.hopper.launch import HopperBlocks, Launch
-from tools.lib.planning.h200 import (
-    SHARED_BYTES,
-    Inspected,
-    Kernel,
-    compile_for,
-    described,
-    inspect,
-    read_kernels,
-)
+from tools.lib.planning.mosaic_kernels import Inspected, Kernel, inspect, read_kernels
+from tools.lib.planning.pods import SHARED_BYTES, compile_for, h200_devices
 
 
 def step(
@@ -56,7 +49,7 @@ def forward(q, k, v, start, stop, carry, *, blocks: HopperBlocks | None = None):
 
 
 def mesh() -> Mesh:
-    return Mesh(np.array(described()), ("device",))
+    return Mesh(np.array(h200_devices()), ("device",))
 
 
 def compiled(blocks: HopperBlocks | None, *arguments) -> Inspected:

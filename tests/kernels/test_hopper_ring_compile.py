@@ -19,14 +19,14 @@ from tests.ring_layers import (
     layers_gradient,
     striped_attention,
 )
-from tools.lib.planning.h200 import compile_for, described
 from tools.lib.planning.hlo import Program
+from tools.lib.planning.pods import compile_for, h200_devices
 
 LENGTH = 1024
 
 
 def described_mesh(ring_size: int) -> Mesh:
-    return Mesh(np.array(described(ring_size)), ("ring",))
+    return Mesh(np.array(h200_devices(ring_size)), ("ring",))
 
 
 @functools.cache

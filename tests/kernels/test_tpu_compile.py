@@ -26,7 +26,7 @@ from tests.ring_layers import (
     striped_attention,
 )
 from tools.lib.planning.hlo import TRANSFER, Program
-from tools.lib.planning.topology import compile_for, described
+from tools.lib.planning.pods import compile_for, tpu_devices
 from training.torus import ring_along
 
 CHIPS = "v4", "v5e", "v5p", "v6e"
@@ -53,7 +53,7 @@ class Step:
 
     def compile(self) -> str:
         """The scheduled program."""
-        mesh = Mesh(np.array(described(self.chip)[:1]), ("device",))
+        mesh = Mesh(np.array(tpu_devices(self.chip)[:1]), ("device",))
         q = array(1, self.length, self.heads, self.head_dim, dtype=self.dtype)
         k = array(1, self.length, self.kv_heads, self.head_dim, dtype=self.dtype)
         wide = array(*q.shape, dtype=jnp.float32)
@@ -89,7 +89,7 @@ def copies_of_shards(program: str, size: int) -> list[int]:
 @functools.cache
 def compiled_layers(chip: str, ring_size: int, length: int, kv_heads: int) -> str:
     """Gradients of two scanned layers that save what the ring gives."""
-    devices = np.array(described(chip, ring_size)[:ring_size])
+    devices = np.array(tpu_devices(chip, ring_size)[:ring_size])
     mesh = Mesh(ring_along(devices, 0), ("ring",))
     gradient, inputs = layers_gradient(mesh, pallas_tpu, length, kv_heads=kv_heads)
     options = compiler_options(mesh.devices.flat[0].device_kind)
@@ -144,7 +144,7 @@ def test_hops_copy_no_shard(ring_size, kv_heads):
 @pytest.mark.parametrize("head_dim", [128, 100])
 def test_keys_in_another_order_are_reordered_once(head_dim):
     """As RoPE leaves them, and padded to whole lanes: q, k, v, and what comes out."""
-    mesh = Mesh(ring_along(np.array(described("v5e", 4)[:4]), 0), ("ring",))
+    mesh = Mesh(ring_along(np.array(tpu_devices("v5e", 4)[:4]), 0), ("ring",))
     attend = striped_attention(mesh, pallas_tpu, TOKENS)
     tokens_last = Layout(major_to_minor=(0, 2, 3, 1))
 

@@ -19,7 +19,7 @@ from kernels.triton_gpu.launch import Launch
 from tests.ring_layers import SHARDED, striped_attention
 from tests.simulated_triton import SimulatedGpu
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
-from tools.lib.planning.h200 import compile_for, described
+from tools.lib.planning.pods import compile_for, h200_devices
 
 KERNELS = "forward", "backward_keys", "backward_queries"
 
@@ -132,7 +132,7 @@ def test_spills_and_tiles_that_are_too_large_are_seen():
 
 def test_a_described_gpu_is_compiled_for_through_jax():
     """As on a GPU that is there, its capability is not told. Nothing is copied."""
-    mesh = Mesh(np.array(described()), ("device",))
+    mesh = Mesh(np.array(h200_devices()), ("device",))
     programs = both(triton_gpu), Problem(128).arguments()
     program = "".join(
         compile_for(mesh, function, *arguments).as_text()
@@ -152,7 +152,7 @@ def schedule(program: str) -> str:
 
 
 def test_transfers_of_a_ring_hide_behind_its_kernels():
-    mesh = Mesh(np.array(described(4)), ("ring",))
+    mesh = Mesh(np.array(h200_devices(4)), ("ring",))
     attend = striped_attention(mesh, triton_gpu, 1024)
 
     def loss(*operands):

@@ -11,7 +11,7 @@ from models.sampling import Sampling
 from tasks import base, text
 from tasks.generation import cache_shardings, generator
 from tests.runs import small_config
-from tools.lib.planning.step import described_pod
+from tools.lib.planning.pods import aot_pod, compile_for
 
 RING, SLOTS, LAYERS, HEADS, DEPTH = 4, 65_536, 3, 8, 128
 SIZES = {
@@ -31,7 +31,7 @@ SIZES = {
     "topology", ["v4:2x2x1", pytest.param("h200:1x1x4", marks=pytest.mark.slow)]
 )
 def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
-    pod, config = described_pod(topology), small_config("", "", **SIZES)
+    pod, config = aot_pod(topology), small_config("", "", **SIZES)
     partition = base.partition(config, pod.devices)
     model = text.model(config, partition)
     programs = generator(
@@ -53,7 +53,7 @@ def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
     )
     of_rows = jax.ShapeDtypeStruct((1,), jnp.int32)
     seed = jax.ShapeDtypeStruct((), jnp.int32)
-    program = pod.compile_for(
+    program = compile_for(
         partition.mesh, programs.step, parameters, cache, of_rows, of_rows, seed
     )
     memory = program.memory_analysis()

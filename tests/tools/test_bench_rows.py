@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tools import plan_exorl
 from tools.lib.benchmarks.rows import (
     Environment,
     Sample,
@@ -86,7 +85,6 @@ BAD = {
 READERS = {
     "rows": read_rows,
     "results": lambda path: returns.read([str(path)]),
-    "plans": plan_exorl.earlier_rows,
     "tables": lambda path: paper_contexts.rows(path.parent),
 }
 

@@ -13,7 +13,7 @@ from models.flops import num_parameters
 from models.llama import LlamaConfig
 from tools import plan_pod
 from tools.lib.benchmarks.work import critical_path, tiles_per_step
-from tools.lib.planning.estimate import Kernels, Ring, Waited, estimate, mean_area
+from tools.lib.planning.estimate import Exposed, Kernels, Ring, estimate, mean_area
 from tools.lib.planning.estimate import products_flops as flops_of_products
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
@@ -120,11 +120,11 @@ def test_saved_by_layers_follows_the_policy(remat, bytes_a_token):
 
 def test_estimate_adds_up_and_waits_for_what_is_exposed():
     config = config_7b()
-    hidden = estimate(config, partition(), V4, 1e18, Waited(0, 0, 0))
-    assert hidden.waits == 0
+    hidden = estimate(config, partition(), V4, 1e18, Exposed(0, 0, 0))
+    assert hidden.exposed == 0
     assert hidden.step == hidden.products + hidden.attention
     assert hidden.mfu == pytest.approx(1e18 / (hidden.step * 512 * 275e12))
-    exposed = estimate(config, partition(), V4, 1e18, Waited(45e9, 1, 180e9))
+    exposed = estimate(config, partition(), V4, 1e18, Exposed(45e9, 1, 180e9))
     assert exposed.step - hidden.step == pytest.approx(1 + 2)
 
 
@@ -133,7 +133,7 @@ def test_best_mesh_hides_its_ring_and_waits_the_least():
     best = found[0]
     assert best.mesh == {"data": 1, "fsdp": 1, "ring": 512, "tensor": 1}
     assert best.fits and best.hiding > 1
-    waits = [one.waited_bytes for one in found if one.fits and one.hiding >= 1]
+    waits = [one.exposed_bytes for one in found if one.fits and one.hiding >= 1]
     assert waits == sorted(waits)
     # One row, and 32 heads: nothing else divides.
     assert all(one.mesh["data"] == one.mesh["fsdp"] == 1 for one in found)

@@ -78,14 +78,18 @@ def test_hidden_transfers_that_devices_wait_for_are_explained():
         assert row(PLAN, name) == [shown]
     assert row(PLAN, "step (all of these)") == ["4,998.7 s"]
     assert row(PLAN, "MFU") == ["35.5%"]
-    assert PLAN.estimate.waits == pytest.approx(21.769)
+    assert PLAN.estimate.exposed == pytest.approx(21.769)
 
 
 @pytest.mark.parametrize(
     ("kind", "kernels", "why"),
     [
         (GATHERED, 0, "pallas_tpu attention has no kernel that could hide it"),
-        (dataclasses.replace(GATHERED, alone_bytes=0), 9, "no kernel runs beside it"),
+        (
+            dataclasses.replace(GATHERED, synchronous_bytes=0),
+            9,
+            "no kernel runs beside it",
+        ),
     ],
 )
 def test_what_is_exposed_says_why(kind, kernels, why):

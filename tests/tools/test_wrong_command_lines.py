@@ -65,8 +65,6 @@ CASES = {
     "figures work --ring 0 --output {new}": "at least 1, got 0",
     "figures work --output {garbage}/x": "{garbage}",
     "paper_tables --compile contexts --only 9b --output {new}": "no row 9b: known are",
-    "plan_exorl --trajectories 0": "at least 1, got 0",
-    "plan_exorl --output {object.json}": "{object.json} has no rows",
     f"plan_pod --topology v5e:2x4 {TINY} --output {{full}}/file": "{full}/file exists",
     f"plan_pod --topology v5e:2x4 {TINY} --config.seed=-1": "config.seed=-1 must be",
     "plan_pod --topology v5e:2x4 --config={new}": "there is no config {new}",

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tools.lib.planning.topology import described
+from tools.lib.planning.pods import tpu_devices
 from training.mesh import MESH_AXES, MeshShape, make_mesh
 from training.torus import closed_walk, place, ring_along
 
@@ -97,7 +97,7 @@ def test_devices_that_know_no_place_stay_in_their_order():
     ids=str,
 )
 def test_rings_of_a_mesh_are_closed_walks(pod, shape):
-    devices = make_mesh(shape, described(pod)).devices
+    devices = make_mesh(shape, tpu_devices(pod)).devices
     rings = np.moveaxis(devices, MESH_AXES.index("ring"), -1).reshape(-1, shape.ring)
     for ring in rings:
         chips = [place(device) for device in ring]
@@ -107,6 +107,6 @@ def test_rings_of_a_mesh_are_closed_walks(pod, shape):
 
 def test_mesh_may_split_the_axes_of_a_torus():
     """128 and 4 are no products of whole sides of 8 x 8 x 8."""
-    mesh = make_mesh(MeshShape(fsdp=128, ring=4), described("v4:8x8x8"))
+    mesh = make_mesh(MeshShape(fsdp=128, ring=4), tpu_devices("v4:8x8x8"))
     assert mesh.devices.shape == (1, 128, 4, 1)
     assert len(set(mesh.devices.flat)) == 512

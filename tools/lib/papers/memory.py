@@ -1,6 +1,6 @@
 """Table 1 of Ring Attention (2310.01889): memory of a layer's activations, compiled.
 
-One layer's forward pass, compiled for described TPUs with every attention system of
+One layer's forward pass, compiled for TPUs with every attention system of
 the papers, at two lengths: what does not grow with the length (parameters, tables) is
 in both, and their difference is set beside the difference of the paper's formulas.
 
@@ -20,7 +20,8 @@ from configs import llama_sizes
 from tasks import base, text
 from tools.lib.papers.formulas import activation_bytes
 from tools.lib.planning.memory import device_bytes, peak_bytes
-from tools.lib.planning.step import Pod, Step, described_pod
+from tools.lib.planning.pods import Pod, aot_pod, compile_for
+from tools.lib.planning.step import Step
 
 RING = 4
 SYSTEMS = (
@@ -52,7 +53,7 @@ def layer_config(size: str, layers: int) -> ml_collections.ConfigDict:
 
 @dataclass(frozen=True)
 class Forward:
-    """The loss of one row on described devices, before it is compiled."""
+    """The loss of one row on the devices of a pod, before it is compiled."""
 
     config: ml_collections.ConfigDict
     pod: Pod
@@ -71,7 +72,7 @@ class Forward:
             model.axes,
         )
         batch = text.abstract_batch(config, partition)
-        compiled = self.pod.compile_for(partition.mesh, loss, parameters, batch)
+        compiled = compile_for(partition.mesh, loss, parameters, batch)
         return peak_bytes(compiled.memory_analysis()) - device_bytes(
             (parameters, batch)
         )
@@ -83,8 +84,7 @@ def table_1(size: str = "1b") -> Iterator[dict[str, Any]]:
         config = layer_config(size, layers=1)
         config.attention, config.attention_parts = system, parts
         config.mesh.update(data=1, fsdp=1, ring=ring, tensor=1)
-        described = described_pod("v4:2x2x1")
-        pod = Pod(described.topology, described.devices[:ring], described.compile_for)
+        pod = aot_pod("v4:2x2x1").first(ring)
         compiled, formula = [], []
         for tokens in lengths:
             config.data.context_tokens = tokens
@@ -115,7 +115,7 @@ def by_ring(size: str = "1b", layers: int = 2) -> Iterator[dict[str, Any]]:
             config = layer_config(size, layers)
             config.mesh.update(data=1, fsdp=1, ring=ring, tensor=1)
             config.data.context_tokens = ring * tokens
-            step = Step.of(config, described_pod(f"v4:{shape}"))
+            step = Step.of(config, aot_pod(f"v4:{shape}"))
             peaks.append(peak_bytes(step.compile().memory_analysis()))
         yield {
             "ring": ring,

@@ -1,19 +1,19 @@
-"""The longest context whose step fits, found with few compilations."""
+"""Finds the longest context whose step fits, with few compilations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 TOLERANCE = 1 / 64
-"""How much longer than the one that is found a context may be that fits too."""
+"""Relative precision of the longest context that is found."""
 
 LARGEST_GROWTH = 8
-"""From one try to the next, where nothing has failed yet."""
+"""Largest factor from one try to the next while nothing has failed."""
 
 TRUSTED_TRIES = 5
-"""After so many, memory is no line, and the context is halved in."""
+"""Tries after which memory is not taken for linear: bisection follows."""
 
 MOST_TOKENS = 2**31 - 1
-"""Indices are int32."""
+"""Longest context, as indices are int32."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Try:
     peak: int | None
 
     def fits(self, limit: float) -> bool:
-        """Whether it takes no more than `limit` bytes."""
+        """Returns whether it takes no more than `limit` bytes."""
         return self.peak is not None and self.peak <= limit
 
 
@@ -44,7 +44,7 @@ def longest_context(
     peak_of: compiles a context and returns the bytes that it takes, None if it does not
       compile. Memory is taken to be close to a line in the context: tries go to where
       the line through two of them meets the limit, and each is confirmed by compiling.
-    first: context to begin with. unit: what contexts have to be multiples of.
+    first: context to begin with. unit: contexts are multiples of it.
     limit: bytes that a device may take.
 
     Returns:
@@ -64,13 +64,13 @@ def longest_context(
 
 
 def longest_that_fits(tries: list[Try], limit: float) -> Try | None:
-    """The answer that `longest_context` found."""
+    """Returns the longest of the tries that fit."""
     fitting = (one for one in tries if one.fits(limit))
     return max(fitting, key=lambda one: one.context, default=None)
 
 
 def _next(tries: list[Try], unit: int, limit: float) -> int | None:
-    """What to try, or None if the answer is good enough."""
+    """Returns the context to try next, or None if the answer is precise enough."""
     best = longest_that_fits(tries, limit)
     low = best.context if best else 0
     failed = [one.context for one in tries if one.context > low]
@@ -80,7 +80,7 @@ def _next(tries: list[Try], unit: int, limit: float) -> int | None:
         return None
     guess = _guess(tries, limit)
     if high is None:
-        # At least a step: what the line excludes has to be seen to fail.
+        # At least a step: what the line excludes must be shown to fail.
         guess = max(min(guess, LARGEST_GROWTH * low, MOST_TOKENS), low + step)
     elif len(tries) > TRUSTED_TRIES or not low < guess < high:
         guess = (low + high) / 2
@@ -93,7 +93,7 @@ def _next(tries: list[Try], unit: int, limit: float) -> int | None:
 
 
 def _guess(tries: list[Try], limit: float) -> float:
-    """Where the memory should meet the limit."""
+    """Estimates the context whose memory meets the limit."""
     measured = [one for one in tries if one.peak is not None]
     measured.sort(key=lambda one: (abs(one.peak - limit), -one.context))
     if not measured:

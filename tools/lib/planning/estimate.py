@@ -1,7 +1,7 @@
-"""How long a planned step may take: an estimate from schedules, peaks and assumptions.
+"""Estimates the time of a planned step from schedules, peaks and assumptions.
 
-Nothing here is measured on the device. Work that no formula counts (norms, rotations,
-the optimizer, stalls of a kernel) takes time that is missing here.
+Nothing here is measured on the device. Work that no formula counts (norms, RoPE, the
+optimizer, stalls of a kernel) takes time that is missing here.
 """
 
 import json
@@ -16,8 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.layouts import Layout
 from kernels.tile_ranges import key_ranges
-from models.flops import num_matrix_parameters
-from tasks import base, text
+from models.flops import num_layer_matrices
+from tasks import base
+from tasks.task import TASKS
 from tools.lib.benchmarks.rows import ROOT
 from tools.lib.planning.hlo import TRANSFER
 from tools.lib.planning.memory import feed_forward_chunks, local_tokens
@@ -28,17 +29,17 @@ SCHEDULES = ROOT / "results" / "tpu"
 """Rows of tools/tpu_schedule.py: bundles of a tile, by chip and direction."""
 
 PRODUCTS_SHARE = 0.8
-"""Of the peak, that products with parameters are assumed to reach."""
+"""Share of the peak that matrix products with parameters are assumed to reach."""
 
 ATTENTION_SHARE = {"forward": 0.6, "backward": 0.5}
-"""Of the peak, assumed for kernels without a schedule in SCHEDULES."""
+"""Share of the peak assumed for kernels without a schedule in SCHEDULES."""
 
 TILE = 1024
 """Rows and keys of the tile that the schedules are of; its head size is LANES."""
 
 LANES = 128
 SUB_TILE = 256
-"""Rows and keys of the parts that a partial tile is computed in."""
+"""Rows and keys of the sub-tiles that a partial tile is computed in."""
 
 PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products of a tile."""
@@ -46,15 +47,15 @@ PRODUCTS = {"forward": 2, "backward": 5}
 RECOMPUTED = ("nothing", "offload")
 """Policies with which the layer's backward runs its ring again."""
 
-SAMPLED_HOPS = 8
+SAMPLED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """How fast the attention kernels are on a device.
+    """Speed of the attention kernels on a device.
 
-    seconds: of a pair of a query and a key and a head of LANES numbers, by direction.
-    source: what that is taken from.
+    seconds: time of one query-key pair of a head of LANES numbers, by direction.
+    source: where that comes from.
     """
 
     seconds: dict[str, float]
@@ -62,7 +63,7 @@ class Kernels:
 
     @classmethod
     def of(cls, chip: Chip, schedules: Path = SCHEDULES) -> "Kernels":
-        """From the kernels' schedules where there are any, else by assumption.
+        """Reads the kernels' schedules where there are any, else assumes a share.
 
         A bundle takes a cycle, and the clock is the one at which the chip's matrix
         units reach its peak: published clocks differ from what peaks imply.
@@ -96,7 +97,7 @@ def _bundles(chip: Chip, direction: str, schedules: Path) -> float | None:
 
 
 def _cycle_seconds(chip: Chip) -> float:
-    """Of a device's share of a cycle: cores work side by side, and share the peak."""
+    """Returns the seconds of a cycle; the cores of a device share its peak."""
     version = pltpu.ChipVersion(chip.name.removeprefix("TPU ").lower())
     core = pltpu.get_tpu_info_for_chip(version, 1)
     return 2 * core.num_mxus * core.mxu_column_size**2 / chip.peak_flops
@@ -104,17 +105,17 @@ def _cycle_seconds(chip: Chip) -> float:
 
 @dataclass(frozen=True)
 class Ring:
-    """What a device does and sends in one hop of one layer's ring.
+    """Work and communication of a device in one step of one layer's ring.
 
-    area: pairs of queries and keys that the slowest device of a hop computes: the mean
-      over the hops; hops: devices in the ring.
+    area: query-key pairs that the slowest device of a ring step computes, the mean
+      over the steps; steps: devices in the ring.
     heads: query heads of the device, in units of LANES numbers.
-    keys_bytes: of the keys and values that travel; gradients_bytes: of theirs. Between
-      TPUs heads travel in whole LANES.
+    keys_bytes: bytes of the keys and values sent; gradients_bytes: of their gradients.
+      TPUs send heads in whole LANES.
     """
 
     area: float
-    hops: int
+    steps: int
     heads: float
     keys_bytes: int
     gradients_bytes: int
@@ -123,36 +124,36 @@ class Ring:
     def of(
         cls, config: ml_collections.ConfigDict, partition: Partition, chip: Chip
     ) -> "Ring":
-        """Of a config on a mesh of such chips."""
+        """Computes both for a config on a mesh of this chip."""
         model, shape = config.model, partition.mesh.shape
-        hops, columns = partition.ring_size, config.data.context_tokens
+        steps, columns = partition.ring_size, config.data.context_tokens
         tokens = local_tokens(config, partition)
-        rows = tokens // (columns // hops)
+        rows = tokens // (columns // steps)
         layout = base.attention_system(config).layout
         depth = -(-model.head_dim // LANES) * LANES
         sent = depth if chip.name.startswith("TPU") else model.head_dim
         numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * sent
         return cls(
-            area=rows * mean_area(layout, hops, columns // hops),
-            hops=hops,
+            area=rows * mean_area(layout, steps, columns // steps),
+            steps=steps,
             heads=model.num_heads // shape["tensor"] * depth / LANES,
             keys_bytes=numbers * jnp.dtype(config.compute_dtype).itemsize,
             gradients_bytes=numbers * 4,
         )
 
     def kernel_seconds(self, kernels: Kernels, direction: str) -> float:
-        """Of the kernel of a hop."""
+        """Returns the time of a ring step's kernel."""
         return self.area * self.heads * kernels.seconds[direction]
 
     def transfer_seconds(self, chip: Chip, direction: str) -> float:
-        """Of what travels behind it."""
+        """Returns the time of the transfer that overlaps it."""
         size = self.keys_bytes
         if direction == "backward":
             size += self.gradients_bytes
-        return size / chip.interconnect_bytes_per_second if self.hops > 1 else 0.0
+        return size / chip.interconnect_bytes_per_second if self.steps > 1 else 0.0
 
     def is_covered(self, chip: Chip, kernels: Kernels) -> bool:
-        """Whether kernels last as long as the transfers behind them."""
+        """Returns whether kernels last as long as their transfers."""
         return all(
             self.kernel_seconds(kernels, direction)
             >= self.transfer_seconds(chip, direction)
@@ -161,16 +162,16 @@ class Ring:
 
 
 def mean_area(layout: Layout, ring_size: int, length: int) -> float:
-    """Score pairs computed in a hop by its slowest device, the mean over the hops.
+    """Returns the query-key pairs of the slowest device, the mean over ring steps.
 
-    Of one causal sequence of ring_size · length tokens. Some devices and hops stand for
-    all: the first, the middle and the last device, and SAMPLED_HOPS hops.
+    For one causal sequence of ring_size · length tokens. Samples the first, the middle
+    and the last device, and SAMPLED_STEPS steps.
     """
     sub = min(SUB_TILE, length)
     devices = {0, ring_size // 2, ring_size - 1}
 
-    def slowest(hop: int) -> float:
-        return max(area(device, (device - hop) % ring_size) for device in devices)
+    def slowest(step: int) -> float:
+        return max(area(device, (device - step) % ring_size) for device in devices)
 
     def area(device: int, source: int) -> float:
         last = np.asarray(layout.index(device, ring_size, length))[None]
@@ -178,19 +179,19 @@ def mean_area(layout: Layout, ring_size: int, length: int) -> float:
         tiles = key_ranges(np.zeros_like(stop), stop, sub, sub).work().sum()
         return float(min(tiles * sub**2, length**2))
 
-    others = np.unique(np.linspace(1, ring_size - 1, SAMPLED_HOPS).astype(int))
+    others = np.unique(np.linspace(1, ring_size - 1, SAMPLED_STEPS).astype(int))
     if ring_size == 1:
         return slowest(0)
-    travelling = np.mean([slowest(int(hop)) for hop in others])
-    return (slowest(0) + (ring_size - 1) * float(travelling)) / ring_size
+    later = np.mean([slowest(int(step)) for step in others])
+    return (slowest(0) + (ring_size - 1) * float(later)) / ring_size
 
 
 @dataclass(frozen=True)
-class Waited:
-    """What a device sends in a step while no kernel runs.
+class Exposed:
+    """Communication of a device in a step that overlaps no kernel.
 
-    ring_bytes: with transfers of the ring; ring_share: of all that it sends with them.
-    other_bytes: with other collectives.
+    ring_bytes: ring transfers; ring_share: their share of all ring transfers.
+    other_bytes: other collectives.
     """
 
     ring_bytes: float
@@ -200,13 +201,12 @@ class Waited:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one step, in seconds: what each part takes, and their sum.
+    """Estimated seconds of one step, by part.
 
-    products: with parameters. attention: the kernels.
-    outlasting: what hidden transfers of the ring take after their kernels have ended.
-    exposed_ring, exposed_others: transfers of the ring, and other collectives, that
-      nothing hides.
-    mfu: model FLOPs over what the devices could do in that time.
+    products: matrix products with parameters. attention: the kernels.
+    outlasting: hidden ring transfers, after their kernels have ended.
+    exposed_ring, exposed_others: exposed ring transfers, and other collectives.
+    mfu: model FLOPs over the peak of all devices in that time.
     """
 
     products: float
@@ -218,28 +218,30 @@ class Estimate:
     assumptions: tuple[str, ...]
 
     @property
-    def waits(self) -> float:
-        """Of devices, for what travels."""
+    def exposed(self) -> float:
+        """Seconds of exposed communication."""
         return self.outlasting + self.exposed_ring + self.exposed_others
 
     @property
     def step(self) -> float:
-        """All of it."""
-        return self.products + self.attention + self.waits
+        """Seconds of the whole step."""
+        return self.products + self.attention + self.exposed
 
 
 def products_flops(config: ml_collections.ConfigDict, partition: Partition) -> float:
-    """Of products with parameters on one device, recomputed ones included.
+    """Returns the FLOPs of matrix products with parameters on one device.
 
-    A product of the forward is made again in the backward unless remat keeps it, or if
+    Recomputed ones are included.
+
+    A product of the forward is recomputed in the backward unless remat keeps it, or if
     it belongs to a feed-forward or logits that are computed in several chunks. Those to
-    queries, keys and values are made twice more where remat.remat_attention drops them.
+    queries, keys and values are recomputed twice where `remat_attention` drops them.
     """
-    model = text.sizes(config)
+    model = TASKS[config.task].sizes(config)
     tokens = local_tokens(config, partition)
-    head = model.hidden_size * model.vocab_size
+    head = model.hidden_size * getattr(model, "vocab_size", 0)  # agents have no logits
     feed_forward = 3 * model.hidden_size * model.feed_forward_size * model.num_layers
-    attention = num_matrix_parameters(model) - head - feed_forward
+    attention = num_layer_matrices(model) - feed_forward
     keeps_products = config.remat in ("everything", "products")
     one_chunk = feed_forward_chunks(config, partition) == 1
     total = attention * (3 if keeps_products else 4)
@@ -253,16 +255,16 @@ def products_flops(config: ml_collections.ConfigDict, partition: Partition) -> f
 
 
 def ring_passes(config: ml_collections.ConfigDict) -> dict[str, int]:
-    """How often a step runs the ring of a layer, by direction."""
+    """Returns how many rings a step runs, by direction."""
     forward = 2 if config.remat in RECOMPUTED else 1
-    turns = config.model.num_layers * config.train.microbatches
-    return {"forward": forward * turns, "backward": turns}
+    rings = config.model.num_layers * config.train.microbatches
+    return {"forward": forward * rings, "backward": rings}
 
 
 def bytes_per_second(chip: Chip, kind: str) -> float:
-    """At which a device sends what belongs to collectives of one kind.
+    """Returns the bandwidth of a device for collectives of one kind.
 
-    The ring goes one way; others use both directions of a TPU's ring. A GPU's are one.
+    The ring goes one way; others use both directions of a TPU's links.
     """
     is_both = kind != TRANSFER and chip.name.startswith("TPU")
     return chip.interconnect_bytes_per_second * (2 if is_both else 1)
@@ -273,21 +275,21 @@ def estimate(
     partition: Partition,
     chip: Chip,
     model_flops: float,
-    waited: Waited,
+    communication: Exposed,
 ) -> Estimate:
-    """Of a step of the config, on devices that are each such a chip."""
+    """Estimates a step of the config on devices of this chip."""
     kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip)
     passes = ring_passes(config)
     attention = outlasting = 0.0
     for direction, times in passes.items():
         kernel = ring.kernel_seconds(kernels, direction)
         more = max(0.0, ring.transfer_seconds(chip, direction) - kernel)
-        attention += times * ring.hops * kernel
-        outlasting += times * (ring.hops - 1) * more
+        attention += times * ring.steps * kernel
+        outlasting += times * (ring.steps - 1) * more
     products = products_flops(config, partition) / (PRODUCTS_SHARE * chip.peak_flops)
     link, others = bytes_per_second(chip, TRANSFER), bytes_per_second(chip, "other")
-    outlasting *= 1 - waited.ring_share
-    exposed = waited.ring_bytes / link, waited.other_bytes / others
+    outlasting *= 1 - communication.ring_share
+    exposed = communication.ring_bytes / link, communication.other_bytes / others
     seconds = products + attention + outlasting + sum(exposed)
     is_bfloat16 = config.compute_dtype == "bfloat16"
     devices = math.prod(partition.mesh.shape.values())
@@ -298,8 +300,8 @@ def estimate(
         *exposed,
         model_flops / (seconds * devices * chip.peak_flops),
         (
-            f"attention: {kernels.source}; one causal document a row, live parts of "
-            f"{SUB_TILE} x {SUB_TILE}, the slowest device of each hop",
+            f"attention: {kernels.source}; one causal document a row, live sub-tiles "
+            f"of {SUB_TILE} x {SUB_TILE}, the slowest device of each ring step",
             f"products with parameters at {PRODUCTS_SHARE:.0%} of "
             f"{chip.peak_flops / 1e12:.0f} TFLOP/s; remat {config.remat} runs the ring "
             f"forward {passes['forward'] // passes['backward']} x for each backward",

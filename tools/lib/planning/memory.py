@@ -13,7 +13,7 @@ from tools.lib.planning.step import Step
 from training.mesh import Partition
 
 SPARE_SHARE = 0.05
-"""Of a chip's memory, that a plan should leave: the runtime needs some of it."""
+"""Share of a chip's memory that a plan should leave free for the runtime."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Memory:
     """Bytes on the fullest device, and where they come from.
 
     parameters, optimizer_state: exact, from shapes and shardings.
-    saved: by the layers' forward for their backward, by the formula of `saved_bytes`.
+    saved: activations saved for the backward, by the formula of `saved_bytes`.
     workspace: the rest of the peak.
-    peak: what the program is given, as the compiler says (see `peak_bytes`).
-    capacity: of the chip.
-    host: pinned memory of the host that the step takes for each device.
+    peak: memory that the compiler allocates (see `peak_bytes`).
+    capacity: memory of the chip.
+    host: pinned host memory of the step for each device.
     """
 
     parameters: int
@@ -38,12 +38,12 @@ class Memory:
 
     @property
     def spare_share(self) -> float:
-        """Of the chip's memory; below 0 if the step does not fit."""
+        """Free share of the chip's memory; below 0 if the step does not fit."""
         return 1 - self.peak / self.capacity
 
     @classmethod
     def of(cls, step: Step, compiled: jax.stages.Compiled) -> "Memory":
-        """Of a compiled step."""
+        """Reads the memory of a compiled step."""
         stats = compiled.memory_analysis()
         peak = peak_bytes(stats)
         parameters = device_bytes(step.state.params)
@@ -62,12 +62,12 @@ class Memory:
 
 
 def peak_bytes(stats: Any) -> int:
-    """The memory of a device that a program is given, its arguments included.
+    """Returns the device memory allocated for a program, its arguments included.
 
     stats: of `Compiled.memory_analysis`. On TPUs `peak_memory_in_bytes` counts the
     host's memory instead of the device's where that is more, and leaves out the gaps
     between allocations, and `temp_size_in_bytes` is not what is allocated: the total
-    is. Compilers that do not tell it (XLA's for GPUs) allocate what they name.
+    is. Compilers that do not report it (XLA's for GPUs) allocate what they name.
     """
     total = getattr(stats, "total_allocation_bytes", 0)
     return total or (
@@ -79,7 +79,7 @@ def peak_bytes(stats: Any) -> int:
 
 
 def device_bytes(tree: Any) -> int:
-    """Of a tree of shapes with shardings, on one device."""
+    """Returns the bytes of a tree of shapes with shardings on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -87,10 +87,10 @@ def device_bytes(tree: Any) -> int:
 
 
 def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
-    """What the layers' forward saves on a device: layers x tokens x what remat keeps.
+    """Returns the bytes of activations that a device saves for the backward.
 
-    Every policy keeps a layer's input. "everything" keeps what XLA likes: here, no more
-    than "products".
+    layers x tokens x what remat keeps. Every policy keeps a layer's input; "everything"
+    is counted as "products".
     """
     model = config.model
     tokens = local_tokens(config, partition)
@@ -111,14 +111,14 @@ def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
 
 
 def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
-    """Tokens of a microbatch on a device."""
+    """Returns the tokens of a microbatch on a device."""
     rows, columns = base.batch_shape(config)
     shards = partition.shards("batch") * partition.ring_size * config.train.microbatches
     return rows * columns // shards
 
 
 def feed_forward_chunks(config: ml_collections.ConfigDict, partition: Partition) -> int:
-    """Into how many chunks a device cuts the tokens of its feed-forward."""
+    """Returns into how many chunks a device cuts the tokens of its feed-forward."""
     chunk = config.feed_forward_chunk_tokens
     if not (chunk and base.attention_system(config).chunked):
         return 1

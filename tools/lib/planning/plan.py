@@ -1,4 +1,4 @@
-"""What a training step takes of described devices, from its compiled program."""
+"""Reads memory, communication and time of a training step from its compiled program."""
 
 import dataclasses
 import resource
@@ -8,7 +8,7 @@ from typing import Any
 
 from tasks import base
 from tools.lib.benchmarks.rows import Environment
-from tools.lib.planning.estimate import Estimate, Waited, estimate
+from tools.lib.planning.estimate import Estimate, Exposed, estimate
 from tools.lib.planning.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.step import Step
@@ -19,11 +19,10 @@ from training.metrics import StepWork
 class Transfers:
     """The ring's transfers from neighbour to neighbour in a step, of one device.
 
-    A loop's transfers count as often as it turns.
+    Those in a loop count once an iteration.
 
-    hidden, exposed: how many start before a kernel and are done after it, and how many
-      no kernel runs behind.
-    hidden_bytes, exposed_bytes: that the device sends with them.
+    hidden, exposed: transfers that overlap a kernel, and those that do not.
+    hidden_bytes, exposed_bytes: bytes that the device sends with them.
     kernels: runs of attention kernels in a step.
     """
 
@@ -35,34 +34,33 @@ class Transfers:
 
     @property
     def exposed_share(self) -> float:
-        """Of all bytes."""
+        """Exposed share of all bytes."""
         total = self.hidden_bytes + self.exposed_bytes
         return self.exposed_bytes / total if total else 0.0
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The collectives of one kind in a step; those in loops count every turn.
+    """The collectives of one kind in a step; those in loops count once an iteration.
 
-    bytes_sent: by each device (see `schedule.Collective`).
-    waited_bytes: those of them that no kernel hides; alone_bytes: and that none could,
-      because their collectives are not asynchronous.
+    bytes_sent: bytes that each device sends (see `hlo.Collective`).
+    exposed_bytes: those of them that overlap no kernel; synchronous_bytes: and that
+      cannot, because their collectives are not asynchronous.
     """
 
     name: str
     count: int
     bytes_sent: float
-    waited_bytes: float
-    alone_bytes: float
+    exposed_bytes: float
+    synchronous_bytes: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes.
+    """Memory, communication and estimated time of a step.
 
-    unknown_loops: with collectives in them, which are counted once.
-    compile_seconds, planner_bytes: wall-clock time on this machine, and the most memory
-      that this process has had.
+    unknown_loops: loops with collectives and unknown trip count, counted once.
+    compile_seconds, planner_bytes: wall-clock time and peak memory on this machine.
     """
 
     topology: str
@@ -118,10 +116,10 @@ class Plan:
                 step.partition,
                 step.pod.chip,
                 work.model_flops,
-                Waited(
+                Exposed(
                     ring.exposed_bytes,
                     ring.exposed_share,
-                    sum(k.waited_bytes for k in found if k.name != TRANSFER),
+                    sum(k.exposed_bytes for k in found if k.name != TRANSFER),
                 ),
             ),
             compile_seconds=seconds,
@@ -129,17 +127,18 @@ class Plan:
         )
 
     def row(self) -> dict[str, Any]:
-        """As plain values, for JSON, with where and when it was planned."""
+        """Returns JSON values, with the environment."""
         row = dataclasses.asdict(self)
         here = Environment.now(self.device_kind, self.devices)
         row["environment"] = dataclasses.asdict(here)
         row["memory"]["spare_share"] = self.memory.spare_share
-        row["estimate"] |= {"waits": self.estimate.waits, "step": self.estimate.step}
+        exposed = self.estimate.exposed
+        row["estimate"] |= {"exposed": exposed, "step": self.estimate.step}
         return row
 
 
 def transfers(program: Program) -> Transfers:
-    """Of all rings of the program."""
+    """Sums the transfers of all rings of the program."""
     found = [c for c in program.collectives() if c.kind == TRANSFER]
     hidden = [c for c in found if c.is_hidden]
     exposed = [c for c in found if not c.is_hidden]
@@ -153,7 +152,7 @@ def transfers(program: Program) -> Transfers:
 
 
 def kinds(collectives: list[Collective]) -> tuple[Kind, ...]:
-    """Sums by kind, those with the most bytes first."""
+    """Sums collectives by kind, those with the most bytes first."""
 
     def of(name: str) -> Kind:
         mine = [c for c in collectives if c.kind == name]

@@ -1,4 +1,4 @@
-"""Says what is going on, and for how long it has been."""
+"""Reports the running time of a long operation."""
 
 import contextlib
 import shutil
@@ -17,9 +17,9 @@ def progress(
     stream: TextIO,
     every: tuple[float, float] = (TERMINAL_SECONDS, LINE_SECONDS),
 ) -> Iterator[None]:
-    """Tells a stream, while the block runs, what it does and the seconds so far.
+    """Reports to a stream what the block does, and the seconds so far.
 
-    On a terminal that is one line, which is gone at the end.
+    On a terminal that is one line, erased at the end.
 
     every: seconds between updates of a terminal's line, and between lines elsewhere.
     """
@@ -27,7 +27,7 @@ def progress(
     over, start = threading.Event(), time.monotonic()
     room = shutil.get_terminal_size().columns - 1  # a line that wraps is not rewritten
 
-    def tell() -> None:
+    def report() -> None:
         while True:
             line = f"{what}: {time.monotonic() - start:.0f} s so far"
             line = f"\r\x1b[K{line[:room]}" if is_terminal else f"{line}\n"
@@ -36,13 +36,13 @@ def progress(
             if over.wait(every[not is_terminal]):
                 return
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         over.set()
-        teller.join()
+        reporter.join()
         if is_terminal:
             stream.write("\r\x1b[K")
             stream.flush()

@@ -1,4 +1,4 @@
-"""What is printed of a plan: tables whose columns and rows say what they hold."""
+"""Formats a plan as tables."""
 
 from collections.abc import Sequence
 
@@ -14,17 +14,17 @@ from training.mesh import MESH_AXES
 RING_NAME = f"{TRANSFER} (ring)"
 
 SENT = "{:26s} {:>9s}  {:>11s}  {:>11s}  {:>8s}  {:>11s}  {:>8s}  {}"
-"""A row of what is sent."""
+"""Format of a row of communication."""
 
-WHAT_HIDDEN_MEANS = (
+LEGEND = (
     "  time: of all bytes on a link. exposed: devices wait for all of it. hidden: a",
     "  kernel or a product runs between start and end; devices wait for what outlasts",
-    "  it, which the estimate below tells apart.",
+    "  it, which the estimate below lists apart.",
 )
 
 
 def describe(plan: Plan) -> list[str]:
-    """The lines that are printed of a plan."""
+    """Returns the lines printed for a plan."""
     mesh = " x ".join(f"{axis} {length}" for axis, length in plan.mesh.items())
     lines = [
         f"{plan.devices} x {plan.device_kind} ({plan.topology}): {mesh}",
@@ -70,14 +70,14 @@ def _sent_lines(plan: Plan) -> list[str]:
     lines += [_sent_line(plan, kind, chip) for kind in plan.collectives]
     if plan.unknown_loops:
         lines.append(f"  {plan.unknown_loops} loops of unknown length counted once")
-    return [*lines, *WHAT_HIDDEN_MEANS]
+    return [*lines, *LEGEND]
 
 
 def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
     rate = bytes_per_second(chip, kind.name)
     exposed, why = ("none", ""), "all hidden"
-    if kind.waited_bytes:
-        exposed = size(kind.waited_bytes), seconds(kind.waited_bytes / rate)
+    if kind.exposed_bytes:
+        exposed = size(kind.exposed_bytes), seconds(kind.exposed_bytes / rate)
         why = _why_exposed(plan, kind)
     return SENT.format(
         "  " + (RING_NAME if kind.name == TRANSFER else kind.name),
@@ -93,12 +93,12 @@ def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
 def _why_exposed(plan: Plan, kind: Kind) -> str:
     if not plan.transfers.kernels:
         return f"{plan.implementation} attention has no kernel that could hide it"
-    beside = kind.waited_bytes - kind.alone_bytes
-    if not kind.alone_bytes:
+    alone = kind.synchronous_bytes
+    if not alone:
         return "no kernel runs beside it"
-    if not beside:
+    if alone == kind.exposed_bytes:
         return "not asynchronous: nothing runs beside it"
-    return f"{size(kind.alone_bytes)} not asynchronous, beside the rest runs no kernel"
+    return f"{size(alone)} not asynchronous, beside the rest runs no kernel"
 
 
 def _estimate_lines(estimate: Estimate) -> list[str]:
@@ -117,10 +117,10 @@ def _estimate_lines(estimate: Estimate) -> list[str]:
 
 
 def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
-    """The lines that are printed of suggested meshes."""
+    """Returns the lines printed for suggested meshes."""
     lines = [
         f"{'data':>5s} {'fsdp':>5s} {'ring':>5s} {'tensor':>6s}  {'memory':>11s}  "
-        f"fits  {'kernel / transfer':>17s}  {'waits for':>11s}"
+        f"fits  {'kernel / transfer':>17s}  {'exposed':>11s}"
     ]
     for one in found:
         sizes = [one.mesh[axis] for axis in MESH_AXES]
@@ -128,18 +128,18 @@ def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
         lines.append(
             "{:5d} {:5d} {:5d} {:6d}".format(*sizes)
             + f"  {size(one.memory):>11s}  {'yes' if one.fits else 'no':4s}  "
-            f"{hiding:>17s}  {size(one.waited_bytes):>11s}"
+            f"{hiding:>17s}  {size(one.exposed_bytes):>11s}"
         )
     return lines + [
         "rule of thumb, best first, nothing compiled (see tools.lib.planning.meshes)",
         f"memory: of a device; fits in {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
-        "kernel / transfer: times of a hop; a ring hides at 1 or more",
-        "waits for: bytes that a device sends in a step while nothing is computed",
+        "kernel / transfer: times of a ring step; transfers are hidden at 1 or more",
+        "exposed: bytes that a device sends in a step while nothing is computed",
     ]
 
 
 def seconds(count: float) -> str:
-    """A time, as people read it."""
+    """Formats a time with a unit that suits it."""
     if count >= 10:
         return f"{count:,.1f} s"
     for unit, length in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -149,7 +149,7 @@ def seconds(count: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes, as people read them."""
+    """Formats bytes with a unit that suits them."""
     for unit, length in (
         ("TiB", 2**40),
         ("GiB", 2**30),

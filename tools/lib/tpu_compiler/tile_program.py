@@ -1,4 +1,4 @@
-"""Attention on a few tiles, compiled for a described TPU: ours, or JAX's splash.
+"""Attention on a few tiles, compiled ahead of time for a TPU: ours, or JAX's splash.
 
 As a program, what `tpu_schedule.py` runs once for every kernel, as the compiler's dump
 flags hold for a whole process:
@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from kernels.block_sizes import BlockSizes
 from kernels.tpu.block_sizes import TpuBlocks
-from tools.lib.planning.topology import compile_for, described
+from tools.lib.planning.pods import compile_for, tpu_devices
 
 KV_HEADS = 2
 """One for each core of a megacore."""
@@ -39,7 +39,7 @@ KV_HEADS = 2
 class Tile:
     """What is compiled.
 
-    chip: of `topology.PODS`.
+    chip: of `pods.PODS`.
     direction: "forward" or "backward".
     block_q, block_k: query rows and key slots of the tile, of which `TpuBlocks` and
       `Splash` have their own.
@@ -216,7 +216,7 @@ def main(request: str) -> None:
     """Compiles what is asked for."""
     tile, way = read_request(request)
     program = make_program(tile, way)
-    device = described(tile.chip)[0]
+    device = tpu_devices(tile.chip)[0]
     mesh = Mesh(np.array([device]), ("device",))
     text = compile_for(mesh, program.function, *program.arguments).as_text()
     compiled = Compiled(

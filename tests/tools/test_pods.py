@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tools.lib.planning.topology import PODS, compile_for, described
+from tools.lib.planning.pods import PODS, compile_for, tpu_devices
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_axes_are_closed_where_the_pods_are(chip, shape, closed):
     ],
 )
 def test_described_devices_are_of_the_chip(topology, count, kind, cores):
-    found = described(topology)
+    found = tpu_devices(topology)
     assert len(found) == count
     assert {(d.platform, d.device_kind, d.num_cores) for d in found} == {
         ("tpu", kind, cores)
@@ -62,24 +62,26 @@ def test_described_devices_are_of_the_chip(topology, count, kind, cores):
 
 
 def test_what_cannot_be_described_is_refused():
-    with pytest.raises(ValueError, match="chip 'v9' .* not one of v3, v4, v5e, v5p"):
-        described("v9:2x2")
+    with pytest.raises(
+        ValueError, match="chip 'v9' .* must be one of v3, v4, v5e, v5p"
+    ):
+        tpu_devices("v9:2x2")
     with pytest.raises(ValueError, match="257 devices, but the pod has 256"):
-        described("v5e", 257)
+        tpu_devices("v5e", 257)
     with pytest.raises(ValueError, match="v4:2x2x1 has 4 devices, fewer than"):
-        described("v4:2x2x1", 8)
+        tpu_devices("v4:2x2x1", 8)
     with pytest.raises(ValueError, match="libtpu refuses v5e:3x3"):
-        described("v5e:3x3")
+        tpu_devices("v5e:3x3")
 
 
 def test_missing_compiler_is_named_with_its_requirements(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(ModuleNotFoundError, match=r"libtpu.*requirements-dev\.txt"):
-        described("v5e")
+        tpu_devices("v5e")
 
 
 def test_function_is_compiled_for_all_devices_of_the_mesh():
-    mesh = Mesh(np.array(described("v5e")), ("ring",))
+    mesh = Mesh(np.array(tpu_devices("v5e")), ("ring",))
     rows = NamedSharding(mesh, PartitionSpec("ring"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=rows)
     weight = jax.ShapeDtypeStruct((128,), jnp.float32)  # replicated

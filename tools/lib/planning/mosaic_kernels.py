@@ -1,0 +1,121 @@
+"""Registers, spills and shared memory of compiled Mosaic GPU kernels.
+
+Read from what Mosaic and ptxas print while they compile.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from tools.lib.planning.pods import compile_for
+
+DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM"
+"""Environment variables that make Mosaic print ptxas' output and the launch."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Resources of a compiled Mosaic GPU kernel.
+
+    registers: per thread at launch; the kernel reassigns them between warpgroups.
+    spill_bytes: spill stores and loads.
+    serialized: WGMMAs that ptxas serialised (its warning C7513).
+    shared_bytes: shared memory of a thread block.
+    grid: thread blocks along x, y and z.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    serialized: int
+    shared_bytes: int
+    grid: tuple[int, int, int]
+
+
+class Inspected(NamedTuple):
+    """A compiled program and its Mosaic GPU kernels."""
+
+    program: jax.stages.Compiled
+    kernels: list[Kernel]
+
+
+def inspect(mesh: Mesh, function: Callable[..., Any], *arguments: Any) -> Inspected:
+    """Compiles as `compile_for`, and reads the resources of the Mosaic GPU kernels.
+
+    Raises:
+      ValueError: Mosaic prints otherwise than expected.
+    """
+    with _printed() as file:
+        program = compile_for(mesh, function, *arguments)
+        ctypes.CDLL(None).fflush(None)  # C's buffers
+        printed = Path(file).read_text()
+    return Inspected(program, read_kernels(printed))
+
+
+def read_kernels(printed: str) -> list[Kernel]:
+    """Reads the kernels from Mosaic's output, in the order in which they compiled.
+
+    Raises:
+      ValueError: something is missing that was asked for in `DUMPS`.
+    """
+    names = re.findall(r"Compiling entry function '(\w+)_mosaic_gpu_kernel'", printed)
+    registers = re.findall(r"Used (\d+) registers", printed)
+    frame = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    spills = re.findall(frame, printed)
+    # Of a launch: programs, clusters and threads in three dimensions, shared memory.
+    launch = r"call i32 @mosaic_gpu_launch_kernel\(ptr [^,]*((?:, i32 \d+){10})"
+    launches = [
+        [int(number) for number in re.findall(r"i32 (\d+)", numbers)]
+        for numbers in re.findall(launch, printed)
+    ]
+    if not len(names) == len(registers) == len(spills) == len(launches):
+        raise ValueError(
+            f"{len(names)} kernels, but registers of {len(registers)}, spills of "
+            f"{len(spills)} and launches of {len(launches)}: Mosaic prints otherwise "
+            "than this program reads"
+        )
+    return [
+        Kernel(
+            name,
+            int(registers[i]),
+            sum(map(int, spills[i])),
+            len(re.findall(rf"\(C7513\).*'{name}_mosaic_gpu_kernel'", printed)),
+            launches[i][-1],
+            tuple(launches[i][:3]),
+        )
+        for i, name in enumerate(names)
+    ]
+
+
+@contextlib.contextmanager
+def _printed() -> Iterator[str]:
+    """Captures what libraries write to the standard output, and yields its file name.
+
+    Python's own output goes there too.
+    """
+    before = {name: os.environ.get(name) for name in DUMPS}
+    sys.stdout.flush()
+    standard_output = os.dup(1)
+    with tempfile.NamedTemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        os.environ.update(dict.fromkeys(DUMPS, "1"))
+        try:
+            yield file.name
+        finally:
+            os.dup2(standard_output, 1)
+            os.close(standard_output)
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
