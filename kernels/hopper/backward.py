@@ -248,9 +248,7 @@ class Consumer(NamedTuple):
         plgpu.wgmma_wait(0)  # drains dK of the last work tile
         self._release(work_tiles.count() - 1)
         if self.dq is not None:
-            plgpu.barrier_wait(
-                smem.ds_exchange
-            )  # both consumers have stored the last dS
+            plgpu.barrier_wait(smem.ds_exchange)  # both have stored the last dS
             part = Part.of(self.tile, lax.axis_index(WARPGROUP))
             self._add_dq(part, work_tiles.count() - 1, work_tiles.previous(end), None)
         self.dk[...] = dk_acc[...]  # [64, columns]

@@ -133,7 +133,7 @@ class WorkTile(NamedTuple):
 
 
 class WorkTiles(NamedTuple):
-    """The live query tiles [begin, end) of `group` query heads, head by head.
+    """Live query tiles [begin, end) of `group` query heads, head by head.
 
     head: the first one.
     """

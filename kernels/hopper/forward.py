@@ -269,7 +269,7 @@ class Consumer(NamedTuple):
         smem, wg = self.smem, self.wg
         # Consumer 0 issues first: consumer 1 arrives as if it just had.
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.schedule.at[0]))
-        plgpu.barrier_wait(smem.q_full.at[wg])
+        plgpu.barrier_wait(smem.q_full.at[wg])  # TMA: Q
         m, l, acc = self.tile.ops.run_with_acc(
             smem.acc,
             wg,
@@ -277,7 +277,7 @@ class Consumer(NamedTuple):
             functools.partial(self._attend_to_tiles, begin, end),
         )
         self._write(m, l, acc)
-        # The last arrival of consumer 1, which has nothing more to let through.
+        # Consumer 1 arrives once more than consumer 0 issues.
         pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.schedule.at[0]))
 
     def copy_carry(self) -> None:
@@ -314,16 +314,15 @@ class Consumer(NamedTuple):
             m, l, p = state  # p is P(n-1) [64, block_k]
             stage, previous = self._stage(n), self._stage(n - 1)
             plgpu.barrier_wait(smem.k_full.at[stage])  # TMA: K(n)
-            plgpu.barrier_wait(smem.schedule.at[self.wg])  # the other has issued
+            plgpu.barrier_wait(smem.schedule.at[self.wg])  # the other one has issued
 
             def qk(s_acc):
                 # In flight on entry: nothing.
                 k = smem.k.at[stage].transpose((1, 0))  # [d, block_k]
                 plgpu.wgmma(s_acc, q, k)  # group: S(n) = Q Kᵀ
                 plgpu.barrier_wait(smem.v_full.at[previous])  # TMA: V(n-1)
-                ops.wgmma(
-                    acc_ref, p, smem.v.at[previous]
-                )  # group: acc += P(n-1) V(n-1)
+                v = smem.v.at[previous]  # [block_k, d]
+                ops.wgmma(acc_ref, p, v)  # group: acc += P(n-1) V(n-1)
                 plgpu.barrier_arrive(smem.schedule.at[1 - self.wg])
                 # Drains S(n); P(n-1) V(n-1) stays in flight.
                 return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)

@@ -35,10 +35,10 @@ HOPPER = re.compile(r"NVIDIA G?H\d")
 """Kinds of device: H100, H200, H20, GH200 …"""
 
 TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
-"""What the kernels multiply."""
+"""Types of operands that the kernels multiply."""
 
 KEY_MULTIPLE = 64
-"""Of which block_k of the forward kernel is a multiple."""
+"""Divisor of block_k of the forward kernel."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,26 @@ class HopperBlocks:
             raise ValueError(f"stages must be at least 1, got {self}")
 
 
-# By head size, others being padded to the next: the largest tiles that spill nothing.
 FORWARD = {
     64: HopperBlocks(block_k=128, stages=4),
     128: HopperBlocks(block_k=128, stages=2),
     256: HopperBlocks(block_k=64, stages=2),
 }
+"""By head size, others being padded to the next: the largest tiles without spills."""
 
 BACKWARD = {
     64: {"block_q": 128, "q_stages": 2, "do_stages": 2},
     128: {"block_q": 64, "q_stages": 2, "do_stages": 2},
     256: {"block_q": 64, "q_stages": 2, "do_stages": 2},
 }
-"""The same for the kernel of `backward`."""
+"""Likewise for the kernel of `backward`."""
 
 BACKWARD_DQ = {
     64: {"block_k": 128, "k_stages": 4, "v_stages": 4},
     128: {"block_k": 128, "k_stages": 2, "v_stages": 2},
     256: {"block_k": 64, "k_stages": 2, "v_stages": 1},
 }
-"""The same for the kernel of `backward_dq`."""
+"""Likewise for the kernel of `backward_dq`."""
 
 FUSED = 64, 128
 """Head sizes of which registers hold the accumulators of dq, dk and dv at once."""

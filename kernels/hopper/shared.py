@@ -31,7 +31,7 @@ EPILOGUE_COLUMNS = 64
 """Columns of a result that are written at once, as registers are few."""
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-"""Of a thread, once the producer has handed over what it does not need."""
+"""Registers of a thread, once the producer has given up what it does not need."""
 
 LOG2_E = math.log2(math.e)
 
@@ -39,7 +39,7 @@ SHARED_BYTES = 227 * 1024
 """Shared memory that a program of a Hopper GPU may have."""
 
 MAX_PROGRAMS = 2**16 - 1
-"""Of a grid, along all axes but the last."""
+"""Programs of a grid along each axis but the last, at most."""
 
 SWIZZLE = 128
 """Bytes of the rows that TMA and WGMMA permute, so that no banks conflict."""

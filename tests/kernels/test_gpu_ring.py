@@ -39,7 +39,7 @@ QUICK = {
 
 
 def each_case(implementation: str):
-    """The cases as parameters of a test."""
+    """Returns the cases as parameters of a test."""
     quick = QUICK[implementation]
     slow = [case for case in COVERING if case not in quick]
     marks = [pytest.mark.slow, pytest.mark.timeout(3600)] if IS_SIMULATED else []

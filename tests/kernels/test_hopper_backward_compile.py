@@ -1,4 +1,4 @@
-"""The Hopper backward kernels, compiled for a described H200 by XLA and ptxas.
+"""Compiles the Hopper backward kernels for a described H200, by XLA and ptxas.
 
 Nothing runs here, as in `test_hopper_compile`: it shows whether the registers suffice,
 shared memory holds the tiles, products overlap, and dq stays where it is.

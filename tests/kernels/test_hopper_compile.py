@@ -1,4 +1,4 @@
-"""The Hopper kernels, compiled for a described H200 by XLA and ptxas.
+"""Compiles the Hopper forward kernel for a described H200, by XLA and ptxas.
 
 Nothing runs here. What is compiled is what runs on the GPU, so it shows whether the
 registers suffice, shared memory holds the tiles, and products overlap.

@@ -31,7 +31,7 @@ def described_mesh(ring_size: int) -> Mesh:
 
 @functools.cache
 def compiled_ring(ring_size: int) -> jax.stages.Compiled:
-    """The gradients of q, k and v."""
+    """Compiles the gradients of q, k and v."""
     mesh = described_mesh(ring_size)
     attend = striped_attention(mesh, hopper, LENGTH)
 
