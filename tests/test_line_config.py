@@ -58,7 +58,7 @@ def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(
     run(
         *("-m", "tools.evaluate_lines", *flags, "--form", "letters"),
         *("--lengths", ",".join(map(str, STAGES)), "--depths", 5, "--samples", 20),
-        *("--beside", tmp_path / str(min(STAGES)), "--output", tmp_path / "lines"),
+        *("--compare", tmp_path / str(min(STAGES)), "--output", tmp_path / "lines"),
     )
     rows = json.loads((tmp_path / "lines.json").read_text())
     short, long = STAGES

@@ -82,7 +82,7 @@ def test_every_option_in_the_text_is_one_of_some_program():
         for word in code.split()
         if re.match("--[a-z]", word) and not word.startswith("--config.")
     }
-    assert {"--beside", "--relabelling"} <= named
+    assert {"--compare", "--relabelling"} <= named
     assert named - known == set()
 
 

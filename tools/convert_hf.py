@@ -45,7 +45,7 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "generation_config.json")
 
 DTYPES = ("float32", "bfloat16")
 LISTED = 4
-"""Differences between a model and its files that are told."""
+"""Differences between a model and its files that are reported."""
 
 
 def import_model(source: Path, workdir: Path, partition: Partition) -> LlamaConfig:
@@ -83,7 +83,7 @@ def load(
     model: Model,
     partition: Partition,
 ) -> Any:
-    """The parameters on the mesh, float32, each device's part read on its own.
+    """Reads the parameters onto the mesh, float32, each device's part on its own.
 
     Besides what the devices hold, the host holds one device's part of a parameter, and
     of a layer of that, as it is stored.
@@ -120,7 +120,7 @@ def export_model(
       original: a model whose other fields of config.json, and tokenizer, are kept.
 
     Raises:
-      FileNotFoundError, ValueError: there is no checkpoint, or it is no LLaMA's.
+      FileNotFoundError, ValueError: there is no checkpoint, or it is not a LLaMA's.
       FileExistsError: `directory` is not empty.
     """
     check_absent(directory)
@@ -132,7 +132,7 @@ def export_model(
         config = LlamaConfig(**fields, rope_scaling=scaling)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"the parameters in {workdir} are no LLaMA's that can be exported: {error}"
+            f"the parameters in {workdir} are not a LLaMA's to be exported: {error}"
         ) from error
     model = model_of(config, partition)
     sizes = {
@@ -150,7 +150,7 @@ def export_model(
 
 
 def model_of(config: LlamaConfig, partition: Partition) -> Model:
-    """A model of these sizes, without parameters."""
+    """Returns a model of these sizes, without parameters."""
     settings = base.get_config()
     settings.update_from_flattened_dict(settings_of(config))
     return text.model(settings, partition)
@@ -174,7 +174,7 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 
 def _sources(files: TensorFiles, has_tied_head: bool) -> tuple[Weight, ...]:
-    """Where each parameter is read from."""
+    """Returns what each parameter is read from."""
     if has_tied_head and HEAD.name not in files.shapes:
         return tuple(TIED_HEAD if weight is HEAD else weight for weight in WEIGHTS)
     return WEIGHTS
@@ -183,7 +183,7 @@ def _sources(files: TensorFiles, has_tied_head: bool) -> tuple[Weight, ...]:
 def stored_shapes(
     weights: Sequence[Weight], model: Model
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor that makes up the model."""
+    """Returns the shape of every tensor that makes up the model."""
     shapes = traverse_util.flatten_dict(model.shapes)
     stored = {}
     for weight in weights:
@@ -204,7 +204,7 @@ def _check_tensors(files: TensorFiles, weights: Sequence[Weight], model: Model) 
         if there is None:
             wrong.append(f"{name} is missing, {list(here)} by config.json")
         elif here is None:
-            wrong.append(f"{name} {list(there)} is no tensor of this model")
+            wrong.append(f"{name} {list(there)} is not a tensor of this model")
         elif there != here:
             wrong.append(f"{name} is {list(there)}, but {list(here)} by config.json")
     if wrong:
@@ -221,7 +221,7 @@ def _place(
     shape: tuple[int, ...],
     sharding: NamedSharding,
 ) -> jax.Array:
-    """One parameter. What several devices hold is read once."""
+    """Reads one parameter; what several devices hold is read once."""
     holders: dict[str, list[jax.Device]] = {}
     indices = sharding.addressable_devices_indices_map(shape)
     for device, index in indices.items():
@@ -268,7 +268,7 @@ def _check_finite(part: np.ndarray, name: str) -> None:
 def _tensors(
     saved: SavedParameters, model: Model, partition: Partition
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of the published model, a parameter after the other."""
+    """Yields every tensor of the published model, parameter by parameter."""
     shapes = traverse_util.flatten_dict(model.shapes)
     axes = traverse_util.flatten_dict(model.axes)
     for weight in WEIGHTS:
@@ -303,7 +303,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _advice(config: LlamaConfig, workdir: Path) -> str:
-    """The flags of `train.py` that go on from imported weights."""
+    """Returns the flags of `train.py` that go on from imported weights."""
     flags = [f"--config.{name}={value}" for name, value in settings_of(config).items()]
     return " \\\n  ".join([f"--config.init_from={workdir}", *flags])
 
@@ -312,7 +312,7 @@ def _advice(config: LlamaConfig, workdir: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program."""
     chosen = _arguments(arguments)
-    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
+    logging.set_verbosity(logging.WARNING)  # Orbax logs every step of a save
     partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
     if chosen.way == "import":
         config = import_model(chosen.source, chosen.workdir, partition)

@@ -6,7 +6,7 @@
         --other trajectories/walker/es_replay/run --environments 8 --episodes 4 ...
 
 The newest checkpoint of config.workdir acts in the environments of the trajectories'
-task, in lock-step, and every episode is told to reach the best return of the
+task, in lock-step, and every episode is conditioned on the best return of the
 trajectories (times --target). Contexts are:
 
     own       the agent's own episodes, one after the other, in one context
@@ -15,7 +15,7 @@ trajectories (times --target). Contexts are:
     recorded  held-out episodes of the trajectories, ascending; then one of the agent's
     other     the same of any trajectories of another task (--other)
 
-Papers report the best of n episodes; first, last and mean stand beside it, with their
+Papers report the best of n episodes; first, last and mean are given too, with their
 bootstrap intervals (95 %) over the environments. Seeds of all episodes are written, and
 equal for all agents and contexts. `tools.figures returns` draws what is written.
 """
@@ -49,7 +49,7 @@ from tools.lib.files import write_json
 def scenes(
     stage: Stage, file: TrajectoryFile, recorded: np.ndarray, episodes: int
 ) -> list[tuple[Scene, int]]:
-    """The episodes of a context, each named by its number in its scene.
+    """Returns the episodes of a context, each by its number in its scene.
 
     file, recorded: what goes before, (E, episodes) numbers; then one episode is acted,
       and all of them are where nothing goes before.
@@ -64,7 +64,7 @@ def scenes(
 def chains_without_the_best(
     file: TrajectoryFile, episodes: np.ndarray, rows: int, length: int
 ) -> np.ndarray:
-    """Of the episodes, in chains, all but the best of each: (rows, length - 1).
+    """Returns chains of episodes without the best of each: (rows, length - 1).
 
     Raises:
       ValueError: there are too few.
@@ -80,7 +80,7 @@ Recorded = tuple[TrajectoryFile, np.ndarray]
 def contexts(
     config: ml_collections.ConfigDict, options: argparse.Namespace
 ) -> tuple[TrajectoryFile, dict[str, Recorded]]:
-    """The trajectories, and what is recorded in each context.
+    """Returns the trajectories, and what is recorded in each context.
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
@@ -88,7 +88,9 @@ def contexts(
     if not options.target > 0:
         raise ValueError(f"--target must be above 0, got {options.target}")
     if config.task != "exorl":
-        raise ValueError(f'{config.task=} is no agent: give a config of task "exorl"')
+        raise ValueError(
+            f'config.task must be "exorl", got {config.task!r}: give such a config'
+        )
     file = exorl.trajectories(config)
     is_single = config.agent.chain_length == 1
     if is_single and options.other:
@@ -119,7 +121,7 @@ def evaluate(
     options: argparse.Namespace,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What is written: returns and scores by context, and how they came about.
+    """Returns what is written: returns and scores by context, and their origin.
 
     Raises:
       ValueError, FileNotFoundError: as `contexts`, or there is no checkpoint.
@@ -202,7 +204,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
+    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
     check_output(options.output)
     config = read_config(rest)
     base.simulate_devices(config)

@@ -119,7 +119,7 @@ def evaluate(
     """
     if config.task != "text":
         raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
-    runs = [config.workdir, *options.beside]
+    runs = [config.workdir, *options.compare]
     if len(set(runs)) < len(runs):
         raise ValueError(f"runs {', '.join(runs)}: give each of them once")
     form, tokenizer = FORMS[options.form](), find_tokenizer(config, options.tokenizer)
@@ -189,7 +189,7 @@ def _options(
     add("--max-tokens", type=at_least(1), default=16, help="of an answer (default: 16)")
     add("--rows", type=at_least(1), help="at a time (default: config.data.batch_rows)")
     add(
-        "--beside",
+        "--compare",
         action="append",
         default=[],
         metavar="WORKDIR",
@@ -204,7 +204,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
+    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
     config = read_config(rest)
     base.simulate_devices(config)
     if options.output:

@@ -45,7 +45,7 @@ MAX_TOKENS = 256
 
 @dataclass(frozen=True)
 class Writer:
-    """All that turns a prompt into text.
+    """Makes text from a prompt: tokenizer, program and sampling.
 
     max_tokens: for a prompt; None for what the cache has room for, up to `MAX_TOKENS`.
     """
@@ -56,7 +56,7 @@ class Writer:
     seed: int
 
     def encode(self, prompt: str) -> tuple[np.ndarray, int]:
-        """The prompt's tokens, int32 (n,), and how many may follow.
+        """Returns the prompt's tokens, int32 (n,), and how many may follow.
 
         Raises:
           ValueError: it has none, or does not go into the cache.
@@ -94,7 +94,7 @@ class Writer:
 
 
 def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Tokenizer:
-    """The tokenizer that is named, or else that of the config's corpus.
+    """Opens the tokenizer that is named, or else that of the config's corpus.
 
     Raises:
       ValueError, FileNotFoundError: there is no such tokenizer or corpus, or it has
@@ -119,7 +119,7 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
 def prepare(
     config: ml_collections.ConfigDict, options: argparse.Namespace
 ) -> tuple[Writer, Callable[[], Any]]:
-    """The writer, and what restores the parameters; nothing is computed yet.
+    """Returns the writer, and what restores the parameters; computes nothing yet.
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
@@ -151,7 +151,7 @@ def run(
 ) -> None:
     """Answers the prompt, or one prompt after the other.
 
-    say: tells what is no text: what was restored, and how long it took.
+    say: prints all but the text: what was restored, and how long it took.
 
     Raises:
       ValueError, FileNotFoundError: as `prepare`, or there is no checkpoint.
@@ -161,7 +161,7 @@ def run(
         try:
             prompt = options.prompt_file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{options.prompt_file} is no text: {error}") from error
+            raise ValueError(f"{options.prompt_file} is not text: {error}") from error
     writer, restore = prepare(config, options)
     if prompt is not None:
         writer.encode(prompt)
@@ -196,7 +196,7 @@ def _show(pieces: Iterator[str], say: Callable[[str], None]) -> None:
         print(piece, end="", flush=True)
         count += 1
     print(flush=True)
-    # The last piece is no token.
+    # The last piece is not a token.
     say(f"{count - 1} tokens in {time.monotonic() - start:.1f} s")
 
 
@@ -219,7 +219,7 @@ def _options(
         "--top-k",
         type=at_least(0),
         default=0,
-        help="of so many likeliest tokens; 0: of all",
+        help="sample from this many likeliest tokens; 0: from all",
     )
     add("--top-p", type=float, default=1.0, help="of those with so much probability")
     add("--seed", type=at_least(0), default=0)
@@ -236,7 +236,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    logging.set_verbosity(logging.ERROR)  # Orbax tells every step of a restore
+    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
     config = read_config(rest)
     base.simulate_devices(config)
     with contextlib.suppress(KeyboardInterrupt):

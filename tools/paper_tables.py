@@ -1,4 +1,4 @@
-"""The papers' tables beside ours: text, JSON and plots into results/.
+"""Writes the papers' tables with our rows: text, JSON and plots into results/.
 
     python -m tools.paper_tables                      # text of everything, plots
     python -m tools.paper_tables --compile layer      # table 1
@@ -72,7 +72,7 @@ FIGURE_5_CONTEXTS = tuple(2**power for power in range(12, 26))
 
 
 def table_2() -> list[dict[str, Any]]:
-    """Smallest blocks, with all links of a chip and with the one that a ring uses."""
+    """Returns smallest blocks, with all links of a chip and with one of a ring."""
     found = []
     for chip in CHIPS:
         links = TPU_LINKS.get(chip.name, 1)
@@ -97,7 +97,7 @@ def table_2() -> list[dict[str, Any]]:
 
 
 def figure_5() -> list[dict[str, Any]]:
-    """FLOPs of a data set in longer contexts, relative to those of 4096 tokens."""
+    """Returns FLOPs of a data set in longer contexts over those of 4096 tokens."""
     return [
         {"model": size, "context": context, "ratio": ratio}
         for size in FIGURE_5_SIZES
@@ -107,7 +107,7 @@ def figure_5() -> list[dict[str, Any]]:
 
 
 def speed_ups() -> list[dict[str, Any]]:
-    """How much faster than contiguous a striped step can be at most."""
+    """Returns how much faster than contiguous a striped step can be at most."""
     return [
         {
             "model": size,
@@ -127,7 +127,7 @@ def _model(size: str) -> LlamaConfig:
 
 
 def tables(results: Path) -> dict[str, Any]:
-    """Everything that is printed, as plain values."""
+    """Returns everything that is printed, as plain values."""
     return {
         "table_1": _kept_rows(results, LAYER),
         "rings": _kept_rows(results, RINGS),
@@ -150,7 +150,7 @@ def _kept_rows(results: Path, name: str) -> list[dict[str, Any]]:
 
 
 def describe(found: dict[str, Any]) -> list[str]:
-    """The lines that are printed."""
+    """Returns the lines that are printed."""
     lines = ["Table 1: by what a layer's activations grow, compiled for TPU v4, MiB"]
     for row in found["table_1"]:
         compiled, formula = row["compiled_bytes"], row["formula_bytes"]
@@ -222,7 +222,7 @@ def _context_line(row: dict[str, Any]) -> str:
 
 
 def compile_memory(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Rows of memory into a file of results/tpu/, one by one as they are compiled."""
+    """Writes rows of memory into a file of results/tpu/, as they are compiled."""
     environment = dataclasses.asdict(Environment.now("TPU v4", 0))
     value: dict[str, Any] = {"environment": environment, "rows": []}
     with progress(f"compiling the rows of {path.name}", sys.stderr):
@@ -232,7 +232,7 @@ def compile_memory(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def compile_contexts(results: Path, only: Iterable[str]) -> None:
-    """Table 3, or the rows named, each into a file of results/tpu/contexts."""
+    """Compiles table 3, or the rows named, each into a file of results/tpu/contexts."""
     wanted = set(only)
     for target in paper_contexts.TARGETS:
         for remat in paper_contexts.MULTIPLES:

@@ -243,7 +243,7 @@ TENSOR = "model.layers.1.self_attn.k_proj.weight"
         ),
         (
             lambda held: held.update({"lm_head.bias": np.zeros(40, np.float32)}),
-            "lm_head.bias [40] is no tensor of this model",
+            "lm_head.bias [40] is not a tensor of this model",
         ),
         (
             lambda held: held.update({TENSOR: np.zeros((20, 32), np.int8)}),

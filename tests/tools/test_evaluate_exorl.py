@@ -127,7 +127,7 @@ def test_what_is_no_result_is_not_drawn(tmp_path, capsys):
         (["--episodes", "3"], "--episodes 3 are more than the agent was trained with"),
         (["--environments", "0"], "--environments: must be a whole number"),
         (["--target", "0"], "--target must be above 0, got 0.0"),
-        (["--config.task=text"], "is no agent"),
+        (["--config.task=text"], "must be \"exorl\", got 'text'"),
         (["--config.agent.chain_length=1", "--other", "x"], "--other is for agents of"),
         (["--config.agent.action_size=2"], "action_size=2, but"),
         (["--config.agent.return_scale=8"], "return_scale: saved 7.0, this run 8.0"),

@@ -104,7 +104,7 @@ def test_program_writes_rows_and_a_picture_of_each_run(
     drawn = ["--lengths", "50,60", "--depths", "2", "--samples", "3", "--seed", "5"]
     (tmp_path / "beside").symlink_to(workdir)
     runs = [str(workdir), str(tmp_path / "beside")]
-    options = [*drawn, "--beside", runs[1], "--save-cases", str(cases)]
+    options = [*drawn, "--compare", runs[1], "--save-cases", str(cases)]
     assert evaluate(corpus, workdir, *options, "--output", str(output)) == 0
     told = capsys.readouterr().out
     assert all(told.count(f"{run}, step 7") == 1 for run in runs)
@@ -137,7 +137,7 @@ BAD = {
         ["--lengths", "40", "--samples", "0"],
         "--samples: must be a whole number",
     ),
-    "a_run_twice": (["--beside", "a", "--beside", "a"], "give each of them once"),
+    "a_run_twice": (["--compare", "a", "--compare", "a"], "give each of them once"),
     "no_such_cases": (["--cases", "nowhere.jsonl"], "no file nowhere.jsonl"),
     "rows_that_do_not_divide": (["--lengths", "40", "--rows", "3"], "3"),
     "unknown_option": (["--length", "40"], "length"),

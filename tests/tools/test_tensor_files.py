@@ -73,7 +73,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     second = directory / "model-00002-of-00003.safetensors"
     whole = second.read_bytes()
     second.write_bytes(whole[:-8])
-    with pytest.raises(ValueError, match=f"{second.name} is no whole safetensors"):
+    with pytest.raises(ValueError, match=f"{second.name} is not a whole safetensors"):
         TensorFiles(directory)
     second.unlink()
     with pytest.raises(FileNotFoundError, match=f"{second.name} does not exist"):
@@ -142,9 +142,12 @@ BAD_INDICES = {
     "above": ({"weight_map": {"c": "../out.safetensors"}}, "'../out.safetensors', wh"),
     "below_and_above": (
         {"weight_map": {"c": "x/../../out.safetensors"}},
-        "which is no file inside of",
+        "which is not a file inside of",
     ),
-    "odd_name": ({"weight_map": {"a": "one\nline"}}, "'one.nline', which is no file"),
+    "odd_name": (
+        {"weight_map": {"a": "one\nline"}},
+        "'one.nline', which is not a file",
+    ),
     "other_file": (
         {"weight_map": {"a": FIRST, "b": FIRST}},
         "one.safetensors has no tensor 'b', which .* says lies there .and 0 more",
@@ -169,7 +172,7 @@ def test_a_bad_index_is_refused_in_a_line(shards, tmp_path, name):
 
 def test_absolute_files_and_two_models_in_a_folder_are_refused(shards):
     write_index(shards, {"a": str(shards / FIRST)})
-    with pytest.raises(ValueError, match="which is no file inside of"):
+    with pytest.raises(ValueError, match="which is not a file inside of"):
         TensorFiles(shards)
     write_index(shards, {"a": FIRST, "b": SECOND})
     save_file({"a": TENSORS["a"]}, shards / WHOLE)
@@ -221,7 +224,7 @@ BAD_HEADERS = {
 @pytest.mark.parametrize("name", BAD_HEADERS)
 def test_a_bad_header_is_refused_in_a_line(tmp_path, name):
     (tmp_path / WHOLE).write_bytes(BAD_HEADERS[name])
-    complaint = "model.safetensors (is no whole safetensors|has a tensor '.*no name)"
+    complaint = "model.safetensors (is not a whole safe|has a tensor '.*not a name)"
     with pytest.raises(ValueError, match=complaint) as caught:
         TensorFiles(tmp_path)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600

@@ -18,6 +18,7 @@ FILES = {
 }
 
 TINY = "--config=configs/tiny.py --config.workdir={new} --config.data.corpus={new}"
+TINY += " --config.model.vocab_size=264"
 NEW = "--output {new}"
 
 # Program and arguments: what has to be said. {new} is nothing yet, {full} a folder with
@@ -53,8 +54,8 @@ CASES = {
     "pack_exorl --root {full} --domain walker --algorithm rnd --task run --cache {new}"
     " --tolerance nan": "at least 0, got nan",
     "figures rates {new} --output {full}/x.png": "{new}",
-    "figures rates {garbage} --output {full}/x.png": "{garbage} is no JSON",
-    "figures rates {deep.json} --output {full}/x.png": "{deep.json} is no JSON",
+    "figures rates {garbage} --output {full}/x.png": "{garbage} is not JSON",
+    "figures rates {deep.json} --output {full}/x.png": "{deep.json} is not JSON",
     "figures rates {numbers.json} --output {full}/x.png": "{numbers.json}",
     "figures rates {object.json} --output {full}/x.png": "{object.json}",
     "figures rates {rows.json} --output {full}/x.png": "{rows.json}",
@@ -96,12 +97,12 @@ CASES = {
     f"evaluate_lines {TINY} --lengths 64,-4": "of at least 1, got -4",
     f"evaluate_lines {TINY} --config.task=exorl": "makes no text",
     f"evaluate_lines {TINY} --tokenizer bytes": "{new} has no checkpoints",
-    f"evaluate_exorl {TINY} --output {{full}}/x.json": "config.task='text' is no agent",
+    f"evaluate_exorl {TINY} --output {{full}}/x.json": "\"exorl\", got 'text'",
     f"evaluate_exorl {TINY} --output {{full}}/file": "{full}/file exists",
     f"generate {TINY}": "there is no corpus {new}",
     f"generate {TINY} --config.task=exorl": "config.task='exorl' makes no text",
     f"generate {TINY} --tokenizer bytes": "{new} has no checkpoints to read",
-    f"generate {TINY} --tokenizer bytes --prompt-file {{garbage}}": "{garbage} is no",
+    f"generate {TINY} --tokenizer bytes --prompt-file {{garbage}}": "is not text",
     f"generate {TINY} --tokenizer bytes --top-p 0": "top_p=0.0 must be",
     f"generate {TINY} --tokenizer bytes --config.attention=blockwise": "set config.mesh"
     ".ring=1, config.mesh.fsdp=8",

@@ -1,4 +1,4 @@
-"""Other people's attention kernels, to be timed beside ours in one process.
+"""Other people's attention kernels, to be timed with ours in one process.
 
 Each is given operands and hands back two runs, forward and backward, that compute the
 same as ours. What is not installed, or does not do what is asked, says so.
@@ -51,7 +51,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def jax_runs(attend: Attend, operands: Operands, has_backward: bool = True) -> Runs:
-    """Runs of a JAX function, compiled.
+    """Compiles a JAX function, and returns its runs.
 
     Raises:
       Unavailable: it cannot be compiled or run.
@@ -71,7 +71,7 @@ def jax_runs(attend: Attend, operands: Operands, has_backward: bool = True) -> R
 
 
 def ours(implementation: str, operands: Operands, is_causal: bool) -> Runs:
-    """One of `kernels.backends`."""
+    """Compiles one of `kernels.backends`."""
     visible = masks.causal() if is_causal else masks.full()
     run = functools.partial(attention, visible=visible, implementation=implementation)
     return jax_runs(run, operands)
@@ -125,7 +125,7 @@ def torch_sdpa(kind: str, operands: Operands, is_causal: bool) -> Runs:
     """
     torch = _imported("torch")
     if not torch.cuda.is_available():
-        raise Unavailable("torch sees no GPU")
+        raise Unavailable("torch finds no GPU")
     attention_module = importlib.import_module("torch.nn.attention")
     chosen = attention_module.SDPBackend.__members__[kind.upper()]
     q, k, v, d_out = (

@@ -197,7 +197,7 @@ def read_rows(path: Path, *fields: str) -> list[dict[str, Any]]:
     try:
         rows = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise ValueError(f"{path} holds no list of rows")
     for number, row in enumerate(rows):
@@ -211,7 +211,7 @@ def read_rows(path: Path, *fields: str) -> list[dict[str, Any]]:
 
 
 def check_numbers(rows: Sequence[dict[str, Any]], fields: Sequence[str]) -> None:
-    """Raises ValueError if a field of a row is no finite number of at least 0."""
+    """Raises ValueError if a field of a row is not a finite number of at least 0."""
     for number, row in enumerate(rows):
         for name in fields:
             value = row[name]

@@ -25,13 +25,13 @@ from training.mesh import Partition, StationaryPartition
 
 
 class Actor(Protocol):
-    """What decides, for E rows at a time."""
+    """Chooses actions, for E rows at a time."""
 
     def forget(self) -> None:
         """Begins an empty context."""
 
     def act(self, present: ChainBatch) -> np.ndarray:
-        """Actions, float32 (E, A), for the present steps, (E,) each.
+        """Returns actions, float32 (E, A), for the present steps, (E,) each.
 
         Of these, the action and what comes of it are not looked at.
         """
@@ -96,7 +96,7 @@ def actor(
     rows: int,
     episodes: int,
 ) -> Actor:
-    """The config's agent with its parameters, for E rows.
+    """Returns the config's agent with its parameters, for E rows.
 
     episodes: that a context has to hold.
 
@@ -143,10 +143,10 @@ class Played(NamedTuple):
 
 @dataclass
 class Play:
-    """Episodes of E rows, one after the other, told to reach a return.
+    """Episodes of E rows, one after the other, conditioned on a return.
 
     file: what the agent's observations are standardised by.
-    target: the return that every episode is told to reach.
+    target: the return that every episode is conditioned on.
     """
 
     actor: Actor

@@ -10,17 +10,17 @@ import numpy as np
 Policy = Callable[[np.ndarray], np.ndarray]
 
 # The cart-pole law's gains for parameters of 1: four hold the pole, by position, speed,
-# sine of the angle and turn; then the swing's: energy, its level, position, speed.
+# sine of the angle and spin; then the swing's: energy, its level, position, speed.
 GAINS = np.array([1.0, 1.5, 10.0, 2.0, 2.0, 0.3, 1.0, 1.0])
 # Cosine of the angle from which the pole is held.
 UPRIGHT = 0.8
-# Root of 3 g / 2 l for the pole of 1 m: turn, in radians a second, by which energy is
+# Root of 3 g / 2 l for the pole of 1 m: spin, in radians a second, by which energy is
 # measured so that falling from level is worth 1.
 SWING_RATE = 3.84
 
 
 class PolicyFamily(Protocol):
-    """What a new kind of policy has to provide.
+    """Interface of a new kind of policy.
 
     start: float (parameters,), where a search begins.
     spread, rate: how far it looks around, and how far it goes in a step.
@@ -31,12 +31,12 @@ class PolicyFamily(Protocol):
     rate: float
 
     def policy(self, parameters: np.ndarray) -> Policy:
-        """The policy of parameters (parameters,)."""
+        """Returns the policy of parameters (parameters,)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """The hyperbolic tangent of a matrix product with standardised observations.
+    """Linear policies: tanh of a matrix times standardised observations.
 
     mean, std: float (observation size,).
     """
@@ -76,12 +76,12 @@ class SwingUp:
         hold, (pump, level, near, slow) = np.split(parameters * GAINS, [4])
 
         def act(observation: np.ndarray) -> np.ndarray:
-            position, cosine, sine, speed, turn = observation
+            position, cosine, sine, speed, spin = observation
             if cosine > UPRIGHT:
-                push = hold @ (position, speed, sine, turn)
+                push = hold @ (position, speed, sine, spin)
             else:
-                energy = (turn / SWING_RATE) ** 2 / 2 + cosine - 1 - level
-                push = pump * energy * turn * cosine - near * position - slow * speed
+                energy = (spin / SWING_RATE) ** 2 / 2 + cosine - 1 - level
+                push = pump * energy * spin * cosine - near * position - slow * speed
             return np.tanh(push)[None]
 
         return act
@@ -98,7 +98,7 @@ class Noise:
     scale: float
 
     def draw(self, rng: np.random.Generator, steps: int, size: int) -> np.ndarray:
-        """Noise for every step, each column of mean 0: float (steps, size)."""
+        """Draws noise for every step, each column of mean 0: float (steps, size)."""
         frequency = np.fft.rfftfreq(steps)
         frequency[0] = 1.0
         parts = rng.normal(size=(2, size, len(frequency)))

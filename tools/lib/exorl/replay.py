@@ -43,7 +43,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is made; with equal recipes, the same files.
+    """A data set to make; equal recipes make the same files.
 
     tasks: whose policies are searched for; episodes are shared among them.
     episodes: in the whole data set.
@@ -130,7 +130,7 @@ def make(recipe: Recipe, output: Path, processes: int) -> Buffer:
 
 
 def _fill(recipe: Recipe, directory: Path, roller: Roller) -> dict[str, Any]:
-    """Writes the episodes; returns what there is to say of them."""
+    """Writes the episodes; returns their description."""
     family = _family(recipe)
     share = -(-recipe.search_episodes // len(recipe.tasks))
     found = {
@@ -141,8 +141,8 @@ def _fill(recipe: Recipe, directory: Path, roller: Roller) -> dict[str, Any]:
     returns = np.full(recipe.episodes, np.inf)
     attempts: dict[int, Attempt] = {}
     missing = np.arange(recipe.episodes)
-    for turn in range(ROUNDS):
-        drawn = {number: plan.draw(number, turn) for number in missing.tolist()}
+    for tries in range(ROUNDS):
+        drawn = {number: plan.draw(number, tries) for number in missing.tolist()}
         attempts |= drawn
         drawn = list(drawn.values())
         returns[missing] = roller.returns(family, drawn, "episodes")
@@ -167,8 +167,8 @@ def _family(recipe: Recipe) -> PolicyFamily:
     noise = Noise(1.0, SCALES[0])
     seeds = _rng(recipe, 0).integers(2**31, size=SCOUTS)
     scouts = [Attempt(recipe.tasks[0], None, noise, int(seed)) for seed in seeds]
-    seen = [roll_out(environment, None, scout).observation for scout in scouts]
-    observations = np.concatenate(seen).astype(np.float64)
+    found = [roll_out(environment, None, scout).observation for scout in scouts]
+    observations = np.concatenate(found).astype(np.float64)
     # What never moves in a scout's episode must not be blown up when it does.
     std = np.maximum(observations.std(axis=0), LEAST_STD)
     return Linear(observations.mean(axis=0), std, DOMAINS[recipe.domain].action)
@@ -189,9 +189,9 @@ class _Plan:
             self._limits[task] = limit
             self._strata[task] = stratify(policies.returns, limit)
 
-    def draw(self, number: int, turn: int) -> Attempt:
-        """The attempt to make at an episode when `turn` others were above the cap."""
-        rng = _rng(self._recipe, 3, number, turn)
+    def draw(self, number: int, tries: int) -> Attempt:
+        """Draws the attempt at an episode after `tries` others were above the cap."""
+        rng = _rng(self._recipe, 3, number, tries)
         task = self._recipe.tasks[number % len(self._recipe.tasks)]
         parameters = None
         if number in self._noise_alone:

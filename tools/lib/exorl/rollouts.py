@@ -64,7 +64,7 @@ class Roller:
     def returns(
         self, family: PolicyFamily | None, attempts: Sequence[Attempt], what: str
     ) -> list[float]:
-        """The return of every attempt on its task, in their order.
+        """Returns the return of every attempt on its task, in their order.
 
         Args:
           family: of the policies; none for noise alone.
@@ -92,7 +92,7 @@ def roll_out(
     attempt: Attempt,
     action_repeat: int = 1,
 ) -> Episode:
-    """One episode, to its end, with the rewards of the environment's task.
+    """Rolls out one episode, with the rewards of the environment's task.
 
     action_repeat: steps that every action is held for; all of them are in the episode.
     """

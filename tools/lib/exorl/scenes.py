@@ -11,7 +11,7 @@ from data.trajectory_file import TrajectoryFile
 
 
 class Outcome(NamedTuple):
-    """What came of an action in each of E rows.
+    """The result of an action in each of E rows.
 
     observations: float32 (E, observation size), not standardised.
     actions: float32 (E, A), what was really done. rewards: float64 (E,).
@@ -25,10 +25,10 @@ class Outcome(NamedTuple):
 
 
 class Scene(Protocol):
-    """What a new place to act in has to provide."""
+    """Interface of a place to act in."""
 
     def begin(self, number: int) -> np.ndarray:
-        """First observations of the `number`-th episodes, (E, observation size)."""
+        """Begins the `number`-th episodes; returns observations, (E, size)."""
 
     def step(self, actions: np.ndarray) -> Outcome: ...
 

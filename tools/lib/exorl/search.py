@@ -62,7 +62,7 @@ def search(
 
 
 def _climb(directions: np.ndarray, returns: np.ndarray, rate: float) -> np.ndarray:
-    """The step to take from returns forwards and backwards (directions, 2)."""
+    """Returns the step to take from returns forwards and backwards (directions, 2)."""
     half = -(-len(returns) // 2)
     best = np.argsort(returns.max(axis=1), kind="stable")[-half:]
     slopes = returns[best, 0] - returns[best, 1]
@@ -73,7 +73,7 @@ def _climb(directions: np.ndarray, returns: np.ndarray, rate: float) -> np.ndarr
 
 
 def stratify(returns: np.ndarray, limit: float) -> list[np.ndarray]:
-    """Numbers of the policies in each tenth of the range of returns up to a limit.
+    """Returns the policies in each tenth of the range of returns up to a limit.
 
     Tenths without a policy are left out.
 

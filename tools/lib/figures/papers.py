@@ -1,4 +1,4 @@
-"""Pictures of the papers' tables beside ours."""
+"""Pictures of the papers' tables with our rows."""
 
 from typing import Any
 

@@ -57,10 +57,10 @@ _REPLACED = ("rope_parameters", "dtype")
 
 
 def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
-    """The model that `config.json` describes.
+    """Returns the model that `config.json` describes.
 
     Raises:
-      ValueError: it is no LLaMA, lacks a size, or asks for what models here have not;
+      ValueError: it is not a LLaMA, lacks a size, or asks for what models here lack;
         every such field is named.
     """
     sizes = {theirs: fields.get(theirs) for theirs in _SIZES}
@@ -94,7 +94,7 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
 
 
 def has_tied_head(fields: Mapping[str, Any]) -> bool:
-    """Whether the head is the embedding where there is no tensor for it.
+    """Returns whether the head is the embedding where there is no tensor for it.
 
     Raises:
       ValueError: the field is neither true nor false.
@@ -110,7 +110,7 @@ def has_tied_head(fields: Mapping[str, Any]) -> bool:
 def config_fields(
     config: LlamaConfig, dtype: str, original: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The `config.json` of a model.
+    """Returns the `config.json` of a model.
 
     dtype: of the tensors, such as "bfloat16".
     original: fields of another config.json, for what the model does not know: the
@@ -138,7 +138,7 @@ def config_fields(
 
 
 def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `LlamaConfig` that say how positions turn.
+    """Returns the fields of `LlamaConfig` for RoPE.
 
     Raises:
       ValueError: a scaling that a model here has not.
@@ -185,11 +185,11 @@ def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config.json` says of RoPE, all in one field since transformers 5.
+    """Returns the RoPE fields of `config.json`, one field since transformers 5.
 
     Raises:
-      ValueError: a field is no object, two say different things, or only a part of each
-        head turns.
+      ValueError: a field is not an object, two contradict each other, or only a part
+        of each head is rotated.
     """
     rope: dict[str, Any] = {}
     plain = {n: fields.get(n) for n in ("rope_theta", "partial_rotary_factor")}
@@ -210,13 +210,13 @@ def _rope_given(fields: Mapping[str, Any]) -> dict[str, Any]:
                 )
     if rope.pop("partial_rotary_factor", 1) != 1:
         raise ValueError(
-            "config.json has a partial_rotary_factor: only whole heads are turned here"
+            "config.json has a partial_rotary_factor: only whole heads are rotated here"
         )
     return rope
 
 
 def _rope_json(config: LlamaConfig) -> dict[str, Any]:
-    """The other way round."""
+    """Returns the RoPE fields of `config.json` for ours: undoes `_rope_given`."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if scaling.rope_type == "ntk":  # nothing but another theta
         theta *= scaling.factor ** (config.head_dim / (config.head_dim - 2))
@@ -230,7 +230,7 @@ def _rope_json(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _or_default(fields: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A field, or the default where it is missing or null."""
+    """Returns a field, or the default where it is missing or null."""
     value = fields.get(name)
     return default if value is None else value
 

@@ -2,8 +2,8 @@
 
 There a matrix is stored as (outputs, inputs), all heads in one axis, and every layer
 has tensors of its own; here it is (inputs, outputs), heads apart, and layers stacked.
-Heads' sizes are in one order on both sides, as both turn the pairs (i, i + D/2) in RoPE
-(Meta's own files hold the pairs (2i, 2i + 1), and are another format).
+Heads' sizes are in one order on both sides, as both rotate the pairs (i, i + D/2) in
+RoPE (Meta's own files hold the pairs (2i, 2i + 1), and are another format).
 """
 
 import math
@@ -34,7 +34,7 @@ class Weight:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether every layer has a tensor of its own, and the parameter all layers."""
+        """Whether each layer has its own tensor; the parameter holds all layers."""
         return "{layer}" in self.name
 
     def names(self, layers: int) -> list[str]:
@@ -44,12 +44,12 @@ class Weight:
         return [self.name.format(layer=layer) for layer in range(layers)]
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Shape of the tensor, from that of the parameter."""
+        """Returns the shape of the tensor, from that of the parameter."""
         inputs, outputs = self._sides(shape)
         return (math.prod(outputs), math.prod(inputs)) if inputs else shape
 
     def stored_index(self, shape: Shape, index: Index) -> Index:
-        """What part of the tensor holds this part of the parameter."""
+        """Returns the part of the tensor that holds this part of the parameter."""
         inputs, outputs = self._sides(shape)
         if not inputs:
             return index
@@ -57,11 +57,11 @@ class Weight:
         return _merged(own_outputs, outputs), _merged(own_inputs, inputs)
 
     def from_stored(self, part: np.ndarray, shape: Shape) -> np.ndarray:
-        """A part of the tensor as a part (of this shape) of the parameter: a view."""
+        """Views a part of the tensor as a part (of this shape) of the parameter."""
         return part.T.reshape(shape) if self.input_axes else part
 
     def to_stored(self, array: np.ndarray) -> np.ndarray:
-        """The parameter as the tensor, in the tensor's order in memory."""
+        """Returns the parameter as the tensor, in the tensor's order in memory."""
         if not self.input_axes:
             return array
         stored = self.stored_shape(array.shape)
@@ -99,12 +99,12 @@ WEIGHTS = (
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor says nothing that config.json does not say (older files)."""
+    """Returns whether a tensor follows from config.json (in older files)."""
     return name.endswith("rotary_emb.inv_freq")
 
 
 def _merged(index: Sequence[slice], shape: Sequence[int]) -> slice:
-    """The part of the axes made into one; only the first of them may be cut."""
+    """Returns the part of axes merged into one; only the first may be cut."""
     inner = math.prod(shape[1:])
     for part, size in zip(index[1:], shape[1:], strict=True):
         if part.indices(size) != (0, size, 1):

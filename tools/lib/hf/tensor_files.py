@@ -27,15 +27,15 @@ DTYPES = {"F32", "BF16", "F16"}
 
 
 class TensorFiles:
-    """The tensors of a directory, by name; a context manager that closes the files."""
+    """Tensors of a directory, by name; a context manager that closes the files."""
 
     def __init__(self, directory: Path):
         """Opens the files and reads what tensors they hold, but no tensor.
 
         Raises:
           FileNotFoundError: the directory, or a file that the index names, is missing.
-          ValueError: a file is no safetensors file or cut short, files and index
-            contradict each other, or a tensor has a type that is no floating-point
+          ValueError: a file is not a safetensors file or cut short, files and index
+            contradict each other, or a tensor has a type that is not floating-point
             number of 16 or 32 bits.
         """
         self._slices = {}
@@ -54,11 +54,11 @@ class TensorFiles:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor."""
+        """Returns the shape of every tensor."""
         return {name: tuple(s.get_shape()) for name, s in self._slices.items()}
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor, in the type that it is stored in."""
+        """Reads a part of a tensor, in the type that it is stored in."""
         return self._slices[name][index]
 
     def __enter__(self) -> "TensorFiles":
@@ -75,13 +75,13 @@ class TensorFiles:
             file = opened.enter_context(safe_open(path, "numpy"))
         except SafetensorError as error:
             raise ValueError(
-                f"{path} is no whole safetensors file ({' '.join(str(error).split())}):"
-                " copy it again"
+                f"{path} is not a whole safetensors file "
+                f"({' '.join(str(error).split())}): copy it again"
             ) from error
         for name in file.keys():
             if not name.isprintable() or len(name) > NAME_LETTERS:
                 raise ValueError(
-                    f"{path} has a tensor {short(name)}, which is no name: copy it "
+                    f"{path} has a tensor {short(name)}, which is not a name: copy it "
                     "again"
                 )
             if placed.get(name, path) != path:
@@ -132,7 +132,7 @@ class TensorFilesWriter:
 
     @property
     def partial(self) -> Path:
-        """Where the files are until the block ends."""
+        """Returns where the files are until the block ends."""
         return self._partial
 
     def __enter__(self) -> "TensorFilesWriter":
@@ -200,7 +200,7 @@ def _plan(tensor_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 
 def _placed(directory: Path) -> dict[str, Path]:
-    """The file of every tensor, by the index; nothing where there is none.
+    """Returns the file of every tensor, by the index; nothing where there is none.
 
     Links are followed: the cache of Hugging Face's hub consists of them.
     """
@@ -210,8 +210,8 @@ def _placed(directory: Path) -> dict[str, Path]:
     files = read_json_object(index).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(
-            f"{index} is no index of tensors: weight_map must name the file of every "
-            f"tensor, got {short(files)}; copy it again"
+            f"{index} is not an index of tensors: weight_map must name the file of "
+            f"every tensor, got {short(files)}; copy it again"
         )
     known: dict[str, Path] = {}
     for file in files.values():
@@ -229,11 +229,11 @@ def _placed(directory: Path) -> dict[str, Path]:
 
 
 def _file(directory: Path, name: str) -> Path:
-    """A file of the directory or of one inside it, which has to be there."""
+    """Returns a file of the directory or of one inside it, which must exist."""
     relative = Path(name)
     if relative.is_absolute() or ".." in relative.parts or not name.isprintable():
         raise ValueError(
-            f"{directory / INDEX} names {short(name)}, which is no file "
+            f"{directory / INDEX} names {short(name)}, which is not a file "
             f"inside of {directory}: copy it again"
         )
     if not (directory / relative).is_file():
@@ -255,5 +255,6 @@ def _check_names(path: Path) -> None:
         parse_json(header)
     except ValueError as error:
         raise ValueError(
-            f"{path} is no whole safetensors file (its header: {error}): copy it again"
+            f"{path} is not a whole safetensors file (its header: {error}): copy it "
+            "again"
         ) from error

@@ -49,11 +49,11 @@ class Target:
         return f"{self.model}_{self.topology.partition(':')[0]}_{remat}"
 
     def tokens(self, remat: str) -> int:
-        """What is compiled."""
+        """Returns the tokens of the sequence that is compiled."""
         return MULTIPLES[remat] * self.paper_context * 1024
 
     def arguments(self, remat: str, output: Path) -> list[str]:
-        """Of `plan_pod.py`."""
+        """Returns the arguments of `plan_pod.py`."""
         return [
             f"--config=configs/tpuv4_{self.model}.py",
             f"--topology={self.topology}",
@@ -104,7 +104,7 @@ def compile_row(target: Target, remat: str, folder: Path) -> dict[str, Any]:
 
 
 def rows(folder: Path, targets: Sequence[Target] = TARGETS) -> list[dict[str, Any]]:
-    """Table 3: the paper's contexts beside those that have been compiled.
+    """Returns table 3: the paper's contexts and those that have been compiled.
 
     Raises:
       ValueError: a file holds something else.
@@ -131,7 +131,7 @@ def _row(target: Target, remat: str, folder: Path) -> dict[str, Any]:
 
 
 def not_kept(path: Path, error: Exception) -> ValueError:
-    """The error of a file that holds something else than `paper_tables.py` keeps."""
+    """Returns the error of a file that `paper_tables.py` has not written."""
     return ValueError(
         f"{path} holds nothing that was compiled here "
         f"({type(error).__name__}: {error}): remove it, or compile it again"
@@ -139,7 +139,7 @@ def not_kept(path: Path, error: Exception) -> ValueError:
 
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
-    """What a table shows of a plan, or of its refusal."""
+    """Returns what a table shows of a plan, or of its refusal."""
     if "refused" in found:
         return {"fits": False, "why": found["refused"]}
     memory, transfers = found["memory"], found["transfers"]

@@ -1,4 +1,4 @@
-"""What the two papers compute with a formula.
+"""Formulas of the two papers.
 
 Ring Attention (2310.01889): tables 1 and 2, figure 5. Striped Attention (2311.09431):
 how much faster than a contiguous ring a striped one can be at most.
@@ -23,7 +23,7 @@ values that are there, and those that arrive. So its sequence is 6 blocks at lea
 
 
 def activation_bytes(system: str, *, b: int, s: int, c: int, h: int, n: int) -> int:
-    """Table 1: the most that a layer's activations take on a device.
+    """Returns table 1: the most that a layer's activations take on a device.
 
     Raises:
       KeyError: table 1 has no such system.
@@ -33,15 +33,15 @@ def activation_bytes(system: str, *, b: int, s: int, c: int, h: int, n: int) -> 
         "memory_efficient": 8 * b * s * h,
         "blockwise": 2 * b * s * h,
         "ring": 6 * b * c * h,
-        "striped": 6 * b * c * h,  # as ring: it only deals tokens out differently
+        "striped": 6 * b * c * h,  # as ring: only the assignment of tokens differs
     }[system]
 
 
 @dataclass(frozen=True)
 class SmallestBlock:
-    """Table 2: from how many tokens a device on, transfers hide behind attention.
+    """Table 2: fewest tokens of a device whose transfers hide behind attention.
 
-    block: F / B, with F peak FLOP/s and B bytes/s between neighbours. A hop takes
+    block: F / B, with F peak FLOP/s and B bytes/s between neighbours. A ring step takes
       4·c²·h FLOPs, and 4·c·h bytes travel.
     sequence: tokens of a device's sequence, 6 blocks.
     """
@@ -57,20 +57,23 @@ class SmallestBlock:
 
 
 def dataset_flops_ratio(hidden: int, context: int, base_context: int) -> float:
-    """Figure 5: (6h + s₂) / (6h + s₁), FLOPs of a data set in contexts of s₂ and s₁."""
+    """Returns figure 5: FLOPs of a data set in contexts of s₂ over s₁ tokens.
+
+    (6h + s₂) / (6h + s₁).
+    """
     return (6 * hidden + context) / (6 * hidden + base_context)
 
 
 def largest_speed_up(model: LlamaConfig, ring_size: int, context: int) -> float:
-    """How much faster a step is striped than contiguous, if only products take time.
+    """Returns how much faster a striped step is, if only products take time.
 
-    Both at the same rate, causal, every hop as long as on its slowest device, only
-    visible pairs computed. The rest of the model, which is the same, is counted too.
+    Than a contiguous one, causal, at the same rate, every ring step as long as on its
+    slowest device, only visible pairs computed. The rest of the model is counted too.
     """
 
     def flops(layout: Layout) -> float:
         length = context // ring_size
-        pairs = mean_area(layout, ring_size, length) * ring_size  # over all hops
+        pairs = mean_area(layout, ring_size, length) * ring_size  # over all steps
         heads = model.num_heads * model.head_dim
         attention = 4.0 * model.num_layers * heads * pairs
         return 2.0 * num_matrix_parameters(model) * length + attention
@@ -79,7 +82,9 @@ def largest_speed_up(model: LlamaConfig, ring_size: int, context: int) -> float:
 
 
 def largest_attention_speed_up(ring_size: int, tiles: int | None = None) -> float:
-    """Of attention alone; with `tiles` a shard long, or as if there were no tiles.
+    """Returns the speed-up of attention alone; by default as if without tiles.
+
+    tiles: along a shard.
 
     Striped Attention, section 3: a contiguous ring computes one half and then whole
     blocks on its slowest device, a striped one halves; with tiles, those on a diagonal

@@ -2,7 +2,7 @@
 
 One layer's forward pass, compiled for TPUs with every attention system of
 the papers, at two lengths: what does not grow with the length (parameters, tables) is
-in both, and their difference is set beside the difference of the paper's formulas.
+in both, and their difference is compared with the difference of the paper's formulas.
 
 And by what a training step's memory grows with a device's tokens when the sequence is
 as many times longer as the ring is larger.
@@ -41,7 +41,7 @@ PODS = {4: "2x2x1", 16: "2x2x4", 64: "4x4x4", 256: "4x8x8", 1024: "8x8x16"}
 
 
 def layer_config(size: str, layers: int) -> ml_collections.ConfigDict:
-    """A LLaMA of few layers and a small vocabulary, which is not looked at here."""
+    """Returns a LLaMA of few layers and a small vocabulary."""
     config = base_config.get_config()
     config.model.update(llama_sizes.llama(size))
     config.model.num_layers = layers
@@ -53,13 +53,13 @@ def layer_config(size: str, layers: int) -> ml_collections.ConfigDict:
 
 @dataclass(frozen=True)
 class Forward:
-    """The loss of one row on the devices of a pod, before it is compiled."""
+    """Loss of one row on the devices of an AOT topology, before it is compiled."""
 
     config: ml_collections.ConfigDict
     pod: Pod
 
     def temporary_bytes(self) -> int:
-        """What a device holds besides parameters and batch."""
+        """Returns what a device holds besides parameters and batch."""
         config = self.config
         partition = base.partition(config, self.pod.devices)
         model = text.model(config, partition)
@@ -79,7 +79,7 @@ class Forward:
 
 
 def table_1(size: str = "1b") -> Iterator[dict[str, Any]]:
-    """Bytes by which a layer's activations grow, compiled and by the formula."""
+    """Yields bytes by which a layer's activations grow, compiled and by formula."""
     for system, ring, lengths, parts in SYSTEMS:
         config = layer_config(size, layers=1)
         config.attention, config.attention_parts = system, parts
@@ -104,7 +104,7 @@ def table_1(size: str = "1b") -> Iterator[dict[str, Any]]:
 
 
 def by_ring(size: str = "1b", layers: int = 2) -> Iterator[dict[str, Any]]:
-    """Bytes by which a training step's memory grows with a device's tokens, by ring.
+    """Yields bytes by which a step's memory grows with a device's tokens, by ring.
 
     What does not grow with them is left out: state, gradients, and buffers for gathered
     parameters, for which the compiler takes other collectives on a whole pod.

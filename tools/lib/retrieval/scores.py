@@ -110,7 +110,7 @@ def _rows(
 
 
 def in_rows(items: Sequence[Any], rows: int) -> list[list[Any]]:
-    """Batches of so many; the last one is filled up with its own first item."""
+    """Yields batches of one size; the last is filled up with its own first item."""
     batches = [list(items[i : i + rows]) for i in range(0, len(items), rows)]
     return [batch + batch[:1] * (rows - len(batch)) for batch in batches]
 
@@ -129,7 +129,7 @@ def forced(
     rows: int,
     allowed_tokens: int,
 ) -> Forced:
-    """The config's model on the mesh.
+    """Returns the scorer of the config's model on the mesh, from logits.
 
     rows: cases at a time. allowed_tokens: ids from here on are never chosen.
 
@@ -154,7 +154,7 @@ def forced(
 def _program(
     config: ml_collections.ConfigDict, partition: Partition, allowed_tokens: int
 ) -> Callable[..., jax.Array]:
-    """(parameters, tokens, index, places, targets) -> right (B,), to be compiled."""
+    """Returns (parameters, tokens, index, places, targets) -> right (B,)."""
     system, mesh = base.attention_system(config), partition.mesh
     sequences = text.model(config, partition).structure
     few_tokens = text.model(config, StationaryPartition(mesh)).structure

@@ -26,7 +26,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Scorer:
-    """How cells become rows.
+    """Makes rows of cells.
 
     generate: from prompts, int (n,) each, to the texts that follow.
     force: from prompts and answers to whether every token of each answer is the
@@ -39,7 +39,7 @@ class Scorer:
     force: Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], Sequence[bool]]
 
     def rows(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-        """A row for each cell: shares of its cases that are right, from 0 to 1.
+        """Returns a row for each cell: shares of its cases that are right, from 0 to 1.
 
         Cells of one length that follow each other are computed together.
         """
@@ -76,7 +76,7 @@ class Scorer:
 
 
 def by_length(rows: Sequence[dict[str, Any]], key: str) -> dict[int, float]:
-    """Mean accuracy of each length, over all its cases."""
+    """Returns the mean accuracy of each length, over all its cases."""
     lengths = sorted({row["length"] for row in rows})
     return {
         length: float(
@@ -90,7 +90,7 @@ def by_length(rows: Sequence[dict[str, Any]], key: str) -> dict[int, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Accuracy by length as text."""
+    """Returns accuracy by length as text."""
     generated, forced = (by_length(rows, k) for k in ("generated", "teacher_forced"))
     lines = [f"{'tokens':>10}{'lines':>8}{'generated':>12}{'teacher-forced':>16}"]
     for length, accuracy in generated.items():
