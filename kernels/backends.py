@@ -1,9 +1,9 @@
-"""The implementations of one attention step, and the choice among them."""
+"""Backends: implementations of one attention step, and the choice among them."""
 
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from .triton_gpu import launch as triton_gpu
 
 
 class Backend(Protocol):
-    """One attention step and its gradients, as `reference` describes them."""
+    """One attention step and its gradients, as `reference` documents them."""
 
     forward: Callable
     backward: Callable
@@ -32,7 +32,7 @@ class Steps:
     backward: Callable
 
 
-IMPLEMENTATIONS: dict[str, Backend] = {
+IMPLEMENTATIONS: Mapping[str, Backend] = {
     "reference": reference,
     "blockwise": blockwise,
     "pallas_tpu": pallas_tpu,
@@ -45,28 +45,35 @@ IMPLEMENTATIONS: dict[str, Backend] = {
 }
 
 
-def check_name(implementation: str | None) -> None:
-    """Refuses what `choose` has nothing for.
+def check_implementation(implementation: str | Backend | None) -> None:
+    """Checks an argument of `choose`.
 
     Raises:
       ValueError: there is no implementation of that name.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    is_backend = hasattr(implementation, "forward") and hasattr(
+        implementation, "backward"
+    )
+    if not (implementation is None or is_backend or implementation in IMPLEMENTATIONS):
         raise ValueError(
             f"{implementation=} is not one of {', '.join(IMPLEMENTATIONS)}"
         )
 
 
-def choose(implementation: str | None, dtype: jnp.dtype) -> Backend:
-    """The named implementation, or the best one for these operands on this device.
+def choose(implementation: str | Backend | None, dtype: jnp.dtype) -> Backend:
+    """Returns the backend of a name, or the best one for this type and device.
+
+    implementation: a key of `IMPLEMENTATIONS`, a backend itself, or None for the best.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: there is no implementation of that name.
     """
-    check_name(implementation)
+    check_implementation(implementation)
     if implementation is None:
         implementation = _best(device_kind(), jnp.dtype(dtype))
-    return IMPLEMENTATIONS[implementation]
+    if isinstance(implementation, str):
+        return IMPLEMENTATIONS[implementation]
+    return implementation
 
 
 @functools.cache  # so that the choice is logged once

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .backends import choose
+from .backends import Backend, choose
 from .checks import check_operands, checked_bounds, checked_scale
 from .layouts import Contiguous
 from .masks import Mask, Visible, causal, full
@@ -17,7 +17,7 @@ def attention(
     *,
     visible: Mask | Visible = causal(),
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: str | Backend | None = None,
 ) -> jax.Array:
     """softmax(scale · q kᵀ) v over the visible keys, differentiable in q, k and v.
 
@@ -54,7 +54,7 @@ def attention_with_lse(
     *,
     visible: Mask | Visible = causal(),
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: str | Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `attention`, with the log of each softmax's sum, for `merge.merge`.
 

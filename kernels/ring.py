@@ -24,7 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import layout as memory_layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .backends import IMPLEMENTATIONS, Backend, check_name, choose
+from . import reference
+from .backends import Backend, check_implementation, choose
 from .checks import Axes, check_operands, checked_axes, checked_bounds, checked_scale
 from .device import device_kind
 from .layouts import Layout, check_length, order
@@ -240,7 +241,7 @@ def ring_attention(
     axis_name: str | tuple[str, ...],
     layout: Layout,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: str | Backend | None = None,
 ) -> jax.Array:
     """Attention over the ring `axis_name`, inside `shard_map`, on local shards.
 
@@ -261,7 +262,7 @@ def ring_attention(
     scale = checked_scale(scale, q.shape[-1])
     backend = choose(implementation, q.dtype)
     is_checked = any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v))
-    if is_checked and backend is not IMPLEMENTATIONS["reference"]:
+    if is_checked and backend is not reference:
         raise ValueError(
             "ring_attention must run in jax.shard_map(..., check_vma=False), but for "
             "implementation='reference': loops and kernels cannot say how their "
@@ -279,7 +280,7 @@ def make_ring_attention(
     batch_axes: str | tuple[str, ...] | None = None,
     head_axis: str | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: str | Backend | None = None,
 ) -> Callable[..., jax.Array]:
     """Ring attention on global arrays.
 
@@ -299,7 +300,7 @@ def make_ring_attention(
     """
     axes = checked_axes(mesh, ring_axes, batch_axes, head_axis)
     _check_order(mesh, axes.ring)
-    check_name(implementation)  # here, and not when compiling
+    check_implementation(implementation)  # here, and not when compiling
     checked_scale(scale, head_size=1)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
     check_length(layout, ring_size, length=0)

@@ -1,8 +1,7 @@
 """Tests run on 8 simulated CPU devices with strict numeric promotion.
 
-Unless JAX_PLATFORMS names an accelerator: then they run on it. Kernels of what is not
-there are interpreted. ANNULUS_TEST_SEED=N gives the fixture `rng` the seed that a
-failed test printed.
+Unless JAX_PLATFORMS names an accelerator: then they run on it. ANNULUS_TEST_SEED=N
+gives the fixture `rng` the seed that a failed test printed.
 """
 
 import os
@@ -11,13 +10,6 @@ import secrets
 import jax
 import numpy as np
 import pytest
-
-from kernels import backends as backend
-from kernels.device import device_kind
-from kernels.hopper import launch as hopper
-from tests.simulated_hopper import DETERMINISTIC, SimulatedHopper
-from tests.simulated_tpu import SimulatedTpu
-from tests.simulated_triton import SimulatedGpu
 
 # Nearly all that tests compute is small: compiling takes the time. A third of it goes.
 COMPILE_FAST = (
@@ -29,15 +21,6 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-KIND = device_kind()
-if not KIND.startswith("TPU"):
-    backend.IMPLEMENTATIONS["pallas_tpu"] = SimulatedTpu()
-if not KIND.startswith("NVIDIA"):
-    backend.IMPLEMENTATIONS["triton"] = SimulatedGpu()
-if not hopper.HOPPER.match(KIND):
-    backend.IMPLEMENTATIONS["hopper"] = SimulatedHopper()
-    backend.IMPLEMENTATIONS["hopper_deterministic"] = DETERMINISTIC
 
 
 @pytest.fixture

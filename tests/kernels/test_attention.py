@@ -14,6 +14,7 @@ from kernels import masks
 from kernels.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, Answer, Problem, solve
 from kernels.masks import Visible
 from kernels.one_device import attention, attention_with_lse
+from tests.simulated import BACKENDS
 
 # Lengths that leave a rest in any tile. All bounds (B, T): one shape to compile.
 BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 270, 300, 4, 2, 8
@@ -72,7 +73,7 @@ def results(q, k, v, do, d_lse, visible, implementation, mask=None):
     """(out, lse, dq, dk, dv)."""
     visible = visible if mask is None else mask
     run = functools.partial(
-        attention_with_lse, visible=visible, implementation=implementation
+        attention_with_lse, visible=visible, implementation=BACKENDS[implementation]
     )
     found, pull = jax.vjp(run, q, k, v)
     return *found, *pull((do, d_lse))
@@ -206,7 +207,9 @@ def test_numpy_bounds_are_taken_without_jit_too(implementation, rng):
     given = problem(rng, masks.documents(IDS))
     dtype = dtype_of(implementation)
     qkv = [jnp.asarray(x, dtype) for x in (given.q, given.k, given.v)]
-    got = attention(*qkv, visible=given.visible, implementation=implementation)
+    got = attention(
+        *qkv, visible=given.visible, implementation=BACKENDS[implementation]
+    )
     assert_close(got, solve_at_the_door(given, implementation)[0])
 
 
@@ -214,7 +217,7 @@ def test_numpy_bounds_are_taken_without_jit_too(implementation, rng):
 def test_queries_see_the_past_scaled_by_the_head_size_unless_told(implementation, rng):
     given = problem(rng, masks.causal(), queries=30, keys=20)
     qkv = [jnp.asarray(x, jnp.float32) for x in (given.q, given.k, given.v)]
-    run = functools.partial(attention, implementation=implementation)
+    run = functools.partial(attention, implementation=BACKENDS[implementation])
     past = np.arange(20) <= np.arange(30)[:, None]
     assert_close(jax.jit(run)(*qkv), softmax_attention(given, past, DEPTH**-0.5))
     run = functools.partial(run, visible=masks.full(), scale=0.7)
@@ -245,7 +248,7 @@ def test_vmap_of_rows_under_checkpoint_equals_the_batch(implementation, rng):
     def of_row(q, k, v, do, d_lse, visible):
         def run(q, k, v):
             return attention_with_lse(
-                q, k, v, visible=visible, implementation=implementation
+                q, k, v, visible=visible, implementation=BACKENDS[implementation]
             )
 
         if not (is_interpreted and implementation in HOPPER):
@@ -308,6 +311,7 @@ def test_best_implementation_is_one_of_them():
     assert backend.choose(None, jnp.float32) in backend.IMPLEMENTATIONS.values()
     for name, module in backend.IMPLEMENTATIONS.items():
         assert backend.choose(name, jnp.float32) is module
+        assert backend.choose(module, jnp.float32) is module
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.backends import IMPLEMENTATIONS
 from kernels.cases import (
     BFLOAT16_RATIO,
     COVERING,
@@ -21,6 +20,7 @@ from kernels.cases import (
 )
 from kernels.triton_gpu.launch import Launch
 from tests.rings import one_device_ring, solve_on_ring
+from tests.simulated import BACKENDS
 from tests.simulated_triton import LARGE_BLOCKS, SimulatedGpu, interpreted_call
 
 pytestmark = pytest.mark.usefixtures("hops_in_a_loop")
@@ -52,7 +52,7 @@ def test_ring_of_triton_in_float32_matches_one_device_in_float64(
     case: Case, rng: np.random.Generator
 ):
     problem = Problem.of(rng, case)
-    backend = IMPLEMENTATIONS["triton"]
+    backend = BACKENDS["triton"]
     if IS_SIMULATED and case.length > 1000:
         backend = SimulatedGpu(Launch(80, LARGE_BLOCKS, interpreted_call))
     answer = solve_on_ring(case, problem, backend, jnp.float32, one_device_ring)
@@ -73,7 +73,7 @@ def test_ring_of_hopper_is_as_exact_as_one_device_in_its_type(
     case: Case, implementation: str, dtype: jnp.dtype, rng: np.random.Generator
 ):
     problem = Problem.of(rng, case, dtype)
-    backend = IMPLEMENTATIONS[implementation]
+    backend = BACKENDS[implementation]
     answer = solve_on_ring(case, problem, backend, dtype, one_device_ring)
     truth = solve(problem, jnp.float64)
     allowed = solve(problem, dtype).errors(truth)

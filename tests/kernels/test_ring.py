@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import backends as backend
 from kernels import blockwise, masks, ring
 from kernels import layouts as layout
 from kernels.cases import (
@@ -28,6 +27,7 @@ from kernels.cases import (
 )
 from kernels.one_device import attention
 from tests.rings import compiled_ring, ring_mesh, solve_on_ring
+from tests.simulated import BACKENDS
 
 
 def covering_cases():
@@ -49,7 +49,7 @@ def covering_cases():
 @pytest.mark.parametrize("case, implementation", list(covering_cases()))
 def test_ring_in_float32_matches_one_device_in_float64(case, implementation, rng):
     problem = Problem.of(rng, case)
-    step = backend.IMPLEMENTATIONS[implementation]
+    step = BACKENDS[implementation]
     answer = solve_on_ring(case, problem, step, jnp.float32)
     errors = answer.errors(solve(problem, jnp.float64))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors

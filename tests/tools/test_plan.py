@@ -4,15 +4,11 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator
 
 import jax
 import ml_collections
 import pytest
 
-from kernels import backends as backend
-from kernels.hopper import launch as hopper
-from kernels.tpu import launch as pallas_tpu
 from models.flops import num_parameters, paper_train_flops, train_flops
 from models.llama import LlamaConfig
 from tools import plan_pod
@@ -56,17 +52,7 @@ def small_config(**overrides: str) -> ml_collections.ConfigDict:
 
 
 @pytest.fixture(scope="module")
-def real_kernels() -> Iterator[None]:
-    """What chips run; by their names, tests get kernels interpreted."""
-    patch = pytest.MonkeyPatch()
-    patch.setitem(backend.IMPLEMENTATIONS, "pallas_tpu", pallas_tpu)
-    patch.setitem(backend.IMPLEMENTATIONS, "hopper", hopper)
-    yield
-    patch.undo()
-
-
-@pytest.fixture(scope="module")
-def plan(real_kernels: None) -> Plan:
+def plan() -> Plan:
     return Plan.of(Step.of(small_config(), aot_pod("v5e:2x2")))
 
 
@@ -311,7 +297,7 @@ def test_a_total_that_the_compiler_does_not_tell_is_all_that_it_names():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_gpus_are_planned_alike(real_kernels):
+def test_gpus_are_planned_alike():
     plan = Plan.of(Step.of(small_config(), aot_pod("h200:1x1x4")))
     assert (plan.device_kind, plan.implementation) == ("NVIDIA H200", "hopper")
     whole = num_parameters(LlamaConfig(**SIZES))
@@ -330,7 +316,7 @@ def test_gpus_are_planned_alike(real_kernels):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_7b_step_fits_a_v4_pod_with_all_hops_hidden(real_kernels):
+def test_the_7b_step_fits_a_v4_pod_with_all_hops_hidden():
     settings = ["--config.data.context_tokens=8388608", "--config.remat=nothing"]
     config = read_config(["--config=configs/tpuv4_7b.py", *settings])
     plan = Plan.of(Step.of(config, aot_pod("v4:8x8x8")))
@@ -345,7 +331,7 @@ def test_the_7b_step_fits_a_v4_pod_with_all_hops_hidden(real_kernels):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small(real_kernels):
+def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small():
     settings = ["data.context_tokens=8388608", "remat=nothing", "attention_parts=4"]
     flags = [f"--config.{setting}" for setting in settings]
     config = read_config(["--config=configs/tpuv4_7b.py", *flags])
@@ -356,7 +342,7 @@ def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small(real_kernel
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_step_on_gpus_hides_its_ring_and_gathers_parameters_in_bfloat16(real_kernels):
+def test_a_step_on_gpus_hides_its_ring_and_gathers_parameters_in_bfloat16():
     """With shards so large that XLA sends keys and values apart."""
     config = read_config(["--config=configs/h200_1b.py", "--config.mesh.ring=4"])
     plan = Plan.of(Step.of(config, aot_pod("h200:1x1x4")))
