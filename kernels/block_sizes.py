@@ -1,4 +1,4 @@
-"""The size of one tile of the score matrix, as callers may ask for it."""
+"""Block sizes: one tile of the score matrix, as callers may request it."""
 
 from dataclasses import astuple, dataclass
 

@@ -1,10 +1,10 @@
 """Blockwise attention in XLA: flash attention as loops over the live tiles.
 
-Runs everywhere. Loop bounds come from `tiles`, so empty tiles are never visited, and
-full tiles are computed by a body without a mask. Memory is linear in the length: one
-tile of scores at a time, forward and backward.
+Runs everywhere. Loop bounds come from `tile_ranges`, so empty tiles are never computed,
+and full tiles are computed by a body without a mask. Memory is linear in the length:
+one tile of scores at a time, forward and backward.
 
-Inside, arrays are cut as `tiling` says: X heads, R stacked rows of queries.
+Inside, arrays are cut as in `tile_layout`: X heads, R stacked rows of queries.
 """
 
 import functools
@@ -22,7 +22,7 @@ from .tile_ranges import TileRanges, key_ranges, query_ranges
 
 
 def default_block_sizes(length: int) -> BlockSizes:
-    """Tiles for a shard of this length.
+    """Returns block sizes for a shard of this length.
 
     On a CPU 128 x 256 computes fastest; 128 x 128 wastes less on the diagonals of short
     shards.
@@ -42,7 +42,7 @@ def forward(
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
 ) -> Partial:
-    """Attention of every query to the key slots [k_start, k_end): see `reference`."""
+    """Computes attention to the key slots [k_start, k_end): see `reference`."""
     tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
 
@@ -61,40 +61,40 @@ def forward_tiles(
     bounds: tuple[jax.Array, jax.Array],
     scale: float,
 ) -> Partial:
-    """The forward pass over given ranges of key tiles, a range for each query tile."""
-    starts, stops = (tiling.split_bounds(bound) for bound in bounds)
+    """Computes the forward pass over given key tiles of each query tile."""
+    k_starts, k_ends = (tiling.split_bounds(bound) for bound in bounds)
 
     def one_head(q_tiles, k_tiles, v_tiles):
         def query_tile(place):
-            row, tile = place
-            q_i = q_tiles[row, tile]
-            bounds = starts[row, tile], stops[row, tile]
+            row, i = place
+            q_i = q_tiles[row, i]  # (R, D)
+            bounds = k_starts[row, i], k_ends[row, i]  # (R,) each
 
             def step(masked, j, state):
-                m, l, acc = state
-                s = scale * product("rd,sd->rs", q_i, k_tiles[row, j])
+                m, l, acc = state  # (R,), (R,), (R, D)
+                s = scale * product("rd,sd->rs", q_i, k_tiles[row, j])  # (R, block_k)
                 if masked:
-                    s = jnp.where(tiling.seen(bounds, j), s, -jnp.inf)
+                    s = jnp.where(tiling.mask(bounds, j), s, -jnp.inf)
                 m_new = jnp.maximum(m, s.max(axis=-1))
-                # A row that has seen nothing has m = -inf: any finite one will do.
+                # Rows without visible keys have m = -inf: any finite one will do.
                 m_safe = jnp.where(m_new == -jnp.inf, 0, m_new) if masked else m_new
-                p = jnp.exp(s - m_safe[:, None])
-                decay = jnp.exp(m - m_safe)
-                l = l * decay + p.sum(axis=-1)
+                p = jnp.exp(s - m_safe[:, None])  # (R, block_k)
+                rescale = jnp.exp(m - m_safe)  # (R,)
+                l = l * rescale + p.sum(axis=-1)
                 pv = product("rs,sd->rd", p.astype(v_tiles.dtype), v_tiles[row, j])
-                return m_new, l, acc * decay[:, None] + pv
+                return m_new, l, acc * rescale[:, None] + pv
 
-            empty = jnp.zeros(q_i.shape[0], tiling.dtype)
-            state = (empty - jnp.inf, empty, jnp.zeros(q_i.shape, tiling.dtype))
-            m, l, acc = _visit(ranges, (row, tile), step, state)
-            seen = l != 0  # also where it is nan, which must show
-            total = jnp.where(seen, l, 1)
-            out = acc / total[:, None]
-            return out, jnp.where(seen, m + jnp.log(total), -jnp.inf)
+            zeros = jnp.zeros(q_i.shape[0], tiling.dtype)
+            state = (zeros - jnp.inf, zeros, jnp.zeros(q_i.shape, tiling.dtype))
+            m, l, acc = _for_each_tile(ranges, (row, i), step, state)
+            has_keys = l != 0  # also where it is nan, which must show
+            l = jnp.where(has_keys, l, 1)
+            return acc / l[:, None], jnp.where(has_keys, m + jnp.log(l), -jnp.inf)
 
         return lax.map(query_tile, tiling.places(tiling.query_tiles))
 
     q, k, v = operands
+    # (M, X, query tiles, R, D) and (M, X, key tiles, block_k, D)
     tiles = tiling.split_queries(q), tiling.split_keys(k), tiling.split_keys(v)
     out, lse = _for_each_head(one_head, *tiles)
     return tiling.join_queries(out), tiling.join_rows(lse)
@@ -115,7 +115,7 @@ def backward(
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of the attention to these keys, in one pass: see `reference`."""
+    """Computes gradients of the attention to these keys: see `reference`."""
     tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = query_ranges(k_start, k_end, tiling.block_q, tiling.block_k, k.shape[1])
     queries = q, do, lse, delta
@@ -140,43 +140,44 @@ def backward_tiles(
     scale: float,
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The backward pass over given ranges of query tiles, a range for each key tile.
+    """Computes the backward pass over given query tiles of each key tile.
 
     queries: q, do, lse and delta. keys: k and v.
     """
-    starts, stops = (tiling.split_bounds(bound) for bound in bounds)
+    k_starts, k_ends = (tiling.split_bounds(bound) for bound in bounds)
     before, after = gradient_factors(scale, keys[0].dtype)
 
-    def one_head(q_tiles, d_out_tiles, lse_tiles, delta_tiles, k_tiles, v_tiles):
+    def one_head(q_tiles, do_tiles, lse_tiles, delta_tiles, k_tiles, v_tiles):
         def key_tile(dq_tiles, place):
             row, j = place
-            k_j, v_j = k_tiles[row, j], v_tiles[row, j]
+            k_j, v_j = k_tiles[row, j], v_tiles[row, j]  # (block_k, D)
             # Scores, and the gradient of q, have their axes swapped: then no product
             # sums over the first axis of a large operand, at half the speed on a CPU.
             # Without the barrier XLA puts the swap back into the product.
-            k_j_swapped = lax.optimization_barrier(k_j.T)
+            k_j_t = lax.optimization_barrier(k_j.T)  # (D, block_k)
 
             def step(masked, i, state):
                 dq_tiles, dk, dv = state
-                q_i, d_out_i = q_tiles[row, i], d_out_tiles[row, i]
-                s = scale * product("sd,rd->sr", k_j, q_i)
+                q_i, do_i = q_tiles[row, i], do_tiles[row, i]  # (R, D)
+                s = scale * product("sd,rd->sr", k_j, q_i)  # (block_k, R)
                 p = jnp.exp(s - lse_tiles[row, i])
                 if masked:
-                    p = jnp.where(
-                        tiling.seen((starts[row, i], stops[row, i]), j).T, p, 0
-                    )
-                dv += product("sr,rd->sd", p.astype(q_i.dtype), d_out_i)
-                dp = product("sd,rd->sr", v_j, d_out_i)
+                    bounds = k_starts[row, i], k_ends[row, i]  # (R,) each
+                    p = jnp.where(tiling.mask(bounds, j).T, p, 0)
+                dv += product("sr,rd->sd", p.astype(q_i.dtype), do_i)  # (block_k, D)
+                dp = product("sd,rd->sr", v_j, do_i)  # (block_k, R)
                 ds = p * (dp - delta_tiles[row, i])
                 ds = (before * ds).astype(q_i.dtype)
-                dk += product("sr,rd->sd", ds, q_i)
-                share = product("ds,sr->dr", k_j_swapped, ds)
-                return dq_tiles.at[row, i].add(share), dk, dv
+                dk += product("sr,rd->sd", ds, q_i)  # (block_k, D)
+                partial = product("ds,sr->dr", k_j_t, ds)  # (D, R)
+                return dq_tiles.at[row, i].add(partial), dk, dv
 
             zero = jnp.zeros(k_j.shape, tiling.dtype)
-            dq_tiles, dk, dv = _visit(ranges, (row, j), step, (dq_tiles, zero, zero))
+            state = dq_tiles, zero, zero
+            dq_tiles, dk, dv = _for_each_tile(ranges, (row, j), step, state)
             return dq_tiles, (dk, dv)
 
+        # (M, query tiles, D, R)
         zeros = jnp.zeros(jnp.swapaxes(q_tiles, 2, 3).shape, tiling.dtype)
         places = tiling.places(tiling.key_tiles)
         dq_tiles, (dk, dv) = lax.scan(key_tile, zeros, places)
@@ -187,16 +188,16 @@ def backward_tiles(
     query_tiles = tiling.split_queries(q), tiling.split_queries(do)
     row_tiles = tiling.split_rows(lse), tiling.split_rows(delta)
     key_tiles = (tiling.split_keys(x) for x in keys)
-    share, dk, dv = _for_each_head(one_head, *query_tiles, *row_tiles, *key_tiles)
-    dq, dk = dq + after * tiling.join_queries(share), after * tiling.join_keys(dk)
+    partial, dk, dv = _for_each_head(one_head, *query_tiles, *row_tiles, *key_tiles)
+    dq, dk = dq + after * tiling.join_queries(partial), after * tiling.join_keys(dk)
     return dq, dk, tiling.join_keys(dv)
 
 
 def _for_each_head(one_head: Callable, *tiles: jax.Array) -> tuple[jax.Array, ...]:
     """Calls `one_head` with (M, tiles, …) of each head; its results are (lines, …).
 
-    On a CPU one after the other, as a head's tiles stay in its caches; elsewhere all at
-    once.
+    On a CPU one after the other, so that a head's tiles stay in its caches; elsewhere
+    vectorized.
 
     tiles: (M, X, tiles, …) each.
 
@@ -215,11 +216,11 @@ def _for_each_head(one_head: Callable, *tiles: jax.Array) -> tuple[jax.Array, ..
 
 
 def _any(ranges: TileRanges) -> jax.Array:
-    """Whether there is a live tile: arrays are not cut into tiles for nothing."""
+    """Returns whether any tile is live; if not, arrays need not be cut into tiles."""
     return (ranges.live_begin < ranges.live_end).any()
 
 
-def _visit(ranges: TileRanges, place, step, state):
+def _for_each_tile(ranges: TileRanges, place, step, state):
     """Runs `step(masked, tile, state)` over the live tiles of one line of tiles."""
     live_begin, full_begin, full_end, live_end = (bound[place] for bound in ranges)
     masked, unmasked = functools.partial(step, True), functools.partial(step, False)

@@ -1,4 +1,4 @@
-"""The attention cases that every implementation has to pass, and how they are judged.
+"""Attention cases that every implementation must pass, and their tolerances.
 
 Tests and benchmarks share them. `COVERING` holds a set of cases in which every pair of
 values (ring size and mask, mask and length, …) occurs together at least once.
@@ -21,19 +21,19 @@ from .masks import Mask, Visible
 from .precision import accumulator_type
 
 FLOAT32_TOLERANCE = 1e-5
-"""Largest norm of an error, relative to the norm of what is compared."""
+"""Largest norm of an error, relative to the norm of the expected array."""
 
 BFLOAT16_RATIO = 2.0
 """Largest error relative to that of the reference run in bfloat16 on one device."""
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Options that compile in half the time, where little is computed."""
+"""Compiler options of half the compile time, for small programs."""
 
 THOROUGH = {
     "xla_backend_optimization_level": 1,
     "xla_llvm_disable_expensive_passes": False,
 }
-"""Options for programs that compute for seconds."""
+"""Compiler options for programs that run for seconds."""
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": layout.Contiguous(),
@@ -51,7 +51,7 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
 
 
 def _document_ids(length: int, padded_length: int) -> np.ndarray:
-    """About five documents of unlike lengths; the padding is in the last of them."""
+    """Draws about five documents of different lengths; the last has the padding."""
     rng = np.random.default_rng(length)
     begins = rng.random(length) < 5 / length
     ids = np.cumsum(begins * rng.integers(1, 4, length)).astype(np.int32)
@@ -60,7 +60,7 @@ def _document_ids(length: int, padded_length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem, and the ring that it is solved on."""
+    """Sizes of one attention problem, and the ring that it is solved on."""
 
     ring_size: int
     layout: str
@@ -83,7 +83,7 @@ class Case:
         return self.heads // self.group
 
     def visible(self, padded_length: int) -> Visible:
-        """Bounds of the sequence and of padding after it, (1, padded_length)."""
+        """Returns bounds of the sequence, padded at the end: (1, padded_length)."""
         mask = MASKS[self.mask](self.length, padded_length) & masks.padding(self.length)
         return mask(np.arange(padded_length, dtype=np.int32), self.length)
 
@@ -99,7 +99,7 @@ GRID = {
 
 
 def _covering(grid: dict[str, tuple]) -> tuple[Case, ...]:
-    """Cases in which any two values of two settings occur together (greedy)."""
+    """Chooses cases in which any two values of two settings meet (greedy)."""
     rows = list(itertools.product(*grid.values()))
     np.random.default_rng(0).shuffle(rows)
     pairs = [frozenset(itertools.combinations(enumerate(row), 2)) for row in rows]
@@ -112,7 +112,7 @@ def _covering(grid: dict[str, tuple]) -> tuple[Case, ...]:
 
 
 def _with_few_heads(row: tuple) -> Case:
-    """Heads enough to tell apart: long cases compute for seconds a head."""
+    """Builds a case with few heads if it is long: they take seconds a head."""
     case = Case(*row)
     heads = max(2, case.group) if case.length > 100 else case.heads
     return dataclasses.replace(case, heads=heads)
@@ -136,7 +136,7 @@ class Problem:
     def of(
         cls, rng: np.random.Generator, case: Case, dtype: jnp.dtype = jnp.float32
     ) -> "Problem":
-        """Fresh random numbers each time, rounded to `dtype`, held in float64."""
+        """Draws operands, rounded to `dtype` and stored in float64."""
 
         def normal(*shape: int) -> np.ndarray:
             x = rng.standard_normal((case.batch, case.length, *shape))
@@ -164,25 +164,25 @@ class Answer:
     dv: np.ndarray
 
     def errors(self, truth: "Answer") -> dict[str, float]:
-        """Norm of each error relative to the norm of the truth; lse: largest."""
-        seen = np.isfinite(truth.lse)
-        assert (np.isneginf(self.lse) == ~seen).all(), "rows that see nothing differ"
+        """Returns the norm of each error relative to the norm of the truth."""
+        has_keys = np.isfinite(truth.lse)
+        assert (np.isneginf(self.lse) == ~has_keys).all(), "empty rows differ"
         both = {
             name: (getattr(self, name), getattr(truth, name))
             for name in ("out", "dq", "dk", "dv")
         }
-        both["lse"] = self.lse[seen], truth.lse[seen]
+        both["lse"] = self.lse[has_keys], truth.lse[has_keys]
         return {name: _relative_error(*pair) for name, pair in both.items()}
 
 
 def _relative_error(x: np.ndarray, truth: np.ndarray) -> float:
     # Inputs are of order one: where the truth is (nearly) zero, as dq is if only one
-    # key is seen, the error counts as it is.
+    # key is visible, the error is absolute.
     return float(np.linalg.norm(x - truth) / max(np.linalg.norm(truth), 1e-2))
 
 
 def solve(problem: Problem, dtype: jnp.dtype) -> Answer:
-    """The reference on one device, head after head, in float64 or a narrower type."""
+    """Runs the reference on one device, head after head, in float64 or narrower."""
     with jax.enable_x64(dtype == jnp.float64):
         kv_heads = problem.k.shape[2]
         group = problem.q.shape[2] // kv_heads
@@ -193,7 +193,7 @@ def solve(problem: Problem, dtype: jnp.dtype) -> Answer:
         np.concatenate(parts, -2) for parts in zip(*heads, strict=True)
     )
     shared = (*problem.k.shape[:2], kv_heads, group, problem.k.shape[3])
-    # Rounded once, after the sum over the group, as an answer in this type is.
+    # Rounded once, after the sum over the group, as results in this type are.
     with jax.enable_x64(dtype == jnp.float64):
         dk, dv = (
             np.asarray(jnp.asarray(x.reshape(shared).sum(3), dtype), np.float64)

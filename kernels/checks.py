@@ -1,4 +1,4 @@
-"""What the doors refuse before anything is computed."""
+"""Checks of the arguments of public functions, before anything is computed."""
 
 import math
 from typing import NamedTuple
@@ -16,10 +16,10 @@ TYPES = "float16", "bfloat16", "float32", "float64"
 
 
 def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """Refuses operands that are no attention problem.
+    """Checks that q (B, T, H, D), k and v (B, S, K, D) are an attention problem.
 
     Raises:
-      ValueError: says which of (B, T, H, D), (B, S, K, D), (B, S, K, D) is broken.
+      ValueError: names the shapes or types that do not fit together.
     """
     if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (q, k, v)):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
@@ -30,13 +30,13 @@ def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {shapes}")
     if 0 in (*q.shape, *k.shape):
-        raise ValueError(f"there is nothing to attend to: {shapes}")
+        raise ValueError(f"q, k and v must not be empty, got {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"batch and head size of q and k must agree, got {shapes}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads "
-            f"evenly: make H a multiple of K ({shapes})"
+            f"query heads H={q.shape[2]} must be a multiple of key/value heads "
+            f"K={k.shape[2]}, got {shapes}"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -49,7 +49,7 @@ def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def checked_scale(scale: float | None, head_size: int) -> float:
-    """The factor on the scores, 1/sqrt(D) unless given.
+    """Returns the factor on the scores, 1/sqrt(D) unless given.
 
     Raises:
       ValueError: it is not one finite number that is known while tracing.
@@ -63,22 +63,22 @@ def checked_scale(scale: float | None, head_size: int) -> float:
     if not math.isfinite(number):
         raise ValueError(
             f"scale must be one finite number that is known while tracing, got "
-            f"{scale!s:.60}: multiply q by what is not"
+            f"{scale!s:.60}: multiply q by one that is not"
         )
     return number
 
 
 def check_visible(q: jax.Array, visible: Visible) -> Visible:
-    """Refuses what are no bounds of the queries q, (B, T, H, D).
+    """Checks bounds of the queries q (B, T, H, D), and returns them.
 
     Raises:
-      ValueError: they are no signed integers, or not (B, T) or (1, T).
+      ValueError: they are not signed integers, or not (B, T) or (1, T).
     """
     is_pair = isinstance(visible, tuple) and len(visible) == 2
     if not is_pair or not all(isinstance(bound, Array) for bound in visible):
         kind = getattr(visible, "__name__", type(visible).__name__)
         raise ValueError(
-            "visible must be a mask, as masks.causal() with its parentheses, or (of a "
+            "visible must be a mask, as masks.causal() with its parentheses, or (for a "
             f"cache always) masks.Visible of two arrays, got {kind}"
         )
     visible = Visible(*visible)
@@ -100,12 +100,12 @@ def check_visible(q: jax.Array, visible: Visible) -> Visible:
 def checked_bounds(
     q: jax.Array, visible: Visible, num_keys: int, index: np.ndarray | None = None
 ) -> Visible:
-    """Bounds as JAX arrays, clipped to the `num_keys` indices there are.
+    """Returns bounds as JAX arrays, clipped to [0, num_keys].
 
     index: of each query in the sequence, (T,), where they are not in order.
 
     Raises:
-      ValueError: they are no signed integers, not (B, T) or (1, T), or decrease along
+      ValueError: they are not signed integers, not (B, T) or (1, T), or decrease along
         the sequence (checked where values are known, that is, outside of `jit`).
     """
     visible = check_visible(q, visible)
@@ -128,16 +128,16 @@ def _clipped(bound: Array, num_keys: int) -> Array:
 def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
     """Checks that bounds do not decrease along the sequence, also while tracing.
 
-    `attention` and `make_ring_attention` do where values are known. Under `jit` they
-    trust what they are given, and answer wrongly where it decreases. This makes it an
-    error there too: call it in a function, and give that to `checkify.checkify`.
+    `attention` and `make_ring_attention` do where values are known. Under `jit` they do
+    not, and decreasing bounds give wrong results. This makes it an error there too:
+    call it in a function, and pass that to `checkify.checkify`.
 
     visible: bounds (B or 1, T).
     index: of each query in the sequence, (T,), where they are not in order, as on a
       ring (`layout.order`).
 
     Raises:
-      ValueError: bounds that are known decrease: names the first place.
+      ValueError: known bounds decrease: names the first place.
     """
     for name, bound in visible._asdict().items():
         values = known(bound)
@@ -148,20 +148,20 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
         if decreases.size == 0:
             continue
         row, place = divmod(decreases.argmax(), decreases.shape[1])
-        told = {"row": row, "place": place}
-        told |= {"before": bound[row, place], "after": bound[row, place + 1]}
+        values_there = {"before": bound[row, place], "after": bound[row, place + 1]}
+        where = {"row": row, "place": place} | values_there
         message = (
             f"visible bounds must not decrease along the sequence, got {name} of row "
             "{row}: {before} at {place} and {after} after it"
         )
         if values is None:
-            checkify.check(~decreases.any(), message, **told)
+            checkify.check(~decreases.any(), message, **where)
         elif decreases.any():
-            raise ValueError(message.format(**told))
+            raise ValueError(message.format(**where))
 
 
 class Axes(NamedTuple):
-    """Axes of a mesh: those of the ring, of the batch, and that of the heads if any."""
+    """Mesh axes of the ring, of the batch, and of the heads if any."""
 
     ring: tuple[str, ...]
     batch: tuple[str, ...]
@@ -174,10 +174,10 @@ def checked_axes(
     batch_axes: str | tuple[str, ...] | None,
     head_axis: str | None,
 ) -> Axes:
-    """What the sequence, the batch and the heads are sharded over.
+    """Returns the axes that the sequence, the batch and the heads are sharded over.
 
-    batch_axes, head_axis: None for what the mesh has of data and fsdp, and of tensor,
-      but for the ring's.
+    batch_axes, head_axis: None for those of "data" and "fsdp", and "tensor", that the
+      mesh has and the ring does not use.
 
     Raises:
       ValueError: the mesh lacks one of them, or one is named twice.

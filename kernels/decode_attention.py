@@ -1,12 +1,12 @@
 """Attention of a few new tokens to a KV cache whose slots are sharded over the ring.
 
-Every member of the ring computes the attention of all new queries to the slots that it
-holds, and the partial results are merged: what travels is as large as the queries, not
-as the cache. What a query sees is told by the index of the token in each slot, so that
+Every device of the ring computes the attention of all new queries to the slots that it
+holds, and the partial results are merged: the data sent is as large as the queries, not
+as the cache. The mask is computed from the index of the token in each slot, so that
 slots may be filled in any order, and rows of a batch may differ in length.
 
 Caches are stacks of layers: (Y, B, S, K, D), Y layers and S slots in all, of which each
-member holds S / N. They are written in place, where the compiler may reuse them.
+device holds S / N. They are written in place where the compiler can reuse them.
 """
 
 import math
@@ -27,13 +27,13 @@ from .precision import product
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """Writes to, and attends to, caches on a mesh.
+    """Writes to, and attention to, caches on a mesh.
 
     mesh: has the `ring_axes`, which make up one ring.
     batch_axes, head_axis, scale: as in `ring.make_ring_attention`.
 
     Raises:
-      ValueError: the mesh has no such axes, or the scale is no finite number.
+      ValueError: the mesh has no such axes, or the scale is not a finite number.
     """
 
     mesh: Mesh
@@ -52,19 +52,19 @@ class CachedAttention:
         return math.prod(self.mesh.shape[axis] for axis in self._axes.ring)
 
     def fill(self, stack: jax.Array, new: jax.Array, layer: jax.Array) -> jax.Array:
-        """Puts each member's shard of `new` (B, T, …) into its first slots.
+        """Writes each device's shard of `new` (B, T, …) to its first slots.
 
         stack: (Y, B, S, …), T at most S and a multiple of N.
 
         Raises:
-          ValueError: T is not, the tokens are not of the stack's shape and type, or
+          ValueError: T is not, the tokens do not have the stack's shape and type, or
             there is no such layer.
         """
         _check_new(stack, new, layer)
         if new.shape[1] > stack.shape[2] or new.shape[1] % self.ring_size:
             raise ValueError(
-                f"{new.shape[1]} tokens do not go into a cache of {stack.shape[2]} "
-                f"slots over a ring of {self.ring_size}: give it more slots, and pad "
+                f"tokens must fit a cache of {stack.shape[2]} slots over a ring of "
+                f"{self.ring_size}, got {new.shape[1]}: give it more slots, and pad "
                 "the tokens to a multiple of the ring"
             )
 
@@ -84,13 +84,14 @@ class CachedAttention:
         member: jax.Array,
         slot: jax.Array,
     ) -> jax.Array:
-        """Puts `new` (B, m, …) into slots `slot` … `slot + m - 1` of one member.
+        """Writes `new` (B, m, …) to slots `slot` … `slot + m - 1` of one ring member.
 
-        stack: (Y, B, S, …). Layer, member and slots must be there, which is checked
-          where they are known: under `jit` XLA moves what is not back over others.
+        stack: (Y, B, S, …). Layer, member and slots must exist, which is checked where
+          they are known: under `jit` XLA clamps them, and overwrites other slots.
 
         Raises:
-          ValueError: they are not, or the tokens are not of the stack's shape and type.
+          ValueError: they do not exist, or the tokens do not have the stack's shape and
+            type.
         """
         _check_new(stack, new, layer)
         _check_place("member", member, self.ring_size)
@@ -124,7 +125,7 @@ class CachedAttention:
         visible: Visible,
         layer: jax.Array,
     ) -> jax.Array:
-        """Attention of q (B, m, H, D) to a layer of the cache: (B, m, H, D), as q.
+        """Computes attention of q (B, m, H, D) to a layer of the cache: as q.
 
         keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
         visible: k_start, k_end int32 (B, m), half-open interval of the key indices that
@@ -180,12 +181,12 @@ class CachedAttention:
         return (self._axes.heads, None)[: rank - 3]
 
     def _stack(self, stack: jax.Array) -> PartitionSpec:
-        """Of (Y, B, S) or (Y, B, S, K, D)."""
+        """Returns the spec of a stack (Y, B, S) or (Y, B, S, K, D)."""
         heads = self._heads(stack.ndim)
         return PartitionSpec(None, self._axes.batch, self._axes.ring, *heads)
 
     def _whole(self, stack: jax.Array) -> PartitionSpec:
-        """Of new tokens for the stack, which every member of the ring has."""
+        """Returns the spec of new tokens for it, replicated over the ring."""
         return PartitionSpec(self._axes.batch, None, *self._heads(stack.ndim))
 
     def _over_mesh(
@@ -205,7 +206,7 @@ class CachedAttention:
 
 
 def _check_new(stack: jax.Array, new: jax.Array, layer: jax.Array) -> None:
-    """Refuses tokens of which XLA would write a part, or elsewhere."""
+    """Refuses tokens that XLA would broadcast, cast or write elsewhere."""
     want = stack.shape[1], *stack.shape[3:]
     got = *new.shape[:1], *new.shape[2:]
     if got != want or new.shape[1] == 0 or new.dtype != stack.dtype:
@@ -234,10 +235,11 @@ def _partial(
     batch, length, heads, depth = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
-    s = scale * product("btkgd,bskd->bkgts", q, k)
-    s = jnp.where(mask[:, None, None], s, -jnp.inf)
-    lse = jax.nn.logsumexp(s, axis=-1)
-    # Where nothing is seen, lse is -inf and the difference nan.
-    p = jnp.where(mask[:, None, None], jnp.exp(s - lse[..., None]), 0)
-    out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v)
+    mask = mask[:, None, None]  # (B, 1, 1, T, S)
+    s = scale * product("btkgd,bskd->bkgts", q, k)  # (B, K, G, T, S)
+    s = jnp.where(mask, s, -jnp.inf)
+    lse = jax.nn.logsumexp(s, axis=-1)  # (B, K, G, T)
+    # In rows without visible keys lse is -inf and the difference nan.
+    p = jnp.where(mask, jnp.exp(s - lse[..., None]), 0)  # (B, K, G, T, S)
+    out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v)  # (B, T, K, G, D)
     return out.reshape(batch, length, heads, depth), lse.reshape(batch, heads, length)

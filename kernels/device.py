@@ -1,13 +1,13 @@
-"""What kind of device a program is compiled for."""
+"""Detection of the device that a program is compiled for."""
 
 import jax
 
 
 def device_kind() -> str:
-    """Its name, as "TPU v4" or "NVIDIA H200".
+    """Returns its kind, as "TPU v4" or "NVIDIA H200".
 
-    That of the mesh in use, if the mesh says which devices it describes, and else of
-    this process's devices.
+    That of the mesh in use, if the mesh names its devices, else of this process's
+    devices.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     return (described or jax.devices()[0]).device_kind

@@ -1,4 +1,4 @@
-"""What is known of arguments while a program is traced, and can be refused there."""
+"""Checks of arguments whose values are known while a program is traced."""
 
 import operator
 
@@ -7,10 +7,10 @@ import numpy as np
 
 
 def known(array: jax.Array | np.ndarray) -> np.ndarray | None:
-    """The values of an array, or None where they are not known, as under `jit`.
+    """Returns the values of an array, or None where they are not known, as under `jit`.
 
-    Waits for an array that is still computed. Nothing is known of an array of which
-    other processes hold a part.
+    Waits for an array that is still computed. Returns None for an array of which other
+    processes hold a part.
     """
     if isinstance(array, jax.core.Tracer):
         return None
@@ -19,7 +19,7 @@ def known(array: jax.Array | np.ndarray) -> np.ndarray | None:
 
 
 def whole_number(name: str, value: int, least: int) -> int:
-    """Checks a number of tokens, devices or the like.
+    """Checks a number of tokens, devices or the like, and returns it.
 
     Raises:
       ValueError: names the argument: `value` is not a whole number that is known while

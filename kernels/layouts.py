@@ -1,4 +1,4 @@
-"""Layouts: which tokens of the sequence each shard of the ring holds.
+"""Layouts: the assignment of a sequence's tokens to the shards of a ring.
 
 A layout answers two questions, for a ring of N shards of L slots each:
 
@@ -27,23 +27,23 @@ Number = int | Array
 
 
 class Layout(Protocol):
-    """What a new layout has to provide."""
+    """Interface of a layout."""
 
     def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
-        """Global index of every slot of `shard`: int32 (L,), increasing."""
+        """Returns the global index of every slot of `shard`: int32 (L,), increasing."""
 
     def count(
         self, shard: Number, bound: Array, ring_size: int, shard_length: int
     ) -> Array:
-        """How many tokens of `shard` have an index below `bound` (any shape)."""
+        """Counts the tokens of `shard` with an index below `bound` (any shape)."""
 
     def divisor(self, ring_size: int) -> int:
-        """The number that a whole sequence's length has to be a multiple of."""
+        """Returns the number that a sequence's length must be a multiple of."""
 
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Shard d holds the tokens d·L … (d + 1)·L - 1 (Ring Attention, 2310.01889)."""
+    """Layout in which shard d holds the tokens d·L … (d + 1)·L - 1 (2310.01889)."""
 
     def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
         return shard * shard_length + _slots(shard, shard_length)
@@ -59,9 +59,9 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class Striped:
-    """Tokens are dealt out in turn, `granule` at a time.
+    """Layout that assigns blocks of `granule` tokens to the shards round-robin.
 
-    Striped Attention (2311.09431) has granule 1. In-context RL deals whole steps.
+    Striped Attention (2311.09431) has granule 1. In-context RL assigns whole steps.
     """
 
     granule: int = 1
@@ -71,17 +71,15 @@ class Striped:
 
     def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
         slot = _slots(shard, shard_length)
-        turn, place = slot // self.granule, slot % self.granule
-        return (turn * ring_size + shard) * self.granule + place
+        block, place = slot // self.granule, slot % self.granule
+        return (block * ring_size + shard) * self.granule + place
 
     def count(
         self, shard: Number, bound: Array, ring_size: int, shard_length: int
     ) -> Array:
-        turn = (
-            ring_size * self.granule
-        )  # tokens dealt before it is a shard's turn again
-        rest = (bound % turn - shard * self.granule).clip(0, self.granule)
-        return (bound // turn * self.granule + rest).clip(0, shard_length)
+        period = ring_size * self.granule  # tokens between two blocks of a shard
+        rest = (bound % period - shard * self.granule).clip(0, self.granule)
+        return (bound // period * self.granule + rest).clip(0, shard_length)
 
     def divisor(self, ring_size: int) -> int:
         return ring_size * self.granule
@@ -89,12 +87,12 @@ class Striped:
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Of 2N chunks, shard d holds the d-th from the front and the d-th from the end."""
+    """Layout in which shard d holds the chunks d and 2N - 1 - d of 2N chunks."""
 
     def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
         chunk = shard_length // 2
         slot = _slots(shard, shard_length)
-        late = (2 * ring_size - 2 - 2 * shard) * chunk  # what the second chunk jumps
+        late = (2 * ring_size - 2 - 2 * shard) * chunk  # tokens between the two chunks
         return shard * chunk + slot + (slot >= chunk).astype(slot.dtype) * late
 
     def count(
@@ -112,19 +110,21 @@ class Zigzag:
 def order(
     layout: Layout, ring_size: int, length: int, part: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Global indices in layout order, shard after shard: int32 (length,).
+    """Returns global indices in layout order, shard after shard: int32 (length,).
 
-    part: slots to give, from one to the one after the last; only the shards that they
-      lie in are looked at. None: all of them.
+    part: half-open range of slots to return; only the shards that hold them are
+      computed. None: all of them.
 
     Raises:
-      ValueError: `length` does not divide into the layout's shards, or there are no
-        such slots.
+      ValueError: `length` does not divide into the layout's shards, or `part` is not
+        within it.
     """
     check_length(layout, ring_size, length)
     first, stop = (0, length) if part is None else part
     if not 0 <= first <= stop <= length:
-        raise ValueError(f"{part=} are no slots of a sequence of {length} tokens")
+        raise ValueError(
+            f"part must be slots of a sequence of {length} tokens, got {part}"
+        )
     size = length // ring_size
     shards = range(first // size, -(-stop // size)) if first < stop else range(0)
     wholes = [np.asarray(layout.index(shard, ring_size, size)) for shard in shards]
@@ -145,7 +145,7 @@ def unpermute(x: Array, layout: Layout, ring_size: int, axis: int = 1) -> Array:
 
 
 def padded_length(layout: Layout, ring_size: int, length: int) -> int:
-    """The smallest length, not below `length`, that the layout can shard."""
+    """Returns the smallest length from `length` on that the layout can shard."""
     divisor = layout.divisor(ring_size)
     return -(-length // divisor) * divisor
 
@@ -154,7 +154,7 @@ def check_length(layout: Layout, ring_size: int, length: int) -> None:
     """Checks that a sequence can be cut into the shards of a layout.
 
     Raises:
-      ValueError: there is no such layout or ring, or `length` does not divide.
+      ValueError: the layout or ring size is not one, or `length` does not divide.
     """
     if isinstance(layout, type) or not hasattr(layout, "divisor"):
         raise ValueError(
@@ -168,7 +168,7 @@ def check_length(layout: Layout, ring_size: int, length: int) -> None:
         raise ValueError(
             f"a sequence of {length} tokens does not divide into {ring_size} shards "
             f"of {layout}: pad it to {padded_length(layout, ring_size, length)}, a "
-            f"multiple of {divisor} (see layout.padded_length and masks.padding)"
+            f"multiple of {divisor} (see layouts.padded_length and masks.padding)"
         )
 
 

@@ -7,7 +7,7 @@ result over both sets exactly (Ring Attention's running max and sum in another f
     out = σ(lse₁ - lse₂) · out₁ + σ(lse₂ - lse₁) · out₂
     lse = lse₁ - log σ(lse₁ - lse₂)
 
-A row that has seen nothing has out = 0 and lse = -inf, and changes nothing.
+A row without visible keys has out = 0 and lse = -inf, and changes nothing.
 """
 
 import jax
@@ -30,7 +30,7 @@ def merge(first: Partial, second: Partial) -> Partial:
 
 
 def _weight(gap: jax.Array) -> jax.Array:
-    """(B, H, T) -> (B, T, H, 1)."""
+    """Returns the sigmoid of (B, H, T), as (B, T, H, 1)."""
     return jnp.swapaxes(jax.nn.sigmoid(gap), 1, 2)[..., None]
 
 
@@ -41,7 +41,7 @@ def merge_over(axis_name: str | tuple[str, ...], partial: Partial) -> Partial:
     """
     out, lse = partial
     highest = jax.lax.pmax(lse, axis_name)
-    # Where nobody has seen anything, any finite number keeps the weights from nan.
+    # Where no device has visible keys, any finite number keeps the weights from nan.
     highest = jnp.where(highest == -jnp.inf, 0, highest)
     weight = jnp.exp(lse - highest)
     total = jax.lax.psum(weight, axis_name)

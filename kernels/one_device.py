@@ -1,4 +1,4 @@
-"""The door for one device: exact attention of queries to what a mask lets them see."""
+"""Exact attention on one device, under any mask of `masks`."""
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +19,25 @@ def attention(
     scale: float | None = None,
     implementation: str | Backend | None = None,
 ) -> jax.Array:
-    """softmax(scale · q kᵀ) v over the visible keys, differentiable in q, k and v.
+    """Returns softmax(scale · q kᵀ) v over the visible keys; differentiable in q, k, v.
 
     q: (B, T, H, D). k, v: (B, S, K, D), H a multiple of K; query head h reads
       key/value head h // (H // K).
     visible: a mask of `masks`, or `Visible` bounds (B or 1, T) of key indices, neither
       of them decreasing along T. Decreasing ones are refused where values are known;
-      under `jit` they are not, and the result is wrong: see
-      `operands.check_increasing`. What the mask's `padding` hides may hold anything;
-      all else must be finite, and all of it where bounds are given, as nan may reach
-      queries that do not see it.
+      under `jit` they are not, and the result is wrong: see `checks.check_increasing`.
+      Tokens that the mask's `padding` covers may hold anything; all others must be
+      finite, and all of them where bounds are given, as nan spreads to queries from
+      which it is masked.
     scale: factor on the scores, 1/sqrt(D) unless given; a number, not traced.
     implementation: "reference" (whole score matrix), "blockwise" (XLA loops over the
       live tiles), "pallas_tpu" (kernels for TPUs), "hopper" (for H100 and H200, in 16
-      bits), "hopper_deterministic" (the same gradients each time) or "triton" (for
-      other NVIDIA GPUs); a named one runs or raises, None takes the best there is.
+      bits), "hopper_deterministic" (the same gradients each time), "triton" (for other
+      NVIDIA GPUs), or a `backends.Backend`. A named one runs or raises; None takes the
+      best one for the device.
 
     Returns:
-      (B, T, H, D) in the type of q; zeros for a query that sees nothing.
+      (B, T, H, D) in the type of q; zeros for a query without visible keys.
 
     Raises:
       ValueError: operands or bounds that do not fit together, or an unknown
@@ -56,11 +57,11 @@ def attention_with_lse(
     scale: float | None = None,
     implementation: str | Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `attention`, with the log of each softmax's sum, for `merge.merge`.
+    """Computes `attention` and the log of each softmax's sum, for `merge.merge`.
 
     Returns:
-      out, and lse (B, H, T) in float32, natural logarithm, -inf for a query that sees
-      nothing. Both are differentiable.
+      out, and lse (B, H, T) in float32, natural logarithm, -inf for a query without
+      visible keys. Both are differentiable.
     """
     check_operands(q, k, v)
     scale = checked_scale(scale, q.shape[-1])

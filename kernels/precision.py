@@ -1,26 +1,31 @@
 """Matrix products with operands of the inputs' type and wide sums."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
+LOG2_E = math.log2(math.e)
+"""Kernels compute exp(x) as exp2(LOG2_E * x)."""
+
 
 def accumulator_type(dtype: jnp.dtype) -> jnp.dtype:
-    """The type of scores and sums: float32, or float64 for float64 operands."""
+    """Returns the type of scores and sums: float32, or float64 for float64 operands."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def gradient_factors(scale: float, dtype: jnp.dtype) -> tuple[float, float]:
-    """By what gradients of scores are multiplied before they are rounded, and after.
+    """Returns the factors on ds before it is rounded to `dtype`, and on dq, dk after.
 
-    The scale is one of the two: the latter in float16, whose small numbers have few
-    digits, and where it is too small or too large for those of float32.
+    The scale is one of the two: the second in float16, whose small numbers have few
+    digits, and where it is too small or too large for float32.
     """
     is_ordinary = scale == 0 or 2.0**-64 <= abs(scale) <= 2.0**64
     return (scale, 1.0) if is_ordinary and dtype != jnp.float16 else (1.0, scale)
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum of two arrays of one type that adds up, and answers, in a wide type.
+    """Computes an einsum of two arrays of one type; sums and result are wider.
 
     float32 operands get true float32 products on every device.
     """

@@ -1,14 +1,14 @@
 """Ring attention: exact attention over a sequence sharded over a ring of devices.
 
-Every device keeps its queries; keys and values travel from neighbour to neighbour, one
-hop at a time, behind the attention to those that are there already (Ring Attention,
-2310.01889). Backward, dq stays, and dk and dv travel after their keys and values, one
-hop behind, so that their transfer hides behind the next hop's work too; some of the
-work at home is kept for the last.
+Every device keeps its queries. In each ring step, keys and values are sent to the next
+device while those that have arrived are attended to (Ring Attention, 2310.01889). In
+the backward pass dq stays, and dk and dv follow their keys and values one step behind,
+so that the next step's compute overlaps their transfer too; half of the local block's
+queries are deferred to overlap the last transfer.
 
-What a query sees of a visiting shard is an interval of the shard's slots, counted by
-the layout: neither this file nor the kernels know layouts or masks. A ring of one
-device is attention on that device.
+A query's keys on a visiting shard are an interval of the shard's slots, counted by the
+layout: neither this file nor the kernels know layouts or masks. A ring of one device is
+attention on that device.
 """
 
 import functools
@@ -32,28 +32,29 @@ from .layouts import Layout, check_length, order
 from .masks import Mask, Visible, full
 from .precision import product
 
-UNROLLED_HOPS = 16
-"""Longer rings are compiled as a loop, whose compile time does not grow with them."""
+UNROLLED_STEPS = 16
+"""Rings with more steps are compiled as a loop: its compile time does not grow."""
 
-HOPS_A_TURN = 2
-"""Of that loop: keys take turns in two buffers, and are not copied back into one."""
+LOOP_UNROLL = 2
+"""Ring steps in an iteration of that loop: keys alternate between two buffers, and are
+not copied back into one."""
 
 LANES = 128
-"""What a TPU's memory pads the last dimension of arrays to."""
+"""A TPU's memory pads the last dimension of arrays to a multiple of this."""
 
 Pair = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What is known of a ring when it is compiled.
+    """Static parameters of a ring.
 
     axis_name: mesh axis around which keys and values travel, or axes that make up one
       ring; None for a ring of one.
     size: devices in the ring.
-    layout: says which indices a shard holds.
+    layout: which indices a shard holds.
     scale: factor on the scores.
-    backend: the attention step (see `backend`).
+    backend: the attention step (see `backends`).
     """
 
     axis_name: str | tuple[str, ...] | None
@@ -63,27 +64,26 @@ class Ring:
     backend: Backend
 
     def shard(self) -> jax.Array | int:
-        """The number of the shard that this device's queries belong to."""
+        """Returns the number of the shard that this device's queries belong to."""
         return lax.axis_index(self.axis_name) if self.size > 1 else 0
 
     def slots(self, shard: jax.Array | int, visible: Visible, length: int) -> Pair:
         """Returns the interval [k_start, k_end) of visible slots of a shard."""
-        k_start, k_end = (
-            self.layout.count(shard, bound, self.size, length) for bound in visible
-        )
-        return k_start, k_end
+        k_start = self.layout.count(shard, visible.k_start, self.size, length)
+        k_end = self.layout.count(shard, visible.k_end, self.size, length)
+        return k_start, k_end  # as visible, (B or 1, L)
 
     def rotate(self, arrays: Pair) -> Pair:
-        """Hands the arrays to the next device of the ring."""
+        """Sends the arrays to the next device of the ring."""
         neighbours = [(d, (d + 1) % self.size) for d in range(self.size)]
         return lax.ppermute(arrays, self.axis_name, neighbours)
 
     def as_read(self, x: jax.Array) -> jax.Array:
-        """(B, L, H, D) as a TPU's kernels read it: in memory (B, H, L, D), whole lanes.
+        """Lays out (B, L, H, D) as a TPU's kernels read it: (B, H, L, D) in memory.
 
-        D is padded to a multiple of 128, which it takes in a TPU's memory anyway. What
-        travels like this arrives like this; else it would be brought into order and
-        padded in every hop. Elsewhere, and where nothing travels, x stays as it is.
+        D is padded to a multiple of 128, which it takes in a TPU's memory anyway. An
+        array sent like this arrives like this; otherwise each ring step would transpose
+        and pad it. On other devices, and in a ring of one, x is returned unchanged.
         """
         if self.size == 1 or not device_kind().startswith("TPU"):
             return x
@@ -101,7 +101,7 @@ def attend(
     k_start: jax.Array,
     k_end: jax.Array,
 ) -> Pair:
-    """Attention of the local queries to the keys of the whole ring.
+    """Returns the attention of the local queries to the keys of the whole ring.
 
     q: (B, L, H, D). k, v: (B, L, K, D), the local shards.
     k_start, k_end: int32 (B, L) or (1, L), half-open interval of the key indices that
@@ -114,11 +114,11 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, k_start, k_end):
-    kv = ring.as_read(k), ring.as_read(v)
-    out, lse = _forward_hops(ring, ring.as_read(q), kv, Visible(k_start, k_end))
-    out = out[..., : q.shape[-1]]
+    kv = ring.as_read(k), ring.as_read(v)  # (B, L, K, D), or D in whole lanes
+    out, lse = _forward_steps(ring, ring.as_read(q), kv, Visible(k_start, k_end))
+    out = out[..., : q.shape[-1]]  # (B, L, H, D)
     # Named here, where the backward's residuals are made, so that a remat policy can
-    # keep these two and the ring need not run again (names outside have no effect).
+    # save these two and not rerun the ring (names given outside have no effect).
     out = checkpoint_name(out.astype(q.dtype), "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     return (out, lse), (q, k, v, k_start, k_end, out, lse)
@@ -127,46 +127,46 @@ def _attend_forward(ring, q, k, v, k_start, k_end):
 def _attend_backward(ring, residuals, cotangents):
     q, k, v, k_start, k_end, out, lse = residuals
     do, d_lse = cotangents
-    # d lse / d scores is p, and so is d out / d scores but for delta: they join here.
-    delta = product("bthd,bthd->bht", out, do) - d_lse
+    # ds = p · (dp - delta) + p · d_lse: the gradient of lse joins delta.
+    delta = product("bthd,bthd->bht", out, do) - d_lse  # (B, H, L)
     rows = ring.as_read(q), ring.as_read(do), lse, delta
     kv = ring.as_read(k), ring.as_read(v)
-    gradients = _backward_hops(ring, rows, kv, Visible(k_start, k_end))
+    gradients = _backward_steps(ring, rows, kv, Visible(k_start, k_end))
     return *(x[..., : q.shape[-1]].astype(q.dtype) for x in gradients), None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward_hops(ring: Ring, q: jax.Array, kv: Pair, visible: Visible) -> Pair:
+def _forward_steps(ring: Ring, q: jax.Array, kv: Pair, visible: Visible) -> Pair:
     length = kv[0].shape[1]
 
-    def compute(hop, kv, carry):
-        source = (ring.shard() - hop) % ring.size
+    def compute(step, kv, carry):
+        source = (ring.shard() - step) % ring.size
         bounds = ring.slots(source, visible, length)
         return ring.backend.forward(q, *kv, *bounds, scale=ring.scale, carry=carry)
 
-    def hop_and_rotate(hop, kv, carry):
+    def step_and_rotate(step, kv, carry):
         arriving = ring.rotate(kv)
-        carry = compute(hop, kv, carry)
+        carry = compute(step, kv, carry)
         # Without the barrier XLA may start all transfers at once, or late.
         return lax.optimization_barrier((arriving, carry))
 
     if ring.size == 1:
         return compute(0, kv, None)
-    state = hop_and_rotate(0, kv, None)
-    state = _loop(1, ring.size - 1, hop_and_rotate, state)
+    state = step_and_rotate(0, kv, None)
+    state = _loop(1, ring.size - 1, step_and_rotate, state)
     return compute(ring.size - 1, *state)
 
 
-def _backward_hops(
+def _backward_steps(
     ring: Ring, fixed: tuple[jax.Array, ...], kv: Pair, visible: Visible
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, do, lse, delta = fixed
     length = kv[0].shape[1]
 
-    def bounds(hop):
-        return ring.slots((ring.shard() - hop) % ring.size, visible, length)
+    def bounds(step):
+        return ring.slots((ring.shard() - step) % ring.size, visible, length)
 
     def compute(bounds, kv, dq):
         dq, dk, dv = ring.backend.backward(
@@ -174,40 +174,40 @@ def _backward_hops(
         )
         return dq, (dk, dv)
 
-    def hop_and_rotate(hop, kv, dq, gathered):
-        # What has been gathered for these keys follows them, one hop behind.
-        arriving, gathered = ring.rotate(kv), ring.rotate(gathered)
-        dq, share = compute(bounds(hop), kv, dq)
-        arriving, gathered, dq, share = lax.optimization_barrier(
-            (arriving, gathered, dq, share)
+    def step_and_rotate(step, kv, dq, dkv):
+        # The gradients summed so far for these keys follow them, one step behind.
+        arriving, dkv = ring.rotate(kv), ring.rotate(dkv)
+        dq, partial = compute(bounds(step), kv, dq)
+        arriving, dkv, dq, partial = lax.optimization_barrier(
+            (arriving, dkv, dq, partial)
         )
-        return arriving, dq, _add(gathered, share)
+        return arriving, dq, _add(dkv, partial)
 
-    dq = jnp.zeros(q.shape, lse.dtype)
+    dq = jnp.zeros(q.shape, lse.dtype)  # (B, L, H, D)
     if ring.size == 1:
         dq, (dk, dv) = compute(bounds(0), kv, dq)
         return dq, dk, dv
-    # Keys at home are attended to by halves: before they leave, so that this hides the
-    # first transfer, and when what was gathered comes home, which hides the last.
+    # The local block is computed in halves: the first half of the queries overlaps the
+    # first transfer of keys, the second half the transfer of dk and dv to their owner.
     early, late = halves(bounds(0), length)
     arriving = ring.rotate(kv)
-    dq, share = compute(early, kv, dq)
-    state = lax.optimization_barrier((arriving, dq, share))
-    visiting, dq, gathered = _loop(1, ring.size - 1, hop_and_rotate, state)
-    gathered = ring.rotate(gathered)
-    dq, share = compute(bounds(ring.size - 1), visiting, dq)
-    gathered, dq, share = lax.optimization_barrier((gathered, dq, share))
-    gathered = ring.rotate(_add(gathered, share))
-    dq, share = compute(late, kv, dq)
-    gathered, dq, share = lax.optimization_barrier((gathered, dq, share))
-    return dq, *_add(gathered, share)
+    dq, partial = compute(early, kv, dq)
+    state = lax.optimization_barrier((arriving, dq, partial))
+    visiting, dq, dkv = _loop(1, ring.size - 1, step_and_rotate, state)
+    dkv = ring.rotate(dkv)
+    dq, partial = compute(bounds(ring.size - 1), visiting, dq)
+    dkv, dq, partial = lax.optimization_barrier((dkv, dq, partial))
+    dkv = ring.rotate(_add(dkv, partial))
+    dq, partial = compute(late, kv, dq)
+    dkv, dq, partial = lax.optimization_barrier((dkv, dq, partial))
+    return dq, *_add(dkv, partial)
 
 
 def halves(bounds: Pair, length: int) -> tuple[Pair, Pair]:
-    """The intervals of the first half of the queries, and those of the second.
+    """Splits intervals into those of the first half of the queries, and of the second.
 
-    bounds: (B, L) each, within [0, length]. The other half sees nothing, from the end
-    of the keys, or before their beginning: bounds do not decrease along the queries.
+    bounds: (B, L) each, within [0, length]. The other half's are empty, at the end of
+    the keys or at their start, so that bounds do not decrease along the queries.
     """
     first = np.arange(bounds[0].shape[1]) < bounds[0].shape[1] // 2
     early = tuple(jnp.where(first, bound, length) for bound in bounds)
@@ -216,19 +216,19 @@ def halves(bounds: Pair, length: int) -> tuple[Pair, Pair]:
 
 
 def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
-    """Runs `state = body(hop, *state)` for the hops first … end - 1."""
-    if end - first < UNROLLED_HOPS:
-        for hop in range(first, end):
-            state = body(hop, *state)
+    """Runs `state = body(step, *state)` for the ring steps first … end - 1."""
+    if end - first < UNROLLED_STEPS:
+        for step in range(first, end):
+            state = body(step, *state)
         return state
-    hops = jnp.arange(first, end, dtype=jnp.int32)
+    steps = jnp.arange(first, end, dtype=jnp.int32)
     return lax.scan(
-        lambda state, hop: (body(hop, *state), None), state, hops, unroll=HOPS_A_TURN
+        lambda state, step: (body(step, *state), None), state, steps, unroll=LOOP_UNROLL
     )[0]
 
 
-def _add(gathered: Pair, share: Pair) -> Pair:
-    return gathered[0] + share[0], gathered[1] + share[1]
+def _add(dkv: Pair, partial: Pair) -> Pair:
+    return dkv[0] + partial[0], dkv[1] + partial[1]
 
 
 def ring_attention(
@@ -243,16 +243,16 @@ def ring_attention(
     scale: float | None = None,
     implementation: str | Backend | None = None,
 ) -> jax.Array:
-    """Attention over the ring `axis_name`, inside `shard_map`, on local shards.
+    """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
 
     Arguments and result as in `attend`, q in the order of `layout`; `scale` is
-    1/sqrt(D) unless given, `implementation` as in `one_device.attention`. What is
-    padding cannot be told from bounds: all operands must be finite, or see
-    `Mask.fill_padding`. Bounds that decrease are not found here, as they are traced:
-    see `operands.check_increasing`.
+    1/sqrt(D) unless given, `implementation` as in `one_device.attention`. Bounds do not
+    say which tokens are padding: all operands must be finite, or see
+    `Mask.fill_padding`. Decreasing bounds are not refused here, as they are traced: see
+    `checks.check_increasing`.
 
     Raises:
-      ValueError: operands that do not fit together or are no shards of the layout, an
+      ValueError: operands that do not fit together or are not shards of the layout, an
         unknown implementation, or `shard_map` checks how values vary over the mesh.
     """
     check_operands(q, k, v)
@@ -264,8 +264,8 @@ def ring_attention(
     is_checked = any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v))
     if is_checked and backend is not reference:
         raise ValueError(
-            "ring_attention must run in jax.shard_map(..., check_vma=False), but for "
-            "implementation='reference': loops and kernels cannot say how their "
+            "ring_attention must run in jax.shard_map(..., check_vma=False), or with "
+            "implementation='reference': loops and kernels cannot declare how their "
             "results vary over the mesh"
         )
     ring = Ring(axis_name, size, layout, scale, backend)
@@ -282,21 +282,21 @@ def make_ring_attention(
     scale: float | None = None,
     implementation: str | Backend | None = None,
 ) -> Callable[..., jax.Array]:
-    """Ring attention on global arrays.
+    """Builds ring attention on global arrays.
 
     mesh: has `ring_axes`, which make up one ring, in the mesh's order.
-    batch_axes, head_axis: what batch and heads are sharded over; None for what the mesh
-      has of data and fsdp, and of tensor.
+    batch_axes, head_axis: axes that batch and heads are sharded over; None for those of
+      "data" and "fsdp", and "tensor", that the mesh has.
     layout, scale, implementation: as in `ring_attention`.
 
     Returns:
       attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, S, K, D), in layout
-      order along T and S (see `layout.permute`); `visible` a mask of `masks`, or
+      order along T and S (see `layouts.permute`); `visible` a mask of `masks`, or
       bounds (B or 1, T) in the order of q, as in `one_device.attention`.
 
     Raises:
       ValueError: the mesh has no such axes; from attend, shapes that cannot be sharded,
-        or bounds that are known and decrease.
+        or decreasing bounds whose values are known.
     """
     axes = checked_axes(mesh, ring_axes, batch_axes, head_axis)
     _check_order(mesh, axes.ring)
@@ -333,14 +333,14 @@ def make_ring_attention(
 
 
 def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Array]:
-    """From `ring_attention` of shards to that of q, k, v and bounds as a whole."""
+    """Maps `ring_attention` over the shards of global q, k, v and bounds."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible) -> jax.Array:
         array = PartitionSpec(axes.batch, axes.ring, axes.heads, None)
         rows = None if visible.k_start.shape[0] == 1 else axes.batch
         in_specs = (*(array,) * 3, *(PartitionSpec(rows, axes.ring),) * 2)
-        # Every axis is in the specs, so nothing is summed over it behind our back,
-        # and Pallas kernels cannot say how their results vary over the mesh.
+        # Every axis is in the specs, so shard_map sums nothing over it by itself, and
+        # Pallas kernels cannot declare how their results vary over the mesh.
         sharded = jax.shard_map(
             local, mesh=mesh, in_specs=in_specs, out_specs=array, check_vma=False
         )

@@ -1,4 +1,4 @@
-"""How (B, T, H, D) arrays are cut into the tiles that loops go over.
+"""Cutting (B, T, H, D) arrays into the tiles that loops go over.
 
 Rows of the query heads that share a key/value head are stacked in a tile: R = G ·
 block_q rows, G query heads. Batch rows that share their bounds are folded into the
@@ -16,7 +16,7 @@ from .precision import accumulator_type
 
 
 class Tiling(NamedTuple):
-    """Sizes of a problem and of its tiles, and the cuts between them."""
+    """Sizes of a problem and of its tiles, with methods that cut and join arrays."""
 
     block_q: int
     block_k: int
@@ -36,7 +36,7 @@ class Tiling(NamedTuple):
         k_start: jax.Array,
         sizes: BlockSizes,
     ) -> "Tiling":
-        """The tiling of an attention of q (B, T, H, D) to k (B, S, K, D).
+        """Builds the tiling of an attention of q (B, T, H, D) to k (B, S, K, D).
 
         k_start: bounds of the rows, (M, T).
         """
@@ -63,18 +63,18 @@ class Tiling(NamedTuple):
         return -(-self.keys // self.block_k)
 
     def places(self, tiles: int) -> tuple[jax.Array, jax.Array]:
-        """Every (row of bounds, tile), in order."""
+        """Returns every (row of bounds, tile), in order: two int32 arrays."""
         place = jnp.arange(self.bound_rows * tiles, dtype=jnp.int32)
         return place // tiles, place % tiles
 
-    def seen(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
-        """Mask of one tile, (R, block_k), from the bounds of its rows, (R,) each."""
+    def mask(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
+        """Returns the mask (R, block_k) of one tile from bounds of its rows, (R,)."""
         k_start, k_end = (bound[:, None] for bound in bounds)  # (R, 1)
         slot = j * self.block_k + jnp.arange(self.block_k, dtype=k_start.dtype)
         return in_interval(k_start, slot, k_end)
 
     def split_queries(self, x: jax.Array) -> jax.Array:
-        """(B, T, H, D) -> (M, X, query tiles, R, D), zeros after the end."""
+        """Cuts (B, T, H, D) to (M, X, query tiles, R, D), zeros after the end."""
         x = _pad(x, 1, self.query_tiles * self.block_q)
         m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
         x = x.reshape(m, -1, tiles, self.block_q, self.kv_heads, self.group, depth)
@@ -82,7 +82,7 @@ class Tiling(NamedTuple):
         return x.reshape(m, -1, tiles, self.group * self.block_q, depth)
 
     def join_queries(self, x: jax.Array) -> jax.Array:
-        """(M, X, query tiles, R, D) -> (B, T, H, D)."""
+        """Joins (M, X, query tiles, R, D) to (B, T, H, D)."""
         m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
         x = x.reshape(m, -1, self.kv_heads, tiles, self.group, self.block_q, depth)
         x = x.transpose(0, 1, 3, 5, 2, 4, 6)  # (M, B/M, tiles, block_q, K, G, D)
@@ -90,7 +90,7 @@ class Tiling(NamedTuple):
         return x[:, : self.length]
 
     def split_heads(self, x: jax.Array) -> jax.Array:
-        """(B, T, H, D) -> (M, X, G, query tiles * block_q, D), zeros after the end.
+        """Cuts (B, T, H, D) to (M, X, G, query tiles * block_q, D), padded with zeros.
 
         Rows are not stacked yet, so that nothing moves if heads come first in memory.
         """
@@ -98,20 +98,20 @@ class Tiling(NamedTuple):
         return x.reshape(self.bound_rows, -1, self.group, *x.shape[2:])
 
     def join_heads(self, x: jax.Array) -> jax.Array:
-        """(M, X, G, query tiles * block_q, D) -> (B, T, H, D)."""
+        """Joins (M, X, G, query tiles * block_q, D) to (B, T, H, D)."""
         x = x.reshape(self.batch, -1, *x.shape[3:])
         return x.transpose(0, 2, 1, 3)[:, : self.length]
 
     def split_rows(self, x: jax.Array) -> jax.Array:
-        """(B, H, T) -> (M, X, query tiles, R)."""
+        """Cuts (B, H, T) to (M, X, query tiles, R)."""
         return self.split_queries(x.transpose(0, 2, 1)[..., None])[..., 0]
 
     def join_rows(self, x: jax.Array) -> jax.Array:
-        """(M, X, query tiles, R) -> (B, H, T)."""
+        """Joins (M, X, query tiles, R) to (B, H, T)."""
         return self.join_queries(x[..., None])[..., 0].transpose(0, 2, 1)
 
     def split_keys(self, x: jax.Array) -> jax.Array:
-        """(B, S, K, D) -> (M, X, key tiles, block_k, D), zeros after the end."""
+        """Cuts (B, S, K, D) to (M, X, key tiles, block_k, D), zeros after the end."""
         x = _pad(x, 1, self.key_tiles * self.block_k)
         m, tiles, depth = self.bound_rows, self.key_tiles, x.shape[-1]
         x = x.reshape(m, -1, tiles, self.block_k, self.kv_heads, depth)
@@ -119,12 +119,12 @@ class Tiling(NamedTuple):
         return x.reshape(m, -1, tiles, self.block_k, depth)
 
     def join_keys(self, x: jax.Array) -> jax.Array:
-        """(M, X, key tiles, block_k, D) -> (B, S, K, D)."""
+        """Joins (M, X, key tiles, block_k, D) to (B, S, K, D)."""
         x = x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])
         return x.transpose(0, 2, 1, 3)[:, : self.keys]
 
     def split_bounds(self, bound: jax.Array) -> jax.Array:
-        """(M, T) -> (M, query tiles, R), the bounds of the stacked rows."""
+        """Cuts (M, T) to (M, query tiles, R), the bounds of the stacked rows."""
         bound = _pad(bound, 1, self.query_tiles * self.block_q)
         bound = bound.reshape(self.bound_rows, self.query_tiles, self.block_q)
         return jnp.tile(bound, (1, 1, self.group))

@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are empty, partial or full, from intervals alone.
+"""Empty, partial and full tiles of the score matrix, from intervals alone.
 
 Query row t attends to the key slots [k_start[t], k_end[t]). With bounds that do not
 decrease, a tile of query rows i0 … i1 and key slots j0 … j1 is
@@ -34,12 +34,12 @@ class TileRanges(NamedTuple):
     live_end: Array
 
     def work(self) -> Array:
-        """Live tiles of each line, (B, tiles)."""
+        """Returns the number of live tiles of each line, (B, tiles)."""
         return self.live_end - self.live_begin
 
 
 def key_ranges(k_start: Array, k_end: Array, block_q: int, block_k: int) -> TileRanges:
-    """The key tiles that each query tile has to visit.
+    """Returns the live key tiles of each query tile.
 
     k_start, k_end: int32 (B, T), visible key slots per query row, not decreasing.
 
@@ -58,7 +58,7 @@ def key_ranges(k_start: Array, k_end: Array, block_q: int, block_k: int) -> Tile
 def query_ranges(
     k_start: Array, k_end: Array, block_q: int, block_k: int, num_keys: int
 ) -> TileRanges:
-    """The query tiles that each key tile has to visit: the mirror of `key_ranges`.
+    """Returns the live query tiles of each key tile: the mirror of `key_ranges`.
 
     Returns:
       Ranges of query tiles, one for each of the ceil(num_keys / block_k) key tiles.
@@ -76,7 +76,7 @@ def query_ranges(
 
 
 def _edges(bound: Array, block: int) -> tuple[Array, Array]:
-    """A bound at the first and at the last row of every tile, (B, tiles) each."""
+    """Returns a bound at the first and the last row of every tile, (B, tiles) each."""
     rows = bound.shape[1]
     first = np.arange(0, rows, block)
     last = np.minimum(first + block, rows) - 1
@@ -94,7 +94,7 @@ def _ordered(
 
 
 def _count_below(values: Array, bounds: np.ndarray) -> Array:
-    """For each bound, how many of the non-decreasing values (B, n) are below it."""
+    """Counts, for each bound, the non-decreasing values (B, n) below it."""
     if isinstance(values, jax.Array):
         search = jax.vmap(lambda row: jnp.searchsorted(row, bounds, side="left"))
         return search(values).astype(jnp.int32)

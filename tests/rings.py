@@ -31,7 +31,7 @@ def ring_mesh(ring_size: int) -> Mesh:
 
 
 def device_program(ring_size: int, layout_name: str, backend: Backend) -> Run:
-    """What each device of a ring runs, forward and backward, on its shards."""
+    """Builds the program of each device, forward and backward, on its shards."""
 
     def run(q, k, v, do, d_lse, k_start, k_end):
         scale = q.shape[-1] ** -0.5
@@ -45,7 +45,7 @@ def device_program(ring_size: int, layout_name: str, backend: Backend) -> Run:
 
 
 def sharded_ring(ring_size: int, layout_name: str, backend: Backend) -> Run:
-    """A ring of as many devices."""
+    """Builds a ring of as many devices."""
     specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring")}
     return jax.shard_map(
         device_program(ring_size, layout_name, backend),
@@ -78,7 +78,7 @@ class OneAfterTheOther:
 
 
 def one_device_ring(ring_size: int, layout_name: str, backend: Backend) -> Run:
-    """The same ring on one device: for kernels that only it has, or one at a time."""
+    """Builds the same ring on one device, for kernels that run one at a time."""
     program = device_program(ring_size, layout_name, OneAfterTheOther(backend))
 
     def split(x, axis):
@@ -105,7 +105,7 @@ def compiled_ring(
     backend: Backend,
     is_short: bool,
 ) -> Run:
-    """The program of `sharded_ring` or `one_device_ring`."""
+    """Compiles the program of `sharded_ring` or `one_device_ring`."""
     program = make(ring_size, layout_name, backend)
     return jax.jit(program, compiler_options=QUICK if is_short else THOROUGH)
 

@@ -1,4 +1,4 @@
-"""What tests of several kernels share."""
+"""Fixtures of several kernels' tests."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from kernels import ring
 
 
 @pytest.fixture
-def hops_in_a_loop(monkeypatch):
-    """Rings of more than 3 as loops: every copy of a step takes long to compile."""
-    monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
-    monkeypatch.setattr(ring, "HOPS_A_TURN", 1)
+def steps_in_a_loop(monkeypatch):
+    """Compiles rings of more than 3 as loops: each copy of a step takes long."""
+    monkeypatch.setattr(ring, "UNROLLED_STEPS", 2)
+    monkeypatch.setattr(ring, "LOOP_UNROLL", 1)

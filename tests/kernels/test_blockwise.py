@@ -45,7 +45,7 @@ compiled = jax.jit(solve, static_argnums=(0, 1))
 
 @jax.jit
 def with_residuals(q, k, v, do, dq, bounds):
-    """What `solve` is given: with the lse and the delta of the reference."""
+    """Returns arguments of `solve`, with the lse and delta of the reference."""
     out, lse = reference.forward(q, k, v, *bounds, scale=SCALE)
     return q, k, v, do, lse, jnp.einsum("bthd,bthd->bht", out, do), dq
 
@@ -60,7 +60,7 @@ def assert_close(got, want) -> None:
     [((1, 1), 1), ((3, 5), BATCH), ((64, 4), BATCH)],
 )
 def test_any_block_size_equals_the_reference(float64, block, bound_rows, rng):
-    """From a carry and a dq on; some queries see nothing, or start after they stop."""
+    """From a carry and a dq on; some intervals are empty, or start after they end."""
     drawn = rng.integers(0, KEYS + 1, (2, bound_rows, QUERIES), np.int32)
     bounds = tuple(np.sort(drawn))
     given = with_residuals(*operands(rng, QUERIES, KEYS), bounds)
@@ -75,7 +75,7 @@ SIZES = BlockSizes(BLOCK, BLOCK)
 
 
 def window_bounds() -> tuple[np.ndarray, np.ndarray]:
-    """Every query sees its own key and the 9 before: three tiles in a line at most."""
+    """Returns the bounds of a window of 10: at most three tiles in a line."""
     stop = np.arange(1, LENGTH + 1, dtype=np.int32)[None]
     return np.maximum(stop - 10, 0), stop
 
@@ -147,32 +147,34 @@ def test_queries_of_empty_tiles_are_never_read(tile, rng):
 
 
 @pytest.fixture
-def traced_anew():
-    """What a test puts in the module is in its own traces, and in none of others."""
+def fresh_traces():
+    """Traces this test's programs with the module's patches, and no other test's."""
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
-@pytest.mark.usefixtures("float64", "traced_anew")
+@pytest.mark.usefixtures("float64", "fresh_traces")
 def test_tile_ranges_alone_decide_what_runs_and_what_runs_unmasked(monkeypatch, rng):
-    """Told that whole tiles are full, it computes these, whatever the bounds say.
+    """Given ranges in which whole tiles are full, it computes these under any bounds.
 
     Bounds that allow nothing show that full tiles have no mask; bounds that allow
     everything show that tiles outside of the ranges are not visited.
     """
     edges = rng.integers(0, 5, (2, BATCH, 4), np.int32)
     start, stop = (BLOCK * np.repeat(x, BLOCK, axis=1) for x in np.sort(edges))
-    told = np.minimum(start, stop), np.maximum(start, stop)
-    given = with_residuals(*operands(rng, LENGTH, LENGTH), told)
+    whole_tiles = np.minimum(start, stop), np.maximum(start, stop)
+    given = with_residuals(*operands(rng, LENGTH, LENGTH), whole_tiles)
 
     def lie(ranges):
-        return lambda start, stop, *sizes: ranges(*map(jnp.asarray, told), *sizes)
+        return lambda start, stop, *sizes: ranges(
+            *map(jnp.asarray, whole_tiles), *sizes
+        )
 
     for name in "key_ranges", "query_ranges":
         monkeypatch.setattr(blockwise, name, lie(getattr(tiles, name)))
     run = jax.jit(lambda bounds: solve(blockwise, SIZES, given, bounds))
-    want = compiled(reference, None, given, told)
+    want = compiled(reference, None, given, whole_tiles)
     for allowed in 0, LENGTH:
         bounds = np.zeros_like(start), np.full_like(stop, allowed)
         assert_close(run(bounds), want)
@@ -187,7 +189,7 @@ def forward_and_backward(q, k, v):
 
 
 def temporary_bytes(function, length: int) -> int:
-    """What a program needs beside its arguments and results."""
+    """Returns the bytes a program needs beside its arguments and results."""
     x = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
     program = jax.jit(function).lower(x, x, x).compile()
     return program.memory_analysis().temp_size_in_bytes

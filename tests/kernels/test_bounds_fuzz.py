@@ -24,7 +24,7 @@ OTHERS = "uint8", "uint32", "uint64", "float32", "bool"
 
 
 def drawn_bounds(rng: np.random.Generator) -> tuple[Visible, bool]:
-    """Bounds in the order of the sequence, and whether they mean something."""
+    """Draws bounds in the order of the sequence, and whether they are valid."""
     dtype = rng.choice(SIGNED if rng.random() < 0.9 else OTHERS)
     shape = rng.integers(1, BATCH + 1), TOKENS
     reach = (10**12 if dtype == "int64" else 120) if rng.random() < 0.3 else TOKENS + 9
@@ -38,7 +38,7 @@ def drawn_bounds(rng: np.random.Generator) -> tuple[Visible, bool]:
 
 
 def drawn_mask(rng: np.random.Generator) -> tuple[Mask, bool]:
-    """Of several, and whether it means something for these tokens."""
+    """Draws a mask, and whether it is valid for these tokens."""
     mask, is_sound = masks.causal() if rng.random() < 0.7 else masks.full(), True
     if rng.random() < 0.4:
         mask &= masks.window(int(rng.choice([1, 5, TOKENS, 2**31, 2**40])))
@@ -72,7 +72,7 @@ def program(ring_size: int, layout_name: str):
 def largest_error(
     rng: np.random.Generator, visible: Visible, ring_size: int, layout_name: str
 ) -> float:
-    """Of results and gradients on a ring against the reference in float64.
+    """Returns the largest error of results and gradients against float64.
 
     visible: in layout order.
     """
@@ -87,7 +87,7 @@ def largest_error(
     truth = solve(Problem(*map(np.float64, arrays), d_lse, in_order), jnp.float64)
     errors = [
         np.linalg.norm(layout.unpermute(np.asarray(x), *order) - want)
-        / max(np.linalg.norm(want), 1)  # dq is 0 where one key is seen
+        / max(np.linalg.norm(want), 1)  # dq is 0 where one key is visible
         for x, want in zip(
             found, (truth.out, truth.dq, truth.dk, truth.dv), strict=True
         )

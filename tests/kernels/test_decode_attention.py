@@ -27,7 +27,7 @@ def mesh_of(ring: int, tensor: int = 1) -> Mesh:
 
 @functools.cache
 def programs(ring: int, tensor: int) -> tuple:
-    """Of fill, put and attend."""
+    """Compiles fill, put and attend."""
     cached = CachedAttention(mesh_of(ring, tensor))
     methods = cached.fill, cached.put, cached.attend
     return tuple(jax.jit(method, compiler_options=QUICK) for method in methods)
@@ -48,7 +48,7 @@ class Problem:
         for row, length in enumerate(LENGTHS):
             places = rng.permutation(SLOTS)[:length]
             self.index[row, places] = np.arange(length)
-        # The last tokens of each row; the last query of the last row sees nothing.
+        # The last tokens of each row; the last query of the last row has no keys.
         k_end = np.array(LENGTHS)[:, None] - NEW + np.arange(NEW) + 1
         k_end[-1, -1] = 0
         k_start = np.broadcast_to([[0], [4]], k_end.shape)
@@ -154,10 +154,10 @@ def test_writing_takes_the_place_of_the_old_cache(rng):
     assert memory.temp_size_in_bytes < stack.nbytes // 4 // LAYERS
 
 
-@pytest.mark.parametrize("tokens, words", [(26, "26 tokens"), (6, "6 tokens")])
-def test_prompts_that_do_not_go_into_the_cache_are_refused(tokens, words, rng):
+@pytest.mark.parametrize("tokens", [26, 6])
+def test_prompts_that_do_not_fit_the_cache_are_refused(tokens, rng):
     new = jnp.zeros((BATCH, tokens, KV_HEADS, DEPTH))
-    with pytest.raises(ValueError, match=f"{words} .* of 24 slots over a ring of 4"):
+    with pytest.raises(ValueError, match=f"of 24 slots over a ring of 4, got {tokens}"):
         CachedAttention(mesh_of(4)).fill(Problem(rng).keys, new, np.int32(0))
 
 
@@ -203,7 +203,7 @@ def test_what_would_be_written_in_part_or_elsewhere_is_refused(
         ("index", lambda x: x[:1], r"index \(B, S\), got .* and \(1, 24\)"),
         ("values", lambda x: x[:2], "keys and values must be"),
         ("visible", lambda x: Visible(*(y[:, :1] for y in x)), r"must be \(B, T\) or"),
-        ("visible", lambda x: masks.causal(), "of a cache always.*got Mask"),
+        ("visible", lambda x: masks.causal(), "for a cache always.*got Mask"),
     ],
 )
 def test_operands_of_a_cache_that_do_not_fit_together_are_refused(

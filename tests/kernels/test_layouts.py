@@ -97,7 +97,7 @@ def test_traced_shard_gives_what_a_known_one_gives(kind, ring_size):
 @each_layout
 @each_ring
 def test_visible_keys_on_a_shard_are_the_slots_between_two_counts(kind, ring_size, rng):
-    """For any bounds: increasing or not, seeing something or nothing."""
+    """For any bounds: increasing or not, empty or not."""
     length = shard_length(kind, ring_size)
     k_start, k_end = rng.integers(-4, ring_size * length + 4, (2, 200), np.int32)
     slot = np.arange(length)
@@ -142,7 +142,7 @@ def test_permuted_slices_are_the_shards_and_unpermute_undoes_it(
     np.testing.assert_array_equal(back, x)
 
 
-def test_sequences_are_along_the_second_axis_unless_told():
+def test_sequences_are_along_the_second_axis_by_default():
     x = jnp.arange(24).reshape(2, 12)
     permuted = jax.jit(lambda x: layout.permute(x, Striped(), 3))(x)
     assert permuted[0].tolist() == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]

@@ -19,7 +19,7 @@ IDS = np.sort(np.random.default_rng(0).integers(-2, 4, (2, TOKENS)), 1).astype(n
 STARTS = np.flatnonzero(np.diff(IDS[0], prepend=IDS[0, 0] - 1))
 LENGTHS = np.array([[5], [19]], np.int32)
 
-# A mask, and whether query i of row b sees key j.
+# A mask, and whether key j is visible to query i of row b.
 MASKS = {
     "full": (masks.full(), lambda b, i, j: j == j),
     "causal": (masks.causal(), lambda b, i, j: j <= i),
@@ -53,7 +53,7 @@ MASKS = {
 each_mask = pytest.mark.parametrize("name", MASKS)
 
 
-def seen_by(visible: Visible, keys: int) -> np.ndarray:
+def matrix(visible: Visible, keys: int) -> np.ndarray:
     """(B, T, S): the boolean matrix of some bounds."""
     key = np.arange(keys)
     return (visible.k_start[..., None] <= key) & (key < visible.k_end[..., None])
@@ -66,13 +66,13 @@ def assert_equal_bounds(got: Visible, want: Visible) -> None:
 
 @each_mask
 @pytest.mark.parametrize("queries, keys", [(30, 30), (23, 30), (30, 9)])
-def test_a_query_sees_exactly_the_keys_of_its_interval(name, queries, keys):
-    mask, sees = MASKS[name]
+def test_visible_keys_are_exactly_those_of_the_interval(name, queries, keys):
+    mask, is_visible = MASKS[name]
     visible = mask(np.arange(queries, dtype=np.int32), keys)
     rows = visible.k_start.shape[0]
-    want = sees(*np.ogrid[:rows, :queries, :keys])
+    want = is_visible(*np.ogrid[:rows, :queries, :keys])
     np.testing.assert_array_equal(
-        seen_by(visible, keys), np.broadcast_to(want, (rows, queries, keys))
+        matrix(visible, keys), np.broadcast_to(want, (rows, queries, keys))
     )
 
 
@@ -84,7 +84,7 @@ def test_pictures_in_docstrings_are_the_masks():
     for call, _, picture in pictures:
         visible = eval(call, vars(masks))(INDEX[:4], 4)
         want = np.array([line.split() for line in picture.splitlines()]) == "1"
-        np.testing.assert_array_equal(seen_by(visible, 4)[0], want, call)
+        np.testing.assert_array_equal(matrix(visible, 4)[0], want, call)
 
 
 @each_mask
@@ -121,12 +121,12 @@ def test_part_of_a_sequence_in_any_order_has_the_bounds_of_the_whole(name, rng):
 @pytest.mark.parametrize("first, second", list(itertools.combinations(MASKS, 2)))
 def test_and_is_the_intersection_of_both_masks(first, second):
     one, other = MASKS[first][0], MASKS[second][0]
-    want = seen_by(one(INDEX, TOKENS), TOKENS) & seen_by(other(INDEX, TOKENS), TOKENS)
+    want = matrix(one(INDEX, TOKENS), TOKENS) & matrix(other(INDEX, TOKENS), TOKENS)
     for both in one & other, other & one:
         visible = both(INDEX, TOKENS)
         assert visible.k_start.shape == visible.k_end.shape
         assert all((np.diff(bound) >= 0).all() for bound in visible)
-        np.testing.assert_array_equal(seen_by(visible, TOKENS), want)
+        np.testing.assert_array_equal(matrix(visible, TOKENS), want)
 
 
 def test_shared_bounds_are_not_repeated_over_the_batch():
@@ -254,7 +254,7 @@ def test_numbers_beyond_any_index_do_not_wrap_around(name, mask, array):
         visible = mask(array(INDEX.astype(dtype)), TOKENS)
         assert visible.k_start.dtype == visible.k_end.dtype == np.int32
         want = MASKS[name][0](INDEX, TOKENS)
-        np.testing.assert_array_equal(*(seen_by(x, TOKENS) for x in (visible, want)))
+        np.testing.assert_array_equal(*(matrix(x, TOKENS) for x in (visible, want)))
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])

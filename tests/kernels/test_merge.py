@@ -95,7 +95,7 @@ def test_two_empty_rows_are_an_empty_row():
 
 @pytest.mark.parametrize("gap", [200.0, 1e4, 1e30])
 @pytest.mark.parametrize("light", [2.0, 1e8, -3e38])
-def test_what_weighs_nothing_leaves_no_trace(gap, light):
+def test_negligible_weights_leave_no_trace(gap, light):
     """However large the values on the lighter side are: its weight is exp(-gap)."""
     heavy, lighter = one_row(1.25, 0.5), one_row(light, 0.5 - gap)
     for out, lse in merge(heavy, lighter), merge(lighter, heavy):
@@ -138,11 +138,11 @@ def test_gradients_of_empty_rows_are_zero(first, second):
 
 
 def test_partials_of_devices_merge_as_those_of_one_after_the_other(rng):
-    """On eight devices, of which some have seen nothing, in some rows or in all."""
+    """On eight devices, of which some have no visible keys, in some rows or in all."""
     out = rng.standard_normal((8, 2, 3, 4, 5)).astype(np.float32)
     lse = 30 * rng.standard_normal((8, 2, 4, 3)).astype(np.float32)
     is_empty = rng.random(lse.shape) < 0.5
-    is_empty[:, 0, 0, 0] = True  # nobody has seen anything
+    is_empty[:, 0, 0, 0] = True  # on no device
     is_empty[:3] = True
     lse[is_empty] = -np.inf
     out[np.swapaxes(is_empty, 2, 3)] = 0

@@ -1,4 +1,4 @@
-"""The oracle against JAX's own attention, autodiff and finite differences."""
+"""Tests the oracle against JAX's own attention, autodiff, finite differences."""
 
 import functools
 
@@ -53,7 +53,7 @@ def assert_close(got, want, tolerance: float) -> None:
 
 IDS = np.array([[0] * 4 + [2] * 5 + [3] * 4, [1] * 11 + [5] * 2], np.int32)
 
-# Masks under which every query sees something: (mask, T, S, H, K).
+# Masks under which every query has visible keys: (mask, T, S, H, K).
 CASES = {
     "full": (masks.full(), 7, 12, 2, 2),
     "causal": (masks.causal(), 13, 13, 4, 2),
@@ -74,17 +74,17 @@ def test_forward_is_the_softmax_over_the_visible_keys(name, rng):
     assert out.dtype == lse.dtype == jnp.float64
 
     slot = np.arange(keys)
-    seen = (k_start[..., None] <= slot) & (slot < k_end[..., None])
-    seen = seen[:, None]  # (B, 1, T, S)
+    visible = (k_start[..., None] <= slot) & (slot < k_end[..., None])
+    visible = visible[:, None]  # (B, 1, T, S)
     shared_k, shared_v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
-    weights = np.exp(SCALE * np.einsum("bthd,bshd->bhts", q, shared_k)) * seen
+    weights = np.exp(SCALE * np.einsum("bthd,bshd->bhts", q, shared_k)) * visible
     total = weights.sum(axis=-1)
     want = np.einsum("bhts,bshd->bthd", weights / total[..., None], shared_v)
     assert_close((out, lse), (want, np.log(total)), 1e-12)
 
     with jax.numpy_dtype_promotion("standard"):  # its softmax is float32 at any rate
         of_jax = jax.jit(functools.partial(jax.nn.dot_product_attention, scale=SCALE))(
-            q, k, v, mask=seen
+            q, k, v, mask=visible
         )
     assert_close([out], [of_jax], 1e-5)
 
@@ -120,7 +120,7 @@ def test_gradients_predict_finite_differences(rng):
 
 
 def empty_rows(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Queries see nothing first, in the middle (k_start after k_end) and last."""
+    """Empty intervals first, in the middle (k_start after k_end) and last."""
     k_start, k_end = np.zeros((2, 1, queries), np.int32)
     k_end[:, 2:] = keys // 2
     k_start[:, 4:6] = keys - 2
@@ -130,25 +130,25 @@ def empty_rows(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
     return k_start, k_end
 
 
-def test_rows_that_see_nothing_are_empty_and_have_no_gradient(rng):
+def test_rows_without_visible_keys_are_empty_and_have_no_gradient(rng):
     queries = 9
     qkv = operands(rng, queries, 10, 4, 2)
     limits = empty_rows(queries, 10)
     out, lse = forward(*qkv, *limits)
     empty = np.array([0, 1, 4, 5, 8])
-    sees = np.setdiff1d(np.arange(queries), empty)
+    others = np.setdiff1d(np.arange(queries), empty)
     np.testing.assert_array_equal(out[:, empty], 0)
     np.testing.assert_array_equal(lse[..., empty], -np.inf)
-    assert np.isfinite(lse[..., sees]).all()
+    assert np.isfinite(lse[..., others]).all()
 
     do, d_lse = normal_like(rng, out), normal_like(rng, lse)
     dq, dk, dv = gradients(qkv, limits, do, d_lse)
     np.testing.assert_array_equal(dq[:, empty], 0)
     # dk and dv are those of the other rows alone.
-    few = [qkv[0][:, sees], *qkv[1:]]
-    limits = [bound[:, sees] for bound in limits]
-    want = gradients(few, limits, do[:, sees], d_lse[..., sees])
-    assert_close((dq[:, sees], dk, dv), want, 1e-12)
+    few = [qkv[0][:, others], *qkv[1:]]
+    limits = [bound[:, others] for bound in limits]
+    want = gradients(few, limits, do[:, others], d_lse[..., others])
+    assert_close((dq[:, others], dk, dv), want, 1e-12)
 
 
 def test_carry_and_dq_gather_what_lies_in_two_sets_of_keys(rng):

@@ -1,4 +1,4 @@
-"""The production ring against one device in float64, on simulated devices."""
+"""Tests the production ring against one device in float64, on simulated devices."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def covering_cases():
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
-@pytest.mark.usefixtures("hops_in_a_loop")
+@pytest.mark.usefixtures("steps_in_a_loop")
 @pytest.mark.parametrize("case, implementation", list(covering_cases()))
 def test_ring_in_float32_matches_one_device_in_float64(case, implementation, rng):
     problem = Problem.of(rng, case)
@@ -61,7 +61,7 @@ def test_ring_in_float32_matches_one_device_in_float64(case, implementation, rng
 @pytest.mark.parametrize("length", GRID["length"])
 @pytest.mark.parametrize("head_dim", GRID["head_dim"])
 def test_every_ring_matches_one_device_in_float64(group, length, head_dim, rng):
-    """The whole product of the grid: each mask solved once for all of its rings."""
+    """Runs the whole product of the grid: each mask solved once for all rings."""
     for mask in MASKS:
         heads = 2 if group == 1 else 8
         problem_case = Case(1, "contiguous", mask, group, length, head_dim, heads)
@@ -81,7 +81,7 @@ def test_every_ring_matches_one_device_in_float64(group, length, head_dim, rng):
     "layout_name", [pytest.param("contiguous", marks=pytest.mark.slow), "striped"]
 )
 def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name, rng):
-    """Sums in float32 between the hops: the error does not grow with the ring."""
+    """Sums in float32 between the steps: the error does not grow with the ring."""
     case = Case(1, layout_name, "causal", 4, 512, 64, heads=4)
     problem = Problem.of(rng, case, jnp.bfloat16)
     truth = solve(problem, jnp.float64)
@@ -101,18 +101,18 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(layout_name
 
 
 @pytest.mark.parametrize(
-    "layout_name, ring_size, hops_a_turn",
-    [("zigzag", 4, 1), ("striped", 5, ring.HOPS_A_TURN)],
+    "layout_name, ring_size, loop_unroll",
+    [("zigzag", 4, 1), ("striped", 5, ring.LOOP_UNROLL)],
 )
 def test_ring_as_a_loop_equals_the_unrolled_ring(
-    layout_name, ring_size, hops_a_turn, monkeypatch, rng
+    layout_name, ring_size, loop_unroll, monkeypatch, rng
 ):
-    """And so does one with a hop left over after its last turn."""
+    """Also with a step left over after the last iteration."""
     case = Case(ring_size, layout_name, "documents", 4, 93, 16)
     problem = Problem.of(rng, case)
     unrolled = solve_on_ring(case, problem, blockwise, jnp.float32)
-    monkeypatch.setattr(ring, "UNROLLED_HOPS", 2)
-    monkeypatch.setattr(ring, "HOPS_A_TURN", hops_a_turn)
+    monkeypatch.setattr(ring, "UNROLLED_STEPS", 2)
+    monkeypatch.setattr(ring, "LOOP_UNROLL", loop_unroll)
     compiled_ring.cache_clear()
     looped = solve_on_ring(case, problem, blockwise, jnp.float32)
     compiled_ring.cache_clear()
@@ -175,15 +175,15 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
 
 
 @pytest.mark.parametrize("queries", [1, 2, 7])
-def test_halves_of_the_queries_see_what_all_of_them_see(queries, rng):
+def test_halves_of_the_queries_have_the_intervals_of_all(queries, rng):
     bounds = np.sort(rng.integers(0, 6, (2, 3, queries)), axis=2)
     bounds[1] = np.maximum(*bounds)
     early, late = (np.array(half) for half in ring.halves(tuple(bounds), length=5))
     middle = queries // 2
     np.testing.assert_array_equal(early[..., :middle], bounds[..., :middle])
     np.testing.assert_array_equal(late[..., middle:], bounds[..., middle:])
-    for half, sees_nothing in (early, slice(middle, None)), (late, slice(middle)):
-        assert (half[0] == half[1])[:, sees_nothing].all()
+    for half, is_empty in (early, slice(middle, None)), (late, slice(middle)):
+        assert (half[0] == half[1])[:, is_empty].all()
         assert (np.diff(half) >= 0).all()
 
 
@@ -213,13 +213,13 @@ def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
         return jax.vjp(forward, q, k, v)[1](q)
 
     local = f"1x{64 // ring_size}x2x16x"
-    hops = ring_size - 1
+    steps = ring_size - 1
     rotations = permuted_shapes(lowered(forward, *shapes))
-    assert rotations == [local + "bf16"] * 2 * hops
+    assert rotations == [local + "bf16"] * 2 * steps
     rotations = permuted_shapes(lowered(backward, *shapes))
     # Keys and values twice, once each way through the ring; dk and dv come home too.
     assert sorted(rotations) == sorted(
-        [local + "bf16"] * 4 * hops + [local + "f32"] * 2 * (hops and ring_size)
+        [local + "bf16"] * 4 * steps + [local + "f32"] * 2 * (steps and ring_size)
     )
 
 
@@ -251,7 +251,7 @@ def test_results_are_sharded_like_the_operands():
     assert out.sharding.is_equivalent_to(sharding, 4)
 
 
-@pytest.mark.usefixtures("hops_in_a_loop")
+@pytest.mark.usefixtures("steps_in_a_loop")
 def test_ring_of_two_mesh_axes_is_one_ring(rng):
     devices = np.array(jax.devices()).reshape(2, 4)
     rows = rng.standard_normal((3, 1, 64, 2, 8))

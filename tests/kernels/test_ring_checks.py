@@ -1,4 +1,4 @@
-"""What rings take and refuse: axes, shards, bounds in layout order, padding."""
+"""Tests of arguments of rings: axes, shards, bounds in layout order, padding."""
 
 import functools
 
@@ -90,21 +90,21 @@ def test_bounds_must_not_decrease_in_the_order_of_their_index():
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_padding_on_a_ring_may_hold_anything(is_local):
-    """Of each row its own. Local shards are told where by `fill_padding`."""
+    """With a length for each row; for local shards `fill_padding` marks it."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "ring"))
-    dealt = layout.Striped(), 2
-    index = layout.order(*dealt, 16)
+    order = layout.Striped(), 2
+    index = layout.order(*order, 16)
     mask = masks.causal() & masks.padding(np.array([[9], [14]]))
     is_padding = index >= np.array([[9], [14]])
 
     def local(q, k, v, k_start, k_end):
         return ring.ring_attention(
-            q, k, v, k_start, k_end, axis_name="ring", layout=dealt[0]
+            q, k, v, k_start, k_end, axis_name="ring", layout=order[0]
         )
 
     def attend(q, k, v):
         if not is_local:
-            return ring.make_ring_attention(mesh, layout=dealt[0])(q, k, v, mask)
+            return ring.make_ring_attention(mesh, layout=order[0])(q, k, v, mask)
         array, bound = P("data", "ring"), P("data", "ring")
         sharded = jax.shard_map(
             local,
@@ -201,12 +201,12 @@ def test_local_shards_that_the_layout_does_not_have_are_refused():
         sharded(jnp.ones((1, 6, 2, 8)))
 
 
-def test_bounds_beyond_the_keys_see_all_of_them():
+def test_bounds_beyond_the_keys_reach_all_of_them():
     """Up to the largest integer, on which nothing may be added."""
     attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
     x = jax.random.normal(jax.random.key(0), (1, 8, 2, 8))
     end = jnp.iinfo(jnp.int32)
     far = Visible(jnp.full((1, 8), end.min), jnp.full((1, 8), end.max))
     run = jax.jit(attend)
-    seen = masks.full()(np.arange(8, dtype=np.int32), 8)
-    np.testing.assert_array_equal(run(x, x, x, far), run(x, x, x, seen))
+    whole = masks.full()(np.arange(8, dtype=np.int32), 8)
+    np.testing.assert_array_equal(run(x, x, x, far), run(x, x, x, whole))

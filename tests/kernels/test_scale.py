@@ -6,21 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import blockwise, reference
-from tests.simulated_hopper import DETERMINISTIC, SimulatedHopper
-from tests.simulated_tpu import SimulatedTpu
-from tests.simulated_triton import SimulatedGpu
+from tests.simulated import BACKENDS
 from tests.steps import StepCase, answer, compiled, truth
 
 CASE = StepCase(60, 130, group=2, batch=1)
-BACKENDS = {
-    "reference": reference,
-    "blockwise": blockwise,
-    "pallas_tpu": SimulatedTpu(),
-    "triton": SimulatedGpu(),
-    "hopper": SimulatedHopper(),
-    "hopper_deterministic": DETERMINISTIC,
-}
 DIGITS = {jnp.float32: 1e-5, jnp.float16: 5e-4, jnp.bfloat16: 1e-2}
 """Largest norms of errors, relative to the norm of what is compared."""
 
@@ -47,7 +36,7 @@ def slow(*values):
     ],
 )
 def test_small_scales_cost_no_digits(name, dtype, scale, rng):
-    """The errors of dq and dk are relative to gradients as small as the scale."""
+    """Errors of dq and dk are relative to gradients as small as the scale."""
     case = dataclasses.replace(CASE, scale=scale)
     step = case.draw(rng, dtype)
     step = step._replace(dq=np.zeros_like(step.dq))

@@ -21,7 +21,7 @@ each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 def random_bounds(
     rng: np.random.Generator, shape: tuple[int, int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Non-decreasing bounds: with rows that see nothing, without, and narrow ones."""
+    """Non-decreasing bounds: with empty rows, without, and narrow ones."""
     queries, keys = shape
     drawn = []
     for _ in range(8):
@@ -36,20 +36,20 @@ def random_bounds(
 
 
 def matrix(k_start: np.ndarray, k_end: np.ndarray, keys: int) -> np.ndarray:
-    """(B, T, keys): which query sees which slot."""
+    """(B, T, keys): whether a slot is visible to a query."""
     slot = np.arange(keys)
     return (k_start[..., None] <= slot) & (slot < k_end[..., None])
 
 
-def tiled(seen: np.ndarray, block: tuple[int, int], filler: bool) -> np.ndarray:
+def tiled(mask: np.ndarray, block: tuple[int, int], filler: bool) -> np.ndarray:
     """(B, T, S) -> (B, query tiles, key tiles, block_q, block_k)."""
     widths = [(0, 0)] + [
-        (0, -n % b) for n, b in zip(seen.shape[1:], block, strict=True)
+        (0, -n % b) for n, b in zip(mask.shape[1:], block, strict=True)
     ]
-    seen = np.pad(seen, widths, constant_values=filler)
-    batch, queries, keys = seen.shape
-    seen = seen.reshape(batch, queries // block[0], block[0], -1, block[1])
-    return seen.swapaxes(2, 3)
+    mask = np.pad(mask, widths, constant_values=filler)
+    batch, queries, keys = mask.shape
+    mask = mask.reshape(batch, queries // block[0], block[0], -1, block[1])
+    return mask.swapaxes(2, 3)
 
 
 def inside(begin: np.ndarray, end: np.ndarray, tiles: int) -> np.ndarray:
@@ -83,9 +83,9 @@ def test_full_tiles_are_all_visible_and_tiles_that_are_not_live_invisible(
         live, full = live_and_full(
             key_ranges(k_start, k_end, *block), tile_count(keys, block[1])
         )
-        seen = matrix(k_start, k_end, padded_keys)
-        np.testing.assert_array_equal(full, tiled(seen, block, True).all((-1, -2)))
-        visible = tiled(seen, block, False).any((-1, -2))
+        mask = matrix(k_start, k_end, padded_keys)
+        np.testing.assert_array_equal(full, tiled(mask, block, True).all((-1, -2)))
+        visible = tiled(mask, block, False).any((-1, -2))
         assert not (visible & ~live).any()
 
 
@@ -106,16 +106,16 @@ def test_live_tiles_are_those_that_the_outermost_bounds_touch(shape, block, rng)
 
 @each_shape
 @pytest.mark.parametrize("block_k", [1, 3, 50])
-def test_tiles_of_one_row_that_sees_something_are_live_if_any_is_visible(
+def test_tiles_of_one_row_with_visible_keys_are_live_if_any_is_visible(
     shape, block_k, rng
 ):
     tiles = tile_count(shape[1], block_k)
     for k_start, k_end in random_bounds(rng, shape):
         live, _ = live_and_full(key_ranges(k_start, k_end, 1, block_k), tiles)
-        seen = matrix(k_start, k_end, tiles * block_k)
-        visible = tiled(seen, (1, block_k), False).any((-1, -2))
-        sees = k_start < k_end
-        np.testing.assert_array_equal(live[sees], visible[sees])
+        mask = matrix(k_start, k_end, tiles * block_k)
+        visible = tiled(mask, (1, block_k), False).any((-1, -2))
+        has_keys = k_start < k_end
+        np.testing.assert_array_equal(live[has_keys], visible[has_keys])
 
 
 @each_shape
@@ -162,32 +162,32 @@ def test_causal_tiles_are_below_or_on_the_diagonal():
 
 
 @pytest.mark.parametrize(
-    "kind, first_hop, later_hops, total",
+    "kind, first_step, later_steps, total",
     [
-        # Contiguous: after h hops, device d has the shard of d - h, and all of it or
+        # Contiguous: after h steps, device d has the shard of d - h, and all of it or
         # none of it is in the past.
-        (layout.Contiguous(), 36, lambda device, hop: 64 * (device >= hop), 228),
+        (layout.Contiguous(), 36, lambda device, step: 64 * (device >= step), 228),
         # Striped: every shard is a triangle, with the diagonal or just below it.
-        (layout.Striped(), 36, lambda device, hop: 36, 144),
+        (layout.Striped(), 36, lambda device, step: 36, 144),
         # Zigzag: two tiles of chunks of 4 x 4 in any case.
-        (layout.Zigzag(), 36, lambda device, hop: 32, 132),
+        (layout.Zigzag(), 36, lambda device, step: 32, 132),
     ],
     ids=["contiguous", "striped", "zigzag"],
 )
-def test_work_of_a_causal_ring_of_four(kind, first_hop, later_hops, total):
-    """Live tiles, 8 x 8 a shard, per device and hop; each hop waits for the slowest."""
+def test_work_of_a_causal_ring_of_four(kind, first_step, later_steps, total):
+    """Counts live tiles, 8 x 8 a shard, per device and step; the slowest decides."""
     ring_size, length, block = 4, 64, 8
-    work = np.zeros((ring_size, ring_size), int)  # (hop, device)
-    for hop, device in np.ndindex(work.shape):
+    work = np.zeros((ring_size, ring_size), int)  # (step, device)
+    for step, device in np.ndindex(work.shape):
         index = kind.index(device, ring_size, length)
         visible = masks.causal()(index, ring_size * length)
-        k_start, k_end = slots(kind, (device - hop) % ring_size, visible, length)
-        work[hop, device] = key_ranges(k_start, k_end, block, block).work().sum()
+        k_start, k_end = slots(kind, (device - step) % ring_size, visible, length)
+        work[step, device] = key_ranges(k_start, k_end, block, block).work().sum()
         by_key = query_ranges(k_start, k_end, block, block, length).work().sum()
-        assert by_key == work[hop, device]
-    assert work[0].tolist() == [first_hop] * ring_size
-    for hop in range(1, ring_size):
-        assert work[hop].tolist() == [later_hops(d, hop) for d in range(ring_size)]
+        assert by_key == work[step, device]
+    assert work[0].tolist() == [first_step] * ring_size
+    for step in range(1, ring_size):
+        assert work[step].tolist() == [later_steps(d, step) for d in range(ring_size)]
     assert work.max(axis=1).sum() == total
 
 
