@@ -10,7 +10,7 @@ Transformer) or bc (behaviour cloning of the best 10 %), and DOMAIN cartpole or 
 (python train.py --config=configs/exorl_tiny.py is cartpole/at), then
 tools/evaluate_exorl.py.
 Hardware: none: 4 simulated CPU devices.
-Expected: see the table in README.md.
+Expected: see results/2026-11-21-in-context-rl.md.
 """
 
 import ml_collections

@@ -11,7 +11,7 @@ attention reaches over the whole context. What this program does not know is pas
 The output is a JSON list of rows. Keys: the fields of `Environment` in `bench_rows.py`,
 and config, overrides, context_tokens, steps (timed ones, after the first, which
 compiles), step_seconds (median), step_spread ((max - min) / median), tokens_per_second,
-mfu and mfu_paper (see "MFU" in the README; null on an unknown chip), peak_bytes (of the
+mfu and mfu_paper (see docs/metrics.md; null on an unknown chip), peak_bytes (of the
 fullest device; null where devices do not report it), first_loss and last_loss.
 """
 

@@ -1,0 +1,145 @@
+"""The pages of documentation as their readers use them: links, commands, fields."""
+
+import importlib
+import re
+import shlex
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PYTHON = "python", ".venv/bin/python"
+FOLDERS = "configs|data|docs|kernels|models|results|tasks|tests|tools|training"
+
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """The words of one command of a shell, without its comment."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def program(self) -> str:
+        """The module or script that Python starts, "" if the command starts none."""
+        match self.words:
+            case [python, "-m", module, *_] if python in PYTHON:
+                return module
+            case [python, script, *_] if python in PYTHON:
+                return script
+        return ""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of the program, without the dots that stand for more of them."""
+        begin = 3 if "-m" in self.words else 2
+        return [word for word in self.words[begin:] if word != "..."]
+
+    @classmethod
+    def of(cls, line: str) -> "Command":
+        return cls(tuple(shlex.split(line, comments=True)))
+
+
+@dataclass(frozen=True)
+class Page:
+    """A Markdown file of the repository."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def prose(self) -> str:
+        """The text without its fenced blocks."""
+        return _FENCED.sub("", self.text)
+
+    def blocks(self, language: str) -> list[str]:
+        """Returns the contents of the fenced blocks of a language."""
+        return [
+            block[2] for block in _FENCED.finditer(self.text) if block[1] == language
+        ]
+
+    def commands(self) -> list[Command]:
+        """Returns the commands of the `sh` blocks, in their order."""
+        lines = "".join(self.blocks("sh")).replace("\\\n", " ").splitlines()
+        return [command for line in lines if (command := Command.of(line)).words]
+
+    def inline_code(self) -> list[str]:
+        """Returns what stands between backticks, line breaks taken for blanks."""
+        return [" ".join(c.split()) for c in re.findall(r"`([^`]+)`", self.prose)]
+
+    def inline_commands(self) -> list[Command]:
+        """Returns commands of Python, pytest, bash and make between backticks."""
+        starts = "python ", "pytest ", "bash ", "make "
+        code = [c for c in self.inline_code() if c.startswith(starts)]
+        return [Command.of(c) for c in code]
+
+    def links(self) -> list[tuple[Path, str]]:
+        """Returns file and anchor ("" for none) of every link within the repository."""
+        found = re.findall(r"\]\(([^)\s]+)\)", self.prose)
+        inside = [link.partition("#") for link in found if ":" not in link]
+        folder = self.path.parent
+        return [((folder / f).resolve() if f else self.path, a) for f, _, a in inside]
+
+    def anchors(self) -> set[str]:
+        """Returns the page's headings as a link names them."""
+        names = re.findall(r"^#+ (.+)$", self.prose, re.MULTILINE)
+        return {re.sub(r"[^\w -]", "", n).lower().replace(" ", "-") for n in names}
+
+    def paths(self) -> set[str]:
+        """Returns what code and commands name as a path of the repository."""
+        code = [*self.inline_code(), *map(str, self.commands())]
+        inside = rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*/]"
+        return set(re.findall(inside, " ".join(code)))
+
+    def file_names(self) -> set[str]:
+        """Returns the names of source files that code names without their folders."""
+        return {
+            c for c in self.inline_code() if re.fullmatch(r"[\w-]+\.(py|txt|sh)", c)
+        }
+
+
+PAGES = [
+    Page(ROOT / name)
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "tools/README.md",
+        *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+        *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "results").glob("*.md")),
+    )
+]
+README = PAGES[0]
+LOG = Page(ROOT / "LOG.md")
+
+
+class _Found(Exception):
+    """Carries the parser that a program was about to use."""
+
+
+def parser_of(program: str, arguments: list[str]) -> ArgumentParser:
+    """Returns the parser of a module in tools/, caught when the program parses."""
+
+    def catch(parser: ArgumentParser, *_: object) -> None:
+        raise _Found(parser)
+
+    main = importlib.import_module(program).main
+    both = {"parse_args": catch, "parse_known_args": catch}
+    with mock.patch.multiple(ArgumentParser, **both):
+        try:
+            main(arguments)
+        except _Found as found:
+            return found.args[0]
+    raise AssertionError(f"{program} parses nothing")

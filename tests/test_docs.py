@@ -1,0 +1,199 @@
+"""README, docs/ and results/ say what is there, and their commands are understood."""
+
+import re
+import sys
+from argparse import ArgumentParser, _SubParsersAction
+
+import numpy as np
+import pytest
+
+import kernels
+from configs import base
+from tasks.command_line import read_config
+from tests.pages import FOLDERS, LOG, PAGES, README, ROOT, Command, parser_of
+from tools.lib.planning.meshes import suggestions
+from tools.lib.planning.pods import aot_pod
+
+# Of ml_collections, which reads the files of configs so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+COMMANDS = list(dict.fromkeys(c for page in PAGES for c in page.commands()))
+INLINE = list(dict.fromkeys(c for page in PAGES for c in page.inline_commands()))
+CODE = [code for page in PAGES for code in page.inline_code()]
+NAMES = {p.name for f in FOLDERS.split("|") for p in (ROOT / f).rglob("*.*")}
+NAMES |= {path.name for path in ROOT.glob("*.*")}
+BLOCKS = [
+    pytest.param(block, id=f"{page}-{number}")
+    for page in PAGES
+    for number, block in enumerate(page.blocks("python"))
+]
+
+
+def tools(commands: list[Command]) -> list[Command]:
+    return [c for c in commands if re.match(r"tools\.[a-z]", c.program)]
+
+
+def options(parser: ArgumentParser) -> set[str]:
+    """Returns the options of a program and of its subcommands."""
+    known = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, _SubParsersAction):
+            known |= {name for sub in action.choices.values() for name in options(sub)}
+    return known
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Where the reader of the commands is."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_pages_are_really_read():
+    assert len(PAGES) > 25 and len(BLOCKS) > 3
+    assert len(COMMANDS) > 30 and len(tools(COMMANDS)) > 15
+    read = Command.of("python -m tools.x --a 'b c' ...   # why")
+    assert (read.program, read.arguments) == ("tools.x", ["--a", "b c"])
+
+
+def test_the_readme_is_short_and_says_first_what_is_proven():
+    lines = README.text.splitlines()
+    assert len(lines) <= 200
+    assert any("nothing has run on an accelerator" in line for line in lines[:12])
+
+
+@pytest.mark.parametrize("page", [*PAGES, LOG], ids=str)
+def test_links_and_anchors_resolve(page):
+    for file, anchor in page.links():
+        assert file.exists(), file
+        if anchor:
+            (target,) = (p for p in [*PAGES, LOG] if p.path == file)
+            assert anchor in target.anchors(), (file, anchor)
+
+
+def test_every_page_is_linked_from_the_readme_or_the_results():
+    linked = {file for page in PAGES for file, _ in page.links()}
+    assert {page.path for page in PAGES} - {README.path} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_paths_are_there(page):
+    assert {path for path in page.paths() if not any(ROOT.glob(path))} == set()
+    assert page.file_names() <= NAMES
+
+
+def test_make_targets_are_those_of_the_makefile():
+    named = {c.words[1] for c in COMMANDS + INLINE if c.words[0] == "make"}
+    makefile = (ROOT / "Makefile").read_text()
+    assert {"train", "test", "venv"} <= named
+    assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", tools(COMMANDS), ids=str)
+def test_programs_take_the_arguments_of_their_commands(command):
+    # With what a program reads of a config, where it takes one.
+    parser = parser_of(command.program, command.arguments)
+    _, rest = parser.parse_known_args(command.arguments)
+    assert [word for word in rest if not word.startswith("--config")] == []
+    if rest:
+        assert read_config(rest).is_locked
+
+
+@pytest.mark.parametrize("command", tools(INLINE), ids=str)
+def test_programs_know_the_options_of_inline_commands(command):
+    known = options(parser_of(command.program, command.arguments))
+    named = {w.split("=")[0] for w in command.arguments if w.startswith("--")}
+    assert named - {w for w in named if w.startswith("--config")} <= known
+
+
+def test_every_option_in_the_text_is_one_of_some_program():
+    known = {"--config", "--logdir", "--help"}
+    for path in (ROOT / "tools").glob("*.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
+    named = {
+        word.split("=")[0]
+        for code in CODE
+        for word in code.split()
+        if re.match("--[a-z]", word) and not word.startswith("--config.")
+    }
+    assert {"--compare", "--relabelling"} <= named
+    assert named - known == set()
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c.program == "train.py"], ids=str
+)
+def test_training_commands_make_a_config(command):
+    assert all(word.startswith("--config") for word in command.arguments)
+    assert read_config(command.arguments).is_locked
+
+
+def test_config_fields_in_the_text_are_those_of_the_base_config():
+    (flags,) = (c for c in COMMANDS if c.words[0].startswith("--"))
+    read_config(["--config=configs/base.py", *flags.words])
+    text = " ".join([*CODE, *map(str, COMMANDS)])
+    named = set(re.findall(r"\bconfig\.([a-z_]+(?:\.[a-z_0-9]+)?)\b", text))
+    assert {"workdir", "guard.stop_after", "init_from"} <= named
+    known = dict(base.get_config().items())
+    for name in named:
+        section, _, field = name.partition(".")
+        assert section in known, name
+        assert not field or field in known[section], name
+
+
+def mesh_table() -> list[tuple[str, int, int, dict[str, int]]]:
+    """Returns topology, rows, tokens and axes of each row of docs/meshes.md's table."""
+    (page,) = (page for page in PAGES if str(page) == "docs/meshes.md")
+    row = re.compile(r"^\| (v\S+) \| (\d+) x (\d+) Ki \| (.*) \|$", re.MULTILINE)
+    found = row.findall(page.text)
+    assert len(found) > 4
+    return [
+        (
+            chips,
+            int(rows),
+            1024 * int(tokens),
+            dict(a.split() for a in mesh.split(", ")),
+        )
+        for chips, rows, tokens, mesh in found
+    ]
+
+
+@pytest.mark.parametrize("topology, rows, tokens, mesh", mesh_table())
+def test_meshes_of_the_table_are_those_suggested(topology, rows, tokens, mesh):
+    config = read_config(["--config=configs/tpuv4_7b.py"])
+    config.data.batch_rows, config.data.context_tokens = rows, tokens
+    pod = aot_pod(topology)
+    best, *_ = suggestions(config, len(pod.devices), pod.chip)
+    sizes = {axis: str(size) for axis, size in best.mesh.items() if size > 1}
+    assert best.fits and sizes == mesh
+
+
+def test_selected_tests_are_there():
+    chosen = [c for c in INLINE if c.words[0] == "pytest"]
+    assert len(chosen) > 5
+    for command in chosen:
+        files = [word for word in command.words if word.startswith("tests/")]
+        assert files and all((ROOT / file).is_file() for file in files), command
+        if "-k" in command.words:
+            word = command.words[command.words.index("-k") + 1]
+            names = re.findall(r"def (test_\w+)", (ROOT / files[0]).read_text())
+            assert any(word in name for name in names), command
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block, monkeypatch):
+    # Installed, the folder kernels/ is the package annulus.
+    monkeypatch.setitem(sys.modules, "annulus", kernels)
+    exec(block, {"__name__": "__main__"})
+
+
+def test_the_program_of_the_readme_gives_attention_of_documents(monkeypatch):
+    monkeypatch.setitem(sys.modules, "annulus", kernels)
+    (program,) = README.blocks("python")
+    names = {}
+    exec(program, names)
+    q, k, v = (
+        kernels.unpermute(names[x], names["layout"], names["ring"]) for x in "qkv"
+    )
+    mask = kernels.documents(names["ids"])
+    one = kernels.attention(q, k, v, visible=mask, implementation="reference")
+    np.testing.assert_allclose(names["out"], one, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,152 @@
+"""The commands of README and docs/, run in their order by somebody who just cloned it.
+
+In a copy of the tree, with small sizes added to the end of each.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
+from tests.pages import PAGES, ROOT, Command
+
+COMMANDS = list(dict.fromkeys(c for page in PAGES for c in page.commands()))
+
+NOT_RUN = {
+    "make venv": "it installs packages",
+    "source": "the environment is that of the tests",
+    "python train.py --config=configs/tpuv4_7b.py --config.data.corpus": "a pod",
+    "python train.py --config=configs/h200_1b.py": "GPUs",
+    "python train.py --config=configs/grow_context.py": "eight GPUs; "
+    "tests/test_grow_context.py runs it small",
+    "python -m tools.pack_exorl --root DATASETS": "ExoRL's own archives",
+    "python -m tools.evaluate_lines": "a model that was trained for an hour",
+    "--config.hosts.coordinator": "part of a command; tests/survival runs two hosts",
+}
+"""What it would take, by the beginning of the command."""
+
+STEPS = ["--config.train.steps=2", "--config.checkpoint.save_every_steps=2"]
+STEPS += ["--config.train.validation_batches=1", "--config.optimizer.warmup_steps=1"]
+ROWS = ["--config.data.context_tokens=256", "--config.data.batch_rows=2"]
+RING = ["--config.mesh.ring=4", "--config.attention_parts=1"]
+TRAIN = "python train.py --config=configs/"
+IMPORT = "python -m tools.convert_hf import"
+EXPORT = "python -m tools.convert_hf export runs/tiny Llama-2-7b-hf".split()
+
+MORE = {
+    "make train": [f"ARGS={' '.join(STEPS)}", "--assume-old=venv"],
+    f"{TRAIN}tiny.py": STEPS,
+    f"{TRAIN}line_retrieval.py": STEPS,
+    f"{TRAIN}exorl_tiny.py": STEPS,
+    f"{TRAIN}tpuv4_7b.py --config.init_from": [
+        *STEPS,
+        *ROWS,
+        *RING,
+        "--config.simulated_devices=4",
+    ],
+    "python -m tools.plan_pod": ["--topology=v4:2x2x1", "--context=16384", *RING],
+    "python -m tools.prepare_text": ["--validation-fraction=0.3"],
+    "python -m tools.prepare_chat": ["--context-tokens=256"],
+    "python -m tools.prepare_lines": ["--train-tokens=20000"],
+    "python -m tools.make_exorl --domain walker": [
+        "--episodes=4",
+        "--search-episodes=16",
+        "--action-repeat=5",
+    ],
+    "python -m tools.make_exorl --domain cartpole": [
+        "--episodes=60",
+        "--search-episodes=64",
+    ],
+    "python -m tools.evaluate_exorl": ["--environments=2", "--episodes=2"],
+    "python -m tools.generate": ["--max-tokens=8"],
+}
+"""What is added to the end of a command, where the last value of an option counts."""
+
+
+def found(command: Command, table: dict) -> str | None:
+    """Returns the one key of a table that the command begins with, if any."""
+    keys = [key for key in table if str(command).startswith(key)]
+    assert len(keys) < 2, keys
+    return keys[0] if keys else None
+
+
+class Clone:
+    """A copy of the tree, where the files lie that the commands are about."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "annulus"
+        kept = shutil.ignore_patterns(
+            ".*", "__pycache__", "corpora", "datasets", "runs", "trajectories"
+        )
+        shutil.copytree(ROOT, self.root, ignore=kept)
+        (self.root / ".venv").symlink_to(sys.prefix)
+        path = f"{self.root / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+        self.environment = os.environ | {"PATH": path, "JAX_PLATFORMS": "cpu"}
+
+    def add_texts(self) -> None:
+        """Adds a book, chats and tokenizers, under the names in the text."""
+        (self.root / "BOOKS").mkdir()
+        for number in range(8):
+            book = f"Book {number}: the cat sat on the mat. " * (number + 100)
+            (self.root / f"BOOKS/{number}.txt").write_text(book)
+        says = ("human", "Where sat the cat?"), ("gpt", "On the mat.")
+        turns = [{"from": who, "value": what} for who, what in says]
+        chats = [{"id": n, "conversations": turns} for n in range(40)]
+        (self.root / "sharegpt.json").write_text(json.dumps(chats))
+        lines = (json.dumps({"text": f"A line, {number}."}) for number in range(8))
+        (self.root / "CHATS.jsonl").write_text("\n".join(lines) + "\n")
+        make_hugging_face(self.root / "tokenizer.json")
+        make_sentence_piece(self.root / "tokenizer.model")
+
+    def run(self, *words: str) -> str:
+        """Returns what the command prints; it has to succeed."""
+        done = subprocess.run(
+            [name for word in words for name in self._expand(word)],
+            cwd=self.root,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr}"
+        return done.stdout
+
+    def _expand(self, word: str) -> list[str]:
+        """Returns the paths of a word with a star, as a shell does."""
+        paths = sorted(self.root.glob(word)) if "*" in word else []
+        return [str(path.relative_to(self.root)) for path in paths] or [word]
+
+
+def test_every_exception_is_a_command_of_the_text():
+    for table in (NOT_RUN, MORE):
+        used = {found(command, table) for command in COMMANDS} - {None}
+        assert used == table.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_commands_succeed_one_after_the_other(tmp_path):
+    clone = Clone(tmp_path)
+    clone.add_texts()
+    flags: list[str] = []
+    for command in COMMANDS:
+        if found(command, NOT_RUN):
+            continue
+        if str(command).startswith(IMPORT):
+            # The model that was trained just now, in the place of the published one.
+            clone.run(*EXPORT)
+        words = [word for word in command.words if word != "..."]
+        printed = clone.run(
+            *words,
+            *(flags if "..." in command.words else []),
+            *MORE.get(found(command, MORE), []),
+        )
+        if str(command).startswith(IMPORT):
+            flags = re.findall(r"--config\.\S+", printed)
+    assert flags
