@@ -21,9 +21,8 @@ from flax import nnx
 from models import cache as caches
 from models.cache import EMPTY, Cache, CacheOperations
 from models.chunks import scan_chunks
-from models.execution import Execution
+from models.execution import Execution, Partition
 from models.llama import INITIAL_STDDEV, Attend, Decoder, DecoderConfig, matrix
-from models.partition import Partition
 
 TOKENS_OF_A_STEP = 4
 STATE, ACTION = 1, 2

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.execution import Partition
 from models.llama import matrix
-from models.partition import Partition
 
 STEP = ("batch", "sequence", None)
 

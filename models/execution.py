@@ -1,22 +1,27 @@
-"""How a model is computed."""
+"""How a model is computed, and what it asks of the mesh."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 
 from models.remat import check_policy
 
+Axes = tuple[str | None, ...]
+
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed: its speed and memory, not its function.
+    """Settings of speed and memory, which leave a model's function as it is.
 
     compute_dtype: of activations and matrix products; parameters are float32.
     remat: a name of `remat.REMAT_POLICIES`.
     feed_forward_chunk: tokens per device whose feed-forward exists at a time (blockwise
       parallel transformer, 2305.19370); 0 for all of them.
-    attention_parts: shares of a device's heads whose queries, keys, values and ring
-      exist at a time, one share after the other; 1 for all heads at once.
+    attention_parts: head groups of a device; queries, keys, values and ring exist for
+      one group at a time. 1 for all heads at once.
     """
 
     compute_dtype: jnp.dtype
@@ -31,3 +36,29 @@ class Execution:
                 f"feed_forward_chunk={self.feed_forward_chunk} must be a number of "
                 "tokens, or 0 for all of them"
             )
+
+
+class Partition(Protocol):
+    """Places arrays on a mesh by the names of their axes; see `training.mesh`."""
+
+    def spec(
+        self, names: Axes, shape: tuple[int, ...]
+    ) -> jax.sharding.PartitionSpec: ...
+
+    def over_shards(
+        self, function: Callable, names: Sequence[Axes], result_names: Axes
+    ) -> Callable: ...
+
+    def gather(
+        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
+    ) -> jax.Array: ...
+
+    def vary(self, x: jax.Array) -> jax.Array: ...
+
+    def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array: ...
+
+    def largest(self, x: jax.Array, name: str) -> jax.Array: ...
+
+    def shard_number(self, name: str) -> jax.Array: ...
+
+    def shards(self, name: str) -> int: ...

@@ -16,8 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.chunks import scan_chunks
-from models.execution import Execution
-from models.partition import Partition
+from models.execution import Execution, Partition
 from models.remat import remat, remat_attention, remat_projection
 from models.rope import RopeScaling, Rotation, rotate, rotations
 
@@ -94,17 +93,21 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections and rotation around an attention that is passed in."""
+    """Projections and rotary embedding around an attention that is passed in.
+
+    The heads are attended to in groups, one after the other: queries, keys, values and
+    what the ring holds exist for one head group at a time.
+    """
 
     def __init__(
         self,
         config: DecoderConfig,
+        execution: Execution,
         partition: Partition,
-        parts: int,
         *,
         rngs: nnx.Rngs,
     ):
-        """Raises ValueError if a device's heads do not divide into the parts."""
+        """Raises ValueError if a device's heads do not divide into the groups."""
         embed, depth = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
         into, into_kv = ("embed", "heads", None), ("embed", "kv_heads", None)
@@ -114,77 +117,97 @@ class Attention(nnx.Module):
         self.value = matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
         out_axes = ("heads", None, "embed")
         self.output = matrix(rngs, (heads, depth, embed), out_axes, out_stddev)
-        self.partition, self.parts = partition, parts
+        self.partition, self.remat = partition, execution.remat
+        self.groups = parts = execution.attention_parts
         local = kv_heads // partition.shards("kv_heads")
         if parts < 1 or local % parts:
             raise ValueError(
-                f"attention_{parts=} does not divide the {local} key/value heads of a "
+                f"attention_{parts=} must divide the {local} key/value heads of a "
                 "device: choose a divisor of them"
             )
 
-    def __call__(self, x: jax.Array, part: Callable) -> jax.Array:
-        """The sum over the parts of the heads, (B, T, E) in the type of x.
+    def __call__(
+        self, x: jax.Array, norm: RMSNorm, rotation: Rotation, attend: Attend
+    ) -> jax.Array:
+        """Returns the attention of norm(x), projected back: (B, T, E), as x.
 
-        part: from x (B, T, E) and a part's weights to what its heads add, (B, T, E).
-          Weights are those of query (E, H, D), key and value (E, K, D), and output
-          (H, D, E), with the part's share of the heads.
+        norm: computed here, as remat_projection recomputes it.
         """
         weights = self.query, self.key, self.value, self.output
-        if self.parts == 1:
-            return part(x, tuple(weight[...] for weight in weights))
 
-        def add(total: jax.Array, share: tuple) -> tuple[jax.Array, None]:
-            return total + part(x, share).astype(total.dtype), None
+        def project(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
+            return self.project(norm(x), weights, rotation)
 
-        total = jnp.zeros(x.shape, jnp.float32)
-        return jax.lax.scan(add, total, self._shares(weights))[0].astype(x.dtype)
+        def head_group(x: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+            *into, output = weights  # (E, h, D), (E, k, D), (E, k, D); (h, D, E)
+            q, k, v = remat_projection(project, self.remat)(x, tuple(into))
+            out = attend(q, k, v)  # (B, T, h, D)
+            return self.combine(out, output)  # (B, T, E)
+
+        head_group = remat_attention(head_group, self.remat)
+        if self.groups == 1:
+            return head_group(x, tuple(weight[...] for weight in weights))
+
+        def add(total: jax.Array, group: tuple) -> tuple[jax.Array, None]:
+            return total + head_group(x, group).astype(total.dtype), None
+
+        total = jnp.zeros(x.shape, jnp.float32)  # (B, T, E)
+        return jax.lax.scan(add, total, self._grouped(weights))[0].astype(x.dtype)
 
     def project(
         self, x: jax.Array, weights: tuple[jax.Array, ...], rotation: Rotation
     ) -> tuple[jax.Array, ...]:
-        """Queries, keys and values of x (B, T, E), with the weights of a part."""
+        """Returns q (B, T, h, D), k and v (B, T, k, D) of x (B, T, E).
+
+        weights: of the queries (E, h, D), keys and values (E, k, D) of a head group.
+        """
         query, key, value = weights
-        q = rotate(self._into_heads(x, query, "heads"), rotation)
-        k = rotate(self._into_heads(x, key, "kv_heads"), rotation)
+        q = rotate(self._into_heads(x, query, "heads"), rotation)  # (B, T, h, D)
+        k = rotate(self._into_heads(x, key, "kv_heads"), rotation)  # (B, T, k, D)
         return q, k, self._into_heads(x, value, "kv_heads")
 
     def combine(self, out: jax.Array, weight: jax.Array) -> jax.Array:
-        """From the heads' results (B, T, H, D), with a part's weight, to (B, T, E)."""
-        partition, embed = self.partition, weight.shape[-1]
+        """Sums heads' results (B, T, h, D) with their weight (h, D, E): (B, T, E)."""
+        partition, embed = self.partition, weight[...].shape[-1]
 
         def local(out: jax.Array, weight: jax.Array) -> jax.Array:
-            whole = partition.gather(weight, 2, embed, out.dtype).astype(out.dtype)
-            y = jnp.einsum("bthd,hde->bte", partition.vary(out), whole)
-            return partition.total(y, ("heads",))
+            weight = partition.gather(weight, 2, embed, out.dtype)  # (h, D, E)
+            weight = weight.astype(out.dtype)
+            y = jnp.einsum("bthd,hde->bte", partition.vary(out), weight)
+            return partition.total(y, ("heads",))  # (b, t, E)
 
         names = ("batch", "sequence", "heads", None), self.output.axes
         return partition.over_shards(local, names, RESIDUAL)(out, weight)
 
     def _into_heads(self, x: jax.Array, weight: jax.Array, heads: str) -> jax.Array:
-        """From x (B, T, E) to (B, T, heads, D)."""
+        """Projects x (B, T, E) with weight (E, h, D): (B, T, h, D)."""
         partition, embed = self.partition, x.shape[-1]
 
         def local(x: jax.Array, weight: jax.Array) -> jax.Array:
-            whole = partition.gather(weight, 0, embed, x.dtype).astype(x.dtype)
-            return jnp.einsum("bte,ehd->bthd", partition.vary(x), whole)
+            weight = partition.gather(weight, 0, embed, x.dtype)  # (E, h, D)
+            weight = weight.astype(x.dtype)
+            return jnp.einsum("bte,ehd->bthd", partition.vary(x), weight)
 
         result = ("batch", "sequence", heads, None)
         names = RESIDUAL, ("embed", heads, None)
         return partition.over_shards(local, names, result)(x, weight)
 
-    def _shares(self, weights: tuple[nnx.Param, ...]) -> tuple[jax.Array, ...]:
-        """Weights by part, (parts, …), every part a share of each device's heads."""
+    def _grouped(self, weights: tuple[nnx.Param, ...]) -> tuple[jax.Array, ...]:
+        """Returns the weights by head group: (groups, …, heads / groups, …) each.
+
+        A group has as many heads of every device.
+        """
         shards = self.partition.shards("heads")
 
-        def share(weight: nnx.Param) -> jax.Array:
+        def grouped(weight: nnx.Param) -> jax.Array:
             axis = next(i for i, name in enumerate(weight.axes) if "heads" in str(name))
-            shape = weight[...].shape
-            cut = (shards, self.parts, shape[axis] // shards // self.parts)
-            x = weight[...].reshape(*shape[:axis], *cut, *shape[axis + 1 :])
-            x = jnp.moveaxis(x, axis + 1, 0)
-            return x.reshape(self.parts, *shape[:axis], -1, *shape[axis + 1 :])
+            before, after = weight[...].shape[:axis], weight[...].shape[axis + 1 :]
+            heads = weight[...].shape[axis] // shards // self.groups
+            x = weight[...].reshape(*before, shards, self.groups, heads, *after)
+            x = jnp.moveaxis(x, axis + 1, 0)  # (groups, …, shards, heads, …)
+            return x.reshape(self.groups, *before, shards * heads, *after)
 
-        return tuple(share(weight) for weight in weights)
+        return tuple(grouped(weight) for weight in weights)
 
 
 class FeedForward(nnx.Module):
@@ -244,25 +267,16 @@ class DecoderLayer(nnx.Module):
     ):
         embed, epsilon = config.hidden_size, config.norm_epsilon
         self.attention_norm = RMSNorm(embed, epsilon)
-        parts = execution.attention_parts
-        self.attention = Attention(config, partition, parts, rngs=rngs)
+        self.attention = Attention(config, execution, partition, rngs=rngs)
         self.feed_forward_norm = RMSNorm(embed, epsilon)
         self.feed_forward = FeedForward(
             config, partition, execution.feed_forward_chunk, rngs=rngs
         )
-        self.remat = execution.remat
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: Attend) -> jax.Array:
+        """Returns the layer's output, (B, T, E), for x of the same shape."""
         x = checkpoint_name(x, "layer_input")
-
-        def project(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
-            return self.attention.project(self.attention_norm(x), weights, rotation)
-
-        def part(x: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
-            q, k, v = remat_projection(project, self.remat)(x, weights[:3])
-            return self.attention.combine(attend(q, k, v), weights[3])
-
-        x = x + self.attention(x, remat_attention(part, self.remat))
+        x = x + self.attention(x, self.attention_norm, rotation, attend)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
     def with_cache(
@@ -271,14 +285,14 @@ class DecoderLayer(nnx.Module):
         rotation: Rotation,
         attend: Callable[..., tuple[jax.Array, Any]],
     ) -> tuple[jax.Array, Any]:
-        """The same, with an attention that also returns a cache; not to be trained.
+        """Returns the same and a cache, which attend returns too; has no gradient.
 
         All heads are attended to at once.
         """
         module = self.attention
-        weights = tuple(w[...] for w in (module.query, module.key, module.value))
-        qkv = module.project(self.attention_norm(x), weights, rotation)
-        out, cache = attend(*qkv)
+        weights = module.query[...], module.key[...], module.value[...]
+        q, k, v = module.project(self.attention_norm(x), weights, rotation)
+        out, cache = attend(q, k, v)  # (B, T, H, D)
         x = x + module.combine(out, module.output[...])
         return x + self.feed_forward(self.feed_forward_norm(x)), cache
 
@@ -376,14 +390,3 @@ class Llama(Decoder):
             tokens, self.embedding[...]
         )
         return rows.astype(dtype)
-
-
-def parameter_axes(model: nnx.Module) -> dict:
-    """The names of every parameter's axes, as a plain tree like the parameters'."""
-
-    def names(parameter: nnx.Param) -> tuple[str | None, ...]:
-        stacked = parameter.get_value().ndim - len(parameter.axes)
-        return (None,) * stacked + parameter.axes  # scanned layers come first
-
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return nnx.traversals.unflatten_mapping({path: names(p) for path, p in flat})

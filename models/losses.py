@@ -3,14 +3,53 @@
 The logits of all tokens never exist.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
 from models.chunks import scan_chunks
-from models.partition import Partition
-from models.position_parts import PositionParts
+from models.execution import Partition
 
 TOKEN = "batch", "sequence"
+FIRST_BOUND, FACTOR = 256, 4
+"""Of `PositionParts.within`."""
+
+
+@dataclass(frozen=True)
+class PositionParts:
+    """Parts of a loss by a token's position in its document: does more context help?
+
+    bounds: positions, increasing. Parts are [0, bounds[0]), [bounds[0], bounds[1]), …
+    """
+
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def within(cls, context_tokens: int) -> "PositionParts":
+        """Returns bounds at 256, 1 Ki, 4 Ki, … below `context_tokens`."""
+        bounds, bound = [], FIRST_BOUND
+        while bound < context_tokens:
+            bounds.append(bound)
+            bound *= FACTOR
+        return cls(tuple(bounds))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parts."""
+        return [f"from_{start}" for start in (0, *self.bounds)]
+
+    def sums(self, values: jax.Array, positions: jax.Array) -> jax.Array:
+        """Sums values over the tokens of each part: (parts,).
+
+        values: of any shape. positions: int32, of the same.
+        """
+        starts = jnp.array((0, *self.bounds), jnp.int32)  # (parts,)
+        ends = jnp.array((*self.bounds, jnp.iinfo(jnp.int32).max), jnp.int32)
+        place = positions[..., None]
+        is_in_part = (starts <= place) & (place < ends)  # (…, parts)
+        of_part = jnp.where(is_in_part, values[..., None], 0)
+        return of_part.reshape(-1, len(starts)).sum(0)
 
 
 def cross_entropy(

@@ -20,7 +20,7 @@ from kernels import layouts
 from kernels.compiler import compiler_options
 from kernels.layouts import Layout
 from kernels.ring import make_ring_attention
-from models.blueprint import Model
+from models.abstract import Model
 from models.execution import Execution
 from tasks.config_errors import names_fields, raise_all
 from training.guard import GuardSettings

@@ -23,8 +23,8 @@ from data.text import InOrder, TextBatches
 from data.trajectory_file import TrajectoryFile, top_episodes
 from kernels.layouts import Layout, Striped
 from kernels.masks import Visible
+from models.abstract import Model
 from models.agentic import TOKENS_OF_A_STEP, Agent, AgentConfig
-from models.blueprint import Model
 from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
 from models.losses import action_errors, sums_by_rank

@@ -16,7 +16,7 @@ from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import order, padded_length
 from models import decode
-from models.blueprint import Model
+from models.abstract import Model
 from models.cache import EMPTY, Cache, empty_cache
 from models.decode import Generator
 from models.llama import Llama

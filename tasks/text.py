@@ -18,11 +18,10 @@ from data.text import ROW_PLANS, InOrder, Shuffled, TextBatches
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer
 from kernels.masks import Visible
-from models.blueprint import Model
+from models.abstract import Model
 from models.flops import paper_train_flops, train_flops
 from models.llama import Llama, LlamaConfig
-from models.losses import cross_entropy, cross_entropy_by_position
-from models.position_parts import PositionParts
+from models.losses import PositionParts, cross_entropy, cross_entropy_by_position
 from models.rope import RopeScaling
 from tasks.base import (
     Data,

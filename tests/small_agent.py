@@ -14,7 +14,7 @@ from data.chains import ChainBatch, Chains
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.cases import QUICK
 from kernels.layouts import permute
-from models.blueprint import Model
+from models.abstract import Model
 from tasks import exorl
 from training.mesh import MeshShape, Partition, make_mesh
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import train
 from data.batch import Batch
 from kernels import layouts as layout
-from models.blueprint import Model
+from models.abstract import Model
 from tasks import base, text
 from tests.runs import prepare_corpus, small_config
 from training.feed import place

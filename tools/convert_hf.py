@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 
 from configs import base
 from data.json_text import read_json_object
-from models.blueprint import Model
+from models.abstract import Model
 from models.llama import LlamaConfig
 from models.rope import RopeScaling
 from tasks import text

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.cases import QUICK
-from models.blueprint import Model
+from models.abstract import Model
 from tasks import base, text
 from tests.runs import small_config
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
