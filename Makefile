@@ -4,7 +4,7 @@
 #   make train      run configs/tiny.py; CONFIG=configs/other.py ARGS="--config.x=1"
 #   make test       the fast tests; ARGS="-k ring" picks some
 #   make test-all   the slow tests too, which take hours
-#   make check      format, lint, import arrows and fast tests, as a change must pass
+#   make check      format, lint, types, import arrows and fast tests, as a change must pass
 #   make format     put the code into its format
 #   make venv       only make .venv; train and venv take ACCELERATOR=tpu, gpu or rl
 
@@ -43,6 +43,7 @@ check: lint test
 lint: venv-dev
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m pyrefly check --summary=none
 
 format: venv-dev
 	$(PYTHON) -m ruff check --select I --fix .

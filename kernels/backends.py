@@ -20,8 +20,11 @@ from .triton_gpu import launch as triton_gpu
 class Backend(Protocol):
     """One attention step and its gradients, as `reference` documents them."""
 
-    forward: Callable
-    backward: Callable
+    @property
+    def forward(self) -> Callable: ...
+
+    @property
+    def backward(self) -> Callable: ...
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def backward(
         )
 
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return dq, *(jnp.zeros(x.shape, tiling.dtype) for x in (k, v))
+        return dq, jnp.zeros(k.shape, tiling.dtype), jnp.zeros(v.shape, tiling.dtype)
 
     return lax.cond(_any(ranges), compute, skip)
 
@@ -217,7 +217,7 @@ def _for_each_head(one_head: Callable, *tiles: jax.Array) -> tuple[jax.Array, ..
 
 def _any(ranges: TileRanges) -> jax.Array:
     """Returns whether any tile is live; if not, arrays need not be cut into tiles."""
-    return (ranges.live_begin < ranges.live_end).any()
+    return jnp.any(ranges.live_begin < ranges.live_end)
 
 
 def _for_each_tile(ranges: TileRanges, place, step, state):

@@ -15,7 +15,10 @@ from .masks import Array, Visible
 TYPES = "float16", "bfloat16", "float32", "float64"
 
 
-def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
+def check_operands(q: Shaped, k: Shaped, v: Shaped) -> None:
     """Checks that q (B, T, H, D), k and v (B, S, K, D) are an attention problem.
 
     Raises:
@@ -155,7 +158,7 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
             "{row}: {before} at {place} and {after} after it"
         )
         if values is None:
-            checkify.check(~decreases.any(), message, **where)
+            checkify.check(jnp.all(~decreases), message, **where)
         elif decreases.any():
             raise ValueError(message.format(**where))
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 
-def known(array: jax.Array | np.ndarray) -> np.ndarray | None:
+def known(array: jax.Array | np.ndarray | int) -> np.ndarray | None:
     """Returns the values of an array, or None where they are not known, as under `jit`.
 
     Waits for an array that is still computed. Returns None for an array of which other

@@ -19,7 +19,7 @@ Pictures show a sequence of 4 tokens: rows are queries, columns are keys, 1 is v
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class Visible(NamedTuple):
     k_end: Array
 
 
-def in_interval(k_start: Array, index: Array, k_end: Array) -> Array:
+def in_interval(k_start: jax.Array, index: jax.Array, k_end: jax.Array) -> jax.Array:
     """Returns k_start <= index < k_end elementwise; the arguments broadcast."""
     return (k_start <= index) & (index < k_end)
 
@@ -73,7 +73,8 @@ class Mask:
             index = index.astype(np.int32)
         index = index[None] if index.ndim == 1 else index
         keys = whole_number("key_length", key_length, 0)
-        bounds = self.bounds(index, _as_index(keys, index))
+        keys = min(keys, int(jnp.iinfo(index.dtype).max))
+        bounds = self.bounds(index, keys)
         _, *bounds = _namespace(index).broadcast_arrays(index, *bounds)  # (B or 1, T)
         return Visible(*(bound.astype(index.dtype) for bound in bounds))
 
@@ -313,11 +314,11 @@ def documents_at(starts: np.ndarray) -> Mask:
     return Mask(bounds)
 
 
-def _namespace(array: Array):
+def _namespace(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else jnp
 
 
-def _running(pick: Callable, values: Array) -> Array:
+def _running(pick: Any, values: Array) -> Array:
     """Returns the running maximum or minimum along the last axis."""
     if isinstance(values, np.ndarray):
         return pick.accumulate(values, axis=-1)

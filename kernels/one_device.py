@@ -68,9 +68,9 @@ def attention_with_lse(
     backend = choose(implementation, q.dtype)
     ring = Ring(None, 1, Contiguous(), scale, backend)
     queries, keys = (jnp.arange(x.shape[1], dtype=jnp.int32) for x in (q, k))
-    mask = visible if isinstance(visible, Mask) else full()
-    if mask is visible:
-        visible = mask(queries, k.shape[1])
+    mask = full()
+    if isinstance(visible, Mask):
+        mask, visible = visible, visible(queries, k.shape[1])
     bounds = checked_bounds(q, visible, k.shape[1])
     q = mask.fill_padding(q, queries)
     k, v = (mask.fill_padding(x, keys) for x in (k, v))

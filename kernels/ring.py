@@ -28,7 +28,7 @@ from . import reference
 from .backends import Backend, check_implementation, choose
 from .checks import Axes, check_operands, checked_axes, checked_bounds, checked_scale
 from .device import device_kind
-from .layouts import Layout, check_length, order
+from .layouts import Array, Layout, check_length, order
 from .masks import Mask, Visible, full
 from .precision import product
 
@@ -43,6 +43,7 @@ LANES = 128
 """A TPU's memory pads the last dimension of arrays to a multiple of this."""
 
 Pair = tuple[jax.Array, jax.Array]
+Bounds = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Ring:
         """Returns the number of the shard that this device's queries belong to."""
         return lax.axis_index(self.axis_name) if self.size > 1 else 0
 
-    def slots(self, shard: jax.Array | int, visible: Visible, length: int) -> Pair:
+    def slots(self, shard: jax.Array | int, visible: Visible, length: int) -> Bounds:
         """Returns the interval [k_start, k_end) of visible slots of a shard."""
         k_start = self.layout.count(shard, visible.k_start, self.size, length)
         k_end = self.layout.count(shard, visible.k_end, self.size, length)
@@ -203,15 +204,16 @@ def _backward_steps(
     return dq, *_add(dkv, partial)
 
 
-def halves(bounds: Pair, length: int) -> tuple[Pair, Pair]:
+def halves(bounds: Bounds, length: int) -> tuple[Pair, Pair]:
     """Splits intervals into those of the first half of the queries, and of the second.
 
     bounds: (B, L) each, within [0, length]. The other half's are empty, at the end of
     the keys or at their start, so that bounds do not decrease along the queries.
     """
     first = np.arange(bounds[0].shape[1]) < bounds[0].shape[1] // 2
-    early = tuple(jnp.where(first, bound, length) for bound in bounds)
-    late = tuple(jnp.where(first, 0, bound) for bound in bounds)
+    k_start, k_end = bounds
+    early = jnp.where(first, k_start, length), jnp.where(first, k_end, length)
+    late = jnp.where(first, 0, k_start), jnp.where(first, 0, k_end)
     return early, late
 
 
@@ -320,9 +322,9 @@ def make_ring_attention(
         _check_shards("rows", "B", k.shape[0], axes.batch, mesh)
         heads = () if axes.heads is None else (axes.heads,)
         _check_shards("key/value heads", "K", k.shape[2], heads, mesh)
-        mask = visible if isinstance(visible, Mask) else full()
-        if mask is visible:
-            visible = mask(jnp.asarray(queries), k.shape[1])
+        mask = full()
+        if isinstance(visible, Mask):
+            mask, visible = visible, visible(jnp.asarray(queries), k.shape[1])
         visible = checked_bounds(q, visible, k.shape[1], queries)
         q = mask.fill_padding(q, queries)
         k, v = (mask.fill_padding(x, keys) for x in (k, v))

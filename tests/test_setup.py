@@ -189,7 +189,7 @@ MAKES = {
     "test": "make_venv.sh .venv requirements.txt requirements-dev.txt|"
     'JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest|-m "not slow"',
     "test-all": 'make_venv.sh|-m pytest|-m "not slow"|-m pytest|-m slow',
-    "check": "make_venv.sh|ruff format --check .|ruff check .|-m pytest",
+    "check": "make_venv.sh|ruff format --check .|ruff check .|pyrefly check|-m pytest",
 }
 
 
