@@ -11,7 +11,7 @@ import ml_collections
 import pytest
 
 from configs import base as base_config
-from configs import exorl_tiny, llama_sizes
+from configs import exorl_tiny, llama_sizes, pod
 from kernels.layouts import check_length
 from models.llama import LlamaConfig
 from models.remat import REMAT_POLICIES
@@ -30,14 +30,11 @@ NAMES = sorted(
     for path in DIRECTORY.glob("*.py")
     if hasattr(load(path.stem), "get_config")
 )
-LLAMAS = [name for name in NAMES if re.search(r"_\d+b$", name)]
-
 AGENTS = [name for name in NAMES if load(name).get_config().task == "exorl"]
 TEXTS = [name for name in NAMES if name not in AGENTS]
 
 each_config = pytest.mark.parametrize("name", NAMES)
 each_text = pytest.mark.parametrize("name", TEXTS)
-each_llama = pytest.mark.parametrize("name", LLAMAS)
 
 
 def fields(config: ml_collections.ConfigDict) -> dict[str, type]:
@@ -59,8 +56,7 @@ def partition_of(config: ml_collections.ConfigDict) -> Partition:
 
 
 def test_there_are_configs_to_test():
-    assert {"base", "tiny", "h200_1b", "tpuv4_7b"} <= set(NAMES)
-    assert {re.search(r"\d+b$", name)[0] for name in LLAMAS} == set(llama_sizes.NAMES)
+    assert {"base", "tiny", "h200_1b", "pod", "tpuv4_7b"} <= set(NAMES)
 
 
 @each_config
@@ -161,13 +157,6 @@ def test_no_device_holds_a_whole_copy_of_a_sharded_model(name):
     assert partition.shards(axes) == partition.shards("embed")
 
 
-@each_llama
-def test_sizes_are_those_of_the_papers(name):
-    sizes = llama_sizes.llama(re.search(r"\d+b$", name)[0])
-    model = load(name).get_config().model
-    assert {field: model[field] for field in sizes} == sizes.to_dict()
-
-
 @pytest.mark.parametrize(
     "size, published",
     [
@@ -191,12 +180,24 @@ def test_sizes_are_published_ones(size, published):
     assert model.vocab_size == 32_000 and model.num_kv_heads == model.num_heads
 
 
-@pytest.mark.parametrize("name", [n for n in LLAMAS if n.startswith("tpu")])
-def test_docstring_tells_the_mesh_and_the_context_of_the_config(name):
-    text, config = load(name).__doc__, load(name).get_config()
-    chips = int(re.search(r"\((\d+) chips\)", text)[1])
-    assert chips == math.prod(config.mesh.values())
-    assert f"ring {config.mesh.ring}" in text
-    number, unit = re.search(r"at (\d+) (Ki|Mi) tokens of context", text).groups()
+@pytest.mark.parametrize("size", llama_sizes.NAMES)
+def test_a_pod_has_the_size_the_ring_and_the_context_of_its_docstring(size):
+    config = pod.get_config(size)
+    sizes = llama_sizes.llama(size).to_dict()
+    assert {field: config.model[field] for field in sizes} == sizes
+    row = rf"\n  {size} +(\d+) chips \(v4-(\d+)\), +(\d+) (Ki|Mi) tokens"
+    chips, cores, number, unit = re.search(row, pod.__doc__).groups()
+    assert int(chips) == int(cores) // 2 == math.prod(config.mesh.values())
     factor = {"Ki": 1024, "Mi": 1024**2}[unit]
     assert config.data.context_tokens == int(number) * factor
+    partition = partition_of(config)
+    base.batch_sharding(config, partition)
+    assert text.model(config, partition).config.hidden_size == sizes["hidden_size"]
+
+
+def test_the_cards_config_is_that_of_its_pod():
+    card, same = load("tpuv4_7b").get_config(), pod.get_config("7b")
+    assert card.workdir == "runs/tpuv4_7b"
+    assert card.to_dict() | {"workdir": same.workdir} == same.to_dict()
+    with pytest.raises(ValueError, match="size='8b' must be one of 1b, 3b, 7b"):
+        pod.get_config("8b")

@@ -1,6 +1,6 @@
-"""Checkpoints on Orbax: which step is there, is it ours and whole, save, bring back.
+"""Saves and restores a run's checkpoints with Orbax.
 
-What a step holds is in `training/stored_step.py`.
+The contents of a step are in `training/stored_step.py`.
 """
 
 import contextlib
@@ -30,22 +30,25 @@ from training.stored_step import (
 from training.workdir import make_writable
 
 DAMAGED = "damaged"
-"""Directory among the steps, for steps that are."""
+"""Directory for damaged steps, beside the good ones."""
 
 
 class Checkpoints:
     """The checkpoints of one run: asynchronous saves, restores onto any mesh.
 
     Every process of the run makes one and calls the same methods at the same steps.
-    Close it, or use it as a context manager: the last save may still be on its way.
+    Close it, or use it as a context manager: the last save may still be running.
 
-    Only a finite state is saved. A step is written under another name and renamed; only
-    then older ones go. A save that fails, as on a full disk, is told, and the run goes
-    on until the next; when that fails too, or there is no next, it is an error. What is
-    found to be damaged at a restore moves to the directory `damaged`; what could not be
-    read is tried again, and stays. Nothing but rotation deletes.
+    - Save: only a finite state is saved. A step is written under a temporary name and
+      renamed; only then are older steps deleted.
+    - Failed save, as on a full disk: logged, and the run continues. A second failure in
+      a row, or a failure of the last save, raises OSError.
+    - Damaged step, found at a restore: moved to the directory `damaged`.
+    - Unreadable step: read again several times, then OSError; it stays where it is.
 
-    record: of the run, JSON values; saved with every step from then on.
+    Only rotation deletes a step.
+
+    record: JSON values of the run, saved with every step from then on.
     """
 
     record: Mapping[str, Any]
@@ -59,14 +62,14 @@ class Checkpoints:
         say: Callable[[str], None] = print,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Opens the directory, and makes it where it is missing.
+        """Opens the directory; creates it where it is missing.
 
         Args:
           directory: local path, or a bucket (`gs://...`, which needs gcsfs).
           keep: number of newest steps that stay on disk.
           fingerprint: what makes a state unusable by another model (sizes, vocabulary
             and the like), as JSON values. Saved with every step, compared at restore.
-          say: tells a person of damaged steps and failed saves.
+          say: logs damaged steps and failed saves.
           sleep: waits for so many seconds, before a step is read again.
 
         Raises:
@@ -89,11 +92,11 @@ class Checkpoints:
 
     @property
     def directory(self) -> Path:
-        """Where the steps are; a path that knows buckets too."""
+        """Directory of the steps; may be in a bucket."""
         return self._manager.directory
 
     def latest_step(self) -> int | None:
-        """The newest step, or None. Step 0 is a step: compare with `is None`."""
+        """Returns the newest step or None; step 0 is a step: compare with `is None`."""
         return self._manager.latest_step()
 
     def check_fingerprint(self) -> None:
@@ -120,9 +123,9 @@ class Checkpoints:
         self._latest_is_ours = True
 
     def records(self) -> dict[int, dict[str, Any]]:
-        """The record that each step holds, the newest first; damaged steps have none.
+        """Returns the record of each step, the newest first, without damaged steps.
 
-        That of a step from before there were records is empty.
+        It is empty for steps saved before there were records.
         """
         found = {}
         for stored in self._newest_first():
@@ -135,7 +138,7 @@ class Checkpoints:
 
         The mesh, the ring size and the number of devices and hosts may differ from
         those of the run that saved; values are equal to the last bit. Newer steps that
-        are damaged are told, and moved to the directory `damaged`.
+        are damaged are logged, and moved to the directory `damaged`.
 
         Args:
           abstract_state: the train state with a `jax.ShapeDtypeStruct` that carries a
@@ -175,7 +178,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, *, rotate: bool = True) -> None:
         """Starts a save of `state`; the caller may donate it as soon as this returns.
 
-        Waits for the save before, and tells what went wrong with that one.
+        Waits for the save before, and logs its failure.
 
         Args:
           step: number of updates made.
@@ -248,11 +251,13 @@ class Checkpoints:
         try:
             self.close()
         except OSError:
-            if kind is None:  # the error under way matters more, and this one was told
+            if (
+                kind is None
+            ):  # the error under way matters more, and this one was logged
                 raise
 
     def _settle(self) -> None:
-        """Waits for the save under way, and takes note of how it ended."""
+        """Waits for the save under way, and records its failure."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -263,7 +268,7 @@ class Checkpoints:
         self._saving = None
 
     def _fail(self, error: Exception) -> None:
-        """Tells of a failed save; raises OSError at the second in a row."""
+        """Logs a failed save; raises OSError at the second in a row."""
         directory, step = self._manager.directory, self._saving
         self._saving = None
         self._half_saved.add(step)
@@ -283,7 +288,7 @@ class Checkpoints:
         self._say(f"WARNING: {self._failures[-1]}")
 
     def _clear_half_saved(self) -> None:
-        """Makes room: removes what failed saves have written under other names."""
+        """Removes what failed saves have written under temporary names."""
         for step in self._half_saved if jax.process_index() == 0 else ():
             for rest in self._manager.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 # Of a file still open somewhere; the next run removes it.
@@ -292,16 +297,16 @@ class Checkpoints:
         self._half_saved.clear()
 
     def _newest_first(self) -> Iterator[StoredStep]:
-        """All steps; on each process the same, as the manager sees to."""
+        """Yields all steps; the manager makes them the same on each process."""
         for step in sorted(self._manager.all_steps(), reverse=True):
             yield StoredStep(step, self._manager.directory / str(step), self._sleep)
 
     def _refuse(self, damages: list[DamagedStep]) -> None:
-        """Raises ValueError if there is damage: a run must not begin anew over it."""
+        """Raises ValueError if there is damage: a run must not start over on it."""
         if damages:
             raise ValueError(
                 f"no checkpoint in {self._manager.directory} is good; repair one, or "
-                "use another workdir to begin anew:\n  "
+                "use another workdir to start over:\n  "
                 + "\n  ".join(map(str, damages))
             )
 
@@ -352,7 +357,7 @@ def _check_leaves(
 
 
 def _as_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy as a JSON file gives it back, whatever the caller does to the original."""
+    """Returns a copy as JSON restores it, independent of the original."""
     try:
         return json.loads(json.dumps(dict(fingerprint), allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ import pytest
 
 import train
 from data.batch import Batch
+from tasks import programs
 from tests.runs import assert_equal_bits
 from tests.survival.small_run import QUIET, STEPS, Small
 from training.guard import SPIKE_WINDOW, BadSteps
@@ -77,7 +78,7 @@ def test_too_many_bad_steps_end_the_run_with_the_checkpoint_from_before(
 
 def change_state(patch: pytest.MonkeyPatch, step: int, name: str, value: float) -> None:
     """Sets the first element of an array of the state that a step leaves."""
-    programs = train.Programs
+    make = programs.Programs
 
     def change(path: Any, leaf: jax.Array) -> jax.Array:
         if name not in jax.tree_util.keystr(path, simple=True, separator="."):
@@ -91,9 +92,9 @@ def change_state(patch: pytest.MonkeyPatch, step: int, name: str, value: float) 
                 state = jax.tree_util.tree_map_with_path(change, state)
             return state, metrics
 
-        return programs(changed, *others)
+        return make(changed, *others)
 
-    patch.setattr(train, "Programs", changing)
+    patch.setattr(programs, "Programs", changing)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from etils import epath
 
 import train
 from data.text import TextBatches
+from tasks import programs
 from tests.processes import ROOT, Processes
 from tests.runs import assert_equal_bits
 from tests.survival.small_run import (
@@ -73,7 +74,7 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
         if moment == "restore":
             place = train.Checkpoints, "restore"
         else:
-            place = train, "make_evaluate_step"
+            place = programs, "make_evaluate_step"
         before_call(patch, *place, 1, send_ctrl_c)
         with pytest.raises(Preempted, match="step 8, nothing new to save"):
             copy.train()

@@ -74,7 +74,7 @@ def test_a_place_that_cannot_be_made_ends_the_run_before_anything_is_compiled(
     run: Small, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Orbax' threads waited 300 s for their directory, when the run had ended."""
-    monkeypatch.delattr(train, "_compile")
+    monkeypatch.delattr(train, "compile_programs")
     path = run.workdir / place
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir() if place.endswith("/") else path.write_text("of mine")

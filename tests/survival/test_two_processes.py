@@ -43,8 +43,9 @@ BREAKS_ITS_STATE = """
 import sys
 import jax, numpy as np
 import train
+from tasks import programs
 
-programs = train.Programs
+make = programs.Programs
 
 def breaking(train_step, *others):
     def broken(state, batch):
@@ -57,9 +58,9 @@ def breaking(train_step, *others):
             state.params["head"] = change(head)
         return state, metrics
 
-    return programs(broken, *others)
+    return make(broken, *others)
 
-train.Programs = breaking
+programs.Programs = breaking
 sys.exit(train.main())
 """
 
@@ -108,7 +109,7 @@ def test_two_processes_stop_together_and_one_goes_on(
     ("function", "may_stop_at"),
     [
         (("training.checkpoint", "Checkpoints.restore", "1"), [4]),
-        (("train", "make_evaluate_step", "1"), [4]),
+        (("tasks.programs", "make_evaluate_step", "1"), [4]),
         # A batch to train on, then the first of two held-out ones. All processes hear
         # of it a few calls later.
         (("train", "place", "2"), range(5, STEPS)),

@@ -55,7 +55,7 @@ class Target:
     def arguments(self, remat: str, output: Path) -> list[str]:
         """Returns the arguments of `plan_pod.py`."""
         return [
-            f"--config=configs/tpuv4_{self.model}.py",
+            f"--config=configs/pod.py:{self.model}",
             f"--topology={self.topology}",
             f"--context={self.tokens(remat)}",
             f"--config.mesh.ring={self.ring}",

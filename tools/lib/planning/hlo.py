@@ -1,15 +1,16 @@
-"""What a compiled program hands around, and what hides it: read from scheduled HLO.
+"""Reads what a compiled program communicates, and what hides it, from scheduled HLO.
 
 `Compiled.as_text()` prints every computation in the order in which it runs, on TPUs
 and GPUs alike. An asynchronous collective is two instructions there, its start and its
-done; what stands between them runs meanwhile. A computation that a loop runs is printed
-once: here it counts as often as the loop turns.
+done; what stands between them runs meanwhile. The body of a loop is printed once: here
+it counts once an iteration.
 
-TPUs also run collectives inside of a product's fusion. They are printed three times, in
-fusions of their own for the start and for the done, and in the product's.
+TPUs also run collectives inside a matrix product's fusion. They are printed three
+times: in fusions of their own for the start and for the done, and in the product's.
 """
 
 import dataclasses
+import enum
 import functools
 import math
 import re
@@ -26,7 +27,7 @@ COLLECTIVES = (
     "collective-permute",
 )
 TRANSFER = "collective-permute"
-"""From neighbour to neighbour: what a ring consists of."""
+"""The collective of a ring step, from neighbour to neighbour."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
@@ -43,20 +44,28 @@ _FUSED_PRODUCT = "async_collective_fusion"
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
 
 
+class Fused(enum.Enum):
+    """The three computations in which a collective fused with a product is printed."""
+
+    START = enum.auto()
+    PRODUCT = enum.auto()
+    DONE = enum.auto()
+
+
 @dataclass(frozen=True)
 class Instruction:
     """A collective, a kernel, or a call of another computation.
 
     kind: one of COLLECTIVES, "kernel", "loop" or "call".
-    phase: "start" or "done" of what is asynchronous, "fused" of what runs inside of a
+    phase: "start" or "done" of an asynchronous collective, "fused" of one inside a
       product's fusion, else "".
     first_operand: its name; that of a done is its start.
-    size: bytes of the result on one device; 0 of what is no collective.
-    group: devices that a collective spans; 0 of a done, whose start knows it.
+    size: bytes of a collective's result on one device, else 0.
+    group: devices that a collective spans; 0 of a done, whose start has it.
     kernel: "forward" or "backward", of a kernel.
     called: names of the computations that it runs.
     condition: of a loop, the name of the computation that ends it.
-    trips: of a loop, where the compiler says how often it turns.
+    trips: of a loop, its trip count, where the compiler prints it.
     """
 
     name: str
@@ -75,14 +84,14 @@ class Instruction:
 class Collective:
     """A collective of the program.
 
-    bytes_sent: by each device, each time that it runs, where the algorithm is a ring's:
+    bytes_sent: by each device, each time that it runs, with a ring algorithm:
       of an array of n bytes on g devices (gathered, or before it is scattered),
       (g - 1) / g · n, twice that for an all-reduce, and n for a permute.
     group: devices that it spans; 2 or more.
     times: that a run of the program runs it.
-    is_hidden: whether a kernel runs between its start and its done, or a product that
-      it is fused with.
-    is_asynchronous: whether anything can: it has a start and a done, or is fused.
+    is_hidden: whether a kernel runs between its start and its done, or it is fused with
+      a product.
+    is_asynchronous: whether it has a start and a done, or is fused.
     """
 
     kind: str
@@ -100,10 +109,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Program:
-    """What matters here of a scheduled program.
+    """Collectives, kernels and loops of a scheduled program.
 
     computations: by name, each in its order.
-    bounds: by name of a loop's condition, what its counter is compared with.
+    bounds: by name of a loop's condition, the bound of its counter.
     """
 
     entry: str
@@ -121,7 +130,7 @@ class Program:
         """
         computations: dict[str, list[Instruction]] = {}
         bounds: dict[str, int] = {}
-        fused: dict[str, str] = {}  # computations of a collective that is in three
+        fused: dict[str, Fused] = {}
         entry = name = ""
         lines: list[str] = []
         for line in text.splitlines():
@@ -130,27 +139,27 @@ class Program:
                 name, lines = head[2], []
                 computations[name] = []
                 if name.startswith(_FUSED_PRODUCT):
-                    fused[name] = ""
+                    fused[name] = Fused.PRODUCT
                 entry = name if head[1] else entry
             elif name:
                 lines.append(line)
                 instruction = _read(line, devices)
                 if instruction:
                     computations[name].append(instruction)
-                elif "ROOT" in line and "direction=LT" in line:
+                elif _is_loop_condition(line):
                     bounds |= _bound(name, line, lines)
-                elif _FUSED_START in line or _FUSED_DONE in line:
-                    fused[name] = _FUSED_DONE if _FUSED_DONE in line else ""
+                elif part := _fused_part(line):
+                    fused[name] = part
         if not entry:
             raise ValueError(f"no scheduled HLO program in {text[:80]!r}")
         frozen = {
-            name: tuple(found if name not in fused else _fused(found, fused[name]))
+            name: tuple(_fused_once(found, fused.get(name)))
             for name, found in computations.items()
         }
         return cls(entry, frozen, bounds)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a loop turns; None if that is not in the program.
+        """Returns a loop's trip count; None if that is not in the program.
 
         A bound counts as the trips: JAX's scans count from 0, in ones.
         """
@@ -158,7 +167,7 @@ class Program:
 
     @functools.cached_property
     def runs(self) -> dict[str, int]:
-        """How often each computation runs in a run of the program.
+        """Number of runs of each computation in a run of the program.
 
         Every branch of a conditional counts, and a loop of unknown trips once.
         """
@@ -167,19 +176,19 @@ class Program:
         def visit(name: str, times: int) -> None:
             found[name] += times
             for instruction in self.computations.get(name, ()):
-                turns = 1
+                trips = 1
                 if instruction.kind == "loop":
-                    turns = self.trips(instruction)
-                    turns = 1 if turns is None else turns
+                    trips = self.trips(instruction)
+                    trips = 1 if trips is None else trips
                 for called in instruction.called:
-                    visit(called, times * turns)
+                    visit(called, times * trips)
 
         visit(self.entry, 1)
         return dict(found)
 
     @functools.cached_property
     def unknown_loops(self) -> int:
-        """Loops with collectives or kernels in them whose trips are not known."""
+        """Number of loops with collectives or kernels whose trip count is unknown."""
         return sum(
             self.trips(instruction) is None and self._is_busy(instruction)
             for name in self.runs
@@ -188,7 +197,7 @@ class Program:
         )
 
     def collectives(self) -> list[Collective]:
-        """Those that move anything, in the order of the computations."""
+        """Returns those that move anything, in the order of the computations."""
         return [
             collective
             for name, times in self.runs.items()
@@ -198,7 +207,7 @@ class Program:
         ]
 
     def kernels(self) -> Counter[str]:
-        """How often the "forward" and the "backward" kernel run."""
+        """Counts the runs of the "forward" and the "backward" kernel."""
         found: Counter[str] = Counter()
         for name, times in self.runs.items():
             for instruction in self.computations.get(name, ()):
@@ -207,16 +216,16 @@ class Program:
         return found
 
     def orders(self) -> list[str]:
-        """The order of transfers and kernels in each computation that has transfers.
+        """Returns the order of transfers and kernels in computations with transfers.
 
-        s and d: a transfer starts, and is done. S: one that nothing can hide. F and B:
-        a forward and a backward kernel, by itself or fused with what takes its result.
+        s and d: start and done of a transfer. S: a synchronous one. F and B: a forward
+        and a backward kernel, by itself or fused with what takes its result.
         """
         found = ("".join(self._letters(name)) for name in self.computations)
         return [order for order in found if set(order) & set("sS")]
 
     def sequence(self, name: str) -> Iterator[Instruction]:
-        """Transfers and kernels of a computation in their order, calls gone into."""
+        """Yields transfers and kernels of a computation, called ones included."""
         for instruction in self.computations.get(name, ()):
             if instruction.kind in (TRANSFER, "kernel"):
                 yield instruction
@@ -265,19 +274,29 @@ class Program:
         )
 
 
-def _fused(found: list[Instruction], done: str) -> Iterator[Instruction]:
-    """Of one of a fused collective's three computations: it counts in the last."""
+def _is_loop_condition(line: str) -> bool:
+    return "ROOT" in line and "direction=LT" in line
+
+
+def _fused_part(line: str) -> Fused | None:
+    if _FUSED_DONE in line:
+        return Fused.DONE
+    return Fused.START if _FUSED_START in line else None
+
+
+def _fused_once(found: list[Instruction], part: Fused | None) -> Iterator[Instruction]:
+    """Yields a computation's instructions; a fused collective only where it is done."""
     for instruction in found:
-        if instruction.kind not in COLLECTIVES:
+        if part is None or instruction.kind not in COLLECTIVES:
             yield instruction
-        elif done:
+        elif part is Fused.DONE:
             yield dataclasses.replace(instruction, phase="fused")
 
 
 def _collective(
     result: Instruction, group: int, times: int, is_hidden: bool
 ) -> Collective:
-    """From the instruction that gives the result."""
+    """Makes a collective from the instruction that has its result."""
     factor = {
         "all-gather": (group - 1) / max(group, 1),
         "all-to-all": (group - 1) / max(group, 1),
@@ -289,7 +308,7 @@ def _collective(
 
 
 def _read(line: str, devices: int) -> Instruction | None:
-    """The instruction on a line, if it matters."""
+    """Reads the instruction on a line, if it matters."""
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
@@ -331,7 +350,7 @@ def _read(line: str, devices: int) -> Instruction | None:
 
 
 def _bytes(shape: str) -> int:
-    """Of an array or a tuple of them, as HLO prints it, without padding."""
+    """Returns the bytes of an array or a tuple in HLO's notation, without padding."""
     total = 0.0
     for dtype, sizes in _ARRAY.findall(shape):
         bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
@@ -340,9 +359,9 @@ def _bytes(shape: str) -> int:
 
 
 def _group(kind: str, rest: str, devices: int) -> int:
-    """How many devices take part in each group of a collective."""
+    """Returns the number of devices in each group of a collective."""
     if kind == TRANSFER:
-        # A device that hands to itself hands nothing around.
+        # A device that sends to itself communicates nothing.
         pairs = re.findall(r"\{(\d+),(\d+)\}", rest.split("source_target_pairs=")[-1])
         return 2 if any(a != b for a, b in pairs) else 1
     named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest)
@@ -357,7 +376,7 @@ def _group(kind: str, rest: str, devices: int) -> int:
 
 
 def _bound(name: str, root: str, lines: list[str]) -> dict[str, int]:
-    """What a condition's counter is compared with, by the condition's name."""
+    """Returns the bound of a condition's counter, by the condition's name."""
     operands = re.search(r" compare\((.*?)\)", root)
     constant = operands and operands[1].split(",")[-1].split("%")[-1].strip()
     for line in lines:
