@@ -6,6 +6,8 @@ gives the fixture `rng` the seed that a failed test printed.
 
 import os
 import secrets
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -29,3 +31,25 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     seed = int(os.environ.get("ANNULUS_TEST_SEED") or secrets.randbits(32))
     request.node.add_report_section("setup", "rng", f"ANNULUS_TEST_SEED={seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a small corpus of bytes; tests must not change it."""
+    from tests.runs import prepare_corpus
+
+    return prepare_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keeps compiled programs for the files and workers of one `pytest`."""
+    from tests.runs import kept_in
+
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    directory /= "programs"
+    directory.mkdir(exist_ok=True)
+    with kept_in(directory):
+        yield directory

@@ -15,15 +15,10 @@ import pytest
 import train
 from kernels import masks
 from tasks import base, text
-from tests.runs import prepare_corpus, small_config
+from tests.runs import small_config
 from training.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(autouse=True)
@@ -46,196 +41,111 @@ def refusal(corpus: Path, workdir: Path, **overrides: Any) -> str:
     return str(caught.value)
 
 
-# Fields that are wrong, and what the message has to hold: value and remedy.
-BAD_CONFIGS = {
-    "mesh_does_not_match_the_devices": (
-        {"mesh__fsdp": 3},
-        ["fsdp 3", "8 devices", "change config.mesh"],
-    ),
-    "mesh_axis_of_no_devices": ({"mesh__fsdp": 0}, ["fsdp=0", "at least 1"]),
-    "heads_not_divisible_by_the_mesh": (
+# Fields that are wrong, and what the message must contain: values and remedies.
+BAD_CONFIGS = [
+    ({"mesh__fsdp": 3}, "fsdp 3 | 8 devices | change config.mesh"),
+    ({"mesh__fsdp": 0}, "fsdp=0 | at least 1"),
+    (
         {"mesh__ring": 1, "mesh__tensor": 4},
-        ["2 config.model.num_kv_heads", "tensor (4", "change config"],
+        "2 config.model.num_kv_heads | tensor (4 | change config",
     ),
-    "heads_no_multiple_of_key_value_heads": (
+    (
         {"model__num_kv_heads": 3},
-        ["config.model.num_heads=4", "config.model.num_kv_heads=3", "multiple"],
+        "config.model.num_heads=4 | config.model.num_kv_heads=3 | multiple",
     ),
-    "no_key_value_heads": ({"model__num_kv_heads": 0}, ["num_kv_heads=0", "at least"]),
-    "sizes_of_more_than_31_bits": (
+    ({"model__num_kv_heads": 0}, "num_kv_heads=0 | at least"),
+    (
         {"model__vocab_size": 1 << 63, "model__hidden_size": 1 << 31},
-        ["below 2^31", f"vocab_size={1 << 63}", f"hidden_size={1 << 31}"],
+        "below 2^31 | vocab_size=9223372036854775808 | hidden_size=2147483648",
     ),
-    "odd_head": ({"model__head_dim": 7}, ["head_dim=7", "even"]),
-    "tokens_outside_the_vocabulary": (
-        {"model__vocab_size": 200},
-        ["token 256", "vocab_size=200", "at least 257"],
-    ),
-    "unknown_attention_system": (
+    ({"model__head_dim": 7}, "head_dim=7 | even"),
+    ({"model__vocab_size": 200}, "token 256 | vocab_size=200 | at least 257"),
+    (
         {"attention": "flash"},
-        ["attention='flash'", "vanilla, memory_efficient, blockwise, ring, striped"],
+        "attention='flash' | vanilla, memory_efficient, blockwise, ring, striped",
     ),
-    "unknown_remat": (
-        {"remat": "some"},
-        ["config.remat='some'", "attention", "nothing"],
-    ),
-    "unknown_implementation": (
-        {"implementation": "cuda"},
-        ["implementation='cuda'", "blockwise"],
-    ),
-    "unknown_rows": ({"data__rows": "lines"}, ["rows='lines'", "packed, documents"]),
-    "documents_longer_than_whole_rows": (
-        {"data__rows": "whole"},
-        ["row of 80", "take a longer context"],
-    ),
-    "unknown_compute_dtype": (
-        {"compute_dtype": "flaot32"},
-        ["compute_dtype='flaot32'", "bfloat16", "float32"],
-    ),
-    "whole_numbers_as_compute_dtype": (
-        {"compute_dtype": "int8"},
-        ["compute_dtype='int8'", "bfloat16", "float32"],
-    ),
-    "whole_sequence_system_on_a_ring": (
+    ({"remat": "some"}, "config.remat='some' | attention | nothing"),
+    ({"implementation": "cuda"}, "implementation='cuda' | blockwise"),
+    ({"data__rows": "lines"}, "rows='lines' | packed, documents"),
+    ({"data__rows": "whole"}, "row of 80 | take a longer context"),
+    ({"compute_dtype": "flaot32"}, "compute_dtype='flaot32' | bfloat16 | float32"),
+    ({"compute_dtype": "int8"}, "compute_dtype='int8' | bfloat16 | float32"),
+    (
         {"attention": "vanilla"},
-        [
-            "config.attention='vanilla'",
-            "a ring of 4",
-            "set config.mesh.ring=1, config.mesh.fsdp=8, config.data.batch_rows=8",
-        ],
+        "config.attention='vanilla' | a ring of 4 | set config.mesh.ring=1, "
+        "config.mesh.fsdp=8, config.data.batch_rows=8",
     ),
-    "context_does_not_divide_over_the_ring": (
-        {"data__context_tokens": 78},
-        ["context_tokens=78", "ring of 4", "multiple of 4"],
+    ({"data__context_tokens": 78}, "context_tokens=78 | ring of 4 | multiple of 4"),
+    ({"stripe_granule": 3}, "context_tokens=80 | ring of 4 | multiple of 12"),
+    (
+        {"data__context_tokens": 80000},
+        "80000 tokens | shorten the context or prepare more text",
     ),
-    "context_does_not_divide_into_granules": (
-        {"stripe_granule": 3},
-        ["context_tokens=80", "ring of 4", "multiple of 12"],
-    ),
-    "context_longer_than_the_corpus": (
-        {"data__context_tokens": 80_000},
-        ["80000 tokens", "shorten the context or prepare more text"],
-    ),
-    "batch_does_not_divide_over_the_mesh": (
-        {"data__batch_rows": 5},
-        ["batch_rows=5", "multiple of 2"],
-    ),
-    "batch_larger_than_the_corpus": (
-        {"data__batch_rows": 4000},
-        ["config.data.batch_rows=4000", "fewer rows"],
-    ),
-    "batch_of_nothing": ({"data__batch_rows": 0}, ["batch_rows=0", "multiple of 2"]),
-    "negative_batch": ({"data__batch_rows": -4}, ["batch_rows=-4", "multiple of 2"]),
-    "microbatches_do_not_divide_the_batch": (
-        {"train__microbatches": 3},
-        ["batch_rows=4", "microbatches=3", "multiple of 6"],
-    ),
-    "microbatch_does_not_divide_over_the_mesh": (
-        {"train__microbatches": 4},
-        ["batch_rows=4", "microbatches=4", "multiple of 8"],
-    ),
-    "no_microbatches": ({"train__microbatches": 0}, ["microbatches=0", "at least 1"]),
-    "no_steps": ({"train__steps": 0}, ["config.train.steps=0", "at least 1"]),
-    "warm_up_longer_than_the_run": (
+    ({"data__batch_rows": 5}, "batch_rows=5 | multiple of 2"),
+    ({"data__batch_rows": 4000}, "config.data.batch_rows=4000 | fewer rows"),
+    ({"data__batch_rows": 0}, "batch_rows=0 | multiple of 2"),
+    ({"data__batch_rows": -4}, "batch_rows=-4 | multiple of 2"),
+    ({"train__microbatches": 3}, "batch_rows=4 | microbatches=3 | multiple of 6"),
+    ({"train__microbatches": 4}, "batch_rows=4 | microbatches=4 | multiple of 8"),
+    ({"train__microbatches": 0}, "microbatches=0 | at least 1"),
+    ({"train__steps": 0}, "config.train.steps=0 | at least 1"),
+    (
         {"optimizer__warmup_steps": 30},
-        [
-            "config.optimizer.warmup_steps=30 config.train.steps=20",
-            "lower config.optimizer.warmup_steps",
-        ],
+        "config.optimizer.warmup_steps=30 config.train.steps=20 | "
+        "lower config.optimizer.warmup_steps",
     ),
-    "log_never": ({"train__log_every_steps": 0}, ["log_every_steps=0", "at least 1"]),
-    "validate_never": (
-        {"train__validate_every_steps": 0},
-        ["validate_every_steps=0", "at least 1"],
-    ),
-    "save_less_than_never": (
-        {"checkpoint__save_every_steps": -1},
-        ["save_every_steps=-1", "at least 0"],
-    ),
-    "steps_taken_back": ({"train__extra_steps": -5}, ["extra_steps=-5", "at least 0"]),
-    "negative_validation_batches": (
-        {"train__validation_batches": -1},
-        ["validation_batches=-1", "at least 0"],
-    ),
-    "more_threads_than_buffered_steps": (
-        {"data__threads": 8},
-        ["config.data.threads=8", "config.data.buffered_steps=4"],
-    ),
-    "attention_parts_that_do_not_divide": (
+    ({"train__log_every_steps": 0}, "log_every_steps=0 | at least 1"),
+    ({"train__validate_every_steps": 0}, "validate_every_steps=0 | at least 1"),
+    ({"checkpoint__save_every_steps": -1}, "save_every_steps=-1 | at least 0"),
+    ({"train__extra_steps": -5}, "extra_steps=-5 | at least 0"),
+    ({"train__validation_batches": -1}, "validation_batches=-1 | at least 0"),
+    ({"data__threads": 8}, "config.data.threads=8 | config.data.buffered_steps=4"),
+    (
         {"attention_parts": 3},
-        ["config.attention_parts=3", "key/value heads", "choose a divisor"],
+        "config.attention_parts=3 | key/value heads | choose a divisor",
     ),
-    "stop_after_no_bad_step": (
-        {"guard__stop_after": 0},
-        ["config.guard.stop_after=0", "at least 1"],
-    ),
-    "spikes_below_the_mean": (
-        {"guard__spike_sigmas": -6.0},
-        ["config.guard.spike_sigmas=-6.0", "at least 0"],
-    ),
-    "negative_time_for_a_step": (
-        {"guard__step_seconds": -1.0},
-        ["step_seconds=-1.0", "at least 0"],
-    ),
-    "loss_chunk_of_nothing": (
-        {"loss_chunk_tokens": 0},
-        ["loss_chunk_tokens=0", "at least 1"],
-    ),
-    "unknown_chain_order": (
-        {"data__chain_order": "best"},
-        ["config.data.chain_order='best'", "ascending"],
-    ),
-    "negative_seed": ({"seed": -1}, ["config.seed=-1", "at least 0"]),
-    "large_seed": ({"seed": 2**32}, ["config.seed=4294967296", "below 2^32"]),
-    "negative_devices": (
-        {"simulated_devices": -3},
-        ["config.simulated_devices=-3", "at least 0"],
-    ),
-    "no_granule": ({"stripe_granule": 0}, ["config.stripe_granule=0", "at least 1"]),
-    "no_context": ({"data__context_tokens": 0}, ["context_tokens=0", "at least 1"]),
-    "no_checkpoint_kept": ({"checkpoint__keep": 0}, ["config.checkpoint.keep=0"]),
-    "a_profile_of_no_step": (
-        {"profile": "25-30"},
-        ["config.profile='25-30'", "config.train.steps=20"],
-    ),
-    "an_endless_learning_rate": (
-        {"optimizer__peak_lr": float("inf")},
-        ["config.optimizer.peak_lr=inf", "finite"],
-    ),
-    "no_decay_but_nan": (
+    ({"guard__stop_after": 0}, "config.guard.stop_after=0 | at least 1"),
+    ({"guard__spike_sigmas": -6.0}, "config.guard.spike_sigmas=-6.0 | at least 0"),
+    ({"guard__step_seconds": -1.0}, "step_seconds=-1.0 | at least 0"),
+    ({"loss_chunk_tokens": 0}, "loss_chunk_tokens=0 | at least 1"),
+    ({"data__chain_order": "best"}, "config.data.chain_order='best' | ascending"),
+    ({"seed": -1}, "config.seed=-1 | at least 0"),
+    ({"seed": 2**32}, "config.seed=4294967296 | below 2^32"),
+    ({"simulated_devices": -3}, "config.simulated_devices=-3 | at least 0"),
+    ({"stripe_granule": 0}, "config.stripe_granule=0 | at least 1"),
+    ({"data__context_tokens": 0}, "context_tokens=0 | at least 1"),
+    ({"checkpoint__keep": 0}, "config.checkpoint.keep=0"),
+    ({"profile": "25-30"}, "config.profile='25-30' | config.train.steps=20"),
+    ({"optimizer__peak_lr": float("inf")}, "config.optimizer.peak_lr=inf | finite"),
+    (
         {"optimizer__weight_decay": float("nan")},
-        ["config.optimizer.weight_decay=nan", "finite"],
+        "config.optimizer.weight_decay=nan | finite",
     ),
-    "an_endless_rope": (
-        {"model__rope_theta": float("inf")},
-        ["config.model.rope_theta=inf", "above 0"],
-    ),
-    "scaling_without_a_type": (
+    ({"model__rope_theta": float("inf")}, "config.model.rope_theta=inf | above 0"),
+    (
         {"rope_scaling__factor": 4.0},
-        ["config.rope_scaling.factor=4.0", "config.rope_scaling.rope_type='none'"],
+        "config.rope_scaling.factor=4.0 | config.rope_scaling.rope_type='none'",
     ),
-    "no_place": ({"workdir": ""}, ["config.workdir=''", "must be a directory"]),
-    "a_place_of_no_kind": ({"workdir": "ftp://a/b"}, ["config.workdir='ftp://a/b'"]),
-    "a_bucket_without_gcsfs": ({"workdir": "gs://a/b"}, ["gs://a/b", "needs gcsfs"]),
-    "parameters_in_a_bucket": ({"init_from": "gs://a/b"}, ["config.init_from='gs://"]),
-    "everything_at_once": (
+    ({"workdir": ""}, "config.workdir='' | must be a directory"),
+    ({"workdir": "ftp://a/b"}, "config.workdir='ftp://a/b'"),
+    ({"workdir": "gs://a/b"}, "gs://a/b | needs gcsfs"),
+    ({"init_from": "gs://a/b"}, "config.init_from='gs://"),
+    (
         {"seed": -1, "mesh__fsdp": 3, "remat": "some", "optimizer__beta1": 1.0}
         | {"optimizer__end_lr": 1.0, "model__head_dim": 7, "guard__stop_after": 0},
-        ["config.seed=-1", "fsdp 3", "config.remat='some'", "config.optimizer.beta1"]
-        + ["config.optimizer.end_lr=1.0", "head_dim=7", "config.guard.stop_after=0"],
+        "config.seed=-1 | fsdp 3 | config.remat='some' | config.optimizer.beta1 | "
+        "config.optimizer.end_lr=1.0 | head_dim=7 | config.guard.stop_after=0",
     ),
-    "negative_feed_forward_chunk": (
-        {"feed_forward_chunk_tokens": -1},
-        ["config.feed_forward_chunk_tokens=-1"],
-    ),
-}
+    ({"feed_forward_chunk_tokens": -1}, "config.feed_forward_chunk_tokens=-1"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_CONFIGS)
-def test_a_bad_config_is_refused(corpus: Path, tmp_path: Path, name: str) -> None:
-    overrides, parts = BAD_CONFIGS[name]
+@pytest.mark.parametrize(("overrides", "parts"), BAD_CONFIGS, ids=str)
+def test_a_bad_config_is_refused(
+    corpus: Path, tmp_path: Path, overrides: dict[str, Any], parts: str
+) -> None:
     message = refusal(corpus, **{"workdir": tmp_path / "run"} | overrides)
-    assert all(part in message for part in parts), message
+    assert all(part in message for part in parts.split(" | ")), message
     assert not (tmp_path / "run").exists()
 
 
@@ -308,7 +218,9 @@ def test_decreasing_document_starts_are_refused(corpus: Path, tmp_path: Path) ->
 def test_a_checkpoint_of_another_model_is_refused_and_kept(
     corpus: Path, tmp_path: Path
 ) -> None:
-    other = small_config(corpus, tmp_path, model__num_layers=3, model__head_dim=16)
+    scaled = {"rope_scaling__rope_type": "linear", "rope_scaling__factor": 2.0}
+    sizes = {"model__num_layers": 3, "model__head_dim": 16}
+    other = small_config(corpus, tmp_path, **sizes, **scaled)
     partition = base.partition(other, jax.devices())
     fingerprint = text.fingerprint(text.model(other, partition))
     directory = tmp_path / "checkpoints"
@@ -323,6 +235,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(
     assert f"step 7 in {directory} belongs to another model" in message
     assert "num_layers: saved 3, this run 2" in message
     assert "head_dim: saved 16, this run 8" in message
+    assert "rope_scaling.rope_type: saved linear, this run nothing" in message
     assert "use another workdir" in message
     assert files() == before
 

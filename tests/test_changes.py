@@ -14,15 +14,10 @@ from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
 from tasks import base, text
 from tasks.task import run_settings
-from tests.runs import prepare_corpus, small_config
+from tests.runs import small_config
 from training.checkpoint import Checkpoints
 
 STEP = 7
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("data"))
 
 
 def save(

@@ -99,16 +99,6 @@ def test_losses_fall_and_ranks_have_curves_of_their_own(undisturbed):
     ]
 
 
-def test_a_resumed_run_ends_as_the_undisturbed_one(file, undisturbed, tmp_path):
-    workdir, _, last = undisturbed
-    place = Path("checkpoints") / str(MIDDLE)
-    shutil.copytree(workdir / place, tmp_path / place)
-    said = []
-    resumed = train.train(config_in(tmp_path, file), said.append)
-    assert f"resuming from step {MIDDLE}" in said
-    assert resumed == last
-
-
 def test_a_step_with_bad_gradients_makes_no_update_and_is_replayed(
     file, undisturbed, tmp_path, monkeypatch
 ):

@@ -1,19 +1,19 @@
 """Stages of context: each goes on with the parameters of the one before it."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_collections
 import numpy as np
 import pytest
 
 import train
 from configs import grow_context
-from tests.runs import SMALL, kept_in, prepare_corpus
+from tests.runs import SMALL
 from training.metrics import read_scalars
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 12
@@ -28,18 +28,6 @@ TINY = SMALL | {
     "train.validation_batches": 0,
     "checkpoint.save_every_steps": STEPS,
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiles once what several runs of this process have in common."""
-    with kept_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def stage(
@@ -126,55 +114,6 @@ def test_a_longer_stage_goes_on_from_the_shorter_one(
     said.clear()
     train.train(stage("32768", corpus, workdirs, train__extra_steps=1), said.append)
     assert f"resuming from step {STEPS}" in said and start not in said
-
-
-def refusal(config: ml_collections.ConfigDict, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `train` says, before it makes a program."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("not refused before jax.jit")
-
-    monkeypatch.setattr(jax, "jit", refuse)
-    with pytest.raises((ValueError, OSError)) as caught:
-        train.train(config, lambda line: None)
-    return str(caught.value)
-
-
-def test_a_stage_without_the_one_before_it_is_refused(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = refusal(stage("32768", corpus, tmp_path), monkeypatch)
-    assert f"{tmp_path}/4096 has no checkpoints to read" in message
-    assert not (tmp_path / "4096").exists()
-
-
-def test_a_start_from_a_model_of_other_sizes_is_refused(
-    corpus: Path, workdirs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = stage("32768", corpus, workdirs, model__num_layers=3)
-    message = refusal(config, monkeypatch)
-    assert f"step {STEPS} of {workdirs}/4096 belong to another model" in message
-    assert "num_layers: saved 2, this run 3" in message
-    assert "rope_type" not in message
-
-
-def test_a_longer_stage_in_the_workdir_of_the_shorter_one_is_refused(
-    corpus: Path, workdirs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = files(workdirs)
-    config = stage("32768", corpus, workdirs, workdir=str(workdirs / "4096"))
-    message = refusal(config, monkeypatch)
-    assert "belongs to another model; use another workdir" in message
-    assert "rope_scaling.rope_type: saved nothing, this run yarn" in message
-    assert files(workdirs) == before
-
-
-def test_a_scaling_without_a_meaning_is_refused(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = stage("4096", corpus, tmp_path, rope_scaling__rope_type="longrope")
-    assert "rope_type='longrope' is not one of none" in refusal(config, monkeypatch)
-    assert not any(tmp_path.iterdir())
 
 
 def test_an_unknown_stage_is_refused_with_those_there_are() -> None:

@@ -1,33 +1,18 @@
 """One undisturbed run for each file of tests, and runs to disturb."""
 
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from tests.runs import kept_in, prepare_corpus
 from tests.survival.small_run import Small
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where compiled programs are kept, for the files and workers of one `pytest`."""
-    directory = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        directory = directory.parent
-    directory /= "programs"
-    directory.mkdir(exist_ok=True)
-    with kept_in(directory):
-        yield directory
+def kept_programs(programs: Path) -> None:
+    """Shares compiled programs between these tests."""
 
 
 @pytest.fixture(scope="module")

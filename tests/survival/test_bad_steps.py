@@ -182,19 +182,6 @@ def test_a_spike_of_the_loss_is_skipped_told_and_counted(
 
 
 @pytest.mark.slow
-def test_a_bad_batch_is_replayed_and_told_to_be_bad_data(
-    run: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, {5}, np.nan)
-    run.train(guard__replay=True, **QUIET)
-    said = [line for line in run.said if line.startswith("step 5 gives")]
-    assert said == [
-        "step 5 gives the same when replayed, and its parameters are finite: "
-        "look at its data or at config.optimizer.peak_lr, not at chips"
-    ]
-
-
-@pytest.mark.slow
 def test_a_chip_that_computes_wrongly_once_ends_the_run(
     run: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:

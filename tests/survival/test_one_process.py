@@ -4,12 +4,10 @@ In this process where the fault can be made here; else in processes of their own
 of them are held against one undisturbed run, which takes a while.
 """
 
-import errno
 import gc
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etils import epath
 
 import train
-from data.text import TextBatches
 from tasks import programs
 from tests.processes import ROOT, Processes
 from tests.runs import assert_equal_bits
@@ -221,56 +217,7 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
     assert_equal_bits(copy.state(), truth)
 
 
-@pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
-    copy: Small,
-) -> None:
-    for step in "4", "8":
-        shutil.rmtree(copy.workdir / "checkpoints" / step)
-        (copy.workdir / "checkpoints" / step).mkdir()
-    with pytest.raises(ValueError, match="no checkpoint in .* is good"):
-        copy.train()
-    assert copy.steps() == {"4", "8"}
-
-
-def test_a_full_disk_at_a_save_does_not_end_the_run(
-    run: Small, truth: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Any, *_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    with monkeypatch.context() as patch:
-
-        def act(line: str) -> None:
-            if line.startswith("step  3"):
-                patch.setattr(type(epath.Path("/")), "rename", refuse)
-            if line.startswith("WARNING"):
-                patch.undo()
-
-        run.train_and(act)
-    (warning,) = run.warnings()
-    assert "step 4 was NOT saved" in warning and "No space left" in warning
-    assert run.steps() == {"8", "12"}
-    assert_equal_bits(run.state(), truth)
-
-
 # Hangs and dead workers.
-
-
-@pytest.mark.slow
-def test_a_dead_data_worker_ends_the_run_with_its_error(
-    run: Small, monkeypatch: pytest.MonkeyPatch, truth: Any
-) -> None:
-    def die() -> None:
-        raise OSError("the disk with the corpus is gone")
-
-    with monkeypatch.context() as patch:
-        before_call(patch, TextBatches, "__getitem__", 9, die)
-        with pytest.raises(OSError, match="the corpus is gone"):
-            run.train(data__threads=2)
-    assert "4" in run.steps()
-    run.train()
-    assert_equal_bits(run.state(), truth)
 
 
 HANGS = """

@@ -22,7 +22,7 @@ from models.decode import Generator
 from tasks import base, text
 from tasks.generation import restored_parameters
 from tests.data.test_tokenizer import make_hugging_face
-from tests.runs import prepare_corpus, small_config, small_flags
+from tests.runs import small_config, small_flags
 from tools.generate import ROOT, Writer, main
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
@@ -33,11 +33,6 @@ from training.step import initial_state
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 PROMPT, NEW, STEP = "a ring of Möwen", 12, 7
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("data"))
 
 
 def save(config: ml_collections.ConfigDict) -> Any:

@@ -1,6 +1,5 @@
 """Runs that begin with the parameters of another one, or with imported ones."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,14 @@ import pytest
 
 import train
 from tasks import base, text
-from tests.runs import kept_in, prepare_corpus, small_config
+from tests.runs import small_config
 from tools.convert_hf import export_model, import_model
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
 from training.step import TrainState
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 LEARNS_NOTHING = {
     "train__steps": 2,
@@ -25,18 +26,6 @@ LEARNS_NOTHING = {
     "optimizer__end_lr": 0.0,
 }
 """Steps too small to change a parameter: it stays what it was at the beginning."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiles once what several runs of this process have in common."""
-    with kept_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Saves and restores: equal to the last bit on any mesh; refused for another model."""
 
 import json
-import shutil
 from typing import Any, NamedTuple
 
 import jax
@@ -111,25 +110,6 @@ def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path):
             checkpoints.save(step, state)
 
 
-def test_resumed_run_equals_undisturbed_run_to_the_bit(tmp_path):
-    undisturbed = init_state()
-    for _ in range(7):
-        undisturbed = update(undisturbed)
-    state = init_state()
-    with open_checkpoints(tmp_path) as checkpoints:
-        for step in range(1, 7):
-            state = update(state)
-            if step == 5:
-                checkpoints.save(step, state)
-    with open_checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest_step() == 5
-        resumed, meta = checkpoints.restore(abstract(state))
-    assert meta["step"] == 5 and int(resumed.step) == 5
-    for _ in range(2):
-        resumed = update(resumed)
-    assert_equal_to_the_bit(resumed, undisturbed)
-
-
 def test_state_donated_right_after_save_is_saved_as_it_was(tmp_path):
     donating_update = jax.jit(update, donate_argnums=0)
     first = state = jax.device_put(init_state(), shardings(init_state(), 2))
@@ -172,14 +152,6 @@ def test_saved_step_is_never_overwritten_nor_an_older_one_added(tmp_path, step):
         restored, _ = checkpoints.restore(abstract(init_state()))
     assert_equal_to_the_bit(restored, init_state(seed=1))
     assert [path.name for path in tmp_path.iterdir()] == ["10"]
-
-
-def test_run_that_forgot_to_restore_is_told_at_its_first_save(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(100, init_state())
-    with open_checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match="step=5 is not newer than step 100"):
-            checkpoints.save(5, init_state())
 
 
 def test_other_model_is_refused_by_every_differing_key(tmp_path):
@@ -301,17 +273,6 @@ def test_leaf_without_sharding_is_refused(tmp_path):
         checkpoints.save(1, init_state())
         with pytest.raises(ValueError, match="step of abstract_state has no sharding"):
             checkpoints.restore(wanted)
-
-
-def test_step_whose_state_is_gone_is_refused(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, init_state())
-    shutil.rmtree(tmp_path / "1" / "state")
-    with open_checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(
-            ValueError, match="no checkpoint in .* is good.*\n.*1/state is missing"
-        ):
-            checkpoints.restore(abstract(init_state()))
 
 
 def test_restore_from_an_empty_directory_is_refused(tmp_path):

@@ -39,14 +39,14 @@ def loss_sum(params: Any, batch: Batch) -> jax.Array:
     return (batch.loss_weights * jnp.square(said - wanted)).sum()
 
 
-def make_batch(weight: float = 1.0, seed: int | None = None) -> Batch:
+def make_batch(weight: float = 1.0, seed: int = 0) -> Batch:
     """weight: of the first token; nan, or so much that squares overflow, is bad."""
     rng = np.random.default_rng(seed)
     tokens, targets = rng.integers(0, SIZE, (2, 4, 8), np.int32)
     weights = np.ones((4, 8), np.float32)
     weights[0, 0] = weight
     index = np.tile(np.arange(8, dtype=np.int32), (4, 1))
-    return Batch(tokens, targets, weights, index, 0 * index, index)
+    return Batch(tokens, targets, weights, index, 0 * index, index + 1)
 
 
 def make_params() -> dict[str, jax.Array]:

@@ -211,7 +211,7 @@ def test_a_port_that_another_program_has_is_refused() -> None:
 JOINS = """
 import os, signal, sys, threading, time
 import jax
-from command_line import as_program
+from tasks.command_line import as_program
 from training import hosts, peers
 
 port, count, index, fault = sys.argv[1:]

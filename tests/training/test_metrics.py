@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class FakeClock:
-    """Seconds that pass only when told."""
+    """Seconds that pass only in `wait`."""
 
     def __init__(self):
         self.now = 1000.0
@@ -114,17 +114,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     killed = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
     assert read_scalars(tmp_path)["loss"] == [(s, float(s)) for s in range(500)]
-
-
-def test_metrics_do_without_tensorflow():
-    program = (
-        "import sys, training.metrics;"
-        "print([m for m in sys.modules if m.split('.')[0] == 'tensorflow'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "[]"
 
 
 def test_text_is_kept_at_the_first_step(tmp_path):
@@ -220,22 +209,13 @@ def test_pauses_are_left_out_of_the_rates():
         clock.wait(1.0)
         with throughput.exclude():
             clock.wait(30.0)
-    assert throughput.report()["perf/step_time"] == 1.0
-    throughput.count(work())
-    clock.wait(3.0)
-    assert throughput.report()["perf/step_time"] == 3.0
-
-
-def test_pause_that_fails_is_left_out_too():
-    clock = FakeClock()
-    throughput = Throughput(num_devices=1, peak_flops=None, clock=clock)
-    throughput.report()
-    throughput.count(work())
-    clock.wait(1.0)
     with pytest.raises(OSError), throughput.exclude():
         clock.wait(30.0)
         raise OSError("disk full")
     assert throughput.report()["perf/step_time"] == 1.0
+    throughput.count(work())
+    clock.wait(3.0)
+    assert throughput.report()["perf/step_time"] == 3.0
 
 
 def test_pause_waits_for_the_steps_under_way_before_it_stops_the_clock(monkeypatch):

@@ -41,29 +41,25 @@ def one_update(settings, grads, params):
     return updates
 
 
-def test_schedule_rises_linearly_then_falls_as_a_cosine():
+def test_schedule_rises_linearly_then_falls_as_a_cosine_and_stays():
     _, schedule = make_optimizer(SETTINGS)
-    expected = {0: 0.0, 5: 5e-3, 10: 1e-2, 60: 5.5e-3, 110: 1e-3}
+    expected = {
+        0: 0.0,
+        5: 5e-3,
+        10: 1e-2,
+        60: 5.5e-3,
+        110: 1e-3,
+        111: 1e-3,
+        10**6: 1e-3,
+    }
     for step, rate in expected.items():
         assert float(schedule(step)) == pytest.approx(rate, rel=1e-6, abs=1e-9)
+    # Traced with the state's step.
+    assert float(jax.jit(schedule)(jnp.int32(5))) == pytest.approx(5e-3, rel=1e-6)
+    _, at_once = make_optimizer(dataclasses.replace(SETTINGS, warmup_steps=0))
+    assert float(at_once(0)) == pytest.approx(1e-2, rel=1e-6)
     quarter = 1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi / 4))
     assert float(schedule(35)) == pytest.approx(quarter, rel=1e-6)
-
-
-def test_rate_stays_at_its_end_value_after_the_last_step():
-    _, schedule = make_optimizer(SETTINGS)
-    for step in (111, 200, 10**6):
-        assert float(schedule(step)) == pytest.approx(1e-3, rel=1e-6)
-
-
-def test_without_warmup_the_first_update_has_the_peak_rate():
-    _, schedule = make_optimizer(dataclasses.replace(SETTINGS, warmup_steps=0))
-    assert float(schedule(0)) == pytest.approx(1e-2, rel=1e-6)
-
-
-def test_schedule_can_be_traced_with_the_states_int32_step():
-    _, schedule = make_optimizer(SETTINGS)
-    assert float(jax.jit(schedule)(jnp.int32(5))) == pytest.approx(5e-3, rel=1e-6)
 
 
 def test_stacked_scales_and_biases_are_not_decayed():
@@ -124,7 +120,8 @@ def test_updates_follow_adamw_written_out():
     np.testing.assert_allclose(params["weight"], weight, rtol=1e-5, atol=1e-6)
 
 
-def test_clipping_uses_the_norm_over_all_leaves():
+@pytest.mark.parametrize("clip_norm", [1.0, math.inf])
+def test_clipping_uses_the_norm_over_all_leaves(clip_norm):
     """Adam hides a common factor, epsilon shows it: with a huge one the step is ~g."""
     settings = OptimizerSettings(
         peak_lr=1.0,
@@ -133,28 +130,15 @@ def test_clipping_uses_the_norm_over_all_leaves():
         total_steps=5,
         weight_decay=0.0,
         epsilon=1e6,
-        clip_norm=1.0,
+        clip_norm=clip_norm,
     )
-    grads = {"a": jnp.full((3,), 4.0), "b": jnp.full((4,), 2.0)}
+    grads = {"a": jnp.full((3,), 400.0), "b": jnp.full((4,), 200.0)}
     updates = one_update(settings, grads, jax.tree.map(jnp.zeros_like, grads))
-    norm = 8.0  # sqrt(3 * 16 + 4 * 4)
-    np.testing.assert_allclose(updates["a"], -4.0 / norm / 1e6, rtol=1e-5)
-    np.testing.assert_allclose(updates["b"], -2.0 / norm / 1e6, rtol=1e-5)
-
-
-def test_infinite_clip_norm_clips_nothing():
-    settings = OptimizerSettings(
-        peak_lr=1.0,
-        end_lr=1.0,
-        warmup_steps=0,
-        total_steps=5,
-        weight_decay=0.0,
-        epsilon=1e6,
-        clip_norm=math.inf,
-    )
-    grads = {"a": jnp.full((3,), 400.0)}
-    updates = one_update(settings, grads, jax.tree.map(jnp.zeros_like, grads))
-    np.testing.assert_allclose(updates["a"], -400.0 / (400.0 + 1e6), rtol=1e-5)
+    norm = 800.0  # sqrt(3 * 400² + 4 * 200²)
+    for name, grad in (("a", 400.0), ("b", 200.0)):
+        clipped = grad * min(1, clip_norm / norm)
+        step = -clipped / (clipped + 1e6)
+        np.testing.assert_allclose(updates[name], step, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
