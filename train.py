@@ -1,7 +1,7 @@
 """Trains on long sequences: python train.py --config=configs/tiny.py
 
 The run as it happens: mesh, data, model, state, programs, loop. Every object is made
-here and handed down: `train` reads from top to bottom as a run goes, and hands over to
+here and passed down: `train` reads from top to bottom as a run goes, and hands over to
 the loop of `training/loop.py`. Run the same command again to resume.
 
 Exit codes: 0 the run is complete, 75 it was stopped (SIGTERM, Ctrl-C) and has saved,

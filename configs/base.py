@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     # checkpoint there resumes. Local, or a bucket ("gs://…").
     config.workdir = "runs/base"
     # Where the parameters of a new run come from: the workdir of another run, or what
-    # tools/convert_hf.py imported; the optimizer starts anew. "": they are random.
+    # tools/convert_hf.py imported; the optimizer starts over. "": they are random.
     config.init_from = ""
     # Fields that may have other values than what is saved: of the model, where the
     # parameters of init_from are taken, as ("rope_theta", "rope_scaling"); where a run
@@ -43,7 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
     # in chunks), ring (sequence sharded, contiguous), striped or zigzag (also
     # balanced). The first three need mesh.ring = 1.
     config.attention = "striped"
-    # Tokens dealt out at a time by the striped layout.
+    # Tokens of a stripe block: consecutive ones on a device in the striped layout.
     config.stripe_granule = 1
     # Attention kernel: "pallas_tpu", "hopper", "hopper_deterministic", "triton",
     # "blockwise", "reference" (see kernels/backends.py), or "": the best of the device.
@@ -67,7 +67,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Of task "exorl", where config.model has the sizes of the layers.
     config.agent = ml_collections.ConfigDict()
     # "transformer", which reads chains of episodes (one in a chain: a Decision
-    # Transformer); or "perceptron", which sees the present state (behaviour cloning).
+    # Transformer); or "perceptron", of the present state only (behaviour cloning).
     config.agent.method = "transformer"
     # Of the trajectories: columns, and the most steps of an episode.
     config.agent.observation_size = 24
@@ -77,7 +77,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.agent.chain_length = 4
     # Returns are divided by it.
     config.agent.return_scale = 1000.0
-    # Whether tokens tell the place of their episode in its chain.
+    # Whether tokens embed the rank of their episode in its chain.
     config.agent.rank_embedding = False
 
     # What is done to RoPE's frequencies for a longer context than the model was trained
@@ -89,7 +89,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rope_scaling.factor = 1.0
     # Tokens of the original context; for yarn and llama3.
     config.rope_scaling.original_max_position_embeddings = 0
-    # llama3: frequencies below and above so many turns in the original context are
+    # llama3: frequencies below and above these rotations in the original context are
     # interpolated, or stay.
     config.rope_scaling.low_freq_factor = 1.0
     config.rope_scaling.high_freq_factor = 4.0
@@ -135,7 +135,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.held_out_share = 0.05
     config.data.top_share = 1.0
     # Order of a chain's episodes, "ascending" by return or as they are "drawn"; and
-    # whose actions are learnt: "all", or those of the "last" episode of a chain.
+    # whose actions are supervised: "all", or those of the "last" episode of a chain.
     config.data.chain_order = "ascending"
     config.data.loss_on = "all"
     # Tokens in a row; of a chain, four for each step, padded to it at the end.
@@ -178,12 +178,12 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.guard = ml_collections.ConfigDict()
     # Updates whose loss or gradients are not finite are skipped. Also skip those whose
-    # loss is above the mean of the last 128 by so many standard deviations (6, say);
+    # loss is above the mean of the last 128 by this many standard deviations (6, say);
     # 0: none.
     config.guard.spike_sigmas = 0.0
     # Skipped updates in a row that end the run.
     config.guard.stop_after = 10
-    # Compute a skipped step twice more, to tell faults of the hardware from those of
+    # Compute a skipped step twice more, to separate hardware faults from those of
     # the data; the run then waits for every step, and needs deterministic kernels.
     config.guard.replay = False
     # A run that makes no step for so long ends, with the stacks of its threads: while

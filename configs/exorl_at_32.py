@@ -20,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
 
 
 def agent(trajectories: int, name: str) -> ml_collections.ConfigDict:
-    """The config of so many trajectories in a context; the name is its workdir's."""
+    """Returns the config of a context of this many trajectories; name: its workdir."""
     config = base.get_config().unlock()
     config.task = "exorl"
     config.workdir = f"runs/{name}"

@@ -29,7 +29,7 @@ _NAMES = [f"{domain}/{method}" for domain in _DOMAINS for method in _METHODS]
 
 
 def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
-    """The config of a domain and method.
+    """Returns the config of a domain and method.
 
     Raises:
       ValueError: there is no such one.

@@ -27,7 +27,7 @@ _FIRST = min(_STAGES)
 
 
 def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
-    """The config of a stage, named by its tokens of context.
+    """Returns the config of a stage, named by its tokens of context.
 
     Raises:
       ValueError: there is no such stage.

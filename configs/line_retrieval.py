@@ -31,7 +31,7 @@ _FIRST = min(_STAGES)
 
 
 def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
-    """The config of a stage, named by its tokens of context.
+    """Returns the config of a stage, named by its tokens of context.
 
     Raises:
       ValueError: there is no such stage.
@@ -65,7 +65,7 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     config.data.batch_rows = rows
 
     config.optimizer.peak_lr = peak_lr
-    # How to find lines is learnt all at once, and not while the rate is low.
+    # Finding lines is learned all at once, and not while the rate is low.
     config.optimizer.end_lr = peak_lr / (1 if tokens == _FIRST else 20)
     config.optimizer.warmup_steps = 100 if tokens == _FIRST else 20
     config.optimizer.beta2 = 0.98

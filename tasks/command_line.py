@@ -1,4 +1,4 @@
-"""How a program begins and ends: its arguments, config and devices, errors in one line.
+"""Starts and ends programs: arguments, config and devices, errors in one line.
 
 What `train.py` and the tools share. A program is a function `main(arguments)` under
 `@as_program`, and gives its exit code to `sys.exit`.
@@ -25,7 +25,7 @@ REFUSED = ValueError, OSError, ImportError, NotImplementedError, FloatingPointEr
 """Errors that say what is wrong by themselves; others are shown with their trace."""
 
 NO_DEVICES = "Unable to initialize backend "
-"""How JAX begins to say that a platform cannot be used."""
+"""Beginning of JAX's error where a platform cannot be used."""
 
 # Of accelerators: files, and what an environment has where JAX itself is to look.
 NVIDIA_GPUS = "dev/nvidia0", "dev/nvidiactl"
@@ -73,14 +73,14 @@ def _end(error: object, status: int = 1) -> int:
 
 
 def platforms(root: Path, environment: Mapping[str, str]) -> str | None:
-    """The platforms that a program of this host is to use, the best one first.
+    """Returns the platforms for a program on this host, the best one first.
 
     The compilers of chips that are not there (`make venv-dev`) fail with many lines
     where JAX asks them for devices; a chip that is there and cannot be used is an
     error, and no reason to compute on CPUs.
 
     Args:
-      root: of the files of this host, which tell of its devices.
+      root: root of the host's files, which show its devices.
       environment: its variables.
 
     Returns:
@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(smallest: float, kind: type = int) -> Callable[[str], float]:
-    """The type of an argument: a number that is not smaller.
+    """Returns an argument type: a number that is not smaller.
 
     kind: int or float.
     """
@@ -140,7 +140,7 @@ def at_least(smallest: float, kind: type = int) -> Callable[[str], float]:
 
 
 def share(text: str) -> float:
-    """The type of an argument that is a number from 0 to 1."""
+    """Parses an argument that is a number from 0 to 1."""
     value = at_least(0, float)(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text}")
@@ -148,9 +148,9 @@ def share(text: str) -> float:
 
 
 def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
-    """The config of `--config=FILE --config.field=value ...`.
+    """Reads the config of `--config=FILE --config.field=value ...`.
 
-    FILE is a program, which makes the config; `FILE:NAME` hands it a name.
+    FILE is a program, which makes the config; `FILE:NAME` passes it a name.
 
     Raises:
       ValueError: no or no such file, one that makes no config, an unknown field, or a
@@ -181,7 +181,7 @@ def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
 
 
 def _made_by(file: str, *name: str) -> ml_collections.ConfigDict:
-    """The config that the file's `get_config` returns, given a name if there is one."""
+    """Returns what the file's `get_config` returns, given a name if there is one."""
     if not Path(file).is_file():
         raise ValueError(f"there is no config {file}: give one of configs/*.py")
     try:

@@ -70,7 +70,7 @@ class Checkpoints:
           fingerprint: what makes a state unusable by another model (sizes, vocabulary
             and the like), as JSON values. Saved with every step, compared at restore.
           say: logs damaged steps and failed saves.
-          sleep: waits for so many seconds, before a step is read again.
+          sleep: waits for this many seconds, before a step is read again.
 
         Raises:
           ValueError: if `keep` is not a whole number from 1 on, or the fingerprint is

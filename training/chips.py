@@ -1,4 +1,4 @@
-"""What the accelerators can do: the one table of peaks that this project divides by."""
+"""Lists the accelerators' peaks: the one table that this project divides by."""
 
 from dataclasses import dataclass
 
@@ -79,7 +79,7 @@ CHIPS = (
 
 
 def find(device_kind: str) -> Chip | None:
-    """The chip that reports this `jax.Device.device_kind`, or None.
+    """Returns the chip that reports this `jax.Device.device_kind`, or None.
 
     Only exact names count: an unknown device has no MFU rather than a guessed one.
     """

@@ -1,4 +1,4 @@
-"""The page of TensorBoard that shows a run at a glance: its "Custom Scalars"."""
+"""Lays out the page of TensorBoard that shows a run: its "Custom Scalars"."""
 
 import re
 from collections.abc import Collection
@@ -39,7 +39,7 @@ CHARTS = {
 
 
 def charts(tags: Collection[str], unit: str) -> dict[str, dict[str, list[str]]]:
-    """Those of CHARTS that show something, without the curves that a run has not.
+    """Returns the CHARTS that have curves in this run.
 
     tags: of all curves that the run will write. unit: of its loss.
     """
@@ -53,7 +53,7 @@ def charts(tags: Collection[str], unit: str) -> dict[str, dict[str, list[str]]]:
 
 
 def dashboard(tags: Collection[str], unit: str) -> Summary.Value:
-    """What an event file holds so that TensorBoard draws `charts`."""
+    """Returns the summary with which TensorBoard draws `charts`."""
     layout = Layout(
         category=[
             Category(

@@ -14,7 +14,7 @@ def diagnose(
     checkpoints: Checkpoints,
     report: Report,
 ) -> BadSteps:
-    """Looks at the state of a run that ends, and sees to a checkpoint from before.
+    """Examines the state of a run that ends, and moves bad checkpoints away.
 
     What is saved is finite. Yet finite parameters may be as useless: if no step since
     their last update gave a finite loss, checkpoints that hold them move away.
@@ -41,5 +41,5 @@ def diagnose(
             loss = report.last["loss"]
             checkpoints.distrust(made, f"loss {loss} after {in_row} skipped updates")
             newest = checkpoints.latest_step()
-    where = "begins anew" if newest is None else f"resumes from step {newest}"
+    where = "starts over" if newest is None else f"resumes from step {newest}"
     return BadSteps(f"{said}. The same command {where}")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Digest(NamedTuple):
-    """Of one array: the digest of its bits, and how many elements are nan or infinite.
+    """Digest of one array's bits, and its numbers of nan and infinite elements.
 
     Counts above 2^24 are rounded, and never to 0.
     """
@@ -26,7 +26,7 @@ class Digest(NamedTuple):
 
 
 def digests(tree: Any) -> dict[str, Digest]:
-    """The digest of each leaf, by dotted path; the same in every process.
+    """Returns the digest of each leaf, by dotted path; the same in every process.
 
     tree: of arrays, sharded in any way. Every process has to call this.
     """
@@ -72,7 +72,7 @@ def _count(function: Callable[[jax.Array], jax.Array], array: Any) -> jax.Array:
 
 
 def has_digest(dtype: Any) -> bool:
-    """Whether arrays of a type have a digest: real numbers of whole bytes, and bool."""
+    """Returns whether arrays of a type have a digest: reals of whole bytes, bool."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits % 8 == 0
     if jnp.issubdtype(dtype, jnp.integer):
@@ -81,7 +81,7 @@ def has_digest(dtype: Any) -> bool:
 
 
 def digest(array: jax.Array) -> jax.Array:
-    """The digest of one array of any shape and of a type of 1 to 8 bytes, uint32."""
+    """Returns the uint32 digest of an array of any shape and a type of 1 to 8 bytes."""
     bits = _words(jnp.asarray(array))
     # Each axis is scrambled by itself: a flat index would overflow.
     place = jnp.zeros((1,) * bits.ndim, jnp.uint32)
@@ -92,7 +92,7 @@ def digest(array: jax.Array) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits as uint32; 8 bytes are two words, along a new last axis."""
+    """Returns the bits as uint32; 8 bytes are two words, along a new last axis."""
     if array.dtype == jnp.bool:
         return array.astype(jnp.uint32)
     size = array.dtype.itemsize

@@ -10,7 +10,7 @@ from data.batch import Block
 
 
 def host_blocks(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[Block, ...]:
-    """What this host's devices hold of an array (B, T): each block once."""
+    """Returns the blocks of an array [B, T] on this host's devices, each once."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return tuple(dict.fromkeys(_block(index, shape) for index in indices))
 
@@ -18,7 +18,7 @@ def host_blocks(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[Block,
 def place[Arrays: NamedTuple](
     blocks: Mapping[Block, Arrays], sharding: NamedSharding, shape: tuple[int, int]
 ) -> Arrays:
-    """The global batch from this host's blocks of it.
+    """Builds the global batch from this host's blocks of it.
 
     blocks: a `Batch`, or another NamedTuple of arrays (rows, columns, …).
     sharding: of arrays (B, T); further axes are whole on every device.

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, over all its starts, and what of it made progress."""
+"""Accounts for the time of a run, over all its starts, and its share of progress."""
 
 import contextlib
 import json
@@ -20,11 +20,11 @@ KINDS = (
 """`lost` are steps that a later start had to make again; only `step` is progress."""
 
 TAGS = (*(f"goodput/{kind}_seconds" for kind in KINDS), "goodput/fraction")
-"""Of TensorBoard: seconds of each kind, and the fraction that was progress."""
+"""TensorBoard tags: seconds of each kind, and the fraction that was progress."""
 
 RECORD_SECONDS = 15.0
 MOST_SECONDS = 1e12
-"""Of a record, and as many steps: more are no figures of a run."""
+"""Largest seconds and steps of a record; more are no figures of a run."""
 
 
 class Goodput:
@@ -76,10 +76,10 @@ class Goodput:
         """Takes over what earlier starts have recorded, and records there.
 
         Args:
-          record: the file, there or not. One that cannot be read is told in a line and
+          record: the file, there or not. One that cannot be read is logged and
             left out, as it is of no weight for the run itself.
           first_step: updates that the run has made where it goes on.
-          say: tells that line.
+          say: logs that line.
         """
         self._record = record
         if first_step == 0:
@@ -138,7 +138,7 @@ class Goodput:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """What `Goodput.record` wrote.
+    """Reads what `Goodput.record` wrote.
 
     Raises:
       OSError: the file cannot be read.

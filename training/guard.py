@@ -1,4 +1,4 @@
-"""What keeps a bad step out of a run: its update is skipped, and it may be replayed.
+"""Keeps bad steps out of a run: their updates are skipped, and may be replayed.
 
 A step whose loss or gradients are not finite makes no update, nor does one, if that is
 asked for, whose loss is far above those of the steps before it. The choice is made on
@@ -19,7 +19,7 @@ SPIKE_WINDOW = 128
 
 
 class GuardState(NamedTuple):
-    """What the guard remembers; part of the train state, so that resumes are exact."""
+    """State of the guard; part of the train state, so that resumes are exact."""
 
     skipped: jax.Array  # int32, updates skipped in all
     skipped_in_row: jax.Array  # int32, of these, the latest without one made between
@@ -28,7 +28,7 @@ class GuardState(NamedTuple):
 
 
 def initial_guard() -> GuardState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
 
     def zero() -> jax.Array:  # one each, as a buffer cannot be donated twice
         return jnp.zeros((), jnp.int32)
@@ -38,15 +38,15 @@ def initial_guard() -> GuardState:
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """Which updates are skipped, and what ends a run.
+    """Settings of skipped updates, and of when a run ends.
 
     Attributes:
       spike_sigmas: skip updates whose loss is above the mean of the last SPIKE_WINDOW
-        finite ones by more than so many standard deviations; 0 skips for no spike.
+        finite ones by more than this many standard deviations; 0 skips for no spike.
         The rule of OLMo (arXiv 2501.00656).
       stop_after: skipped updates in a row that end the run.
       first_step_seconds, step_seconds: see `watchdog.Watchdog`.
-      replay: a step that is skipped is computed twice more, to tell a fault of the
+      replay: a step that is skipped is computed twice more, to separate a fault of the
         hardware from one of the data. The run then waits for every step.
 
     Raises:
@@ -77,7 +77,7 @@ class GuardSettings:
 def judge(
     guard: GuardState, loss: jax.Array, grad_norm: jax.Array, spike_sigmas: float
 ) -> tuple[jax.Array, GuardState]:
-    """Whether the update is to be made (bool scalar), and what is remembered of it.
+    """Returns whether to make the update (bool scalar), and the new guard state.
 
     loss, grad_norm: of this step, float32 scalars.
     """
@@ -105,11 +105,11 @@ class BadSteps(FloatingPointError):
 
 
 class Watch:
-    """Reads each step's metrics: tells of skipped updates, and ends hopeless runs.
+    """Reads each step's metrics: logs skipped updates, and ends hopeless runs.
 
     Args:
       stop_after: see `GuardSettings`.
-      say: tells a person.
+      say: logs a line.
     """
 
     def __init__(self, stop_after: int, say: Callable[[str], None]):
@@ -119,7 +119,7 @@ class Watch:
         """Takes a step's metrics, as numbers.
 
         Raises:
-          BadSteps: so many updates in a row were skipped.
+          BadSteps: `stop_after` updates in a row were skipped.
         """
         in_row = int(metrics["skipped_in_row"])
         if not in_row:
@@ -135,18 +135,18 @@ class Watch:
 
 
 def outcome(step: int, metrics: Mapping[str, float]) -> str:
-    """What a step gave, in a few words."""
+    """Describes what a step gave, in a few words."""
     loss, norm = metrics["loss"], metrics["grad_norm"]
     return f"loss {loss:.4g} and gradients of norm {norm:.4g} at step {step}"
 
 
 def is_finite(metrics: Mapping[str, float]) -> bool:
-    """Whether a step gave a finite loss and finite gradients."""
+    """Returns whether a step gave a finite loss and finite gradients."""
     return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
 class Replay(NamedTuple):
-    """What a step computes, without its update."""
+    """Loss and gradients of a step, without its update."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -156,7 +156,7 @@ class Replay(NamedTuple):
 def compare_replays(
     step: int, metrics: Mapping[str, float], replays: Sequence[Replay]
 ) -> str:
-    """What computing a skipped step again says of it, where its state is finite.
+    """Compares a skipped step with its replays, where its state is finite.
 
     Args:
       step: its number.

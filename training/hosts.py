@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, and how they agree.
+"""Connects the processes of a run, and lets them agree.
 
 Each of them runs the same program on the same command line.
 """
@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from training.peers import join
 
 NOT_DETECTED = "coordinator_address should be defined"
-"""What JAX says where it finds no cluster."""
+"""JAX's error where it finds no cluster."""
 
 
 def connect(
@@ -36,7 +36,7 @@ def connect(
 
     Raises:
       ValueError: a part is missing or makes no sense; the port is in use; or the first
-        process was told another count.
+        process was given another count.
     """
     times = {"start_seconds": start_seconds, "lost_seconds": lost_seconds}
     for name, seconds in times.items():
@@ -70,7 +70,7 @@ def connect(
     )
     if jax.process_count() != count:
         raise ValueError(
-            f"hosts: {count=} must be that of the first process, which was told "
+            f"hosts: {count=} must be that of the first process, which was given "
             f"{jax.process_count()}"
         )
 
@@ -98,21 +98,21 @@ def _check_place(coordinator: str, count: int, index: int) -> None:
 
 
 def all_agree(is_true: bool) -> bool:
-    """Whether it is true on every process; every process has to call this."""
+    """Returns whether it is true on every process; all of them must call this."""
     if jax.process_count() == 1:
         return is_true
     return bool(np.all(multihost_utils.process_allgather(np.int32(is_true))))
 
 
 def first_says(number: int) -> int:
-    """The first process's number; every process has to call this."""
+    """Returns the first process's number; all of them must call this."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def tell_all(text: str) -> list[str]:
-    """What each process says, by its index; every process has to call this.
+    """Returns each process's text, by its index; all of them must call this.
 
     Raises:
       ValueError: processes have different numbers of devices, so they cannot talk.

@@ -1,4 +1,4 @@
-"""The steps of a run, and what happens between them."""
+"""Runs the steps of a run, and what happens between them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from training.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Programs:
-    """What a run computes.
+    """Compiled programs of a run.
 
     train_step: from state and batch to state and metrics; takes the old state's place.
     evaluate: from parameters and a held-out batch to summed losses and weights.
@@ -46,7 +46,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Loop:
-    """What makes the steps of a run.
+    """Runs the steps of a run.
 
     place: from this host's blocks of a batch to the batch on the mesh.
     held_out: blocks of every batch of a validation; may be empty.
@@ -66,7 +66,7 @@ class Loop:
     stop: Notice
 
     def run(self, state: TrainState, batches: Iterator, first_step: int) -> int:
-        """Makes the steps after the first one, and gives the last that it made.
+        """Runs the steps after `first_step`, and returns the last that it made.
 
         That is the last of the run, or, if a stop is requested, an earlier one. All
         checkpoints are complete then.
@@ -168,7 +168,7 @@ class Loop:
             raise NotFinite(what)
 
     def _validate(self, step: int, state: TrainState, metrics: Any) -> float | None:
-        """The loss of the held-out batches; None if a stop is requested."""
+        """Returns the held-out loss; None if a stop is requested."""
         self.report.flush()
         self.watchdog.pause()
         pause = self.report.throughput.exclude(after=metrics)

@@ -48,5 +48,5 @@ def open_manager(directory: str | Path, newest: Newest, *, cleans: bool) -> Mana
 
 
 def absolute(directory: str | Path) -> str | Path:
-    """The path as Orbax wants it, absolute; a bucket is so already."""
+    """Returns the absolute path that Orbax needs; a bucket already is."""
     return directory if "://" in str(directory) else Path(directory).absolute()

@@ -1,4 +1,4 @@
-"""The device mesh, and the one table that says what is sharded over which axis of it.
+"""Builds the device mesh; RULES says what is sharded over which of its axes.
 
 Axes: `data` and `fsdp` share out the batch, `ring` the sequence, `tensor` heads, the
 feed-forward's width and the vocabulary. Parameters and optimizer state are sharded over
@@ -45,7 +45,7 @@ Axes = tuple[str | None, ...]
 class MeshShape:
     """Devices along each axis; at most one may be -1: all that remain.
 
-    ring_outer: of a ring that is two axes, rings of so many times `ring` devices.
+    ring_outer: of a ring that is two axes, rings of this many times `ring` devices.
     """
 
     data: int = 1
@@ -64,7 +64,7 @@ class MeshShape:
             )
 
     def fill(self, num_devices: int) -> "MeshShape":
-        """This shape with -1 replaced, for so many devices.
+        """Returns this shape with -1 replaced, for this many devices.
 
         Raises:
           ValueError: the axes do not multiply to the number of devices.
@@ -143,11 +143,11 @@ class Partition:
         }
 
     def axes(self, name: str | None) -> tuple[str, ...]:
-        """The axes of this mesh that RULES gives to a logical axis."""
+        """Returns the axes of this mesh that RULES gives to a logical axis."""
         return tuple(axis for axis in RULES.get(name, ()) if axis in self.mesh.shape)
 
     def mesh_axes(self, name: str | None, size: int) -> tuple[str, ...]:
-        """The mesh axes that share out an axis of this name and size.
+        """Returns the mesh axes over which an axis of this name and size is sharded.
 
         Raises:
           ValueError: they do not divide it. Only parameters' "embed" axes may be

@@ -1,4 +1,4 @@
-"""What a run reports: TensorBoard points, a line on the console, throughput and MFU."""
+"""Writes TensorBoard points and console lines; measures throughput and MFU."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class TensorBoardWriter:
           first_step: first step that this run reports. What earlier runs left in the
             directory from that step on disappears from the curves, so that a resumed
             run draws no zig-zag.
-          say: tells a person when points are lost, as on a full disk: no run ends for
+          say: logs when points are lost, as on a full disk: no run ends for
             that.
         """
         self._directory, self._first_step, self._say = directory, first_step, say
@@ -84,7 +84,7 @@ class TensorBoardWriter:
         self._try(lambda writer: writer.add_event(event))
 
     def _try(self, write: Callable[[EventFileWriter], None]) -> None:
-        """Writes, after a failure to a new file; tells the first failure in a row."""
+        """Writes, after a failure to a new file; logs the first failure in a row."""
         try:
             self._writer = self._writer or self._open()
             write(self._writer)
@@ -164,7 +164,7 @@ def read_scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def peak_bytes() -> int | None:
-    """The most memory that a device of this host has held since the process began.
+    """Returns the peak memory of this host's devices since the process began.
 
     None where devices do not say.
     """
@@ -174,7 +174,7 @@ def peak_bytes() -> int | None:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one training step does, over all devices.
+    """Work of one training step, over all devices.
 
     Attributes:
       tokens: real tokens; padding does not count.
@@ -192,7 +192,7 @@ class Throughput:
     """Tokens per second and MFU between reports, without compilation and pauses.
 
     JAX runs ahead of Python, so call `report` only when the result of the last counted
-    step is known (its loss has been fetched, say): the clock then tells device time.
+    step is known (its loss has been fetched, say): the clock then measures device time.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Throughput:
         return [f"perf/{name}" for name in names]
 
     def count(self, work: StepWork) -> None:
-        """Counts one step that was handed to the devices."""
+        """Counts one step that was dispatched to the devices."""
         self._work.append(work)
 
     @contextmanager
@@ -260,7 +260,7 @@ class Throughput:
             self._excluded_seconds += self._clock() - start
 
     def report(self) -> dict[str, float]:
-        """The rates since the last report, or {} if there is nothing to tell.
+        """Returns the rates since the last report, or {} if there are none.
 
         The first report only starts the clock: make it after the first step, which
         compiles.

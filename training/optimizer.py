@@ -111,10 +111,10 @@ def make_optimizer(
 
 
 def decayed(params: Any) -> Any:
-    """Says for each parameter whether weight decay applies.
+    """Returns for each parameter whether weight decay applies.
 
     Layers are stacked, so a norm scale is (layers, E) and the number of axes does not
-    tell it from a matrix; the name does: it ends in "scale" (or "bias").
+    separate it from a matrix; the name does: it ends in "scale" (or "bias").
 
     Args:
       params: nested dict of arrays.

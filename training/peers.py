@@ -16,14 +16,14 @@ import jax
 from training.watchdog import HUNG
 
 LEAVE_SECONDS = 10
-"""How long a process with an error waits for the others to have one too."""
+"""Seconds that a process with an error waits for the others to have one too."""
 
 LOSS = re.compile("Gloo|NCCL|UNAVAILABLE|heartbeat|coordination service")
-"""What errors say that come of the loss of another process."""
+"""Pattern of errors that come of the loss of another process."""
 
 
 class LastWords:
-    """What a process says, and its exit code, when JAX aborts it.
+    """Prints a line and sets the exit code when JAX aborts the process.
 
     JAX calls abort() in a thread of its own where it cannot find the other processes,
     or one of them is silent: nothing is raised, and the callback that it has for that

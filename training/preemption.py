@@ -16,7 +16,7 @@ class Notice(Protocol):
     """A request to stop the run; a context manager."""
 
     def requested(self) -> bool:
-        """Whether to stop here: on all processes at the same call, and at all later."""
+        """Returns whether to stop: on all processes at the same call and ever after."""
 
     def __enter__(self) -> Self: ...
 

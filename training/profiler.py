@@ -12,7 +12,7 @@ import jax
 class Profiler:
     """Writes a trace of the steps from `first` to `last`, both inclusive.
 
-    A run that is told to stop in between has a trace of what it made. A directory has a
+    A run that is stopped in between has a trace of what it made. A directory has a
     trace of every host, under `plugins/profile/`, where TensorBoard looks for it.
     """
 
@@ -26,7 +26,7 @@ class Profiler:
 
     @classmethod
     def of(cls, steps: str, directory: str, say: Callable[[str], None]) -> "Profiler":
-        """Of steps as a config names them: "10-12", "10", or "" for none.
+        """Makes a profiler of the steps in a config: "10-12", "10", or "" for none.
 
         Raises:
           ValueError: they are not written so, or do not begin with 1 or a later step.
@@ -43,12 +43,12 @@ class Profiler:
 
     @property
     def first(self) -> int:
-        """The first step that is traced; 0 for none."""
+        """First step that is traced; 0 for none."""
         return self._first
 
     @contextlib.contextmanager
     def step(self, step: int, after: Any) -> Iterator[None]:
-        """Traces the block, in which a step is handed to the devices, if it is wanted.
+        """Traces the block, in which a step is dispatched, if it is asked for.
 
         after: arrays of the step before; work that is under way does not belong to the
           trace.

@@ -1,6 +1,6 @@
-"""What a run knows of itself: its name, its settings and its data.
+"""Records the name, settings and data of a run.
 
-Every checkpoint holds it, so a run that goes on sees what has changed since; and the
+Every checkpoint holds it, so a resumed run finds what has changed since; and the
 processes of a run compare theirs before they compute anything.
 """
 
@@ -17,10 +17,10 @@ from training.stored_step import differences, is_named, listed
 RUN, SETTINGS = "run", "settings"
 
 PLACES = ("data.corpus", "data.trajectories")
-"""Where the data lie; what they are stands under `contents`."""
+"""Settings that are places of data; `contents` identifies the data."""
 
 _PINNED = ("seed", "data")
-"""What says which data a step reads."""
+"""Settings that decide which data a step reads."""
 
 
 def continued(
@@ -29,7 +29,7 @@ def continued(
     may_change: Collection[str],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The record of a run that begins, or goes on; logs what has changed since.
+    """Returns the record of a new or resumed run; logs what has changed since.
 
     Args:
       saved: the record that each checkpoint holds, the newest first; empty where there
@@ -37,7 +37,7 @@ def continued(
       settings: of this start, JSON values by dotted name.
       may_change: names of settings that may change though they say which data a step
         reads; "run" where the checkpoints may be of several runs.
-      say: tells a person.
+      say: logs a line.
 
     Raises:
       ValueError: checkpoints are of several runs, a setting has changed that must not,
@@ -57,7 +57,7 @@ def continued(
     elif step is not None:
         say(
             f"step {step} was saved without its settings, by an older program: what "
-            "has changed since is not told"
+            "has changed since is not known"
         )
     name = record.get(RUN) or f"{first_says(secrets.randbits(31)):08x}"
     return {RUN: name, SETTINGS: dict(settings)}
@@ -70,7 +70,7 @@ def _compare(
     may_change: Collection[str],
     say: Callable[[str], None],
 ) -> None:
-    """Tells every change; refuses those of what a step reads."""
+    """Logs every change; refuses those of what a step reads."""
     changes = differences(saved, settings, may_differ=["may_change"])
     refused = {
         name: change
@@ -91,7 +91,7 @@ def _compare(
 
 
 def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The settings that every process of the run has.
+    """Returns the settings that every process of the run has.
 
     make: gives those of this process; every process has to call this.
 
@@ -150,5 +150,5 @@ def _check_names(may_change: Collection[str], settings: Mapping[str, Any]) -> No
 
 
 def _flag(names: Collection[str]) -> str:
-    """What allows these to change, as on a command line."""
+    """Returns the command line flag that allows these to change."""
     return f'--config.may_change="{tuple(names)}"'

@@ -1,4 +1,4 @@
-"""Tells how a run goes: a line on the console and points for TensorBoard."""
+"""Reports the progress of a run: console lines and TensorBoard points."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from training.metrics import (
 
 @dataclass(frozen=True)
 class Losses:
-    """Which losses a run reports.
+    """Names of the losses that a run reports.
 
     unit: of all of them.
     parts: names of the parts of the loss, where it has any.
-    held_out_parts: of those that validations tell.
+    held_out_parts: names of the parts that validations report.
     validates: whether there are validations.
     """
 
@@ -35,7 +35,7 @@ class Losses:
 
     @property
     def tags(self) -> list[str]:
-        """Of their curves."""
+        """Tags of their curves."""
         tags = ["train/loss", *(f"train/loss_{name}" for name in self.parts)]
         if self.validates:
             held_out = (f"validation/loss_{name}" for name in self.held_out_parts)
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def tags(self) -> list[str]:
-        """Of the curves that the run will have."""
+        """Tags of the curves that the run will have."""
         memory = [] if peak_bytes() is None else ["perf/peak_bytes"]
         ours = ["train/grad_norm", "train/learning_rate", "guard/skipped", *memory]
         return [*self.losses.tags, *ours, *self.throughput.tags, *goodput.TAGS]

@@ -26,7 +26,7 @@ Shape = tuple[int, int, int, int]
 def lay_out(
     shape: Shape, devices: Sequence[jax.Device], *, ring_parts: int = 1
 ) -> np.ndarray:
-    """The devices as an array of this shape.
+    """Returns the devices as an array of this shape.
 
     ring_parts: into which a ring is cut (see `torus.ring_along`).
 
@@ -43,7 +43,7 @@ def lay_out(
 
 
 def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each slice, in the order of their numbers; others are one slice.
+    """Returns the devices of each slice, by number; those without are one slice.
 
     Raises:
       ValueError: slices differ in size.
@@ -60,10 +60,10 @@ def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 
 
 def across_slices(shape: Shape, num_slices: int) -> Shape:
-    """How many slices each axis goes through.
+    """Returns the number of slices along each axis.
 
     Raises:
-      ValueError: data, fsdp and ring cannot be shared out over so many slices.
+      ValueError: data, fsdp and ring cannot be distributed over this many slices.
     """
     across, left = [1] * len(AXES), num_slices
     for axis in range(RING + 1):

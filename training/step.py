@@ -17,10 +17,10 @@ A scalar, or the sums of several parts of the batch, (parts,)."""
 
 
 class Counts(NamedTuple):
-    """What is in a batch, float32.
+    """Contents of a batch, float32.
 
-    tokens: all but padding, whatever they weigh. pairs: of a query and a key it sees.
-    weights: summed, of each part that the loss function tells apart.
+    tokens: all but padding, whatever their weights. pairs: visible query-key pairs.
+    weights: summed, for each part of the loss.
     """
 
     tokens: jax.Array
@@ -29,7 +29,7 @@ class Counts(NamedTuple):
 
 
 def count_tokens(batch: Any) -> Counts:
-    """Of a batch with `loss_weights`, `k_start` and `k_end`, (B, T) each."""
+    """Counts a batch with `loss_weights`, `k_start` and `k_end`, [B, T] each."""
     visible = (batch.k_end - batch.k_start).clip(0).astype(jnp.float32)
     tokens = (batch.k_end > batch.k_start).sum(dtype=jnp.float32)
     return Counts(tokens, visible.sum(), batch.loss_weights.sum())
@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
 
 
 def initial_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), initial_guard())
 

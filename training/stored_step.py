@@ -27,7 +27,7 @@ from training.hosts import all_agree
 STATE, META = "state", "meta"
 FINGERPRINT, LEAVES, CHECKSUM = "fingerprint", "leaves", "crc32"
 RECORD = "record"
-"""Of the run (see `training/record.py`); not there in older steps."""
+"""Key of the run's record (see `training/record.py`); absent in older steps."""
 
 WAITS = (1.0, 4.0, 15.0)
 """Seconds before what could not be read is tried again."""
@@ -47,7 +47,7 @@ SENSELESS_STATUS = ("DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND", "OUT_OF_RAN
 
 
 class DamagedStep(Exception):
-    """What is on disk is not what was saved, or not finite; says where and what."""
+    """A step on disk is not what was saved, or not finite; says where and what."""
 
 
 class NotFinite(ValueError):
@@ -57,7 +57,7 @@ class NotFinite(ValueError):
 def make_meta(
     step: int, fingerprint: Mapping[str, Any], record: Mapping[str, Any], state: Any
 ) -> dict[str, int | dict]:
-    """What `meta` holds of a state that is about to be saved.
+    """Returns the `meta` of a state that is about to be saved.
 
     Raises:
       NotFinite, ValueError: the state must not, or cannot be saved.
@@ -101,7 +101,7 @@ class StoredStep:
 
     step: number of updates made.
     directory: of its items; a path as `CheckpointManager.directory` gives it.
-    sleep: waits for so many seconds.
+    sleep: waits for this many seconds.
     """
 
     step: int
@@ -149,7 +149,7 @@ class StoredStep:
         return state
 
     def _together[T](self, read: Callable[[], T]) -> T:
-        """What `read` gives; or, on every process, the kind of error that one has.
+        """Returns `read()`, or raises on every process the kind of error that one has.
 
         OSError comes last: what raises it is tried again after each of WAITS.
         """
@@ -233,7 +233,7 @@ def _attempt[T](read: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _shows_damage(error: BaseException) -> bool:
-    """Whether a reader's error is due to what is on disk, and not to reading it."""
+    """Returns whether an error is due to the disk's contents, not to reading."""
     error = _root(error)
     said = str(error)
     if code := re.search(r"os_error_code='(\d+)'", said):
@@ -278,7 +278,7 @@ def saved_briefs(meta: Mapping[str, Any]) -> dict[str, str]:
 def differences(
     saved: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """What is not the same on both sides: the saved value and ours, by key.
+    """Returns what differs: the saved value and ours, by key.
 
     may_differ: names of what is left out (see `is_named`).
     """
@@ -298,7 +298,7 @@ def listed(found: Mapping[str, tuple[Any, Any]], between: str = "\n  ") -> str:
 
 
 def is_named(key: str, names: Collection[str]) -> bool:
-    """Whether a dotted key, a part of it, or what it lies in, is one of the names."""
+    """Returns whether a dotted key, a part of it, or its parent is one of the names."""
     parts = {*key.split("."), key}
     return any(name in parts or key.startswith(f"{name}.") for name in names)
 
@@ -308,5 +308,5 @@ def _checksum(meta: Mapping[str, Any]) -> int:
 
 
 def _line(error: BaseException) -> str:
-    """The error in one line of a length that can be read."""
+    """Formats the error in one line of readable length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

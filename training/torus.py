@@ -86,7 +86,7 @@ def _walk(shape: tuple[int, ...]) -> list[Place]:
 
 
 def _rows(shape: tuple[int, ...]) -> list[Place]:
-    """The serpentine of which every row has the same place on the longest side."""
+    """Returns the snake order whose rows share their place on the longest side."""
     first = shape.index(max(shape))
     turned = _serpentine((shape[first], *shape[:first], *shape[first + 1 :]))
     return [(*at[1 : first + 1], at[0], *at[first + 1 :]) for at in turned]

@@ -55,7 +55,7 @@ class Watchdog:
         self._arm(self._first)
 
     def step(self) -> None:
-        """A step was handed to the devices, and the one before it is made."""
+        """Marks that a step was dispatched, and the one before it is done."""
         now = self._clock()
         if self._begun is not None:
             self._longest = max(self._longest, now - self._begun)

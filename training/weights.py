@@ -1,4 +1,4 @@
-"""The parameters of a finished or imported model, without its optimizer.
+"""Reads and writes the parameters of a model, without its optimizer.
 
 They lie where a run keeps its checkpoints: in `state` of the newest step, under
 `params`. Another run starts from them, and tools write them in other formats.

@@ -1,4 +1,4 @@
-"""The directory of a run: it can be written to, and is of no other run meanwhile."""
+"""Locks the directory of a run, and makes sure that it can be written to."""
 
 import contextlib
 import errno
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TextIO
 
 LOCK = "lock"
-"""The file that is locked; there while a run is, or after one that was killed."""
+"""Name of the lock file; it remains after a run that was killed."""
 
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""What file systems say that cannot lock."""
+"""Errors of file systems that cannot lock."""
 
 
 def make_writable(directory: str | Path) -> None:

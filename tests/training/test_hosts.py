@@ -287,7 +287,7 @@ def test_a_process_that_was_told_another_count_ends_with_a_line() -> None:
     with join((2, 0), (3, 1)) as two:
         (first, _, _), (code, _, errors) = two.finish(timeout=120)
     assert first == HUNG and code == 1
-    wanted = "hosts: count=3 must be that of the first process, which was told 2"
+    wanted = "hosts: count=3 must be that of the first process, which was given 2"
     assert errors.splitlines()[-1] == f"error: {wanted}"
 
 

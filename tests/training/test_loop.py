@@ -217,9 +217,9 @@ def test_a_save_waits_for_a_step_that_makes_its_update(
         # A skip is noticed a step later, or at once by a save.
         (make_train_step({7}, broken=6), "holds 1 nan.* 4 and 8.*step 4$", []),
         (make_train_step((), broken=8), "weight holds 1 nan.* 4 and 8.*step 4$", []),
-        (make_train_step((), broken=2), "1 nan.* 0 and 4.*command begins anew$", []),
+        (make_train_step((), broken=2), "1 nan.* 0 and 4.*command starts over$", []),
         (make_train_step({6, 7, 8}), "at step 8, and 3 .*step 5 left.*step 4$", []),
-        (make_train_step({5, 6, 7, 8}), "step 4 left it.*begins anew$", [4]),
+        (make_train_step({5, 6, 7, 8}), "step 4 left it.*starts over$", [4]),
         (make_train_step({9, 10}), "end with loss nan.*step 8 left.*step 8$", []),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_run_that_is_told_to_stop_saves_no_broken_state() -> None:
     ("broken", "bad", "message"),
     [
         (None, (), "would end with validation loss nan.*step 10 left.*step 8$"),
-        (2, (), "weight holds 1 nan.* 0 and 3.*begins anew$"),
+        (2, (), "weight holds 1 nan.* 0 and 3.*starts over$"),
         (None, (10,), "would end with validation loss nan.*step 9 left.*step 8$"),
     ],
 )

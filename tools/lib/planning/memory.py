@@ -1,4 +1,4 @@
-"""Where the memory of a compiled training step goes."""
+"""Reads where the memory of a compiled training step goes."""
 
 import math
 from dataclasses import dataclass
