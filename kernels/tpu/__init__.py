@@ -1,0 +1,15 @@
+"""Flash attention on a TPU, v3 and later (drawn in docs/kernels/tpu.md).
+
+- launch: `forward` and `backward`, which split the operands and run the kernels.
+- forward, softmax: the kernel of out and lse, and its online softmax.
+- backward, backward_dq: the kernel of dq, dk and dv, and where dq is accumulated.
+- bounds: visible keys of rows and of sub-blocks: masks and live granules.
+- dma: copies between HBM and VMEM, and double buffers.
+- vector: matmuls, lanes, bytes.
+- cut, block_sizes: the blocks that a problem gets.
+
+Letters of shapes, beside those of the public functions: M batch rows with bounds of
+their own (1 if the batch shares them), X = B / M * K key/value heads of each, G query
+heads that are stacked in a tile, R = G * block_q its rows, D the head size padded to
+whole lanes. [rows, 128] "equal lanes" means one number a row, repeated in every lane.
+"""

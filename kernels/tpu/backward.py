@@ -1,11 +1,21 @@
-"""The Pallas TPU kernel of the backward step: dq, dk and dv in one pass.
+"""Computes dq, dk and dv on a TPU, in one pass: the backward kernel.
 
-A program owns one key tile and visits its live query tiles in order (FlashAttention-2,
-2307.08691, algorithm 2, with five products a tile). Scores are transposed, keys by
-queries, so that what belongs to a query lies along the lanes and is never spread.
+A program owns key tile j and loops over its live query tiles i in order, with five
+matmuls a tile (FlashAttention-2, 2307.08691, algorithm 2):
 
-dq is added up in float32. It stays in VMEM for all key tiles of a head where it fits
-there, and otherwise moves to HBM and back with the query tiles, behind their work.
+    HBM    Q, dO, (lse, delta), bounds of tile i + 1, and its dQ if that is streamed
+             | DMA, started before tile i is computed
+    VMEM   buffers (i + 1) & 1 fill, while the units read buffers i & 1
+             | drained by `DoubleBuffer.wait` at the start of iteration i
+    MXU    S^T = K Q^T    dV += P^T dO    dP^T = V dO^T      dQ += dS K    dK += dS^T Q
+    VPU         P^T = exp2(S^T - lse)         dS^T = P^T (dP^T - delta)
+    HBM    dK, dV of tile j: Pallas double-buffers them, as K and V, a block a program
+
+Scores are transposed, [keys, rows], so that lse and delta, one number a row, lie along
+the lanes and are broadcast over the sublanes for nothing.
+
+dQ is accumulated in float32 in HBM, in place, or in VMEM where all tiles of a head fit
+there: see `backward_dq`.
 """
 
 import functools
@@ -20,88 +30,63 @@ from jax.experimental.pallas import tpu as pltpu
 from ..tile_ranges import TileRanges
 from .backward_dq import STREAMED, Resident, Streamed
 from .block_sizes import TpuBlocks
-from .tile import (
-    INNER,
-    OUTER,
-    TRANSPOSED,
-    Edges,
-    StackedTiles,
-    TileCopies,
-    Tiles,
-    buffer_bytes,
-    dot,
-)
-
-
-class BackwardTile(NamedTuple):
-    """How a program computes its tiles.
-
-    rows: query rows of a sub-block of a full tile.
-    exact_rows: query rows of a sub-block of a partial tile.
-    live_columns: granule in which such a sub-block skips keys that no row sees.
-    scale: factor on the products of queries and keys, for exponents of 2.
-    precision: of the matrix products.
-    """
-
-    rows: int
-    exact_rows: int
-    live_columns: int
-    scale: float
-    precision: lax.Precision
+from .bounds import SubBlockBounds
+from .dma import DoubleBuffer, StackedTiles, Tiles
+from .vector import NN, NT, TN, TileConfig, buffer_bytes, dot, flat_index
 
 
 class Operands(NamedTuple):
-    """What the backward kernel reads.
+    """Arrays that the backward kernel reads.
 
-    ranges: of query tiles, (M * key tiles,) each, in SMEM.
-    first, last: least start and largest stop of each sub-block, (M * query tiles *
-      sub-blocks,), in SMEM.
-    keys, values: (M, X, key tiles, block_k, D).
-    q, d_out: (M, X, G, query tiles * block_q, D): rows are stacked in VMEM.
-    rows: lse, in powers of 2, and delta: (M, X, query tiles, 2, R). With an lse smaller
-      by the logarithm of a factor, weights, dq, dk and dv come out times that factor.
-    bounds: start and stop: int32 (M, query tiles, 2, R).
-    dq: float32, like q, what is there already.
+    query_tile_ranges: 4 x [M * key tiles], SMEM.
+    min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks], SMEM.
+    k, v: [M, X, key tiles, block_k, D].
+    q, do: [M, X, G, query tiles * block_q, D], left in HBM, and so the next three.
+    lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R]. With an lse that is
+      smaller by log2(factor), P, dq, dk and dv come out times that factor.
+    row_bounds: k_start and k_end: int32 [M, query tiles, 2, R].
+    dq: float32, as q: what is accumulated already.
     """
 
-    ranges: TileRanges
-    first: jax.Array
-    last: jax.Array
-    keys: jax.Array
-    values: jax.Array
+    query_tile_ranges: TileRanges
+    min_k_start: jax.Array
+    max_k_end: jax.Array
+    k: jax.Array
+    v: jax.Array
     q: jax.Array
-    d_out: jax.Array
-    rows: jax.Array
-    bounds: jax.Array
+    do: jax.Array
+    lse_delta: jax.Array
+    row_bounds: jax.Array
     dq: jax.Array
 
 
 class Scratch(NamedTuple):
     """VMEM of a program, and the semaphores of its copies."""
 
-    q: jax.Ref  # (2, R, D)
-    d_out: jax.Ref
-    rows: jax.Ref  # (2, 2, R)
-    bounds: jax.Ref
-    semaphores: jax.Ref  # (4, 2)
-    dq: jax.Ref  # (query tiles or STREAMED, R, D)
-    dq_semaphores: jax.Ref  # (2, STREAMED): in, out
+    q: jax.Ref  # [2, R, D]
+    do: jax.Ref  # [2, R, D]
+    lse_delta: jax.Ref  # [2, 2, R]
+    row_bounds: jax.Ref  # [2, 2, R]
+    semaphores: jax.Ref  # [q, do, lse_delta and row_bounds, 2]
+    dq: jax.Ref  # [query tiles or STREAMED, R, D]
+    dq_semaphores: jax.Ref  # [in and out, STREAMED]
 
     @classmethod
     def shapes(cls, rows: int, depth: int, dtype: jnp.dtype, dq_tiles: int):
+        """Returns the scratch to allocate. rows: R. depth: D."""
         return cls(
-            pltpu.VMEM((2, rows, depth), dtype),
-            pltpu.VMEM((2, rows, depth), dtype),
-            pltpu.VMEM((2, 2, rows), jnp.float32),
-            pltpu.VMEM((2, 2, rows), jnp.int32),
-            pltpu.SemaphoreType.DMA((4, 2)),
-            pltpu.VMEM((dq_tiles, rows, depth), jnp.float32),
-            pltpu.SemaphoreType.DMA((2, STREAMED)),
+            q=pltpu.VMEM((2, rows, depth), dtype),
+            do=pltpu.VMEM((2, rows, depth), dtype),
+            lse_delta=pltpu.VMEM((2, 2, rows), jnp.float32),
+            row_bounds=pltpu.VMEM((2, 2, rows), jnp.int32),
+            semaphores=pltpu.SemaphoreType.DMA((4, 2)),
+            dq=pltpu.VMEM((dq_tiles, rows, depth), jnp.float32),
+            dq_semaphores=pltpu.SemaphoreType.DMA((2, STREAMED)),
         )
 
 
 class Memory(NamedTuple):
-    """Vector memory of a program, in bytes, and whether dq of a head stays there.
+    """VMEM of a program, in bytes, and whether dq of a head stays there.
 
     It does if it takes no more than half of what the rest leaves.
     """
@@ -113,13 +98,15 @@ class Memory(NamedTuple):
     def of(
         cls, blocks: TpuBlocks, row: jax.ShapeDtypeStruct, query_tiles: int, limit: int
     ) -> "Memory":
-        """row: of q."""
+        """Plans for a limit in bytes. row: of q, [D]. query_tiles: of a head."""
         (depth,) = row.shape
         scratch = Scratch.shapes(blocks.stacked_rows, depth, row.dtype, STREAMED)
-        keys = pltpu.VMEM((blocks.block_k, depth), row.dtype)
-        gradient = pltpu.VMEM(keys.shape, jnp.float32)
-        held = buffer_bytes(*[keys] * 4, *[gradient] * 4, scratch.q, scratch.d_out)
-        held += blocks.rows * blocks.block_k * 6  # scores and their gradients
+        k = pltpu.VMEM((blocks.block_k, depth), row.dtype)
+        dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
+        pipelined = {"k": k, "v": k, "dk": dk, "dv": dk}
+        scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
+        held = 2 * buffer_bytes(pipelined) + scores
+        held += buffer_bytes((scratch.q, scratch.do))
         streamed = buffer_bytes(scratch.dq)
         resident = streamed // STREAMED * query_tiles
         is_resident = resident <= (limit - held) // 2
@@ -127,190 +114,208 @@ class Memory(NamedTuple):
 
 
 def backward_call(
-    tile: BackwardTile, operands: Operands, is_resident: bool, **options
+    config: TileConfig, operands: Operands, is_dq_resident: bool, **options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel. options: of `pl.pallas_call`.
 
-    is_resident: whether dq of a head stays in VMEM.
+    is_dq_resident: whether dq of a head stays in VMEM.
 
     Returns:
-      dq, in the place of the operand, and dk and dv, float32, cut like the keys.
+      dq, in the place of the operand, and dk and dv, float32, shaped like k.
     """
-    m, heads, tiles, block_k, depth = operands.keys.shape
-    query_tiles, _, rows = operands.rows.shape[2:]
-    per_tile = pl.BlockSpec(
-        (None, None, None, block_k, depth), lambda m, x, j, *_: (m, x, j, 0, 0)
+    batch, heads, key_tiles, block_k, depth = operands.k.shape
+    query_tiles, _, rows = operands.lse_delta.shape[2:]
+    k_block = pl.BlockSpec(  # [block_k, D]
+        (None, None, None, block_k, depth), lambda b, x, j, *_: (b, x, j, 0, 0)
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    dq_tiles = query_tiles if is_resident else STREAMED
-    scratch = Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles)
-    share = jax.ShapeDtypeStruct(operands.keys.shape, jnp.float32)
+    dq_tiles = query_tiles if is_dq_resident else STREAMED
     call = pl.pallas_call(
-        functools.partial(_kernel, tile, Resident if is_resident else Streamed),
+        functools.partial(_kernel, config, Resident if is_dq_resident else Streamed),
         name="flash_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(m, heads, tiles),
-            in_specs=[per_tile, per_tile, hbm, hbm, hbm, hbm, hbm],
-            out_specs=(hbm, per_tile, per_tile),
-            scratch_shapes=[scratch],
+            grid=(batch, heads, key_tiles),
+            in_specs=[k_block, k_block, hbm, hbm, hbm, hbm, hbm],
+            out_specs=(hbm, k_block, k_block),
+            scratch_shapes=[Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles)],
         ),
         out_shape=(
             jax.ShapeDtypeStruct(operands.dq.shape, jnp.float32),
-            share,
-            share,
+            jax.ShapeDtypeStruct(operands.k.shape, jnp.float32),
+            jax.ShapeDtypeStruct(operands.k.shape, jnp.float32),
         ),
-        # Operands are counted leaf by leaf.
-        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 0},
+        input_output_aliases={flat_index(operands, "dq"): 0},
         **options,
     )
     return call(*operands)
 
 
-class Queries(NamedTuple):
+class QueryTile(NamedTuple):
     """A query tile in VMEM."""
 
-    q: jax.Ref  # (R, D)
-    d_out: jax.Ref
-    rows: jax.Ref  # (2, R): lse, delta
-    bounds: jax.Ref  # (2, R): start, stop
-    dq: jax.Ref  # (R, D)
+    q: jax.Ref  # [R, D]
+    do: jax.Ref  # [R, D]
+    lse_delta: jax.Ref  # [2, R]
+    row_bounds: jax.Ref  # [2, R]: k_start, k_end
+    dq: jax.Ref  # [R, D], accumulator
 
 
-class Keys(NamedTuple):
-    """A key tile in VMEM, or some of its slots, and their gradients so far."""
+class KeyTile(NamedTuple):
+    """A key tile in VMEM, or some keys of it."""
 
-    keys: jax.Ref  # (slots, D)
-    values: jax.Ref
-    dk: jax.Ref
-    dv: jax.Ref
+    k: jax.Ref  # [keys, D]
+    v: jax.Ref  # [keys, D]
+    dk: jax.Ref  # [keys, D], accumulator
+    dv: jax.Ref  # [keys, D], accumulator
 
-    def at(self, slots: pl.Slice) -> "Keys":
-        return Keys(*(x.at[slots, :] for x in self))
+    def at(self, keys: pl.Slice) -> "KeyTile":
+        return KeyTile(*(x.at[keys, :] for x in self))
 
 
 def _kernel(
-    tile: BackwardTile,
+    config: TileConfig,
     dq_type: type[Resident] | type[Streamed],
-    ranges: TileRanges,
-    first: jax.Ref,
-    last: jax.Ref,
-    keys: jax.Ref,
-    values: jax.Ref,
-    q: jax.Ref,
-    d_out: jax.Ref,
-    rows: jax.Ref,
-    bounds: jax.Ref,
-    dq_in: jax.Ref,
-    dq_out: jax.Ref,
-    dk: jax.Ref,
-    dv: jax.Ref,
+    ranges_ref: TileRanges,  # SMEM, as in `Operands`, and so the next two
+    min_k_start_ref: jax.Ref,
+    max_k_end_ref: jax.Ref,
+    k_ref: jax.Ref,  # [block_k, D]
+    v_ref: jax.Ref,  # [block_k, D]
+    q_hbm_ref: jax.Ref,  # [M, X, G, query tiles * block_q, D]
+    do_hbm_ref: jax.Ref,  # [M, X, G, query tiles * block_q, D]
+    lse_delta_hbm_ref: jax.Ref,  # [M, X, query tiles, 2, R]
+    row_bounds_hbm_ref: jax.Ref,  # [M, query tiles, 2, R]
+    dq_in_hbm_ref: jax.Ref,  # as q; the next one is the same memory
+    dq_hbm_ref: jax.Ref,
+    dk_ref: jax.Ref,  # [block_k, D]
+    dv_ref: jax.Ref,  # [block_k, D]
     scratch: Scratch,
 ) -> None:
-    """One key tile of one head: program (row of bounds, head, key tile)."""
-    row, head, j = (pl.program_id(axis) for axis in range(3))
+    """Adds the gradients of one key tile: program (batch, head, key tile)."""
+    batch, head, j = (pl.program_id(axis) for axis in range(3))
     live_begin, full_begin, full_end, live_end = (
-        bound[row * pl.num_programs(2) + j] for bound in ranges
+        bound[batch * pl.num_programs(2) + j] for bound in ranges_ref
     )
-    copies = TileCopies(
-        (
-            StackedTiles(q.at[row, head]),
-            StackedTiles(d_out.at[row, head]),
-            Tiles(rows.at[row, head]),
-            Tiles(bounds.at[row]),
+    copies = DoubleBuffer(
+        sources=(
+            StackedTiles(q_hbm_ref.at[batch, head]),
+            StackedTiles(do_hbm_ref.at[batch, head]),
+            Tiles(lse_delta_hbm_ref.at[batch, head]),
+            Tiles(row_bounds_hbm_ref.at[batch]),
         ),
-        (scratch.q, scratch.d_out, scratch.rows, scratch.bounds),
-        scratch.semaphores,
+        buffers=(scratch.q, scratch.do, scratch.lse_delta, scratch.row_bounds),
+        semaphores=scratch.semaphores,
     )
     dq = dq_type(
-        scratch.dq,
-        *(StackedTiles(x.at[row, head]) for x in (dq_in, dq_out)),
-        scratch.dq_semaphores,
+        buffer=scratch.dq,
+        source=StackedTiles(dq_in_hbm_ref.at[batch, head]),
+        target=StackedTiles(dq_hbm_ref.at[batch, head]),
+        semaphores=scratch.dq_semaphores,
     )
-    here = Keys(keys, values, dk, dv)
-    for gradient in dk, dv:
-        gradient[...] = jnp.zeros_like(gradient)
+    keys = KeyTile(k=k_ref, v=v_ref, dk=dk_ref, dv=dv_ref)
+    dk_ref[...] = jnp.zeros_like(dk_ref)  # [block_k, D]
+    dv_ref[...] = jnp.zeros_like(dv_ref)  # [block_k, D]
 
-    def start(i: jax.Array) -> None:
+    def prefetch(i: jax.Array) -> None:
         copies.start(i)
-        dq.start(i, live_begin)
+        dq.prefetch(i, live_begin)
 
-    dq.open()
-    pl.when(live_begin < live_end)(lambda: start(live_begin))
+    dq.begin()
+    pl.when(live_begin < live_end)(lambda: prefetch(live_begin))
 
     @pl.loop(live_begin, live_end)
     def _(i):
-        pl.when(i + 1 < live_end)(lambda: start(i + 1))
-        queries = Queries(*copies.wait(i), dq.wait(i))
+        # Into the buffers that iteration i - 1 has read.
+        pl.when(i + 1 < live_end)(lambda: prefetch(i + 1))
+        # Drains tile i, started by the last iteration, or before the loop.
+        q_ref, do_ref, lse_delta_ref, row_bounds_ref = copies.wait(i)
+        queries = QueryTile(
+            q=q_ref,
+            do=do_ref,
+            lse_delta=lse_delta_ref,
+            row_bounds=row_bounds_ref,
+            dq=dq.wait(i),
+        )
         is_full = (full_begin <= i) & (i < full_end)
-        pl.when(is_full)(lambda: full_tile(here, queries, tile))
-        query_tile = row * bounds.shape[1] + i
-        sub_blocks = bounds.shape[3] // tile.exact_rows
-        edges = Edges(first, last, query_tile * sub_blocks)
-        slot = j * keys.shape[0]
-        pl.when(~is_full)(lambda: partial_tile(here, queries, slot, edges, tile))
-        dq.put(i)
+        pl.when(is_full)(lambda: full_tile(keys, queries, config))
+        query_tile = batch * row_bounds_hbm_ref.shape[1] + i
+        sub_blocks = row_bounds_hbm_ref.shape[3] // config.blocks.exact_rows
+        bounds = SubBlockBounds(
+            min_k_start=min_k_start_ref,
+            max_k_end=max_k_end_ref,
+            offset=query_tile * sub_blocks,
+        )
+        first_key = j * k_ref.shape[0]
+        pl.when(~is_full)(
+            lambda: partial_tile(keys, queries, first_key, bounds, config)
+        )
+        dq.store(i)
 
-    dq.close(live_begin, live_end)
+    dq.end(live_begin, live_end)
 
 
-def full_tile(keys: Keys, queries: Queries, tile: BackwardTile) -> None:
-    """Adds the gradients of a tile that all rows see."""
-    for r in range(0, queries.q.shape[0], tile.rows):
-        _add_gradients(keys, queries, pl.ds(r, tile.rows), None, tile)
+def full_tile(keys: KeyTile, queries: QueryTile, config: TileConfig) -> None:
+    """Adds the gradients of a tile without a mask."""
+    rows = config.blocks.rows
+    for r in range(0, queries.q.shape[0], rows):
+        _add_gradients(keys, queries, pl.ds(r, rows), None, config)
 
 
 def partial_tile(
-    keys: Keys,
-    queries: Queries,
-    slot: jax.Array,
-    edges: Edges,
-    tile: BackwardTile,
+    keys: KeyTile,
+    queries: QueryTile,
+    first_key: jax.Array,
+    bounds: SubBlockBounds,
+    config: TileConfig,
 ) -> None:
-    """Adds the gradients of a tile that some rows see some of.
+    """Adds the gradients of a masked tile, of the live granules of each sub-block.
 
-    slot: first slot of the keys. edges: of the query tile.
+    first_key: of the tile. bounds: of the query tile.
     """
-    granule, block_k = tile.live_columns, keys.keys.shape[0]
+    exact_rows, granule = config.blocks.exact_rows, config.blocks.live_columns
+    block_k = keys.k.shape[0]
 
-    @pl.loop(0, queries.q.shape[0] // tile.exact_rows)
+    @pl.loop(0, queries.q.shape[0] // exact_rows)
     def _(block):
-        rows = pl.ds(
-            pl.multiple_of(block * tile.exact_rows, tile.exact_rows), tile.exact_rows
-        )
-        begin, count = edges.live(block, slot, block_k, granule)
+        rows = pl.ds(pl.multiple_of(block * exact_rows, exact_rows), exact_rows)
+        begin, count = bounds.live_granules(block, first_key, block_k, granule)
         begin = pl.multiple_of(begin * granule, granule)
 
-        def narrowed(width: int) -> None:
-            some = keys.at(pl.ds(begin, width))
-            _add_gradients(some, queries, rows, slot + begin, tile)
+        def add(width: int) -> None:
+            live = keys.at(pl.ds(begin, width))
+            _add_gradients(live, queries, rows, first_key + begin, config)
 
+        # Shapes are static: one branch for each number of live granules.
         for live in range(1, block_k // granule + 1):
-            pl.when(count == live)(functools.partial(narrowed, live * granule))
+            pl.when(count == live)(functools.partial(add, live * granule))
 
 
 def _add_gradients(
-    keys: Keys,
-    queries: Queries,
+    keys: KeyTile,
+    queries: QueryTile,
     rows: pl.Slice,
-    slot: jax.Array | None,
-    tile: BackwardTile,
+    first_key: jax.Array | None,
+    config: TileConfig,
 ) -> None:
-    """Adds what some rows and keys contribute, masked if their first slot is given.
+    """Adds the gradients of some rows and keys; masked if `first_key` is given.
 
-    Each product is issued once its operands are there: issued any earlier, more of
-    them wait in registers and spill.
+    Each matmul is issued once its operands are there, and dQ before dK: issued any
+    earlier, more of them wait in registers, and spill.
     """
-    product = functools.partial(dot, precision=tile.precision)
-    q, d_out = queries.q[rows, :], queries.d_out[rows, :]
-    lse, delta = (queries.rows[pl.ds(n, 1), rows] for n in range(2))
-    scores = tile.scale * product(keys.keys[...], q, OUTER)  # (slots, rows)
-    p = jnp.exp2(scores - lse)
-    if slot is not None:
-        start, stop = (queries.bounds[pl.ds(n, 1), rows] for n in range(2))
-        slots = slot + lax.broadcasted_iota(jnp.int32, p.shape, 0)
-        p = jnp.where((start <= slots) & (slots < stop), p, 0.0)
-    keys.dv[...] += product(p.astype(q.dtype), d_out, INNER)
-    ds = (p * (product(keys.values[...], d_out, OUTER) - delta)).astype(q.dtype)
-    queries.dq[rows, :] += product(ds, keys.keys[...], TRANSPOSED)
-    keys.dk[...] += product(ds, q, INNER)
+    matmul = functools.partial(dot, precision=config.precision)
+    q = queries.q[rows, :]  # [rows, D]
+    do = queries.do[rows, :]  # [rows, D]
+    lse = queries.lse_delta[pl.ds(0, 1), rows]  # [1, rows]
+    delta = queries.lse_delta[pl.ds(1, 1), rows]  # [1, rows]
+    s = config.scores(keys.k[...], q)  # S^T [keys, rows]
+    p = jnp.exp2(s - lse)  # P^T [keys, rows]
+    if first_key is not None:
+        k_start = queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
+        k_end = queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
+        key = first_key + lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
+        p = jnp.where((k_start <= key) & (key < k_end), p, 0.0)  # [keys, rows]
+    keys.dv[...] += matmul(p.astype(q.dtype), do, NN)  # [keys, D]
+    dp = matmul(keys.v[...], do, NT)  # dP^T [keys, rows]
+    ds = (p * (dp - delta)).astype(q.dtype)  # dS^T [keys, rows]
+    queries.dq[rows, :] += matmul(ds, keys.k[...], TN)  # [rows, D]
+    keys.dk[...] += matmul(ds, q, NN)  # [keys, D]

@@ -1,4 +1,4 @@
-"""How a problem is cut on a TPU: what is asked for, or the largest tiles that fit."""
+"""Chooses blocks for a problem: those asked for, or the largest that fit a TPU."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,14 +10,15 @@ from jax.experimental.pallas import tpu as pltpu
 from ..block_sizes import BlockSizes
 from ..tile_layout import Tiling
 from .block_sizes import TpuBlocks
-from .tile import LANES, vmem_limit
+from .vector import LANES
 
 
 class Cut(NamedTuple):
-    """Tiles of a problem.
+    """Blocks of a problem.
 
-    heads: query heads whose rows are stacked: those of a key/value head, or some.
-    stacks: how many such stacks there are for a key/value head.
+    heads: query heads whose rows are stacked: those of a key/value head, or fewer.
+    stacks: stacks for a key/value head; each reads its keys again.
+    sizes: tile of one head. blocks: tile of a stack, and its pieces.
     """
 
     heads: int
@@ -25,20 +26,34 @@ class Cut(NamedTuple):
     sizes: BlockSizes
     blocks: TpuBlocks
 
-    def repeated(self, x: jax.Array) -> jax.Array:
-        """(B, S, K, D) -> (B, S, K · stacks, D): keys or values of each stack."""
+    def repeat_heads(self, x: jax.Array) -> jax.Array:
+        """Repeats keys for each stack: (B, S, K, D) -> (B, S, K * stacks, D)."""
         return x if self.stacks == 1 else jnp.repeat(x, self.stacks, axis=2)
 
-    def summed(self, x: jax.Array) -> jax.Array:
-        """(B, S, K · stacks, D) -> (B, S, K, D): the gradient of `repeated`."""
+    def sum_heads(self, x: jax.Array) -> jax.Array:
+        """Sums gradients over stacks: (B, S, K * stacks, D) -> (B, S, K, D)."""
         if self.stacks == 1:
             return x
         return x.reshape(*x.shape[:2], -1, self.stacks, x.shape[-1]).sum(axis=3)
 
-    def tiling(self, q: jax.Array, repeated: jax.Array, start: jax.Array) -> Tiling:
-        tiling = Tiling.of(q, repeated, start, self.sizes)
+    def tiling(self, q: jax.Array, k: jax.Array, k_start: jax.Array) -> Tiling:
+        """Returns the tiling of q (B, T, H, D) and repeated k (B, S, K * stacks, D)."""
+        tiling = Tiling.of(q, k, k_start, self.sizes)
         block_q, block_k = self.sizes.block_q, self.sizes.block_k
         return tiling._replace(block_q=block_q, block_k=block_k)
+
+
+def vmem_limit(chip: pltpu.TpuInfo) -> int:
+    """Returns the bytes of VMEM that a kernel may take; the compiler keeps the rest."""
+    return chip.vmem_capacity_bytes * 7 // 8
+
+
+def row_lanes(chip: pltpu.TpuInfo) -> int:
+    """Returns what the size of a row of 4-byte numbers in HBM must be a multiple of.
+
+    A v3 addresses HBM in words of 1 KiB.
+    """
+    return 2 * LANES if chip.generation < 4 else LANES
 
 
 def choose_cut(
@@ -46,29 +61,31 @@ def choose_cut(
     chip: pltpu.TpuInfo,
     q: jax.Array,
     k: jax.Array,
-    asked: tuple[TpuBlocks | None, BlockSizes | None],
     held_bytes: Callable[[Cut], int],
+    blocks: TpuBlocks | None = None,
+    sizes: BlockSizes | None = None,
 ) -> Cut:
-    """What is asked for, or else the table's choice, made smaller until it fits.
+    """Returns what is asked for, or the table's blocks, made smaller until they fit.
 
-    Where all heads of a key/value head are too many to stack, fewer are.
+    Where all query heads of a key/value head are too many to stack, fewer are.
 
-    held_bytes: vector memory that a program takes.
+    held_bytes: VMEM that a program takes.
+    blocks, sizes: what is asked for, if anything.
 
     Raises:
       ValueError: what is asked for does not fit.
       NotImplementedError: nothing does.
     """
     group, limit = q.shape[2] // k.shape[2], vmem_limit(chip)
-    blocks, sizes = asked[0] or _table_blocks(table, chip, q), asked[1]
-    is_free = asked == (None, None)
+    is_free = blocks is None and sizes is None
+    blocks = blocks or _table_blocks(table, chip, q)
     choices = blocks.ever_smaller(group) if is_free else [(group, blocks)]
     for number, (heads, blocks) in enumerate(choices):
         fit = blocks.fit(q.shape[1], k.shape[1], heads, row_lanes(chip), sizes)
         cut = Cut(heads, group // heads, *fit)
         held = held_bytes(cut)
-        # The compiler takes some for itself, more for wide types; smaller tiles can
-        # leave it more.
+        # The compiler takes some VMEM for itself, more for wide types; smaller tiles
+        # can leave it more.
         least = q.dtype.itemsize * 2**18
         spare = (limit // 8 if number else least) if is_free else 0
         if held + spare <= limit:
@@ -85,21 +102,13 @@ def choose_cut(
     raise ValueError(f"tiles that take {memory}: make block_q or block_k smaller")
 
 
-def row_lanes(chip: pltpu.TpuInfo) -> int:
-    """What rows of 4-byte numbers in HBM have to be a multiple of.
-
-    A v3 addresses HBM in words of 1 KiB.
-    """
-    return 2 * LANES if chip.generation < 4 else LANES
-
-
 def _table_blocks(
     table: dict[str, TpuBlocks], chip: pltpu.TpuInfo, q: jax.Array
 ) -> TpuBlocks:
-    """The table's choice, which is for bfloat16 rows of up to 128 numbers.
+    """Returns the table's blocks, which are for bfloat16 rows of up to 128 numbers.
 
-    A chip newer than the table is cut for like v6e. Where vector memory is small, tiles
-    of wider rows are smaller.
+    A chip newer than the table gets those of v6e. Where VMEM is small, tiles of wider
+    rows are smaller.
     """
     blocks = table.get(str(chip.chip_version), table["v6e"])
     width = -(-q.shape[-1] // LANES) * q.dtype.itemsize // 2

@@ -1,12 +1,13 @@
 """Flash attention on a TPU: the kernels behind the signature of `reference`.
 
-Here operands are cut into tiles, as `tiling` says, and the kernels launched: see
-`tpu_forward` and `tpu_backward`. What a query sees arrives as intervals, from which the
-tiles to visit are counted in XLA, outside of the kernels.
+Splits the operands into tiles (`tile_layout`), computes in XLA which tiles are live,
+from the intervals of keys that queries attend to, and runs the kernels of `forward`
+and `backward`. Letters of shapes: see `kernels.tpu`.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +24,20 @@ from ..tile_ranges import key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import forward as forward_kernel
 from .block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
-from .cut import Cut, choose_cut, row_lanes
-from .softmax import NOTHING, ForwardTile
-from .tile import LANES, as_floats, check_smem, compiler_params, vmem_limit
+from .cut import Cut, choose_cut, row_lanes, vmem_limit
+from .softmax import NOTHING
+from .vector import LANES, TileConfig, buffer_bytes, int_to_float_bits
 
 LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is run.
+    """Chip, blocks and interpreter of a kernel.
 
     chip: the TPU that it is compiled for; the one of this program unless given.
-    blocks: how its work is cut; as is best for the chip unless given.
-    interpret: whether (or how) Pallas runs the kernel's steps on any device, for tests.
+    blocks: block sizes; the best ones known for the chip unless given.
+    interpret: whether (or how) Pallas interprets the kernel on any device, for tests.
     """
 
     chip: pltpu.TpuInfo | None = None
@@ -48,117 +49,112 @@ def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
     launch: Launch = Launch(),
 ) -> Partial:
-    """Attention of every query to the key slots [start, stop): see `reference`.
+    """Attends from every query to the keys [k_start, k_end): see `reference`.
 
-    block_sizes: those of a tile; `launch.blocks` unless given.
+    block_sizes: of a tile; `launch.blocks` unless given.
 
     Raises:
       ValueError: a type that TPUs do not multiply, or tiles that do not fit the chip.
       NotImplementedError: there is no TPU to compile for, or it has too little memory
-        for any tiles, or for the bounds of so many.
+        for any tiles, or for the bounds of all of them.
     """
     chip = _checked_chip(launch.chip, q.dtype)
-    cut = cut_forward(chip, q, k, (launch.blocks, block_sizes), carry is not None)
-    blocks, k, v = cut.blocks, cut.repeated(k), cut.repeated(v)
-    tiling = cut.tiling(q, k, start)
-    start, stop = (_extended(tiling, bound) for bound in (start, stop))
+    cut = cut_forward(chip, q, k, carry is not None, launch.blocks, block_sizes)
+    k, v = cut.repeat_heads(k), cut.repeat_heads(v)
+    tiling = cut.tiling(q, k, k_start)
+    k_start, k_end = _pad_rows(tiling, k_start), _pad_rows(tiling, k_end)
+    ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
+    min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
     operands = forward_kernel.Operands(
-        _flat(key_ranges(start, stop, tiling.block_q, tiling.block_k)),
-        *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
-        _row_bounds(tiling, start, stop),
-        tiling.split_heads(_operand(q, chip)),
-        *(tiling.split_keys(_operand(x, chip)) for x in (k, v)),
-        _split_carry(tiling, chip, carry),
+        key_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * query tiles]
+        min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
+        max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
+        row_bounds=_row_bounds(tiling, k_start, k_end),  # [M, tiles, 2, R / 128, 128]
+        q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
+        k=tiling.split_keys(_operand(k, chip)),  # [M, X, key tiles, block_k, D]
+        v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
+        carry=_split_carry(tiling, chip, carry),
     )
-    check_smem(chip, *operands.ranges, operands.first, operands.last)
-    tile = ForwardTile(
-        blocks.rows,
-        blocks.columns,
-        blocks.ahead,
-        blocks.behind,
-        blocks.exact_rows,
-        blocks.live_columns,
-        scale * LOG2_E,
-        _precision(q.dtype),
-    )
+    _check_smem(chip, (operands.key_tile_ranges, min_k_start, max_k_end))
     out, lse = forward_kernel.forward_call(
-        tile,
+        TileConfig(cut.blocks, scale * LOG2_E, _precision(q.dtype)),
         operands,
-        compiler_params=compiler_params(chip, "parallel"),
+        compiler_params=_compiler_params(chip, "parallel"),
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
         interpret=launch.interpret,
     )
-    out = tiling.join_heads(out)[..., : q.shape[-1]]
-    lse = tiling.join_rows(lse.reshape(*lse.shape[:3], blocks.stacked_rows))
-    return out, lse / LOG2_E
+    out = tiling.join_heads(out)[..., : q.shape[-1]]  # (B, T, H, D)
+    lse = lse.reshape(*lse.shape[:3], cut.blocks.stacked_rows)  # [M, X, query tiles, R]
+    return out, tiling.join_rows(lse) / LOG2_E
 
 
 def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    d_out: jax.Array,
+    do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
     launch: Launch = Launch(),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of the attention to these keys: see `reference`.
+    """Returns the gradients of the attention to these keys: see `reference`.
 
-    block_sizes, launch: as in `forward`, and so is what is raised.
+    block_sizes, launch, and what is raised: as in `forward`.
     """
     chip = _checked_chip(launch.chip, q.dtype)
-    cut, is_dq_resident = cut_backward(chip, q, k, (launch.blocks, block_sizes))
-    blocks, k, v = cut.blocks, cut.repeated(k), cut.repeated(v)
-    tiling = cut.tiling(q, k, start)
-    start, stop = (_extended(tiling, bound) for bound in (start, stop))
-    # Weights come out times the scale, which dq and dk then need no more, unless it is
-    # no ordinary number. Its sign goes with the keys.
+    cut, is_dq_resident = cut_backward(chip, q, k, launch.blocks, block_sizes)
+    k, v = cut.repeat_heads(k), cut.repeat_heads(v)
+    tiling = cut.tiling(q, k, k_start)
+    k_start, k_end = _pad_rows(tiling, k_start), _pad_rows(tiling, k_end)
+    ranges = query_ranges(k_start, k_end, tiling.block_q, tiling.block_k, k.shape[1])
+    min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
+    # dS = scale P (dP - delta): |scale| comes into P with lse, and is divided out of
+    # dv; its sign comes with k. A scale that is no ordinary number is applied `after`.
     before, after = (abs(x) for x in gradient_factors(scale, q.dtype))
     sign, magnitude = np.sign(scale).astype(k.dtype), before or 1.0
-    rows = (tiling.split_rows(x) for x in (_less(lse, magnitude), delta))
+    lse = tiling.split_rows(_lse_in_base_2(lse, magnitude))  # [M, X, query tiles, R]
+    delta = tiling.split_rows(delta)  # [M, X, query tiles, R]
+    dq_kernel = dq if after == 1 else jnp.zeros_like(dq)
     operands = backward_kernel.Operands(
-        _flat(query_ranges(start, stop, tiling.block_q, tiling.block_k, k.shape[1])),
-        *_flat(_edges_of_sub_blocks(tiling, blocks.exact_rows, start, stop)),
-        *(tiling.split_keys(_operand(x, chip)) for x in (k * sign, v)),
-        *(tiling.split_heads(_operand(x, chip)) for x in (q, d_out)),
-        jnp.stack(tuple(rows), 3),
-        jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2),
-        tiling.split_heads(_padded(dq if after == 1 else jnp.zeros_like(dq), chip)),
+        query_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * key tiles]
+        min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
+        max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
+        k=tiling.split_keys(_operand(k * sign, chip)),  # [M, X, key tiles, block_k, D]
+        v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
+        q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
+        do=tiling.split_heads(_operand(do, chip)),  # as q
+        lse_delta=jnp.stack((lse, delta), 3),  # [M, X, query tiles, 2, R]
+        row_bounds=_stack_bounds(tiling, k_start, k_end),  # [M, query tiles, 2, R]
+        dq=tiling.split_heads(_pad_lanes(dq_kernel, chip)),  # as q, float32
     )
-    check_smem(chip, *operands.ranges, operands.first, operands.last)
-    tile = backward_kernel.BackwardTile(
-        blocks.rows,
-        blocks.exact_rows,
-        blocks.live_columns,
-        abs(scale) * LOG2_E,
-        _precision(q.dtype),
-    )
-    share, dk, dv = backward_kernel.backward_call(
-        tile,
+    _check_smem(chip, (operands.query_tile_ranges, min_k_start, max_k_end))
+    dq_kernel, dk, dv = backward_kernel.backward_call(
+        TileConfig(cut.blocks, abs(scale) * LOG2_E, _precision(q.dtype)),
         operands,
         is_dq_resident,
-        compiler_params=compiler_params(chip, "arbitrary"),
+        compiler_params=_compiler_params(chip, "arbitrary"),
         cost_estimate=_cost(tiling, q.shape[-1], 5, operands),
         interpret=launch.interpret,
     )
     depth = q.shape[-1]
-    share = tiling.join_heads(share)[..., :depth]
-    dk, dv = (cut.summed(tiling.join_keys(x)[..., :depth]) for x in (dk, dv))
-    dq = share if after == 1 else dq + after * share
+    dq_kernel = tiling.join_heads(dq_kernel)[..., :depth]  # (B, T, H, D)
+    dk = cut.sum_heads(tiling.join_keys(dk)[..., :depth])  # (B, S, K, D)
+    dv = cut.sum_heads(tiling.join_keys(dv)[..., :depth])  # (B, S, K, D)
+    dq = dq_kernel if after == 1 else dq + after * dq_kernel
     return dq, dk * (after * np.sign(scale)), dv / magnitude
 
 
@@ -182,112 +178,144 @@ def cut_forward(
     chip: pltpu.TpuInfo,
     q: jax.Array,
     k: jax.Array,
-    asked: tuple[TpuBlocks | None, BlockSizes | None],
     has_carry: bool,
+    blocks: TpuBlocks | None = None,
+    sizes: BlockSizes | None = None,
 ) -> Cut:
-    """How it is cut. asked, and what is raised: as in `choose_cut`."""
+    """Chooses the forward kernel's blocks; blocks, sizes, errors: as `choose_cut`."""
     row = _row(q, chip)
 
     def held_bytes(cut: Cut) -> int:
         return forward_kernel.held_bytes(cut.blocks, cut.heads, row, has_carry)
 
-    return choose_cut(TPU_FORWARD, chip, q, k, asked, held_bytes)
+    return choose_cut(TPU_FORWARD, chip, q, k, held_bytes, blocks, sizes)
 
 
 def cut_backward(
     chip: pltpu.TpuInfo,
     q: jax.Array,
     k: jax.Array,
-    asked: tuple[TpuBlocks | None, BlockSizes | None],
+    blocks: TpuBlocks | None = None,
+    sizes: BlockSizes | None = None,
 ) -> tuple[Cut, bool]:
-    """As `cut_forward`, and whether dq of a head stays in vector memory."""
+    """Chooses the backward kernel's blocks, and whether dq of a head stays in VMEM."""
     row, limit = _row(q, chip), vmem_limit(chip)
 
     def memory(cut: Cut) -> backward_kernel.Memory:
         query_tiles = -(-q.shape[1] // cut.sizes.block_q)
         return backward_kernel.Memory.of(cut.blocks, row, query_tiles, limit)
 
-    cut = choose_cut(TPU_BACKWARD, chip, q, k, asked, lambda cut: memory(cut).held)
+    def held_bytes(cut: Cut) -> int:
+        return memory(cut).held
+
+    cut = choose_cut(TPU_BACKWARD, chip, q, k, held_bytes, blocks, sizes)
     return cut, memory(cut).is_dq_resident
 
 
-def _row(q: jax.Array, chip: pltpu.TpuInfo) -> jax.ShapeDtypeStruct:
-    """A row of operands, of a type that is multiplied, padded to whole lanes."""
-    is_supported = chip.is_matmul_supported(q.dtype, q.dtype)
-    depth = -(-q.shape[-1] // row_lanes(chip)) * row_lanes(chip)
-    return jax.ShapeDtypeStruct((depth,), q.dtype if is_supported else jnp.float32)
+def _row(x: jax.Array, chip: pltpu.TpuInfo) -> jax.ShapeDtypeStruct:
+    """Returns a row of an operand, [D]: padded to whole lanes, of a matmul's type."""
+    is_supported = chip.is_matmul_supported(x.dtype, x.dtype)
+    depth = -(-x.shape[-1] // row_lanes(chip)) * row_lanes(chip)
+    return jax.ShapeDtypeStruct((depth,), x.dtype if is_supported else jnp.float32)
 
 
-def _less(lse: jax.Array, factor: float) -> jax.Array:
-    """For exponents of 2, with which weights come out times a factor.
+def _operand(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
+    return _pad_lanes(x.astype(_row(x, chip).dtype), chip)
 
-    Rows that see nothing get one that no weight survives.
+
+def _pad_lanes(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
+    more = _row(x, chip).shape[0] - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
+
+
+def _lse_in_base_2(lse: jax.Array, factor: float) -> jax.Array:
+    """Returns log2 of the sums less log2(factor), so that P comes out times factor.
+
+    Rows without keys get a number so large that P is 0.
     """
     lse = lse * LOG2_E - math.log2(factor)
     return jnp.where(lse == -jnp.inf, -NOTHING, lse)
 
 
-def _extended(tiling: Tiling, bound: jax.Array) -> jax.Array:
-    """(M, T) -> (M, whole tiles): rows after the end see what the last row does."""
+def _pad_rows(tiling: Tiling, bound: jax.Array) -> jax.Array:
+    """Repeats the last row's bound after the end: (M, T) -> [M, whole query tiles]."""
     more = tiling.query_tiles * tiling.block_q - bound.shape[1]
     return jnp.pad(bound, ((0, 0), (0, more)), mode="edge")
 
 
-def _flat(arrays):
-    return jax.tree.map(jnp.ravel, arrays)
-
-
-def _edges_of_sub_blocks(
-    tiling: Tiling, rows: int, start: jax.Array, stop: jax.Array
+def _sub_block_bounds(
+    tiling: Tiling, blocks: TpuBlocks, k_start: jax.Array, k_end: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Least start and largest stop of sub-blocks, (M, query tiles, R / rows) each."""
-    shape = tiling.bound_rows, tiling.query_tiles, -1, rows
-    first = tiling.split_bounds(start).reshape(shape).min(axis=-1)
-    return first, tiling.split_bounds(stop).reshape(shape).max(axis=-1)
+    """Returns min k_start and max k_end, [M * query tiles * R / exact_rows] each."""
+    shape = tiling.bound_rows, tiling.query_tiles, -1, blocks.exact_rows
+    min_k_start = tiling.split_bounds(k_start).reshape(shape).min(axis=-1)
+    max_k_end = tiling.split_bounds(k_end).reshape(shape).max(axis=-1)
+    return min_k_start.ravel(), max_k_end.ravel()
 
 
-def _row_bounds(tiling: Tiling, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """(M, query tiles, 2, R / LANES, LANES)."""
-    bounds = jnp.stack([tiling.split_bounds(start), tiling.split_bounds(stop)], 2)
-    bounds = bounds.reshape(*bounds.shape[:3], -1, LANES)
-    return as_floats(bounds)
+def _stack_bounds(tiling: Tiling, k_start: jax.Array, k_end: jax.Array) -> jax.Array:
+    """Returns k_start and k_end of all rows: [M, query tiles, 2, R]."""
+    return jnp.stack([tiling.split_bounds(k_start), tiling.split_bounds(k_end)], 2)
 
 
-def _operand(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
-    return _padded(x.astype(_row(x, chip).dtype), chip)
-
-
-def _padded(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
-    more = _row(x, chip).shape[0] - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
+def _row_bounds(tiling: Tiling, k_start: jax.Array, k_end: jax.Array) -> jax.Array:
+    """Packs the bounds of all rows: [M, query tiles, 2, R / 128, 128]."""
+    bounds = _stack_bounds(tiling, k_start, k_end)
+    return int_to_float_bits(bounds.reshape(*bounds.shape[:3], -1, LANES))
 
 
 def _split_carry(
     tiling: Tiling, chip: pltpu.TpuInfo, carry: Partial | None
-) -> tuple[jax.Array, ...]:
+) -> forward_kernel.Carry | tuple[()]:
     if carry is None:
         return ()
     out, lse = carry
-    lse = tiling.split_rows(jnp.maximum(lse * LOG2_E, NOTHING))
-    lse = lse.reshape(*lse.shape[:-1], -1, LANES)
-    return tiling.split_heads(_padded(out, chip)), lse
+    lse = tiling.split_rows(jnp.maximum(lse * LOG2_E, NOTHING))  # [M, X, tiles, R]
+    return forward_kernel.Carry(
+        out=tiling.split_heads(_pad_lanes(out, chip)),
+        lse=lse.reshape(*lse.shape[:-1], -1, LANES),
+    )
 
 
 def _precision(dtype: jnp.dtype) -> lax.Precision:
-    """True float32 products for float32; those of bfloat16 are exact in any case."""
-    exact = dtype == jnp.float32
-    return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    """Returns that of true float32 matmuls; those of bfloat16 are exact in any case."""
+    is_wide = dtype == jnp.float32
+    return lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT
 
 
-def _cost(
-    tiling: Tiling, depth: int, products: int, operands: tuple
-) -> pl.CostEstimate:
-    """Of all queries with all keys, the most a mask may leave; operands read once."""
+def _check_smem(chip: pltpu.TpuInfo, bounds: Any) -> None:
+    """Refuses bounds of more tiles than SMEM holds.
+
+    Raises:
+      NotImplementedError: the compiler, which takes 1 KiB, would not find room.
+    """
+    needed, limit = buffer_bytes(bounds), chip.smem_capacity_bytes - 2**10
+    if needed > limit:
+        raise NotImplementedError(
+            f"the bounds of all tiles take {needed / 2**10:.1f} KiB, more than the "
+            f"{limit / 2**10:.1f} KiB of scalar memory that a kernel has on TPU "
+            f"{chip.chip_version}: shard the sequence, or a batch of rows with bounds "
+            "of their own, over more devices"
+        )
+
+
+def _compiler_params(chip: pltpu.TpuInfo, tiles: str) -> pltpu.CompilerParams:
+    """Returns the parameters of a kernel with a grid of (batch, head, tile).
+
+    tiles: "parallel", or "arbitrary" if those of a head must run in order on one core.
+    """
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", tiles),
+        vmem_limit_bytes=vmem_limit(chip),
+    )
+
+
+def _cost(tiling: Tiling, depth: int, matmuls: int, operands: tuple) -> pl.CostEstimate:
+    """Counts all queries with all keys, the most of any mask; operands read once."""
     heads = tiling.kv_heads * tiling.group
     scores = tiling.batch * heads * tiling.length * tiling.keys
-    arrays = jax.tree.leaves(operands)
     return pl.CostEstimate(
-        flops=2 * products * scores * depth,
+        flops=2 * matmuls * scores * depth,
         transcendentals=scores,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
+        bytes_accessed=buffer_bytes(operands),
     )

@@ -1,218 +1,178 @@
-"""The online softmax of the TPU forward kernel, with a lazy maximum.
+"""Online softmax of the TPU forward kernel, with conditional rescale.
 
-Full tiles are computed without looking for their maximum. Any reference below which
-the exponentials do not underflow gives the same softmax, so each row keeps the one it
-has, and the matrix unit never waits for a reduction. That fails only where scores rise
-far above the reference, which shows in the row's sum: such a tile is computed again,
-from the state before it, with the maxima that FlashAttention (2205.14135) takes.
-Partial tiles always take them, and a first look at some keys finds a first reference.
+A full tile does not look for its row maxima. Any m below which the exponentials do not
+underflow gives the same softmax, so each row keeps the m it has, and the MXU never
+waits for a reduction over lanes. That fails only where scores rise far above m, which
+shows in the row's sum l: such a tile is computed again, from the state before it, with
+the exact maxima of FlashAttention (2205.14135). This is FlashAttention-4's conditional
+rescale, decided per tile. Partial tiles always update m, and 128 keys initialise it.
 
-Sums are kept lane by lane, and reduced over the lanes when a row is done.
+Row sums are kept lane by lane, and reduced over the lanes when a row is done.
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
-from .tile import (
-    INNER,
-    LANES,
-    OUTER,
-    SUBLANES,
-    Edges,
-    as_integers,
-    dot,
-    rows_to_lanes,
-    spread,
-)
+from .vector import LANES, NN, SUBLANES, TileConfig, broadcast_lanes, dot
 
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Reference of a row that has seen nothing: finite, as -inf - -inf is nan."""
+"""Row maximum m before any key: finite, as -inf - -inf is nan."""
 
 SUM_LIMIT = 2.0**30
-"""Sum of a lane beyond which the rows get new references.
+"""Row sum of a lane beyond which a tile is computed again, with exact maxima.
 
-The sum of ordinary rows stays below the number of keys. Weighted with values below
-1e29, exponentials do not overflow before their sum shows it.
+Ordinary sums stay below the number of keys. Times values below 1e29, exponentials do
+not overflow before their sum shows it.
 """
 
 
-class ForwardTile(NamedTuple):
-    """How a program computes its tiles.
+class SoftmaxState(NamedTuple):
+    """Online softmax of a query tile, in VMEM.
 
-    rows: query rows of a sub-block of a full tile.
-    columns: key slots of a piece of its scores.
-    ahead: by how many pieces scores are issued before they are needed.
-    behind: by how many pieces products with values are issued after they could be.
-    exact_rows: query rows of a sub-block where the maximum is taken.
-    live_columns: granule in which such a sub-block skips keys that no row sees.
-    scale: factor on the products of queries and keys, for exponents of 2.
-    precision: of the matrix products.
+    m: [R, 128], equal lanes: row maxima, or older ones (see above).
+    l: [2, R, 128], row sums of the exponentials, lane by lane.
+    acc: [2, R, D], accumulator of P V.
+
+    A full tile reads one version of l and acc and writes the other.
     """
 
-    rows: int
-    columns: int
-    ahead: int
-    behind: int
-    exact_rows: int
-    live_columns: int
-    scale: float
-    precision: lax.Precision
+    m: jax.Ref
+    l: jax.Ref
+    acc: jax.Ref
 
-    def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """(rows, D), (columns, D) -> (rows, columns)."""
-        return self.scale * dot(q, k, OUTER, self.precision)
-
-
-class Softmax(NamedTuple):
-    """State of a query tile, in VMEM.
-
-    reference: (R, LANES), equal lanes: what scores are taken relative to.
-    total: (2, R, LANES), sums of the exponentials, lane by lane.
-    result: (2, R, D), sums of the values, weighted with the exponentials.
-
-    Totals and results have two versions: one before and one after a full tile.
-    """
-
-    reference: jax.Ref
-    total: jax.Ref
-    result: jax.Ref
-
-    def at(self, version: jax.Array, rows: pl.Slice) -> "Softmax":
-        """The part of one version that belongs to some rows."""
-        return Softmax(
-            self.reference.at[rows, :],
-            self.total.at[version, rows, :],
-            self.result.at[version, rows, :],
+    def at(self, version: jax.Array, rows: pl.Slice) -> "SoftmaxState":
+        """Returns some rows of one version: m and l [rows, 128], acc [rows, D]."""
+        return SoftmaxState(
+            self.m.at[rows, :],
+            self.l.at[version, rows, :],
+            self.acc.at[version, rows, :],
         )
 
-    def raise_reference(self, scores: list[jax.Array]) -> None:
-        """Takes the maximum of the scores, (rows, columns) each, as new reference."""
-        highest = functools.reduce(
-            jnp.maximum, [_lanewise(jnp.maximum, piece) for piece in scores]
-        )
-        old = self.reference[...]
-        new = jnp.maximum(old, highest.max(axis=1, keepdims=True))
-        decay = jnp.exp2(old - new)
-        self.reference[...] = new
-        self.total[...] *= decay
-        self.result[...] *= spread(decay, self.result.shape[-1])
+    def update_max(self, s: list[jax.Array]) -> None:
+        """Raises m to the maxima of s, each [rows, cols], and rescales l and acc."""
+        lane_max = functools.reduce(
+            jnp.maximum, [_reduce_to_lanes(jnp.maximum, part) for part in s]
+        )  # [rows, 128]
+        m_prev = self.m[...]  # [rows, 128]
+        m = jnp.maximum(m_prev, lane_max.max(axis=1, keepdims=True))  # [rows, 128]
+        alpha = jnp.exp2(m_prev - m)  # [rows, 128]
+        self.m[...] = m
+        self.l[...] *= alpha
+        self.acc[...] *= broadcast_lanes(alpha, self.acc.shape[-1])  # [rows, D]
 
 
-class Bounds(NamedTuple):
-    """Visible key slots of a query tile's rows.
-
-    start, stop: int32 (R, LANES), equal lanes, in VMEM.
-    edges: what its sub-blocks touch.
-    """
-
-    start: jax.Ref
-    stop: jax.Ref
-    edges: Edges
-
-    def spread(self, bounds: jax.Ref) -> None:
-        """Fills start and stop from bounds `as_floats`, (2, R / LANES, LANES)."""
-        for number, bound in enumerate((self.start, self.stop)):
-            for group in range(bounds.shape[1]):
-                row = bounds[number, pl.ds(group, 1), :]
-                rows = pl.ds(group * LANES, LANES)
-                bound[rows, :] = as_integers(rows_to_lanes(row))
-
-    def hide(
-        self, rows: pl.Slice, slot: jax.Array, scores: jax.Array, column: int
-    ) -> jax.Array:
-        """Scores (rows, columns) of keys from slot + column on, -inf where unseen."""
-        slots = lax.broadcasted_iota(jnp.int32, scores.shape, 1) + (slot + column)
-        start, stop = (
-            spread(bound[rows, :], scores.shape[1]) for bound in (self.start, self.stop)
-        )
-        return jnp.where((start <= slots) & (slots < stop), scores, -jnp.inf)
-
-
-def _lanewise(combine: Callable, x: jax.Array) -> jax.Array:
-    """(rows, columns) -> (rows, LANES), combined lane by lane."""
-    parts = [x[:, c : c + LANES] for c in range(0, x.shape[1], LANES)]
-    return functools.reduce(combine, parts)
+def _reduce_to_lanes(combine: Callable, x: jax.Array) -> jax.Array:
+    """Combines strips of 128 columns, lane by lane: [rows, cols] -> [rows, 128]."""
+    strips = [x[:, c : c + LANES] for c in range(0, x.shape[1], LANES)]
+    return functools.reduce(combine, strips)
 
 
 def full_tile(
-    q: jax.Ref,
-    k: jax.Ref,
-    v: jax.Ref,
-    state: Softmax,
-    version: jax.Array,
-    tile: ForwardTile,
+    q_ref: jax.Ref,  # [R, D]
+    k_ref: jax.Ref,  # [block_k, D]
+    v_ref: jax.Ref,  # [block_k, D]
+    state: SoftmaxState,  # m [R, 128], l [2, R, 128], acc [2, R, D]
+    src: jax.Array,
+    config: TileConfig,
 ) -> jax.Array:
-    """Computes a tile that all rows see, with the references that they have.
+    """Attends to a tile without a mask and without updating m.
 
-    q: (R, D). k, v: (block_k, D). version: the one to start from; the other is written.
+    The tile is cut into sub-tiles n of [rows, cols], software-pipelined so that the MXU
+    does not wait for the VPU:
+
+        MXU    S(n + ahead) = Q K^T         acc += P(n - behind) V
+        VPU                   P(n) = exp2(S(n) - m), l += P(n)
+
+    src: version of l and acc to read; 1 - src is written.
 
     Returns:
-      The largest sum of a lane; what was written is void if it is above SUM_LIMIT.
+      The largest l of any row and lane. If it is above SUM_LIMIT, version 1 - src is
+      void, and the caller runs `exact_tile` from version src instead.
     """
-    first, last = 0, k.shape[0] - tile.columns
-    pieces = [
-        (pl.ds(r, tile.rows), c)
-        for r in range(0, q.shape[0], tile.rows)
-        for c in range(first, last + 1, tile.columns)
+    cols = config.blocks.columns
+    last = k_ref.shape[0] - cols
+    subtiles = [
+        (pl.ds(r, config.blocks.rows), c)
+        for r in range(0, q_ref.shape[0], config.blocks.rows)
+        for c in range(0, last + 1, cols)
     ]
 
-    def scores(rows: pl.Slice, c: int) -> jax.Array:
-        return tile.scores(q[rows, :], k[pl.ds(c, tile.columns), :])
+    def qk(n: int) -> jax.Array:
+        rows, c = subtiles[n]
+        q = q_ref[rows, :]  # [rows, D]
+        k = k_ref[pl.ds(c, cols), :]  # [cols, D]
+        return config.scores(q, k)  # [rows, cols]
 
-    def weigh(rows: pl.Slice, c: int, p: jax.Array) -> None:
-        nonlocal result
-        old = state.at(version, rows).result[...] if c == first else result
-        result = old + dot(p, v[pl.ds(c, tile.columns), :], INNER, tile.precision)
+    def pv(n: int, p: jax.Array, acc: jax.Array | None) -> jax.Array:
+        rows, c = subtiles[n]
+        if c == 0:
+            acc = state.acc[src, rows, :]  # [rows, D]
+        v = v_ref[pl.ds(c, cols), :]  # [cols, D]
+        acc = acc + dot(p, v, NN, config.precision)  # [rows, D]
         if c == last:
-            state.at(1 - version, rows).result[...] = result
+            state.acc[1 - src, rows, :] = acc
+        return acc
 
-    upcoming = [scores(*piece) for piece in pieces[: tile.ahead]]
-    waiting, total, result = [], None, None
-    worst = jnp.zeros((SUBLANES, LANES), jnp.float32)
-    for number, (rows, c) in enumerate(pieces):
-        upcoming += [scores(*piece) for piece in pieces[number + tile.ahead :][:1]]
-        old = state.at(version, rows)
-        p = jnp.exp2(upcoming.pop(0) - spread(old.reference[...], tile.columns))
-        total = (old.total[...] if c == first else total) + _lanewise(jnp.add, p)
-        waiting.append((rows, c, p.astype(v.dtype)))
-        if len(waiting) > tile.behind:
-            weigh(*waiting.pop(0))
+    ahead = min(config.blocks.ahead, len(subtiles))
+    s_queue = deque(qk(n) for n in range(ahead))  # S(n) ... S(n + ahead - 1)
+    p_queue = deque()  # P(n - behind) ... P(n)
+    l = acc = None
+    max_l = jnp.zeros((SUBLANES, LANES), jnp.float32)  # [8, 128]
+    for n, (rows, c) in enumerate(subtiles):
+        if n + ahead < len(subtiles):
+            s_queue.append(qk(n + ahead))
+        m = broadcast_lanes(state.m[rows, :], cols)  # [rows, cols]
+        p = jnp.exp2(s_queue.popleft() - m)  # [rows, cols]
+        if c == 0:
+            l = state.l[src, rows, :]  # [rows, 128]
+        l = l + _reduce_to_lanes(jnp.add, p)  # [rows, 128]
+        p_queue.append((n, p.astype(v_ref.dtype)))
+        if len(p_queue) > config.blocks.behind:
+            acc = pv(*p_queue.popleft(), acc)
         if c == last:
-            state.at(1 - version, rows).total[...] = total
-            for r in range(0, tile.rows, SUBLANES):
-                worst = jnp.maximum(worst, total[r : r + SUBLANES])
-    for piece in waiting:
-        weigh(*piece)
-    return jnp.max(worst)
+            state.l[1 - src, rows, :] = l
+            for r in range(0, config.blocks.rows, SUBLANES):
+                max_l = jnp.maximum(max_l, l[r : r + SUBLANES])  # [8, 128]
+    while p_queue:
+        acc = pv(*p_queue.popleft(), acc)
+    return jnp.max(max_l)
 
 
-def exact_step(
-    q: jax.Array,
-    k: jax.Ref,
-    v: jax.Ref,
-    state: Softmax,
-    hide: Callable[[jax.Array, int], jax.Array],
-    tile: ForwardTile,
+def exact_tile(
+    q: jax.Array,  # [rows, D]
+    k_ref: jax.Ref,  # [keys, D]
+    v_ref: jax.Ref,  # [keys, D]
+    state: SoftmaxState,  # m, l [rows, 128], acc [rows, D]
+    mask: Callable[[jax.Array, int], jax.Array],
+    config: TileConfig,
 ) -> None:
-    """A step of the online softmax for some rows, relative to their new maximum.
+    """Attends to some keys as FlashAttention does: m first, from all scores, then P V.
 
-    q: (rows, D). k, v: (width, D). state: that of the rows.
-    hide: (scores (rows, columns), their first column) -> scores, -inf where not seen.
+        MXU    S(0) S(1) ...                         acc += P(0) V    acc += P(1) V
+        VPU            mask, m = max(m, S), rescale  P(0), l += P(0)  P(1), l += P(1)
+
+    state: of these rows, read and written in place.
+    mask: (scores [rows, cols], their first column) -> scores, -inf where masked.
     """
-    pieces = [pl.ds(c, tile.columns) for c in range(0, k.shape[0], tile.columns)]
-    scores = [hide(tile.scores(q, k[piece, :]), piece.start) for piece in pieces]
-    state.raise_reference(scores)
-    total, result = state.total[...], state.result[...]
-    reference = spread(state.reference[...], tile.columns)
-    for piece, s in zip(pieces, scores, strict=True):
-        p = jnp.exp2(s - reference)
-        total = total + _lanewise(jnp.add, p)
-        result = result + dot(p.astype(v.dtype), v[piece, :], INNER, tile.precision)
-    state.total[...] = total
-    state.result[...] = result
+    cols = config.blocks.columns
+    columns = range(0, k_ref.shape[0], cols)
+    scores = [  # [rows, cols] each
+        mask(config.scores(q, k_ref[pl.ds(c, cols), :]), c) for c in columns
+    ]
+    state.update_max(scores)
+    l, acc = state.l[...], state.acc[...]  # [rows, 128], [rows, D]
+    m = broadcast_lanes(state.m[...], cols)  # [rows, cols]
+    for c, s in zip(columns, scores, strict=True):
+        p = jnp.exp2(s - m)  # [rows, cols]
+        l = l + _reduce_to_lanes(jnp.add, p)  # [rows, 128]
+        p = p.astype(v_ref.dtype)  # [rows, cols]
+        v = v_ref[pl.ds(c, cols), :]  # [cols, D]
+        acc = acc + dot(p, v, NN, config.precision)  # [rows, D]
+    state.l[...] = l
+    state.acc[...] = acc

@@ -24,9 +24,9 @@ from kernels.one_device import attention
 from kernels.tile_layout import Tiling
 from kernels.tpu import launch as pallas_tpu
 from kernels.tpu.backward_dq import STREAMED
+from kernels.tpu.bounds import RowBounds
 from kernels.tpu.cut import Cut
 from kernels.tpu.launch import Launch
-from kernels.tpu.softmax import Bounds
 from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu
 from tests.steps import (
     Step,
@@ -257,9 +257,8 @@ def test_sizes_that_do_not_fill_registers_of_a_v3_are_refused(launches):
 
 def cuts(chip: pltpu.TpuInfo, q: jax.Array, k: jax.Array) -> tuple[Cut, Cut]:
     """As they are chosen, forward after a first hop and backward."""
-    free = None, None
-    forward = pallas_tpu.cut_forward(chip, q, k, free, has_carry=True)
-    return forward, pallas_tpu.cut_backward(chip, q, k, free)[0]
+    forward = pallas_tpu.cut_forward(chip, q, k, has_carry=True)
+    return forward, pallas_tpu.cut_backward(chip, q, k)[0]
 
 
 @pytest.mark.parametrize("version", ["v3", "v4", "v5e", "v5p", "v6e"])
@@ -336,7 +335,7 @@ def test_bounds_of_more_than_16_million_slots_are_exact():
     rows = pallas_tpu._row_bounds(tiling, *map(jnp.asarray, bounds))[0, 0]
 
     def kernel(rows, start, stop):
-        Bounds(start, stop, None).spread(rows)
+        RowBounds(start, stop).load(rows)
 
     shape = jax.ShapeDtypeStruct((128, 128), jnp.int32)
     spread = pl.pallas_call(kernel, out_shape=(shape, shape), interpret=True)

@@ -1,8 +1,8 @@
-"""The copies of the Pallas TPU kernels: live tiles only, no races, nothing too early.
+"""DMA of the Pallas TPU kernels: of live tiles only, without races or missing waits.
 
 Pallas simulates a TPU's memory here. Its copies happen as late as they may ("on_wait")
-or as early ("eager"), buffers hold nan until they are written, and what reads or writes
-without an order between them is reported.
+or as early ("eager"), buffers hold nan until they are written, and reads and writes
+without an order between them are reported.
 """
 
 import collections
@@ -15,21 +15,21 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.cases import FLOAT32_TOLERANCE, Answer
-from kernels.tpu.backward import Streamed
-from kernels.tpu.tile import TileCopies, start_all
+from kernels.tpu.backward_dq import Streamed
+from kernels.tpu.dma import DoubleBuffer, start_all
 from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu
 from tests.steps import Step, StepCase, answer, compiled, compiled_backward, truth
 
 # Five query tiles and three key tiles of two heads: every buffer is used again. Later,
 # each tile has the rows of two query heads, which are copied one by one.
-FIRST_HOP = StepCase(1280, 768, group=1, kv_heads=2, batch=1)
-LATER_HOP = dataclasses.replace(FIRST_HOP, queries=640, group=2, has_carry=True)
+FIRST_STEP = StepCase(1280, 768, group=1, kv_heads=2, batch=1)
+LATER_STEP = dataclasses.replace(FIRST_STEP, queries=640, group=2, has_carry=True)
 
 
 def simulated(copies: str, vmem: int) -> SimulatedTpu:
     memory = pltpu.InterpretParams(
         detect_races=True,
-        # So many copies are told apart. By default they are all ordered.
+        # Copies with a clock of their own. By default all copies share one: no races.
         vector_clock_size=1024,
         uninitialized_memory="nan",
         dma_execution_mode=copies,
@@ -46,8 +46,8 @@ def simulate(case: StepCase, step: Step, backend: SimulatedTpu) -> Answer:
 @pytest.mark.parametrize("copies", ["on_wait", "eager"])
 @pytest.mark.parametrize(
     "case, vmem",
-    [(FIRST_HOP, CHIP.vmem_capacity_bytes), (LATER_HOP, SMALL_VMEM)],
-    ids=["first hop, dq in VMEM", "later hop, dq in HBM"],
+    [(FIRST_STEP, CHIP.vmem_capacity_bytes), (LATER_STEP, SMALL_VMEM)],
+    ids=["first ring step, dq in VMEM", "later ring step, dq in HBM"],
 )
 def test_no_copy_races_or_comes_too_late(case, vmem, copies, capfd, rng):
     step = case.draw(rng)
@@ -56,24 +56,26 @@ def test_no_copy_races_or_comes_too_late(case, vmem, copies, capfd, rng):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def buffers_without_waiting(self: TileCopies, tile: jax.Array) -> tuple[jax.Ref, ...]:
+def buffers_without_waiting(self: DoubleBuffer, tile: jax.Array) -> tuple[jax.Ref, ...]:
     return tuple(buffer.at[tile & 1] for buffer in self.buffers)
 
 
-def start_into_a_leaving_buffer(self: Streamed, i: jax.Array, begin: jax.Array) -> None:
-    start_all(self._arriving(i))
+def prefetch_into_an_outgoing_buffer(
+    self: Streamed, i: jax.Array, first: jax.Array
+) -> None:
+    start_all(self._incoming(i))
 
 
-def leave_behind(self: Streamed, begin: jax.Array, end: jax.Array) -> None:
+def end_without_waiting(self: Streamed, first: jax.Array, end: jax.Array) -> None:
     pass
 
 
 breaking = pytest.mark.parametrize(
     "owner, method, broken",
     [
-        (TileCopies, "wait", buffers_without_waiting),
-        (Streamed, "start", start_into_a_leaving_buffer),
-        (Streamed, "close", leave_behind),
+        (DoubleBuffer, "wait", buffers_without_waiting),
+        (Streamed, "prefetch", prefetch_into_an_outgoing_buffer),
+        (Streamed, "end", end_without_waiting),
     ],
 )
 
@@ -82,10 +84,10 @@ breaking = pytest.mark.parametrize(
 def test_copies_that_nobody_waits_for_are_reported(
     owner, method, broken, monkeypatch, capfd, rng
 ):
-    """So that the test above could fail."""
+    """Shows that the test above can fail."""
     monkeypatch.setattr(owner, method, broken)
-    program = compiled_backward(simulated("eager", SMALL_VMEM), FIRST_HOP.scale)
-    jax.block_until_ready(program(FIRST_HOP.draw(rng).astype(jnp.float32)))
+    program = compiled_backward(simulated("eager", SMALL_VMEM), FIRST_STEP.scale)
+    jax.block_until_ready(program(FIRST_STEP.draw(rng).astype(jnp.float32)))
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
@@ -95,12 +97,12 @@ def test_copies_that_nobody_waits_for_come_too_late(
     owner, method, broken, monkeypatch, rng
 ):
     monkeypatch.setattr(owner, method, broken)
-    step = FIRST_HOP.draw(rng)
-    got = simulate(FIRST_HOP, step, simulated("on_wait", SMALL_VMEM))
-    assert not got.errors(truth(FIRST_HOP, step))["dq"] < 0.1
+    step = FIRST_STEP.draw(rng)
+    got = simulate(FIRST_STEP, step, simulated("on_wait", SMALL_VMEM))
+    assert not got.errors(truth(FIRST_STEP, step))["dq"] < 0.1
 
 
-HOP = StepCase(1024, 1024, group=1, kv_heads=2, batch=1)
+RING_STEP = StepCase(1024, 1024, group=1, kv_heads=2, batch=1)
 INDEX = np.arange(1024, dtype=np.int32)[None]
 NONE, ALL = np.zeros_like(INDEX), np.full_like(INDEX, 1024)
 BOUNDS = {
@@ -111,18 +113,18 @@ BOUNDS = {
     "window": (np.maximum(INDEX - 299, 0), INDEX + 1),
     "documents": (INDEX // 300 * 300, INDEX + 1),
 }
-FORWARD, BACKWARD = 2, 4  # arrays of which a tile is copied
+FORWARD, BACKWARD = 2, 4  # arrays in the kernel's double buffer
 
 
 @pytest.fixture(scope="module")
 def copied_tiles():
-    """Step -> for each method and direction, the tiles that it was called for."""
+    """Returns step -> the tiles that each method was called for, by direction."""
     calls = collections.defaultdict(list)
 
     def recorded(name: str):
-        method = getattr(TileCopies, name)
+        method = getattr(DoubleBuffer, name)
 
-        def record(self: TileCopies, tile: jax.Array):
+        def record(self: DoubleBuffer, tile: jax.Array):
             called = calls[name, len(self.sources)]
             jax.debug.callback(lambda tile: called.append(int(tile)), tile)
             return method(self, tile)
@@ -131,10 +133,10 @@ def copied_tiles():
 
     with pytest.MonkeyPatch.context() as patch:
         for name in "start", "wait":
-            patch.setattr(TileCopies, name, recorded(name))
+            patch.setattr(DoubleBuffer, name, recorded(name))
         program = (
-            compiled(SimulatedTpu(), HOP.scale)
-            .lower(HOP.draw(np.random.default_rng(0)).astype(jnp.float32))
+            compiled(SimulatedTpu(), RING_STEP.scale)
+            .lower(RING_STEP.draw(np.random.default_rng(0)).astype(jnp.float32))
             .compile()
         )
 
@@ -149,14 +151,12 @@ def copied_tiles():
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_tile_is_copied_once_for_each_tile_that_sees_it_and_no_other(
-    name, copied_tiles, rng
-):
+def test_a_tile_is_copied_once_for_each_live_tile_and_no_other(name, copied_tiles, rng):
     start, stop = BOUNDS[name]
-    seen = (start[0, :, None] <= INDEX) & (INDEX < stop[0, :, None])
-    live = seen.reshape(4, 256, 4, 256).any(axis=(1, 3))  # (query tiles, key tiles)
-    calls = copied_tiles(HOP.draw(rng)._replace(start=start, stop=stop))
+    visible = (start[0, :, None] <= INDEX) & (INDEX < stop[0, :, None])
+    live = visible.reshape(4, 256, 4, 256).any(axis=(1, 3))  # (query tiles, key tiles)
+    calls = copied_tiles(RING_STEP.draw(rng)._replace(start=start, stop=stop))
     for method in "start", "wait":
         for direction, axis in ((FORWARD, 0), (BACKWARD, 1)):
-            visits = np.bincount(calls[method, direction], minlength=4)
-            np.testing.assert_array_equal(visits, HOP.kv_heads * live.sum(axis))
+            copied = np.bincount(calls[method, direction], minlength=4)
+            np.testing.assert_array_equal(copied, RING_STEP.kv_heads * live.sum(axis))

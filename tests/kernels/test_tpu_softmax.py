@@ -1,4 +1,4 @@
-"""The lazy maximum: right whatever the scores do, and exact where it has to be."""
+"""Conditional rescale: right whatever the scores do, exact where it has to be."""
 
 import itertools
 import math
@@ -21,12 +21,12 @@ SCALE = 0.25
 TILE, SUB_BLOCKS = 256, 2
 KEY_TILES, QUERY_TILES = 4, 2
 CASES = {
-    "first hop": StepCase(QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1),
-    "later hop": StepCase(
+    "first ring step": StepCase(QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1),
+    "later ring step": StepCase(
         QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1, has_carry=True
     ),
 }
-# Of the key tiles, in the order in which they are visited: from the last one.
+# Of the key tiles, in the kernel's order: from the last one.
 LEVELS = {
     "level": (0, 0, 0, 0),
     "rising": (0, 100, 200, 300),
@@ -40,21 +40,21 @@ def step_at_levels(
     rng: np.random.Generator,
     case: StepCase,
     levels: tuple[float, ...],
-    sees_all: bool = True,
+    attends_to_all: bool = True,
 ) -> Step:
-    """Scores that differ from tile to tile by so much, and by noise between keys."""
+    """Draws scores that differ by `levels` from tile to tile, and by noise in them."""
     step = case.draw(rng)
     step.q[..., 0] = 1
     step.k[..., 0] = (np.repeat(levels[::-1], TILE) / SCALE)[:, None]
     step.k[...] = step.k.astype(np.float32)
-    if not sees_all:
+    if not attends_to_all:
         return step
     start = np.zeros_like(step.start)
     return step._replace(start=start, stop=start + case.keys)
 
 
 def program(backend: Backend):
-    """Step -> (out, lse), traced anew: with whatever stands in the module."""
+    """Returns step -> (out, lse), traced again, so that patches of the module hold."""
 
     def forward(step: Step) -> Partial:
         qkv, bounds = (step.q, step.k, step.v), (step.start, step.stop)
@@ -68,13 +68,13 @@ REFERENCE = program(reference)
 
 
 def errors(results: Partial, truth: Partial) -> np.ndarray:
-    """Norms of the errors of out and of lse, relative to their norms."""
+    """Returns the relative errors of out and of lse, in the 2-norm."""
     found = []
     for x, exact in zip(results, truth, strict=True):
         x, exact = np.asarray(x, np.float64), np.asarray(exact, np.float64)
-        seen = np.isfinite(exact)
-        np.testing.assert_array_equal(x[~seen], exact[~seen])
-        x, exact = x[seen], exact[seen]
+        is_live = np.isfinite(exact)
+        np.testing.assert_array_equal(x[~is_live], exact[~is_live])
+        x, exact = x[is_live], exact[is_live]
         found.append(np.linalg.norm(x - exact) / np.linalg.norm(exact))
     return np.array(found)
 
@@ -84,12 +84,14 @@ def true_results(step: Step) -> Partial:
         return REFERENCE(step.astype(jnp.float64))
 
 
-@pytest.mark.parametrize("sees_all", [True, False], ids=["full", "partial too"])
+@pytest.mark.parametrize("attends_to_all", [True, False], ids=["full", "partial too"])
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("name", CASES)
-def test_any_course_of_scores_gives_the_exact_softmax(name, levels, sees_all, rng):
+def test_any_course_of_scores_gives_the_exact_softmax(
+    name, levels, attends_to_all, rng
+):
     """As exact as the reference in float32, which rounds scores of hundreds too."""
-    step = step_at_levels(rng, CASES[name], LEVELS[levels], sees_all)
+    step = step_at_levels(rng, CASES[name], LEVELS[levels], attends_to_all)
     truth = true_results(step)
     found = errors(PROGRAMS[name](step.astype(jnp.float32)), truth)
     allowed = errors(REFERENCE(step.astype(jnp.float32)), truth)
@@ -97,28 +99,28 @@ def test_any_course_of_scores_gives_the_exact_softmax(name, levels, sees_all, rn
 
 
 def test_rising_scores_overflow_where_no_limit_is_set(monkeypatch, rng):
-    """So that the test above of rising scores shows that tiles are computed again."""
+    """Shows that the test above of rising scores needs tiles to be computed again."""
     ordinary, rising = (
-        step_at_levels(rng, CASES["first hop"], LEVELS[name]).astype(jnp.float32)
+        step_at_levels(rng, CASES["first ring step"], LEVELS[name]).astype(jnp.float32)
         for name in ("level", "rising")
     )
-    lazy = PROGRAMS["first hop"](ordinary)
+    expected = PROGRAMS["first ring step"](ordinary)
     monkeypatch.setattr(tpu_forward, "SUM_LIMIT", math.inf)
     run = program(SimulatedTpu())
     assert not any(np.isfinite(x).any() for x in run(rising))
-    assert (errors(run(ordinary), lazy) < 1e-6).all()
+    assert (errors(run(ordinary), expected) < 1e-6).all()
 
 
 @pytest.fixture
 def run_and_count(monkeypatch):
-    """Step -> (its results, and how many tiles were computed exactly)."""
-    count, exact_step = itertools.count(), tpu_forward.exact_step
+    """Returns step -> (its results, the number of tiles computed exactly)."""
+    count, exact_tile = itertools.count(), tpu_forward.exact_tile
 
     def counted(*operands):
         jax.debug.callback(lambda: next(count))
-        exact_step(*operands)
+        exact_tile(*operands)
 
-    monkeypatch.setattr(tpu_forward, "exact_step", counted)
+    monkeypatch.setattr(tpu_forward, "exact_tile", counted)
     run = program(SimulatedTpu())
 
     def run_and_count(step: Step) -> tuple[Partial, int]:
@@ -130,13 +132,13 @@ def run_and_count(monkeypatch):
     return run_and_count
 
 
-def test_tiles_computed_lazily_and_exactly_agree(run_and_count, monkeypatch, rng):
-    step = step_at_levels(rng, CASES["first hop"], LEVELS["level"])
-    lazy = PROGRAMS["first hop"](step.astype(jnp.float32))
+def test_full_and_exact_tiles_agree(run_and_count, monkeypatch, rng):
+    step = step_at_levels(rng, CASES["first ring step"], LEVELS["level"])
+    expected = PROGRAMS["first ring step"](step.astype(jnp.float32))
     monkeypatch.setattr(tpu_forward, "SUM_LIMIT", 0.0)
     exact, tiles = run_and_count(step)
     assert tiles == QUERY_TILES * KEY_TILES
-    assert (errors(exact, lazy) < 1e-6).all()
+    assert (errors(exact, expected) < 1e-6).all()
 
 
 def test_tiles_are_computed_exactly_as_soon_as_a_sum_passes_the_limit(
@@ -155,14 +157,14 @@ def test_tiles_are_computed_exactly_as_soon_as_a_sum_passes_the_limit(
     ):
         step = step_of_powers(rng, levels)
         assert run_and_count(step)[1] == tiles * QUERY_TILES, levels
-    # One row is enough, and the other query tile goes on lazily.
+    # One row is enough, and the other query tile goes on without rescaling.
     step.q[:, 1:] = 0
     assert run_and_count(step)[1] == 3
 
 
 def step_of_powers(rng: np.random.Generator, levels: tuple[float, ...]) -> Step:
-    """All keys of a tile have the same weight, two to the power of its level."""
-    step = step_at_levels(rng, CASES["first hop"], levels)
+    """Draws scores of which all keys of a tile have P = 2 ** its level."""
+    step = step_at_levels(rng, CASES["first ring step"], levels)
     step.q[...] = step.k[...] = 0
     step.q[..., 0] = math.log(2) / SCALE
     step.k[..., 0] = np.repeat(levels[::-1], TILE)[:, None]

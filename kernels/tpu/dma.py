@@ -1,0 +1,106 @@
+"""Copies of tiles between HBM and VMEM, and the double buffers of the TPU kernels."""
+
+from typing import NamedTuple
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+class Tiles(NamedTuple):
+    """Tiles in HBM, one after the other: ref [tiles, ...]."""
+
+    ref: jax.Ref
+
+    def pairs(self, tile: jax.Array, buffer: jax.Ref) -> list[tuple[jax.Ref, jax.Ref]]:
+        """Returns (in HBM, in VMEM) of each contiguous part of a tile."""
+        return [(self.ref.at[tile], buffer)]  # [...] each
+
+
+class StackedTiles(NamedTuple):
+    """Query tiles of G heads in HBM, ref [G, T, D], stacked in VMEM as [R, D]."""
+
+    ref: jax.Ref
+
+    def pairs(self, tile: jax.Array, buffer: jax.Ref) -> list[tuple[jax.Ref, jax.Ref]]:
+        """Returns (in HBM, in VMEM) of each contiguous part of a tile: of each head."""
+        stacked = stacked_rows(self.ref.shape[0], buffer.shape[0])
+        block_q = stacked[0].size
+        rows = pl.ds(pl.multiple_of(tile * block_q, block_q), block_q)
+        return [  # [block_q, D] each
+            (self.ref.at[head, rows, :], buffer.at[place, :])
+            for head, place in enumerate(stacked)
+        ]
+
+
+def stacked_rows(group: int, rows: int) -> list[pl.Slice]:
+    """Returns the rows of each query head in a stacked tile [group * block_q, D]."""
+    block_q = rows // group
+    return [pl.ds(head * block_q, block_q) for head in range(group)]
+
+
+def copies_in(
+    tiles: Tiles | StackedTiles, tile: jax.Array, buffer: jax.Ref, semaphore: jax.Ref
+) -> list:
+    """Builds the HBM -> VMEM copies of one tile; the caller starts and waits for them.
+
+    To wait for copies that were started elsewhere, build the same ones again.
+    """
+    return [
+        pltpu.make_async_copy(hbm, vmem, semaphore)
+        for hbm, vmem in tiles.pairs(tile, buffer)
+    ]
+
+
+def copies_out(
+    tiles: Tiles | StackedTiles, tile: jax.Array, buffer: jax.Ref, semaphore: jax.Ref
+) -> list:
+    """Builds the VMEM -> HBM copies of one tile; as `copies_in`."""
+    return [
+        pltpu.make_async_copy(vmem, hbm, semaphore)
+        for hbm, vmem in tiles.pairs(tile, buffer)
+    ]
+
+
+def start_all(copies: list) -> None:
+    for copy in copies:
+        copy.start()
+
+
+def wait_all(copies: list) -> None:
+    for copy in copies:
+        copy.wait()
+
+
+class DoubleBuffer(NamedTuple):
+    """Two VMEM buffers for each array of which tiles are read; tile n uses n & 1.
+
+    sources: tiles in HBM.
+    buffers: [2, ...] in VMEM, one for each source.
+    semaphores: DMA semaphores [sources, 2].
+    """
+
+    sources: tuple[Tiles | StackedTiles, ...]
+    buffers: tuple[jax.Ref, ...]
+    semaphores: jax.Ref
+
+    def start(self, tile: jax.Array) -> None:
+        """Starts the copies of a tile; the tile before the last one must be done."""
+        start_all(self._copies(tile))
+
+    def wait(self, tile: jax.Array) -> tuple[jax.Ref, ...]:
+        """Drains the copies that `start(tile)` started; returns the tile's buffers."""
+        wait_all(self._copies(tile))
+        return tuple(buffer.at[tile & 1] for buffer in self.buffers)
+
+    def _copies(self, tile: jax.Array) -> list:
+        slot = tile & 1
+        return [  # one a source, or one a stacked head
+            copy
+            for number, (source, buffer) in enumerate(
+                zip(self.sources, self.buffers, strict=True)
+            )
+            for copy in copies_in(
+                source, tile, buffer.at[slot], self.semaphores.at[number, slot]
+            )
+        ]
