@@ -1,31 +1,31 @@
-"""Cycles of a tile on a TPU, read from the compiler's schedule: needs no TPU.
+"""Counts the cycles of a tile in the TPU compiler's static schedule: needs no TPU.
 
     python -m tools.tpu_schedule
     python -m tools.tpu_schedule --chips v4 v5e v5p v6e --output schedules.json
     python -m tools.tpu_schedule --direction backward --kernels ours --regions 200
 
-Compiles our Pallas kernel and JAX's splash attention for described chips, finds the
+Compiles our Pallas kernel and JAX's splash attention for AOT topologies, finds the
 body of one full tile in their static schedules, and counts its bundles: its cycles,
-unless something stalls. The count is exact and the same in every run. Of a tile whose
-parts are computed in a loop it shows one turn: mxu_bound is then as much too small. The
-branch that ends a body, and up to four bundles in its delay slots, are not counted.
+unless something stalls. The count is exact and the same in every run. Of a tile that is
+computed in a loop it counts one iteration, and mxu_bound is too small by that factor.
+The branch that ends a body, and up to four bundles in its delay slots, are not counted.
 
-No chip is faster than its peak, which schedules do not know: they may issue products up
-to an eighth faster. At the peak (of a v5e: 197 TFLOP/s, 4 MXUs x 128 x 128 at 1.5 GHz)
-the two products of 1024 x 1024 x 128 take a v4, v5e or v5p 4096 cycles, and backward's
-five 10240.
+No chip is faster than its peak, which schedules ignore: they may issue matmuls up to an
+eighth faster. At the peak (of a v5e: 197 TFLOP/s, 4 MXUs x 128 x 128 at 1.5 GHz) the
+two matmuls of 1024 x 1024 x 128 take a v4, v5e or v5p 4096 cycles, and backward's five
+10240.
 
 Splash is compiled with each --masks: it applies a causal mask in every tile, which our
 full tiles do not need, and a full one in none. Its own tile may differ from ours: its
-counts are of as many bodies as make up the area of the tile that was asked for.
+counts are of as many bodies as make up the area of the requested tile.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` in `bench_rows.py`
-(device_kind: of the described chip) and of `Tile` and `Splash` in `tile_program.py`
+(device_kind: of the AOT chip) and of `Tile` and `Splash` in `tile_program.py`
 (the latter with "splash_" before it, null in our rows), and
 
 - kernel, ours or splash, and libtpu, the compiler's version;
 - bodies, how many were counted, and bundles, of all of them;
-- kernels, the names and the bundles of what they are the sum of;
+- kernels, the name and the bundles of each kernel in that sum;
 - mxu_bound, the bundles that the MXU's work would fill by itself, and mxu_share;
 - used_mxu, used_xlu ...: slots of each unit that are used, VLOAD with its fills and
   VSTORE with its spills, and slots_mxu ...: those that a bundle has;
@@ -68,7 +68,7 @@ from tools.lib.tpu_compiler.tile_program import (
     Compiled,
     Splash,
     Tile,
-    Way,
+    Variant,
     write_request,
 )
 
@@ -124,28 +124,28 @@ BEST: dict[str, dict[tuple[str, str, bool], Shape]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one compilation showed; schedules: by kernel."""
+    """Result of one compilation; schedules: by kernel."""
 
     tile: Tile
-    way: Way
+    variant: Variant
     compiled: Compiled
     schedules: dict[str, Schedule]
 
     @property
     def bodies(self) -> float:
-        """How many make up the area of the tile that was asked for."""
-        own = self.way or self.tile
+        """Number of bodies that make up the area of the requested tile."""
+        own = self.variant or self.tile
         rows = own.stacked_rows if isinstance(own, TpuBlocks) else own.block_q
         return self.tile.block_q * self.tile.block_k / (rows * own.block_k)
 
     def row(self) -> dict[str, Any]:
-        """The measurement without its environment."""
-        found = {name: tile_body(read) for name, read in self.schedules.items()}
+        """Returns the measurement as a row, without its environment."""
+        bodies = {name: tile_body(read) for name, read in self.schedules.items()}
         slots = next(iter(self.schedules.values())).slots
-        count = {name: self.bodies * body.bundles for name, body in found.items()}
+        count = {name: self.bodies * body.bundles for name, body in bodies.items()}
         bundles = sum(count.values())
-        bound = self.bodies * sum(body.mxu_bound for body in found.values())
-        splash = self.way if isinstance(self.way, Splash) else None
+        bound = self.bodies * sum(body.mxu_bound for body in bodies.values())
+        splash = self.variant if isinstance(self.variant, Splash) else None
         fields = [field.name for field in dataclasses.fields(Splash)]
         return make_row(
             {"kernel": "splash" if splash else "ours"},
@@ -156,7 +156,7 @@ class Measurement:
             {"mxu_bound": bound, "mxu_share": bound / bundles},
             {
                 f"used_{_key(unit)}": self.bodies
-                * sum(body.used[unit] for body in found.values())
+                * sum(body.used[unit] for body in bodies.values())
                 for unit in slots
             },
             {f"slots_{_key(unit)}": slots[unit] for unit in slots},
@@ -168,7 +168,7 @@ def _key(unit: str) -> str:
     return unit.lower().replace(":", "_")
 
 
-def measure(tile: Tile, way: Way) -> Measurement:
+def measure(tile: Tile, variant: Variant) -> Measurement:
     """Compiles splash attention, or our kernel, in a process of its own.
 
     Raises:
@@ -180,30 +180,30 @@ def measure(tile: Tile, way: Way) -> Measurement:
             "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
         }
         done = subprocess.run(
-            [sys.executable, "-m", PROGRAM, write_request(tile, way)],
+            [sys.executable, "-m", PROGRAM, write_request(tile, variant)],
             cwd=ROOT,
             env=os.environ | ENVIRONMENT | environment,
             capture_output=True,
             text=True,
         )
         if done.returncode:
-            raise ValueError(f"{way or tile} does not compile: {_reason(done)}")
+            raise ValueError(f"{variant or tile} does not compile: {_reason(done)}")
         compiled = Compiled(**json.loads(done.stdout))
         schedules = {
             kernel: read_dump(Path(folder), kernel) for kernel in compiled.vmem_bytes
         }
-    return Measurement(tile, way, compiled, schedules)
+    return Measurement(tile, variant, compiled, schedules)
 
 
 def _reason(done: subprocess.CompletedProcess) -> str:
-    """The error at the end of a Python process, less JAX's note on its traceback."""
+    """Returns the error of a Python process, less JAX's note on its traceback."""
     text = done.stderr.split("\n-----")[0]
     errors = re.findall(r"^[\w.]+: ", text, re.MULTILINE)
     return text[text.rindex(errors[-1]) :].strip() if errors else text[-500:]
 
 
 def read_dump(folder: Path, kernel: str) -> Schedule:
-    """The schedule of a kernel, from what the compiler dumped.
+    """Reads the schedule of a kernel from the compiler's dump.
 
     Raises:
       ValueError: there is not exactly one kernel of that name.
@@ -217,7 +217,7 @@ def read_dump(folder: Path, kernel: str) -> Schedule:
 
 
 def splash_shapes(tile: Tile, chosen: str, key: tuple[str, str, bool]) -> list[Shape]:
-    """The tiles of splash attention to compile, none larger than the tile asked for.
+    """Returns the tiles of splash attention to compile, none larger than `tile`.
 
     chosen: "all", or "best" for the one in `BEST`.
     key: chip, mask, and whether one backward kernel does it all.
@@ -228,7 +228,7 @@ def splash_shapes(tile: Tile, chosen: str, key: tuple[str, str, bool]) -> list[S
 
 
 def list_splashes(tile: Tile, masks: Sequence[str], chosen: str) -> list[Splash]:
-    """The ways of running splash attention that a tile is compared with."""
+    """Returns the variants of splash attention that a tile is compared with."""
     return [
         Splash(mask, is_fused, *shape)
         for mask in masks
@@ -238,7 +238,7 @@ def list_splashes(tile: Tile, masks: Sequence[str], chosen: str) -> list[Splash]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text."""
+    """Formats rows as text."""
     units = [name.removeprefix("slots_") for name in rows[0] if "slots_" in name]
     titles = "bundles", "MXU bound", "MXU", "spills", "VMEM MiB"
     lines = [
@@ -282,10 +282,10 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def region_lines(measured: Measurement, fewest: int) -> list[str]:
-    """The regions of at least so many bundles, and the bodies of tiles, as text."""
+    """Formats the regions of at least `fewest` bundles, and the bodies of tiles."""
     lines = []
     for kernel, schedule in measured.schedules.items():
-        lines.append(f"{measured.tile.chip} {kernel}, {measured.way or 'ours'}")
+        lines.append(f"{measured.tile.chip} {kernel}, {measured.variant or 'ours'}")
         for region in schedule.regions:
             if region.bundles >= fewest:
                 used = ", ".join(f"{name} {n}" for name, n in region.used.items())
@@ -312,7 +312,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     sizes = {
         "block-q": (1024, "query rows of the tile, those of a group stacked"),
-        "block-k": (1024, "key slots of the tile"),
+        "block-k": (1024, "keys of the tile"),
         "head-dim": (128, "size of a head"),
         "group": (1, "query heads of a key/value head"),
         "length": (4096, "tokens"),
@@ -327,7 +327,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of its own tiles: the best one known, or every one (default: best)",
     )
     parser.add_argument(
-        "--regions", type=at_least(1), help="list regions of at least so many bundles"
+        "--regions", type=at_least(1), help="list regions of at least N bundles"
     )
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
     return parser.parse_args(arguments)
@@ -342,15 +342,15 @@ def _tiles(chosen: argparse.Namespace) -> list[Tile]:
 
 
 def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:
-    """Measures all that was chosen: what compiled, and what went wrong elsewhere."""
+    """Measures every chosen tile and variant; returns measurements and failures."""
     measured, failures = [], []
     for tile in _tiles(chosen):
-        ways: list[Way] = [None] if "ours" in chosen.kernels else []
+        variants: list[Variant] = [None] if "ours" in chosen.kernels else []
         if "splash" in chosen.kernels:
-            ways += list_splashes(tile, chosen.masks, chosen.splash)
-        for way in ways:
+            variants += list_splashes(tile, chosen.masks, chosen.splash)
+        for variant in variants:
             try:
-                measured.append(measure(tile, way))
+                measured.append(measure(tile, variant))
             except ValueError as error:
                 failures.append(str(error))
     return measured, failures

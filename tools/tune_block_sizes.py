@@ -1,22 +1,22 @@
-"""Makes the tables of `kernels/tpu/block_sizes.py`, with the TPU's compiler and no TPU.
+"""Tunes the tables of `kernels/tpu/block_sizes.py` by compiling: needs no TPU.
 
     python -m tools.tune_block_sizes --chips v3 v4 v5e v5p v6e
     python -m tools.tune_block_sizes --direction backward --chips v3 v4 v5e v5p v6e
     python -m tools.tune_block_sizes --chips v5p --rows 512 1024 --columns 128 256 \\
         --ahead 0 1 2 3 --behind 0 1 2 --jobs 2 --output tuned.json
 
-Compiles our kernel for described chips with every candidate: all combinations of the
-numbers given, and what the table has now. Counts the bundles of one full tile, which
+Compiles our kernel for AOT topologies with every candidate: all combinations of the
+numbers given, and the table's present entry. Counts the bundles of one full tile, which
 are its cycles unless something stalls, for 1024 x 1024 scores, a head size of 128 and
 bfloat16, as in `tpu_schedule.py`. Prints the candidates of each chip, the best first,
 and the best as the line for the table.
 
-What is not given is, of the tile, as in the table now, and otherwise of the grid that
-the table was chosen from. Pieces that do not divide the tile are left out. A candidate
+Options left out default to the table's tile, and for the pieces to the grid that the
+table was chosen from. Pieces that do not divide the tile are skipped. A candidate
 takes about 5 seconds of one core, and the grid, forward, 6 minutes a chip.
 
-The output is a JSON list of rows, written anew after every candidate, so that a run
-that is stopped leaves what it found. Keys: those of the rows of `tpu_schedule.py`, and
+The output is a JSON list of rows, rewritten after every candidate, so that a stopped
+run leaves its results. Keys: those of the rows of `tpu_schedule.py`, and
 blocks_stacked_rows, blocks_rows ..., the fields of `TpuBlocks`, and is_in_table.
 """
 
@@ -58,7 +58,7 @@ TILE_FIELDS = "stacked_rows", "block_k"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way of cutting the work of a chip, and whether the table has it."""
+    """Blocks for a chip, and whether the table has them."""
 
     chip: str
     blocks: TpuBlocks
@@ -81,7 +81,7 @@ class Outcome:
 def list_candidates(
     chip: str, table: dict[str, TpuBlocks], grid: dict[str, Sequence[int]]
 ) -> list[Candidate]:
-    """What the table has for a chip, and all combinations of the grid that fit.
+    """Returns the table's blocks for a chip, and all combinations of the grid that fit.
 
     grid: numbers to try by field of `TpuBlocks`; other fields are as in the table.
     """
@@ -136,7 +136,7 @@ def run(
 
 
 def rank(outcomes: Sequence[Outcome], chips: Sequence[str]) -> list[Outcome]:
-    """Those with a row, chip by chip, the fewest bundles first.
+    """Sorts the outcomes with a row: chip by chip, the fewest bundles first.
 
     Of equals, the one in the table comes first, then the one that spills less.
     """
@@ -152,7 +152,7 @@ def rank(outcomes: Sequence[Outcome], chips: Sequence[str]) -> list[Outcome]:
 
 
 def table(ranked: Sequence[Outcome], fields: Sequence[str]) -> str:
-    """Outcomes as text. fields: those of `TpuBlocks` to show."""
+    """Formats outcomes as text. fields: those of `TpuBlocks` to show."""
     titles = *fields, "bundles", "MXU bound", "MXU", "spills", "VMEM MiB"
     lines = ["chip " + "".join(f"{title:>13}" for title in titles)]
     for outcome in ranked:
@@ -174,11 +174,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--direction", default="forward", choices=tuple(TABLES))
     fields = {
         "stacked_rows": "rows of a query tile",
-        "block_k": "key slots of a tile",
+        "block_k": "keys of a tile",
         "rows": "query rows of a sub-block",
-        "columns": "key slots of a piece of its scores; forward",
-        "ahead": "pieces by which scores are early; forward",
-        "behind": "pieces by which products with values are late; forward",
+        "columns": "keys of a sub-tile of its scores; forward",
+        "ahead": "sub-tiles by which QK is issued early; forward",
+        "behind": "sub-tiles by which PV is issued late; forward",
     }
     for name, text in fields.items():
         parser.add_argument(
@@ -195,7 +195,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _grid(chosen: argparse.Namespace) -> dict[str, Sequence[int]]:
-    """The numbers to try. Raises ValueError for what the direction does not know."""
+    """Returns the numbers to try. Raises ValueError for fields of the other kernel."""
     grid: dict[str, Sequence[int]] = dict(GRIDS[chosen.direction])
     for name in {*TILE_FIELDS, *GRIDS["forward"]}:
         numbers = getattr(chosen, name)

@@ -1,7 +1,7 @@
-"""The Pallas kernels and rings of them, compiled for described TPUs by libtpu.
+"""Compiles the Pallas kernels and rings of them for AOT TPU topologies, by libtpu.
 
-Nothing runs here. What is compiled is what runs on the chip, so it shows that layouts
-and memory suit it, and in which order the schedule starts, computes and waits.
+Nothing runs here. The programs are those that would run on the chip, so layouts and
+memory suit it, and the schedule shows in which order transfers start and end.
 """
 
 import functools
@@ -32,7 +32,7 @@ from training.torus import ring_along
 CHIPS = "v4", "v5e", "v5p", "v6e"
 LENGTHS = 1024, 4096, 32768, 131072
 TOKENS = 2048
-"""Of a device: two tiles, so that heads first is another order than tokens first."""
+"""Tokens of a device: two tiles, so that heads first differs from tokens first."""
 
 
 def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16):
@@ -52,7 +52,7 @@ class Step:
     dtype: jnp.dtype = jnp.bfloat16
 
     def compile(self) -> str:
-        """The scheduled program."""
+        """Returns the scheduled program as text."""
         mesh = Mesh(np.array(tpu_devices(self.chip)[:1]), ("device",))
         q = array(1, self.length, self.heads, self.head_dim, dtype=self.dtype)
         k = array(1, self.length, self.kv_heads, self.head_dim, dtype=self.dtype)
@@ -66,29 +66,29 @@ class Step:
         return compile_for(mesh, backward, *arguments).as_text()
 
 
-def forward(q, k, v, start, stop, carry):
-    return pallas_tpu.forward(q, k, v, start, stop, scale=0.1, carry=carry)
+def forward(q, k, v, k_start, k_end, carry):
+    return pallas_tpu.forward(q, k, v, k_start, k_end, scale=0.1, carry=carry)
 
 
-def backward(q, k, v, d_out, lse, delta, start, stop, dq):
-    operands = q, k, v, d_out, lse, delta, start, stop
+def backward(q, k, v, do, lse, delta, k_start, k_end, dq):
+    operands = q, k, v, do, lse, delta, k_start, k_end
     return pallas_tpu.backward(*operands, scale=0.1, dq=dq)
 
 
 def copies_of_shards(program: str, size: int) -> list[int]:
-    """How often each computation with kernels copies or pads that much, or more."""
-    found = []
+    """Counts copies and pads of `size` numbers or more, by computation with kernels."""
+    counts = []
     for computation in re.split(r"\n(?=%|ENTRY)", program):
         shapes = re.findall(r"\[([\d,]+)\]\S* (?:copy|transpose|pad)\(", computation)
         sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
         if 'custom_call_target="tpu_custom_call"' in computation:
-            found.append(sum(copied >= size for copied in sizes))
-    return found
+            counts.append(sum(copied >= size for copied in sizes))
+    return counts
 
 
 @functools.cache
 def compiled_layers(chip: str, ring_size: int, length: int, kv_heads: int) -> str:
-    """Gradients of two scanned layers that save what the ring gives."""
+    """Compiles the gradients of two scanned layers that save the ring's out and lse."""
     devices = np.array(tpu_devices(chip, ring_size)[:ring_size])
     mesh = Mesh(ring_along(devices, 0), ("ring",))
     gradient, inputs = layers_gradient(mesh, pallas_tpu, length, kv_heads=kv_heads)
@@ -97,19 +97,22 @@ def compiled_layers(chip: str, ring_size: int, length: int, kv_heads: int) -> st
     return compile_for(mesh, program, *inputs).as_text()
 
 
-def hidden_forward(ring_size: int) -> str:
-    """Keys and values leave before the kernel of a hop, and arrive after it."""
+def overlapped_forward(ring_size: int) -> str:
+    """Returns the order: k and v leave before a ring step's kernel, arrive after it."""
     return "ssFdd" * (ring_size - 1) + "F"
 
 
-def hidden_backward(ring_size: int) -> str:
-    """As forward, with dk and dv one hop behind: the keys at home hide their last."""
+def overlapped_backward(ring_size: int) -> str:
+    """Returns the order: as forward, dk and dv one ring step behind.
+
+    Half of the local queries are deferred, to overlap the last transfer.
+    """
     return "ssBdd" + "ssssBdddd" * (ring_size - 2) + "ssBdd" * 2
 
 
-def assert_transfers_are_hidden(program: str, ring_size: int) -> None:
+def assert_transfers_overlap(program: str, ring_size: int) -> None:
     orders = Program.parse(program, ring_size).orders()
-    expected = [hidden_backward(ring_size), hidden_forward(ring_size)]
+    expected = [overlapped_backward(ring_size), overlapped_forward(ring_size)]
     assert sorted(orders) == sorted(expected)
 
 
@@ -118,13 +121,13 @@ def slow(chip):
 
 
 @pytest.mark.parametrize("chip", ["v5e", *map(slow, ("v3", "v4", "v5p", "v6e"))])
-def test_every_transfer_hides_behind_the_kernel_of_its_hop(chip):
+def test_every_transfer_overlaps_the_kernel_of_its_ring_step(chip):
     """And the layer's backward does not run the forward ring again."""
-    assert_transfers_are_hidden(compiled_layers(chip, 4, TOKENS, 1), 4)
+    assert_transfers_overlap(compiled_layers(chip, 4, TOKENS, 1), 4)
 
 
 @pytest.mark.parametrize("chip", [slow("v4"), "v5e"])
-def test_transfers_of_a_ring_in_a_loop_are_hidden(chip):
+def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
     """On v5e only if the ring goes from neighbour to neighbour."""
     program = Program.parse(compiled_layers(chip, 32, TOKENS, HEADS), 32)
     layers = 2
@@ -134,8 +137,8 @@ def test_transfers_of_a_ring_in_a_loop_are_hidden(chip):
 
 
 @pytest.mark.parametrize("ring_size, kv_heads", [(4, 1), (32, HEADS)])
-def test_hops_copy_no_shard(ring_size, kv_heads):
-    """Neither reordered for the kernel, nor out of the way of what arrives."""
+def test_ring_steps_copy_no_shard(ring_size, kv_heads):
+    """Neither into the kernel's order, nor to make room for what arrives."""
     program = compiled_layers("v5e", ring_size, TOKENS, kv_heads)
     copies = copies_of_shards(program, TOKENS * kv_heads * HEAD_DIM)
     assert len(copies) >= 2 and not any(copies), copies
@@ -166,9 +169,9 @@ def test_keys_in_another_order_are_reordered_once(head_dim):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("ring_size", [4, 8, 16])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_transfers_are_hidden_at_any_length_in_any_ring(chip, ring_size, length):
+def test_transfers_overlap_at_any_length_in_any_ring(chip, ring_size, length):
     program = compiled_layers(chip, ring_size, length, HEADS)
-    assert_transfers_are_hidden(program, ring_size)
+    assert_transfers_overlap(program, ring_size)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -1,11 +1,11 @@
-"""What the TPU's compiler made of a kernel: its static schedule, region by region.
+"""Reads the static schedule that the TPU's compiler made of a kernel, by region.
 
 The schedule is a list of bundles, instructions that start together, one bundle a cycle
 unless something stalls. The compiler writes it as text, and for every bundle how many
 slots of each unit it fills. VLOAD includes FILL and VSTORE includes SPILL: registers
 that did not fit and went to VMEM and back.
 
-Branches and the places they lead to cut the schedule into regions.
+Branches and their targets cut the schedule into regions.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _TARGET = re.compile(r"\bStart(?:/End empty)? region (\d+)")
 
 @dataclass(frozen=True)
 class Span:
-    """Bundles [begin, end): the body of a loop, or what a branch skips."""
+    """Bundles [begin, end): the body of a loop, or a stretch that a branch skips."""
 
     begin: int
     end: int
@@ -65,7 +65,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Body:
-    """What runs once for one tile.
+    """Bundles that run once for one tile.
 
     bundles: of the path through it, and so the cycles of a tile before any stalls.
     used: slots by unit.
@@ -87,11 +87,11 @@ class Body:
 
 
 def read_schedule(bundles_text: str, utilization_text: str) -> Schedule:
-    """The schedule in the files `*-final_bundles.txt` and
+    """Parses the files `*-final_bundles.txt` and
     `*-final_hlo-static-per-bundle-utilization.txt` of a kernel.
 
     Raises:
-      ValueError: they do not fit together, or are in some other format.
+      ValueError: they do not belong together, or have another format.
     """
     rows, slots = _read_utilization(utilization_text)
     bundles = list(_read_bundles(bundles_text))
@@ -118,7 +118,7 @@ def read_schedule(bundles_text: str, utilization_text: str) -> Schedule:
 
 
 def _read_utilization(text: str) -> tuple[list[list[int]], dict[str, int]]:
-    """Slots used by each bundle, and slots that there are."""
+    """Returns the slots that each bundle uses, and the slots of a bundle by unit."""
     head, _, table = text.partition("== UTILIZATION:\n")
     lines = head.splitlines()
     if len(lines) != 3:
@@ -132,7 +132,7 @@ def _read_utilization(text: str) -> tuple[list[list[int]], dict[str, int]]:
 
 
 def _read_bundles(text: str) -> Iterator[tuple[str | None, int, str]]:
-    """Label, depth and text of every bundle; comments may run over several lines."""
+    """Yields label, depth and text of every bundle; comments may span lines."""
     starts = list(_BUNDLE.finditer(text))
     ends = [match.start() for match in starts[1:]] + [len(text)]
     for match, end in zip(starts, ends, strict=True):
@@ -142,11 +142,11 @@ def _read_bundles(text: str) -> Iterator[tuple[str | None, int, str]]:
 def _read_branches(
     bundles: Sequence[tuple[str | None, int, str]],
 ) -> tuple[set[int], set[Span]]:
-    """Where regions begin or end, and the loops and the stretches that are skipped.
+    """Returns the edges of regions, and the spans of loops and skipped stretches.
 
     A loop ends before the branch that closes it: that and its delay slots, up to five
-    bundles, count as a region of their own. A few branches, outside of loops, lead to a
-    region that is not marked: of these, only where they are counts.
+    bundles, are a region of their own. A few branches, outside of loops, have a target
+    that is not marked: only their own place is an edge.
     """
     edges, spans = {0, len(bundles)}, {Span(0, len(bundles))}
     targets = {
@@ -165,13 +165,13 @@ def _read_branches(
 
 
 def bodies(schedule: Schedule) -> list[Body]:
-    """The bodies of tiles: each loop or skipped stretch with work for the MXU.
+    """Returns the bodies of tiles: of each loop or skipped stretch with MXU work.
 
-    Of such a one, from the first region with MXU work to the last one. Stretches
-    skipped on the way count if they have none (they start a copy), and are the body of
-    some other tile if they have.
+    A body reaches from the first region with MXU work to the last one. Stretches
+    skipped in between belong to it if they have none (they start a copy); otherwise
+    they are the body of another tile.
     """
-    found = []
+    result = []
     working = [region for region in schedule.regions if region.used["MXU"]]
     for span in sorted({region.inside for region in working}, key=lambda s: s.begin):
         own = [region for region in working if region.inside == span]
@@ -190,25 +190,25 @@ def bodies(schedule: Schedule) -> list[Body]:
             unit: sum(region.used[unit] for region in path) for unit in schedule.slots
         }
         bundles = sum(region.bundles for region in path)
-        found.append(Body(bundles, used, used["MXU"] / schedule.slots["MXU"]))
-    return found
+        result.append(Body(bundles, used, used["MXU"] / schedule.slots["MXU"]))
+    return result
 
 
 def tile_body(schedule: Schedule) -> Body:
-    """The body for a full tile: of those with the most MXU work, the plainest.
+    """Returns the body of a full tile: of those with the most MXU work, the plainest.
 
-    Two bodies with the same products differ a little in their MXU slots, so three
-    quarters of the most are as good as the most. Bodies that hide scores or look for
-    their maximum have more work for the vector unit beside that for the MXU.
+    Two bodies with the same matmuls differ a little in their MXU slots, so three
+    quarters of the most are as good as the most. Bodies that mask scores or take their
+    maxima have more VALU work beside the same MXU work.
 
     Raises:
-      ValueError: the kernel has no work for the MXU.
+      ValueError: the kernel has no MXU work.
     """
-    found = bodies(schedule)
-    if not found:
+    candidates = bodies(schedule)
+    if not candidates:
         raise ValueError("the kernel has no work for the MXU, so no body of a tile")
-    most = max(body.mxu_bound for body in found)
+    most = max(body.mxu_bound for body in candidates)
     return min(
-        (body for body in found if body.mxu_bound >= 0.75 * most),
+        (body for body in candidates if body.mxu_bound >= 0.75 * most),
         key=lambda body: body.used["VALU"] / body.used["MXU"],
     )

@@ -1,15 +1,14 @@
-"""Attention on a few tiles, compiled ahead of time for a TPU: ours, or JAX's splash.
+"""Compiles attention on a few tiles for an AOT topology: ours, or JAX's splash.
 
-As a program, what `tpu_schedule.py` runs once for every kernel, as the compiler's dump
+`tpu_schedule.py` runs this as a program, once for every kernel, as the compiler's dump
 flags hold for a whole process:
 
     python -m tools.lib.tpu_compiler.tile_program '{"tile": {...}, ...}'
 
-compiles what `write_request` wrote, and prints as JSON the fields of `Compiled`.
+compiles the request of `write_request`, and prints `Compiled` as JSON.
 """
 
 import dataclasses
-import importlib
 import importlib.metadata
 import json
 import re
@@ -28,6 +27,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import Mesh
 
 from kernels.block_sizes import BlockSizes
+from kernels.tpu import launch
 from kernels.tpu.block_sizes import TpuBlocks
 from tools.lib.planning.pods import compile_for, tpu_devices
 
@@ -37,7 +37,7 @@ KV_HEADS = 2
 
 @dataclass(frozen=True)
 class Tile:
-    """What is compiled.
+    """A tile to compile, and the problem around it.
 
     chip: of `pods.PODS`.
     direction: "forward" or "backward".
@@ -65,7 +65,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Splash:
-    """How splash attention is run.
+    """Options of splash attention.
 
     mask: "full", or "causal", which it computes and applies in every tile.
     is_fused: whether one backward kernel makes dq, dk and dv.
@@ -80,9 +80,8 @@ class Splash:
     compute_k: int
 
 
-Way = Splash | TpuBlocks | None
-"""How a tile is computed: by splash attention, or by our kernel, cut in some way or as
-is best for the chip."""
+Variant = Splash | TpuBlocks | None
+"""Splash attention, or our kernel with these blocks, or (None) with the table's."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the process that compiled knows; vmem_bytes: by kernel, spills included."""
+    """Result of a compilation; vmem_bytes: by kernel, spills included."""
 
     device_kind: str
     libtpu: str
@@ -104,8 +103,7 @@ class Compiled:
 
 
 def our_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
-    """The kernel of `kernels.tpu.launch`."""
-    door = importlib.import_module("kernels.tpu.launch")
+    """Builds the program of `kernels.tpu.launch`."""
     tokens, heads = tile.length, tile.group * KV_HEADS
     q = jax.ShapeDtypeStruct((1, tokens, heads, tile.head_dim), tile.dtype)
     k = jax.ShapeDtypeStruct((1, tokens, KV_HEADS, tile.head_dim), tile.dtype)
@@ -116,23 +114,23 @@ def our_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
     options = {
         "scale": tile.head_dim**-0.5,
         "block_sizes": None if blocks else sizes,
-        "launch": door.Launch(blocks=blocks),
+        "launch": launch.Launch(blocks=blocks),
     }
     if tile.direction == "forward":
         return Program(
-            lambda *operands: door.forward(*operands, **options),
+            lambda *operands: launch.forward(*operands, **options),
             (q, k, k, bound, bound),
             ("flash_forward",),
         )
     return Program(
-        lambda *operands: door.backward(*operands[:-1], **options, dq=operands[-1]),
+        lambda *operands: launch.backward(*operands[:-1], **options, dq=operands[-1]),
         (q, k, k, q, row, row, bound, bound, dq),
         ("flash_backward",),
     )
 
 
 def splash_program(tile: Tile, splash: Splash) -> Program:
-    """The kernels of splash attention; backward, the forward one is compiled too."""
+    """Builds that of splash attention; backward, the forward kernel is in it too."""
     tokens, heads = tile.length, tile.group * KV_HEADS
     masks = {
         "causal": splash_attention_mask.CausalMask,
@@ -160,39 +158,39 @@ def splash_program(tile: Tile, splash: Splash) -> Program:
         return Program(attend, (q, k, k), ("splash_mha_fwd_no_residuals",))
     kernels = ("splash_mha_dkv_no_residuals", "splash_mha_dq_no_residuals")
     return Program(
-        lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out),
+        lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do),
         (q, k, k, q),
         kernels[:1] if splash.is_fused else kernels,
     )
 
 
-def make_program(tile: Tile, way: Way) -> Program:
-    """Splash attention or our kernel."""
-    if isinstance(way, Splash):
-        return splash_program(tile, way)
-    return our_program(tile, way)
+def make_program(tile: Tile, variant: Variant) -> Program:
+    """Builds the program of splash attention, or of our kernel."""
+    if isinstance(variant, Splash):
+        return splash_program(tile, variant)
+    return our_program(tile, variant)
 
 
-def write_request(tile: Tile, way: Way) -> str:
-    """What this program has to be called with."""
+def write_request(tile: Tile, variant: Variant) -> str:
+    """Returns the argument that this program must be called with."""
     request = {
         "tile": tile,
-        "splash": way if isinstance(way, Splash) else None,
-        "blocks": way if isinstance(way, TpuBlocks) else None,
+        "splash": variant if isinstance(variant, Splash) else None,
+        "blocks": variant if isinstance(variant, TpuBlocks) else None,
     }
     return json.dumps(request, default=dataclasses.asdict)
 
 
-def read_request(text: str) -> tuple[Tile, Way]:
+def read_request(text: str) -> tuple[Tile, Variant]:
     """Undoes `write_request`."""
     request = json.loads(text)
     kinds = {"splash": Splash, "blocks": TpuBlocks}
-    ways = [kind(**request[name]) for name, kind in kinds.items() if request[name]]
-    return Tile(**request["tile"]), ways[0] if ways else None
+    variants = [kind(**request[name]) for name, kind in kinds.items() if request[name]]
+    return Tile(**request["tile"]), variants[0] if variants else None
 
 
 def read_vmem(program_text: str, kernel: str) -> int:
-    """Bytes of VMEM that a kernel takes, from the text of the compiled program.
+    """Returns the VMEM bytes of a kernel, from the text of the compiled program.
 
     Raises:
       ValueError: there is no such kernel, or more than one.
@@ -213,9 +211,9 @@ def read_vmem(program_text: str, kernel: str) -> int:
 
 
 def main(request: str) -> None:
-    """Compiles what is asked for."""
-    tile, way = read_request(request)
-    program = make_program(tile, way)
+    """Compiles what a request asks for, and prints the result."""
+    tile, variant = read_request(request)
+    program = make_program(tile, variant)
     device = tpu_devices(tile.chip)[0]
     mesh = Mesh(np.array([device]), ("device",))
     text = compile_for(mesh, program.function, *program.arguments).as_text()
