@@ -1,18 +1,16 @@
-"""Options with which XLA hides the transfers of a ring."""
+"""XLA options with which the transfers of a ring overlap compute."""
 
 
 def compiler_options(device_kind: str) -> dict[str, str]:
     """Returns XLA's options for `jax.jit(step, compiler_options=...)`.
 
-    With them the transfers of a ring are hidden and a CPU is used whole.
+    On TPUs, the scheduler starts transfers only when they are waited for in a loop that
+    it estimates to exceed the memory. It overestimates (7B on v3 left half of the
+    memory), so its limit is a tenth more than the memory. v3 needs an option of its own
+    to start any ahead.
 
-    In a loop that the scheduler of TPUs takes for too large for the memory, it starts
-    transfers only when they are waited for. It thinks of more than there will be (7B on
-    v3 left half of the memory), so it is given a tenth more than there is. v3 starts
-    none ahead unless it is told so.
-
-    That of GPUs has one collective under way at a time unless told otherwise, and hides
-    the next gathers of parameters behind attention in place of the ring's transfers.
+    On GPUs, the scheduler has one collective in flight by default, and overlaps further
+    gathers of parameters with attention instead of the ring's transfers.
 
     On a CPU LLVM prefers vectors of 256 bits to the 512 that newer ones have, at which
     attention, forward and backward, is 4 % slower on an EPYC of 2024 (Zen 5).
