@@ -55,7 +55,7 @@ def test_compilers_of_chips_that_are_not_there_are_silent(
 
 
 def test_the_compiler_of_described_pods_is_silent() -> None:
-    pods = "from tools.lib.planning.pods import tpu_devices\n"
+    pods = "from training.pods import tpu_devices\n"
     pods += "assert len(tpu_devices('v4:2x2x2')) == 8"
     result = start("-c", pods, JAX_PLATFORMS="cpu")
     assert (result.returncode, result.stderr) == (0, "")

@@ -12,7 +12,7 @@ from configs import base
 from tasks.command_line import read_config
 from tests.pages import FOLDERS, LOG, PAGES, README, ROOT, Command, parser_of
 from tools.lib.planning.meshes import suggestions
-from tools.lib.planning.pods import aot_pod
+from training.pods import aot_pod
 
 # Of ml_collections, which reads the files of configs so.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

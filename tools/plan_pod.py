@@ -40,10 +40,10 @@ from tools.lib.planning.context import TOLERANCE, longest_context, longest_that_
 from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import Plan
-from tools.lib.planning.pods import Pod, TooLarge, aot_pod
 from tools.lib.planning.progress import progress
 from tools.lib.planning.step import Step, check
 from tools.lib.planning.text import describe, describe_meshes, size
+from training.pods import Pod, TooLarge, aot_pod
 
 LEAST_STEP = 256
 """Smallest difference of contexts, in tokens of a device."""

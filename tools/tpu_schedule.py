@@ -56,7 +56,6 @@ from tools.lib.benchmarks.rows import (
     make_row,
 )
 from tools.lib.files import write_json
-from tools.lib.planning.pods import ENVIRONMENT, PODS
 from tools.lib.tpu_compiler.bundles import (
     DUMP_FLAGS,
     Schedule,
@@ -71,6 +70,7 @@ from tools.lib.tpu_compiler.tile_program import (
     Variant,
     write_request,
 )
+from training.pods import ENVIRONMENT, PODS
 
 PROGRAM = "tools.lib.tpu_compiler.tile_program"
 

@@ -36,9 +36,9 @@ from kernels.tpu.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, check_output, make_row
 from tools.lib.files import write_json
-from tools.lib.planning.pods import PODS
 from tools.lib.tpu_compiler.tile_program import Tile
 from tools.tpu_schedule import Measurement, measure
+from training.pods import PODS
 
 TABLES = {"forward": TPU_FORWARD, "backward": TPU_BACKWARD}
 

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from kernels.hopper import launch as hopper
 from kernels.hopper.launch import Launch
-from tools.lib.planning.mosaic_kernels import Inspected, inspect
-from tools.lib.planning.pods import SHARED_BYTES, h200_devices
+from tests.mosaic_kernels import Inspected, inspect
+from training.pods import SHARED_BYTES, h200_devices
 
 
 def step(

@@ -18,8 +18,8 @@ from kernels.hopper import launch as hopper
 from kernels.hopper import shared
 from kernels.hopper.forward import Consumer
 from kernels.hopper.launch import HopperBlocks, Launch
-from tools.lib.planning.mosaic_kernels import Inspected, Kernel, inspect, read_kernels
-from tools.lib.planning.pods import SHARED_BYTES, compile_for, h200_devices
+from tests.mosaic_kernels import Inspected, Kernel, inspect, read_kernels
+from training.pods import SHARED_BYTES, compile_for, h200_devices
 
 
 def step(

@@ -19,8 +19,8 @@ from tests.ring_layers import (
     layers_gradient,
     striped_attention,
 )
-from tools.lib.planning.hlo import Program
-from tools.lib.planning.pods import compile_for, h200_devices
+from training.hlo import Program
+from training.pods import compile_for, h200_devices
 
 LENGTH = 1024
 

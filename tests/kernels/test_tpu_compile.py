@@ -25,8 +25,8 @@ from tests.ring_layers import (
     layers_gradient,
     striped_attention,
 )
-from tools.lib.planning.hlo import TRANSFER, Program
-from tools.lib.planning.pods import compile_for, tpu_devices
+from training.hlo import TRANSFER, Program
+from training.pods import compile_for, tpu_devices
 from training.torus import ring_along
 
 CHIPS = "v4", "v5e", "v5p", "v6e"

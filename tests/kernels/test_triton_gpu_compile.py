@@ -19,7 +19,7 @@ from kernels.triton_gpu.launch import Launch
 from tests.ring_layers import SHARDED, striped_attention
 from tests.simulated_triton import SimulatedGpu
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
-from tools.lib.planning.pods import compile_for, h200_devices
+from training.pods import compile_for, h200_devices
 
 KERNELS = "forward", "backward_keys", "backward_queries"
 

@@ -11,7 +11,7 @@ from models.sampling import Sampling
 from tasks import base, text
 from tasks.generation import cache_shardings, generator
 from tests.runs import small_config
-from tools.lib.planning.pods import aot_pod, compile_for
+from training.pods import aot_pod, compile_for
 
 RING, SLOTS, LAYERS, HEADS, DEPTH = 4, 65_536, 3, 8, 128
 SIZES = {

@@ -12,14 +12,14 @@ import pytest
 from models.flops import num_parameters, paper_train_flops, train_flops
 from models.llama import LlamaConfig
 from tools import plan_pod
-from tools.lib.planning import pods
 from tools.lib.planning.context import TOLERANCE
 from tools.lib.planning.estimate import products_flops
 from tools.lib.planning.memory import peak_bytes
 from tools.lib.planning.plan import Plan
-from tools.lib.planning.pods import TooLarge, aot_pod
 from tools.lib.planning.step import Step
 from tools.plan_pod import read_config
+from training import pods
+from training.pods import TooLarge, aot_pod
 
 # From ml_collections, whenever it reads a config's file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
-from tools.lib.planning.pods import aot_pod, compile_for
 from training.guard import (
     SPIKE_WINDOW,
     BadSteps,
@@ -21,6 +20,7 @@ from training.guard import (
     judge,
 )
 from training.optimizer import OptimizerSettings, make_optimizer
+from training.pods import aot_pod, compile_for
 from training.step import (
     initial_state,
     make_replay,

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from tools.lib.planning.pods import tpu_devices
 from training.mesh import MESH_AXES, MeshShape, make_mesh
+from training.pods import tpu_devices
 from training.torus import closed_walk, place, ring_along
 
 BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (16, 16, 1, 2), (1, 5, 2, 3)

@@ -20,8 +20,8 @@ from configs import llama_sizes
 from tasks import base, text
 from tools.lib.papers.formulas import activation_bytes
 from tools.lib.planning.memory import device_bytes, peak_bytes
-from tools.lib.planning.pods import Pod, aot_pod, compile_for
 from tools.lib.planning.step import Step
+from training.pods import Pod, aot_pod, compile_for
 
 RING = 4
 SYSTEMS = (

@@ -20,9 +20,9 @@ from models.flops import num_layer_matrices
 from tasks import base
 from tasks.task import TASKS
 from tools.lib.benchmarks.rows import ROOT
-from tools.lib.planning.hlo import TRANSFER
 from tools.lib.planning.memory import feed_forward_chunks, local_tokens
 from training.chips import Chip
+from training.hlo import TRANSFER
 from training.mesh import Partition
 
 SCHEDULES = ROOT / "results" / "tpu"

@@ -9,9 +9,9 @@ from typing import Any
 from tasks import base
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.planning.estimate import Estimate, Exposed, estimate
-from tools.lib.planning.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.step import Step
+from training.hlo import TRANSFER, Collective, Program
 from training.metrics import StepWork
 
 

@@ -11,10 +11,10 @@ from tasks import base, config_checks
 from tasks.base import Task
 from tasks.task import make_task
 from tools.lib.planning.context import MOST_TOKENS
-from tools.lib.planning.pods import Pod, compile_to_fit
 from training.mesh import Partition
 from training.metrics import StepWork
 from training.optimizer import make_optimizer
+from training.pods import Pod, compile_to_fit
 from training.step import TrainState
 
 

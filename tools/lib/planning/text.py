@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from tools.lib.planning.estimate import Estimate, bytes_per_second
-from tools.lib.planning.hlo import TRANSFER
 from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
 from training import chips
 from training.chips import Chip
+from training.hlo import TRANSFER
 from training.mesh import MESH_AXES
 
 RING_NAME = f"{TRANSFER} (ring)"

@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from kernels.block_sizes import BlockSizes
 from kernels.tpu import launch
 from kernels.tpu.block_sizes import TpuBlocks
-from tools.lib.planning.pods import compile_for, tpu_devices
+from training.pods import compile_for, tpu_devices
 
 KV_HEADS = 2
 """One for each core of a megacore."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.lib.planning.hlo import Program
+from training.hlo import Program
 
 # Two layers of a ring, scanned; around them what a TPU and a GPU print, and how.
 PROGRAM = """\

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from tools.lib.planning.pods import compile_for
+from training.pods import compile_for
 
 DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM"
 """Environment variables that make Mosaic print ptxas' output and the launch."""

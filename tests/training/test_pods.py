@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tools.lib.planning.pods import PODS, compile_for, tpu_devices
+from training.pods import PODS, compile_for, tpu_devices
 
 
 @pytest.mark.parametrize(
