@@ -1,4 +1,4 @@
-"""The Pallas TPU kernels where there is no TPU: Pallas runs their steps on the CPU."""
+"""Runs the Pallas TPU kernels without a TPU: Pallas interprets them on a CPU."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ SMALL_VMEM = 3 * 2**20
 
 @dataclass(frozen=True)
 class SimulatedTpu:
-    """The backend `pallas_tpu`, its kernels launched as told."""
+    """Backend `pallas_tpu` with a launch of its own."""
 
     launch: Launch = Launch(CHIP, SMALL_BLOCKS, interpret=True)
 
@@ -40,6 +40,12 @@ class SimulatedTpu:
         return pallas_tpu.backward(*operands, **options, launch=self.launch)
 
     def with_vmem(self, capacity: int) -> "SimulatedTpu":
-        """The same on a chip with so many bytes of vector memory."""
+        """Returns the same on a chip with `capacity` bytes of vector memory."""
         chip = dataclasses.replace(self.launch.chip, vmem_capacity_bytes=capacity)
         return SimulatedTpu(dataclasses.replace(self.launch, chip=chip))
+
+
+def on_chip(version: pltpu.ChipVersion) -> SimulatedTpu:
+    """Returns the backend with the block sizes of that chip."""
+    chip = pltpu.get_tpu_info_for_chip(version, 1)
+    return SimulatedTpu(Launch(chip, interpret=True))

@@ -1,4 +1,4 @@
-"""The attention steps that tests give to backends, as rings do, and their judgement."""
+"""Random attention steps for backends, as rings give them, and their judgement."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from kernels.precision import accumulator_type
 
 
 class Step(NamedTuple):
-    """What one attention step is given, forward and backward: see `reference`."""
+    """Operands of one attention step, forward and backward: see `reference`."""
 
     q: np.ndarray
     k: np.ndarray
@@ -31,7 +31,7 @@ class Step(NamedTuple):
     carry: Partial | None
 
     def astype(self, dtype: jnp.dtype) -> "Step":
-        """Operands of products in a type, and sums in the one they are added up in."""
+        """Casts operands of matmuls to `dtype`, and sums to its accumulator's type."""
         wide = accumulator_type(dtype)
         types = dict.fromkeys(("q", "k", "v", "d_out"), dtype)
         types |= dict.fromkeys(("delta", "dq"), wide)
@@ -42,10 +42,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCase:
-    """Shapes of an attention step, and how it is asked for.
+    """Shapes and options of an attention step.
 
-    group: query heads of a key/value head. bound_rows: 1 if rows share their bounds.
-    has_carry: whether there were other keys before.
+    group: query heads of a key/value head. bound_rows: 1, or batch rows with bounds of
+      their own. has_carry: whether other keys came before. sizes: None for a default.
     """
 
     queries: int
@@ -68,7 +68,7 @@ class StepCase:
         head_dim: int,
         bound_rows: int,
     ) -> "StepCase":
-        """Of 1 to `longest` queries and 64 to as many keys.
+        """Draws 1 to `longest` queries and 64 to `longest` keys.
 
         With a handful of keys the reference's weights are exact even in bfloat16.
         """
@@ -86,7 +86,7 @@ class StepCase:
         )
 
     def draw(self, rng: np.random.Generator, dtype: jnp.dtype = jnp.float32) -> Step:
-        """Fresh random numbers, rounded to `dtype`, and the type of their sums."""
+        """Draws operands, rounded to `dtype` and float32, held in float64."""
         heads = self.group * self.kv_heads
 
         def normal(*shape: int, dtype: jnp.dtype = dtype) -> np.ndarray:
@@ -112,7 +112,7 @@ class StepCase:
         )
 
     def _bounds(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """In the first row wide intervals that see nothing first, then any at all."""
+        """Draws wide intervals, some empty, in the first row and any in the others."""
         bounds = self.bound_rows, self.queries
         start = rng.integers(0, self.keys + 1, bounds)
         stop = rng.integers(0, self.keys + 1, bounds)
@@ -127,7 +127,7 @@ class StepCase:
 def run(
     backend: Backend, scale: float, sizes: BlockSizes | None, step: Step
 ) -> tuple[jax.Array, ...]:
-    """(out, lse, dq, dk, dv) of a step, the gradients those for its own lse."""
+    """Returns (out, lse, dq, dk, dv) of a step; gradients by its own lse."""
     q, k, v, d_out, delta, dq, start, stop, carry = step
     how = {"scale": scale, "block_sizes": sizes}
     out, lse = backend.forward(q, k, v, start, stop, carry=carry, **how)
@@ -136,7 +136,7 @@ def run(
 
 
 def run_backward(backend: Backend, scale: float, step: Step) -> tuple[jax.Array, ...]:
-    """(dq, dk, dv) as if the whole result had an lse of 0."""
+    """Returns (dq, dk, dv) as if the whole result had an lse of 0."""
     q, k, v, d_out, delta, dq, start, stop, _ = step
     given = q, k, v, d_out, jnp.zeros_like(delta), delta, start, stop
     return backend.backward(*given, scale=scale, dq=dq)
@@ -145,21 +145,25 @@ def run_backward(backend: Backend, scale: float, step: Step) -> tuple[jax.Array,
 def compiled(
     backend: Backend, scale: float, sizes: BlockSizes | None = None
 ) -> Callable[[Step], tuple[jax.Array, ...]]:
-    """`run` as a program of its own, compiled quickly."""
+    """Returns `run` as a new program, compiled quickly."""
     program = functools.partial(run, backend, scale, sizes)
     return jax.jit(program, compiler_options=QUICK)
+
+
+shared = functools.cache(compiled)
+"""`compiled`, one program for all tests; not for those that patch a kernel."""
 
 
 def compiled_backward(
     backend: Backend, scale: float
 ) -> Callable[[Step], tuple[jax.Array, ...]]:
-    """`run_backward` as a program of its own, compiled quickly."""
+    """Returns `run_backward` as a new program, compiled quickly."""
     program = functools.partial(run_backward, backend, scale)
     return jax.jit(program, compiler_options=QUICK)
 
 
 def answer(results: tuple[jax.Array, ...], step: Step) -> Answer:
-    """Results to judge: of dq, the share that the step added."""
+    """Returns results in float64, of dq what the step added."""
     out, lse, dq, dk, dv = (np.asarray(x, np.float64) for x in results)
     return Answer(out, lse, dq - step.dq, dk, dv)
 
@@ -170,7 +174,7 @@ def _reference(scale: float) -> Callable[[Step], tuple[jax.Array, ...]]:
 
 
 def truth(case: StepCase, step: Step, dtype: jnp.dtype = jnp.float64) -> Answer:
-    """What the reference answers, in float64 or a narrower type."""
+    """Returns the reference's results, in float64 or a narrower type."""
     with jax.enable_x64(dtype == jnp.float64):
         return answer(_reference(case.scale)(step.astype(dtype)), step)
 
@@ -178,9 +182,9 @@ def truth(case: StepCase, step: Step, dtype: jnp.dtype = jnp.float64) -> Answer:
 def assert_true(
     rng: np.random.Generator, backend: Backend, case: StepCase, dtype: jnp.dtype
 ) -> None:
-    """Float32 to a tolerance; narrower types as the reference in the same."""
+    """Judges float32 by a tolerance, narrower types by the reference in the same."""
     step = case.draw(rng, dtype)
-    results = compiled(backend, case.scale, case.sizes)(step.astype(dtype))
+    results = shared(backend, case.scale, case.sizes)(step.astype(dtype))
     assert {x.dtype for x in results} == {np.dtype(np.float32)}
     exact = truth(case, step)
     errors = answer(results, step).errors(exact)

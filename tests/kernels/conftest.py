@@ -4,6 +4,8 @@ import pytest
 
 from kernels import ring
 
+pytest.register_assert_rewrite("tests.kernels.backend_suite", "tests.steps")
+
 
 @pytest.fixture
 def steps_in_a_loop(monkeypatch):

@@ -29,6 +29,9 @@ from kernels.one_device import attention
 from tests.rings import compiled_ring, ring_mesh, solve_on_ring
 from tests.simulated import BACKENDS
 
+GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
+"""Their rings are in `test_gpu_ring`."""
+
 
 def covering_cases():
     """Each case for each implementation.
@@ -37,7 +40,7 @@ def covering_cases():
     rings of 2; on one device it has tests of its own.
     """
     for case in COVERING:
-        for name in "reference", "blockwise", "pallas_tpu":
+        for name in [x for x in BACKENDS if x not in GPU_KERNELS]:
             is_short_ring = case.ring_size < 4
             is_slow = case.length > 1000 and (name != "blockwise" or is_short_ring)
             is_slow |= name == "pallas_tpu" and case.ring_size != 2

@@ -1,0 +1,328 @@
+"""Every backend of an attention step, by the tests of `backend_suite`.
+
+Kernels are interpreted here, in small tiles. What concerns one chip alone is in the
+files of that chip.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels import backends, blockwise
+from kernels.block_sizes import BlockSizes
+from kernels.hopper import launch as hopper
+from kernels.tpu import launch as pallas_tpu
+from kernels.triton_gpu import launch as triton_gpu
+from tests.kernels.backend_suite import BackendSuite, Groups, Refusal
+from tests.simulated_hopper import RACES, SimulatedHopper
+from tests.simulated_tpu import SimulatedTpu, on_chip
+from tests.simulated_triton import SMALL_BLOCKS, SimulatedGpu, interpreted_call
+from tests.steps import StepCase
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+def test_every_implementation_has_a_suite():
+    """The reference is what they are compared with: see `test_reference`."""
+    suites = [TestBlockwise, TestTpu, TestHopper, TestHopperDeterministic, TestTriton]
+    tested = {suite.implementation for suite in suites}
+    assert tested == backends.IMPLEMENTATIONS.keys() - {"reference"}
+
+
+class TestBlockwise(BackendSuite):
+    implementation = "blockwise"
+    backend = blockwise
+    cases = {
+        "one query": (StepCase(1, 70, kv_heads=2, scale=0.0), F16),
+        "far more keys": (
+            StepCase(37, 300, 3, bound_rows=2, scale=-0.1, sizes=BlockSizes(16, 32)),
+            F32,
+        ),
+        "far more queries": (
+            StepCase(
+                201, 101, 4, head_dim=100, has_carry=True, sizes=BlockSizes(64, 64)
+            ),
+            F32,
+        ),
+    }
+    types = F32, BF16, F16
+    tiles = Groups(
+        StepCase(192, 320, group=1, batch=1, sizes=BlockSizes(64, 64)),
+        rows=64,
+        query_tile=64,
+        granule=64,
+        gaps=((70, 120), (192, 250), (320, 256)),
+        aligned=((0, 128), (64, 256), (128, 320)),
+        slots=(30, 200),
+    )
+    test_what_there_is_no_kernel_for_is_refused = None
+
+
+class TestTpu(BackendSuite):
+    implementation = "pallas_tpu"
+    backend = SimulatedTpu()
+    cases = {
+        "one query, scale of zero": (
+            StepCase(1, 300, group=1, kv_heads=2, scale=0.0),
+            F32,
+        ),
+        "one key": (
+            StepCase(270, 1, group=2, head_dim=100, bound_rows=2, has_carry=True),
+            F32,
+        ),
+        "far more keys": (
+            StepCase(
+                130, 1100, 3, head_dim=128, bound_rows=2, sizes=BlockSizes(128, 256)
+            ),
+            F32,
+        ),
+        "far more queries": (
+            StepCase(1100, 130, 4, 256, batch=1, has_carry=True, scale=-0.1),
+            F32,
+        ),
+        "many heads": (
+            StepCase(77, 700, group=16, bound_rows=2, has_carry=True),
+            F32,
+        ),
+        "bfloat16": (
+            StepCase(200, 500, 8, head_dim=100, bound_rows=2, has_carry=True),
+            BF16,
+        ),
+    }
+    groups = 1, 2, 3, 4, 8, 32
+    longest = 1024
+    tiles = Groups(
+        StepCase(768, 1200, group=1, batch=1),
+        rows=128,
+        query_tile=256,
+        granule=128,
+        # Of masked granules, two are a whole tile between others.
+        gaps=((130, 250), (512, 640), (640, 1024), *[(1024, 1024)] * 2, (1200, 1024)),
+        aligned=(*[(0, 512)] * 2, *[(256, 768)] * 2, *[(512, 1200)] * 2),
+        slots=(100, 600),
+    )
+    refusals = {
+        **{
+            np.dtype(dtype).name: Refusal(
+                ValueError,
+                f"bfloat16 or float32, got {np.dtype(dtype).name}: cast",
+                dtype,
+            )
+            for dtype in (jnp.float16, jnp.float64, jnp.int32)
+        },
+        **{
+            f"{heads} heads, {sizes}": Refusal(
+                ValueError, words, F32, 300, heads, sizes=BlockSizes(*sizes)
+            )
+            for heads, sizes, words in (
+                (1, (100, 256), "block_q must be a multiple of 128 and block_k of 128"),
+                (8, (8, 256), "8 query heads.*block_q must be a multiple of 16"),
+                (16, (8, 256), "16 query heads.*block_q must be a multiple of 16"),
+                (3, (64, 256), "3 query heads.*block_q must be a multiple of 128"),
+                (1, (128, 200), r"block_k=200\).*block_k of 128"),
+            )
+        },
+        "tiles on a v3": Refusal(
+            ValueError,
+            "block_q .* of 128 and block_k of 256",
+            F32,
+            sizes=BlockSizes(256, 128),
+            backend=on_chip(pltpu.ChipVersion.TPU_V3),
+        ),
+        "tiles that do not fit": Refusal(
+            ValueError,
+            r"MiB do not fit into the 3\.5 MiB .* TPU v5e: make block_q or block_k sm",
+            F32,
+            queries=2048,
+            sizes=BlockSizes(1024, 1024),
+            backend=SimulatedTpu().with_vmem(2**22),
+        ),
+        # Names nothing that callers of `attention` do not have.
+        "wide heads": Refusal(
+            NotImplementedError,
+            r"^(?!.*block_).*smallest tiles of heads of 4096 numbers in float32 take "
+            ".* on TPU v4; use",
+            F32,
+            queries=300,
+            head_dim=4096,
+            backend=on_chip(pltpu.ChipVersion.TPU_V4),
+        ),
+        "more tiles than scalar memory holds": Refusal(
+            NotImplementedError,
+            r"bounds of all tiles take 16\.0 KiB, more than the 15\.0 KiB .* TPU v3",
+            queries=2**18,
+            heads=1,
+            head_dim=128,
+            backend=on_chip(pltpu.ChipVersion.TPU_V3),
+            passes=("forward",),
+        ),
+        "no TPU": Refusal(
+            NotImplementedError, "needs a TPU.*name another", F32, backend=pallas_tpu
+        ),
+    }
+
+
+class TestHopper(BackendSuite):
+    implementation = "hopper"
+    backend = SimulatedHopper(hopper.Launch(interpret=RACES))
+    cases = {
+        "one query, scale of zero": (StepCase(1, 300, batch=1, scale=0.0), BF16),
+        "a scale that is flushed to zero": (
+            StepCase(77, 70, group=4, batch=1, scale=-1e-42),
+            BF16,
+        ),
+        "far more keys": (
+            StepCase(
+                *(77, 400, 1),
+                bound_rows=2,
+                has_carry=True,
+                scale=-1e-5,
+                sizes=BlockSizes(128, 64),
+            ),
+            F16,
+        ),
+        "far more queries": (
+            StepCase(300, 130, 3, head_dim=100, batch=1, has_carry=True, scale=-0.1),
+            BF16,
+        ),
+        "wide heads": (StepCase(100, 130, 2, head_dim=256, batch=1), BF16),
+    }
+    types = BF16, F16
+    draws_type = True
+    tiles = Groups(
+        StepCase(384, 512, 1, head_dim=128, batch=1, sizes=BlockSizes(128, 64)),
+        rows=128,
+        query_tile=128,
+        granule=128,
+        gaps=((130, 200), (256, 384), (448, 384)),
+        aligned=((0, 128), (128, 384), (256, 512)),
+        slots=(200,),
+    )
+    dtype = BF16
+    tolerance = 1e-2
+    carry_tolerance = 0
+    refusals = {
+        **{
+            np.dtype(dtype).name: Refusal(
+                ValueError,
+                f"bfloat16 or float16, got {np.dtype(dtype).name}: cast",
+                dtype,
+            )
+            for dtype in (jnp.float32, jnp.int32, jnp.float8_e4m3fn)
+        },
+        **{
+            str(sizes): Refusal(
+                ValueError, words, sizes=BlockSizes(*sizes), passes=("forward",)
+            )
+            for sizes, words in (
+                ((64, 128), "BlockSizes.* block_q must be 128"),
+                ((128, 96), r"block_k=96.* a multiple of 64"),
+                (
+                    (128, 640),
+                    r"block_k=640.* take 671904 bytes .* more than 232448: make",
+                ),
+            )
+        },
+        "large heads": Refusal(
+            NotImplementedError,
+            r"up to 256 numbers, got q.shape=\(1, 32, 2, 257\): name another",
+            head_dim=257,
+        ),
+        "no Hopper GPU": Refusal(
+            NotImplementedError, "needs an H100 or H200.*'cpu'", backend=hopper
+        ),
+    }
+
+
+class TestHopperDeterministic(TestHopper):
+    implementation = "hopper_deterministic"
+    # It differs in its backward only.
+    backend = backends.Steps(
+        blockwise.forward,
+        SimulatedHopper(hopper.Launch(interpret=RACES, is_deterministic=True)).backward,
+    )
+    carry_tolerance = 1e-6
+    cases = {
+        "one query, several heads": (
+            StepCase(1, 300, group=3, has_carry=True, scale=-1e-5),
+            F16,
+        ),
+        "far more queries": (
+            StepCase(300, 130, group=1, head_dim=128, batch=1, has_carry=True),
+            BF16,
+        ),
+    }
+    is_slow = True
+    test_what_there_is_no_kernel_for_is_refused = None
+
+
+class TestTriton(BackendSuite):
+    implementation = "triton"
+    backend = SimulatedGpu()
+    cases = {
+        "one query, scale of zero": (
+            StepCase(1, 70, group=1, kv_heads=2, scale=0.0),
+            F32,
+        ),
+        "one key": (
+            StepCase(70, 1, group=2, head_dim=100, bound_rows=2, has_carry=True),
+            F32,
+        ),
+        "far more keys": (
+            StepCase(37, 300, 3, head_dim=128, bound_rows=2, sizes=BlockSizes(16, 32)),
+            F32,
+        ),
+        "far more queries": (
+            StepCase(257, 37, 4, head_dim=256, batch=1, has_carry=True, scale=-0.1),
+            F32,
+        ),
+        "whole tiles": (StepCase(128, 128, group=1, head_dim=3, has_carry=True), F32),
+        "bfloat16": (
+            StepCase(101, 201, 2, head_dim=100, bound_rows=2, has_carry=True),
+            BF16,
+        ),
+        "float16": (StepCase(70, 257, 4, head_dim=128, batch=1, scale=-0.1), F16),
+    }
+    types = triton_gpu.TYPES
+    tiles = Groups(
+        StepCase(192, 320, group=1, batch=1),
+        rows=64,
+        query_tile=64,
+        granule=64,
+        gaps=((70, 120), (192, 250), (320, 256)),
+        aligned=((0, 128), (64, 256), (128, 320)),
+        slots=(30, 200),
+    )
+    refusals = {
+        **{
+            np.dtype(dtype).name: Refusal(
+                ValueError,
+                f"bfloat16, float16 or float32, got {np.dtype(dtype).name}: cast",
+                dtype,
+            )
+            for dtype in (jnp.int32, jnp.float64, jnp.float8_e4m3fn)
+        },
+        **{
+            str(sizes): Refusal(
+                ValueError,
+                f"block_q={sizes[0]}, block_k={sizes[1]}: Triton's tiles are powers of",
+                sizes=BlockSizes(*sizes),
+            )
+            for sizes in ((100, 64), (64, 48), (8, 64), (64, 8))
+        },
+        "large heads": Refusal(
+            NotImplementedError,
+            r"heads of up to 256 numbers, got q.shape=\(1, 32, 2, 257\): use impl",
+            head_dim=257,
+        ),
+        "a GPU before Ampere": Refusal(
+            NotImplementedError,
+            "8.0 or newer, this one has 7.5",
+            backend=SimulatedGpu(triton_gpu.Launch(75, SMALL_BLOCKS, interpreted_call)),
+        ),
+        "no GPU": Refusal(
+            NotImplementedError,
+            "needs an NVIDIA GPU, or a mesh",
+            backend=SimulatedGpu(triton_gpu.Launch()),
+        ),
+    }

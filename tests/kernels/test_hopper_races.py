@@ -1,0 +1,97 @@
+"""The waits of the Hopper kernels: each that is left out is reported.
+
+Pallas simulates a GPU's shared memory and barriers here, and reports what reads or
+writes without an order between them. That nothing is reported of the kernels as they
+are is in `test_backends`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.cases import QUICK
+from kernels.hopper import backward, forward
+from kernels.hopper.launch import HopperBlocks, Launch
+from tests.simulated_hopper import RACES, SimulatedHopper, run_without_wait
+from tests.steps import Step, StepCase, compiled_backward
+
+BACKEND = SimulatedHopper(Launch(HopperBlocks(64, 2), RACES))
+
+# Pass -> name of a wait -> its barrier, and number as waits for it are traced. Of the
+# others, that for queries (forward) is beyond the interpreter, those for keys and
+# values (backward) are implied by that for queries, the rest order nothing in memory.
+WAITS = {
+    "forward": {
+        "first keys": ("k_full", 0),
+        "keys": ("k_full", 1),
+        "values": ("v_full", 0),
+        "last values": ("v_full", 1),
+        "room for keys": ("k_empty", 0),
+        "room for values": ("v_empty", 0),
+        "room for the last values": ("v_empty", 1),
+    },
+    "backward": {
+        "queries": ("q_full", 0),
+        "gradients of results": ("do_full", 0),
+        "room for gradients of scores": ("ds_exchange", 0),
+        "gradients of the last scores": ("ds_exchange", 1),
+        "room for queries": ("q_empty", 0),
+        "room for gradients of results": ("do_empty", 0),
+    },
+}
+COUNTS = {
+    "forward": {
+        **{"q_full": 1, "schedule": 2},
+        **{"k_full": 2, "v_full": 2, "k_empty": 2, "v_empty": 3},
+    },
+    "backward": {
+        **{"k_full": 1, "v_full": 1, "q_full": 1, "do_full": 1},
+        **{"q_empty": 2, "do_empty": 2, "ds_exchange": 2},
+    },
+}
+QUICK_WAITS = {
+    *(("forward", "values"), ("forward", "room for keys")),
+    *(("backward", "room for gradients of scores"), ("backward", "room for queries")),
+}
+
+
+CASES = {
+    "forward": StepCase(128, 512, group=1, batch=1),
+    "backward": StepCase(256, 128, group=1, head_dim=128, batch=1),
+}
+KERNELS = {"forward": forward, "backward": backward}
+
+
+def simulate(which: str, step: Step) -> None:
+    """Runs one pass, traced anew."""
+    scale = CASES[which].scale
+
+    def attend(step: Step) -> tuple[jax.Array, jax.Array]:
+        bounds = step.start, step.stop
+        return BACKEND.forward(step.q, step.k, step.v, *bounds, scale=scale)
+
+    programs = {
+        "forward": jax.jit(attend, compiler_options=QUICK),
+        "backward": compiled_backward(BACKEND, scale),
+    }
+    jax.block_until_ready(programs[which](step))
+
+
+@pytest.mark.parametrize(
+    "which, name",
+    [
+        pytest.param(*wait, marks=[pytest.mark.slow] * (wait not in QUICK_WAITS))
+        for wait in ((which, name) for which in WAITS for name in WAITS[which])
+    ],
+)
+def test_a_wait_that_is_left_out_is_reported(which, name, monkeypatch, capfd, rng):
+    """So that the tests of all backends could fail."""
+    step = CASES[which].draw(rng, jnp.bfloat16)
+    start, stop = np.zeros_like(step.start), np.full_like(step.stop, CASES[which].keys)
+    step = step._replace(start=start, stop=stop).astype(jnp.bfloat16)
+    waits, failure = run_without_wait(
+        KERNELS[which], *WAITS[which][name], lambda: simulate(which, step), monkeypatch
+    )
+    assert waits == COUNTS[which]
+    assert "phase" in failure or "RACE DETECTED" in capfd.readouterr().out
