@@ -1,4 +1,4 @@
-"""The Triton kernels where there is no GPU: Triton interprets them on a CPU, in NumPy.
+"""Runs the Triton kernels without a GPU: Triton interprets them on a CPU, in NumPy.
 
 Each array of a kernel lies between two stretches of nan, where what is read by mistake
 shows, and what is written by mistake is found.
@@ -44,14 +44,14 @@ MARGIN = 2**18
 would find what is not nan."""
 
 
-TURN = threading.Lock()
+INTERPRETER_LOCK = threading.Lock()
 """XLA runs kernels that do not wait for each other at once; the interpreter is one."""
 
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
-    """What is decorated here is interpreted, and so are Triton's own functions."""
-    with TURN, contextlib.ExitStack() as undo:
+    """Makes Triton interpret what is decorated within, and its own functions."""
+    with INTERPRETER_LOCK, contextlib.ExitStack() as undo:
         undo.enter_context(triton.knobs.runtime.scope())
         triton.knobs.runtime.interpret = True
         for name in "max", "sum":
@@ -73,14 +73,14 @@ def _interpreting() -> Iterator[None]:
 
 
 def _dot(a, b, accumulator, input_precision, max_num_imprecise_acc):
-    """Products add up in float32, as on a GPU."""
+    """Multiplies and adds up in float32, as a GPU does."""
     assert input_precision == triton._C.libtriton.ir.INPUT_PRECISION.IEEE
     product = _wide(a) @ _wide(b) + accumulator.data
     return interpreter.TensorHandle(product, accumulator.dtype.scalar)
 
 
 def _narrowed(x, block_type):
-    """Float32 to a narrower type, rounded to nearest."""
+    """Rounds float32 to the nearest of a narrower type."""
     dtype = block_type.scalar
     if dtype != tl.bfloat16:
         return interpreter.TensorHandle(x.data.astype(np.float16), dtype)
@@ -96,7 +96,7 @@ def _wide(x) -> np.ndarray:
 
 
 def _interpreted_kernels() -> ModuleType:
-    """A second `kernels.triton_gpu.kernels`, to be interpreted."""
+    """Returns a second `kernels.triton_gpu.kernels`, to be interpreted."""
     spec = importlib.util.find_spec(triton_kernels.__name__)
     module = importlib.util.module_from_spec(spec)
     with _interpreting():
@@ -108,7 +108,7 @@ KERNELS = _interpreted_kernels()
 
 
 def pointer(address: int, dtype: np.dtype) -> tl.tensor:
-    """What a kernel gets for an array there."""
+    """Returns the pointer that a kernel gets for an array at `address`."""
     kind = tl.pointer_type(POINTERS[dtype])
     at = np.array([address], np.uint64)
     return tl.tensor(interpreter.TensorHandle(at, kind), kind)
@@ -125,7 +125,7 @@ def interpret(
 
 
 class _Guarded:
-    """An array between nan, and the pointer to it that a kernel gets."""
+    """Array between margins of nan, and the pointer to it that a kernel gets."""
 
     def __init__(self, x: np.ndarray):
         # nan as a bfloat16, a float16 and a float32, and -1 as an int32.
@@ -150,7 +150,7 @@ def interpreted_call(
     sizes: Sizes,
     **options: object,
 ) -> tuple[jax.Array, ...]:
-    """Like `triton_gpu.triton_call`."""
+    """Interprets a kernel with the arguments of `launch.triton_call`."""
 
     def run(*operands: jax.Array) -> tuple[np.ndarray, ...]:
         given = [_Guarded(np.asarray(x)) for x in operands]
@@ -167,7 +167,7 @@ def interpreted_call(
 
 @dataclass(frozen=True)
 class SimulatedGpu:
-    """The backend `triton_gpu`, its kernels launched as told."""
+    """Backend `triton` with a launch of its own."""
 
     launch: Launch = Launch(80, SMALL_BLOCKS, interpreted_call)
 

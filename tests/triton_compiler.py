@@ -1,4 +1,4 @@
-"""What Triton's compiler makes of the kernels, for GPUs that are not there."""
+"""Compiles the Triton kernels for GPUs that are not there."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class Resources(NamedTuple):
-    """Of a program. registers: of a thread. stack, shared_memory: bytes."""
+    """Resources of a program: registers of a thread, bytes of stack, shared memory."""
 
     registers: int
     stack: int
@@ -39,9 +39,9 @@ class Resources(NamedTuple):
 
 
 class TritonCompiler:
-    """Stands where `triton_gpu.triton_call` does: compiles, and computes nothing.
+    """Takes the place of `launch.triton_call`: compiles, and computes nothing.
 
-    resources: of the kernels that were asked for, in order, by name.
+    resources: name and resources of each kernel compiled, in order.
     """
 
     def __init__(self):

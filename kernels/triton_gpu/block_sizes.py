@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels, and the choices for each kind of GPU."""
+"""Block sizes of the Triton kernels, and the choices for each kind of GPU."""
 
 from dataclasses import dataclass, replace
 
@@ -10,11 +10,11 @@ from ..block_sizes import BlockSizes
 
 @dataclass(frozen=True)
 class TritonBlocks:
-    """How a Triton kernel cuts its work.
+    """Block sizes of a Triton kernel.
 
     block_q, block_k: query rows and key slots of a tile, powers of 2 from 16 on.
-    warps: that compute a tile, of 32 threads.
-    stages: tiles that are in shared memory or on their way to it.
+    warps: warps that compute a tile.
+    stages: depth of the software pipeline: tiles in shared memory or on their way.
     """
 
     block_q: int
@@ -35,7 +35,7 @@ class TritonBlocks:
             )
 
     def with_tiles(self, sizes: BlockSizes | None) -> "TritonBlocks":
-        """The same with the tiles that are asked for, if any.
+        """Returns these with other tiles, if any are given.
 
         Raises:
           ValueError: tiles that Triton does not have.
@@ -47,11 +47,11 @@ class TritonBlocks:
 
 @dataclass(frozen=True)
 class KernelBlocks:
-    """Those of each of the three kernels."""
+    """Block sizes of the forward, dkv and dq kernels."""
 
     forward: TritonBlocks
-    backward_keys: TritonBlocks
-    backward_queries: TritonBlocks
+    backward_dkv: TritonBlocks
+    backward_dq: TritonBlocks
 
 
 def _blocks(*cuts: tuple[int, int, int, int]) -> KernelBlocks:
@@ -94,12 +94,12 @@ FLOAT32 = {
 
 
 def padded_depth(depth: int) -> int:
-    """The power of 2 that a row of so many numbers is padded to."""
+    """Returns the power of 2 that rows of `depth` numbers are padded to."""
     return max(16, 1 << (depth - 1).bit_length())
 
 
 def chosen_blocks(capability: int, q: jax.Array) -> KernelBlocks:
-    """The table's choice for this chip, or for the one most like it."""
+    """Returns the table's choice for this chip, or for the one most like it."""
     if q.dtype == jnp.float32:
         table = FLOAT32
     elif capability in (86, 89) or capability >= 120:  # for desktops: little memory

@@ -1,9 +1,8 @@
 """Flash attention on GPUs before and beside Hopper: Triton kernels behind the signature
 of `reference`.
 
-Here problems are measured and the kernels of `triton_kernels` launched, through
-jax-triton. Both are imported when a step is first asked for, and not before. What a
-query sees arrives as intervals, from which the tiles to visit are counted in XLA.
+Measures a problem, counts the live tiles of its intervals in XLA, and launches the
+kernels of `kernels` through jax-triton. Both are imported when a step is first run.
 """
 
 import inspect
@@ -14,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as gpu
+from jax.experimental.pallas import triton as pltriton
 
 from ..block_sizes import BlockSizes
 from ..merge import Partial
@@ -28,9 +27,10 @@ TYPES = jnp.bfloat16, jnp.float16, jnp.float32
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of arrays (B, length, heads, depth), in tiles of so many.
+    """Rows of arrays [B, length, heads, depth] and their cut into tiles.
 
-    depth: of results; operands are padded to `block_d` numbers.
+    depth: numbers in a row of a result; operands are padded to `block_d`.
+    tile: rows in a tile.
     """
 
     length: int
@@ -45,12 +45,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A problem and its tiles, as the kernels know them: constants all.
+    """A problem and its tiles, all constants of the compiled kernels.
 
     depth: D; operands are padded to `block_d`, results are not.
-    bound_rows: M, rows of bounds.
-    scale2: factor on the products of queries and keys, for exponents of 2; positive in
-      the forward kernel.
+    bound_rows: M, rows of bounds: 1 or B.
+    scale_log2: factor on q kᵀ, for exponents of 2; positive in the forward kernel.
     """
 
     queries: int
@@ -60,7 +59,7 @@ class Sizes:
     depth: int
     bound_rows: int
     scale: float
-    scale2: float
+    scale_log2: float
     block_q: int
     block_k: int
     has_carry: bool = False
@@ -100,7 +99,7 @@ def triton_call(
     blocks: TritonBlocks,
     capability: int,
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel of that name in `triton_kernels`, compiled for a capability.
+    """Runs the kernel of that name in `kernels`, compiled for a capability.
 
     Raises:
       NotImplementedError: jax-triton is not installed.
@@ -108,7 +107,7 @@ def triton_call(
     try:
         import jax_triton
 
-        from . import kernels as triton_kernels
+        from . import kernels
     except ImportError as error:
         raise NotImplementedError(
             "triton needs jax-triton: pip install -r requirements-gpu.txt, or use "
@@ -119,7 +118,7 @@ def triton_call(
     with jax.named_scope(f"flash_{kernel}"):
         return jax_triton.triton_call(
             *operands,
-            kernel=getattr(triton_kernels, kernel),
+            kernel=getattr(kernels, kernel),
             **{"out_type" if is_typed else "out_shape": results},
             grid=(programs,),
             num_warps=blocks.warps,
@@ -131,12 +130,12 @@ def triton_call(
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is run.
+    """Device, block sizes and runner of the kernels.
 
-    capability: what it is compiled for, as 80 for 8.0; that of this program's GPU, or
-      of the one that the mesh describes, unless given.
-    blocks: how its work is cut; as is best for the chip unless given.
-    call: runs it, like `triton_call`; tests have Triton interpret it on a CPU.
+    capability: compute capability to compile for, 80 for 8.0; by default that of this
+      program's GPU, or of the abstract one in the mesh.
+    blocks: block sizes; by default the choice for the chip.
+    call: runs a kernel, as `triton_call` does; tests interpret it on a CPU.
     """
 
     capability: int | None = None
@@ -146,7 +145,7 @@ class Launch:
     def run(
         self, kernel: str, operands: tuple[jax.Array, ...], *results: Any, **how: Any
     ) -> tuple[jax.Array, ...]:
-        """`call`; under `jax.vmap`, which Triton does not know, one by one."""
+        """Runs `call`; under `jax.vmap`, which Triton does not know, one by one."""
 
         @jax.custom_batching.sequential_vmap
         def one(*operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -159,17 +158,17 @@ def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
     launch: Launch = Launch(),
 ) -> Partial:
-    """Attention of every query to the key slots [start, stop): see `reference`.
+    """Computes attention of every query to the keys [k_start, k_end): see `reference`.
 
-    block_sizes: those of a tile; as in `launch.blocks` unless given.
+    block_sizes: of a tile; by default those of `launch.blocks`.
 
     Raises:
       ValueError: a type that the kernels do not compute in, or tiles that Triton does
@@ -183,18 +182,27 @@ def forward(
     if scale < 0:
         # The kernel takes the maximum before it scales.
         q = -q
-    # A scale of 0 would turn the -inf of what is not seen into nan; one as small as
-    # this makes all weights equal too.
-    scale2 = max(abs(scale) * LOG2_E, SMALLEST)
-    sizes = _measured(q, k, start, scale, scale2, blocks, carry is not None)
-    bounds = _stacked(start, stop)
+    # A scale of 0 would turn the -inf of masked scores into nan; one as small as this
+    # makes all weights equal too.
+    scale_log2 = max(abs(scale) * LOG2_E, SMALLEST)
+    sizes = _measured(q, k, k_start, scale, scale_log2, blocks, carry is not None)
+    bounds = _stacked(k_start, k_end)
     ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
     nothing = jnp.zeros((1,), jnp.float32)
+    out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     row = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    q, k, v = _widened(q, k, v)
+    operands = (
+        q,  # [B, T, H, block_d]
+        *(k, v),  # [B, S, K, block_d]
+        bounds,  # int32 [2, M, T]
+        _stacked(*ranges),  # int32 [4, M, query_tiles]
+        *(carry or (nothing, nothing)),  # out [B, T, H, D], lse [B, H, T]
+    )
     out, lse = launch.run(
         "forward",
-        (*_widened(q, k, v), bounds, _stacked(*ranges), *(carry or (nothing, nothing))),
-        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        operands,
+        out,
         row,
         programs=q.shape[0] * sizes.heads * sizes.query_tiles,
         sizes=sizes,
@@ -208,59 +216,67 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    d_out: jax.Array,
+    do: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
     *,
     scale: float,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
     launch: Launch = Launch(),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of the attention to these keys: see `reference`.
+    """Computes the gradients of the attention to these keys: see `reference`.
 
-    block_sizes, launch: as in `forward`, and so is what is raised.
+    block_sizes, launch, errors: as in `forward`.
     """
     capability = _checked_capability(launch.capability, q)
     blocks = launch.blocks or chosen_blocks(capability, q)
-    bounds = _stacked(start, stop)
-    operands = *_widened(q, k, v, d_out), lse, delta, bounds
+    bounds = _stacked(k_start, k_end)
+    operands = (
+        *_widened(q, k, v, do),  # [B, T or S, H or K, block_d]
+        *(lse, delta),  # [B, H, T]
+        bounds,  # int32 [2, M, T]
+    )
 
-    blocks_of_keys = blocks.backward_keys.with_tiles(block_sizes)
-    sizes = _measured(q, k, start, scale, scale * LOG2_E, blocks_of_keys)
+    dkv_blocks = blocks.backward_dkv.with_tiles(block_sizes)
+    sizes = _measured(q, k, k_start, scale, scale * LOG2_E, dkv_blocks)
     ranges = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
     ranges = _with_whole_tiles(ranges, sizes.queries // sizes.block_q)
-    share = jax.ShapeDtypeStruct(k.shape, jnp.float32)
+    gradient = jax.ShapeDtypeStruct(k.shape, jnp.float32)  # [B, S, K, D]
     dk, dv = launch.run(
-        "backward_keys",
+        "backward_dkv",
         (*operands, _stacked(*ranges)),
-        share,
-        share,
+        gradient,
+        gradient,
         programs=k.shape[0] * sizes.kv_heads * sizes.key_tiles,
         sizes=sizes,
-        blocks=blocks_of_keys,
+        blocks=dkv_blocks,
         capability=capability,
     )
 
-    blocks_of_queries = blocks.backward_queries.with_tiles(block_sizes)
-    sizes = _measured(q, k, start, scale, scale * LOG2_E, blocks_of_queries)
+    dq_blocks = blocks.backward_dq.with_tiles(block_sizes)
+    sizes = _measured(q, k, k_start, scale, scale * LOG2_E, dq_blocks)
     ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
     (dq,) = launch.run(
-        "backward_queries",
+        "backward_dq",
         (*operands, _stacked(*ranges), dq),
         jax.ShapeDtypeStruct(dq.shape, jnp.float32),
         programs=q.shape[0] * sizes.heads * sizes.query_tiles,
         sizes=sizes,
-        blocks=blocks_of_queries,
+        blocks=dq_blocks,
         capability=capability,
     )
     return dq, dk, dv
 
 
 def _checked_capability(capability: int | None, q: jax.Array) -> int:
-    """The capability to compile for, if there is one and it has kernels for q."""
+    """Returns the capability to compile for; refuses what has no kernel.
+
+    Raises:
+      ValueError, NotImplementedError: as `forward`.
+    """
     if q.dtype not in TYPES:
         raise ValueError(
             f"triton computes in bfloat16, float16 or float32, got {q.dtype}: cast "
@@ -283,7 +299,7 @@ def _checked_capability(capability: int | None, q: jax.Array) -> int:
 
 def _device_capability() -> int:
     try:
-        return gpu.get_gpu_info().compute_capability
+        return pltriton.get_gpu_info().compute_capability
     except ValueError as error:
         raise NotImplementedError(
             "triton needs an NVIDIA GPU, or a mesh that describes one: name "
@@ -294,22 +310,22 @@ def _device_capability() -> int:
 def _measured(
     q: jax.Array,
     k: jax.Array,
-    start: jax.Array,
+    k_start: jax.Array,
     scale: float,
-    scale2: float,
+    scale_log2: float,
     blocks: TritonBlocks,
     has_carry: bool = False,
 ) -> Sizes:
-    """What the kernels know of a problem."""
+    """Returns a problem and its tiles as the kernels take them."""
     return Sizes(
         queries=q.shape[1],
         keys=k.shape[1],
         heads=q.shape[2],
         kv_heads=k.shape[2],
         depth=q.shape[3],
-        bound_rows=start.shape[0],
+        bound_rows=k_start.shape[0],
         scale=float(scale),
-        scale2=float(scale2),
+        scale_log2=float(scale_log2),
         block_q=blocks.block_q,
         block_k=blocks.block_k,
         has_carry=has_carry,
@@ -317,14 +333,14 @@ def _measured(
 
 
 def _widened(*operands: jax.Array) -> Iterator[jax.Array]:
-    """Rows padded with zeros to the power of 2 that a tile has."""
+    """Pads rows with zeros to the power of 2 that a tile has: [B, T, H, block_d]."""
     for x in operands:
         more = padded_depth(x.shape[-1]) - x.shape[-1]
         yield jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more)))
 
 
 def _with_whole_tiles(ranges: TileRanges, whole: int) -> TileRanges:
-    """Ranges in which a last tile with rows missing is partial in any case."""
+    """Returns ranges in which a last tile with rows missing is never full."""
     return ranges._replace(
         full_begin=jnp.minimum(ranges.full_begin, whole),
         full_end=jnp.minimum(ranges.full_end, whole),

@@ -117,7 +117,7 @@ def test_queries_at_the_end_of_a_long_sequence_are_found(rng):
     dk, dv = np.zeros_like(k), np.zeros_like(v)
     near = [there(x) for x in (all_lse, all_delta, bounds, LAST, dk, dv)]
     pointers = there(q, TOKENS), there(k), there(v), there(d_out, TOKENS), *near
-    interpret("backward_keys", pointers, 1, replace(FAR, queries=TOKENS))
+    interpret("backward_dkv", pointers, 1, replace(FAR, queries=TOKENS))
     for got, exact in zip((dk, dv), want, strict=True):
         np.testing.assert_allclose(got, exact, atol=1e-4)
 

@@ -21,7 +21,7 @@ from tests.simulated_triton import SimulatedGpu
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
 from training.pods import compile_for, h200_devices
 
-KERNELS = "forward", "backward_keys", "backward_queries"
+KERNELS = "forward", "backward_dkv", "backward_dq"
 
 
 def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16, sharding=None):
@@ -127,7 +127,7 @@ def test_spills_and_tiles_that_are_too_large_are_seen():
     found = Problem(128).resources(89, KernelBlocks(large, small, small))
     assert found["forward"].stack > 100
     assert found["forward"].shared_memory > SHARED_MEMORY[89]
-    assert found["backward_keys"].stack == found["backward_queries"].stack == 0
+    assert found["backward_dkv"].stack == found["backward_dq"].stack == 0
 
 
 def test_a_described_gpu_is_compiled_for_through_jax():
