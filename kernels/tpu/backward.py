@@ -170,7 +170,7 @@ class KeyTile(NamedTuple):
     dv: jax.Ref  # [keys, D], accumulator
 
     def at(self, keys: pl.Slice) -> "KeyTile":
-        return KeyTile(*(x.at[keys, :] for x in self))
+        return jax.tree.map(lambda x_ref: x_ref.at[keys, :], self)
 
 
 def _kernel(
@@ -193,9 +193,9 @@ def _kernel(
 ) -> None:
     """Adds the gradients of one key tile: program (batch, head, key tile)."""
     batch, head, j = (pl.program_id(axis) for axis in range(3))
-    live_begin, full_begin, full_end, live_end = (
-        bound[batch * pl.num_programs(2) + j] for bound in ranges_ref
-    )
+    key_tile = batch * pl.num_programs(2) + j
+    ranges = jax.tree.map(lambda bound_ref: bound_ref[key_tile], ranges_ref)
+    live_begin, live_end = ranges.live_begin, ranges.live_end
     copies = DoubleBuffer(
         sources=(
             StackedTiles(q_hbm_ref.at[batch, head]),
@@ -236,7 +236,7 @@ def _kernel(
             row_bounds=row_bounds_ref,
             dq=dq.wait(i),
         )
-        is_full = (full_begin <= i) & (i < full_end)
+        is_full = (ranges.full_begin <= i) & (i < ranges.full_end)
         pl.when(is_full)(lambda: full_tile(keys, queries, config))
         query_tile = batch * row_bounds_hbm_ref.shape[1] + i
         sub_blocks = row_bounds_hbm_ref.shape[3] // config.blocks.exact_rows

@@ -81,8 +81,8 @@ def choose_cut(
     blocks = blocks or _table_blocks(table, chip, q)
     choices = blocks.ever_smaller(group) if is_free else [(group, blocks)]
     for number, (heads, blocks) in enumerate(choices):
-        fit = blocks.fit(q.shape[1], k.shape[1], heads, row_lanes(chip), sizes)
-        cut = Cut(heads, group // heads, *fit)
+        tile, blocks = blocks.fit(q.shape[1], k.shape[1], heads, row_lanes(chip), sizes)
+        cut = Cut(heads=heads, stacks=group // heads, sizes=tile, blocks=blocks)
         held = held_bytes(cut)
         # The compiler takes some VMEM for itself, more for wide types; smaller tiles
         # can leave it more.

@@ -181,7 +181,7 @@ def _kernel(
     """Attends to all keys with one query tile: program (batch, head, query tile)."""
     batch, head, i = (pl.program_id(axis) for axis in range(3))
     query_tile = batch * pl.num_programs(2) + i
-    ranges = TileRanges(*(bound[query_tile] for bound in ranges_ref))
+    ranges = jax.tree.map(lambda bound_ref: bound_ref[query_tile], ranges_ref)
     stacked_q_ref = stack_heads(q_ref, scratch.q)  # [R, D]
     sub_blocks = stacked_q_ref.shape[0] // config.blocks.exact_rows
     work = QueryTile(
