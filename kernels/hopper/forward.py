@@ -34,12 +34,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..precision import LOG2_E
 from .shared import (
     BLOCK_Q,
     CONSUMER_REGISTERS,
     CONSUMERS,
     EPILOGUE_COLUMNS,
-    LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
     WARPGROUP,

@@ -20,14 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..block_sizes import BlockSizes
 from ..device import device_kind
 from ..merge import Partial
-from ..precision import gradient_factors
+from ..precision import LOG2_E, gradient_factors
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
 from . import backward_tile as dkv_kernel
 from . import forward as forward_kernel
 from .emulation import EmulatedOps
-from .shared import BLOCK_Q, LOG2_E, ROWS, SHARED_BYTES, NativeOps
+from .shared import BLOCK_Q, ROWS, SHARED_BYTES, NativeOps
 
 SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 

@@ -7,7 +7,6 @@ and two consumers, whose WGMMAs multiply them. Both run asynchronously: a TMA co
 on a barrier, WGMMAs in groups that complete in order, `plgpu.wgmma_wait(n)` leaving n.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..masks import in_interval
 
 ROWS = 64
 """Rows of one WGMMA: those of a tile that a consumer warpgroup computes."""
@@ -32,8 +33,6 @@ EPILOGUE_COLUMNS = 64
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 """Registers of a thread, once the producer has given up what it does not need."""
-
-LOG2_E = math.log2(math.e)
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program of a Hopper GPU may have."""
@@ -98,7 +97,7 @@ def mask(
     k_start, k_end = (
         lax.broadcast_in_dim(bound, s.shape, [1 - key_axis]) for bound in bounds
     )
-    return jnp.where((k_start <= k) & (k < k_end), s, -jnp.inf)
+    return jnp.where(in_interval(k_start, k, k_end), s, -jnp.inf)
 
 
 @dataclass(frozen=True)

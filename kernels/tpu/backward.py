@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..masks import in_interval
 from ..tile_ranges import TileRanges
 from .backward_dq import STREAMED, Resident, Streamed
 from .block_sizes import TpuBlocks
@@ -313,7 +314,7 @@ def _add_gradients(
         k_start = queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
         k_end = queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
         key = first_key + lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
-        p = jnp.where((k_start <= key) & (key < k_end), p, 0.0)  # [keys, rows]
+        p = jnp.where(in_interval(k_start, key, k_end), p, 0.0)  # [keys, rows]
     keys.dv[...] += matmul(p.astype(q.dtype), do, NN)  # [keys, D]
     dp = matmul(keys.v[...], do, NT)  # dP^T [keys, rows]
     ds = (p * (dp - delta)).astype(q.dtype)  # dS^T [keys, rows]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ..masks import in_interval
 from .vector import LANES, broadcast_lanes, float_bits_to_int, row_to_column
 
 
@@ -55,4 +56,4 @@ class RowBounds(NamedTuple):
         key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + first_key  # [rows, keys]
         k_start = broadcast_lanes(self.k_start[rows, :], s.shape[1])  # [rows, keys]
         k_end = broadcast_lanes(self.k_end[rows, :], s.shape[1])  # [rows, keys]
-        return jnp.where((k_start <= key) & (key < k_end), s, -jnp.inf)
+        return jnp.where(in_interval(k_start, key, k_end), s, -jnp.inf)

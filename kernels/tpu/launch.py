@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..block_sizes import BlockSizes
 from ..merge import Partial
-from ..precision import gradient_factors
+from ..precision import LOG2_E, gradient_factors
 from ..tile_layout import Tiling
 from ..tile_ranges import key_ranges, query_ranges
 from . import backward as backward_kernel
@@ -27,8 +27,6 @@ from .block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from .cut import Cut, choose_cut, row_lanes, vmem_limit
 from .softmax import NOTHING
 from .vector import LANES, TileConfig, buffer_bytes, int_to_float_bits
-
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ kernels of `kernels` through jax-triton. Both are imported when a step is first 
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,10 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..block_sizes import BlockSizes
 from ..merge import Partial
+from ..precision import LOG2_E
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from .block_sizes import KernelBlocks, TritonBlocks, chosen_blocks, padded_depth
 
-LOG2_E = math.log2(math.e)
 SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 TYPES = jnp.bfloat16, jnp.float16, jnp.float32
 
