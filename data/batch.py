@@ -1,4 +1,4 @@
-"""What a training step reads, and which part of it a device holds."""
+"""Batches of a training step, and the blocks of them that devices hold."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """The part of a global batch that one device holds.
+    """A part of a global batch that one device holds.
 
     rows: first row of the global batch, and the row after the last.
     columns: first slot of the row *in layout order*, and the slot after the last.

@@ -1,13 +1,13 @@
 """Chains of trajectories for in-context RL: many tries of one task, from bad to good.
 
 The Agentic Transformer (2305.16554) reads n episodes of one task one after the other,
-sorted by return, and every one of them is told to reach the return of the best. A
-Decision Transformer (2106.01345) reads chains of one.
+sorted by return, each conditioned on the return of the best. A Decision Transformer
+(2106.01345) reads chains of one.
 
 `Chains` is a `RowPlan` for `data.text.TextBatches`: there, a row is a chain and a
-column is a step of the environment, of which a model makes four tokens. A layout deals
-out whole steps: `Striped()` of steps is `Striped(4)` of tokens. A chain's number is all
-that it depends on, besides the seed, so a run resumes by the number of the step alone.
+column is a step of the environment, of which a model makes four tokens. A layout
+assigns whole steps: `Striped()` of steps is `Striped(4)` of tokens. Besides the seed, a
+chain depends on its number alone, so a run resumes by the number of the step alone.
 """
 
 import sys
@@ -57,7 +57,7 @@ class ChainBatch(NamedTuple):
 def hold_out(
     episodes: int, share: float = 0.05, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the episodes to train on, and of a share held out; both sorted.
+    """Returns the numbers of the episodes to train on and of those held out, sorted.
 
     At least one episode is held out, and never all. The seed is one of its own, so that
     runs with different seeds hold out the same.
@@ -77,7 +77,7 @@ def hold_out(
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """Row k is a chain of distinct episodes, drawn anew for every k without end.
+    """Row k is a chain of distinct episodes, drawn for every k, without end.
 
     trajectories: where the episodes are.
     episodes: int (m,), numbers of those that chains are made of.
@@ -104,7 +104,7 @@ class Chains:
         for name, known in (("order", ORDERS), ("loss_on", LOSS_ON)):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}"
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}"
                 )
         if self.multiple < 1:
             raise ValueError(f"{self.multiple=} must be at least 1 step")
@@ -127,7 +127,7 @@ class Chains:
         return sys.maxsize // 2
 
     def chain(self, row: int) -> np.ndarray:
-        """Numbers of a chain's episodes, int64 (n,), in the order of the chain."""
+        """Returns a chain's episodes, int64 (n,), in the order of the chain."""
         rng = np.random.default_rng([self.seed, row])
         chain = rng.choice(self.episodes, self.chain_length, replace=False)
         if self.order == "ascending":
@@ -135,7 +135,7 @@ class Chains:
         return chain
 
     def read(self, row: int, index: np.ndarray) -> ChainBatch:
-        """The steps at `index`, int32 (L,) places in the chain: arrays of (L, …)."""
+        """Reads the steps at `index`, int32 (L,) places in the chain: arrays (L, …)."""
         chain = self.chain(row)
         offsets, returns = self.trajectories.offsets, self.trajectories.returns[chain]
         lengths = offsets[chain + 1] - offsets[chain]
@@ -162,7 +162,7 @@ class Chains:
         return _padded(batch, real)
 
     def _steps(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Standardised observation, action and reward at places (L,) of the file."""
+        """Reads standardised observation, action and reward at places (L,)."""
         file = self.trajectories
         size = file.observation_size
         steps = file.read(places)
@@ -171,7 +171,7 @@ class Chains:
         return observations, steps[:, size:-1], steps[:, -1]
 
     def _rewards_before(self, chain: np.ndarray) -> np.ndarray:
-        """What a chain's trajectories have had before each step: float64 (steps,)."""
+        """Sums the rewards before each step of a chain: float64 (steps,)."""
         offsets = self.trajectories.offsets
         before = []
         for episode in chain:
@@ -182,7 +182,7 @@ class Chains:
 
 
 def _padded(batch: ChainBatch, real: np.ndarray) -> ChainBatch:
-    """The batch in its types, and 0 where nothing is real, but for the positions."""
+    """Casts a batch to its types; zeros padding, except in the positions."""
     whole = {"timesteps", "ranks", "positions"}
     arrays = {}
     for name, values in batch._asdict().items():

@@ -1,8 +1,8 @@
-"""Conversations turned into token files whose loss mask marks what assistants say.
+"""Writes conversations as token files, with loss on what assistants say.
 
 Every conversation is a document, or several where it is longer than the context and
-split. Rows of whole documents (`WholeRows`) then hold several, which do not see each
-other.
+split. Rows of whole documents (`WholeRows`) then hold several, masked
+from each other.
 """
 
 from collections import Counter
@@ -27,19 +27,19 @@ CONVERSATIONS_AT_A_TIME = 64
 
 
 class Document(NamedTuple):
-    """Tokens int32 (n,), and whether each is to be learnt, bool (n,)."""
+    """Tokens, int32 (n,), and their loss mask, bool (n,)."""
 
     tokens: np.ndarray
-    is_learnt: np.ndarray
+    is_supervised: np.ndarray
 
 
 class ChatEncoder:
     """Turns conversations into documents that fit in a context.
 
     A longer conversation is truncated: what is beyond the context is lost, and the turn
-    that it cuts is learnt as far as it goes. Or it is split between exchanges, as many
-    in a document as fit, each document with the system's words; only an exchange that
-    is too long by itself is truncated.
+    that it cuts is supervised as far as it goes. Or it is split between exchanges, as
+    many in a document as fit, each document with the system's words; only an exchange
+    that is too long by itself is truncated.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ChatEncoder:
         if context_tokens < 2:
             raise ValueError(f"{context_tokens=} must be at least 2")
         if too_long not in TOO_LONG:
-            raise ValueError(f"{too_long=} is not one of {', '.join(TOO_LONG)}")
+            raise ValueError(f"{too_long=} must be one of {', '.join(TOO_LONG)}")
         self.tokenizer = tokenizer
         self._template = template
         self._context = context_tokens
@@ -68,7 +68,7 @@ class ChatEncoder:
         self._adds_space = np.array_equal(two, np.concatenate([one, one]))
 
     def encode(self, conversations: Sequence[Conversation]) -> list[list[Document]]:
-        """Documents of each conversation, but for those with nothing to learn."""
+        """Returns the documents of each conversation, without unsupervised ones."""
         exchanges, counts = [], []
         for conversation in conversations:
             first, *others = conversation.exchanges
@@ -80,14 +80,14 @@ class ChatEncoder:
         for conversation, count in zip(conversations, counts, strict=True):
             parts = self._parts(conversation, [next(encoded) for _ in range(count)])
             cut = [Document(*(a[: self._context] for a in part)) for part in parts]
-            # A document's first token is no target.
-            documents.append([part for part in cut if part.is_learnt[1:].any()])
+            # A document's first token is not a target.
+            documents.append([part for part in cut if part.is_supervised[1:].any()])
         return documents
 
     def _parts(
         self, conversation: Conversation, exchanges: list[Document]
     ) -> list[Document]:
-        """Exchanges joined to documents, which may still be too long."""
+        """Joins exchanges to documents, which may still be too long."""
         if not self._splits:
             return [_join(exchanges)]
         parts: list[list[Document]] = []
@@ -105,7 +105,7 @@ class ChatEncoder:
         return [_join(part) for part in parts]
 
     def _encode(self, exchanges: Sequence[Sequence[Piece]]) -> list[Document]:
-        """Tokens of every exchange, each piece of them encoded by itself."""
+        """Encodes every exchange, each piece of it by itself."""
         texts = [
             self._plain(piece.text)
             for pieces in exchanges
@@ -117,7 +117,7 @@ class ChatEncoder:
         def document(piece: Piece) -> Document:
             special = np.array([piece.token or 0], np.int32)
             tokens = next(encoded) if piece.token is None else special
-            return Document(tokens, np.full(tokens.size, piece.is_learnt))
+            return Document(tokens, np.full(tokens.size, piece.is_supervised))
 
         return [_join([document(piece) for piece in pieces]) for pieces in exchanges]
 
@@ -127,22 +127,22 @@ class ChatEncoder:
 
 @dataclass
 class ChatSummary:
-    """What was prepared.
+    """Figures of a prepared corpus.
 
-    counts: documents and tokens of each split; learnt: tokens that are to be learnt.
+    counts: documents and tokens of each split; supervised: tokens with a loss.
     conversations: those in the documents. skipped: rows that are not, by reason.
     """
 
     output: Path
     counts: dict[str, SplitCounts]
-    learnt: Counter[str] = field(default_factory=Counter)
+    supervised: Counter[str] = field(default_factory=Counter)
     conversations: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         lines = [
             f"{split:<10} {counts.documents:>11,} documents "
-            f"{counts.tokens:>15,} tokens {self.learnt[split]:>15,} to be learnt"
+            f"{counts.tokens:>15,} tokens {self.supervised[split]:>15,} supervised"
             for split, counts in self.counts.items()
         ]
         rows = self.conversations + self.skipped.total()
@@ -174,15 +174,15 @@ def prepare_chats(
       inputs: `.json` and `.jsonl` files (see data/conversation.py).
       output: a directory that does not exist yet, or is empty.
       encoder: makes the documents.
-      on_bad_row: called once for every row that is no conversation, or of which nothing
-        can be learnt in the context; if it returns, the row is skipped.
+      on_bad_row: called once for every row that is not a conversation, or of which
+        nothing is supervised in the context; if it returns, the row is skipped.
       validation_fraction: about this share of the conversations is held out.
 
     Raises:
       FileNotFoundError: an input does not exist.
       FileExistsError: `output` exists and is not empty.
-      ValueError: an input is no list of rows, there is no conversation to learn from,
-        or the fraction is not between 0 and 1.
+      ValueError: an input is not a list of rows, there is no conversation to train
+        on, or the fraction is not between 0 and 1.
     """
     holdout = Holdout(validation_fraction)
     with TokenFileWriter(output, encoder.tokenizer, has_loss_mask=True) as writer:
@@ -196,7 +196,7 @@ def prepare_chats(
             if isinstance(row, BadRow):
                 skip(row)
             else:
-                holdout.see(row.text)
+                holdout.add(row.text)
         for conversation, documents in _encoded(inputs, encoder):
             if not documents:
                 skip(BadRow(conversation.where, "no reply within the context"))
@@ -205,10 +205,10 @@ def prepare_chats(
             split = holdout.split(conversation.text)
             for document in documents:
                 writer.write(split, *document)
-                summary.learnt[split] += int(document.is_learnt.sum())
+                summary.supervised[split] += int(document.is_supervised.sum())
         if not summary.conversations:
             raise ValueError(
-                "there is no conversation to learn from in "
+                "there is no conversation to train on in "
                 f"{', '.join(map(str, inputs))}: {summary.skipped.total()} rows were "
                 "skipped"
             )
@@ -220,7 +220,7 @@ def _encoded(
 ) -> Iterator[tuple[Conversation, list[Document]]]:
     rows = read_conversations(inputs)
     good = (row for row in rows if isinstance(row, Conversation))
-    # Silent where standard error is no terminal.
+    # Silent where standard error is not a terminal.
     shown = tqdm(good, desc="encoding", unit=" conversations", disable=None)
     for some in batched(shown, CONVERSATIONS_AT_A_TIME):
         yield from zip(some, encoder.encode(some), strict=True)

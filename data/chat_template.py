@@ -1,8 +1,8 @@
-"""How a conversation is written for a model, and which parts of it are to be learnt.
+"""Chat templates: how conversations are written, and which parts have a loss.
 
 A template gives the pieces of one exchange after the other. Pieces are encoded each by
-itself, so what is learnt is known by construction: the assistant's words and the token
-that ends its turn.
+itself, so what is supervised is known by construction: the assistant's words and the
+token that ends its turn.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ class Piece:
 
     text: to be encoded; a space at its beginning belongs to the first word.
     token: a special token in the place of text.
-    is_learnt: whether the model is to say it.
+    is_supervised: whether it has a loss.
     """
 
     text: str = ""
     token: int | None = None
-    is_learnt: bool = False
+    is_supervised: bool = False
 
 
 class ChatTemplate(Protocol):
-    """What a new template has to provide. Words come without spaces at their ends."""
+    """Interface of a template. Words come without spaces at their ends."""
 
     def opening(self, system: str | None, user: str, reply: str) -> list[Piece]:
-        """The first exchange, and what is before it."""
+        """Returns the first exchange and what precedes it."""
 
     def following(self, user: str, reply: str) -> list[Piece]:
-        """Any other exchange."""
+        """Returns any other exchange."""
 
 
 class Vicuna:
@@ -58,8 +58,8 @@ class Vicuna:
         return [Piece(f"USER: {user} ASSISTANT:"), *self._answer(reply)]
 
     def _answer(self, reply: str) -> list[Piece]:
-        words = Piece(f" {reply}", is_learnt=True)
-        return [words, Piece(token=self._end, is_learnt=True)]
+        words = Piece(f" {reply}", is_supervised=True)
+        return [words, Piece(token=self._end, is_supervised=True)]
 
 
 class Llama2:
@@ -78,8 +78,8 @@ class Llama2:
         return [
             *self._begin,
             Piece(f"[INST] {user} [/INST]"),
-            Piece(f" {reply} ", is_learnt=True),
-            Piece(token=self._end, is_learnt=True),
+            Piece(f" {reply} ", is_supervised=True),
+            Piece(token=self._end, is_supervised=True),
         ]
 
 
@@ -104,23 +104,25 @@ class Llama3:
         self._start, self._stop, self._end = tokens.values()
 
     def opening(self, system: str | None, user: str, reply: str) -> list[Piece]:
-        told = [] if system is None else self._turn("system", system, is_learnt=False)
-        return [*self._begin, *told, *self.following(user, reply)]
+        system_turn = (
+            [] if system is None else self._turn("system", system, is_supervised=False)
+        )
+        return [*self._begin, *system_turn, *self.following(user, reply)]
 
     def following(self, user: str, reply: str) -> list[Piece]:
         return [
-            *self._turn("user", user, is_learnt=False),
-            *self._turn("assistant", reply, is_learnt=True),
+            *self._turn("user", user, is_supervised=False),
+            *self._turn("assistant", reply, is_supervised=True),
         ]
 
-    def _turn(self, role: str, words: str, *, is_learnt: bool) -> list[Piece]:
+    def _turn(self, role: str, words: str, *, is_supervised: bool) -> list[Piece]:
         return [
             Piece(token=self._start),
             Piece(role),
             Piece(token=self._stop),
             Piece("\n\n"),
-            Piece(words, is_learnt=is_learnt),
-            Piece(token=self._end, is_learnt=is_learnt),
+            Piece(words, is_supervised=is_supervised),
+            Piece(token=self._end, is_supervised=is_supervised),
         ]
 
 
@@ -128,6 +130,6 @@ TEMPLATES = {"vicuna": Vicuna, "llama2": Llama2, "llama3": Llama3}
 
 
 def _begin(tokenizer: Tokenizer) -> list[Piece]:
-    """The token that every text begins with, where the tokenizer has one."""
+    """Returns the token that every text begins with, where the tokenizer has one."""
     ids = (tokenizer.token_id(name) for name in BEGIN_NAMES)
     return [Piece(token=token) for token in ids if token is not None][:1]

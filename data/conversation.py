@@ -25,10 +25,10 @@ ID_LETTERS = 80
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a person and an assistant said.
+    """A conversation of a person and an assistant.
 
     where: file and number of the row, and its id.
-    system: what the assistant was told before; None: nothing.
+    system: the system prompt; None: none.
     exchanges: of each, what the person said and what the assistant replied.
     """
 
@@ -38,13 +38,13 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """All that was said; equal only where the conversations are."""
+        """Joins all that was said; equal only where the conversations are."""
         return json.dumps([self.system, self.exchanges])
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that is no conversation: where it is, and why."""
+    """A row that is not a conversation: where it is, and the reason."""
 
     where: str
     reason: str
@@ -54,7 +54,7 @@ class BadRow:
 
 
 def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | BadRow]:
-    """Every row of the files, in their order.
+    """Yields every row of the files, in their order.
 
     Raises:
       FileNotFoundError: a file does not exist.
@@ -70,7 +70,7 @@ def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | BadRow]
 
 
 def parse_conversation(row: Any, where: str) -> Conversation | BadRow:
-    """One row.
+    """Parses one row.
 
     row: what JSON made of it.
     where: its file and number, for messages.
@@ -103,9 +103,9 @@ def parse_conversation(row: Any, where: str) -> Conversation | BadRow:
 
 
 def _fault(turn: Any) -> str | None:
-    """What is wrong with a turn by itself."""
+    """Returns what is wrong with a turn by itself, None if nothing."""
     if not isinstance(turn, dict):
-        return "a turn that is no object"
+        return "a turn that is not an object"
     role, value = turn.get("from"), turn.get("value")
     if role not in ROLES:
         return f"a turn from {short(role)}, not one of {', '.join(ROLES)}"
@@ -142,7 +142,7 @@ def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = parse_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON file ({error}): mend it") from error
+        raise ValueError(f"{path} is not a JSON file ({error}): mend it") from error
     if not isinstance(rows, list):
         raise ValueError(
             f"{path} holds no list of rows, but {type(rows).__name__}: give it the "

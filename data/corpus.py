@@ -1,4 +1,4 @@
-"""Corpora: text files, directories and `.jsonl` files turned into token files.
+"""Writes text files, directories and `.jsonl` files as token files.
 
 A file is one document, a directory is all files in it and below, and a `.jsonl` file
 has one document a line. Every document is followed by the tokenizer's end-of-document
@@ -29,11 +29,11 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 
 @dataclass(frozen=True)
 class Summary:
-    """What was prepared.
+    """Figures of a prepared corpus.
 
     counts: documents and tokens of each split.
     bytes_per_token: of the token files.
-    not_text, empty: files skipped because they are no UTF-8 text, and documents
+    not_text, empty: files skipped because they are not UTF-8 text, and documents
       skipped because there is nothing in them.
     """
 
@@ -60,7 +60,7 @@ class Summary:
 
 @dataclass
 class _Survey:
-    """What a first reading of all documents finds."""
+    """Figures from a first reading of all documents."""
 
     characters: int = 0
     not_text: int = 0
@@ -125,7 +125,7 @@ def prepare_standard_library(output: Path) -> Path:
 
     Raises:
       ValueError, FileNotFoundError: what is there already is damaged, or holds tokens
-        that are no bytes.
+        that are not bytes.
       FileExistsError: `output` is something else than a corpus.
     """
     if not (output / "meta.json").exists():
@@ -146,7 +146,7 @@ def prepare_standard_library(output: Path) -> Path:
 
 
 def standard_library_files() -> list[Path]:
-    """The sources of the running Python's standard library, sorted."""
+    """Returns the sources of the running Python's standard library, sorted."""
     library = Path(sysconfig.get_paths()["stdlib"])
     return [
         path
@@ -166,8 +166,8 @@ def _paths(inputs: Sequence[Path], pattern: str) -> list[Path]:
             paths.append(path)
         elif path.exists():
             raise ValueError(
-                f"input {path} is no file and no directory: inputs are read twice, so "
-                "save what a pipe gives in a file"
+                f"input {path} must be a file or a directory: inputs are read twice, "
+                "so save what a pipe gives in a file"
             )
         else:
             raise FileNotFoundError(f"input {path} does not exist")
@@ -175,7 +175,7 @@ def _paths(inputs: Sequence[Path], pattern: str) -> list[Path]:
 
 
 def _files_in(directory: Path, pattern: str) -> list[Path]:
-    """Files below the directory, sorted, so that they come alike on every machine."""
+    """Lists files below the directory, sorted, so in one order on every machine."""
 
     def is_hidden(path: Path) -> bool:
         return any(part.startswith(".") for part in path.relative_to(directory).parts)
@@ -184,14 +184,14 @@ def _files_in(directory: Path, pattern: str) -> list[Path]:
         found = [path for path in directory.rglob(pattern) if path.is_file()]
     except (NotImplementedError, ValueError) as error:
         raise ValueError(
-            f"pattern={pattern!r} is none of files below a directory, as '*.txt' and "
+            f"pattern={pattern!r} must match files below a directory, as '*.txt' and "
             f"'notes/*.md' are: {error}"
         ) from error
     return sorted(path for path in found if not is_hidden(path))
 
 
 def _documents(paths: Sequence[Path], text_field: str) -> Iterator[str | None]:
-    """Texts, one a document; None for a file that is no text."""
+    """Yields texts, one a document; None for a file that is not text."""
     for path in paths:
         if path.suffix == ".jsonl":
             yield from _json_lines(path, text_field)
@@ -225,7 +225,7 @@ def _json_lines(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _progress(what: str, total: int | None) -> tqdm:
-    """A progress bar, which is silent where standard error is no terminal."""
+    """Makes a progress bar, silent where standard error is not a terminal."""
     return tqdm(
         desc=what, total=total, unit=" characters", unit_scale=True, disable=None
     )
@@ -240,7 +240,7 @@ def _survey(documents: Iterator[str | None], holdout: Holdout) -> _Survey:
             elif not text:
                 survey.empty += 1
             else:
-                holdout.see(text)
+                holdout.add(text)
                 survey.characters += len(text)
                 progress.update(len(text))
     return survey

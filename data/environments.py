@@ -1,4 +1,4 @@
-"""The dm_control tasks of ExoRL, to compute rewards from physics and to roll out.
+"""dm_control tasks of ExoRL, to compute rewards from physics and to roll out.
 
 This is the only module that imports dm_control, and only when an `Environment` is
 made: reading, packing and training on data that are packed do without it.
@@ -31,12 +31,12 @@ JACO_TARGETS = {
     "reach_bottom_right": (0.09, -0.09, 0.001),
 }
 JACO_SECONDS = 10.0
-# A torque sensor shows what acted in the last step, which no state tells.
+# A torque sensor shows what acted in the last step, which is in no state.
 UNSEEN_IN_PHYSICS = "joints_torque"
 
 
 class Step(NamedTuple):
-    """What a step of an environment gives.
+    """Result of a step of an environment.
 
     observation: float32 (observation size,).
     last: whether the episode ends here; by its time, always.
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 def tasks(domain: str) -> tuple[str, ...]:
-    """The tasks of a domain that there are environments for.
+    """Lists the tasks of a domain that have environments.
 
     Raises:
       ValueError: ExoRL has no such domain.
@@ -67,7 +67,7 @@ def check_task(domain: str, task: str) -> None:
             'are stored (relabelling "stored")'
         )
     if task not in known:
-        raise ValueError(f"{task=} of {domain} is not one of {', '.join(known)}")
+        raise ValueError(f"{task=} of {domain} must be one of {', '.join(known)}")
 
 
 def versions() -> dict[str, str]:
@@ -118,7 +118,7 @@ class Environment:
         return Step(_flat(result.observation), float(result.reward), result.last())
 
     def physics(self) -> np.ndarray:
-        """The simulator's state, float64 (physics size,)."""
+        """Returns the simulator's state, float64 (physics size,)."""
         return self._environment.physics.state().copy()
 
     def set_physics(self, state: np.ndarray) -> None:
@@ -140,11 +140,11 @@ class Environment:
         self._environment.physics.set_control(self._control(action))
 
     def reward(self) -> float:
-        """The task's reward for physics and control as they are set."""
+        """Returns the task's reward for physics and control as they are set."""
         return float(self._environment.task.get_reward(self._environment.physics))
 
     def observation(self) -> np.ndarray:
-        """The observation of physics as they are set, float32 (observation size,).
+        """Returns the observation of physics as set, float32 (observation size,).
 
         Good where `recomputable`, bool (observation size,), is true.
         """
@@ -182,7 +182,7 @@ def check_simulator() -> None:
 def _quiet_models() -> Iterator[None]:
     """Leaves out what dm_control warns of in its own models.
 
-    And in the search for the Jaco arm's first pose, which is begun anew when it fails.
+    And in the search for the Jaco arm's first pose, which restarts when it fails.
     """
     logger = logging.getLogger("absl")
     level = logger.level
@@ -200,7 +200,7 @@ def _load_suite(domain: str, task: str) -> Any:
 
 
 def _load_jaco(target: tuple[float, float, float]) -> Any:
-    """URLB's Jaco reach: the manipulation suite's, with a fixed and hidden target."""
+    """URLB's Jaco reach: the manipulation suite's, with a fixed, unobserved target."""
     # Importing composer makes all deprecation warnings of the process show.
     with warnings.catch_warnings():
         from dm_control import composer

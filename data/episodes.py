@@ -26,13 +26,13 @@ FILE_NAME = re.compile(r"(?:episode|\d{8}T\d{6})_(\d+)_(\d+)\.npz")
 # Of a zip archive with files, and of one without.
 ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""What NumPy writes. Of others, a few bytes give any number at once."""
+"""Methods that NumPy writes. With others, a few bytes give any number at once."""
 # Actions are float32 numbers scaled to [-1, 1].
 ACTION_TOLERANCE = 1e-6
 OF_THE_FILE = (errno.ENOENT, errno.EISDIR, errno.EINVAL)
 """Errors of the file itself, or of a place in it; others pass, as of a disk's reads."""
 MOST_STEPS = 100_000
-"""Of an episode; ExoRL's have up to 1000."""
+"""Limit of an episode; ExoRL's have up to 1000."""
 MOST_ITEM_BYTES = 8
 REASON_LETTERS = 300
 HEADER_BYTES = 1 << 14
@@ -60,7 +60,7 @@ DOMAINS = {
 
 
 class BadEpisode(ValueError):
-    """A file that is no episode of its domain; `path` and the `reason`, one line."""
+    """A file that is not an episode of its domain; `path` and `reason`, one line."""
 
     def __init__(self, path: Path, reason: str):
         self.path = path
@@ -92,7 +92,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Where the episodes of one domain and algorithm lie: `root`/domain/algorithm.
+    """Directory of the episodes of one domain and algorithm: `root`/domain/algorithm.
 
     Raises:
       ValueError: ExoRL has no such domain.
@@ -110,7 +110,7 @@ class Buffer:
         return Path(self.root) / self.domain / self.algorithm
 
     def scan(self) -> list[Path]:
-        """The episodes' files, sorted by their numbers.
+        """Lists the episodes' files, sorted by their numbers.
 
         Files whose names have none come last, for `read_episode` to refuse.
 
@@ -133,7 +133,7 @@ class Buffer:
 def check_domain(domain: str) -> None:
     """Raises ValueError if ExoRL has no such domain."""
     if domain not in DOMAINS:
-        raise ValueError(f"{domain=} is not one of {', '.join(DOMAINS)}")
+        raise ValueError(f"{domain=} must be one of {', '.join(DOMAINS)}")
 
 
 def _number(path: Path) -> tuple[bool, int, str]:
@@ -142,10 +142,10 @@ def _number(path: Path) -> tuple[bool, int, str]:
 
 
 def steps_of(path: Path) -> int:
-    """How many steps a file's name promises.
+    """Returns the number of steps in a file's name.
 
     Raises:
-      BadEpisode: the name is none of an episode.
+      BadEpisode: the name is not that of an episode.
     """
     name = FILE_NAME.fullmatch(path.name)
     if name is None:
@@ -159,7 +159,7 @@ def read_episode(path: Path, domain: str) -> Episode:
     Memory is taken for what the file's name promises, and no more, whatever it holds.
 
     Raises:
-      BadEpisode: the file is missing or damaged, or is no episode of the domain.
+      BadEpisode: the file is missing or damaged, or is not an episode of the domain.
       OSError: it cannot be read now, whatever it holds.
       ValueError: ExoRL has no such domain.
     """
@@ -169,7 +169,7 @@ def read_episode(path: Path, domain: str) -> Episode:
         arrays = _read_arrays(path, steps, DOMAINS[domain])
     except (BadEpisode, MemoryError):
         raise
-    # What zipfile, zlib and NumPy make of damaged bytes is no closed list.
+    # What zipfile, zlib and NumPy raise for damaged bytes is not a closed list.
     except Exception as error:
         if isinstance(error, OSError) and error.errno not in OF_THE_FILE:
             raise
@@ -184,7 +184,7 @@ def read_episode(path: Path, domain: str) -> Episode:
 
 
 def _read_arrays(path: Path, steps: int, widths: Widths) -> dict[str, np.ndarray]:
-    """The arrays, after their headers were found to be those of an episode."""
+    """Reads the arrays, after checking that their headers are an episode's."""
     with path.open("rb") as file:
         magic = file.read(4)
         if not magic:
@@ -205,7 +205,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 def _header_complaints(
     archive: zipfile.ZipFile, steps: int, widths: Widths
 ) -> Iterator[str]:
-    """What is wrong before any array is read; the later checks rely on the earlier."""
+    """Yields what is wrong with the headers; later checks rely on earlier ones."""
     members = [name for name in archive.namelist() if name.endswith(".npy")]
     names = [member.removesuffix(".npy") for member in members]
     missing = [name for name in NAMES if name not in names]
@@ -256,7 +256,7 @@ def _read_header(
 
 
 def _complaints(arrays: dict[str, np.ndarray]) -> Iterator[str]:
-    """What is wrong with the numbers of a file."""
+    """Yields what is wrong with the numbers of a file."""
     for name in NAMES:
         bad = ~np.isfinite(arrays[name])
         if bad.any():
@@ -276,6 +276,6 @@ def write_episode(episode: Episode) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+    """Returns the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -26,7 +26,7 @@ from data.trajectory_file import TrajectoryFile, TrajectoryWriter, refuse_existi
 
 # ExoRL's own loader keeps the first million of up to ten.
 MAX_TRANSITIONS = 1_000_000
-# Of files that may be skipped: more are no accident.
+# Of files that may be skipped: more are not an accident.
 BAD_SHARE = 0.01
 QUANTILES = (0, 10, 25, 50, 75, 90, 100)
 ON_BAD = ("error", "skip")
@@ -39,7 +39,7 @@ RELABELLINGS: dict[str, Callable[[Environment, Episode], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Selection:
-    """Which episodes are packed, and what is asked of them.
+    """Episodes to pack, and what is required of them.
 
     relabelling: "exact", rewards as the environment gives them; "exorl", as ExoRL's
       own code computes them; "stored", those in the files, whatever they were for.
@@ -60,9 +60,9 @@ class Selection:
     def __post_init__(self):
         known = (*RELABELLINGS, "stored")
         if self.relabelling not in known:
-            raise ValueError(f"{self.relabelling=} is not one of {', '.join(known)}")
+            raise ValueError(f"{self.relabelling=} must be one of {', '.join(known)}")
         if self.on_bad not in ON_BAD:
-            raise ValueError(f"{self.on_bad=} is not one of {', '.join(ON_BAD)}")
+            raise ValueError(f"{self.on_bad=} must be one of {', '.join(ON_BAD)}")
         if self.max_transitions < 1 or not self.tolerance > 0:
             raise ValueError(
                 f"{self.max_transitions=} must be at least 1, and {self.tolerance=} "
@@ -86,7 +86,7 @@ def pack(
       selection: which episodes are taken; `Selection()` unless it is given.
 
     Raises:
-      BadEpisode: a file is no episode of the domain, or of another model of it.
+      BadEpisode: a file is not an episode of the domain, or of another model of it.
       ValueError: there is no such task, or more than 1 % of the files are bad.
       FileNotFoundError: there are no episodes.
       FileExistsError: something has that name already; it is not touched.
@@ -118,7 +118,7 @@ def pack(
 
 
 def describe(trajectories: TrajectoryFile) -> str:
-    """What is in a trajectory file, in a few lines."""
+    """Describes a trajectory file in a few lines."""
     index, returns = trajectories.index, trajectories.returns
     lengths = trajectories.lengths
     marks = " ".join(f"{q:>8}%" for q in QUANTILES)
@@ -141,7 +141,7 @@ def describe(trajectories: TrajectoryFile) -> str:
 
 
 def _environment(domain: str, task: str, selection: Selection) -> Environment | None:
-    """What computes the rewards, None where those that are stored are taken."""
+    """Returns what computes the rewards; None where the stored ones are taken."""
     if selection.relabelling != "stored":
         return Environment(domain, task)
     if DOMAINS[domain].reward != 1:
@@ -162,7 +162,7 @@ def _versions(environment: Environment | None) -> dict[str, str]:
 
 
 def _generator(buffer: Buffer) -> dict[str, Any] | None:
-    """What tools/make_exorl.py says of data that it has made, None of others."""
+    """Returns tools/make_exorl.py's note on data that it made; None for others."""
     path = buffer.directory / "meta.json"
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Which documents are held out for validation: a matter of what they say alone.
+"""Chooses the documents held out for validation, by their text alone.
 
 So copies of one text never come to lie on both sides, whatever else is in a corpus.
 """
@@ -9,7 +9,7 @@ END = 1 << 64
 
 
 class Holdout:
-    """Tells the split of every text, once it has seen all of them."""
+    """Splits texts, after `add` was called with all of them."""
 
     def __init__(self, fraction: float):
         """Holds out about this share of the texts.
@@ -24,13 +24,13 @@ class Holdout:
         self._wanted = int(fraction * END)
         self._least, self._most = END, 0
 
-    def see(self, text: str) -> None:
-        """Takes notice of one text."""
+    def add(self, text: str) -> None:
+        """Adds one text."""
         mark = _mark(text)
         self._least, self._most = min(self._least, mark), max(self._most, mark)
 
     def split(self, text: str) -> str:
-        """ "train" or "validation"."""
+        """Returns "train" or "validation"."""
         return "validation" if _mark(text) < self._cut else "train"
 
     @property
@@ -42,5 +42,5 @@ class Holdout:
 
 
 def _mark(text: str) -> int:
-    """A number below `END` that depends on the text alone, evenly spread."""
+    """Returns a number below `END` that depends on the text alone, evenly spread."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 26
-"""Of a file that describes others; those of the largest models have a few MB."""
+"""Limit of a file that describes others; those of the largest models have a few MB."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; NaN and Infinity are numbers, as Python writes them.
+    """Parses a JSON text; NaN and Infinity are numbers, as Python writes them.
 
     Raises:
-      ValueError: it is no JSON, or none with one meaning and within reason: a name that
+      ValueError: it is not JSON, or has not one meaning and within reason: a name that
         stands twice in an object, thousands of brackets or digits.
     """
     try:
@@ -29,7 +29,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a file holds.
+    """Reads the object that a file holds.
 
     Raises:
       OSError: the file cannot be read.
@@ -44,21 +44,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): copy it again") from error
+        raise ValueError(f"{path} is not JSON ({error}): copy it again") from error
     if not isinstance(found, dict):
         raise ValueError(
-            f"{path} is no JSON object, but {type(found).__name__}: copy it again"
+            f"{path} must be a JSON object, got {type(found).__name__}: copy it again"
         )
     return found
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, and finite as a float: no text, no truth value."""
+    """Returns whether it is a finite number: not a text, not a truth value."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 short = reprlib.Repr(maxstring=200).repr
-"""A value in a line of some hundred letters, whatever its size."""
+"""Formats a value in a line of some hundred letters, whatever its size."""
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ each line: a row then teaches many answers, without which small models take many
 as long to begin to find lines at all. Which tokens are answers is known
 as they are encoded and not found again in the text. Documents have all lengths up to
 the context's, short ones as often as long ones on a logarithmic scale: what is short is
-learnt first.
+trained on first.
 """
 
 import math
@@ -21,7 +21,7 @@ from data.line_retrieval import Record, case_tokens, draw_record, record_of_leng
 from data.token_file import SplitCounts, TokenFileWriter
 from data.tokenizer import Tokenizer
 
-LEARNT = ("answers", "all")
+SUPERVISED = ("answers", "all")
 
 
 MOST_ASKED = 3
@@ -29,10 +29,10 @@ MOST_ASKED = 3
 
 
 class Document(NamedTuple):
-    """Tokens int32 (n,), and whether each is to be learnt, bool (n,)."""
+    """Tokens, int32 (n,), and their loss mask, bool (n,)."""
 
     tokens: np.ndarray
-    is_learnt: np.ndarray
+    is_supervised: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class LineDocuments:
     form: how records are written.
     context_tokens: that a document has at most.
     least_tokens: that it has at least, roughly.
-    learnt: "answers", which are the numbers and the ends of their lines, or "all".
+    supervised: "answers", which are the numbers and the ends of their lines, or "all".
 
     Raises:
-      ValueError: lengths or `learnt` out of range.
+      ValueError: lengths or `supervised` out of range.
     """
 
     form: LineForm
     tokenizer: Tokenizer
     context_tokens: int
     least_tokens: int
-    learnt: str = "answers"
+    supervised: str = "answers"
 
     def __post_init__(self):
         if not 1 <= self.least_tokens <= self.context_tokens:
@@ -60,11 +60,13 @@ class LineDocuments:
                 f"least_tokens={self.least_tokens} must be from 1 to "
                 f"context_tokens={self.context_tokens}"
             )
-        if self.learnt not in LEARNT:
-            raise ValueError(f"learnt={self.learnt!r} is not one of {LEARNT}")
+        if self.supervised not in SUPERVISED:
+            raise ValueError(
+                f"supervised={self.supervised!r} must be one of {SUPERVISED}"
+            )
 
     def draw(self, rng: np.random.Generator) -> Document:
-        """The next document.
+        """Draws the next document.
 
         Raises:
           ValueError: a record and a question do not fit, or there are too few names.
@@ -89,17 +91,19 @@ class LineDocuments:
         end = np.array([self.tokenizer.end_of_document], np.int32)
         parts.append((end, np.zeros(1, bool)))
         document = Document(*map(np.concatenate, zip(*parts, strict=True)))
-        if self.learnt == "all":
-            document = document._replace(is_learnt=np.ones(document.tokens.size, bool))
+        if self.supervised == "all":
+            document = document._replace(
+                is_supervised=np.ones(document.tokens.size, bool)
+            )
         return document
 
     def _questions(
         self, record: Record, asked: int, room: int, rng: np.random.Generator
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """So many questions, fewer where they do not fit; all lines come in turn."""
+        """Draws `asked` questions, fewer where they do not fit; lines in rounds."""
         last = record.names.size - 1
-        turns = range(-(-asked // (last + 1)))
-        places = [place for _ in turns for place in rng.permutation(last + 1).tolist()]
+        rounds = range(-(-asked // (last + 1)))
+        places = [place for _ in rounds for place in rng.permutation(last + 1).tolist()]
         questions = []
         for place in places[:asked]:
             question = self._question(record, place)
@@ -110,17 +114,17 @@ class LineDocuments:
         return questions or [self._question(record, last)]
 
     def _question(self, record: Record, place: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a question and its answer, and which are the answer's."""
+        """Returns the tokens of a question and its answer, and their loss mask."""
         form = self.form
         name = form.name(int(record.names[place]))
         asked = self.tokenizer.encode(form.question(name) + form.cue(name))
         answer = self.tokenizer.encode(form.answer(int(record.numbers[place])))
-        is_learnt = np.repeat([False, True], [asked.size, answer.size])
-        return np.concatenate([asked, answer]), is_learnt
+        is_supervised = np.repeat([False, True], [asked.size, answer.size])
+        return np.concatenate([asked, answer]), is_supervised
 
 
 def shortest_document(form: LineForm, tokenizer: Tokenizer) -> int:
-    """Tokens of a record of three lines, a question and the end of the document."""
+    """Counts tokens of a record of three lines, a question and the document's end."""
     record = draw_record(form, 3, np.random.default_rng(0))
     longest = replace(record, numbers=np.full(3, form.numbers[1] - 1))
     return case_tokens(form, tokenizer, longest.case(0)) + 1
@@ -128,19 +132,19 @@ def shortest_document(form: LineForm, tokenizer: Tokenizer) -> int:
 
 @dataclass
 class LineSummary:
-    """What was prepared.
+    """Figures of a prepared corpus.
 
-    counts: documents and tokens of each split; learnt: tokens that are to be learnt.
+    counts: documents and tokens of each split; supervised: tokens with a loss.
     """
 
     output: Path
     counts: dict[str, SplitCounts]
-    learnt: dict[str, int] = field(default_factory=dict)
+    supervised: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
             f"{split:<10} {counts.documents:>11,} documents "
-            f"{counts.tokens:>15,} tokens {self.learnt[split]:>15,} to be learnt"
+            f"{counts.tokens:>15,} tokens {self.supervised[split]:>15,} supervised"
             for split, counts in self.counts.items()
         ]
         return "\n".join([*lines, f"written to {self.output}"])
@@ -154,7 +158,7 @@ def prepare_lines(
     validation_tokens: int,
     seed: int,
 ) -> LineSummary:
-    """Writes the corpus `output`, as many documents as give so many tokens.
+    """Writes the corpus `output`, documents until the tokens are reached.
 
     The two splits are drawn from seeds of their own, so that their records differ.
 
@@ -173,12 +177,12 @@ def prepare_lines(
         for number, (split, tokens) in enumerate(wanted.items()):
             rng = np.random.default_rng([seed, number])
             shown = tqdm(desc=split, total=tokens, unit=" tokens", disable=None)
-            learnt = 0
+            supervised = 0
             with shown:
                 while writer.counts[split].tokens < tokens:
                     document = documents.draw(rng)
                     writer.write(split, *document)
-                    learnt += int(document.is_learnt.sum())
+                    supervised += int(document.is_supervised.sum())
                     shown.update(document.tokens.size)
-            summary.learnt[split] = learnt
+            summary.supervised[split] = supervised
     return summary

@@ -1,4 +1,4 @@
-"""How the task "lines" is written: a record of lines, and a question about one of them.
+"""Forms of the task "lines": a record of lines, and a question about one of them.
 
 `LongEval` has the published words (LongChat, 2023), with lines called by number or by
 an adjective and a noun. `Compact` and `Letters` are the same task in 5 and in 4
@@ -14,14 +14,14 @@ from typing import Protocol
 import numpy as np
 
 WORDS = Path(__file__).parent
-"""Where the adjectives and the nouns are, 300 of each."""
+"""Directory of the adjectives and the nouns, 300 of each."""
 
 LETTERS = "bcdfghjklmnpqrst"
 """Few, as a model has to learn of each one that it is the same as itself."""
 
 
 class LineForm(Protocol):
-    """What a new form of the task has to provide.
+    """Interface of a form of the task.
 
     header, end: text before and after the record's lines.
     numbers: the least number that a line may say, and the one after the largest.
@@ -34,22 +34,22 @@ class LineForm(Protocol):
     names: int | None
 
     def order(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Which names the first `count` lines have, int64 (count,), no two alike."""
+        """Returns numbers of the first lines' names, int64 (count,), distinct."""
 
     def name(self, which: int) -> int | str:
-        """The name of this number."""
+        """Returns the name of this number."""
 
     def line(self, name: int | str, number: int) -> str:
-        """A line of the record, its end included."""
+        """Returns a line of the record, its end included."""
 
     def question(self, name: int | str) -> str:
-        """What the published prompt ends with."""
+        """Returns the end of the published prompt."""
 
     def cue(self, name: int | str) -> str:
-        """How the answer begins, for models that only go on with a text."""
+        """Returns the beginning of the answer, for models that continue a text."""
 
     def answer(self, number: int) -> str:
-        """What has to follow the cue."""
+        """Returns the text that has to follow the cue."""
 
 
 class LongEval:

@@ -20,7 +20,7 @@ from data.line_forms import LineForm
 from data.tokenizer import Tokenizer
 
 MOST_DIGITS = 4300
-"""Of a number that Python makes of a text."""
+"""Limit of Python's conversion of a text to an int."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Case:
 
     @property
     def name(self) -> int | str:
-        """What the line is called."""
+        """Name of the line."""
         return self.random_idx[0]
 
     @property
     def depth(self) -> float:
-        """Where the line is, from 0 for the first to 1 for the last."""
+        """Place of the line, from 0 for the first to 1 for the last."""
         return self.random_idx[1] / max(self.num_lines - 1, 1)
 
 
@@ -64,7 +64,7 @@ class Record:
     numbers: np.ndarray
 
     def first(self, lines: int) -> "Record":
-        """The record of the first so many lines."""
+        """Returns the record of the first `lines` lines."""
         return Record(self.form, self.names[:lines], self.numbers[:lines])
 
     @property
@@ -75,7 +75,7 @@ class Record:
         return "".join([form.header, *lines, form.end])
 
     def case(self, place: int) -> Case:
-        """The record with the question about the line at this place."""
+        """Returns the record with the question about the line at `place`."""
         name = self.form.name(int(self.names[place]))
         number = int(self.numbers[place])
         return Case(
@@ -88,7 +88,7 @@ class Record:
 
 
 def draw_record(form: LineForm, lines: int, rng: np.random.Generator) -> Record:
-    """A record in which no two lines have one name.
+    """Draws a record in which no two lines have one name.
 
     Raises:
       ValueError: no lines, or more than the form has names.
@@ -105,7 +105,7 @@ def record_of_length(
     rng: np.random.Generator,
     length: Callable[[Record], int],
 ) -> Record:
-    """A record with as many lines as fit into so many tokens.
+    """Draws a record with as many lines as fit into `tokens`.
 
     length: of a record in tokens; more lines must not make it smaller.
 
@@ -146,7 +146,7 @@ def draw_case(
     tokens: int,
     depth: float,
 ) -> Case:
-    """A case of a given length, whose line is at a given depth.
+    """Draws a case of a given length, whose line is at a given depth.
 
     Args:
       form, tokenizer: how the record is written, and what tokens are.
@@ -171,19 +171,19 @@ def draw_case(
 
 
 def case_tokens(form: LineForm, tokenizer: Tokenizer, case: Case) -> int:
-    """Tokens of prompt, cue and answer together."""
+    """Counts the tokens of prompt, cue and answer together."""
     prompt, answer = base_form(form, case)
     return len(tokenizer.encode(prompt)) + len(tokenizer.encode(answer))
 
 
 def base_form(form: LineForm, case: Case) -> tuple[str, str]:
-    """For a model that goes on with a text: what it reads, and what it has to write."""
+    """Returns prompt and answer for a model that continues a text."""
     prompt = case.prompt + form.cue(case.name)
     return prompt, form.answer(case.expected_number)
 
 
 def last_integer(output: str) -> int | None:
-    """What an output says, by the published rule; None: there is no number in it.
+    """Returns the last integer of an output, by the published rule; None if none.
 
     Of more than `MOST_DIGITS`, which models do write, the first count.
     """
@@ -192,12 +192,12 @@ def last_integer(output: str) -> int | None:
 
 
 def is_correct(output: str, case: Case) -> bool:
-    """Whether the last integer of an output is the expected one."""
+    """Returns whether the last integer of an output is the expected one."""
     return last_integer(output) == case.expected_number
 
 
 def is_answered(output: str, case: Case) -> bool:
-    """The same of what follows the base form's cue: the answer ends with its line.
+    """Returns the same of what follows the base form's cue, up to the line's end.
 
     A model that only goes on with a text will not stop there.
     """
@@ -229,11 +229,11 @@ def write_cases(path: Path, cases: Iterable[Case]) -> None:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Cases of a file, published or our own.
+    """Reads the cases of a file, published or our own.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a row is no case, by number and reason, or there is none.
+      ValueError: a row is not a case, with number and reason, or there is none.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path} of cases")
@@ -252,28 +252,28 @@ def _read(path: Path) -> Iterator[Case]:
                 yield _parse(parse_json(line))
             except ValueError as error:
                 raise ValueError(
-                    f"{path}:{number} is no case: {error}; mend or remove the row"
+                    f"{path}:{number} must be a case: {error}; mend or remove the row"
                 ) from error
 
 
 def _parse(row: Any) -> Case:
-    """The case of what JSON made of a row; ValueError says what is wrong."""
+    """Makes the case of a parsed row; ValueError says what is wrong."""
     if not isinstance(row, dict):
-        raise ValueError(f"{type(row).__name__}, no object")
+        raise ValueError(f"it must be an object, got {type(row).__name__}")
     kinds = {"expected_number": int, "num_lines": int}
     kinds |= {"correct_line": str, "prompt": str, "random_idx": list}
     for field, kind in kinds.items():
         if field not in row:
             raise ValueError(f"it has no {field}")
         value = row[field]
-        if type(value) is not kind:  # true is no number
-            raise ValueError(f"{field}={short(value)} is no {kind.__name__}")
+        if type(value) is not kind:  # True is not a number
+            raise ValueError(f"{field} must be {kind.__name__}, got {short(value)}")
     match row["random_idx"]:
         case [name, place] if type(name) in (int, str) and type(place) is int:
             pass
         case other:
             raise ValueError(
-                f"random_idx={short(other)} is no pair of a name and a place"
+                f"random_idx must be a name and a place, got {short(other)}"
             )
     fields = {field: row[field] for field in kinds}
     case = Case(**fields | {"random_idx": (name, place)})
@@ -287,7 +287,9 @@ def _check(case: Case) -> None:
     line = case.correct_line.strip()
     if not 0 <= place < case.num_lines:
         given = short(case.num_lines)
-        raise ValueError(f"line {short(place)} is none of num_lines={given}")
+        raise ValueError(
+            f"the place must be below num_lines={given}, got {short(place)}"
+        )
     if last_integer(line) != case.expected_number:
         raise ValueError(f"{short(line)} does not say {short(case.expected_number)}")
     if str(name) not in line:

@@ -5,7 +5,7 @@ import numpy as np
 from data.environments import Environment
 from data.episodes import Episode
 
-# Rows whose observation is computed anew.
+# Rows whose observation is computed again.
 CHECKED_ROWS = 5
 
 

@@ -40,7 +40,7 @@ class StoredArray:
 
     @property
     def size(self) -> int:
-        """How many numbers there are."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -52,14 +52,14 @@ class StoredArray:
         """These rows, which follow each other.
 
         Raises:
-          OSError: they cannot be read, or are no longer there.
+          OSError: they cannot be read, or were removed.
         """
         begin, end, _ = rows.indices(self.shape[0])
         found = np.empty((max(end - begin, 0), *self.shape[1:]), self.dtype)
         return self._fill(found, begin)
 
     def take(self, places: np.ndarray) -> np.ndarray:
-        """The rows at places, int of any shape: an array of that shape and a row's.
+        """Reads the rows at places, int of any shape: (*that shape, *a row's).
 
         Fastest where places do not decrease. What lies between them is read too, but
         little of it is in memory at a time.

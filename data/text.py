@@ -1,4 +1,4 @@
-"""Text for training: token files cut into rows, rows into batches, batches into blocks.
+"""Batches of text: token files cut into rows, rows into batches, batches into blocks.
 
 A *plan* says which tokens each row holds: `PackedRows`, `WholeRows` or `DocumentRows`.
 An *order* says which row is read when: `Shuffled` or `InOrder`. `TextBatches` joins
@@ -24,10 +24,10 @@ from kernels.layouts import Layout, order
 
 
 class RowPlan(Protocol):
-    """What a new way to cut a corpus into rows has to provide.
+    """Interface of a plan, which cuts a corpus into rows.
 
     length: tokens in a row, T.
-    rows: how many rows there are.
+    rows: number of rows.
     """
 
     length: int
@@ -36,7 +36,7 @@ class RowPlan(Protocol):
     def rows(self) -> int: ...
 
     def read(self, row: int, index: np.ndarray) -> Batch:
-        """The tokens at `index`, int32 (L,) places in the row: arrays of shape (L,).
+        """Reads the tokens at `index`, int32 (L,) places in the row: arrays (L,).
 
         Or another NamedTuple, of arrays (L, …), as `data.chains.Chains` gives.
         """
@@ -46,9 +46,9 @@ class RowPlan(Protocol):
 class PackedRows:
     """Row r is the stream's tokens r·T … r·T + T - 1, whatever documents they are of.
 
-    A token sees only its own document, and of that only what is in the row: what is
-    left of a document that the row's edge cuts starts anew, at position 0. Every token
-    of the stream is in exactly one row, but for up to T at its end.
+    A token attends only to its own document, and of that only to what is in the row:
+    the rest of a document that the row's edge cuts starts at position 0. Every token of
+    the stream is in exactly one row, but for up to T at its end.
 
     Raises:
       ValueError: the corpus has not one row.
@@ -133,7 +133,7 @@ class WholeRows:
 class DocumentRows:
     """A row holds one document, padded to T, or T tokens of a longer document.
 
-    The parts of a long document start anew in each row, at position 0; only its last
+    The parts of a long document each start at position 0 of their row; only its last
     row is padded. Rows are made for every token that has a successor in its document,
     so nothing is lost, and no row is without a target.
 
@@ -175,7 +175,7 @@ class DocumentRows:
 
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
-"""By the names that configs give them."""
+"""Plans by the names that configs give them."""
 
 
 def _check_length(length: int) -> None:
@@ -190,7 +190,7 @@ def _read(
     index: np.ndarray,
     length: int,
 ) -> Batch:
-    """A row's tokens at `index` (L,), from its part of the stream.
+    """Reads a row's tokens at `index` (L,), from its part of the stream.
 
     part: what the row reads and predicts, from a token to the one after the last: up to
       `length` tokens and the target of the last one; fewer in a row that is padded.
@@ -202,11 +202,11 @@ def _read(
     k_start, k_end = (bound[0] for bound in mask(index, length))
     successor = index + 1
     first = masks.documents_at(starts)(successor, length + 1).k_start[0]
-    # Where the successor is the first of its document, it is none of this token's.
+    # Where the successor is the first of its document, it is not this token's.
     has_target = (first < successor) & (successor < size)
     places = np.minimum(np.stack([index, successor], axis=1), size - 1, dtype=np.int64)
     places += begin
-    has_target &= corpus.is_learnt(places[:, 1])
+    has_target &= corpus.is_supervised(places[:, 1])
     tokens, targets = corpus.ids(places).T
     return Batch(
         tokens=np.where(index < size, tokens, 0),
@@ -219,10 +219,10 @@ def _read(
 
 
 class RowOrder(Protocol):
-    """What a new order of rows has to provide."""
+    """Interface of an order of rows."""
 
     def sequence(self, rows: int) -> grain.MapDataset[int]:
-        """Numbers below `rows`, in the order in which rows are read."""
+        """Returns numbers below `rows`, in the order in which rows are read."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class InOrder:
 
 
 class TextBatches:
-    """The batch of every step: `batches[step]` is a dict from block to `Batch`.
+    """Batches by step: `batches[step]` is a dict from block to `Batch`.
 
     `len(batches)` counts the whole batches that the order has: practically without end
     for `Shuffled`; for `InOrder` the rows left over at the end are not read.
@@ -301,13 +301,13 @@ class TextBatches:
         return len(self._steps)
 
     def __getitem__(self, step: int) -> dict[Block, Batch]:
-        """Blocks of the batch that `step` reads, each (rows, columns).
+        """Reads the blocks of the batch of `step`, each (rows, columns).
 
         Raises:
           IndexError: the step is negative, or past the last whole batch.
         """
         if not 0 <= step < len(self):
-            raise IndexError(f"{step=} is not one of the {len(self)} batches")
+            raise IndexError(f"{step=} must be one of the {len(self)} batches")
         rows = self._steps[step]
         return {block: self._read(block, rows) for block in self.blocks}
 
@@ -318,7 +318,7 @@ class TextBatches:
 
 
 class StepBatches(Protocol):
-    """Batches by the number of the step, as `TextBatches`."""
+    """Interface of batches by the number of the step, as `TextBatches`."""
 
     def __len__(self) -> int: ...
 
@@ -334,7 +334,7 @@ def iterate(
 ) -> Iterator[tuple[int, dict[Block, Batch]]]:
     """Yields (step, blocks) from `first_step` to the last step, reading ahead.
 
-    A run that resumes at a step sees what it would have seen undisturbed. The threads
+    A run that resumes at a step reads what it would have read undisturbed. The threads
     end with the iterator: when it is exhausted, closed (`contextlib.closing`) or
     dropped. An error in a thread is raised at the step that it belongs to.
 
@@ -348,7 +348,7 @@ def iterate(
       ValueError: there is no `first_step`, or fewer buffered steps than threads.
     """
     if not 0 <= first_step < len(batches):
-        raise ValueError(f"{first_step=} is not one of the {len(batches)} batches")
+        raise ValueError(f"{first_step=} must be one of the {len(batches)} batches")
     if not 0 <= threads <= buffered_steps:
         raise ValueError(f"{buffered_steps=} must not be below {threads=}, nor this 0")
     steps = grain.MapDataset.range(first_step, len(batches))

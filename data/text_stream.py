@@ -1,4 +1,4 @@
-"""From tokens to text as they come."""
+"""Decodes tokens to text as they come."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from data.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
 _CONTEXT = 8
-"""Tokens before the new ones that decide on the space between them."""
+"""Number of tokens before the new ones that decide on the space between them."""
 
 
 class TextStream:
@@ -26,7 +26,7 @@ class TextStream:
         self._shown = len(self._decode(self._ids))  # letters of `_ids` that are out
 
     def push(self, token: int) -> str:
-        """The text that this token completes; often a word, sometimes nothing."""
+        """Returns the text that this token completes: a word, or nothing yet."""
         self._ids.append(int(token))
         text = self._decode(self._ids)
         finished = text.rstrip(_UNFINISHED)
@@ -40,7 +40,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """What was held back for a letter that will not be completed."""
+        """Returns what was held back for a letter that is not completed."""
         return self._decode(self._ids)[self._shown :]
 
     def _decode(self, ids: Sequence[int]) -> str:

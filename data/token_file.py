@@ -6,8 +6,8 @@ A corpus is a directory:
     tokenizer.json|.model   copy of the tokenizer's file, where it has one
     train.tokens.bin        little-endian uint16, or uint32 above 65536 ids
     train.documents.bin     little-endian uint64: where each document starts; first 0
-    train.loss.bin          uint8, 1 for each token that is to be learnt; not there
-                            where all are
+    train.loss.bin          uint8, 1 for each token with a loss; not there
+                            where all have
     validation.…            the same for the held-out documents
 
 A document runs to the start of the next one, its end-of-document token included.
@@ -52,8 +52,7 @@ class TokenFile:
     starts: int64 (documents,), where in the stream each document starts.
     vocab_size: of the tokenizer; largest_token: the largest id that occurs.
     tokenizer: what `open_tokenizer` opens to encode and decode as the corpus was.
-    loss_mask: uint8 (tokens,), 1 for each token that is to be learnt, on disk; None:
-      all are.
+    loss_mask: uint8 (tokens,), 1 for each token with a loss, on disk; None: all have.
     """
 
     directory: Path
@@ -114,7 +113,7 @@ class TokenFile:
         )
 
     def ids(self, places: np.ndarray) -> np.ndarray:
-        """The tokens at these places of the stream, int32 of their shape.
+        """Reads the tokens at these places of the stream, int32 of their shape.
 
         Raises:
           ValueError: one is larger than meta.json says.
@@ -124,8 +123,8 @@ class TokenFile:
         self._check_largest("token", self.tokens, places, ids, self.largest_token)
         return ids.astype(np.int32)
 
-    def is_learnt(self, places: np.ndarray) -> np.ndarray:
-        """Whether each token at these places of the stream is to be learnt.
+    def is_supervised(self, places: np.ndarray) -> np.ndarray:
+        """Reads the loss mask at these places of the stream, bool of their shape.
 
         Raises:
           ValueError, OSError: as `ids`.
@@ -144,7 +143,7 @@ class TokenFile:
         found: np.ndarray,
         largest: int,
     ) -> None:
-        """Refuses what a damaged file holds: it would be learnt as if it were text."""
+        """Refuses what a damaged file holds: it would be trained on as text."""
         if found.max(initial=0) > largest:
             worst = int(np.argmax(found))
             raise ValueError(
@@ -183,7 +182,7 @@ def vocab_size(directory: Path) -> int:
 
 
 def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
-    """Digits that no other corpus has, and what of it was not compared with them.
+    """Returns a corpus's digest, and a note of what was not compared with it.
 
     compare: files of any size with their digests (see `versioned.check_files`).
 
@@ -213,7 +212,7 @@ class TokenFileWriter:
     A context manager: files are written to a hidden sibling of `directory`, which
     takes its name when the block ends, and is removed when the block raises.
 
-    has_loss_mask: whether documents come with what of them is to be learnt.
+    has_loss_mask: whether documents come with a loss mask.
 
     Raises:
       FileExistsError: `directory` exists and is not empty; nothing in it is touched.
@@ -255,7 +254,7 @@ class TokenFileWriter:
     ) -> None:
         """Appends one document, int (n,), its end-of-document token included.
 
-        loss_mask: bool (n,), True for each token that is to be learnt.
+        loss_mask: bool (n,), True for each token with a loss.
 
         Raises:
           ValueError: there is no such split, there are no tokens, or ids that the
@@ -263,7 +262,7 @@ class TokenFileWriter:
             an array is of another type.
         """
         if split not in SPLITS:
-            raise ValueError(f"{split=} is not one of {', '.join(SPLITS)}")
+            raise ValueError(f"{split=} must be one of {', '.join(SPLITS)}")
         tokens = np.asarray(tokens)
         masked = None if loss_mask is None else loss_mask.shape
         if masked != (tokens.shape if self._has_loss_mask else None):
@@ -340,12 +339,12 @@ def _read_meta(directory: Path) -> dict[str, Any]:
             f"there is no corpus {directory}: {REMEDY} --output {directory}"
         )
     return read_versioned(
-        directory / META, VERSION, what="this is no corpus", remedy=REMEDY
+        directory / META, VERSION, what="this is not a corpus", remedy=REMEDY
     )
 
 
 def _vocabulary(meta: dict[str, Any], counts: SplitCounts) -> tuple[int, np.dtype]:
-    """How many ids there are, and the type that they are stored in."""
+    """Returns the size of the vocabulary, and the type that ids are stored in."""
     dtype = meta["dtype"]
     if dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype={short(dtype)} must be uint16 or uint32")
@@ -354,7 +353,7 @@ def _vocabulary(meta: dict[str, Any], counts: SplitCounts) -> tuple[int, np.dtyp
 
 
 def _tokenizer(directory: Path, facts: dict[str, Any]) -> str:
-    """What opens the corpus' tokenizer."""
+    """Returns what `open_tokenizer` opens as the corpus' tokenizer."""
     name, file = facts["name"], facts["file"]
     if not isinstance(name, str) or file is not None and Path(file).name != file:
         raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 # What published tokenizers call the token that ends a document.
 END_OF_DOCUMENT_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>")
 UNKNOWN = "\U0010fffd"
-"""A letter of nobody's alphabet."""
+"""Letter of no alphabet."""
 LARGEST_ID = (1 << 31) - 1
 EVERY_BYTE = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x40)])) + "".join(
     map(chr, range(0xE000, 0x110000, 0x1000))
@@ -24,7 +24,7 @@ UTF8_BYTES = sorted({*EVERY_BYTE.encode()})
 
 
 class Tokenizer(Protocol):
-    """What a new tokenizer has to provide.
+    """Interface of a tokenizer.
 
     name: its kind, one word.
     path: the file it was read from, None where there is none.
@@ -38,20 +38,20 @@ class Tokenizer(Protocol):
     end_of_document: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text` alone, int32 (n,): nothing is put before or after it."""
+        """Returns the ids of `text` alone, int32 (n,): nothing before or after it."""
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` for each of many texts, on all cores where the library can."""
+        """Encodes each of many texts, on all cores where the library can."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of the ids (n,), leaving out special ones such as end of document.
+        """Returns the text of the ids (n,), without special ones as end of document.
 
         Raises:
           ValueError: an id is not in the vocabulary.
         """
 
     def token_id(self, name: str) -> int | None:
-        """The id of the token with this name, as "<s>"; None if there is none."""
+        """Returns the id of the token of this name, as "<s>"; None if none."""
 
 
 class ByteTokenizer:
@@ -69,7 +69,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Bytes that are no UTF-8, as in the middle of a letter, become U+FFFD."""
+        """Decodes; bytes that are not UTF-8, as half a letter, become U+FFFD."""
         ids = _checked(ids, self.vocab_size)
         text = ids[ids != self.end_of_document].astype(np.uint8)
         return text.tobytes().decode("utf-8", errors="replace")
@@ -85,8 +85,8 @@ class HuggingFaceTokenizer:
     encoded whole. The name of a special token in a text is text like any other.
 
     Raises:
-      ValueError: the file is no tokenizer, has no token that ends a document, or none
-        for what its vocabulary lacks.
+      ValueError: the file is not a tokenizer, has no token that ends a document, or
+        none for what its vocabulary lacks.
     """
 
     name = "huggingface"
@@ -99,7 +99,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             line = " ".join(str(error).split())
-            raise ValueError(f"{path} is no tokenizer.json: {line}") from error
+            raise ValueError(f"{path} must be a tokenizer.json: {line}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -156,7 +156,7 @@ class HuggingFaceTokenizer:
             ) from error
 
     def _loses_letters(self, vocabulary: Mapping[str, int]) -> bool:
-        """Whether what is not in the vocabulary is left out, in silence.
+        """Returns whether what is not in the vocabulary is left out, in silence.
 
         Of all models, BPE may do so: without a token for it, nor for every byte.
         """
@@ -178,7 +178,7 @@ class SentencePieceTokenizer:
     """A SentencePiece `.model`.
 
     Raises:
-      ValueError: the file is no model, or its model has no end-of-sentence id.
+      ValueError: the file is not a model, or its model has no end-of-sentence id.
     """
 
     name = "sentencepiece"
@@ -190,7 +190,9 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{path} is no SentencePiece model: {error}") from error
+            raise ValueError(
+                f"{path} must be a SentencePiece model: {error}"
+            ) from error
         self.vocab_size = self._model.vocab_size()
         self.end_of_document = self._model.eos_id()
         if self.end_of_document < 0:
@@ -215,7 +217,7 @@ class SentencePieceTokenizer:
 
 
 def open_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `spec` names: "bytes", a `.json` path or a `.model` path.
+    """Opens the tokenizer that `spec` names: "bytes", a `.json` or a `.model` path.
 
     Raises:
       ValueError: the name or its ending is not known, or the file is not what its
@@ -240,7 +242,7 @@ def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     ids = np.asarray(ids, np.int64)
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(
-            f"ids from {ids.min()} to {ids.max()} are not all in the vocabulary: they "
-            f"must be from 0 to {vocab_size - 1}"
+            f"ids must be in the vocabulary, from 0 to {vocab_size - 1}, got "
+            f"{ids.min()} to {ids.max()}"
         )
     return ids

@@ -5,10 +5,10 @@ A directory:
     index.json   format version, what was packed and how, and figures of every episode
     steps.npy    float32: observation, action and reward of every step
 
-Step t of an episode is what the agent saw, what it did there, and the reward that this
-gave. Episodes follow each other; where all have T steps, `steps.npy` is (episodes, T,
-columns), and (steps, columns) otherwise. index.json has its size and SHA-256.
-Opening a file of any size reads no steps.
+Step t of an episode is the observation, the action taken there, and its reward.
+Episodes follow each other; where all have T steps, `steps.npy` is (episodes, T,
+columns), and (steps, columns) otherwise. index.json has its size and SHA-256. Opening a
+file of any size reads no steps.
 """
 
 import io
@@ -98,7 +98,7 @@ class TrajectoryFile:
         return cls(directory, steps, offsets, returns, mean, std, index)
 
     def read(self, places: np.ndarray) -> np.ndarray:
-        """The steps at these places, int of any shape: float32 (..., columns).
+        """Reads the steps at these places, int of any shape: float32 (..., columns).
 
         Raises:
           ValueError: a number is not finite.
@@ -135,7 +135,7 @@ class TrajectoryFile:
 
 
 def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
-    """Digits that no other file has, and what of it was not compared with them.
+    """Returns a file's digest, and a note of what was not compared with it.
 
     compare: a file of any size with its digest (see `versioned.check_files`).
 
@@ -149,7 +149,7 @@ def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
 def top_episodes(
     returns: np.ndarray, lengths: np.ndarray, share: float = 0.1
 ) -> np.ndarray:
-    """The episodes of the highest returns that hold up to a share of all steps.
+    """Returns the episodes of the highest returns, up to a share of all steps.
 
     At least one: what behaviour cloning of the best 10 % (BC-10%) is trained on in the
     Decision Transformer paper (2106.01345). Sorted from best to worst; of equal
@@ -325,7 +325,7 @@ def _header(shape: tuple[int, ...]) -> bytes:
 
 
 def _numbers(index: Mapping[str, Any], name: str, dtype: type) -> np.ndarray:
-    """A list of the description, (n,)."""
+    """Reads a list of the description, (n,)."""
     found, most = index[name], float(np.finfo(dtype).max)
     if type(found) is not list or not all(map(is_number, found)):
         raise ValueError(f"{name} must be a list of finite numbers")
@@ -338,7 +338,7 @@ def _read_index(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise FileNotFoundError(f"there are no trajectories {directory}: {REMEDY}")
     return read_versioned(
-        directory / INDEX, VERSION, what="these are no trajectories", remedy=REMEDY
+        directory / INDEX, VERSION, what="these are not trajectories", remedy=REMEDY
     )
 
 

@@ -17,7 +17,7 @@ def read_versioned(path: Path, version: int, *, what: str, remedy: str) -> dict:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: it is no JSON object, has no version, or another one.
+      ValueError: it is not a JSON object, has no version, or another one.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing, so {what}: {remedy}")
@@ -37,7 +37,7 @@ def read_versioned(path: Path, version: int, *, what: str, remedy: str) -> dict:
 
 
 def whole_number(name: str, found: Any, least: int = 0) -> int:
-    """A number that a description has to hold.
+    """Checks a number that a description has to hold.
 
     Raises:
       ValueError: it is none, or below the least.
@@ -49,9 +49,9 @@ def whole_number(name: str, found: Any, least: int = 0) -> int:
 
 
 FILES = "files"
-"""Of a description: the bytes and the SHA-256 of each file beside it, by name."""
+"""Key of a description: the bytes and the SHA-256 of each file beside it, by name."""
 COMPARED_BYTES = 1 << 28
-"""Files of up to so many bytes, together, are compared with their digests unasked."""
+"""Files of up to this size, together, are always compared with their digests."""
 
 
 def check_files(
@@ -108,7 +108,7 @@ def check_files(
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """What a description says of a file."""
+    """Describes a file: its size and SHA-256."""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": sha256}
@@ -127,7 +127,7 @@ class HashedFile:
         self._file.write(content)
 
     def described(self) -> dict[str, Any]:
-        """As `describe_file`, of all that was written."""
+        """Describes all that was written, as `describe_file`."""
         return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
 
     def close(self) -> None:
@@ -135,6 +135,6 @@ class HashedFile:
 
 
 def digest(found: Mapping[str, Any]) -> str:
-    """16 hex digits that two descriptions share only if they say the same."""
+    """Returns 16 hex digits that are equal only for equal descriptions."""
     text = json.dumps(found, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""In-context RL: a decoder that reads whole episodes and says what to do next.
+"""In-context RL: a decoder that reads whole episodes and predicts actions.
 
 The Agentic Transformer (2305.16554) reads several episodes of a task, one after the
 other; with one episode it is a Decision Transformer (2106.01345). Every step of the
@@ -7,7 +7,7 @@ the reward with the mark of an episode that reached its target. What is continuo
 so. The hidden state of the state's token gives the action.
 
 Letters: B batch, S steps (in any order: their positions come with them), T = 4S tokens,
-E hidden size, A action size. What is sharded is the steps: each device makes the tokens
+E hidden size, A action size. The steps are sharded: each device makes the tokens
 of its own, so that no sequence is gathered, and no token is apart from its step.
 """
 
@@ -26,13 +26,13 @@ from models.llama import INITIAL_STDDEV, Attend, Decoder, DecoderConfig, matrix
 
 TOKENS_OF_A_STEP = 4
 STATE, ACTION = 1, 2
-"""Places in a step of its state and its action."""
+"""Token indices of the state and the action in a step."""
 
 STEP = ("batch", "sequence")
 
 
 class Steps(Protocol):
-    """What a model reads of the steps; `data.chains.ChainBatch` has more.
+    """Arrays that a model reads of the steps; `data.chains.ChainBatch` has more.
 
     returns_to_go, rewards, completions: float32 (B, S). observations: float32 (B, S,
     observation size), standardised. actions: float32 (B, S, A). timesteps, ranks,
@@ -56,8 +56,8 @@ class AgentConfig(DecoderConfig):
 
     episode_steps: most steps of an episode. chain_length: episodes in a context.
     return_scale: returns are divided by it.
-    rank_embedding: whether a token tells the place of its episode in the chain: then a
-      model need not look at the episodes before to act better in later ones.
+    rank_embedding: whether a token encodes the place of its episode in the chain: then
+      a model need not look at the episodes before to act better in later ones.
     """
 
     observation_size: int = field(kw_only=True)
@@ -95,7 +95,7 @@ def _linear(rngs: nnx.Rngs, size: int, embed: int) -> nnx.Param:
 
 
 class Agent(Decoder):
-    """From steps to the actions that it would take in them.
+    """Decoder from steps to the actions to take in them.
 
     What comes before and after the layers is small, and every device has all of it.
     """
@@ -130,7 +130,7 @@ class Agent(Decoder):
         self.action_bias = nnx.Param(bias, axes=(None,))
 
     def __call__(self, steps: Steps, attend: Attend) -> jax.Array:
-        """Actions in [-1, 1], float32 (B, S, A).
+        """Predicts actions in [-1, 1], float32 (B, S, A).
 
         attend: causal, in the order of the steps' tokens (see `token_index`).
         """
@@ -139,17 +139,17 @@ class Agent(Decoder):
         return self.actions(hidden)
 
     def token_index(self, positions: jax.Array) -> jax.Array:
-        """Places of the tokens in the chain, int32 (B, T), from those of the steps."""
+        """Returns indices of tokens in the chain, int32 (B, T), from those of steps."""
 
         def local(positions: jax.Array) -> jax.Array:
             place = jnp.arange(TOKENS_OF_A_STEP, dtype=jnp.int32)
             index = TOKENS_OF_A_STEP * positions[..., None] + place
-            return index.reshape(len(positions), -1)
+            return index.reshape(len(positions), -1)  # (B, 4S)
 
         return self.partition.over_shards(local, [STEP], STEP)(positions)
 
     def embed(self, steps: Steps) -> jax.Array:
-        """Embeddings of the steps' tokens, (B, T, E) in the compute type."""
+        """Embeds the steps' tokens, (B, T, E) in the compute type."""
         arrays = (
             steps.returns_to_go / self.config.return_scale,
             steps.observations,
@@ -181,6 +181,7 @@ class Agent(Decoder):
             def tokens(steps: tuple[jax.Array, ...]) -> jax.Array:
                 returns, *values, timesteps, ranks = steps
                 values = zip((returns[:, None], *values), weights, strict=True)
+                # (steps, 4, E)
                 x = jnp.stack([value @ weight for value, weight in values], axis=1)
                 x += modality
                 places = (timesteps, ranks)[: len(tables)]
@@ -201,10 +202,11 @@ class Agent(Decoder):
         return call(*arrays, *(parameter[...] for parameter in parameters))
 
     def actions(self, hidden: jax.Array) -> jax.Array:
-        """Actions in [-1, 1], float32 (B, S, A), from hidden states (B, T, E)."""
+        """Maps hidden states (B, T, E) to actions in [-1, 1], float32 (B, S, A)."""
 
         def local(hidden: jax.Array, head: jax.Array, bias: jax.Array) -> jax.Array:
             rows, _, embed = hidden.shape
+            # (B, S, E)
             states = hidden.reshape(rows, -1, TOKENS_OF_A_STEP, embed)[:, :, STATE]
             return jnp.tanh(states.astype(jnp.float32) @ head + bias)
 
@@ -216,7 +218,7 @@ class Agent(Decoder):
 def act(
     agent: Agent, steps: Steps, cache: Cache, operations: CacheOperations
 ) -> tuple[jax.Array, Cache]:
-    """The next action of each row, float32 (B, A), and the cache with what led to it.
+    """Returns the next action of each row, float32 (B, A), and the new cache.
 
     agent: in a `StationaryPartition`.
     steps: the step before, with its action, reward and completion, and the present one,

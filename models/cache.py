@@ -23,7 +23,7 @@ Stacks = tuple[jax.Array, jax.Array]
 
 
 class Cache(NamedTuple):
-    """What the layers have seen so far.
+    """Keys and values of the tokens so far, of all layers.
 
     keys, values: (Y, B, S, K, D), of Y layers in S slots; keys are rotated.
     index: int32 (B, S), of the token in each slot in its own row, or `EMPTY`.
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 
 class CacheOperations(Protocol):
-    """What a cache asks of the mesh: see `kernels.decode_attention.CachedAttention`."""
+    """Operations of a cache on the mesh: `kernels.decode_attention.CachedAttention`."""
 
     def fill(
         self, stack: jax.Array, new: jax.Array, layer: jax.Array | int
@@ -66,7 +66,7 @@ class CacheOperations(Protocol):
 def empty_cache(
     shape: tuple[int, int, int, int, int], dtype: jnp.dtype, ring_size: int
 ) -> Cache:
-    """A cache of free slots.
+    """Makes a cache of free slots.
 
     shape: (Y, B, S, K, D): layers, rows, slots, key/value heads, head size.
 
@@ -93,7 +93,7 @@ def empty_cache(
 
 
 def appends_left(filled: np.ndarray, slots: int, tokens: int) -> int:
-    """How many times `append` may be called with so many tokens.
+    """Counts the calls of `append` with `tokens` that there is room for.
 
     filled: int (N,), of the cache. slots: S.
 
@@ -140,7 +140,7 @@ def fill(
 
     x, (keys, values) = _through(layers, x, rotation, cache, attend_and_keep)
     taken = index != EMPTY
-    shards = taken.reshape(*index.shape[:1], *cache.filled.shape, -1)
+    shards = taken.reshape(*index.shape[:1], *cache.filled.shape, -1)  # (B, N, T / N)
     filled = shards.sum(axis=-1, dtype=jnp.int32).max(axis=0)
     index = operations.fill(cache.index[None], index, 0)[0]
     return x, Cache(keys, values, index, filled)
@@ -154,11 +154,11 @@ def append(
     cache: Cache,
     operations: CacheOperations,
 ) -> tuple[jax.Array, Cache]:
-    """Runs a few new tokens of each row through the layers, which see those before.
+    """Runs a few new tokens of each row through the layers.
 
     x: (B, m, E); rotation: of these tokens.
     index: int32 (B, m), of each token in its row, or `EMPTY` for a row that has fewer
-      new tokens; a token sees all tokens of its row up to its own index.
+      new tokens; a token attends to its row up to its own index.
     cache: has room (`appends_left`): under `jit`, where it has none, tokens are lost.
 
     The new keys and values go to the member of the ring that has the fewest.
@@ -205,7 +205,7 @@ def _through(
     cache: Cache,
     attend: Callable[..., tuple[jax.Array, Stacks]],
 ) -> tuple[jax.Array, Stacks]:
-    """All layers, one after the other, with the cache's stacks handed on."""
+    """Runs all layers, one after the other, with the cache's stacks as a carry."""
     structure, parameters = nnx.split(layers)
 
     def layer(

@@ -50,7 +50,7 @@ class Cloner(nnx.Module):
         self.output, self.output_bias = weights(wide, size), bias(size)
 
     def __call__(self, observations: jax.Array) -> jax.Array:
-        """Actions in [-1, 1], (B, S, A), for observations (B, S, observation size)."""
+        """Maps observations (B, S, their size) to actions in [-1, 1], (B, S, A)."""
         parameters = (
             self.input,
             self.input_bias,

@@ -18,11 +18,11 @@ from models.cache import EMPTY, Cache, CacheOperations
 from models.llama import RESIDUAL, Attend, Llama
 
 NOTHING = -1
-"""In the place of a token: the row has ended."""
+"""Token of a row that has ended."""
 
 
 def logits(llama: Llama, hidden: jax.Array) -> jax.Array:
-    """Of the next token, (B, m, V) float32, from hidden states (B, m, E) of a few.
+    """Returns logits of the next token, (B, m, V) float32, of hidden (B, m, E).
 
     llama: in a `StationaryPartition`, as the head is not gathered.
     """
@@ -45,7 +45,7 @@ def prefill(
     attend: Attend,
     operations: CacheOperations,
 ) -> tuple[jax.Array, Cache]:
-    """Hidden states of whole prompts, (B, T, E), and the cache that they leave.
+    """Returns hidden states of whole prompts, (B, T, E), and their cache.
 
     tokens, index: int32 (B, T), in layout order; `EMPTY` is the index of padding, which
       comes after a row's last token.
@@ -64,7 +64,7 @@ def append(
     cache: Cache,
     operations: CacheOperations,
 ) -> tuple[jax.Array, Cache]:
-    """Hidden states of a few new tokens of each row, (B, m, E), and the new cache.
+    """Returns hidden states of a few new tokens of each row, (B, m, E), and cache.
 
     llama: in a `StationaryPartition`.
     tokens, index: int32 (B, m), `EMPTY` where a row has no token.
@@ -76,8 +76,8 @@ def append(
 
 
 def last_of_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
-    """Of hidden states (B, T, E) in any order, the last token of each row: (B, E)."""
-    place = jnp.where(index == EMPTY, -1, index)
+    """Selects each row's last token of hidden states (B, T, E), any order: (B, E)."""
+    place = jnp.where(index == EMPTY, -1, index)  # (B, T)
     is_last = place == place.max(axis=1, keepdims=True)
     return jnp.where(is_last[..., None], hidden, 0).sum(axis=1)
 
@@ -114,7 +114,7 @@ class Generator:
         """
         if len(prompts) != self.rows:
             raise ValueError(
-                f"{len(prompts)} prompts are not the {self.rows} rows of the batch"
+                f"prompts must be {self.rows}, rows of the batch, got {len(prompts)}"
             )
         for number, prompt in enumerate(map(np.asarray, prompts)):
             is_whole = np.issubdtype(prompt.dtype, np.integer) or not prompt.size
@@ -193,7 +193,7 @@ class Generator:
                 return
 
     def _padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and index (B, T), in layout order.
+        """Returns tokens and index (B, T), in layout order.
 
         T is a power of two times the divisor where the cache allows it, so that prompts
         of like lengths share a program.

@@ -1,4 +1,4 @@
-"""How a model is computed, and what it asks of the mesh."""
+"""Settings of a model's computation, and its interface to the mesh."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

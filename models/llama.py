@@ -21,7 +21,7 @@ from models.remat import remat, remat_attention, remat_projection
 from models.rope import RopeScaling, Rotation, rotate, rotations
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""From q (B, T, H, D), k and v (B, T, K, D) to the attention's result (B, T, H, D)."""
+"""Maps q (B, T, H, D), k and v (B, T, K, D) to attention outputs (B, T, H, D)."""
 
 RESIDUAL = ("batch", "sequence", None)
 INITIAL_STDDEV = 0.02
@@ -49,12 +49,12 @@ class DecoderConfig:
         found = [f"{must}: {', '.join(wrong)}"] if wrong else []
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             found.append(
-                f"num_heads={self.num_heads} is not a multiple of "
+                f"num_heads={self.num_heads} must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}: query heads share key/value heads "
                 "evenly"
             )
         if self.head_dim % 2:
-            found.append(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
+            found.append(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
         for name in ("rope_theta", "norm_epsilon"):
             if not 0 < getattr(self, name) < math.inf:
                 found.append(f"{name}={getattr(self, name)} must be a number above 0")
@@ -72,7 +72,7 @@ class LlamaConfig(DecoderConfig):
 def matrix(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple, stddev: float
 ) -> nnx.Param:
-    """A parameter of normal random numbers, whose axes have names."""
+    """Draws a parameter of normal random numbers, whose axes have names."""
     values = stddev * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(values, axes=axes)
 
@@ -85,9 +85,9 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x (B, T, E); the same shape and type, computed in float32."""
+        """Normalises x (B, T, E) in float32; returns its shape and type."""
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # (B, T, 1)
         normal = wide * jax.lax.rsqrt(mean_square + self.epsilon)
         return (normal * self.scale[...]).astype(x.dtype)
 
@@ -229,7 +229,7 @@ class FeedForward(nnx.Module):
         self.partition, self.chunk = partition, chunk
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x (B, T, E); returns the same shape."""
+        """Returns what the feed-forward adds to x: (B, T, E), as x."""
         partition, embed = self.partition, x.shape[-1]
 
         def local(
@@ -237,13 +237,13 @@ class FeedForward(nnx.Module):
         ) -> jax.Array:
             gate, up = (partition.gather(w, 0, embed, x.dtype) for w in (gate, up))
             down = partition.gather(down, 1, embed, x.dtype)
-            tokens = partition.vary(x).reshape(-1, embed)
+            tokens = partition.vary(x).reshape(-1, embed)  # (b · t, E)
 
             def swiglu(tokens: jax.Array) -> jax.Array:
                 # Cast here, so that the chunks' gradients add up in float32.
-                wide = jax.nn.silu(tokens @ gate.astype(x.dtype))
+                wide = jax.nn.silu(tokens @ gate.astype(x.dtype))  # (tokens, F)
                 wide *= tokens @ up.astype(x.dtype)
-                return wide @ down.astype(x.dtype)
+                return wide @ down.astype(x.dtype)  # (tokens, E)
 
             y = scan_chunks(swiglu, tokens, self.chunk or len(tokens))
             return partition.total(y.reshape(x.shape), ("mlp",))
@@ -298,7 +298,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Layers and the norm after them: from embeddings, of whatever, to hidden states.
+    """Layers and the norm after them, from embeddings to hidden states.
 
     A model derives from it, and adds what comes before and after.
     """
@@ -324,7 +324,7 @@ class Decoder(nnx.Module):
     def through_layers(
         self, x: jax.Array, positions: jax.Array, attend: Attend
     ) -> jax.Array:
-        """Hidden states of embeddings x, (B, T, E) both, in the compute type.
+        """Returns hidden states of embeddings x, (B, T, E) both, in the compute type.
 
         positions: int32 (B, T), in the order of x, any.
         """
@@ -338,7 +338,7 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def rotation(self, positions: jax.Array) -> Rotation:
-        """What RoPE does at these positions, int32 (B, T)."""
+        """Returns the rotations of RoPE at these positions, int32 (B, T)."""
         config = self.config
         return rotations(
             positions, config.head_dim, config.rope_theta, config.rope_scaling
@@ -365,24 +365,24 @@ class Llama(Decoder):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend
     ) -> jax.Array:
-        """Hidden states (B, T, E) in the compute type.
+        """Returns hidden states (B, T, E) in the compute type.
 
         tokens, positions: int32 (B, T), in one order, any.
         """
         return self.through_layers(self.embed(tokens), positions, attend)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Embeddings of the tokens, (B, T, E) in the compute type."""
+        """Looks up the tokens, int32 (B, T): (B, T, E) in the compute type."""
         partition, embed = self.partition, self.config.hidden_size
         dtype = self.execution.compute_dtype
 
         def local(tokens: jax.Array, table: jax.Array) -> jax.Array:
-            whole = partition.gather(table, 1, embed, dtype)
+            whole = partition.gather(table, 1, embed, dtype)  # (V / shards, E)
             # The vocabulary may be sharded: each shard gives the tokens that it has.
             place = partition.vary(tokens)
             place -= partition.shard_number("vocab") * whole.shape[0]
             mine = (place >= 0) & (place < whole.shape[0])
-            rows = jnp.take(whole, jnp.where(mine, place, 0), axis=0)
+            rows = jnp.take(whole, jnp.where(mine, place, 0), axis=0)  # (b, t, E)
             return partition.total(jnp.where(mine[..., None], rows, 0), ("vocab",))
 
         names = ("batch", "sequence"), self.embedding.axes

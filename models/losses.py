@@ -1,4 +1,4 @@
-"""Losses: of the next token, in chunks, and of actions.
+"""Losses of the next token, in chunks, and of actions.
 
 The logits of all tokens never exist.
 """
@@ -13,7 +13,7 @@ from models.execution import Partition
 
 TOKEN = "batch", "sequence"
 FIRST_BOUND, FACTOR = 256, 4
-"""Of `PositionParts.within`."""
+"""Bounds of `PositionParts.within`: 256, 1 Ki, 4 Ki, …"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def cross_entropy(
     chunk: int,
     partition: Partition,
 ) -> jax.Array:
-    """Weighted sum of the tokens' negative log-likelihoods, in nats: float32 scalar.
+    """Sums the tokens' weighted negative log-likelihoods, in nats: float32 scalar.
 
     As `cross_entropy_by_position`, but of all of them.
     """
@@ -86,11 +86,11 @@ def cross_entropy_by_position(
     chunk: int,
     partition: Partition,
 ) -> jax.Array:
-    """Weighted sums of the negative log-likelihoods of tokens in each part: (parts,).
+    """Sums weighted negative log-likelihoods of the tokens in each part: (parts,).
 
     hidden: (B, T, E), in the compute type; tokens in any order.
     head: (E, V) float32, from hidden states to logits.
-    targets: int32 (B, T). weights: float32 (B, T), 0 where there is nothing to learn.
+    targets: int32 (B, T). weights: float32 (B, T), 0 where unsupervised.
     positions: int32 (B, T), of each token in its document.
     chunk: tokens per device whose logits exist at a time.
 
@@ -118,13 +118,13 @@ def _local_losses(
     chunk: int,
     partition: Partition,
 ) -> jax.Array:
-    """This device's part of the weighted losses of its tokens, (tokens,).
+    """Returns this device's part of its tokens' weighted losses, (tokens,).
 
     Arguments as in `cross_entropy_by_position`, but only what a device holds of them.
     """
     size = hidden.shape[-1]
-    head = partition.gather(head, 0, size, hidden.dtype)
-    hidden = partition.vary(hidden).reshape(-1, size)
+    head = partition.gather(head, 0, size, hidden.dtype)  # (E, V / shards)
+    hidden = partition.vary(hidden).reshape(-1, size)  # (tokens, E)
     first = partition.shard_number("vocab") * head.shape[1]
 
     def losses(tokens: tuple[jax.Array, ...]) -> jax.Array:
@@ -141,13 +141,15 @@ def _local_losses(
 def _negative_log_likelihood(
     logits: jax.Array, target: jax.Array, partition: Partition
 ) -> jax.Array:
-    """This vocabulary shard's part of each token's loss: parts add up to the loss.
+    """Returns this vocabulary shard's part of each token's loss, (tokens,).
+
+    The parts add up to the loss.
 
     logits: (tokens, V / shards). target: its index in this shard, out of range if the
     token is another shard's.
     """
     highest = partition.vary(partition.largest(logits.max(axis=-1), "vocab"))
-    sums = jnp.exp(logits - highest[:, None]).sum(axis=-1)
+    sums = jnp.exp(logits - highest[:, None]).sum(axis=-1)  # (tokens,)
     everywhere = partition.vary(partition.total(sums, ("vocab",)))
     share = 1 / partition.shards("vocab")
     mine = (target >= 0) & (target < logits.shape[1])
@@ -165,7 +167,7 @@ def action_errors(
     chain_length: int,
     partition: Partition,
 ) -> jax.Array:
-    """Weighted sums of squared errors, by rank of the episode: float32 (chain_length,).
+    """Sums weighted squared errors by rank of the episode: float32 (chain_length,).
 
     predicted, actions: float32 (B, S, A), of steps in any order; an error is the mean
       over A.
@@ -175,7 +177,7 @@ def action_errors(
     def local(
         predicted: jax.Array, actions: jax.Array, weights: jax.Array, ranks: jax.Array
     ) -> jax.Array:
-        errors = jnp.square(predicted - actions).mean(axis=-1)
+        errors = jnp.square(predicted - actions).mean(axis=-1)  # (b, s)
         return partition.total(
             sums_by_rank(weights * errors, ranks, chain_length), ("batch", "sequence")
         )
@@ -187,6 +189,6 @@ def action_errors(
 
 
 def sums_by_rank(values: jax.Array, ranks: jax.Array, chain_length: int) -> jax.Array:
-    """Sums of values (B, S), for each rank, int32 (B, S): (chain_length,)."""
+    """Sums values (B, S) of each rank, int32 (B, S): (chain_length,)."""
     of_rank = ranks[..., None] == jnp.arange(chain_length, dtype=jnp.int32)
     return jnp.where(of_rank, values[..., None], 0).sum(axis=(0, 1))

@@ -1,4 +1,4 @@
-"""What the backward pass keeps of a layer's forward pass, by name."""
+"""Rematerialisation policies, which say what the backward keeps of a layer."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import jax
 _POLICIES = jax.checkpoint_policies
 
 REMAT_POLICIES: dict[str, Callable | None] = {
-    # Everything: the fastest, where memory is no matter.
+    # Everything: the fastest, where memory suffices.
     "everything": None,
     # The layer's input only, as in the papers; the ring runs twice. So do, in a layer's
     # backward, the projections to queries, keys and values (see `remat_attention`).
@@ -35,11 +35,11 @@ _INPUT_ONLY = "nothing", "offload"
 def check_policy(policy: str) -> None:
     """Raises ValueError if there is no such policy."""
     if policy not in REMAT_POLICIES:
-        raise ValueError(f"remat {policy=} is not one of {', '.join(REMAT_POLICIES)}")
+        raise ValueError(f"remat {policy=} must be one of {', '.join(REMAT_POLICIES)}")
 
 
 def remat(layer: Callable, policy: str) -> Callable:
-    """`layer`, recomputed in the backward pass but for what the policy keeps.
+    """Wraps `layer` to be recomputed in the backward, except what the policy keeps.
 
     Raises:
       ValueError: there is no such policy.
@@ -52,11 +52,11 @@ def remat(layer: Callable, policy: str) -> Callable:
 
 
 def remat_attention(attention: Callable, policy: str) -> Callable:
-    """A layer's attention, which holds its result only while the layer is recomputed.
+    """Wraps attention to keep its result only while its layer is recomputed.
 
     Under the policies that keep no more than a layer's input: so queries, keys and
     values are not there during the backward of the feed-forward, which comes first,
-    and, where heads are attended to in parts, only those of one part at a time.
+    and only those of one head group at a time are.
     """
     if policy not in _INPUT_ONLY:
         return attention
@@ -65,7 +65,7 @@ def remat_attention(attention: Callable, policy: str) -> Callable:
 
 
 def remat_projection(projection: Callable, policy: str) -> Callable:
-    """The projections of an attention that `remat_attention` recomputes.
+    """Wraps the projections of an attention that `remat_attention` recomputes.
 
     They are recomputed before the attention's backward, and their input, normalised,
     once more after it, so that it need not be there meanwhile.

@@ -22,7 +22,7 @@ ROPE_TYPES = ("none", "linear", "ntk", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How frequencies change for a longer context; named as Hugging Face's fields.
+    """Change of the frequencies for a longer context; Hugging Face's field names.
 
     rope_type: "none"; "linear" (position interpolation, 2306.15595); "ntk" (a base that
       is larger by factor^(D / (D - 2)), "NTK-aware"); "yarn" (2309.00071); "llama3"
@@ -30,10 +30,9 @@ class RopeScaling:
     factor: the new context over the original one.
     original_max_position_embeddings: tokens of context that the model was trained with
       before; for yarn and llama3.
-    low_freq_factor, high_freq_factor: of llama3: frequencies that turn less often than
-      the first in the original context are interpolated, those that turn more often
-      than the second stay.
-    beta_fast, beta_slow: of yarn: turns in the original context above which
+    low_freq_factor, high_freq_factor: of llama3: frequencies of fewer rotations in the
+      original context than the first are interpolated, of more than the second stay.
+    beta_fast, beta_slow: of yarn: rotations in the original context above which
       frequencies stay, and below which they are interpolated.
     attention_factor: of yarn: factor on queries and keys each, the paper's sqrt(1 / t);
       0 for 0.1 ln(factor) + 1.
@@ -54,7 +53,7 @@ class RopeScaling:
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(
-                f"rope_type={self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
+                f"rope_type={self.rope_type!r} must be one of {', '.join(ROPE_TYPES)}"
             )
         if not 1 <= self.factor < math.inf or (
             self.rope_type == "none" and self.factor != 1
@@ -87,7 +86,7 @@ class RopeScaling:
             )
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Radians per token of each pair, (D / 2,) float64.
+        """Returns radians per token of each pair, (D / 2,) float64.
 
         Raises:
           ValueError: ntk for a single pair, which has no base.
@@ -102,27 +101,27 @@ class RopeScaling:
         if self.rope_type == "yarn":
             kept = 1 - self._yarn_ramp(head_dim, theta)
         elif self.rope_type == "llama3":
-            turns = self.original_max_position_embeddings * plain / (2 * math.pi)
+            rotated = self.original_max_position_embeddings * plain / (2 * math.pi)
             span = self.high_freq_factor - self.low_freq_factor
-            kept = np.clip((turns - self.low_freq_factor) / span, 0, 1)
+            kept = np.clip((rotated - self.low_freq_factor) / span, 0, 1)
         else:
             return plain
         return kept * plain + (1 - kept) * plain / self.factor
 
     def magnitude(self) -> float:
-        """Factor on queries and keys each."""
+        """Returns the factor on queries and keys each."""
         if self.rope_type != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * math.log(self.factor) + 1
 
     def _yarn_ramp(self, head_dim: int, theta: float) -> np.ndarray:
-        """Share of interpolation, a straight line in the number of the pair.
+        """Returns the share of interpolation, linear in the number of the pair.
 
         Its ends are rounded to whole pairs, as in the authors' program.
         """
 
-        def pair(turns: float) -> float:
-            wavelength = self.original_max_position_embeddings / turns
+        def pair(rotated: float) -> float:
+            wavelength = self.original_max_position_embeddings / rotated
             return (
                 head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
             )
@@ -139,7 +138,7 @@ def rotations(
     theta: float,
     scaling: RopeScaling = RopeScaling(),
 ) -> Rotation:
-    """The rotation of every token.
+    """Returns the rotation of every token.
 
     positions: int32 (B, T), below 2³⁰.
     head_dim: D, even.
@@ -147,31 +146,31 @@ def rotations(
     scaling: what is done to these; both results carry its magnitude.
 
     A float32 product position · frequency is off by 0.03 radians at a million tokens.
-    Here angles are whole numbers of 2⁻³² turns, so that whole turns overflow and are
-    gone, and the position is split into digits in base 1024, whose units are reduced to
-    fractions of a turn in float64: the error stays below 10⁻⁵ radians at any position.
+    Here angles are whole numbers of 2⁻³² circles, so that whole circles overflow, and
+    the position is split into digits in base 1024, whose units are reduced to
+    fractions of a circle in float64: the error stays below 10⁻⁵ radians.
     """
     if head_dim % 2:
-        raise ValueError(f"RoPE turns pairs: {head_dim=} must be even")
+        raise ValueError(f"{head_dim=} must be even: RoPE rotates pairs")
     frequencies = scaling.frequencies(head_dim, theta)
-    turned = jnp.zeros((*positions.shape, head_dim // 2), jnp.uint32)
+    angles = jnp.zeros((*positions.shape, head_dim // 2), jnp.uint32)  # (B, T, D / 2)
     for digit in range(3):
-        turns = np.float64(_DIGIT**digit) * frequencies / (2 * np.pi)
-        unit = np.round(np.remainder(turns, 1) * 2**32).astype(np.uint64)
+        circles = np.float64(_DIGIT**digit) * frequencies / (2 * np.pi)  # (D / 2,)
+        unit = np.round(np.remainder(circles, 1) * 2**32).astype(np.uint64)
         value = (positions // _DIGIT**digit % _DIGIT).astype(jnp.uint32)
-        turned += value[..., None] * unit.astype(np.uint32)
-    signed = jax.lax.bitcast_convert_type(turned, jnp.int32).astype(jnp.float32)
+        angles += value[..., None] * unit.astype(np.uint32)
+    signed = jax.lax.bitcast_convert_type(angles, jnp.int32).astype(jnp.float32)
     angle = signed * np.float32(2 * np.pi / 2**32)
     size = np.float32(scaling.magnitude())
     return size * jnp.cos(angle)[:, :, None], size * jnp.sin(angle)[:, :, None]
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Turns the pairs (i, i + D/2) of each head, as in Hugging Face's LLaMA.
+    """Rotates the pairs (i, i + D/2) of each head, as in Hugging Face's LLaMA.
 
     x: (B, T, H, D); returns the same shape and type, computed in float32.
     """
     cosine, sine = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = first * cosine - second * sine, second * cosine + first * sine
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = first * cosine - second * sine, second * cosine + first * sine
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Settings of drawing tokens.
 
     temperature: that logits are divided by; 0 for the likeliest token (greedy).
-    top_k: draw among so many of the likeliest tokens only; 0 for all.
+    top_k: draw among this many of the likeliest tokens only; 0 for all.
     top_p: and among the fewest of them that have this probability together (nucleus
       sampling, 1904.09751); 1 for all.
     allowed_tokens: ids from here on are never drawn, as where a vocabulary is padded;
@@ -44,7 +44,7 @@ class Sampling:
 
 
 def row_keys(seed: jax.Array | int, rows: int) -> jax.Array:
-    """A random key for each row, (B,)."""
+    """Returns a random key for each row, (B,)."""
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(seed), jnp.arange(rows)
     )
@@ -53,7 +53,7 @@ def row_keys(seed: jax.Array | int, rows: int) -> jax.Array:
 def sample(
     logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampling
 ) -> jax.Array:
-    """The next token of each row, int32 (B,).
+    """Draws the next token of each row, int32 (B,).
 
     logits: (B, V) float32.
     keys: (B,), a random key of each row. index: int32 (B,), that the tokens will have:
@@ -65,7 +65,7 @@ def sample(
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # In the order of their probability; a rank is drawn, and its token looked up.
-    order = jnp.argsort(logits, axis=-1, descending=True)
+    order = jnp.argsort(logits, axis=-1, descending=True)  # (B, V)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     ranked = (ranked - ranked[:, :1]) / sampling.temperature
     if sampling.top_k:

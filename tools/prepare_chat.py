@@ -53,7 +53,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--bad-rows",
         choices=("stop", "skip"),
         default="stop",
-        help="rows that are no conversations; skipped ones are told of (default: stop)",
+        help="rows that are not conversations; skipped ones are reported (stop)",
     )
     add(
         "--validation-fraction",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from configs import line_retrieval
 from data.line_corpus import (
-    LEARNT,
+    SUPERVISED,
     LineDocuments,
     prepare_lines,
     shortest_document,
@@ -42,8 +42,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of the shortest (default: what three lines and a question take)",
     )
     add(
-        "--learnt",
-        choices=LEARNT,
+        "--supervised",
+        choices=SUPERVISED,
         default="answers",
         help="tokens with a loss (default: %(default)s)",
     )
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if least is None:
         least = min(shortest_document(form, tokenizer), chosen.context_tokens)
     documents = LineDocuments(
-        form, tokenizer, chosen.context_tokens, least, chosen.learnt
+        form, tokenizer, chosen.context_tokens, least, chosen.supervised
     )
     summary = prepare_lines(
         documents,

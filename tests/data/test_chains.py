@@ -277,8 +277,8 @@ def test_chains_stay_within_their_episodes(file):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"order": "best"}, "order='best' is not one of ascending, drawn"),
-        ({"loss_on": "first"}, "loss_on='first' is not one of all, last"),
+        ({"order": "best"}, "order='best' must be one of ascending, drawn"),
+        ({"loss_on": "first"}, "loss_on='first' must be one of all, last"),
         ({"multiple": 0}, "multiple=0 must be at least 1 step"),
         ({"chain_length": 0}, "chain of 0 episodes .*at least 1"),
         ({"chain_length": 31}, "chain of 31 episodes cannot .* 30 different .*shorten"),

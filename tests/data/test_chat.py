@@ -35,9 +35,9 @@ def encoder(context_tokens=1000, too_long="truncate", template=Vicuna, tokenizer
 
 
 def shown(document):
-    """Text of bytes, and under every letter whether it is learnt."""
+    """Text of bytes, and under every letter whether it is supervised."""
     text = "".join(END if t == 256 else chr(t) for t in document.tokens)
-    return text, "".join(np.where(document.is_learnt, "^", "_"))
+    return text, "".join(np.where(document.is_supervised, "^", "_"))
 
 
 def mask_of(text):
@@ -48,12 +48,12 @@ def mask_of(text):
     return "".join(mask)
 
 
-def test_replies_and_their_ends_are_learnt_and_nothing_else():
+def test_replies_and_their_ends_are_supervised_and_nothing_else():
     ((document,),) = encoder().encode([talk(("ab", "c"), ("ASSISTANT:", "c d"))])
     text, mask = shown(document)
     assert text == f"S USER: ab ASSISTANT: c{END}USER: ASSISTANT: ASSISTANT: c d{END}"
     assert mask == "_" * 21 + "^^^" + "_" * 27 + "^^^^^"
-    assert (document.tokens.dtype, document.is_learnt.dtype) == (np.int32, bool)
+    assert (document.tokens.dtype, document.is_supervised.dtype) == (np.int32, bool)
 
 
 def test_many_conversations_are_encoded_as_one_by_one():
@@ -78,7 +78,7 @@ def test_many_conversations_are_encoded_as_one_by_one():
                 assert mask == mask_of(text) and "^" in mask
 
 
-def test_a_turn_that_is_cut_is_learnt_as_far_as_it_goes():
+def test_a_turn_that_is_cut_is_supervised_as_far_as_it_goes():
     conversation = talk(("q", "first"), ("q", "second"))
     full = f"S USER: q ASSISTANT: first{END}USER: q ASSISTANT: second{END}"
     for context in range(24, len(full)):
@@ -118,16 +118,16 @@ def test_words_are_encoded_as_in_the_whole_text(tmp_path, make, template):
     ((document,),) = encoder(template=template, tokenizer=tokenizer).encode(
         [talk(("the dog", "sat on the mat"), system="the cat")]
     )
-    learnt = document.tokens[document.is_learnt]
-    assert learnt[-1] == tokenizer.end_of_document
-    prompt = document.tokens[~document.is_learnt]
+    supervised = document.tokens[document.is_supervised]
+    assert supervised[-1] == tokenizer.end_of_document
+    prompt = document.tokens[~document.is_supervised]
     if template is Vicuna:
         text = "the cat USER: the dog ASSISTANT: sat on the mat"
         begin = tokenizer.token_id("<s>")
         assert (prompt[0] == begin) == (make is make_sentence_piece)
         whole = tokenizer.encode(text)
         assert document.tokens[-1 - whole.size : -1].tolist() == whole.tolist()
-    assert tokenizer.decode(learnt).strip() == "sat on the mat"
+    assert tokenizer.decode(supervised).strip() == "sat on the mat"
     assert "  " not in tokenizer.decode(document.tokens)
 
 
@@ -150,7 +150,7 @@ def write(path, found):
     return path
 
 
-def test_corpus_rows_weigh_exactly_what_is_to_be_learnt(tmp_path):
+def test_corpus_rows_weigh_exactly_what_is_to_be_supervised(tmp_path):
     source = write(tmp_path / "in.json", rows(60))
     output = tmp_path / "out"
     summary = prepare_chats([source], output, encoder(400), validation_fraction=0.2)
@@ -167,9 +167,9 @@ def test_corpus_rows_weigh_exactly_what_is_to_be_learnt(tmp_path):
             (batch,) = batches[step].values()
             weights += batch.loss_weights.sum()
             tokens += (batch.k_end > batch.k_start).sum()
-            learnt = batch.targets[batch.loss_weights == 1]
-            assert (learnt == 256).sum() >= 1
-        assert weights == summary.learnt[split] == corpus.loss_mask[:].sum()
+            supervised = batch.targets[batch.loss_weights == 1]
+            assert (supervised == 256).sum() >= 1
+        assert weights == summary.supervised[split] == corpus.loss_mask[:].sum()
         assert tokens == summary.counts[split].tokens
         total += summary.counts[split].documents
     assert total == 60
@@ -178,7 +178,7 @@ def test_corpus_rows_weigh_exactly_what_is_to_be_learnt(tmp_path):
         * (len(row["conversations"]) // 2)
         for row in rows(60)
     )
-    assert summary.learnt.total() == wanted
+    assert summary.supervised.total() == wanted
 
 
 def test_parts_of_a_conversation_stay_on_one_side(tmp_path):
@@ -234,7 +234,7 @@ def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match=r"\[1\] \(id r5\): no reply within the cont"):
         prepare_chats([source], tmp_path / "out", encoder(300))
     write(source, bad_rows()[1:3])
-    with pytest.raises(ValueError, match="no conversation to learn from .*: 2 rows"):
+    with pytest.raises(ValueError, match="no conversation to train on .*: 2 rows"):
         prepare_chats(
             [source], tmp_path / "out", encoder(), on_bad_row=lambda row: None
         )
@@ -244,5 +244,5 @@ def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="context_tokens=1 must be at least 2"):
         encoder(1)
-    with pytest.raises(ValueError, match="'drop' is not one of truncate, split"):
+    with pytest.raises(ValueError, match="'drop' must be one of truncate, split"):
         encoder(9, "drop")

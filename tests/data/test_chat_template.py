@@ -26,48 +26,48 @@ def tokenizer(*names):
 
 
 def written(template, system, *exchanges):
-    """The text of a conversation, and in it what is learnt, each in brackets."""
+    """The text of a conversation, and in it what is supervised, each in brackets."""
     first, *others = exchanges
     pieces = template.opening(system, *first)
     for exchange in others:
         pieces += template.following(*exchange)
     parts = [
-        (piece.text if piece.token is None else NAMES[piece.token], piece.is_learnt)
+        (piece.text if piece.token is None else NAMES[piece.token], piece.is_supervised)
         for piece in pieces
     ]
     text = "".join(part for part, _ in parts)
-    return text, [part for part, is_learnt in parts if is_learnt]
+    return text, [part for part, is_supervised in parts if is_supervised]
 
 
 EXCHANGES = [("Hi?", "Hello."), ("Bye", "See you")]
 
 
 def test_vicuna():
-    text, learnt = written(Vicuna(tokenizer("<s>")), None, *EXCHANGES)
+    text, supervised = written(Vicuna(tokenizer("<s>")), None, *EXCHANGES)
     assert text == (
         "<s>A chat between a curious user and an artificial intelligence assistant. "
         "The assistant gives helpful, detailed, and polite answers to the user's "
         "questions. USER: Hi? ASSISTANT: Hello.</s>USER: Bye ASSISTANT: See you</s>"
     )
-    assert learnt == [" Hello.", "</s>", " See you", "</s>"]
+    assert supervised == [" Hello.", "</s>", " See you", "</s>"]
     text, _ = written(Vicuna(tokenizer()), "Be brief.", EXCHANGES[0])
     assert text == "Be brief. USER: Hi? ASSISTANT: Hello.</s>"
 
 
 def test_llama2():
-    text, learnt = written(Llama2(tokenizer("<s>")), "Be brief.", *EXCHANGES)
+    text, supervised = written(Llama2(tokenizer("<s>")), "Be brief.", *EXCHANGES)
     assert text == (
         "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi? [/INST] Hello. </s>"
         "<s>[INST] Bye [/INST] See you </s>"
     )
-    assert learnt == [" Hello. ", "</s>", " See you ", "</s>"]
+    assert supervised == [" Hello. ", "</s>", " See you ", "</s>"]
     text, _ = written(Llama2(tokenizer("<s>")), None, EXCHANGES[0])
     assert text == "<s>[INST] Hi? [/INST] Hello. </s>"
 
 
 def test_llama3():
     template = Llama3(tokenizer(*(set(SPECIAL) - {"<s>"})))
-    text, learnt = written(template, "Be brief.", *EXCHANGES)
+    text, supervised = written(template, "Be brief.", *EXCHANGES)
 
     def turn(role, words):
         return f"<|start_header_id|>{role}<|end_header_id|>\n\n{words}<|eot_id|>"
@@ -75,7 +75,7 @@ def test_llama3():
     assert text == "<|begin_of_text|>" + turn("system", "Be brief.") + "".join(
         turn("user", user) + turn("assistant", reply) for user, reply in EXCHANGES
     )
-    assert learnt == ["Hello.", "<|eot_id|>", "See you", "<|eot_id|>"]
+    assert supervised == ["Hello.", "<|eot_id|>", "See you", "<|eot_id|>"]
 
 
 def test_a_tokenizer_without_the_templates_tokens_is_refused():

@@ -49,7 +49,7 @@ def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
         (row(id="e"), "f (id e)", "no turns"),
         (row(("bing", "Hi")), "f, turn 1", "a turn from 'bing', not one of system,"),
         (row(*HELLO, ([], "Hi")), "f, turn 3", "a turn from [], not one of system"),
-        ({"conversations": ["Hi"]}, "f, turn 1", "a turn that is no object"),
+        ({"conversations": ["Hi"]}, "f, turn 1", "a turn that is not an object"),
         (row(*HELLO, ("human", None)), "f, turn 3", "says NoneType, not text"),
         (row(("human", "Hi"), ("gpt", 5)), "f, turn 2", "says int, not text"),
         (row(("human", "Hi"), ("gpt", " \n")), "f, turn 2", "an empty turn"),
@@ -100,6 +100,6 @@ def test_files_that_hold_no_rows_are_refused(tmp_path):
         list(read_conversations([path]))
     for text in ("[", "[" * 100_000, f"[{'9' * 5000}]"):
         path.write_text(text)
-        with pytest.raises(ValueError, match="is no JSON file") as caught:
+        with pytest.raises(ValueError, match="is not a JSON file") as caught:
             list(read_conversations([path]))
         assert str(caught.value).isprintable()

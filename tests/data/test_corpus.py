@@ -189,7 +189,7 @@ def test_bad_arguments_are_refused(tmp_path):
 @pytest.mark.parametrize("pattern", ["/etc/*", "**x"])
 def test_patterns_that_are_none_are_refused(tmp_path, pattern):
     source = fill(tmp_path / "in", {"a.txt": "a"})
-    with pytest.raises(ValueError, match=rf"pattern={re.escape(repr(pattern))} is no"):
+    with pytest.raises(ValueError, match=rf"pattern={re.escape(repr(pattern))} must"):
         prepare([source], tmp_path / "out", ByteTokenizer(), pattern=pattern)
 
 
@@ -199,7 +199,7 @@ def test_inputs_are_files_that_can_be_read_twice_and_are_given_once(tmp_path):
         with pytest.raises(ValueError, match=f"{path} is given 2 times: name it once"):
             prepare([path, tmp_path, path], tmp_path / "out", ByteTokenizer())
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is no file and no directory: inputs"):
+    with pytest.raises(ValueError, match="pipe must be a file or a directory: inputs"):
         prepare([tmp_path / "pipe"], tmp_path / "out", ByteTokenizer())
     assert not (tmp_path / "out").exists()
 

@@ -63,7 +63,7 @@ def test_marks_that_are_no_marks_are_never_read(tmp_path):
     overwrite(directory / "train.loss.bin", 1, np.array([7], "u1"))
     match = r"train\.loss\.bin has mark 7 at place 1, and 1 is the largest"
     with pytest.raises(ValueError, match=match):
-        TokenFile.open(directory, "train").is_learnt(np.arange(3))
+        TokenFile.open(directory, "train").is_supervised(np.arange(3))
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):

@@ -296,7 +296,7 @@ def test_episode_of_no_steps_is_refused(path):
 
 
 def test_unknown_domain_is_the_callers_fault(path):
-    with pytest.raises(ValueError, match="domain='hopper' is not one of cartpole, "):
+    with pytest.raises(ValueError, match="domain='hopper' must be one of cartpole, "):
         read_episode(path, "hopper")
     with pytest.raises(ValueError, match="domain='hopper'"):
         Buffer(path, "hopper", "rnd")

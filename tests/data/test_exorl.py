@@ -180,7 +180,7 @@ def test_what_is_packed_already_is_kept(tmp_path):
 def test_unknown_tasks_are_refused_before_files_are_read(tmp_path):
     nowhere = Buffer(tmp_path, "walker", "rnd")
     for selection in (Selection(), STORED):
-        with pytest.raises(ValueError, match="task='fly' of walker is not one of"):
+        with pytest.raises(ValueError, match="task='fly' of walker must be one of"):
             pack(nowhere, "fly", tmp_path, selection)
     maze = Buffer(tmp_path, "point_mass_maze", "rnd")
     with pytest.raises(ValueError, match="no environment for .*point_mass_maze"):
@@ -197,7 +197,7 @@ def test_unknown_tasks_are_refused_before_files_are_read(tmp_path):
 def test_meta_that_is_no_json_is_refused(tmp_path):
     buffer = made_up_buffer(tmp_path / "data", "cartpole", [5])
     (buffer.directory / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match=r"meta\.json is no JSON .*remove it"):
+    with pytest.raises(ValueError, match=r"meta\.json is not JSON .*remove it"):
         pack(buffer, "swingup", tmp_path / "cache", STORED)
 
 
@@ -206,9 +206,9 @@ def test_meta_that_is_no_json_is_refused(tmp_path):
     [
         (
             {"relabelling": "best"},
-            "relabelling='best' is not one of exact, exorl, stor",
+            "relabelling='best' must be one of exact, exorl, stor",
         ),
-        ({"on_bad": "ignore"}, "on_bad='ignore' is not one of error, skip"),
+        ({"on_bad": "ignore"}, "on_bad='ignore' must be one of error, skip"),
         ({"max_transitions": 0}, "max_transitions=0 must be at least 1"),
         ({"tolerance": 0.0}, "tolerance=0.0 above 0"),
         ({"tolerance": float("nan")}, "tolerance=nan above 0"),

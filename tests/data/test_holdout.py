@@ -8,7 +8,7 @@ from data.holdout import Holdout
 def splits(texts, fraction=0.25):
     holdout = Holdout(fraction)
     for text in texts:
-        holdout.see(text)
+        holdout.add(text)
     return [holdout.split(text) for text in texts]
 
 

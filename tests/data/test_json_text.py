@@ -45,7 +45,7 @@ def test_what_is_no_json_is_refused_in_a_line(name, tmp_path):
         parse_json(content)
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"config.json is no JSON .*{complaint}") as e:
+    with pytest.raises(ValueError, match=f"config.json is not JSON .*{complaint}") as e:
         read_json_object(path)
     assert str(e.value).isprintable() and "set_int_max" not in str(e.value)
 
@@ -53,7 +53,7 @@ def test_what_is_no_json_is_refused_in_a_line(name, tmp_path):
 def test_what_is_no_object_or_too_large_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("[1]")
-    with pytest.raises(ValueError, match="config.json is no JSON object, but list"):
+    with pytest.raises(ValueError, match="config.json must be a JSON object, got list"):
         read_json_object(path)
     with path.open("wb") as file:
         file.truncate(json_text.MOST_BYTES + 1)  # takes no room on the disk

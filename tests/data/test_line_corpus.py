@@ -41,22 +41,26 @@ def test_documents_have_all_lengths_and_none_is_longer_than_the_context(name):
 
 
 def parts(document) -> list[tuple[str, bool]]:
-    """Texts that are learnt, and those that are not, in turn, without the end."""
+    """Texts that are supervised, and those that are not, in turn, without the end."""
     assert document.tokens[-1] == BYTES.end_of_document
-    changes = np.flatnonzero(np.diff(document.is_learnt[:-1])) + 1
+    changes = np.flatnonzero(np.diff(document.is_supervised[:-1])) + 1
     texts = np.split(document.tokens[:-1], changes)
-    learnt = np.split(document.is_learnt[:-1], changes)
-    return [(BYTES.decode(t), bool(k[0])) for t, k in zip(texts, learnt, strict=True)]
+    supervised = np.split(document.is_supervised[:-1], changes)
+    return [
+        (BYTES.decode(t), bool(k[0])) for t, k in zip(texts, supervised, strict=True)
+    ]
 
 
 @each_form
-def test_only_answers_are_learnt_and_each_is_what_its_line_says(name):
+def test_only_answers_are_supervised_and_each_is_what_its_line_says(name):
     source = documents(name)
     form = source.form
     counts = []
     for document in draws(source):
         pieces = parts(document)
-        assert [learnt for _, learnt in pieces] == [False, True] * (len(pieces) // 2)
+        assert [supervised for _, supervised in pieces] == [False, True] * (
+            len(pieces) // 2
+        )
         record, found = pieces[0][0], []
         for (asked, _), (answer, _) in zip(pieces[::2], pieces[1::2], strict=True):
             number = int(re.findall(r"\d+", answer)[-1])
@@ -79,13 +83,14 @@ def test_only_answers_are_learnt_and_each_is_what_its_line_says(name):
     assert min(counts) < 0.5 and 1 < max(counts) <= 3
 
 
-def test_all_tokens_are_learnt_where_that_is_asked_for():
+def test_all_tokens_are_supervised_where_that_is_asked_for():
     answers, everything = (
-        draws(documents("compact", learnt=learnt), 5) for learnt in ("answers", "all")
+        draws(documents("compact", supervised=supervised), 5)
+        for supervised in ("answers", "all")
     )
     for one, other in zip(answers, everything, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        assert other.is_learnt.all() and not one.is_learnt.all()
+        assert other.is_supervised.all() and not one.is_supervised.all()
 
 
 def prepare(directory: Path, seed: int = 0) -> Path:
@@ -117,17 +122,17 @@ def test_rows_of_the_corpus_weigh_answers_only(tmp_path):
     assert not np.array_equal(train.tokens[:100], held_out.tokens[:100])
 
 
-def test_the_summary_tells_what_is_learnt(tmp_path):
+def test_the_summary_tells_what_is_supervised(tmp_path):
     summary = prepare_lines(documents("compact"), tmp_path / "out", seed=0, **SIZES)
     corpus = TokenFile.open(tmp_path / "out", "train")
-    assert summary.learnt["train"] == corpus.loss_mask[:].sum()
-    assert f"{corpus.loss_mask[:].sum():,} to be learnt" in str(summary)
+    assert summary.supervised["train"] == corpus.loss_mask[:].sum()
+    assert f"{corpus.loss_mask[:].sum():,} supervised" in str(summary)
 
 
 def test_what_is_wrong_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="least_tokens=9 must be from 1 to context_to"):
         LineDocuments(Compact(), BYTES, 8, 9)
-    with pytest.raises(ValueError, match="learnt='some' is not one of"):
+    with pytest.raises(ValueError, match="supervised='some' must be one of"):
         LineDocuments(Compact(), BYTES, 64, 32, "some")
     with pytest.raises(ValueError, match="train_tokens=0"):
         prepare_lines(

@@ -171,23 +171,32 @@ def test_written_cases_are_read_again(name, tmp_path):
 
 BAD = {
     "no_json": ("{", "Expecting property name"),
-    "no_object": ("[]", "list, no object"),
+    "no_object": ("[]", "must be an object, got list"),
     "missing_field": ({"prompt": None}, "it has no prompt"),
-    "wrong_type": ({"expected_number": "7"}, "expected_number='7' is no int"),
-    "truth_value": ({"num_lines": True}, "num_lines=True is no int"),
-    "no_pair": ({"random_idx": [1]}, r"random_idx=\[1\] is no pair"),
-    "no_place": ({"random_idx": ["a", "b"]}, "is no pair of a name and a place"),
-    "place_beyond": ({"num_lines": 1, "random_idx": ["aa", 1]}, "line 1 is none of"),
+    "wrong_type": ({"expected_number": "7"}, "expected_number must be int, got '7'"),
+    "truth_value": ({"num_lines": True}, "num_lines must be int, got True"),
+    "no_pair": (
+        {"random_idx": [1]},
+        r"random_idx must be a name and a place, got \[1\]",
+    ),
+    "no_place": ({"random_idx": ["a", "b"]}, "must be a name and a place, got"),
+    "place_beyond": (
+        {"num_lines": 1, "random_idx": ["aa", 1]},
+        "must be below num_lines=1, got 1",
+    ),
     "other_number": ({"expected_number": 5}, "does not say 5"),
     "other_name": ({"random_idx": ["??", 0]}, r"is not called '\?\?'"),
     "other_prompt": ({"prompt": "nothing"}, "is not in the prompt"),
-    "true_place": ({"random_idx": ["aa", True]}, "is no pair of a name and a place"),
-    "true_name": ({"random_idx": [True, 0]}, "is no pair of a name and a place"),
+    "true_place": ({"random_idx": ["aa", True]}, "must be a name and a place, got"),
+    "true_name": ({"random_idx": [True, 0]}, "must be a name and a place, got"),
     "half_a_letter": ({"half": True}, "surrogates not allowed"),
     "deep": ("[" * 100_000, "lie too deep in each other"),
     "digits": ('{"num_lines": ' + "9" * 5000 + "}", "an integer of thousands of"),
     "a_field_twice": ('{"prompt": "", "prompt": ""}', "'prompt' stands twice"),
-    "many_numbers": ({"random_idx": [1] * 10**5}, r"1, \.\.\.\] is no pair"),
+    "many_numbers": (
+        {"random_idx": [1] * 10**5},
+        r"must be a name and a place, got .*1, \.\.\.\]",
+    ),
 }
 
 
@@ -206,7 +215,7 @@ def test_a_bad_row_is_named_with_its_reason(name, tmp_path):
     path.write_text(f"{json.dumps(good)}\n\n{bad}\n")
     with pytest.raises(ValueError, match=reason) as error:
         read_cases(path)
-    assert str(error.value).startswith(f"{path}:3 is no case: ")
+    assert str(error.value).startswith(f"{path}:3 must be a case: ")
     assert str(error.value).isprintable() and len(str(error.value)) < 500
 
 

@@ -228,7 +228,7 @@ def test_validation_reads_whole_batches_in_order(corpus):
         rows_of(batches, range(len(batches))), np.arange(plan.rows // 4 * 4)
     )
     assert [step for step, _ in iterate(batches)] == list(range(len(batches)))
-    with pytest.raises(IndexError, match=f"step={len(batches)} is not one of the"):
+    with pytest.raises(IndexError, match=f"step={len(batches)} must be one of the"):
         batches[len(batches)]
 
 
@@ -375,7 +375,7 @@ def test_bad_batches_are_refused(corpus):
 def test_bad_iterations_are_refused(corpus):
     batches = make_batches(PackedRows(corpus, 24), row_order=InOrder())
     for first in (-1, len(batches)):
-        with pytest.raises(ValueError, match=f"first_step={first} is not one of"):
+        with pytest.raises(ValueError, match=f"first_step={first} must be one of"):
             iterate(batches, first)
     with pytest.raises(ValueError, match="buffered_steps=2 must not be below"):
         iterate(batches, threads=3, buffered_steps=2)

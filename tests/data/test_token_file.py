@@ -49,9 +49,11 @@ def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
         writer.write("validation", np.array([7, 8]), np.array([True, False]))
         writer.write("train", np.array([9]), np.array([False]))
     train = TokenFile.open(directory, "train")
-    assert train.is_learnt(np.arange(4)).tolist() == [False, True, True, False]
-    assert train.is_learnt(np.array([1, 2])).tolist() == [True, True]
-    assert TokenFile.open(directory, "validation").is_learnt(np.arange(2)).tolist() == [
+    assert train.is_supervised(np.arange(4)).tolist() == [False, True, True, False]
+    assert train.is_supervised(np.array([1, 2])).tolist() == [True, True]
+    assert TokenFile.open(directory, "validation").is_supervised(
+        np.arange(2)
+    ).tolist() == [
         True,
         0,
     ]
@@ -64,10 +66,10 @@ def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
         TokenFile.open(directory, "train")
 
 
-def test_without_a_loss_mask_everything_is_learnt(tmp_path):
+def test_without_a_loss_mask_everything_is_supervised(tmp_path):
     directory = write(tmp_path / "corpus")
     assert (
-        TokenFile.open(directory, "train").is_learnt(np.arange(1, 5)).tolist()
+        TokenFile.open(directory, "train").is_supervised(np.arange(1, 5)).tolist()
         == [True] * 4
     )
     assert not (directory / "train.loss.bin").exists()
@@ -98,7 +100,7 @@ def test_a_loss_mask_of_other_numbers_is_refused(tmp_path, mask):
             tmp_path / "corpus", ByteTokenizer(), has_loss_mask=True
         ) as writer:
             writer.write("train", np.array([5, 6]), np.array(mask))
-    with pytest.raises(ValueError, match="split='test' is not one of train, valid"):
+    with pytest.raises(ValueError, match="split='test' must be one of train, valid"):
         write(tmp_path / "corpus", {"test": [[5]]})
     assert list(tmp_path.iterdir()) == []
 

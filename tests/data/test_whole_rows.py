@@ -1,4 +1,4 @@
-"""Rows of whole documents, and what a corpus says is to be learnt in any rows."""
+"""Rows of whole documents, and what a corpus says is supervised in any rows."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ PLANS = [PackedRows, WholeRows, DocumentRows]
 
 @pytest.fixture
 def masked(tmp_path):
-    """Documents of up to a row's length; of each token it is drawn if it is learnt."""
+    """Documents of up to a row's length, with a loss mask that is drawn."""
     rng = np.random.default_rng(9)
     lengths = [*rng.integers(1, LENGTH + 1, 40), LENGTH, LENGTH, 1, 1]
     with TokenFileWriter(tmp_path / "corpus", NUMBERS, has_loss_mask=True) as writer:
@@ -35,11 +35,13 @@ def test_rows_hold_whole_documents_in_order_and_as_many_as_fit(masked, length):
     for row, following in pairwise([*rows, None]):
         fitting = [end for end in ends if begin < end <= begin + length]
         wanted = naive_row(masked, begin, fitting[-1], length)
-        learnt = [
+        supervised = [
             t in range(masked.tokens.size) and masked.loss_mask[:][t]
             for t in range(begin + 1, begin + length + 1)
         ]
-        wanted = wanted._replace(loss_weights=wanted.loss_weights * np.array(learnt))
+        wanted = wanted._replace(
+            loss_weights=wanted.loss_weights * np.array(supervised)
+        )
         for name in Batch._fields:
             np.testing.assert_array_equal(
                 getattr(row, name), getattr(wanted, name), err_msg=name
@@ -49,7 +51,7 @@ def test_rows_hold_whole_documents_in_order_and_as_many_as_fit(masked, length):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_weights_of_all_rows_are_the_learnt_tokens_that_follow_one(masked, plan):
+def test_weights_of_all_rows_are_the_supervised_tokens_that_follow_one(masked, plan):
     rows = read_rows(plan(masked, LENGTH))
     targets = np.concatenate([row.targets[row.loss_weights == 1] for row in rows])
     followers = np.setdiff1d(np.flatnonzero(masked.loss_mask[:]), masked.starts)

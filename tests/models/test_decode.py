@@ -190,7 +190,7 @@ def test_the_cache_can_be_used_to_its_last_slot():
 def test_what_cannot_be_generated_is_refused():
     one, parameters = generator_on(MeshShape(ring=4), "striped")
     prompt = np.arange(3)
-    with pytest.raises(ValueError, match="1 prompts are not the 2 rows"):
+    with pytest.raises(ValueError, match="prompts must be 2, rows of the batch, got 1"):
         one.generate(parameters, [prompt], 5, seed=0)
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         one.generate(parameters, [prompt, prompt[:0]], 5, seed=0)

@@ -26,9 +26,9 @@ GOOD = {
         ),
         (
             {"num_kv_heads": 3},
-            "num_heads=4 is not a multiple of num_kv_heads=3",
+            "num_heads=4 must be a multiple of num_kv_heads=3",
         ),
-        ({"num_kv_heads": 8}, "num_heads=4 is not a multiple of num_kv_heads=8"),
+        ({"num_kv_heads": 8}, "num_heads=4 must be a multiple of num_kv_heads=8"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"rope_theta": 0.0}, "rope_theta=0.0 must be a number above 0"),
         ({"norm_epsilon": -1e-6}, "norm_epsilon=-1e-06 must be a number above 0"),
@@ -42,7 +42,7 @@ def test_sizes_that_make_no_model_are_refused(changes, message):
 
 @pytest.mark.parametrize(
     "remat, chunk, message",
-    [("most", 0, "policy='most' is not one of"), ("nothing", -1, "chunk=-1 must be")],
+    [("most", 0, "policy='most' must be one of"), ("nothing", -1, "chunk=-1 must be")],
 )
 def test_impossible_executions_are_refused(remat, chunk, message):
     with pytest.raises(ValueError, match=message):

@@ -133,5 +133,5 @@ def test_everything_leaves_the_layer_as_it_is():
 
 
 def test_unknown_policy_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="'most' is not one of everything, nothing"):
+    with pytest.raises(ValueError, match="'most' must be one of everything, nothing"):
         remat(jnp.sin, "most")

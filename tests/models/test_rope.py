@@ -238,7 +238,7 @@ def test_only_yarn_changes_the_size_of_queries_and_keys():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"rope_type": "dynamic"}, "rope_type='dynamic' is not one of none, linear"),
+        ({"rope_type": "dynamic"}, "rope_type='dynamic' must be one of none, linear"),
         ({"factor": 2.0}, "factor=2.0 of rope_type='none' must be"),
         ({"rope_type": "linear", "factor": 0.5}, "factor=0.5 .* at least 1"),
         ({"rope_type": "ntk", "factor": math.nan}, "factor=nan .* at least 1"),

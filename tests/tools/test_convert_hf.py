@@ -278,10 +278,10 @@ def test_a_wrong_tensor_is_named_and_nothing_is_written(
         ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is missing"),
         ({"vocab_size": "40"}, "vocab_size='40' (a whole number from 1"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not true or"),
-        ("[" * 100_000, "config.json is no JSON (its lists and objects lie too deep"),
+        ("[" * 100_000, "config.json is not JSON (its lists and objects lie too deep"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "an integer of thousands of digits"),
         ('{"head_dim": 8, "head_dim": 10}', "'head_dim' stands twice in an object"),
-        ("null", "config.json is no JSON object, but NoneType"),
+        ("null", "config.json must be a JSON object, got NoneType"),
     ],
 )
 def test_a_wrong_config_is_refused_in_a_line(tmp_path, fields, complaint, capsys):

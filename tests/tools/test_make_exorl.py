@@ -166,7 +166,7 @@ def test_existing_data_are_kept(cartpole):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"tasks": ("fly",)}, "task='fly' of cartpole is not one of"),
+        ({"tasks": ("fly",)}, "task='fly' of cartpole must be one of"),
         ({"domain": "quadruped"}, "no environment for domain='quadruped'"),
         ({"tasks": ()}, r"tasks=\(\) must be tasks"),
         ({"tasks": ("swingup", "swingup")}, "each of them once"),

@@ -30,7 +30,7 @@ def test_program_tells_of_bad_rows_and_what_it_did(source, tmp_path, capsys):
     assert main([*arguments, "--bad-rows", "skip"]) == 0
     told = capsys.readouterr()
     assert told.err.count("skipped ") == 4 and "id r4), turn 2" in told.err
-    assert "2 conversations of 6 rows" in told.out and "to be learnt" in told.out
+    assert "2 conversations of 6 rows" in told.out and "supervised" in told.out
     corpus = TokenFile.open(out, "train")
     assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size
 

@@ -15,7 +15,7 @@ def test_program_writes_a_corpus_and_tells_of_it(tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--form", "compact", "--context-tokens", "64", "--output", str(out)]
     assert main([*arguments, *SMALL]) == 0
-    assert "to be learnt" in capsys.readouterr().out
+    assert "supervised" in capsys.readouterr().out
     corpus = TokenFile.open(out, "train")
     assert 3000 <= corpus.tokens.size < 3064
     assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size / 2
@@ -25,7 +25,7 @@ def test_program_writes_a_corpus_and_tells_of_it(tmp_path, capsys):
 
 def test_program_runs_from_the_root(tmp_path):
     command = [sys.executable, "-m", "tools.prepare_lines", "--context-tokens", "1500"]
-    command += ["--output", str(tmp_path / "out"), "--learnt", "all", *SMALL]
+    command += ["--output", str(tmp_path / "out"), "--supervised", "all", *SMALL]
     root = Path(prepare_lines.__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

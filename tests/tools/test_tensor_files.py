@@ -152,10 +152,10 @@ BAD_INDICES = {
         {"weight_map": {"a": FIRST, "b": FIRST}},
         "one.safetensors has no tensor 'b', which .* says lies there .and 0 more",
     ),
-    "no_object": ([], "index.json is no JSON object, but list"),
-    "deep": ("[" * 100_000, "is no JSON .*lie too deep"),
+    "no_object": ([], "index.json must be a JSON object, got list"),
+    "deep": ("[" * 100_000, "is not JSON .*lie too deep"),
     "twice": ('{"weight_map": {"a": "1", "a": "2"}}', "'a' stands twice"),
-    "no_text": ("\ud800", "is no JSON"),
+    "no_text": ("\ud800", "is not JSON"),
 }
 
 
