@@ -175,7 +175,7 @@ def append(
     member = jnp.argmin(cache.filled).astype(jnp.int32)
     slot = cache.filled[member]
     indices = operations.put(cache.index[None], index, 0, member, slot)[0]
-    visible = jnp.zeros_like(index), jnp.where(index == EMPTY, -1, index)
+    visible = jnp.zeros_like(index), jnp.where(index == EMPTY, 0, index + 1)
 
     def keep_and_attend(q, k, v, stacks, layer):
         keys, values = (
