@@ -1,6 +1,5 @@
 """Bad input is refused with its value and a remedy, before anything is compiled."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -8,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import train
-from kernels import masks
 from tasks import base, text
 from tests.runs import small_config
 from training.checkpoint import Checkpoints
@@ -161,58 +158,16 @@ def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
     assert "tools/prepare_text.py" in message
 
 
-@pytest.mark.parametrize("size", [0, 1, 1001])
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_truncated_token_file_is_refused(
-    corpus: Path, tmp_path: Path, split: str, size: int
-) -> None:
-    copy = tmp_path / "corpus"
-    shutil.copytree(corpus, copy)
-    tokens = copy / f"{split}.tokens.bin"
-    whole = tokens.read_bytes()
-    tokens.write_bytes(whole[:size])
-    message = refusal(copy, tmp_path / "run")
-    assert f"{tokens} has {size} bytes" in message and f"{len(whole)}" in message
-    assert "copy it again or prepare the corpus again" in message
-
-
-def forget_digests(corpus: Path) -> None:
-    """Makes a corpus one of before there were any."""
-    meta = json.loads((corpus / "meta.json").read_text())
-    del meta["files"]
-    (corpus / "meta.json").write_text(json.dumps(meta))
-
-
-@pytest.mark.parametrize("has_digests", [True, False])
-def test_a_damaged_token_is_refused(
-    corpus: Path, tmp_path: Path, has_digests: bool
-) -> None:
-    """By the digests; where there are none, as soon as it is read, here to validate."""
+def test_a_damaged_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
     copy = tmp_path / "corpus"
     shutil.copytree(corpus, copy)
     tokens = copy / "validation.tokens.bin"
     ids = np.fromfile(tokens, "<u2")
     ids[100] = 32_768
     ids.tofile(tokens)
-    if not has_digests:
-        forget_digests(copy)
     message = refusal(copy, tmp_path / "run")
-    found = "is not what was written" if has_digests else "token 32768 at place 100"
-    assert f"{tokens} " in message and found in message
+    assert f"{tokens} " in message and "is not what was written" in message
     assert "copy it again or prepare the corpus again" in message
-
-
-def test_decreasing_document_starts_are_refused(corpus: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "corpus"
-    shutil.copytree(corpus, copy)
-    path = copy / "train.documents.bin"
-    starts = np.fromfile(path, "<u8")
-    starts[[3, 4]] = starts[[4, 3]]
-    starts.tofile(path)
-    forget_digests(copy)
-    message = refusal(copy, tmp_path / "run")
-    assert f"document 4 starts at {starts[4]}, not after document 3" in message
-    assert "prepare the corpus again" in message
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_kept(
@@ -238,22 +193,6 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(
     assert "rope_scaling.rope_type: saved linear, this run nothing" in message
     assert "use another workdir" in message
     assert files() == before
-
-
-@pytest.mark.parametrize("size", [0, -1, -4096])
-def test_a_window_of_no_token_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"size={size} must be at least 1"):
-        masks.window(size)
-
-
-@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-def test_decreasing_document_ids_are_refused(array: Any) -> None:
-    ids = array([[0, 0, 1, 2], [0, 3, 2, 4]], dtype=np.int32)
-    with pytest.raises(ValueError) as caught:
-        masks.documents(ids)
-    message = str(caught.value)
-    assert "row 1 has 3 at 1 and 2 after it" in message
-    assert "number the documents of a row in the order in which they come" in message
 
 
 def test_the_command_line_says_one_line_and_fails(corpus: Path, tmp_path: Path) -> None:

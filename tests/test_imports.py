@@ -166,7 +166,6 @@ def test_the_tree_is_really_read() -> None:
     ("file", "source", "complaint"),
     [
         ("models/llama.py", "import kernels.ring", "1: models -> kernels.ring"),
-        ("models/llama.py", "from kernels import ring", "1: models -> kernels.ring"),
         ("models/llama.py", "from ..data import text", "1: models -> data.text"),
         ("kernels/ring.py", "\n\nimport jax, optax", "3: kernels -> optax"),
         ("kernels/ring.py", "def f():\n import flax", "2: kernels -> flax"),
@@ -177,14 +176,12 @@ def test_the_tree_is_really_read() -> None:
         ("tools/bench.py", "import train", "1: tools -> train"),
         ("tools/bench.py", "from tests import text", "1: tools -> tests.text"),
         ("training/step.py", "import models.llama", "1: training -> models.llama"),
-        ("training/step.py", "import kernels.ring", "1: training -> kernels.ring"),
         (
             "training/step.py",
             "import ml_collections as m",
             "1: training -> ml_collections",
         ),
         ("data/text.py", "import jax.numpy as jnp", "1: data -> jax.numpy"),
-        ("data/text.py", "import kernels", "1: data -> kernels"),
         ("data/text.py", "from kernels import *", "1: data -> kernels.*"),
         (
             "data/text.py",
@@ -197,7 +194,6 @@ def test_the_tree_is_really_read() -> None:
             "2: data -> jax",
         ),
         ("configs/base.py", "import jax", "1: configs -> jax"),
-        ("configs/base.py", "import jaxtyping", "1: configs -> jaxtyping"),
         ("train.py", "from tools import bench", "1: train.py -> tools.bench"),
         ("kernels/ring.py", "import tasks.base", "1: kernels -> tasks.base"),
         ("scratch/new.py", "", "1: scratch -> nowhere"),

@@ -80,20 +80,6 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_signal_in_a_validation_is_not_left_until_its_end(
-    run: Small, truth: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        # Six batches to train on, then the first of two held-out ones.
-        before_call(patch, train, "place", 7, send_sigterm)
-        with pytest.raises(Preempted, match=f"step 6 of {STEPS}"):
-            run.train()
-    assert not any(line.startswith("validation") for line in run.said)
-    run.train()
-    assert_equal_bits(run.state(), truth)
-
-
-@pytest.mark.slow
 def test_a_signal_at_the_last_step_finds_a_complete_run(run: Small, truth: Any) -> None:
     run.train_and(on(f"step {STEPS - 1}", send_sigterm))
     assert run.said[-1].startswith(f"done: step {STEPS}")

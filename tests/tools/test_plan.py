@@ -195,61 +195,51 @@ def test_where_no_context_fits_the_search_says_so(plan, monkeypatch, capsys):
     assert "no context fits, down to 1024 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--topology=v9:2x2"], r"'v9:2x2' .*known are v3:2x2, .*v4:8x8x8, .*h200:1x1"),
-        (["--topology=v5e:3x3"], r"'v5e:3x3' .*known are v5e:2x2, v5e:2x4, .*v5e:16x"),
-        (["--topology=v4"], r"'v4' .*known are v4:2x2x1, "),
-        (["--topology=h200:2x1x8"], r"'h200:2x1x8' .*known are h200:1x1x1, h200:1x1x2"),
-        (["--topology=h200:1x1x16"], r"known are .*h200:1x1x8$"),
-        # Neither more than a pod has, nor axes that chips have not.
-        (["--topology=v5e:16x32"], r"'v5e:16x32' .*known are .*v5e:16x16$"),
-        (["--topology=v4:16x16x32"], r"'v4:16x16x32' .*known are .*16x16x16$"),
-        (["--topology=v5e:2x2x2"], r"'v5e:2x2x2' .*known are v5e:2x2, "),
-        (["--topology=v4:2x2"], r"'v4:2x2' .*known are v4:2x2x1, "),
-        (["--topology=v5e:02x2"], r"'v5e:02x2' .*known are v5e:2x2, "),
-        (["--topology=v5e:2x4", "--config.mesh.ring=3"], r"ring 3 .* the 8 devices"),
-        (
-            ["--topology=v5e:2x4", "--context=4097"],
-            "context_tokens=4097 .* ring of 4 .* a multiple of 4, the next is 4100",
-        ),
-        (["--topology=v5e:2x4", "--context=0"], "context_tokens=0 must be at least 1"),
-        (
-            ["--topology=v5e:2x4", "--context=-8", "--find-max-context"],
-            "context_tokens=-8 must be at least 1",
-        ),
-        (["--topology=v5e:2x4", "--context=0", "--suggest"], "=0 must be at least 1"),
-        (
-            ["--topology=v5e:2x4", "--context=4294967296"],
-            "=4294967296 must be at least 1 and at most 2147483647",
-        ),
-        (
-            ["--topology=v5e:2x4", "--config.task=exorl"]
-            + ["--config.agent.method=perceptron"],
-            "config.agent.method='perceptron' has no attention to plan",
-        ),
-        (["--topology=v5e:2x4", "--devices=9"], "devices=9 must be .* at most 8"),
-        (
-            ["--topology=v5e:2x4", "--config.data.batch_rows=0"],
-            r"batch_rows=0 does not divide .*of 2, the next is 2$",
-        ),
-        (
-            ["--topology=v5e:2x4", "--output=/proc/plan.json"],
-            "/proc cannot be written to: ",
-        ),
-        (["--topology=v5e:2x4", "--contxt=4096"], "Unknown command line flag 'contxt'"),
-        (
-            ["--topology=v5e:2x4", "--output=nowhere/plan.json"],
-            "nowhere is not a direc",
-        ),
-    ],
-)
+BAD_INPUT = [
+    ("v9:2x2", "'v9:2x2' .*known are v3:2x2, .*v4:8x8x8, .*h200:1x1"),
+    ("v5e:3x3", "'v5e:3x3' .*known are v5e:2x2, v5e:2x4, .*v5e:16x"),
+    ("v4", "'v4' .*known are v4:2x2x1, "),
+    ("h200:2x1x8", "'h200:2x1x8' .*known are h200:1x1x1, h200:1x1x2"),
+    ("h200:1x1x16", "known are .*h200:1x1x8$"),
+    ("v5e:16x32", "'v5e:16x32' .*known are .*v5e:16x16$"),
+    ("v4:16x16x32", "'v4:16x16x32' .*known are .*16x16x16$"),
+    ("v5e:2x2x2", "'v5e:2x2x2' .*known are v5e:2x2, "),
+    ("v4:2x2", "'v4:2x2' .*known are v4:2x2x1, "),
+    ("v5e:02x2", "'v5e:02x2' .*known are v5e:2x2, "),
+    ("v5e:2x4 --config.mesh.ring=3", "ring 3 .* the 8 devices"),
+    (
+        "v5e:2x4 --context=4097",
+        "context_tokens=4097 .* ring of 4 .* a multiple of 4, the next is 4100",
+    ),
+    ("v5e:2x4 --context=0", "context_tokens=0 must be at least 1"),
+    ("v5e:2x4 --context=-8 --find-max-context", "context_tokens=-8 must be at least 1"),
+    ("v5e:2x4 --context=0 --suggest", "=0 must be at least 1"),
+    (
+        "v5e:2x4 --context=4294967296",
+        "=4294967296 must be at least 1 and at most 2147483647",
+    ),
+    (
+        "v5e:2x4 --config.task=exorl --config.agent.method=perceptron",
+        "config.agent.method='perceptron' has no attention to plan",
+    ),
+    ("v5e:2x4 --devices=9", "devices=9 must be .* at most 8"),
+    (
+        "v5e:2x4 --config.data.batch_rows=0",
+        "batch_rows=0 does not divide .*of 2, the next is 2$",
+    ),
+    ("v5e:2x4 --output=/proc/plan.json", "/proc cannot be written to: "),
+    ("v5e:2x4 --contxt=4096", "Unknown command line flag 'contxt'"),
+    ("v5e:2x4 --output=nowhere/plan.json", "nowhere is not a direc"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
 def test_bad_input_ends_with_one_line_before_anything_is_compiled(
     arguments, message, monkeypatch, capsys
 ):
     monkeypatch.setattr(Step, "compile", lambda step: pytest.fail("compiled"))
-    assert plan_pod.main(["--config=configs/tiny.py", *arguments]) == 1
+    command = f"--config=configs/tiny.py --topology={arguments}".split()
+    assert plan_pod.main(command) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
 

@@ -90,6 +90,13 @@ def assert_equal_to_the_bit(actual, expected):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
+@pytest.fixture
+def step_1(tmp_path):
+    """Saves the initial state as step 1 in `tmp_path`."""
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, init_state())
+
+
 def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path):
     state = update(init_state())
     expected = jax.device_get(state)
@@ -154,9 +161,7 @@ def test_saved_step_is_never_overwritten_nor_an_older_one_added(tmp_path, step):
     assert [path.name for path in tmp_path.iterdir()] == ["10"]
 
 
-def test_other_model_is_refused_by_every_differing_key(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, init_state())
+def test_other_model_is_refused_by_every_differing_key(step_1, tmp_path):
     other = {"model": {"layers": 4, "width": 16}, "vocabulary": 64, "heads": [4, 2]}
     other["mlp"] = 8
     with open_checkpoints(tmp_path, other) as checkpoints:
@@ -183,9 +188,7 @@ def test_other_model_is_refused_at_step_zero_too(tmp_path):
             checkpoints.check_fingerprint()
 
 
-def test_same_model_passes_as_tuple_or_list_as_int_or_float(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, init_state())
+def test_same_model_passes_as_tuple_or_list_as_int_or_float(step_1, tmp_path):
     same = {"heads": [4, 2], "vocabulary": 32.0, "model": {"width": 16, "layers": 3}}
     with open_checkpoints(tmp_path, same) as checkpoints:
         checkpoints.check_fingerprint()
@@ -193,9 +196,7 @@ def test_same_model_passes_as_tuple_or_list_as_int_or_float(tmp_path):
     assert meta["fingerprint"] == json.loads(json.dumps(FINGERPRINT))
 
 
-def test_fingerprint_is_compared_before_any_array_is_read(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, init_state())
+def test_fingerprint_is_compared_before_any_array_is_read(step_1, tmp_path):
     for path in (tmp_path / "1" / "state").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(b"")
@@ -281,9 +282,7 @@ def test_restore_from_an_empty_directory_is_refused(tmp_path):
             checkpoints.restore(abstract(init_state()))
 
 
-def test_save_cut_off_by_a_kill_is_not_a_step(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, init_state())
+def test_save_cut_off_by_a_kill_is_not_a_step(step_1, tmp_path):
     cut_off = tmp_path / "2.orbax-checkpoint-tmp"
     (cut_off / "state").mkdir(parents=True)
     with open_checkpoints(tmp_path) as checkpoints:
