@@ -123,7 +123,8 @@ def test_console_answers_every_line_on_another_mesh_and_changes_no_file(
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     before = files(workdir)
     mesh = {"mesh__fsdp": 1, "mesh__ring": 4, "mesh__tensor": 2}
-    # The tokenizer is named, so that no corpus is needed.
+    mesh |= {"model__vocab_size": 264}
+    # Tokenizer and vocabulary are named, so that no corpus is needed.
     flags = arguments(Path("nowhere"), workdir, *GREEDY, "--tokenizer", "bytes", **mesh)
     assert main(flags) == 0
     out, err = capsys.readouterr()
