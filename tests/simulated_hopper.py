@@ -67,7 +67,9 @@ def run_without_wait(
         trace(*arguments)
 
     def wait(ref: jax.Ref) -> None:
-        name = names[id(getattr(ref, "ref", ref))]
+        name = names.get(id(getattr(ref, "ref", ref)))
+        if name is None:  # of another kernel
+            return barrier_wait(ref)
         if (name, waits[name]) != (barrier, number):
             barrier_wait(ref)
         waits[name] += 1

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from kernels.cases import QUICK
-from kernels.hopper import backward, forward
+from kernels.hopper import backward, backward_dq, forward
 from kernels.hopper.launch import HopperBlocks, Launch
 from tests.simulated_hopper import RACES, SimulatedHopper, run_without_wait
 from tests.steps import Step, StepCase, compiled_backward
 
 BACKEND = SimulatedHopper(Launch(HopperBlocks(64, 2), RACES))
+DETERMINISTIC = SimulatedHopper(Launch(interpret=RACES, is_deterministic=True))
 
 # Pass -> name of a wait -> its barrier, and number as waits for it are traced. Of the
-# others, that for queries (forward) is beyond the interpreter, those for keys and
+# others, those for queries (forward, dq) are beyond the interpreter, those for keys and
 # values (backward) are implied by that for queries, the rest order nothing in memory.
 WAITS = {
     "forward": {
@@ -39,6 +40,12 @@ WAITS = {
         "room for queries": ("q_empty", 0),
         "room for gradients of results": ("do_empty", 0),
     },
+    "dq": {
+        "keys": ("k_full", 0),
+        "values": ("v_full", 0),
+        "room for keys": ("k_empty", 1),
+        "room for values": ("v_empty", 1),
+    },
 }
 COUNTS = {
     "forward": {
@@ -49,22 +56,28 @@ COUNTS = {
         **{"k_full": 1, "v_full": 1, "q_full": 1, "do_full": 1},
         **{"q_empty": 2, "do_empty": 2, "ds_exchange": 2},
     },
+    "dq": {
+        **{"q_full": 1, "do_full": 1, "k_full": 1, "v_full": 1},
+        **{"k_empty": 3, "v_empty": 3},
+    },
 }
 QUICK_WAITS = {
     *(("forward", "values"), ("forward", "room for keys")),
     *(("backward", "room for gradients of scores"), ("backward", "room for queries")),
+    ("dq", "room for values"),
 }
 
 
 CASES = {
     "forward": StepCase(128, 512, group=1, batch=1),
     "backward": StepCase(256, 128, group=1, head_dim=128, batch=1),
+    "dq": StepCase(128, 384, group=1, head_dim=128, batch=1),
 }
-KERNELS = {"forward": forward, "backward": backward}
+KERNELS = {"forward": forward, "backward": backward, "dq": backward_dq}
 
 
 def simulate(which: str, step: Step) -> None:
-    """Runs one pass, traced anew."""
+    """Runs one pass, traced for this run."""
     scale = CASES[which].scale
 
     def attend(step: Step) -> tuple[jax.Array, jax.Array]:
@@ -74,6 +87,7 @@ def simulate(which: str, step: Step) -> None:
     programs = {
         "forward": jax.jit(attend, compiler_options=QUICK),
         "backward": compiled_backward(BACKEND, scale),
+        "dq": compiled_backward(DETERMINISTIC, scale),
     }
     jax.block_until_ready(programs[which](step))
 
