@@ -11,7 +11,7 @@ the machine's cores, so times show the work of all devices together (column "all
 of the table), not what a ring waits for (column "path"): they cannot show balance.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` and `Times`
-in `bench_rows.py`, of `Case` in `kernels/cases.py`, and
+in `tools/lib/benchmarks/rows.py`, of `Case` in `kernels/cases.py`, and
 
 - implementation, dtype, block_q, block_k (null: not in tiles);
 - tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of

@@ -3,14 +3,15 @@
     python -m tools.bench_kernels --output kernels.json
     python -m tools.bench_kernels --lengths 8192 --contestants hopper cudnn
 
-Contestants are the implementations of `kernels.backends` and the peers of `peers.py`.
-All of them get the same operands, in one process, and are timed in rounds, so a machine
-that is slow for a while is slow for all. A sample is a number of runs started one after
-the other and then waited for, so that starting a run overlaps the one before it.
+Contestants are the implementations of `kernels.backends` and the peers of
+`tools/lib/benchmarks/peers.py`. All of them get the same operands, in one process, and
+are timed in rounds, so a machine that is slow for a while is slow for all. A sample is
+a number of runs started one after the other and then waited for, so that starting a run
+overlaps the one before it.
 
 A contestant that is not installed or refuses a problem is named with its reason, and
 has no row. The output is a JSON list of rows. Keys: the fields of `Environment` and
-`Times` in `bench_rows.py` and of `Problem` here, and
+`Times` in `tools/lib/benchmarks/rows.py` and of `Problem` here, and
 
 - contestant, direction ("forward" or "backward"), calls (runs of a sample);
 - tflops by flops_convention, peak_share (null on an unknown chip, or if not bfloat16);

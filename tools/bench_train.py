@@ -8,9 +8,10 @@ nothing saved. The corpus is one document, Python's standard library end to end,
 attention reaches over the whole context. What this program does not know is passed to
 `train.py`: --config.remat=nothing.
 
-The output is a JSON list of rows. Keys: the fields of `Environment` in `bench_rows.py`,
-and config, overrides, context_tokens, steps (timed ones, after the first, which
-compiles), step_seconds (median), step_spread ((max - min) / median), tokens_per_second,
+The output is a JSON list of rows. Keys: the fields of `Environment` in
+`tools/lib/benchmarks/rows.py`, and config, overrides, context_tokens, steps (timed
+ones, after the first, which compiles), step_seconds (median), step_spread
+((max - min) / median), tokens_per_second,
 mfu and mfu_paper (see docs/metrics.md; null on an unknown chip), peak_bytes (of the
 fullest device; null where devices do not report it), first_loss and last_loss.
 """

@@ -13,9 +13,10 @@ The limit of the speed-up over the contiguous ring is the same sum, in tiles of
 2311.09431, section 3.3).
 
 The output is a JSON list of rows, one for each layout and direction. Keys: the fields
-of `Environment` in `bench_rows.py` and of `Problem` here, and layout, direction, calls,
-repeats, seconds (by step, of each device: medians), seconds_path, tiles_path, speed_up
-and limit (over the contiguous ring), limit_share (speed_up / limit).
+of `Environment` in `tools/lib/benchmarks/rows.py` and of `Problem` here, and layout,
+direction, calls, repeats, seconds (by step, of each device: medians), seconds_path,
+tiles_path, speed_up and limit (over the contiguous ring), limit_share (speed_up /
+limit).
 """
 
 import argparse

@@ -19,9 +19,9 @@ Splash is compiled with each --masks: it applies a causal mask in every tile, wh
 full tiles do not need, and a full one in none. Its own tile may differ from ours: its
 counts are of as many bodies as make up the area of the requested tile.
 
-The output is a JSON list of rows. Keys: the fields of `Environment` in `bench_rows.py`
-(device_kind: of the AOT chip) and of `Tile` and `Splash` in `tile_program.py`
-(the latter with "splash_" before it, null in our rows), and
+The output is a JSON list of rows. Keys: the fields of `Environment` in
+`tools/lib/benchmarks/rows.py` (device_kind: of the AOT chip) and of `Tile` and `Splash`
+in `tile_program.py` (the latter with "splash_" before it, null in our rows), and
 
 - kernel, ours or splash, and libtpu, the compiler's version;
 - bodies, how many were counted, and bundles, of all of them;

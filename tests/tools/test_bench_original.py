@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from kernels.cases import FLOAT32_TOLERANCE
-from tools import bench_original as bench_ringattention
+from tools import bench_original
 from tools.bench_original import main, table
 
 TINY = ["--devices", "2", "--length", "64", "--heads", "2", "--head-dim", "16"]
@@ -47,7 +47,7 @@ def devices() -> list[jax.Device]:
 
 def stand_in(directory: Path, fault: str = "") -> Path:
     path = directory / "python"
-    root = str(Path(bench_ringattention.__file__).parents[1])
+    root = str(Path(bench_original.__file__).parents[1])
     path.write_text(STAND_IN.format(python=sys.executable, root=root, fault=fault))
     path.chmod(0o755)
     return path

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tools import bench_kernels, bench_train, simulate_ring
-from tools import bench_original as bench_ringattention
+from tools import bench_kernels, bench_original, bench_train, simulate_ring
 
 TIMES = {"seconds_median": 2.0, "cpu_seconds_median": 3.0, "seconds_spread": 0.1}
 ERRORS = {f"error_{name}": 1e-3 for name in ("out", "dq", "dk", "dv")}
@@ -19,7 +18,7 @@ STEP |= {"mfu": None, "mfu_paper": None, "peak_bytes": None}
 @pytest.mark.parametrize(
     ("table", "row", "explained"),
     [
-        (bench_ringattention.table, RING, ["cpu s", "spread", "error"]),
+        (bench_original.table, RING, ["cpu s", "spread", "error"]),
         (bench_kernels.table, KERNEL | {"error": 1e-3}, ["ms", "spread", "error"]),
         (simulate_ring.table, PATH, ["ms", "tiles", "speed-up", "limit", "share"]),
         (bench_train.table, STEP, ["MFU paper", "peak", "-"]),

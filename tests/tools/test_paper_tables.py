@@ -1,20 +1,12 @@
 """The papers' tables: formulas against hand-computed values, rows of compiled steps."""
 
 import json
-import re
 
 import pytest
-from matplotlib.colors import to_hex
 
 from models.llama import LlamaConfig
 from tools import paper_tables
-from tools.lib.figures import papers as paper_plots
-from tools.lib.figures.papers import (
-    dataset_flops,
-    longest_contexts,
-    striped_speed_up,
-)
-from tools.lib.figures.style import GREY, MODELS, PROGRAMS
+from tools.lib.figures.papers import BARS, longest_contexts
 from tools.lib.papers import contexts as paper_contexts
 from tools.lib.papers.contexts import MULTIPLES, TARGETS, Target
 from tools.lib.papers.formulas import (
@@ -162,22 +154,6 @@ def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_row_is_refused_with_those_there_are(tmp_path, capsys):
-    arguments = ["--compile=contexts", "--only", "9b_v9"]
-    arguments += ["--output", str(tmp_path / "none")]
-    assert paper_tables.main(arguments) == 1
-    said = capsys.readouterr().err
-    assert re.search("no row 9b_v9: known are .*7b_v4_nothing", said)
-    assert not (tmp_path / "none").exists()
-
-
-def test_rows_to_compile_are_only_named_where_they_are_compiled(tmp_path, capsys):
-    arguments = ["--only", TARGETS[0].name("nothing"), "--output", str(tmp_path)]
-    assert paper_tables.main(arguments) == 1
-    assert "--only names rows of --compile contexts" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -207,36 +183,15 @@ def compiled(model, topology, remat, context, fits):
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["offloaded", "refused"])
-def test_bars_are_the_contexts_and_the_legend_names_only_those_there_are(fits):
-    figure = longest_contexts(
-        [
-            compiled("7b", "v4:8x8x8", "nothing", 8192, True),
-            compiled("7b", "v4:8x8x8", "offload", 16384, fits),
-            compiled("3b", "v4:8x8x8", "nothing", 32768, None),
-        ]
-    )
-    (axes,) = figure.axes
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    names = ["paper", "nothing", *(["offload"] if fits else [])]
-    assert labels == [paper_plots.BARS[name][1] for name in names]
-    heights = [bar.get_height() / 2**20 for bar in axes.patches]
-    assert heights == [2, 2, 8, *([16] if fits else [])]
-    colours = {to_hex(bar.get_facecolor()) for bar in axes.patches}
-    assert colours == {PROGRAMS[paper_plots.BARS[name][0]] for name in names}
-    assert axes.get_title()
-
-
-def test_curves_are_named_and_a_model_has_one_colour_in_every_picture():
-    pictures = [
-        dataset_flops(paper_tables.figure_5()),
-        striped_speed_up(paper_tables.speed_ups()),
+def test_bars_are_the_contexts_that_fit(fits):
+    rows = [
+        compiled("7b", "v4:8x8x8", "nothing", 8192, True),
+        compiled("7b", "v4:8x8x8", "offload", 16384, fits),
+        compiled("3b", "v4:8x8x8", "nothing", 32768, None),
     ]
-    for figure in pictures:
-        assert figure.get_suptitle() or all(axes.get_title() for axes in figure.axes)
-        for axes in figure.axes:
-            drawn = {line.get_label(): line.get_color() for line in axes.lines}
-            shown = [text.get_text() for text in axes.get_legend().get_texts()]
-            assert shown == list(drawn) and len(drawn) == len(axes.lines)
-            for label, colour in drawn.items():
-                assert colour == MODELS.get(label.lower(), GREY)
-            assert (GREY in drawn.values()) == ("attention alone" in drawn)
+    figure = longest_contexts(rows)
+    heights = [bar.get_height() / 2**20 for bar in figure.axes[0].patches]
+    assert heights == [2, 2, 8, *([16] if fits else [])]
+    names = ["paper", "nothing", *(["offload"] if fits else [])]
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == [BARS[name][1] for name in names]

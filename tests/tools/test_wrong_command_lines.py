@@ -66,6 +66,7 @@ CASES = {
     "figures work --ring 0 --output {new}": "at least 1, got 0",
     "figures work --output {garbage}/x": "{garbage}",
     "paper_tables --compile contexts --only 9b --output {new}": "no row 9b: known are",
+    "paper_tables --only 7b_v4_nothing --output {full}": "contexts: give both",
     f"plan_pod --topology v5e:2x4 {TINY} --output {{full}}/file": "{full}/file exists",
     f"plan_pod --topology v5e:2x4 {TINY} --config.seed=-1": "config.seed=-1 must be",
     "plan_pod --topology v5e:2x4 --config={new}": "there is no config {new}",
