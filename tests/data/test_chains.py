@@ -1,11 +1,9 @@
-from itertools import islice
-
 import numpy as np
 import pytest
 
 from data.batch import Block
 from data.chains import ChainBatch, Chains, hold_out
-from data.text import InOrder, TextBatches, iterate
+from data.text import InOrder, TextBatches
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.layouts import Contiguous, Striped, Zigzag, order
 
@@ -178,13 +176,6 @@ def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
         assert batch.completions.nonzero()[0].tolist() == [total - 1]
 
 
-def test_observations_are_standardised_over_the_file(file):
-    chains = make_chains(file, 30)
-    observations = read_row(chains).observations
-    np.testing.assert_allclose(observations.mean(0), 0, atol=1e-5)
-    np.testing.assert_allclose(observations.std(0), 1, rtol=1e-4)
-
-
 def test_arrays_have_the_shapes_and_types_of_a_batch(file):
     batches = make_batches(make_chains(file, multiple=8))
     (batch,) = batches[0].values()
@@ -226,18 +217,6 @@ def test_rows_of_a_batch_are_chains_of_their_own(file):
         assert_equal_batches(
             ChainBatch(*(array[row] for array in batch)), read_row(chains, 3 * 4 + row)
         )
-
-
-def test_resumed_steps_equal_undisturbed_steps(file):
-    undisturbed = list(islice(iterate(make_batches(make_chains(file))), 8))
-    resumed = list(islice(iterate(make_batches(make_chains(file)), 5), 3))
-    assert [step for step, _ in resumed] == [5, 6, 7]
-    for (step, mine), (other_step, others) in zip(
-        resumed, undisturbed[5:], strict=True
-    ):
-        assert step == other_step
-        for block in mine:
-            assert_equal_batches(mine[block], others[block])
 
 
 def test_chains_have_no_end(file):

@@ -150,7 +150,7 @@ def write(path, found):
     return path
 
 
-def test_corpus_rows_weigh_exactly_what_is_to_be_supervised(tmp_path):
+def test_loss_weights_of_a_corpus_are_its_loss_mask(tmp_path):
     source = write(tmp_path / "in.json", rows(60))
     output = tmp_path / "out"
     summary = prepare_chats([source], output, encoder(400), validation_fraction=0.2)

@@ -91,33 +91,6 @@ def test_same_input_gives_the_same_bytes(tmp_path):
         assert one.read_bytes() == two.read_bytes()
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_both_splits_get_a_document(tmp_path, count, fraction):
-    source = fill(tmp_path / "in", some_texts(count))
-    summary = prepare(
-        [source], tmp_path / "out", ByteTokenizer(), validation_fraction=fraction
-    )
-    documents = [counts.documents for counts in summary.counts.values()]
-    assert sum(documents) == count and min(documents) >= 1
-
-
-def test_copies_of_a_text_stay_on_one_side(tmp_path):
-    texts = {f"{i}.txt": f"copied {i % 10}" for i in range(100)}
-    source = fill(tmp_path / "in", texts)
-    prepare([source], tmp_path / "out", ByteTokenizer(), validation_fraction=0.4)
-    train, held = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
-    assert len(train) + len(held) == 100
-    assert set(train).isdisjoint(held)
-
-
-def test_one_document_goes_to_train(tmp_path):
-    source = fill(tmp_path / "in", {"a.txt": "same", "b.txt": "same"})
-    summary = prepare([source], tmp_path / "out", ByteTokenizer())
-    assert summary.counts["train"].documents == 2
-    assert summary.counts["validation"].documents == 0
-
-
 def test_what_is_no_text_is_skipped_and_counted(tmp_path):
     source = fill(
         tmp_path / "in",

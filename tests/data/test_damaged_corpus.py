@@ -12,20 +12,12 @@ from data import versioned
 from data.text import ROW_PLANS
 from data.token_file import TokenFile, TokenFileWriter, identify
 from data.tokenizer import ByteTokenizer
+from tests.data.test_token_file import change_meta
+from tests.data.test_token_file import write as write_splits
 
 
 def write(directory, documents=((5, 6, 256), (7, 256)), tokenizer=None):
-    with TokenFileWriter(directory, tokenizer or ByteTokenizer()) as writer:
-        for tokens in documents:
-            writer.write("train", np.array(tokens))
-    return directory
-
-
-def change_meta(directory, change):
-    path = directory / "meta.json"
-    meta = json.loads(path.read_text())
-    change(meta)
-    path.write_text(json.dumps(meta))
+    return write_splits(directory, {"train": documents}, tokenizer)
 
 
 def overwrite(path, place, values):

@@ -66,7 +66,14 @@ def test_weights_of_all_rows_are_the_supervised_tokens_that_follow_one(masked, p
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "layout, ring_size",
-    [(Contiguous(), 6), (Striped(), 8), (Striped(4), 2), (Zigzag(), 4)],
+    [
+        (Contiguous(), 6),
+        (Contiguous(), 24),
+        (Striped(), 3),
+        (Striped(), 8),
+        (Striped(4), 2),
+        (Zigzag(), 4),
+    ],
 )
 def test_the_mask_survives_every_layout_and_the_cut_into_blocks(
     masked, plan, layout, ring_size

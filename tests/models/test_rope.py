@@ -50,17 +50,6 @@ def test_angles_are_exact_at_any_position(head_dim, theta, rng):
     assert angle_errors((cosine, sine), exact) < ANGLE_ERROR
 
 
-def test_plain_float32_product_is_worse_at_a_million_tokens():
-    positions = 10**6 + np.arange(1000, dtype=np.int32)[None]
-    exact = exact_angles(positions, 128, THETA)
-    plain = exact_angles(positions.astype(np.float32), 128, np.float32(THETA))
-    plain = plain.astype(np.float32)
-    naive_error = angle_errors((np.cos(plain), np.sin(plain)), exact)
-    rotation = rotations_at(jnp.asarray(positions), 128, THETA)
-    assert naive_error > 1e-2
-    assert angle_errors(rotation, exact[:, :, None]) < naive_error / 10
-
-
 def huggingface(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
     """x · cos + rotate_half(x) · sin, as in `transformers`' LLaMA, in float64."""
     angles = exact_angles(positions, x.shape[-1], theta)
@@ -127,18 +116,6 @@ def test_scores_depend_on_the_distance_alone(head_dim, rng):
     assert np.ptp(of_distances) > 10 * error
 
 
-def test_permuted_tokens_with_their_positions_give_permuted_results(rng):
-    x, positions = random_heads(rng, 64, 16)
-    order = rng.permutation(64)
-
-    @jax.jit
-    def turned(x, positions):
-        return rotate(x, rotations(positions, 16, THETA))
-
-    got = turned(x[:, order], positions[:, order])
-    np.testing.assert_array_equal(got, turned(x, positions)[:, order])
-
-
 def test_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match="head_dim=15 must be even"):
         rotations(jnp.zeros((1, 4), jnp.int32), 15, THETA)
@@ -202,20 +179,6 @@ def test_scaled_frequencies_are_the_published_ones(name, head_dim, theta):
     np.testing.assert_allclose(got, want, rtol=1e-12)
     plain = published_frequencies(RopeScaling(), head_dim, theta)
     assert np.allclose(got, plain, rtol=1e-6) == (name == "none")
-
-
-def test_scaled_frequencies_have_these_values():
-    """The slowest pair is interpolated by all, the fastest by linear alone; D 128."""
-    values = {
-        "none": (1.0, 1.1547819846894582e-4),
-        "linear": (0.125, 1.4434774808618227e-5),
-        "ntk": (1.0, 1.4434774808618227e-5),
-        "yarn": (1.0, 1.4434774808618227e-5),
-        "llama3": (1.0, 1.4434774808618227e-5),
-    }
-    for name, (first, last) in values.items():
-        got = SCALINGS[name].frequencies(128, THETA)
-        assert (got[0], got[-1]) == pytest.approx((first, last), rel=1e-12), name
 
 
 @pytest.mark.parametrize("name", SCALINGS)
