@@ -23,17 +23,17 @@ class Step(NamedTuple):
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    d_out: np.ndarray
+    do: np.ndarray
     delta: np.ndarray
     dq: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
+    k_start: np.ndarray
+    k_end: np.ndarray
     carry: Partial | None
 
     def astype(self, dtype: jnp.dtype) -> "Step":
         """Casts operands of matmuls to `dtype`, and sums to its accumulator's type."""
         wide = accumulator_type(dtype)
-        types = dict.fromkeys(("q", "k", "v", "d_out"), dtype)
+        types = dict.fromkeys(("q", "k", "v", "do"), dtype)
         types |= dict.fromkeys(("delta", "dq"), wide)
         cast = {name: jnp.asarray(getattr(self, name), types[name]) for name in types}
         carry = self.carry and tuple(jnp.asarray(x, wide) for x in self.carry)
@@ -104,7 +104,7 @@ class StepCase:
             q=normal(*q),
             k=normal(*keys),
             v=normal(*keys),
-            d_out=normal(*q),
+            do=normal(*q),
             delta=normal(*row, dtype=jnp.float32),
             dq=normal(*q, dtype=jnp.float32),
             **self._bounds(rng),
@@ -114,31 +114,31 @@ class StepCase:
     def _bounds(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Draws wide intervals, some empty, in the first row and any in the others."""
         bounds = self.bound_rows, self.queries
-        start = rng.integers(0, self.keys + 1, bounds)
-        stop = rng.integers(0, self.keys + 1, bounds)
-        start[0] = rng.integers(-self.keys, self.keys // 2 + 1, self.queries)
-        stop[0] = rng.integers(-self.keys // 8, 2 * self.keys, self.queries)
-        start, stop = (
-            np.sort(x).clip(0, self.keys).astype(np.int32) for x in (start, stop)
+        k_start = rng.integers(0, self.keys + 1, bounds)
+        k_end = rng.integers(0, self.keys + 1, bounds)
+        k_start[0] = rng.integers(-self.keys, self.keys // 2 + 1, self.queries)
+        k_end[0] = rng.integers(-self.keys // 8, 2 * self.keys, self.queries)
+        k_start, k_end = (
+            np.sort(x).clip(0, self.keys).astype(np.int32) for x in (k_start, k_end)
         )
-        return {"start": start, "stop": stop}
+        return {"k_start": k_start, "k_end": k_end}
 
 
 def run(
     backend: Backend, scale: float, sizes: BlockSizes | None, step: Step
 ) -> tuple[jax.Array, ...]:
     """Returns (out, lse, dq, dk, dv) of a step; gradients by its own lse."""
-    q, k, v, d_out, delta, dq, start, stop, carry = step
+    q, k, v, do, delta, dq, k_start, k_end, carry = step
     how = {"scale": scale, "block_sizes": sizes}
-    out, lse = backend.forward(q, k, v, start, stop, carry=carry, **how)
-    given = q, k, v, d_out, lse, delta, start, stop
+    out, lse = backend.forward(q, k, v, k_start, k_end, carry=carry, **how)
+    given = q, k, v, do, lse, delta, k_start, k_end
     return out, lse, *backend.backward(*given, dq=dq, **how)
 
 
 def run_backward(backend: Backend, scale: float, step: Step) -> tuple[jax.Array, ...]:
     """Returns (dq, dk, dv) as if the whole result had an lse of 0."""
-    q, k, v, d_out, delta, dq, start, stop, _ = step
-    given = q, k, v, d_out, jnp.zeros_like(delta), delta, start, stop
+    q, k, v, do, delta, dq, k_start, k_end, _ = step
+    given = q, k, v, do, jnp.zeros_like(delta), delta, k_start, k_end
     return backend.backward(*given, scale=scale, dq=dq)
 
 

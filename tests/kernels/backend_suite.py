@@ -43,13 +43,15 @@ class Groups:
     def step(
         self, rng: np.random.Generator, dtype: jnp.dtype, bounds: tuple[Interval, ...]
     ) -> Step:
-        start, stop = np.repeat(np.array(bounds, np.int32), self.rows, axis=0).T
-        return self.case.draw(rng, dtype)._replace(start=start[None], stop=stop[None])
+        k_start, k_end = np.repeat(np.array(bounds, np.int32), self.rows, axis=0).T
+        return self.case.draw(rng, dtype)._replace(
+            k_start=k_start[None], k_end=k_end[None]
+        )
 
     def visible(self, step: Step) -> np.ndarray:
         """Which query sees which key, (T, S)."""
         slot = np.arange(self.case.keys)
-        return (step.start[0][:, None] <= slot) & (slot < step.stop[0][:, None])
+        return (step.k_start[0][:, None] <= slot) & (slot < step.k_end[0][:, None])
 
 
 class Refusal(NamedTuple):
@@ -65,7 +67,7 @@ class Refusal(NamedTuple):
     queries: int = 32
     heads: int = 2
     head_dim: int = 64
-    sizes: BlockSizes | None = None
+    sizes: tuple[int, int] | None = None
     backend: Backend | None = None
     passes: tuple[str, ...] = ("forward", "backward")
 
@@ -78,7 +80,8 @@ class Refusal(NamedTuple):
             dq = jax.ShapeDtypeStruct((1, *q), jnp.float32)
             row = jax.ShapeDtypeStruct((1, self.heads, self.queries), jnp.float32)
             bound = jax.ShapeDtypeStruct((1, self.queries), jnp.int32)
-            how = {"scale": 0.1, "block_sizes": self.sizes}
+            sizes = self.sizes and BlockSizes(*self.sizes)
+            how = {"scale": 0.1, "block_sizes": sizes}
             passes = {
                 "forward": (
                     functools.partial(backend.forward, **how),
@@ -93,6 +96,32 @@ class Refusal(NamedTuple):
                 step, given = passes[name]
                 with pytest.raises(self.error, match=self.words):
                     jax.eval_shape(step, *given)
+
+
+def refused_types(words: str, *types: jnp.dtype) -> dict[str, Refusal]:
+    """Returns refusals that name the type and the remedy."""
+    names = {np.dtype(dtype).name: dtype for dtype in types}
+    return {
+        name: Refusal(ValueError, f"{words}, got {name}: cast", dtype)
+        for name, dtype in names.items()
+    }
+
+
+def float32_cases(tile: int, *sizes: int) -> dict[str, tuple[StepCase, jnp.dtype]]:
+    """Returns cases of each small group, several head sizes and odd lengths.
+
+    tile: rows and keys of a large tile. sizes: of the blocks where there are many keys.
+    """
+    more = {"bound_rows": 2, "sizes": BlockSizes(*sizes)}
+    cases = {
+        "one query, scale of zero": StepCase(1, tile + 44, 1, kv_heads=2, scale=0.0),
+        "one key": StepCase(tile + 14, 1, 2, 100, bound_rows=2, has_carry=True),
+        "far more keys": StepCase(tile // 2 + 5, 4 * tile + 44, 3, 128, **more),
+        "far more queries": StepCase(
+            *(4 * tile + 1, tile // 2 + 5, 4, 256), batch=1, has_carry=True, scale=-0.1
+        ),
+    }
+    return {name: (case, jnp.float32) for name, case in cases.items()}
 
 
 class BackendSuite:
@@ -174,7 +203,7 @@ class BackendSuite:
         skipped = ~any_in_block(~empty, tiles.query_tile)
         assert masked.any() and skipped.any()
         step.k[:, masked] = step.v[:, masked] = np.nan
-        step.q[:, skipped] = step.d_out[:, skipped] = np.nan
+        step.q[:, skipped] = step.do[:, skipped] = np.nan
         got = self.results(tiles.case, step)
         assert max(got.errors(want).values()) <= self.tolerance
         for gradient in got.dk, got.dv:
@@ -204,7 +233,7 @@ class BackendSuite:
     ):
         step = tiles.step(rng, self.dtype, tiles.aligned)
         row = len(tiles.aligned) // 2 * tiles.rows + 5
-        step.d_out[:, row] = np.nan
+        step.do[:, row] = np.nan
         got = self.results(tiles.case, step)
         visible = tiles.visible(step)[row]
         assert np.flatnonzero(is_nan(got.dq.swapaxes(0, 1))).tolist() == [row]
@@ -218,8 +247,8 @@ class BackendSuite:
         step = case.draw(rng, dtype)
         row, tile = np.arange(case.queries), self.tiles.query_tile
         empty = row < tile + tile // 2 + 5
-        stop = np.where(empty, 0, np.full_like(step.stop, case.keys))
-        step = step._replace(start=np.zeros_like(step.start), stop=stop)
+        k_end = np.where(empty, 0, np.full_like(step.k_end, case.keys))
+        step = step._replace(k_start=np.zeros_like(step.k_start), k_end=k_end)
         got = self.results(case, step, dtype)
         assert max(got.errors(truth(case, step)).values()) <= self.tolerance
         np.testing.assert_array_equal(got.dq[:, empty], 0)

@@ -5,7 +5,6 @@ files of that chip.
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels import backends, blockwise
@@ -13,7 +12,13 @@ from kernels.block_sizes import BlockSizes
 from kernels.hopper import launch as hopper
 from kernels.tpu import launch as pallas_tpu
 from kernels.triton_gpu import launch as triton_gpu
-from tests.kernels.backend_suite import BackendSuite, Groups, Refusal
+from tests.kernels.backend_suite import (
+    BackendSuite,
+    Groups,
+    Refusal,
+    float32_cases,
+    refused_types,
+)
 from tests.simulated_hopper import RACES, SimulatedHopper
 from tests.simulated_tpu import SimulatedTpu, on_chip
 from tests.simulated_triton import SMALL_BLOCKS, SimulatedGpu, interpreted_call
@@ -33,17 +38,9 @@ class TestBlockwise(BackendSuite):
     implementation = "blockwise"
     backend = blockwise
     cases = {
-        "one query": (StepCase(1, 70, kv_heads=2, scale=0.0), F16),
-        "far more keys": (
-            StepCase(37, 300, 3, bound_rows=2, scale=-0.1, sizes=BlockSizes(16, 32)),
-            F32,
-        ),
-        "far more queries": (
-            StepCase(
-                201, 101, 4, head_dim=100, has_carry=True, sizes=BlockSizes(64, 64)
-            ),
-            F32,
-        ),
+        **float32_cases(64, 16, 32),
+        "bfloat16": (StepCase(101, 201, 4, head_dim=128, has_carry=True), BF16),
+        "float16": (StepCase(70, 257, batch=1, sizes=BlockSizes(64, 32)), F16),
     }
     types = F32, BF16, F16
     tiles = Groups(
@@ -62,32 +59,9 @@ class TestTpu(BackendSuite):
     implementation = "pallas_tpu"
     backend = SimulatedTpu()
     cases = {
-        "one query, scale of zero": (
-            StepCase(1, 300, group=1, kv_heads=2, scale=0.0),
-            F32,
-        ),
-        "one key": (
-            StepCase(270, 1, group=2, head_dim=100, bound_rows=2, has_carry=True),
-            F32,
-        ),
-        "far more keys": (
-            StepCase(
-                130, 1100, 3, head_dim=128, bound_rows=2, sizes=BlockSizes(128, 256)
-            ),
-            F32,
-        ),
-        "far more queries": (
-            StepCase(1100, 130, 4, 256, batch=1, has_carry=True, scale=-0.1),
-            F32,
-        ),
-        "many heads": (
-            StepCase(77, 700, group=16, bound_rows=2, has_carry=True),
-            F32,
-        ),
-        "bfloat16": (
-            StepCase(200, 500, 8, head_dim=100, bound_rows=2, has_carry=True),
-            BF16,
-        ),
+        **float32_cases(256, 128, 256),
+        "many heads": (StepCase(77, 700, 16, bound_rows=2, has_carry=True), F32),
+        "bfloat16": (StepCase(200, 500, 8, 100, bound_rows=2, has_carry=True), BF16),
     }
     groups = 1, 2, 3, 4, 8, 32
     longest = 1024
@@ -102,17 +76,10 @@ class TestTpu(BackendSuite):
         slots=(100, 600),
     )
     refusals = {
-        **{
-            np.dtype(dtype).name: Refusal(
-                ValueError,
-                f"bfloat16 or float32, got {np.dtype(dtype).name}: cast",
-                dtype,
-            )
-            for dtype in (jnp.float16, jnp.float64, jnp.int32)
-        },
+        **refused_types("bfloat16 or float32", jnp.float16, jnp.float64, jnp.int32),
         **{
             f"{heads} heads, {sizes}": Refusal(
-                ValueError, words, F32, 300, heads, sizes=BlockSizes(*sizes)
+                ValueError, words, F32, 300, heads, sizes=sizes
             )
             for heads, sizes, words in (
                 (1, (100, 256), "block_q must be a multiple of 128 and block_k of 128"),
@@ -126,7 +93,7 @@ class TestTpu(BackendSuite):
             ValueError,
             "block_q .* of 128 and block_k of 256",
             F32,
-            sizes=BlockSizes(256, 128),
+            sizes=(256, 128),
             backend=on_chip(pltpu.ChipVersion.TPU_V3),
         ),
         "tiles that do not fit": Refusal(
@@ -134,7 +101,7 @@ class TestTpu(BackendSuite):
             r"MiB do not fit into the 3\.5 MiB .* TPU v5e: make block_q or block_k sm",
             F32,
             queries=2048,
-            sizes=BlockSizes(1024, 1024),
+            sizes=(1024, 1024),
             backend=SimulatedTpu().with_vmem(2**22),
         ),
         # Names nothing that callers of `attention` do not have.
@@ -202,18 +169,11 @@ class TestHopper(BackendSuite):
     tolerance = 1e-2
     carry_tolerance = 0
     refusals = {
+        **refused_types(
+            "bfloat16 or float16", jnp.float32, jnp.int32, jnp.float8_e4m3fn
+        ),
         **{
-            np.dtype(dtype).name: Refusal(
-                ValueError,
-                f"bfloat16 or float16, got {np.dtype(dtype).name}: cast",
-                dtype,
-            )
-            for dtype in (jnp.float32, jnp.int32, jnp.float8_e4m3fn)
-        },
-        **{
-            str(sizes): Refusal(
-                ValueError, words, sizes=BlockSizes(*sizes), passes=("forward",)
-            )
+            str(sizes): Refusal(ValueError, words, sizes=sizes, passes=("forward",))
             for sizes, words in (
                 ((64, 128), "BlockSizes.* block_q must be 128"),
                 ((128, 96), r"block_k=96.* a multiple of 64"),
@@ -260,27 +220,9 @@ class TestTriton(BackendSuite):
     implementation = "triton"
     backend = SimulatedGpu()
     cases = {
-        "one query, scale of zero": (
-            StepCase(1, 70, group=1, kv_heads=2, scale=0.0),
-            F32,
-        ),
-        "one key": (
-            StepCase(70, 1, group=2, head_dim=100, bound_rows=2, has_carry=True),
-            F32,
-        ),
-        "far more keys": (
-            StepCase(37, 300, 3, head_dim=128, bound_rows=2, sizes=BlockSizes(16, 32)),
-            F32,
-        ),
-        "far more queries": (
-            StepCase(257, 37, 4, head_dim=256, batch=1, has_carry=True, scale=-0.1),
-            F32,
-        ),
+        **float32_cases(64, 16, 32),
         "whole tiles": (StepCase(128, 128, group=1, head_dim=3, has_carry=True), F32),
-        "bfloat16": (
-            StepCase(101, 201, 2, head_dim=100, bound_rows=2, has_carry=True),
-            BF16,
-        ),
+        "bfloat16": (StepCase(101, 201, 2, 100, bound_rows=2, has_carry=True), BF16),
         "float16": (StepCase(70, 257, 4, head_dim=128, batch=1, scale=-0.1), F16),
     }
     types = triton_gpu.TYPES
@@ -294,19 +236,14 @@ class TestTriton(BackendSuite):
         slots=(30, 200),
     )
     refusals = {
-        **{
-            np.dtype(dtype).name: Refusal(
-                ValueError,
-                f"bfloat16, float16 or float32, got {np.dtype(dtype).name}: cast",
-                dtype,
-            )
-            for dtype in (jnp.int32, jnp.float64, jnp.float8_e4m3fn)
-        },
+        **refused_types(
+            "bfloat16, float16 or float32", jnp.int32, jnp.float64, jnp.float8_e4m3fn
+        ),
         **{
             str(sizes): Refusal(
                 ValueError,
                 f"block_q={sizes[0]}, block_k={sizes[1]}: Triton's tiles are powers of",
-                sizes=BlockSizes(*sizes),
+                sizes=sizes,
             )
             for sizes in ((100, 64), (64, 48), (8, 64), (64, 8))
         },

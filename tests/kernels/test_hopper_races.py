@@ -81,7 +81,7 @@ def simulate(which: str, step: Step) -> None:
     scale = CASES[which].scale
 
     def attend(step: Step) -> tuple[jax.Array, jax.Array]:
-        bounds = step.start, step.stop
+        bounds = step.k_start, step.k_end
         return BACKEND.forward(step.q, step.k, step.v, *bounds, scale=scale)
 
     programs = {
@@ -102,8 +102,11 @@ def simulate(which: str, step: Step) -> None:
 def test_a_wait_that_is_left_out_is_reported(which, name, monkeypatch, capfd, rng):
     """So that the tests of all backends could fail."""
     step = CASES[which].draw(rng, jnp.bfloat16)
-    start, stop = np.zeros_like(step.start), np.full_like(step.stop, CASES[which].keys)
-    step = step._replace(start=start, stop=stop).astype(jnp.bfloat16)
+    start, stop = (
+        np.zeros_like(step.k_start),
+        np.full_like(step.k_end, CASES[which].keys),
+    )
+    step = step._replace(k_start=start, k_end=stop).astype(jnp.bfloat16)
     waits, failure = run_without_wait(
         KERNELS[which], *WAITS[which][name], lambda: simulate(which, step), monkeypatch
     )

@@ -158,7 +158,7 @@ def test_a_tile_is_copied_once_for_each_live_tile_and_no_other(name, copied_tile
     start, stop = BOUNDS[name]
     visible = (start[0, :, None] <= INDEX) & (INDEX < stop[0, :, None])
     live = visible.reshape(4, 256, 4, 256).any(axis=(1, 3))  # (query tiles, key tiles)
-    calls = copied_tiles(RING_STEP.draw(rng)._replace(start=start, stop=stop))
+    calls = copied_tiles(RING_STEP.draw(rng)._replace(k_start=start, k_end=stop))
     for method in "start", "wait":
         for direction, axis in ((FORWARD, 0), (BACKWARD, 1)):
             copied = np.bincount(calls[method, direction], minlength=4)

@@ -42,7 +42,7 @@ def test_small_scales_cost_no_digits(name, dtype, scale, rng):
     step = step._replace(dq=np.zeros_like(step.dq))
     if dtype != jnp.float16:
         # So that gradients are no denormal numbers, which are flushed to 0.
-        step = step._replace(d_out=step.d_out * 2.0**20, delta=step.delta * 2.0**20)
+        step = step._replace(do=step.do * 2.0**20, delta=step.delta * 2.0**20)
     got = answer(compiled(BACKENDS[name], scale)(step.astype(dtype)), step)
     exact = truth(case, step)
     assert (np.isneginf(got.lse) == np.isneginf(exact.lse)).all()

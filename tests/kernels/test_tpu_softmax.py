@@ -49,15 +49,15 @@ def step_at_levels(
     step.k[...] = step.k.astype(np.float32)
     if not attends_to_all:
         return step
-    start = np.zeros_like(step.start)
-    return step._replace(start=start, stop=start + case.keys)
+    start = np.zeros_like(step.k_start)
+    return step._replace(k_start=start, k_end=start + case.keys)
 
 
 def program(backend: Backend):
     """Returns step -> (out, lse), traced again, so that patches of the module hold."""
 
     def forward(step: Step) -> Partial:
-        qkv, bounds = (step.q, step.k, step.v), (step.start, step.stop)
+        qkv, bounds = (step.q, step.k, step.v), (step.k_start, step.k_end)
         return backend.forward(*qkv, *bounds, scale=SCALE, carry=step.carry)
 
     return jax.jit(forward, compiler_options=QUICK)

@@ -85,7 +85,7 @@ def there(x: np.ndarray, tokens: int = TILE):
 def far_step(
     rng: np.random.Generator,
 ) -> tuple[list[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """q, k, v and d_out of a tile, and bounds by which all is seen."""
+    """q, k, v and do of a tile, and bounds by which all is seen."""
     step = StepCase(TILE, TILE, group=1, head_dim=256, batch=1).draw(rng)
     operands = [np.asarray(x, np.float32) for x in step[:4]]
     return operands, (np.zeros((1, TILE), np.int32), np.full((1, TILE), TILE, np.int32))
@@ -104,10 +104,10 @@ def test_keys_at_the_end_of_a_long_sequence_are_found(rng):
 
 
 def test_queries_at_the_end_of_a_long_sequence_are_found(rng):
-    (q, k, v, d_out), seen = far_step(rng)
+    (q, k, v, do), seen = far_step(rng)
     _, lse = reference.forward(q, k, v, *seen, scale=FAR.scale)
     rows = np.asarray(lse), np.ones_like(lse)
-    given = q, k, v, d_out, *rows, *seen
+    given = q, k, v, do, *rows, *seen
     _, *want = reference.backward(*given, scale=FAR.scale, dq=np.zeros_like(q))
     # Memory that is nowhere written is nowhere taken.
     all_lse, all_delta = (np.zeros((1, 1, TOKENS), np.float32) for _ in range(2))
@@ -116,7 +116,7 @@ def test_queries_at_the_end_of_a_long_sequence_are_found(rng):
         x[..., -TILE:] = end
     dk, dv = np.zeros_like(k), np.zeros_like(v)
     near = [there(x) for x in (all_lse, all_delta, bounds, LAST, dk, dv)]
-    pointers = there(q, TOKENS), there(k), there(v), there(d_out, TOKENS), *near
+    pointers = there(q, TOKENS), there(k), there(v), there(do, TOKENS), *near
     interpret("backward_dkv", pointers, 1, replace(FAR, queries=TOKENS))
     for got, exact in zip((dk, dv), want, strict=True):
         np.testing.assert_allclose(got, exact, atol=1e-4)
