@@ -26,12 +26,12 @@ class TritonBlocks:
         tile = self.block_q, self.block_k
         if any(size < 16 or size & (size - 1) for size in tile):
             raise ValueError(
-                f"block_q={self.block_q}, block_k={self.block_k}: Triton's tiles are "
-                "powers of 2 of at least 16 rows and keys"
+                "block_q and block_k of triton must be powers of 2 from 16 on, got "
+                f"block_q={self.block_q}, block_k={self.block_k}"
             )
         if self.warps not in (1, 2, 4, 8, 16, 32) or self.stages < 1:
             raise ValueError(
-                f"{self}: warps must be a power of 2 up to 32, and stages at least 1"
+                f"warps must be a power of 2 up to 32, stages at least 1, got {self}"
             )
 
     def with_tiles(self, sizes: BlockSizes | None) -> "TritonBlocks":

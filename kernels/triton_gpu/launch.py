@@ -278,8 +278,8 @@ def _checked_capability(capability: int | None, q: jax.Array) -> int:
     """
     if q.dtype not in TYPES:
         raise ValueError(
-            f"triton computes in bfloat16, float16 or float32, got {q.dtype}: cast "
-            "q, k and v"
+            "for triton, q.dtype must be bfloat16, float16 or float32, got "
+            f"{q.dtype}: cast q, k and v"
         )
     if padded_depth(q.shape[-1]) > 256:
         raise NotImplementedError(

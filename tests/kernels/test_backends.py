@@ -175,11 +175,11 @@ class TestHopper(BackendSuite):
         **{
             str(sizes): Refusal(ValueError, words, sizes=sizes, passes=("forward",))
             for sizes, words in (
-                ((64, 128), "BlockSizes.* block_q must be 128"),
-                ((128, 96), r"block_k=96.* a multiple of 64"),
+                ((64, 128), "block_q of hopper must be 128, got BlockSizes"),
+                ((128, 96), "multiple of 64, got .*block_k=96.*: the next is 128"),
                 (
                     (128, 640),
-                    r"block_k=640.* take 671904 bytes .* more than 232448: make",
+                    "at most 232448 bytes, got 671904 of .*block_k=640.*: mak",
                 ),
             )
         },
@@ -240,12 +240,12 @@ class TestTriton(BackendSuite):
             "bfloat16, float16 or float32", jnp.int32, jnp.float64, jnp.float8_e4m3fn
         ),
         **{
-            str(sizes): Refusal(
+            str((q, k)): Refusal(
                 ValueError,
-                f"block_q={sizes[0]}, block_k={sizes[1]}: Triton's tiles are powers of",
-                sizes=sizes,
+                f"must be powers of 2 from 16 on, got block_q={q}, block_k={k}",
+                sizes=(q, k),
             )
-            for sizes in ((100, 64), (64, 48), (8, 64), (64, 8))
+            for q, k in ((100, 64), (64, 48), (8, 64), (64, 8))
         },
         "large heads": Refusal(
             NotImplementedError,

@@ -30,9 +30,9 @@ TPU, TRITON = TPU_FORWARD["v5e"], TritonBlocks(64, 64, 4, 2)
             "multiple of 64, got .*=-64.*next is 64",
         ),
         (HopperBlocks(64, 2), {"stages": 0}, "at least 1, got .*stages=0"),
-        (TRITON, {"block_k": 48}, "block_k=48: Triton's tiles are powers of 2"),
-        (TRITON, {"warps": 3}, "warps=3.* a power of 2 up to 32"),
-        (TRITON, {"stages": 0}, "stages=0.* stages at least 1"),
+        (TRITON, {"block_k": 48}, "powers of 2 from 16 on, got block_q=.*block_k=48"),
+        (TRITON, {"warps": 3}, "a power of 2 up to 32.*warps=3"),
+        (TRITON, {"stages": 0}, "stages at least 1.*stages=0"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else None,
 )
