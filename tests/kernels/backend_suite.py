@@ -164,8 +164,9 @@ class BackendSuite:
             "group": self.groups,
             "head_dim": self.head_dims,
         }
-        for name in values.keys() & set(metafunc.fixturenames):
-            metafunc.parametrize(name, values[name])
+        for name in values:  # in one order, the same in every worker
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values[name])
 
     @pytest.fixture(autouse=True)
     def races(self, capfd):

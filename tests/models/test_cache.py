@@ -143,6 +143,23 @@ def test_cached_logits_are_those_of_the_teacher_forced_forward():
 
 
 @pytest.mark.slow
+def test_four_tokens_at_once_are_as_one_by_one():
+    tokens = some_tokens()
+    at_once, cache = teacher("float32").logits(tokens, (11, 5), (4,) * 5)
+    one_by_one, other = teacher("float32").logits(tokens, (11, 5), (1,) * 20)
+    assert largest_difference(at_once, one_by_one) < 1e-5
+
+    def by_index(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
+        index = np.asarray(cache.index[row])
+        slots = np.argsort(index)[: (index != EMPTY).sum()]
+        return index[slots], np.asarray(cache.keys)[:, row, slots]
+
+    for row, length in enumerate((31, 25)):
+        index, keys = by_index(cache, row)
+        np.testing.assert_array_equal(index, np.arange(length))
+        np.testing.assert_allclose(keys, by_index(other, row)[1], atol=1e-5)
+
+
 def test_cached_logits_in_bfloat16_are_near():
     tokens = some_tokens()
     got, cache = teacher("bfloat16").logits(tokens, (11, 5), (4, 4, 4, 4, 4))

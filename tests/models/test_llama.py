@@ -345,6 +345,19 @@ def test_feed_forwards_gradient_in_bfloat16_does_not_suffer_from_chunks(chunks, 
     assert_same_answer(gradient(jnp.bfloat16), gradient(jnp.float32), 9e-3)
 
 
+def test_changed_token_changes_only_what_follows_it_in_its_document():
+    batch = rows()
+    before = np.asarray(hidden_program()(parameters(), batch))
+    tokens = batch.tokens.copy()
+    row, place = 1, LENGTH // 2
+    tokens[row, place] = (tokens[row, place] + 1) % VOCAB
+    after = np.asarray(hidden_program()(parameters(), batch._replace(tokens=tokens)))
+    changed = (before != after).any(axis=-1)
+    attends = masks.in_interval(batch.k_start, place, batch.k_end)
+    np.testing.assert_array_equal(changed, attends & (np.arange(ROWS)[:, None] == row))
+    assert 1 < changed.sum() < LENGTH - place
+
+
 def test_names_of_axes_fit_the_parameters():
     run = one_device()
     sizes = run.model.config

@@ -158,6 +158,20 @@ def test_scaled_frequencies_are_the_published_ones(name, head_dim, theta):
     assert np.allclose(got, plain, rtol=1e-6) == (name == "none")
 
 
+def test_scaled_frequencies_have_these_values():
+    """The slowest pair is interpolated by all, the fastest by linear alone; D 128."""
+    values = {
+        "none": (1.0, 1.1547819846894582e-4),
+        "linear": (0.125, 1.4434774808618227e-5),
+        "ntk": (1.0, 1.4434774808618227e-5),
+        "yarn": (1.0, 1.4434774808618227e-5),
+        "llama3": (1.0, 1.4434774808618227e-5),
+    }
+    for name, (first, last) in values.items():
+        got = SCALINGS[name].frequencies(128, THETA)
+        assert (got[0], got[-1]) == pytest.approx((first, last), rel=1e-12), name
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scaled_angles_are_exact_at_any_position(name, rng):
     scaling, positions = SCALINGS[name], some_positions(rng)[None]
