@@ -21,8 +21,9 @@ from data.episodes import (
     steps_of,
 )
 from data.json_text import read_json_object
+from data.new_directory import refuse_existing
 from data.relabel import exact_rewards, exorl_rewards, observation_error
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter, refuse_existing
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 
 # ExoRL's own loader keeps the first million of up to ten.
 MAX_TRANSITIONS = 1_000_000

@@ -17,7 +17,6 @@ opening a corpus of any size reads no tokens.
 
 import json
 import shutil
-import uuid
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from data.json_text import short
+from data.new_directory import NewDirectory
 from data.stored_array import StoredArray
 from data.tokenizer import Tokenizer
 from data.versioned import (
@@ -233,11 +233,7 @@ class TokenFileWriter:
         return self._dtype.itemsize
 
     def __enter__(self) -> "TokenFileWriter":
-        _refuse_existing(self.directory)
-        self.directory.parent.mkdir(parents=True, exist_ok=True)
-        name = f".{self.directory.name}.{uuid.uuid4().hex}.partial"
-        self._partial = self.directory.with_name(name)
-        self._partial.mkdir()
+        self._new = NewDirectory(self.directory, META)
         self._files = ExitStack()
         self._tokens, self._documents, self._losses = {}, {}, {}
         kinds = [(self._tokens, _tokens_path), (self._documents, _documents_path)]
@@ -245,7 +241,7 @@ class TokenFileWriter:
             kinds.append((self._losses, _loss_path))
         for split in SPLITS:
             for files, path in kinds:
-                file = HashedFile(path(self._partial, split))
+                file = HashedFile(path(self._new.partial, split))
                 files[split] = self._files.enter_context(closing(file))
         return self
 
@@ -301,7 +297,7 @@ class TokenFileWriter:
             if kind is None:
                 self._finish()
         finally:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._new.remove()
 
     def _finish(self) -> None:
         if self.counts["train"].documents == 0:
@@ -309,12 +305,12 @@ class TokenFileWriter:
         source, copy = self._tokenizer.path, None
         if source is not None:
             copy = f"tokenizer{source.suffix}"
-            shutil.copyfile(source, self._partial / copy)
+            shutil.copyfile(source, self._new.partial / copy)
         kinds = (self._tokens, self._documents, self._losses)
         written = [file for files in kinds for file in files.values()]
         files = {file.path.name: file.described() for file in written}
         if copy is not None:
-            files[copy] = describe_file(self._partial / copy)
+            files[copy] = describe_file(self._new.partial / copy)
         meta = {
             "version": VERSION,
             "tokenizer": {"name": self._tokenizer.name, "file": copy},
@@ -324,13 +320,8 @@ class TokenFileWriter:
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
             FILES: files,
         }
-        (self._partial / META).write_text(json.dumps(meta, indent=2) + "\n")
-        try:
-            self._partial.rename(self.directory)
-        except OSError:
-            # Another process may have made the same corpus since the block began.
-            _refuse_existing(self.directory)
-            raise
+        (self._new.partial / META).write_text(json.dumps(meta, indent=2) + "\n")
+        self._new.appear()
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
@@ -402,12 +393,3 @@ def _check_starts(path: Path, starts: np.ndarray, tokens: int) -> None:
         damaged = f"the last document starts at {starts[-1]} of {tokens} tokens"
     if damaged:
         raise ValueError(f"{path} is damaged: {damaged}; copy it again or {REMEDY}")
-
-
-def _refuse_existing(directory: Path) -> None:
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    what = "already holds a corpus" if (directory / META).exists() else "already exists"
-    raise FileExistsError(
-        f"{directory} {what} and is left as it is: remove it or choose another output"
-    )

@@ -13,8 +13,6 @@ file of any size reads no steps.
 
 import io
 import json
-import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from data.json_text import is_number
+from data.new_directory import NewDirectory
 from data.stored_array import StoredArray
 from data.versioned import (
     FILES,
@@ -220,12 +219,8 @@ class TrajectoryWriter:
 
     def __enter__(self) -> "TrajectoryWriter":
         self.directory = Path(self.directory)
-        refuse_existing(self.directory)
-        self.directory.parent.mkdir(parents=True, exist_ok=True)
-        name = f".{self.directory.name}.{uuid.uuid4().hex}.partial"
-        self._partial = self.directory.with_name(name)
-        self._partial.mkdir()
-        self._file = (self._partial / STEPS).open("wb")
+        self._new = NewDirectory(self.directory)
+        self._file = (self._new.partial / STEPS).open("wb")
         self._file.write(bytes(HEADER_BYTES))
         return self
 
@@ -271,7 +266,7 @@ class TrajectoryWriter:
                 self._finish()
         finally:
             self._file.close()
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._new.remove()
 
     def _finish(self) -> None:
         if not self.lengths:
@@ -288,25 +283,10 @@ class TrajectoryWriter:
             "observation_std": self._moments.std.tolist(),
             "lengths": self.lengths,
             "returns": self.returns,
-            FILES: {STEPS: describe_file(self._partial / STEPS)},
+            FILES: {STEPS: describe_file(self._new.partial / STEPS)},
         }
-        (self._partial / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-        try:
-            self._partial.rename(self.directory)
-        except OSError:
-            # Another process may have packed the same since the block began.
-            refuse_existing(self.directory)
-            raise
-
-
-def refuse_existing(directory: Path) -> None:
-    """Raises FileExistsError if there is something at `directory`."""
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    raise FileExistsError(
-        f"{directory} already exists and is left as it is: remove it or choose another "
-        "output"
-    )
+        (self._new.partial / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        self._new.appear()
 
 
 def _shape(lengths: np.ndarray, columns: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from data import environments
 from data.environments import Environment
 from data.episodes import DOMAINS, Buffer
 from data.exorl import QUANTILES
-from data.trajectory_file import refuse_existing
+from data.new_directory import refuse_existing
 from tools.lib.exorl.policies import Linear, Noise, PolicyFamily, SwingUp
 from tools.lib.exorl.rollouts import MOST_STEPS, Attempt, Roller, roll_out
 from tools.lib.exorl.search import Found, search, stratify
