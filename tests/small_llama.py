@@ -15,6 +15,7 @@ from kernels import masks
 from kernels.ring import make_ring_attention
 from tasks import base, text
 from tests.runs import small_config
+from tests.small_agent import drawn
 from training.mesh import MeshShape, Partition, make_mesh
 
 ROWS, SLOTS, VOCAB = 2, 64, 40
@@ -32,16 +33,18 @@ def partition_of(shape: MeshShape) -> Partition:
 
 
 def parameters_on(partition: Partition) -> Any:
-    """Large enough for every part to matter; the same on every mesh."""
-    rng = np.random.default_rng(1)
-    model = text.model(config_of("striped"), partition)
+    """The same on every mesh."""
+    return drawn(text.model(config_of("striped"), partition), partition)
 
-    def draw(path: tuple, shape: jax.ShapeDtypeStruct, names: tuple) -> jax.Array:
-        offset = 1.0 if "scale" in str(path[-1]) else 0.0
-        values = (offset + 0.2 * rng.standard_normal(shape.shape)).astype(np.float32)
-        return jax.device_put(values, partition.sharding(names, shape.shape))
 
-    return jax.tree_util.tree_map_with_path(draw, model.shapes, model.axes)
+def assert_same(got: Any, want: Any, tolerance: float) -> None:
+    """Every leaf, in its norm."""
+
+    def check(path: tuple, a: np.ndarray, b: np.ndarray) -> None:
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < tolerance, (jax.tree_util.keystr(path), error)
+
+    jax.tree_util.tree_map_with_path(check, got, want)
 
 
 @functools.cache

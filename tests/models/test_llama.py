@@ -17,13 +17,15 @@ from kernels.cases import QUICK
 from kernels.layouts import permute
 from models.llama import FeedForward
 from tasks import base, text
+from tests.models.test_rope import huggingface
 from tests.runs import small_config
-from training.mesh import MeshShape, Partition, make_mesh
+from tests.small_agent import drawn
+from tests.small_llama import assert_same, partition_of
+from training.mesh import MeshShape
 
 ROWS, LENGTH, VOCAB = 4, 32, 40
 PADDED = np.array([[32], [32], [32], [21]], np.int32)
 """Tokens in each row before its padding."""
-
 
 slow = pytest.mark.slow
 
@@ -43,9 +45,8 @@ class Run:
             "implementation": "reference",
         }
         config = small_config("", "", attention=attention, **fields | overrides)
-        count = math.prod(shape.axes.values())
         self.config = config
-        self.partition = Partition(make_mesh(shape, jax.devices()[:count]))
+        self.partition = partition_of(shape)
         self.model = text.model(config, self.partition)
         self.loss = text.loss_function(config, self.model, self.partition)
 
@@ -72,9 +73,8 @@ class Run:
     def answer(self) -> tuple[np.ndarray, Any]:
         """Loss and gradients of `text`, with `parameters`."""
         batch = jax.tree.map(lambda x: permute(x, *self.order()), rows())
-        arguments = jax.device_put(
-            (drawn(self.model.shapes), batch), self.program.input_shardings[0]
-        )
+        arguments = drawn(self.model, self.partition), batch
+        arguments = jax.device_put(arguments, self.program.input_shardings[0])
         return jax.device_get(self.program(*arguments))
 
 
@@ -88,18 +88,7 @@ def one_device() -> Run:
 
 
 def parameters() -> Any:
-    return drawn(one_device().model.shapes)
-
-
-def drawn(shapes: Any) -> Any:
-    """Parameters large enough for every part to matter; norm scales around 1."""
-    rng = np.random.default_rng(1)
-
-    def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-        offset = 1.0 if "scale" in str(path[-1]) else 0.0
-        return (offset + 0.2 * rng.standard_normal(shape.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.device_get(drawn(one_device().model, one_device().partition))
 
 
 @functools.cache
@@ -121,42 +110,28 @@ def expected() -> tuple[np.ndarray, Any]:
     return one_device().answer()
 
 
-def assert_same_answer(got: Any, want: Any, tolerance: float) -> None:
-    """Every leaf, in its norm."""
-
-    def check(path: tuple, a: np.ndarray, b: np.ndarray) -> None:
-        error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error < tolerance, (jax.tree_util.keystr(path), error)
-
-    jax.tree_util.tree_map_with_path(check, got, want)
-
-
 def written_out(parameters: Any, batch: Batch, run: Run) -> tuple[np.ndarray, float]:
     """LLaMA in float64: hidden states (B, T, E) and the weighted sum of the losses."""
     sizes = run.model.config
     index = np.arange(LENGTH)
-    seen = masks.in_interval(batch.k_start[..., None], index, batch.k_end[..., None])
-    pairs = np.arange(0, sizes.head_dim, 2) / sizes.head_dim
-    angles = batch.positions[..., None] * sizes.rope_theta**-pairs
-    angles = np.concatenate([angles, angles], axis=-1)[:, :, None]
+    visible = masks.in_interval(batch.k_start[..., None], index, batch.k_end[..., None])
 
     def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         mean_square = (x**2).mean(axis=-1, keepdims=True)
         return x / np.sqrt(mean_square + sizes.norm_epsilon) * scale
 
-    def turn(x: np.ndarray) -> np.ndarray:
-        first, second = np.split(x, 2, axis=-1)
-        half = np.concatenate([-second, first], axis=-1)
-        return x * np.cos(angles) + half * np.sin(angles)
+    rotate = functools.partial(
+        huggingface, positions=batch.positions, theta=sizes.rope_theta
+    )
 
     def attention(x: np.ndarray, p: dict) -> np.ndarray:
         q, k, v = (
             np.einsum("bte,ehd->bthd", x, p[name]) for name in ("query", "key", "value")
         )
         shared = sizes.num_heads // sizes.num_kv_heads
-        k, v = (np.repeat(y, shared, axis=2) for y in (turn(k), v))
-        scores = np.einsum("bthd,bshd->bhts", turn(q), k) / np.sqrt(sizes.head_dim)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * seen[:, None]
+        k, v = (np.repeat(y, shared, axis=2) for y in (rotate(k), v))
+        scores = np.einsum("bthd,bshd->bhts", rotate(q), k) / np.sqrt(sizes.head_dim)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * visible[:, None]
         weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
         out = np.einsum("bhts,bshd->bthd", weights, v)
         return np.einsum("bthd,hde->bte", out, p["output"])
@@ -246,7 +221,7 @@ def test_loss_and_its_slope_are_those_of_llama_written_out(rng):
     ids=str,
 )
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(attention, shape):
-    assert_same_answer(run_on(shape, attention).answer(), expected(), 1e-5)
+    assert_same(run_on(shape, attention).answer(), expected(), 1e-5)
 
 
 def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
@@ -289,7 +264,7 @@ def test_heads_in_parts_give_the_same_and_never_are_all_there(remat):
         )
         for parts in (1, 2)
     )
-    assert_same_answer(in_parts.answer(), whole.answer(), 1e-5)
+    assert_same(in_parts.answer(), whole.answer(), 1e-5)
     all_heads, half = (
         f"f32[{ROWS},{LENGTH // 2},{heads},{whole.model.config.head_dim}]"
         for heads in (4, 2)
@@ -311,7 +286,7 @@ def test_chunks_and_blocks_change_neither_loss_nor_gradients(chunk):
     run = Run(
         MeshShape(), "blockwise", implementation="", feed_forward_chunk_tokens=chunk
     )
-    assert_same_answer(run.answer(), expected(), 1e-5)
+    assert_same(run.answer(), expected(), 1e-5)
 
 
 def test_bfloat16_is_near_float32_and_leaves_gradients_in_float32():
@@ -321,7 +296,7 @@ def test_bfloat16_is_near_float32_and_leaves_gradients_in_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves((loss, gradients))} == {
         np.dtype(np.float32)
     }
-    assert_same_answer(gradients, expected()[1], 0.1)
+    assert_same(gradients, expected()[1], 0.1)
     assert loss != expected()[0]
 
 
@@ -342,7 +317,7 @@ def test_feed_forwards_gradient_in_bfloat16_does_not_suffer_from_chunks(chunks, 
 
         return jax.device_get(jax.jit(jax.grad(ahead_of))(weights))
 
-    assert_same_answer(gradient(jnp.bfloat16), gradient(jnp.float32), 9e-3)
+    assert_same(gradient(jnp.bfloat16), gradient(jnp.float32), 9e-3)
 
 
 def test_changed_token_changes_only_what_follows_it_in_its_document():

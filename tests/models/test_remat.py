@@ -8,58 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data.batch import Batch
-from kernels.cases import QUICK
-from kernels.masks import causal
 from models.remat import REMAT_POLICIES, remat
-from tasks import text
-from tests.runs import small_config
-from training.mesh import MeshShape, Partition, make_mesh
-
-ROWS, LENGTH, VOCAB = 2, 32, 40
-
+from tests.models.test_llama import LENGTH, ROWS, Run, rows
+from training.mesh import MeshShape
 
 each_policy = pytest.mark.parametrize("policy", REMAT_POLICIES)
 
 
-def make_batch() -> Batch:
-    rng = np.random.default_rng(5)
-    tokens, targets = rng.integers(0, VOCAB, (2, ROWS, LENGTH), np.int32)
-    index = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
-    weights = np.ones((ROWS, LENGTH), np.float32)
-    return Batch(tokens, targets, weights, index, *causal()(index, LENGTH))
+def run_with(policy: str, ring_size: int = 1) -> Run:
+    """One chunk of the feed-forward holds all tokens: smaller ones are recomputed."""
+    chunks = {"feed_forward_chunk_tokens": ROWS * LENGTH, "loss_chunk_tokens": 16}
+    return Run(MeshShape(ring=ring_size), "striped", remat=policy, **chunks)
 
 
-class Run:
-    """The loss of a small model, with a policy and on a ring of its own."""
-
-    def __init__(self, policy: str, ring_size: int, **overrides: int):
-        fields = {"implementation": "reference", "model__vocab_size": VOCAB}
-        config = small_config("", "", remat=policy, **fields | overrides)
-        devices = jax.devices()[:ring_size]
-        partition = Partition(make_mesh(MeshShape(ring=ring_size), devices))
-        self.model = text.model(config, partition)
-        self.loss = text.loss_function(config, self.model, partition)
-
-    def trace(self):
-        """Of loss and gradients, as the train step takes them."""
-        batch = jax.tree.map(jnp.asarray, make_batch())
-        return jax.jit(jax.value_and_grad(self.loss)).trace(self.model.shapes, batch)
-
-    def parameters(self):
-        rng = np.random.default_rng(3)
-        return jax.tree.map(
-            lambda s: jnp.asarray(0.1 * rng.standard_normal(s.shape), s.dtype),
-            self.model.shapes,
-        )
+def trace(policy: str, ring_size: int = 1):
+    """Of loss and gradients, as the train step takes them."""
+    run = run_with(policy, ring_size)
+    batch = jax.tree.map(jnp.asarray, rows())
+    return jax.jit(jax.value_and_grad(run.loss)).trace(run.model.shapes, batch)
 
 
 @functools.cache
 def answer(policy: str):
     """Loss and gradients on one device."""
-    run = Run(policy, ring_size=1)
-    compiled = run.trace().lower().compile(compiler_options=QUICK)
-    return compiled(run.parameters(), jax.tree.map(jnp.asarray, make_batch()))
+    return run_with(policy).answer()
 
 
 @each_policy
@@ -81,7 +53,7 @@ def test_every_policy_gives_the_same_loss_and_gradients(policy):
 )
 def test_ring_runs_again_only_where_its_result_is_not_kept(policy, runs):
     ring_size = 4
-    program = Run(policy, ring_size).trace().lower().as_text()
+    program = trace(policy, ring_size).lower().as_text()
     rotations = len(re.findall(r"stablehlo\.collective_permute", program))
     # The layers are a loop, so each is there once: keys and values, then those and
     # their gradients, which have to come home.
@@ -90,17 +62,8 @@ def test_ring_runs_again_only_where_its_result_is_not_kept(policy, runs):
 
 
 def products(policy: str) -> int:
-    """Matrix products in a step's program, the layers being a loop.
-
-    One chunk of the feed-forward holds all tokens: smaller ones are always recomputed.
-    """
-    run = Run(
-        policy,
-        ring_size=1,
-        feed_forward_chunk_tokens=ROWS * LENGTH,
-        loss_chunk_tokens=16,
-    )
-    return len(re.findall(r"stablehlo\.dot_general", run.trace().lower().as_text()))
+    """Matrix products in a step's program, the layers being a loop."""
+    return len(re.findall(r"stablehlo\.dot_general", trace(policy).lower().as_text()))
 
 
 def test_policies_recompute_the_products_that_they_do_not_keep():
@@ -118,7 +81,7 @@ def test_policies_recompute_the_products_that_they_do_not_keep():
 def test_offload_moves_the_layers_input_to_the_host_and_back():
     def placements(policy: str) -> list[str]:
         # On a CPU all memory is the host's, and nothing is moved.
-        lowered = Run(policy, 2).trace().lower(lowering_platforms=("tpu",))
+        lowered = trace(policy, 2).lower(lowering_platforms=("tpu",))
         return re.findall(r'_xla_buffer_placement = "(\w+)"', lowered.as_text())
 
     assert placements("offload") == ["pinned_host", "device"]
