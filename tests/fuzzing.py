@@ -5,6 +5,7 @@ import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,18 @@ def altered(value: Any, rng: np.random.Generator) -> str:
         case _:
             parent[key] = ODD[rng.integers(len(ODD))]
     return json.dumps(value)
+
+
+def set_field(path: Path, field: str, value: Any) -> None:
+    """Sets a dotted field of a JSON file; None takes it out."""
+    whole = place = json.loads(path.read_text())
+    *parents, name = field.split(".")
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    if value is None:
+        del place[name]
+    path.write_text(json.dumps(whole))
 
 
 def _places(value: Any) -> Any:

@@ -10,10 +10,10 @@ import pytest
 
 from data import versioned
 from data.text import ROW_PLANS
-from data.token_file import TokenFile, TokenFileWriter, identify
-from data.tokenizer import ByteTokenizer
-from tests.data.test_token_file import change_meta
+from data.token_file import TokenFile, identify
 from tests.data.test_token_file import write as write_splits
+from tests.data.test_token_file import write_masked
+from tests.fuzzing import set_field
 
 
 def write(directory, documents=((5, 6, 256), (7, 256)), tokenizer=None):
@@ -49,9 +49,7 @@ def test_ids_above_31_bits_are_no_negative_ones(tmp_path):
 
 
 def test_marks_that_are_no_marks_are_never_read(tmp_path):
-    directory = tmp_path / "corpus"
-    with TokenFileWriter(directory, ByteTokenizer(), has_loss_mask=True) as writer:
-        writer.write("train", np.array([5, 6, 256]), np.array([False, True, True]))
+    directory = write_masked(tmp_path / "corpus", ([5, 6, 256], [False, True, True]))
     overwrite(directory / "train.loss.bin", 1, np.array([7], "u1"))
     match = r"train\.loss\.bin has mark 7 at place 1, and 1 is the largest"
     with pytest.raises(ValueError, match=match):
@@ -72,10 +70,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["tokens", "documents", "loss"])
 def test_a_changed_byte_is_found_by_the_digests(tmp_path, name, monkeypatch):
-    directory = tmp_path / "corpus"
-    with TokenFileWriter(directory, ByteTokenizer(), has_loss_mask=True) as writer:
-        writer.write("train", np.array([5, 6]), np.array([False, True]))
-        writer.write("train", np.array([9]), np.array([True]))
+    directory = write_masked(
+        tmp_path / "corpus", ([5, 6], [False, True]), ([9], [True])
+    )
     meta = json.loads((directory / "meta.json").read_text())
     files = {path.name for path in directory.iterdir()} - {"meta.json"}
     assert set(meta["files"]) == files and len(files) == 6
@@ -100,7 +97,7 @@ def test_a_changed_byte_is_found_by_the_digests(tmp_path, name, monkeypatch):
 def test_a_corpus_from_before_there_were_digests_is_taken_and_it_is_said(tmp_path):
     directory = write(tmp_path / "corpus")
     digest, _ = identify(directory)
-    change_meta(directory, lambda meta: meta.pop("files"))
+    set_field(directory / "meta.json", "files", None)
     other, unread = identify(directory)
     assert other != digest and "has no digests, of an older program" in unread
     assert TokenFile.open(directory, "train").tokens.size == 5
@@ -119,6 +116,6 @@ def test_a_corpus_from_before_there_were_digests_is_taken_and_it_is_said(tmp_pat
 )
 def test_files_that_are_described_wrong_are_refused(tmp_path, files, match):
     directory = write(tmp_path / "corpus")
-    change_meta(directory, lambda meta: meta.update(files=files))
+    set_field(directory / "meta.json", "files", files)
     with pytest.raises((ValueError, FileNotFoundError), match=match):
         identify(directory)

@@ -1,6 +1,6 @@
 """Of files of any size, and rows of any length, a host reads its part alone."""
 
-import json
+import os
 import tracemalloc
 
 import numpy as np
@@ -10,15 +10,15 @@ from data.batch import Batch, Block
 from data.text import InOrder, PackedRows, TextBatches
 from data.token_file import TokenFile
 from kernels.layouts import Contiguous, Striped, Zigzag, order
+from tests.fuzzing import set_field
 from tests.numbered_corpus import make_corpus
 
 
 def test_huge_files_are_not_read_whole(tmp_path):
     corpus = make_corpus(tmp_path, [1, 2, 3])
     directory, size = corpus.directory, 3 << 30
-    meta = json.loads((directory / "meta.json").read_text())
-    meta["splits"]["train"] |= {"tokens": size, "largest_token": 78}
-    (directory / "meta.json").write_text(json.dumps(meta))
+    set_field(directory / "meta.json", "splits.train.tokens", size)
+    set_field(directory / "meta.json", "splits.train.largest_token", 78)
     with (directory / "train.tokens.bin").open("r+b") as file:
         file.truncate(4 * size)  # sparse: takes no space
         file.seek(4 * (size - 2))
@@ -39,11 +39,8 @@ def test_a_host_sets_up_and_reads_its_part_of_a_row_alone(tmp_path, layout, mebi
     """A row of up to 128 Mi tokens on a ring of 512, of which the host has 4 shards."""
     corpus = make_corpus(tmp_path, [1, 2, 3])
     directory, length = corpus.directory, mebi << 20
-    meta = json.loads((directory / "meta.json").read_text())
-    meta["splits"]["train"]["tokens"] = length + 1
-    (directory / "meta.json").write_text(json.dumps(meta))
-    with (directory / "train.tokens.bin").open("r+b") as file:
-        file.truncate(4 * (length + 1))
+    set_field(directory / "meta.json", "splits.train.tokens", length + 1)
+    os.truncate(directory / "train.tokens.bin", 4 * (length + 1))
     plan = PackedRows(TokenFile.open(directory, "train"), length)
     shard = length // 512
     blocks = [Block((0, 1), (d * shard, (d + 1) * shard)) for d in range(508, 512)]

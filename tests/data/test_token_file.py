@@ -1,4 +1,5 @@
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 
 from data.token_file import TokenFile, TokenFileWriter, identify
 from data.tokenizer import ByteTokenizer, open_tokenizer
-from tests.fuzzing import altered, fuzz
+from tests.fuzzing import altered, fuzz, set_field
 
 DOCUMENTS = {
     "train": [[5, 6, 256], [7, 256], [8]],
@@ -22,15 +23,16 @@ def write(directory, documents=DOCUMENTS, tokenizer=None):
     return directory
 
 
-def change_meta(directory, change):
-    path = directory / "meta.json"
-    meta = json.loads(path.read_text())
-    change(meta)
-    path.write_text(json.dumps(meta))
+def write_masked(directory, *documents):
+    """Documents of the train split, with their loss masks."""
+    with TokenFileWriter(directory, ByteTokenizer(), has_loss_mask=True) as writer:
+        for tokens, mask in documents:
+            writer.write("train", np.array(tokens), np.array(mask))
+    return directory
 
 
 def test_documents_come_back(tmp_path):
-    directory = write(tmp_path / "deep" / "corpus")
+    directory = write(tmp_path / "corpus")
     train = TokenFile.open(directory, "train")
     assert train.tokens[:].tolist() == [5, 6, 256, 7, 256, 8]
     assert train.tokens.dtype == np.uint16
@@ -39,7 +41,11 @@ def test_documents_come_back(tmp_path):
     validation = TokenFile.open(directory, "validation")
     assert validation.tokens[:].tolist() == [1, 2, 3, 256]
     assert validation.starts.tolist() == [0]
-    assert (tmp_path / "deep").stat().st_mode == directory.stat().st_mode
+    # Little-endian, as documented.
+    tokens = (directory / "train.tokens.bin").read_bytes()
+    starts = (directory / "train.documents.bin").read_bytes()
+    assert tokens[:6] == b"\x05\0\x06\0\0\x01"
+    assert starts[8:16] == b"\x03\0\0\0\0\0\0\0"
 
 
 def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
@@ -51,66 +57,60 @@ def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
     train = TokenFile.open(directory, "train")
     assert train.is_supervised(np.arange(4)).tolist() == [False, True, True, False]
     assert train.is_supervised(np.array([1, 2])).tolist() == [True, True]
-    assert TokenFile.open(directory, "validation").is_supervised(
-        np.arange(2)
-    ).tolist() == [
-        True,
-        0,
-    ]
-    path = directory / "train.loss.bin"
-    path.write_bytes(path.read_bytes()[:3])
-    with pytest.raises(ValueError, match="train.loss.bin has 3 bytes, but meta.json"):
-        TokenFile.open(directory, "train")
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match="train.loss.bin is missing"):
-        TokenFile.open(directory, "train")
+    validation = TokenFile.open(directory, "validation")
+    assert validation.is_supervised(np.arange(2)).tolist() == [True, False]
 
 
 def test_without_a_loss_mask_everything_is_supervised(tmp_path):
     directory = write(tmp_path / "corpus")
-    assert (
-        TokenFile.open(directory, "train").is_supervised(np.arange(1, 5)).tolist()
-        == [True] * 4
-    )
+    train = TokenFile.open(directory, "train")
+    assert train.is_supervised(np.arange(1, 5)).tolist() == [True] * 4
     assert not (directory / "train.loss.bin").exists()
     # As it was before there were masks.
-    change_meta(directory, lambda meta: meta.pop("has_loss_mask"))
+    set_field(directory / "meta.json", "has_loss_mask", None)
     assert TokenFile.open(directory, "train").loss_mask is None
 
 
 @pytest.mark.parametrize(
-    "has_loss_mask, mask", [(True, None), (True, [1]), (False, [1, 1])]
+    "tokens, match",
+    [
+        ([], r"tokens\.shape=\(0,\)"),
+        ([[1]], r"tokens\.shape=\(1, 1\)"),
+        ([3, 257], r"document 0 of train has ids from 3 to 257.*vocab_size=257"),
+        ([-1, 3], "from -1 to 3"),
+        ([1.5, 2.7], r"must have whole numbers .* got tokens.dtype=dtype..float64"),
+        ([True, False], r"must have whole numbers .* got tokens.dtype=dtype..bool"),
+        ([1, None], r"must have whole numbers .* got tokens.dtype=dtype..O"),
+    ],
 )
-def test_a_loss_mask_is_there_for_every_token_or_for_none(
-    tmp_path, has_loss_mask, mask
-):
-    with pytest.raises(ValueError, match=rf"\(2,\) tokens .*{has_loss_mask=}"):
-        with TokenFileWriter(
-            tmp_path / "corpus", ByteTokenizer(), has_loss_mask=has_loss_mask
-        ) as writer:
-            mask = mask if mask is None else np.array(mask, bool)
-            writer.write("train", np.array([5, 6]), mask)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("mask", [[0.5, 1.0], [2, 1]])
-def test_a_loss_mask_of_other_numbers_is_refused(tmp_path, mask):
-    with pytest.raises(ValueError, match=r"True and False, got .*loss_mask.dtype="):
-        with TokenFileWriter(
-            tmp_path / "corpus", ByteTokenizer(), has_loss_mask=True
-        ) as writer:
-            writer.write("train", np.array([5, 6]), np.array(mask))
+def test_writer_refuses_bad_documents(tmp_path, tokens, match):
+    with pytest.raises(ValueError, match=match):
+        write(tmp_path / "corpus", {"train": [tokens]})
     with pytest.raises(ValueError, match="split='test' must be one of train, valid"):
         write(tmp_path / "corpus", {"test": [[5]]})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_are_little_endian_as_documented(tmp_path):
-    directory = write(tmp_path / "corpus")
-    tokens = (directory / "train.tokens.bin").read_bytes()
-    starts = (directory / "train.documents.bin").read_bytes()
-    assert tokens[:6] == b"\x05\0\x06\0\0\x01"
-    assert starts[8:16] == b"\x03\0\0\0\0\0\0\0"
+@pytest.mark.parametrize(
+    "has_loss_mask, mask, match",
+    [
+        (True, None, r"\(2,\) tokens .*has_loss_mask=True"),
+        (True, [True], r"\(2,\) tokens .*has_loss_mask=True"),
+        (False, [True, True], r"\(2,\) tokens .*has_loss_mask=False"),
+        (True, [0.5, 1.0], "True and False, got .*loss_mask.dtype="),
+        (True, [2, 1], "True and False, got .*loss_mask.dtype="),
+    ],
+)
+def test_a_loss_mask_is_truths_of_every_token_or_none(
+    tmp_path, has_loss_mask, mask, match
+):
+    writer = TokenFileWriter(
+        tmp_path / "a", ByteTokenizer(), has_loss_mask=has_loss_mask
+    )
+    mask = mask if mask is None else np.array(mask)
+    with pytest.raises(ValueError, match=match), writer:
+        writer.write("train", np.array([5, 6]), mask)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65536, "uint16"), (65537, "uint32")])
@@ -135,52 +135,43 @@ def test_corpus_keeps_its_tokenizer(tmp_path):
     assert open_tokenizer(plain.tokenizer).decode([104, 105]) == "hi"
 
 
-@pytest.mark.parametrize(
-    "tokens, match",
-    [
-        ([], r"tokens\.shape=\(0,\)"),
-        ([[1]], r"tokens\.shape=\(1, 1\)"),
-        ([3, 257], r"document 0 of train has ids from 3 to 257.*vocab_size=257"),
-        ([-1, 3], "from -1 to 3"),
-        ([1.5, 2.7], r"must have whole numbers .* got tokens.dtype=dtype..float64"),
-        ([True, False], r"must have whole numbers .* got tokens.dtype=dtype..bool"),
-        ([1, None], r"must have whole numbers .* got tokens.dtype=dtype..O"),
-    ],
-)
-def test_writer_refuses_bad_documents(tmp_path, tokens, match):
-    with pytest.raises(ValueError, match=match):
-        write(tmp_path / "corpus", {"train": [tokens]})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_files_are_named(tmp_path):
+@pytest.mark.parametrize("name", ["documents", "tokens", "loss"])
+def test_missing_files_are_named(tmp_path, name):
     with pytest.raises(FileNotFoundError, match="there is no corpus .*prepare_text"):
         TokenFile.open(tmp_path / "nowhere", "train")
     with pytest.raises(FileNotFoundError, match=r"meta\.json is missing"):
         TokenFile.open(tmp_path, "train")
-    for name in ("train.documents.bin", "train.tokens.bin"):
-        directory = write(tmp_path / name)
-        (directory / name).unlink()
-        with pytest.raises(FileNotFoundError, match=rf"{name} is missing.*prepare"):
-            TokenFile.open(directory, "train")
-        assert TokenFile.open(directory, "validation").tokens.size == 4
+    directory = write_masked(tmp_path / "corpus", ([5, 6], [True, False]))
+    (directory / f"train.{name}.bin").unlink()
+    match = rf"train\.{name}\.bin is missing.*prepare"
+    with pytest.raises(FileNotFoundError, match=match):
+        TokenFile.open(directory, "train")
+
+
+def test_damage_of_a_split_leaves_the_other(tmp_path):
+    directory = write(tmp_path / "corpus")
+    (directory / "train.tokens.bin").unlink()
+    assert TokenFile.open(directory, "validation").tokens.size == 4
 
 
 @pytest.mark.parametrize(
     "name, size, match",
     [
-        ("train.tokens.bin", 0, "has 0 bytes, .* 6 items of 2 bytes, which is 12"),
-        ("train.tokens.bin", 10, "has 10 bytes, .* which is 12"),
-        ("train.tokens.bin", 14, "has 14 bytes, .* which is 12"),
-        ("train.documents.bin", 0, "has 0 bytes"),
-        ("train.documents.bin", 23, "has 23 bytes, .* 3 items of 8 bytes"),
+        ("tokens", 0, "has 0 bytes, .* 3 items of 2 bytes, which is 6"),
+        ("tokens", 4, "has 4 bytes, .* which is 6"),
+        ("tokens", 8, "has 8 bytes, .* which is 6"),
+        ("documents", 0, "has 0 bytes"),
+        ("documents", 15, "has 15 bytes, .* 2 items of 8 bytes"),
+        ("loss", 2, "has 2 bytes, but meta.json"),
     ],
 )
 def test_cut_files_are_refused(tmp_path, name, size, match):
-    directory = write(tmp_path / "corpus")
-    with (directory / name).open("r+b") as file:
-        file.truncate(size)
-    with pytest.raises(ValueError, match=f"{name} {match}.*(cut short).*prepare"):
+    directory = write_masked(
+        tmp_path / "corpus", ([5, 6], [True, False]), ([7], [True])
+    )
+    os.truncate(directory / f"train.{name}.bin", size)
+    match = rf"train\.{name}\.bin {match}.*(cut short).*prepare"
+    with pytest.raises(ValueError, match=match):
         TokenFile.open(directory, "train")
 
 
@@ -197,46 +188,36 @@ def test_cut_files_are_refused(tmp_path, name, size, match):
 def test_damaged_bounds_are_refused(tmp_path, starts, match):
     directory = write(tmp_path / "corpus")
     np.array(starts, "<u8").tofile(directory / "train.documents.bin")
-    with pytest.raises(
-        ValueError, match=rf"train\.documents\.bin is damaged: .*{match}"
-    ):
+    match = rf"train\.documents\.bin is damaged: .*{match}"
+    with pytest.raises(ValueError, match=match):
         TokenFile.open(directory, "train")
 
 
+TRAIN = "splits.train"
+
+
 @pytest.mark.parametrize(
-    "change, match",
+    "field, value, match",
     [
-        (lambda meta: meta.update(version=2), "format version 2, .* reads version 1"),
-        (lambda meta: meta.pop("version"), "cannot be read .*version"),
-        (lambda meta: meta.pop("dtype"), "does not describe .*dtype"),
-        (
-            lambda meta: meta["splits"]["train"].pop("tokens"),
-            "does not describe .*tokens",
-        ),
-        (lambda meta: meta["splits"].pop("train"), "split 'train' .*KeyError"),
-        (lambda meta: meta.update(version=True), "format version True, .* reads"),
-        (lambda meta: meta.update(dtype="float16"), "dtype='float16' must be uint16"),
-        (lambda meta: meta.update(dtype="int16"), "dtype='int16' must be uint16 or"),
-        (lambda meta: meta.update(vocab_size="257"), "vocab_size='257' must be a who"),
-        (lambda meta: meta.update(vocab_size=256), "vocab_size=256 must .* least 257"),
-        (lambda meta: meta.update(has_loss_mask="no"), "has_loss_mask='no' must be"),
-        (
-            lambda meta: meta["splits"]["train"].update(tokens=6.0),
-            "tokens=6.0 must be a whole number",
-        ),
-        (
-            lambda meta: meta["splits"]["train"].update(largest_token="256"),
-            "largest_token='256' must be a whole number",
-        ),
-        (
-            lambda meta: meta["tokenizer"].update(file="../tokenizer.json"),
-            "tokenizer=.* must have a name, and a file beside",
-        ),
+        ("version", 2, "format version 2, .* reads version 1"),
+        ("version", True, "format version True, .* reads"),
+        ("version", None, "cannot be read .*version"),
+        ("dtype", None, "does not describe .*dtype"),
+        ("dtype", "float16", "dtype='float16' must be uint16"),
+        ("dtype", "int16", "dtype='int16' must be uint16 or"),
+        ("vocab_size", "257", "vocab_size='257' must be a who"),
+        ("vocab_size", 256, "vocab_size=256 must .* least 257"),
+        ("has_loss_mask", "no", "has_loss_mask='no' must be"),
+        (TRAIN, None, "split 'train' .*KeyError"),
+        (f"{TRAIN}.tokens", None, "does not describe .*tokens"),
+        (f"{TRAIN}.tokens", 6.0, "tokens=6.0 must be a whole number"),
+        (f"{TRAIN}.largest_token", "256", "largest_token='256' must be a whole number"),
+        ("tokenizer.file", "../x", "tokenizer=.* must have a name, and a file beside"),
     ],
 )
-def test_meta_of_another_form_is_refused(tmp_path, change, match):
+def test_meta_of_another_form_is_refused(tmp_path, field, value, match):
     directory = write(tmp_path / "corpus")
-    change_meta(directory, change)
+    set_field(directory / "meta.json", field, value)
     with pytest.raises(ValueError, match=match):
         TokenFile.open(directory, "train")
 
