@@ -46,6 +46,13 @@ def naive_row(corpus, begin, end, length):
     return Batch(*(np.array(column) for column in zip(*row, strict=True)))
 
 
+def assert_same_batch(got, want, strict=False):
+    """Field by field; strict: of the same types too."""
+    for name in want._fields:
+        mine, others = getattr(got, name), getattr(want, name)
+        np.testing.assert_array_equal(mine, others, err_msg=name, strict=strict)
+
+
 def make_batches(plan, rows=3, layout=None, ring_size=1, row_order=None, blocks=None):
     """Batches of a plan's rows, all of them this host's unless blocks are given."""
     return TextBatches(

@@ -6,6 +6,7 @@ from data.chains import ChainBatch, Chains, hold_out
 from data.text import InOrder, TextBatches
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.layouts import Contiguous, Striped, Zigzag, order
+from tests.numbered_corpus import assert_same_batch
 
 
 def make_file(directory, lengths, seed=0):
@@ -52,30 +53,20 @@ def read_row(chains, row=0):
     return chains.read(row, np.arange(chains.length, dtype=np.int32))
 
 
-def assert_equal_batches(one, other):
-    for name in ChainBatch._fields:
-        mine, others = getattr(one, name), getattr(other, name)
-        assert mine.dtype == others.dtype
-        np.testing.assert_array_equal(mine, others, err_msg=name)
-
-
 def test_values_of_a_chain_made_by_hand(tmp_path):
     file = make_rewarded(tmp_path, [[0.5, 1.0, 0.5], [0, 0, 0.25], [1, 0, 1]])
     batch = read_row(make_chains(file, multiple=4))
     # Returns 2, 0.25 and 2: the second episode first, then the equal ones in order.
-    np.testing.assert_array_equal(
-        batch.returns_to_go, [2, 2, 2, 2, 1.5, 0.5, 2, 1, 1, 0, 0, 0]
-    )
-    np.testing.assert_array_equal(
-        batch.rewards, [0, 0, 0.25, 0.5, 1, 0.5, 1, 0, 1, 0, 0, 0]
-    )
-    np.testing.assert_array_equal(
-        batch.completions, [0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0]
-    )
-    np.testing.assert_array_equal(batch.timesteps, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 0])
-    np.testing.assert_array_equal(batch.ranks, [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0])
-    np.testing.assert_array_equal(batch.positions, np.arange(12))
-    np.testing.assert_array_equal(batch.loss_weights, [1] * 9 + [0] * 3)
+    wanted = {
+        "returns_to_go": [2, 2, 2, 2, 1.5, 0.5, 2, 1, 1, 0, 0, 0],
+        "rewards": [0, 0, 0.25, 0.5, 1, 0.5, 1, 0, 1, 0, 0, 0],
+        "completions": [0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0],
+        "timesteps": [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 0],
+        "ranks": [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0],
+        "positions": list(range(12)),
+        "loss_weights": [1] * 9 + [0] * 3,
+    }
+    assert {name: getattr(batch, name).tolist() for name in wanted} == wanted
     steps = np.array([3, 4, 5, 0, 1, 2, 6, 7, 8])
     np.testing.assert_allclose(batch.actions[:9, 0], steps / 100, rtol=1e-6)
     standard = (steps - 4) / np.std(np.arange(9))
@@ -86,14 +77,14 @@ def test_values_of_a_chain_made_by_hand(tmp_path):
 def test_target_is_that_of_the_chain_not_of_the_file(tmp_path):
     file = make_rewarded(tmp_path, [[1.0, 1], [0.5, 0], [0, 0.25], [3, 4]])
     chains = Chains(file, np.array([0, 1, 2]), 2, seed=0)
-    seen = set()
+    targets = set()
     for row in range(20):
         chain = chains.chain(row)
         batch = read_row(chains, row)
         assert batch.returns_to_go[0] == file.returns[chain].max()
         assert batch.completions.tolist() == [0, 0, 0, 1]
-        seen.add(float(batch.returns_to_go[0]))
-    assert seen == {2.0, 0.5}
+        targets.add(float(batch.returns_to_go[0]))
+    assert targets == {2.0, 0.5}
 
 
 def test_returns_to_go_may_end_above_nothing_and_never_below_without_luck(tmp_path):
@@ -146,10 +137,11 @@ def test_drawn_chains_are_in_no_order(file):
 
 
 def test_seeds_draw_other_chains(file):
-    one, other = make_chains(file, seed=1), make_chains(file, seed=2)
-    assert [one.chain(k).tolist() for k in range(5)] != [
-        other.chain(k).tolist() for k in range(5)
-    ]
+    one, other = (
+        [make_chains(file, seed=seed).chain(k).tolist() for k in range(5)]
+        for seed in (1, 2)
+    )
+    assert one != other
 
 
 def test_loss_on_the_last_counts_the_best_trajectory_alone(file):
@@ -179,14 +171,11 @@ def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
 def test_arrays_have_the_shapes_and_types_of_a_batch(file):
     batches = make_batches(make_chains(file, multiple=8))
     (batch,) = batches[0].values()
-    shapes = {name: array.shape for name, array in batch._asdict().items()}
-    assert shapes.pop("observations") == (2, 24, 4)
-    assert shapes.pop("actions") == (2, 24, 2)
-    assert set(shapes.values()) == {(2, 24)}
-    whole = {n for n, array in batch._asdict().items() if array.dtype == np.int32}
-    assert whole == {"timesteps", "ranks", "positions"}
-    others = {array.dtype for n, array in batch._asdict().items() if n not in whole}
-    assert others == {np.dtype(np.float32)}
+    columns = {"observations": (4,), "actions": (2,)}
+    for name, array in batch._asdict().items():
+        is_whole = name in ("timesteps", "ranks", "positions")
+        assert array.dtype == (np.int32 if is_whole else np.float32), name
+        assert array.shape == (2, 24, *columns.get(name, ())), name
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), Striped(), Striped(2), Zigzag()])
@@ -205,9 +194,8 @@ def test_blocks_are_slices_of_the_whole_in_layout_order(file, layout, ring_size)
     assert set(parts) == set(blocks)
     for block, part in parts.items():
         rows, columns = slice(*block.rows), places[slice(*block.columns)]
-        assert_equal_batches(
-            part, ChainBatch(*(array[rows][:, columns] for array in whole))
-        )
+        wanted = ChainBatch(*(array[rows][:, columns] for array in whole))
+        assert_same_batch(part, wanted, strict=True)
 
 
 def test_chains_have_no_end(file):
@@ -217,16 +205,13 @@ def test_chains_have_no_end(file):
     assert late.loss_weights.all()
 
 
-def test_a_twentieth_is_held_out():
+def test_a_twentieth_is_held_out_one_at_least_and_never_all():
     train, held_out = hold_out(200)
     assert (len(train), len(held_out)) == (190, 10)
     assert sorted([*train, *held_out]) == list(range(200))
     assert held_out.tolist() == sorted(held_out) and np.diff(held_out).max() > 1
     np.testing.assert_array_equal(hold_out(200)[1], held_out)
     assert (hold_out(200, seed=1)[1] != held_out).any()
-
-
-def test_one_is_held_out_at_least_and_never_all():
     assert [len(part) for part in hold_out(2)] == [1, 1]
     assert [len(part) for part in hold_out(3, 0.99)] == [1, 2]
 

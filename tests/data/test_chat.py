@@ -14,7 +14,6 @@ from data.text import InOrder, TextBatches, WholeRows
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from kernels.layouts import Striped
-from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 
 BYTES = ByteTokenizer()
 END = "\0"
@@ -26,12 +25,8 @@ def talk(*exchanges, system="S"):
 
 
 def encoder(context_tokens=1000, too_long="truncate", template=Vicuna, tokenizer=BYTES):
-    return ChatEncoder(
-        tokenizer,
-        template(tokenizer),
-        context_tokens=context_tokens,
-        too_long=too_long,
-    )
+    options = {"context_tokens": context_tokens, "too_long": too_long}
+    return ChatEncoder(tokenizer, template(tokenizer), **options)
 
 
 def shown(document):
@@ -62,10 +57,8 @@ def test_many_conversations_are_encoded_as_one_by_one():
     def words():
         return "".join(rng.choice(list("abc "), rng.integers(1, 9))).strip() or "x"
 
-    talks = [
-        talk(*((words(), words()) for _ in range(rng.integers(1, 5))))
-        for _ in range(20)
-    ]
+    counts = rng.integers(1, 5, 20)
+    talks = [talk(*((words(), words()) for _ in range(n))) for n in counts]
     for too_long in ("truncate", "split"):
         chosen = encoder(60, too_long)
         together = chosen.encode(talks)
@@ -98,23 +91,21 @@ def test_long_conversations_are_split_between_exchanges():
     conversation = talk(("a", "one"), ("b", "two"), ("c", "three"), ("d", "x" * 90))
     opening = f"S USER: a ASSISTANT: one{END}USER: b ASSISTANT: two{END}"
     (documents,) = encoder(len(opening), "split").encode([conversation])
-    texts = [shown(document)[0] for document in documents]
+    texts, masks = zip(*map(shown, documents), strict=True)
     cut = f"S USER: d ASSISTANT: {'x' * 90}"[: len(opening)]
-    assert texts == [opening, f"S USER: c ASSISTANT: three{END}", cut]
-    masks = [shown(document)[1] for document in documents]
-    assert masks == [mask_of(text) for text in texts]
+    assert texts == (opening, f"S USER: c ASSISTANT: three{END}", cut)
+    assert masks == tuple(map(mask_of, texts))
     assert masks[2] == "_" * 20 + "^" * (len(opening) - 20)
     # One token fewer, and the second exchange begins a document of its own.
     (documents,) = encoder(len(opening) - 1, "split").encode([conversation])
     assert shown(documents[0])[0] == f"S USER: a ASSISTANT: one{END}"
 
 
-@pytest.mark.parametrize("make", [make_sentence_piece, make_hugging_face])
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
 @pytest.mark.parametrize("template", [Vicuna, Llama2])
-def test_words_are_encoded_as_in_the_whole_text(tmp_path, make, template):
+def test_words_are_encoded_as_in_the_whole_text(specs, kind, template):
     """No space is doubled or lost, whether the tokenizer adds one of its own or not."""
-    suffix = ".model" if make is make_sentence_piece else ".json"
-    tokenizer = open_tokenizer(str(make(tmp_path / f"tokenizer{suffix}")))
+    tokenizer = open_tokenizer(specs[kind])
     ((document,),) = encoder(template=template, tokenizer=tokenizer).encode(
         [talk(("the dog", "sat on the mat"), system="the cat")]
     )
@@ -124,7 +115,7 @@ def test_words_are_encoded_as_in_the_whole_text(tmp_path, make, template):
     if template is Vicuna:
         text = "the cat USER: the dog ASSISTANT: sat on the mat"
         begin = tokenizer.token_id("<s>")
-        assert (prompt[0] == begin) == (make is make_sentence_piece)
+        assert (prompt[0] == begin) == (kind == "sentencepiece")
         whole = tokenizer.encode(text)
         assert document.tokens[-1 - whole.size : -1].tolist() == whole.tolist()
     assert tokenizer.decode(supervised).strip() == "sat on the mat"
@@ -158,10 +149,8 @@ def test_loss_weights_of_a_corpus_are_its_loss_mask(tmp_path):
     total = 0
     for split in ("train", "validation"):
         corpus = TokenFile.open(output, split)
-        plan = WholeRows(corpus, 400)
-        batches = TextBatches(
-            plan, [Block((0, 1), (0, 400))], 1, Striped(), 4, InOrder()
-        )
+        row, plan = [Block((0, 1), (0, 400))], WholeRows(corpus, 400)
+        batches = TextBatches(plan, row, 1, Striped(), 4, InOrder())
         weights = tokens = 0
         for step in range(len(batches)):
             (batch,) = batches[step].values()
@@ -183,12 +172,9 @@ def test_loss_weights_of_a_corpus_are_its_loss_mask(tmp_path):
 
 def test_parts_of_a_conversation_stay_on_one_side(tmp_path):
     source = write(tmp_path / "in.json", rows(60))
-    summary = prepare_chats(
-        [source], tmp_path / "out", encoder(250, "split"), validation_fraction=0.3
-    )
-    assert (
-        summary.counts["train"].documents + summary.counts["validation"].documents > 60
-    )
+    parts = encoder(250, "split")
+    out = prepare_chats([source], tmp_path / "out", parts, validation_fraction=0.3)
+    assert sum(counts.documents for counts in out.counts.values()) > 60
     numbers = {}
     for split in ("train", "validation"):
         corpus = TokenFile.open(tmp_path / "out", split)
@@ -208,36 +194,34 @@ def bad_rows():
     return found
 
 
-def test_bad_rows_are_told_counted_and_skipped(tmp_path):
+def test_bad_rows_are_reported_counted_and_skipped(tmp_path):
     source = write(tmp_path / "in.json", bad_rows())
-    told = []
-    summary = prepare_chats(
-        [source], tmp_path / "out", encoder(300), on_bad_row=told.append
-    )
-    assert [row.where for row in told] == [
+    bad = []
+    output = tmp_path / "out"
+    summary = prepare_chats([source], output, encoder(300), on_bad_row=bad.append)
+    assert [row.where for row in bad] == [
         f"{source}[1] (id r1), turn 1",
         f"{source}[2] (id r2)",
         f"{source}[4] (id r4), turn 2",
         f"{source}[5] (id r5)",
     ]
     assert summary.conversations == 2
-    assert summary.skipped == {row.reason: 1 for row in told}
+    assert summary.skipped == {row.reason: 1 for row in bad}
     assert "2 conversations of 6 rows" in str(summary)
     assert "skipped: 1 rows, no reply within the context" in str(summary)
 
 
 def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):
     source = write(tmp_path / "in.json", bad_rows())
+    output = tmp_path / "out"
     with pytest.raises(ValueError, match=r"\[1\] \(id r1\), turn 1: a turn from 'robo"):
-        prepare_chats([source], tmp_path / "out", encoder(300), on_bad_row=stop_at)
+        prepare_chats([source], output, encoder(300), on_bad_row=stop_at)
     write(source, [bad_rows()[0], bad_rows()[5]])
     with pytest.raises(ValueError, match=r"\[1\] \(id r5\): no reply within the cont"):
-        prepare_chats([source], tmp_path / "out", encoder(300))
+        prepare_chats([source], output, encoder(300))
     write(source, bad_rows()[1:3])
     with pytest.raises(ValueError, match="no conversation to train on .*: 2 rows"):
-        prepare_chats(
-            [source], tmp_path / "out", encoder(), on_bad_row=lambda row: None
-        )
+        prepare_chats([source], output, encoder(), on_bad_row=lambda row: None)
     assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
 
 

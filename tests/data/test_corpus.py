@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import sysconfig
 from pathlib import Path
 
@@ -38,10 +37,15 @@ def read(corpus, split):
     return texts
 
 
+def read_both(corpus):
+    """Texts of the train split, and of the held-out one."""
+    return [read(corpus, split) for split in ("train", "validation")]
+
+
 def test_every_document_is_in_one_split(tmp_path):
     texts = some_texts(200)
     summary = prepare([fill(tmp_path / "in", texts)], tmp_path / "out", ByteTokenizer())
-    train, validation = (read(tmp_path / "out", s) for s in ("train", "validation"))
+    train, validation = read_both(tmp_path / "out")
     assert sorted(train + validation) == sorted(texts.values())
     assert 1 <= len(validation) <= 20
     assert summary.counts["train"].documents == len(train)
@@ -52,10 +56,9 @@ def test_every_document_is_in_one_split(tmp_path):
 def test_documents_come_in_the_order_of_their_names(tmp_path):
     texts = {"b.txt": "second", "a/z.txt": "first", "c.txt": "third", "d.txt": "fourth"}
     fill(tmp_path / "in", texts)
-    prepare(
-        [tmp_path / "in" / "d.txt", tmp_path / "in"], tmp_path / "out", ByteTokenizer()
-    )
-    train, held = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
+    inputs = [tmp_path / "in" / "d.txt", tmp_path / "in"]
+    prepare(inputs, tmp_path / "out", ByteTokenizer())
+    train, held = read_both(tmp_path / "out")
     expected = ["fourth", "first", "second", "third", "fourth"]
     assert train == [text for text in expected if text not in held]
 
@@ -68,14 +71,10 @@ def test_split_depends_on_the_texts_alone(tmp_path):
     fill(tmp_path / "c", {"all.jsonl": "\n".join(lines)})
     held = []
     for name in "abc":
-        prepare(
-            [tmp_path / name],
-            tmp_path / f"out_{name}",
-            ByteTokenizer(),
-            validation_fraction=0.3,
-            text_field="body",
-        )
-        held.append(sorted(read(tmp_path / f"out_{name}", "validation")))
+        output, options = tmp_path / f"out_{name}", {"text_field": "body"}
+        options["validation_fraction"] = 0.3
+        prepare([tmp_path / name], output, ByteTokenizer(), **options)
+        held.append(sorted(read(output, "validation")))
     assert held[0] == held[1] == held[2]
     assert 8 <= len(held[0]) <= 30
 
@@ -92,29 +91,25 @@ def test_same_input_gives_the_same_bytes(tmp_path):
 
 
 def test_what_is_no_text_is_skipped_and_counted(tmp_path):
-    source = fill(
-        tmp_path / "in",
-        {
-            "good.txt": "good",
-            "latin.txt": "Möwe".encode("latin-1"),
-            "binary.bin": b"ab\0cd",
-            "empty.txt": "",
-            "lines.jsonl": '{"text": ""}\n\n{"text": "line"}\n',
-            ".hidden/secret.txt": "hidden",
-        },
-    )
+    files = {
+        "good.txt": "good",
+        "latin.txt": "Möwe".encode("latin-1"),
+        "binary.bin": b"ab\0cd",
+        "empty.txt": "",
+        "lines.jsonl": '{"text": ""}\n\n{"text": "line"}\n',
+        ".hidden/secret.txt": "hidden",
+    }
+    source = fill(tmp_path / "in", files)
     summary = prepare([source], tmp_path / "out", ByteTokenizer())
     assert (summary.not_text, summary.empty) == (2, 2)
-    texts = read(tmp_path / "out", "train") + read(tmp_path / "out", "validation")
-    assert sorted(texts) == ["good", "line"]
+    assert sorted(sum(read_both(tmp_path / "out"), [])) == ["good", "line"]
 
 
 def test_pattern_chooses_files_of_directories_only(tmp_path):
     source = fill(tmp_path / "in", {"a.py": "py", "b.txt": "txt", "deep/c.py": "deep"})
     extra = fill(tmp_path, {"extra.md": "extra"}) / "extra.md"
     prepare([source, extra], tmp_path / "out", ByteTokenizer(), pattern="*.py")
-    texts = read(tmp_path / "out", "train") + read(tmp_path / "out", "validation")
-    assert sorted(texts) == ["deep", "extra", "py"]
+    assert sorted(sum(read_both(tmp_path / "out"), [])) == ["deep", "extra", "py"]
 
 
 @pytest.mark.parametrize(
@@ -142,28 +137,23 @@ def test_bad_json_lines_are_named_and_nothing_is_left(tmp_path, line):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_bad_arguments_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "name, value, match",
+    [
+        ("pattern", "*.py", r"0 files that match '\*\.py'"),
+        ("pattern", "[bc].*", "no text .* 1 are not UTF-8 text; 1 documents"),
+        ("pattern", "/etc/*", r"pattern='/etc/\*' must"),
+        ("pattern", "**x", r"pattern='\*\*x' must"),
+        ("validation_fraction", 0, "validation_fraction=0 must"),
+        ("validation_fraction", 1, "validation_fraction=1 must"),
+        ("validation_fraction", -0.1, "validation_fraction=-0.1 must"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, name, value, match):
     source = fill(tmp_path / "in", {"a.txt": "a", "b.bin": b"\xff", "c.txt": ""})
-    output = tmp_path / "out"
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
-        prepare([source, tmp_path / "nowhere"], output, ByteTokenizer())
-    with pytest.raises(ValueError, match=r"0 files that match '\*\.py'"):
-        prepare([source], output, ByteTokenizer(), pattern="*.py")
-    with pytest.raises(
-        ValueError, match="no text .* 1 are not UTF-8 text; 1 documents"
-    ):
-        prepare([source], output, ByteTokenizer(), pattern="[bc].*")
-    for fraction in (0, 1, -0.1):
-        with pytest.raises(ValueError, match=f"validation_fraction={fraction} must"):
-            prepare([source], output, ByteTokenizer(), validation_fraction=fraction)
-    assert not output.exists()
-
-
-@pytest.mark.parametrize("pattern", ["/etc/*", "**x"])
-def test_patterns_that_are_none_are_refused(tmp_path, pattern):
-    source = fill(tmp_path / "in", {"a.txt": "a"})
-    with pytest.raises(ValueError, match=rf"pattern={re.escape(repr(pattern))} must"):
-        prepare([source], tmp_path / "out", ByteTokenizer(), pattern=pattern)
+    with pytest.raises(ValueError, match=match):
+        prepare([source], tmp_path / "out", ByteTokenizer(), **{name: value})
+    assert not (tmp_path / "out").exists()
 
 
 def test_inputs_are_files_that_can_be_read_twice_and_are_given_once(tmp_path):
@@ -171,17 +161,12 @@ def test_inputs_are_files_that_can_be_read_twice_and_are_given_once(tmp_path):
     for path in (source / "a.txt", source):
         with pytest.raises(ValueError, match=f"{path} is given 2 times: name it once"):
             prepare([path, tmp_path, path], tmp_path / "out", ByteTokenizer())
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        prepare([source, tmp_path / "nowhere"], tmp_path / "out", ByteTokenizer())
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe must be a file or a directory: inputs"):
         prepare([tmp_path / "pipe"], tmp_path / "out", ByteTokenizer())
     assert not (tmp_path / "out").exists()
-
-
-def test_existing_output_is_left_alone(tmp_path):
-    source = fill(tmp_path / "in", some_texts(3))
-    with pytest.raises(FileExistsError, match="in already exists and is left"):
-        prepare([source], source, ByteTokenizer())
-    assert len(list(source.rglob("*.txt"))) == 3
 
 
 def test_any_tokenizer_makes_the_corpus(tmp_path):
@@ -194,32 +179,31 @@ def test_any_tokenizer_makes_the_corpus(tmp_path):
     source = fill(tmp_path, {"a.jsonl": lines}) / "a.jsonl"
     prepare([source], tmp_path / "out", open_tokenizer(str(tmp_path / "words.json")))
     (tmp_path / "words.json").unlink()
-    train, held = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
+    train, held = read_both(tmp_path / "out")
     assert train == [text for text in texts if text not in held] and held
     assert TokenFile.open(tmp_path / "out", "train").vocab_size == 70001
 
 
 def test_standard_library_is_prepared_once(tmp_path):
     output = prepare_standard_library(tmp_path / "library")
-    train = TokenFile.open(output, "train")
-    validation = TokenFile.open(output, "validation")
+    train, validation = (TokenFile.open(output, s) for s in ("train", "validation"))
     assert train.tokens.size > 3_000_000 and validation.tokens.size > 10_000
     library = Path(sysconfig.get_paths()["stdlib"])
-    texts = {*read(output, "train"), *read(output, "validation")}
+    texts = set(sum(read_both(output), []))
     assert (library / "textwrap.py").read_bytes().decode() in texts
     before = (output / "meta.json").stat().st_mtime_ns
     assert prepare_standard_library(output) == output
     assert (output / "meta.json").stat().st_mtime_ns == before
-    with (output / "train.tokens.bin").open("r+b") as file:
-        file.truncate(100)
+    os.truncate(output / "train.tokens.bin", 100)
     with pytest.raises(ValueError, match=r"train\.tokens\.bin has 100 bytes"):
         prepare_standard_library(output)
 
 
 def test_standard_library_takes_no_other_place(tmp_path):
     occupied = fill(tmp_path / "occupied", {"thesis.tex": "years"})
-    with pytest.raises(FileExistsError, match="occupied already exists"):
+    with pytest.raises(FileExistsError, match="occupied already exists and is left"):
         prepare_standard_library(occupied)
+    assert (occupied / "thesis.tex").read_text() == "years"
 
 
 def test_standard_library_made_beside_this_process_is_taken(tmp_path, monkeypatch):

@@ -58,28 +58,24 @@ def test_only_answers_are_supervised_and_each_is_what_its_line_says(name):
     counts = []
     for document in draws(source):
         pieces = parts(document)
-        assert [supervised for _, supervised in pieces] == [False, True] * (
-            len(pieces) // 2
-        )
+        supervised = [supervised for _, supervised in pieces]
+        assert supervised == [False, True] * (len(pieces) // 2)
         record, found = pieces[0][0], []
         for (asked, _), (answer, _) in zip(pieces[::2], pieces[1::2], strict=True):
             number = int(re.findall(r"\d+", answer)[-1])
             assert answer == form.answer(number)
             pattern = re.escape(form.line("NAME", 77)).replace("NAME", "(.+)")
             lines = re.findall(pattern.replace("77", rf"{number}(?=\D)"), record)
-            asked_for = [
+            (name,) = (
                 n for n in lines if asked.endswith(form.question(n) + form.cue(n))
-            ]
-            assert len(asked_for) == 1
-            found += asked_for
-        # No line is asked for again before all others are.
-        lines = record.removeprefix(form.header).partition("\n\n")[0]
-        turn = len(lines.splitlines())
-        for first in range(0, len(found), turn):
-            assert len(set(found[first : first + turn])) == len(
-                found[first : first + turn]
             )
-        counts.append(len(found) / turn)
+            found.append(name)
+        # No line is asked for again before all others are.
+        lines = record.removeprefix(form.header).partition("\n\n")[0].splitlines()
+        for first in range(0, len(found), len(lines)):
+            names = found[first : first + len(lines)]
+            assert len(set(names)) == len(names)
+        counts.append(len(found) / len(lines))
     assert min(counts) < 0.5 and 1 < max(counts) <= 3
 
 
@@ -108,8 +104,9 @@ def test_a_corpus_is_a_matter_of_its_seed(tmp_path):
     assert not np.array_equal(first.tokens[:100], other.tokens[:100])
 
 
-def test_rows_of_the_corpus_weigh_answers_only(tmp_path):
-    directory = prepare(tmp_path / "corpus")
+def test_rows_of_the_corpus_have_weights_on_answers_alone_as_the_summary_says(tmp_path):
+    directory = tmp_path / "corpus"
+    summary = prepare_lines(documents("compact"), directory, seed=0, **SIZES)
     for split, wanted in (("train", 4000), ("validation", 1000)):
         corpus = TokenFile.open(directory, split)
         assert wanted <= corpus.tokens.size < wanted + CONTEXTS["compact"]
@@ -120,13 +117,9 @@ def test_rows_of_the_corpus_weigh_answers_only(tmp_path):
         assert (weighed == ord("\n")).sum() * 3 == weighed.size > 0
     train, held_out = (TokenFile.open(directory, s) for s in ("train", "validation"))
     assert not np.array_equal(train.tokens[:100], held_out.tokens[:100])
-
-
-def test_the_summary_tells_what_is_supervised(tmp_path):
-    summary = prepare_lines(documents("compact"), tmp_path / "out", seed=0, **SIZES)
-    corpus = TokenFile.open(tmp_path / "out", "train")
-    assert summary.supervised["train"] == corpus.loss_mask[:].sum()
-    assert f"{corpus.loss_mask[:].sum():,} supervised" in str(summary)
+    supervised = train.loss_mask[:].sum()
+    assert summary.supervised["train"] == supervised
+    assert f"{supervised:,} supervised" in str(summary)
 
 
 def test_what_is_wrong_is_refused_and_nothing_is_written(tmp_path):
@@ -135,13 +128,8 @@ def test_what_is_wrong_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="supervised='some' must be one of"):
         LineDocuments(Compact(), BYTES, 64, 32, "some")
     with pytest.raises(ValueError, match="train_tokens=0"):
-        prepare_lines(
-            documents("compact"),
-            tmp_path / "out",
-            train_tokens=0,
-            validation_tokens=1,
-            seed=0,
-        )
+        none = SIZES | {"train_tokens": 0}
+        prepare_lines(documents("compact"), tmp_path / "out", seed=0, **none)
     with pytest.raises(ValueError, match="too few for a record of one line"):
         source = LineDocuments(NamedLines(), BYTES, 300, 300)
         prepare_lines(source, tmp_path / "out", seed=0, **SIZES)

@@ -7,8 +7,9 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from data.batch import Batch, Block
+from data.batch import Block
 from data.text import (
+    ROW_PLANS,
     DocumentRows,
     InOrder,
     PackedRows,
@@ -16,7 +17,13 @@ from data.text import (
     iterate,
 )
 from kernels.layouts import Striped
-from tests.numbered_corpus import make_batches, make_corpus, naive_row, read_rows
+from tests.numbered_corpus import (
+    assert_same_batch,
+    make_batches,
+    make_corpus,
+    naive_row,
+    read_rows,
+)
 
 PLANS = [PackedRows, DocumentRows]
 
@@ -31,25 +38,20 @@ def corpus(tmp_path):
 def assert_equal_blocks(one, other):
     assert one.keys() == other.keys()
     for block in one:
-        for name in Batch._fields:
-            mine, others = getattr(one[block], name), getattr(other[block], name)
-            assert mine.dtype == others.dtype
-            np.testing.assert_array_equal(mine, others, err_msg=name)
+        assert_same_batch(one[block], other[block], strict=True)
 
 
 def naive_rows(plan):
-    corpus, length = plan.corpus, plan.length
+    corpus, length, size = plan.corpus, plan.length, plan.corpus.tokens.size
+    spans = [
+        (begin, min(begin + length + 1, end))
+        for start, end in pairwise([*corpus.starts.tolist(), size])
+        for begin in range(start, end - 1, length)
+    ]
     if isinstance(plan, PackedRows):
-        size = corpus.tokens.size
-        return [
-            naive_row(corpus, begin, begin + length + 1, length)
-            for begin in range(0, size - length, length)
-        ]
-    rows = []
-    for start, end in pairwise([*corpus.starts.tolist(), corpus.tokens.size]):
-        for begin in range(start, end - 1, length):
-            rows.append(naive_row(corpus, begin, min(begin + length + 1, end), length))
-    return rows
+        begins = range(0, size - length, length)
+        spans = [(begin, begin + length + 1) for begin in begins]
+    return [naive_row(corpus, *span, length) for span in spans]
 
 
 @pytest.mark.parametrize("length", [1, 7, 16, 24, 64])
@@ -59,10 +61,7 @@ def test_rows_equal_a_loop_over_tokens(corpus, plan, length):
     rows, expected = read_rows(plan), naive_rows(plan)
     assert len(rows) == len(expected) == plan.rows
     for row, wanted in zip(rows, expected, strict=True):
-        for name in Batch._fields:
-            np.testing.assert_array_equal(
-                getattr(row, name), getattr(wanted, name), err_msg=name
-            )
+        assert_same_batch(row, wanted)
 
 
 def test_rows_have_the_types_of_a_batch(corpus):
@@ -122,11 +121,9 @@ def test_same_blocks_are_loaded_once(corpus):
         Counted(corpus, 8), rows=2, blocks=[left, right, left, left, right]
     )
     assert list(batches[0]) == [left, right]
+    halves = [0, 1, 2, 3], [4, 5, 6, 7]
     assert sorted(index for _, index in Counted.reads) == [
-        [0, 1, 2, 3],
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [4, 5, 6, 7],
+        half for half in halves for _ in range(2)
     ]
 
 
@@ -221,38 +218,35 @@ def test_threads_end_with_the_iterator(corpus, way):
     wait_for_end(mine)
 
 
+class SlowUntilBroken:
+    """Batches of a disk that is slow, and then gone."""
+
+    def __init__(self, broken_at=100):
+        self.reads, self.broken_at = [], broken_at
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, step):
+        self.reads.append(step)
+        time.sleep(0.02)
+        if step == self.broken_at:
+            raise OSError(f"disk gone at {step}")
+        return {}
+
+
 def test_closing_drops_the_steps_not_read_yet():
-    class Slow:
-        reads = []
-
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, step):
-            self.reads.append(step)
-            time.sleep(0.02)
-            return {}
-
-    before = reading_threads()
-    steps = iterate(Slow(), threads=1, buffered_steps=50)
+    before, slow = reading_threads(), SlowUntilBroken()
+    steps = iterate(slow, threads=1, buffered_steps=50)
     next(steps)
     mine = [thread for thread in reading_threads() if thread not in before]
     steps.close()
     wait_for_end(mine)
-    assert len(Slow.reads) < 25
+    assert len(slow.reads) < 25
 
 
 def test_errors_come_at_their_own_step():
-    class Broken:
-        def __len__(self):
-            return 9
-
-        def __getitem__(self, step):
-            if step == 3:
-                raise OSError(f"disk gone at {step}")
-            return {}
-
-    steps = iterate(Broken())
+    steps = iterate(SlowUntilBroken(3))
     assert [next(steps)[0] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="disk gone at 3"):
         next(steps)
@@ -280,14 +274,13 @@ def test_reading_a_row_touches_nothing_else(corpus, plan):
 def test_context_longer_than_the_corpus_is_refused(tmp_path):
     corpus = make_corpus(tmp_path, [4, 4])
     assert PackedRows(corpus, 7).rows == 1
-    with pytest.raises(
-        ValueError, match="row of 8 tokens .* 8 tokens of split 'train'"
-    ):
+    match = "row of 8 tokens .* 8 tokens of split 'train'"
+    with pytest.raises(ValueError, match=match):
         PackedRows(corpus, 8)
     assert DocumentRows(corpus, 100).rows == 2
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ROW_PLANS.values())
 def test_rows_need_a_length(corpus, plan):
     with pytest.raises(ValueError, match="length=0 must be at least 1"):
         plan(corpus, 0)

@@ -1,30 +1,14 @@
 """Text that comes token by token is the text of all tokens."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from data.text_stream import TextStream
 from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
+from tests.data.test_tokenizer import each_kind
 
 TEXT = "the cat sat: Möwe 猫 🙂🙂 e\u0301, on the log"
 BYTES = ByteTokenizer()
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    directory: Path = tmp_path_factory.mktemp("tokenizers")
-    return {
-        "bytes": BYTES,
-        "huggingface": open_tokenizer(
-            str(make_hugging_face(directory / "tokenizer.json"))
-        ),
-        "sentencepiece": open_tokenizer(
-            str(make_sentence_piece(directory / "tokenizer.model"))
-        ),
-    }
 
 
 def pieces(tokenizer: Tokenizer, prompt: np.ndarray, tokens: np.ndarray) -> list[str]:
@@ -32,10 +16,10 @@ def pieces(tokenizer: Tokenizer, prompt: np.ndarray, tokens: np.ndarray) -> list
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
+@each_kind
 @pytest.mark.parametrize("prompt_length", [1, 4, 15])
-def test_pieces_join_to_the_text_after_the_prompt(tokenizers, kind, prompt_length):
-    tokenizer = tokenizers[kind]
+def test_pieces_join_to_the_text_after_the_prompt(specs, kind, prompt_length):
+    tokenizer = open_tokenizer(specs[kind])
     prompt = tokenizer.encode(TEXT[:prompt_length])
     # A space that belongs to the next word is not part of the prompt's last one.
     whole = np.concatenate([prompt, tokenizer.encode(TEXT)])

@@ -13,15 +13,14 @@ TEXT = "The cat sat on the mat. Die Möwe sprach: 猫!\r\n\tdef f(x): return x\n
 
 def make_hugging_face(path, specials=("<pad>", "<|endoftext|>")):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
+    of_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = of_bytes
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
         show_progress=False,
         special_tokens=list(specials),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=of_bytes.alphabet(),
     )
     tokenizer.train_from_iterator([TEXT] * 3, trainer)
     tokenizer.enable_truncation(max_length=5)
@@ -44,17 +43,10 @@ def make_sentence_piece(path, eos_id=2):
     return path
 
 
-@pytest.fixture(scope="module")
-def specs(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizers")
-    return {
-        "bytes": "bytes",
-        "huggingface": str(make_hugging_face(directory / "tokenizer.json")),
-        "sentencepiece": str(make_sentence_piece(directory / "tokenizer.model")),
-    }
+each_kind = pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
 
 
-@pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
+@each_kind
 def test_text_comes_back_from_its_ids(specs, kind):
     tokenizer = open_tokenizer(specs[kind])
     text = "the cat sat on the log: Möwe 猫"
@@ -67,7 +59,7 @@ def test_text_comes_back_from_its_ids(specs, kind):
     assert tokenizer.encode("").shape == (0,)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
+@each_kind
 def test_many_texts_encode_as_one_by_one(specs, kind):
     tokenizer = open_tokenizer(specs[kind])
     texts = ["the cat", "", "sat on the mat " * 20, "猫"]
@@ -97,7 +89,7 @@ def test_bytes_are_the_bytes_of_utf8():
 
 
 @pytest.mark.parametrize("wrong", [500, -1, 1 << 40])
-@pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
+@each_kind
 def test_ids_of_no_token_are_not_decoded(specs, kind, wrong):
     tokenizer = open_tokenizer(specs[kind])
     last = tokenizer.vocab_size - 1
@@ -137,28 +129,29 @@ def test_tokenizers_without_an_end_are_refused(tmp_path):
 
 
 ENDED = {"</s>": 0, "cat": 1}
-LOSSY = {
-    "words": (models.WordLevel(ENDED, "<unk>"), "cannot encode a text .*Missing"),
-    "pieces": (models.WordPiece(ENDED), "cannot encode a text .*Missing .UNK. token"),
-    "unigram": (
-        models.Unigram([("</s>", 0.0), ("cat", 0.0)], None),
-        "cannot encode a text .*unk_id",
-    ),
-    "pairs": (
-        models.BPE(ENDED, [], unk_token="<unk>"),
-        "cannot encode a text .*Unk token `<unk>` not found",
-    ),
-    "pairs_without": (models.BPE(ENDED, []), "has no token for letters that its"),
-    "few_bytes": (
-        models.BPE(ENDED | {"<0xE2>": 2}, [], byte_fallback=True),
-        "has no token for letters that its vocabulary lacks",
-    ),
-}
+UNIGRAM = models.Unigram([("</s>", 0.0), ("cat", 0.0)], None)
+BYTE_OF_MANY = models.BPE(ENDED | {"<0xE2>": 2}, [], byte_fallback=True)
+FAILS, LACKS = "cannot encode a text .*", "has no token for letters that its vocabulary"
 
 
-@pytest.mark.parametrize("name", LOSSY)
-def test_tokenizers_that_do_not_know_every_letter_are_refused(tmp_path, name):
-    model, complaint = LOSSY[name]
+@pytest.mark.parametrize(
+    "model, complaint",
+    [
+        (models.WordLevel(ENDED, "<unk>"), f"{FAILS}Missing"),
+        (models.WordPiece(ENDED), f"{FAILS}Missing .UNK. token"),
+        (UNIGRAM, f"{FAILS}unk_id"),
+        (
+            models.BPE(ENDED, [], unk_token="<unk>"),
+            f"{FAILS}Unk token `<unk>` not foun",
+        ),
+        (models.BPE(ENDED, []), LACKS),
+        (BYTE_OF_MANY, LACKS),
+    ],
+    ids=str,
+)
+def test_tokenizers_that_do_not_know_every_letter_are_refused(
+    tmp_path, model, complaint
+):
     path = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(model).save(str(path))
     with pytest.raises(ValueError, match=f"tokenizer.json {complaint}") as caught:
@@ -179,17 +172,14 @@ def test_bytes_of_a_vocabulary_must_be_all_that_texts_have(tmp_path):
     path = make_hugging_face(tmp_path / "tokenizer.json")
     found = json.loads(path.read_text())
     assert found["model"]["unk_token"] is None
-    # 0xF5 is in no UTF-8, and 0xE2 in much of it.
-    for letter, is_known in (("õ", True), ("â", False)):
-        vocabulary = found["model"]["vocab"]
-        del vocabulary[letter]
-        found["model"]["merges"] = []
-        path.write_text(json.dumps(found))
-        if is_known:
-            assert open_tokenizer(str(path)).encode("猫").size == 3
-            continue
-        with pytest.raises(ValueError, match="no token for letters"):
-            open_tokenizer(str(path))
+    found["model"]["merges"] = []
+    del found["model"]["vocab"]["õ"]  # 0xF5 is in no UTF-8
+    path.write_text(json.dumps(found))
+    assert open_tokenizer(str(path)).encode("猫").size == 3
+    del found["model"]["vocab"]["â"]  # 0xE2 is in much of it
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="no token for letters"):
+        open_tokenizer(str(path))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
