@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tests.checkpoints.small_state import (
+    LEAVES_COROUTINES,
     Told,
     abstract,
-    assert_is,
+    assert_restores,
     checkpoints,
     content,
     settle,
@@ -17,11 +18,7 @@ from tests.checkpoints.small_state import (
 )
 from training.weights import SavedParameters
 
-# Orbax leaves coroutines behind where a read or a write fails.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.usefixtures("swept"),
-]
+pytestmark = LEAVES_COROUTINES
 
 
 def broken(step: int, value: float = np.nan) -> Any:
@@ -61,7 +58,7 @@ def test_a_stored_step_that_is_not_finite_is_set_aside(
     with pytest.raises(ValueError, match="step 40 of .* is damaged: .* holds 1 nan"):
         SavedParameters(with_nan.parent).restore(abstract(state(0)["params"]))
     with checkpoints(with_nan, told) as saved:
-        assert_is(saved.restore(abstract(state(0)))[0], 30)
+        assert_restores(saved, 30)
     assert (with_nan / "damaged" / "40").is_dir()
     (line,) = told
     assert "step 40 is damaged" in line and "params.matrix holds 1 nan" in line

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.runs import assert_equal_bits
 from training.checkpoint import Checkpoints
 from training.optimizer import OptimizerSettings, make_optimizer
 
@@ -26,9 +27,7 @@ def open_checkpoints(directory, fingerprint=FINGERPRINT, keep=2):
     return Checkpoints(directory, keep=keep, fingerprint=fingerprint)
 
 
-def make_transformation():
-    settings = OptimizerSettings(1e-2, 1e-3, warmup_steps=0, total_steps=50)
-    return make_optimizer(settings)[0]
+OPTIMIZER, _ = make_optimizer(OptimizerSettings(1e-2, 1e-3, 0, total_steps=50))
 
 
 def init_state(seed=0, width=16):
@@ -40,17 +39,15 @@ def init_state(seed=0, width=16):
             "feed_forward": jnp.asarray(rng.normal(size=(3, width, 8)), jnp.float32),
         },
     }
-    return TrainState(jnp.int32(0), params, make_transformation().init(params))
+    return TrainState(jnp.int32(0), params, OPTIMIZER.init(params))
 
 
 @jax.jit
 def update(state):
     grads = jax.tree.map(jnp.sin, state.params)
-    updates, optimizer_state = make_transformation().update(
-        grads, state.optimizer_state, state.params
-    )
+    updates, moments = OPTIMIZER.update(grads, state.optimizer_state, state.params)
     params = jax.tree.map(jnp.add, state.params, updates)
-    return TrainState(state.step + 1, params, optimizer_state)
+    return TrainState(state.step + 1, params, moments)
 
 
 def shardings(state, num_devices):
@@ -72,22 +69,8 @@ def shardings(state, num_devices):
 
 
 def abstract(state, num_devices=1):
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=place
-        ),
-        state,
-        shardings(state, num_devices),
-    )
-
-
-def assert_equal_to_the_bit(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for ours, theirs in zip(
-        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-    ):
-        assert ours.dtype == theirs.dtype
-        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+    placed = jax.device_put(state, shardings(state, num_devices))
+    return jax.tree.map(ocp.utils.to_shape_dtype_struct, placed)
 
 
 @pytest.fixture
@@ -107,13 +90,10 @@ def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path):
             else:
                 state = jax.device_put(state, shardings(state, count))
             assert len(state.params["embedding"].sharding.device_set) == count
-            for leaf, place in zip(
-                jax.tree.leaves(state),
-                jax.tree.leaves(shardings(state, count)),
-                strict=True,
-            ):
+            places = jax.tree.leaves(shardings(state, count))
+            for leaf, place in zip(jax.tree.leaves(state), places, strict=True):
                 assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
-            assert_equal_to_the_bit(state, expected)
+            assert_equal_bits(state, expected)
             checkpoints.save(step, state)
 
 
@@ -126,20 +106,22 @@ def test_state_donated_right_after_save_is_saved_as_it_was(tmp_path):
             state = donating_update(state)
         assert any(leaf.is_deleted() for leaf in jax.tree.leaves(first))
         restored, _ = checkpoints.restore(abstract(state))
-    assert_equal_to_the_bit(restored, init_state())
+    assert_equal_bits(restored, init_state())
 
 
 def test_step_zero_is_a_step_and_an_empty_directory_has_none(tmp_path):
     with open_checkpoints(tmp_path / "made" / "here") as checkpoints:
         assert checkpoints.latest_step() is None
         checkpoints.check_fingerprint()
+        with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+            checkpoints.restore(abstract(init_state()))
         checkpoints.save(0, init_state())
         assert checkpoints.latest_step() == 0
     with open_checkpoints(tmp_path / "made" / "here") as checkpoints:
         assert checkpoints.latest_step() == 0
         state, meta = checkpoints.restore(abstract(init_state()))
     assert meta["step"] == 0
-    assert_equal_to_the_bit(state, init_state())
+    assert_equal_bits(state, init_state())
 
 
 def test_the_newest_steps_are_kept(tmp_path):
@@ -157,7 +139,7 @@ def test_saved_step_is_never_overwritten_nor_an_older_one_added(tmp_path, step):
         with pytest.raises(ValueError, match=f"step={step} is not newer than step 10"):
             checkpoints.save(step, init_state(seed=2))
         restored, _ = checkpoints.restore(abstract(init_state()))
-    assert_equal_to_the_bit(restored, init_state(seed=1))
+    assert_equal_bits(restored, init_state(seed=1))
     assert [path.name for path in tmp_path.iterdir()] == ["10"]
 
 
@@ -180,14 +162,6 @@ def test_other_model_is_refused_by_every_differing_key(step_1, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
-def test_other_model_is_refused_at_step_zero_too(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, init_state())
-    with open_checkpoints(tmp_path, {"vocabulary": 64}) as checkpoints:
-        with pytest.raises(ValueError, match="vocabulary: saved 32, this run 64"):
-            checkpoints.check_fingerprint()
-
-
 def test_same_model_passes_as_tuple_or_list_as_int_or_float(step_1, tmp_path):
     same = {"heads": [4, 2], "vocabulary": 32.0, "model": {"width": 16, "layers": 3}}
     with open_checkpoints(tmp_path, same) as checkpoints:
@@ -196,12 +170,16 @@ def test_same_model_passes_as_tuple_or_list_as_int_or_float(step_1, tmp_path):
     assert meta["fingerprint"] == json.loads(json.dumps(FINGERPRINT))
 
 
-def test_fingerprint_is_compared_before_any_array_is_read(step_1, tmp_path):
-    for path in (tmp_path / "1" / "state").rglob("*"):
-        if path.is_file() and path.parent.name == "d":
-            path.write_bytes(b"")
+def test_fingerprint_of_step_zero_too_is_compared_before_any_array_is_read(tmp_path):
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, init_state())
+    for path in (tmp_path / "0" / "state").rglob("d/*"):
+        path.write_bytes(b"")
+    refused = pytest.raises(ValueError, match="vocabulary: saved 32, this run 64")
     with open_checkpoints(tmp_path, {"vocabulary": 64}) as checkpoints:
-        with pytest.raises(ValueError, match="vocabulary: saved 32, this run 64"):
+        with refused:
+            checkpoints.check_fingerprint()
+        with refused:
             checkpoints.restore(abstract(init_state()))
 
 
@@ -220,66 +198,45 @@ def test_steps_of_another_program_are_refused_and_left_alone(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_meta_data_without_fingerprint_is_refused(tmp_path):
+def test_meta_data_without_fingerprint_is_refused(step_1, tmp_path):
+    (tmp_path / "1" / "meta" / "metadata").write_text('{"step": 1}')
     with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, init_state())
-    (tmp_path / "3" / "meta" / "metadata").write_text('{"step": 3}')
-    with open_checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match="step 3 in .* not saved by this trainer"):
+        with pytest.raises(ValueError, match="step 1 in .* not saved by this trainer"):
             checkpoints.check_fingerprint()
 
 
-def test_leaf_of_another_shape_is_named(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, init_state(width=16))
+def refusal(directory, wanted):
+    with open_checkpoints(directory) as checkpoints:
         with pytest.raises(ValueError, match="does not fit the train state") as caught:
-            checkpoints.restore(abstract(init_state(width=24)))
-    message = str(caught.value)
-    line = "  params.embedding: saved float32[32, 16], this run float32[32, 24]"
-    assert line in message.splitlines()
+            checkpoints.restore(wanted)
+    return str(caught.value).splitlines()[1:]
+
+
+def test_every_leaf_of_another_shape_is_named(step_1, tmp_path):
+    lines = refusal(tmp_path, abstract(init_state(width=24)))
+    assert (
+        "  params.embedding: saved float32[32, 16], this run float32[32, 24]" in lines
+    )
+    message = "\n".join(lines)
     assert "optimizer_state.1.0.mu.layers.feed_forward: saved" in message
     assert "count" not in message
 
 
-def test_leaf_of_another_dtype_is_refused_and_not_cast(tmp_path):
-    state = init_state()
-    half = jax.tree.map(lambda leaf: leaf, state)
-    half.params["embedding"] = state.params["embedding"].astype(jnp.bfloat16)
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state)
-        with pytest.raises(ValueError, match="does not fit the train state") as caught:
-            checkpoints.restore(abstract(half))
-    assert str(caught.value).splitlines()[1:] == [
+def test_leaf_of_another_dtype_is_refused_and_not_cast(step_1, tmp_path):
+    half = init_state()
+    half.params["embedding"] = half.params["embedding"].astype(jnp.bfloat16)
+    assert refusal(tmp_path, abstract(half)) == [
         "  params.embedding: saved float32[32, 16], this run bfloat16[32, 16]"
     ]
 
 
-def test_missing_and_unknown_leaves_are_named(tmp_path):
-    state = init_state()
-    wanted = abstract(state)
+def test_missing_and_unknown_leaves_are_named(step_1, tmp_path):
+    wanted = abstract(init_state())
     wanted.params["output"] = wanted.params.pop("embedding")
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state)
-        with pytest.raises(ValueError, match="does not fit the train state") as caught:
-            checkpoints.restore(wanted)
-    assert str(caught.value).splitlines()[1:] == [
+    assert refusal(tmp_path, wanted) == [
         "  params.embedding: saved float32[32, 16], this run nothing",
         "  params.output: saved nothing, this run float32[32, 16]",
     ]
-
-
-def test_leaf_without_sharding_is_refused(tmp_path):
-    wanted = jax.eval_shape(init_state)
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, init_state())
-        with pytest.raises(ValueError, match="step of abstract_state has no sharding"):
-            checkpoints.restore(wanted)
-
-
-def test_restore_from_an_empty_directory_is_refused(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(FileNotFoundError, match="no checkpoint in"):
-            checkpoints.restore(abstract(init_state()))
 
 
 def test_save_cut_off_by_a_kill_is_not_a_step(step_1, tmp_path):
@@ -291,7 +248,7 @@ def test_save_cut_off_by_a_kill_is_not_a_step(step_1, tmp_path):
     assert not cut_off.exists()
     with open_checkpoints(tmp_path) as checkpoints:
         restored, _ = checkpoints.restore(abstract(init_state()))
-    assert_equal_to_the_bit(restored, init_state(seed=2))
+    assert_equal_bits(restored, init_state(seed=2))
 
 
 def test_relative_directory_works(tmp_path, monkeypatch):
@@ -305,10 +262,7 @@ def test_relative_directory_works(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         *(({"keep": n}, f"keep={n!r} must be at least 1") for n in (0, 2.5, True, "3")),
-        (
-            {"fingerprint": {"dtype": jnp.float32}},
-            "give finite numbers, strings",
-        ),
+        ({"fingerprint": {"dtype": jnp.float32}}, "give finite numbers, strings"),
         ({"fingerprint": {"factor": np.nan}}, "give finite numbers, strings"),
     ],
 )
