@@ -59,3 +59,12 @@ class Processes:
             (process.returncode, *texts)
             for process, texts in zip(self.running, said, strict=True)
         ]
+
+
+def run_program(
+    *command: object, timeout: float = 240, **environment: str
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python COMMAND`."""
+    with Processes([command], **environment) as one:
+        (result,) = one.finish(timeout)
+    return result

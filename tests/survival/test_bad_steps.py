@@ -1,7 +1,6 @@
 """Steps that give no finite loss: skipped, told, and never saved."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,24 +9,22 @@ import numpy as np
 import pytest
 
 import train
-from data.batch import Batch
 from tasks import programs
 from tests.runs import assert_equal_bits
 from tests.survival.small_run import QUIET, STEPS, Small
 from training.guard import SPIKE_WINDOW, BadSteps
 
 
-def change_batches(
-    patch: pytest.MonkeyPatch, steps: set[int], change: Callable[[Batch], Batch]
-) -> None:
-    """Changes the batches of some steps, as they lie on the devices."""
+def change_batches(patch: pytest.MonkeyPatch, steps: set[int], **fields: Any) -> None:
+    """Changes fields of the batches of some steps, as they lie on the devices."""
     place, count = train.place, iter(range(1, 1000))
 
     def placed(blocks: Any, *where: Any) -> Any:
         batch = place(blocks, *where)
         if next(count) in steps:
             shardings = jax.tree.map(lambda x: x.sharding, batch)
-            batch = jax.device_put(change(batch), shardings)
+            changed = {name: f(getattr(batch, name)) for name, f in fields.items()}
+            batch = jax.device_put(batch._replace(**changed), shardings)
         return batch
 
     patch.setattr(train, "place", placed)
@@ -35,13 +32,7 @@ def change_batches(
 
 def spoil(patch: pytest.MonkeyPatch, steps: set[int], weight: float) -> None:
     """Gives the loss of some steps' batches a bad weight."""
-    change_batches(
-        patch,
-        steps,
-        lambda batch: batch._replace(
-            loss_weights=batch.loss_weights.at[0, 0].set(weight)
-        ),
-    )
+    change_batches(patch, steps, loss_weights=lambda x: x.at[0, 0].set(weight))
 
 
 def test_a_bad_batch_is_skipped_told_and_counted(
@@ -49,11 +40,8 @@ def test_a_bad_batch_is_skipped_told_and_counted(
 ) -> None:
     spoil(monkeypatch, {5, 6, 9}, np.nan)
     run.train(**QUIET)
-    assert [re.findall(r"at step (\d+).*\((\d+) in", x)[0] for x in run.warnings()] == [
-        ("5", "1"),
-        ("6", "2"),
-        ("9", "1"),
-    ]
+    found = [re.findall(r"at step (\d+).*\((\d+) in", x)[0] for x in run.warnings()]
+    assert found == [("5", "1"), ("6", "2"), ("9", "1")]
     skipped = [int(count) for _, count in run.curve("guard/skipped")]
     assert skipped == [0] * 4 + [1, 2, 2, 2, 3, 3, 3, 3]
     state = run.state()
@@ -66,9 +54,7 @@ def test_too_many_bad_steps_end_the_run_with_the_checkpoint_from_before(
 ) -> None:
     with monkeypatch.context() as patch:
         spoil(patch, set(range(6, 100)), np.inf)
-        said = (
-            "step 9, and 4 skipped .* finite, as step 5 left it.* resumes from step 4"
-        )
+        said = "step 9, and 4 skipped .* finite, as step 5 left.* resumes from step 4"
         with pytest.raises(BadSteps, match=said):
             run.train(guard__stop_after=4, **QUIET)
     assert run.steps() == {"4"}
@@ -101,22 +87,15 @@ def change_state(patch: pytest.MonkeyPatch, step: int, name: str, value: float) 
     ("step", "name", "value", "found"),
     [
         (9, "params.layers.feed_forward.down", np.nan, "holds 1 nan.* 8 and 11.*data"),
-        pytest.param(
-            *(8, "params.head", np.nan, "params.head holds 1 nan.*between 4 and 8"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(8, "nu.head", np.inf, "nu.head holds 1 inf.*between 4 and 8"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(9, "mu.head", np.nan, "mu.head holds 1 nan .and 1 .*8 and 12"),
-            marks=pytest.mark.slow,
-        ),
-        # Saved, as it is finite; no step that begins with it is.
-        pytest.param(
-            *(8, "params.norm.scale", 3e38, "finite, as step 8 left it"),
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [
+                (8, "params.head", np.nan, "params.head holds 1 nan.*between 4 and 8"),
+                (8, "nu.head", np.inf, "nu.head holds 1 inf.*between 4 and 8"),
+                (9, "mu.head", np.nan, "mu.head holds 1 nan .and 1 .*8 and 12"),
+                # Saved, as it is finite; no step that begins with it is.
+                (8, "params.norm.scale", 3e38, "finite, as step 8 left it"),
+            ]
         ),
     ],
 )
@@ -161,13 +140,7 @@ def test_a_spike_of_the_loss_is_skipped_told_and_counted(
     spike = 3 * SPIKE_WINDOW
     never_seen = 255
     with monkeypatch.context() as patch:
-        change_batches(
-            patch,
-            {spike},
-            lambda batch: batch._replace(
-                targets=jnp.full_like(batch.targets, never_seen)
-            ),
-        )
+        change_batches(patch, {spike}, targets=lambda x: jnp.full_like(x, never_seen))
         run.train(
             guard__spike_sigmas=6.0,
             train__steps=spike + 5,

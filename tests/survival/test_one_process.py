@@ -1,16 +1,12 @@
 """Runs that are stopped, killed, damaged and fed rubbish, and end as undisturbed ones.
 
-In this process where the fault can be made here; else in processes of their own. All
-of them are held against one undisturbed run, which takes a while.
+In this process where the fault can be made here; else in processes of their own.
 """
 
 import gc
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +16,7 @@ import pytest
 
 import train
 from tasks import programs
-from tests.processes import ROOT, Processes
+from tests.processes import Processes, run_program
 from tests.runs import assert_equal_bits
 from tests.survival.small_run import (
     QUIET,
@@ -35,8 +31,6 @@ from training.goodput import Goodput
 from training.metrics import read_scalars
 from training.preemption import Preempted
 from training.watchdog import HUNG
-
-# SIGTERM and Ctrl-C.
 
 
 @pytest.mark.parametrize(
@@ -66,12 +60,12 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
     copy: Small, truth: Any, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     before = copy.files()
+    places = {
+        "restore": (train.Checkpoints, "restore"),
+        "compile": (programs, "make_evaluate_step"),
+    }
     with monkeypatch.context() as patch:
-        if moment == "restore":
-            place = train.Checkpoints, "restore"
-        else:
-            place = programs, "make_evaluate_step"
-        before_call(patch, *place, 1, send_ctrl_c)
+        before_call(patch, *places[moment], 1, send_ctrl_c)
         with pytest.raises(Preempted, match="step 8, nothing new to save"):
             copy.train()
     assert before == copy.files() and not any("step  9" in x for x in copy.said)
@@ -99,19 +93,14 @@ def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(
     (line,) = errors.splitlines()
     stopped = re.match(rf"preempted: step (\d+) of {STEPS}, ", line)
     assert run.has_checkpoint(int(stopped[1]))
-    broken = run.flags(checkpoint__keep=0)
-    with Processes([["train.py", *run.flags()]], **kept) as again:
-        ((code, said, errors),) = again.finish()
+    code, said, errors = run_program("train.py", *run.flags(), **kept)
     assert code == 0, errors
     assert f"resuming from step {stopped[1]}" in said
     assert "goodput" in said.splitlines()[-1]
     assert_equal_bits(run.state(), truth)
-    with Processes([["train.py", *broken]]) as wrong:
-        ((code, _, errors),) = wrong.finish()
+    code, _, errors = run_program("train.py", *run.flags(checkpoint__keep=0))
     assert (code, errors) == (1, "error: config.checkpoint.keep=0 must be at least 1\n")
 
-
-# SIGKILL.
 
 VICTIM = """
 import os, sys
@@ -140,9 +129,8 @@ def kill_until_complete(run: Small, programs: Path, kills: int, **more: Any) -> 
     for number in range(kills):
         with Processes([command]) as started:
             (process,) = started.running
-            lines = iter(process.stdout.readline, "")
             wanted = random.choice(["saving", "saving", "step", "checkpoints:"])
-            for line in lines:
+            for line in iter(process.stdout.readline, ""):
                 if line.startswith(wanted):
                     break
             time.sleep(random.choice([0, random.uniform(0, 0.05), random.random()]))
@@ -151,9 +139,8 @@ def kill_until_complete(run: Small, programs: Path, kills: int, **more: Any) -> 
             if process.returncode == 0:
                 return number
             assert process.returncode == -signal.SIGKILL
-    with Processes([command]) as last:
-        ((code, _, errors),) = last.finish()
-        assert code == 0, errors
+    code, _, errors = run_program(*command)
+    assert code == 0, errors
     return kills
 
 
@@ -176,13 +163,9 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
     print(f"{made} kills")
     assert made > kills // 2
     assert_equal_bits(killed.state(), alone.state())
-    names = killed.steps()
-    assert "damaged" not in names
+    assert "damaged" not in killed.steps()
     steps = [step for step, _ in killed.curve()]
     assert steps == sorted(set(steps))
-
-
-# Damage.
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -201,9 +184,6 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
     assert (copy.workdir / "checkpoints" / "damaged" / "8").is_dir()
     gc.collect()  # coroutines that Orbax leaves behind where a read fails
     assert_equal_bits(copy.state(), truth)
-
-
-# Hangs and dead workers.
 
 
 HANGS = """
@@ -228,25 +208,15 @@ def test_a_run_that_hangs_ends_with_the_stacks_and_goes_on(
     run: Small, programs: Path, truth: Any
 ) -> None:
     flags = run.flags(guard__step_seconds=3.0, **QUIET)
-    result = subprocess.run(
-        [sys.executable, "-c", HANGS, *flags],
-        cwd=ROOT,
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == HUNG
-    assert "nothing happened for" in result.stderr
-    assert "in read_or_hang" in result.stderr
-    assert "train.py" in result.stderr
-    assert "step  5" in result.stdout and "step  8" not in result.stdout
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+    code, said, errors = run_program("-c", HANGS, *flags, **kept)
+    assert code == HUNG
+    for part in "nothing happened for", "in read_or_hang", "train.py":
+        assert part in errors
+    assert "step  5" in said and "step  8" not in said
     run.train()
     assert "resuming from step 4" in run.said
     assert_equal_bits(run.state(), truth)
-
-
-# Accounts.
 
 
 def test_goodput_accounts_for_every_second(undisturbed: Small) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.processes import Processes
+from tests.processes import run_program
 from tests.survival.small_run import Small
 from training.workdir import locked
 
@@ -58,8 +58,7 @@ def test_a_full_disk_is_told_in_one_line_of_errors(
     kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
     kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1000"
     arguments = [run.workdir] if rest == SAVES_ALONE else run.flags()
-    with Processes([["-c", FULL_DISK + rest, *arguments]], **kept) as one:
-        ((code, said, errors),) = one.finish()
+    code, said, errors = run_program("-c", FULL_DISK + rest, *arguments, **kept)
     assert code == 1
     (line,) = errors.splitlines()
     assert re.match(f"error: step {step} was NOT saved in .*File too large", line)

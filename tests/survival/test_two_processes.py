@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.processes import Processes, free_port
-from tests.survival.small_run import STEPS, Small
+from tests.survival.small_run import QUIET, STEPS, Small
 from training.watchdog import HUNG
 
 pytestmark = pytest.mark.slow
@@ -83,11 +83,17 @@ def step_of_the_stop(results: list[tuple[int, str, str]]) -> int:
     return int(first)
 
 
+def assert_goes_on(run: Small, step: int, truth: np.ndarray, **more: object) -> None:
+    """In this process alone, from a step of two."""
+    run.train(**MESH, **more)
+    assert f"resuming from step {step}" in run.said
+    np.testing.assert_allclose(run.losses(STEPS - len(truth)), truth, rtol=1e-6)
+
+
 def test_two_processes_stop_together_and_one_goes_on(
     run: Small, undisturbed: Small
 ) -> None:
-    commands = [["train.py", *flags] for flags in flags_of_both(run)]
-    with Processes(commands) as two:
+    with Processes([["train.py", *flags] for flags in flags_of_both(run)]) as two:
         two.wait_for("step  2")
         two.running[1].send_signal(signal.SIGTERM)
         results = two.finish()
@@ -96,13 +102,9 @@ def test_two_processes_stop_together_and_one_goes_on(
     # The second process says nothing but errors, and writes no curves.
     assert results[1][1] == "" or "step" not in results[1][1]
     assert len(list((run.workdir / "tensorboard").rglob("events.*"))) == 1
-    two_alone = run.losses()
-    np.testing.assert_allclose(
-        two_alone, undisturbed.losses()[: len(two_alone)], rtol=1e-6
-    )
-    run.train(**MESH)
-    assert f"resuming from step {step}" in run.said
-    np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=1e-6)
+    by_two, truth = run.losses(), undisturbed.losses()
+    np.testing.assert_allclose(by_two, truth[: len(by_two)], rtol=1e-6)
+    assert_goes_on(run, step, truth)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +133,13 @@ def test_a_signal_to_one_of_two_stops_both_wherever_they_are(
     step = step_of_the_stop(results)
     assert step in may_stop_at and copy.has_checkpoint(step)
     assert "resuming from step 4" in results[0][1]
-    copy.train(**MESH, **validations)
-    assert f"resuming from step {step}" in copy.said
-    truth = undisturbed.losses(after=4)
-    np.testing.assert_allclose(copy.losses(after=4), truth, rtol=1e-6)
+    assert_goes_on(copy, step, undisturbed.losses(after=4), **validations)
 
 
 def test_two_processes_find_the_same_nan_and_one_goes_on_from_before(
     run: Small, undisturbed: Small
 ) -> None:
-    flags = flags_of_both(run, train__validation_batches=0)
+    flags = flags_of_both(run, **QUIET)
     with Processes([["-c", BREAKS_ITS_STATE, *each] for each in flags]) as two:
         results = two.finish()
     for code, _, errors in results:
@@ -148,16 +147,14 @@ def test_two_processes_find_the_same_nan_and_one_goes_on_from_before(
         said = "error: the run ends: params.head holds 1 nan, since a step between 4 "
         assert said in errors and "resumes from step 4" in errors
     assert run.steps() == {"4"}
-    run.train(**MESH, train__validation_batches=0)
-    assert "resuming from step 4" in run.said
-    np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=1e-6)
+    assert_goes_on(run, 4, undisturbed.losses(), **QUIET)
 
 
 def test_a_stuck_collective_ends_the_run_with_the_stacks_and_one_goes_on(
     run: Small, undisturbed: Small
 ) -> None:
     """The other process is stopped for good in the middle, as a lost host would be."""
-    limits = {"guard__step_seconds": 5.0, "train__validation_batches": 0}
+    limits = {"guard__step_seconds": 5.0, **QUIET}
     commands = [["train.py", *flags] for flags in flags_of_both(run, **limits)]
     with Processes(commands) as two:
         two.wait_for("step  5")
@@ -166,9 +163,7 @@ def test_a_stuck_collective_ends_the_run_with_the_stacks_and_one_goes_on(
         assert two.running[0].returncode == HUNG, errors
     assert "error: nothing happened for" in errors and "train.py" in errors
     assert f"step {STEPS}" not in said
-    run.train(**MESH, train__validation_batches=0)
-    assert "resuming from step 4" in run.said
-    np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=1e-6)
+    assert_goes_on(run, 4, undisturbed.losses(), **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +188,7 @@ def test_processes_with_other_settings_end_with_a_line_and_nothing_is_written(
 def test_the_death_of_one_process_ends_the_other_with_its_code_and_a_line(
     run: Small, victim: int
 ) -> None:
-    more = {"train__validation_batches": 0, "hosts__lost_seconds": 10}
+    more = {**QUIET, "hosts__lost_seconds": 10}
     commands = [["train.py", *flags] for flags in flags_of_both(run, **more)]
     with Processes(commands) as two:
         two.wait_for("step  2")

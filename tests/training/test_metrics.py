@@ -3,8 +3,7 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.processes import run_program
 from training import metrics
 from training.metrics import (
     ConsoleLine,
@@ -23,24 +23,28 @@ from training.metrics import (
     run_directory,
 )
 
-ROOT = Path(__file__).parents[2]
+WORK = StepWork(1000, 2e12, 4e12)
 
 
-class FakeClock:
-    """Seconds that pass only in `wait`."""
+class Timed(Throughput):
+    """Throughput by a clock that moves with `now` alone."""
 
-    def __init__(self):
-        self.now = 1000.0
+    now = 1000.0
 
-    def __call__(self):
-        return self.now
+    def __init__(self, devices: int = 1, peak: float | None = None, begun: bool = True):
+        super().__init__(num_devices=devices, peak_flops=peak, clock=lambda: self.now)
+        if begun:
+            self.report()
 
-    def wait(self, seconds):
+    def step(self, seconds: float, work: StepWork = WORK) -> None:
+        self.count(work)
         self.now += seconds
 
 
-def work(tokens=1000, model_flops=2e12, paper_flops=4e12):
-    return StepWork(tokens, model_flops, paper_flops)
+def write(directory: Path, first_step: int, losses: Iterable[float]) -> None:
+    with TensorBoardWriter(directory, first_step) as writer:
+        for step, loss in enumerate(losses, first_step):
+            writer.scalars(step, {"loss": loss})
 
 
 def test_points_are_read_back_by_tag_in_order(tmp_path):
@@ -55,9 +59,7 @@ def test_points_are_read_back_by_tag_in_order(tmp_path):
 
 def test_long_curves_are_read_whole(tmp_path):
     """TensorBoard's own default keeps a random 10 000 points of a curve."""
-    with TensorBoardWriter(tmp_path, first_step=0) as writer:
-        for step in range(10_050):
-            writer.scalars(step, {"loss": 1.0})
+    write(tmp_path, 0, [1.0] * 10_050)
     assert [step for step, _ in read_scalars(tmp_path)["loss"]] == list(range(10_050))
 
 
@@ -71,9 +73,7 @@ def test_resumed_run_replaces_the_points_after_its_first_step(tmp_path):
     with TensorBoardWriter(tmp_path, first_step=0) as writer:
         for step in range(8):
             writer.scalars(step, {"loss": 10.0 + step, "killed_run_only": 1.0})
-    with TensorBoardWriter(tmp_path, first_step=5) as writer:
-        for step in range(5, 10):
-            writer.scalars(step, {"loss": 100.0 + step})
+    write(tmp_path, 5, [105.0, 106.0, 107.0, 108.0, 109.0])
     curves = read_scalars(tmp_path)
     assert curves["loss"] == [(step, 10.0 + step) for step in range(5)] + [
         (step, 100.0 + step) for step in range(5, 10)
@@ -83,21 +83,16 @@ def test_resumed_run_replaces_the_points_after_its_first_step(tmp_path):
 
 def test_run_restarted_from_the_first_step_shows_only_itself(tmp_path):
     """A run killed before its first checkpoint starts again at step 0."""
-    for offset in (10.0, 20.0):
-        with TensorBoardWriter(tmp_path, first_step=0) as writer:
-            writer.scalars(0, {"loss": offset})
-            writer.scalars(1, {"loss": offset + 1})
+    write(tmp_path, 0, [10.0, 11.0])
+    write(tmp_path, 0, [20.0, 21.0])
     assert read_scalars(tmp_path) == {"loss": [(0, 20.0), (1, 21.0)]}
 
 
 def test_point_cut_off_by_a_kill_hides_no_later_point(tmp_path):
-    with TensorBoardWriter(tmp_path, first_step=0) as writer:
-        for step in range(3):
-            writer.scalars(step, {"loss": 1.0 + step})
+    write(tmp_path, 0, [1.0, 2.0, 3.0])
     (event_file,) = tmp_path.iterdir()
     os.truncate(event_file, event_file.stat().st_size - 3)
-    with TensorBoardWriter(tmp_path, first_step=2) as writer:
-        writer.scalars(2, {"loss": 7.0})
+    write(tmp_path, 2, [7.0])
     assert read_scalars(tmp_path) == {"loss": [(0, 1.0), (1, 2.0), (2, 7.0)]}
 
 
@@ -111,8 +106,8 @@ for step in range(500):
 writer.flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    killed = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT)
-    assert killed.returncode == -signal.SIGKILL
+    code, _, errors = run_program("-c", program, tmp_path)
+    assert code == -signal.SIGKILL, errors
     assert read_scalars(tmp_path)["loss"] == [(s, float(s)) for s in range(500)]
 
 
@@ -135,8 +130,7 @@ def test_reading_a_directory_that_is_not_there_is_an_error(tmp_path):
 
 def test_the_run_below_a_directory_is_read_and_several_are_refused(tmp_path):
     for run in ("a", "b"):
-        with TensorBoardWriter(tmp_path / run, first_step=0) as writer:
-            writer.scalars(0, {"loss": 2.0})
+        write(tmp_path / run, 0, [2.0])
         if run == "a":
             assert read_scalars(tmp_path) == {"loss": [(0, 2.0)]}
     with pytest.raises(ValueError, match=r"several runs: give one of \[.*/a'"):
@@ -148,8 +142,7 @@ def test_a_run_whose_workdir_was_moved_goes_on_in_its_folder(tmp_path, before):
     """Also one from before runs had names."""
     curves, workdir = str(tmp_path / "tensorboard"), str(tmp_path / "new_name")
     assert run_directory(curves, workdir) == f"{curves}/new_name"
-    with TensorBoardWriter(tmp_path / before, first_step=0) as writer:
-        writer.scalars(0, {"loss": 2.0})
+    write(tmp_path / before, 0, [2.0])
     assert run_directory(curves, workdir) == str(tmp_path / before)
 
 
@@ -165,15 +158,12 @@ def test_null_writer_takes_every_call_of_the_real_one(tmp_path, monkeypatch):
 
 
 def test_rates_are_those_of_the_steps_since_the_last_report():
-    clock = FakeClock()
-    throughput = Throughput(num_devices=4, peak_flops=10e12, clock=clock)
-    throughput.count(work())
-    clock.wait(60.0)
+    throughput = Timed(4, 10e12, begun=False)
+    throughput.step(60)
     assert throughput.report() == {}
     for seconds, steps in ((2.0, 4), (9.0, 3)):
         for _ in range(steps):
-            throughput.count(work())
-        clock.wait(seconds)
+            throughput.step(seconds / steps)
         rates = throughput.report()
         assert list(rates) == throughput.tags
         assert rates == pytest.approx(
@@ -185,87 +175,67 @@ def test_rates_are_those_of_the_steps_since_the_last_report():
                 "perf/mfu_paper": 4e12 * steps / (seconds * 40e12),
             }
         )
+    # A report without steps has no rates.
+    throughput.now += 2
+    assert throughput.report() == {}
 
 
 def test_steps_of_different_work_are_summed():
     """Packed documents: the FLOPs of a step depend on the documents in it."""
-    clock = FakeClock()
-    throughput = Throughput(num_devices=1, peak_flops=1e12, clock=clock)
-    throughput.report()
-    throughput.count(work(tokens=100, model_flops=1e12))
-    throughput.count(work(tokens=300, model_flops=2e12))
-    clock.wait(8.0)
+    throughput = Timed(peak=1e12)
+    throughput.step(4, StepWork(100, 1e12, 4e12))
+    throughput.step(4, StepWork(300, 2e12, 4e12))
     rates = throughput.report()
     assert rates["perf/tokens_per_second"] == 50.0
     assert rates["perf/mfu"] == 3 / 8
 
 
 def test_pauses_are_left_out_of_the_rates():
-    clock = FakeClock()
-    throughput = Throughput(num_devices=1, peak_flops=None, clock=clock)
-    throughput.report()
+    throughput = Timed()
     for _ in range(2):
-        throughput.count(work())
-        clock.wait(1.0)
+        throughput.step(1)
         with throughput.exclude():
-            clock.wait(30.0)
+            throughput.now += 30
     with pytest.raises(OSError), throughput.exclude():
-        clock.wait(30.0)
+        throughput.now += 30
         raise OSError("disk full")
     assert throughput.report()["perf/step_time"] == 1.0
-    throughput.count(work())
-    clock.wait(3.0)
+    throughput.step(3)
     assert throughput.report()["perf/step_time"] == 3.0
 
 
 def test_pause_waits_for_the_steps_under_way_before_it_stops_the_clock(monkeypatch):
     """What the devices still compute belongs to the steps, not to the pause."""
-    clock = FakeClock()
-    state = {"weight": jnp.ones(2)}
+    throughput, state = Timed(), {"weight": jnp.ones(2)}
 
     def finish(arrays):
         assert arrays is state
-        clock.wait(5.0)
+        throughput.now += 5
 
     monkeypatch.setattr(jax, "block_until_ready", finish)
-    throughput = Throughput(num_devices=1, peak_flops=None, clock=clock)
-    throughput.report()
-    throughput.count(work())
+    throughput.step(0)
     with throughput.exclude(after=state):
-        clock.wait(30.0)
+        throughput.now += 30
     assert throughput.report()["perf/step_time"] == 5.0
 
 
 def test_pause_before_the_first_report_does_not_shorten_later_steps():
-    clock = FakeClock()
-    throughput = Throughput(num_devices=1, peak_flops=None, clock=clock)
+    throughput = Timed(begun=False)
     with throughput.exclude():
-        clock.wait(30.0)
+        throughput.now += 30
     throughput.report()
-    throughput.count(work())
-    clock.wait(2.0)
+    throughput.step(2)
     assert throughput.report()["perf/step_time"] == 2.0
 
 
 def test_unknown_chip_has_rates_but_no_mfu():
-    clock = FakeClock()
-    throughput = Throughput(num_devices=2, peak_flops=None, clock=clock)
-    throughput.report()
-    throughput.count(work())
-    clock.wait(2.0)
+    throughput = Timed(2)
+    throughput.step(2)
     assert throughput.report() == {
         "perf/step_time": 2.0,
         "perf/tokens_per_second": 500.0,
         "perf/tokens_per_second_per_device": 250.0,
     }
-
-
-def test_report_without_steps_has_no_rates():
-    clock = FakeClock()
-    throughput = Throughput(num_devices=1, peak_flops=1e12, clock=clock)
-    throughput.report()
-    clock.wait(2.0)
-    assert throughput.report() == {}
 
 
 @pytest.mark.parametrize(("num_devices", "peak_flops"), [(0, 1e12), (1, 0.0)])
@@ -295,46 +265,40 @@ def test_console_line_leaves_out_what_is_unknown():
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_second", "shown"),
+    ("rate", "value", "shown"),
     [
-        (950.04, "950.0 tok/s"),
-        (999.96, "1.0k tok/s"),
-        (999_940.0, "999.9k tok/s"),
-        (999_960.0, "1.0M tok/s"),
-        (3.44e6, "3.4M tok/s"),
-        (2.0e9, "2.0G tok/s"),
+        ("tokens_per_second", 950.04, "950.0 tok/s"),
+        ("tokens_per_second", 999.96, "1.0k tok/s"),
+        ("tokens_per_second", 999_940.0, "999.9k tok/s"),
+        ("tokens_per_second", 999_960.0, "1.0M tok/s"),
+        ("tokens_per_second", 3.44e6, "3.4M tok/s"),
+        ("tokens_per_second", 2.0e9, "2.0G tok/s"),
+        # The time of the steps that remain.
+        ("step_time", 0.4, "ETA 0:00:40"),
+        ("step_time", 36.0, "ETA 1:00:00"),
+        ("step_time", 936.1, "ETA 26:00:10"),
     ],
 )
-def test_token_rates_are_short(tokens_per_second, shown):
-    rates = {"perf/tokens_per_second": tokens_per_second}
-    assert str(ConsoleLine(1, 2, 1.0, 1.0, 1.0, rates)).endswith("  " + shown)
-
-
-@pytest.mark.parametrize(
-    ("step_time", "shown"),
-    [(0.4, "ETA 0:00:40"), (36.0, "ETA 1:00:00"), (936.1, "ETA 26:00:10")],
-)
-def test_eta_is_the_time_of_the_steps_that_remain(step_time, shown):
-    line = ConsoleLine(900, 1000, 1.0, 1.0, 1.0, {"perf/step_time": step_time})
+def test_token_rates_are_short_and_eta_is_that_of_the_steps_left(rate, value, shown):
+    line = ConsoleLine(900, 1000, 1.0, 1.0, 1.0, {f"perf/{rate}": value})
     assert str(line).endswith("  " + shown)
 
 
 def test_a_full_disk_costs_points_and_no_run(tmp_path, monkeypatch):
-    told = []
-    with TensorBoardWriter(tmp_path, 1, told.append) as writer:
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    warnings = []
+    with TensorBoardWriter(tmp_path, 1, warnings.append) as writer:
         writer.scalars(1, {"train/loss": 4.0})
         writer.flush()
         with monkeypatch.context() as patch:
-
-            def refuse(*_):
-                raise OSError(errno.ENOSPC, "No space left on device")
-
             patch.setattr(metrics.EventFileWriter, "add_event", refuse)
             writer.scalars(2, {"train/loss": 3.0})
             writer.scalars(3, {"train/loss": 2.5})
             writer.flush()
         writer.scalars(4, {"train/loss": 2.0})
     assert read_scalars(tmp_path)["train/loss"] == [(1, 4.0), (4, 2.0)]
-    (line,) = told
+    (line,) = warnings
     assert line.startswith(f"WARNING: points of {tmp_path} are lost: ")
     assert "No space left" in line

@@ -2,7 +2,7 @@
 
 import signal
 
-from tests.processes import Processes
+from tests.processes import Processes, run_program
 
 NEVER_LOOKS = """
 import signal, threading
@@ -40,5 +40,4 @@ def test_a_second_ctrl_c_ends_a_process_at_once() -> None:
 
 
 def test_ctrl_c_while_a_run_imports_shows_no_stack() -> None:
-    with Processes([["-c", IMPORTS]]) as one:
-        assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
+    assert run_program("-c", IMPORTS, timeout=60) == (-signal.SIGINT, "", "")

@@ -1,18 +1,15 @@
 """A run that hangs ends with its stacks; a slow one does not."""
 
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
+from tests.processes import run_program
 from training.watchdog import HUNG, Watchdog
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 HANGS = """
 import time
+from tests.processes import run_program
 from training.watchdog import Watchdog
 
 def step_that_hangs():
@@ -38,27 +35,16 @@ def test_what_no_timer_takes_is_for_ever(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [
-        {"first": 0.3, "usual": 0, "steps": 0},
-        {"first": 50, "usual": 0.3, "steps": 3},
-    ],
-    ids=["before_the_first_step", "later"],
+    ("first", "usual", "steps"), [(0.3, 0, 0), (50, 0.3, 3)], ids=["first", "later"]
 )
 def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(
-    limits: dict[str, float],
+    first: float, usual: float, steps: int
 ) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", HANGS.format(**limits)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert result.returncode == HUNG
-    assert result.stdout == "so far\n"
-    assert "nothing happened for 0.3 s" in result.stderr
-    assert "in step_that_hangs" in result.stderr
+    program = HANGS.format(first=first, usual=usual, steps=steps)
+    code, said, errors = run_program("-c", program, timeout=50)
+    assert (code, said) == (HUNG, "so far\n")
+    assert "nothing happened for 0.3 s" in errors
+    assert "in step_that_hangs" in errors
 
 
 class Armed(Watchdog):
