@@ -2,7 +2,7 @@
 
 from collections import Counter, UserDict
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,17 +33,16 @@ def global_batch() -> Batch:
     """Every number is there once."""
     size = SHAPE[0] * SHAPE[1]
     fields = [np.arange(n * size, (n + 1) * size).reshape(SHAPE) for n in range(6)]
-    return Batch(
-        *(
-            field.astype(np.float32 if name == "loss_weights" else np.int32)
-            for name, field in zip(Batch._fields, fields, strict=True)
-        )
-    )
+    batch = Batch(*(field.astype(np.int32) for field in fields))
+    return batch._replace(loss_weights=batch.loss_weights.astype(np.float32))
 
 
-def cut(batch: Batch, block: Block) -> Batch:
-    rows, columns = slice(*block.rows), slice(*block.columns)
-    return Batch(*(field[rows, columns] for field in batch))
+def cut(batch: NamedTuple, sharding: jax.sharding.NamedSharding) -> dict[Block, Any]:
+    """What lies in each block of a batch."""
+    return {
+        b: type(batch)(*(x[slice(*b.rows), slice(*b.columns)] for x in batch))
+        for b in host_blocks(sharding, SHAPE)
+    }
 
 
 @each_mesh
@@ -59,8 +58,7 @@ def test_blocks_are_each_there_once_and_make_up_the_batch(mesh):
 @each_mesh
 def test_placed_blocks_are_the_global_batch(mesh):
     sharding, batch = sharding_of(mesh), global_batch()
-    blocks = {b: cut(batch, b) for b in host_blocks(sharding, SHAPE)}
-    placed = place(blocks, sharding, SHAPE)
+    placed = place(cut(batch, sharding), sharding, SHAPE)
     assert isinstance(placed, Batch)
     for name, got, want in zip(Batch._fields, placed, batch, strict=True):
         assert got.sharding == sharding and got.dtype == want.dtype
@@ -72,24 +70,22 @@ def test_placed_blocks_are_the_global_batch(mesh):
 def test_only_the_blocks_of_this_host_are_asked_for():
     """Of two hosts, this one has the devices of the second half of the ring."""
     ring = sharding_of("fsdp 2 x ring 2 x tensor 2")
-    here = {d for d in ring.mesh.devices[:, :, 1].flat}
+    here = set(ring.mesh.devices[:, :, 1].flat)
     assert len(here) == 4
     indices = ring.devices_indices_map(SHAPE)
     host = SimpleNamespace(
         addressable_devices_indices_map=lambda shape: {d: indices[d] for d in here}
     )
-    assert set(host_blocks(host, SHAPE)) == {
-        Block((0, 2), (12, 24)),
-        Block((2, 4), (12, 24)),
-    }
+    half = {Block((0, 2), (12, 24)), Block((2, 4), (12, 24))}
+    assert set(host_blocks(host, SHAPE)) == half
 
 
 def test_a_missing_block_is_an_error_and_no_array_of_something_else():
     sharding, batch = sharding_of("ring 8"), global_batch()
-    first, *others = host_blocks(sharding, SHAPE)
+    blocks = cut(batch, sharding)
+    blocks.popitem()
     with pytest.raises(KeyError, match="Block"):
-        place({b: cut(batch, b) for b in others}, sharding, SHAPE)
-    assert first not in others
+        place(blocks, sharding, SHAPE)
 
 
 def test_every_block_is_used_and_no_other():
@@ -101,13 +97,12 @@ def test_every_block_is_used_and_no_other():
             return super().__getitem__(block)
 
     sharding, batch = sharding_of("data 2 x fsdp 2 x ring 2"), global_batch()
-    blocks = Counted({b: cut(batch, b) for b in host_blocks(sharding, SHAPE)})
+    blocks = Counted(cut(batch, sharding))
     place(blocks, sharding, SHAPE)
     assert set(blocks.asked) == set(blocks.data)
     # The first of them also says what a batch is made of.
-    assert sorted(blocks.asked.values()) == [len(Batch._fields)] * 7 + [
-        len(Batch._fields) + 1
-    ]
+    fields = len(Batch._fields)
+    assert sorted(blocks.asked.values()) == [fields] * 7 + [fields + 1]
 
 
 def test_axes_after_rows_and_columns_are_whole_on_every_device():
@@ -118,11 +113,7 @@ def test_axes_after_rows_and_columns_are_whole_on_every_device():
     sharding = sharding_of("fsdp 2 x ring 2 x tensor 2")
     numbers = np.arange(SHAPE[0] * SHAPE[1], dtype=np.float32).reshape(SHAPE)
     whole = Steps(numbers, numbers[..., None] + np.arange(3, dtype=np.float32))
-    blocks = {
-        b: Steps(*(x[slice(*b.rows), slice(*b.columns)] for x in whole))
-        for b in host_blocks(sharding, SHAPE)
-    }
-    placed = place(blocks, sharding, SHAPE)
+    placed = place(cut(whole, sharding), sharding, SHAPE)
     assert isinstance(placed, Steps) and placed.vectors.shape == (*SHAPE, 3)
     assert {s.data.shape for s in placed.vectors.addressable_shards} == {(2, 12, 3)}
     for got, want in zip(placed, whole, strict=True):

@@ -1,5 +1,6 @@
 """Shapes of meshes, what is sharded over which axis, and work on the shards."""
 
+import functools
 import math
 import re
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,22 +100,30 @@ def test_mesh_holds_every_device_once_and_leaves_sharding_to_the_compiler():
         make_mesh(MeshShape(ring=3), jax.devices())
 
 
+OF_120 = {"data": 2, "fsdp": 3, "ring": 4, "tensor": 5}
+
+
 @pytest.mark.parametrize(
-    "name, size, axes",
+    "sizes, name, size, axes",
     [
-        ("batch", 12, ("data", "fsdp")),
-        ("sequence", 8, ("ring",)),
-        ("heads", 10, ("tensor",)),
-        ("kv_heads", 5, ("tensor",)),
-        ("mlp", 5, ("tensor",)),
-        ("vocab", 5, ("tensor",)),
-        ("embed", 24, ("fsdp", "ring")),
-        (None, 7, ()),
+        (OF_120, "batch", 12, ("data", "fsdp")),
+        (OF_120, "sequence", 8, ("ring",)),
+        (OF_120, "heads", 10, ("tensor",)),
+        (OF_120, "kv_heads", 5, ("tensor",)),
+        (OF_120, "mlp", 5, ("tensor",)),
+        (OF_120, "vocab", 5, ("tensor",)),
+        (OF_120, None, 7, ()),
+        # As finely as it divides; of two axes one by one, the larger.
+        (OF_120, "embed", 24, ("fsdp", "ring")),
+        (OF_120, "embed", 8, ("ring",)),
+        (OF_120, "embed", 9, ("fsdp",)),
+        (OF_120, "embed", 7, ()),
+        ({"fsdp": 2, "ring": 4}, "embed", 36, ("ring",)),
+        ({"fsdp": 4, "ring": 2}, "embed", 36, ("fsdp",)),
     ],
 )
-def test_logical_axes_are_sharded_over_their_mesh_axes(name, size, axes):
-    partition = abstract(data=2, fsdp=3, ring=4, tensor=5)
-    assert partition.mesh_axes(name, size) == axes
+def test_logical_axes_are_sharded_over_their_mesh_axes(sizes, name, size, axes):
+    assert abstract(**sizes).mesh_axes(name, size) == axes
 
 
 @pytest.mark.parametrize(
@@ -130,22 +138,8 @@ def test_logical_axes_are_sharded_over_their_mesh_axes(name, size, axes):
     ],
 )
 def test_axis_that_does_not_divide_is_refused_with_its_counts(name, size, counts):
-    partition = abstract(data=2, fsdp=3, ring=4, tensor=5)
     with pytest.raises(ValueError, match=counts):
-        partition.mesh_axes(name, size)
-
-
-@pytest.mark.parametrize(
-    "size, axes",
-    [(24, ("fsdp", "ring")), (8, ("ring",)), (9, ("fsdp",)), (7, ())],
-)
-def test_embed_axis_is_cut_as_finely_as_it_divides(size, axes):
-    assert abstract(fsdp=3, ring=4).mesh_axes("embed", size) == axes
-
-
-def test_of_two_axes_that_divide_embed_one_by_one_the_larger_cuts_it():
-    assert abstract(fsdp=2, ring=4).mesh_axes("embed", 36) == ("ring",)
-    assert abstract(fsdp=4, ring=2).mesh_axes("embed", 36) == ("fsdp",)
+        abstract(**OF_120).mesh_axes(name, size)
 
 
 def test_spec_and_sharding_place_an_array_axis_by_axis():
@@ -157,19 +151,14 @@ def test_spec_and_sharding_place_an_array_axis_by_axis():
     assert sharding == NamedSharding(partition.mesh, spec)
     assert sharding.shard_shape(shape) == (3, 2, 2, 5)
     assert partition.spec((), ()) == P()
-
-
-def test_names_that_do_not_fit_the_shape_are_refused():
     with pytest.raises(ValueError, match=r"names=\('batch',\) do not fit shape=\(4, 2"):
-        abstract().spec(("batch",), (4, 2))
+        partition.spec(("batch",), (4, 2))
 
 
 def test_shards_counts_devices_of_logical_and_mesh_axes():
-    partition = abstract(data=2, fsdp=3, ring=4, tensor=5)
-    assert partition.shards("batch") == 6
-    assert partition.shards("vocab") == 5
-    assert partition.shards(("fsdp", "ring")) == 12
-    assert partition.shards(()) == 1
+    count = abstract(**OF_120).shards
+    named = {"batch": 6, "vocab": 5, ("fsdp", "ring"): 12, (): 1}
+    assert {name: count(name) for name in named} == named
 
 
 @pytest.fixture(scope="module")
@@ -203,27 +192,43 @@ def test_largest_has_no_gradient(cube, rng):
     np.testing.assert_allclose(got, np.broadcast_to(x.max(axis=1)[:, None], (4, 6)))
 
 
-@pytest.mark.parametrize("embed", [8, 6, 5])
-def test_gathered_parameter_is_whole_and_its_gradient_comes_back_in_shards(
-    cube, embed, rng
-):
-    """Over fsdp 2 x ring 2, over one of the two, and over none."""
-    x = jnp.asarray(rng.standard_normal((4, 6, embed)), jnp.float32)
+@pytest.mark.parametrize(
+    "sizes, embed",
+    [({"fsdp": 2, "ring": 2, "tensor": 2}, embed) for embed in (8, 6, 5)]
+    + [({"fsdp": 2, "ring": 4}, embed) for embed in (16, 12, 7)],
+    ids=str,
+)
+def test_gathered_parameter_is_whole_and_trains_as_on_one_device(sizes, embed, rng):
+    """Over fsdp x ring, over one of the two, and over none."""
+    partition = real(**sizes)
+    x = jnp.asarray(rng.standard_normal((4, 8, embed)), jnp.float32)
     w = jnp.asarray(rng.standard_normal((embed, 10)), jnp.float32)
     names = ("batch", "sequence", None), ("embed", "mlp")
 
     def local(x, w):
-        whole = cube.gather(w, 0, embed, jnp.float32)
-        assert whole.shape == (embed, 5)
-        y = jnp.tanh(cube.vary(x) @ whole)
-        return cube.total(y.sum(), ("batch", "sequence", "mlp"))
+        whole = partition.gather(w, 0, embed, jnp.float32)
+        assert whole.shape == (embed, 10 // partition.shards("mlp"))
+        y = jnp.square(jnp.tanh(partition.vary(x) @ whole))
+        return partition.total(y.sum(), ("batch", "sequence", "mlp"))
 
-    on_mesh = jax.value_and_grad(cube.over_shards(local, names, ()), (0, 1))
-    on_one = jax.value_and_grad(lambda x, w: jnp.tanh(x @ w).sum(), (0, 1))
-    placed = jax.device_put(w, cube.sharding(*names[1:], w.shape))
-    got, want = jax.jit(on_mesh)(x, placed), on_one(x, w)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    def alone(x, w):
+        return jnp.square(jnp.tanh(x @ w)).sum()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def train(loss, w):
+        def step(w, _):
+            found = jax.value_and_grad(loss, (0, 1))(x, w)
+            return w - 0.01 * found[1][1], found
+
+        return jax.lax.scan(step, w, length=20)[1]
+
+    on_shards = partition.over_shards(local, names, ())
+    placed = jax.device_put(w, partition.sharding(names[1], w.shape))
+    (losses, got), (truth, want) = train(on_shards, placed), train(alone, w)
+    np.testing.assert_allclose(losses, truth, rtol=1e-5)
+    for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
@@ -251,49 +256,6 @@ def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
         re.DOTALL,
     )
     assert moved == [("all_gather", "bf16"), ("reduce_scatter", "f32")]
-
-
-@pytest.mark.parametrize("embed", [16, 12, 7])
-def test_parameters_that_do_not_divide_train_to_the_same_loss(embed, rng):
-    """Over fsdp 2 x ring 4, over ring 4, and over none, against one device."""
-    draw = rng.standard_normal
-    x, y = (jnp.asarray(draw((4, 8, n)), jnp.float32) for n in (embed, 3))
-    w = jnp.asarray(draw((embed, 3)), jnp.float32)
-    names = ("embed", None)
-
-    def trained(partition: Partition) -> tuple[float, float]:
-        def local(x, y, w):
-            error = partition.vary(x) @ partition.gather(w, 0, embed, jnp.float32) - y
-            # The tensor axis has one device: the sum over it changes nothing.
-            return partition.total(
-                jnp.square(error).sum(), ("batch", "sequence", "mlp")
-            )
-
-        token = ("batch", "sequence", None)
-        on_shards = partition.over_shards(local, (token, token, names), ())
-
-        def loss(w):
-            return on_shards(x, y, w)
-
-        optimizer = optax.sgd(1e-3)
-
-        @jax.jit
-        def train(w):
-            def step(state, _):
-                w, optimizer_state = state
-                value, grad = jax.value_and_grad(loss)(w)
-                updates, optimizer_state = optimizer.update(grad, optimizer_state)
-                return (optax.apply_updates(w, updates), optimizer_state), value
-
-            return jax.lax.scan(step, (w, optimizer.init(w)), length=20)[1]
-
-        losses = train(jax.device_put(w, partition.sharding(names, w.shape)))
-        return float(losses[0]), float(losses[-1])
-
-    one = Partition(make_mesh(MeshShape(), jax.devices()[:1]))
-    first, last = trained(real(fsdp=2, ring=4))
-    assert last < 0.9 * first
-    assert (first, last) == pytest.approx(trained(one), rel=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Parameters out of a checkpoint: bit for bit, of the right model, nothing written."""
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.checkpoints.small_state import content
+from tests.runs import assert_equal_bits
 from training.checkpoint import Checkpoints
 from training.weights import SavedParameters, save_parameters
 
@@ -17,30 +20,18 @@ OTHER = {"model": {"layers": 3, "rope_theta": 1e6, "scaling": {"factor": 4.0}}}
 
 
 def parameters() -> Any:
-    rng = np.random.default_rng(3)
-    draw = rng.standard_normal
-    return {
-        "embedding": draw((16, 8), np.float32),
-        "layers": {"scale": draw((3, 8), np.float32)},
-    }
+    draw = np.random.default_rng(3).standard_normal
+    scale = draw((3, 8), np.float32)
+    return {"embedding": draw((16, 8), np.float32), "layers": {"scale": scale}}
 
 
 def on_mesh(tree: Any, devices: int = 8) -> Any:
     """Shapes of the arrays, their last axis over so many devices."""
-    mesh = jax.make_mesh(
-        (devices,),
-        ("fsdp",),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        devices=jax.devices()[:devices],
-    )
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
     )
-
-
-def files(directory: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -52,32 +43,26 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_parameters_come_back_bit_for_bit_on_any_mesh(workdir, devices):
-    before = files(workdir)
+    before = content(workdir)
     saved = SavedParameters(workdir)
     assert (saved.step, saved.fingerprint) == (0, FINGERPRINT)
     abstract = on_mesh(parameters(), devices)
     restored = saved.restore(abstract)
-    jax.tree.map(np.testing.assert_array_equal, restored, parameters())
-    for leaf, wanted in zip(
-        jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True
-    ):
-        assert leaf.sharding == wanted.sharding
-    assert files(workdir) == before
+    assert_equal_bits(restored, parameters())
+    shardings = (jax.tree.map(lambda x: x.sharding, x) for x in (restored, abstract))
+    assert operator.eq(*shardings)
+    assert content(workdir) == before
 
 
 def test_a_part_of_the_parameters_can_be_read_alone(workdir):
     abstract = on_mesh({"layers": parameters()["layers"]})
     restored = SavedParameters(workdir).restore(abstract)
-    assert jax.tree.structure(restored) == jax.tree.structure(abstract)
-    np.testing.assert_array_equal(
-        restored["layers"]["scale"], parameters()["layers"]["scale"]
-    )
+    assert_equal_bits(restored, {"layers": parameters()["layers"]})
 
 
 def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_path):
-    with Checkpoints(
-        tmp_path / "checkpoints", keep=2, fingerprint=FINGERPRINT
-    ) as checkpoints:
+    directory = tmp_path / "checkpoints"
+    with Checkpoints(directory, keep=2, fingerprint=FINGERPRINT) as checkpoints:
         for step in (5, 9):
             moved = jax.tree.map(lambda x, step=step: x + step, parameters())
             state = {"step": np.int32(step), "params": moved, "optimizer_state": moved}
@@ -86,7 +71,7 @@ def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_pat
     assert saved.step == 9
     restored = saved.restore(on_mesh(parameters()))
     wanted = jax.tree.map(lambda x: x + 9, parameters())
-    jax.tree.map(np.testing.assert_array_equal, restored, wanted)
+    assert_equal_bits(restored, wanted)
 
 
 def test_parameters_of_another_model_are_refused_by_field(workdir):
@@ -99,10 +84,7 @@ def test_parameters_of_another_model_are_refused_by_field(workdir):
     assert "model.rope_theta: saved 10000.0, this run 1000000.0" in message
     assert "model.scaling.factor: saved 2.0, this run 4.0" in message
     assert "layers" not in message
-
-
-def test_fields_that_may_differ_do_and_others_do_not(workdir):
-    saved = SavedParameters(workdir)
+    # Fields that may differ do, and others do not.
     saved.check_model(OTHER, ("rope_theta", "scaling"))
     with pytest.raises(ValueError, match="scaling.factor") as caught:
         saved.check_model(OTHER, ("rope_theta",))
@@ -140,10 +122,10 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
 
 
 def test_saved_parameters_are_never_overwritten(workdir):
-    before = files(workdir)
+    before = content(workdir)
     with pytest.raises(ValueError, match="step=0 is not newer than step 0"):
         save_parameters(workdir, parameters(), FINGERPRINT)
-    assert files(workdir) == before
+    assert content(workdir) == before
 
 
 @pytest.mark.parametrize(
@@ -158,4 +140,4 @@ def test_saved_parameters_are_never_overwritten(workdir):
 def test_parameters_that_cannot_be_used_are_not_saved(tmp_path, parameters, message):
     with pytest.raises(ValueError, match=message):
         save_parameters(tmp_path, parameters, FINGERPRINT)
-    assert not files(tmp_path)
+    assert not content(tmp_path)
