@@ -111,6 +111,21 @@ class StepCase:
             carry=carry if self.has_carry else None,
         )
 
+    def abstract(self, dtype: jnp.dtype) -> Step:
+        """Returns the types and shapes of a step, for what is only compiled."""
+
+        def array(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.batch, *shape), dtype)
+
+        heads, wide = self.group * self.kv_heads, accumulator_type(dtype)
+        q = array(self.queries, heads, self.head_dim)
+        k = array(self.keys, self.kv_heads, self.head_dim)
+        out = array(self.queries, heads, self.head_dim, dtype=wide)
+        row = array(heads, self.queries, dtype=wide)
+        bound = jax.ShapeDtypeStruct((self.bound_rows, self.queries), jnp.int32)
+        carry = (out, row) if self.has_carry else None
+        return Step(q, k, k, q, row, out, bound, bound, carry)
+
     def _bounds(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Draws wide intervals, some empty, in the first row and any in the others."""
         bounds = self.bound_rows, self.queries
@@ -124,42 +139,49 @@ class StepCase:
         return {"k_start": k_start, "k_end": k_end}
 
 
+def run_forward(
+    backend: Backend, scale: float, sizes: BlockSizes | None, step: Step
+) -> Partial:
+    """Returns (out, lse)."""
+    given = step.q, step.k, step.v, step.k_start, step.k_end
+    return backend.forward(*given, scale=scale, block_sizes=sizes, carry=step.carry)
+
+
+def run_backward(
+    backend: Backend,
+    scale: float,
+    sizes: BlockSizes | None,
+    step: Step,
+    lse: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns (dq, dk, dv), by default as if the whole result had an lse of 0."""
+    q, k, v, do, delta, dq, k_start, k_end, _ = step
+    lse = jnp.zeros_like(delta) if lse is None else lse
+    given = q, k, v, do, lse, delta, k_start, k_end
+    return backend.backward(*given, scale=scale, block_sizes=sizes, dq=dq)
+
+
 def run(
     backend: Backend, scale: float, sizes: BlockSizes | None, step: Step
 ) -> tuple[jax.Array, ...]:
     """Returns (out, lse, dq, dk, dv) of a step; gradients by its own lse."""
-    q, k, v, do, delta, dq, k_start, k_end, carry = step
-    how = {"scale": scale, "block_sizes": sizes}
-    out, lse = backend.forward(q, k, v, k_start, k_end, carry=carry, **how)
-    given = q, k, v, do, lse, delta, k_start, k_end
-    return out, lse, *backend.backward(*given, dq=dq, **how)
+    out, lse = run_forward(backend, scale, sizes, step)
+    return out, lse, *run_backward(backend, scale, sizes, step, lse)
 
 
-def run_backward(backend: Backend, scale: float, step: Step) -> tuple[jax.Array, ...]:
-    """Returns (dq, dk, dv) as if the whole result had an lse of 0."""
-    q, k, v, do, delta, dq, k_start, k_end, _ = step
-    given = q, k, v, do, jnp.zeros_like(delta), delta, k_start, k_end
-    return backend.backward(*given, scale=scale, dq=dq)
+PASSES = {"forward": run_forward, "backward": run_backward}
 
 
 def compiled(
-    backend: Backend, scale: float, sizes: BlockSizes | None = None
+    backend: Backend, scale: float, sizes: BlockSizes | None = None, run=run
 ) -> Callable[[Step], tuple[jax.Array, ...]]:
-    """Returns `run` as a new program, compiled quickly."""
+    """Returns `run` or one of the passes as a new program, compiled quickly."""
     program = functools.partial(run, backend, scale, sizes)
     return jax.jit(program, compiler_options=QUICK)
 
 
 shared = functools.cache(compiled)
 """`compiled`, one program for all tests; not for those that patch a kernel."""
-
-
-def compiled_backward(
-    backend: Backend, scale: float
-) -> Callable[[Step], tuple[jax.Array, ...]]:
-    """Returns `run_backward` as a new program, compiled quickly."""
-    program = functools.partial(run_backward, backend, scale)
-    return jax.jit(program, compiler_options=QUICK)
 
 
 def answer(results: tuple[jax.Array, ...], step: Step) -> Answer:

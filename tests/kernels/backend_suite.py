@@ -15,7 +15,7 @@ import pytest
 from kernels.backends import Backend
 from kernels.block_sizes import BlockSizes
 from kernels.cases import FLOAT32_TOLERANCE, Answer
-from tests.steps import Step, StepCase, answer, assert_true, shared, truth
+from tests.steps import PASSES, Step, StepCase, answer, assert_true, shared, truth
 
 Interval = tuple[int, int]
 
@@ -73,29 +73,14 @@ class Refusal(NamedTuple):
 
     def check(self, backend: Backend) -> None:
         """Traces the passes, which compute nothing, and expects the refusal of each."""
+        sizes = self.sizes and BlockSizes(*self.sizes)
+        shape = self.queries, self.queries, self.heads, self.head_dim
         with jax.enable_x64(self.dtype == jnp.float64):
-            q = self.queries, self.heads, self.head_dim
-            x = jax.ShapeDtypeStruct((1, *q), self.dtype)
-            k = jax.ShapeDtypeStruct((1, self.queries, 1, self.head_dim), self.dtype)
-            dq = jax.ShapeDtypeStruct((1, *q), jnp.float32)
-            row = jax.ShapeDtypeStruct((1, self.heads, self.queries), jnp.float32)
-            bound = jax.ShapeDtypeStruct((1, self.queries), jnp.int32)
-            sizes = self.sizes and BlockSizes(*self.sizes)
-            how = {"scale": 0.1, "block_sizes": sizes}
-            passes = {
-                "forward": (
-                    functools.partial(backend.forward, **how),
-                    (x, k, k, bound, bound),
-                ),
-                "backward": (
-                    lambda dq, *given: backend.backward(*given, dq=dq, **how),
-                    (dq, x, k, k, x, row, row, bound, bound),
-                ),
-            }
+            step = StepCase(*shape, batch=1).abstract(self.dtype)
             for name in self.passes:
-                step, given = passes[name]
+                run = functools.partial(PASSES[name], backend, 0.1, sizes)
                 with pytest.raises(self.error, match=self.words):
-                    jax.eval_shape(step, *given)
+                    jax.eval_shape(run, step)
 
 
 def refused_types(words: str, *types: jnp.dtype) -> dict[str, Refusal]:

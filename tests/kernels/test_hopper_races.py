@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.cases import QUICK
 from kernels.hopper import backward, backward_dq, forward
 from kernels.hopper.launch import HopperBlocks, Launch
 from tests.simulated_hopper import RACES, SimulatedHopper, run_without_wait
-from tests.steps import Step, StepCase, compiled_backward
+from tests.steps import Step, StepCase, compiled, run_backward, run_forward
 
 BACKEND = SimulatedHopper(Launch(HopperBlocks(64, 2), RACES))
 DETERMINISTIC = SimulatedHopper(Launch(interpret=RACES, is_deterministic=True))
@@ -78,18 +77,10 @@ KERNELS = {"forward": forward, "backward": backward, "dq": backward_dq}
 
 def simulate(which: str, step: Step) -> None:
     """Runs one pass, traced for this run."""
-    scale = CASES[which].scale
-
-    def attend(step: Step) -> tuple[jax.Array, jax.Array]:
-        bounds = step.k_start, step.k_end
-        return BACKEND.forward(step.q, step.k, step.v, *bounds, scale=scale)
-
-    programs = {
-        "forward": jax.jit(attend, compiler_options=QUICK),
-        "backward": compiled_backward(BACKEND, scale),
-        "dq": compiled_backward(DETERMINISTIC, scale),
-    }
-    jax.block_until_ready(programs[which](step))
+    backend = DETERMINISTIC if which == "dq" else BACKEND
+    run = run_forward if which == "forward" else run_backward
+    program = compiled(backend, CASES[which].scale, run=run)
+    jax.block_until_ready(program(step))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +93,8 @@ def simulate(which: str, step: Step) -> None:
 def test_a_wait_that_is_left_out_is_reported(which, name, monkeypatch, capfd, rng):
     """So that the tests of all backends could fail."""
     step = CASES[which].draw(rng, jnp.bfloat16)
-    start, stop = (
-        np.zeros_like(step.k_start),
-        np.full_like(step.k_end, CASES[which].keys),
-    )
-    step = step._replace(k_start=start, k_end=stop).astype(jnp.bfloat16)
+    k_end = np.full_like(step.k_end, CASES[which].keys)
+    step = step._replace(k_start=np.zeros_like(k_end), k_end=k_end).astype(jnp.bfloat16)
     waits, failure = run_without_wait(
         KERNELS[which], *WAITS[which][name], lambda: simulate(which, step), monkeypatch
     )

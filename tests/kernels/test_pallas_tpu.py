@@ -5,6 +5,7 @@ What all backends have is in `test_backends`.
 
 import bisect
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -23,7 +24,7 @@ from kernels.tpu.bounds import RowBounds
 from kernels.tpu.cut import Cut
 from kernels.tpu.launch import Launch
 from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu, on_chip
-from tests.steps import StepCase, assert_true, compiled_backward, run
+from tests.steps import StepCase, assert_true, compiled, run, run_backward
 
 
 def test_v3_is_as_exact(rng):
@@ -44,10 +45,12 @@ HEAD = StepCase(1792, 300, group=1, batch=1)  # 7 query tiles, of 256 x 128 with
 DQ_TILE = 256 * 128 * 4
 
 
-def traced(case: StepCase, backend: Backend, dtype: jnp.dtype = jnp.float32) -> None:
+def traced(
+    case: StepCase, backend: Backend, dtype: jnp.dtype = jnp.float32, run=run
+) -> None:
     """Refuses what the launcher refuses; computes nothing."""
-    step = case.draw(np.random.default_rng(0)).astype(dtype)
-    jax.eval_shape(lambda: run(backend, case.scale, case.sizes, step))
+    program = functools.partial(run, backend, case.scale, case.sizes)
+    jax.eval_shape(program, case.abstract(dtype))
 
 
 @pytest.fixture
@@ -65,13 +68,8 @@ def launches(monkeypatch) -> list[dict]:
 
 def dq_tiles(launches: list[dict], capacity: int) -> int:
     """Tiles of dq in a vector memory of so many bytes; 0: nothing fits."""
-    backend = SimulatedTpu().with_vmem(capacity)
-    x = jnp.zeros((1, HEAD.queries, 1, 128))
-    k, row = jnp.zeros((1, HEAD.keys, 1, 128)), jnp.zeros((1, 1, HEAD.queries))
-    bound = jnp.zeros((1, HEAD.queries), jnp.int32)
-    given = x, k, k, x, row, row, bound, bound
     try:
-        jax.eval_shape(lambda: backend.backward(*given, scale=0.1, dq=x))
+        traced(HEAD, SimulatedTpu().with_vmem(capacity), run=run_backward)
     except ValueError:
         return 0
     scratch = jax.tree.leaves(launches[-1]["grid_spec"].scratch_shapes)
@@ -96,7 +94,7 @@ def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves(launc
 def test_gradients_are_equal_wherever_dq_stays(rng):
     step = HEAD.draw(rng).astype(jnp.float32)
     in_vmem, in_hbm = (
-        compiled_backward(SimulatedTpu().with_vmem(capacity), HEAD.scale)(step)
+        compiled(SimulatedTpu().with_vmem(capacity), HEAD.scale, run=run_backward)(step)
         for capacity in (CHIP.vmem_capacity_bytes, SMALL_VMEM)
     )
     for resident, streamed in zip(in_vmem, in_hbm, strict=True):

@@ -18,7 +18,7 @@ from kernels.cases import FLOAT32_TOLERANCE, Answer
 from kernels.tpu.backward_dq import Streamed
 from kernels.tpu.dma import DoubleBuffer, start_all
 from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, SimulatedTpu
-from tests.steps import Step, StepCase, answer, compiled, compiled_backward, truth
+from tests.steps import Step, StepCase, answer, compiled, run_backward, truth
 
 # Four query tiles and three key tiles of two heads: every buffer is used again. Later,
 # each tile has the rows of two query heads, which are copied one by one.
@@ -89,7 +89,9 @@ def test_copies_that_nobody_waits_for_are_reported(
 ):
     """Shows that the test above can fail."""
     monkeypatch.setattr(owner, method, broken)
-    program = compiled_backward(simulated("eager", SMALL_VMEM), FIRST_STEP.scale)
+    program = compiled(
+        simulated("eager", SMALL_VMEM), FIRST_STEP.scale, run=run_backward
+    )
     jax.block_until_ready(program(FIRST_STEP.draw(rng).astype(jnp.float32)))
     assert "RACE DETECTED" in capfd.readouterr().out
 

@@ -1,5 +1,6 @@
 """Conditional rescale: right whatever the scores do, exact where it has to be."""
 
+import functools
 import itertools
 import math
 
@@ -9,13 +10,11 @@ import numpy as np
 import pytest
 
 from kernels import reference
-from kernels.backends import Backend
-from kernels.cases import QUICK
 from kernels.merge import Partial
 from kernels.tpu import forward as tpu_forward
 from kernels.tpu.softmax import SUM_LIMIT
 from tests.simulated_tpu import SimulatedTpu
-from tests.steps import Step, StepCase
+from tests.steps import Step, StepCase, compiled, run_forward
 
 SCALE = 0.25
 TILE, SUB_BLOCKS = 256, 2
@@ -53,15 +52,8 @@ def step_at_levels(
     return step._replace(k_start=start, k_end=start + case.keys)
 
 
-def program(backend: Backend):
-    """Returns step -> (out, lse), traced again, so that patches of the module hold."""
-
-    def forward(step: Step) -> Partial:
-        qkv, bounds = (step.q, step.k, step.v), (step.k_start, step.k_end)
-        return backend.forward(*qkv, *bounds, scale=SCALE, carry=step.carry)
-
-    return jax.jit(forward, compiler_options=QUICK)
-
+program = functools.partial(compiled, scale=SCALE, run=run_forward)
+"""Returns step -> (out, lse), traced again, so that patches of the module hold."""
 
 PROGRAMS = {name: program(SimulatedTpu()) for name in CASES}
 REFERENCE = program(reference)
