@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from training.pods import compile_for
+from training.pods import SHARED_BYTES, compile_for, h200_devices
 
 DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM"
 """Environment variables that make Mosaic print ptxas' output and the launch."""
@@ -49,17 +50,30 @@ class Inspected(NamedTuple):
     kernels: list[Kernel]
 
 
-def inspect(mesh: Mesh, function: Callable[..., Any], *arguments: Any) -> Inspected:
-    """Compiles as `compile_for`, and reads the resources of the Mosaic GPU kernels.
+def inspect(function: Callable[..., Any], *arguments: Any) -> Inspected:
+    """Compiles for a described H200, and reads the resources of Mosaic GPU kernels.
 
     Raises:
       ValueError: Mosaic prints otherwise than expected.
     """
+    mesh = Mesh(np.array(h200_devices()), ("device",))
     with _printed() as file:
         program = compile_for(mesh, function, *arguments)
         ctypes.CDLL(None).fflush(None)  # C's buffers
         printed = Path(file).read_text()
     return Inspected(program, read_kernels(printed))
+
+
+def assert_nothing_spills_and_products_overlap(
+    kernels: list[Kernel], names: set[str], least_shared_bytes: int
+) -> None:
+    assert len(kernels) == len(names)
+    assert {kernel.name for kernel in kernels} == names
+    for kernel in kernels:
+        assert (kernel.spill_bytes, kernel.serialized) == (0, 0)
+        # What three warpgroups can start with; consumers go on with more.
+        assert kernel.registers == 168
+        assert least_shared_bytes < kernel.shared_bytes <= SHARED_BYTES
 
 
 def read_kernels(printed: str) -> list[Kernel]:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernels import layouts as layout
 from kernels import masks, ring
 from kernels.backends import Backend
+from training.pods import compile_for
 
 HEADS, HEAD_DIM, LAYERS = 2, 128, 2
 SHARDED = PartitionSpec(None, "ring")
@@ -39,6 +40,30 @@ def striped_attention(
     return lambda q, k, v: attend(q, k, v, *bounds)
 
 
+def sharded_array(
+    mesh: Mesh,
+    tokens: int,
+    heads: int,
+    head_dim: int = HEAD_DIM,
+    dtype: jnp.dtype = jnp.bfloat16,
+) -> jax.ShapeDtypeStruct:
+    shape = 1, mesh.size * tokens, heads, head_dim
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, SHARDED))
+
+
+def compiled_gradients(
+    mesh: Mesh, backend: Backend, tokens: int
+) -> jax.stages.Compiled:
+    """Compiles the gradients of `striped_attention` with two query heads a key's."""
+    attend = striped_attention(mesh, backend, tokens)
+
+    def gradients(q, k, v, d_out):
+        return jax.vjp(attend, q, k, v)[1](d_out)
+
+    q, k = (sharded_array(mesh, tokens, heads) for heads in (4, 2))
+    return compile_for(mesh, gradients, q, k, k, q)
+
+
 def layers_gradient(
     mesh: Mesh,
     backend: Backend,
@@ -65,9 +90,5 @@ def layers_gradient(
         out, _ = jax.lax.scan(layer, x, weights)
         return jnp.square(out.astype(jnp.float32)).sum()
 
-    x = jax.ShapeDtypeStruct(
-        (1, mesh.size * tokens, HEADS, HEAD_DIM),
-        dtype,
-        sharding=NamedSharding(mesh, SHARDED),
-    )
+    x = sharded_array(mesh, tokens, HEADS, dtype=dtype)
     return jax.grad(loss), (x, jax.ShapeDtypeStruct((LAYERS, HEAD_DIM), dtype))

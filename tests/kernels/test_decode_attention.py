@@ -54,6 +54,10 @@ class Problem:
         k_start = np.broadcast_to([[0], [4]], k_end.shape)
         self.visible = Visible(k_start.astype(np.int32), k_end.astype(np.int32))
 
+    def attended(self, attend, layer: int) -> jax.Array:
+        arrays = self.q, self.keys, self.values, self.index
+        return attend(*arrays, self.visible, np.int32(layer))
+
     def expected(self, layer: int) -> np.ndarray:
         """By the oracle in float64, with the keys in the order of their index."""
         order = np.argsort(self.index, axis=1)[..., None, None]
@@ -71,14 +75,7 @@ class Problem:
 def test_attention_is_the_oracles_whatever_slot_a_key_is_in(ring, tensor, rng):
     problem, (_, _, attend) = Problem(rng), programs(ring, tensor)
     for layer in (0, 2):
-        got = attend(
-            problem.q,
-            problem.keys,
-            problem.values,
-            problem.index,
-            problem.visible,
-            np.int32(layer),
-        )
+        got = problem.attended(attend, layer)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, problem.expected(layer), atol=1e-5)
         assert (np.asarray(got)[-1, -1] == 0).all()
@@ -86,8 +83,7 @@ def test_attention_is_the_oracles_whatever_slot_a_key_is_in(ring, tensor, rng):
 
 def test_bfloat16_is_as_near_as_one_rounding_allows(rng):
     problem, (_, _, attend) = Problem(rng, jnp.bfloat16), programs(4, 1)
-    arrays = problem.q, problem.keys, problem.values, problem.index
-    got = attend(*arrays, problem.visible, np.int32(1))
+    got = problem.attended(attend, 1)
     assert got.dtype == jnp.bfloat16
     want = problem.expected(1)
     error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
@@ -100,19 +96,16 @@ def test_members_that_hold_nothing_change_nothing(rng):
     problem.index[:] = EMPTY
     problem.index[:, :6] = np.arange(6)
     problem.visible = Visible(*np.array([[[0] * NEW] * 2, [[4, 5, 6]] * 2], np.int32))
-    arrays = problem.q, problem.keys, problem.values, problem.index
-    got = attend(*arrays, problem.visible, np.int32(0))
+    got = problem.attended(attend, 0)
     np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
 
 
 def test_a_row_is_not_moved_by_what_is_in_free_slots(rng):
     problem, (_, _, attend) = Problem(rng), programs(4, 1)
-    rest = problem.index, problem.visible, np.int32(0)
-    before = attend(problem.q, problem.keys, problem.values, *rest)
+    before = problem.attended(attend, 0)
     is_free = problem.index == EMPTY
     problem.keys[:, is_free], problem.values[:, is_free] = 1e4, -1e4
-    after = attend(problem.q, problem.keys, problem.values, *rest)
-    np.testing.assert_array_equal(before, after)
+    np.testing.assert_array_equal(before, problem.attended(attend, 0))
 
 
 @pytest.mark.parametrize("ring, tensor", [(2, 2), (4, 1)])
@@ -204,6 +197,7 @@ def test_what_would_be_written_in_part_or_elsewhere_is_refused(
         ("values", lambda x: x[:2], "keys and values must be"),
         ("visible", lambda x: Visible(*(y[:, :1] for y in x)), r"must be \(B, T\) or"),
         ("visible", lambda x: masks.causal(), "for a cache always.*got Mask"),
+        ("q", lambda x: jnp.asarray(x, jnp.bfloat16), "must have one type"),
     ],
 )
 def test_operands_of_a_cache_that_do_not_fit_together_are_refused(
@@ -211,9 +205,8 @@ def test_operands_of_a_cache_that_do_not_fit_together_are_refused(
 ):
     problem = Problem(rng)
     setattr(problem, name, change(getattr(problem, name)))
-    arrays = problem.q, problem.keys, problem.values, problem.index
     with pytest.raises(ValueError, match=words):
-        CachedAttention(mesh_of(4)).attend(*arrays, problem.visible, 0)
+        problem.attended(CachedAttention(mesh_of(4)).attend, 0)
 
 
 @pytest.mark.parametrize(
@@ -231,22 +224,13 @@ def test_a_cache_that_cannot_be_on_a_mesh_is_refused(options, words):
         CachedAttention(mesh_of(4), **options)
 
 
-def test_operands_of_several_types_are_refused(rng):
-    problem, cached = Problem(rng), CachedAttention(mesh_of(4))
-    q = jnp.asarray(problem.q, jnp.bfloat16)
-    arrays = q, problem.keys, problem.values, problem.index
-    with pytest.raises(ValueError, match="must have one type"):
-        cached.attend(*arrays, problem.visible, np.int32(0))
-
-
 def test_a_ring_may_be_two_axes_of_the_mesh(rng):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))
     cached, problem = CachedAttention(mesh, ("outer", "inner")), Problem(rng)
-    arrays = problem.q, problem.keys, problem.values, problem.index
-    got = jax.jit(cached.attend)(*arrays, problem.visible, np.int32(2))
+    got = problem.attended(jax.jit(cached.attend), 2)
     np.testing.assert_allclose(got, problem.expected(2), atol=1e-5)
     place = np.int32(2), np.int32(2), np.int32(3)
     new, want = problem.values[0, :, :2], problem.keys.copy()
     first = 2 * SLOTS // 4 + 3
     want[2, :, first : first + 2] = new
-    np.testing.assert_array_equal(jax.jit(cached.put)(arrays[1], new, *place), want)
+    np.testing.assert_array_equal(jax.jit(cached.put)(problem.keys, new, *place), want)

@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-from kernels.hopper import launch as hopper
 from kernels.hopper.launch import Launch
-from tests.mosaic_kernels import Inspected, inspect
-from training.pods import SHARED_BYTES, h200_devices
+from tests.mosaic_kernels import (
+    Inspected,
+    assert_nothing_spills_and_products_overlap,
+    inspect,
+)
+from tests.simulated_hopper import SimulatedHopper
+from tests.steps import Step, StepCase, run_backward
 
 
 def step(
@@ -25,42 +28,28 @@ def step(
     group: int = 2,
     length: int = 1024,
     bound_rows: int = 1,
-) -> tuple:
-    """Operands of a step with 2 key/value heads, dq first."""
-
-    def array(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    q, k = (array(2, length, heads, head_dim) for heads in (2 * group, 2))
-    row = array(2, 2 * group, length, dtype=jnp.float32)
-    bound = array(bound_rows, length, dtype=jnp.int32)
-    dq = array(*q.shape, dtype=jnp.float32)
-    return dq, q, k, k, q, row, row, bound, bound
+) -> Step:
+    """Returns the operands of a step with 2 key/value heads."""
+    sizes = length, length, group, head_dim
+    return StepCase(*sizes, kv_heads=2, bound_rows=bound_rows).abstract(dtype)
 
 
-def backward(dq, *operands, is_deterministic: bool = False):
-    launch = Launch(is_deterministic=is_deterministic)
-    return hopper.backward(*operands, scale=0.1, dq=dq, launch=launch)
+def backward(dq, step: Step, is_deterministic: bool):
+    backend = SimulatedHopper(Launch(is_deterministic=is_deterministic))
+    return run_backward(backend, 0.1, None, step._replace(dq=dq), lse=step.delta)
 
 
-def compiled(function, *arguments) -> Inspected:
-    mesh = Mesh(np.array(h200_devices()), ("device",))
-    return inspect(mesh, jax.jit(function, donate_argnums=0), *arguments)
+def compiled(function, step: Step, is_deterministic: bool) -> Inspected:
+    function = functools.partial(function, is_deterministic=is_deterministic)
+    return inspect(jax.jit(function, donate_argnums=0), step.dq, step)
 
 
-def assert_spills_nothing(is_deterministic: bool, head_dim: int, *sizes) -> None:
-    function = functools.partial(backward, is_deterministic=is_deterministic)
-    kernels = compiled(function, *step(head_dim, *sizes)).kernels
+def assert_is_well_compiled(is_deterministic: bool, head_dim: int, *sizes) -> None:
     names = {"flash_backward"}
     if is_deterministic or head_dim > 128:
         names = {"flash_backward_keys", "flash_backward_queries"}
-    assert len(kernels) == len(names)
-    assert {kernel.name for kernel in kernels} == names
-    for kernel in kernels:
-        assert (kernel.spill_bytes, kernel.serialized) == (0, 0)
-        # What three warpgroups can start with; consumers go on with more.
-        assert kernel.registers == 168
-        assert 2**16 < kernel.shared_bytes <= SHARED_BYTES
+    kernels = compiled(backward, step(head_dim, *sizes), is_deterministic).kernels
+    assert_nothing_spills_and_products_overlap(kernels, names, 2**16)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +57,7 @@ def assert_spills_nothing(is_deterministic: bool, head_dim: int, *sizes) -> None
     [(64, False), (64, True), (128, False), (128, True), (256, False)],
 )
 def test_nothing_is_spilled_and_products_overlap(head_dim, is_deterministic):
-    assert_spills_nothing(is_deterministic, head_dim)
+    assert_is_well_compiled(is_deterministic, head_dim)
 
 
 @pytest.mark.slow
@@ -81,25 +70,25 @@ def test_nothing_is_spilled_and_products_overlap(head_dim, is_deterministic):
 def test_any_shape_compiles_as_well(
     is_deterministic, head_dim, length, group, bound_rows, dtype
 ):
-    assert_spills_nothing(is_deterministic, head_dim, dtype, group, length, bound_rows)
+    sizes = dtype, group, length, bound_rows
+    assert_is_well_compiled(is_deterministic, head_dim, *sizes)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_dq_is_added_to_where_it_is_from_step_to_step(is_deterministic):
-    def two_steps(dq, *operands):
-        q, k, v, *rest = operands
-        ring_step = functools.partial(backward, is_deterministic=is_deterministic)
-        dq, *first = ring_step(dq, q, k, v, *rest)
-        dq, *second = ring_step(dq, q, v, k, *rest)
+    def two_steps(dq, step, is_deterministic):
+        dq, *first = backward(dq, step, is_deterministic)
+        step = step._replace(k=step.v, v=step.k)
+        dq, *second = backward(dq, step, is_deterministic)
         return dq, first, second
 
-    arguments = step(128, length=4096)
-    program = compiled(two_steps, *arguments).program
+    operands = step(128, length=4096)
+    program = compiled(two_steps, operands, is_deterministic).program
     text = program.as_text()
     calls = re.findall(r"= .* custom-call\(.*flash_backward", text)
     assert len(calls) == (4 if is_deterministic else 2)
     assert "input_output_alias={ {0}: (0, {}" in text
-    shape = ",".join(map(str, arguments[0].shape))
+    shape = ",".join(map(str, operands.dq.shape))
     assert not re.search(rf"= f32\[{shape}\]\S* (copy|fusion|add|pad)", text)
-    dq_bytes = 4 * int(np.prod(arguments[0].shape))
+    dq_bytes = 4 * int(np.prod(operands.dq.shape))
     assert program.memory_analysis().temp_size_in_bytes < dq_bytes / 4

@@ -7,69 +7,48 @@ registers suffice, shared memory holds the tiles, and products overlap.
 import functools
 import re
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 
-from kernels.hopper import launch as hopper
 from kernels.hopper import shared
 from kernels.hopper.forward import Consumer
 from kernels.hopper.launch import HopperBlocks, Launch
-from tests.mosaic_kernels import Inspected, Kernel, inspect, read_kernels
-from training.pods import SHARED_BYTES, compile_for, h200_devices
+from tests.mosaic_kernels import (
+    Inspected,
+    Kernel,
+    assert_nothing_spills_and_products_overlap,
+    inspect,
+    read_kernels,
+)
+from tests.simulated_hopper import SimulatedHopper
+from tests.steps import StepCase, run_forward
+from training.pods import SHARED_BYTES
 
 
-def step(
+def compiled(
     head_dim: int,
     dtype: jnp.dtype = jnp.bfloat16,
-    has_carry: bool = True,
     length: int = 1024,
-) -> tuple:
-    """Operands of a step with 2 query heads a key/value head."""
-
-    def array(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    q, k = (array(1, length, heads, head_dim) for heads in (4, 2))
-    bound = array(1, length, dtype=jnp.int32)
-    before = (
-        array(*q.shape, dtype=jnp.float32),
-        array(1, 4, length, dtype=jnp.float32),
-    )
-    return q, k, k, bound, bound, before if has_carry else None
+    has_carry: bool = True,
+    blocks: HopperBlocks | None = None,
+) -> Inspected:
+    """Compiles a step with 2 query heads a key/value head."""
+    case = StepCase(length, length, 2, head_dim, 2, batch=1, has_carry=has_carry)
+    backend = SimulatedHopper(Launch(blocks))
+    forward = functools.partial(run_forward, backend, 0.1, None)
+    return inspect(forward, case.abstract(dtype))
 
 
-def forward(q, k, v, start, stop, carry, *, blocks: HopperBlocks | None = None):
-    return hopper.forward(
-        q, k, v, start, stop, scale=0.1, carry=carry, launch=Launch(blocks)
-    )
-
-
-def mesh() -> Mesh:
-    return Mesh(np.array(h200_devices()), ("device",))
-
-
-def compiled(blocks: HopperBlocks | None, *arguments) -> Inspected:
-    return inspect(mesh(), functools.partial(forward, blocks=blocks), *arguments)
-
-
-def assert_spills_nothing(kernels: list[Kernel]) -> None:
-    (kernel,) = kernels
-    assert kernel.name == "flash_forward"
-    assert (kernel.spill_bytes, kernel.serialized) == (0, 0)
-    # What three warpgroups can start with; consumers go on with more.
-    assert kernel.registers == 168
-    assert 2**17 < kernel.shared_bytes <= SHARED_BYTES == shared.SHARED_BYTES
+def assert_is_well_compiled(kernels: list[Kernel]) -> None:
+    assert_nothing_spills_and_products_overlap(kernels, {"flash_forward"}, 2**17)
 
 
 @pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_nothing_is_spilled_and_products_overlap(head_dim, has_carry):
-    arguments = step(head_dim, has_carry=has_carry)
-    assert_spills_nothing(compiled(None, *arguments).kernels)
+    assert_is_well_compiled(compiled(head_dim, has_carry=has_carry).kernels)
+    assert SHARED_BYTES == shared.SHARED_BYTES
 
 
 @pytest.mark.slow
@@ -78,8 +57,7 @@ def test_nothing_is_spilled_and_products_overlap(head_dim, has_carry):
 @pytest.mark.parametrize("length", [1, 4093, 131072])
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 def test_any_shape_compiles_as_well(head_dim, length, dtype, has_carry):
-    arguments = step(head_dim, dtype, has_carry, length)
-    assert_spills_nothing(compiled(None, *arguments).kernels)
+    assert_is_well_compiled(compiled(head_dim, dtype, length, has_carry).kernels)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +65,12 @@ def test_any_shape_compiles_as_well(head_dim, length, dtype, has_carry):
 )
 def test_the_long_axis_is_where_gpus_have_room_for_it(length, grid):
     """CUDA launches up to 65,535 programs along y and z, and 2³¹ - 1 along x."""
-    (kernel,) = compiled(None, *step(64, length=length)).kernels
+    (kernel,) = compiled(64, length=length).kernels
     assert kernel.grid == grid
 
 
 def test_spills_are_reported():
-    (kernel,) = compiled(HopperBlocks(192, 1), *step(128)).kernels
+    (kernel,) = compiled(128, blocks=HopperBlocks(192, 1)).kernels
     assert kernel.spill_bytes > 100
 
 
@@ -103,12 +81,12 @@ def test_products_that_wait_for_each_other_are_reported(monkeypatch):
         return lax.optimization_barrier(softmax(self, *operands))
 
     monkeypatch.setattr(Consumer, "_softmax", barred)
-    (kernel,) = compiled(None, *step(128)).kernels
+    (kernel,) = compiled(128).kernels
     assert kernel.serialized == 1
 
 
 def test_heads_of_full_size_are_not_copied():
-    program = compile_for(mesh(), forward, *step(128)).as_text()
+    program = compiled(128).program.as_text()
     assert "flash_forward" in program
     assert not re.search(r"= bf16\[[^=]*(pad|copy|transpose|fusion)\(", program)
 

@@ -7,18 +7,12 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from kernels.hopper import launch as hopper
-from tests.ring_layers import (
-    HEAD_DIM,
-    SHARDED,
-    layers_gradient,
-    striped_attention,
-)
+from tests.ring_layers import compiled_gradients, layers_gradient
 from training.hlo import Program
 from training.pods import compile_for, h200_devices
 
@@ -31,28 +25,7 @@ def described_mesh(ring_size: int) -> Mesh:
 
 @functools.cache
 def compiled_ring(ring_size: int) -> jax.stages.Compiled:
-    """Compiles the gradients of q, k and v."""
-    mesh = described_mesh(ring_size)
-    attend = striped_attention(mesh, hopper, LENGTH)
-
-    def gradients(q, k, v, d_out):
-        return jax.vjp(attend, q, k, v)[1](d_out)
-
-    sharding = NamedSharding(mesh, SHARDED)
-    q, k = (
-        jax.ShapeDtypeStruct(
-            (1, ring_size * LENGTH, heads, HEAD_DIM), jnp.bfloat16, sharding=sharding
-        )
-        for heads in (4, 2)
-    )
-    return compile_for(mesh, gradients, q, k, k, q)
-
-
-@functools.cache
-def compiled_layers(ring_size: int) -> str:
-    mesh = described_mesh(ring_size)
-    gradient, inputs = layers_gradient(mesh, hopper, LENGTH)
-    return compile_for(mesh, gradient, *inputs).as_text()
+    return compiled_gradients(described_mesh(ring_size), hopper, LENGTH)
 
 
 @pytest.mark.parametrize("ring_size", [4, 8])
@@ -67,7 +40,10 @@ def test_every_transfer_overlaps_the_kernel_of_its_step(ring_size):
 
 
 def test_the_backward_of_a_layer_does_not_run_the_forward_ring_again():
-    orders = Program.parse(compiled_layers(2), 2).orders()
+    mesh = described_mesh(2)
+    gradient, inputs = layers_gradient(mesh, hopper, LENGTH)
+    program = compile_for(mesh, gradient, *inputs).as_text()
+    orders = Program.parse(program, 2).orders()
     assert sorted(orders) == ["sBd" * 3, "sFdF"]
 
 

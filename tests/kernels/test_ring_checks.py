@@ -59,14 +59,6 @@ def test_a_ring_that_cannot_be_made_is_refused(options, words):
         ring.make_ring_attention(mesh, **{"layout": layout.Striped(), **options})
 
 
-def test_rows_that_do_not_divide_over_the_mesh_are_refused():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "ring"))
-    attend = ring.make_ring_attention(mesh, layout=layout.Striped())
-    x = jnp.ones((3, 8, 2, 8))
-    with pytest.raises(ValueError, match="3 rows do not divide over the mesh's data"):
-        attend(x, x, x, masks.causal())
-
-
 def test_bounds_must_not_decrease_in_the_order_of_their_index():
     """In the order of the queries they do, where these are not in order."""
     attend = ring.make_ring_attention(
@@ -97,21 +89,15 @@ def test_padding_on_a_ring_may_hold_anything(is_local):
     mask = masks.causal() & masks.padding(np.array([[9], [14]]))
     is_padding = index >= np.array([[9], [14]])
 
-    def local(q, k, v, k_start, k_end):
-        return ring.ring_attention(
-            q, k, v, k_start, k_end, axis_name="ring", layout=order[0]
-        )
-
     def attend(q, k, v):
         if not is_local:
             return ring.make_ring_attention(mesh, layout=order[0])(q, k, v, mask)
-        array, bound = P("data", "ring"), P("data", "ring")
+        local = functools.partial(
+            ring.ring_attention, axis_name="ring", layout=order[0]
+        )
+        spec = P("data", "ring")
         sharded = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(array, array, array, bound, bound),
-            out_specs=array,
-            check_vma=False,
+            local, mesh=mesh, in_specs=(spec,) * 5, out_specs=spec, check_vma=False
         )
         q, k, v = (mask.fill_padding(x, index) for x in (q, k, v))
         return mask.fill_padding(sharded(q, k, v, *mask(index, 16)), index)
@@ -130,75 +116,63 @@ def test_padding_on_a_ring_may_hold_anything(is_local):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("implementation", ["blockwise", None])
-def test_a_shard_map_that_checks_how_values_vary_is_refused(implementation):
-    def local(x, implementation=implementation):
-        bound = jnp.zeros((1, 4), jnp.int32)
-        return ring.ring_attention(
-            x,
-            x,
-            x,
-            bound,
-            bound,
-            axis_name="ring",
-            layout=layout.Striped(),
-            implementation=implementation,
-        )
+def local_ring(x, kind, **options):
+    """Traces attention of local shards of x (B, S, H, D) by a ring of two."""
 
-    shard = functools.partial(
-        jax.shard_map,
-        mesh=ring_mesh(2),
-        in_specs=P(None, "ring"),
-        out_specs=P(None, "ring"),
-    )
+    def local(x):
+        bound = jnp.zeros((1, x.shape[1]), jnp.int32)
+        run = functools.partial(ring.ring_attention, axis_name="ring", layout=kind)
+        return run(x, x, x, bound, bound, **options)
+
+    spec = P(None, "ring")
+    run = jax.shard_map(local, mesh=ring_mesh(2), in_specs=spec, out_specs=spec)
+    return jax.eval_shape(run, x)
+
+
+@pytest.mark.parametrize("options", [{"implementation": "blockwise"}, {}], ids=str)
+def test_a_shard_map_that_checks_how_values_vary_is_refused(options):
     x = jnp.ones((1, 8, 2, 8))
     with pytest.raises(ValueError, match="check_vma=False.*implementation='reference'"):
-        jax.eval_shape(shard(local), x)
-    # The reference does not need that.
-    jax.eval_shape(shard(functools.partial(local, implementation="reference")), x)
-
-
-def test_length_that_does_not_divide_is_refused_with_the_length_to_pad_to():
-    attend = ring.make_ring_attention(ring_mesh(4), layout=layout.Striped(4))
-    x = jnp.ones((1, 40, 2, 8))
-    with pytest.raises(ValueError, match="40 tokens .* pad it to 48"):
-        attend(x, x, x, masks.causal())
-
-
-def test_heads_that_do_not_divide_over_the_mesh_are_refused():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("ring", "tensor"))
-    attend = ring.make_ring_attention(mesh, layout=layout.Contiguous())
-    q, kv = jnp.ones((1, 8, 4, 8)), jnp.ones((1, 8, 1, 8))
-    with pytest.raises(ValueError, match="1 key/value heads do not divide"):
-        attend(q, kv, kv, Visible(jnp.zeros((1, 8)), jnp.zeros((1, 8))))
-
-
-def test_keys_that_do_not_divide_are_refused():
-    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Zigzag())
-    q, kv = jnp.ones((1, 8, 2, 8)), jnp.ones((1, 6, 2, 8))
-    with pytest.raises(ValueError, match="6 tokens .* pad it to 8"):
-        attend(q, kv, kv, masks.causal())
-
-
-def test_bounds_of_another_length_are_refused():
-    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
-    x = jnp.ones((1, 8, 2, 8))
-    with pytest.raises(ValueError, match=r"bounds must be .*k_start.shape=\(1, 4\)"):
-        attend(x, x, x, Visible(jnp.zeros((1, 4), int), jnp.zeros((1, 4), int)))
+        local_ring(x, layout.Striped(), **options)
+    local_ring(x, layout.Striped(), implementation="reference")  # needs no such
 
 
 def test_local_shards_that_the_layout_does_not_have_are_refused():
-    def local(x):
-        bound = jnp.zeros((1, 3), jnp.int32)
-        return ring.ring_attention(
-            x, x, x, bound, bound, axis_name="ring", layout=layout.Zigzag()
-        )
-
-    sharded = jax.shard_map(
-        local, mesh=ring_mesh(2), in_specs=P(None, "ring"), out_specs=P(None, "ring")
-    )
     with pytest.raises(ValueError, match="6 tokens does not divide"):
-        sharded(jnp.ones((1, 6, 2, 8)))
+        local_ring(jnp.ones((1, 6, 2, 8)), layout.Zigzag())
+
+
+CAUSAL, SHORT = masks.causal(), Visible(*[jnp.zeros((1, 4), int)] * 2)
+
+
+@pytest.mark.parametrize(
+    "axes, kind, q, kv, visible, words",
+    [
+        ({"ring": 4}, layout.Striped(4), 40, 40, CAUSAL, "40 tokens .* pad it to 48"),
+        ({"ring": 2}, layout.Zigzag(), 8, 6, CAUSAL, "6 tokens .* pad it to 8"),
+        ({"ring": 2}, layout.Striped(), 8, 8, SHORT, r"be .*k_start.shape=\(1, 4\)"),
+        (
+            {"data": 2, "ring": 4},
+            layout.Striped(),
+            *((3, 8, 2, 8), (3, 8, 2, 8), CAUSAL),
+            "3 rows do not divide over the mesh's data",
+        ),
+        (
+            {"ring": 4, "tensor": 2},
+            layout.Contiguous(),
+            *((1, 8, 4, 8), (1, 8, 1, 8), masks.full()),
+            "1 key/value heads do not divide",
+        ),
+    ],
+)
+def test_operands_that_do_not_suit_the_ring_are_refused(
+    axes, kind, q, kv, visible, words
+):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    attend = ring.make_ring_attention(mesh, layout=kind)
+    q, kv = (jnp.ones(x if isinstance(x, tuple) else (1, x, 2, 8)) for x in (q, kv))
+    with pytest.raises(ValueError, match=words):
+        attend(q, kv, kv, visible)
 
 
 def test_bounds_beyond_the_keys_reach_all_of_them():

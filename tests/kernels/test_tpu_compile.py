@@ -5,26 +5,27 @@ memory suit it, and the schedule shows in which order transfers start and end.
 """
 
 import functools
+import itertools
 import math
 import re
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from kernels.compiler import compiler_options
 from kernels.tpu import launch as pallas_tpu
 from tests.ring_layers import (
     HEAD_DIM,
     HEADS,
-    SHARDED,
     layers_gradient,
+    sharded_array,
     striped_attention,
 )
+from tests.steps import PASSES, StepCase
 from training.hlo import TRANSFER, Program
 from training.pods import compile_for, tpu_devices
 from training.torus import ring_along
@@ -35,44 +36,11 @@ TOKENS = 2048
 """Tokens of a device: two tiles, so that heads first differs from tokens first."""
 
 
-def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One attention step on one device."""
-
-    chip: str
-    direction: str
-    length: int
-    heads: int = 2
-    kv_heads: int = 2
-    head_dim: int = 128
-    dtype: jnp.dtype = jnp.bfloat16
-
-    def compile(self) -> str:
-        """Returns the scheduled program as text."""
-        mesh = Mesh(np.array(tpu_devices(self.chip)[:1]), ("device",))
-        q = array(1, self.length, self.heads, self.head_dim, dtype=self.dtype)
-        k = array(1, self.length, self.kv_heads, self.head_dim, dtype=self.dtype)
-        wide = array(*q.shape, dtype=jnp.float32)
-        row = array(1, self.heads, self.length, dtype=jnp.float32)
-        bounds = (array(1, self.length, dtype=jnp.int32),) * 2
-        if self.direction == "forward":
-            arguments = q, k, k, *bounds, (wide, row)
-            return compile_for(mesh, forward, *arguments).as_text()
-        arguments = q, k, k, q, row, row, *bounds, wide
-        return compile_for(mesh, backward, *arguments).as_text()
-
-
-def forward(q, k, v, k_start, k_end, carry):
-    return pallas_tpu.forward(q, k, v, k_start, k_end, scale=0.1, carry=carry)
-
-
-def backward(q, k, v, do, lse, delta, k_start, k_end, dq):
-    operands = q, k, v, do, lse, delta, k_start, k_end
-    return pallas_tpu.backward(*operands, scale=0.1, dq=dq)
+def compiled_step(chip: str, direction: str, case: StepCase, dtype: jnp.dtype) -> str:
+    """Returns the scheduled program of one attention step on one device."""
+    mesh = Mesh(np.array(tpu_devices(chip)[:1]), ("device",))
+    program = functools.partial(PASSES[direction], pallas_tpu, 0.1, None)
+    return compile_for(mesh, program, case.abstract(dtype)).as_text()
 
 
 def copies_of_shards(program: str, size: int) -> list[int]:
@@ -154,11 +122,7 @@ def test_keys_in_another_order_are_reordered_once(head_dim):
     def attend_to_tokens_last(*operands):
         return attend(*(with_layout_constraint(x, tokens_last) for x in operands))
 
-    x = jax.ShapeDtypeStruct(
-        (1, 4 * TOKENS, HEADS, head_dim),
-        jnp.bfloat16,
-        sharding=NamedSharding(mesh, SHARDED),
-    )
+    x = sharded_array(mesh, TOKENS, HEADS, head_dim)
     program = compile_for(mesh, jax.jit(attend_to_tokens_last), x, x, x).as_text()
     [copies] = copies_of_shards(program, TOKENS * HEADS * 128)
     assert 0 < copies <= 4
@@ -174,61 +138,46 @@ def test_transfers_overlap_at_any_length_in_any_ring(chip, ring_size, length):
     assert_transfers_overlap(program, ring_size)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_v3_computes_in_float32(direction):
-    assert f"flash_{direction}" in Step("v3", direction, 1024).compile()
+def compiled_steps():
+    """(chip, shape, type): for every chip any length and shape, and large groups.
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("chip", ["v3", *CHIPS])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
-def test_any_length_compiles_for_every_chip(dtype, chip, length, direction):
-    step = Step(chip, direction, length, dtype=dtype)
-    assert f"flash_{direction}" in step.compile()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"heads": 8, "kv_heads": 1},
-        {"heads": 32, "kv_heads": 1},
-        {"heads": 6, "kv_heads": 2},
+    These take nearly all of the vector memory, or more if stacked whole.
+    """
+    f32, bf16 = jnp.float32, jnp.bfloat16
+    quick = "v3", {"length": 1024}, bf16  # which it computes in float32
+    rows = itertools.product(("v3", *CHIPS), LENGTHS, (bf16, f32))
+    found = [(chip, {"length": length}, dtype) for chip, length, dtype in rows]
+    shapes = (
+        {"group": 8, "kv_heads": 1},
+        {"group": 32, "kv_heads": 1},
+        {"group": 3},
         {"head_dim": 64},
         {"head_dim": 100},
         {"head_dim": 256},
         {"length": 1},
         {"length": 4093},
-    ],
-    ids=str,
-)
-def test_any_shape_compiles_for_every_chip(shape, chip, direction):
-    step = Step(**{"chip": chip, "direction": direction, "length": 2048} | shape)
-    assert f"flash_{direction}" in step.compile()
+    )
+    found += [(chip, shape, bf16) for chip, shape in itertools.product(CHIPS, shapes)]
+    found.append(("v3", {"group": 7, "kv_heads": 4}, bf16))
+    for chip, group, head_dim, dtype in (
+        ("v4", 9, 256, f32),
+        ("v4", 29, 128, f32),
+        ("v4", 25, 128, f32),
+        ("v4", 64, 256, f32),
+        ("v4", 17, 256, bf16),
+        ("v5p", 43, 256, bf16),
+    ):
+        shape = {"group": group, "kv_heads": 1, "head_dim": head_dim}
+        found.append((chip, shape, dtype))
+    slow = pytest.mark.slow, pytest.mark.timeout(1800)
+    for step in found:
+        yield pytest.param(*step, marks=() if step == quick else slow)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "chip, shape",
-    [
-        ("v3", {"heads": 28, "kv_heads": 4}),
-        ("v4", {"heads": 9, "head_dim": 256, "dtype": jnp.float32}),
-        ("v4", {"heads": 29, "dtype": jnp.float32}),
-        ("v4", {"heads": 25, "dtype": jnp.float32}),
-        ("v4", {"heads": 64, "head_dim": 256, "dtype": jnp.float32}),
-        ("v4", {"heads": 17, "head_dim": 256}),
-        ("v5p", {"heads": 43, "head_dim": 256}),
-    ],
-    ids=str,
-)
-def test_groups_of_any_size_compile(chip, shape, direction):
-    """Those that take nearly all of the vector memory, or more if stacked whole."""
-    shape = {"kv_heads": 1, "length": 2048} | shape
-    step = Step(**{"chip": chip, "direction": direction} | shape)
-    assert f"flash_{direction}" in step.compile()
+@pytest.mark.parametrize("chip, shape, dtype", list(compiled_steps()), ids=str)
+def test_any_step_compiles_for_every_chip(chip, shape, dtype, direction):
+    options = {"length": 2048, "group": 1, "kv_heads": 2, "head_dim": 128} | shape
+    length = options.pop("length")
+    case = StepCase(length, length, **options, batch=1, has_carry=True)
+    assert f"flash_{direction}" in compiled_step(chip, direction, case, dtype)
