@@ -25,20 +25,20 @@ def random_bounds(
     queries, keys = shape
     drawn = []
     for _ in range(8):
-        k_start, k_end = np.sort(
-            rng.integers(0, keys + 1, (2, BATCH, queries), np.int32)
-        )
-        drawn.append((k_start, k_end))
-        drawn.append((np.minimum(k_start, k_end), np.maximum(k_start, k_end)))
-        drawn.append((k_start, np.minimum(k_start + np.int32(2), keys)))
-        drawn.append((k_start, k_start))
+        bounds = rng.integers(0, keys + 1, (2, BATCH, queries), np.int32)
+        k_start, k_end = np.sort(bounds)
+        drawn += [
+            (k_start, k_end),
+            (np.minimum(k_start, k_end), np.maximum(k_start, k_end)),
+            (k_start, np.minimum(k_start + np.int32(2), keys)),
+            (k_start, k_start),
+        ]
     return drawn
 
 
 def matrix(k_start: np.ndarray, k_end: np.ndarray, keys: int) -> np.ndarray:
     """(B, T, keys): whether a slot is visible to a query."""
-    slot = np.arange(keys)
-    return (k_start[..., None] <= slot) & (slot < k_end[..., None])
+    return masks.in_interval(k_start[..., None], np.arange(keys), k_end[..., None])
 
 
 def tiled(mask: np.ndarray, block: tuple[int, int], filler: bool) -> np.ndarray:
@@ -54,8 +54,7 @@ def tiled(mask: np.ndarray, block: tuple[int, int], filler: bool) -> np.ndarray:
 
 def inside(begin: np.ndarray, end: np.ndarray, tiles: int) -> np.ndarray:
     """(B, lines) ranges -> (B, lines, tiles): which tiles lie in them."""
-    tile = np.arange(tiles)
-    return (begin[..., None] <= tile) & (tile < end[..., None])
+    return masks.in_interval(begin[..., None], np.arange(tiles), end[..., None])
 
 
 def live_and_full(ranges: TileRanges, tiles: int) -> tuple[np.ndarray, np.ndarray]:
