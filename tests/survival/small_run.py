@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import train
-from tests.runs import Run, small_flags
+from tests.runs import Run, assert_equal_bits, small_flags
 
 STEPS = 12
 """Of the undisturbed run, which saves at 4, 8 and 12 and validates at 6 and 12."""
@@ -43,6 +43,12 @@ class Small(Run):
             act(line)
 
         train.train(self.config(**overrides), say)
+
+    def assert_goes_on(self, step: int, truth: Any) -> None:
+        """From this step, and ends with the undisturbed run's state."""
+        self.train()
+        assert f"resuming from step {step}" in self.said
+        assert_equal_bits(self.state(), truth)
 
     def warnings(self) -> list[str]:
         return [line for line in self.said if line.startswith("WARNING")]

@@ -10,7 +10,6 @@ import pytest
 
 import train
 from tasks import programs
-from tests.runs import assert_equal_bits
 from tests.survival.small_run import QUIET, STEPS, Small
 from training.guard import SPIKE_WINDOW, BadSteps
 
@@ -58,8 +57,7 @@ def test_too_many_bad_steps_end_the_run_with_the_checkpoint_from_before(
         with pytest.raises(BadSteps, match=said):
             run.train(guard__stop_after=4, **QUIET)
     assert run.steps() == {"4"}
-    run.train()
-    assert_equal_bits(run.state(), truth)
+    run.assert_goes_on(4, truth)
 
 
 def change_state(patch: pytest.MonkeyPatch, step: int, name: str, value: float) -> None:
@@ -115,9 +113,7 @@ def test_what_breaks_the_state_ends_the_run_by_name_and_it_goes_on_from_before(
             run.train(guard__stop_after=3, **QUIET)
     moved = {"damaged"} if np.isfinite(value) else set()
     assert run.steps() == {"4", str(newest)} | moved
-    run.train()
-    assert f"resuming from step {newest}" in run.said
-    assert_equal_bits(run.state(), truth)
+    run.assert_goes_on(newest, truth)
 
 
 @pytest.mark.slow

@@ -44,9 +44,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
         run.train_and(on("step  5", send))
     assert run.steps() == {"4", "6"}
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == handlers
-    run.train()
-    assert "resuming from step 6" in run.said
-    assert_equal_bits(run.state(), truth)
+    run.assert_goes_on(6, truth)
     assert run.curve() == undisturbed.curve()
     # The validation after step 6 was left for the signal; nothing else is missing.
     ours = run.curve("validation/loss")
@@ -69,8 +67,7 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
         with pytest.raises(Preempted, match="step 8, nothing new to save"):
             copy.train()
     assert before == copy.files() and not any("step  9" in x for x in copy.said)
-    copy.train()
-    assert_equal_bits(copy.state(), truth)
+    copy.assert_goes_on(8, truth)
 
 
 @pytest.mark.slow
@@ -214,9 +211,7 @@ def test_a_run_that_hangs_ends_with_the_stacks_and_goes_on(
     for part in "nothing happened for", "in read_or_hang", "train.py":
         assert part in errors
     assert "step  5" in said and "step  8" not in said
-    run.train()
-    assert "resuming from step 4" in run.said
-    assert_equal_bits(run.state(), truth)
+    run.assert_goes_on(4, truth)
 
 
 def test_goodput_accounts_for_every_second(undisturbed: Small) -> None:
