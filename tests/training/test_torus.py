@@ -7,16 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from tests.training.walks import links
 from training.mesh import MESH_AXES, MeshShape, make_mesh
 from training.pods import tpu_devices
 from training.torus import closed_walk, place, ring_along
 
 BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (16, 16, 1, 2), (1, 5, 2, 3)
-
-
-def distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Links between two chips of a grid."""
-    return sum(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
 def places(
@@ -32,8 +28,7 @@ def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape,
     chips = places(rng, shape)
     walk = closed_walk(chips)
     assert sorted(walk) == list(range(math.prod(shape)))
-    steps = zip(walk, walk[1:] + walk[:1], strict=True)
-    assert {distance(chips[a], chips[b]) for a, b in steps} == {1}
+    assert set(links([chips[i] for i in walk])) == {1}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +38,7 @@ def test_parts_of_a_walk_by_rows_are_boxes_walked_alike(shape, parts, rng):
     chips = places(rng, shape)
     walk = [chips[i] for i in closed_walk(chips, by_rows=True)]
     assert sorted(walk) == sorted(chips)
-    assert {distance(a, b) for a, b in itertools.pairwise(walk)} == {1}
+    assert set(links(walk)[:-1]) == {1}
     # Around the torus, the last is a neighbour of the first.
     assert sorted(np.subtract(walk[-1], walk[0])) == [0] * (len(shape) - 1) + [
         max(shape) - 1
@@ -56,10 +51,8 @@ def test_parts_of_a_walk_by_rows_are_boxes_walked_alike(shape, parts, rng):
 
 def test_walk_through_an_odd_box_jumps_only_at_its_end(rng):
     chips = places(rng, (3, 3, 3))
-    walk = closed_walk(chips)
-    assert [distance(chips[a], chips[b]) for a, b in itertools.pairwise(walk)] == [
-        1
-    ] * 26
+    walk = [chips[i] for i in closed_walk(chips)]
+    assert list(links(walk)[:-1]) == [1] * 26
 
 
 def test_walk_along_one_row_keeps_its_direction():
@@ -69,9 +62,7 @@ def test_walk_along_one_row_keeps_its_direction():
 
 def test_walk_takes_every_other_chip_as_neighbours(rng):
     chips = places(rng, (4, 4), stride=2)
-    walk = closed_walk(chips)
-    steps = zip(walk, walk[1:] + walk[:1], strict=True)
-    assert {distance(chips[a], chips[b]) for a, b in steps} == {2}
+    assert set(links([chips[i] for i in closed_walk(chips)])) == {2}
 
 
 @pytest.mark.parametrize("chips", [[(0, 0), (1, 1), (0, 1)], [(0, 0)] * 4], ids=str)
@@ -100,9 +91,7 @@ def test_rings_of_a_mesh_are_closed_walks(pod, shape):
     devices = make_mesh(shape, tpu_devices(pod)).devices
     rings = np.moveaxis(devices, MESH_AXES.index("ring"), -1).reshape(-1, shape.ring)
     for ring in rings:
-        chips = [place(device) for device in ring]
-        steps = zip(chips, chips[1:] + chips[:1], strict=True)
-        assert {distance(a, b) for a, b in steps} == {1}
+        assert set(links([place(device) for device in ring])) == {1}
 
 
 def test_mesh_may_split_the_axes_of_a_torus():
