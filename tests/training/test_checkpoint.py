@@ -1,14 +1,14 @@
 """Saves and restores: equal to the last bit on any mesh; refused for another model."""
 
+import collections
 import json
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.runs import assert_equal_bits
 from training.checkpoint import Checkpoints
@@ -17,10 +17,7 @@ from training.optimizer import OptimizerSettings, make_optimizer
 FINGERPRINT = {"model": {"layers": 3, "width": 16}, "vocabulary": 32, "heads": (4, 2)}
 
 
-class TrainState(NamedTuple):
-    step: Any
-    params: Any
-    optimizer_state: Any
+TrainState = collections.namedtuple("TrainState", "step params optimizer_state")
 
 
 def open_checkpoints(directory, fingerprint=FINGERPRINT, keep=2):
@@ -53,12 +50,8 @@ def update(state):
 def shardings(state, num_devices):
     """Rows over fsdp, columns over ring; what does not divide is replicated."""
     ring = min(num_devices, 2)
-    mesh = jax.make_mesh(
-        (num_devices // ring, ring),
-        ("fsdp", "ring"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
-        devices=jax.devices()[:num_devices],
-    )
+    devices = np.array(jax.devices()[:num_devices]).reshape(-1, ring)
+    mesh = Mesh(devices, ("fsdp", "ring"))
 
     def place(leaf):
         is_embedding = leaf.shape[:1] == (32,)
@@ -73,11 +66,22 @@ def abstract(state, num_devices=1):
     return jax.tree.map(ocp.utils.to_shape_dtype_struct, placed)
 
 
+def save(directory, step, **state):
+    with open_checkpoints(directory) as checkpoints:
+        checkpoints.save(step, init_state(**state))
+
+
+def assert_restores(directory, state):
+    with open_checkpoints(directory) as checkpoints:
+        restored, meta = checkpoints.restore(abstract(init_state()))
+    assert_equal_bits(restored, state)
+    return meta
+
+
 @pytest.fixture
 def step_1(tmp_path):
     """Saves the initial state as step 1 in `tmp_path`."""
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, init_state())
+    save(tmp_path, 1)
 
 
 def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path):
@@ -119,9 +123,8 @@ def test_step_zero_is_a_step_and_an_empty_directory_has_none(tmp_path):
         assert checkpoints.latest_step() == 0
     with open_checkpoints(tmp_path / "made" / "here") as checkpoints:
         assert checkpoints.latest_step() == 0
-        state, meta = checkpoints.restore(abstract(init_state()))
+    meta = assert_restores(tmp_path / "made" / "here", init_state())
     assert meta["step"] == 0
-    assert_equal_bits(state, init_state())
 
 
 def test_the_newest_steps_are_kept(tmp_path):
@@ -133,13 +136,11 @@ def test_the_newest_steps_are_kept(tmp_path):
 
 @pytest.mark.parametrize("step", [5, 10])
 def test_saved_step_is_never_overwritten_nor_an_older_one_added(tmp_path, step):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(10, init_state(seed=1))
+    save(tmp_path, 10, seed=1)
     with open_checkpoints(tmp_path) as checkpoints:
         with pytest.raises(ValueError, match=f"step={step} is not newer than step 10"):
             checkpoints.save(step, init_state(seed=2))
-        restored, _ = checkpoints.restore(abstract(init_state()))
-    assert_equal_bits(restored, init_state(seed=1))
+    assert_restores(tmp_path, init_state(seed=1))
     assert [path.name for path in tmp_path.iterdir()] == ["10"]
 
 
@@ -171,8 +172,7 @@ def test_same_model_passes_as_tuple_or_list_as_int_or_float(step_1, tmp_path):
 
 
 def test_fingerprint_of_step_zero_too_is_compared_before_any_array_is_read(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, init_state())
+    save(tmp_path, 0)
     for path in (tmp_path / "0" / "state").rglob("d/*"):
         path.write_bytes(b"")
     refused = pytest.raises(ValueError, match="vocabulary: saved 32, this run 64")
@@ -246,15 +246,12 @@ def test_save_cut_off_by_a_kill_is_not_a_step(step_1, tmp_path):
         assert checkpoints.latest_step() == 1
         checkpoints.save(3, init_state(seed=2))
     assert not cut_off.exists()
-    with open_checkpoints(tmp_path) as checkpoints:
-        restored, _ = checkpoints.restore(abstract(init_state()))
-    assert_equal_bits(restored, init_state(seed=2))
+    assert_restores(tmp_path, init_state(seed=2))
 
 
 def test_relative_directory_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with open_checkpoints("run") as checkpoints:
-        checkpoints.save(1, init_state())
+    save("run", 1)
     assert (tmp_path / "run" / "1" / "meta").is_dir()
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from training.digest import Digest, device_digest, digest, digests, not_finite
 
@@ -19,12 +19,7 @@ def draw(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.nda
 
 
 def placed(array: np.ndarray, count: int, spec: PartitionSpec) -> jax.Array:
-    mesh = jax.make_mesh(
-        (count // 2, 2),
-        ("x", "y"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
-        devices=jax.devices()[:count],
-    )
+    mesh = Mesh(np.array(jax.devices()[:count]).reshape(-1, 2), ("x", "y"))
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 

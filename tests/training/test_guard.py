@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
+from tests.runs import assert_equal_bits
 from training.guard import (
     SPIKE_WINDOW,
     BadSteps,
@@ -21,16 +22,10 @@ from training.guard import (
 )
 from training.optimizer import OptimizerSettings, make_optimizer
 from training.pods import aot_pod, compile_for
-from training.step import (
-    initial_state,
-    make_replay,
-    make_train_step,
-)
+from training.step import initial_state, make_replay, make_train_step
 
 SIZE = 6
-OPTIMIZER, _ = make_optimizer(
-    OptimizerSettings(0.1, 0.01, warmup_steps=3, total_steps=20)
-)
+OPTIMIZER, _ = make_optimizer(OptimizerSettings(0.1, 0.01, 3, total_steps=20))
 
 
 def loss_sum(params: Any, batch: Batch) -> jax.Array:
@@ -58,19 +53,14 @@ def step() -> Any:
     return jax.jit(make_train_step(loss_sum, OPTIMIZER))
 
 
-def equal_bits(a: Any, b: Any) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
-
-
 @pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf])
 def test_a_bad_batch_changes_nothing_but_the_number_of_the_step(
     step: Any, weight: float
 ) -> None:
     state, _ = step(initial_state(make_params(), OPTIMIZER), make_batch())
     after, metrics = step(state, make_batch(weight))
-    assert equal_bits(after.params, state.params)
-    assert equal_bits(after.optimizer_state, state.optimizer_state)
+    assert_equal_bits(after.params, state.params)
+    assert_equal_bits(after.optimizer_state, state.optimizer_state)
     assert int(after.step) == 2
     assert metrics["skipped"] == metrics["skipped_in_row"] == 1
     assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
@@ -85,8 +75,8 @@ def test_a_run_with_a_bad_batch_ends_as_one_without_it(step: Any) -> None:
         for batch in batches:
             state, metrics = step(state, batch)
         states.append(state)
-    assert equal_bits(states[0].params, states[1].params)
-    assert equal_bits(states[0].optimizer_state, states[1].optimizer_state)
+    assert_equal_bits(states[0].params, states[1].params)
+    assert_equal_bits(states[0].optimizer_state, states[1].optimizer_state)
     assert [int(state.step) for state in states] == [6, 7]
     assert metrics["skipped"] == 1 and metrics["skipped_in_row"] == 0
     # The loss that is no number is not remembered either.
@@ -100,7 +90,8 @@ def test_overflowing_gradients_of_a_finite_loss_are_skipped() -> None:
     state = initial_state({"table": jnp.full(SIZE, 1e20)}, OPTIMIZER)
     after, metrics = jax.jit(make_train_step(steep, OPTIMIZER))(state, make_batch())
     assert not np.isfinite(metrics["grad_norm"]) or not np.isfinite(metrics["loss"])
-    assert equal_bits(after.params, state.params) and int(after.guard.skipped) == 1
+    assert_equal_bits(after.params, state.params)
+    assert int(after.guard.skipped) == 1
 
 
 def judged(losses: np.ndarray, sigmas: float) -> list[bool]:
@@ -203,34 +194,29 @@ def test_replays_of_bad_data_agree_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
+    ("first", "second"),
     [
-        [Replay(2.0, 1.0, 5), Replay(2.0, 1.0, 5)],
-        [Replay(np.nan, 2.5, 5), Replay(np.nan, 2.5, 6)],
-        [Replay(np.nan, 2.5, 5), Replay(3.0, 2.5, 5)],
-        [Replay(np.nan, np.inf, 5), Replay(np.nan, np.inf, 5)],
+        ((2.0, 1.0, 5), (2.0, 1.0, 5)),
+        ((np.nan, 2.5, 5), (np.nan, 2.5, 6)),
+        ((np.nan, 2.5, 5), (3.0, 2.5, 5)),
+        ((np.nan, np.inf, 5), (np.nan, np.inf, 5)),
     ],
     ids=["only_once", "gradients", "loss", "norm"],
 )
-def test_replays_that_differ_end_the_run(found: list[Replay]) -> None:
+def test_replays_that_differ_end_the_run(first: tuple, second: tuple) -> None:
     with pytest.raises(BadSteps, match="step 4 was computed 3 times.*hardware"):
-        compare_replays(4, numbers(1), found)
+        compare_replays(4, numbers(1), [Replay(*first), Replay(*second)])
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("name", "bad"),
     [
-        {"spike_sigmas": -1.0},
-        {"spike_sigmas": np.inf},
-        {"spike_sigmas": "6"},
-        {"stop_after": 0},
-        {"stop_after": 2.5},
-        {"step_seconds": -1.0},
-        {"step_seconds": np.inf},
-        {"first_step_seconds": np.nan},
+        *(("spike_sigmas", bad) for bad in (-1.0, np.inf, "6")),
+        *(("stop_after", bad) for bad in (0, 2.5)),
+        *(("step_seconds", bad) for bad in (-1.0, np.inf)),
+        ("first_step_seconds", np.nan),
     ],
 )
-def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
-    (name,) = bad
+def test_bad_settings_are_refused(name: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name}=.* must be at least"):
-        GuardSettings(**bad)
+        GuardSettings(**{name: bad})

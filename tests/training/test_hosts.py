@@ -109,11 +109,8 @@ print("digests", json.dumps([found, len(batches[0])]))
 
 
 def run(directory: Path, damaged: str) -> Processes:
-    port = str(free_port())
-    arguments = [
-        ["-c", PROGRAM, port, str(i), str(directory), damaged] for i in range(2)
-    ]
-    return Processes(arguments)
+    first = "-c", PROGRAM, str(free_port())
+    return Processes([[*first, str(i), str(directory), damaged] for i in range(2)])
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +125,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def saved_step(said: str) -> int:
-    return int(re.search(r"^saved (\d+)$", said, re.MULTILINE)[1])
+def step_of_the_stop(results: list[tuple[int, str, str]]) -> int:
+    """Where both saved."""
+    assert [code for code, _, _ in results] == [75, 75], results
+    first, second = (
+        re.search(r"^saved (\d+)$", said, re.MULTILINE)[1] for _, said, _ in results
+    )
+    assert first == second
+    return int(first)
 
 
 def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory: Path) -> None:
@@ -138,12 +141,9 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory: Path) -> Non
             two.wait_for("restored 20 True", i)
             two.wait_for("ready", i)
         two.running[1].send_signal(signal.SIGINT)
-        results = two.finish()
-    assert [code for code, _, _ in results] == [75, 75], results
-    first, second = (saved_step(said) for _, said, _ in results)
-    assert first == second > 25
-    names = {path.name for path in directory.iterdir()}
-    assert {"damaged", str(first)} <= names
+        step = step_of_the_stop(two.finish())
+    assert step > 25
+    assert {"damaged", str(step)} <= {path.name for path in directory.iterdir()}
     assert [path.name for path in (directory / "damaged").iterdir()] == ["30"]
 
 
@@ -170,10 +170,8 @@ def test_a_signal_before_the_first_question_is_not_lost(directory: Path) -> None
         two.wait_for("ready", 1)
         two.running[0].send_signal(signal.SIGTERM)
         start = time.monotonic()
-        results = two.finish(timeout=60)
+        step_of_the_stop(two.finish(timeout=60))
         assert time.monotonic() - start < 30
-    assert [code for code, _, _ in results] == [75, 75], results
-    assert len({saved_step(said) for _, said, _ in results}) == 1
 
 
 @pytest.mark.parametrize(
@@ -241,13 +239,9 @@ sys.exit(main())
 def join(*processes: tuple[int, int], faults: Sequence[str] = ()) -> Processes:
     """Processes that are told these counts and indices."""
     port = str(free_port())
+    each = itertools.zip_longest(processes, faults, fillvalue="none")
     return Processes(
-        [
-            ["-c", JOINS, port, str(count), str(index), fault]
-            for (count, index), fault in itertools.zip_longest(
-                processes, faults, fillvalue="none"
-            )
-        ]
+        [["-c", JOINS, port, *map(str, place), fault] for place, fault in each]
     )
 
 

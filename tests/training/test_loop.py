@@ -1,5 +1,6 @@
 """The loop: what is done after which step, and where it stops."""
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,16 @@ STEPS = 10
 EVERY = Intervals(log=2, validate=3, save=4)
 
 
-class Stop:
+class Stop(contextlib.nullcontext):
     """A notice that arrives at a call of `requested`; None for never."""
 
     def __init__(self, call: int | None = None):
+        super().__init__(self)
         self.calls, self.call = 0, call
 
     def requested(self) -> bool:
         self.calls += 1
         return self.call is not None and self.calls >= self.call
-
-    def __enter__(self) -> "Stop":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 class Points(NullWriter):
@@ -139,36 +136,32 @@ def run(loop: Loop, first_step: int = 0) -> int:
     return loop.run(state, batches, first_step)
 
 
-def test_everything_is_done_at_its_multiples_and_after_the_last_step() -> None:
+@pytest.mark.parametrize(
+    ("call", "first", "last", "saved", "points", "validated"),
+    [
+        (None, 0, STEPS, [4, 8, 10], [2, 4, 6, 8, 10], [3, 6, 9, 10]),
+        (None, 7, STEPS, [8, 10], [8, 10], [9, 10]),
+        # Asked once a step, and before each of the two held-out batches after step 3.
+        (7, 0, 5, [4, 5], [2, 4, 5], [3]),
+        (4, 0, 3, [3], [2, 3], []),
+    ],
+    ids=["whole", "resumed", "stopped", "stopped in a validation"],
+)
+def test_everything_is_done_at_its_multiples_and_after_the_last_step(
+    call: int | None,
+    first: int,
+    last: int,
+    saved: list[int],
+    points: list[int],
+    validated: list[int],
+) -> None:
     said = []
-    loop = make_loop(Stop(), say=said.append)
-    assert run(loop) == STEPS
-    assert loop.checkpoints.saved == {4: 4, 8: 8, 10: 10} and loop.checkpoints.closed
-    assert loop.report.writer.steps == [2, 4, 6, 8, 10]
-    told = [line for line in said if line.startswith("validation")]
-    assert told == [f"validation loss 1.0000 at step {step}" for step in (3, 6, 9, 10)]
-
-
-def test_a_run_that_goes_on_begins_after_its_first_step() -> None:
-    loop = make_loop(Stop())
-    assert run(loop, first_step=7) == STEPS
-    assert loop.checkpoints.saved == {8: 8, 10: 10}
-
-
-def test_a_run_that_is_told_to_stop_saves_there_and_has_goodput_told() -> None:
-    # Once a step, and before each of the two held-out batches after step 3.
-    loop = make_loop(Stop(7))
-    assert run(loop) == 5
-    assert loop.checkpoints.saved == {4: 4, 5: 5} and loop.checkpoints.closed
-    assert loop.report.writer.steps == [2, 4, 5]
-
-
-def test_a_validation_that_is_cut_short_is_not_told() -> None:
-    said = []
-    loop = make_loop(Stop(4), say=said.append)
-    assert run(loop) == 3
-    assert loop.checkpoints.saved == {3: 3}
-    assert not any(line.startswith("validation") for line in said)
+    loop = make_loop(Stop(call), say=said.append)
+    assert run(loop, first) == last
+    assert loop.checkpoints.saved == {step: step for step in saved}
+    assert loop.checkpoints.closed and loop.report.writer.steps == points
+    logged = [line for line in said if line.startswith("validation")]
+    assert logged == [f"validation loss 1.0000 at step {step}" for step in validated]
 
 
 @pytest.mark.parametrize("stop", [None, 2])

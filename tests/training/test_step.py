@@ -1,5 +1,6 @@
 """Updates and metrics of a step, with a toy model whose gradient is known."""
 
+import functools
 import re
 from typing import Any
 
@@ -71,11 +72,10 @@ STEPS = {
 
 
 def assert_close(got: Any, want: Any, tolerance: float = 1e-6) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance),
-        got,
-        want,
+    close = functools.partial(
+        np.testing.assert_allclose, rtol=tolerance, atol=tolerance
     )
+    jax.tree.map(close, got, want)
 
 
 @pytest.mark.parametrize("microbatches", STEPS)
@@ -84,9 +84,7 @@ def test_update_follows_the_mean_of_all_weighted_tokens(microbatches, rng):
     params, batch = make_params(rng), make_batch(rng)
     state, metrics = STEPS[microbatches](initial_state(params, OPTIMIZER), batch)
     loss, gradients = expected(params, batch)
-    moved = jax.tree.map(
-        lambda p, g: np.asarray(p, np.float64) - RATE * g, params, gradients
-    )
+    moved = {name: np.float64(params[name]) - RATE * gradients[name] for name in params}
     assert_close(state.params, moved, 2e-6)
     assert_close(metrics["loss"], loss, 2e-6)
     norm = np.sqrt(sum(np.square(g).sum() for g in gradients.values()))
@@ -108,13 +106,11 @@ def test_weights_count_relative_to_each_other_only(rng):
     params, batch = make_params(rng), make_batch(rng)
     light = batch._replace(loss_weights=batch.loss_weights / 1024)
     assert light.loss_weights.sum() < 1
+    start = initial_state(params, OPTIMIZER)
     for n in (1, 2):
-        state, metrics = STEPS[n](initial_state(params, OPTIMIZER), batch)
-        state_of_light, metrics_of_light = STEPS[n](
-            initial_state(params, OPTIMIZER), light
-        )
-        assert_close(state_of_light.params, state.params)
-        assert_close(metrics_of_light["loss"], metrics["loss"])
+        (state, metrics), (lit, of_light) = (STEPS[n](start, x) for x in (batch, light))
+        assert_close(lit.params, state.params)
+        assert_close(of_light["loss"], metrics["loss"])
 
 
 def test_batch_without_weight_changes_nothing_and_has_no_nan(rng):
@@ -158,19 +154,16 @@ def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches, rng):
     """Of two parts, one of them the odd tokens; the update is that of the whole."""
     params, batch = make_params(rng), make_batch(rng)
 
-    def losses_of_parts(params: Any, batch: Batch) -> jax.Array:
+    def parts(batch: Batch) -> list[jax.Array]:
         odd = (batch.tokens % 2).astype(jnp.float32)
-        weights = batch.loss_weights
-        return jnp.stack(
-            [
-                loss_sum(params, batch._replace(loss_weights=weights * (1 - odd))),
-                loss_sum(params, batch._replace(loss_weights=weights * odd)),
-            ]
-        )
+        return [batch.loss_weights * (1 - odd), batch.loss_weights * odd]
+
+    def losses_of_parts(params: Any, batch: Batch) -> jax.Array:
+        changed = [batch._replace(loss_weights=weights) for weights in parts(batch)]
+        return jnp.stack([loss_sum(params, part) for part in changed])
 
     def count(batch: Batch) -> Counts:
-        odd = (batch.loss_weights * (batch.tokens % 2)).sum()
-        weights = jnp.stack([batch.loss_weights.sum() - odd, odd])
+        weights = jnp.stack([weights.sum() for weights in parts(batch)])
         return count_tokens(batch)._replace(weights=weights)
 
     step = make_train_step(
@@ -181,10 +174,8 @@ def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches, rng):
     whole_state, whole = STEPS[1](initial_state(params, OPTIMIZER), batch)
     assert_close(state.params, whole_state.params, 2e-6)
     assert_close(metrics["loss"], whole["loss"], 2e-6)
-    odd = batch.tokens % 2 == 1
-    for part, chosen in enumerate((~odd, odd)):
-        weights = np.where(chosen, batch.loss_weights, 0)
-        loss, _ = expected(params, batch._replace(loss_weights=weights))
+    for part, weights in enumerate(parts(batch)):
+        loss, _ = expected(params, batch._replace(loss_weights=np.asarray(weights)))
         assert_close(metrics["loss_parts"][part], loss, 1e-5)
 
 

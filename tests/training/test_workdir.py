@@ -69,10 +69,10 @@ def test_what_cannot_be_locked_is_said_and_no_error(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with locked(str(tmp_path), said.append), locked("gs://bucket/run", said.append):
         pass
-    assert [re.findall("No locks available|is a bucket", line) for line in said] == [
-        ["No locks available"],
-        ["is a bucket"],
-    ]
+    wanted = ["No locks available"], ["is a bucket"]
+    assert (
+        tuple(re.findall("No locks available|is a bucket", x) for x in said) == wanted
+    )
 
 
 def test_a_place_that_cannot_be_written_to_is_one_line(
@@ -80,14 +80,14 @@ def test_a_place_that_cannot_be_written_to_is_one_line(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("of mine")
-    for place in file, file / "below":
-        with pytest.raises(OSError, match=f"^nothing can be written to {place}: "):
-            make_writable(place)
-        with pytest.raises(OSError, match=f"^nothing can be written to {place}: "):
-            locked(str(place)).__enter__()
     (tmp_path / LOCK).mkdir()
-    with pytest.raises(OSError, match=f"^nothing can be written to {tmp_path}/lock: "):
-        locked(str(tmp_path)).__enter__()
+    acts = make_writable, lambda place: locked(str(place)).__enter__()
+    for act, place, named in [
+        *((act, place, place) for act in acts for place in (file, file / "below")),
+        (acts[1], tmp_path, tmp_path / "lock"),
+    ]:
+        with pytest.raises(OSError, match=f"^nothing can be written to {named}: "):
+            act(place)
     # As on a file system that is mounted for reading only; the user may be root.
     monkeypatch.setattr(workdir.os, "access", lambda *_: False)
     with pytest.raises(OSError, match="Permission denied"):
