@@ -200,22 +200,19 @@ def test_room_is_counted_by_member():
     assert appends_left(np.array([32, 30]), 64, 4) == 0
 
 
-def test_slots_that_do_not_divide_over_the_ring_are_refused():
-    with pytest.raises(ValueError, match="30 slots .* ring of 4: make them 32"):
-        empty_cache((2, 2, 30, 2, 8), jnp.float32, 4)
-
-
 @pytest.mark.parametrize("place", range(5))
 def test_a_cache_of_nothing_is_refused(place):
     shape = [2, 2, 32, 2, 8]
     shape[place] = 0
     with pytest.raises(ValueError, match="at least 1, got|make them 4"):
         empty_cache(tuple(shape), jnp.float32, 4)
+
+
+def test_slots_that_do_not_divide_over_the_ring_and_appending_nothing_are_refused():
+    with pytest.raises(ValueError, match="30 slots .* ring of 4: make them 32"):
+        empty_cache((2, 2, 30, 2, 8), jnp.float32, 4)
     with pytest.raises(ValueError, match="over a ring of 0"):
         empty_cache((2, 2, 32, 2, 8), jnp.float32, 0)
-
-
-def test_appending_no_token_is_refused():
     with pytest.raises(ValueError, match="tokens=0 to append must be at least 1"):
         appends_left(np.array([6, 9]), 64, 0)
 

@@ -66,9 +66,8 @@ def generated(
     """(tokens, ROWS)."""
     one, parameters = programs
     options = {"seed": 0} | options
-    return np.stack(
-        list(one.generate(parameters, some_prompts(), max_tokens, **options))
-    )
+    steps = one.generate(parameters, some_prompts(), max_tokens, **options)
+    return np.stack(list(steps))
 
 
 @pytest.mark.parametrize(
@@ -123,13 +122,8 @@ def test_a_step_moves_neither_the_cache_nor_parameters():
         local = sizes.num_layers, ROWS, slots // ring, sizes.num_kv_heads
         shape = ",".join(map(str, (*local, sizes.head_dim)))
         whole = set(re.findall(rf"\[{shape}\]\S* ([a-z][\w-]*)\(", text))
-        assert "dynamic-update-slice" in whole
-        assert whole <= {
-            "dynamic-update-slice",
-            "fusion",
-            "get-tuple-element",
-            "parameter",
-        }
+        in_place = {"dynamic-update-slice", "fusion", "get-tuple-element", "parameter"}
+        assert "dynamic-update-slice" in whole and whole <= in_place
     memory = {ring: program.memory_analysis() for ring, program in programs.items()}
     stack = sizes.num_layers * ROWS * slots * sizes.num_kv_heads * sizes.head_dim * 4
     for ring, found in memory.items():
@@ -190,21 +184,19 @@ def test_the_cache_can_be_used_to_its_last_slot():
 def test_what_cannot_be_generated_is_refused():
     one, parameters = generator_on(MeshShape(ring=4), "striped")
     prompt = np.arange(3)
-    with pytest.raises(ValueError, match="prompts must be 2, rows of the batch, got 1"):
-        one.generate(parameters, [prompt], 5, seed=0)
-    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
-        one.generate(parameters, [prompt, prompt[:0]], 5, seed=0)
-    for wrong in 0, 2.5:
-        with pytest.raises(ValueError, match=f"max_tokens={wrong} must be at least 1"):
-            one.generate(parameters, [prompt, prompt], wrong, seed=0)
-    for wrong, words in (
-        (prompt + 0.5, r"integers \(tokens,\), got float64"),
-        (prompt[None], r"integers \(tokens,\), got int64 \(1, "),
-        (prompt - VOCAB, "token ids from 0 on, got -"),
-        (prompt + 2**31, "token ids from 0 on, got "),
+    bad, whole = "prompt 1 must be ", r"integers \(tokens,\), got "
+    for others, tokens, words in (
+        ([], 5, "prompts must be 2, rows of the batch, got 1"),
+        ([prompt[:0]], 5, "prompt 1 has no tokens"),
+        ([prompt], 0, "max_tokens=0 must be at least 1"),
+        ([prompt], 2.5, "max_tokens=2.5 must be at least 1"),
+        ([prompt + 0.5], 5, f"{bad}{whole}float64"),
+        ([prompt[None]], 5, rf"{bad}{whole}int64 \(1, "),
+        ([prompt - VOCAB], 5, f"{bad}token ids from 0 on, got -"),
+        ([prompt + 2**31], 5, f"{bad}token ids from 0 on, got "),
     ):
-        with pytest.raises(ValueError, match="prompt 1 must be " + words):
-            one.generate(parameters, [prompt, wrong], 5, seed=0)
+        with pytest.raises(ValueError, match=words):
+            one.generate(parameters, [prompt, *others], tokens, seed=0)
 
 
 def test_sizes_that_do_not_divide_over_the_mesh_are_refused():

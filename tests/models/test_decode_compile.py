@@ -34,19 +34,16 @@ def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
     pod, config = aot_pod(topology), small_config("", "", **SIZES)
     partition = base.partition(config, pod.devices)
     model = text.model(config, partition)
-    programs = generator(
-        config, partition, Sampling(temperature=0.0), rows=1, cache_tokens=SLOTS
-    )
+    greedy = Sampling(temperature=0.0)
+    programs = generator(config, partition, greedy, rows=1, cache_tokens=SLOTS)
 
     def placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding):
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    shardings = jax.tree.map(
-        lambda shape, names: partition.sharding(names, shape.shape),
-        model.shapes,
-        model.axes,
-    )
-    parameters = jax.tree.map(placed, model.shapes, shardings)
+    def sharded(shape: jax.ShapeDtypeStruct, names: tuple):
+        return placed(shape, partition.sharding(names, shape.shape))
+
+    parameters = jax.tree.map(sharded, model.shapes, model.axes)
     shape = LAYERS, 1, SLOTS, HEADS, DEPTH
     cache = jax.tree.map(
         placed, jax.eval_shape(programs.empty), cache_shardings(partition, shape)
@@ -60,11 +57,7 @@ def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
     layer = SLOTS // RING * HEADS * DEPTH * 2  # bytes of a device's keys
     assert memory.alias_size_in_bytes >= 2 * LAYERS * layer
     assert memory.temp_size_in_bytes < layer
-    largest = max(
-        math.prod(map(int, shape.split(",")))
-        for shape in re.findall(
-            r"\[([\d,]+)\][^=\n]* (?:all-gather|all-reduce)(?:-start)?\(",
-            program.as_text(),
-        )
-    )
+    collective = r"\[([\d,]+)\][^=\n]* (?:all-gather|all-reduce)(?:-start)?\("
+    shapes = re.findall(collective, program.as_text())
+    largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
     assert largest <= 2 * config.model.feed_forward_size

@@ -60,12 +60,15 @@ def one_device() -> Partition:
 
 
 @each_size
-def test_counts_are_those_of_the_models_own_parameters(name, one_device):
+def test_counts_are_the_published_ones_and_those_of_the_models_parameters(
+    name, one_device
+):
     config = base.get_config()
     config.model.update(llama_sizes.llama(name))
     shapes = text.model(config, one_device).shapes
     sizes = jax.tree.map(lambda leaf: leaf.size, shapes)
     assert num_parameters(llama(name)) == sum(jax.tree.leaves(sizes))
+    assert round(num_parameters(llama(name)) / 1e9, 3) == BILLIONS[name]
     matrices = jax.tree_util.tree_leaves_with_path(sizes)
     multiplied = [
         size
@@ -73,11 +76,6 @@ def test_counts_are_those_of_the_models_own_parameters(name, one_device):
         if "norm" not in str(path) and "embedding" not in str(path)
     ]
     assert num_matrix_parameters(llama(name)) == sum(multiplied)
-
-
-@each_size
-def test_totals_are_the_published_ones(name):
-    assert round(num_parameters(llama(name)) / 1e9, 3) == BILLIONS[name]
 
 
 def test_grouped_heads_are_counted_as_many_as_there_are():
@@ -100,10 +98,10 @@ def test_operations_of_a_token_are_those_of_the_table(name, column):
     assert round(every_key / causal, 2) == ratio
 
 
-def naive_train_flops(config: LlamaConfig, seen: np.ndarray) -> int:
+def naive_train_flops(config: LlamaConfig, visible: np.ndarray) -> int:
     """Counts the products of a forward one by one, and triples them.
 
-    seen: bool (T, T), which query sees which key.
+    visible: bool (T, T), which query attends to which key.
     """
     embed, depth = config.hidden_size, config.head_dim
     of_token = 0
@@ -113,17 +111,17 @@ def naive_train_flops(config: LlamaConfig, seen: np.ndarray) -> int:
     of_token += 3 * 2 * embed * config.feed_forward_size  # gate, up, down
     # A score and a share of the result, for every pair and head.
     of_pair = config.num_heads * (2 * depth + 2 * depth)
-    layer = len(seen) * of_token + int(seen.sum()) * of_pair
-    logits = len(seen) * 2 * embed * config.vocab_size
+    layer = len(visible) * of_token + int(visible.sum()) * of_pair
+    logits = len(visible) * 2 * embed * config.vocab_size
     return 3 * (config.num_layers * layer + logits)
 
 
 def test_operations_of_packed_documents_are_those_counted_one_by_one():
     ids = np.array([0] * 5 + [1] * 2 + [2] * 9)
     token = np.arange(ids.size)
-    seen = (ids[:, None] == ids) & (token[:, None] >= token)
+    visible = (ids[:, None] == ids) & (token[:, None] >= token)
     pairs = sum(n * (n + 1) // 2 for n in (5, 2, 9))
-    assert train_flops(GROUPED, ids.size, pairs) == naive_train_flops(GROUPED, seen)
+    assert train_flops(GROUPED, ids.size, pairs) == naive_train_flops(GROUPED, visible)
 
 
 def test_operations_of_the_largest_model_can_be_counted_on_a_device():

@@ -190,10 +190,7 @@ def test_loss_and_its_slope_are_those_of_llama_written_out(rng):
         return written_out(moved, rows(), one_device())[1]
 
     assert loss == pytest.approx(loss_after(0), rel=1e-5)
-    slope = sum(
-        np.vdot(g, d)
-        for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(along), strict=True)
-    )
+    slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, gradients, along)))
     expected_slope = (loss_after(1) - loss_after(-1)) / (2 * step)
     size = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradients)))
     assert abs(slope - expected_slope) < 1e-3 * size
@@ -237,11 +234,8 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
         return leaf.size // (run.model.config.num_layers if stacked else 1)
 
     matrices = jax.tree.map(whole, run.model.shapes, run.model.axes)
-    layer = [
-        n
-        for name in ("attention", "feed_forward")
-        for n in matrices["layers"][name].values()
-    ]
+    layers = matrices["layers"]
+    layer = [*layers["attention"].values(), *layers["feed_forward"].values()]
     ends = [matrices["embedding"], matrices["head"]]
     # A layer's again in the backward: it would be as large as the model to keep them.
     assert results("all-gather") == sorted(2 * layer + ends)
@@ -253,16 +247,10 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
 @pytest.mark.parametrize("remat", ["nothing", pytest.param("attention", marks=slow)])
 def test_heads_in_parts_give_the_same_and_never_are_all_there(remat):
     """Every part has a share of each device's heads."""
-    heads = {"model__num_heads": 8, "model__num_kv_heads": 4}
+    shape, fields = MeshShape(ring=2, tensor=2), {"remat": remat}
+    fields |= {"model__num_heads": 8, "model__num_kv_heads": 4}
     whole, in_parts = (
-        Run(
-            MeshShape(ring=2, tensor=2),
-            "striped",
-            remat=remat,
-            attention_parts=parts,
-            **heads,
-        )
-        for parts in (1, 2)
+        Run(shape, "striped", attention_parts=parts, **fields) for parts in (1, 2)
     )
     assert_same(in_parts.answer(), whole.answer(), 1e-5)
     all_heads, half = (
@@ -274,18 +262,13 @@ def test_heads_in_parts_give_the_same_and_never_are_all_there(remat):
     assert remat == "attention" or all_heads not in in_parts.program.as_text()
 
 
+# A chunk of 6 leaves a remainder.
 @pytest.mark.parametrize(
-    "chunk",
-    [
-        6,  # leaves a remainder
-        pytest.param(1, marks=slow),
-        pytest.param(1000, marks=slow),
-    ],
+    "chunk", [6, pytest.param(1, marks=slow), pytest.param(1000, marks=slow)]
 )
 def test_chunks_and_blocks_change_neither_loss_nor_gradients(chunk):
-    run = Run(
-        MeshShape(), "blockwise", implementation="", feed_forward_chunk_tokens=chunk
-    )
+    fields = {"implementation": "", "feed_forward_chunk_tokens": chunk}
+    run = Run(MeshShape(), "blockwise", **fields)
     assert_same(run.answer(), expected(), 1e-5)
 
 
@@ -293,9 +276,8 @@ def test_bfloat16_is_near_float32_and_leaves_gradients_in_float32():
     run = Run(MeshShape(), "striped", compute_dtype="bfloat16")
     loss, gradients = run.answer()
     assert loss == pytest.approx(expected()[0], rel=2e-2)
-    assert {leaf.dtype for leaf in jax.tree.leaves((loss, gradients))} == {
-        np.dtype(np.float32)
-    }
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves((loss, gradients))}
+    assert dtypes == {np.dtype(np.float32)}
     assert_same(gradients, expected()[1], 0.1)
     assert loss != expected()[0]
 

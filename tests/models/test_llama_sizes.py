@@ -24,10 +24,7 @@ GOOD = {
             {"num_layers": -1, "head_dim": 0},
             "at least 1, .*: num_layers=-1, head_dim=0",
         ),
-        (
-            {"num_kv_heads": 3},
-            "num_heads=4 must be a multiple of num_kv_heads=3",
-        ),
+        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"num_kv_heads": 8}, "num_heads=4 must be a multiple of num_kv_heads=8"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"rope_theta": 0.0}, "rope_theta=0.0 must be a number above 0"),

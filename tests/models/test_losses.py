@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 
 from models.losses import PositionParts, cross_entropy
-from training.mesh import MeshShape, Partition, make_mesh
+from tests.small_llama import partition_of
+from training.mesh import MeshShape, Partition
 
 ROWS, LENGTH, EMBED, VOCAB = 4, 18, 32, 46
 
-MESHES = {
-    "one device": MeshShape(),
-    "fsdp 2 x ring 2 x tensor 2": MeshShape(fsdp=2, ring=2, tensor=2),
-}
-
-each_mesh = pytest.mark.parametrize("mesh", MESHES)
+ONE_DEVICE, EVERY_AXIS = MeshShape(), MeshShape(fsdp=2, ring=2, tensor=2)
+each_mesh = pytest.mark.parametrize("mesh", [ONE_DEVICE, EVERY_AXIS], ids=str)
 
 
 class Problem(NamedTuple):
@@ -40,28 +37,21 @@ class Answer(NamedTuple):
     d_head: np.ndarray
 
 
-def partition_of(mesh: str | MeshShape) -> Partition:
-    shape = MESHES[mesh] if isinstance(mesh, str) else mesh
-    count = shape.data * shape.fsdp * shape.ring * shape.tensor
-    return Partition(make_mesh(shape, jax.devices()[:count]))
-
-
 def random_problem(rng: np.random.Generator, scale: float = 1.0) -> Problem:
     """Hidden states that give logits of about `scale`; every third weight is 0."""
     shape = ROWS, LENGTH
     weights = rng.uniform(0.1, 2, shape) * (rng.integers(0, 3, shape) > 0)
+    head = scale * EMBED**-0.5 * rng.standard_normal((EMBED, VOCAB))
     return Problem(
         jnp.asarray(rng.standard_normal((*shape, EMBED)), jnp.float32),
-        jnp.asarray(
-            scale * EMBED**-0.5 * rng.standard_normal((EMBED, VOCAB)), jnp.float32
-        ),
+        jnp.asarray(head, jnp.float32),
         jnp.asarray(rng.integers(0, VOCAB, shape), jnp.int32),
         jnp.asarray(weights, jnp.float32),
     )
 
 
 @functools.cache
-def compiled_loss(mesh: str, chunk: int):
+def compiled_loss(mesh: MeshShape, chunk: int):
     """Problem -> Answer."""
     loss = functools.partial(cross_entropy, chunk=chunk, partition=partition_of(mesh))
     value_and_grad = jax.value_and_grad(loss, (0, 1))
@@ -135,10 +125,8 @@ def test_tokens_of_weight_zero_count_for_nothing(mesh, rng):
 @each_mesh
 def test_weights_that_are_all_zero_give_a_loss_and_gradients_of_zero(mesh, rng):
     problem = random_problem(rng, scale=1e4)
-    answer = compiled_loss(mesh, 7)(
-        problem._replace(weights=jnp.zeros_like(problem.weights))
-    )
-    for x in answer:
+    problem = problem._replace(weights=jnp.zeros_like(problem.weights))
+    for x in compiled_loss(mesh, 7)(problem):
         np.testing.assert_array_equal(x, 0)
 
 
@@ -155,7 +143,7 @@ def test_heads_gradient_in_bfloat16_is_as_exact_in_many_chunks_as_in_one(chunks,
         jnp.asarray(rng.integers(0, vocab, (1, tokens)), jnp.int32),
         jnp.ones((1, tokens), jnp.float32),
     )
-    answer = compiled_loss("one device", tokens // chunks)(problem)
+    answer = compiled_loss(ONE_DEVICE, tokens // chunks)(problem)
     assert answer.d_head.dtype == jnp.float32
     rounded = problem.head.astype(jnp.bfloat16)
     assert_answers(answer, oracle(problem._replace(head=rounded)), 4e-3)
@@ -173,9 +161,8 @@ def lowered_gradient(partition: Partition, chunk: int, sizes: tuple[int, ...]):
     rows, length, embed, vocab = sizes
 
     def array(names, shape, dtype):
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=partition.sharding(names, shape)
-        )
+        sharding = partition.sharding(names, shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     token, shape = ("batch", "sequence"), (rows, length)
     problem = Problem(
@@ -190,9 +177,8 @@ def lowered_gradient(partition: Partition, chunk: int, sizes: tuple[int, ...]):
 
 def test_logits_of_all_tokens_never_exist():
     tokens, vocab = 4096, 2048
-    compiled = lowered_gradient(
-        partition_of("one device"), 64, (1, tokens, 16, vocab)
-    ).compile()
+    sizes = 1, tokens, 16, vocab
+    compiled = lowered_gradient(partition_of(ONE_DEVICE), 64, sizes).compile()
     largest = max(array_sizes(compiled.as_text()))
     assert 64 * vocab <= largest < tokens * vocab / 16
     temporary = compiled.memory_analysis().temp_size_in_bytes
@@ -213,7 +199,7 @@ def collectives(program: str, kind: str) -> list[tuple[str, int]]:
 
 def test_every_device_gathers_the_head_once_and_scatters_its_gradient_once():
     sizes = (4, 64, 16, 48)
-    partition = partition_of(MeshShape(fsdp=2, ring=2, tensor=2))
+    partition = partition_of(EVERY_AXIS)
     program = lowered_gradient(partition, 8, sizes).compile().as_text()
     assert len(collectives(program, "while")) == 2  # loops over chunks, there and back
     shard_of_head = 16 * 48 // 2  # its vocabulary stays sharded
@@ -234,12 +220,9 @@ def test_gradient_is_scattered_before_it_is_summed_over_data():
 
 
 def test_a_context_has_the_parts_that_it_reaches() -> None:
-    names = {tokens: PositionParts.within(tokens).names for tokens in (256, 257, 9000)}
-    assert names == {
-        256: ["from_0"],
-        257: ["from_0", "from_256"],
-        9000: ["from_0", "from_256", "from_1024", "from_4096"],
-    }
+    names = ["from_0", "from_256", "from_1024", "from_4096"]
+    for tokens, count in ((256, 1), (257, 2), (9000, 4)):
+        assert PositionParts.within(tokens).names == names[:count]
 
 
 def test_sums_are_those_of_the_tokens_between_bounds(rng: np.random.Generator) -> None:

@@ -41,18 +41,9 @@ def test_every_policy_gives_the_same_loss_and_gradients(policy):
         assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize(
-    "policy, runs",
-    [
-        ("everything", 1),
-        ("products", 1),
-        ("attention", 1),
-        ("nothing", 2),
-        ("offload", 2),
-    ],
-)
-def test_ring_runs_again_only_where_its_result_is_not_kept(policy, runs):
-    ring_size = 4
+@each_policy
+def test_ring_runs_again_only_where_its_result_is_not_kept(policy):
+    ring_size, runs = 4, 2 if policy in ("nothing", "offload") else 1
     program = trace(policy, ring_size).lower().as_text()
     rotations = len(re.findall(r"stablehlo\.collective_permute", program))
     # The layers are a loop, so each is there once: keys and values, then those and

@@ -189,6 +189,9 @@ def test_only_yarn_changes_the_size_of_queries_and_keys():
     assert set(sizes.values()) == {1.0}
 
 
+NO_ORIGINAL = "original_max_position_embeddings=0 must be at least 1"
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -196,14 +199,8 @@ def test_only_yarn_changes_the_size_of_queries_and_keys():
         ({"factor": 2.0}, "factor=2.0 of rope_type='none' must be"),
         ({"rope_type": "linear", "factor": 0.5}, "factor=0.5 .* at least 1"),
         ({"rope_type": "ntk", "factor": math.nan}, "factor=nan .* at least 1"),
-        (
-            {"rope_type": "yarn", "factor": 2.0},
-            "original_max_position_embeddings=0 must be at least 1",
-        ),
-        (
-            {"rope_type": "llama3", "factor": 2.0},
-            "original_max_position_embeddings=0 must be at least 1",
-        ),
+        ({"rope_type": "yarn", "factor": 2.0}, NO_ORIGINAL),
+        ({"rope_type": "llama3", "factor": 2.0}, NO_ORIGINAL),
         ({"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be above 0 and below"),
         ({"beta_slow": 32.0}, "beta_slow=32.0 must be above 0 and below"),
         ({"attention_factor": -1.0}, "attention_factor=-1.0 must be above 0, or 0"),
