@@ -4,12 +4,8 @@ import json
 
 import pytest
 
-from data.conversation import (
-    BadRow,
-    Conversation,
-    parse_conversation,
-    read_conversations,
-)
+from data.conversation import BadRow, Conversation, read_conversations
+from data.conversation import parse_conversation as parse
 
 
 def row(*turns, **fields):
@@ -22,20 +18,17 @@ HELLO = [("human", " Hello \n"), ("gpt", "Hi!")]
 
 def test_turns_become_exchanges():
     more = [("human", "And you?"), ("gpt", "Well.")]
-    parsed = parse_conversation(
-        row(("system", "Be kind."), *HELLO, *more, id="x7"), "f"
-    )
-    assert parsed == Conversation(
-        "f (id x7)", "Be kind.", (("Hello", "Hi!"), ("And you?", "Well."))
-    )
-    assert parse_conversation(row(*HELLO), "f").system is None
+    parsed = parse(row(("system", "Be kind."), *HELLO, *more, id="x7"), "f")
+    exchanges = ("Hello", "Hi!"), ("And you?", "Well.")
+    assert parsed == Conversation("f (id x7)", "Be kind.", exchanges)
+    assert parse(row(*HELLO), "f").system is None
 
 
 def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
     turns = [("gpt", "First?"), *HELLO, ("human", "Bye")]
-    assert parse_conversation(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
+    assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
     turns = [("system", "Be kind."), *turns]
-    assert parse_conversation(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
+    assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +55,7 @@ def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
     ],
 )
 def test_bad_rows_are_named_with_their_reason(bad, where, reason):
-    parsed = parse_conversation(bad, "f")
+    parsed = parse(bad, "f")
     assert isinstance(parsed, BadRow)
     assert parsed.where == where and reason in parsed.reason
     assert str(parsed) == f"{where}: {parsed.reason}"
@@ -73,9 +66,8 @@ def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
     whole, lines = tmp_path / "whole.json", tmp_path / "lines.jsonl"
     whole.write_text(json.dumps([good, bad]))
     deep, twice = "[" * 100_000, '{"id": 1, "id": 2}'
-    lines.write_text(
-        f"{json.dumps(good)}\n\n{{broken\n{json.dumps(bad)}\n{deep}\n{twice}\n"
-    )
+    found = json.dumps(good), "", "{broken", json.dumps(bad), deep, twice
+    lines.write_text("\n".join(found))
     rows = list(read_conversations([whole, lines]))
     assert "lie too deep" in rows.pop(5).reason
     assert "'id' stands twice" in rows.pop().reason

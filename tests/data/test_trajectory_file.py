@@ -10,6 +10,7 @@ from data.trajectory_file import (
     identify,
     top_episodes,
 )
+from tests.data.test_damaged_corpus import overwrite
 from tests.fuzzing import altered, fuzz, set_field
 
 
@@ -115,13 +116,6 @@ def test_cut_files_are_refused(tmp_path, size):
         TrajectoryFile.open(directory)
 
 
-def test_array_of_another_form_is_refused(tmp_path):
-    directory = write(tmp_path / "run", some_episodes([7, 7]))
-    np.save(directory / "steps.npy", np.zeros((7, 2, 6), np.float32))
-    with pytest.raises(ValueError, match=r"steps\.npy has 464 bytes, .*replaced"):
-        TrajectoryFile.open(directory)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
@@ -153,8 +147,11 @@ def test_index_of_another_form_is_refused(tmp_path, field, value, match):
         TrajectoryFile.open(directory)
 
 
-def test_index_that_is_no_json_is_refused(tmp_path):
-    directory = write(tmp_path / "run", some_episodes([7]))
+def test_files_of_another_form_are_refused(tmp_path):
+    directory = write(tmp_path / "run", some_episodes([7, 7]))
+    np.save(directory / "steps.npy", np.zeros((7, 2, 6), np.float32))
+    with pytest.raises(ValueError, match=r"steps\.npy has 464 bytes, .*replaced"):
+        TrajectoryFile.open(directory)
     (directory / "index.json").write_text("{")
     with pytest.raises(ValueError, match=r"index\.json cannot be read .*pack"):
         TrajectoryFile.open(directory)
@@ -168,9 +165,7 @@ def test_a_number_that_is_not_finite_is_neither_written_nor_read(tmp_path):
         write(tmp_path / "run", [episodes[0], (spoilt, action, reward)])
     assert list(tmp_path.iterdir()) == []
     directory = write(tmp_path / "run", episodes)
-    with (directory / "steps.npy").open("r+b") as file:
-        file.seek(128 + (4 + 2) * 6 * 4)
-        file.write(np.array(np.nan, "<f4").tobytes())
+    overwrite(directory / "steps.npy", 128 + (4 + 2) * 6 * 4, np.array(np.nan, "<f4"))
     file = TrajectoryFile.open(directory)
     assert file.read(np.array([[5, 0], [7, 11]])).shape == (2, 2, 6)
     match = r"steps\.npy has a number that is not finite in step 6 \(in episode 1\)"
