@@ -57,23 +57,19 @@ def test_tokens_are_drawn_with_their_probability(sampling, expected):
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    "sampling, token",
     [
-        Sampling(temperature=0.0),
-        Sampling(top_k=1),
-        Sampling(top_p=1e-6),
-        Sampling(temperature=1e-3),
-        Sampling(temperature=1e-40),
+        (Sampling(temperature=0.0), 1),
+        (Sampling(top_k=1), 1),
+        (Sampling(top_p=1e-6), 1),
+        (Sampling(temperature=1e-3), 1),
+        (Sampling(temperature=1e-40), 1),
+        (Sampling(temperature=0.0, allowed_tokens=1), 0),
     ],
     ids=str,
 )
-def test_the_likeliest_token_is_drawn_where_no_other_is_left(sampling):
-    assert (draw(sampling) == 1).all()
-
-
-def test_greedy_leaves_out_what_is_not_allowed():
-    sampling = Sampling(temperature=0.0, allowed_tokens=1)
-    assert (draw(sampling) == 0).all()
+def test_the_likeliest_allowed_token_is_drawn_where_no_other_is_left(sampling, token):
+    assert (draw(sampling) == token).all()
 
 
 def test_a_draw_depends_on_seed_row_and_index_alone():
