@@ -13,6 +13,9 @@ from training.report import Losses
 
 ALWAYS = ["train/grad_norm", "train/learning_rate", "guard/skipped", *TAGS]
 
+PARTS = Losses(held_out_parts=["from_0"])
+UNVALIDATED = Losses(parts=["rank_1"], held_out_parts=["rank_1"], validates=False)
+
 
 def tags(peak_flops: float | None, losses: Losses) -> list[str]:
     throughput = Throughput(num_devices=1, peak_flops=peak_flops)
@@ -36,14 +39,10 @@ def test_event_files_hold_the_layout_of_the_dashboard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("peak_flops", "losses", "missing"),
     [
-        (1e12, Losses(held_out_parts=["from_0"]), set()),
-        (None, Losses(held_out_parts=["from_0"]), {"^perf/mfu$", "^perf/mfu_paper$"}),
+        (1e12, PARTS, set()),
+        (None, PARTS, {"^perf/mfu$", "^perf/mfu_paper$"}),
         (1e12, Losses(), {"^validation/loss_"}),
-        (
-            1e12,
-            Losses(parts=["rank_1"], held_out_parts=["rank_1"], validates=False),
-            {"^validation/loss$", "^validation/loss_"},
-        ),
+        (1e12, UNVALIDATED, {"^validation/loss$", "^validation/loss_"}),
     ],
     ids=["everything", "unknown_chip", "no_parts", "no_validation"],
 )

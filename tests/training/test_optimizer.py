@@ -129,7 +129,7 @@ def test_clipping_uses_the_norm_over_all_leaves(clip_norm):
         ("end_lr", 2e-2, "end_lr=0.02 must be .*peak_lr=0.01"),
         ("end_lr", -1e-4, "end_lr=-0.0001"),
         ("total_steps", 0, "total_steps=0"),
-        ("warmup_steps", 110, "=110 total_steps=110: .* lower warmup_steps"),
+        ("warmup_steps", 110, "warmup_steps=110 total_steps=110: .* lower warmup"),
         ("warmup_steps", -1, "warmup_steps=-1"),
         ("weight_decay", -0.1, "weight_decay=-0.1 must be a finite"),
         ("beta1", 1.0, "beta1=1.0"),

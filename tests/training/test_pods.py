@@ -56,22 +56,22 @@ def test_axes_are_closed_where_the_pods_are(chip, shape, closed):
 def test_described_devices_are_of_the_chip(topology, count, kind, cores):
     found = tpu_devices(topology)
     assert len(found) == count
-    assert {(d.platform, d.device_kind, d.num_cores) for d in found} == {
-        ("tpu", kind, cores)
-    }
+    kinds = {(d.platform, d.device_kind, d.num_cores) for d in found}
+    assert kinds == {("tpu", kind, cores)}
 
 
-def test_what_cannot_be_described_is_refused():
-    with pytest.raises(
-        ValueError, match="chip 'v9' .* must be one of v3, v4, v5e, v5p"
-    ):
-        tpu_devices("v9:2x2")
-    with pytest.raises(ValueError, match="257 devices, but the pod has 256"):
-        tpu_devices("v5e", 257)
-    with pytest.raises(ValueError, match="v4:2x2x1 has 4 devices, fewer than"):
-        tpu_devices("v4:2x2x1", 8)
-    with pytest.raises(ValueError, match="libtpu refuses v5e:3x3"):
-        tpu_devices("v5e:3x3")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("v9:2x2",), "chip 'v9' .* must be one of v3, v4, v5e, v5p"),
+        (("v5e", 257), "257 devices, but the pod has 256"),
+        (("v4:2x2x1", 8), "v4:2x2x1 has 4 devices, fewer than"),
+        (("v5e:3x3",), "libtpu refuses v5e:3x3"),
+    ],
+)
+def test_what_cannot_be_described_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tpu_devices(*arguments)
 
 
 def test_missing_compiler_is_named_with_its_requirements(monkeypatch):
