@@ -26,7 +26,7 @@ ONE = jnp.ones(3)
         (
             1,
             {"a": ONE.astype("complex64")},
-            "a of .* type complex64: give real numbers",
+            "a of the state is of type complex64: give real numbers",
         ),
         (1, {"a": ONE.astype("int4")}, "a of the state is of type int4"),
         (1, {"key": jax.random.key(0)}, "key of the state is of type key<fry>"),

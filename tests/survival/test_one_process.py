@@ -107,8 +107,8 @@ from training.checkpoint import Checkpoints
 
 save = Checkpoints.save
 
-def save_and_tell(self, step, state):
-    save(self, step, state)
+def save_and_tell(self, step, state, **options):
+    save(self, step, state, **options)
     print(f"saving {step}", flush=True)
 
 Checkpoints.save = save_and_tell
