@@ -242,7 +242,7 @@ def _header_complaints(
 def _read_header(
     archive: zipfile.ZipFile, name: str
 ) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape and type of an array, and where in its bytes its numbers start."""
+    """Describes an array: shape, type, and where in its bytes its numbers start."""
     with archive.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = {

@@ -241,7 +241,7 @@ def _check_repeats(episode: Episode, action_repeat: int) -> None:
 def _joined(
     episode: Episode, rewards: np.ndarray, action_repeat: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Observations, actions and rewards, one for every time that an action is held."""
+    """Returns observations, actions and rewards, one for each action that is held."""
     first = np.arange(0, episode.steps, action_repeat)
     return (
         episode.observation[first],

@@ -41,7 +41,7 @@ def exorl_rewards(environment: Environment, episode: Episode) -> np.ndarray:
 
 
 def observation_error(environment: Environment, episode: Episode) -> float:
-    """Largest difference of an observation from what physics makes it, in a few rows.
+    """Returns the largest difference of observations from physics, in a few rows.
 
     It is small for the environment's own domain and model, and for no other.
 

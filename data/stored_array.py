@@ -49,7 +49,7 @@ class StoredArray:
         return self.size * self.dtype.itemsize
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """These rows, which follow each other.
+        """Reads these rows, which follow each other.
 
         Raises:
           OSError: they cannot be read, or were removed.

@@ -19,7 +19,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
-        """prompt: the tokens before the first new one, int (n,)."""
+        """Begins with a prompt: the tokens before the first new one, int (n,)."""
         self._tokenizer = tokenizer
         self._ids = [int(token) for token in prompt[-_CONTEXT:]]
         self._known = len(self._ids)  # tokens whose text is out

@@ -36,7 +36,7 @@ OTHERS_SAID += ("PJRT_NAMES_AND_LIBRARY_PATHS",)
 
 
 def as_program(main: Main) -> Callable[[Sequence[str] | None], int]:
-    """`main(arguments)`, which ends with one line and status 1 where it cannot go on.
+    """Wraps `main(arguments)`: ends with one line and status 1 where it cannot go on.
 
     Before it begins it is settled where JAX looks for devices (see `platforms`), unless
     JAX_PLATFORMS says so.

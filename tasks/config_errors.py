@@ -19,7 +19,7 @@ OTHER_NAMES = {
 
 
 def names_fields[**P, R](make: Callable[P, R]) -> Callable[P, R]:
-    """`make(config, ...)`, whose errors call fields by their names in the config.
+    """Wraps `make(config, ...)`: errors call fields by their names in the config.
 
     What is made of a config has fields of its own: where its error says `fsdp=0`, that
     of the result says `config.mesh.fsdp=0`.
@@ -36,7 +36,7 @@ def names_fields[**P, R](make: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_words_of(config: ml_collections.ConfigDict, text: str) -> str:
-    """A text, in which `field=`, or a field of several words, has its whole name."""
+    """Returns a text in which `field=`, or a field of several words, is named whole."""
     names = {n.split(".")[-1]: f"config.{n}" for n in fields_by_name(config)}
     names |= OTHER_NAMES
 

@@ -112,7 +112,7 @@ def read_cells(path: Path, form: LineForm, tokenizer: Tokenizer) -> list[Cell]:
 def evaluate(
     config: ml_collections.ConfigDict, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Rows of every run; nothing is computed before all options are checked.
+    """Returns rows of every run; checks all options before anything is computed.
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.

@@ -48,7 +48,7 @@ def not_finite(found: Mapping[str, Digest]) -> str:
 
 @jax.jit
 def device_digest(tree: Any) -> jax.Array:
-    """One uint32 for a whole tree, left on the devices."""
+    """Computes one uint32 for a whole tree, left on the devices."""
     words = [digest(leaf) for leaf in jax.tree.leaves(tree)]
     return digest(jnp.stack(words))
 

@@ -121,7 +121,7 @@ class Goodput:
             new.replace(self._record)
 
     def points(self) -> dict[str, float]:
-        """For the curves of TAGS."""
+        """Returns the values of the curves of TAGS."""
         self.switch(self._kind)
         values = *self.seconds.values(), self._fraction
         return dict(zip(TAGS, values, strict=True))

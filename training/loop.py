@@ -208,5 +208,5 @@ class Loop:
 
 
 def _is_due(step: int, every_steps: int, last_step: int) -> bool:
-    """At multiples and after the last step; every 0 steps: never."""
+    """Returns whether it is due: at multiples and after the last step; 0 is never."""
     return every_steps > 0 and (step % every_steps == 0 or step == last_step)

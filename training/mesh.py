@@ -83,7 +83,7 @@ class MeshShape:
         return MeshShape(**sizes)
 
     def cut_ring(self, embed: int) -> "MeshShape":
-        """This shape (without -1), with a ring that can share out parameters.
+        """Returns this shape (without -1), with a ring that can share out parameters.
 
         embed: size of their axis of that name. The inner ring is as large as divides
         what fsdp leaves of it.
@@ -102,13 +102,13 @@ class MeshShape:
         return {"data": self.data, "fsdp": self.fsdp} | outer | ends
 
     def abstract_mesh(self) -> AbstractMesh:
-        """A mesh of devices that need not be there."""
+        """Makes a mesh of devices that need not be there."""
         types = (AxisType.Auto,) * len(self.axes)
         return AbstractMesh(tuple(self.axes.values()), tuple(self.axes), types)
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of all the devices, laid out as `slices.lay_out` does.
+    """Makes a mesh of all the devices, laid out by `slices.lay_out`.
 
     Raises:
       ValueError: the shape does not match the devices, or not their slices.
@@ -165,12 +165,12 @@ class Partition:
         )
 
     def shards(self, axes: tuple[str, ...] | str) -> int:
-        """Into how many shards these mesh axes, or this logical axis, cut an array."""
+        """Counts the shards that mesh axes, or a logical axis, make of an array."""
         axes = self.axes(axes) if isinstance(axes, str) else axes
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def spec(self, names: Axes, shape: tuple[int, ...]) -> PartitionSpec:
-        """Partition of an array of this shape."""
+        """Returns the partition of an array of this shape."""
         if len(names) != len(shape):
             raise ValueError(f"{names=} do not fit {shape=}")
         return PartitionSpec(
@@ -181,7 +181,7 @@ class Partition:
         )
 
     def sharding(self, names: Axes, shape: tuple[int, ...]) -> NamedSharding:
-        """Sharding of an array of this shape."""
+        """Returns the sharding of an array of this shape."""
         return NamedSharding(self.mesh, self.spec(names, shape))
 
     def over_shards(
@@ -208,7 +208,7 @@ class Partition:
     def gather(
         self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
     ) -> jax.Array:
-        """Inside `over_shards`: a parameter's shard, made whole along its embed axis.
+        """Gathers, inside `over_shards`, a parameter's shards along its embed axis.
 
         It travels in `dtype`, in which it is used, and is returned in its own type: the
         gradients of all uses add up in that. They are summed over devices and scattered
@@ -223,7 +223,7 @@ class Partition:
         return _gather(shard, axes, axis, dtype) if axes else shard
 
     def vary(self, x: jax.Array) -> jax.Array:
-        """Inside `over_shards`: `x` as a value that may differ between all devices.
+        """Types `x`, inside `over_shards`, as differing between all devices.
 
         Its gradient is then summed over the devices here, and not at every use of it,
         in every round of a loop.
@@ -236,17 +236,17 @@ class Partition:
         return jax.lax.pcast(x, same, to="varying") if same else x
 
     def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
-        """Inside `over_shards`: the sum over the mesh axes of these logical axes."""
+        """Sums, inside `over_shards`, over the mesh axes of these logical axes."""
         return jax.lax.psum(
             x, tuple(axis for name in names for axis in self.axes(name))
         )
 
     def largest(self, x: jax.Array, name: str) -> jax.Array:
-        """Inside `over_shards`: the maximum over a logical axis; has no gradient."""
+        """Takes, inside `over_shards`, the maximum over a logical axis; no gradient."""
         return jax.lax.pmax(jax.lax.stop_gradient(x), self.axes(name))
 
     def shard_number(self, name: str) -> jax.Array:
-        """Inside `over_shards`: which shard of a logical axis this device holds."""
+        """Returns, inside `over_shards`, which shard of a logical axis is held here."""
         return jax.lax.axis_index(self.axes(name))
 
 
@@ -307,7 +307,7 @@ class StationaryPartition(Partition):
 def _gather(
     shard: jax.Array, axes: tuple[str, ...], axis: int, dtype: jnp.dtype
 ) -> jax.Array:
-    """Shards of mesh axes side by side, rounded to `dtype` before they travel."""
+    """Gathers shards of mesh axes, rounded to `dtype` before they travel."""
     whole = jax.lax.all_gather(shard.astype(dtype), axes, axis=axis, tiled=True)
     return whole.astype(shard.dtype)
 
@@ -317,7 +317,7 @@ def _gather_forward(shard, axes, axis, dtype):
 
 
 def _scatter_gradient(axes, axis, dtype, _, gradient):
-    """Not rounded, unlike the gradient of the conversion to `dtype`."""
+    """Scatters it unrounded, unlike the gradient of the conversion to `dtype`."""
     return (jax.lax.psum_scatter(gradient, axes, scatter_dimension=axis, tiled=True),)
 
 

@@ -329,7 +329,7 @@ class ConsoleLine:
 
 
 def _short(number: float) -> str:
-    """One decimal and a prefix: 950.0, 41.2k, 3.4M."""
+    """Formats with one decimal and a prefix: 950.0, 41.2k, 3.4M."""
     for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         # Half a last digit early, so that 999 999 is 1.0M and not 1000.0k.
         if number >= 0.99995 * size:
@@ -338,7 +338,7 @@ def _short(number: float) -> str:
 
 
 def _hours(seconds: float) -> str:
-    """h:mm:ss; days are hours too, so that lines of one run compare."""
+    """Formats h:mm:ss; days are hours too, so that lines of one run compare."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02d}:{second:02d}"

@@ -83,7 +83,7 @@ def across_slices(shape: Shape, num_slices: int) -> Shape:
 def _inside_a_slice(
     shape: Shape, devices: Sequence[jax.Device], ring_parts: int
 ) -> np.ndarray:
-    """JAX lays it out on the hardware; the ring goes from neighbour to neighbour."""
+    """Lays it out as JAX does; the ring goes from neighbour to neighbour."""
     laid_out = mesh_utils.create_device_mesh(
         shape, devices, allow_split_physical_axes=True
     )

@@ -258,7 +258,7 @@ def leaves(tree: Any) -> dict[str, Any]:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Dotted path and leaf, of each."""
+    """Lists the dotted path and the leaf of each."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -266,12 +266,12 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def briefs(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Type and shape of every array."""
+    """Lists type and shape of every array."""
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in arrays.items()}
 
 
 def saved_briefs(meta: Mapping[str, Any]) -> dict[str, str]:
-    """Type and shape of every array that a step holds."""
+    """Lists type and shape of every array that a step holds."""
     return {name: leaf["array"] for name, leaf in meta[LEAVES].items()}
 
 
@@ -291,7 +291,7 @@ def differences(
 
 
 def listed(found: Mapping[str, tuple[Any, Any]], between: str = "\n  ") -> str:
-    """Differences, in words."""
+    """Lists the differences, in words."""
     return between.join(
         f"{key}: saved {theirs}, this run {own}" for key, (theirs, own) in found.items()
     )

@@ -21,7 +21,7 @@ Place = tuple[int, ...]
 
 
 def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
-    """Devices of a mesh, reordered along one axis so that it is a closed walk.
+    """Reorders devices of a mesh along one axis so that it is a closed walk.
 
     devices: of the mesh; all lines along `axis` are reordered alike. Those that do not
       know their place, as CPUs and GPUs, and lines that are no box stay as they are.
@@ -36,7 +36,7 @@ def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
 
 
 def place(device: jax.Device) -> Place | None:
-    """A TPU core's place in its slice: that of its chip, and which of its cores."""
+    """Returns a TPU core's place: that of its chip, and which of its cores."""
     coordinates = getattr(device, "coords", None)
     if coordinates is None:
         return None
@@ -67,7 +67,7 @@ def closed_walk(places: Sequence[Place], *, by_rows: bool = False) -> list[int]:
 
 
 def _walk(shape: tuple[int, ...]) -> list[Place]:
-    """A closed walk through a box: there in serpentines, and back along one edge."""
+    """Walks through a box and back: there in serpentines, back along one edge."""
     even = next((i for i, side in enumerate(shape) if side % 2 == 0), None)
     if even is None:
         return _serpentine(shape)  # no walk of an odd number of steps is closed
@@ -93,7 +93,7 @@ def _rows(shape: tuple[int, ...]) -> list[Place]:
 
 
 def _serpentine(shape: tuple[int, ...]) -> list[Place]:
-    """Every place of a box, each a neighbour of the one before."""
+    """Lists every place of a box, each a neighbour of the one before."""
     if not shape:
         return [()]
     inner = _serpentine(shape[1:])

@@ -50,7 +50,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def pause(self) -> None:
-        """Something that may take long begins."""
+        """Notes that something that may take long begins."""
         self._begun = None
         self._arm(self._first)
 

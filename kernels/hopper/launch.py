@@ -263,7 +263,7 @@ def _backward_operands(
     )
 
     def stack(*rows: jax.Array) -> jax.Array:
-        """[..., T] each -> [..., T / block_q, 2, block_q]."""
+        """Stacks [..., T] each -> [..., T / block_q, 2, block_q]."""
         tiles = (x.reshape(*x.shape[:-1], -1, tile.block_q) for x in rows)
         return jnp.stack(list(tiles), axis=-2)
 
@@ -291,12 +291,12 @@ def _dq_operands(step: Step, tile: dq_kernel.QueryTile) -> dq_kernel.Operands:
 
 
 def _live(ranges: TileRanges) -> jax.Array:
-    """[M, tiles, 2], half-open."""
+    """Stacks live tiles as [M, tiles, 2], half-open."""
     return jnp.stack([ranges.live_begin, ranges.live_end], axis=-1)
 
 
 def _full(ranges: TileRanges) -> jax.Array:
-    """[M, tiles, 2], half-open."""
+    """Stacks full tiles as [M, tiles, 2], half-open."""
     return jnp.stack([ranges.full_begin, ranges.full_end], axis=-1)
 
 
@@ -339,12 +339,12 @@ def _blocks(blocks: HopperBlocks, d: int, sizes: BlockSizes | None) -> HopperBlo
 
 
 def _padded(x: jax.Array, rows: int, d: int) -> jax.Array:
-    """(B, T, H, D) -> (B, T + rows, H, d), with zeros."""
+    """Pads (B, T, H, D) -> (B, T + rows, H, d), with zeros."""
     return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, d - x.shape[-1])))
 
 
 def _padded_bound(bound: jax.Array, rows: int) -> jax.Array:
-    """(M, T) -> (M, T + rows), with the last."""
+    """Pads (M, T) -> (M, T + rows), with the last."""
     return jnp.pad(bound, ((0, 0), (0, rows)), mode="edge")
 
 

@@ -71,12 +71,12 @@ def load(ref: jax.Ref, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
 
 
 def broadcast_rows(x: jax.Array, rows: int) -> jax.Array:
-    """[n] -> [rows, n]."""
+    """Broadcasts [n] -> [rows, n]."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
 
 def broadcast_cols(x: jax.Array, cols: int) -> jax.Array:
-    """[n] -> [n, cols]."""
+    """Broadcasts [n] -> [n, cols]."""
     return lax.broadcast_in_dim(x, (x.shape[0], cols), [0])
 
 

@@ -96,7 +96,7 @@ def _rows(
     most: int,
     slots: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
-    """Tokens and index (B, T) in layout order; places and targets (B, most)."""
+    """Returns tokens, index (B, T) in layout order; places, targets (B, most)."""
     tokens = np.zeros((len(pairs), length), np.int32)
     index = np.full((len(pairs), length), EMPTY, np.int32)
     places = np.full((len(pairs), most), NO_PLACE, np.int32)
