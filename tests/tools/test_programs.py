@@ -23,6 +23,8 @@ def test_every_file_is_a_program_that_answers_help(name, capsys):
     for line in program.__doc__.strip().splitlines():
         assert line in printed
     assert f"python -m tools.{name} " in printed
+    ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
+    assert Path(program.__file__).read_text().endswith(ending)
 
 
 def test_the_readme_has_a_line_for_each_program():

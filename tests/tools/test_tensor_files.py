@@ -52,9 +52,14 @@ def test_files_hold_no_more_than_asked_and_are_read_as_one(tmp_path, file_bytes,
             np.testing.assert_array_equal(opened.read(name, index), tensor[index])
 
 
-def test_tensors_that_never_came_leave_no_directory(tmp_path):
+def test_tensors_that_do_not_come_leave_no_directory(tmp_path):
     with pytest.raises(ValueError, match="never written: c, d"):
         write(tmp_path / "out", 500, {name: TENSORS[name] for name in "ab"})
+    with pytest.raises(OSError, match="disk full"):
+        with TensorFilesWriter(tmp_path / "out", SIZES, 160) as writer:
+            writer.write("a", TENSORS["a"])
+            assert len(list(writer.partial.iterdir())) == 1
+            raise OSError("disk full")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -43,6 +43,8 @@ CASES = {
     f"prepare_chat {{no_rows.json}} {NEW} --context-tokens 64": "no conversation",
     f"prepare_chat {{rows.json}} {NEW} --context-tokens -1": "of at least 1, got -1",
     f"prepare_chat {{rows.json}} {NEW} --context-tokens 1.5": "number, got '1.5'",
+    f"prepare_chat {{rows.json}} {NEW} --context-tokens 9 --template llama3": "the byte"
+    "s tokenizer has no token",
     f"prepare_lines {NEW} --context-tokens 4": "3 tokens are too few for a record",
     f"prepare_lines {NEW} --context-tokens 64 --validation-tokens 0": "got 0: see",
     f"prepare_lines {NEW} --context-tokens 64 --seed -1": "at least 0, got -1",
@@ -94,7 +96,9 @@ CASES = {
     "convert_hf import {new} {new}": "{new}/config.json does not exist",
     "convert_hf import {full} {full}": "{full} already exists",
     "convert_hf export {new} {new}": "{new} has no checkpoints to read",
+    "convert_hf export {new} {full}": "{full} already exists and is left as it is",
     "convert_hf export {full} {new} --file-gigabytes nan": "got nan",
+    "convert_hf export {full} {new} --file-gigabytes 0": "least 1e-09, got 0",
     f"evaluate_lines {TINY} --lengths 64,x": "whole number, got 'x'",
     f"evaluate_lines {TINY} --lengths 64,-4": "of at least 1, got -4",
     f"evaluate_lines {TINY} --config.task=exorl": "makes no text",
