@@ -19,12 +19,12 @@ def free_port() -> int:
 class Processes:
     """Python processes that run at the same time; a context manager that ends them."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], **environment: str):
+    def __init__(self, commands: Sequence[Sequence[object]], **environment: str):
         """Starts `python COMMAND` for each of the commands, from the root."""
         # Each has devices of its own, and none of those that the tests simulate.
         self.running = [
             subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, *map(str, command)],
                 cwd=ROOT,
                 env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
                 stdout=subprocess.PIPE,
@@ -48,17 +48,14 @@ class Processes:
         for said in process.stdout:
             if said.startswith(line):
                 return
-        raise AssertionError(
-            f"{line!r} was never said: {process.stderr.read()[-3000:]}"
-        )
+        errors = process.stderr.read()[-3000:]
+        raise AssertionError(f"{line!r} was never said: {errors}")
 
     def finish(self, timeout: float = 240) -> list[tuple[int, str, str]]:
         """Exit code, and the rest of stdout and stderr, of each."""
         said = [process.communicate(timeout=timeout) for process in self.running]
-        return [
-            (process.returncode, *texts)
-            for process, texts in zip(self.running, said, strict=True)
-        ]
+        codes = [process.returncode for process in self.running]
+        return [(code, *texts) for code, texts in zip(codes, said, strict=True)]
 
 
 def run_program(

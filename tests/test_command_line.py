@@ -1,29 +1,9 @@
 """How programs begin and end: silent where nothing is wrong, one line where it is."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tasks.command_line import as_program, at_least, platforms, read_config, share
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def start(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python COMMAND` as a user does, where nothing says JAX_PLATFORMS."""
-    inherited = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
+from tests.processes import run_program
 
 # Each asks JAX for devices, as early as it does, and takes seconds.
 PROGRAMS = {
@@ -40,25 +20,26 @@ PROGRAMS = {
 SLOW = set(PROGRAMS) - {"convert_hf"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in PROGRAMS],
-)
-def test_compilers_of_chips_that_are_not_there_are_silent(
-    name: str, tmp_path: Path
-) -> None:
+each_program = [
+    pytest.param(name, marks=() if name == "convert_hf" else pytest.mark.slow)
+    for name in PROGRAMS
+]
+
+
+@pytest.mark.parametrize("name", each_program)
+def test_compilers_of_chips_that_are_not_there_are_silent(name, tmp_path):
     command = PROGRAMS[name].format(folder=tmp_path).split()
-    result = start("-m", f"tools.{name}", *command)
-    lines = result.stderr.splitlines()
-    assert result.returncode == len(lines), result.stderr
-    assert all(line.startswith("error: ") for line in lines), result.stderr
+    # As a user starts it: nothing says where JAX is to look for devices.
+    status, _, said = run_program("-m", f"tools.{name}", *command, JAX_PLATFORMS="")
+    lines = said.splitlines()
+    assert status == len(lines), said
+    assert all(line.startswith("error: ") for line in lines), said
 
 
-def test_the_compiler_of_described_pods_is_silent() -> None:
+def test_the_compiler_of_described_pods_is_silent():
     pods = "from training.pods import tpu_devices\n"
     pods += "assert len(tpu_devices('v4:2x2x2')) == 8"
-    result = start("-c", pods, JAX_PLATFORMS="cpu")
-    assert (result.returncode, result.stderr) == (0, "")
+    assert run_program("-c", pods) == (0, "", "")
 
 
 @pytest.mark.parametrize(
@@ -78,60 +59,61 @@ def test_the_compiler_of_described_pods_is_silent() -> None:
     ],
 )
 def test_the_files_of_a_host_say_which_devices_it_has(
-    files: list[str], environment: dict[str, str], expected: str | None, tmp_path: Path
-) -> None:
+    files, environment, expected, tmp_path
+):
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     assert platforms(tmp_path, environment) == expected
 
 
-def test_a_gpu_that_jax_cannot_use_ends_a_run() -> None:
+def test_a_gpu_that_jax_cannot_use_ends_a_run():
     """A host with a GPU and the CPU's requirements, or a broken CUDA."""
     fake = "import sys, train\nfrom tasks import command_line\n"
     fake += "command_line.platforms = lambda root, environment: 'tpu,cpu'\n"
     fake += "sys.exit(train.main(['--config=configs/h200_1b.py']))"
-    result = start("-c", fake, TPU_LIBRARY_PATH="nowhere")
-    assert result.returncode == 1
-    last = result.stderr.splitlines()[-1]
+    nowhere = {"JAX_PLATFORMS": "", "TPU_LIBRARY_PATH": "nowhere"}
+    status, _, said = run_program("-c", fake, **nowhere)
+    assert status == 1
+    last = said.splitlines()[-1]
     assert last.startswith("error: JAX cannot use the devices of this host: 'tpu'")
     assert "make venv ACCELERATOR=" in last and "JAX_PLATFORMS=cpu" in last
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ValueError("two\n  lines"), 1),
-        (OSError(28, "No space left on device"), 1),
-        (ImportError("no module"), 1),
-        (NotImplementedError("not here"), 1),
-        (FloatingPointError("nan"), 1),
-        (KeyboardInterrupt(), 130),
-    ],
-)
-def test_an_error_is_one_line(
-    error: BaseException, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def end_by(error: BaseException) -> int:
+    """Exit code of a program that raises this."""
+
     @as_program
     def main(arguments: object) -> None:
         raise error
 
-    assert main() == status
+    return main()
+
+
+ERRORS = [
+    (ValueError("two\n  lines"), 1),
+    (OSError(28, "No space left on device"), 1),
+    (ImportError("no module"), 1),
+    (NotImplementedError("not here"), 1),
+    (FloatingPointError("nan"), 1),
+    (KeyboardInterrupt(), 130),
+]
+
+
+@pytest.mark.parametrize(("error", "status"), ERRORS)
+def test_an_error_is_one_line(error, status, capsys):
+    assert end_by(error) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"error: {' '.join(str(error).split()) or 'interrupted'}"
 
 
-def test_an_error_of_the_program_itself_has_its_trace() -> None:
-    @as_program
-    def main(arguments: object) -> None:
-        raise RuntimeError("a mistake")
-
+def test_an_error_of_the_program_itself_has_its_trace():
     with pytest.raises(RuntimeError, match="a mistake"):
-        main()
+        end_by(RuntimeError("a mistake"))
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "nan", "two", "", "1e99x"])
-def test_numbers_of_arguments_are_checked(text: str) -> None:
+def test_numbers_of_arguments_are_checked(text):
     for kind in (at_least(1), at_least(1, float), at_least(0.5, float)):
         with pytest.raises(Exception, match="must be a .*number.* got") as caught:
             kind(text)
@@ -140,21 +122,22 @@ def test_numbers_of_arguments_are_checked(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["-0.1", "1.1", "nan", "inf", "half"])
-def test_shares_of_arguments_are_checked(text: str) -> None:
+def test_shares_of_arguments_are_checked(text):
     with pytest.raises(Exception, match=f"must be a number.* got '?{text}"):
         share(text)
     assert [share("0"), share("1")] == [0, 1]
 
 
 TINY = "--config=configs/tiny.py"
+NOT_GIVEN = "no --config=configs/NAME.py was given"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no --config=configs/NAME.py was given"),
-        (["--config="], "no --config=configs/NAME.py was given"),
-        (["--config.train.steps=4"], "no --config=configs/NAME.py was given"),
+        ([], NOT_GIVEN),
+        (["--config="], NOT_GIVEN),
+        (["--config.train.steps=4"], NOT_GIVEN),
         (["--config=configs/nothere.py"], "there is no config configs/nothere.py"),
         (["--config=configs"], "there is no config configs"),
         (["--config=README.md"], "README.md: SyntaxError: .* line"),
@@ -174,9 +157,7 @@ TINY = "--config=configs/tiny.py"
         ([TINY, "more"], r"unknown arguments \['more'\]"),
     ],
 )
-def test_a_bad_config_is_refused_in_one_line(
-    arguments: list[str], message: str
-) -> None:
+def test_a_bad_config_is_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_config(arguments)
 
@@ -189,16 +170,14 @@ def test_a_bad_config_is_refused_in_one_line(
         ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_file_that_makes_no_config_is_refused(
-    source: str, message: str, tmp_path: Path
-) -> None:
+def test_a_file_that_makes_no_config_is_refused(source, message, tmp_path):
     file = tmp_path / "made.py"
     file.write_text(source)
     with pytest.raises(ValueError, match=f"{file}: .*{message}"):
         read_config([f"--config={file}"])
 
 
-def test_a_config_is_read_with_what_is_changed_and_locked() -> None:
+def test_a_config_is_read_with_what_is_changed_and_locked():
     flags = ["--config.train.steps=7", "--config.mesh.fsdp", "4"]
     flags += ["--config.may_change=('rope_theta',)", "--config.workdir=a b"]
     config = read_config(["--config=configs/line_retrieval.py:160", *flags])

@@ -1,12 +1,8 @@
 """Importing the tree takes little time of its own, and the library nothing needless."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import run_program
 
 LIBRARY = "kernels", "models", "data", "training"
 PROGRAMS = "tasks", "train", "configs", "tools"
@@ -44,15 +40,10 @@ print(json.dumps([seconds, modules, sorted(sys.modules)]))
 
 
 def test_imports_take_two_seconds_and_the_librarys_are_not_needless():
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, " ".join(LIBRARY), " ".join(PROGRAMS)],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    seconds, of_library, everything = json.loads(result.stdout.splitlines()[-1])
+    arguments = " ".join(LIBRARY), " ".join(PROGRAMS)
+    status, printed, said = run_program("-c", PROGRAM, *arguments)
+    assert status == 0, said
+    seconds, of_library, everything = json.loads(printed.splitlines()[-1])
     assert {"kernels.ring", "models.llama", "data.text"} <= set(of_library)
     assert {"train", "tools.plan_pod", "configs.tiny"} <= set(everything)
     assert NEEDLESS & set(of_library) == set()

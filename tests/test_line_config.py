@@ -1,16 +1,12 @@
 """configs/line_retrieval.py: its stages, and what they come to."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from configs import line_retrieval
+from tests.processes import run_program
 
-ROOT = Path(__file__).resolve().parent.parent
 STAGES = 32, 160
 
 
@@ -27,22 +23,15 @@ def test_stages_are_one_model_and_each_begins_with_the_one_before():
 
 def run(*command: object) -> None:
     """A program of this repository, on as many CPU devices as it simulates."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    status, _, said = run_program(*command, timeout=5400, XLA_FLAGS="")
+    assert status == 0, said[-3000:]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """From nothing, with the config's striped ring: minutes on two idle cores."""
     for tokens in STAGES:
         corpus, workdir = tmp_path / f"lines_{tokens}", tmp_path / str(tokens)
