@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import matplotlib.image
@@ -13,12 +14,11 @@ from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal, full, window
 from tools import figures
 from tools.lib.benchmarks.peers import PEERS
-from tools.lib.benchmarks.work import critical_path
-from tools.lib.figures import rates, returns, work
+from tools.lib.figures import work
 from tools.lib.figures.lines import heat_maps
-from tools.lib.figures.rates import OTHERS, Bar, bar, bars
+from tools.lib.figures.rates import OTHERS, bar, bars
 from tools.lib.figures.returns import CONTEXTS, TARGET, colours_of, curve, curves, read
-from tools.lib.figures.style import AGENTS, MODELS, PROGRAMS, write_picture
+from tools.lib.figures.style import AGENTS, MODELS, OURS, PROGRAMS, write_picture
 from tools.lib.figures.work import work_per_step
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
@@ -29,24 +29,27 @@ AGENT_FILES = [
 ]
 
 
+def draw(output, *arguments):
+    """Runs the program, which must leave one whole picture in the folder of output."""
+    assert figures.main([*map(str, arguments), "--output", str(output)]) == 0
+    (picture,) = output.parent.rglob("*.png")
+    assert matplotlib.image.imread(picture).shape[1] > 900
+    assert not list(output.parent.rglob("*.part"))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["work"],
         ["rates", COMMITTED / "ringattention.json"],
         ["rates", COMMITTED / "attention_ring8.json"],
         ["lines", COMMITTED / "line_retrieval.json", "--names", "long", "short"],
         ["returns", *AGENT_FILES],
     ],
-    ids=lambda arguments: Path(arguments[min(1, len(arguments) - 1)]).stem,
+    ids=lambda arguments: Path(arguments[1]).stem,
 )
 def test_committed_rows_are_drawn(arguments, tmp_path, capsys):
-    output = tmp_path / ("new/results" if arguments == ["work"] else "x.png")
-    assert figures.main([*map(str, arguments), "--output", str(output)]) == 0
-    assert capsys.readouterr().out.endswith(f"written to {output}\n")
-    (picture,) = tmp_path.rglob("*.png")
-    assert matplotlib.image.imread(picture).shape[1] > 900
-    assert not list(tmp_path.rglob("*.part"))
+    draw(tmp_path / "x.png", *arguments)
+    assert capsys.readouterr().out == f"written to {tmp_path / 'x.png'}\n"
 
 
 @pytest.mark.parametrize("colours", [PROGRAMS, AGENTS, MODELS])
@@ -55,42 +58,41 @@ def test_no_two_have_one_colour(colours):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("nowhere/x.png", "nowhere is not a directory: give the path of a PNG"),
-        ("folder", "folder is a directory: give the path of a PNG"),
-    ],
+    ("name", "said"), [("nowhere/x.png", "nowhere is not"), ("folder", "folder is")]
 )
 def test_a_path_that_cannot_be_a_picture_is_named(tmp_path, name, said):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=f"{said} a directory: give the path of a PNG"):
         write_picture(tmp_path / name, Figure())
     assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
 
 
 # Work of a ring.
 
+BY_HAND = {
+    "contiguous": (
+        228,
+        [[36, 0, 0, 0], [36, 64, 0, 0], [36, 64, 64, 0], [36, 64, 64, 64]],
+    ),
+    "striped": (144, [[36, 36, 36, 36]] * 4),
+    "zigzag": (132, [[36, 32, 32, 32]] * 4),
+}
 
-@pytest.mark.parametrize(
-    ("layout", "rows", "path"),
-    [
-        (
-            Contiguous(),
-            [[36, 0, 0, 0], [36, 64, 0, 0], [36, 64, 64, 0], [36, 64, 64, 64]],
-            228,
-        ),
-        (Striped(), [[36, 36, 36, 36]] * 4, 144),
-        (Striped(4), [[36, 36, 36, 36]] * 4, 144),
-        (Zigzag(), [[36, 32, 32, 32]] * 4, 132),
-    ],
-    ids=str,
-)
+
 def test_causal_ring_of_4_computes_the_tiles_that_can_be_counted_by_hand(
-    layout, rows, path
+    tmp_path, capsys
 ):
-    counts = work_per_step(layout, 4, 8, causal())
-    assert counts.tolist() == rows
-    assert critical_path(counts) == path
+    output = tmp_path / "new/results"
+    draw(output, "work")
+    printed = capsys.readouterr().out
+    assert "bound: 128.0 tiles" in printed
+    assert printed.endswith(f"written to {output}\n")
+    written = json.loads((output / "work_per_step.json").read_text())
+    assert written["bound"] == pytest.approx(8 * 8 * 4 / 2, rel=1e-3)
+    for name, (path, tiles) in BY_HAND.items():
+        assert written["layouts"][name] == {"critical_path": path, "tiles": tiles}
+        assert f"critical path {path} tiles" in printed
+    assert work_per_step(Striped(4), 4, 8, causal()).tolist() == BY_HAND["striped"][1]
 
 
 def test_steps_without_a_mask_are_whole_and_those_beyond_a_window_empty():
@@ -100,117 +102,36 @@ def test_steps_without_a_mask_are_whole_and_those_beyond_a_window_empty():
     assert counts.tolist() == [[3, 0, 0, 0]] + [[3, 1, 0, 0]] * 3
 
 
-def test_work_is_printed_and_written_down(tmp_path, capsys):
-    assert figures.main(["work", "--output", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    for path in (228, 144, 132):
-        assert f"critical path {path} tiles" in printed
-    assert "bound: 128.0 tiles" in printed
-    written = json.loads((tmp_path / "work_per_step.json").read_text())
-    assert written["bound"] == pytest.approx(8 * 8 * 4 / 2, rel=1e-3)
-    assert {
-        name: (numbers["critical_path"], np.sum(numbers["tiles"]))
-        for name, numbers in written["layouts"].items()
-    } == {"contiguous": (228, 528), "striped": (144, 576), "zigzag": (132, 528)}
-
-
 # Rates of benchmarks.
 
-PLACE = {
-    "commit": "0123456789abcdef",
-    "date": "2026-11-22T01:02:03+00:00",
-    "device_kind": "NVIDIA H200",
-    "device_count": 1,
-    "cores": 16,
-}
-KERNEL = PLACE | {
-    "direction": "backward",
-    "length": 8192,
-    "head_dim": 128,
-    "dtype": "bfloat16",
-    "mask": "causal",
-    "seconds_median": 0.004,
-    "seconds_spread": 0.1,
-}
+PLACE = {"commit": "0123456789abcdef", "date": "2026-11-22T01:02:03+00:00"}
+PLACE |= {"device_kind": "NVIDIA H200", "device_count": 1, "cores": 16}
+KERNEL = PLACE | {"direction": "backward", "length": 8192, "head_dim": 128}
+KERNEL |= {"dtype": "bfloat16", "mask": "causal"}
+KERNEL |= {"seconds_median": 0.004, "seconds_spread": 0.1}
 FAST = KERNEL | {"contestant": "hopper", "tflops": 600.0, "peak_share": 0.61}
 PEER = KERNEL | {"contestant": "cudnn", "tflops": 500.0, "peak_share": None}
-TRAINING = PLACE | {
-    "config": "configs/h200_1b.py",
-    "overrides": ["--config.remat=nothing"],
-    "context_tokens": 32768,
-    "step_seconds": 1.5,
-    "step_spread": 0.02,
-    "tokens_per_second": 21845.3,
-    "mfu": 0.456,
-}
+TRAINING = PLACE | {"config": "configs/h200_1b.py", "context_tokens": 32768}
+TRAINING |= {"overrides": ["--config.remat=nothing"], "tokens_per_second": 21845.3}
+TRAINING |= {"step_seconds": 1.5, "step_spread": 0.02, "mfu": 0.456}
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (
-            FAST,
-            Bar(
-                "backward, 8,192 tokens\nmask causal, heads of 128, bfloat16",
-                "hopper",
-                600.0,
-                "TFLOP/s",
-                "4.00 ms ± 5%, 61% of peak",
-                "this repository",
-            ),
-        ),
-        (
-            PEER | {"length": 16384},
-            Bar(
-                "backward, 16,384 tokens\nmask causal, heads of 128, bfloat16",
-                "cudnn",
-                500.0,
-                "TFLOP/s",
-                "4.00 ms ± 5%",
-                "cudnn",
-            ),
-        ),
-        (
-            TRAINING,
-            Bar(
-                "h200_1b --config.remat=nothing",
-                "32,768 tokens",
-                21845.3,
-                "tokens/s",
-                "1.50 s ± 1%, MFU 46%",
-                "this repository",
-            ),
-        ),
-    ],
-    ids=["ours", "peer", "training"],
-)
-def test_a_bar_is_the_rate_of_its_row(row, expected):
-    assert bar(row) == expected
-    assert bars([row]).get_suptitle() == (
-        "Measured on 1 x NVIDIA H200, 2026-11-22, at 0123456"
-    )
+def test_a_bar_is_the_rate_of_its_row():
+    problem = "tokens\nmask causal, heads of 128, bfloat16"
+    ours = f"backward, 8,192 {problem}", "hopper", 600.0, "TFLOP/s"
+    assert bar(FAST) == (*ours, "4.00 ms ± 5%, 61% of peak", OURS)
+    peer = f"backward, 16,384 {problem}", "cudnn", 500.0, "TFLOP/s"
+    assert bar(PEER | {"length": 16384}) == (*peer, "4.00 ms ± 5%", "cudnn")
+    run = "h200_1b --config.remat=nothing", "32,768 tokens", 21845.3, "tokens/s"
+    assert bar(TRAINING) == (*run, "1.50 s ± 1%, MFU 46%", OURS)
+    title = "Measured on 1 x NVIDIA H200, 2026-11-22, at 0123456"
+    for row in (FAST, PEER, TRAINING):
+        assert bars([row]).get_suptitle() == title
 
 
 def test_every_program_of_others_has_a_colour():
     assert set(PEERS) < set(OTHERS)
     assert set(OTHERS.values()) < set(PROGRAMS)
-
-
-@pytest.mark.parametrize(
-    "rows, said",
-    [
-        ([], "there are no rows"),
-        ([{"device_kind": "cpu"}], "a row has no 'implementation': give rows of bench"),
-        ([FAST, PEER | {"device_kind": "TPU v4"}], "TPU v4.*are not comparable"),
-        ([FAST, TRAINING], "TFLOP/s', 'tokens/s'.*are not comparable"),
-        ([FAST | {"tflops": float("nan")}], "value of row 0 must be a number.*got nan"),
-        ([FAST, FAST | {"tflops": -1.0}], "value of row 1 must be a number.*got -1.0"),
-        ([FAST | {"tflops": "600"}], "value of row 0 must be a number.*got '600'"),
-    ],
-)
-def test_rows_that_make_no_bars_are_refused(rows, said):
-    with pytest.raises(ValueError, match=said):
-        rates.bars(rows)
 
 
 # Line retrieval.
@@ -256,36 +177,45 @@ def test_runs_have_names(runs, names, titles):
     assert all(len(axes.texts) == 2 for axes in figure.axes)
 
 
+with_one_name = partial(heat_maps, names=["one"])
+
+
 @pytest.mark.parametrize(
-    ("some", "names", "said"),
+    ("picture_of", "rows", "said"),
     [
-        ([], [], "0 names for 0 runs .no rows.: there must be a run"),
-        (LONG + SHORT, ["one"], "1 names for 2 runs .long, short.: there must be"),
-        (LONG + LONG[:1], [], "long, 128 tokens, depth 0%: .* is there twice"),
-        (
-            cells("a", {(128, 0.5): 1.5}),
-            [],
-            "a, 128 tokens, depth 50%: .*more than all",
-        ),
-        (cells("a", {(128, 0.5): -0.5}), [], "generated of row 0 must be a number"),
-        (cells("a", {(128, 0.5): None}), [], "generated of row 0 .* got None"),
-        (cells("a", {("128", 0.5): 1.0}), [], "length of row 0 .* got '128'"),
+        (bars, [], "there are no rows"),
+        (bars, [{"device_kind": "cpu"}], "row has no 'implementation': give rows of b"),
+        (bars, [FAST, PEER | {"device_kind": "TPU v4"}], "TPU v4.* not comparable"),
+        (bars, [FAST, TRAINING], "TFLOP/s', 'tokens/s'.*are not comparable"),
+        (bars, [FAST | {"tflops": np.nan}], "value of row 0 must be a number.*got nan"),
+        (bars, [FAST, FAST | {"tflops": -1.0}], "value of row 1 must be .*got -1.0"),
+        (bars, [FAST | {"tflops": "600"}], "value of row 0 must be a number.*'600'"),
+        (heat_maps, [], "0 names for 0 runs .no rows.: there must be a run"),
+        (with_one_name, LONG + SHORT, "1 names for 2 runs .long, short.: there must"),
+        (heat_maps, LONG + LONG[:1], "long, 128 tokens, depth 0%: .* is there twice"),
+        (heat_maps, cells("a", {(128, 0.5): 1.5}), "a, 128 tok.* 50%: .*more than all"),
+        (heat_maps, cells("a", {(128, 0.5): -0.5}), "generated of row 0 must be a num"),
+        (heat_maps, cells("a", {(128, 0.5): None}), "generated of row 0 .* got None"),
+        (heat_maps, cells("a", {("128", 0.5): 1.0}), "length of row 0 .* got '128'"),
     ],
 )
-def test_rows_that_make_no_map_are_refused(some, names, said):
+def test_rows_that_make_no_picture_are_refused(picture_of, rows, said):
     with pytest.raises(ValueError, match=said):
-        heat_maps(some, names)
+        picture_of(rows)
 
 
 # Returns of agents.
 
 
+def own(returns, recorded=()):
+    return {"own": {"returns": returns, "recorded_returns": [list(recorded)]}}
+
+
 def results(chain_length=4, method="transformer", order="ascending", **fields):
-    own = {"returns": [[1.0, 2.0], [3.0, 6.0]], "recorded_returns": [[], []]}
     agent = {"method": method, "chain_length": chain_length}
     config = {"agent": agent, "data": {"chain_order": order}}
     whole = {"task": "walk", "target": 5.0, "config": config}
-    return whole | {"contexts": {"own": own}} | fields
+    return whole | {"contexts": own([[1.0, 2.0], [3.0, 6.0]])} | fields
 
 
 def test_every_line_is_in_the_legend_under_a_name():
@@ -300,8 +230,8 @@ def test_every_line_is_in_the_legend_under_a_name():
 
 
 def test_curves_are_means_and_begin_after_what_was_recorded():
-    own = results()["contexts"]["own"] | {"recorded_returns": [[7, 8, 9], [7, 8, 9]]}
-    episodes, low, mean, high = curve(own)
+    outcome = own([[1.0, 2.0], [3.0, 6.0]], recorded=(7, 8, 9))["own"]
+    episodes, low, mean, high = curve(outcome)
     assert episodes.tolist() == [4, 5] and mean.tolist() == [2, 4]
     assert (low <= mean).all() and (mean <= high).all()
 
@@ -331,21 +261,19 @@ def test_agents_and_contexts_are_told_apart():
     assert len(set(words)) == len(set(looks)) == len(CONTEXTS)
 
 
-EMPTY = {"own": {"returns": [], "recorded_returns": [[]]}}
-NAN = {"own": {"returns": [[np.nan]], "recorded_returns": [[]]}}
-RAGGED = {"own": {"returns": [[1, 2], [3]], "recorded_returns": [[]]}}
+NO_RESULTS = r"0\.json holds no results "
 
 
 @pytest.mark.parametrize(
     ("contents", "said"),
     [
-        ([""], r"0\.json holds no results .*JSONDecodeError"),
-        (["7"], r"0\.json holds no results .*TypeError"),
-        ([results(contexts=EMPTY)], r"returns of shape \(0,\) must be finite"),
-        ([results(contexts=NAN)], r"returns of shape \(1, 1\) must be finite"),
-        ([results(contexts=RAGGED)], r"0\.json holds no results .*ValueError"),
-        ([results(contexts={"dream": 7})], r"0\.json holds no results"),
-        ([{"task": "walk"}], r"0\.json holds no results .*'config'"),
+        ([""], NO_RESULTS + ".*JSONDecodeError"),
+        (["7"], NO_RESULTS + ".*TypeError"),
+        ([results(contexts=own([]))], r"returns of shape \(0,\) must be finite"),
+        ([results(contexts=own([[np.nan]]))], r"of shape \(1, 1\) must be finite"),
+        ([results(contexts=own([[1, 2], [3]]))], NO_RESULTS + ".*ValueError"),
+        ([results(contexts={"dream": 7})], NO_RESULTS),
+        ([{"task": "walk"}], NO_RESULTS + ".*'config'"),
         ([results(), results()], r"1\.json, walk: Agentic .* is there already; draw"),
         (
             [results(), results(chain_length=1, target=6.0)],
@@ -358,4 +286,4 @@ def test_results_that_make_no_picture_are_refused(contents, said, tmp_path):
     for path, content in zip(paths, contents, strict=True):
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=said):
-        returns.read([str(path) for path in paths])
+        read([str(path) for path in paths])
