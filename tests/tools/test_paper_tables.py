@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from configs import llama_sizes
 from models.llama import LlamaConfig
 from tools import paper_tables
 from tools.lib.figures.papers import BARS, longest_contexts
@@ -29,10 +30,9 @@ ROW = {
 
 def test_activations_of_table_1():
     sizes = {"b": 2, "s": 1000, "c": 250, "h": 64, "n": 4}
-    assert activation_bytes("vanilla", **sizes) == 16_000_000
-    assert activation_bytes("memory_efficient", **sizes) == 8 * 2 * 1000 * 64
-    assert activation_bytes("blockwise", **sizes) == 2 * 2 * 1000 * 64
-    assert activation_bytes("ring", **sizes) == 6 * 2 * 250 * 64
+    expected = {"vanilla": 16_000_000, "memory_efficient": 8 * 2 * 1000 * 64}
+    expected |= {"blockwise": 2 * 2 * 1000 * 64, "ring": 6 * 2 * 250 * 64}
+    assert {name: activation_bytes(name, **sizes) for name in expected} == expected
     with pytest.raises(KeyError):
         activation_bytes("unknown", **sizes)
 
@@ -41,9 +41,8 @@ def test_smallest_blocks_are_those_of_table_2():
     """To the digits that the paper gives, where it gives the rates that it used."""
     rows = {row["chip"]: row for row in paper_tables.table_2()}
     for name in ("A100 80GB", "A100 over InfiniBand", "TPU v4"):
-        block, sequence = rows[name]["paper"]
-        assert rows[name]["block"] / 1024 == pytest.approx(block, rel=0.05)
-        assert rows[name]["sequence"] / 1024 == pytest.approx(sequence, rel=0.05)
+        found = [rows[name][column] / 1024 for column in ("block", "sequence")]
+        assert found == pytest.approx(rows[name]["paper"], rel=0.05)
     v4 = SmallestBlock.of(chips.find("TPU v4"))
     assert v4.block == pytest.approx(275e12 / 45e9)
     assert v4.sequence == 6 * v4.block
@@ -63,16 +62,8 @@ def test_striping_gains_most_without_tiles(ring, limit):
 
 
 def test_speed_up_of_a_step_grows_with_the_context_to_that_of_attention():
-    model = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        feed_forward_size=512,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=128,
-    )
-    found = [largest_speed_up(model, 8, 2**power) for power in (13, 15, 17)]
+    model = LlamaConfig(**llama_sizes.llama("1b"))
+    found = [largest_speed_up(model, 8, 2**power) for power in (16, 18, 20)]
     assert 1 < found[0] < found[1] < found[2] < largest_attention_speed_up(8)
     assert found[2] > 1.75
 
@@ -88,22 +79,24 @@ def test_rows_ask_for_multiples_of_the_papers_contexts(remat, tmp_path):
     assert len({t.name(remat) for t in TARGETS}) == len(TARGETS)
 
 
+def keep(folder, target, row, remat="nothing"):
+    (folder / f"{target.name(remat)}.json").write_text(json.dumps(row))
+
+
 def test_rows_are_read_as_they_were_compiled(tmp_path):
-    first, second, third = TARGETS[:3]
-    (tmp_path / f"{first.name('nothing')}.json").write_text(json.dumps(ROW))
     tight = ROW | {"memory": ROW["memory"] | {"spare_share": 0.04}}
-    (tmp_path / f"{second.name('nothing')}.json").write_text(json.dumps(tight))
     refused = {"refused": "the step does not fit: it takes 33G of 30G"}
-    (tmp_path / f"{third.name('nothing')}.json").write_text(json.dumps(refused))
+    for target, row in zip(TARGETS, (ROW, tight, refused), strict=False):
+        keep(tmp_path, target, row)
     found = paper_contexts.rows(tmp_path, TARGETS[:3])
-    by_name = {(r["model"], r["topology"], r["remat"]): r for r in found}
-    assert len(by_name) == 6
-    rows = [by_name[t.model, t.topology, "nothing"] for t in TARGETS[:3]]
+    names = [(row["model"], row["topology"], row["remat"]) for row in found]
+    assert names == [(t.model, t.topology, r) for t in TARGETS[:3] for r in MULTIPLES]
+    rows = found[::2]
     assert [row["fits"] for row in rows] == [True, False, False]
     assert rows[0]["hidden_share"] == 0.75
-    assert rows[0]["context"] == 4 * first.paper_context
+    assert rows[0]["context"] == 4 * TARGETS[0].paper_context
     assert rows[2]["why"] == refused["refused"]
-    assert by_name[first.model, first.topology, "offload"]["fits"] is None
+    assert found[1]["fits"] is None
 
 
 def test_a_row_that_is_refused_is_kept_and_a_failure_is_told(tmp_path, monkeypatch):
@@ -116,34 +109,27 @@ def test_a_row_that_is_refused_is_kept_and_a_failure_is_told(tmp_path, monkeypat
     planner("…\nerror: the step does not fit: it takes 33G of 30G")
     row = paper_contexts.compile_row(TARGETS[0], "nothing", tmp_path)
     assert row["refused"] == "the step does not fit: it takes 33G of 30G"
-    name = TARGETS[0].name("nothing")
-    assert json.loads((tmp_path / f"{name}.json").read_text()) == row
+    path = tmp_path / f"{TARGETS[0].name('nothing')}.json"
+    assert json.loads(path.read_text()) == row
     planner("Segmentation fault")
     with pytest.raises(RuntimeError, match="plan_pod.* failed: Segmentation fault"):
         paper_contexts.compile_row(TARGETS[0], "nothing", tmp_path)
-    assert json.loads((tmp_path / f"{name}.json").read_text()) == row
+    assert json.loads(path.read_text()) == row
 
 
 def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
     folder = tmp_path / paper_tables.CONTEXTS
     folder.mkdir(parents=True)
-    (folder / f"{TARGETS[0].name('offload')}.json").write_text(json.dumps(ROW))
-    layer = {
-        "system": "striped",
-        "ring": 4,
-        "parts": 2,
-        "tokens": [8, 16],
-        "compiled_bytes": 2**20,
-        "formula_bytes": 2**21,
-    }
+    keep(folder, TARGETS[0], ROW, "offload")
+    layer = {"system": "striped", "ring": 4, "parts": 2, "tokens": [8, 16]}
+    layer |= {"compiled_bytes": 2**20, "formula_bytes": 2**21}
     paper_tables.compile_memory(tmp_path / paper_tables.LAYER, [layer])
     ring = {"ring": 4, "tokens": 65536, "activation_bytes": 2**20}
     paper_tables.compile_memory(tmp_path / paper_tables.RINGS, [ring])
     paper_tables.main(["--output", str(tmp_path)])
-    said = capsys.readouterr()
-    text = said.out
+    text, progress = capsys.readouterr()
     for name in ("layer_memory", "ring_memory"):
-        assert f"compiling the rows of {name}.json: 0 s so far\n" in said.err
+        assert f"compiling the rows of {name}.json: 0 s so far\n" in progress
     assert "striped, 2 parts" in text and "1.0, the paper's formula      2.0" in text
     assert "ring     4, to      65,536 tokens:      1.0 MiB" in text
     assert "75.0% hidden, MFU about 60%, 2 GiB of the host's" in text
@@ -154,14 +140,10 @@ def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        paper_tables.LAYER,
-        paper_tables.RINGS,
-        f"{paper_tables.CONTEXTS}/{TARGETS[0].name('nothing')}.json",
-    ],
-)
+A_CONTEXT = f"{paper_tables.CONTEXTS}/{TARGETS[0].name('nothing')}.json"
+
+
+@pytest.mark.parametrize("name", [paper_tables.LAYER, paper_tables.RINGS, A_CONTEXT])
 @pytest.mark.parametrize(
     "content", ["", "7", "{}", '{"rows": [7]}', '{"rows": [{"ring": 4}]}']
 )
@@ -177,17 +159,16 @@ def test_files_of_something_else_are_named_and_nothing_is_written(
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
 
 
-def compiled(model, topology, remat, context, fits):
-    row = {"model": model, "topology": topology, "remat": remat, "context": context}
-    return row | {"paper_context": 2048, "fits": fits}
-
-
 @pytest.mark.parametrize("fits", [True, False], ids=["offloaded", "refused"])
 def test_bars_are_the_contexts_that_fit(fits):
     rows = [
-        compiled("7b", "v4:8x8x8", "nothing", 8192, True),
-        compiled("7b", "v4:8x8x8", "offload", 16384, fits),
-        compiled("3b", "v4:8x8x8", "nothing", 32768, None),
+        {"model": model, "topology": "v4:8x8x8", "remat": remat, "context": context}
+        | {"paper_context": 2048, "fits": fits}
+        for model, remat, context, fits in (
+            ("7b", "nothing", 8192, True),
+            ("7b", "offload", 16384, fits),
+            ("3b", "nothing", 32768, None),
+        )
     ]
     figure = longest_contexts(rows)
     heights = [bar.get_height() / 2**20 for bar in figure.axes[0].patches]
