@@ -51,7 +51,7 @@ class Processes:
         errors = process.stderr.read()[-3000:]
         raise AssertionError(f"{line!r} was never said: {errors}")
 
-    def finish(self, timeout: float = 240) -> list[tuple[int, str, str]]:
+    def finish(self, timeout: float = 300) -> list[tuple[int, str, str]]:
         """Exit code, and the rest of stdout and stderr, of each."""
         said = [process.communicate(timeout=timeout) for process in self.running]
         codes = [process.returncode for process in self.running]
@@ -59,7 +59,7 @@ class Processes:
 
 
 def run_program(
-    *command: object, timeout: float = 240, **environment: str
+    *command: object, timeout: float = 300, **environment: str
 ) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `python COMMAND`."""
     with Processes([command], **environment) as one:

@@ -1,8 +1,6 @@
 """Runs of `train.train` that are small enough for tests: their config and corpus."""
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,11 @@ from configs import tiny
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
 from tasks import base, text
+from tests.processes import run_program
 from training.checkpoint import Checkpoints
 from training.metrics import read_scalars
 from training.optimizer import make_optimizer
 from training.step import TrainState
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def prepare_corpus(directory: Path) -> Path:
@@ -98,6 +95,18 @@ def kept_in(directory: Path) -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
+def files(directory: Path) -> dict[Path, bytes]:
+    """The content of every file in a directory, to see that nothing changes."""
+    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def checkpoints_of(config: ml_collections.ConfigDict) -> Checkpoints:
+    """The checkpoints of a run with this config."""
+    model = text.model(config, base.partition(config, jax.devices()))
+    directory = Path(config.workdir) / "checkpoints"
+    return Checkpoints(directory, keep=3, fingerprint=text.fingerprint(model))
+
+
 class Run:
     """A workdir, and what was said there."""
 
@@ -111,15 +120,9 @@ class Run:
     def command(self, **overrides: Any) -> None:
         """`python train.py` with the same config, given as flags."""
         flags = small_flags(self.corpus, self.workdir, **overrides)
-        result = subprocess.run(
-            [sys.executable, "train.py", *flags],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert result.returncode == 0, result.stderr
-        self.said += result.stdout.splitlines()
+        status, printed, errors = run_program("train.py", *flags)
+        assert status == 0, errors
+        self.said += printed.splitlines()
 
     def config(self, **overrides: Any) -> ml_collections.ConfigDict:
         return small_config(self.corpus, self.workdir, **overrides)
@@ -142,16 +145,12 @@ class Run:
         partition = base.partition(config, jax.devices())
         model = text.model(config, partition)
         optimizer, _ = make_optimizer(base.optimizer_settings(config))
-        with Checkpoints(
-            self.workdir / "checkpoints",
-            keep=1,
-            fingerprint=text.fingerprint(model),
-        ) as checkpoints:
-            shapes = base.abstract_state(model, optimizer, partition)
+        shapes = base.abstract_state(model, optimizer, partition)
+        with checkpoints_of(config) as checkpoints:
             return checkpoints.restore(shapes)[0]
 
     def files(self) -> dict[Path, bytes]:
-        return {p: p.read_bytes() for p in self.workdir.rglob("*") if p.is_file()}
+        return files(self.workdir)
 
 
 def assert_equal_bits(state: Any, truth: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import train
 from configs import grow_context
-from tests.runs import SMALL
+from tests.runs import SMALL, files
 from training.metrics import read_scalars
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -74,10 +74,6 @@ def workdirs(first: Path, tmp_path: Path) -> Path:
 
 def losses(workdir: Path) -> np.ndarray:
     return np.array([x for _, x in read_scalars(workdir / "tensorboard")["train/loss"]])
-
-
-def files(directory: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 @pytest.mark.slow
