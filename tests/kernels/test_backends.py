@@ -5,6 +5,7 @@ files of that chip.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels import backends, blockwise
@@ -16,13 +17,14 @@ from tests.kernels.backend_suite import (
     BackendSuite,
     Groups,
     Refusal,
+    any_in_block,
     float32_cases,
     refused_types,
 )
 from tests.simulated_hopper import RACES, SimulatedHopper
 from tests.simulated_tpu import SimulatedTpu, on_chip
 from tests.simulated_triton import SMALL_BLOCKS, SimulatedGpu, interpreted_call
-from tests.steps import StepCase
+from tests.steps import StepCase, truth
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
@@ -116,7 +118,7 @@ class TestTpu(BackendSuite):
         ),
         "more tiles than scalar memory holds": Refusal(
             NotImplementedError,
-            r"bounds of all tiles take 16\.0 KiB, more than the 15\.0 KiB .* TPU v3",
+            r"bounds of all tiles take 16\.0 KiB, more than the 15\.0 KiB .*v3: shard",
             queries=2**18,
             heads=1,
             head_dim=128,
@@ -152,7 +154,7 @@ class TestHopper(BackendSuite):
             StepCase(300, 130, 3, head_dim=100, batch=1, has_carry=True, scale=-0.1),
             BF16,
         ),
-        "wide heads": (StepCase(100, 130, 2, head_dim=256, batch=1), BF16),
+        "wide heads": (StepCase(100, 257, 4, head_dim=256, batch=1), BF16),
     }
     types = BF16, F16
     draws_type = True
@@ -161,7 +163,7 @@ class TestHopper(BackendSuite):
         rows=128,
         query_tile=128,
         granule=128,
-        gaps=((130, 200), (256, 384), (448, 384)),
+        gaps=((130, 190), (256, 384), (448, 384)),
         aligned=((0, 128), (128, 384), (256, 512)),
         slots=(200,),
     )
@@ -193,6 +195,17 @@ class TestHopper(BackendSuite):
         ),
     }
 
+    def test_forward_skips_masked_keys_64_by_64(self, rng):
+        """Backward ones skip 128 by 128."""
+        tiles = self.tiles
+        step = tiles.step(rng, self.dtype, tiles.gaps)
+        want = truth(tiles.case, step)
+        masked = ~any_in_block(tiles.visible(step).any(axis=0), 64)
+        assert masked.sum() % 128
+        step.k[:, masked] = step.v[:, masked] = np.nan
+        errors = self.results(tiles.case, step).errors(want)
+        assert max(errors["out"], errors["lse"]) <= self.tolerance
+
 
 class TestHopperDeterministic(TestHopper):
     implementation = "hopper_deterministic"
@@ -213,6 +226,7 @@ class TestHopperDeterministic(TestHopper):
         ),
     }
     is_slow = True
+    test_forward_skips_masked_keys_64_by_64 = None
     test_what_there_is_no_kernel_for_is_refused = None
 
 
