@@ -142,7 +142,12 @@ def test_local_shards_that_the_layout_does_not_have_are_refused():
         local_ring(jnp.ones((1, 6, 2, 8)), layout.Zigzag())
 
 
-CAUSAL, SHORT = masks.causal(), Visible(*[jnp.zeros((1, 4), int)] * 2)
+def bounds_of(*shapes):
+    return Visible(*(jnp.zeros(shape, int) for shape in shapes))
+
+
+CAUSAL, SHORT = masks.causal(), bounds_of((1, 4), (1, 4))
+OTHER_ROWS, UNLIKE = bounds_of((3, 8), (3, 8)), bounds_of((1, 8), (2, 8))
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,8 @@ CAUSAL, SHORT = masks.causal(), Visible(*[jnp.zeros((1, 4), int)] * 2)
         ({"ring": 4}, layout.Striped(4), 40, 40, CAUSAL, "40 tokens .* pad it to 48"),
         ({"ring": 2}, layout.Zigzag(), 8, 6, CAUSAL, "6 tokens .* pad it to 8"),
         ({"ring": 2}, layout.Striped(), 8, 8, SHORT, r"be .*k_start.shape=\(1, 4\)"),
+        ({"ring": 2}, layout.Striped(), 8, 8, OTHER_ROWS, r"k_start.shape=\(3, 8\)"),
+        ({"ring": 2}, layout.Striped(), 8, 8, UNLIKE, r"and k_end.shape=\(2, 8\)"),
         (
             {"data": 2, "ring": 4},
             layout.Striped(),
