@@ -142,7 +142,6 @@ def test_cached_logits_are_those_of_the_teacher_forced_forward():
     assert np.abs(want).max() > 1
 
 
-@pytest.mark.slow
 def test_four_tokens_at_once_are_as_one_by_one():
     tokens = some_tokens()
     at_once, cache = teacher("float32").logits(tokens, (11, 5), (4,) * 5)
