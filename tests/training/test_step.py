@@ -144,7 +144,8 @@ def test_pairs_of_a_million_tokens_are_counted(rng):
     length = 2**20
     zeros = np.zeros((1, length), np.int32)
     index = np.arange(length, dtype=np.int32)[None]
-    batch = Batch(zeros, zeros, np.ones((1, length), np.float32), index, zeros, index)
+    ones = np.ones((1, length), np.float32)
+    batch = Batch(zeros, zeros, ones, index, zeros, index + 1)
     _, metrics = STEPS[1](initial_state(make_params(rng), OPTIMIZER), batch)
     assert float(metrics["pairs"]) == pytest.approx(length * (length + 1) / 2, rel=1e-5)
 
