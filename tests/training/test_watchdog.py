@@ -9,7 +9,6 @@ from training.watchdog import HUNG, Watchdog
 
 HANGS = """
 import time
-from tests.processes import run_program
 from training.watchdog import Watchdog
 
 def step_that_hangs():
