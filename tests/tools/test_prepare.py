@@ -1,0 +1,86 @@
+"""The programs that prepare text, chats and lines: what they tell, write and refuse."""
+
+import json
+from pathlib import Path
+
+from data.token_file import TokenFile
+from tests.data.test_chat import bad_rows, rows
+from tests.data.test_corpus import fill, read, some_texts
+from tests.processes import run_program
+from tools import prepare_chat, prepare_lines, prepare_text
+
+LINES = ["--train-tokens", "3000", "--validation-tokens", "500"]
+
+
+def started(program: str, *arguments: object) -> str:
+    """What a program says that is run from the root, and has nothing to complain of."""
+    code, told, errors = run_program("-m", f"tools.{program}", *arguments)
+    assert (code, errors) == (0, "")
+    return told
+
+
+def beginning(corpus: Path, size: int) -> bytes:
+    return bytes(TokenFile.open(corpus, "train").tokens[:size].tolist())
+
+
+def test_text_is_counted_and_what_is_none_is_skipped(tmp_path, capsys):
+    source = fill(tmp_path / "in", {**some_texts(3), "x.bin": b"\xff"})
+    arguments = [str(source), "--output", str(tmp_path / "out")]
+    assert prepare_text.main([*arguments, "--validation-fraction", "0.1"]) == 0
+    out, err = capsys.readouterr()
+    characters = sum(len(text) for text in some_texts(3).values())
+    tokens = [int(line.split()[3].replace(",", "")) for line in out.splitlines()[:2]]
+    assert sum(tokens) == characters + 3
+    assert "skipped: 1 files" in out and f"written to {tmp_path / 'out'}" in out
+    assert err == ""
+
+
+def test_one_of_two_texts_is_held_out(tmp_path):
+    fill(tmp_path, {"a.txt": "a", "b.txt": "b"})
+    out = tmp_path / "out"
+    started("prepare_text", tmp_path / "a.txt", tmp_path / "b.txt", "--output", out)
+    assert len(read(out, "validation")) == 1
+
+
+def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps(row) + "\n" for row in bad_rows()))
+    arguments = [str(source), "--output", str(out), "--context-tokens", "300"]
+    assert prepare_chat.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {source}:2 (id r1), turn 1: a turn from 'robot'")
+    assert not out.exists()
+    assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("skipped ") == 4 and "id r4), turn 2" in told.err
+    assert "2 conversations of 6 rows" in told.out and "supervised" in told.out
+    corpus = TokenFile.open(out, "train")
+    assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size
+
+
+def test_chats_have_the_template_that_is_named(tmp_path):
+    source, out = tmp_path / "in.json", tmp_path / "out"
+    source.write_text(json.dumps(rows(9)))
+    options = "--context-tokens", "250", "--template", "llama2", "--too-long", "split"
+    told = started("prepare_chat", source, "--output", out, *options)
+    assert "9 conversations of 9 rows" in told
+    assert beginning(out, 16) == b"[INST] question "
+
+
+def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--form", "compact", "--context-tokens", "64", "--output", str(out)]
+    assert prepare_lines.main([*arguments, *LINES]) == 0
+    assert "supervised" in capsys.readouterr().out
+    corpus = TokenFile.open(out, "train")
+    assert 3000 <= corpus.tokens.size < 3064
+    assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size / 2
+    assert prepare_lines.main([*arguments, *LINES]) == 1
+    assert "already holds a corpus" in capsys.readouterr().err
+
+
+def test_lines_are_supervised_whole_where_all_is_asked_for(tmp_path):
+    out, options = tmp_path / "out", ["--context-tokens", "1500", "--supervised", "all"]
+    started("prepare_lines", "--output", out, *options, *LINES)
+    assert TokenFile.open(out, "train").loss_mask[:].all()
+    assert beginning(out, 23) == b"Below is a record of li"
