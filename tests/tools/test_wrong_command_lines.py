@@ -99,6 +99,7 @@ CASES = {
     "convert_hf export {new} {full}": "{full} already exists and is left as it is",
     "convert_hf export {full} {new} --file-gigabytes nan": "got nan",
     "convert_hf export {full} {new} --file-gigabytes 0": "least 1e-09, got 0",
+    f"evaluate_lines {TINY} --output {{rows.json}}": "{rows.json} exists",
     f"evaluate_lines {TINY} --lengths 64,x": "whole number, got 'x'",
     f"evaluate_lines {TINY} --lengths 64,-4": "of at least 1, got -4",
     f"evaluate_lines {TINY} --config.task=exorl": "makes no text",
