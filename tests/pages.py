@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 PYTHON = "python", ".venv/bin/python"
@@ -67,9 +69,7 @@ class Page:
 
     def blocks(self, language: str) -> list[str]:
         """Returns the contents of the fenced blocks of a language."""
-        return [
-            block[2] for block in _FENCED.finditer(self.text) if block[1] == language
-        ]
+        return [text for name, text in _FENCED.findall(self.text) if name == language]
 
     def commands(self) -> list[Command]:
         """Returns the commands of the `sh` blocks, in their order."""
@@ -83,8 +83,7 @@ class Page:
     def inline_commands(self) -> list[Command]:
         """Returns commands of Python, pytest, bash and make between backticks."""
         starts = "python ", "pytest ", "bash ", "make "
-        code = [c for c in self.inline_code() if c.startswith(starts)]
-        return [Command.of(c) for c in code]
+        return [Command.of(c) for c in self.inline_code() if c.startswith(starts)]
 
     def links(self) -> list[tuple[Path, str]]:
         """Returns file and anchor ("" for none) of every link within the repository."""
@@ -106,40 +105,24 @@ class Page:
 
     def file_names(self) -> set[str]:
         """Returns the names of source files that code names without their folders."""
-        return {
-            c for c in self.inline_code() if re.fullmatch(r"[\w-]+\.(py|txt|sh)", c)
-        }
+        name = re.compile(r"[\w-]+\.(py|txt|sh)")
+        return {code for code in self.inline_code() if name.fullmatch(code)}
 
 
-PAGES = [
-    Page(ROOT / name)
-    for name in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "tools/README.md",
-        *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
-        *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "results").glob("*.md")),
-    )
-]
+NAMED = "README.md", "CONTRIBUTING.md", "tools/README.md"
+FOUND = *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")
+PAGES = [Page(path) for path in (*(ROOT / name for name in NAMED), *sorted(FOUND))]
 README = PAGES[0]
 LOG = Page(ROOT / "LOG.md")
-
-
-class _Found(Exception):
-    """Carries the parser that a program was about to use."""
+COMMANDS = list(dict.fromkeys(c for page in PAGES for c in page.commands()))
+INLINE = list(dict.fromkeys(c for page in PAGES for c in page.inline_commands()))
 
 
 def parser_of(program: str, arguments: list[str]) -> ArgumentParser:
     """Returns the parser of a module in tools/, caught when the program parses."""
-
-    def catch(parser: ArgumentParser, *_: object) -> None:
-        raise _Found(parser)
-
     main = importlib.import_module(program).main
-    both = {"parse_args": catch, "parse_known_args": catch}
-    with mock.patch.multiple(ArgumentParser, **both):
-        try:
-            main(arguments)
-        except _Found as found:
-            return found.args[0]
-    raise AssertionError(f"{program} parses nothing")
+    patch = mock.patch.object(ArgumentParser, "parse_known_args", autospec=True)
+    with patch as parse, pytest.raises(LookupError):
+        parse.side_effect = LookupError
+        main(arguments)
+    return parse.call_args.args[0]

@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
-from tests.pages import PAGES, ROOT, Command
-
-COMMANDS = list(dict.fromkeys(c for page in PAGES for c in page.commands()))
+from tests.pages import COMMANDS, ROOT, Command
 
 NOT_RUN = {
     "make venv": "it installs packages",
@@ -35,36 +33,27 @@ STEPS = ["--config.train.steps=2", "--config.checkpoint.save_every_steps=2"]
 STEPS += ["--config.train.validation_batches=1", "--config.optimizer.warmup_steps=1"]
 ROWS = ["--config.data.context_tokens=256", "--config.data.batch_rows=2"]
 RING = ["--config.mesh.ring=4", "--config.attention_parts=1"]
+POD = [*STEPS, *ROWS, *RING, "--config.simulated_devices=4"]
+WALKER = ["--episodes=4", "--search-episodes=16", "--action-repeat=5"]
 TRAIN = "python train.py --config=configs/"
-IMPORT = "python -m tools.convert_hf import"
-EXPORT = "python -m tools.convert_hf export runs/tiny Llama-2-7b-hf".split()
+TOOL = "python -m tools."
+IMPORT = f"{TOOL}convert_hf import"
+EXPORT = f"{TOOL}convert_hf export runs/tiny Llama-2-7b-hf".split()
 
 MORE = {
     "make train": [f"ARGS={' '.join(STEPS)}", "--assume-old=venv"],
     f"{TRAIN}tiny.py": STEPS,
     f"{TRAIN}line_retrieval.py": STEPS,
     f"{TRAIN}exorl_tiny.py": STEPS,
-    f"{TRAIN}tpuv4_7b.py --config.init_from": [
-        *STEPS,
-        *ROWS,
-        *RING,
-        "--config.simulated_devices=4",
-    ],
-    "python -m tools.plan_pod": ["--topology=v4:2x2x1", "--context=16384", *RING],
-    "python -m tools.prepare_text": ["--validation-fraction=0.3"],
-    "python -m tools.prepare_chat": ["--context-tokens=256"],
-    "python -m tools.prepare_lines": ["--train-tokens=20000"],
-    "python -m tools.make_exorl --domain walker": [
-        "--episodes=4",
-        "--search-episodes=16",
-        "--action-repeat=5",
-    ],
-    "python -m tools.make_exorl --domain cartpole": [
-        "--episodes=60",
-        "--search-episodes=64",
-    ],
-    "python -m tools.evaluate_exorl": ["--environments=2", "--episodes=2"],
-    "python -m tools.generate": ["--max-tokens=8"],
+    f"{TRAIN}tpuv4_7b.py --config.init_from": POD,
+    f"{TOOL}plan_pod": ["--topology=v4:2x2x1", "--context=16384", *RING],
+    f"{TOOL}prepare_text": ["--validation-fraction=0.3"],
+    f"{TOOL}prepare_chat": ["--context-tokens=256"],
+    f"{TOOL}prepare_lines": ["--train-tokens=20000"],
+    f"{TOOL}make_exorl --domain walker": WALKER,
+    f"{TOOL}make_exorl --domain cartpole": ["--episodes=60", "--search-episodes=64"],
+    f"{TOOL}evaluate_exorl": ["--environments=2", "--episodes=2"],
+    f"{TOOL}generate": ["--max-tokens=8"],
 }
 """What is added to the end of a command, where the last value of an option counts."""
 
@@ -76,51 +65,47 @@ def found(command: Command, table: dict) -> str | None:
     return keys[0] if keys else None
 
 
-class Clone:
-    """A copy of the tree, where the files lie that the commands are about."""
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the tree with a book, chats and tokenizers, as the text names them."""
+    left_out = ".*", "__pycache__", "corpora", "datasets", "runs", "trajectories"
+    kept = shutil.ignore_patterns(*left_out)
+    root = shutil.copytree(ROOT, tmp_path / "annulus", ignore=kept)
+    (root / ".venv").symlink_to(sys.prefix)
+    (root / "BOOKS").mkdir()
+    for number in range(8):
+        book = f"Book {number}: the cat sat on the mat. " * (number + 100)
+        (root / f"BOOKS/{number}.txt").write_text(book)
+    says = ("human", "Where sat the cat?"), ("gpt", "On the mat.")
+    turns = [{"from": who, "value": what} for who, what in says]
+    chats = [{"id": n, "conversations": turns} for n in range(40)]
+    (root / "sharegpt.json").write_text(json.dumps(chats))
+    lines = (json.dumps({"text": f"A line, {number}."}) for number in range(8))
+    (root / "CHATS.jsonl").write_text("\n".join(lines) + "\n")
+    make_hugging_face(root / "tokenizer.json")
+    make_sentence_piece(root / "tokenizer.model")
+    return root
 
-    def __init__(self, folder: Path):
-        self.root = folder / "annulus"
-        kept = shutil.ignore_patterns(
-            ".*", "__pycache__", "corpora", "datasets", "runs", "trajectories"
-        )
-        shutil.copytree(ROOT, self.root, ignore=kept)
-        (self.root / ".venv").symlink_to(sys.prefix)
-        path = f"{self.root / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
-        self.environment = os.environ | {"PATH": path, "JAX_PLATFORMS": "cpu"}
 
-    def add_texts(self) -> None:
-        """Adds a book, chats and tokenizers, under the names in the text."""
-        (self.root / "BOOKS").mkdir()
-        for number in range(8):
-            book = f"Book {number}: the cat sat on the mat. " * (number + 100)
-            (self.root / f"BOOKS/{number}.txt").write_text(book)
-        says = ("human", "Where sat the cat?"), ("gpt", "On the mat.")
-        turns = [{"from": who, "value": what} for who, what in says]
-        chats = [{"id": n, "conversations": turns} for n in range(40)]
-        (self.root / "sharegpt.json").write_text(json.dumps(chats))
-        lines = (json.dumps({"text": f"A line, {number}."}) for number in range(8))
-        (self.root / "CHATS.jsonl").write_text("\n".join(lines) + "\n")
-        make_hugging_face(self.root / "tokenizer.json")
-        make_sentence_piece(self.root / "tokenizer.model")
+def run(root: Path, *words: str) -> str:
+    """Returns what the command prints; it has to succeed."""
+    path = f"{root / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [name for word in words for name in expanded(root, word)],
+        cwd=root,
+        env=os.environ | {"PATH": path, "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr}"
+    return done.stdout
 
-    def run(self, *words: str) -> str:
-        """Returns what the command prints; it has to succeed."""
-        done = subprocess.run(
-            [name for word in words for name in self._expand(word)],
-            cwd=self.root,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr}"
-        return done.stdout
 
-    def _expand(self, word: str) -> list[str]:
-        """Returns the paths of a word with a star, as a shell does."""
-        paths = sorted(self.root.glob(word)) if "*" in word else []
-        return [str(path.relative_to(self.root)) for path in paths] or [word]
+def expanded(root: Path, word: str) -> list[str]:
+    """Returns the paths of a word with a star, as a shell does."""
+    paths = sorted(root.glob(word)) if "*" in word else []
+    return [str(path.relative_to(root)) for path in paths] or [word]
 
 
 def test_every_exception_is_a_command_of_the_text():
@@ -131,22 +116,18 @@ def test_every_exception_is_a_command_of_the_text():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_commands_succeed_one_after_the_other(tmp_path):
-    clone = Clone(tmp_path)
-    clone.add_texts()
+def test_commands_succeed_one_after_the_other(clone):
     flags: list[str] = []
     for command in COMMANDS:
         if found(command, NOT_RUN):
             continue
-        if str(command).startswith(IMPORT):
+        is_import = str(command).startswith(IMPORT)
+        if is_import:
             # The model that was trained just now, in the place of the published one.
-            clone.run(*EXPORT)
+            run(clone, *EXPORT)
         words = [word for word in command.words if word != "..."]
-        printed = clone.run(
-            *words,
-            *(flags if "..." in command.words else []),
-            *MORE.get(found(command, MORE), []),
-        )
-        if str(command).startswith(IMPORT):
+        dots = flags if "..." in command.words else []
+        printed = run(clone, *words, *dots, *MORE.get(found(command, MORE), []))
+        if is_import:
             flags = re.findall(r"--config\.\S+", printed)
     assert flags
