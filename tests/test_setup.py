@@ -10,14 +10,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = shlex.quote(sys.executable)
 # All that the scripts call, for a PATH that holds no Python.
-COMMANDS = "bash cat chmod cksum cmp dirname env flock make mkdir mv nproc rm sed sh"
-COMMANDS += " tail touch"
+COMMANDS = """bash cat chmod cksum cmp dirname env flock make mkdir mv nproc rm sed sh
+    tail touch"""
 RECORDER = """#!/usr/bin/env bash
 case "$*" in
     "-m venv "*)
@@ -41,13 +42,13 @@ class Setup:
 
     def __init__(self, root: Path):
         self.root, self.venv, self.log = root, root / ".venv", root / "log"
-        for command in COMMANDS.split():
-            if found := shutil.which(command):
-                (root / "bin").mkdir(exist_ok=True)
-                (root / "bin" / command).symlink_to(found)
         self.environment = {"PATH": f"{root}/bin", "HOME": f"{root}", "LOG": "log"}
         self.write("base.txt", "one==1\n")
         self.write("dev.txt", "two==2\n")
+        (root / "bin").mkdir()
+        for command in COMMANDS.split():
+            if found := shutil.which(command):
+                (root / "bin" / command).symlink_to(found)
 
     def write(self, name: str, text: str) -> Path:
         path = self.root / name
@@ -56,16 +57,15 @@ class Setup:
         path.chmod(0o755)
         return path
 
-    def run(self, *files: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [ROOT / "tools/make_venv.sh", ".venv", *(files or ["base.txt"])],
-            cwd=self.root,
-            env=self.environment | environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+    def start(self, *command: str | Path, **options: Any) -> Any:
+        """Runs a command here, in this environment; by default nothing can be read."""
+        options = {"cwd": self.root, "env": self.environment, "input": ""} | options
+        piped = {"capture_output": True, "text": True, "timeout": 60}
+        return subprocess.run(command, **options, **piped)
+
+    def run(self, *files: str, **environment: str) -> Any:
+        command = ROOT / "tools/make_venv.sh", ".venv", *(files or ["base.txt"])
+        return self.start(*command, env=self.environment | environment)
 
     def calls(self, *files: str, **environment: str) -> list[str]:
         """The calls of venv and pip in a run, which succeeds without complaint."""
@@ -82,17 +82,17 @@ class Setup:
 
 
 @pytest.fixture
-def empty(tmp_path: Path) -> Setup:
+def empty(tmp_path):
     return Setup(tmp_path)
 
 
 @pytest.fixture
-def setup(empty: Setup) -> Setup:
+def setup(empty):
     empty.write("bin/python3.12", RECORDER)
     return empty
 
 
-def test_what_is_missing_is_said_in_one_line(empty: Setup) -> None:
+def test_what_is_missing_is_said_in_one_line(empty):
     empty.refuses("Python 3.12 is missing", "pyenv install 3.12")
     for version in ((3, 11, 7), (3, 13, 0)):  # under the right name all the same
         code = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
@@ -104,27 +104,27 @@ def test_what_is_missing_is_said_in_one_line(empty: Setup) -> None:
     path = empty.write("bin/python3.12", text)
     empty.refuses(str(path), "apt install python3.12-venv")
     assert not empty.venv.exists()
-    empty.write("bin/python3.12", RECORDER)
-    empty.refuses("moon.txt is missing", files=("base.txt", "moon.txt"))
-    assert not empty.log.exists()
-    thesis = empty.write(".venv/thesis.txt", "years of work")
-    empty.refuses(".venv is no virtual environment")
+
+
+def test_what_cannot_be_installed_and_what_is_no_environment_is_left_alone(setup):
+    setup.refuses("moon.txt is missing", files=("base.txt", "moon.txt"))
+    assert not setup.log.exists()
+    thesis = setup.write(".venv/thesis.txt", "years of work")
+    setup.refuses(".venv is no virtual environment")
     assert thesis.read_text() == "years of work"
 
 
-@pytest.mark.parametrize(
-    ("python", "environment"),
-    [
-        ("later/python3.12", {}),
-        ("later/python3", {}),
-        ("later/python", {}),
-        (".pyenv/versions/3.12.9/bin/python", {}),
-        ("elsewhere/versions/3.12.1/bin/python", {"PYENV_ROOT": "elsewhere"}),
-    ],
-)
-def test_a_failing_shim_gives_way_to_the_next_python(
-    empty: Setup, python: str, environment: dict[str, str]
-) -> None:
+PYTHONS = [
+    ("later/python3.12", {}),
+    ("later/python3", {}),
+    ("later/python", {}),
+    (".pyenv/versions/3.12.9/bin/python", {}),
+    ("elsewhere/versions/3.12.1/bin/python", {"PYENV_ROOT": "elsewhere"}),
+]
+
+
+@pytest.mark.parametrize(("python", "environment"), PYTHONS)
+def test_a_failing_shim_gives_way_to_the_next_python(empty, python, environment):
     shim = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
     empty.write("bin/python3.12", shim)
     empty.write(python, RECORDER)
@@ -132,7 +132,7 @@ def test_a_failing_shim_gives_way_to_the_next_python(
     assert empty.calls(PATH=path, **environment)[0] == "venv"
 
 
-def test_only_what_changed_is_installed(setup: Setup) -> None:
+def test_only_what_changed_is_installed(setup):
     result = setup.run()
     making, installing = result.stdout.splitlines()
     version = ".".join(map(str, sys.version_info[:3]))
@@ -150,7 +150,7 @@ def test_only_what_changed_is_installed(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["pip_fails", "pip_kills"])
-def test_a_broken_install_is_done_again(setup: Setup, trouble: str) -> None:
+def test_a_broken_install_is_done_again(setup, trouble):
     setup.calls()
     setup.write("base.txt", "one==3\n")
     marker = setup.write(f"log.{trouble}", "")
@@ -164,7 +164,7 @@ def test_a_broken_install_is_done_again(setup: Setup, trouble: str) -> None:
     assert len(setup.calls()) == 1
 
 
-def test_a_broken_environment_is_remade_by_another_python(setup: Setup) -> None:
+def test_a_broken_environment_is_remade_by_another_python(setup):
     marker = setup.write("log.venv_fails", "")
     setup.refuses("-m venv .venv failed: disk full")
     marker.unlink()
@@ -194,14 +194,9 @@ MAKES = {
 
 
 @pytest.mark.parametrize("arguments", MAKES)
-def test_make_runs_in_this_order(empty: Setup, arguments: str) -> None:
-    printed = subprocess.run(
-        ["make", "--dry-run", "-C", ROOT, *arguments.split()],
-        env=empty.environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+def test_make_runs_in_this_order(empty, arguments):
+    command = "make", "--dry-run", "-C", ROOT, *arguments.split()
+    printed = empty.start(*command, check=True).stdout
     rest = printed
     for part in MAKES[arguments].split("|"):
         _, found, rest = rest.partition(part)
@@ -211,21 +206,10 @@ def test_make_runs_in_this_order(empty: Setup, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["true", "false"])
-def test_continuous_integration_runs_make_test_from_anywhere(
-    empty: Setup, command: str
-) -> None:
-    tree = empty.root / "a tree"
+def test_continuous_integration_runs_make_test_from_anywhere(empty, command):
     recipe = f"@! read line && pwd >seen && {command}"
-    empty.write("a tree/Makefile", f"test:\n\t{recipe}\n")
+    tree = empty.write("a tree/Makefile", f"test:\n\t{recipe}\n").parent
     script = empty.write("a tree/.ci/run", (ROOT / ".ci/run").read_text())
-    result = subprocess.run(
-        [script],
-        cwd="/",
-        env=empty.environment,
-        input="a line nobody may read\n",
-        text=True,
-        timeout=60,
-        capture_output=True,
-    )
+    result = empty.start(script, cwd="/", input="a line nobody may read\n")
     assert (result.returncode == 0) == (command == "true")
     assert (tree / "seen").read_text().strip() == os.path.realpath(tree)
