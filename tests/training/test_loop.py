@@ -182,6 +182,11 @@ def test_only_steps_whose_update_was_skipped_are_computed_again() -> None:
     assert again == [5, 5]
     told = [line for line in said if "replayed" in line]
     assert len(told) == 1 and told[0].startswith("step 5 gives the same")
+    # Of parameters that hold nan a replay would say that the data are bad.
+    broken = make_loop(Stop(), replay=replay, train_step=make_train_step({7}, broken=6))
+    with pytest.raises(BadSteps, match="weight holds 1 nan.*and not the data"):
+        run(broken)
+    assert again == [5, 5]
 
 
 @pytest.mark.parametrize(
