@@ -1,6 +1,5 @@
 """A stand-in for the original, which needs an older JAX: its protocol, its refusals."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -9,10 +8,9 @@ import pytest
 
 from kernels.cases import FLOAT32_TOLERANCE
 from tools import bench_original
-from tools.bench_original import main, table
+from tools.bench_original import table
 
-TINY = ["--devices", "2", "--length", "64", "--heads", "2", "--head-dim", "16"]
-TINY += ["--chunks", "8", "--repeats", "2"]
+TINY = "--devices 2 --length 64 --heads 2 --head-dim 16 --chunks 8 --repeats 2".split()
 
 # A Python whose `original_process.py` computes with this repository's reference.
 STAND_IN = """#!{python}
@@ -39,35 +37,21 @@ np.savez(pathlib.Path(directory, "answer.npz"), **answer)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def devices() -> list[jax.Device]:
-    """Started before the program asks for fewer than other tests need."""
-    return jax.devices()
-
-
-def stand_in(directory: Path, fault: str = "") -> Path:
-    path = directory / "python"
-    root = str(Path(bench_original.__file__).parents[1])
+def stand_in(directory: Path, fault: str = "") -> list[str]:
+    """Arguments with which the program runs it instead of the original."""
+    path, root = directory / "python", str(Path(bench_original.__file__).parents[1])
     path.write_text(STAND_IN.format(python=sys.executable, root=root, fault=fault))
     path.chmod(0o755)
-    return path
+    return [*TINY, "--python", str(path)]
 
 
 @pytest.mark.parametrize(
     "mask", ["causal", pytest.param("documents", marks=pytest.mark.slow)]
 )
-def test_layouts_and_the_original_have_a_row_each(
-    mask: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "rows.json"
-    python = str(stand_in(tmp_path))
-    options = ["--mask", mask, "--python", python, "--output", str(output)]
-    assert main([*TINY, *options]) == 0
-    rows = json.loads(output.read_text())
+def test_layouts_and_the_original_have_a_row_each(mask, tmp_path, rows_of, capsys):
+    rows = rows_of(bench_original, *stand_in(tmp_path), "--mask", mask)
     assert [(r["implementation"], r["layout"], r["block_q"]) for r in rows] == [
-        ("blockwise", "contiguous", 32),
-        ("blockwise", "striped", 32),
-        ("blockwise", "zigzag", 32),
+        *(("blockwise", layout, 32) for layout in ("contiguous", "striped", "zigzag")),
         ("ringattention", "contiguous", 8),
     ]
     for row in rows:
@@ -85,12 +69,10 @@ def test_layouts_and_the_original_have_a_row_each(
     assert table(rows) in capsys.readouterr().out
 
 
-def test_an_original_that_fails_is_quoted_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_original_that_fails_is_quoted_and_nothing_is_written(tmp_path, capsys):
+    arguments = stand_in(tmp_path, fault='sys.exit("no module of that name")')
     output = tmp_path / "rows.json"
-    python = str(stand_in(tmp_path, fault='sys.exit("no module of that name")'))
-    assert main([*TINY, "--python", python, "--output", str(output)]) == 1
+    assert bench_original.main([*arguments, "--output", str(output)]) == 1
     said = capsys.readouterr().err
     assert said == "error: ringattention failed: no module of that name\n"
     assert not output.exists()

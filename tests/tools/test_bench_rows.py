@@ -34,12 +34,11 @@ def test_environment_tells_commit_and_devices():
 
 def test_runs_are_timed_in_rounds_and_the_first_does_not_count():
     calls, waited = [], []
-    takes = [
-        functools.partial(
-            take_sample, lambda name=name: calls.append(name) or name, 2, waited.append
-        )
-        for name in "ab"
-    ]
+
+    def take(name):
+        return take_sample(lambda: calls.append(name) or name, 2, waited.append)
+
+    takes = [functools.partial(take, name) for name in "ab"]
     samples = take_rounds(takes, repeats=2)
     assert "".join(calls) == "aabb" * 3 and "".join(waited) == "ab" * 3
     assert [len(mine) for mine in samples] == [2, 2]
@@ -53,11 +52,10 @@ def test_times_sum_up_the_samples():
 
 
 def test_share_of_the_peak_is_known_for_known_chips_in_bfloat16_only():
-    half = peak_share(989e12, environment("NVIDIA H100 80GB HBM3", 2), jnp.bfloat16)
-    assert half == pytest.approx(0.5)
+    chips = environment("NVIDIA H100 80GB HBM3", 2)
+    assert peak_share(989e12, chips, jnp.bfloat16) == pytest.approx(0.5)
     assert peak_share(1e12, environment("cpu", 8), jnp.bfloat16) is None
-    chip = environment("NVIDIA H100 80GB HBM3", 2)
-    assert peak_share(1e12, chip, jnp.float32) is None
+    assert peak_share(1e12, chips, jnp.float32) is None
 
 
 def test_row_holds_the_fields_of_its_parts():
@@ -77,11 +75,9 @@ def test_rows_are_written_only_to_a_new_file(tmp_path):
         check_output(tmp_path / "nowhere" / "rows.json")
 
 
-BAD = {
-    "deep": "[" * 100_000,
-    "digits": f"[{'9' * 5000}]",
-    "twice": '[{"a": 1, "a": 2}]',
-}
+NAME = f"{paper_contexts.TARGETS[0].name('nothing')}.json"  # which tables read
+BAD = {"deep": "[" * 100_000, "digits": f"[{'9' * 5000}]"}
+BAD |= {"twice": '[{"a": 1, "a": 2}]'}
 READERS = {
     "rows": read_rows,
     "results": lambda path: returns.read([str(path)]),
@@ -92,11 +88,8 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("bad", BAD)
 def test_programs_read_files_of_others_by_the_same_rules(tmp_path, name, bad):
-    path = tmp_path / "rows.json"
-    if name == "tables":
-        target = paper_contexts.TARGETS[0]
-        path = tmp_path / f"{target.name(next(iter(paper_contexts.MULTIPLES)))}.json"
+    path = tmp_path / NAME
     path.write_text(BAD[bad])
-    with pytest.raises(ValueError, match=path.name) as caught:
+    with pytest.raises(ValueError, match=NAME) as caught:
         READERS[name](path)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500

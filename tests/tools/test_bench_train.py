@@ -1,9 +1,8 @@
-import json
 from dataclasses import fields
 
 import pytest
 
-from tools.bench_train import ROOT, main
+from tools import bench_train
 from tools.lib.benchmarks.rows import Environment
 
 TINY = "--config", "configs/tiny.py", "--config.model.num_layers=1"
@@ -15,11 +14,8 @@ KEYS |= {"first_loss", "last_loss"}
 
 
 @pytest.mark.slow
-def test_each_context_has_a_row_of_a_run_that_learned(tmp_path):
-    output = tmp_path / "rows.json"
-    sizes = "--contexts", "64", "128", "--steps", "5"
-    assert main([*TINY, *sizes, "--output", str(output)]) == 0
-    rows = json.loads(output.read_text())
+def test_each_context_has_a_row_of_a_run_that_learned(rows_of):
+    rows = rows_of(bench_train, *TINY, *"--contexts 64 128 --steps 5".split())
     assert [row["context_tokens"] for row in rows] == [64, 128]
     for row in rows:
         assert row.keys() == KEYS
@@ -28,10 +24,10 @@ def test_each_context_has_a_row_of_a_run_that_learned(tmp_path):
         assert row["steps"] == 4
         assert (row["mfu"], row["peak_bytes"]) == (None, None)
         assert row["last_loss"] < row["first_loss"] - 0.1
-    assert not (ROOT / "runs" / "run_64").exists()
+    assert not (bench_train.ROOT / "runs" / "run_64").exists()
 
 
 def test_the_error_of_train_is_passed_on(capsys, monkeypatch):
-    monkeypatch.setattr("tools.bench_train.prepare_one_document", lambda folder: folder)
-    assert main([*TINY, "--config.model.colour=red"]) == 1
+    monkeypatch.setattr(bench_train, "prepare_one_document", lambda folder: folder)
+    assert bench_train.main([*TINY, "--config.model.colour=red"]) == 1
     assert "error: train.py failed: error:" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import importlib
 from pathlib import Path
 
-import jax
 import pytest
 
 # Files that are wrong in ways of their own, for `{name}` below.
@@ -114,12 +113,6 @@ CASES = {
     f"generate {TINY} --tokenizer bytes --config.attention=blockwise": "set config.mesh"
     ".ring=1, config.mesh.fsdp=8",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def devices() -> list[jax.Device]:
-    """Started before a program asks for more of them."""
-    return jax.devices()
 
 
 @pytest.mark.parametrize("case", CASES)
