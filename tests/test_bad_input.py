@@ -4,6 +4,7 @@ import math
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -17,11 +18,8 @@ from tests.runs import checkpoints_of, files, small_config, small_flags
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     """Fails the test where the trainer makes a program, however small."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("bad input was not refused before jax.jit")
-
-    monkeypatch.setattr(jax, "jit", refuse)
+    error = AssertionError("bad input was not refused before jax.jit")
+    monkeypatch.setattr(jax, "jit", mock.Mock(side_effect=error))
 
 
 def refusal(corpus: Path, workdir: Path, **overrides: Any) -> str:

@@ -15,7 +15,7 @@ from training.optimizer import OptimizerSettings
 NAMES = list(fields_by_name(base.get_config()))
 
 
-def test_what_is_made_of_a_config_has_no_name_that_the_config_lacks() -> None:
+def test_what_is_made_of_a_config_has_no_name_that_the_config_lacks():
     known = [name.split(".")[-1] for name in NAMES]
     assert len(known) == len(set(known)) > 70
     made = OptimizerSettings, GuardSettings, RopeScaling, Execution
@@ -31,20 +31,17 @@ def test_what_is_made_of_a_config_has_no_name_that_the_config_lacks() -> None:
         ("fsdp=0 and ring=3", "config.mesh.fsdp=0 and config.mesh.ring=3"),
         ("agent.chain_length=3", "config.agent.chain_length=3"),
         ("lower warmup_steps", "lower config.optimizer.warmup_steps"),
-        ("the ring of 4, a factor, data", "the ring of 4, a factor, data"),
-        ("config.mesh.fsdp=0", "config.mesh.fsdp=0"),
-        (
-            "/runs/head_dim/x and other.head_dim=3",
-            "/runs/head_dim/x and other.head_dim=3",
-        ),
+        ("the ring of 4, a factor, data", None),
+        ("config.mesh.fsdp=0", None),
+        ("/runs/head_dim/x and other.head_dim=3", None),
     ],
 )
-def test_a_field_is_called_as_in_the_config(text: str, expected: str) -> None:
-    assert in_words_of(base.get_config(), text) == expected
+def test_a_field_is_called_as_in_the_config(text, expected):
+    assert in_words_of(base.get_config(), text) == (expected or text)
 
 
-def test_all_that_is_wrong_is_said_once() -> None:
-    def wrong(what: str) -> None:
+def test_all_that_is_wrong_is_said_once():
+    def wrong(what: str):
         raise ValueError(what)
 
     with pytest.raises(ValueError, match="^one; two$"):

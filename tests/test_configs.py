@@ -4,7 +4,6 @@ import importlib
 import math
 import re
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import ml_collections
@@ -16,36 +15,26 @@ from kernels.layouts import check_length
 from models.llama import LlamaConfig
 from models.remat import REMAT_POLICIES
 from tasks import base, exorl, text
+from tasks.config_errors import fields_by_name
 from training.mesh import MESH_AXES, MeshShape, Partition
 
-DIRECTORY = Path(base_config.__file__).parent
-
-
-def load(name: str) -> ModuleType:
-    return importlib.import_module(f"configs.{name}")
-
-
-NAMES = sorted(
-    path.stem
-    for path in DIRECTORY.glob("*.py")
-    if hasattr(load(path.stem), "get_config")
-)
-AGENTS = [name for name in NAMES if load(name).get_config().task == "exorl"]
-TEXTS = [name for name in NAMES if name not in AGENTS]
-
+STEMS = sorted(path.stem for path in Path(base_config.__file__).parent.glob("*.py"))
+MODULES = {stem: importlib.import_module(f"configs.{stem}") for stem in STEMS}
+NAMES = [stem for stem, module in MODULES.items() if hasattr(module, "get_config")]
 each_config = pytest.mark.parametrize("name", NAMES)
-each_text = pytest.mark.parametrize("name", TEXTS)
+
+
+def load(name: str) -> ml_collections.ConfigDict:
+    return MODULES[name].get_config()
+
+
+AGENTS = [name for name in NAMES if load(name).task == "exorl"]
+each_text = pytest.mark.parametrize("name", [n for n in NAMES if n not in AGENTS])
 
 
 def fields(config: ml_collections.ConfigDict) -> dict[str, type]:
     """Type of every field by its dotted name."""
-    flat: dict[str, type] = {}
-    for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict):
-            flat |= {f"{name}.{inner}": t for inner, t in fields(value).items()}
-        else:
-            flat[name] = type(value)
-    return flat
+    return {name: type(value) for name, value in fields_by_name(config).items()}
 
 
 def partition_of(config: ml_collections.ConfigDict) -> Partition:
@@ -61,12 +50,12 @@ def test_there_are_configs_to_test():
 
 @each_config
 def test_fields_are_those_of_base_with_its_types(name):
-    assert fields(load(name).get_config()) == fields(base_config.get_config())
+    assert fields(load(name)) == fields(base_config.get_config())
 
 
 @each_config
 def test_unknown_fields_are_refused_with_what_was_meant(name):
-    config = load(name).get_config()
+    config = load(name)
     assert config.is_locked and config.model.is_locked and config.train.is_locked
     with pytest.raises(AttributeError, match='Did you mean "workdir"'):
         config.workdri = "runs/x"
@@ -78,30 +67,27 @@ def test_unknown_fields_are_refused_with_what_was_meant(name):
 
 @each_config
 def test_every_call_gives_a_config_of_its_own(name):
-    first, second = (load(name).get_config() for _ in range(2))
+    first, second = (load(name) for _ in range(2))
     first.model.num_layers += 1
     assert second.model.num_layers == first.model.num_layers - 1
 
 
 @each_config
 def test_docstring_says_how_to_run_it_where_and_what_comes_out(name):
-    text = load(name).__doc__
-    if name == "base":
-        assert "python train.py --config=configs/NAME.py" in text
-        return
-    assert f"python train.py --config=configs/{name}.py" in text
-    assert all(part in text for part in ("Command", "\nHardware: ", "\nExpected: "))
+    text, is_base = MODULES[name].__doc__, name == "base"
+    assert f"python train.py --config=configs/{'NAME' if is_base else name}.py" in text
+    parts = "Command", "\nHardware: ", "\nExpected: "
+    assert is_base or all(part in text for part in parts)
 
 
 @each_config
 def test_workdir_bears_the_configs_name(name):
-    workdir = Path(load(name).get_config().workdir)
-    assert workdir.parts[:2] == ("runs", name)
+    assert Path(load(name).workdir).parts[:2] == ("runs", name)
 
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
-    config = load(name).get_config()
+    config = load(name)
     partition = partition_of(config)
     model = exorl.model(config, partition)
     batch = exorl.abstract_batch(config, partition)
@@ -111,7 +97,7 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
     assert steps >= agent.chain_length * agent.episode_steps
     assert model.shapes["action_head"].shape[1] == agent.action_size
     assert base.optimizer_settings(config).total_steps == config.train.steps
-    text = load(name).__doc__
+    text = MODULES[name].__doc__
     if "parameters:" in text:
         size = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
         assert f"{size / 1e6:.0f}M parameters: {agent.chain_length} traj" in text
@@ -130,7 +116,7 @@ def test_every_tiny_agent_is_a_config():
 
 @each_text
 def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
-    config = load(name).get_config()
+    config = load(name)
     partition = partition_of(config)
     model = text.model(config, partition)
     vocab_size = config.model.vocab_size or 264  # of the default corpus, bytes
@@ -141,42 +127,35 @@ def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     system, ring_size = base.attention_system(config), partition.ring_size
     assert system.sharded or ring_size == 1
     check_length(system.layout, ring_size, config.data.context_tokens)
-    shards = base.batch_sharding(config, partition).shard_shape(
-        base.batch_shape(config)
-    )
-    assert math.prod(shards) == math.prod(base.batch_shape(config)) // (
-        partition.shards("batch") * ring_size
-    )
+    shape = base.batch_shape(config)
+    shards = base.batch_sharding(config, partition).shard_shape(shape)
+    devices = partition.shards("batch") * ring_size
+    assert math.prod(shards) == math.prod(shape) // devices
 
 
 @each_config
 def test_no_device_holds_a_whole_copy_of_a_sharded_model(name):
-    config = load(name).get_config()
+    config = load(name)
     partition = partition_of(config)
     axes = partition.mesh_axes("embed", config.model.hidden_size)
     assert partition.shards(axes) == partition.shards("embed")
 
 
-@pytest.mark.parametrize(
-    "size, published",
-    [
-        ("1b", (2048, 5504, 22, 16, 128)),
-        ("3b", (3200, 8640, 26, 32, 100)),
-        ("7b", (4096, 11008, 32, 32, 128)),
-        ("13b", (5120, 13824, 40, 40, 128)),
-        ("30b", (6656, 17920, 60, 52, 128)),
-        ("65b", (8192, 22016, 80, 64, 128)),
-    ],
-)
-def test_sizes_are_published_ones(size, published):
+PUBLISHED = {
+    "1b": (2048, 5504, 22, 16, 128),
+    "3b": (3200, 8640, 26, 32, 100),
+    "7b": (4096, 11008, 32, 32, 128),
+    "13b": (5120, 13824, 40, 40, 128),
+    "30b": (6656, 17920, 60, 52, 128),
+    "65b": (8192, 22016, 80, 64, 128),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_sizes_are_published_ones(size):
     model = LlamaConfig(**llama_sizes.llama(size))
-    assert published == (
-        model.hidden_size,
-        model.feed_forward_size,
-        model.num_layers,
-        model.num_heads,
-        model.head_dim,
-    )
+    widths = model.hidden_size, model.feed_forward_size, model.num_layers
+    assert PUBLISHED[size] == (*widths, model.num_heads, model.head_dim)
     assert model.vocab_size == 32_000 and model.num_kv_heads == model.num_heads
 
 
@@ -196,7 +175,7 @@ def test_a_pod_has_the_size_the_ring_and_the_context_of_its_docstring(size):
 
 
 def test_the_cards_config_is_that_of_its_pod():
-    card, same = load("tpuv4_7b").get_config(), pod.get_config("7b")
+    card, same = load("tpuv4_7b"), pod.get_config("7b")
     assert card.workdir == "runs/tpuv4_7b"
     assert card.to_dict() | {"workdir": same.workdir} == same.to_dict()
     with pytest.raises(ValueError, match="size='8b' must be one of 1b, 3b, 7b"):

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -62,15 +63,9 @@ def judge(error: BaseException, drawn: dict[str, Any], workdir: Path) -> str:
     return "" if len(said.splitlines()) == 1 else "more than a line"
 
 
-def test_drawn_configs_are_compiled_or_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawn_configs_are_compiled_or_refused_by_name(tmp_path, monkeypatch):
     corpus = prepare_corpus(tmp_path)
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise Compiled
-
-    monkeypatch.setattr(jax, "jit", refuse)
+    monkeypatch.setattr(jax, "jit", mock.Mock(side_effect=Compiled))
     print(f"seed {SEED}, {COUNT} configs")
     draw = random.Random(SEED)
     known = fields_by_name(base.get_config())
@@ -80,11 +75,9 @@ def test_drawn_configs_are_compiled_or_refused_by_name(
         chosen = draw.sample(names, draw.choice([1, 1, 2, 3]))
         drawn = {name: draw.choice(DRAWN[type(known[name])]) for name in chosen}
         workdir = tmp_path / str(number)
-        config = small_config(corpus, workdir, **drawn)
-        error = attempt(config)
+        error = attempt(small_config(corpus, workdir, **drawn))
         outcomes[type(error).__name__] += 1
-        fault = judge(error, drawn, workdir)
-        if fault:
+        if fault := judge(error, drawn, workdir):
             bad.append(f"{fault}: {drawn}: {type(error).__name__}: {error}")
     print(outcomes)
     assert bad == []

@@ -7,9 +7,9 @@ from tests.processes import run_program
 LIBRARY = "kernels", "models", "data", "training"
 PROGRAMS = "tasks", "train", "configs", "tools"
 
+# What the library must not import by being imported.
 NEEDLESS = {"dm_control", "matplotlib", "mujoco", "tensorflow", "torch", "transformers"}
 NEEDLESS |= {"jax_triton", "pandas", "pytest", "scipy.stats", "triton"}
-"""What the library must not import by being imported."""
 
 PROGRAM = """\
 import importlib, json, pkgutil, sys, time
