@@ -129,7 +129,7 @@ BAD = {
     "--lengths 40 --samples 0": "--samples: must be a whole number",
     "--compare a --compare a": "give each of them once",
     "--cases nowhere.jsonl": "no file nowhere.jsonl",
-    "--cases tests/fixtures/line_retrieval.jsonl": "line_retrieval.jsonl, case 1: 'line torpid-kid",
+    "--cases tests/fixtures/line_retrieval.jsonl": "jsonl, case 1: 'line torpid",
     "--lengths 40 --rows 3": "3",
     "--length 40": "length",
 }
