@@ -45,30 +45,16 @@ LLAMA3_8B = LLAMA2_70B | {
 
 
 @pytest.mark.parametrize(
-    "fields, expected",
+    "fields, sizes, vocab_size",
     [
-        (
-            LLAMA1_7B,
-            LlamaConfig(4096, 11008, 32, 32, 32, 128, 10_000.0, 1e-6, vocab_size=32000),
-        ),
-        (
-            LLAMA2_70B,
-            LlamaConfig(8192, 28672, 80, 64, 8, 128, 10_000.0, 1e-5, vocab_size=32000),
-        ),
-        (
-            LLAMA3_8B,
-            LlamaConfig(
-                4096, 14336, 32, 32, 8, 128, 500_000.0, 1e-5, vocab_size=128256
-            ),
-        ),
-        (
-            LLAMA3_8B | {"head_dim": 64},
-            LlamaConfig(4096, 14336, 32, 32, 8, 64, 500_000.0, 1e-5, vocab_size=128256),
-        ),
+        (LLAMA1_7B, (4096, 11008, 32, 32, 32, 128, 1e4, 1e-6), 32000),
+        (LLAMA2_70B, (8192, 28672, 80, 64, 8, 128, 1e4, 1e-5), 32000),
+        (LLAMA3_8B, (4096, 14336, 32, 32, 8, 128, 5e5, 1e-5), 128256),
+        (LLAMA3_8B | {"head_dim": 64}, (4096, 14336, 32, 32, 8, 64, 5e5, 1e-5), 128256),
     ],
 )
-def test_published_models_have_their_sizes(fields, expected):
-    assert llama_config(fields) == expected
+def test_published_models_have_their_sizes(fields, sizes, vocab_size):
+    assert llama_config(fields) == LlamaConfig(*sizes, vocab_size=vocab_size)
     assert not has_tied_head(fields)
 
 
@@ -78,105 +64,86 @@ def test_rope_is_read_from_old_and_new_fields():
     assert llama_config(plain | new) == llama_config(LLAMA3_8B)
 
 
-@pytest.mark.parametrize(
-    "changed, complaint",
-    [
-        ({"model_type": "qwen2"}, "model_type='qwen2' (only 'llama')"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' (only 'silu')"),
-        ({"attention_bias": True}, "attention_bias=True (only False)"),
-        ({"mlp_bias": True}, "mlp_bias=True (only False)"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
-        ({"vocab_size": None}, "vocab_size=None (a whole number from 1"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "scaling 'dynamic'"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 0.7}},
-            "scaling 'yarn' with 'mscale'",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
-            "without high_freq_factor, low_freq_factor, original_max",
-        ),
-        ({"num_key_value_heads": 5}, "num_kv_heads=5"),
-        # Neither text nor truth values are numbers, and nothing is divided by 0.
-        ({"vocab_size": "32000"}, "vocab_size='32000' (a whole number"),
-        ({"num_hidden_layers": True}, "num_hidden_layers=True (a whole number"),
-        ({"hidden_size": 10**400}, "(a whole number from 1 to 2147483647 is needed)"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0 (a whole number"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads=0 (a whole number"),
-        ({"num_key_value_heads": 8.0}, "num_key_value_heads=8.0 (a whole number"),
-        ({"head_dim": "128"}, "head_dim='128' (a whole number"),
-        ({"head_dim": -2}, "head_dim=-2 (a whole number"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' (a number is needed)"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf (a number is needed)"),
-        ({"rope_theta": "10000"}, "rope_theta='10000' of RoPE"),
-        ({"rope_theta": 10**400}, "of RoPE, where a number is needed"),
-        ({"rope_scaling": ["linear"]}, "rope_scaling=['linear'], no object"),
-        ({"rope_scaling": False}, "rope_scaling=False, no object"),
-        ({"rope_scaling": {"type": ["yarn"]}}, "RoPE scaling ['yarn'] (only"),
-        ({"rope_scaling": {"type": "linear"}}, "scaling 'linear' without factor"),
-        ({"rope_scaling": {"factor": 8.0}}, "RoPE scaling None (only default, lin"),
-        (
-            {"rope_scaling": {"type": "default", "odd": 1}},
-            "RoPE scaling 'default' with 'odd'",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": "4"}},
-            "factor='4' of RoPE",
-        ),
-        ({"rope_scaling": {"type": "linear", "factor": True}}, "factor=True of RoPE"),
-        (
-            {
-                "max_position_embeddings": "4096",
-                "rope_scaling": {"type": "yarn", "factor": 4},
-            },
-            "original_max_position_embeddings='4096' of RoPE",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-            "'rope_theta' twice, as 500000.0 and 10000.0",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4}},
-            "'rope_type' twice, as 'linear' and 'yarn'",
-        ),
-        ({"partial_rotary_factor": 0.5}, "has a partial_rotary_factor: only whole"),
-        (
-            {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
-            "RoPE scaling None (only default, linear, yarn, llama3)",
-        ),
-    ],
-)
+def scaled(**scaling):
+    return {"rope_scaling": scaling}
+
+
+# Fields that are others than those of LLaMA 3 8B, and what is said of them.
+BAD = [
+    ({"model_type": "qwen2"}, "model_type='qwen2' (only 'llama')"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' (only 'silu')"),
+    ({"attention_bias": True}, "attention_bias=True (only False)"),
+    ({"mlp_bias": True}, "mlp_bias=True (only False)"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
+    ({"vocab_size": None}, "vocab_size=None (a whole number from 1"),
+    ({"num_key_value_heads": 5}, "num_kv_heads=5"),
+    # Neither text nor truth values are numbers, and nothing is divided by 0.
+    ({"vocab_size": "32000"}, "vocab_size='32000' (a whole number"),
+    ({"num_hidden_layers": True}, "num_hidden_layers=True (a whole number"),
+    ({"hidden_size": 10**400}, "(a whole number from 1 to 2147483647 is needed)"),
+    ({"num_attention_heads": 0}, "num_attention_heads=0 (a whole number"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads=0 (a whole number"),
+    ({"num_key_value_heads": 8.0}, "num_key_value_heads=8.0 (a whole number"),
+    ({"head_dim": "128"}, "head_dim='128' (a whole number"),
+    ({"head_dim": -2}, "head_dim=-2 (a whole number"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' (a number is needed)"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf (a number is needed)"),
+    ({"rope_theta": "10000"}, "rope_theta='10000' of RoPE"),
+    ({"rope_theta": 10**400}, "of RoPE, where a number is needed"),
+    ({"partial_rotary_factor": 0.5}, "has a partial_rotary_factor: only whole"),
+    ({"rope_scaling": ["linear"]}, "rope_scaling=['linear'], no object"),
+    ({"rope_scaling": False}, "rope_scaling=False, no object"),
+    (scaled(type="dynamic", factor=2), "scaling 'dynamic'"),
+    (scaled(type=["yarn"]), "RoPE scaling ['yarn'] (only"),
+    (scaled(factor=8.0), "RoPE scaling None (only default, linear, yarn, llama3)"),
+    (scaled(full_attention={"rope_type": "default"}), "RoPE scaling None (only def"),
+    (scaled(type="default", odd=1), "RoPE scaling 'default' with 'odd'"),
+    (scaled(rope_type="yarn", factor=2, mscale=0.7), "scaling 'yarn' with 'mscale'"),
+    (scaled(type="linear"), "scaling 'linear' without factor"),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
+        "without high_freq_factor, low_freq_factor, original_max",
+    ),
+    (scaled(type="linear", factor="4"), "factor='4' of RoPE"),
+    (scaled(type="linear", factor=True), "factor=True of RoPE"),
+    (
+        scaled(type="yarn", factor=4) | {"max_position_embeddings": "4096"},
+        "original_max_position_embeddings='4096' of RoPE",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "'rope_theta' twice, as 500000.0 and 10000.0",
+    ),
+    (scaled(type="linear", rope_type="yarn"), "'rope_type' twice, as 'linear' and 'ya"),
+]
+
+
+@pytest.mark.parametrize("changed, complaint", BAD)
 def test_what_models_here_have_not_is_refused_by_field(changed, complaint):
     with pytest.raises(ValueError) as caught:
         llama_config(LLAMA3_8B | changed)
     assert complaint in str(caught.value)
 
 
-LLAMA31_8B = LLAMA3_8B | {
-    "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-}
-YARN = LLAMA3_8B | {
-    "max_position_embeddings": 4096,
-    "rope_scaling": {"type": "yarn", "factor": 16, "attention_factor": None},
-}
-LINEAR = LLAMA2_70B | {"rope_scaling": {"type": "linear", "factor": 4}}
-
-
-@pytest.mark.parametrize(
-    "fields, expected",
-    [
-        (LLAMA31_8B, RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)),
-        (YARN, RopeScaling("yarn", 16.0, 4096)),
-        (LINEAR, RopeScaling("linear", 4.0)),
-    ],
+LLAMA31_8B = LLAMA3_8B | {"max_position_embeddings": 131072}
+LLAMA31_8B |= scaled(
+    factor=8.0,
+    high_freq_factor=4.0,
+    low_freq_factor=1.0,
+    original_max_position_embeddings=8192,
+    rope_type="llama3",
 )
+YARN = LLAMA3_8B | {"max_position_embeddings": 4096}
+YARN |= scaled(type="yarn", factor=16, attention_factor=None)
+LINEAR = LLAMA2_70B | scaled(type="linear", factor=4)
+SCALED = [
+    (LLAMA31_8B, RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)),
+    (YARN, RopeScaling("yarn", 16.0, 4096)),
+    (LINEAR, RopeScaling("linear", 4.0)),
+]
+
+
+@pytest.mark.parametrize("fields, expected", SCALED)
 def test_scaled_rope_is_read_as_published(fields, expected):
     scaling = llama_config(fields).rope_scaling
     assert scaling == expected
@@ -197,6 +164,20 @@ def test_null_is_as_good_as_missing():
     assert not has_tied_head(LLAMA1_7B | nothing)
 
 
+# Fields of config.json, and ours.
+NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "feed_forward_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_epsilon",
+    "rope_theta": "rope_theta",
+}
+
+
 @pytest.mark.parametrize(
     "attempts", [300, pytest.param(10_000, marks=pytest.mark.slow)]
 )
@@ -212,16 +193,12 @@ def test_an_altered_config_is_what_it_says_or_refused(attempts):
     def check(found):
         config, is_tied = found
         known = {name: value for name, value in said.items() if value is not None}
-        sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
-        sizes |= {"num_hidden_layers": config.num_layers}
-        sizes |= {"intermediate_size": config.feed_forward_size}
-        sizes |= {"num_attention_heads": config.num_heads}
-        assert {name: known[name] for name in sizes} == sizes
-        assert config.num_kv_heads == known.get("num_key_value_heads", config.num_heads)
-        own = config.hidden_size // config.num_heads
-        assert config.head_dim == known.get("head_dim", own)
-        assert config.norm_epsilon == known.get("rms_norm_eps", 1e-6)
-        assert config.rope_theta == known.get("rope_theta", 1e4)
+        size, heads = known["hidden_size"], known["num_attention_heads"]
+        told = {"num_key_value_heads": heads, "head_dim": size // heads}
+        told |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4} | known
+        assert {theirs: getattr(config, ours) for theirs, ours in NAMES.items()} == {
+            theirs: told[theirs] for theirs in NAMES
+        }
         assert is_tied is known.get("tie_word_embeddings", False)
         scaling = dataclasses.asdict(config.rope_scaling)
         told = {"rope_type": "none"} | known.get("rope_scaling", {})
@@ -233,17 +210,8 @@ def test_an_altered_config_is_what_it_says_or_refused(attempts):
 
 
 def test_ntk_is_written_as_the_theta_that_it_is():
-    config = LlamaConfig(
-        64,
-        128,
-        2,
-        4,
-        2,
-        16,
-        1e4,
-        rope_scaling=RopeScaling("ntk", 8.0),
-        vocab_size=300,
-    )
+    ntk = RopeScaling("ntk", 8.0)
+    config = LlamaConfig(64, 128, 2, 4, 2, 16, 1e4, rope_scaling=ntk, vocab_size=300)
     written = config_fields(config, "float32", {})
     assert written["rope_scaling"] is None
     plain = llama_config(written)
@@ -274,10 +242,7 @@ def test_fields_of_the_original_are_kept_but_for_the_models_own():
     config = LlamaConfig(64, 128, 2, 4, 2, 16, 1e6, vocab_size=300)
     written = config_fields(config, "float32", original)
     assert llama_config(written) == config
-    assert (written["bos_token_id"], written["max_position_embeddings"]) == (
-        128000,
-        8192,
-    )
-    assert written["tie_word_embeddings"] is False
-    assert written["torch_dtype"] == "float32"
+    others = {"tie_word_embeddings": False, "torch_dtype": "float32"}
+    others |= {"bos_token_id": 128000, "max_position_embeddings": 8192}
+    assert {name: written[name] for name in others} == others
     assert written.keys().isdisjoint({"rope_parameters", "dtype"})
