@@ -8,14 +8,9 @@ import ml_collections
 import numpy as np
 import pytest
 
-import train
-from tasks import base, text
-from tests.runs import small_config
+from tests.runs import Run
 from tools.convert_hf import export_model, import_model
-from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
-from training.optimizer import make_optimizer
-from training.step import TrainState
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -28,14 +23,6 @@ LEARNS_NOTHING = {
 """Steps too small to change a parameter: it stays what it was at the beginning."""
 
 
-@pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of a run of 6 steps."""
-    workdir = tmp_path_factory.mktemp("trained")
-    train.train(config(corpus, workdir, train__steps=6), lambda line: None)
-    return workdir
-
-
 # A system that is compiled sooner than a ring.
 QUICK = {
     "attention": "vanilla",
@@ -46,21 +33,24 @@ QUICK = {
 }
 
 
-def config(corpus: Path, workdir: Path, **overrides: Any) -> ml_collections.ConfigDict:
-    return small_config(corpus, workdir, **QUICK | overrides)
+class QuickRun(Run):
+    def config(self, **overrides: Any) -> ml_collections.ConfigDict:
+        return super().config(**QUICK | overrides)
 
 
-def state(corpus: Path, workdir: Path) -> TrainState:
-    """The newest checkpoint's."""
-    settings = config(corpus, workdir)
-    partition = base.partition(settings, jax.devices())
-    model = text.model(settings, partition)
-    optimizer, _ = make_optimizer(base.optimizer_settings(settings))
-    with Checkpoints(
-        workdir / "checkpoints", keep=1, fingerprint=text.fingerprint(model)
-    ) as checkpoints:
-        shapes = base.abstract_state(model, optimizer, partition)
-        return checkpoints.restore(shapes)[0]
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> QuickRun:
+    run = QuickRun(corpus, tmp_path_factory.mktemp("trained"))
+    run.train(train__steps=6)
+    return run
+
+
+def begun_with(source: Path, corpus: Path, workdir: Path) -> QuickRun:
+    """A run of 2 steps that learns nothing after `source`."""
+    run = QuickRun(corpus, workdir)
+    run.train(init_from=str(source), **LEARNS_NOTHING)
+    assert any(line.startswith("step 1") for line in run.said)
+    return run
 
 
 def counts(optimizer_state: Any) -> set[int]:
@@ -69,42 +59,31 @@ def counts(optimizer_state: Any) -> set[int]:
     return {int(leaf) for leaf in leaves if leaf.dtype == np.int32}
 
 
-def assert_begins_with(source: Path, corpus: Path, begun: Path) -> list[str]:
-    """Runs 2 steps from `source`, and compares with the trained parameters."""
-    said: list[str] = []
-    settings = config(corpus, begun, init_from=str(source), **LEARNS_NOTHING)
-    train.train(settings, said.append)
-    assert any(line.startswith("step 1") for line in said)
-    return said
-
-
 def test_a_run_begins_with_another_runs_parameters_and_a_fresh_optimizer(
     corpus, trained, tmp_path
 ):
-    said = assert_begins_with(trained, corpus, tmp_path)
-    assert f"parameters: of step 6 of {trained}" in said
-    before, after = state(corpus, trained), state(corpus, tmp_path)
+    run = begun_with(trained.workdir, corpus, tmp_path)
+    assert f"parameters: of step 6 of {trained.workdir}" in run.said
+    before, after = trained.state(), run.state()
     jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
     assert (int(before.step), int(after.step)) == (6, 2)
     assert counts(before.optimizer_state) == {6}
     assert counts(after.optimizer_state) == {2}
     # Once it has checkpoints of its own, it resumes from them; the source may be gone.
-    resumed = config(corpus, tmp_path, init_from=f"{tmp_path}/gone", **LEARNS_NOTHING)
-    said.clear()
-    assert train.train(resumed, said.append) == {"step": 2}
-    assert "resuming from step 2" in said
+    run.said.clear()
+    assert run.train(init_from=f"{tmp_path}/gone", **LEARNS_NOTHING) == {"step": 2}
+    assert "resuming from step 2" in run.said
 
 
 def test_a_run_begins_with_exported_and_imported_parameters(corpus, trained, tmp_path):
     partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
-    published = tmp_path / "published"
-    export_model(
-        str(trained), published, partition, dtype="float32", file_bytes=1 << 16
-    )
-    import_model(published, tmp_path / "imported", partition)
-    said = assert_begins_with(tmp_path / "imported", corpus, tmp_path / "run")
-    assert f"parameters: of step 0 of {tmp_path / 'imported'}" in said
-    before, after = state(corpus, trained), state(corpus, tmp_path / "run")
+    published, imported = tmp_path / "published", tmp_path / "imported"
+    options = {"dtype": "float32", "file_bytes": 1 << 16}
+    export_model(str(trained.workdir), published, partition, **options)
+    import_model(published, imported, partition)
+    run = begun_with(imported, corpus, tmp_path / "run")
+    assert f"parameters: of step 0 of {imported}" in run.said
+    before, after = trained.state(), run.state()
     jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
 
 
@@ -118,30 +97,25 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "jit", refuse)
 
 
+OTHER = {"model__num_layers": 3, "model__rope_theta": 500.0}
+MAY = {"may_change": ("rope_theta", "num_layers")}
+BAD = [
+    ("", OTHER, r"step 6 of .*trained\d+ belong to another model"),
+    (
+        "",
+        OTHER,
+        "num_layers: saved 2, this run 3(.|\n)*theta: saved 10000.0, this run 500",
+    ),
+    ("", OTHER | MAY, r"params.layers.*float32\[2.*float32\[3"),
+    ("nowhere", {}, "nowhere has no checkpoints to read"),
+]
+
+
 @pytest.mark.usefixtures("nothing_is_compiled")
-def test_parameters_of_another_model_are_refused_before_anything_is_compiled(
-    corpus, trained, tmp_path
+@pytest.mark.parametrize(("place", "changes", "complaint"), BAD)
+def test_parameters_that_cannot_be_begun_with_are_refused_before_compiling(
+    corpus, trained, tmp_path, place, changes, complaint
 ):
-    settings = config(
-        corpus,
-        tmp_path,
-        init_from=str(trained),
-        model__num_layers=3,
-        model__rope_theta=500.0,
-    )
-    with pytest.raises(ValueError) as caught:
-        train.train(settings, lambda line: None)
-    message = str(caught.value)
-    assert f"step 6 of {trained} belong to another model" in message
-    assert "model.num_layers: saved 2, this run 3" in message
-    assert "model.rope_theta: saved 10000.0, this run 500.0" in message
-    settings.may_change = ("rope_theta", "num_layers")
-    with pytest.raises(ValueError, match=r"params.layers.*float32\[2.*float32\[3"):
-        train.train(settings, lambda line: None)
-
-
-@pytest.mark.usefixtures("nothing_is_compiled")
-def test_parameters_that_are_not_there_are_refused(corpus, tmp_path):
-    settings = config(corpus, tmp_path, init_from=f"{tmp_path}/nowhere")
-    with pytest.raises(FileNotFoundError, match="nowhere has no checkpoints to read"):
-        train.train(settings, lambda line: None)
+    source = trained.workdir / place
+    with pytest.raises((ValueError, FileNotFoundError), match=complaint):
+        QuickRun(corpus, tmp_path).train(init_from=str(source), **changes)

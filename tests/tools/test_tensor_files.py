@@ -73,24 +73,26 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
+def assert_refused(directory, complaint, kind=ValueError):
+    with pytest.raises(kind, match=complaint) as caught:
+        TensorFiles(directory)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
 def test_damaged_and_missing_files_are_named(tmp_path):
     directory = write(tmp_path / "out", 160)
     second = directory / "model-00002-of-00003.safetensors"
-    whole = second.read_bytes()
-    second.write_bytes(whole[:-8])
-    with pytest.raises(ValueError, match=f"{second.name} is not a whole safetensors"):
-        TensorFiles(directory)
+    second.write_bytes(second.read_bytes()[:-8])
+    assert_refused(directory, f"{second.name} is not a whole safetensors")
     second.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{second.name} does not exist"):
-        TensorFiles(directory)
-    with pytest.raises(FileNotFoundError, match="model.safetensors does not exist"):
-        TensorFiles(tmp_path / "nowhere")
+    assert_refused(directory, f"{second.name} does not exist", FileNotFoundError)
+    missing = "model.safetensors does not exist"
+    assert_refused(tmp_path / "nowhere", missing, FileNotFoundError)
 
 
 def test_types_that_are_no_floats_are_refused(tmp_path):
     save_file({"q": np.zeros(4, np.int8)}, tmp_path / WHOLE)
-    with pytest.raises(ValueError, match="q in .* has type I8, not one of BF16, F16"):
-        TensorFiles(tmp_path)
+    assert_refused(tmp_path, "q in .* has type I8, not one of BF16, F16")
 
 
 FIRST, SECOND = "one.safetensors", "two.safetensors"
@@ -122,8 +124,7 @@ def test_a_tensor_in_two_files_is_read_from_the_one_of_the_index(shards, right):
         expected = TENSORS["c"] + (right == SECOND)
         np.testing.assert_array_equal(files.read("c", (slice(None),) * 2), expected)
     write_index(shards, {"a": FIRST, "b": SECOND})
-    with pytest.raises(ValueError, match="two.safetensors and another file hold c, an"):
-        TensorFiles(shards)
+    assert_refused(shards, "two.safetensors and another file hold c, and")
 
 
 def test_links_and_folders_inside_are_followed(shards, tmp_path):
@@ -137,6 +138,7 @@ def test_links_and_folders_inside_are_followed(shards, tmp_path):
     assert blob.is_file()
 
 
+OUTSIDE = "which is not a file inside of"
 BAD_INDICES = {
     "no_map": ({}, "weight_map must name the file of every tensor, got None"),
     "null": ({"weight_map": None}, "must name the file of every tensor, got None"),
@@ -145,22 +147,14 @@ BAD_INDICES = {
     "no_name": ({"weight_map": {"a": 3}}, "must name files, got 3"),
     "no_names": ({"weight_map": {"a": [FIRST]}}, "must name files, got \\['one"),
     "above": ({"weight_map": {"c": "../out.safetensors"}}, "'../out.safetensors', wh"),
-    "below_and_above": (
-        {"weight_map": {"c": "x/../../out.safetensors"}},
-        "which is not a file inside of",
-    ),
-    "odd_name": (
-        {"weight_map": {"a": "one\nline"}},
-        "'one.nline', which is not a file",
-    ),
+    "below_and_above": ({"weight_map": {"c": "x/../../out.safetensors"}}, OUTSIDE),
+    "absolute": ({"weight_map": {"a": f"{{shards}}/{FIRST}"}}, OUTSIDE),
+    "odd_name": ({"weight_map": {"a": "one\nline"}}, f"'one.nline', {OUTSIDE}"),
     "other_file": (
         {"weight_map": {"a": FIRST, "b": FIRST}},
         "one.safetensors has no tensor 'b', which .* says lies there .and 0 more",
     ),
-    "no_object": ([], "index.json must be a JSON object, got list"),
-    "deep": ("[" * 100_000, "is not JSON .*lie too deep"),
     "twice": ('{"weight_map": {"a": "1", "a": "2"}}', "'a' stands twice"),
-    "no_text": ("\ud800", "is not JSON"),
 }
 
 
@@ -169,26 +163,20 @@ def test_a_bad_index_is_refused_in_a_line(shards, tmp_path, name):
     index, complaint = BAD_INDICES[name]
     save_file({"c": TENSORS["c"]}, tmp_path / "out.safetensors")
     text = index if isinstance(index, str) else json.dumps(index)
-    (shards / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(ValueError, match=complaint) as caught:
-        TensorFiles(shards)
-    assert str(caught.value).isprintable()
+    (shards / INDEX).write_text(text.replace("{shards}", str(shards)))
+    assert_refused(shards, complaint)
 
 
-def test_absolute_files_and_two_models_in_a_folder_are_refused(shards):
-    write_index(shards, {"a": str(shards / FIRST)})
-    with pytest.raises(ValueError, match="which is not a file inside of"):
-        TensorFiles(shards)
-    write_index(shards, {"a": FIRST, "b": SECOND})
+def test_two_models_in_a_folder_are_refused(shards):
     save_file({"a": TENSORS["a"]}, shards / WHOLE)
-    with pytest.raises(ValueError, match="which of them is the model is not known"):
-        TensorFiles(shards)
+    assert_refused(shards, "which of them is the model is not known")
     write_index(shards, {"a": WHOLE})
     with TensorFiles(shards) as files:
         assert files.shapes == {"a": (4, 6)}
 
 
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+TALL, WIDE = (json.dumps(GOOD | {"shape": s}).encode() for s in ([3, 2], [2, 3]))
 
 
 def safetensors(header, numbers=bytes(range(24)), length=None) -> bytes:
@@ -196,7 +184,6 @@ def safetensors(header, numbers=bytes(range(24)), length=None) -> bytes:
     return struct.pack("<Q", len(text) if length is None else length) + text + numbers
 
 
-TWICE = b'{"a": %s, "a": %s}'
 BAD_HEADERS = {
     "no_length": b"abc",
     "length_beyond_the_file": safetensors({"a": GOOD}, length=1 << 20),
@@ -204,10 +191,7 @@ BAD_HEADERS = {
     "no_json": safetensors(b"{"),
     "no_object": safetensors([GOOD]),
     "deep": safetensors(b"[" * 100_000),
-    "name_twice": safetensors(
-        TWICE
-        % (json.dumps(GOOD).encode(), json.dumps(GOOD | {"shape": [3, 2]}).encode())
-    ),
+    "name_twice": safetensors(b'{"a": %s, "a": %s}' % (TALL, WIDE)),
     "name_of_two_lines": safetensors({"a\nb": GOOD}),
     "long_name": safetensors({"a" * 5000: GOOD}),
     "unknown_type": safetensors({"a": GOOD | {"dtype": "F\n32"}}),
@@ -230,9 +214,7 @@ BAD_HEADERS = {
 def test_a_bad_header_is_refused_in_a_line(tmp_path, name):
     (tmp_path / WHOLE).write_bytes(BAD_HEADERS[name])
     complaint = "model.safetensors (is not a whole safe|has a tensor '.*not a name)"
-    with pytest.raises(ValueError, match=complaint) as caught:
-        TensorFiles(tmp_path)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+    assert_refused(tmp_path, complaint)
 
 
 def read_all(directory):
