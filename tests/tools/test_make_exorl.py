@@ -1,7 +1,5 @@
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +9,23 @@ from data.environments import Environment
 from data.episodes import BadEpisode, read_episode
 from data.exorl import Selection, pack
 from data.relabel import exact_rewards
-from tools import make_exorl
+from tests.processes import run_program
 from tools.lib.exorl.replay import Recipe, make
 from tools.lib.exorl.rollouts import Roller
 
-ROOT = Path(make_exorl.__file__).parents[1]
 CARTPOLE = Recipe("cartpole", ("swingup",), episodes=24, seed=3, search_episodes=8)
 FEW = dataclasses.replace(CARTPOLE, episodes=3, search_episodes=2)
 # The quickest to simulate among those with linear policies.
 CHEETAH = Recipe("cheetah", ("run",), episodes=4, seed=0, search_episodes=4)
 
 
+def made(directory, recipe, processes=1, **changes):
+    return make(dataclasses.replace(recipe, **changes), directory, processes)
+
+
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory):
-    return make(CARTPOLE, tmp_path_factory.mktemp("data"), processes=1)
+    return made(tmp_path_factory.mktemp("data"), CARTPOLE)
 
 
 def meta_of(buffer):
@@ -59,51 +60,47 @@ def test_meta_says_how_data_were_made(cartpole):
     quantiles = meta["returns"]["swingup"]
     assert quantiles["50%"] == pytest.approx(np.median(returns), abs=1e-3)
     assert quantiles["100%"] == pytest.approx(returns.max(), abs=1e-3)
+    # Returns are spread.
+    assert quantiles["0%"] < 100 and quantiles["100%"] > 2.5 * quantiles["25%"]
     noise_alone = [row for row in meta["episodes"] if not row["policy"]]
     assert len(noise_alone) == 5 and all(row["noise"] for row in noise_alone)
 
 
-def test_returns_are_spread(cartpole):
-    returns = meta_of(cartpole)["returns"]["swingup"]
-    assert returns["0%"] < 100 and returns["100%"] > 2.5 * returns["25%"]
-
-
 def test_same_seed_makes_the_same_bytes_in_any_number_of_processes(tmp_path):
-    one = contents(make(FEW, tmp_path / "one", processes=1))
-    two = contents(make(FEW, tmp_path / "two", processes=2))
+    one = contents(made(tmp_path / "one", FEW))
+    two = contents(made(tmp_path / "two", FEW, processes=2))
     assert len(one) == 4 and one == two
-    other = dataclasses.replace(FEW, seed=4, episodes=1)
+    other = contents(made(tmp_path / "other", FEW, seed=4, episodes=1))
     episode = Path("buffer/episode_000000_1000.npz")
-    assert contents(make(other, tmp_path / "other", 1))[episode] != one[episode]
+    assert other[episode] != one[episode]
+
+
+def assert_rewards_of(environment, episode):
+    difference = exact_rewards(environment, episode) - episode.reward[1:, 0]
+    assert np.abs(difference).max() < 1e-6
 
 
 def test_linear_policies_gather_a_cheetahs_data(tmp_path):
-    buffer = make(CHEETAH, tmp_path, processes=1)
     environment = Environment("cheetah", "run")
-    for path in buffer.scan():
-        episode = read_episode(path, "cheetah")
-        rewards = exact_rewards(environment, episode)
-        assert np.abs(rewards - episode.reward[1:, 0]).max() < 1e-6
+    for path in made(tmp_path, CHEETAH).scan():
+        assert_rewards_of(environment, read_episode(path, "cheetah"))
 
 
 def test_rewards_are_those_of_the_first_task(tmp_path):
     recipe = Recipe("walker", ("walk", "stand"), 2, 0, 2, noise_share=1.0)
-    buffer = make(recipe, tmp_path, processes=1)
+    buffer = made(tmp_path, recipe)
     meta = meta_of(buffer)
     assert meta["stored_task"] == "walk"
     assert [row["task"] for row in meta["episodes"]] == ["walk", "stand"]
-    walk, stand = Environment("walker", "walk"), Environment("walker", "stand")
     of_other = read_episode(buffer.scan()[1], "walker")
-    stored = of_other.reward[1:, 0]
-    assert np.abs(exact_rewards(walk, of_other) - stored).max() < 1e-6
-    as_gathered = exact_rewards(stand, of_other).sum()
+    assert_rewards_of(Environment("walker", "walk"), of_other)
+    as_gathered = exact_rewards(Environment("walker", "stand"), of_other).sum()
     assert meta["episodes"][1]["return"] == pytest.approx(as_gathered, rel=1e-5)
-    assert as_gathered > stored.sum() + 1
+    assert as_gathered > of_other.reward[1:, 0].sum() + 1
 
 
 def test_cap_keeps_good_episodes_out(tmp_path):
-    recipe = dataclasses.replace(CARTPOLE, cap=0.6, episodes=4)
-    meta = meta_of(make(recipe, tmp_path, processes=1))
+    meta = meta_of(made(tmp_path, CARTPOLE, cap=0.6, episodes=4))
     best = meta["search_returns"]["swingup"]["100%"]
     returns = [row["return"] for row in meta["episodes"]]
     assert len(returns) == 4 and max(returns) <= 0.6 * best + 1e-3
@@ -121,7 +118,7 @@ def test_episodes_above_the_cap_are_made_again_by_others(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Roller, "returns", returns)
     recipe = dataclasses.replace(CARTPOLE, cap=0.5, episodes=6, search_episodes=10)
-    meta = meta_of(make(recipe, tmp_path, processes=1))
+    meta = meta_of(made(tmp_path, recipe))
     assert [len(attempts) for attempts in turns] == [6, 4, 2]
     stems = [attempt.stem.name for attempt in turns[2]]
     assert stems == ["episode_000004", "episode_000005"]
@@ -129,71 +126,60 @@ def test_episodes_above_the_cap_are_made_again_by_others(tmp_path, monkeypatch):
     assert {attempt.limit for attempts in turns for attempt in attempts} == {4.5}
     assert sorted(row["episode"] for row in meta["episodes"]) == list(range(6))
     assert {row["return"] for row in meta["episodes"]} == {4.0}
-    hopeless = dataclasses.replace(recipe, cap=0.4)
-    with pytest.raises(
-        ValueError, match="6 of 6 episodes .*cap=0.4 .*20 times.*search"
-    ):
-        make(hopeless, tmp_path / "other", processes=1)
+    hopeless = "6 of 6 episodes .*cap=0.4 .*20 times.*search"
+    with pytest.raises(ValueError, match=hopeless):
+        made(tmp_path / "other", recipe, cap=0.4)
     assert not list((tmp_path / "other").rglob("*es_replay*"))
 
 
 def test_actions_are_held_and_packed_as_one(tmp_path):
-    recipe = dataclasses.replace(FEW, episodes=2, action_repeat=8)
-    buffer = make(recipe, tmp_path, processes=1)
+    buffer = made(tmp_path, FEW, episodes=2, action_repeat=8)
     one = pack(buffer, "swingup", tmp_path / "one")
-    held = Selection(action_repeat=8)
-    eight = pack(buffer, "swingup", tmp_path / "eight", held)
+    eight = pack(buffer, "swingup", tmp_path / "eight", Selection(action_repeat=8))
     assert (one.action_repeat, eight.action_repeat) == (1, 8)
     assert eight.lengths.tolist() == [125, 125]
     np.testing.assert_allclose(eight.returns, one.returns, rtol=1e-6)
     np.testing.assert_array_equal(eight.steps[:][:, :-1], one.steps[:][::8, :-1])
     actions = one.steps[:][:, 5].reshape(-1, 8)
     assert (actions == actions[:, :1]).all() and (np.diff(actions[:, 0]) != 0).any()
-    wrong = Selection(action_repeat=3)
     with pytest.raises(BadEpisode, match="action 9 differs .* action_repeat=3"):
-        pack(buffer, "swingup", tmp_path / "three", wrong)
+        pack(buffer, "swingup", tmp_path / "three", Selection(action_repeat=3))
 
 
 def test_existing_data_are_kept(cartpole):
     before = contents(cartpole)
     with pytest.raises(FileExistsError, match="es_replay already exists and is left"):
-        make(CARTPOLE, cartpole.root, processes=1)
+        made(cartpole.root, CARTPOLE)
     assert contents(cartpole) == before
     with pytest.raises(ValueError, match="processes=0 must be at least 1"):
-        make(CARTPOLE, cartpole.root, processes=0)
+        made(cartpole.root, CARTPOLE, processes=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"tasks": ("fly",)}, "task='fly' of cartpole must be one of"),
-        ({"domain": "quadruped"}, "no environment for domain='quadruped'"),
-        ({"tasks": ()}, r"tasks=\(\) must be tasks"),
-        ({"tasks": ("swingup", "swingup")}, "each of them once"),
-        ({"episodes": 0}, "episodes=0 and .* at least 1"),
-        ({"search_episodes": 0}, "search_episodes=0 must be at least 1"),
-        ({"seed": -1}, "seed=-1 at least 0"),
-        ({"noise_share": 1.1}, "noise_share=1.1 must be from 0 to 1"),
-        ({"cap": 0.0}, "cap=0.0 above 0"),
-        ({"cap": 1.5}, "cap=1.5 above 0 and up to 1"),
-        ({"action_repeat": 0}, "action_repeat=0 must be at least 1"),
-    ],
-)
+BAD = [
+    ({"tasks": ("fly",)}, "task='fly' of cartpole must be one of"),
+    ({"domain": "quadruped"}, "no environment for domain='quadruped'"),
+    ({"tasks": ()}, r"tasks=\(\) must be tasks"),
+    ({"tasks": ("swingup", "swingup")}, "each of them once"),
+    ({"episodes": 0}, "episodes=0 and .* at least 1"),
+    ({"search_episodes": 0}, "search_episodes=0 must be at least 1"),
+    ({"seed": -1}, "seed=-1 at least 0"),
+    ({"noise_share": 1.1}, "noise_share=1.1 must be from 0 to 1"),
+    ({"cap": 0.0}, "cap=0.0 above 0"),
+    ({"cap": 1.5}, "cap=1.5 above 0 and up to 1"),
+    ({"action_repeat": 0}, "action_repeat=0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "match"), BAD)
 def test_recipes_that_make_nothing_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(CARTPOLE, **changes)
 
 
-def test_programs_run_from_the_root(tmp_path):
-    command = [sys.executable, "-m", "tools.make_exorl", "--domain", "cartpole"]
-    command += ["--output", str(tmp_path), "--episodes", "2", "--processes", "1"]
-    command += ["--search-episodes", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("swingup: returns 0% ")
-    assert f"written to {tmp_path / 'cartpole' / 'es_replay'}" in done.stdout
-    refused = subprocess.run(
-        [*command, "--tasks", "fly"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("error: task='fly' of cartpole")
+def test_program_runs_from_the_root(tmp_path):
+    small = ("--episodes", "2", "--processes", "1", "--search-episodes", "2")
+    command = "-m", "tools.make_exorl", "--domain", "cartpole", "--output", tmp_path
+    code, told, errors = run_program(*command, *small)
+    assert (code, errors) == (0, "")
+    assert told.startswith("swingup: returns 0% ")
+    assert f"written to {tmp_path / 'cartpole' / 'es_replay'}" in told
