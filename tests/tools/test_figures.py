@@ -92,7 +92,10 @@ def test_causal_ring_of_4_computes_the_tiles_that_can_be_counted_by_hand(
     for name, (path, tiles) in BY_HAND.items():
         assert written["layouts"][name] == {"critical_path": path, "tiles": tiles}
         assert f"critical path {path} tiles" in printed
-    assert work_per_step(Striped(4), 4, 8, causal()).tolist() == BY_HAND["striped"][1]
+    striped = work_per_step(Striped(4), 4, 8, causal())
+    assert striped.tolist() == BY_HAND["striped"][1]
+    title, *_ = work.grids({"striped": striped}, 128.0, 8).texts
+    assert title.get_text().startswith("Causal attention on a ring of 4: tiles of sco")
 
 
 def test_steps_without_a_mask_are_whole_and_those_beyond_a_window_empty():
@@ -125,8 +128,14 @@ def test_a_bar_is_the_rate_of_its_row():
     run = "h200_1b --config.remat=nothing", "32,768 tokens", 21845.3, "tokens/s"
     assert bar(TRAINING) == (*run, "1.50 s ± 1%, MFU 46%", OURS)
     title = "Measured on 1 x NVIDIA H200, 2026-11-22, at 0123456"
-    for row in (FAST, PEER, TRAINING):
-        assert bars([row]).get_suptitle() == title
+    for rows, shown in (
+        ([FAST, PEER, FAST], [OURS, "cudnn"]),
+        ([PEER], ["cudnn"]),
+        ([TRAINING], [OURS]),
+    ):
+        figure = bars(rows)
+        assert figure.get_suptitle() == title
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == shown
 
 
 def test_every_program_of_others_has_a_colour():
@@ -174,6 +183,7 @@ def test_runs_have_names(runs, names, titles):
     # A run's rows need not follow each other.
     figure = heat_maps([first[0], *second, first[1]], names)
     assert [axes.get_title() for axes in figure.axes] == titles
+    assert figure.get_suptitle() == "Line retrieval: answers that are right, in %"
     assert all(len(axes.texts) == 2 for axes in figure.axes)
 
 

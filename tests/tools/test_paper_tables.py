@@ -7,7 +7,12 @@ import pytest
 from configs import llama_sizes
 from models.llama import LlamaConfig
 from tools import paper_tables
-from tools.lib.figures.papers import BARS, longest_contexts
+from tools.lib.figures.papers import (
+    BARS,
+    dataset_flops,
+    longest_contexts,
+    striped_speed_up,
+)
 from tools.lib.papers import contexts as paper_contexts
 from tools.lib.papers.contexts import MULTIPLES, TARGETS, Target
 from tools.lib.papers.formulas import (
@@ -59,6 +64,24 @@ def test_striping_gains_most_without_tiles(ring, limit):
     assert largest_attention_speed_up(ring) == pytest.approx(limit)
     assert largest_attention_speed_up(ring, tiles=1) == 1
     assert largest_attention_speed_up(ring, tiles=16) <= limit
+
+
+@pytest.mark.parametrize(
+    ("picture", "names"),
+    [
+        (dataset_flops(paper_tables.figure_5()), ["7B", "13B", "30B", "65B"]),
+        (
+            striped_speed_up(paper_tables.speed_ups()),
+            ["1B", "3B", "7B", "attention alone"],
+        ),
+    ],
+    ids=["figure 5", "speed-up"],
+)
+def test_every_line_is_in_a_legend_and_every_panel_has_a_title(picture, names):
+    for axes in picture.axes:
+        shown = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert shown == names == [line.get_label() for line in axes.lines]
+        assert axes.get_title()
 
 
 def test_speed_up_of_a_step_grows_with_the_context_to_that_of_attention():
@@ -173,6 +196,7 @@ def test_bars_are_the_contexts_that_fit(fits):
     figure = longest_contexts(rows)
     heights = [bar.get_height() / 2**20 for bar in figure.axes[0].patches]
     assert heights == [2, 2, 8, *([16] if fits else [])]
+    assert figure.axes[0].get_title()
     names = ["paper", "nothing", *(["offload"] if fits else [])]
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown == [BARS[name][1] for name in names]
