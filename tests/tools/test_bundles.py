@@ -11,15 +11,15 @@ MXU, XLU, VALU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL
 
 def make_texts(*bundles):
     """The two texts of a schedule, of (label, loops, instructions, MXU slots)."""
-    lines, rows = ["= control target key start", "LB: loop body", "= end", ""], []
+    text, table = "= control target key start\nLB: loop body\n= end\n", UTILIZATION
     for place, (label, depth, instructions, mxu) in enumerate(bundles):
-        address = f"{place:#x}" if place else "0"
-        lines.append(
-            f"{address:>6} {label + ':' if label else '  :'} {'>' * depth} "
-            f"{{ {instructions} }}"
+        address, label = (
+            f"{place:#x}" if place else "0",
+            f"{label}:" if label else "  :",
         )
-        rows.append(f"{mxu} 0 {place} 3 1 4 2")
-    return "\n".join(lines), UTILIZATION + "\n".join(rows) + "\n"
+        text += f"\n{address:>6} {label} {'>' * depth} {{ {instructions} }}"
+        table += f"{mxu} 0 {place} 3 1 4 2\n"
+    return text, table
 
 
 def read(*bundles):
@@ -41,24 +41,18 @@ def test_regions_lie_between_branches_and_labels():
         ("", 1, branch(2), 0),
         ("", 0, "%8 = sfence", 0),
     )
-    found = [(r.begin, r.end, r.depth, r.used["MXU"]) for r in schedule.regions]
-    assert found == [
-        (0, 1, 0, 0),
-        (1, 2, 1, 0),
-        (2, 5, 1, 7),
-        (5, 6, 1, 0),
-        (6, 8, 1, 0),
-    ]
-    assert [region.inside for region in schedule.regions] == [
-        Span(0, 8),
-        Span(1, 6),
-        Span(2, 5),
-        Span(1, 6),
-        Span(0, 8),
+    whole, loop, skipped = Span(0, 8), Span(1, 6), Span(2, 5)
+    regions = schedule.regions
+    assert [(r.begin, r.end, r.depth, r.used["MXU"], r.inside) for r in regions] == [
+        (0, 1, 0, 0, whole),
+        (1, 2, 1, 0, loop),
+        (2, 5, 1, 7, skipped),
+        (5, 6, 1, 0, loop),
+        (6, 8, 1, 0, whole),
     ]
     units = "MXU", "XLU", "VALU", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL"
     used = dict(zip(units, (7, 0, 9, 9, 3, 12, 6), strict=True))
-    assert schedule.regions[2].used == used
+    assert regions[2].used == used
     assert schedule.slots == dict(zip(units, (4, 3, 4, 3, 3, 1, 1), strict=True))
     body = tile_body(schedule)
     assert body == Body(3, used, 7 / 4)
@@ -104,10 +98,8 @@ def test_inner_loops_with_work_are_bodies_of_their_own():
         ("", 2, branch(2), 0),
         ("", 1, branch(1), 0),
     )
-    assert [(body.bundles, body.used["MXU"]) for body in bodies(schedule)] == [
-        (1, 4),
-        (1, 40),
-    ]
+    found = [(body.bundles, body.used["MXU"]) for body in bodies(schedule)]
+    assert found == [(1, 4), (1, 40)]
 
 
 def test_branch_to_a_region_that_is_not_marked_only_cuts():
@@ -126,12 +118,12 @@ def test_comments_may_run_over_lines():
 
 
 def test_texts_that_do_not_fit_are_refused():
-    bundles, utilization = make_texts(("", 0, "%1 = vadd", 0), ("", 0, "%2 = vadd", 0))
-    with pytest.raises(ValueError, match="2 bundles, but utilization of 1"):
-        read_schedule(bundles, utilization.removesuffix("0 0 1 3 1 4 2\n"))
-    with pytest.raises(ValueError, match=r"do not have columns \['MXU', 'XLU'"):
-        read_schedule(bundles, utilization.replace("1 3 1 4 2", "1 3 1 4 2 0"))
-    with pytest.raises(ValueError, match="no table of utilization"):
-        read_schedule(bundles, "")
-    with pytest.raises(ValueError, match="no work for the MXU"):
-        tile_body(read(("", 0, "%1 = vadd", 0)))
+    bundles, used = make_texts(("", 0, "%1 = vadd", 0), ("", 0, "%2 = vadd", 0))
+    for utilization, said in (
+        (used.removesuffix("0 0 1 3 1 4 2\n"), "2 bundles, but utilization of 1"),
+        (used.replace("1 4 2", "1 4 2 0"), r"do not have columns \['MXU', 'XLU'"),
+        ("", "no table of utilization"),
+        (used, "no work for the MXU"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tile_body(read_schedule(bundles, utilization))

@@ -9,7 +9,6 @@ from tools.lib.tpu_compiler.tile_program import (
     make_program,
     read_request,
     read_vmem,
-    splash_program,
     write_request,
 )
 
@@ -20,6 +19,10 @@ PROGRAM = """
   %flash_backward = f32[8]{0} custom-call(%flash_forward.2), backend_config={
 "used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"512"}]}
 """
+
+
+SPLASH = Splash("causal", False, 512, 1024, 512)
+FUSED = Splash("full", True, 1024, 1024, 1024)
 
 
 def make_tile(direction, group=1):
@@ -40,37 +43,31 @@ def test_sizes_that_do_not_divide_are_refused():
         make_tile("forward", group=3)
 
 
+def describe(direction, group, way):
+    """Kernels of a program, and the shapes of its arguments."""
+    program = make_program(make_tile(direction, group), way)
+    return *program.kernels, [argument.shape for argument in program.arguments]
+
+
+def test_our_program_has_the_kernel_and_shapes_of_the_direction():
+    q, k, bound, row = (1, 2048, 8, 64), (1, 2048, 2, 64), (1, 2048), (1, 2, 2048)
+    forward = describe("forward", 4, TPU_FORWARD["v5e"])
+    assert forward == ("flash_forward", [q, k, k, bound, bound])
+    backward = describe("backward", 1, None)
+    assert backward == ("flash_backward", [k, k, k, k, row, row, bound, bound, k])
+
+
 def test_splash_program_has_the_kernels_and_shapes_of_the_direction():
-    splash = Splash("causal", False, 512, 1024, 512)
-    forward = splash_program(make_tile("forward", group=4), splash)
-    assert forward.kernels == ("splash_mha_fwd_no_residuals",)
-    shapes = [argument.shape for argument in forward.arguments]
-    assert shapes == [(8, 2048, 64), (2, 2048, 64), (2, 2048, 64)]
-    two = splash_program(make_tile("backward"), splash)
-    assert two.kernels == ("splash_mha_dkv_no_residuals", "splash_mha_dq_no_residuals")
-    fused = splash_program(
-        make_tile("backward"), Splash("full", True, 1024, 1024, 1024)
-    )
-    assert fused.kernels == ("splash_mha_dkv_no_residuals",)
+    q, k = (8, 2048, 64), (2, 2048, 64)
+    forward = describe("forward", 4, SPLASH)
+    assert forward == ("splash_mha_fwd_no_residuals", [q, k, k])
+    dkv, dq = "splash_mha_dkv_no_residuals", "splash_mha_dq_no_residuals"
+    assert describe("backward", 1, SPLASH) == (dkv, dq, [k, k, k, k])
+    assert describe("backward", 1, FUSED) == (dkv, [k, k, k, k])
 
 
 def test_request_is_read_as_it_was_written():
     tile = make_tile("backward", group=2)
     blocks = dataclasses.replace(TPU_FORWARD["v6e"], rows=128)
-    for way in (None, blocks, Splash("causal", True, 512, 1024, 256)):
+    for way in (None, blocks, FUSED):
         assert read_request(write_request(tile, way)) == (tile, way)
-
-
-def test_our_program_has_the_kernel_and_shapes_of_the_direction():
-    forward = make_program(make_tile("forward", group=4), TPU_FORWARD["v5e"])
-    assert forward.kernels == ("flash_forward",)
-    q, keys, bounds = (1, 2048, 8, 64), (1, 2048, 2, 64), (1, 2048)
-    shapes = [argument.shape for argument in forward.arguments]
-    assert shapes == [q, keys, keys, bounds, bounds]
-    backward = make_program(make_tile("backward"), None)
-    assert backward.kernels == ("flash_backward",)
-    assert [argument.shape for argument in backward.arguments[3:6]] == [
-        (1, 2048, 2, 64),
-        (1, 2, 2048),
-        (1, 2, 2048),
-    ]

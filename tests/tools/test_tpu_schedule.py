@@ -1,5 +1,7 @@
 import dataclasses
+import itertools
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -9,14 +11,7 @@ from tests.tools.test_bundles import make_texts
 from tools import tpu_schedule
 from tools.lib.tpu_compiler.bundles import read_schedule, tile_body
 from tools.lib.tpu_compiler.tile_program import Compiled, Splash, Tile
-from tools.tpu_schedule import (
-    BEST,
-    SHAPES,
-    Measurement,
-    list_splashes,
-    measure,
-    read_dump,
-)
+from tools.tpu_schedule import BEST, SHAPES, Measurement, list_splashes, measure
 
 SPLASH = Splash("causal", False, 512, 1024, 512)
 
@@ -25,11 +20,14 @@ def make_tile(direction="forward", chip="v5e", block=1024, group=1):
     return Tile(chip, direction, block, block, 128, "bfloat16", group, 4096)
 
 
-def make_measurement(tile, way=None):
-    """Of a made-up kernel whose body has 2 bundles and 6 of their 8 MXU slots used."""
-    texts = make_texts(("", 0, "%1 = vmatmul", 4), ("", 0, "%2 = vmatmul", 2))
+TWO_BUNDLES = ("", 0, "%1 = vmatmul", 4), ("", 0, "%2 = vmatmul", 2)
+
+
+def make_measurement(tile, way=None, body=TWO_BUNDLES):
+    """Of a made-up kernel, whose body has by default 6 of 8 MXU slots used."""
     compiled = Compiled("TPU v5 lite", "0.0.48.1", {"kernel": 3 * 2**20})
-    return Measurement(tile, way, compiled, {"kernel": read_schedule(*texts)})
+    schedules = {"kernel": read_schedule(*make_texts(*body))}
+    return Measurement(tile, way, compiled, schedules)
 
 
 def test_splash_forward_on_v5e_takes_the_known_bundles():
@@ -64,39 +62,36 @@ def test_row_counts_the_bodies_that_make_up_the_tile():
 
 
 def test_best_tile_of_splash_is_known_for_every_way_of_running_it():
-    for direction in ("forward", "backward"):
-        for chip in ("v4", "v5e", "v5p", "v6e"):
-            for splash in list_splashes(
-                make_tile(direction, chip), ("causal", "full"), "best"
-            ):
-                key = (chip, splash.mask, splash.is_fused)
-                shape = (splash.block_q, splash.block_k, splash.compute_k)
-                assert BEST[direction][key] == shape
+    ways = itertools.product(("forward", "backward"), ("v4", "v5e", "v5p", "v6e"))
+    for direction, chip in ways:
+        tile = make_tile(direction, chip)
+        for splash in list_splashes(tile, ("causal", "full"), "best"):
+            shape = splash.block_q, splash.block_k, splash.compute_k
+            assert BEST[direction][chip, splash.mask, splash.is_fused] == shape
 
 
 def test_splash_is_compiled_with_tiles_no_larger_than_the_one_asked_for():
     every = list_splashes(make_tile(), ("full",), "all")
     assert [(s.block_q, s.block_k, s.compute_k) for s in every] == list(SHAPES)
     smaller = list_splashes(make_tile("backward", block=512), ("causal",), "all")
-    assert [(s.is_fused, s.block_q, s.block_k, s.compute_k) for s in smaller] == [
-        (False, 512, 512, 256),
-        (False, 512, 512, 512),
-        (True, 512, 512, 256),
-        (True, 512, 512, 512),
+    assert smaller == [
+        Splash("causal", is_fused, 512, 512, compute_k)
+        for is_fused in (False, True)
+        for compute_k in (256, 512)
     ]
 
 
 def test_dump_of_exactly_one_kernel_of_the_name_is_read(tmp_path):
     bundles, used = make_texts(("", 0, "%1 = vmatmul", 3))
     for kernel in ("flash_forward.1", "flash_forward_masked", "other"):
-        (tmp_path / f"17-{kernel}-72-final_bundles.txt").write_text(bundles)
-        (tmp_path / f"17-{kernel}-71-schedule-analysis_final_bundles.txt").touch()
-        (
-            tmp_path / f"17-{kernel}-70-final_hlo-static-per-bundle-utilization.txt"
-        ).write_text(used)
-    assert tile_body(read_dump(tmp_path, "flash_forward")).used["MXU"] == 3
+        name = f"{tmp_path}/17-{kernel}"
+        Path(f"{name}-72-final_bundles.txt").write_text(bundles)
+        Path(f"{name}-71-schedule-analysis_final_bundles.txt").touch()
+        utilization = Path(f"{name}-70-final_hlo-static-per-bundle-utilization.txt")
+        utilization.write_text(used)
+    assert tile_body(tpu_schedule.read_dump(tmp_path, "flash_forward")).used["MXU"] == 3
     with pytest.raises(ValueError, match="dumped 0 kernels 'flash', not 1"):
-        read_dump(tmp_path, "flash")
+        tpu_schedule.read_dump(tmp_path, "flash")
 
 
 def test_program_writes_what_compiled_and_tells_what_did_not(
@@ -109,22 +104,14 @@ def test_program_writes_what_compiled_and_tells_what_did_not(
 
     monkeypatch.setattr(tpu_schedule, "measure", pretend)
     path = tmp_path / "rows.json"
-    arguments = ["--chips", "v5e", "v6e", "--regions", "2", "--output", str(path)]
+    arguments = "--chips", "v5e", "v6e", "--regions", "2", "--output", str(path)
     assert tpu_schedule.main(arguments) == 1
     rows = json.loads(path.read_text())
-    assert [(row["chip"], row["splash_mask"]) for row in rows] == [
-        ("v5e", "causal"),
-        ("v5e", "full"),
-        ("v6e", "causal"),
-        ("v6e", "full"),
-    ]
+    expected = list(itertools.product(("v5e", "v6e"), ("causal", "full")))
+    assert [(row["chip"], row["splash_mask"]) for row in rows] == expected
     assert rows[0]["device_kind"] == "TPU v5 lite"
     assert rows[0]["jax"] == jax.__version__ and "commit" in rows[0]
     shown = capsys.readouterr()
     assert shown.err == "error: ours does not compile: VMEM\n" * 2
     assert "0x0 to     0x2:      2 bundles, 0 loops; MXU 6, XLU 0, VALU 1" in shown.out
     assert "v6e  splash full" in shown.out and "75.0%" in shown.out
-    assert (
-        tpu_schedule.main([*arguments, "--kernels", "splash"]) == 1
-    )  # the file is there
-    assert "rows.json exists" in capsys.readouterr().err
