@@ -22,6 +22,7 @@ from data.batch import Batch
 from kernels import layouts as layout
 from models.abstract import Model
 from tasks import base, text
+from tests.numbered_corpus import assert_same_batch
 from tests.runs import small_config
 from training.feed import place
 from training.mesh import Partition
@@ -38,6 +39,9 @@ MESHES = {
 }
 RING_SYSTEMS = ("ring", "striped")
 RING_SIZE = 4
+ROWS = 2  # of each of 2 devices along fsdp
+FORWARD_HOPS = 2 * (RING_SIZE - 1)  # keys and values
+BACKWARD_HOPS = 2 * RING_SIZE  # their gradients; keys and values travel again
 OTHERS = [name for name in MESHES if name != "vanilla"]
 
 STEPS = 20
@@ -105,28 +109,13 @@ class System:
         return loss / total, jax.tree.map(lambda g: g / total, grads), token_losses
 
 
-def system_config(
-    name: str, corpus: Path, workdir: Path, **overrides: Any
-) -> ml_collections.ConfigDict:
-    axes = ("data", "fsdp", "ring", "tensor")
-    mesh = {
-        f"mesh__{axis}": size for axis, size in zip(axes, MESHES[name], strict=True)
-    }
-    return small_config(
-        corpus,
-        workdir,
-        attention=name,
-        data__context_tokens=CONTEXT_TOKENS,
-        # Less than a device's tokens, so that there is more than one chunk.
-        feed_forward_chunk_tokens=16,
-        loss_chunk_tokens=16,
-        **mesh,
-        **overrides,
-    )
-
-
 def make_system(name: str, corpus: Path, **overrides: Any) -> System:
-    config = system_config(name, corpus, Path("unused"), **overrides)
+    axes = (f"mesh__{axis}" for axis in ("data", "fsdp", "ring", "tensor"))
+    overrides |= dict(zip(axes, MESHES[name], strict=True), attention=name)
+    # Less than a device's tokens, so that there is more than one chunk.
+    overrides |= {"feed_forward_chunk_tokens": 16, "loss_chunk_tokens": 16}
+    overrides |= {"data__context_tokens": CONTEXT_TOKENS}
+    config = small_config(corpus, Path("unused"), **overrides)
     partition = base.partition(config, jax.devices())
     model = text.model(config, partition)
     loss_of_batch = text.loss_function(config, model, partition)
@@ -157,14 +146,10 @@ def parameters(corpus: Path) -> Any:
     return jax.tree.map(draw, model.shapes, model.axes)
 
 
-def relative_errors(tree: Any, truth: Any) -> Any:
-    """Norm of each leaf's error, relative to the norm of the leaf."""
-
-    def error(leaf: np.ndarray, true_leaf: np.ndarray) -> float:
-        difference = np.float64(leaf) - np.float64(true_leaf)
-        return float(np.linalg.norm(difference) / np.linalg.norm(true_leaf))
-
-    return jax.tree.map(error, tree, truth)
+def relative_error(leaf: np.ndarray, true_leaf: np.ndarray) -> float:
+    """Norm of a leaf's error, relative to the norm of the leaf."""
+    difference = np.float64(leaf) - np.float64(true_leaf)
+    return float(np.linalg.norm(difference) / np.linalg.norm(true_leaf))
 
 
 def in_striped_order(x: np.ndarray) -> np.ndarray:
@@ -191,25 +176,23 @@ def truth(systems: Callable[[str], System], parameters: Any) -> list[tuple]:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_curve_and_the_first_gradients_are_those_of_vanilla(
-    systems: Callable[[str], System], parameters: Any, truth: list[tuple], name: str
-) -> None:
+    systems, parameters, truth, name
+):
     found = list(descend(systems(name), parameters))
     (loss, grads, losses), (true_loss, true_grads, true_losses) = found[0], truth[0]
     assert loss == pytest.approx(true_loss, rel=1e-6)
-    errors = relative_errors(grads, true_grads)
+    errors = jax.tree.map(relative_error, grads, true_grads)
     assert max(jax.tree.leaves(errors)) < 1e-6, errors
     if name == "striped":
         true_losses = in_striped_order(true_losses)
-    assert relative_errors(losses, true_losses) < 1e-6
+    assert relative_error(losses, true_losses) < 1e-6
 
     curve, true_curve = ([step[0] for step in steps] for steps in (found, truth))
     assert np.mean(true_curve[-5:]) < true_curve[0] - 1
     np.testing.assert_allclose(curve, true_curve, rtol=1e-5)
 
 
-def test_only_the_striped_batch_is_permuted(
-    systems: Callable[[str], System],
-) -> None:
+def test_only_the_striped_batch_is_permuted(systems):
     for step in (0, 3):
         batches = {
             name: jax.tree.map(np.asarray, systems(name).batch(step)) for name in MESHES
@@ -218,13 +201,10 @@ def test_only_the_striped_batch_is_permuted(
         rows = np.arange(CONTEXT_TOKENS)
         seen = truth.k_end[truth.k_start < truth.k_end] - 1
         assert (seen == np.broadcast_to(rows, truth.k_end.shape).ravel()).all()
-        for name in OTHERS:
-            for field, x, true_x in zip(
-                Batch._fields, batches[name], truth, strict=True
-            ):
-                if name == "striped":
-                    true_x = in_striped_order(true_x)
-                np.testing.assert_array_equal(x, true_x, err_msg=f"{name} {field}")
+        orders = dict.fromkeys(OTHERS, truth)
+        orders["striped"] = jax.tree.map(in_striped_order, truth)
+        for name, true in orders.items():
+            assert_same_batch(batches[name], true)
     assert (batches["striped"].tokens != truth.tokens).any()
 
 
@@ -252,7 +232,7 @@ def whole_sequences(found: Counter) -> list:
     return [key for key in found if any(s and s % CONTEXT_TOKENS == 0 for s in key[2])]
 
 
-def test_a_gathered_sequence_is_found(systems: Callable[[str], System]) -> None:
+def test_a_gathered_sequence_is_found(systems):
     system = systems("striped")
     whole = NamedSharding(system.partition.mesh, PartitionSpec("fsdp", None))
     gather = jax.jit(lambda x: 2 * x, out_shardings=whole)
@@ -261,17 +241,13 @@ def test_a_gathered_sequence_is_found(systems: Callable[[str], System]) -> None:
 
 
 @pytest.mark.parametrize("name", RING_SYSTEMS)
-def test_no_collective_of_a_ring_holds_a_whole_sequence(
-    systems: Callable[[str], System], name: str
-) -> None:
+def test_no_collective_of_a_ring_holds_a_whole_sequence(systems, name):
     found = collectives(systems(name).compiled)
     assert {"all-gather", "collective-permute"} <= {kind for kind, *_ in found}
     assert whole_sequences(found) == []
 
 
-def test_nothing_puts_striped_tokens_back_into_order(
-    systems: Callable[[str], System],
-) -> None:
+def test_nothing_puts_striped_tokens_back_into_order(systems):
     """Another order would take collectives, or gathers, that the plain ring has not."""
     ring, striped = systems("ring"), systems("striped")
     assert collectives(striped.compiled) == collectives(ring.compiled)
@@ -282,19 +258,13 @@ def test_nothing_puts_striped_tokens_back_into_order(
 
 
 @pytest.mark.parametrize("name", RING_SYSTEMS)
-def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(
-    systems: Callable[[str], System], name: str
-) -> None:
-    system = systems(name)
-    found = collectives(system.compiled)
-    permutes = {
-        key: times for key, times in found.items() if key[0] == "collective-permute"
-    }
-    rows = system.config.data.batch_rows // 2  # fsdp 2
-    shard = (rows, CONTEXT_TOKENS // RING_SIZE, 2, 8)  # 2 of the 4 heads are K heads
-    forward, backward = 2 * (RING_SIZE - 1), 2 * (RING_SIZE - 1) + 2 * RING_SIZE
+def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(systems, name):
+    found = collectives(systems(name).compiled)
+    permute = "collective-permute"
+    shard = (ROWS, CONTEXT_TOKENS // RING_SIZE, 2, 8)  # 2 of the 4 heads are K heads
     # Layers are scanned, so the program has each hop of a layer once.
-    assert permutes == {("collective-permute", "f32", shard): forward + backward}
+    hops = {key: times for key, times in found.items() if key[0] == permute}
+    assert hops == {(permute, "f32", shard): 2 * FORWARD_HOPS + BACKWARD_HOPS}
 
 
 def permutes_when_lowered(function: Callable, *arguments: Any) -> int:
@@ -303,25 +273,22 @@ def permutes_when_lowered(function: Callable, *arguments: Any) -> int:
 
 
 @pytest.mark.parametrize(("remat", "forwards"), [("attention", 1), ("nothing", 2)])
-def test_remat_decides_how_often_the_ring_runs(
-    corpus: Path, remat: str, forwards: int
-) -> None:
+def test_remat_decides_how_often_the_ring_runs(corpus, remat, forwards):
     system = make_system("striped", corpus, remat=remat)
     batch = system.batch(0)
     arguments = system.model.shapes, batch.loss_weights, batch
     forward = permutes_when_lowered(system.loss_sum, *arguments)
-    assert forward == 2 * (RING_SIZE - 1)
-    backward = forward + 2 * RING_SIZE
+    assert forward == FORWARD_HOPS
     both = permutes_when_lowered(jax.value_and_grad(system.loss_sum), *arguments)
-    assert both == forwards * forward + backward
+    assert both == (forwards + 1) * FORWARD_HOPS + BACKWARD_HOPS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RING_SYSTEMS)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_no_collective_of_a_whole_step_holds_a_whole_sequence(
-    corpus: Path, name: str, microbatches: int
-) -> None:
+    corpus, name, microbatches
+):
     system = make_system(name, corpus, train__microbatches=microbatches)
     config, partition, model = system.config, system.partition, system.model
     optimizer, _ = make_optimizer(base.optimizer_settings(config))
@@ -336,5 +303,5 @@ def test_no_collective_of_a_whole_step_holds_a_whole_sequence(
     found = collectives(step.lower(state, system.batch(0)).compile())
     assert whole_sequences(found) == []
     travelling = {shape for kind, _, shape in found if kind == "collective-permute"}
-    rows = config.data.batch_rows // 2 // microbatches
-    assert travelling == {(rows, CONTEXT_TOKENS // RING_SIZE, 2, 8)}
+    shard = ROWS // microbatches, CONTEXT_TOKENS // RING_SIZE, 2, 8
+    assert travelling == {shard}
