@@ -5,33 +5,24 @@ import random
 
 import pytest
 
-from tools.lib.planning.context import (
-    TOLERANCE,
-    Try,
-    longest_context,
-    longest_that_fits,
-)
+from tools.lib.planning.context import TOLERANCE, longest_context, longest_that_fits
 
 LIMIT = 1000.0
 
 
 def search(peak_of, first=1024, unit=256, **more):
+    """The contexts that are tried, and the longest that fits."""
     tries = longest_context(peak_of, first=first, unit=unit, limit=LIMIT, **more)
-    return tries, longest_that_fits(tries, LIMIT)
-
-
-def true_longest(peak_of, unit):
-    """By trying everything up to the first that does not fit."""
-    context = unit
-    while (peak := peak_of(context)) is not None and peak <= LIMIT:
-        context += unit
-    return context - unit
+    best = longest_that_fits(tries, LIMIT)
+    return [one.context for one in tries], best and best.context
 
 
 def assert_is_longest(best, peak_of, unit=256):
-    longest = true_longest(peak_of, unit)
-    assert best.context <= longest
-    assert longest - best.context <= max(unit, TOLERANCE * longest)
+    """Against trying everything up to the first that does not fit."""
+    longest = 0
+    while (peak := peak_of(longest + unit)) is not None and peak <= LIMIT:
+        longest += unit
+    assert best <= longest <= best + max(unit, TOLERANCE * longest)
 
 
 @pytest.mark.parametrize("first", [256, 1024, 40_000, 10_000_000])
@@ -50,7 +41,7 @@ def test_what_the_compiler_refuses_counts_as_too_large():
         return None if context > 20_000 else context // 40
 
     tries, best = search(peak_of, first=100_000)
-    assert tries[0] == Try(100_000 // 256 * 256, None)
+    assert tries[0] == 100_000 // 256 * 256
     assert_is_longest(best, peak_of)
     assert len(tries) <= 10
 
@@ -70,23 +61,19 @@ def test_memory_with_jumps_is_still_searched_to_the_end():
 
 def test_every_context_is_a_multiple_of_the_unit_and_tried_once():
     tries, _ = search(lambda context: 100 + context // 30, first=1000, unit=96)
-    contexts = [one.context for one in tries]
-    assert all(context % 96 == 0 and context > 0 for context in contexts)
-    assert len(set(contexts)) == len(contexts)
+    assert all(context % 96 == 0 and context > 0 for context in tries)
+    assert len(set(tries)) == len(tries)
 
 
 def test_where_nothing_fits_there_is_no_answer():
     tries, best = search(lambda context: None, first=4096)
-    assert best is None
-    assert tries[-1].context == 256
-    _, best = search(lambda context: 2000 + context)
-    assert best is None
+    assert best is None and tries[-1] == 256
+    assert search(lambda context: 2000 + context)[1] is None
 
 
 def test_memory_that_does_not_grow_ends_at_the_last_index():
     tries, best = search(lambda context: 10, first=2**20, unit=2**20)
-    assert 2**30 < best.context < 2**31
-    assert len(tries) <= 12
+    assert 2**30 < best < 2**31 and len(tries) <= 12
 
 
 def test_tries_are_limited():

@@ -52,16 +52,12 @@ def test_columns_of_what_is_sent_say_what_they_hold():
     # At 100 GB/s one way, as a ring goes, and 200 GB/s both ways.
     every = ["523,520", "40.00 MiB", "19.97 TiB", "219.6 s", "none", "all hidden"]
     assert row(PLAN, "collective-permute (ring)") == every
-    every = ["644", "127.20 MiB", "80.00 GiB", "429 ms", "80.00 GiB", "429 ms"]
-    assert row(PLAN, "all-reduce") == [
-        *every,
-        "not asynchronous: nothing runs beside it",
-    ]
-    every = ["192", "128.00 MiB", "24.00 GiB", "129 ms", "16.00 GiB", "85.9 ms"]
-    assert row(PLAN, "all-gather") == [
-        *every,
-        "4.00 GiB not asynchronous, beside the rest runs no kernel",
-    ]
+    *every, why = row(PLAN, "all-reduce")
+    assert every == ["644", "127.20 MiB", "80.00 GiB", "429 ms", "80.00 GiB", "429 ms"]
+    assert why == "not asynchronous: nothing runs beside it"
+    *every, why = row(PLAN, "all-gather")
+    assert every == ["192", "128.00 MiB", "24.00 GiB", "129 ms", "16.00 GiB", "85.9 ms"]
+    assert why == "4.00 GiB not asynchronous, beside the rest runs no kernel"
     assert not any("0 B" in cell for line in cells(PLAN) for cell in line)
 
 
@@ -69,27 +65,25 @@ def test_hidden_transfers_that_devices_wait_for_are_explained():
     text = " ".join(" ".join(line) for line in cells(PLAN))
     assert "hidden: a kernel or a product runs between start and end" in text
     assert "devices wait for what outlasts it, which the estimate" in text
-    waits = {
-        "waits: hidden ring transfers, after their kernels": "21.2 s",
-        "waits: exposed ring transfers": "0 s",
-        "waits: other exposed collectives": "519 ms",
-    }
-    for name, shown in waits.items():
+    for name, shown in (
+        ("waits: hidden ring transfers, after their kernels", "21.2 s"),
+        ("waits: exposed ring transfers", "0 s"),
+        ("waits: other exposed collectives", "519 ms"),
+        ("step (all of these)", "4,998.7 s"),
+        ("MFU", "35.5%"),
+    ):
         assert row(PLAN, name) == [shown]
-    assert row(PLAN, "step (all of these)") == ["4,998.7 s"]
-    assert row(PLAN, "MFU") == ["35.5%"]
     assert PLAN.estimate.exposed == pytest.approx(21.769)
+
+
+ALONE = dataclasses.replace(GATHERED, synchronous_bytes=0)
 
 
 @pytest.mark.parametrize(
     ("kind", "kernels", "why"),
     [
         (GATHERED, 0, "pallas_tpu attention has no kernel that could hide it"),
-        (
-            dataclasses.replace(GATHERED, synchronous_bytes=0),
-            9,
-            "no kernel runs beside it",
-        ),
+        (ALONE, 9, "no kernel runs beside it"),
     ],
 )
 def test_what_is_exposed_says_why(kind, kernels, why):
@@ -98,19 +92,16 @@ def test_what_is_exposed_says_why(kind, kernels, why):
     assert row(plan, "all-gather")[-1] == why
 
 
-def test_one_device_sends_nothing():
+def test_no_transfers_and_loops_that_were_counted_once_are_told():
     plan = dataclasses.replace(PLAN, collectives=())
     assert ["sent by a device in a step: nothing"] in cells(plan)
-
-
-def test_loops_that_were_counted_once_are_told():
     plan = dataclasses.replace(PLAN, unknown_loops=3)
     assert ["3 loops of unknown length counted once"] in cells(plan)
 
 
 def test_memory_adds_up_and_tells_too_little_spare():
-    shown = [row(PLAN, name)[0] for name in ("peak (all of these)", "of the device")]
-    assert shown == ["6.50 GiB", "16.00 GiB"]
+    assert row(PLAN, "peak (all of these)") == ["6.50 GiB"]
+    assert row(PLAN, "of the device") == ["16.00 GiB"]
     assert row(PLAN, "spare") == ["59.4%"]
     memory = dataclasses.replace(PLAN.memory, peak=15.5 * GIB, host=GIB)
     plan = dataclasses.replace(PLAN, memory=memory)
@@ -118,21 +109,8 @@ def test_memory_adds_up_and_tells_too_little_spare():
     assert row(plan, "memory of the host, for each device") == ["1.00 GiB"]
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (0, "0 s"),
-        (1.95e-5, "19.5 us"),
-        (2.52e-4, "252 us"),
-        (0.0252, "25.2 ms"),
-        (2.52, "2.52 s"),
-        (4958.23, "4,958.2 s"),
-    ],
-)
-def test_times_have_units_that_suit_them(count, shown):
-    assert seconds(count) == shown
-
-
-def test_sizes_have_units_that_suit_them():
+def test_times_and_sizes_have_units_that_suit_them():
+    shown = [seconds(count) for count in (0, 1.95e-5, 2.52e-4, 0.0252, 2.52, 4958.23)]
+    assert shown == ["0 s", "19.5 us", "252 us", "25.2 ms", "2.52 s", "4,958.2 s"]
     shown = [size(count) for count in (512, 1536, 2**20, -(2**31), 3 * 2**40)]
     assert shown == ["512 B", "1.50 KiB", "1.00 MiB", "-2.00 GiB", "3.00 TiB"]

@@ -67,10 +67,9 @@ def test_critical_path_adds_up_the_slowest_device_of_each_hop():
 
 def test_rows_of_the_batch_add_up():
     ids = np.array([[0] * 48 + [1] * 48, [0] * 96])
-    index = np.arange(LENGTH, dtype=np.int32)
 
-    def count(documents: np.ndarray) -> np.ndarray:
-        bounds = masks.documents(documents)(index, LENGTH)
+    def count(documents):
+        bounds = masks.documents(documents)(np.arange(LENGTH, dtype=np.int32), LENGTH)
         return tiles_per_step(layout.Striped(), RING, bounds, SIZES)
 
     assert (count(ids) == count(ids[:1]) + count(ids[1:])).all()
