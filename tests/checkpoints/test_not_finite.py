@@ -39,6 +39,9 @@ def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(
         said = f"step 40 is not saved: params.matrix holds {found}$"
         with pytest.raises(ValueError, match=said):
             saved.save(40, broken(40, value))
+        moments = np.array([1, value], np.float32)
+        with pytest.raises(ValueError, match=f"optimizer_state.nu holds {found}$"):
+            saved.save(40, state(40) | {"optimizer_state": {"nu": moments}})
     assert content(directory) == before and not told
 
 
