@@ -246,18 +246,18 @@ def test_curves_are_means_and_begin_after_what_was_recorded():
     assert (low <= mean).all() and (mean <= high).all()
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({}, "Agentic Transformer"),
-        ({"order": "drawn"}, UNSORTED),
-        ({"chain_length": 1}, "Decision Transformer"),
-        ({"chain_length": 1, "method": "perceptron"}, "behaviour cloning"),
-    ],
-)
-def test_agents_are_called_by_their_configs(fields, name, tmp_path):
+AGENTS_BY_CONFIG = {
+    "Agentic Transformer": {},
+    UNSORTED: {"order": "drawn"},
+    "Decision Transformer": {"chain_length": 1},
+    "behaviour cloning": {"chain_length": 1, "method": "perceptron"},
+}
+
+
+@pytest.mark.parametrize("name", AGENTS_BY_CONFIG)
+def test_agents_are_called_by_their_configs(name, tmp_path):
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(results(**fields)))
+    path.write_text(json.dumps(results(**AGENTS_BY_CONFIG[name])))
     assert list(read([str(path)])["walk"]) == [name]
     assert list(read([f"mine={path}"])["walk"]) == ["mine"]
 

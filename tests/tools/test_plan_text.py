@@ -99,9 +99,26 @@ def test_no_transfers_and_loops_that_were_counted_once_are_told():
     assert ["3 loops of unknown length counted once"] in cells(plan)
 
 
+def test_a_plan_begins_with_its_devices_mesh_and_step():
+    first, step, compiled, *_ = describe(PLAN)
+    mesh = "data 1 x fsdp 1 x ring 512 x tensor 1"
+    assert first == f"512 x TPU v3 (v3:16x16): {mesh}"
+    assert step.startswith(
+        "step: 1 x 8,388,608 tokens, remat nothing, attention pallas_tpu, "
+    )
+    assert "time of a step: an estimate, not measured" in describe(PLAN)
+
+
 def test_memory_adds_up_and_tells_too_little_spare():
-    assert row(PLAN, "peak (all of these)") == ["6.50 GiB"]
-    assert row(PLAN, "of the device") == ["16.00 GiB"]
+    for name, shown in (
+        ("parameters", "1.00 GiB"),
+        ("optimizer state", "2.00 GiB"),
+        ("saved by layers (formula of remat=nothing)", "3.00 GiB"),
+        ("workspace (the rest)", "512.00 MiB"),
+        ("peak (all of these)", "6.50 GiB"),
+        ("of the device", "16.00 GiB"),
+    ):
+        assert row(PLAN, name) == [shown]
     assert row(PLAN, "spare") == ["59.4%"]
     memory = dataclasses.replace(PLAN.memory, peak=15.5 * GIB, host=GIB)
     plan = dataclasses.replace(PLAN, memory=memory)
