@@ -91,7 +91,8 @@ CASES = {
     "bench_attention --heads 6 --kv-heads 4": "must be a multiple of --kv-heads 4, got",
     "bench_kernels --heads 3 --kv-heads 2": "must be a multiple of --kv-heads 2, got 3",
     "bench_kernels --lengths 0": "--lengths: must be a whole number of at least 1",
-    "bench_kernels --contestants cudnn --lengths 8 --output {full}/x": "none of cudnn ca",
+    "bench_kernels --contestants cudnn --lengths 8 --output {full}/x": "none of cudnn "
+    "can be measured here",
     "bench_kernels --output {new}/rows.json": "{new} is not a directory: make it first",
     "bench_train --config configs/tiny.py --contexts 0": "at least 1, got 0",
     "simulate_ring --heads 3 --kv-heads 2": "must be a multiple of --kv-heads 2, got 3",
