@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from flax import nnx
@@ -48,12 +47,9 @@ def logits(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> Callable[[Any, np.ndarray], np.ndarray]:
     """A program from parameters and tokens (T,) to logits (T, V), on the ring."""
-    model = text.model(config, partition)
-    layout = base.attention_system(config).layout
-    ring_size = partition.mesh.shape["ring"]
-    attend = make_ring_attention(
-        partition.mesh, layout=layout, implementation="reference"
-    )
+    model, mesh = text.model(config, partition), partition.mesh
+    layout, ring_size = base.attention_system(config).layout, mesh.shape["ring"]
+    attend = make_ring_attention(mesh, layout=layout, implementation="reference")
 
     @jax.jit
     def compute(parameters: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
@@ -63,13 +59,9 @@ def logits(
         return llama(tokens, index, seeing) @ llama.head[...]
 
     def run(parameters: Any, tokens: np.ndarray) -> np.ndarray:
-        rows = partition.shards("batch")
         index = np.arange(tokens.size, dtype=np.int32)
-        tokens, index = (
-            permute(jnp.tile(row, (rows, 1)), layout, ring_size)
-            for row in (tokens, index)
-        )
-        result = compute(parameters, tokens, index)
-        return np.asarray(unpermute(result, layout, ring_size)[0])
+        rows = np.stack([tokens, index])[:, None].repeat(partition.shards("batch"), 1)
+        placed = permute(rows, layout, ring_size, axis=2)
+        return np.asarray(unpermute(compute(parameters, *placed), layout, ring_size)[0])
 
     return run

@@ -6,15 +6,8 @@ import pytest
 
 from data.chains import STD_FLOOR
 from tasks import exorl
-from tests.small_agent import (
-    ACTION_SIZE,
-    EPISODE_STEPS,
-    OBSERVATION_SIZE,
-    ROWS,
-    Run,
-    drawn,
-    make_trajectories,
-)
+from tests import small_agent
+from tests.small_agent import ACTION_SIZE, EPISODE_STEPS, OBSERVATION_SIZE, ROWS, Run
 from tools.lib.exorl.agents import Play, actor
 from tools.lib.exorl.scenes import Outcome, Recording
 from training.mesh import MeshShape
@@ -41,7 +34,7 @@ class Toy:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    return make_trajectories(tmp_path_factory.mktemp("data"))
+    return small_agent.make_trajectories(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +55,15 @@ def played(agent, file, forgetful=False, scenes=None):
 def whole_forward(steps, **overrides):
     """Actions that the model predicts for recorded steps, all at once."""
     one = Run(MeshShape(), attention="vanilla", **overrides)
-    size = exorl.batch_shape(one.config)[1] - steps.positions.shape[1]
+    length = steps.positions.shape[1]
+    size = exorl.batch_shape(one.config)[1]
 
     def pad(x):
-        return np.pad(x, [(0, 0), (0, size)] + [(0, 0)] * (x.ndim - 2))
+        return np.pad(x, [(0, 0), (0, size - length)] + [(0, 0)] * (x.ndim - 2))
 
-    positions = np.tile(
-        np.arange(steps.positions.shape[1] + size, dtype=np.int32), (ROWS, 1)
-    )
+    positions = np.tile(np.arange(size, dtype=np.int32), (ROWS, 1))
     padded = jax.tree.map(pad, steps)._replace(positions=positions)
-    return one.actions(padded)[:, : steps.positions.shape[1]]
+    return one.actions(padded)[:, :length]
 
 
 def test_cached_actions_are_those_of_the_teacher_forced_forward(agent, file):
@@ -110,11 +102,9 @@ def test_the_record_is_a_chain(agent, file):
     marks = steps.completions.reshape(had.shape)
     np.testing.assert_array_equal(marks[..., -1], reached)
     assert not marks[..., :-1].any()
-    first = Toy().begin(0)
-    scale = file.observation_std + STD_FLOOR
-    np.testing.assert_allclose(
-        steps.observations[:, 0], (first - file.observation_mean) / scale, rtol=1e-5
-    )
+    first = Toy().begin(0) - file.observation_mean
+    standard = first / (file.observation_std + STD_FLOOR)
+    np.testing.assert_allclose(steps.observations[:, 0], standard, rtol=1e-5)
 
 
 def test_recorded_episodes_go_as_they_went_and_are_seen(agent, file):
@@ -125,10 +115,8 @@ def test_recorded_episodes_go_as_they_went_and_are_seen(agent, file):
     outcome = with_context(3)
     part = slice(file.offsets[3], file.offsets[4])
     recorded = file.steps[:][part, OBSERVATION_SIZE:-1]
-    for row in range(ROWS):
-        np.testing.assert_array_equal(
-            outcome.steps.actions[row, :EPISODE_STEPS], recorded
-        )
+    for actions in outcome.steps.actions[:, :EPISODE_STEPS]:
+        np.testing.assert_array_equal(actions, recorded)
     assert outcome.returns[:, 0] == pytest.approx([file.returns[3]] * ROWS)
     other = with_context(4).steps.actions[:, EPISODE_STEPS:]
     own = outcome.steps.actions[:, EPISODE_STEPS:]
@@ -137,7 +125,7 @@ def test_recorded_episodes_go_as_they_went_and_are_seen(agent, file):
 
 def test_a_perceptron_acts_alike_in_every_context(file):
     run = Run(MeshShape(ring=2), attention="striped", agent__method="perceptron")
-    parameters = drawn(run.model, run.partition)
+    parameters = small_agent.drawn(run.model, run.partition)
     agent = actor(run.config, run.partition, parameters, rows=ROWS, episodes=2)
     own, empty = played(agent, file), played(agent, file, forgetful=True)
     np.testing.assert_array_equal(own.returns, empty.returns)
@@ -145,7 +133,7 @@ def test_a_perceptron_acts_alike_in_every_context(file):
 
 
 def test_episodes_of_different_lengths_are_no_recording(tmp_path):
-    file = make_trajectories(tmp_path)
+    file = small_agent.make_trajectories(tmp_path)
     file.offsets[1] -= 1
     with pytest.raises(ValueError, match="different lengths"):
         Recording(file, np.array([[0], [1]])).begin(0)

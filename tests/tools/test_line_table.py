@@ -11,12 +11,8 @@ from tools.evaluate_lines import draw_cells
 from tools.lib.retrieval.table import Scorer, by_length, table
 
 BYTES = ByteTokenizer()
-LENGTHS = {
-    "compact": (100, 200),
-    "letters": (60, 150),
-    "LRT": (800, 1200),
-    "LRT-NL": (800, 1200),
-}
+LENGTHS = {"compact": (100, 200), "letters": (60, 150)}
+LENGTHS |= dict.fromkeys(["LRT", "LRT-NL"], (800, 1200))
 
 each_form = pytest.mark.parametrize("name", FORMS)
 
@@ -30,12 +26,9 @@ class Oracle:
     def find(self, prompt: np.ndarray) -> str:
         text = BYTES.decode(prompt)
         template = re.escape(self.form.line("NAME", 77))
-        lines = re.findall(
-            template.replace("NAME", r"([^\s\d]+|\d+)").replace("77", r"(\d+)"), text
-        )
-        return next(
-            number for name, number in lines if text.endswith(self.form.cue(name))
-        )
+        pattern = template.replace("NAME", r"([^\s\d]+|\d+)").replace("77", r"(\d+)")
+        lines = re.findall(pattern, text)
+        return next(n for name, n in lines if text.endswith(self.form.cue(name)))
 
     def generate(self, prompts) -> list[str]:
         self.calls += 1
@@ -65,15 +58,15 @@ def test_an_oracle_is_always_right(name):
 def test_a_constant_is_never_right(name):
     form = FORMS[name]()
     cells = draw_cells(form, BYTES, LENGTHS[name], depths=2, samples=5, seed=2)
-    scorer = Scorer(
-        form,
-        BYTES,
-        lambda prompts: ["987654"] * len(prompts),  # no line of any form says so
-        lambda prompts, answers: [False] * len(prompts),
-    )
-    assert all(
-        row["generated"] == row["teacher_forced"] == 0 for row in scorer.rows(cells)
-    )
+
+    def generate(prompts):
+        return ["987654"] * len(prompts)  # no line of any form says so
+
+    def force(prompts, answers):
+        return [False] * len(prompts)
+
+    for row in Scorer(form, BYTES, generate, force).rows(cells):
+        assert row["generated"] == row["teacher_forced"] == 0
 
 
 def test_each_cell_gets_the_scores_of_its_own_cases():

@@ -77,9 +77,8 @@ def test_own_text_of_own_tokenizer_trains_generates_plans_and_exports(
     assert exported["vocab_size"] == -(-vocab_size // 8) * 8
     assert plan_pod.main([*flags, "--topology=v4:2x2x1", "--suggest"]) == 0
 
-    with pytest.raises(
-        ValueError, match="vocab_size=264 must be .* set config.model.vocab_"
-    ):
+    wrong = "vocab_size=264 must be .* set config.model.vocab_"
+    with pytest.raises(ValueError, match=wrong):
         train.train(read_config([*flags, "--config.model.vocab_size=264"]))
 
 
@@ -105,9 +104,9 @@ def test_lines_of_another_tokenizer_train_with_its_vocabulary(
     tmp_path, capsys, subwords
 ):
     arguments = ["--form", "compact", "--context-tokens", "400"]
-    arguments += ["--train-tokens", "20000"]
-    arguments += ["--validation-tokens", "20000", "--tokenizer", subwords]
-    assert prepare_lines.main([*arguments, "--output", str(tmp_path / "lines")]) == 0
+    arguments += ["--train-tokens", "20000", "--validation-tokens", "20000"]
+    arguments += ["--output", str(tmp_path / "lines"), "--tokenizer", subwords]
+    assert prepare_lines.main(arguments) == 0
     config = made(capsys.readouterr().out, tmp_path)
     assert config.data.context_tokens == 400
     assert config.train.validation_batches and not config.model.vocab_size

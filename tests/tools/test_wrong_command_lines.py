@@ -81,6 +81,8 @@ CASES = {
     "bench_attention --length 0": "--length: must be a whole number of at least 1",
     "bench_attention --output {new}/rows.json": "{new} is not a directory",
     "bench_kernels --lengths 16 --contestants pallas_tpu_x": "invalid choice",
+    "bench_kernels --lengths 16 --contestants cudnn --output {new}": "none of cudnn can"
+    " be measured here",
     "bench_original --python {new} --devices 0": "at least 1, got 0",
     "bench_train --config configs/tiny.py --steps 2": "at least 3, got 2",
     "bench_attention --devices 9": "--devices 9, but there are 8 of cpu: ask for fewer",
