@@ -170,7 +170,6 @@ BAD = {
     "--top-p 2": "top_p=2.0",
     "--cache-tokens -4": "--cache-tokens: must be | got -4",
     "--config.mesh.fsdp=3": "8 devices | config.mesh",
-    "--config.modle.x=1": 'no field "modle"',
     "--prompts=x": "prompts",
     "--config.model.num_layers=3": f"step {STEP} | num_layers: saved 2, this run 3",
     LINEAR: f"step {STEP} | rope_type: saved nothing, this run linear",

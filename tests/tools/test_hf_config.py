@@ -11,37 +11,18 @@ from tests.fuzzing import altered, fuzz
 from tools.lib.hf.config import config_fields, has_tied_head, llama_config
 
 # Only what bears on the model, of each published config.json.
-LLAMA1_7B = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "rms_norm_eps": 1e-06,
-    "torch_dtype": "float16",
-    "vocab_size": 32000,
-}
-LLAMA2_70B = LLAMA1_7B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-}
-LLAMA3_8B = LLAMA2_70B | {
-    "attention_bias": False,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "rope_theta": 500000.0,
-    "vocab_size": 128256,
-}
+LLAMA1_7B = {"model_type": "llama", "hidden_act": "silu", "torch_dtype": "float16"}
+LLAMA1_7B |= {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
+LLAMA1_7B |= {"num_attention_heads": 32, "num_hidden_layers": 32, "rms_norm_eps": 1e-6}
+
+LLAMA2_70B = LLAMA1_7B | {"hidden_size": 8192, "intermediate_size": 28672}
+LLAMA2_70B |= {"num_attention_heads": 64, "num_hidden_layers": 80}
+LLAMA2_70B |= {"num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-5}
+LLAMA2_70B |= {"rope_scaling": None, "tie_word_embeddings": False}
+
+LLAMA3_8B = LLAMA2_70B | {"hidden_size": 4096, "intermediate_size": 14336}
+LLAMA3_8B |= {"num_attention_heads": 32, "num_hidden_layers": 32}
+LLAMA3_8B |= {"attention_bias": False, "rope_theta": 500000.0, "vocab_size": 128256}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +67,12 @@ BAD = [
     ({"num_key_value_heads": 8.0}, "num_key_value_heads=8.0 (a whole number"),
     ({"head_dim": "128"}, "head_dim='128' (a whole number"),
     ({"head_dim": -2}, "head_dim=-2 (a whole number"),
+    (
+        {"tie_word_embeddings": "false"},
+        "tie_word_embeddings='false', not true or false",
+    ),
+    ({"tie_word_embeddings": 0}, "tie_word_embeddings=0, not true or false"),
+    ({"tie_word_embeddings": []}, "tie_word_embeddings=[], not true or false"),
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' (a number is needed)"),
     ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf (a number is needed)"),
     ({"rope_theta": "10000"}, "rope_theta='10000' of RoPE"),
@@ -122,6 +109,7 @@ BAD = [
 def test_what_models_here_have_not_is_refused_by_field(changed, complaint):
     with pytest.raises(ValueError) as caught:
         llama_config(LLAMA3_8B | changed)
+        has_tied_head(LLAMA3_8B | changed)
     assert complaint in str(caught.value)
 
 
@@ -148,12 +136,6 @@ def test_scaled_rope_is_read_as_published(fields, expected):
     scaling = llama_config(fields).rope_scaling
     assert scaling == expected
     assert isinstance(scaling.factor, float)
-
-
-@pytest.mark.parametrize("tied", ["false", 0, []])
-def test_a_tied_head_is_true_or_false(tied):
-    with pytest.raises(ValueError, match="tie_word_embeddings=.*, not true or false"):
-        has_tied_head(LLAMA3_8B | {"tie_word_embeddings": tied})
 
 
 def test_null_is_as_good_as_missing():

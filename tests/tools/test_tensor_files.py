@@ -41,7 +41,10 @@ def test_files_hold_no_more_than_asked_and_are_read_as_one(tmp_path, file_bytes,
     if len(files) == 1:
         assert [path.name for path in directory.iterdir()] == [WHOLE]
     else:
-        weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
+        index = json.loads((directory / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(SIZES.values())
+        weight_map = index["weight_map"]
+        assert len(found) == len(files) and weight_map.keys() == TENSORS.keys()
         for number, (path, names) in enumerate(zip(found, files, strict=True), 1):
             assert path.name == f"model-{number:05d}-of-{len(files):05d}.safetensors"
             assert [n for n, file in weight_map.items() if file == path.name] == names
