@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from training.torus import ring_along
+from training.torus import in_boxes, is_closed, ring_along
 
 AXES = ("data", "fsdp", "ring", "tensor")
 RING = AXES.index("ring")
@@ -83,8 +83,13 @@ def across_slices(shape: Shape, num_slices: int) -> Shape:
 def _inside_a_slice(
     shape: Shape, devices: Sequence[jax.Device], ring_parts: int
 ) -> np.ndarray:
-    """Lays it out as JAX does; the ring goes from neighbour to neighbour."""
-    laid_out = mesh_utils.create_device_mesh(
-        shape, devices, allow_split_physical_axes=True
+    """Lays it out as JAX does where its rings are closed walks then, else in boxes."""
+    laid_out = ring_along(
+        mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True),
+        RING,
+        parts=ring_parts,
     )
-    return ring_along(laid_out, RING, parts=ring_parts)
+    if ring_parts > 1 or is_closed(laid_out, RING):
+        return laid_out
+    boxes = in_boxes(shape, devices, RING)
+    return laid_out if boxes is None else ring_along(boxes, RING)

@@ -3,7 +3,8 @@
 A ring's devices hand arrays from each to the next. Where chips stand on a torus or a
 grid, the order in which they are numbered jumps at the end of every row, and so do the
 transfers, over links that others need too: XLA for v5e then does not even start them
-ahead of the work that should hide them. A closed walk has no jumps.
+ahead of the work that should hide them. A closed walk has no jumps: around a box wider
+than one chip, with an even side, or along a whole axis that is closed itself.
 
 A ring that is two axes of a mesh has gathers within its parts, and sums over what has
 the same place in them. XLA for v5e routes these only where the parts are boxes, each
@@ -11,13 +12,15 @@ walked like the others: rows there and back, which is closed where the torus is,
 is along 16 chips of v5e and v6e and along multiples of 4 of v4 and v5p.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
 Place = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
@@ -35,12 +38,102 @@ def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
     return np.take(devices, closed_walk(places, by_rows=parts > 1), axis=axis)
 
 
+def is_closed(devices: np.ndarray, axis: int) -> bool:
+    """Returns whether lines along `axis` go from each chip to one beside it, and back.
+
+    So they do too where devices do not know their place. All lines are alike.
+    """
+    line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
+    places = [place(device) for device in line]
+    if None in places or len(places) == 1:
+        return True
+    return bool((np.abs(np.subtract(places, np.roll(places, 1, 0))).sum(1) == 1).all())
+
+
 def place(device: jax.Device) -> Place | None:
     """Returns a TPU core's place: that of its chip, and which of its cores."""
     coordinates = getattr(device, "coords", None)
     if coordinates is None:
         return None
     return *coordinates, getattr(device, "core_on_chip", 0)
+
+
+def in_boxes(
+    shape: Sequence[int], devices: Sequence[jax.Device], axis: int
+) -> np.ndarray | None:
+    """Lays a mesh out in boxes of `shape[axis]` chips, around which there is a walk.
+
+    Chips of a box are next to each other; the axes of the mesh before and after `axis`
+    go over the boxes, the last in the shortest steps.
+
+    shape: devices along each axis of the mesh. axis: of its rings, as `ring_along`.
+
+    Returns:
+      The devices (*shape), or None where they do not fill a box, or no such box of
+      them has an even side.
+    """
+    places = [place(device) for device in devices]
+    if None in places:
+        return None
+    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
+    lengths = tuple(map(len, sides))
+    if math.prod(lengths) != len(places) or len(set(places)) != len(places):
+        return None
+    every = _cuts(lengths, tuple(shape), axis)
+    cuts = min(every, default=None, key=lambda cuts: _extents(cuts, axis))
+    if cuts is None:
+        return None
+    grid = np.empty(lengths, object)
+    for device, at in zip(devices, places, strict=True):
+        grid[tuple(side.index(x) for side, x in zip(sides, at, strict=True))] = device
+    # Chips of a box are next to each other: the last, fastest part of each side.
+    ranks = len(shape)
+    nested = [i for i in range(ranks) if i != axis] + [axis]
+    grid = grid.reshape([cut[i] for cut in cuts for i in nested])
+    order = [
+        side * ranks + nested.index(i)
+        for i in range(ranks)
+        for side in range(len(cuts))
+    ]
+    return grid.transpose(order).reshape(shape)
+
+
+def _cuts(
+    lengths: Sequence[int], shape: Shape, axis: int
+) -> Iterator[tuple[Shape, ...]]:
+    """Lists the ways to cut each side over the mesh's axes, with boxes along `axis`."""
+    for cuts in itertools.product(*(_factors(n, len(shape)) for n in lengths)):
+        box = [cut[axis] for cut in cuts]
+        is_wide = any(n % 2 == 0 for n in box) and sum(n > 1 for n in box) > 1
+        if (is_wide or shape[axis] == 2) and all(
+            math.prod(parts) == n
+            for parts, n in zip(zip(*cuts, strict=True), shape, strict=True)
+        ):
+            yield cuts
+
+
+def _factors(number: int, parts: int) -> list[Shape]:
+    """Lists the ordered ways to write a number as a product of so many factors."""
+    if parts == 1:
+        return [(number,)]
+    dividing = (n for n in range(1, number + 1) if number % n == 0)
+    return [(n, *rest) for n in dividing for rest in _factors(number // n, parts - 1)]
+
+
+def _extents(cuts: Sequence[Shape], axis: int) -> tuple[int, ...]:
+    """Counts the links from the first to the last device of each axis of the mesh.
+
+    Of the axis after the ring's first, then of the longest side of a box, so that what
+    is sent most often has the shortest way.
+    """
+    ranks = len(cuts[0])
+    inside = [[cut[axis] for cut in cuts]]  # chips that a step goes past, by side
+    links = []
+    for i in reversed([i for i in range(ranks) if i != axis]):
+        steps, lengths = inside[-1], [cut[i] for cut in cuts]
+        links.append(sum((n - 1) * m for n, m in zip(lengths, steps, strict=True)))
+        inside.append([n * m for n, m in zip(lengths, steps, strict=True)])
+    return links[0], max(inside[0]), *links[1:]
 
 
 def closed_walk(places: Sequence[Place], *, by_rows: bool = False) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from tests.training.walks import links
 from training.mesh import MESH_AXES, MeshShape, make_mesh
 from training.pods import tpu_devices
-from training.torus import closed_walk, place, ring_along
+from training.torus import closed_walk, in_boxes, place, ring_along
 
 BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (16, 16, 1, 2), (1, 5, 2, 3)
 
@@ -76,22 +76,37 @@ def test_devices_that_know_no_place_stay_in_their_order():
 
 
 @pytest.mark.parametrize(
-    "pod, shape",
-    [
-        ("v3:4x4", MeshShape(fsdp=4, ring=8)),
-        ("v4:8x8x8", MeshShape(ring=512)),
-        ("v4:8x8x8", MeshShape(fsdp=8, ring=64)),
-        ("v5e:4x8", MeshShape(ring=32)),
-        ("v5e:16x16", MeshShape(ring=256)),
-        ("v6e:8x16", MeshShape(fsdp=4, ring=32)),
-    ],
-    ids=str,
+    "pod", ["v3:4x4", "v4:2x2x4", "v4:4x4x4", "v5e:4x8", "v5e:8x8", "v6e:16x16"]
 )
-def test_rings_of_a_mesh_are_closed_walks(pod, shape):
-    devices = make_mesh(shape, tpu_devices(pod)).devices
-    rings = np.moveaxis(devices, MESH_AXES.index("ring"), -1).reshape(-1, shape.ring)
-    for ring in rings:
-        assert set(links([place(device) for device in ring])) == {1}
+def test_rings_of_every_mesh_are_closed_walks(pod):
+    devices = tpu_devices(pod)
+    sizes = [2**i for i in range(len(devices).bit_length())]
+    for ring, tensor in itertools.product(sizes[1:], sizes[:4]):
+        if len(devices) % (ring * tensor):
+            continue
+        mesh = make_mesh(MeshShape(fsdp=-1, ring=ring, tensor=tensor), devices).devices
+        assert len(set(mesh.flat)) == len(devices)
+        for walk in np.moveaxis(mesh, MESH_AXES.index("ring"), -1).reshape(-1, ring):
+            assert set(links([place(device) for device in walk])) == {1}
+
+
+@pytest.mark.parametrize("shape", [MeshShape(ring=512), MeshShape(fsdp=8, ring=64)])
+def test_rings_of_a_large_pod_are_closed_walks(shape):
+    mesh = make_mesh(shape, tpu_devices("v4:8x8x8")).devices
+    for walk in mesh.reshape(-1, shape.ring):
+        assert set(links([place(device) for device in walk])) == {1}
+
+
+def test_axis_after_the_ring_has_the_shortest_way_between_boxes():
+    """Heads of a layer are summed over it; parameters are gathered over the others."""
+    mesh = make_mesh(MeshShape(fsdp=4, ring=8, tensor=2), tpu_devices("v5e:8x8"))
+    pairs = mesh.devices.reshape(-1, 2)
+    assert {links(list(map(place, pair)))[0] for pair in pairs} == {2}
+
+
+def test_rings_without_a_box_stay_as_they_are():
+    devices = tpu_devices("v5e:4x4")[:12]
+    assert in_boxes((1, 4, 3, 1), devices, 2) is None
 
 
 def test_mesh_may_split_the_axes_of_a_torus():
