@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -11,28 +12,9 @@ from typing import Any
 import numpy as np
 
 SEED = 19
-ODD = (
-    None,
-    True,
-    "",
-    "32000",
-    "a\nb",
-    "../x",
-    -1,
-    0,
-    2,
-    0.5,
-    1 << 31,
-    1 << 64,
-    10**400,
-    1e300,
-    float("nan"),
-    float("inf"),
-    [],
-    [1, "a"],
-    {},
-    {"a": None},
-)
+ODD_NUMBERS = -1, 0, 2, 0.5, 1 << 31, 1 << 64, 10**400, 1e300, math.nan, math.inf
+ODD_STRINGS = "", "32000", "a\nb", "../x"
+ODD = None, True, *ODD_STRINGS, *ODD_NUMBERS, [], [1, "a"], {}, {"a": None}
 """Values that stand where others should."""
 ODD_TEXTS = ("[" * 100_000, "9" * 5000, '{"a": 1, "a": 2}', "NaN", "", "{", "\ud83d")
 """Texts in the place of a value, which no value gives."""

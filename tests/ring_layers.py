@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from kernels import layouts as layout
 from kernels import masks, ring
@@ -14,11 +15,10 @@ from training.pods import compile_for
 
 HEADS, HEAD_DIM, LAYERS = 2, 128, 2
 SHARDED = PartitionSpec(None, "ring")
+Attend = Callable[..., jax.Array]
 
 
-def striped_attention(
-    mesh: Mesh, backend: Backend, tokens: int
-) -> Callable[..., jax.Array]:
+def striped_attention(mesh: Mesh, backend: Backend, tokens: int) -> Attend:
     """Causal attention of global q, k and v, (1, N * tokens, H, D), on a striped ring.
 
     mesh: of one axis, "ring", of N devices.
@@ -51,9 +51,7 @@ def sharded_array(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, SHARDED))
 
 
-def compiled_gradients(
-    mesh: Mesh, backend: Backend, tokens: int
-) -> jax.stages.Compiled:
+def compiled_gradients(mesh: Mesh, backend: Backend, tokens: int) -> Compiled:
     """Compiles the gradients of `striped_attention` with two query heads a key's."""
     attend = striped_attention(mesh, backend, tokens)
 
@@ -70,16 +68,15 @@ def layers_gradient(
     tokens: int,
     dtype: jnp.dtype = jnp.bfloat16,
     kv_heads: int = HEADS,
-) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+) -> tuple[Attend, tuple[jax.ShapeDtypeStruct, ...]]:
     """The gradient of LAYERS scanned layers, and what to compile it for.
 
     Layers save what the ring gives. Arguments as of `striped_attention`; kv_heads: that
     the HEADS query heads share.
     """
     attend = striped_attention(mesh, backend, tokens)
-    saved = jax.checkpoint_policies.save_only_these_names(
-        "attention_out", "attention_lse"
-    )
+    names = "attention_out", "attention_lse"
+    saved = jax.checkpoint_policies.save_only_these_names(*names)
 
     @functools.partial(jax.checkpoint, policy=saved)
     def layer(x, weight):

@@ -20,6 +20,9 @@ Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]
 """(q, k, v, do, d_lse, k_start, k_end) -> (out, lse, dq, dk, dv), in layout order."""
 
+Make = Callable[[int, str, Backend], Run]
+"""Of `sharded_ring` and `one_device_ring`."""
+
 ARRAY, ROW, BOUND = 1, 2, 1
 OPERANDS = ARRAY, ARRAY, ARRAY, ARRAY, ROW, BOUND, BOUND
 """Which axis of each is the tokens'."""
@@ -99,11 +102,7 @@ def one_device_ring(ring_size: int, layout_name: str, backend: Backend) -> Run:
 
 @functools.cache
 def compiled_ring(
-    make: Callable[[int, str, Backend], Run],
-    ring_size: int,
-    layout_name: str,
-    backend: Backend,
-    is_short: bool,
+    make: Make, ring_size: int, layout_name: str, backend: Backend, is_short: bool
 ) -> Run:
     """Compiles the program of `sharded_ring` or `one_device_ring`."""
     program = make(ring_size, layout_name, backend)
@@ -111,11 +110,7 @@ def compiled_ring(
 
 
 def solve_on_ring(
-    case: Case,
-    problem: Problem,
-    backend: Backend,
-    dtype: jnp.dtype,
-    make: Callable[[int, str, Backend], Run] = sharded_ring,
+    case: Case, problem: Problem, backend: Backend, dtype: jnp.dtype, make=sharded_ring
 ) -> Answer:
     """Pads with rubbish, permutes, runs the ring, and undoes both."""
     order = LAYOUTS[case.layout], case.ring_size

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+from ml_collections import ConfigDict
 
 import train
 from configs import tiny
@@ -60,9 +60,7 @@ SMALL = {
 }
 
 
-def small_config(
-    corpus: Path, workdir: Path, **overrides: Any
-) -> ml_collections.ConfigDict:
+def small_config(corpus: Path, workdir: Path, **overrides: Any) -> ConfigDict:
     """`configs/tiny.py`, made small.
 
     overrides: fields of the config by dotted name, with `__` for the dot.
@@ -100,7 +98,7 @@ def files(directory: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-def checkpoints_of(config: ml_collections.ConfigDict) -> Checkpoints:
+def checkpoints_of(config: ConfigDict) -> Checkpoints:
     """The checkpoints of a run with this config."""
     model = text.model(config, base.partition(config, jax.devices()))
     directory = Path(config.workdir) / "checkpoints"
@@ -124,14 +122,17 @@ class Run:
         assert status == 0, errors
         self.said += printed.splitlines()
 
-    def config(self, **overrides: Any) -> ml_collections.ConfigDict:
+    def config(self, **overrides: Any) -> ConfigDict:
         return small_config(self.corpus, self.workdir, **overrides)
 
     def has_checkpoint(self, step: int) -> bool:
         return (self.workdir / "checkpoints" / str(step)).is_dir()
 
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        return read_scalars(self.workdir / "tensorboard")
+
     def curve(self, tag: str = "train/loss") -> list[tuple[int, float]]:
-        return read_scalars(self.workdir / "tensorboard")[tag]
+        return self.curves()[tag]
 
     def losses(self, after: int = 0) -> np.ndarray:
         """Loss of each step after this one; every step has to be there once."""
@@ -154,10 +155,8 @@ class Run:
 
 
 def assert_equal_bits(state: Any, truth: Any) -> None:
-    def assert_equal(path: Any, leaf: jax.Array, true_leaf: jax.Array) -> None:
-        name = jax.tree_util.keystr(path)
-        assert leaf.dtype == true_leaf.dtype, name
-        equal = np.asarray(leaf).tobytes() == np.asarray(true_leaf).tobytes()
-        assert equal, f"{name} differs"
+    def assert_equal(path: Any, *leaves: jax.Array) -> None:
+        ours, true = ((x.dtype, np.asarray(x).tobytes()) for x in leaves)
+        assert ours == true, f"{jax.tree_util.keystr(path)} differs"
 
     jax.tree_util.tree_map_with_path(assert_equal, state, truth)

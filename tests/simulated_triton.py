@@ -114,9 +114,7 @@ def pointer(address: int, dtype: np.dtype) -> tl.tensor:
     return tl.tensor(interpreter.TensorHandle(at, kind), kind)
 
 
-def interpret(
-    kernel: str, pointers: Iterable[tl.tensor], programs: int, sizes: Sizes
-) -> None:
+def interpret(kernel: str, pointers: Iterable, programs: int, sizes: Sizes) -> None:
     """Runs the programs of a kernel, one after the other."""
     # NumPy also warns of rows that are all nan.
     quiet = np.errstate(all="ignore"), warnings.catch_warnings(action="ignore")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
+from ml_collections import ConfigDict
 
 from configs import exorl_tiny
 from data.chains import ChainBatch, Chains
@@ -38,7 +38,7 @@ SMALL = {
 }
 
 
-def config_of(**overrides: Any) -> ml_collections.ConfigDict:
+def config_of(**overrides: Any) -> ConfigDict:
     """`configs/exorl_tiny.py`, made small; `__` in a field's name for the dot."""
     config = exorl_tiny.get_config()
     names = {name.replace("__", "."): value for name, value in overrides.items()}
@@ -59,9 +59,7 @@ def make_trajectories(directory: Path, episodes: int = 12) -> TrajectoryFile:
     return TrajectoryFile.open(directory / "trajectories")
 
 
-def chains_of(
-    file: TrajectoryFile, config: ml_collections.ConfigDict, **options: Any
-) -> ChainBatch:
+def chains_of(file: TrajectoryFile, config: ConfigDict, **options: Any) -> ChainBatch:
     """A batch of the config's shape, in the order of the chains."""
     rows, steps = exorl.batch_shape(config)
     episodes = np.arange(len(file.returns))
@@ -123,11 +121,9 @@ class Run:
     def placed(self, batch: ChainBatch) -> ChainBatch:
         """The batch in layout order, on the mesh."""
         sharding = exorl.batch_sharding(self.config, self.partition)
-        layout = exorl.step_layout(self.config)
-        size = self.partition.ring_size
-        return jax.tree.map(
-            lambda x: jax.device_put(permute(x, layout, size), sharding), batch
-        )
+        order = exorl.step_layout(self.config), self.partition.ring_size
+        permuted = jax.tree.map(lambda x: permute(x, *order), batch)
+        return jax.device_put(permuted, sharding)
 
     def losses_and_gradients(self, batch: ChainBatch) -> tuple[np.ndarray, Any]:
         (_, losses), grads = self.loss_program(self.parameters, self.placed(batch))

@@ -3,11 +3,12 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.random import Generator
 
 from kernels import reference
 from kernels.backends import Backend
@@ -15,6 +16,9 @@ from kernels.block_sizes import BlockSizes
 from kernels.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer
 from kernels.merge import Partial
 from kernels.precision import accumulator_type
+
+Arrays = tuple[jax.Array, ...]
+Sizes = BlockSizes | None
 
 
 class Step(NamedTuple):
@@ -61,12 +65,7 @@ class StepCase:
 
     @classmethod
     def of_any_length(
-        cls,
-        rng: np.random.Generator,
-        longest: int,
-        group: int,
-        head_dim: int,
-        bound_rows: int,
+        cls, rng: Generator, longest: int, group: int, head_dim: int, bound_rows: int
     ) -> "StepCase":
         """Draws 1 to `longest` queries and 64 to `longest` keys.
 
@@ -75,17 +74,12 @@ class StepCase:
         queries, keys = (
             int(np.exp(rng.uniform(*np.log((low, longest))))) for low in (1, 64)
         )
-        return cls(
-            queries,
-            keys,
-            group,
-            head_dim,
-            bound_rows=bound_rows,
-            has_carry=bool(rng.integers(2)),
-            scale=rng.choice((-1, 1)) * head_dim**-0.5,
-        )
+        has_carry = bool(rng.integers(2))
+        scale = rng.choice((-1, 1)) * head_dim**-0.5
+        more = {"bound_rows": bound_rows, "has_carry": has_carry, "scale": scale}
+        return cls(queries, keys, group, head_dim, **more)
 
-    def draw(self, rng: np.random.Generator, dtype: jnp.dtype = jnp.float32) -> Step:
+    def draw(self, rng: Generator, dtype: jnp.dtype = jnp.float32) -> Step:
         """Draws operands, rounded to `dtype` and float32, held in float64."""
         heads = self.group * self.kv_heads
 
@@ -126,7 +120,7 @@ class StepCase:
         carry = (out, row) if self.has_carry else None
         return Step(q, k, k, q, row, out, bound, bound, carry)
 
-    def _bounds(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def _bounds(self, rng: Generator) -> dict[str, np.ndarray]:
         """Draws wide intervals, some empty, in the first row and any in the others."""
         bounds = self.bound_rows, self.queries
         k_start = rng.integers(0, self.keys + 1, bounds)
@@ -139,21 +133,15 @@ class StepCase:
         return {"k_start": k_start, "k_end": k_end}
 
 
-def run_forward(
-    backend: Backend, scale: float, sizes: BlockSizes | None, step: Step
-) -> Partial:
+def run_forward(backend: Backend, scale: float, sizes: Sizes, step: Step) -> Partial:
     """Returns (out, lse)."""
     given = step.q, step.k, step.v, step.k_start, step.k_end
     return backend.forward(*given, scale=scale, block_sizes=sizes, carry=step.carry)
 
 
 def run_backward(
-    backend: Backend,
-    scale: float,
-    sizes: BlockSizes | None,
-    step: Step,
-    lse: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
+    backend: Backend, scale: float, sizes: Sizes, step: Step, lse: Any = None
+) -> Arrays:
     """Returns (dq, dk, dv), by default as if the whole result had an lse of 0."""
     q, k, v, do, delta, dq, k_start, k_end, _ = step
     lse = jnp.zeros_like(delta) if lse is None else lse
@@ -161,9 +149,7 @@ def run_backward(
     return backend.backward(*given, scale=scale, block_sizes=sizes, dq=dq)
 
 
-def run(
-    backend: Backend, scale: float, sizes: BlockSizes | None, step: Step
-) -> tuple[jax.Array, ...]:
+def run(backend: Backend, scale: float, sizes: Sizes, step: Step) -> Arrays:
     """Returns (out, lse, dq, dk, dv) of a step; gradients by its own lse."""
     out, lse = run_forward(backend, scale, sizes, step)
     return out, lse, *run_backward(backend, scale, sizes, step, lse)
@@ -173,8 +159,8 @@ PASSES = {"forward": run_forward, "backward": run_backward}
 
 
 def compiled(
-    backend: Backend, scale: float, sizes: BlockSizes | None = None, run=run
-) -> Callable[[Step], tuple[jax.Array, ...]]:
+    backend: Backend, scale: float, sizes: Sizes = None, run=run
+) -> Callable[[Step], Arrays]:
     """Returns `run` or one of the passes as a new program, compiled quickly."""
     program = functools.partial(run, backend, scale, sizes)
     return jax.jit(program, compiler_options=QUICK)
@@ -184,25 +170,20 @@ shared = functools.cache(compiled)
 """`compiled`, one program for all tests; not for those that patch a kernel."""
 
 
-def answer(results: tuple[jax.Array, ...], step: Step) -> Answer:
+def answer(results: Arrays, step: Step) -> Answer:
     """Returns results in float64, of dq what the step added."""
     out, lse, dq, dk, dv = (np.asarray(x, np.float64) for x in results)
     return Answer(out, lse, dq - step.dq, dk, dv)
 
 
-@functools.cache
-def _reference(scale: float) -> Callable[[Step], tuple[jax.Array, ...]]:
-    return compiled(reference, scale)
-
-
 def truth(case: StepCase, step: Step, dtype: jnp.dtype = jnp.float64) -> Answer:
     """Returns the reference's results, in float64 or a narrower type."""
     with jax.enable_x64(dtype == jnp.float64):
-        return answer(_reference(case.scale)(step.astype(dtype)), step)
+        return answer(shared(reference, case.scale)(step.astype(dtype)), step)
 
 
 def assert_true(
-    rng: np.random.Generator, backend: Backend, case: StepCase, dtype: jnp.dtype
+    rng: Generator, backend: Backend, case: StepCase, dtype: jnp.dtype
 ) -> None:
     """Judges float32 by a tolerance, narrower types by the reference in the same."""
     step = case.draw(rng, dtype)

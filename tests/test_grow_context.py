@@ -1,12 +1,11 @@
 """Stages of context: each goes on with the parameters of the one before it."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-import ml_collections
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 import train
 from configs import grow_context
@@ -15,7 +14,6 @@ from training.metrics import read_scalars
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = 12
 
 # What makes a stage a run of seconds; its context and mesh are given apart.
@@ -30,9 +28,7 @@ TINY = SMALL | {
 }
 
 
-def stage(
-    number: str, corpus: Path, workdirs: Path, **overrides: Any
-) -> ml_collections.ConfigDict:
+def stage(number: str, corpus: Path, workdirs: Path, **overrides: Any) -> ConfigDict:
     """A stage of configs/grow_context.py, with tokens, devices and sizes made small.
 
     4096 tokens become 32 on a ring of 2, and 32,768 become 256 on a ring of 4.
@@ -41,6 +37,7 @@ def stage(
     scaling, start = config.rope_scaling, config.init_from
     tokens = config.data.context_tokens // 128
     ring = {32: 2, 256: 4}[tokens]
+    original = scaling.original_max_position_embeddings // 128
     small = {
         "workdir": str(workdirs / number),
         "init_from": start and str(workdirs / Path(start).name),
@@ -48,28 +45,11 @@ def stage(
         "data.context_tokens": tokens,
         "mesh.fsdp": 8 // ring,
         "mesh.ring": ring,
-        "rope_scaling.original_max_position_embeddings": (
-            scaling.original_max_position_embeddings // 128
-        ),
+        "rope_scaling.original_max_position_embeddings": original,
     }
-    names = {name.replace("__", "."): value for name, value in overrides.items()}
     with config.unlocked():
-        config.update_from_flattened_dict(TINY | small | names)
+        config.update_from_flattened_dict(TINY | small | overrides)
     return config
-
-
-@pytest.fixture(scope="module")
-def first(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the workdir of a first stage; tests must not change it."""
-    workdirs = tmp_path_factory.mktemp("stages")
-    train.train(stage("4096", corpus, workdirs), lambda line: None)
-    return workdirs
-
-
-@pytest.fixture
-def workdirs(first: Path, tmp_path: Path) -> Path:
-    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
-    return tmp_path
 
 
 def losses(workdir: Path) -> np.ndarray:
@@ -77,10 +57,9 @@ def losses(workdir: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_a_longer_stage_goes_on_from_the_shorter_one(
-    corpus: Path, workdirs: Path
-) -> None:
-    said: list[str] = []
+def test_a_longer_stage_goes_on_from_the_shorter_one(corpus, tmp_path):
+    workdirs, said = tmp_path, []
+    train.train(stage("4096", corpus, workdirs), lambda line: None)
     before = files(workdirs / "4096")
     config = stage("32768", corpus, workdirs)
     assert config.rope_scaling.factor == 8 and config.rope_scaling.rope_type == "yarn"
@@ -90,14 +69,8 @@ def test_a_longer_stage_goes_on_from_the_shorter_one(
     assert start in said
     assert files(workdirs / "4096") == before
 
-    fresh = stage(
-        "32768",
-        corpus,
-        workdirs,
-        init_from="",
-        workdir=str(workdirs / "fresh"),
-    )
-    train.train(fresh, lambda line: None)
+    alone = {"init_from": "", "workdir": str(workdirs / "fresh")}
+    train.train(stage("32768", corpus, workdirs, **alone), lambda line: None)
     grown, scratch = losses(workdirs / "32768"), losses(workdirs / "fresh")
     assert len(grown) == len(scratch) == STEPS and np.isfinite(grown).all()
     assert (grown < scratch).all()
@@ -108,16 +81,17 @@ def test_a_longer_stage_goes_on_from_the_shorter_one(
 
     # Run again, it resumes its own checkpoint, and not the first stage's.
     said.clear()
-    train.train(stage("32768", corpus, workdirs, train__extra_steps=1), said.append)
+    again = stage("32768", corpus, workdirs, **{"train.extra_steps": 1})
+    train.train(again, said.append)
     assert f"resuming from step {STEPS}" in said and start not in said
 
 
-def test_an_unknown_stage_is_refused_with_those_there_are() -> None:
+def test_an_unknown_stage_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="'5000' is not one of 4096, 32768, 262144"):
         grow_context.get_config("5000")
 
 
-def test_every_stage_starts_where_the_one_before_it_saves() -> None:
+def test_every_stage_starts_where_the_one_before_it_saves():
     stages = [grow_context.get_config(name) for name in ("4096", "32768", "262144")]
     assert stages[0].init_from == ""
     assert stages[0].rope_scaling.rope_type == "none"

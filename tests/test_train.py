@@ -1,12 +1,9 @@
 """The real `train.train`: killed, resumed elsewhere, and run again; small config."""
 
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,26 +16,24 @@ import pytest
 import train
 from tasks import base, text
 from tests.curves import layout
+from tests.processes import Processes
 from tests.runs import Run, assert_equal_bits
 from training.feed import place
-from training.metrics import read_scalars
 from training.step import make_evaluate_step
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS, MIDDLE = 20, 10
 """Of the undisturbed run, and of its first checkpoint; the last step has another."""
 
 # A run in a process of its own, which never gets as far as its last checkpoint.
 VICTIM = """
 import sys, time
-from pathlib import Path
 import train
 from tasks import base
 from tests.runs import small_config
 
-config = small_config(Path(sys.argv[1]), Path(sys.argv[2]))
+config = small_config(*sys.argv[1:])
 base.simulate_devices(config)
 
 def say(line):
@@ -73,20 +68,15 @@ def copy_at_the_middle(undisturbed: Run, new_run: Run) -> Run:
 
 def kill_after_the_middle(run: Run, **environment: str) -> None:
     """Runs `VICTIM` and kills it some time after its first checkpoint is on disk."""
-    environment = os.environ | environment
-    command = [sys.executable, "-c", VICTIM, str(run.corpus), str(run.workdir)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as victim:
-        try:
-            while not run.has_checkpoint(MIDDLE):
-                assert victim.poll() is None
-                time.sleep(0.005)
-            time.sleep(random.uniform(0, 0.5))
-        finally:
-            victim.kill()
-        said = victim.stdout.read()
-    assert victim.returncode == -signal.SIGKILL
+    with Processes([["-c", VICTIM, run.corpus, run.workdir]], **environment) as started:
+        (victim,) = started.running
+        while not run.has_checkpoint(MIDDLE):
+            assert victim.poll() is None
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, 0.5))
+        victim.kill()
+        ((status, said, _),) = started.finish()
+    assert status == -signal.SIGKILL
     assert f"step {MIDDLE}/{STEPS}" in said and not run.has_checkpoint(STEPS)
 
 
@@ -95,9 +85,7 @@ def kill_after_the_middle(run: Run, **environment: str) -> None:
     [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["kept_programs", "fresh_programs"],
 )
-def test_a_killed_run_ends_as_if_it_had_not_been_killed(
-    undisturbed: Run, new_run: Run, is_fresh: bool
-) -> None:
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(undisturbed, new_run, is_fresh):
     """Fresh: in processes that share no compiled program, as a user's."""
     if is_fresh:
         kill_after_the_middle(new_run)
@@ -108,28 +96,28 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
         new_run.train()
     assert f"resuming from step {MIDDLE}" in new_run.said
     state = new_run.state()
-    assert int(state.step) == STEPS
-    assert len(jax.tree.leaves(state)) > 30
+    assert int(state.step) == STEPS and len(jax.tree.leaves(state)) > 30
     assert_equal_bits(state, undisturbed.state())
 
-    curves, truth = (
-        read_scalars(run.workdir / "tensorboard") for run in (new_run, undisturbed)
-    )
-    tags = {"train/loss", "train/grad_norm", "train/learning_rate", "validation/loss"}
-    for tag in tags:
+    curves, truth = new_run.curves(), undisturbed.curves()
+    for tag in (
+        "train/loss",
+        "train/grad_norm",
+        "train/learning_rate",
+        "validation/loss",
+    ):
         assert curves[tag] == truth[tag]
-    assert [step for step, _ in curves["train/loss"]] == list(range(1, STEPS + 1))
-    assert [step for step, _ in curves["validation/loss"]] == [MIDDLE, STEPS]
+    steps = {tag: [step for step, _ in points] for tag, points in curves.items()}
+    assert steps["train/loss"] == list(range(1, STEPS + 1))
+    assert steps["validation/loss"] == [MIDDLE, STEPS]
     # Rates are never the same, but no step may have two.
     assert set(curves) == set(truth)
-    for points in curves.values():
-        steps = [step for step, _ in points]
-        assert steps == sorted(set(steps))
+    assert all(found == sorted(set(found)) for found in steps.values())
 
 
 def test_the_curve_has_every_step_of_a_run_that_broke_after_a_save(
-    undisturbed: Run, new_run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    undisturbed, new_run, monkeypatch
+):
     iterate = train.iterate
 
     def break_after_the_middle(*args: Any, **options: Any) -> Iterator:
@@ -147,17 +135,14 @@ def test_the_curve_has_every_step_of_a_run_that_broke_after_a_save(
     assert new_run.curve() == undisturbed.curve()
 
 
-def test_every_chart_shows_a_curve_of_a_run_that_has_its_workdirs_name(
-    undisturbed: Run,
-) -> None:
+def test_every_chart_shows_a_curve_of_a_run_that_has_its_workdirs_name(undisturbed):
     (run,) = (undisturbed.workdir / "tensorboard").iterdir()
     assert run.name == undisturbed.workdir.name
-    found, tags = layout(run), read_scalars(run)
+    found, tags = layout(run), undisturbed.curves()
     assert "loss, nats a token" in found["Learning"]
-    for charts in found.values():
-        for title, curves in charts.items():
-            for curve in curves:
-                assert any(re.search(curve, tag) for tag in tags), (title, curve)
+    curves = [c for charts in found.values() for title in charts for c in charts[title]]
+    for curve in curves:
+        assert any(re.search(curve, tag) for tag in tags), curve
     rates = {tag: points for tag, points in tags.items() if tag.startswith("perf/")}
     assert "perf/tokens_per_second" in rates
     assert all(value > 0 for points in rates.values() for _, value in points)
@@ -166,8 +151,8 @@ def test_every_chart_shows_a_curve_of_a_run_that_has_its_workdirs_name(
 
 
 def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(
-    undisturbed: Run, copy_at_the_middle: Run
-) -> None:
+    undisturbed, copy_at_the_middle
+):
     run = copy_at_the_middle
     run.train(mesh__fsdp=4, mesh__ring=2, train__validation_batches=0)
     assert "mesh: data 1 x fsdp 4 x ring 2 x tensor 1, of 8 x cpu" in run.said
@@ -178,32 +163,26 @@ def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("devices", "mesh"),
-    [
-        (2, {"mesh__fsdp": 1, "mesh__ring": 2}),
-        (4, {"mesh__fsdp": 2, "mesh__ring": 2}),
-    ],
-)
+@pytest.mark.parametrize("devices", [2, 4])
 def test_fewer_devices_go_on_where_eight_stopped(
-    undisturbed: Run, copy_at_the_middle: Run, devices: int, mesh: dict[str, int]
-) -> None:
+    undisturbed, copy_at_the_middle, devices
+):
     run = copy_at_the_middle
+    mesh = {"mesh__fsdp": devices // 2, "mesh__ring": 2}
     run.command(simulated_devices=devices, train__validation_batches=0, **mesh)
     assert run.said[0].endswith(f"of {devices} x cpu")
     assert f"resuming from step {MIDDLE}" in run.said
     np.testing.assert_allclose(run.losses(), undisturbed.losses(MIDDLE), rtol=1e-5)
 
 
-def test_a_complete_run_has_nothing_to_do(undisturbed: Run) -> None:
+def test_a_complete_run_has_nothing_to_do(undisturbed):
     before, said = undisturbed.files(), []
-    again = train.train(undisturbed.config(), said.append)
-    assert again == {"step": STEPS}
+    assert train.train(undisturbed.config(), said.append) == {"step": STEPS}
     assert f"all {STEPS} steps are made" in said[-1] and "config.train" in said[-1]
     assert undisturbed.files() == before
 
 
-def test_a_complete_run_goes_on_for_extra_steps(undisturbed: Run, new_run: Run) -> None:
+def test_a_complete_run_goes_on_for_extra_steps(undisturbed, new_run):
     shutil.copytree(undisturbed.workdir, new_run.workdir)
     result = new_run.train(train__extra_steps=5)
     assert result["step"] == STEPS + 5 and new_run.has_checkpoint(STEPS + 5)
@@ -211,16 +190,13 @@ def test_a_complete_run_goes_on_for_extra_steps(undisturbed: Run, new_run: Run) 
     steps = [step for step, _ in new_run.curve()]
     assert steps == list(range(1, STEPS + 6))
     assert new_run.curve()[:STEPS] == undisturbed.curve()
-    rates = dict(new_run.curve("train/learning_rate"))
-    end_lr = new_run.config().optimizer.end_lr
-    assert [rates[step] for step in range(STEPS + 1, STEPS + 6)] == pytest.approx(
-        [end_lr] * 5
-    )
+    rates = [rate for _, rate in new_run.curve("train/learning_rate")[STEPS:]]
+    assert rates == pytest.approx([new_run.config().optimizer.end_lr] * 5)
     # Another 5, and not only up to 25.
     assert new_run.train(train__extra_steps=5)["step"] == STEPS + 10
 
 
-def test_the_console_says_where_everything_is(undisturbed: Run) -> None:
+def test_the_console_says_where_everything_is(undisturbed):
     directory = undisturbed.workdir
     assert f"checkpoints: {directory}/checkpoints" in undisturbed.said
     assert f"curves: tensorboard --logdir {directory}/tensorboard" in undisturbed.said
@@ -232,7 +208,7 @@ def test_the_console_says_where_everything_is(undisturbed: Run) -> None:
         assert re.match(rf"step +{step}/{STEPS} +loss {loss:.4f} ", line), line
 
 
-def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed: Run) -> None:
+def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed):
     config = undisturbed.config()
     partition = base.partition(config, jax.devices())
     model = text.model(config, partition)
