@@ -214,7 +214,7 @@ def _context_line(row: dict[str, Any]) -> str:
         return name + row["why"]
     line = (
         f"{row['peak_bytes'] / GIB:.1f} of {row['capacity_bytes'] / GIB:.0f} GiB, "
-        f"{row['hidden_share']:.1%} hidden, MFU about {row['estimated_mfu']:.0%}"
+        f"{row['hidden_share']:.1%} hidden, MFU at most {row['estimated_mfu']:.0%}"
     )
     if row["host_bytes"]:
         line += f", {row['host_bytes'] / GIB:.0f} GiB of the host's"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 GIB = 2**30
+UNIT_FLOPS = 2 * 128**2
+"""FLOPs of a unit of 128 x 128 in a cycle."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Chip:
         4 links in a 2D torus, 6 in a 3D torus; a ring uses one link per direction).
         NVIDIA: all NVLinks of the GPU together, since the switch gives every pair of
         GPUs the full rate.
+      matrix_units: of a core, units of 128 x 128 bfloat16 products a cycle; 0 where no
+        schedule is read. v4 and v5p have two cores. A v6e has 2 units of 256 x 256 and
+        counts 16: they take two rows a cycle, as heads of 256 fill as many slots as
+        those of 128, and with one row the peak would ask for a clock of 3.5 GHz.
     """
 
     name: str
@@ -33,20 +39,32 @@ class Chip:
     hbm_bytes: int
     hbm_bytes_per_second: float
     interconnect_bytes_per_second: float
+    matrix_units: int = 0
+
+    @property
+    def bundles_per_second(self) -> float:
+        """Bundles that all cores start in a second where matrix units reach the peak.
+
+        Raises:
+          ValueError: the units of this chip are not in the table.
+        """
+        if not self.matrix_units:
+            raise ValueError(f"matrix_units of {self.name} must be known, got 0")
+        return self.peak_flops / (self.matrix_units * UNIT_FLOPS)
 
 
 CHIPS = (
     # docs.cloud.google.com/tpu/docs/v3, per chip 123 TFLOP/s, 32 GiB, 900 GB/s; the
     # link from the scaling book.
-    Chip("TPU v3", ("TPU v3",), 61.5e12, 16 * GIB, 450e9, 100e9),
+    Chip("TPU v3", ("TPU v3",), 61.5e12, 16 * GIB, 450e9, 100e9, 2),
     # docs.cloud.google.com/tpu/docs/v4; the link from the scaling book.
-    Chip("TPU v4", ("TPU v4",), 275e12, 32 * GIB, 1200e9, 45e9),
+    Chip("TPU v4", ("TPU v4",), 275e12, 32 * GIB, 1200e9, 45e9, 4),
     # docs.cloud.google.com/tpu/docs/v5e: 400 GB/s both ways over 4 links.
-    Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9, 50e9),
+    Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9, 50e9, 4),
     # docs.cloud.google.com/tpu/docs/v5p: 1200 GB/s both ways over 6 links.
-    Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, 100e9),
+    Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, 100e9, 4),
     # docs.cloud.google.com/tpu/docs/tpu7x, v6e column: 800 GB/s both ways over 4 links.
-    Chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1638e9, 100e9),
+    Chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1638e9, 100e9, 16),
     # docs.cloud.google.com/tpu/docs/tpu7x, per chip 2307 TFLOP/s, 192 GiB, 7380 GB/s,
     # 1200 GB/s both ways over 6 links.
     Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9),

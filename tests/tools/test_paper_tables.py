@@ -155,7 +155,7 @@ def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
         assert f"compiling the rows of {name}.json: 0 s so far\n" in progress
     assert "striped, 2 parts" in text and "1.0, the paper's formula      2.0" in text
     assert "ring     4, to      65,536 tokens:      1.0 MiB" in text
-    assert "75.0% hidden, MFU about 60%, 2 GiB of the host's" in text
+    assert "75.0% hidden, MFU at most 60%, 2 GiB of the host's" in text
     assert (tmp_path / "paper_tables.txt").read_text() == text
     values = json.loads((tmp_path / "paper_tables.json").read_text())
     assert len(values["table_3"]) == 2 * len(TARGETS)

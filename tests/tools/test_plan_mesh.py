@@ -61,6 +61,9 @@ def test_kernels_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
     slower, seconds = Kernels.of(V4), 4144 / 4096 * 4 * 128 / 275e12
     assert slower.seconds["forward"] == pytest.approx(seconds, rel=0.03)
     assert "4144" in slower.source
+    # Of heads of 128, half of a v6e's matrix units is idle.
+    narrow = Kernels.of(chips.find("TPU v6 lite")).seconds["forward"]
+    assert narrow == pytest.approx(2308 / 2048 * 2 * 4 * 128 / 918e12, rel=2e-3)
 
 
 @pytest.mark.parametrize("chip", [V3, H200])

@@ -70,7 +70,7 @@ def test_hidden_transfers_that_devices_wait_for_are_explained():
         ("waits: exposed ring transfers", "0 s"),
         ("waits: other exposed collectives", "519 ms"),
         ("step (all of these)", "4,998.7 s"),
-        ("MFU", "35.5%"),
+        ("MFU at most", "35.5%"),
     ):
         assert row(PLAN, name) == [shown]
     assert PLAN.estimate.exposed == pytest.approx(21.769)
@@ -106,7 +106,7 @@ def test_a_plan_begins_with_its_devices_mesh_and_step():
     assert step.startswith(
         "step: 1 x 8,388,608 tokens, remat nothing, attention pallas_tpu, "
     )
-    assert "time of a step: an estimate, not measured" in describe(PLAN)
+    assert "time of a step: at least, estimated and not measured" in describe(PLAN)
 
 
 def test_memory_adds_up_and_tells_too_little_spare():

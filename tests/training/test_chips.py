@@ -36,6 +36,26 @@ def test_known_kind_has_its_published_peak(kind, name, peak_flops):
 
 
 @pytest.mark.parametrize(
+    ("name", "cores", "hertz"),
+    [
+        ("v3", 1, 0.94e9),
+        ("v4", 2, 1.05e9),
+        ("v5e", 1, 1.5e9),
+        ("v5p", 2, 1.75e9),
+        ("v6e", 1, 1.75e9),
+    ],
+)
+def test_a_core_starts_a_bundle_a_cycle_of_its_clock(name, cores, hertz):
+    [chip] = [chip for chip in chips.CHIPS if chip.name == f"TPU {name}"]
+    assert chip.bundles_per_second == pytest.approx(cores * hertz, rel=3e-3)
+
+
+def test_chips_whose_schedules_are_not_read_have_no_bundles():
+    with pytest.raises(ValueError, match="matrix_units of H200 must be known, got 0"):
+        _ = chips.find("NVIDIA H200").bundles_per_second
+
+
+@pytest.mark.parametrize(
     "kind",
     ["", "TPU v4 lite", "TPU v9", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "v4"]
     + [jax.devices("cpu")[0].device_kind],

@@ -12,7 +12,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels.layouts import Layout
 from kernels.tile_ranges import key_ranges
@@ -63,11 +62,7 @@ class Kernels:
 
     @classmethod
     def of(cls, chip: Chip, schedules: Path = SCHEDULES) -> "Kernels":
-        """Reads the kernels' schedules where there are any, else assumes a share.
-
-        A bundle takes a cycle, and the clock is the one at which the chip's matrix
-        units reach its peak: published clocks differ from what peaks imply.
-        """
+        """Reads the kernels' schedules where there are any, else assumes a share."""
         bundles = {name: _bundles(chip, name, schedules) for name in PRODUCTS}
         flops = {name: 2.0 * LANES * count for name, count in PRODUCTS.items()}
         if None in bundles.values():
@@ -77,9 +72,9 @@ class Kernels:
                 f"assumed shares of the peak: {shares}",
             )
         least = {name: flops[name] / chip.peak_flops for name in flops}
-        cycle = _cycle_seconds(chip)
+        pairs = chip.bundles_per_second * TILE**2
         return cls(
-            {n: max(least[n], bundles[n] * cycle / TILE**2) for n in flops},
+            {n: max(least[n], bundles[n] / pairs) for n in flops},
             "static schedules, bundles of a full tile of 1024 x 1024: "
             + ", ".join(f"{name} {count:.0f}" for name, count in bundles.items()),
         )
@@ -94,13 +89,6 @@ def _bundles(chip: Chip, direction: str, schedules: Path) -> float | None:
         if ours and tile == (TILE, TILE, LANES, "bfloat16") and row["group"] == 1:
             return row["bundles"]
     return None
-
-
-def _cycle_seconds(chip: Chip) -> float:
-    """Returns the seconds of a cycle; the cores of a device share its peak."""
-    version = pltpu.ChipVersion(chip.name.removeprefix("TPU ").lower())
-    core = pltpu.get_tpu_info_for_chip(version, 1)
-    return 2 * core.num_mxus * core.mxu_column_size**2 / chip.peak_flops
 
 
 @dataclass(frozen=True)

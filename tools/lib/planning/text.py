@@ -110,9 +110,9 @@ def _estimate_lines(estimate: Estimate) -> list[str]:
         "waits: other exposed collectives": estimate.exposed_others,
         "step (all of these)": estimate.step,
     }
-    lines = ["", "time of a step: an estimate, not measured"]
+    lines = ["", "time of a step: at least, estimated and not measured"]
     lines += [f"  {name:50s} {seconds(count):>12s}" for name, count in rows.items()]
-    lines.append(f"  {'MFU':50s} {estimate.mfu:12.1%}")
+    lines.append(f"  {'MFU at most':50s} {estimate.mfu:12.1%}")
     return lines + ["assuming", *(f"  - {text}" for text in estimate.assumptions)]
 
 
