@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+Ended = tuple[int, str, str]
 
 
 def free_port() -> int:
@@ -51,16 +52,14 @@ class Processes:
         errors = process.stderr.read()[-3000:]
         raise AssertionError(f"{line!r} was never said: {errors}")
 
-    def finish(self, timeout: float = 300) -> list[tuple[int, str, str]]:
+    def finish(self, timeout: float = 300) -> list[Ended]:
         """Exit code, and the rest of stdout and stderr, of each."""
         said = [process.communicate(timeout=timeout) for process in self.running]
         codes = [process.returncode for process in self.running]
         return [(code, *texts) for code, texts in zip(codes, said, strict=True)]
 
 
-def run_program(
-    *command: object, timeout: float = 300, **environment: str
-) -> tuple[int, str, str]:
+def run_program(*command: object, timeout: float = 300, **environment: str) -> Ended:
     """Exit code, stdout and stderr of `python COMMAND`."""
     with Processes([command], **environment) as one:
         (result,) = one.finish(timeout)

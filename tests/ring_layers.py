@@ -41,11 +41,7 @@ def striped_attention(mesh: Mesh, backend: Backend, tokens: int) -> Attend:
 
 
 def sharded_array(
-    mesh: Mesh,
-    tokens: int,
-    heads: int,
-    head_dim: int = HEAD_DIM,
-    dtype: jnp.dtype = jnp.bfloat16,
+    mesh: Mesh, tokens: int, heads: int, head_dim=HEAD_DIM, dtype=jnp.bfloat16
 ) -> jax.ShapeDtypeStruct:
     shape = 1, mesh.size * tokens, heads, head_dim
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, SHARDED))
@@ -63,11 +59,7 @@ def compiled_gradients(mesh: Mesh, backend: Backend, tokens: int) -> Compiled:
 
 
 def layers_gradient(
-    mesh: Mesh,
-    backend: Backend,
-    tokens: int,
-    dtype: jnp.dtype = jnp.bfloat16,
-    kv_heads: int = HEADS,
+    mesh: Mesh, backend: Backend, tokens: int, dtype=jnp.bfloat16, kv_heads=HEADS
 ) -> tuple[Attend, tuple[jax.ShapeDtypeStruct, ...]]:
     """The gradient of LAYERS scanned layers, and what to compile it for.
 

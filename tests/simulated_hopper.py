@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import jax
-import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
 )
@@ -45,11 +45,7 @@ RACES = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 
 
 def run_without_wait(
-    kernel: ModuleType,
-    barrier: str,
-    number: int,
-    run: Callable[[], object],
-    monkeypatch: pytest.MonkeyPatch,
+    kernel: ModuleType, barrier: str, number: int, run: Callable, monkeypatch: Any
 ) -> tuple[Counter[str], str]:
     """Interprets a kernel without one of its waits.
 

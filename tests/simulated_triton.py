@@ -84,9 +84,8 @@ def _narrowed(x, block_type):
     dtype = block_type.scalar
     if dtype != tl.bfloat16:
         return interpreter.TensorHandle(x.data.astype(np.float16), dtype)
-    return interpreter.TensorHandle(
-        x.data.astype(ml_dtypes.bfloat16).view(np.uint16), dtype
-    )
+    bits = x.data.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return interpreter.TensorHandle(bits, dtype)
 
 
 def _wide(x) -> np.ndarray:

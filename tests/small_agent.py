@@ -93,7 +93,8 @@ class Run:
         self.model = exorl.model(self.config, self.partition)
         parts = self.config, self.model, self.partition
         self.loss_sums = exorl.loss_function(*parts)
-        self._predict = exorl.predictions(*parts)
+        predict = exorl.predictions(*parts)
+        self.predict_program = jax.jit(predict, compiler_options=QUICK)
 
     @functools.cached_property
     def parameters(self) -> Any:
@@ -113,10 +114,6 @@ class Run:
             out_shardings=(None, shardings),
             compiler_options=QUICK,
         )
-
-    @functools.cached_property
-    def predict_program(self) -> Any:
-        return jax.jit(self._predict, compiler_options=QUICK)
 
     def placed(self, batch: ChainBatch) -> ChainBatch:
         """The batch in layout order, on the mesh."""

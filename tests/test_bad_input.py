@@ -1,8 +1,6 @@
 """Bad input is refused with its value and a remedy, before anything is compiled."""
 
-import math
 import shutil
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 
 import train
+from tasks.command_line import read_config
 from tests.processes import Processes
 from tests.runs import checkpoints_of, files, small_config, small_flags
 
@@ -22,92 +21,64 @@ def nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(jax, "jit", mock.Mock(side_effect=error))
 
 
-def refusal(corpus: Path, workdir: Path, **overrides: Any) -> str:
-    """What `train` says of a config that is `small_config` but for the overrides."""
-    config = small_config(corpus, workdir, **overrides)
+def refusal(config: Any) -> str:
+    """What `train` says of a config."""
     with pytest.raises((ValueError, OSError)) as caught:
         train.train(config, lambda line: None)
     return str(caught.value)
 
 
-# Fields that are wrong, and what the message must contain: values and remedies.
-BAD_CONFIGS = [
-    ({"mesh__fsdp": 3}, "fsdp 3 | 8 devices | change config.mesh"),
-    (
-        {"mesh__ring": 1, "mesh__tensor": 4},
-        "2 config.model.num_kv_heads | tensor (4 | change config",
-    ),
-    (
-        {"model__num_kv_heads": 3},
-        "config.model.num_heads=4 | config.model.num_kv_heads=3 | multiple",
-    ),
-    ({"model__num_kv_heads": 0}, "num_kv_heads=0 | at least"),
-    (
-        {"model__vocab_size": 1 << 63, "model__hidden_size": 1 << 31},
-        "below 2^31 | vocab_size=9223372036854775808 | hidden_size=2147483648",
-    ),
-    ({"model__head_dim": 7}, "head_dim=7 | even"),
-    ({"model__vocab_size": 200}, "token 256 | vocab_size=200 | at least 257"),
-    (
-        {"attention": "flash"},
-        "attention='flash' | vanilla, memory_efficient, blockwise, ring, striped",
-    ),
-    ({"remat": "some"}, "config.remat='some' | attention | nothing"),
-    ({"implementation": "cuda"}, "implementation='cuda' | blockwise"),
-    ({"data__rows": "lines"}, "rows='lines' | packed, documents"),
-    ({"data__rows": "whole"}, "row of 80 | take a longer context"),
-    ({"compute_dtype": "flaot32"}, "compute_dtype='flaot32' | bfloat16 | float32"),
-    ({"compute_dtype": "int8"}, "compute_dtype='int8' | bfloat16 | float32"),
-    (
-        {"attention": "vanilla"},
-        "config.attention='vanilla' | a ring of 4 | set config.mesh.ring=1, "
-        "config.mesh.fsdp=8, config.data.batch_rows=8",
-    ),
-    ({"data__context_tokens": 78}, "context_tokens=78 | ring of 4 | multiple of 4"),
-    ({"stripe_granule": 3}, "context_tokens=80 | ring of 4 | multiple of 12"),
-    (
-        {"data__context_tokens": 80000},
-        "80000 tokens | shorten the context or prepare more text",
-    ),
-    ({"data__batch_rows": 5}, "batch_rows=5 | multiple of 2"),
-    ({"data__batch_rows": 4000}, "config.data.batch_rows=4000 | fewer rows"),
-    ({"data__batch_rows": 0}, "batch_rows=0 | multiple of 2"),
-    ({"data__batch_rows": -4}, "batch_rows=-4 | multiple of 2"),
-    ({"train__microbatches": 3}, "batch_rows=4 | microbatches=3 | multiple of 6"),
-    ({"train__microbatches": 4}, "batch_rows=4 | microbatches=4 | multiple of 8"),
-    (
-        {"optimizer__warmup_steps": 30},
-        "config.optimizer.warmup_steps=30 config.train.steps=20 | "
-        "lower config.optimizer.warmup_steps",
-    ),
-    ({"data__threads": 8}, "config.data.threads=8 | config.data.buffered_steps=4"),
-    (
-        {"attention_parts": 3},
-        "config.attention_parts=3 | key/value heads | choose a divisor",
-    ),
-    ({"data__chain_order": "best"}, "config.data.chain_order='best' | ascending"),
-    ({"seed": 2**32}, "config.seed=4294967296 | below 2^32"),
-    ({"profile": "25-30"}, "config.profile='25-30' | config.train.steps=20"),
-    ({"optimizer__peak_lr": math.inf}, "config.optimizer.peak_lr=inf | finite"),
-    ({"optimizer__weight_decay": math.nan}, "optimizer.weight_decay=nan | finite"),
-    ({"model__rope_theta": math.inf}, "config.model.rope_theta=inf | above 0"),
-    (
-        {"rope_scaling__factor": 4.0},
-        "config.rope_scaling.factor=4.0 | config.rope_scaling.rope_type='none'",
-    ),
-    ({"workdir": ""}, "config.workdir='' | must be a directory"),
-    ({"workdir": "ftp://a/b"}, "config.workdir='ftp://a/b'"),
-    ({"workdir": "gs://a/b"}, "gs://a/b | needs gcsfs"),
-    ({"init_from": "gs://a/b"}, "config.init_from='gs://"),
-    (
-        {"seed": -1, "mesh__fsdp": 3, "remat": "some", "optimizer__beta1": 1.0}
-        | {"optimizer__end_lr": 1.0, "model__head_dim": 7, "guard__stop_after": 0},
-        "config.seed=-1 | fsdp 3 | config.remat='some' | config.optimizer.beta1 | "
-        "config.optimizer.end_lr=1.0 | head_dim=7 | config.guard.stop_after=0",
-    ),
-]
-
-
+# Fields that are wrong => what the message must contain: values and remedies.
+BAD_CONFIGS = """\
+mesh.fsdp=3 => fsdp 3 | 8 devices | change config.mesh
+mesh.ring=1 mesh.tensor=4 => 2 config.model.num_kv_heads | tensor (4 | change config
+model.num_kv_heads=0 => num_kv_heads=0 | at least
+model.head_dim=7 => head_dim=7 | even
+model.vocab_size=200 => token 256 | vocab_size=200 | at least 257
+remat=some => config.remat='some' | attention | nothing
+implementation=cuda => implementation='cuda' | blockwise
+data.rows=lines => rows='lines' | packed, documents
+data.rows=whole => row of 80 | take a longer context
+compute_dtype=flaot32 => compute_dtype='flaot32' | bfloat16 | float32
+compute_dtype=int8 => compute_dtype='int8' | bfloat16 | float32
+data.context_tokens=78 => context_tokens=78 | ring of 4 | multiple of 4
+stripe_granule=3 => context_tokens=80 | ring of 4 | multiple of 12
+data.context_tokens=80000 => 80000 tokens | shorten the context or prepare more text
+data.batch_rows=5 => batch_rows=5 | multiple of 2
+data.batch_rows=4000 => config.data.batch_rows=4000 | fewer rows
+data.batch_rows=0 => batch_rows=0 | multiple of 2
+data.batch_rows=-4 => batch_rows=-4 | multiple of 2
+train.microbatches=3 => batch_rows=4 | microbatches=3 | multiple of 6
+train.microbatches=4 => batch_rows=4 | microbatches=4 | multiple of 8
+data.threads=8 => config.data.threads=8 | config.data.buffered_steps=4
+attention_parts=3 => config.attention_parts=3 | key/value heads | choose a divisor
+data.chain_order=best => config.data.chain_order='best' | ascending
+seed=4294967296 => config.seed=4294967296 | below 2^32
+profile=25-30 => config.profile='25-30' | config.train.steps=20
+optimizer.peak_lr=inf => config.optimizer.peak_lr=inf | finite
+optimizer.weight_decay=nan => config.optimizer.weight_decay=nan | finite
+model.rope_theta=inf => config.model.rope_theta=inf | above 0
+workdir= => config.workdir='' | must be a directory
+workdir=ftp://a/b => config.workdir='ftp://a/b'
+workdir=gs://a/b => gs://a/b | needs gcsfs
+init_from=gs://a/b => config.init_from='gs://
+model.num_kv_heads=3 => config.model.num_heads=4 | config.model.num_kv_heads=3 | \
+multiple
+model.vocab_size=9223372036854775808 model.hidden_size=2147483648 => below 2^31 | \
+vocab_size=9223372036854775808 | hidden_size=2147483648
+attention=flash => attention='flash' | vanilla, memory_efficient, blockwise, ring, \
+striped
+attention=vanilla => config.attention='vanilla' | a ring of 4 | \
+set config.mesh.ring=1, config.mesh.fsdp=8, config.data.batch_rows=8
+optimizer.warmup_steps=30 => lower config.optimizer.warmup_steps | \
+config.optimizer.warmup_steps=30 config.train.steps=20
+rope_scaling.factor=4.0 => config.rope_scaling.factor=4.0 | \
+config.rope_scaling.rope_type='none'
+seed=-1 mesh.fsdp=3 remat=some optimizer.beta1=1.0 optimizer.end_lr=1.0 \
+model.head_dim=7 guard.stop_after=0 => config.seed=-1 | fsdp 3 | \
+config.remat='some' | config.optimizer.beta1 | config.optimizer.end_lr=1.0 | \
+head_dim=7 | config.guard.stop_after=0
+""".splitlines()
 COUNTS = "checkpoint.save_every_steps train.extra_steps train.validation_batches seed"
 COUNTS += " simulated_devices feed_forward_chunk_tokens"
 SIZES = "mesh.fsdp train.microbatches train.steps train.log_every_steps stripe_granule"
@@ -115,15 +86,18 @@ SIZES += " train.validate_every_steps checkpoint.keep guard.stop_after"
 SIZES += " loss_chunk_tokens data.context_tokens"
 FLOATS = "guard.spike_sigmas guard.step_seconds"
 BAD_CONFIGS += [
-    ({name: low}, f"config.{name}={low} | at least {least}")
+    f"{name}={low} => config.{name}={low} | at least {least}"
     for low, least, names in ((-1, 0, COUNTS), (-1.0, 0, FLOATS), (0, 1, SIZES))
     for name in names.split()
 ]
 
 
-@pytest.mark.parametrize(("overrides", "parts"), BAD_CONFIGS, ids=str)
-def test_a_bad_config_is_refused(corpus, tmp_path, overrides, parts):
-    message = refusal(corpus, **{"workdir": tmp_path / "run"} | overrides)
+@pytest.mark.parametrize("row", BAD_CONFIGS)
+def test_a_bad_config_is_refused(corpus, tmp_path, row):
+    fields, parts = row.split(" => ")
+    flags = [f"--config.{field}" for field in fields.split()]
+    config = read_config([*small_flags(corpus, tmp_path / "run"), *flags])
+    message = refusal(config)
     assert all(part in message for part in parts.split(" | ")), message
     assert not (tmp_path / "run").exists()
 
@@ -135,7 +109,7 @@ def test_a_good_config_would_be_compiled(corpus, tmp_path):
 
 
 def test_a_missing_corpus_is_refused(tmp_path):
-    message = refusal(tmp_path / "nowhere", tmp_path / "run")
+    message = refusal(small_config(tmp_path / "nowhere", tmp_path / "run"))
     assert f"no corpus {tmp_path / 'nowhere'}" in message
     assert "tools/prepare_text.py" in message
 
@@ -146,7 +120,7 @@ def test_a_damaged_corpus_is_refused(corpus, tmp_path):
     ids = np.fromfile(tokens, "<u2")
     ids[100] = 32_768
     ids.tofile(tokens)
-    message = refusal(copy, tmp_path / "run")
+    message = refusal(small_config(copy, tmp_path / "run"))
     assert f"{tokens} " in message and "is not what was written" in message
     assert "copy it again or prepare the corpus again" in message
 
@@ -157,7 +131,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(corpus, tmp_path):
     with checkpoints_of(small_config(corpus, tmp_path, **sizes, **scaled)) as saved:
         saved.save(7, {"weights": np.arange(5.0)})
     before = files(tmp_path)
-    message = refusal(corpus, tmp_path)
+    message = refusal(small_config(corpus, tmp_path))
     assert f"step 7 in {tmp_path / 'checkpoints'} belongs to another model" in message
     assert "num_layers: saved 3, this run 2" in message
     assert "head_dim: saved 16, this run 8" in message

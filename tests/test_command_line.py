@@ -58,9 +58,7 @@ def test_the_compiler_of_described_pods_is_silent():
         ([], {"TPU_WORKER_ID": "0"}, None),
     ],
 )
-def test_the_files_of_a_host_say_which_devices_it_has(
-    files, environment, expected, tmp_path
-):
+def test_files_of_a_host_say_its_devices(files, environment, expected, tmp_path):
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()

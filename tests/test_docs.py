@@ -15,9 +15,6 @@ from tests.pages import COMMANDS, INLINE, LOG, PAGES, README, ROOT, Command
 from tools.lib.planning.meshes import suggestions
 from training.pods import aot_pod
 
-# Of ml_collections, which reads the files of configs so.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 CODE = [code for page in PAGES for code in page.inline_code()]
 NAMES = {p.name for f in pages.FOLDERS.split("|") for p in (ROOT / f).rglob("*.*")}
 NAMES |= {path.name for path in ROOT.glob("*.*")}

@@ -151,39 +151,30 @@ def test_the_best_episodes_are_chosen_among_those_trained_on(file):
     assert file.returns[best].min() > file.returns[others].max()
 
 
+TOO_SHORT = "context_tokens=48 must hold .*chain_length=2 .*make it 64"
+CUTS_STEPS = "stripe_granule=2 cuts the 4 tokens of a step: make it a multiple of 4"
+TOO_FEW = "chain of 2 episodes cannot be made of 1 different ones"
 REFUSALS = [
-    ({"task": "chess"}, "task='chess' must be one of text, exorl"),
-    ({"data__trajectories": ""}, "names no trajectories"),
-    ({"agent__method": "oracle"}, "method='oracle' must be one of"),
-    (
-        {"agent__observation_size": 5},
-        "observation_size=5, but .* has 3: set the config",
-    ),
-    ({"agent__action_size": 1}, "action_size=1, but .* has 2: set the config"),
-    ({"agent__episode_steps": 6}, "episode_steps=6, but .* has an episode of 7 steps"),
-    (
-        {"data__context_tokens": 48},
-        "context_tokens=48 must hold .*chain_length=2 .*make it 64",
-    ),
-    (
-        {"stripe_granule": 2},
-        "stripe_granule=2 cuts the 4 tokens of a step: make it a multiple of 4",
-    ),
-    (
-        {"data__held_out_share": 0.05},
-        "chain of 2 episodes cannot be made of 1 different ones",
-    ),
-    ({"agent__return_scale": 0.0}, "return_scale=0.0 must be"),
-    ({"data__chain_order": "sorted"}, "order='sorted'"),
+    ("task", "chess", "task='chess' must be one of text, exorl"),
+    ("data.trajectories", "", "names no trajectories"),
+    ("agent.method", "oracle", "method='oracle' must be one of"),
+    ("agent.observation_size", 5, "observation_size=5, but .* has 3: set the config"),
+    ("agent.action_size", 1, "action_size=1, but .* has 2: set the config"),
+    ("agent.episode_steps", 6, "episode_steps=6, but .* has an episode of 7 steps"),
+    ("data.context_tokens", 48, TOO_SHORT),
+    ("stripe_granule", 2, CUTS_STEPS),
+    ("data.held_out_share", 0.05, TOO_FEW),
+    ("agent.return_scale", 0.0, "return_scale=0.0 must be"),
+    ("data.chain_order", "sorted", "order='sorted'"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "match"), REFUSALS)
+@pytest.mark.parametrize(("field", "value", "match"), REFUSALS)
 def test_bad_configs_are_refused_before_anything_is_made(
-    file, tmp_path, overrides, match, monkeypatch
+    file, tmp_path, field, value, match, monkeypatch
 ):
     monkeypatch.setattr(jax, "jit", mock.Mock(side_effect=AssertionError))
-    config = config_in(tmp_path / "run", file, **overrides)
+    config = config_in(tmp_path / "run", file, **{field: value})
     with pytest.raises(ValueError, match=match):
         train.train(config, lambda line: None)
     assert not (tmp_path / "run").exists()

@@ -116,9 +116,6 @@ def test_the_tree_is_really_read():
     modules = {file.as_posix() for file in list_modules(ROOT)}
     assert {"kernels/layouts.py", "kernels/masks.py", "tests/test_imports.py"} < modules
     assert not any(name.startswith(".venv") for name in modules)
-    layout = ROOT / "kernels/layouts.py"
-    targets = {name for _, name in list_imports(layout.read_text("utf-8"), layout)}
-    assert any(is_within(target, {"jax", "numpy"}) for target in targets)
 
 
 BY_NAME = "import importlib\nimportlib.import_module('jax')"
@@ -149,9 +146,7 @@ VIOLATIONS = [
 
 
 @pytest.mark.parametrize(("file", "source", "complaint"), VIOLATIONS)
-def test_a_violation_is_named_with_file_line_and_arrow(
-    tmp_path, file, source, complaint
-):
+def test_a_violation_is_named_by_line_and_arrow(tmp_path, file, source, complaint):
     assert violations_of(tmp_path, file, source) == [f"{file}:{complaint}"]
 
 

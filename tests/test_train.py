@@ -59,7 +59,7 @@ def new_run(corpus: Path, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def copy_at_the_middle(undisturbed: Run, new_run: Run) -> Run:
+def halfway(undisturbed: Run, new_run: Run) -> Run:
     """A run that has the undisturbed run's first checkpoint and nothing else."""
     place = Path("checkpoints") / str(MIDDLE)
     shutil.copytree(undisturbed.workdir / place, new_run.workdir / place)
@@ -115,9 +115,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(undisturbed, new_run, is
     assert all(found == sorted(set(found)) for found in steps.values())
 
 
-def test_the_curve_has_every_step_of_a_run_that_broke_after_a_save(
-    undisturbed, new_run, monkeypatch
-):
+def test_the_curve_has_every_step_of_a_broken_run(undisturbed, new_run, monkeypatch):
     iterate = train.iterate
 
     def break_after_the_middle(*args: Any, **options: Any) -> Iterator:
@@ -150,29 +148,23 @@ def test_every_chart_shows_a_curve_of_a_run_that_has_its_workdirs_name(undisturb
     assert "MFU" not in found["Speed"] and "tokens a second" in found["Speed"]
 
 
-def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(
-    undisturbed, copy_at_the_middle
-):
-    run = copy_at_the_middle
-    run.train(mesh__fsdp=4, mesh__ring=2, train__validation_batches=0)
-    assert "mesh: data 1 x fsdp 4 x ring 2 x tensor 1, of 8 x cpu" in run.said
-    assert f"changed since step {MIDDLE}: mesh.ring: 4 -> 2" in run.said
-    losses = run.losses()
+def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(undisturbed, halfway):
+    halfway.train(mesh__fsdp=4, mesh__ring=2, train__validation_batches=0)
+    assert "mesh: data 1 x fsdp 4 x ring 2 x tensor 1, of 8 x cpu" in halfway.said
+    assert f"changed since step {MIDDLE}: mesh.ring: 4 -> 2" in halfway.said
+    losses = halfway.losses()
     assert len(losses) == STEPS - MIDDLE
     np.testing.assert_allclose(losses, undisturbed.losses(MIDDLE), rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4])
-def test_fewer_devices_go_on_where_eight_stopped(
-    undisturbed, copy_at_the_middle, devices
-):
-    run = copy_at_the_middle
+def test_fewer_devices_go_on_where_eight_stopped(undisturbed, halfway, devices):
     mesh = {"mesh__fsdp": devices // 2, "mesh__ring": 2}
-    run.command(simulated_devices=devices, train__validation_batches=0, **mesh)
-    assert run.said[0].endswith(f"of {devices} x cpu")
-    assert f"resuming from step {MIDDLE}" in run.said
-    np.testing.assert_allclose(run.losses(), undisturbed.losses(MIDDLE), rtol=1e-5)
+    halfway.command(simulated_devices=devices, train__validation_batches=0, **mesh)
+    assert halfway.said[0].endswith(f"of {devices} x cpu")
+    assert f"resuming from step {MIDDLE}" in halfway.said
+    np.testing.assert_allclose(halfway.losses(), undisturbed.losses(MIDDLE), rtol=1e-5)
 
 
 def test_a_complete_run_has_nothing_to_do(undisturbed):
