@@ -4,6 +4,7 @@ Unless JAX_PLATFORMS names an accelerator: then they run on it. ANNULUS_TEST_SEE
 gives the fixture `rng` the seed that a failed test printed.
 """
 
+import gc
 import os
 import secrets
 from collections.abc import Iterator
@@ -16,7 +17,10 @@ import pytest
 # Nearly all that tests compute is small: compiling takes the time. A third of it goes.
 COMPILE_FAST = (
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
+# Most objects that JAX makes stay: looking for garbage often takes a tenth of the time.
+gc.set_threshold(200_000, 20, 100)
 
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + COMPILE_FAST

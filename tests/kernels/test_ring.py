@@ -36,14 +36,15 @@ GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
 def covering_cases():
     """Each case for each implementation.
 
-    Slow: long ones, but of "blockwise" in rings of 4 and more, and "pallas_tpu" but in
-    rings of 2; on one device it has tests of its own.
+    Slow: long ones, but of "blockwise" in rings of 4 and more; "pallas_tpu" but in
+    rings of 2, and "reference" in rings of 4 and more: alone they have their own tests.
     """
     for case in COVERING:
         for name in [x for x in BACKENDS if x not in GPU_KERNELS]:
             is_short_ring = case.ring_size < 4
             is_slow = case.length > 1000 and (name != "blockwise" or is_short_ring)
             is_slow |= name == "pallas_tpu" and case.ring_size != 2
+            is_slow |= name == "reference" and not is_short_ring
             marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
