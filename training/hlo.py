@@ -6,7 +6,8 @@ done; what stands between them runs meanwhile. The body of a loop is printed onc
 it counts once an iteration.
 
 TPUs also run collectives inside a matrix product's fusion. They are printed three
-times: in fusions of their own for the start and for the done, and in the product's.
+times: in fusions of their own for the start and for the done, and in the product's. A
+reduce-scatter may be printed as an all-reduce and a slice in a fusion that runs as one.
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ _BRANCHES = re.compile(
 _FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 _FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'
 _FUSED_PRODUCT = "async_collective_fusion"
+_FUSED_SCATTER = "all-reduce-scatter"
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
 
 
@@ -153,7 +155,7 @@ class Program:
         if not entry:
             raise ValueError(f"no scheduled HLO program in {text[:80]!r}")
         frozen = {
-            name: tuple(_fused_once(found, fused.get(name)))
+            name: tuple(_fused_once(name, found, fused.get(name)))
             for name, found in computations.items()
         }
         return cls(entry, frozen, bounds)
@@ -284,9 +286,16 @@ def _fused_part(line: str) -> Fused | None:
     return Fused.START if _FUSED_START in line else None
 
 
-def _fused_once(found: list[Instruction], part: Fused | None) -> Iterator[Instruction]:
+def _fused_once(
+    name: str, found: list[Instruction], part: Fused | None
+) -> Iterator[Instruction]:
     """Yields a computation's instructions; a fused collective only where it is done."""
     for instruction in found:
+        if name.startswith(_FUSED_SCATTER) and instruction.kind == "all-reduce":
+            kept = instruction.size // instruction.group
+            instruction = dataclasses.replace(
+                instruction, kind="reduce-scatter", size=kept
+            )
         if part is None or instruction.kind not in COLLECTIVES:
             yield instruction
         elif part is Fused.DONE:

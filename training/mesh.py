@@ -217,6 +217,7 @@ class Partition:
         axis: number of the axis named "embed"; size: its length in the whole array.
         """
         axes = self.mesh_axes("embed", size)
+        axes = tuple(name for name in axes if self.mesh.shape[name] > 1)
         # Varied first: gradients are scattered, and then only shards of them summed
         # over the mesh axes that hold copies.
         shard = self.vary(shard)
@@ -307,8 +308,14 @@ class StationaryPartition(Partition):
 def _gather(
     shard: jax.Array, axes: tuple[str, ...], axis: int, dtype: jnp.dtype
 ) -> jax.Array:
-    """Gathers shards of mesh axes, rounded to `dtype` before they travel."""
-    whole = jax.lax.all_gather(shard.astype(dtype), axes, axis=axis, tiled=True)
+    """Gathers shards of mesh axes, rounded to `dtype` before they travel.
+
+    Axis by axis: of a collective over all devices of a torus XLA makes an all-reduce of
+    the whole array, which sends twice the bytes.
+    """
+    whole = shard.astype(dtype)
+    for name in reversed(axes):
+        whole = jax.lax.all_gather(whole, name, axis=axis, tiled=True)
     return whole.astype(shard.dtype)
 
 
@@ -318,7 +325,11 @@ def _gather_forward(shard, axes, axis, dtype):
 
 def _scatter_gradient(axes, axis, dtype, _, gradient):
     """Scatters it unrounded, unlike the gradient of the conversion to `dtype`."""
-    return (jax.lax.psum_scatter(gradient, axes, scatter_dimension=axis, tiled=True),)
+    for name in axes:
+        gradient = jax.lax.psum_scatter(
+            gradient, name, scatter_dimension=axis, tiled=True
+        )
+    return (gradient,)
 
 
 _gather.defvjp(_gather_forward, _scatter_gradient)

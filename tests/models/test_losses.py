@@ -198,13 +198,16 @@ def collectives(program: str, kind: str) -> list[tuple[str, int]]:
 
 
 def test_every_device_gathers_the_head_once_and_scatters_its_gradient_once():
+    """Over ring and fsdp one after the other, of 2 devices each."""
     sizes = (4, 64, 16, 48)
     partition = partition_of(EVERY_AXIS)
     program = lowered_gradient(partition, 8, sizes).compile().as_text()
     assert len(collectives(program, "while")) == 2  # loops over chunks, there and back
-    shard_of_head = 16 * 48 // 2  # its vocabulary stays sharded
-    assert collectives(program, "all-gather") == [("ENTRY", shard_of_head)]
-    assert collectives(program, "reduce-scatter") == [("ENTRY", shard_of_head // 4)]
+    head = 16 * 48 // 2  # its vocabulary stays sharded
+    gathered = [("ENTRY", head // 2), ("ENTRY", head)]
+    assert collectives(program, "all-gather") == gathered
+    scattered = [("ENTRY", head // 2), ("ENTRY", head // 4)]
+    assert collectives(program, "reduce-scatter") == scattered
     for kind in ("all-to-all", "collective-permute"):
         assert collectives(program, kind) == []
     # In the loops: the chunk's maxima and sums only.

@@ -82,6 +82,13 @@ source_target_pairs={{0,1},{1,0}}
   ROOT %out = (s32[], bf16[4,8]{1,0}) tuple(%state, %permute.4)
 }
 
+%all-reduce-scatter.1 (x: f32[8,8]) -> f32[6,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %pad = f32[12,8]{1,0} pad(%x, %zero), padding=0_4x0_0
+  %sum = f32[12,8]{1,0} all-reduce(%pad), replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %kept = f32[6,8]{1,0} dynamic-slice(%sum, %shard), dynamic_slice_sizes={6,8}
+}
+
 %unknown_end (state: (s32[], bf16[4,8])) -> pred[] {
   %state = (s32[], bf16[4,8]{1,0}) parameter(0)
   ROOT %flag = pred[] get-tuple-element(%state), index=0
@@ -98,6 +105,7 @@ dimensions={0}, to_apply=%add
 calls=%fused_computation.5
   %fusion.6 = bf16[16,8]{1,0} fusion(%x), kind=kOutput, calls=%async_collective_fusion.6
   %async-done = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%fused_computation.7
+  %scattered = f32[6,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
   %padding = f32[4]{0} custom-call(), custom_call_target="AllocateBuffer", \
 metadata={op_name="jit(step)/flash_forward"}
   %layers = (s32[], bf16[4,8]{1,0}) while(%x), condition=%unknown_end, body=%layer, \
@@ -147,6 +155,7 @@ def test_collectives_of_several_devices_send_what_a_ring_of_them_sends(program):
     assert found == {
         ("all-gather", 4): 2 * (3 / 4) * (16 * 8 * 2),
         ("reduce-scatter", 4): 3 * (4 * 2 * 4 + 2 * 4),  # the result's shards
+        ("reduce-scatter", 2): 6 * 8 * 4,  # padded, printed as an all-reduce
         ("all-reduce", 2): 2 * (1 / 2) * (6 * 4 + 2),
     }
 

@@ -232,7 +232,7 @@ def test_gathered_parameter_is_whole_and_trains_as_on_one_device(sizes, embed, r
 
 
 def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
-    """In the type of its use, and its gradient in its own."""
+    """In the type of its use, and its gradient in its own; axis by axis of the mesh."""
     names = ("batch", "sequence", None), ("embed", None)
 
     def local(x, w):
@@ -255,7 +255,7 @@ def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
         program,
         re.DOTALL,
     )
-    assert moved == [("all_gather", "bf16"), ("reduce_scatter", "f32")]
+    assert moved == [("all_gather", "bf16")] * 2 + [("reduce_scatter", "f32")] * 2
 
 
 @pytest.fixture(scope="module")
