@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from training.slices import lay_out
+from training.torus import Groups, pairs_along
 
 MESH_AXES = ("data", "fsdp", "ring", "tensor")
 """Axes that a config names."""
@@ -39,6 +40,12 @@ RULES: dict[str, tuple[str, ...]] = {
 Axes that are not named here (or None) are not sharded."""
 
 Axes = tuple[str | None, ...]
+
+Stages = tuple[tuple[str, Groups | None], ...]
+"""Axes of a mesh, and which of their devices take part in a collective together."""
+
+MOST_SCATTERED = 8
+"""Devices over all of which one collective may scatter; for more see `_stages`."""
 
 
 @dataclass(frozen=True)
@@ -217,11 +224,26 @@ class Partition:
         axis: number of the axis named "embed"; size: its length in the whole array.
         """
         axes = self.mesh_axes("embed", size)
-        axes = tuple(name for name in axes if self.mesh.shape[name] > 1)
         # Varied first: gradients are scattered, and then only shards of them summed
         # over the mesh axes that hold copies.
         shard = self.vary(shard)
-        return _gather(shard, axes, axis, dtype) if axes else shard
+        stages = self._stages(axes)
+        return _gather(shard, stages, axis, dtype) if stages else shard
+
+    def _stages(self, axes: tuple[str, ...]) -> Stages:
+        """Returns the collectives in which these axes are scattered, one after another.
+
+        Of a collective over all devices of a torus XLA makes an all-reduce of the whole
+        array, of gathers too: twice the bytes. Over one axis after the other, or over
+        halves of the torus and then over pairs of neighbours, it does not.
+        """
+        axes = tuple(name for name in axes if self.mesh.shape[name] > 1)
+        if len(axes) == 1 and isinstance(self.mesh, Mesh):
+            number = self.mesh.axis_names.index(axes[0])
+            halves = pairs_along(self.mesh.devices, number)
+            if halves and self.mesh.size > MOST_SCATTERED:
+                return tuple((axes[0], groups) for groups in halves)
+        return tuple((name, None) for name in axes)
 
     def vary(self, x: jax.Array) -> jax.Array:
         """Types `x`, inside `over_shards`, as differing between all devices.
@@ -305,29 +327,29 @@ class StationaryPartition(Partition):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(
-    shard: jax.Array, axes: tuple[str, ...], axis: int, dtype: jnp.dtype
-) -> jax.Array:
-    """Gathers shards of mesh axes, rounded to `dtype` before they travel.
-
-    Axis by axis: of a collective over all devices of a torus XLA makes an all-reduce of
-    the whole array, which sends twice the bytes.
-    """
+def _gather(shard: jax.Array, stages: Stages, axis: int, dtype: jnp.dtype) -> jax.Array:
+    """Gathers shards of mesh axes, rounded to `dtype` before they travel."""
     whole = shard.astype(dtype)
-    for name in reversed(axes):
-        whole = jax.lax.all_gather(whole, name, axis=axis, tiled=True)
+    for name, groups in reversed(stages):
+        whole = jax.lax.all_gather(
+            whole, name, axis=axis, axis_index_groups=groups, tiled=True
+        )
     return whole.astype(shard.dtype)
 
 
-def _gather_forward(shard, axes, axis, dtype):
-    return _gather(shard, axes, axis, dtype), None
+def _gather_forward(shard, stages, axis, dtype):
+    return _gather(shard, stages, axis, dtype), None
 
 
-def _scatter_gradient(axes, axis, dtype, _, gradient):
+def _scatter_gradient(stages, axis, dtype, _, gradient):
     """Scatters it unrounded, unlike the gradient of the conversion to `dtype`."""
-    for name in axes:
+    for name, groups in stages:
         gradient = jax.lax.psum_scatter(
-            gradient, name, scatter_dimension=axis, tiled=True
+            gradient,
+            name,
+            scatter_dimension=axis,
+            axis_index_groups=groups,
+            tiled=True,
         )
     return (gradient,)
 

@@ -17,7 +17,7 @@ from jax.experimental import mesh_utils
 from training.torus import in_boxes, is_closed, ring_along
 
 AXES = ("data", "fsdp", "ring", "tensor")
-RING = AXES.index("ring")
+FSDP, RING = AXES.index("fsdp"), AXES.index("ring")
 
 Shape = tuple[int, int, int, int]
 """Devices along each of AXES."""
@@ -83,13 +83,17 @@ def across_slices(shape: Shape, num_slices: int) -> Shape:
 def _inside_a_slice(
     shape: Shape, devices: Sequence[jax.Device], ring_parts: int
 ) -> np.ndarray:
-    """Lays it out as JAX does where its rings are closed walks then, else in boxes."""
+    """Lays it out as JAX does where its rings are closed walks then, else in boxes.
+
+    Without a ring it is fsdp that walks: parameters are scattered over its pairs.
+    """
+    axis = RING if shape[RING] > 1 else FSDP
     laid_out = ring_along(
         mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True),
-        RING,
+        axis,
         parts=ring_parts,
     )
-    if ring_parts > 1 or is_closed(laid_out, RING):
+    if ring_parts > 1 or is_closed(laid_out, axis):
         return laid_out
-    boxes = in_boxes(shape, devices, RING)
-    return laid_out if boxes is None else ring_along(boxes, RING)
+    boxes = in_boxes(shape, devices, axis)
+    return laid_out if boxes is None else ring_along(boxes, axis)

@@ -21,6 +21,7 @@ import numpy as np
 
 Place = tuple[int, ...]
 Shape = tuple[int, ...]
+Groups = tuple[tuple[int, ...], ...]
 
 
 def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
@@ -47,7 +48,34 @@ def is_closed(devices: np.ndarray, axis: int) -> bool:
     places = [place(device) for device in line]
     if None in places or len(places) == 1:
         return True
-    return bool((np.abs(np.subtract(places, np.roll(places, 1, 0))).sum(1) == 1).all())
+    return _is_closed(places)
+
+
+def pairs_along(devices: np.ndarray, axis: int) -> tuple[Groups, Groups] | None:
+    """Groups the devices of an axis by pairs of neighbours, and by places in the pairs.
+
+    devices: of a mesh; of its lines along `axis` the first and the second are a pair,
+      and so on, as in rings that are closed walks.
+
+    Returns:
+      Numbers in each line of all lower ends of pairs and of all upper ends; and of both
+      of each pair. None where devices know no place, or pairs do not all lie alike.
+    """
+    lines = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
+    first, *others = (_pairs(list(map(place, line))) for line in lines)
+    return first if all(other == first for other in others) else None
+
+
+def _pairs(places: Sequence[Place | None]) -> tuple[Groups, Groups] | None:
+    """Groups one line as `pairs_along`."""
+    if None in places or len(places) % 2 or len(set(places)) < len(places):
+        return None
+    pairs = [(i, i + 1) for i in range(0, len(places), 2)]
+    ends = [sorted(pair, key=lambda i: places[i]) for pair in pairs]
+    ways = {tuple(np.subtract(places[b], places[a])) for a, b in ends}
+    if len(ways) > 1 or sum(*ways) != 1:
+        return None
+    return tuple(zip(*ends, strict=True)), tuple(pairs)
 
 
 def place(device: jax.Device) -> Place | None:
@@ -159,7 +187,34 @@ def closed_walk(places: Sequence[Place], *, by_rows: bool = False) -> list[int]:
     return [number[place] for place in walk]
 
 
-def _walk(shape: tuple[int, ...]) -> list[Place]:
+def _walk(shape: Shape) -> list[Place]:
+    """Walks through a box and back, in pairs along one side where that can be."""
+    for side in reversed(range(len(shape))):
+        walk = _in_pairs(shape, side)
+        if walk is not None and _is_closed(walk):
+            return walk
+    return _loop(shape)
+
+
+def _in_pairs(shape: Shape, side: int) -> list[Place] | None:
+    """Walks through a box of half this side; each place there is two here."""
+    if shape[side] % 2:
+        return None
+    walk: list[Place] = []
+    for *at, half in _loop((*shape[:side], *shape[side + 1 :], shape[side] // 2)):
+        pair = [(*at[:side], 2 * half + i, *at[side:]) for i in range(2)]
+        if walk and not _is_closed([walk[-1], pair[0]]):
+            pair.reverse()
+        walk += pair
+    return walk
+
+
+def _is_closed(walk: Sequence[Place]) -> bool:
+    """Returns whether each place is beside the next, and the last beside the first."""
+    return bool((np.abs(np.subtract(walk, np.roll(walk, 1, 0))).sum(1) == 1).all())
+
+
+def _loop(shape: tuple[int, ...]) -> list[Place]:
     """Walks through a box and back: there in serpentines, back along one edge."""
     even = next((i for i, side in enumerate(shape) if side % 2 == 0), None)
     if even is None:

@@ -16,6 +16,7 @@ from kernels.cases import QUICK
 from models.abstract import Model
 from tasks import base, text
 from tests.runs import small_config
+from training import torus
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
 from training.step import TrainState, initial_state
@@ -256,6 +257,32 @@ def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
         re.DOTALL,
     )
     assert moved == [("all_gather", "bf16")] * 2 + [("reduce_scatter", "f32")] * 2
+
+
+def test_a_torus_is_gathered_by_pairs_and_then_by_their_ends(monkeypatch, rng):
+    """Where one axis shares out parameters over all of it; chips of a box of 2 x 4."""
+    monkeypatch.setattr(torus, "place", lambda device: divmod(device.id, 4))
+    monkeypatch.setattr("training.mesh.MOST_SCATTERED", 4)
+    partition = real(ring=8)
+    w = jnp.asarray(rng.standard_normal((16, 3)), jnp.float32)
+    gradients = jnp.asarray(rng.standard_normal((8, 16, 3)), jnp.float32)
+
+    shards = P(partition.mesh.axis_names)
+
+    def local(w, gradient):
+        gather = functools.partial(partition.gather, axis=0, size=16, dtype=w.dtype)
+        whole, pull = jax.vjp(gather, partition.vary(w))
+        return whole, *pull(partition.vary(gradient[0]))
+
+    local = jax.shard_map(local, mesh=partition.mesh, in_specs=shards, out_specs=shards)
+    run = jax.jit(local, compiler_options=QUICK)
+    groups = re.findall(
+        r"replica_groups = .*?tensor<(\w+)xi64>", run.lower(w, gradients).as_text()
+    )
+    assert groups == ["4x2", "2x4", "2x4", "4x2"]
+    whole, scattered = run(w, gradients)
+    np.testing.assert_array_equal(whole.reshape(8, 16, 3), np.stack([w] * 8))
+    np.testing.assert_allclose(scattered, gradients.sum(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from tests.training.walks import links
 from training.mesh import MESH_AXES, MeshShape, make_mesh
 from training.pods import tpu_devices
-from training.torus import closed_walk, in_boxes, place, ring_along
+from training.torus import closed_walk, in_boxes, pairs_along, place, ring_along
 
 BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (16, 16, 1, 2), (1, 5, 2, 3)
 
@@ -29,6 +29,32 @@ def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape,
     walk = closed_walk(chips)
     assert sorted(walk) == list(range(math.prod(shape)))
     assert set(links([chips[i] for i in walk])) == {1}
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 4), (3, 4, 4), (8, 8, 8), (16, 16, 1)])
+def test_pairs_of_a_walk_lie_alike(shape, rng):
+    chips = places(rng, shape)
+    pairs = np.array([chips[i] for i in closed_walk(chips)]).reshape(-1, 2, len(shape))
+    assert len(np.unique(np.abs(np.subtract(*pairs.swapaxes(0, 1))), axis=0)) == 1
+
+
+@pytest.mark.parametrize("shape", [MeshShape(ring=64), MeshShape(fsdp=64)], ids=str)
+def test_lower_and_upper_ends_of_pairs_are_halves_of_the_torus(shape):
+    devices = make_mesh(shape, tpu_devices("v4:4x4x4")).devices
+    axis = MESH_AXES.index("ring" if shape.ring > 1 else "fsdp")
+    ends, pairs = pairs_along(devices, axis)
+    line = devices.reshape(-1)
+    lower, upper = ([place(line[i]) for i in half] for half in ends)
+    assert {tuple(np.subtract(b, a)) for a, b in zip(lower, upper, strict=True)} == {
+        (0, 0, 1, 0)
+    }
+    assert pairs == tuple((i, i + 1) for i in range(0, 64, 2))
+
+
+def test_devices_whose_pairs_differ_have_no_groups():
+    devices = np.array(tpu_devices("v4:4x4x4"))
+    assert pairs_along(devices[[0, 1, 4, 8]], 0) is None
+    assert pairs_along(np.array(jax.devices()), 0) is None
 
 
 @pytest.mark.parametrize(
