@@ -35,21 +35,6 @@ def test_known_kind_has_its_published_peak(kind, name, peak_flops):
     assert (chip.name, chip.peak_flops) == (name, peak_flops)
 
 
-@pytest.mark.parametrize(
-    ("name", "cores", "hertz"),
-    [
-        ("v3", 1, 0.94e9),
-        ("v4", 2, 1.05e9),
-        ("v5e", 1, 1.5e9),
-        ("v5p", 2, 1.75e9),
-        ("v6e", 1, 1.75e9),
-    ],
-)
-def test_a_core_starts_a_bundle_a_cycle_of_its_clock(name, cores, hertz):
-    [chip] = [chip for chip in chips.CHIPS if chip.name == f"TPU {name}"]
-    assert chip.bundles_per_second == pytest.approx(cores * hertz, rel=3e-3)
-
-
 def test_chips_whose_schedules_are_not_read_have_no_bundles():
     with pytest.raises(ValueError, match="matrix_units of H200 must be known, got 0"):
         _ = chips.find("NVIDIA H200").bundles_per_second
@@ -65,19 +50,23 @@ def test_unknown_kind_has_no_chip(kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "cores"),
+    ("name", "version", "cores", "hertz"),
     [
-        ("TPU v3", "v3", 1),
-        ("TPU v4", "v4", 2),
-        ("TPU v5e", "v5e", 1),
-        ("TPU v5p", "v5p", 2),
-        ("TPU v6e", "v6e", 1),
-        ("TPU7x", "7x", 1),
+        ("TPU v3", "v3", 1, 0.94e9),
+        ("TPU v4", "v4", 2, 1.05e9),
+        ("TPU v5e", "v5e", 1, 1.5e9),
+        ("TPU v5p", "v5p", 2, 1.75e9),
+        ("TPU v6e", "v6e", 1, 1.75e9),
+        ("TPU7x", "7x", 1, None),
     ],
 )
-def test_tpu_rows_are_per_device_and_near_the_compilers_own(name, version, cores):
+def test_tpu_rows_are_per_device_and_near_the_compilers_own(
+    name, version, cores, hertz
+):
     """JAX's rounded table differs by up to 14 %; half a chip would differ by 100 %."""
     chip = next(chip for chip in chips.CHIPS if chip.name == name)
+    if hertz is not None:  # a core starts a bundle a cycle
+        assert chip.bundles_per_second == pytest.approx(cores * hertz, rel=3e-3)
     # JAX's numbers are those of one TensorCore.
     info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(version), cores)
     for ours, theirs, tolerance in (
