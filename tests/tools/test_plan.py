@@ -254,6 +254,25 @@ def test_the_7b_step_fits_a_v4_pod_with_all_hops_hidden():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "topology, sizes", [("v5e:8x8", (4, 8, 2)), ("v4:4x4x4", (1, 64, 1))], ids=str
+)
+def test_a_step_on_a_whole_slice_hides_its_rings_and_scatters_gradients(
+    topology, sizes
+):
+    config = small_config()
+    fsdp, config.mesh.ring, config.mesh.tensor = sizes
+    config.mesh.fsdp = config.data.batch_rows = fsdp
+    config.model.hidden_size, config.data.context_tokens = 8192, 512 * sizes[1]
+    plan = Plan.of(Step.of(config, aot_pod(topology)))
+    assert plan.transfers.hidden > 0 and plan.transfers.exposed == 0
+    sent = {one.name: one.bytes_sent for one in plan.collectives}
+    # Gathered twice in bfloat16, scattered once in float32.
+    assert sent["reduce-scatter"] > 0.7 * sent["all-gather"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small():
     plan = plan_7b("v3:16x16", "--config.attention_parts=4")
