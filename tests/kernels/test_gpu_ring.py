@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("steps_in_a_loop")
 IS_SIMULATED = jax.default_backend() == "cpu"
 # Interpreted, a step takes a second or more: these are few, the others are slow tests.
 QUICK = {
-    "hopper": (Case(2, "zigzag", "none", group=4, length=31, head_dim=100),),
+    "hopper": (Case(2, "zigzag", "none", group=4, length=31, head_dim=100, heads=4),),
     "triton": (
         Case(2, "zigzag", "none", group=4, length=31, head_dim=100),
         Case(3, "zigzag", "documents", group=8, length=31, head_dim=64),

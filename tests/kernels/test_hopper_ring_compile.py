@@ -28,7 +28,7 @@ def compiled_ring(ring_size: int) -> jax.stages.Compiled:
     return compiled_gradients(described_mesh(ring_size), hopper, LENGTH)
 
 
-@pytest.mark.parametrize("ring_size", [4, 8])
+@pytest.mark.parametrize("ring_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_transfer_overlaps_the_kernel_of_its_step(ring_size):
     """Keys, values and their gradients travel as one.
 
@@ -47,12 +47,13 @@ def test_the_backward_of_a_layer_does_not_run_the_forward_ring_again():
     assert sorted(orders) == ["sBd" * 3, "sFdF"]
 
 
-@pytest.mark.parametrize("ring_size", [4, 8])
+@pytest.mark.parametrize("ring_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_nothing_of_the_size_of_keys_is_copied(ring_size):
     program = compiled_ring(ring_size).as_text()
     assert not re.search(rf"= \w+\[1,{LENGTH},[24],128\]\S* copy\(", program)
 
 
+@pytest.mark.slow
 def test_temporary_memory_does_not_grow_with_the_ring():
     temporary = [
         compiled_ring(size).memory_analysis().temp_size_in_bytes for size in (4, 8)
