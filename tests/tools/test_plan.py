@@ -321,9 +321,7 @@ def test_agents_are_planned_by_their_task(system, devices):
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # eight ring steps of either pass are compiled
 @pytest.mark.parametrize(("system", "gib"), [("blockwise", 13.44), ("striped", 1.92)])
-def test_blockwise_attention_and_a_ring_of_8_hold_32_trajectories(
-    system, gib, real_kernels
-):
+def test_blockwise_attention_and_a_ring_of_8_hold_32_trajectories(system, gib):
     memory = agent_step(system, 32).compile().memory_analysis()
     assert peak_bytes(memory) / 2**30 == pytest.approx(gib, rel=0.05)
 
@@ -333,6 +331,6 @@ def test_blockwise_attention_and_a_ring_of_8_hold_32_trajectories(
     ("system", "trajectories"),
     [("vanilla", 32), ("memory_efficient", 32), ("blockwise", 128)],
 )
-def test_larger_agents_are_refused(system, trajectories, real_kernels):
+def test_larger_agents_are_refused(system, trajectories):
     with pytest.raises(TooLarge, match="does not fit: it takes"):
         agent_step(system, trajectories).compile()
