@@ -320,7 +320,7 @@ def test_agents_are_planned_by_their_task(system, devices):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # eight ring steps of either pass are compiled
-@pytest.mark.parametrize(("system", "gib"), [("blockwise", 13.44), ("striped", 1.92)])
+@pytest.mark.parametrize(("system", "gib"), [("blockwise", 13.44), ("striped", 2.05)])
 def test_blockwise_attention_and_a_ring_of_8_hold_32_trajectories(system, gib):
     memory = agent_step(system, 32).compile().memory_analysis()
     assert peak_bytes(memory) / 2**30 == pytest.approx(gib, rel=0.05)
