@@ -2,7 +2,7 @@
 # Everything that needs an NVIDIA GPU, in one call of under ten minutes: the tests that
 # run the GPU kernels on the device (rings of all covering cases, and the door, in each
 # type; the other tests of these kernels interpret or only compile them), the benchmark
-# of kernels beside their peers, the hops of a ring on one GPU, and short training runs.
+# of kernels beside their peers, the steps of a ring on one GPU, and short training runs.
 # What fails does not stop what follows; the exit status says whether all went well.
 #
 # Usage: [OUT=folder] [WHEELS=folder] [PYTHON=python] bash tools/gpu_check.sh [rehearsal]

@@ -51,7 +51,7 @@ class SmallestBlock:
 
     @classmethod
     def of(cls, chip: Chip, links: float = 1) -> "SmallestBlock":
-        """Uses `links` times the chip's rate one way (see `chips`)."""
+        """Computes both for `links` times the chip's rate one way (see `chips`)."""
         block = chip.peak_flops / (links * chip.interconnect_bytes_per_second)
         return cls(block, RING_BLOCKS * block)
 
