@@ -13,14 +13,8 @@ from models.flops import num_parameters
 from models.llama import LlamaConfig
 from tools import plan_pod
 from tools.lib.benchmarks.work import critical_path, tiles_per_step
-from tools.lib.planning.estimate import (
-    Exposed,
-    Kernels,
-    Ring,
-    estimate,
-    mean_area,
-    products_flops,
-)
+from tools.lib.planning.estimate import Exposed, estimate, products_flops
+from tools.lib.planning.kernels import Kernels, Ring, mean_area
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
 from tools.plan_pod import read_config

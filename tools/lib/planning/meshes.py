@@ -24,7 +24,8 @@ import ml_collections
 
 from tasks import base
 from tasks.task import TASKS, make_task
-from tools.lib.planning.estimate import PRODUCTS, Kernels, Ring, ring_passes
+from tools.lib.planning.estimate import ring_passes
+from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring
 from tools.lib.planning.memory import (
     SPARE_SHARE,
     device_bytes,
