@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from training.hlo_text import CALLED, HEAD, INSTRUCTION, arrays, called_by
+
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -30,15 +32,8 @@ COLLECTIVES = (
 TRANSFER = "collective-permute"
 """The collective of a ring step, from neighbour to neighbour."""
 
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d*)\w*\[([\d,]*)\]")
 _KERNEL = re.compile(r"flash_(forward|backward)")
 _PALLAS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu|triton)')
-_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
-_BRANCHES = re.compile(
-    r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([\w.-]+)"
-)
 _FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 _FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'
 _FUSED_PRODUCT = "async_collective_fusion"
@@ -86,6 +81,7 @@ class Instruction:
 class Collective:
     """A collective of the program.
 
+    name: of the instruction that has its result.
     bytes_sent: by each device, each time that it runs, with a ring algorithm:
       of an array of n bytes on g devices (gathered, or before it is scattered),
       (g - 1) / g · n, twice that for an all-reduce, and n for a permute.
@@ -96,6 +92,7 @@ class Collective:
     is_asynchronous: whether it has a start and a done, or is fused.
     """
 
+    name: str
     kind: str
     bytes_sent: float
     group: int
@@ -136,7 +133,7 @@ class Program:
         entry = name = ""
         lines: list[str] = []
         for line in text.splitlines():
-            head = _HEAD.match(line)
+            head = HEAD.match(line)
             if head:
                 name, lines = head[2], []
                 computations[name] = []
@@ -313,12 +310,14 @@ def _collective(
         "reduce-scatter": group - 1,  # of what one device keeps
     }.get(result.kind, 1)
     sent, is_asynchronous = factor * result.size, result.phase != ""
-    return Collective(result.kind, sent, group, times, is_hidden, is_asynchronous)
+    return Collective(
+        result.name, result.kind, sent, group, times, is_hidden, is_asynchronous
+    )
 
 
 def _read(line: str, devices: int) -> Instruction | None:
     """Reads the instruction on a line, if it matters."""
-    match = _INSTRUCTION.match(line)
+    match = INSTRUCTION.match(line)
     if match is None:
         return None
     name, shape, opcode, rest = match.groups()
@@ -333,16 +332,13 @@ def _read(line: str, devices: int) -> Instruction | None:
         return Instruction(
             name,
             "loop",
-            called=tuple(_CALLED.findall(rest)),
+            called=tuple(CALLED.findall(rest)),
             condition=condition[1] if condition else "",
             trips=int(trips[1]) if trips else None,
         )
     if opcode in ("fusion", "call", "conditional", "async-start"):
-        branches = re.findall(
-            r"[\w.-]+", " ".join(map("".join, _BRANCHES.findall(rest)))
-        )
-        called = tuple(_CALLED.findall(rest)) + tuple(branches)
-        return Instruction(name, "call", called=called) if called else None
+        runs = called_by(rest)
+        return Instruction(name, "call", called=runs) if runs else None
     phase = next((p for p in ("start", "done") if opcode.endswith(f"-{p}")), "")
     kind = opcode.removesuffix(f"-{phase}") if phase else opcode
     if kind not in COLLECTIVES:
@@ -353,18 +349,9 @@ def _read(line: str, devices: int) -> Instruction | None:
         kind,
         phase,
         first_operand=operand[1] if operand else "",
-        size=0 if phase == "start" else _bytes(shape),
+        size=0 if phase == "start" else math.ceil(sum(a.bytes for a in arrays(shape))),
         group=0 if phase == "done" else _group(kind, rest, devices),
     )
-
-
-def _bytes(shape: str) -> int:
-    """Returns the bytes of an array or a tuple in HLO's notation, without padding."""
-    total = 0.0
-    for dtype, sizes in _ARRAY.findall(shape):
-        bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
-        total += bits / 8 * math.prod(map(int, filter(None, sizes.split(","))))
-    return math.ceil(total)
 
 
 def _group(kind: str, rest: str, devices: int) -> int:

@@ -3,6 +3,7 @@
 import pytest
 
 from training.hlo import Program
+from training.hlo_text import arrays
 
 # Two layers of a ring, scanned; around them what a TPU and a GPU print, and how.
 PROGRAM = """\
@@ -182,3 +183,15 @@ def test_a_loop_of_unknown_length_is_counted_once_and_told():
 def test_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no scheduled HLO program in 'nothing'"):
         Program.parse("nothing", devices=4)
+
+
+def test_arrays_are_stored_in_whole_tiles_in_the_order_of_their_layout():
+    scores, flag, token = arrays(
+        "(f32[1,16384,2,64]{3,1,2,0:T(8,128)S(1)}, pred[3]{0}, token[])"
+    )
+    assert (scores.sizes, scores.space, flag.space) == ((1, 16384, 2, 64), 1, 0)
+    assert scores.bytes == 16384 * 2 * 64 * 4
+    assert scores.stored_bytes == 16384 * 2 * 128 * 4
+    assert (flag.bytes, flag.stored_bytes, token.bytes) == (3, 3, 0)
+    (row,) = arrays("bf16[5,40]{0,1:T(8,128)(2,1)}")  # its columns lie together
+    assert row.stored_bytes == 128 * 40 * 2

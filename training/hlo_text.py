@@ -1,0 +1,86 @@
+"""Reads the lines of HLO text: computations, instructions, and the arrays they make."""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+"""First line of a computation: whether it is the entry, its name."""
+
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+"""Name, result, opcode; operands and attributes."""
+
+CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
+
+_ARRAY = re.compile(r"\b([a-z]+\d*)\w*\[([\d,]*)\](?:\{([\d,]*):?([^}]*)\})?")
+_BRANCHES = re.compile(
+    r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%([\w.-]+)"
+)
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array that an instruction makes.
+
+    order: dimensions from the innermost to the outermost; () where nothing is printed.
+    tile: sizes of the innermost dimensions are stored in multiples of these.
+    space: 0 is the memory of the device; TPUs: 1 VMEM, 2 semaphores, 5 host, 6 SMEM.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    tile: tuple[int, ...] = ()
+    space: int = 0
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element; 0 of tokens and the like."""
+        return 8 if self.dtype == "pred" else int(re.sub(r"\D", "", self.dtype) or 0)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes without padding."""
+        return self.elements * self.bits / 8
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes with the padding of its tiles."""
+        sizes = [self.sizes[axis] for axis in self.order]
+        for place, whole in enumerate(reversed(self.tile[-len(sizes) :])):
+            sizes[place] = -(-sizes[place] // whole) * whole
+        return (math.prod(sizes) if sizes else self.elements) * self.bits / 8
+
+
+@functools.lru_cache(maxsize=4096)
+def arrays(result: str) -> tuple[Array, ...]:
+    """Reads the arrays of an instruction's result, those of a tuple in their order."""
+    found = []
+    for dtype, sizes, order, layout in _ARRAY.findall(result):
+        tile = re.match(r"T\(([\d,]+)\)", layout)
+        space = re.search(r"S\((\d+)\)", layout)
+        found.append(
+            Array(
+                dtype,
+                _numbers(sizes),
+                _numbers(order),
+                _numbers(tile[1]) if tile else (),
+                int(space[1]) if space else 0,
+            )
+        )
+    return tuple(found)
+
+
+def called_by(attributes: str) -> tuple[str, ...]:
+    """Returns the names of the computations that an instruction runs."""
+    branches = " ".join(map("".join, _BRANCHES.findall(attributes)))
+    return (*CALLED.findall(attributes), *re.findall(r"[\w.-]+", branches))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, filter(None, text.split(","))))
