@@ -199,3 +199,24 @@ def checked_axes(
             f"axes of the mesh {dict(mesh.shape)}"
         )
     return Axes(ring, batch, head_axis)
+
+
+def check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
+    """Raises ValueError if the axes are not in the order of the mesh."""
+    in_order = tuple(axis for axis in mesh.axis_names if axis in ring_axes)
+    if ring_axes != in_order:
+        raise ValueError(
+            f"ring_axes must be in the order of the mesh, {in_order}, got {ring_axes}"
+        )
+
+
+def check_shards(
+    what: str, letter: str, size: int, axes: tuple[str, ...], mesh: Mesh
+) -> None:
+    """Raises ValueError if so many of them do not divide over these axes."""
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if size % shards:
+        raise ValueError(
+            f"{size} {what} do not divide over the mesh's {' x '.join(axes)} axis of "
+            f"{shards}: make that axis a divisor of {letter}"
+        )

@@ -26,9 +26,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import reference
 from .backends import Backend, check_implementation, choose
-from .checks import Axes, check_operands, checked_axes, checked_bounds, checked_scale
+from .checks import (
+    Axes,
+    check_operands,
+    check_order,
+    check_shards,
+    checked_axes,
+    checked_bounds,
+    checked_scale,
+)
 from .device import device_kind
-from .layouts import Array, Layout, check_length, order
+from .layouts import Array, Layout, check_length, front_slots, order
 from .masks import Mask, Visible, full
 from .precision import product
 
@@ -56,6 +64,7 @@ class Ring:
     layout: which indices a shard holds.
     scale: factor on the scores.
     backend: the attention step (see `backends`).
+    keep_tail: as in `make_ring_attention`.
     """
 
     axis_name: str | tuple[str, ...] | None
@@ -63,6 +72,7 @@ class Ring:
     layout: Layout
     scale: float
     backend: Backend
+    keep_tail: bool = False
 
     def shard(self) -> jax.Array | int:
         """Returns the number of the shard that this device's queries belong to."""
@@ -115,14 +125,39 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, k_start, k_end):
-    kv = ring.as_read(k), ring.as_read(v)  # (B, L, K, D), or D in whole lanes
-    out, lse = _forward_steps(ring, ring.as_read(q), kv, Visible(k_start, k_end))
-    out = out[..., : q.shape[-1]]  # (B, L, H, D)
+    length = k.shape[1]
+    keys = front_slots(ring.layout, ring.size, length) if ring.keep_tail else 0
+    rows = q.shape[1] // 2 if keys else 0
+    tail = _attend_rows(ring, slice(rows, None), length, q, k, v, k_start, k_end)
     # Named here, where the backward's residuals are made, so that a remat policy can
     # save these two and not rerun the ring (names given outside have no effect).
-    out = checkpoint_name(out.astype(q.dtype), "attention_out")
-    lse = checkpoint_name(lse, "attention_lse")
+    out, lse = map(checkpoint_name, tail, ("attention_out", "attention_lse"))
+    if rows:
+        front = _attend_rows(ring, slice(rows), keys, q, k, v, k_start, k_end)
+        names = "attention_front_out", "attention_front_lse"
+        early, early_lse = map(checkpoint_name, front, names)
+        out = jnp.concatenate([early, out], axis=1)  # (B, L, H, D)
+        lse = jnp.concatenate([early_lse, lse], axis=2)  # (B, H, L)
     return (out, lse), (q, k, v, k_start, k_end, out, lse)
+
+
+def _attend_rows(ring, rows, keys, q, k, v, k_start, k_end):
+    """Attends with a slice of the queries to the first `keys` slots of every shard.
+
+    A query that sees other slots gets nan: its result would be wrong.
+    """
+    length, end = k.shape[1], keys * ring.size
+    q, visible = q[:, rows], Visible(k_start[:, rows], k_end[:, rows])
+    kv = ring.as_read(k[:, :keys]), ring.as_read(v[:, :keys])  # D, or in whole lanes
+    seen = visible
+    if keys < length:
+        seen = Visible(*(jnp.minimum(bound, end) for bound in visible))
+    out, lse = _forward_steps(ring, ring.as_read(q), kv, seen, length)
+    out = out[..., : q.shape[-1]].astype(q.dtype)  # (B, T, H, D)
+    if keys < length:
+        is_wrong = (visible.k_start < visible.k_end) & (visible.k_end > end)
+        out = jnp.where(is_wrong[..., None, None], jnp.nan, out)
+    return out, lse
 
 
 def _attend_backward(ring, residuals, cotangents):
@@ -139,9 +174,9 @@ def _attend_backward(ring, residuals, cotangents):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward_steps(ring: Ring, q: jax.Array, kv: Pair, visible: Visible) -> Pair:
-    length = kv[0].shape[1]
-
+def _forward_steps(
+    ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int
+) -> Pair:
     def compute(step, kv, carry):
         source = (ring.shard() - step) % ring.size
         bounds = ring.slots(source, visible, length)
@@ -244,14 +279,15 @@ def ring_attention(
     layout: Layout,
     scale: float | None = None,
     implementation: str | Backend | None = None,
+    keep_tail: bool = False,
 ) -> jax.Array:
     """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
 
     Arguments and result as in `attend`, q in the order of `layout`; `scale` is
-    1/sqrt(D) unless given, `implementation` as in `one_device.attention`. Bounds do not
-    say which tokens are padding: all operands must be finite, or see
-    `Mask.fill_padding`. Decreasing bounds are not refused here, as they are traced: see
-    `checks.check_increasing`.
+    1/sqrt(D) unless given, `implementation` as in `one_device.attention`, `keep_tail`
+    as in `make_ring_attention`. Bounds do not say which tokens are padding: all
+    operands must be finite, or see `Mask.fill_padding`. Decreasing bounds are not
+    refused here, as they are traced: see `checks.check_increasing`.
 
     Raises:
       ValueError: operands that do not fit together or are not shards of the layout, an
@@ -270,7 +306,7 @@ def ring_attention(
             "implementation='reference': loops and kernels cannot declare how their "
             "results vary over the mesh"
         )
-    ring = Ring(axis_name, size, layout, scale, backend)
+    ring = Ring(axis_name, size, layout, scale, backend, keep_tail)
     return attend(ring, q, k, v, *visible)[0]
 
 
@@ -283,6 +319,7 @@ def make_ring_attention(
     head_axis: str | None = None,
     scale: float | None = None,
     implementation: str | Backend | None = None,
+    keep_tail: bool = False,
 ) -> Callable[..., jax.Array]:
     """Builds ring attention on global arrays.
 
@@ -290,6 +327,11 @@ def make_ring_attention(
     batch_axes, head_axis: axes that batch and heads are sharded over; None for those of
       "data" and "fsdp", and "tensor", that the mesh has.
     layout, scale, implementation: as in `ring_attention`.
+    keep_tail: a checkpoint that saves "attention_out" and "attention_lse" saves those
+      of the last half of each shard's queries (BurstEngine, 2509.19836); the others are
+      a ring of their own, over the first half of the keys, that it reruns: a quarter of
+      a causal, striped ring. For causal masks: an early query that sees a key of the
+      last halves gets nan. Without such halves all is saved: see `layouts.front_slots`.
 
     Returns:
       attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, S, K, D), in layout
@@ -301,7 +343,7 @@ def make_ring_attention(
         or decreasing bounds whose values are known.
     """
     axes = checked_axes(mesh, ring_axes, batch_axes, head_axis)
-    _check_order(mesh, axes.ring)
+    check_order(mesh, axes.ring)
     check_implementation(implementation)  # here, and not when compiling
     checked_scale(scale, head_size=1)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
@@ -312,6 +354,7 @@ def make_ring_attention(
         layout=layout,
         scale=scale,
         implementation=implementation,
+        keep_tail=keep_tail,
     )
 
     def attend(
@@ -319,9 +362,9 @@ def make_ring_attention(
     ) -> jax.Array:
         check_operands(q, k, v)
         queries, keys = (order(layout, ring_size, x.shape[1]) for x in (q, k))
-        _check_shards("rows", "B", k.shape[0], axes.batch, mesh)
+        check_shards("rows", "B", k.shape[0], axes.batch, mesh)
         heads = () if axes.heads is None else (axes.heads,)
-        _check_shards("key/value heads", "K", k.shape[2], heads, mesh)
+        check_shards("key/value heads", "K", k.shape[2], heads, mesh)
         mask = full()
         if isinstance(visible, Mask):
             mask, visible = visible, visible(jnp.asarray(queries), k.shape[1])
@@ -353,22 +396,3 @@ def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Arr
         return sharded(*operands)
 
     return run
-
-
-def _check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
-    in_order = tuple(axis for axis in mesh.axis_names if axis in ring_axes)
-    if ring_axes != in_order:
-        raise ValueError(
-            f"ring_axes must be in the order of the mesh, {in_order}, got {ring_axes}"
-        )
-
-
-def _check_shards(
-    what: str, letter: str, size: int, axes: tuple[str, ...], mesh: Mesh
-) -> None:
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    if size % shards:
-        raise ValueError(
-            f"{size} {what} do not divide over the mesh's {' x '.join(axes)} axis of "
-            f"{shards}: make that axis a divisor of {letter}"
-        )

@@ -33,12 +33,15 @@ def ring_mesh(ring_size: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:ring_size]), ("ring",))
 
 
-def device_program(ring_size: int, layout_name: str, backend: Backend) -> Run:
+def device_program(
+    ring_size: int, layout_name: str, backend: Backend, keep_tail: bool = False
+) -> Run:
     """Builds the program of each device, forward and backward, on its shards."""
 
     def run(q, k, v, do, d_lse, k_start, k_end):
         scale = q.shape[-1] ** -0.5
-        this_ring = ring.Ring("ring", ring_size, LAYOUTS[layout_name], scale, backend)
+        sizes = "ring", ring_size, LAYOUTS[layout_name], scale
+        this_ring = ring.Ring(*sizes, backend, keep_tail)
         results, pull = jax.vjp(
             lambda *qkv: ring.attend(this_ring, *qkv, k_start, k_end), q, k, v
         )
@@ -47,11 +50,13 @@ def device_program(ring_size: int, layout_name: str, backend: Backend) -> Run:
     return run
 
 
-def sharded_ring(ring_size: int, layout_name: str, backend: Backend) -> Run:
+def sharded_ring(
+    ring_size: int, layout_name: str, backend: Backend, keep_tail: bool = False
+) -> Run:
     """Builds a ring of as many devices."""
     specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring")}
     return jax.shard_map(
-        device_program(ring_size, layout_name, backend),
+        device_program(ring_size, layout_name, backend, keep_tail),
         mesh=ring_mesh(ring_size),
         in_specs=tuple(specs[axis] for axis in OPERANDS),
         out_specs=tuple(specs[axis] for axis in RESULTS),

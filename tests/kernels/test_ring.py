@@ -26,8 +26,10 @@ from kernels.cases import (
     solve,
 )
 from kernels.one_device import attention
-from tests.rings import compiled_ring, ring_mesh, solve_on_ring
+from tests.rings import compiled_ring, ring_mesh, sharded_ring, solve_on_ring
 from tests.simulated import BACKENDS
+
+tail_ring = functools.partial(sharded_ring, keep_tail=True)
 
 GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
 """Their rings are in `test_gpu_ring`."""
@@ -46,15 +48,32 @@ def covering_cases():
             is_slow |= name == "pallas_tpu" and case.ring_size != 2
             is_slow |= name == "reference" and not is_short_ring
             marks = [pytest.mark.slow] if is_slow else []
-            yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
+            yield pytest.param(case, name, False, marks=marks, id=f"{case.name}-{name}")
+            if case.mask == "none" or not halves_of(case):
+                continue
+            is_quick = name == "reference" and is_short_ring and case.length < 1000
+            marks = [] if is_quick else [pytest.mark.slow]
+            yield pytest.param(
+                case, name, True, marks=marks, id=f"{case.name}-{name}-tail"
+            )
+
+
+def halves_of(case: Case) -> int:
+    """Slots of the first half of a shard, if the sequence begins with them."""
+    order = LAYOUTS[case.layout], case.ring_size
+    length = layout.padded_length(*order, case.length) // case.ring_size
+    return layout.front_slots(*order, length)
 
 
 @pytest.mark.usefixtures("steps_in_a_loop")
-@pytest.mark.parametrize("case, implementation", list(covering_cases()))
-def test_ring_in_float32_matches_one_device_in_float64(case, implementation, rng):
+@pytest.mark.parametrize("case, implementation, keep_tail", list(covering_cases()))
+def test_ring_in_float32_matches_one_device_in_float64(
+    case, implementation, keep_tail, rng
+):
     problem = Problem.of(rng, case)
     step = BACKENDS[implementation]
-    answer = solve_on_ring(case, problem, step, jnp.float32)
+    make = tail_ring if keep_tail else sharded_ring
+    answer = solve_on_ring(case, problem, step, jnp.float32, make)
     errors = answer.errors(solve(problem, jnp.float64))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
 
@@ -123,7 +142,8 @@ def test_ring_as_a_loop_equals_the_unrolled_ring(
     assert max(looped.errors(unrolled).values()) < 1e-6
 
 
-def test_ring_over_part_of_a_mesh_matches_one_device(rng):
+@pytest.mark.parametrize("keep_tail", [False, True])
+def test_ring_over_part_of_a_mesh_matches_one_device(keep_tail, rng):
     """Batch over data and fsdp, heads over tensor, bounds of its own in every row."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 1, 2, 2), GLOBAL_AXES)
     q, k, v = (
@@ -134,7 +154,7 @@ def test_ring_over_part_of_a_mesh_matches_one_device(rng):
     order = layout.Striped(4), 2
 
     def on_ring(q, k, v):
-        attend = ring.make_ring_attention(mesh, layout=order[0])
+        attend = ring.make_ring_attention(mesh, layout=order[0], keep_tail=keep_tail)
         q, k, v = (layout.permute(x, *order) for x in (q, k, v))
         return layout.unpermute(attend(q, k, v, masks.documents(ids)), *order)
 
@@ -227,11 +247,11 @@ def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
     )
 
 
-@pytest.mark.parametrize(
-    "saved, runs", [(("attention_out", "attention_lse"), 1), ((), 2)]
-)
-def test_saved_residuals_keep_the_ring_from_running_twice(saved, runs):
-    attend = ring.make_ring_attention(ring_mesh(4), layout=layout.Striped())
+def rotations_of_gradient(layout_name: str, keep_tail: bool, *saved: str) -> list[str]:
+    """What travels in the gradient of a layer that saves these, on a ring of 4."""
+    attend = ring.make_ring_attention(
+        ring_mesh(4), layout=LAYOUTS[layout_name], keep_tail=keep_tail
+    )
     policy = jax.checkpoint_policies.save_only_these_names(*saved)
 
     @functools.partial(jax.checkpoint, policy=policy)
@@ -241,9 +261,48 @@ def test_saved_residuals_keep_the_ring_from_running_twice(saved, runs):
     def loss(x):
         return jnp.square(layer(x).astype(jnp.float32)).sum()
 
-    rotations = permuted_shapes(lowered(jax.grad(loss), (1, 64, 2, 16)))
+    return permuted_shapes(lowered(jax.grad(loss), (1, 64, 2, 16)))
+
+
+@pytest.mark.parametrize(
+    "saved, runs", [(("attention_out", "attention_lse"), 1), ((), 2)]
+)
+def test_saved_residuals_keep_the_ring_from_running_twice(saved, runs):
     forward, backward = 2 * 3, 2 * 3 + 2 * 4
+    rotations = rotations_of_gradient("striped", False, *saved)
     assert len(rotations) == runs * forward + backward
+
+
+@pytest.mark.parametrize("layout_name", ["striped4", "zigzag"])
+def test_saved_tail_leaves_half_of_the_keys_to_travel_again(layout_name):
+    """Twice forward with half of the queries, and never again with the others."""
+    names = "attention_out", "attention_lse"
+    rotations = rotations_of_gradient(layout_name, True, *names)
+    whole, half, gradient = "1x16x2x16xbf16", "1x8x2x16xbf16", "1x16x2x16xf32"
+    keys = 2 * 3
+    assert rotations.count(half) == 2 * keys
+    assert rotations.count(whole) == 2 * keys
+    assert rotations.count(gradient) == 2 * 4
+    assert len(rotations) == 4 * keys + 2 * 4
+
+
+def test_tail_of_a_mask_that_is_not_causal_is_never_wrong_in_silence(rng):
+    """Queries of the first half that see a key of the last halves get nan."""
+    q, k, v = (jnp.float32(x) for x in rng.standard_normal((3, 1, 32, 2, 8)))
+
+    def solve(keep_tail, mask):
+        attend = ring.make_ring_attention(
+            ring_mesh(2),
+            layout=layout.Striped(),
+            implementation="reference",
+            keep_tail=keep_tail,
+        )
+        return np.array(jax.jit(attend, static_argnums=3)(q, k, v, mask))
+
+    for mask, is_wrong in (masks.full(), True), (masks.prefix(9), False):
+        want = solve(False, mask)
+        want.reshape(2, 16, 2, 8)[:, :8] *= np.nan if is_wrong else 1
+        np.testing.assert_allclose(solve(True, mask), want, rtol=1e-5, atol=1e-6)
 
 
 def test_results_are_sharded_like_the_operands():
