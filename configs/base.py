@@ -102,8 +102,8 @@ def get_config() -> ml_collections.ConfigDict:
     # Type of activations and matrix products: "bfloat16" or "float32". Parameters,
     # gradients and optimizer state are float32.
     config.compute_dtype = "bfloat16"
-    # What the backward keeps of a layer: everything, products, attention, nothing,
-    # offload (see models/remat.py).
+    # What the backward keeps of a layer: everything, products, attention, tail,
+    # nothing, offload (see models/remat.py).
     config.remat = "attention"
     # In how many parts a device's key/value heads are attended to, one after the other:
     # queries, keys, values, and what the ring holds, exist for one part at a time.

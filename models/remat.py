@@ -6,6 +6,11 @@ import jax
 
 _POLICIES = jax.checkpoint_policies
 
+# Of the last half of each device's tokens, if the ring has `keep_tail`; then the others
+# are those of the first half.
+_TAIL = "attention_out", "attention_lse"
+_RESULT = *_TAIL, "attention_front_out", "attention_front_lse"
+
 REMAT_POLICIES: dict[str, Callable | None] = {
     # Everything: the fastest, where memory suffices.
     "everything": None,
@@ -13,11 +18,14 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     # backward, the projections to queries, keys and values (see `remat_attention`).
     "nothing": _POLICIES.nothing_saveable,
     # Also the attention's result: the ring runs once.
-    "attention": _POLICIES.save_only_these_names("attention_out", "attention_lse"),
+    "attention": _POLICIES.save_only_these_names(*_RESULT),
+    # Half of the attention's result: of the last tokens, which take three quarters of a
+    # causal ring; the ring of the first half runs again (BurstEngine, 2509.19836).
+    "tail": _POLICIES.save_only_these_names(*_TAIL),
     # Also products with parameters, but for those of a feed-forward in chunks.
     "products": _POLICIES.save_from_both_policies(
         _POLICIES.dots_with_no_batch_dims_saveable,
-        _POLICIES.save_only_these_names("attention_out", "attention_lse"),
+        _POLICIES.save_only_these_names(*_RESULT),
     ),
     # As nothing, but the layer's input is in the host's memory.
     "offload": _POLICIES.save_and_offload_only_these_names(
@@ -29,7 +37,8 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 """Policies of `jax.checkpoint`; None for no rematerialisation."""
 
-_INPUT_ONLY = "nothing", "offload"
+RERUN = "nothing", "offload", "tail"
+"""Policies with which a layer's backward runs its ring again, or half of it."""
 
 
 def check_policy(policy: str) -> None:
@@ -54,13 +63,13 @@ def remat(layer: Callable, policy: str) -> Callable:
 def remat_attention(attention: Callable, policy: str) -> Callable:
     """Wraps attention to keep its result only while its layer is recomputed.
 
-    Under the policies that keep no more than a layer's input: so queries, keys and
-    values are not there during the backward of the feed-forward, which comes first,
-    and only those of one head group at a time are.
+    Under the policies that run the ring again: so queries, keys and values are not
+    there during the backward of the feed-forward, which comes first, and only those of
+    one head group at a time are.
     """
-    if policy not in _INPUT_ONLY:
+    if policy not in RERUN:
         return attention
-    keep = _POLICIES.save_only_these_names("attention_out", "attention_lse")
+    keep = _POLICIES.save_only_these_names(*_RESULT)
     return jax.checkpoint(attention, policy=keep)
 
 
@@ -70,4 +79,4 @@ def remat_projection(projection: Callable, policy: str) -> Callable:
     They are recomputed before the attention's backward, and their input, normalised,
     once more after it, so that it need not be there meanwhile.
     """
-    return jax.checkpoint(projection) if policy in _INPUT_ONLY else projection
+    return jax.checkpoint(projection) if policy in RERUN else projection

@@ -221,6 +221,7 @@ def ring_attention(
         layout=system.layout,
         ring_axes=partition.axes("sequence"),
         implementation=system.implementation or config.implementation or None,
+        keep_tail=config.remat == "tail",
     )
 
 
@@ -302,12 +303,23 @@ def _check_rows(config: ml_collections.ConfigDict, partition: Partition) -> None
 
 def _check_columns(config: ml_collections.ConfigDict, partition: Partition) -> None:
     columns, ring = config.data.context_tokens, partition.ring_size
-    divisor = attention_system(config).layout.divisor(ring)
+    layout = attention_system(config).layout
+    divisor = layout.divisor(ring)
     if columns % divisor:
         raise ValueError(
             f"{config.data.context_tokens=} does not divide over the ring of {ring} "
-            f"({attention_system(config).layout}): make it a multiple of {divisor}, "
+            f"({layout}): make it a multiple of {divisor}, "
             f"the next is {-(-columns // divisor) * divisor}"
+        )
+    # First halves in zigzag are a contiguous ring, which takes half of the time of all.
+    is_split = ring == 1 or not isinstance(layout, layouts.Zigzag)
+    is_split &= layouts.front_slots(layout, ring, columns // ring) > 0
+    if config.remat == "tail" and not is_split:
+        raise ValueError(
+            f"{config.remat=} needs a ring of 1, or an even number of stripes on every "
+            f"device, got {columns // ring} tokens on each of {ring} ({layout}): "
+            "set config.attention=striped and config.data.context_tokens to a multiple "
+            f"of {2 * ring * config.stripe_granule}, or config.remat=attention"
         )
 
 

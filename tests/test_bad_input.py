@@ -36,6 +36,9 @@ model.num_kv_heads=0 => num_kv_heads=0 | at least
 model.head_dim=7 => head_dim=7 | even
 model.vocab_size=200 => token 256 | vocab_size=200 | at least 257
 remat=some => config.remat='some' | attention | nothing
+remat=tail attention=ring => config.remat='tail' | Contiguous | config.attention=striped
+remat=tail attention=zigzag => config.remat='tail' | Zigzag | config.remat=attention
+remat=tail stripe_granule=20 => got 20 tokens on each of 4 | a multiple of 160
 implementation=cuda => implementation='cuda' | blockwise
 data.rows=lines => rows='lines' | packed, documents
 data.rows=whole => row of 80 | take a longer context

@@ -13,7 +13,12 @@ from models.flops import num_parameters
 from models.llama import LlamaConfig
 from tools import plan_pod
 from tools.lib.benchmarks.work import critical_path, tiles_per_step
-from tools.lib.planning.estimate import Exposed, estimate, products_flops
+from tools.lib.planning.estimate import (
+    Exposed,
+    estimate,
+    products_flops,
+    ring_passes,
+)
 from tools.lib.planning.kernels import Kernels, Ring, mean_area
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
@@ -99,11 +104,30 @@ def test_products_are_computed_again_as_remat_says():
     assert found("attention") == flops * 4 * matrices
     twice = flops * (4 * matrices + 32 * 3 * 4096**2)  # queries, keys and values
     assert found("nothing") == found("nothing", ring=256, tensor=2) == twice
+    assert found("tail") == twice
+
+
+def test_rings_of_a_step_are_those_that_remat_runs():
+    """Counted by intervals, the first half of the tokens is a quarter of the work."""
+    for layout, ring_size in (Striped(), 8), (Contiguous(), 1), (Zigzag(), 1):
+        areas = [mean_area(layout, ring_size, tokens) for tokens in (8192, 16384)]
+        assert areas[0] / areas[1] == pytest.approx(1 / 4, rel=0.05), layout
+    ring = Ring.of(config_7b(), partition(), V4)
+    forward = {}
+    for remat in ("attention", "tail", "nothing"):
+        *parts, (times, whole, _) = ring_passes(config_7b(remat=remat), ring)
+        assert (times, whole) == (32, ring)
+        forward[remat] = sum(n * part.area for n, part, _ in parts) / (32 * ring.area)
+    assert forward == {"attention": 1, "tail": 1.25, "nothing": 2}
+    (_, front, _), (_, tail, _), _ = ring_passes(config_7b(remat="tail"), ring)
+    sent = [part.keys_bytes / ring.keys_bytes for part in (front, tail)]
+    assert sent == [0.5, 1]
 
 
 def test_saved_by_layers_follows_the_policy():
     expected = {"nothing": 2 * 4096, "offload": 2 * 4096}  # bytes of a token
     expected |= {"attention": 2 * (4096 + 4096) + 4 * 32}
+    expected |= {"tail": 2 * (4096 + 4096 // 2) + 4 * 32 // 2}
     expected |= {"products": 2 * (6 * 4096) + 4 * 32}
     for remat, count in expected.items():
         found = saved_bytes(config_7b(remat=remat), partition())

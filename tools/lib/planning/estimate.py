@@ -5,11 +5,12 @@ optimizer, stalls of a kernel) takes time that is missing here.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_collections
 
 from models.flops import num_layer_matrices
+from models.remat import RERUN
 from tasks.task import TASKS
 from tools.lib.planning.kernels import COUNTED, Kernels, Ring
 from tools.lib.planning.memory import feed_forward_chunks, local_tokens
@@ -19,9 +20,6 @@ from training.mesh import Partition
 
 PRODUCTS_SHARE = 0.8
 """Share of the peak that matrix products with parameters are assumed to reach."""
-
-RECOMPUTED = ("nothing", "offload")
-"""Policies with which the layer's backward runs its ring again."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def products_flops(config: ml_collections.ConfigDict, partition: Partition) -> f
     one_chunk = feed_forward_chunks(config, partition) == 1
     total = attention * (3 if keeps_products else 4)
     total += feed_forward * (3 if keeps_products and one_chunk else 4)
-    if config.remat in RECOMPUTED:
+    if config.remat in RERUN:
         heads = model.num_heads + 2 * model.num_kv_heads
         total += model.num_layers * model.hidden_size * heads * model.head_dim
     total += head * (3 if tokens <= config.loss_chunk_tokens else 4)
@@ -92,11 +90,19 @@ def products_flops(config: ml_collections.ConfigDict, partition: Partition) -> f
     return 2.0 * all_tokens * total / partition.mesh.shape["tensor"]
 
 
-def ring_passes(config: ml_collections.ConfigDict) -> dict[str, int]:
-    """Returns how many rings a step runs, by direction."""
-    forward = 2 if config.remat in RECOMPUTED else 1
-    rings = config.model.num_layers * config.train.microbatches
-    return {"forward": forward * rings, "backward": rings}
+def ring_passes(
+    config: ml_collections.ConfigDict, ring: Ring
+) -> list[tuple[int, Ring, str]]:
+    """Returns the rings of a step: how often each runs, and in which direction."""
+    times = config.model.num_layers * config.train.microbatches
+    backward = times, ring, "backward"
+    if config.remat != "tail":
+        again = 2 if config.remat in RERUN else 1
+        return [(again * times, ring, "forward"), backward]
+    # The first half of the queries sees half of the keys, and its ring runs twice.
+    front = replace(ring, area=ring.area / 4, keys_bytes=ring.keys_bytes // 2)
+    tail = replace(ring, area=3 * ring.area / 4)
+    return [(2 * times, front, "forward"), (times, tail, "forward"), backward]
 
 
 def bytes_per_second(chip: Chip, kind: str) -> float:
@@ -117,13 +123,14 @@ def estimate(
 ) -> Estimate:
     """Estimates a step of the config on devices of this chip."""
     kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip)
-    passes = ring_passes(config)
+    passes = ring_passes(config, ring)
     attention = outlasting = 0.0
-    for direction, times in passes.items():
-        kernel = ring.kernel_seconds(kernels, direction)
-        more = max(0.0, ring.transfer_seconds(chip, direction) - kernel)
+    for times, part, direction in passes:
+        kernel = part.kernel_seconds(kernels, direction)
+        more = max(0.0, part.transfer_seconds(chip, direction) - kernel)
         attention += times * ring.steps * kernel
         outlasting += times * (ring.steps - 1) * more
+    *forward, backward = (times * part.area for times, part, _ in passes)
     products = products_flops(config, partition) / (PRODUCTS_SHARE * chip.peak_flops)
     link, others = bytes_per_second(chip, TRANSFER), bytes_per_second(chip, "other")
     outlasting *= 1 - communication.ring_share
@@ -141,7 +148,7 @@ def estimate(
             f"attention: {kernels.source}; {COUNTED}",
             f"products with parameters at {PRODUCTS_SHARE:.0%} of "
             f"{chip.peak_flops / 1e12:.0f} TFLOP/s; remat {config.remat} runs the ring "
-            f"forward {passes['forward'] // passes['backward']} x for each backward",
+            f"forward {sum(forward) / backward:g} x for each backward",
             f"a device sends {link / 1e9:.0f} GB/s of ring transfers, "
             f"{others / 1e9:.0f} GB/s of other collectives",
             "element-wise work, the optimizer and stalls are not counted"

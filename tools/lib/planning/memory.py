@@ -96,18 +96,15 @@ def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
     tokens = local_tokens(config, partition)
     tensor = partition.mesh.shape["tensor"]
     heads = model.num_heads // tensor
-    kept = model.hidden_size
-    statistics = 0
-    if config.remat in ("attention", "products", "everything"):
-        kept += heads * model.head_dim
-        statistics = heads
+    share = {"nothing": 0, "offload": 0, "tail": 0.5}.get(config.remat, 1)
+    kept = model.hidden_size + share * heads * model.head_dim
     if config.remat in ("products", "everything"):
         kept += (heads + 2 * model.num_kv_heads // tensor) * model.head_dim
         kept += model.hidden_size  # the attention's projection
         if feed_forward_chunks(config, partition) == 1:
             kept += 2 * model.feed_forward_size // tensor + model.hidden_size
     itemsize = jnp.dtype(config.compute_dtype).itemsize
-    return model.num_layers * tokens * (kept * itemsize + statistics * 4)
+    return int(model.num_layers * tokens * (kept * itemsize + share * heads * 4))
 
 
 def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:

@@ -169,9 +169,9 @@ def _outlasting_bytes(
 ) -> float:
     """Returns the bytes that ring steps send after their kernels have ended."""
     total = 0.0
-    for direction, times in ring_passes(config).items():
-        transfer = ring.transfer_seconds(chip, direction)
-        more = max(0.0, transfer - ring.kernel_seconds(kernels, direction))
+    for times, part, direction in ring_passes(config, ring):
+        transfer = part.transfer_seconds(chip, direction)
+        more = max(0.0, transfer - part.kernel_seconds(kernels, direction))
         total += times * (ring.steps - 1) * more * chip.interconnect_bytes_per_second
     return total
 
