@@ -51,10 +51,11 @@ class Array:
     @property
     def stored_bytes(self) -> float:
         """Bytes with the padding of its tiles."""
-        sizes = [self.sizes[axis] for axis in self.order]
-        for place, whole in enumerate(reversed(self.tile[-len(sizes) :])):
-            sizes[place] = -(-sizes[place] // whole) * whole
-        return (math.prod(sizes) if sizes else self.elements) * self.bits / 8
+        elements = self.elements
+        for axis, whole in zip(self.order, reversed(self.tile), strict=False):
+            size = self.sizes[axis]
+            elements = elements // max(size, 1) * -(-size // whole) * whole
+        return elements * self.bits / 8
 
 
 @functools.lru_cache(maxsize=4096)
