@@ -8,6 +8,8 @@
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --find-max-context
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 --suggest
+    python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
+        --config.remat=nothing --compare plan.json
 
 Compiles the step that `train.py` runs for an AOT topology, with the chips' own
 compilers, and reads memory, schedule and collectives from the compiled program. No
@@ -42,7 +44,7 @@ from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.progress import progress
 from tools.lib.planning.step import Step, check
-from tools.lib.planning.text import describe, describe_meshes, size
+from tools.lib.planning.text import compare, describe, describe_meshes, size
 from training.pods import Pod, TooLarge, aot_pod
 
 LEAST_STEP = 256
@@ -124,6 +126,9 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
     """
     if options.output:
         check_output(options.output)
+    if options.compare and options.suggest:
+        raise ValueError("--compare must be without --suggest, which makes no plan")
+    earlier = Plan.read(options.compare) if options.compare else None
     if options.context is not None:
         config.data.context_tokens = options.context
     check(config)
@@ -140,6 +145,9 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
         else:
             plan = compiled_plan(config, pod)
         print("\n".join(describe(plan)))
+        if earlier:
+            names = options.compare.stem[:12], "this plan"
+            print("\n".join(compare(names, (earlier, plan))))
         value = plan.row()
     if options.output:
         write_json(options.output, value)
@@ -155,6 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--context", type=int, metavar="TOKENS", help="of each row")
     parser.add_argument("--output", type=Path, metavar="JSON")
+    parser.add_argument(
+        "--compare", type=Path, metavar="JSON", help="--output of an earlier plan"
+    )
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument(
         "--find-max-context",

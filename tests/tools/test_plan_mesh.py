@@ -9,21 +9,24 @@ import pytest
 from kernels.block_sizes import BlockSizes
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
-from models.flops import num_parameters
-from models.llama import LlamaConfig
 from tools import plan_pod
 from tools.lib.benchmarks.work import critical_path, tiles_per_step
 from tools.lib.planning.estimate import (
+    Attention,
+    Estimate,
     Exposed,
     estimate,
-    products_flops,
     ring_passes,
+    synchronous_seconds,
 )
 from tools.lib.planning.kernels import Kernels, Ring, mean_area
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
+from tools.lib.planning.plan import kinds
+from tools.lib.planning.roofline import Work
 from tools.plan_pod import read_config
 from training import chips
+from training.hlo import TRANSFER, Collective, Instruction, Program
 from training.mesh import MESH_AXES, MeshShape, Partition
 
 # From ml_collections, whenever it reads a config's file.
@@ -92,21 +95,6 @@ def test_heads_travel_between_tpus_in_whole_lanes(chip, head_dim, sent):
     assert ring.gradients_bytes == 2 * ring.keys_bytes
 
 
-def test_products_are_computed_again_as_remat_says():
-    def found(remat, **axes):
-        return products_flops(config_7b(remat=remat), partition(**axes))
-
-    head, feed_forward = 32_000 * 4096, 32 * 3 * 4096 * 11008
-    matrices = num_parameters(LlamaConfig(**config_7b().model)) - head - 65 * 4096
-    flops = 2.0 * 16384  # of a parameter, for the tokens of a device
-    kept = flops * (3 * matrices + feed_forward + head)  # in chunks
-    assert found("products") == pytest.approx(kept)
-    assert found("attention") == flops * 4 * matrices
-    twice = flops * (4 * matrices + 32 * 3 * 4096**2)  # queries, keys and values
-    assert found("nothing") == found("nothing", ring=256, tensor=2) == twice
-    assert found("tail") == twice
-
-
 def test_rings_of_a_step_are_those_that_remat_runs():
     """Counted by intervals, the first half of the tokens is a quarter of the work."""
     for layout, ring_size in (Striped(), 8), (Contiguous(), 1), (Zigzag(), 1):
@@ -127,21 +115,67 @@ def test_rings_of_a_step_are_those_that_remat_runs():
 def test_saved_by_layers_follows_the_policy():
     expected = {"nothing": 2 * 4096, "offload": 2 * 4096}  # bytes of a token
     expected |= {"attention": 2 * (4096 + 4096) + 4 * 32}
-    expected |= {"tail": 2 * (4096 + 4096 // 2) + 4 * 32 // 2}
     expected |= {"products": 2 * (6 * 4096) + 4 * 32}
     for remat, count in expected.items():
         found = saved_bytes(config_7b(remat=remat), partition())
         assert found == 32 * 16384 * count, remat
 
 
+def program(*kernels: str) -> Program:
+    """A program of these kernels, each run twice."""
+    instructions = [
+        Instruction(f"k{n}", "kernel", kernel=k) for n, k in enumerate(kernels)
+    ]
+    loop = Instruction("layers", "loop", called=("layer",), trips=2)
+    return Program("main", {"main": (loop,), "layer": tuple(instructions)})
+
+
 def test_estimate_adds_up_and_waits_for_what_is_exposed():
-    config = config_7b()
-    hidden = estimate(config, partition(), V4, 1e18, Exposed(0, 0, 0))
-    assert hidden.exposed == 0
-    assert hidden.step == hidden.products + hidden.attention
+    attention = Attention({"forward": 2.0, "backward": 4.0}, 0.5, {}, "some")
+    work = Work(products=8.0, recomputed=16.0, elementwise=32.0, elsewhere=99.0)
+
+    def found(*exposed: float) -> Estimate:
+        return estimate(partition(), V4, 1e18, attention, work, Exposed(*exposed))
+
+    hidden = found(0, 0, 0)
+    assert hidden.exposed == hidden.ring_waits == 0.5
+    assert hidden.step == 2 + 4 + 8 + 16 + 32 + 0.5
     assert hidden.mfu == pytest.approx(1e18 / (hidden.step * 512 * 275e12))
-    exposed = estimate(config, partition(), V4, 1e18, Exposed(45e9, 1, 180e9))
-    assert exposed.step - hidden.step == pytest.approx(1 + 2)
+    exposed = found(45e9, 1, 180e9)
+    assert (exposed.ring_waits, exposed.other_waits) == (1, 2)
+
+
+def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
+    config, kernels = config_7b(), ("forward", "forward", "backward")
+    found = Attention.of(config, partition(), V4, program(*kernels))
+    ring, speed = Ring.of(config, partition(), V4), Kernels.of(V4)
+    for direction, times in (("forward", 2), ("backward", 1)):  # remat runs it again
+        seconds = times * 32 * 512 * ring.kernel_seconds(speed, direction)
+        assert found.kernels[direction] == pytest.approx(seconds)
+    assert found.by_name["k0"] == found.by_name["k1"] == found.kernels["forward"] / 4
+    assert found.by_name["k2"] == found.kernels["backward"] / 2
+    assert found.outlasting == 0
+    assert "forward 2 x for each backward" in found.assumption
+    assert Attention.of(config_7b(2**21), partition(), V4, program(*kernels)).outlasting
+    # XLA's own attention is among the instructions, and counts there.
+    alone = Attention.of(config, partition(), V4, program())
+    assert (alone.kernels, alone.outlasting, alone.by_name) == ({}, 0, {})
+
+
+def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it():
+    gathers = [
+        Collective(name, "all-gather", 90e9, 4, 2, False, name != "alone")
+        for name in ("alone", "short", "long")
+    ]
+    fused = Collective("fused", "all-gather", 90e9, 4, 2, True, True)
+    sent = Collective("ring", TRANSFER, 45e9, 4, 1, True, True)
+    assert synchronous_seconds([*gathers, fused, sent], V4) == {"alone": 1.0}
+    # At 45 GB/s one way and 90 GB/s both ways.
+    beside = {"short": 0.25, "long": 2.0, "ring": 0.1}
+    found = {k.name: k for k in kinds([*gathers, fused, sent], beside, V4)}
+    assert found["all-gather"].exposed_bytes == pytest.approx(2 * 90e9 * (1 + 0.75))
+    assert found["all-gather"].synchronous_bytes == 2 * 90e9
+    assert found[TRANSFER].exposed_bytes == 0  # what outlasts its kernel counts there
 
 
 @pytest.mark.parametrize(("context", "ring"), [(2**23, 512), (2**22, 256)])

@@ -1,6 +1,7 @@
 """What is printed of plans, against numbers that are known: 7b on a whole v3 pod."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tools.lib.planning.estimate import Estimate
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.plan import Kind, Plan, Transfers
-from tools.lib.planning.text import describe, seconds, size
+from tools.lib.planning.text import bar, compare, describe, seconds, size
 from training.metrics import StepWork
 
 GIB = 2**30
@@ -30,7 +31,7 @@ PLAN = Plan(
     collectives=(RING, REDUCED, GATHERED),
     unknown_loops=0,
     work=StepWork(8_388_608, 5.5e19, 1.1e20),
-    estimate=Estimate(18.7, 4958.2, 21.25, 0.0, 0.519, 0.355, ("some", "more")),
+    estimate=Estimate(4958.2, 18.7, 6.3, 500.0, 21.25, 0.519, 0.355, ("some", "more")),
     compile_seconds=52.4,
     planner_bytes=3 * GIB,
 )
@@ -57,23 +58,88 @@ def test_columns_of_what_is_sent_say_what_they_hold():
     assert why == "not asynchronous: nothing runs beside it"
     *every, why = row(PLAN, "all-gather")
     assert every == ["192", "128.00 MiB", "24.00 GiB", "129 ms", "16.00 GiB", "85.9 ms"]
-    assert why == "4.00 GiB not asynchronous, beside the rest runs no kernel"
+    assert why == "4.00 GiB not asynchronous, the rest outlasts what runs beside it"
     assert not any("0 B" in cell for line in cells(PLAN) for cell in line)
 
 
 def test_hidden_transfers_that_devices_wait_for_are_explained():
     text = " ".join(" ".join(line) for line in cells(PLAN))
     assert "hidden: a kernel or a product runs between start and end" in text
-    assert "devices wait for what outlasts it, which the estimate" in text
+    assert "what of the ring outlasts its kernel is waited for" in text
+
+
+def test_parts_of_the_step_are_listed_with_their_shares():
     for name, shown in (
-        ("waits: hidden ring transfers, after their kernels", "21.2 s"),
-        ("waits: exposed ring transfers", "0 s"),
-        ("waits: other exposed collectives", "519 ms"),
-        ("step (all of these)", "4,998.7 s"),
+        ("A attention kernels", "4,958.2 s   90.1%"),
+        ("P matrix products", "18.7 s    0.3%"),
+        ("R matrix products, recomputed", "6.3 s     0.1%"),
+        ("E element-wise work and copies", "500.0 s    9.1%"),
+        ("w waits: the ring's transfers", "21.2 s    0.4%"),
+        ("c waits: other collectives", "519 ms    0.0%"),
+        ("step (all of these)", "5,505.0 s"),
         ("MFU at most", "35.5%"),
     ):
-        assert row(PLAN, name) == [shown]
+        assert row(PLAN, name) == re.split(r"\s{2,}", shown)
     assert PLAN.estimate.exposed == pytest.approx(21.769)
+
+
+def test_a_bar_has_a_letter_for_each_equal_time_and_no_more_than_its_width():
+    thirds = Estimate(4.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.5, ())
+    assert bar(thirds) == "A" * 24 + "P" * 24 + "R" * 24
+    assert bar(thirds, longest=24.0) == "A" * 12 + "P" * 12 + "R" * 12
+    assert len(bar(PLAN.estimate)) == 72 and "E" * 6 in bar(PLAN.estimate)
+    # Parts too short for a letter do not make the bar longer or shorter.
+    crumbs = Estimate(1.0, *5 * [1e-4], 0.5, ())
+    assert len(bar(crumbs)) == 72
+
+
+def test_two_plans_stand_side_by_side_with_their_differences():
+    memory = dataclasses.replace(PLAN.memory, peak=7 * GIB)
+    faster = Estimate(2458.2, 18.7, 6.3, 250.0, 21.25, 0.519, 0.71, ())
+    plan = dataclasses.replace(
+        PLAN, memory=memory, estimate=faster, collectives=(RING, REDUCED)
+    )
+    lines = compare(("old", "new"), (PLAN, plan))
+    found = {
+        line[0]: line[1:] for line in (re.split(r"\s{2,}", x.strip()) for x in lines)
+    }
+    assert found["peak memory of a device"] == ["6.50 GiB", "7.00 GiB", "+512.00 MiB"]
+    sent = found["exposed bytes of collectives"]
+    assert sent == ["96.00 GiB", "80.00 GiB", "-16.00 GiB"]
+    kernels = found["A attention kernels"]
+    assert kernels == ["4,958.2 s", "2,458.2 s", "-2,500.0 s"]
+    assert found["P matrix products"] == ["18.7 s", "18.7 s", "same"]
+    assert found["step, at least"] == ["5,505.0 s", "2,755.0 s", "-2,750.0 s"]
+    assert found["MFU at most"] == ["35.5%", "71.0%", "+35.5%"]
+    # The bars are of one scale.
+    lengths = [len(line.split()[-1]) for line in lines[-2:]]
+    assert lengths == [72, round(72 * faster.step / PLAN.estimate.step)]
+
+
+def test_a_plan_that_was_written_is_read(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN.row()))
+    assert Plan.read(path) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda row: row.pop("memory"), "got KeyError: 'memory': plan it again"),
+        (lambda row: row["estimate"].pop("elementwise"), "KeyError: 'elementwise'"),
+        (lambda row: row.update(devices="many"), "'many' where int should be"),
+        (lambda row: row.update(remat=3), "3 where str should be"),
+        (lambda row: row.update(mesh=[4]), "TypeError"),
+        (lambda row: row["estimate"].update(attention=-1e9), "a step of -9"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change, message, tmp_path):
+    value = json.loads(json.dumps(PLAN.row()))
+    change(value)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=f"plan.json must be a plan .*{message}"):
+        Plan.read(path)
 
 
 ALONE = dataclasses.replace(GATHERED, synchronous_bytes=0)
@@ -83,7 +149,7 @@ ALONE = dataclasses.replace(GATHERED, synchronous_bytes=0)
     ("kind", "kernels", "why"),
     [
         (GATHERED, 0, "pallas_tpu attention has no kernel that could hide it"),
-        (ALONE, 9, "no kernel runs beside it"),
+        (ALONE, 9, "nothing that takes long enough runs beside it"),
     ],
 )
 def test_what_is_exposed_says_why(kind, kernels, why):

@@ -1,30 +1,26 @@
-"""Estimates the time of a planned step from schedules, peaks and assumptions.
+"""Estimates the time of a planned step from its instructions, schedules and peaks.
 
-Nothing here is measured on the device. Work that no formula counts (norms, RoPE, the
-optimizer, stalls of a kernel) takes time that is missing here.
+Nothing here is measured on the device. What no figure is known of (stalls, arithmetic
+but products, latencies) takes time that is missing here.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import ml_collections
 
-from models.flops import num_layer_matrices
 from models.remat import RERUN
-from tasks.task import TASKS
 from tools.lib.planning.kernels import COUNTED, Kernels, Ring
-from tools.lib.planning.memory import feed_forward_chunks, local_tokens
+from tools.lib.planning.roofline import Work
 from training.chips import Chip
-from training.hlo import TRANSFER
+from training.hlo import TRANSFER, Collective, Program
 from training.mesh import Partition
-
-PRODUCTS_SHARE = 0.8
-"""Share of the peak that matrix products with parameters are assumed to reach."""
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """Communication of a device in a step that overlaps no kernel.
+    """Communication of a device in a step that overlaps nothing.
 
     ring_bytes: ring transfers; ring_share: their share of all ring transfers.
     other_bytes: other collectives.
@@ -36,58 +32,88 @@ class Exposed:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Seconds of the attention kernels in a step, and of the ring around them.
+
+    kernels: by direction; empty where XLA computes attention, among its instructions.
+    outlasting: of ring transfers that start before a kernel and end after it, after
+      their kernels have ended, if all of them do.
+    by_name: the mean of a run of each kernel of the program.
+    """
+
+    kernels: dict[str, float]
+    outlasting: float
+    by_name: dict[str, float]
+    assumption: str
+
+    @classmethod
+    def of(
+        cls,
+        config: ml_collections.ConfigDict,
+        partition: Partition,
+        chip: Chip,
+        program: Program,
+    ) -> "Attention":
+        """Estimates both for a config on a mesh of this chip."""
+        counts = program.kernels()
+        if not counts:
+            return cls({}, 0.0, {}, "attention is among the other instructions")
+        kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip)
+        seconds, outlasting = {"forward": 0.0, "backward": 0.0}, 0.0
+        passes = ring_passes(config, ring)
+        for times, part, direction in passes:
+            kernel = part.kernel_seconds(kernels, direction)
+            more = max(0.0, part.transfer_seconds(chip, direction) - kernel)
+            seconds[direction] += times * ring.steps * kernel
+            outlasting += times * (ring.steps - 1) * more
+        *forward, backward = (times * part.area for times, part, _ in passes)
+        is_bfloat16 = config.compute_dtype == "bfloat16"
+        return cls(
+            seconds,
+            outlasting,
+            {
+                one.name: seconds[one.kernel] / counts[one.kernel]
+                for instructions in program.computations.values()
+                for one in instructions
+                if one.kind == "kernel" and counts[one.kernel]
+            },
+            f"attention: {kernels.source}; {COUNTED}; remat {config.remat} runs the "
+            f"ring forward {sum(forward) / backward:g} x for each backward"
+            + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16"),
+        )
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Estimated seconds of one step, by part.
 
-    products: matrix products with parameters. attention: the kernels.
-    outlasting: hidden ring transfers, after their kernels have ended.
-    exposed_ring, exposed_others: exposed ring transfers, and other collectives.
+    attention: the kernels. products: other matrix products; recomputed: of those, the
+      ones that rematerialisation computes again. elementwise: all other instructions,
+      copies included.
+    ring_waits: exposed ring transfers, and what outlasts kernels of hidden ones.
+    other_waits: other exposed collectives.
     mfu: model FLOPs over the peak of all devices in that time.
     """
 
-    products: float
     attention: float
-    outlasting: float
-    exposed_ring: float
-    exposed_others: float
+    products: float
+    recomputed: float
+    elementwise: float
+    ring_waits: float
+    other_waits: float
     mfu: float
     assumptions: tuple[str, ...]
 
     @property
     def exposed(self) -> float:
         """Seconds of exposed communication."""
-        return self.outlasting + self.exposed_ring + self.exposed_others
+        return self.ring_waits + self.other_waits
 
     @property
     def step(self) -> float:
         """Seconds of the whole step."""
-        return self.products + self.attention + self.exposed
-
-
-def products_flops(config: ml_collections.ConfigDict, partition: Partition) -> float:
-    """Returns the FLOPs of matrix products with parameters on one device.
-
-    Recomputed ones are included.
-
-    A product of the forward is recomputed in the backward unless remat keeps it, or if
-    it belongs to a feed-forward or logits that are computed in several chunks. Those to
-    queries, keys and values are recomputed twice where `remat_attention` drops them.
-    """
-    model = TASKS[config.task].sizes(config)
-    tokens = local_tokens(config, partition)
-    head = model.hidden_size * getattr(model, "vocab_size", 0)  # agents have no logits
-    feed_forward = 3 * model.hidden_size * model.feed_forward_size * model.num_layers
-    attention = num_layer_matrices(model) - feed_forward
-    keeps_products = config.remat in ("everything", "products")
-    one_chunk = feed_forward_chunks(config, partition) == 1
-    total = attention * (3 if keeps_products else 4)
-    total += feed_forward * (3 if keeps_products and one_chunk else 4)
-    if config.remat in RERUN:
-        heads = model.num_heads + 2 * model.num_kv_heads
-        total += model.num_layers * model.hidden_size * heads * model.head_dim
-    total += head * (3 if tokens <= config.loss_chunk_tokens else 4)
-    all_tokens = tokens * config.train.microbatches
-    return 2.0 * all_tokens * total / partition.mesh.shape["tensor"]
+        computed = self.products + self.recomputed + self.elementwise
+        return self.attention + computed + self.exposed
 
 
 def ring_passes(
@@ -114,46 +140,51 @@ def bytes_per_second(chip: Chip, kind: str) -> float:
     return chip.interconnect_bytes_per_second * (2 if is_both else 1)
 
 
+def synchronous_seconds(
+    collectives: Iterable[Collective], chip: Chip
+) -> dict[str, float]:
+    """Returns the seconds of collectives that nothing runs beside, by name."""
+    return {
+        one.name: one.bytes_sent / bytes_per_second(chip, one.kind)
+        for one in collectives
+        if not one.is_asynchronous
+    }
+
+
 def estimate(
-    config: ml_collections.ConfigDict,
     partition: Partition,
     chip: Chip,
     model_flops: float,
+    attention: Attention,
+    work: Work,
     communication: Exposed,
 ) -> Estimate:
-    """Estimates a step of the config on devices of this chip."""
-    kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip)
-    passes = ring_passes(config, ring)
-    attention = outlasting = 0.0
-    for times, part, direction in passes:
-        kernel = part.kernel_seconds(kernels, direction)
-        more = max(0.0, part.transfer_seconds(chip, direction) - kernel)
-        attention += times * ring.steps * kernel
-        outlasting += times * (ring.steps - 1) * more
-    *forward, backward = (times * part.area for times, part, _ in passes)
-    products = products_flops(config, partition) / (PRODUCTS_SHARE * chip.peak_flops)
+    """Estimates a step on devices of this chip.
+
+    work: of the program's instructions on one of them.
+    """
     link, others = bytes_per_second(chip, TRANSFER), bytes_per_second(chip, "other")
-    outlasting *= 1 - communication.ring_share
-    exposed = communication.ring_bytes / link, communication.other_bytes / others
-    seconds = products + attention + outlasting + sum(exposed)
-    is_bfloat16 = config.compute_dtype == "bfloat16"
+    ring_waits = communication.ring_bytes / link
+    ring_waits += attention.outlasting * (1 - communication.ring_share)
+    parts = {
+        "attention": sum(attention.kernels.values()),
+        "products": work.products,
+        "recomputed": work.recomputed,
+        "elementwise": work.elementwise,
+        "ring_waits": ring_waits,
+        "other_waits": communication.other_bytes / others,
+    }
     devices = math.prod(partition.mesh.shape.values())
     return Estimate(
-        products,
-        attention,
-        outlasting,
-        *exposed,
-        model_flops / (seconds * devices * chip.peak_flops),
-        (
-            f"attention: {kernels.source}; {COUNTED}",
-            f"products with parameters at {PRODUCTS_SHARE:.0%} of "
-            f"{chip.peak_flops / 1e12:.0f} TFLOP/s; remat {config.remat} runs the ring "
-            f"forward {sum(forward) / backward:g} x for each backward",
+        **parts,
+        mfu=model_flops / (sum(parts.values()) * devices * chip.peak_flops),
+        assumptions=(
+            attention.assumption,
+            "other instructions as compiled: products at all of "
+            f"{chip.peak_flops / 1e12:.0f} TFLOP/s, operands and results at "
+            f"{chip.hbm_bytes_per_second / 1e9:.0f} GB/s, whichever takes longer",
             f"a device sends {link / 1e9:.0f} GB/s of ring transfers, "
             f"{others / 1e9:.0f} GB/s of other collectives",
-            "element-wise work, the optimizer and stalls are not counted"
-            + (
-                "" if is_bfloat16 else "; nor how much slower than bfloat16 the type is"
-            ),
+            "latencies, stalls and arithmetic but products are not counted",
         ),
     )

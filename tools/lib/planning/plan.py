@@ -3,14 +3,27 @@
 import dataclasses
 import resource
 import time
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from data.json_text import is_number, parse_json, short
 from tasks import base
 from tools.lib.benchmarks.rows import Environment
-from tools.lib.planning.estimate import Estimate, Exposed, estimate
+from tools.lib.planning.estimate import (
+    Attention,
+    Estimate,
+    Exposed,
+    bytes_per_second,
+    estimate,
+    synchronous_seconds,
+)
 from tools.lib.planning.memory import Memory
+from tools.lib.planning.roofline import Roofline
 from tools.lib.planning.step import Step
+from training.chips import Chip
 from training.hlo import TRANSFER, Collective, Program
 from training.metrics import StepWork
 
@@ -44,8 +57,9 @@ class Kind:
     """The collectives of one kind in a step; those in loops count once an iteration.
 
     bytes_sent: bytes that each device sends (see `hlo.Collective`).
-    exposed_bytes: those of them that overlap no kernel; synchronous_bytes: and that
-      cannot, because their collectives are not asynchronous.
+    exposed_bytes: those of them that overlap no kernel and no product, by their times;
+      synchronous_bytes: and that cannot, because their collectives are not
+      asynchronous.
     """
 
     name: str
@@ -93,9 +107,13 @@ class Plan:
         seconds = time.perf_counter() - start
         rows, columns = base.batch_shape(step.config)
         devices = step.pod.devices
-        program = Program.parse(compiled.as_text(), len(devices))
+        text, chip = compiled.as_text(), step.pod.chip
+        program = Program.parse(text, len(devices))
         moved, work = program.collectives(), step.work()
-        ring, found = transfers(program), kinds(moved)
+        attention = Attention.of(step.config, step.partition, chip, program)
+        known = attention.by_name | synchronous_seconds(moved, chip)
+        roofline = Roofline(text, program, chip, known)
+        ring, found = transfers(program), kinds(moved, roofline.beside, chip)
         return cls(
             topology=step.pod.topology,
             device_kind=devices[0].device_kind,
@@ -112,12 +130,13 @@ class Plan:
             unknown_loops=program.unknown_loops,
             work=work,
             estimate=estimate(
-                step.config,
                 step.partition,
-                step.pod.chip,
+                chip,
                 work.model_flops,
+                attention,
+                roofline.total,
                 Exposed(
-                    ring.exposed_bytes,
+                    sum(k.exposed_bytes for k in found if k.name == TRANSFER),
                     ring.exposed_share,
                     sum(k.exposed_bytes for k in found if k.name != TRANSFER),
                 ),
@@ -136,6 +155,41 @@ class Plan:
         row["estimate"] |= {"exposed": exposed, "step": self.estimate.step}
         return row
 
+    @classmethod
+    def read(cls, path: Path) -> "Plan":
+        """Reads the row that `plan_pod.py --output` wrote.
+
+        Raises:
+          ValueError: the file holds no plan, or one of another version.
+        """
+        try:
+            plan = _read(cls, parse_json(path.read_bytes()))
+            if not plan.estimate.step > 0:
+                raise ValueError(f"a step of {plan.estimate.step} s")
+            return plan
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} must be a plan that plan_pod.py --output wrote, got "
+                f"{type(error).__name__}: {error}: plan it again"
+            ) from error
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Makes a value of a dataclass's field from JSON; other names are left out."""
+    of = typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _read(hint, value[name]) for name, hint in hints.items()})
+    if typing.get_origin(kind) is tuple:
+        return tuple(_read(of[0], one) for one in value)
+    if typing.get_origin(kind) is dict:
+        return {
+            _read(of[0], name): _read(of[1], one) for name, one in dict(value).items()
+        }
+    if not (isinstance(value, str) if kind is str else is_number(value)):
+        raise TypeError(f"{short(value)} where {kind.__name__} should be")
+    return value
+
 
 def transfers(program: Program) -> Transfers:
     """Sums the transfers of all rings of the program."""
@@ -151,8 +205,20 @@ def transfers(program: Program) -> Transfers:
     )
 
 
-def kinds(collectives: list[Collective]) -> tuple[Kind, ...]:
-    """Sums collectives by kind, those with the most bytes first."""
+def kinds(
+    collectives: list[Collective], beside: Mapping[str, float], chip: Chip
+) -> tuple[Kind, ...]:
+    """Sums collectives by kind, those with the most bytes first.
+
+    beside: seconds of what runs during an asynchronous one, by its name.
+    """
+
+    def exposed(one: Collective) -> float:
+        is_ring = one.kind == TRANSFER  # which is timed with its kernels
+        if one.is_hidden and (is_ring or one.name not in beside):
+            return 0.0
+        hidden = beside.get(one.name, 0.0) * bytes_per_second(chip, one.kind)
+        return one.times * max(0.0, one.bytes_sent - hidden)
 
     def of(name: str) -> Kind:
         mine = [c for c in collectives if c.kind == name]
@@ -160,7 +226,7 @@ def kinds(collectives: list[Collective]) -> tuple[Kind, ...]:
             name,
             sum(c.times for c in mine),
             sum(c.total_bytes for c in mine),
-            sum(c.total_bytes for c in mine if not c.is_hidden),
+            sum(map(exposed, mine)),
             sum(c.total_bytes for c in mine if not c.is_asynchronous),
         )
 

@@ -1,6 +1,6 @@
 """Formats a plan as tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tools.lib.planning.estimate import Estimate, bytes_per_second
 from tools.lib.planning.memory import SPARE_SHARE
@@ -18,16 +18,28 @@ SENT = "{:26s} {:>9s}  {:>11s}  {:>11s}  {:>8s}  {:>11s}  {:>8s}  {}"
 
 LEGEND = (
     "  time: of all bytes on a link. exposed: devices wait for all of it. hidden: a",
-    "  kernel or a product runs between start and end; devices wait for what outlasts",
-    "  it, which the estimate below lists apart.",
+    "  kernel or a product runs between start and end; what of the ring outlasts its",
+    "  kernel is waited for, and in the estimate below.",
 )
+
+PARTS = {
+    "attention": ("A", "attention kernels"),
+    "products": ("P", "matrix products"),
+    "recomputed": ("R", "matrix products, recomputed"),
+    "elementwise": ("E", "element-wise work and copies"),
+    "ring_waits": ("w", "waits: the ring's transfers"),
+    "other_waits": ("c", "waits: other collectives"),
+}
+"""Letter of a bar and name of each part of an estimate."""
+
+BAR = 72
+"""Letters of the longest bar."""
 
 
 def describe(plan: Plan) -> list[str]:
     """Returns the lines printed for a plan."""
-    mesh = " x ".join(f"{axis} {length}" for axis, length in plan.mesh.items())
     lines = [
-        f"{plan.devices} x {plan.device_kind} ({plan.topology}): {mesh}",
+        f"{plan.devices} x {plan.device_kind} ({plan.topology}): {_mesh(plan)}",
         f"step: {plan.rows} x {plan.context_tokens:,} tokens, remat {plan.remat}, "
         f"attention {plan.implementation}, model FLOPs {plan.work.model_flops:.3e} "
         f"({plan.work.paper_flops:.3e} as Ring Attention counts them)",
@@ -39,6 +51,10 @@ def describe(plan: Plan) -> list[str]:
         *_sent_lines(plan),
         *_estimate_lines(plan.estimate),
     ]
+
+
+def _mesh(plan: Plan) -> str:
+    return " x ".join(f"{axis} {length}" for axis, length in plan.mesh.items())
 
 
 def _memory_lines(plan: Plan) -> list[str]:
@@ -95,25 +111,76 @@ def _why_exposed(plan: Plan, kind: Kind) -> str:
         return f"{plan.implementation} attention has no kernel that could hide it"
     alone = kind.synchronous_bytes
     if not alone:
-        return "no kernel runs beside it"
+        return "nothing that takes long enough runs beside it"
     if alone == kind.exposed_bytes:
         return "not asynchronous: nothing runs beside it"
-    return f"{size(alone)} not asynchronous, beside the rest runs no kernel"
+    return f"{size(alone)} not asynchronous, the rest outlasts what runs beside it"
 
 
 def _estimate_lines(estimate: Estimate) -> list[str]:
-    rows = {
-        "matrix products with parameters": estimate.products,
-        "attention kernels": estimate.attention,
-        "waits: hidden ring transfers, after their kernels": estimate.outlasting,
-        "waits: exposed ring transfers": estimate.exposed_ring,
-        "waits: other exposed collectives": estimate.exposed_others,
-        "step (all of these)": estimate.step,
-    }
     lines = ["", "time of a step: at least, estimated and not measured"]
-    lines += [f"  {name:50s} {seconds(count):>12s}" for name, count in rows.items()]
-    lines.append(f"  {'MFU at most':50s} {estimate.mfu:12.1%}")
-    return lines + ["assuming", *(f"  - {text}" for text in estimate.assumptions)]
+    for field, (letter, name) in PARTS.items():
+        spent = getattr(estimate, field)
+        cells = f"{seconds(spent):>12s} {spent / estimate.step:8.1%}"
+        lines.append(f"  {letter} {name:48s} {cells}")
+    lines.append(f"    {'step (all of these)':48s} {seconds(estimate.step):>12s}")
+    lines.append(f"    {'MFU at most':48s} {estimate.mfu:12.1%}")
+    lines += ["  " + bar(estimate), "assuming"]
+    return lines + [f"  - {text}" for text in estimate.assumptions]
+
+
+def bar(estimate: Estimate, longest: float = 0.0) -> str:
+    """Returns a step as letters in the order of PARTS, each an equal time.
+
+    longest: seconds of BAR letters; by default those of the step.
+    """
+    letters, ends = "", 0.0
+    for field, (letter, _) in PARTS.items():
+        ends += getattr(estimate, field)
+        end = round(BAR * ends / (longest or estimate.step))
+        letters += letter * (end - len(letters))
+    return letters
+
+
+def compare(names: tuple[str, str], plans: tuple[Plan, Plan]) -> list[str]:
+    """Returns the lines printed for two plans side by side."""
+    rows: list[tuple[str, Callable[[float], str], Callable[[Plan], float]]] = [
+        ("peak memory of a device", size, lambda plan: plan.memory.peak),
+        ("exposed bytes of collectives", size, _exposed_bytes),
+    ]
+    for field, (letter, name) in PARTS.items():
+        rows.append(
+            (
+                f"{letter} {name}",
+                seconds,
+                lambda plan, field=field: getattr(plan.estimate, field),
+            )
+        )
+    rows += [
+        ("step, at least", seconds, lambda plan: plan.estimate.step),
+        ("MFU at most", "{:.1%}".format, lambda plan: plan.estimate.mfu),
+    ]
+    line = "  {:32s} {:>14s} {:>14s} {:>14s}"
+    lines = ["", "compared"]
+    for name, plan in zip(names, plans, strict=True):
+        lines.append(
+            f"  {name:12s} {plan.topology}: {_mesh(plan)}; {plan.rows} x "
+            f"{plan.context_tokens:,} tokens, remat {plan.remat}"
+        )
+    lines += ["", line.format("", *names, "difference")]
+    for name, shown, of in rows:
+        old, new = map(of, plans)
+        sign = "-" if new < old else "+"
+        change = sign + shown(abs(new - old)) if new != old else "same"
+        lines.append(line.format(name, shown(old), shown(new), change))
+    longest = max(plan.estimate.step for plan in plans)
+    for name, plan in zip(names, plans, strict=True):
+        lines.append(f"  {name:12s} {bar(plan.estimate, longest)}")
+    return lines
+
+
+def _exposed_bytes(plan: Plan) -> float:
+    return sum(kind.exposed_bytes for kind in plan.collectives)
 
 
 def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
