@@ -115,6 +115,7 @@ def test_rings_of_a_step_are_those_that_remat_runs():
 def test_saved_by_layers_follows_the_policy():
     expected = {"nothing": 2 * 4096, "offload": 2 * 4096}  # bytes of a token
     expected |= {"attention": 2 * (4096 + 4096) + 4 * 32}
+    expected |= {"tail": 2 * (4096 + 4096 // 2) + 4 * 32 // 2}
     expected |= {"products": 2 * (6 * 4096) + 4 * 32}
     for remat, count in expected.items():
         found = saved_bytes(config_7b(remat=remat), partition())
