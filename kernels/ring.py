@@ -128,12 +128,15 @@ def _attend_forward(ring, q, k, v, k_start, k_end):
     length = k.shape[1]
     keys = front_slots(ring.layout, ring.size, length) if ring.keep_tail else 0
     rows = q.shape[1] // 2 if keys else 0
-    tail = _attend_rows(ring, slice(rows, None), length, q, k, v, k_start, k_end)
+    qkv, visible, front = (q, k, v), Visible(k_start, k_end), ()
+    if rows:
+        front = _attend_rows(ring, slice(rows), keys, qkv, visible)
+        qkv, _ = lax.optimization_barrier((qkv, front))  # one ring after the other
+    tail = _attend_rows(ring, slice(rows, None), length, qkv, visible)
     # Named here, where the backward's residuals are made, so that a remat policy can
     # save these two and not rerun the ring (names given outside have no effect).
     out, lse = map(checkpoint_name, tail, ("attention_out", "attention_lse"))
-    if rows:
-        front = _attend_rows(ring, slice(rows), keys, q, k, v, k_start, k_end)
+    if front:
         names = "attention_front_out", "attention_front_lse"
         early, early_lse = map(checkpoint_name, front, names)
         out = jnp.concatenate([early, out], axis=1)  # (B, L, H, D)
@@ -141,18 +144,17 @@ def _attend_forward(ring, q, k, v, k_start, k_end):
     return (out, lse), (q, k, v, k_start, k_end, out, lse)
 
 
-def _attend_rows(ring, rows, keys, q, k, v, k_start, k_end):
+def _attend_rows(ring, rows, keys, qkv, visible):
     """Attends with a slice of the queries to the first `keys` slots of every shard.
 
     A query that sees other slots gets nan: its result would be wrong.
     """
-    length, end = k.shape[1], keys * ring.size
-    q, visible = q[:, rows], Visible(k_start[:, rows], k_end[:, rows])
-    kv = ring.as_read(k[:, :keys]), ring.as_read(v[:, :keys])  # D, or in whole lanes
-    seen = visible
+    (q, k, v), length, end = qkv, qkv[1].shape[1], keys * ring.size
+    visible = seen = Visible(*(bound[:, rows] for bound in visible))
     if keys < length:
         seen = Visible(*(jnp.minimum(bound, end) for bound in visible))
-    out, lse = _forward_steps(ring, ring.as_read(q), kv, seen, length)
+    kv = ring.as_read(k[:, :keys]), ring.as_read(v[:, :keys])  # D, or in whole lanes
+    out, lse = _forward_steps(ring, ring.as_read(q[:, rows]), kv, seen, length)
     out = out[..., : q.shape[-1]].astype(q.dtype)  # (B, T, H, D)
     if keys < length:
         is_wrong = (visible.k_start < visible.k_end) & (visible.k_end > end)

@@ -18,7 +18,9 @@ SHARDED = PartitionSpec(None, "ring")
 Attend = Callable[..., jax.Array]
 
 
-def striped_attention(mesh: Mesh, backend: Backend, tokens: int) -> Attend:
+def striped_attention(
+    mesh: Mesh, backend: Backend, tokens: int, keep_tail: bool = False
+) -> Attend:
     """Causal attention of global q, k and v, (1, N * tokens, H, D), on a striped ring.
 
     mesh: of one axis, "ring", of N devices.
@@ -28,8 +30,8 @@ def striped_attention(mesh: Mesh, backend: Backend, tokens: int) -> Attend:
     length = mesh.size * tokens
     index = layout.order(layout.Striped(), mesh.size, length)
     bounds = [jnp.asarray(bound) for bound in masks.causal()(index, length)]
-    scale = HEAD_DIM**-0.5
-    this_ring = ring.Ring("ring", mesh.size, layout.Striped(), scale, backend)
+    sizes = "ring", mesh.size, layout.Striped(), HEAD_DIM**-0.5
+    this_ring = ring.Ring(*sizes, backend, keep_tail)
     attend = jax.shard_map(
         lambda *operands: ring.attend(this_ring, *operands)[0],
         mesh=mesh,
@@ -59,14 +61,19 @@ def compiled_gradients(mesh: Mesh, backend: Backend, tokens: int) -> Compiled:
 
 
 def layers_gradient(
-    mesh: Mesh, backend: Backend, tokens: int, dtype=jnp.bfloat16, kv_heads=HEADS
+    mesh: Mesh,
+    backend: Backend,
+    tokens: int,
+    dtype=jnp.bfloat16,
+    kv_heads=HEADS,
+    keep_tail=False,
 ) -> tuple[Attend, tuple[jax.ShapeDtypeStruct, ...]]:
     """The gradient of LAYERS scanned layers, and what to compile it for.
 
     Layers save what the ring gives. Arguments as of `striped_attention`; kv_heads: that
     the HEADS query heads share.
     """
-    attend = striped_attention(mesh, backend, tokens)
+    attend = striped_attention(mesh, backend, tokens, keep_tail)
     names = "attention_out", "attention_lse"
     saved = jax.checkpoint_policies.save_only_these_names(*names)
 
