@@ -3,6 +3,8 @@
 import functools
 import math
 import re
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -85,3 +87,78 @@ def called_by(attributes: str) -> tuple[str, ...]:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, filter(None, text.split(","))))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An instruction of a program; `rest` holds its operands and attributes."""
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    rest: str
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(re.findall(r"%([\w.-]+)", self.rest.partition(")")[0]))
+
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        return called_by(self.rest)
+
+    @property
+    def elements(self) -> int:
+        return sum(array.elements for array in self.results)
+
+    @property
+    def op_name(self) -> str:
+        """What JAX calls the operation; "" where the compiler made it."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+class Computation:
+    """Operations of a computation in their order, by name; a fusion's root is last."""
+
+    def __init__(self) -> None:
+        self.operations: dict[str, Operation] = {}
+
+    @functools.cached_property
+    def root(self) -> Operation:
+        return next(reversed(self.operations.values()))
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Operation]]:
+        """Operations that take a result, by its name."""
+        found = defaultdict(list)
+        for operation in self.operations.values():
+            for operand in dict.fromkeys(operation.operands):
+                found[operand].append(operation)
+        return found
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Operation]:
+        """By number."""
+        return {
+            int(operation.rest.partition(")")[0]): operation
+            for operation in self.operations.values()
+            if operation.opcode == "parameter"
+        }
+
+    def operands(self, operation: Operation) -> Iterator[Operation]:
+        """Yields the operations whose results an operation takes."""
+        return (self.operations[n] for n in operation.operands if n in self.operations)
+
+
+def read(text: str) -> tuple[str, dict[str, Computation]]:
+    """Reads `Compiled.as_text()`: the entry's name, and computations by name."""
+    found: dict[str, Computation] = {}
+    entry, here = "", Computation()
+    for line in text.splitlines():
+        if head := HEAD.match(line):
+            here = found[head[2]] = Computation()
+            entry = head[2] if head[1] else entry
+        elif match := INSTRUCTION.match(line):
+            name, result, opcode, rest = match.groups()
+            here.operations[name] = Operation(name, opcode, arrays(result), rest)
+    return entry, found

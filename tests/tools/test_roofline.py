@@ -125,6 +125,30 @@ fusion(%stack, %x, %i), kind=kLoop, calls=%update"""
     assert total(sliced).elementwise == pytest.approx(2 * row)
 
 
+@pytest.mark.parametrize(
+    ("opcode", "how"),
+    [
+        ("slice", "slice={{[0:1], [0:4], [0:16]}}"),
+        ("fusion", "kind=kLoop, calls=%sliced"),
+    ],
+)
+def test_an_asynchronous_slice_counts_itself(opcode, how):
+    sliced = """
+%sliced (x: f32[10,4,16]) -> f32[1,4,16] {
+  %x = f32[10,4,16]{2,1,0} parameter(0)
+  ROOT %y = f32[1,4,16]{2,1,0} slice(%x), slice={[0:1], [0:4], [0:16]}
+}
+"""
+    body = f"""%x = f32[10,4,16]{{2,1,0}} parameter(0)
+        %start = ((f32[10,4,16]{{2,1,0}}), f32[1,4,16]{{2,1,0:S(1)}}, u32[]{{:S(2)}}) \
+{opcode}-start(%x), {how}
+        ROOT %done = f32[1,4,16]{{2,1,0:S(1)}} {opcode}-done(%start)"""
+    row = 4 * 16 * 4 / 1e3
+    assert total(body, sliced).elementwise == pytest.approx(row)  # into VMEM
+    body = body.replace("S(1)", "S(0)")
+    assert total(body, sliced).elementwise == pytest.approx(2 * row)
+
+
 COPY = """%x = f32[1000]{0} parameter(0)
     %w = bf16[40,50]{1,0:S(1)} parameter(1)
     %start = (f32[1000]{0:S(1)}, f32[1000]{0}, u32[]{:S(2)}) copy-start(%x)

@@ -13,35 +13,23 @@ That is the least: it knows no latency, no arithmetic but products, no partial t
 the matrix units. Attention kernels and collectives are timed elsewhere.
 """
 
-import functools
-import itertools
-import json
-import math
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+from tools.lib.planning.products import PRODUCTS, product_flops
 from training.chips import Chip
 from training.hlo import COLLECTIVES, Program
-from training.hlo_text import HEAD, INSTRUCTION, Array, arrays, called_by
+from training.hlo_text import Array, Computation, Operation, read
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 FREE |= {"partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"}
-FREE |= {"copy-done", "slice-done", "async-update", "async-done", *COLLECTIVES}
-FREE |= {f"{kind}-{phase}" for kind in COLLECTIVES for phase in ("start", "done")}
+FREE |= {"copy-done", "slice-done", "fusion-done", "async-update", "async-done"}
+FREE |= {kind + phase for kind in COLLECTIVES for phase in ("", "-start", "-done")}
 """Opcodes that compute and move nothing here."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
 IN_PLACE = ("dynamic-update-slice", "scatter")
-COPIES = ("copy-start", "slice-start")
-PRODUCTS = ("convolution", "dot", "custom-call")
-
-PASSES = {"high": 3, "highest": 6}
-"""bfloat16 products for one of float32 on a TPU, by precision; otherwise 1."""
-
-_GEMM = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?matmul|__cublas\$gemm')
-_WINDOW = re.compile(r"(\w+)=([\dx_-]+)")
+COPIES = ("copy-start", "slice-start", "fusion-start")
 
 
 @dataclass(frozen=True)
@@ -71,81 +59,6 @@ class Work:
 
     def __mul__(self, times: float) -> "Work":
         return Work(*(times * getattr(self, f.name) for f in fields(self)))
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An instruction of a program; `rest` holds its operands and attributes."""
-
-    name: str
-    opcode: str
-    results: tuple[Array, ...]
-    rest: str
-
-    @functools.cached_property
-    def operands(self) -> tuple[str, ...]:
-        return tuple(re.findall(r"%([\w.-]+)", self.rest.partition(")")[0]))
-
-    @functools.cached_property
-    def called(self) -> tuple[str, ...]:
-        return called_by(self.rest)
-
-    @property
-    def elements(self) -> int:
-        return sum(array.elements for array in self.results)
-
-    @property
-    def op_name(self) -> str:
-        """What JAX calls the operation; "" where the compiler made it."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
-
-
-class Computation:
-    """Operations of a computation in their order, by name; the last is its root."""
-
-    def __init__(self) -> None:
-        self.operations: dict[str, Operation] = {}
-
-    @functools.cached_property
-    def root(self) -> Operation:
-        return next(reversed(self.operations.values()))
-
-    @functools.cached_property
-    def users(self) -> dict[str, list[Operation]]:
-        """Operations that take a result, by its name."""
-        found = defaultdict(list)
-        for operation in self.operations.values():
-            for operand in dict.fromkeys(operation.operands):
-                found[operand].append(operation)
-        return found
-
-    @functools.cached_property
-    def parameters(self) -> dict[int, Operation]:
-        """By number."""
-        return {
-            int(operation.rest.partition(")")[0]): operation
-            for operation in self.operations.values()
-            if operation.opcode == "parameter"
-        }
-
-    def operands(self, operation: Operation) -> Iterator[Operation]:
-        """Yields the operations whose results an operation takes."""
-        return (self.operations[n] for n in operation.operands if n in self.operations)
-
-
-def read(text: str) -> tuple[str, dict[str, Computation]]:
-    """Reads `Compiled.as_text()`: the entry's name, and computations by name."""
-    found: dict[str, Computation] = {}
-    entry, here = "", Computation()
-    for line in text.splitlines():
-        if head := HEAD.match(line):
-            here = found[head[2]] = Computation()
-            entry = head[2] if head[1] else entry
-        elif match := INSTRUCTION.match(line):
-            name, result, opcode, rest = match.groups()
-            here.operations[name] = Operation(name, opcode, arrays(result), rest)
-    return entry, found
 
 
 class Roofline:
@@ -266,6 +179,8 @@ class Roofline:
     def _bytes(self, computation: Computation, operation: Operation) -> Iterator[float]:
         """Yields what an operation reads and writes."""
         operands = list(computation.operands(operation))
+        if operation.opcode in COPIES:
+            operation = _synchronous(operation, operands)
         if operation.opcode == "fusion":
             inner = self._computations[operation.called[0]]
             if any(_collects(one) for one in inner.operations.values()):
@@ -279,10 +194,6 @@ class Roofline:
                 roots = list(inner.operands(inner.root))
             for array, root in zip(operation.results, roots, strict=True):
                 yield self._written_share(inner, root) * _stored(array)
-        elif operation.opcode in COPIES:
-            ends = sorted(operation.results, key=lambda array: -array.bytes)[:2]
-            moved = min(array.stored_bytes for array in ends)
-            yield moved * sum(array.space == 0 for array in ends)
         elif operation.opcode in SLICES:
             (result,) = operation.results
             yield result.stored_bytes * (operands[0].results[0].space == 0)
@@ -360,77 +271,13 @@ def _stored(array: Array) -> float:
     return array.stored_bytes if array.space == 0 else 0.0
 
 
+def _synchronous(start: Operation, operands: list[Operation]) -> Operation:
+    """Returns the operation that is started: its result stands among other things."""
+    opcode = start.opcode.removesuffix("-start")
+    given = sum(len(operand.results) for operand in operands)
+    results = start.results[:1] if opcode == "copy" else start.results[given:-1]
+    return replace(start, opcode=opcode, results=results)
+
+
 def _collects(operation: Operation) -> bool:
     return operation.opcode in COLLECTIVES or "AsyncCollective" in operation.rest
-
-
-def product_flops(computation: Computation, operation: Operation) -> float:
-    """Returns the FLOPs of a matrix product at the rate of bfloat16; 0 of others."""
-    is_product = operation.opcode in ("convolution", "dot")
-    if not (is_product or _GEMM.search(operation.rest)):
-        return 0.0
-    left, right, *_ = computation.operands(operation)
-    if operation.opcode == "convolution":
-        depth = _convolved(operation, left.results[0], right.results[0])
-    elif operation.opcode == "dot":
-        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.rest)
-        depth = _contracted(left.results[0], axes[1].split(","))
-    else:
-        config = json.loads(operation.rest.split("backend_config=")[-1])
-        numbers = config["gemm_backend_config"]["dot_dimension_numbers"]
-        depth = _contracted(left.results[0], numbers["lhs_contracting_dimensions"])
-    is_float32 = any(one.results[0].dtype == "f32" for one in (left, right))
-    precisions = re.findall(r"high(?:est)?", operation.rest.partition("metadata=")[0])
-    passes = max([PASSES[p] for p in precisions] if is_float32 else [], default=1)
-    return 2.0 * operation.results[0].elements * depth * passes
-
-
-def _contracted(left: Array, axes: list[str]) -> int:
-    return math.prod(left.sizes[int(axis)] for axis in axes if axis)
-
-
-def _convolved(operation: Operation, left: Array, right: Array) -> float:
-    """Returns the products that are summed for a result of a convolution, on average.
-
-    A window counts where it lies on the operand and not on its padding: TPUs print
-    products with several axes of columns, or of batches, as such windows.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.rest)
-    window = re.search(r"window=\{([^}]*)\}", operation.rest)
-    given = dict(_WINDOW.findall(window[1])) if window else {}
-    depth = float(right.sizes[labels[2].index("i")])
-    for axis in range(len(labels[1]) - 2):
-        size, result = (
-            array.sizes[label.index(str(axis))]
-            for array, label in (
-                (left, labels[1]),
-                (operation.results[0], labels[3]),
-            )
-        )
-
-        def of(field: str, default: str, axis: int = axis) -> int:
-            return int(given.get(field, "x".join([default] * 9)).split("x")[axis])
-
-        low = given.get("pad", "x".join(["0_0"] * 9)).split("x")[axis].split("_")[0]
-        depth *= (
-            _on_operand(
-                size,
-                result,
-                (of("size", "1"), of("stride", "1"), int(low)),
-                (of("lhs_dilate", "1"), of("rhs_dilate", "1")),
-            )
-            / result
-        )
-    return depth
-
-
-@functools.cache
-def _on_operand(
-    size: int, results: int, window: tuple[int, int, int], dilation: tuple[int, int]
-) -> int:
-    """Counts the pairs of a result and a place of its window that is on the operand."""
-    count = 0
-    for place, result in itertools.product(range(window[0]), range(results)):
-        at = result * window[1] + place * dilation[1] - window[2]
-        count += at % dilation[0] == 0 and 0 <= at // dilation[0] < size
-    return count
