@@ -1,6 +1,15 @@
 import pytest
 
-from tools.lib.tpu_compiler.bundles import Body, Span, bodies, read_schedule, tile_body
+from tools.lib.tpu_compiler.bundles import (
+    BRANCH,
+    Body,
+    Parts,
+    Span,
+    bodies,
+    read_parts,
+    read_schedule,
+    tile_body,
+)
 
 UTILIZATION = """== CAPACTIY:
 MXU, XLU, VALU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL
@@ -55,7 +64,7 @@ def test_regions_lie_between_branches_and_labels():
     assert regions[2].used == used
     assert schedule.slots == dict(zip(units, (4, 3, 4, 3, 3, 1, 1), strict=True))
     body = tile_body(schedule)
-    assert body == Body(3, used, 7 / 4)
+    assert body == Body(skipped, 3, used, 7 / 4)
     assert (body.mxu_share, body.spills) == (7 / 12, 9)
 
 
@@ -115,6 +124,56 @@ def test_comments_may_run_over_lines():
         ("", 0, "} /* window\nmajor_factor: 2 */ } /* Start region 3", 0),
     )
     assert [region.bundles for region in schedule.regions] == [2, 1]
+
+
+def test_parts_are_read_from_the_nesting_of_a_kernel():
+    schedule = read(
+        ("LB", 1, "} /* Start region 1", 0),  # of the grid
+        ("", 1, "%1 = vld", 0),
+        ("", 1, branch(2), 0),  # loads masks
+        ("", 1, "%2 = vadd", 0),
+        ("PF", 1, "} /* Start region 2", 0),
+        ("LB", 2, "} /* Start region 3", 0),  # of the tiles
+        ("", 2, branch(4), 0),  # starts a copy
+        ("PF", 2, "} /* Start region 4", 0),
+        ("", 2, branch(5), 40),  # a full tile
+        ("", 2, "%3 = vpop", 0),
+        ("PF", 2, "} /* Start region 5", 0),
+        ("", 2, branch(6), 0),  # a partial tile
+        ("LB", 3, "} /* Start region 7", 0),  # of its sub-blocks
+        ("", 3, branch(8), 10),
+        ("PF", 3, "} /* Start region 8", 0),
+        ("", 3, branch(9), 20),
+        ("", 3, "%4 = vpop", 0),
+        ("PF", 3, "} /* Start region 9", 0),
+        ("", 3, branch(7), 0),
+        ("PF", 2, "} /* Start region 6", 0),
+        ("", 2, branch(3), 0),
+        ("", 1, "%5 = vst", 0),
+        ("", 1, branch(1), 0),
+    )
+    assert read_parts(schedule) == Parts(
+        begin=3,
+        masks=2,
+        end=2,
+        tile=4 + 1 + BRANCH,
+        first=0,
+        full=2,
+        partial=2,
+        turn=3 + BRANCH,
+        live=(1, 2),
+    )
+
+
+def test_kernel_with_one_kind_of_tile_has_no_parts():
+    schedule = read(
+        ("LB", 1, "} /* Start region 1", 0),
+        ("LB", 2, "} /* Start region 2", 40),
+        ("", 2, branch(2), 0),
+        ("", 1, branch(1), 0),
+    )
+    with pytest.raises(ValueError, match="a branch for full"):
+        read_parts(schedule)
 
 
 def test_texts_that_do_not_fit_are_refused():

@@ -67,11 +67,13 @@ class Schedule:
 class Body:
     """Bundles that run once for one tile.
 
-    bundles: of the path through it, and so the cycles of a tile before any stalls.
+    place: the path through it, from the first to the last bundle with MXU work.
+    bundles: of that path, and so the cycles of a tile before any stalls.
     used: slots by unit.
     mxu_bound: bundles that the MXU slots would fill by themselves.
     """
 
+    place: Span
     bundles: int
     used: dict[str, int]
     mxu_bound: float
@@ -190,7 +192,8 @@ def bodies(schedule: Schedule) -> list[Body]:
             unit: sum(region.used[unit] for region in path) for unit in schedule.slots
         }
         bundles = sum(region.bundles for region in path)
-        result.append(Body(bundles, used, used["MXU"] / schedule.slots["MXU"]))
+        place = Span(path[0].begin, path[-1].end)
+        result.append(Body(place, bundles, used, used["MXU"] / schedule.slots["MXU"]))
     return result
 
 
@@ -211,4 +214,128 @@ def tile_body(schedule: Schedule) -> Body:
     return min(
         (body for body in candidates if body.mxu_bound >= 0.75 * most),
         key=lambda body: body.used["VALU"] / body.used["MXU"],
+    )
+
+
+BRANCH = 5
+"""Bundles of the branch that closes a loop, with its delay slots."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bundles of the parts of one of our TPU kernels, before any stalls.
+
+    A program takes `begin`, `masks` if it has partial tiles, its tiles, and `end`. A
+    tile takes `tile`, and `full`, or `partial` and for each sub-block of it `turn` and
+    what `live` says of its number of live granules.
+
+    begin, end: with what only some programs do, and a turn of each loop in them.
+    masks: loading the bounds of the rows (forward).
+    tile: starting the next copy, waiting for this one.
+    first: a sub-block's first look at its first full tile; 0 where there is a carry.
+    live: for 1, 2 ... granules.
+    """
+
+    begin: int
+    masks: int
+    end: int
+    tile: int
+    first: int
+    full: int
+    partial: int
+    turn: int
+    live: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Nest:
+    """A loop or skipped stretch, and those in it.
+
+    own: bundles that are in none of the inner ones. used: slots, with theirs.
+    """
+
+    span: Span
+    own: int
+    used: dict[str, int]
+    inner: tuple["Nest", ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Nest":
+        """Returns the nest of a whole kernel."""
+        regions = schedule.regions
+        spans = {region.inside for region in regions}
+
+        def build(span: Span) -> Nest:
+            held = [other for other in spans if span.holds(other) and other != span]
+            inner = [
+                one
+                for one in held
+                if not any(other.holds(one) for other in held if other != one)
+            ]
+            mine = [region for region in regions if span.holds(region)]
+            return cls(
+                span,
+                sum(region.bundles for region in mine if region.inside == span),
+                {unit: sum(r.used[unit] for r in mine) for unit in schedule.slots},
+                tuple(build(one) for one in sorted(inner, key=lambda one: one.begin)),
+            )
+
+        return build(Span(0, regions[-1].end))
+
+    @property
+    def working(self) -> tuple["Nest", ...]:
+        """Those in it with MXU work."""
+        return tuple(nest for nest in self.inner if nest.used["MXU"])
+
+    def descend(self) -> Iterator["Nest"]:
+        """Yields this nest, and those in it down to where the MXU work is cut."""
+        yield self
+        if len(self.working) == 1:
+            (inner,) = self.working
+            if inner.used["MXU"] == self.used["MXU"]:
+                yield from inner.descend()
+
+
+def read_parts(schedule: Schedule) -> Parts:
+    """Reads the parts of a kernel from the nesting of its loops and branches.
+
+    Computing a full tile again, which ordinary scores do not need, is left out.
+
+    Raises:
+      ValueError: the kernel is not built like ours.
+    """
+    way, body = list(Nest.of(schedule).descend()), tile_body(schedule)
+    tiles = way[-1]
+    full = [nest for nest in tiles.working if nest.span.holds(body.place)]
+    masked = [nest for nest in tiles.working if nest not in full]
+    if len(way) < 3 or not len(full) == len(masked) == 1:
+        raise ValueError(
+            "a kernel of ours has a branch for full and one for masked tiles"
+        )
+    sub_blocks = list(masked[0].descend())[-1]
+    looks = [nest for nest in full[0].working if nest.span.end <= body.place.begin]
+    around = [
+        region
+        for region in schedule.regions
+        if way[1].span.holds(region) and not tiles.span.holds(region)
+    ]
+    begin = sum(region.bundles for region in around if region.begin < tiles.span.begin)
+    masks = sum(
+        nest.span.bundles
+        for outer in way[:-1]
+        for nest in outer.inner
+        if nest.span.end <= tiles.span.begin and nest.used["VALU"]
+    )
+    return Parts(
+        begin=begin - masks,
+        masks=masks,
+        end=sum(region.bundles for region in around) - begin,
+        tile=tiles.own
+        + BRANCH
+        + sum(nest.span.bundles for nest in tiles.inner if not nest.used["MXU"]),
+        first=sum(list(nest.descend())[-1].own + BRANCH for nest in looks),
+        full=full[0].own,
+        partial=masked[0].own,
+        turn=sub_blocks.own + BRANCH,
+        live=tuple(nest.own for nest in sub_blocks.working),
     )

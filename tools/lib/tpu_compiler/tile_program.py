@@ -45,6 +45,7 @@ class Tile:
       `Splash` have their own.
     group: query heads of a key/value head. Ours stacks their rows in a tile.
     length: tokens, queries and keys alike.
+    has_carry: whether our forward kernel goes on from a partial result.
     """
 
     chip: str
@@ -55,6 +56,7 @@ class Tile:
     dtype: str
     group: int
     length: int
+    has_carry: bool = False
 
     def __post_init__(self):
         if self.length % self.block_q or self.length % self.block_k:
@@ -118,8 +120,10 @@ def our_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
     }
     if tile.direction == "forward":
         return Program(
-            lambda *operands: launch.forward(*operands, **options),
-            (q, k, k, bound, bound),
+            lambda *operands: launch.forward(
+                *operands[:5], **options, carry=operands[5:] or None
+            ),
+            (q, k, k, bound, bound, *([dq, row] if tile.has_carry else [])),
             ("flash_forward",),
         )
     return Program(
