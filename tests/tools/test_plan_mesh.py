@@ -19,7 +19,8 @@ from tools.lib.planning.estimate import (
     ring_passes,
     synchronous_seconds,
 )
-from tools.lib.planning.kernels import Kernels, Ring, mean_area
+from tools.lib.planning.hops import Sequence
+from tools.lib.planning.kernels import Kernels, Ring
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import kinds
@@ -53,19 +54,7 @@ def test_area_is_that_of_the_counted_tiles(layout, ring_size):
     visible = causal()(np.arange(ring_size * length)[None], ring_size * length)
     work = tiles_per_step(layout, ring_size, visible, BlockSizes(256, 256))
     expected = critical_path(work) * 256**2 / ring_size
-    assert mean_area(layout, ring_size, length) == pytest.approx(expected)
-
-
-def test_kernels_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
-    fast = Kernels.of(V5E)
-    # 3888 bundles at 1.5 GHz would beat the peak: 2 products of 1024 x 1024 x 128.
-    assert fast.seconds["forward"] == pytest.approx(4 * 128 / 197e12)
-    slower, seconds = Kernels.of(V4), 4144 / 4096 * 4 * 128 / 275e12
-    assert slower.seconds["forward"] == pytest.approx(seconds, rel=0.03)
-    assert "4144" in slower.source
-    # Of heads of 128, half of a v6e's matrix units is idle.
-    narrow = Kernels.of(chips.find("TPU v6 lite")).seconds["forward"]
-    assert narrow == pytest.approx(2308 / 2048 * 2 * 4 * 128 / 918e12, rel=2e-3)
+    assert Sequence(layout, ring_size, length).area == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("chip", [V3, H200])
@@ -83,7 +72,8 @@ def test_ring_hides_where_a_device_has_tokens_enough():
     short = Ring.of(config_7b(2**21), partition(), V4)
     assert not short.is_covered(V4, kernels)
     times = [ring.kernel_seconds(kernels, "forward") for ring in (short, long)]
-    assert times[1] == pytest.approx(16 * times[0], rel=0.1)
+    # 16 times the pairs; but the short one is mostly partial tiles and programs.
+    assert 10 * times[0] < times[1] < 12 * times[0]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +88,7 @@ def test_heads_travel_between_tpus_in_whole_lanes(chip, head_dim, sent):
 def test_rings_of_a_step_are_those_that_remat_runs():
     """Counted by intervals, the first half of the tokens is a quarter of the work."""
     for layout, ring_size in (Striped(), 8), (Contiguous(), 1), (Zigzag(), 1):
-        areas = [mean_area(layout, ring_size, tokens) for tokens in (8192, 16384)]
+        areas = [Sequence(layout, ring_size, n).area for n in (8192, 16384)]
         assert areas[0] / areas[1] == pytest.approx(1 / 4, rel=0.05), layout
     ring = Ring.of(config_7b(), partition(), V4)
     forward = {}
@@ -106,7 +96,8 @@ def test_rings_of_a_step_are_those_that_remat_runs():
         *parts, (times, whole, _) = ring_passes(config_7b(remat=remat), ring)
         assert (times, whole) == (32, ring)
         forward[remat] = sum(n * part.area for n, part, _ in parts) / (32 * ring.area)
-    assert forward == {"attention": 1, "tail": 1.25, "nothing": 2}
+    expected = {"attention": 1, "tail": 1.25, "nothing": 2}
+    assert forward == pytest.approx(expected, rel=0.02)
     (_, front, _), (_, tail, _), _ = ring_passes(config_7b(remat="tail"), ring)
     sent = [part.keys_bytes / ring.keys_bytes for part in (front, tail)]
     assert sent == [0.5, 1]
@@ -179,8 +170,8 @@ def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it(
     assert found[TRANSFER].exposed_bytes == 0  # what outlasts its kernel counts there
 
 
-@pytest.mark.parametrize(("context", "ring"), [(2**23, 512), (2**22, 256)])
-def test_best_mesh_fits_hides_its_ring_and_waits_the_least(context, ring):
+@pytest.mark.parametrize(("context", "ring"), [(2**23, 128), (2**22, 64)])
+def test_best_mesh_fits_hides_its_ring_and_takes_the_least_time(context, ring):
     found = suggestions(config_7b(context), 512, V4)
     assert found[0].mesh == {"data": 1, "fsdp": 1, "ring": ring, "tensor": 512 // ring}
     assert found[0].fits and found[0].hiding > 1
@@ -191,8 +182,8 @@ def test_best_mesh_fits_hides_its_ring_and_waits_the_least(context, ring):
     assert fits == sorted(fits, reverse=True) and not all(fits)
     hidden = [one.hiding >= 1 for one in found if one.fits]
     assert hidden == sorted(hidden, reverse=True)
-    waits = [one.exposed_bytes for one in found if one.fits and one.hiding >= 1]
-    assert waits == sorted(waits)
+    seconds = [one.seconds for one in found if one.fits and one.hiding >= 1]
+    assert seconds == sorted(seconds)
 
 
 def test_where_no_mesh_divides_the_reason_is_told():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kernels.layouts import Contiguous, Layout, Striped
 from models.flops import num_matrix_parameters
 from models.llama import LlamaConfig
-from tools.lib.planning.kernels import mean_area
+from tools.lib.planning.hops import Sequence
 from training.chips import Chip
 
 BYTES = 2
@@ -73,7 +73,7 @@ def largest_speed_up(model: LlamaConfig, ring_size: int, context: int) -> float:
 
     def flops(layout: Layout) -> float:
         length = context // ring_size
-        pairs = mean_area(layout, ring_size, length) * ring_size  # over all steps
+        pairs = Sequence(layout, ring_size, length).area * ring_size  # over all steps
         heads = model.num_heads * model.head_dim
         attention = 4.0 * model.num_layers * heads * pairs
         return 2.0 * num_matrix_parameters(model) * length + attention

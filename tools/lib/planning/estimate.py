@@ -6,7 +6,7 @@ but products, latencies) takes time that is missing here.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import ml_collections
 
@@ -126,8 +126,7 @@ def ring_passes(
         again = 2 if config.remat in RERUN else 1
         return [(again * times, ring, "forward"), backward]
     # The first half of the queries sees half of the keys, and its ring runs twice.
-    front = replace(ring, area=ring.area / 4, keys_bytes=ring.keys_bytes // 2)
-    tail = replace(ring, area=3 * ring.area / 4)
+    front, tail = ring.part("front"), ring.part("tail")
     return [(2 * times, front, "forward"), (times, tail, "forward"), backward]
 
 

@@ -1,132 +1,330 @@
 """Times of the attention kernels and transfers of a ring step, for the planner.
 
-Nothing here is measured on the device: bundles are those of static schedules.
+A TPU kernel takes the bundles of its parts (programs, tiles, sub-blocks of partial
+tiles; read from compiled kernels by tools/tpu_kernel_parts.py) as often as the bounds
+of a ring step say. To that comes what it waits for: each program's first copy, and a
+dq that stays in VMEM on its way in and out.
+
+Nothing here is measured on the device; latencies of copies are not known.
 """
 
+import functools
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
-from kernels.layouts import Layout
-from kernels.tile_ranges import key_ranges
+from kernels.tpu import launch
 from tasks import base
 from tools.lib.benchmarks.rows import ROOT
+from tools.lib.planning.hops import Blocks, Sequence, Work, works
 from tools.lib.planning.memory import local_tokens
+from tools.lib.tpu_compiler.bundles import Parts
 from training.chips import Chip
 from training.mesh import Partition
 
-SCHEDULES = ROOT / "results" / "tpu"
-"""Rows of tools/tpu_schedule.py: bundles of a tile, by chip and direction."""
+PARTS = ROOT / "results" / "tpu" / "kernel_parts.json"
+"""Rows of tools/tpu_kernel_parts.py."""
 
 ATTENTION_SHARE = {"forward": 0.6, "backward": 0.5}
-"""Share of the peak assumed for kernels without a schedule in SCHEDULES."""
+"""Share of the peak assumed for kernels without parts in PARTS."""
 
 TILE = 1024
-"""Rows and keys of the tile that the schedules are of; its head size is LANES."""
+"""Rows and keys of the tile that the parts are of; its head size is LANES."""
 
 LANES = 128
-SUB_TILE = 256
-"""Rows and keys of the sub-tiles that a partial tile is computed in."""
+SUB_BLOCK = 256
+"""Rows and keys of the granules of a partial tile that the parts are of."""
 
 PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products of a tile."""
 
-SAMPLED_STEPS = 8
+FLOAT32 = 4
 
 COUNTED = (
-    f"one causal document a row, live sub-tiles of {SUB_TILE} x {SUB_TILE}, the "
-    "slowest device of each ring step"
+    "with first copies, programs and partial tiles, of the slowest device of each ring "
+    "step; copies without latencies"
 )
-"""What the area of a ring step counts."""
+"""What the time of a ring step's kernel counts."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A kernel as `kernels.tpu.launch` cuts it, for one stack of query heads.
+
+    goes_on: forward, whether there is a carry; backward, whether dq stays in VMEM.
+    stacks: of a key/value head. depth: of a head, padded. shape: queries and keys.
+    """
+
+    direction: str
+    goes_on: bool
+    blocks: Blocks
+    stacks: int
+    depth: int
+    itemsize: int
+    shape: tuple[int, int]
+
+    @classmethod
+    @functools.cache
+    def of(
+        cls,
+        chip: str,
+        direction: str,
+        has_carry: bool,
+        q_shape: tuple[int, ...],
+        keys: tuple[int, int],
+        dtype: str,
+    ) -> "Launched":
+        """Cuts it for q (B, T, H, D). chip: as v5e. has_carry: forward. keys: S, K."""
+        info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(chip), 1)
+        q = jax.ShapeDtypeStruct(q_shape, dtype)
+        k = jax.ShapeDtypeStruct((q_shape[0], *keys, q_shape[3]), dtype)
+        if direction == "forward":
+            cut, goes_on = launch.cut_forward(info, q, k, has_carry), has_carry
+        else:
+            cut, goes_on = launch.cut_backward(info, q, k)
+        pieces = cut.blocks.exact_rows, cut.blocks.live_columns
+        sizes = cut.sizes.block_q, cut.sizes.block_k
+        return cls(
+            direction,
+            goes_on,
+            Blocks(cut.heads, *sizes, *pieces),
+            cut.stacks,
+            padded(q_shape[3]),
+            q.dtype.itemsize,
+            (q_shape[1], keys[0]),
+        )
+
+    def bundles(self, work: Work, parts: Parts) -> float:
+        """Returns the bundles of some work of a stack, without waiting.
+
+        Other tiles, sub-blocks and head sizes than those of the parts take as much for
+        each number.
+        """
+        blocks, width = self.blocks, self.depth / LANES
+        stacked = blocks.heads * blocks.block_q
+        lines = stacked if self.direction == "forward" else blocks.block_k
+        full = parts.full * stacked * blocks.block_k / TILE**2
+        sub_block = blocks.exact_rows / SUB_BLOCK
+        granule = sub_block * blocks.live_columns / SUB_BLOCK
+        live = zip(parts.live, work.granules[1:], strict=False)
+        tiles = width * (
+            full * work.full_tiles
+            + parts.first * sub_block * work.first
+            + granule * sum(bundles * count for bundles, count in live)
+        )
+        return (
+            (parts.begin + parts.end) * width * lines / TILE * work.programs
+            + parts.masks * stacked / TILE * work.partial
+            + parts.tile * work.tiles
+            + tiles
+            + parts.partial * work.partial_tiles
+            + parts.turn * sum(work.granules)
+        )
+
+    def waited_bytes(self, work: Work) -> float:
+        """Returns the bytes that a stack waits for: first copies, and a dq in VMEM."""
+        waited = work.live * self._tile_bytes
+        if self.direction == "backward" and self.goes_on:
+            blocks = self.blocks
+            calls = work.programs / -(-self.shape[1] // blocks.block_k)
+            rows = -(-self.shape[0] // blocks.block_q) * blocks.block_q * blocks.heads
+            waited += calls * 2 * rows * self.depth * FLOAT32
+        return waited
+
+    def moved_bytes(self, work: Work) -> float:
+        """Returns the bytes of all copies that may overlap the work of a stack."""
+        if self.direction == "forward":
+            rows = self.blocks.heads * self.blocks.block_q
+            sizes = self.itemsize + FLOAT32 * (1 + self.goes_on)  # q, out, carry
+        else:
+            rows, sizes = self.blocks.block_k, 2 * (self.itemsize + FLOAT32)
+        return work.tiles * self._tile_bytes + work.programs * rows * sizes * self.depth
+
+    @property
+    def _tile_bytes(self) -> int:
+        """Bytes that a tile copies: k and v; q, do and a streamed dq."""
+        if self.direction == "forward":
+            return 2 * self.blocks.block_k * self.depth * self.itemsize
+        dq = 0 if self.goes_on else 2 * FLOAT32
+        rows = self.blocks.heads * self.blocks.block_q
+        return rows * self.depth * (2 * self.itemsize + dq)
+
+
+def padded(head_dim: int) -> int:
+    """Returns the size of a head in whole LANES."""
+    return -(-head_dim // LANES) * LANES
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Speed of the attention kernels on a device.
+    """Speed of the attention kernels on a chip.
 
-    seconds: time of one query-key pair of a head of LANES numbers, by direction.
+    seconds: time of one query-key pair of a head of LANES numbers, by direction; of a
+      full tile, where there are parts.
+    parts: by direction, and whether there is a carry, or dq stays in VMEM.
     source: where that comes from.
     """
 
+    chip: Chip
     seconds: dict[str, float]
+    parts: dict[tuple[str, bool], Parts]
     source: str
 
     @classmethod
-    def of(cls, chip: Chip, schedules: Path = SCHEDULES) -> "Kernels":
-        """Reads the kernels' schedules where there are any, else assumes a share."""
-        bundles = {name: _bundles(chip, name, schedules) for name in PRODUCTS}
+    def of(cls, chip: Chip, path: Path = PARTS) -> "Kernels":
+        """Reads the kernels' parts where there are any, else assumes a share."""
+        found = read_kernel_parts(path)
+        parts = {
+            (direction, flag): at_peak(part, direction, chip)
+            for (kind, direction, flag), part in found.items()
+            if kind in chip.device_kinds
+        }
         flops = {name: 2.0 * LANES * count for name, count in PRODUCTS.items()}
-        if None in bundles.values():
+        if not parts:
             shares = ", ".join(f"{n} {s:.0%}" for n, s in ATTENTION_SHARE.items())
-            return cls(
-                {n: flops[n] / (ATTENTION_SHARE[n] * chip.peak_flops) for n in flops},
-                f"assumed shares of the peak: {shares}",
-            )
-        least = {name: flops[name] / chip.peak_flops for name in flops}
+            seconds = {
+                n: flops[n] / (ATTENTION_SHARE[n] * chip.peak_flops) for n in flops
+            }
+            return cls(chip, seconds, {}, f"assumed shares of the peak: {shares}")
+        full = {name: parts[name, True].full for name in PRODUCTS}
         pairs = chip.bundles_per_second * TILE**2
         return cls(
-            {n: max(least[n], bundles[n] / pairs) for n in flops},
+            chip,
+            {name: bundles / pairs for name, bundles in full.items()},
+            parts,
             "static schedules, bundles of a full tile of 1024 x 1024: "
-            + ", ".join(f"{name} {count:.0f}" for name, count in bundles.items()),
+            + ", ".join(f"{name} {count:.0f}" for name, count in full.items()),
         )
 
+    def call_seconds(self, kernel: Launched, work: Work) -> float:
+        """Returns the time of some work of a stack of query heads."""
+        bundles = kernel.bundles(work, self.parts[kernel.direction, kernel.goes_on])
+        computed = bundles / self.chip.bundles_per_second
+        moved = kernel.moved_bytes(work) / self.chip.hbm_bytes_per_second
+        waited = kernel.waited_bytes(work) / self.chip.hbm_bytes_per_second
+        return max(computed, moved) + waited
 
-def _bundles(chip: Chip, direction: str, schedules: Path) -> float | None:
-    path = schedules / f"schedule_{direction}.json"
+
+@functools.cache
+def read_kernel_parts(path: Path = PARTS) -> Mapping[tuple[str, str, bool], Parts]:
+    """Reads parts by device kind, direction, and carry or dq in VMEM."""
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    for row in rows:
-        tile = row["block_q"], row["block_k"], row["head_dim"], row["dtype"]
-        ours = row["kernel"] == "ours" and row["device_kind"] in chip.device_kinds
-        if ours and tile == (TILE, TILE, LANES, "bfloat16") and row["group"] == 1:
-            return row["bundles"]
-    return None
+
+    def part(row: dict[str, Any]) -> Parts:
+        values = {field.name: row[field.name] for field in fields(Parts)}
+        return Parts(**values | {"live": tuple(row["live"])})
+
+    return {
+        (row["device_kind"], row["direction"], row["goes_on"]): (part(row))
+        for row in rows
+    }
+
+
+def at_peak(parts: Parts, direction: str, chip: Chip) -> Parts:
+    """Returns parts with no fewer bundles than their products take at the peak."""
+    flops = 2.0 * PRODUCTS[direction] * TILE**2 * LANES
+    least = flops / chip.peak_flops * chip.bundles_per_second
+    granule = least * (SUB_BLOCK / TILE) ** 2
+    live = enumerate(parts.live, 1)
+    return replace(
+        parts,
+        full=max(parts.full, least),
+        live=tuple(max(bundles, n * granule) for n, bundles in live),
+    )
 
 
 @dataclass(frozen=True)
 class Ring:
     """Work and communication of a device in one step of one layer's ring.
 
-    area: query-key pairs that the slowest device of a ring step computes, the mean
-      over the steps; steps: devices in the ring.
-    heads: query heads of the device, in units of LANES numbers.
+    sequence: what the ring is of; rows: of the batch, on this device.
+    heads, kv_heads: query and key/value heads of the device; head_dim: of each.
     keys_bytes: bytes of the keys and values sent; gradients_bytes: of their gradients.
       TPUs send heads in whole LANES.
     """
 
-    area: float
-    steps: int
-    heads: float
+    sequence: Sequence
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
     keys_bytes: int
     gradients_bytes: int
 
     @classmethod
     def of(
-        cls, config: ml_collections.ConfigDict, partition: Partition, chip: Chip
+        cls,
+        config: ml_collections.ConfigDict,
+        partition: Partition,
+        chip: Chip,
+        documents: tuple[int, ...] = (),
     ) -> "Ring":
-        """Computes both for a config on a mesh of this chip."""
+        """Computes it for a config on a mesh of this chip.
+
+        documents: lengths of those packed in a row, repeated; none for one document.
+        """
         model, shape = config.model, partition.mesh.shape
-        steps, columns = partition.ring_size, config.data.context_tokens
+        length = config.data.context_tokens // partition.ring_size
         tokens = local_tokens(config, partition)
-        rows = tokens // (columns // steps)
         layout = base.attention_system(config).layout
-        depth = -(-model.head_dim // LANES) * LANES
-        sent = depth if chip.name.startswith("TPU") else model.head_dim
+        is_tpu = chip.name.startswith("TPU")
+        sent = padded(model.head_dim) if is_tpu else model.head_dim
         numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * sent
         return cls(
-            area=rows * mean_area(layout, steps, columns // steps),
-            steps=steps,
-            heads=model.num_heads // shape["tensor"] * depth / LANES,
+            sequence=Sequence(layout, partition.ring_size, length, documents),
+            rows=tokens // length,
+            heads=model.num_heads // shape["tensor"],
+            kv_heads=model.num_kv_heads // shape["tensor"],
+            head_dim=model.head_dim,
+            dtype=config.compute_dtype,
             keys_bytes=numbers * jnp.dtype(config.compute_dtype).itemsize,
-            gradients_bytes=numbers * 4,
+            gradients_bytes=numbers * FLOAT32,
         )
 
+    @property
+    def steps(self) -> int:
+        """Devices in the ring."""
+        return self.sequence.ring_size
+
+    @property
+    def area(self) -> float:
+        """Query-key pairs of all rows: see `Sequence.area`."""
+        return self.rows * self.sequence.area
+
+    def part(self, name: str) -> "Ring":
+        """Returns the ring of the "front" or the "tail" of the queries."""
+        sequence = replace(self.sequence, part=name)
+        keys_bytes = self.keys_bytes * sequence.keys // sequence.length
+        return replace(self, sequence=sequence, keys_bytes=keys_bytes)
+
     def kernel_seconds(self, kernels: Kernels, direction: str) -> float:
-        """Returns the time of a ring step's kernel."""
-        return self.area * self.heads * kernels.seconds[direction]
+        """Returns the time of a ring step's kernel, the mean over the steps."""
+        if not kernels.parts:
+            heads = self.heads * padded(self.head_dim) / LANES
+            return self.area * heads * kernels.seconds[direction]
+        seconds = 0.0
+        for step in range(self.sequence.sampled_steps):
+            kernel = Launched.of(
+                kernels.chip.name.removeprefix("TPU "),
+                direction,
+                step > 0,
+                (self.rows, len(self.sequence.queries), self.heads, self.head_dim),
+                (self.sequence.keys, self.kv_heads),
+                self.dtype,
+            )
+            weight, devices = works(self.sequence, kernel.blocks, direction)[step]
+            stacks = self.rows * self.kv_heads * kernel.stacks
+            slowest = max(kernels.call_seconds(kernel, work) for work in devices)
+            seconds += weight * stacks * slowest
+        return seconds
 
     def transfer_seconds(self, chip: Chip, direction: str) -> float:
         """Returns the time of the transfer that overlaps it."""
@@ -142,28 +340,3 @@ class Ring:
             >= self.transfer_seconds(chip, direction)
             for direction in PRODUCTS
         )
-
-
-def mean_area(layout: Layout, ring_size: int, length: int) -> float:
-    """Returns the query-key pairs of the slowest device, the mean over ring steps.
-
-    For one causal sequence of ring_size · length tokens. Samples the first, the middle
-    and the last device, and SAMPLED_STEPS steps.
-    """
-    sub = min(SUB_TILE, length)
-    devices = {0, ring_size // 2, ring_size - 1}
-
-    def slowest(step: int) -> float:
-        return max(area(device, (device - step) % ring_size) for device in devices)
-
-    def area(device: int, source: int) -> float:
-        last = np.asarray(layout.index(device, ring_size, length))[None]
-        stop = layout.count(source, last + 1, ring_size, length)
-        tiles = key_ranges(np.zeros_like(stop), stop, sub, sub).work().sum()
-        return float(min(tiles * sub**2, length**2))
-
-    others = np.unique(np.linspace(1, ring_size - 1, SAMPLED_STEPS).astype(int))
-    if ring_size == 1:
-        return slowest(0)
-    later = np.mean([slowest(int(step)) for step in others])
-    return (slowest(0) + (ring_size - 1) * float(later)) / ring_size

@@ -2,7 +2,7 @@
 
 Of the meshes over which the model, the rows and the context divide, first those in
 which the step should fit, then those whose ring transfers are hidden by its kernels,
-then those with the fewest bytes of exposed communication.
+then those whose attention kernels and exposed communication take the least time.
 
 - It fits if parameters, optimizer, what layers save (`memory`) and a workspace by
   `workspace_bytes` leave SPARE_SHARE of the chip.
@@ -51,6 +51,7 @@ class Suggestion:
     hiding: time of a ring step's kernel over that of its transfer, in the worse
       direction; None without a ring.
     exposed_bytes: bytes that a device sends in a step while nothing is computed.
+    seconds: estimated time of those, and of the step's attention kernels.
     """
 
     mesh: dict[str, int]
@@ -58,12 +59,13 @@ class Suggestion:
     fits: bool
     hiding: float | None
     exposed_bytes: float
+    seconds: float
 
     @property
     def rank(self) -> tuple[bool, bool, float, float]:
         """Sort key; smaller is better."""
         is_hidden = self.hiding is None or self.hiding >= 1
-        return not self.fits, not is_hidden, self.exposed_bytes, self.memory
+        return not self.fits, not is_hidden, self.seconds, self.memory
 
 
 def suggestions(
@@ -113,13 +115,19 @@ def suggestion(
             / ring.transfer_seconds(chip, direction)
             for direction in PRODUCTS
         )
+    exposed = exposed_bytes(config, partition, ring, parameters)
+    exposed += _outlasting_bytes(config, ring, chip, kernels)
+    attention = sum(
+        times * ring.steps * part.kernel_seconds(kernels, direction)
+        for times, part, direction in ring_passes(config, ring)
+    )
     return Suggestion(
         mesh=partition.sizes,
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         hiding=hiding,
-        exposed_bytes=exposed_bytes(config, partition, ring, parameters)
-        + _outlasting_bytes(config, ring, chip, kernels),
+        exposed_bytes=exposed,
+        seconds=attention + exposed / chip.interconnect_bytes_per_second,
     )
 
 

@@ -1,0 +1,98 @@
+"""Times of kernels: sums of parts of compiled kernels, and what they wait for."""
+
+import pytest
+
+from kernels.layouts import Striped
+from tools.lib.planning.hops import Sequence, works
+from tools.lib.planning.kernels import (
+    PRODUCTS,
+    Kernels,
+    Launched,
+    Ring,
+    read_kernel_parts,
+)
+from training import chips
+
+V3, V4, V5E, V5P, V6E, H200 = map(
+    chips.find,
+    (
+        "TPU v3",
+        "TPU v4",
+        "TPU v5 lite",
+        "TPU v5",
+        "TPU v6 lite",
+        "NVIDIA H200",
+    ),
+)
+
+
+def make_ring(length, size=8, heads=8, documents=(), **fields):
+    sequence = Sequence(Striped(), size, length, documents)
+    values = {"heads": heads, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    return Ring(sequence, 1, **values | fields, keys_bytes=0, gradients_bytes=0)
+
+
+def per_pair(chip, length, direction="forward", **fields):
+    """Seconds of a visible pair, by those of a full tile."""
+    ring, kernels = make_ring(length, **fields), Kernels.of(chip)
+    pairs = ring.heads * length**2 / 2
+    return ring.kernel_seconds(kernels, direction) / pairs / kernels.seconds[direction]
+
+
+def test_full_tiles_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
+    fast = Kernels.of(V5E)
+    # 3891 bundles at 1.5 GHz would beat the peak: 2 products of 1024 x 1024 x 128.
+    assert fast.seconds["forward"] == pytest.approx(4 * 128 / 197e12)
+    slower, seconds = Kernels.of(V4), 4144 / 4096 * 4 * 128 / 275e12
+    assert slower.seconds["forward"] == pytest.approx(seconds, rel=0.03)
+    assert "forward 4138, backward 10240" in slower.source
+    # Of heads of 128, half of a v6e's matrix units is idle.
+    narrow = Kernels.of(V6E).seconds["forward"]
+    assert narrow == pytest.approx(2308 / 2048 * 2 * 4 * 128 / 918e12, rel=4e-3)
+
+
+@pytest.mark.parametrize("chip", [V3, H200])
+def test_kernels_without_parts_take_an_assumed_share(chip):
+    kernels = Kernels.of(chip)
+    assert kernels.seconds["forward"] == 2 * 2 * 128 / (0.6 * chip.peak_flops)
+    assert "assumed" in kernels.source
+    seconds = make_ring(1024, size=1).kernel_seconds(kernels, "forward")
+    # 10 of 16 sub-tiles are live.
+    assert seconds == 8 * 10 * 256**2 * kernels.seconds["forward"]
+
+
+@pytest.mark.parametrize("chip", [V4, V5E, V5P, V6E], ids=lambda chip: chip.name)
+def test_short_shards_take_longer_for_a_pair_than_full_tiles(chip):
+    for direction in PRODUCTS:
+        found = [per_pair(chip, 2**n, direction) for n in range(10, 19)]
+        assert found == sorted(found, reverse=True)
+        assert 1 < found[-1] < 1.05 and found[2] > 1.2
+
+
+def test_known_tiles_and_programs_of_a_v5e():
+    """Read by hand in the schedule: see results/2026-11-21-tpu-schedules.md."""
+    parts = read_kernel_parts()
+    forward, backward = (
+        parts["TPU v5 lite", direction, True] for direction in PRODUCTS
+    )
+    assert forward.begin + forward.masks == pytest.approx(1084, rel=0.1)
+    assert forward.end == pytest.approx(603, rel=0.05)
+    for part, diagonal in (forward, 3479), (backward, 7384):
+        turns = part.partial + 4 * part.turn + sum(part.live)
+        assert turns == pytest.approx(diagonal, rel=0.03)
+
+
+def test_first_copies_and_a_resident_dq_are_waited_for():
+    def waited(direction, length=4096):
+        kernel = Launched.of(
+            "v5e", direction, False, (1, length, 8, 128), (length, 8), "bfloat16"
+        )
+        sequence = Sequence(Striped(), 1, length)
+        ((_, (work, *_)),) = works(sequence, kernel.blocks, direction)
+        return kernel.goes_on, kernel.waited_bytes(work)
+
+    tile = 2 * 1024 * 128 * 2  # of keys and values, or queries and their gradients
+    assert waited("forward") == (False, 4 * tile)
+    assert waited("backward") == (True, 4 * tile + 2 * 4096 * 128 * 4)
+    streamed = tile + 2 * 1024 * 128 * 4
+    assert waited("backward", 2**17) == (False, 128 * streamed)

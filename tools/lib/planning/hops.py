@@ -1,0 +1,269 @@
+"""Counts what the TPU kernels do in the steps of a ring: programs and kinds of tiles.
+
+The bounds are those of `kernels.ring`: one causal sequence of packed documents. Only
+their edges in every piece of a tile are computed, as bounds do not decrease.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels.layouts import Layout
+from kernels.tile_ranges import TileRanges, key_ranges, query_ranges
+
+SAMPLED_STEPS = 8
+
+SUB_TILE = 256
+"""Rows and keys of the sub-tiles that areas are counted in."""
+
+
+class Bounds(NamedTuple):
+    """Visible slots [k_start, k_end) at the edges of pieces of rows, int (1, 2 n)."""
+
+    k_start: np.ndarray
+    k_end: np.ndarray
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Pieces of a kernel's tile, as in `TpuBlocks`.
+
+    heads: query heads whose rows are stacked in a tile of heads * block_q rows.
+    """
+
+    heads: int
+    block_q: int
+    block_k: int
+    exact_rows: int
+    live_columns: int
+
+    @property
+    def piece(self) -> int:
+        """Rows of a head that every sub-block has all or none of."""
+        return math.gcd(self.block_q, self.exact_rows)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel does for one key/value head, or several kernels together.
+
+    programs: of the grid. live, partial: those with live, and with partial, tiles.
+    full_tiles, partial_tiles: in all. first: sub-blocks of full tiles that are a row's
+      first tile. granules: sub-blocks of partial tiles by number of live granules.
+    """
+
+    programs: int
+    live: int
+    partial: int
+    full_tiles: int
+    partial_tiles: int
+    first: int
+    granules: tuple[int, ...]
+
+    @property
+    def tiles(self) -> int:
+        return self.full_tiles + self.partial_tiles
+
+    def __add__(self, other: "Work") -> "Work":
+        granules = map(sum, zip(self.granules, other.granules, strict=True))
+        counts = (
+            getattr(self, name) + getattr(other, name)
+            for name in self.__dataclass_fields__
+            if name != "granules"
+        )
+        return Work(*counts, granules=tuple(granules))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A causal sequence over a ring.
+
+    length: of a shard, tokens. documents: lengths of packed documents, repeated until
+      the sequence is full; none for one document.
+    part: "front" for the first half of a shard's queries on the first half of the keys,
+      "tail" for the second on all; see `make_ring_attention`'s keep_tail.
+    """
+
+    layout: Layout
+    ring_size: int
+    length: int
+    documents: tuple[int, ...] = ()
+    part: str = "whole"
+
+    @property
+    def queries(self) -> range:
+        """Slots of a shard's queries."""
+        half = self.length // 2
+        parts = {"front": range(half), "tail": range(half, self.length)}
+        return parts.get(self.part, range(self.length))
+
+    @property
+    def keys(self) -> int:
+        """Slots of a shard's keys."""
+        return self.length // 2 if self.part == "front" else self.length
+
+    def bounds(self, device: int, source: int, piece: int) -> Bounds:
+        """Returns the bounds of a device's rows on the keys of another, by pieces."""
+        shape = self.ring_size, self.length
+        token = _edges(self, device, piece)
+        visible = document_starts(self.documents, token), token + 1
+        slots = (self.layout.count(source, bound, *shape) for bound in visible)
+        return Bounds(*(np.minimum(slot, self.keys) for slot in slots))
+
+    @functools.cached_property
+    def area(self) -> float:
+        """Query-key pairs of the slowest device, the mean over ring steps.
+
+        Those of live sub-tiles of SUB_TILE rows and keys; see `sampled`.
+        """
+        sub = min(SUB_TILE, len(self.queries), self.keys)
+
+        def pairs(device: int, source: int) -> float:
+            tiles = key_ranges(*self.bounds(device, source, sub), 2, sub).work().sum()
+            return float(min(tiles * sub**2, len(self.queries) * self.keys))
+
+        return sum(
+            weight * max(itertools.starmap(pairs, hops))
+            for weight, hops in self.sampled()
+        )
+
+    @property
+    def sampled_steps(self) -> int:
+        """Ring steps that `sampled` yields."""
+        return min(self.ring_size, 1 + SAMPLED_STEPS)
+
+    def sampled(self) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+        """Yields (weight, (device, source) of each sampled device) of ring steps.
+
+        The first, the middle and the last device, and SAMPLED_STEPS steps besides the
+        first one. The weights sum to 1.
+        """
+        size = self.ring_size
+        devices = sorted({0, size // 2, size - 1})
+        others = np.unique(np.linspace(1, size - 1, SAMPLED_STEPS).astype(int))
+        steps = [(0, 1.0)] if size == 1 else [(0, 1 / size)]
+        if size > 1:
+            steps += [(int(step), (1 - 1 / size) / len(others)) for step in others]
+        for step, weight in steps:
+            yield weight, [(device, (device - step) % size) for device in devices]
+
+
+@functools.cache
+def _edges(sequence: Sequence, device: int, piece: int) -> np.ndarray:
+    """Returns the tokens of the first and the last row of each piece, (1, 2 n)."""
+    first = np.arange(0, len(sequence.queries), piece)
+    last = np.minimum(first + piece, len(sequence.queries)) - 1
+    rows = sequence.queries.start + np.stack((first, last), 1).ravel()
+    layout, shape = sequence.layout, (sequence.ring_size, sequence.length)
+    return np.asarray(layout.index(device, *shape))[rows][None]
+
+
+def document_starts(documents: tuple[int, ...], token: np.ndarray) -> np.ndarray:
+    """Returns the first token of the document that each token belongs to."""
+    if not documents:
+        return np.zeros_like(token)
+    ends = np.cumsum(documents)
+    begins = ends - documents
+    whole, rest = np.divmod(token, ends[-1])
+    return whole * ends[-1] + begins[np.searchsorted(ends, rest, side="right")]
+
+
+@functools.cache
+def works(
+    sequence: Sequence, blocks: Blocks, direction: str
+) -> tuple[tuple[float, tuple[Work, ...]], ...]:
+    """Returns (weight, work of each sampled device) of the ring's steps.
+
+    Backward, the local block is computed in halves.
+    """
+
+    def of_hop(device: int, source: int) -> Work:
+        bounds = sequence.bounds(device, source, blocks.piece)
+        is_cut = direction == "backward" and sequence.ring_size > 1 and device == source
+        calls = halves(bounds, sequence.keys) if is_cut else [bounds]
+        found = (work(direction, call, blocks, sequence.keys) for call in calls)
+        return functools.reduce(Work.__add__, found)
+
+    return tuple(
+        (weight, tuple(itertools.starmap(of_hop, hops)))
+        for weight, hops in sequence.sampled()
+    )
+
+
+def halves(bounds: Bounds, keys: int) -> list[Bounds]:
+    """Returns the bounds of both halves of the queries, as `kernels.ring.halves`."""
+    rows = bounds.k_start.shape[1]
+    early = np.arange(rows) < rows // 2
+    return [
+        Bounds(*(np.where(early, bound, keys) for bound in bounds)),
+        Bounds(*(np.where(early, 0, bound) for bound in bounds)),
+    ]
+
+
+def work(direction: str, bounds: Bounds, blocks: Blocks, keys: int) -> Work:
+    """Counts a kernel's work. Programs are query tiles forward, key tiles backward."""
+    edges = 2 * blocks.block_q // blocks.piece
+    # Like the launch, up to whole query tiles.
+    more = -bounds.k_start.shape[1] % edges
+    bounds = Bounds(*(np.pad(b, ((0, 0), (0, more)), mode="edge") for b in bounds))
+    if direction == "forward":
+        ranges = key_ranges(*bounds, edges, blocks.block_k)
+        query, key = _partial_tiles(ranges)
+    else:
+        ranges = query_ranges(*bounds, edges, blocks.block_k, keys)
+        key, query = _partial_tiles(ranges)
+    live, full = ranges.work(), ranges.full_end - ranges.full_begin
+    is_first = (full > 0) & (ranges.full_end == ranges.live_end)
+    return Work(
+        programs=live.size,
+        live=int((live > 0).sum()),
+        partial=int((live > full).sum()),
+        full_tiles=int(full.sum()),
+        partial_tiles=int((live - full).sum()),
+        first=int(is_first.sum()) * blocks.heads * blocks.block_q // blocks.exact_rows,
+        granules=_granules(bounds, blocks, query, key),
+    )
+
+
+def _partial_tiles(ranges: TileRanges) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (line, tile along it) of all partial tiles."""
+    lines, tiles = [], []
+    for begin, end in (
+        (ranges.live_begin[0], ranges.full_begin[0]),
+        (ranges.full_end[0], ranges.live_end[0]),
+    ):
+        count = end - begin
+        line = np.repeat(np.arange(count.size), count)
+        number = np.arange(line.size) - np.repeat(np.cumsum(count) - count, count)
+        lines.append(line)
+        tiles.append(begin[line] + number)
+    return np.concatenate(lines), np.concatenate(tiles)
+
+
+def _granules(
+    bounds: Bounds, blocks: Blocks, query: np.ndarray, key: np.ndarray
+) -> tuple[int, ...]:
+    """Counts the sub-blocks of tiles by their live granules: see `SubBlockBounds`."""
+    pieces = blocks.block_q // blocks.piece  # of a tile's rows of one head
+    in_one = blocks.exact_rows // blocks.piece
+
+    def stacked(bound: np.ndarray) -> np.ndarray:
+        """(1, 2 n), or its edges -> [tiles, sub-blocks, pieces]."""
+        tiles = bound.reshape(-1, pieces)
+        return np.tile(tiles, (1, blocks.heads)).reshape(tiles.shape[0], -1, in_one)
+
+    k_start = stacked(bounds.k_start[0, ::2]).min(axis=2)[query]
+    k_end = stacked(bounds.k_end[0, 1::2]).max(axis=2)[query]
+    first_key = key[:, None] * blocks.block_k
+    granule = blocks.live_columns
+    begin = (k_start - first_key).clip(0, blocks.block_k) // granule
+    end = -(-(k_end - first_key).clip(0, blocks.block_k) // granule)
+    count = np.bincount(
+        (end - begin).clip(0).ravel(), minlength=blocks.block_k // granule + 1
+    )
+    return tuple(map(int, count))
