@@ -90,7 +90,7 @@ def train(
     state_like = base.abstract_state(task.model, optimizer, partition)
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
     parameters = f"{task.num_parameters:,} parameters in {shards} shards"
-    say(f"model: {parameters}, {config.attention} attention")
+    say(f"model: {parameters}, {config.attention} attention; {task.execution}")
 
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:

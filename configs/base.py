@@ -105,12 +105,18 @@ def get_config() -> ml_collections.ConfigDict:
     # What the backward keeps of a layer: everything, products, attention, tail,
     # nothing, offload (see models/remat.py).
     config.remat = "attention"
+    # GiB of a device for what layers keep beyond that: as many layers, from the last
+    # one on, keep what the next of nothing, attention, products does. The planner
+    # finds what fits: tools/plan_pod.py --fit-remat.
+    config.remat_budget_gib = 0.0
     # In how many parts a device's key/value heads are attended to, one after the other:
     # queries, keys, values, and what the ring holds, exist for one part at a time.
     config.attention_parts = 1
-    # Tokens per device whose feed-forward, or whose logits, exist at a time.
-    config.feed_forward_chunk_tokens = 2048
-    config.loss_chunk_tokens = 512
+    # Tokens per device whose feed-forward, or whose logits, exist at a time. 0: chosen
+    # for the device (see models/chunks.py); layers that keep their products then take
+    # all tokens at once. As large as the tokens of a device, or larger: all at once.
+    config.feed_forward_chunk_tokens = 0
+    config.loss_chunk_tokens = 0
 
     # Devices along each axis; -1 for all that remain. Batch over data and fsdp,
     # sequence over ring, heads and feed-forward over tensor, parameters over fsdp and

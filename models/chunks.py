@@ -1,10 +1,63 @@
 """Work on a few tokens at a time, so that nothing wide is held for all of them."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+MEMORY_SHARE = 1 / 16
+"""Share of a device's memory that the arrays of a chunk take at most.
+
+In long contexts they do not raise the peak of a step: the backward of attention holds
+more than 8 float32 arrays of all hidden states, when those of chunks are gone. With a
+hidden size of 4096 and 32 GiB these are more from 16 Ki tokens of a device on.
+"""
+
+TRAFFIC_SHARE = 1 / 8
+"""Time in which the weights of a chunk move, over that of its products, by peaks."""
+
+FLOPS_PER_BYTE = 8 / 14
+"""Of a weight, for each token of a chunk and each byte moved for all of them.
+
+Its product is computed twice, and has two in the backward; its float32 gradient is read
+and written once, the weight itself read three times in 2 bytes.
+"""
+
+MODEST_CHUNK = 1024
+"""Tokens of a chunk at most on a device whose memory and rates are not known."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory in bytes, and FLOPs that take as long as moving a byte to or from it."""
+
+    memory: float
+    flops_per_byte: float
+
+
+def choose_chunk(tokens: int, token_bytes: int, device: Device | None) -> int:
+    """Chooses how many of a device's tokens to work on at a time; at most all.
+
+    As many as make the traffic of the weights' gradient small, which is rewritten for
+    each chunk; fewer where they would take too much memory. A divisor of the tokens
+    that is more than half of that, if there is one: then no chunk has padding.
+
+    token_bytes: of the wide arrays of a token, and of their gradients.
+    device: None where it is not known.
+    """
+    if device is None:
+        most = MODEST_CHUNK
+    else:
+        enough = device.flops_per_byte / (TRAFFIC_SHARE * FLOPS_PER_BYTE)
+        enough = 2 ** math.ceil(math.log2(enough))
+        held = int(MEMORY_SHARE * device.memory / token_bytes)
+        most = max(1, min(enough, held))
+    if most >= tokens:
+        return max(1, tokens)
+    return next((n for n in range(most, most // 2, -1) if tokens % n == 0), most)
 
 
 def scan_chunks(

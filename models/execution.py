@@ -22,12 +22,16 @@ class Execution:
       parallel transformer, 2305.19370); 0 for all of them.
     attention_parts: head groups of a device; queries, keys, values and ring exist for
       one group at a time. 1 for all heads at once.
+    loss_chunk: tokens per device whose logits exist at a time; 0 for all of them.
+    last_layers: how the last layers run instead, which keep more, and how many.
     """
 
     compute_dtype: jnp.dtype
     remat: str
     feed_forward_chunk: int = 0
     attention_parts: int = 1
+    loss_chunk: int = 0
+    last_layers: "tuple[Execution, int] | None" = None
 
     def __post_init__(self):
         check_policy(self.remat)
@@ -36,6 +40,23 @@ class Execution:
                 f"feed_forward_chunk={self.feed_forward_chunk} must be a number of "
                 "tokens, or 0 for all of them"
             )
+
+    def __str__(self) -> str:
+        text = f"remat {self.remat}, feed-forward {_tokens(self.feed_forward_chunk)}"
+        if self.last_layers:
+            last, layers = self.last_layers
+            chunk = _tokens(last.feed_forward_chunk)
+            text += f"; last {layers} layers {last.remat}, feed-forward {chunk}"
+        return text + f"; logits {_tokens(self.loss_chunk)}" * (self.loss_chunk > 0)
+
+    def runs(self, layers: int) -> "list[tuple[Execution, int]]":
+        """Returns how these layers run, one run after the other, and their numbers."""
+        last = [self.last_layers] if self.last_layers else []
+        return [(self, layers - sum(count for _, count in last)), *last]
+
+
+def _tokens(chunk: int) -> str:
+    return f"of {chunk:,} tokens at a time" if chunk else "of all tokens"
 
 
 class Partition(Protocol):

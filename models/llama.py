@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.chunks import scan_chunks
 from models.execution import Execution, Partition
-from models.remat import remat, remat_attention, remat_projection
+from models.remat import remat_attention, remat_projection
 from models.rope import RopeScaling, Rotation, rotate, rotations
+from models.stacks import through_stack
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps q (B, T, H, D), k and v (B, T, K, D) to attention outputs (B, T, H, D)."""
@@ -273,6 +274,12 @@ class DecoderLayer(nnx.Module):
             config, partition, execution.feed_forward_chunk, rngs=rngs
         )
 
+    def to_run(self, execution: Execution) -> "DecoderLayer":
+        """Returns this layer after it is set to run as said, where layers differ."""
+        self.attention.remat = execution.remat
+        self.feed_forward.chunk = execution.feed_forward_chunk
+        return self
+
     def __call__(self, x: jax.Array, rotation: Rotation, attend: Attend) -> jax.Array:
         """Returns the layer's output, (B, T, E), for x of the same shape."""
         x = checkpoint_name(x, "layer_input")
@@ -329,12 +336,8 @@ class Decoder(nnx.Module):
         positions: int32 (B, T), in the order of x, any.
         """
         rotation = self.rotation(positions)
-        structure, parameters = nnx.split(self.layers)
-
-        def layer(x: jax.Array, parameters: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(structure, parameters)(x, rotation, attend), None
-
-        x, _ = jax.lax.scan(remat(layer, self.execution.remat), x, parameters)
+        runs = self.execution.runs(self.config.num_layers)
+        x = through_stack(self.layers, runs, x, rotation, attend)
         return self.norm(x)
 
     def rotation(self, positions: jax.Array) -> Rotation:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import optax
 from jax.sharding import NamedSharding
@@ -35,8 +34,6 @@ from training.step import (
     initial_state,
     make_train_step,
 )
-
-COMPUTE_DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,7 @@ class Data:
 class Task:
     """A model and its losses on a mesh, before any data is read.
 
+    execution: settings of the model's speed and memory.
     batch_like: shape, type and sharding of a batch's arrays.
     objective: the training loss. held_out: the validation loss; the same or its parts.
     work: (tokens, visible pairs) of a step -> `StepWork`.
@@ -81,6 +79,7 @@ class Task:
     """
 
     model: Model
+    execution: Execution
     batch_like: Any
     objective: Objective
     held_out: Objective
@@ -184,26 +183,6 @@ def partition(
       ValueError: as `mesh_shape`.
     """
     return Partition(make_mesh(mesh_shape(config, len(devices)), devices))
-
-
-@names_fields
-def execution(config: ml_collections.ConfigDict) -> Execution:
-    """Returns the dtype, remat policy and chunking of the config's model.
-
-    Raises:
-      ValueError: an unsupported dtype, or an unknown remat policy.
-    """
-    if config.compute_dtype not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"{config.compute_dtype=} must be one of {', '.join(COMPUTE_DTYPES)}"
-        )
-    chunked = attention_system(config).chunked
-    return Execution(
-        compute_dtype=jnp.dtype(config.compute_dtype),
-        remat=config.remat,
-        feed_forward_chunk=config.feed_forward_chunk_tokens if chunked else 0,
-        attention_parts=config.attention_parts,
-    )
 
 
 @names_fields

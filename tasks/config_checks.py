@@ -17,13 +17,14 @@ from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
 from tasks import base
 from tasks.config_errors import names_fields, raise_all
+from tasks.execution import check_execution
 from tasks.task import TASKS
 from training.mesh import Partition
 from training.profiler import Profiler
 
 LEAST = {
     "attention_parts": 1,
-    "loss_chunk_tokens": 1,
+    "loss_chunk_tokens": 0,
     "feed_forward_chunk_tokens": 0,
     "simulated_devices": 0,
     "seed": 0,
@@ -59,7 +60,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
         _places,
         _profile,
         base.attention_system,
-        base.execution,
+        check_execution,
         base.optimizer_settings,
         base.guard_settings,
         functools.partial(_sizes, task.sizes),

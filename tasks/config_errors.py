@@ -12,6 +12,8 @@ OTHER_NAMES = {
     "granule": "config.stripe_granule",
     "policy": "config.remat",
     "feed_forward_chunk": "config.feed_forward_chunk_tokens",
+    "loss_chunk": "config.loss_chunk_tokens",
+    "last_layers": "config.remat_budget_gib",
     "order": "config.data.chain_order",
     "kv_heads": "config.model.num_kv_heads",
 }

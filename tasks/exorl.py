@@ -29,7 +29,7 @@ from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
 from models.losses import action_errors, sums_by_rank
 from models.rope import RopeScaling
-from tasks import base
+from tasks import base, execution
 from tasks.base import Data, Objective, Task
 from tasks.config_errors import names_fields
 from training.feed import host_blocks
@@ -74,6 +74,7 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     )
     return Task(
         model=agent,
+        execution=execution.execution(config, partition),
         batch_like=abstract_batch(config, partition),
         objective=by_rank,
         held_out=by_rank,
@@ -180,7 +181,7 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
       ValueError: an unknown method, sizes that make no model, or that do not divide
         over the mesh.
     """
-    run, found = base.execution(config), sizes(config)
+    run, found = execution.execution(config, partition), sizes(config)
     if isinstance(found, ClonerConfig):
 
         def build(key: jax.Array) -> nnx.Module:

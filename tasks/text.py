@@ -30,10 +30,10 @@ from tasks.base import (
     attention_system,
     batch_shape,
     batch_sharding,
-    execution,
     ring_attention,
 )
 from tasks.config_errors import names_fields
+from tasks.execution import execution
 from training.feed import host_blocks
 from training.mesh import Partition
 from training.metrics import StepWork
@@ -65,6 +65,7 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     loss_sum = loss_function(config, llama, partition)
     return Task(
         model=llama,
+        execution=execution(config, partition, llama.config.vocab_size),
         batch_like=abstract_batch(config, partition),
         objective=Objective(loss_sum, count_tokens),
         held_out=_by_position(config, llama, partition),
@@ -115,7 +116,8 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
     Raises:
       ValueError: sizes that make no model, or that do not divide over the mesh.
     """
-    run, llama = execution(config), sizes(config)
+    llama = sizes(config)
+    run = execution(config, partition, llama.vocab_size)
 
     def build(key: jax.Array) -> Llama:
         return Llama(llama, run, partition, rngs=nnx.Rngs(params=key))
@@ -134,11 +136,10 @@ def loss_function(
     parts: returns the loss of each of these, [parts], instead of one of all tokens.
 
     Raises:
-      ValueError: an unknown implementation, or a chunk of no tokens.
+      ValueError: an unknown implementation.
     """
-    if config.loss_chunk_tokens < 1:
-        raise ValueError(f"{config.loss_chunk_tokens=} must be at least 1")
     attend = ring_attention(config, partition)
+    chunk = execution(config, partition, model.config.vocab_size).loss_chunk
 
     def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
         llama = nnx.merge(model.structure, parameters)
@@ -147,7 +148,7 @@ def loss_function(
         )
         hidden = llama(batch.tokens, batch.positions, see_visible)
         predicted = hidden, llama.head[...], batch.targets, batch.loss_weights
-        options = {"chunk": config.loss_chunk_tokens, "partition": partition}
+        options = {"chunk": chunk, "partition": partition}
         if parts is None:
             return cross_entropy(*predicted, **options)
         return cross_entropy_by_position(

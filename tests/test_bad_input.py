@@ -42,6 +42,8 @@ remat=tail stripe_granule=20 => got 20 tokens on each of 4 | a multiple of 160
 implementation=cuda => implementation='cuda' | blockwise
 data.rows=lines => rows='lines' | packed, documents
 data.rows=whole => row of 80 | take a longer context
+remat=offload remat_budget_gib=1.0 => config.remat='offload' | nothing, attention
+remat_budget_gib=nan => config.remat_budget_gib=nan | at least 0
 compute_dtype=flaot32 => compute_dtype='flaot32' | bfloat16 | float32
 compute_dtype=int8 => compute_dtype='int8' | bfloat16 | float32
 data.context_tokens=78 => context_tokens=78 | ring of 4 | multiple of 4
@@ -83,11 +85,11 @@ config.remat='some' | config.optimizer.beta1 | config.optimizer.end_lr=1.0 | \
 head_dim=7 | config.guard.stop_after=0
 """.splitlines()
 COUNTS = "checkpoint.save_every_steps train.extra_steps train.validation_batches seed"
-COUNTS += " simulated_devices feed_forward_chunk_tokens"
+COUNTS += " simulated_devices feed_forward_chunk_tokens loss_chunk_tokens"
 SIZES = "mesh.fsdp train.microbatches train.steps train.log_every_steps stripe_granule"
 SIZES += " train.validate_every_steps checkpoint.keep guard.stop_after"
-SIZES += " loss_chunk_tokens data.context_tokens"
-FLOATS = "guard.spike_sigmas guard.step_seconds"
+SIZES += " data.context_tokens"
+FLOATS = "guard.spike_sigmas guard.step_seconds remat_budget_gib"
 BAD_CONFIGS += [
     f"{name}={low} => config.{name}={low} | at least {least}"
     for low, least, names in ((-1, 0, COUNTS), (-1.0, 0, FLOATS), (0, 1, SIZES))

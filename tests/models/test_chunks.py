@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.chunks import scan_chunks
+from models.chunks import Device, choose_chunk, scan_chunks
 
 TOKENS = 13
 each_chunk = pytest.mark.parametrize("chunk", [1, 4, 13, 100])
@@ -83,3 +83,45 @@ def test_gradient_holds_one_chunk_of_the_wide_values(rng):
     all_wide = 4 * tokens * wide
     assert temporary_bytes(tokens) >= all_wide
     assert temporary_bytes(64) < all_wide / 8
+
+
+V5E = Device(16 * 2**30, 197e12 / 819e9)
+V6E = Device(32 * 2**30, 918e12 / 1638e9)
+LOGITS, WIDE = 8 * 128_256, 6 * 2 * 14_336
+"""Bytes of a token of LLaMA 3 8B, with gradients: logits, and the feed-forward's."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "token_bytes", "device", "chunk"),
+    [
+        (16_384, LOGITS, V6E, 2048),  # as many as a sixteenth of 32 GiB holds
+        (16_384, WIDE, V6E, 8192),  # more would save little
+        (16_384, WIDE, V5E, 4096),
+        (2**20, WIDE, V6E, 8192),
+        (1500, WIDE, V6E, 1500),
+        (16_384, LOGITS, V5E, 1024),
+        (3 * 4096, WIDE, V5E, 4096),
+        (5 * 2000, WIDE, V5E, 2500),  # divides; 4096 would have padding
+        (9973, WIDE, V5E, 4096),  # a prime
+        (16_384, LOGITS, None, 1024),
+        (100, LOGITS, None, 100),
+        (0, LOGITS, V5E, 1),
+    ],
+)
+def test_chunks_are_chosen_by_traffic_and_memory(tokens, token_bytes, device, chunk):
+    assert choose_chunk(tokens, token_bytes, device) == chunk
+
+
+@pytest.mark.parametrize("device", [V5E, V6E])
+def test_chunks_stay_within_their_memory_and_make_traffic_small(device):
+    for tokens in (1024, 4096, 16_384, 65_536, 2**20):
+        for token_bytes in (LOGITS, WIDE, 8 * 32_000):
+            chunk = choose_chunk(tokens, token_bytes, device)
+            held = chunk * token_bytes
+            assert held <= device.memory / 16
+            # Of long contexts at most what the attention of a layer's backward holds.
+            assert held <= 8 * 4 * 4096 * tokens or tokens < 16_384
+            # Twice as many would be too many, or save nothing that counts.
+            moves = 14 * device.flops_per_byte / (8 * chunk)
+            too_many = chunk == tokens or 2 * held > device.memory / 16
+            assert too_many or moves <= 1 / 8

@@ -36,9 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 V4, V5E, V3, H200 = map(chips.find, ("TPU v4", "TPU v5 lite", "TPU v3", "NVIDIA H200"))
 
 
-def config_7b(context=2**23, remat="nothing", head_dim=128):
+def config_7b(context=2**23, remat="nothing", head_dim=128, **more):
     fields = {"data.context_tokens": context, "remat": remat, "attention_parts": 1}
-    fields |= {"model.head_dim": head_dim}
+    fields |= {"model.head_dim": head_dim} | more
     arguments = [f"--config.{name}={value}" for name, value in fields.items()]
     return read_config(["--config=configs/tpuv4_7b.py", *arguments])
 
@@ -93,12 +93,19 @@ def test_rings_of_a_step_are_those_that_remat_runs():
     ring = Ring.of(config_7b(), partition(), V4)
     forward = {}
     for remat in ("attention", "tail", "nothing"):
-        *parts, (times, whole, _) = ring_passes(config_7b(remat=remat), ring)
+        *parts, (times, whole, _) = ring_passes(
+            config_7b(remat=remat), partition(), ring
+        )
         assert (times, whole) == (32, ring)
         forward[remat] = sum(n * part.area for n, part, _ in parts) / (32 * ring.area)
     expected = {"attention": 1, "tail": 1.25, "nothing": 2}
     assert forward == pytest.approx(expected, rel=0.02)
-    (_, front, _), (_, tail, _), _ = ring_passes(config_7b(remat="tail"), ring)
+    budget = {"remat_budget_gib": 8.5 * 16384 * 8320 / 2**30}
+    passes = ring_passes(config_7b(**budget), partition(), ring)
+    assert [times for times, _, _ in passes] == [2 * 24, 8, 32]
+    (_, front, _), (_, tail, _), _ = ring_passes(
+        config_7b(remat="tail"), partition(), ring
+    )
     sent = [part.keys_bytes / ring.keys_bytes for part in (front, tail)]
     assert sent == [0.5, 1]
 
@@ -109,8 +116,11 @@ def test_saved_by_layers_follows_the_policy():
     expected |= {"tail": 2 * (4096 + 4096 // 2) + 4 * 32 // 2}
     expected |= {"products": 2 * (6 * 4096) + 4 * 32}
     for remat, count in expected.items():
-        found = saved_bytes(config_7b(remat=remat), partition())
-        assert found == 32 * 16384 * count, remat
+        config = config_7b(remat=remat, feed_forward_chunk_tokens=2048)
+        assert saved_bytes(config, partition()) == 32 * 16384 * count, remat
+    config = config_7b(remat="nothing", remat_budget_gib=3 * 16384 * 8320 / 2**30)
+    last = 3 * (expected["attention"] - expected["nothing"])
+    assert saved_bytes(config, partition()) == 16384 * (32 * 2 * 4096 + last)
 
 
 def program(*kernels: str) -> Program:

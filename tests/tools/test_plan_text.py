@@ -24,6 +24,7 @@ PLAN = Plan(
     rows=1,
     context_tokens=8_388_608,
     remat="nothing",
+    execution="remat nothing, feed-forward of 4,096 tokens at a time",
     attention_parts=4,
     implementation="pallas_tpu",
     memory=Memory(GIB, 2 * GIB, 3 * GIB, GIB // 2, 13 * GIB // 2, 16 * GIB, 0),
@@ -166,12 +167,13 @@ def test_no_transfers_and_loops_that_were_counted_once_are_told():
 
 
 def test_a_plan_begins_with_its_devices_mesh_and_step():
-    first, step, compiled, *_ = describe(PLAN)
+    first, step, execution, compiled, *_ = describe(PLAN)
     mesh = "data 1 x fsdp 1 x ring 512 x tensor 1"
     assert first == f"512 x TPU v3 (v3:16x16): {mesh}"
     assert step.startswith(
         "step: 1 x 8,388,608 tokens, remat nothing, attention pallas_tpu, "
     )
+    assert execution == PLAN.execution and compiled.startswith("compiled in 52 s")
     assert "time of a step: at least, estimated and not measured" in describe(PLAN)
 
 
@@ -179,7 +181,7 @@ def test_memory_adds_up_and_tells_too_little_spare():
     for name, shown in (
         ("parameters", "1.00 GiB"),
         ("optimizer state", "2.00 GiB"),
-        ("saved by layers (formula of remat=nothing)", "3.00 GiB"),
+        ("saved by layers (formula of what remat keeps)", "3.00 GiB"),
         ("workspace (the rest)", "512.00 MiB"),
         ("peak (all of these)", "6.50 GiB"),
         ("of the device", "16.00 GiB"),

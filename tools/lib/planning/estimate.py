@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import ml_collections
 
 from models.remat import RERUN
+from tasks.execution import execution
 from tools.lib.planning.kernels import COUNTED, Kernels, Ring
 from tools.lib.planning.roofline import Work
 from training.chips import Chip
@@ -60,7 +61,7 @@ class Attention:
             return cls({}, 0.0, {}, "attention is among the other instructions")
         kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip)
         seconds, outlasting = {"forward": 0.0, "backward": 0.0}, 0.0
-        passes = ring_passes(config, ring)
+        passes = ring_passes(config, partition, ring)
         for times, part, direction in passes:
             kernel = part.kernel_seconds(kernels, direction)
             more = max(0.0, part.transfer_seconds(chip, direction) - kernel)
@@ -78,7 +79,7 @@ class Attention:
                 if one.kind == "kernel" and counts[one.kernel]
             },
             f"attention: {kernels.source}; {COUNTED}; remat {config.remat} runs the "
-            f"ring forward {sum(forward) / backward:g} x for each backward"
+            f"ring forward {sum(forward) / backward:.3g} x for each backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16"),
         )
 
@@ -117,17 +118,20 @@ class Estimate:
 
 
 def ring_passes(
-    config: ml_collections.ConfigDict, ring: Ring
+    config: ml_collections.ConfigDict, partition: Partition, ring: Ring
 ) -> list[tuple[int, Ring, str]]:
     """Returns the rings of a step: how often each runs, and in which direction."""
-    times = config.model.num_layers * config.train.microbatches
-    backward = times, ring, "backward"
-    if config.remat != "tail":
-        again = 2 if config.remat in RERUN else 1
-        return [(again * times, ring, "forward"), backward]
-    # The first half of the queries sees half of the keys, and its ring runs twice.
-    front, tail = ring.part("front"), ring.part("tail")
-    return [(2 * times, front, "forward"), (times, tail, "forward"), backward]
+    layers, passes = config.model.num_layers, []
+    for run, count in execution(config, partition).runs(layers):
+        times = count * config.train.microbatches
+        if run.remat == "tail":
+            # The first half of the queries sees half of the keys; its ring runs twice.
+            front, tail = ring.part("front"), ring.part("tail")
+            passes += [(2 * times, front, "forward"), (times, tail, "forward")]
+        else:
+            again = 2 if run.remat in RERUN else 1
+            passes.append((again * times, ring, "forward"))
+    return [*passes, (layers * config.train.microbatches, ring, "backward")]
 
 
 def bytes_per_second(chip: Chip, kind: str) -> float:

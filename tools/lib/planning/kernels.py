@@ -22,9 +22,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.tpu import launch
 from tasks import base
+from tasks.execution import local_tokens
 from tools.lib.benchmarks.rows import ROOT
 from tools.lib.planning.hops import Blocks, Sequence, Work, works
-from tools.lib.planning.memory import local_tokens
 from tools.lib.tpu_compiler.bundles import Parts
 from training.chips import Chip
 from training.mesh import Partition

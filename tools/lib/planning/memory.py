@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 
-from tasks import base
+from tasks.execution import execution, kept_of
 from tools.lib.planning.step import Step
 from training.mesh import Partition
 
@@ -87,36 +86,5 @@ def device_bytes(tree: Any) -> int:
 
 
 def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
-    """Returns the bytes of activations that a device saves for the backward.
-
-    layers x tokens x what remat keeps. Every policy keeps a layer's input; "everything"
-    is counted as "products".
-    """
-    model = config.model
-    tokens = local_tokens(config, partition)
-    tensor = partition.mesh.shape["tensor"]
-    heads = model.num_heads // tensor
-    share = {"nothing": 0, "offload": 0, "tail": 0.5}.get(config.remat, 1)
-    kept = model.hidden_size + share * heads * model.head_dim
-    if config.remat in ("products", "everything"):
-        kept += (heads + 2 * model.num_kv_heads // tensor) * model.head_dim
-        kept += model.hidden_size  # the attention's projection
-        if feed_forward_chunks(config, partition) == 1:
-            kept += 2 * model.feed_forward_size // tensor + model.hidden_size
-    itemsize = jnp.dtype(config.compute_dtype).itemsize
-    return int(model.num_layers * tokens * (kept * itemsize + share * heads * 4))
-
-
-def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
-    """Returns the tokens of a microbatch on a device."""
-    rows, columns = base.batch_shape(config)
-    shards = partition.shards("batch") * partition.ring_size * config.train.microbatches
-    return rows * columns // shards
-
-
-def feed_forward_chunks(config: ml_collections.ConfigDict, partition: Partition) -> int:
-    """Returns into how many chunks a device cuts the tokens of its feed-forward."""
-    chunk = config.feed_forward_chunk_tokens
-    if not (chunk and base.attention_system(config).chunked):
-        return 1
-    return -(-local_tokens(config, partition) // chunk)
+    """Returns the bytes of activations that a device saves for the backward."""
+    return kept_of(config, partition).of(execution(config, partition))

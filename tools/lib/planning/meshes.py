@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import ml_collections
 
 from tasks import base
+from tasks.execution import local_tokens
 from tasks.task import TASKS, make_task
 from tools.lib.planning.estimate import ring_passes
 from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring
 from tools.lib.planning.memory import (
     SPARE_SHARE,
     device_bytes,
-    local_tokens,
     saved_bytes,
 )
 from training.chips import Chip
@@ -116,10 +116,10 @@ def suggestion(
             for direction in PRODUCTS
         )
     exposed = exposed_bytes(config, partition, ring, parameters)
-    exposed += _outlasting_bytes(config, ring, chip, kernels)
+    exposed += _outlasting_bytes(config, partition, ring, chip, kernels)
     attention = sum(
         times * ring.steps * part.kernel_seconds(kernels, direction)
-        for times, part, direction in ring_passes(config, ring)
+        for times, part, direction in ring_passes(config, partition, ring)
     )
     return Suggestion(
         mesh=partition.sizes,
@@ -173,11 +173,15 @@ def exposed_bytes(
 
 
 def _outlasting_bytes(
-    config: ml_collections.ConfigDict, ring: Ring, chip: Chip, kernels: Kernels
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    ring: Ring,
+    chip: Chip,
+    kernels: Kernels,
 ) -> float:
     """Returns the bytes that ring steps send after their kernels have ended."""
     total = 0.0
-    for times, part, direction in ring_passes(config, ring):
+    for times, part, direction in ring_passes(config, partition, ring):
         transfer = part.transfer_seconds(chip, direction)
         more = max(0.0, transfer - part.kernel_seconds(kernels, direction))
         total += times * (ring.steps - 1) * more * chip.interconnect_bytes_per_second

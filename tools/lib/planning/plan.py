@@ -73,6 +73,7 @@ class Kind:
 class Plan:
     """Memory, communication and estimated time of a step.
 
+    execution: remat and chunks as they were chosen.
     unknown_loops: loops with collectives and unknown trip count, counted once.
     compile_seconds, planner_bytes: wall-clock time and peak memory on this machine.
     """
@@ -84,6 +85,7 @@ class Plan:
     rows: int
     context_tokens: int
     remat: str
+    execution: str
     attention_parts: int
     implementation: str
     memory: Memory
@@ -122,6 +124,7 @@ class Plan:
             rows=rows,
             context_tokens=columns,
             remat=step.config.remat,
+            execution=str(step.task.execution),
             attention_parts=step.config.attention_parts,
             implementation=step.implementation,
             memory=Memory.of(step, compiled),

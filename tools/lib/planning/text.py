@@ -43,6 +43,7 @@ def describe(plan: Plan) -> list[str]:
         f"step: {plan.rows} x {plan.context_tokens:,} tokens, remat {plan.remat}, "
         f"attention {plan.implementation}, model FLOPs {plan.work.model_flops:.3e} "
         f"({plan.work.paper_flops:.3e} as Ring Attention counts them)",
+        plan.execution,
         f"compiled in {plan.compile_seconds:.0f} s, with {size(plan.planner_bytes)} of "
         "this machine's memory",
     ]
@@ -62,7 +63,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     rows = {
         "parameters": memory.parameters,
         "optimizer state": memory.optimizer_state,
-        f"saved by layers (formula of remat={plan.remat})": memory.saved,
+        "saved by layers (formula of what remat keeps)": memory.saved,
         "workspace (the rest)": memory.workspace,
         "peak (all of these)": memory.peak,
         "of the device": memory.capacity,

@@ -1,0 +1,114 @@
+"""Settings of speed and memory of a config's model: what it says, the rest chosen."""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import ml_collections
+from jax.sharding import Mesh
+
+from models.chunks import Device, choose_chunk
+from models.execution import Execution
+from models.kept import Kept
+from models.remat import LADDER
+from tasks.base import attention_system, batch_shape
+from tasks.config_errors import names_fields
+from training import chips
+from training.mesh import Partition
+
+COMPUTE_DTYPES = ("bfloat16", "float32")
+
+KEEP_PRODUCTS = "products", "everything"
+"""Policies that keep gate and up, if these are not made in chunks."""
+
+
+@names_fields
+def check_execution(config: ml_collections.ConfigDict) -> Execution:
+    """Returns the settings that the config says, before anything is chosen.
+
+    Raises:
+      ValueError: an unsupported dtype, an unknown remat policy, or a budget beside one
+        that has no next.
+    """
+    if config.compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"{config.compute_dtype=} must be one of {', '.join(COMPUTE_DTYPES)}"
+        )
+    if not 0 <= config.remat_budget_gib < math.inf:
+        raise ValueError(f"{config.remat_budget_gib=} must be a number, at least 0")
+    if config.remat_budget_gib and config.remat not in LADDER:
+        raise ValueError(
+            f"{config.remat_budget_gib=} is for what layers keep beyond one of "
+            f"{', '.join(LADDER)}, got {config.remat=}: set it to 0"
+        )
+    is_chunked = attention_system(config).chunked
+    return Execution(
+        compute_dtype=jnp.dtype(config.compute_dtype),
+        remat=config.remat,
+        feed_forward_chunk=config.feed_forward_chunk_tokens if is_chunked else 0,
+        attention_parts=config.attention_parts,
+        loss_chunk=config.loss_chunk_tokens,
+    )
+
+
+def execution(
+    config: ml_collections.ConfigDict, partition: Partition, vocab_size: int = 0
+) -> Execution:
+    """Returns the settings with chunks and layers that keep more chosen.
+
+    vocab_size: of the logits; 0 for a model without.
+
+    Raises:
+      ValueError: as `check_execution`.
+    """
+    said = check_execution(config)
+    tensor, itemsize = partition.mesh.shape["tensor"], said.compute_dtype.itemsize
+    choose = functools.partial(_choose_chunk, config, partition)
+
+    def keeping(policy: str) -> Execution:
+        chunk, is_chunked = said.feed_forward_chunk, attention_system(config).chunked
+        if chunk == 0 and is_chunked and policy not in KEEP_PRODUCTS:
+            # Gate, up, their product, and the gradients of the three.
+            chunk = choose(6 * itemsize * config.model.feed_forward_size // tensor)
+        return dataclasses.replace(said, remat=policy, feed_forward_chunk=chunk)
+
+    budget = config.remat_budget_gib * 2**30
+    (policy, _), *last = kept_of(config, partition).climb(said.remat, budget)
+    run = keeping(policy)
+    if vocab_size and not said.loss_chunk:  # logits and their gradients, float32
+        run = dataclasses.replace(run, loss_chunk=choose(8 * vocab_size // tensor))
+    for policy, layers in last:
+        run = dataclasses.replace(run, last_layers=(keeping(policy), layers))
+    return run
+
+
+def kept_of(config: ml_collections.ConfigDict, partition: Partition) -> Kept:
+    """Returns what counts the activations that the layers of a device keep."""
+    said, tensor = check_execution(config), partition.mesh.shape["tensor"]
+    return Kept(
+        sizes=config.model,
+        tokens=local_tokens(config, partition),
+        tensor=tensor,
+        itemsize=said.compute_dtype.itemsize,
+        feed_forward_chunk=said.feed_forward_chunk,
+    )
+
+
+def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
+    """Returns the tokens of a microbatch on a device."""
+    rows, columns = batch_shape(config)
+    shards = partition.shards("batch") * partition.ring_size * config.train.microbatches
+    return rows * columns // shards
+
+
+def _choose_chunk(
+    config: ml_collections.ConfigDict, partition: Partition, token_bytes: int
+) -> int:
+    mesh, device = partition.mesh, None
+    if isinstance(mesh, Mesh):  # and not an abstract one
+        chip = chips.find(mesh.devices.flat[0].device_kind)
+        if chip is not None:
+            rate = chip.peak_flops / chip.hbm_bytes_per_second
+            device = Device(chip.hbm_bytes, rate)
+    return choose_chunk(local_tokens(config, partition), token_bytes, device)
