@@ -8,6 +8,8 @@
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --find-max-context
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 --suggest
+    python -m tools.plan_pod --config=configs/h200_1b.py --topology=h200:1x1x1 \\
+        --fit-remat
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --config.remat=nothing --compare plan.json
 
@@ -27,18 +29,20 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import ml_collections
 
+from models.remat import LADDER
 from tasks import base
 from tasks.command_line import Parser, as_program, read_config
+from tasks.execution import execution, kept_of
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.files import write_json
-from tools.lib.planning.context import TOLERANCE, longest_context, longest_that_fits
+from tools.lib.planning.largest import Search, Try
 from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import Plan
@@ -77,43 +81,100 @@ def find_max_context(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
     Raises:
       ValueError: something in the config is wrong, or nothing fits.
     """
-    limit = (1 - SPARE_SHARE) * pod.chip.hbm_bytes
     ring = base.partition(config, pod.devices).ring_size
     divisor = base.attention_system(config).layout.divisor(ring)
     unit = divisor * max(1, LEAST_STEP // (divisor // ring))
-    plans: dict[int, Plan] = {}
+    search, first = Search(unit, _limit(pod)), config.data.context_tokens
 
-    def peak_of(context: int) -> int | None:
-        start = time.perf_counter()
+    def change(context: int) -> str:
         config.data.context_tokens = context
+        return f"{context:,} tokens"
+
+    plans = _Plans(config, pod, change)
+    tries = search.largest(plans.peak_of, first)
+    best = search.best(tries)
+    if best is None:
+        raise ValueError(f"no context fits, down to {tries[-1].size} tokens")
+    print(
+        f"longest context that leaves {SPARE_SHARE:.0%}: {best.size:,} tokens, to "
+        f"within {search.step(best.size):,}\n"
+    )
+    return plans.found[best.size]
+
+
+def fit_remat(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
+    """Finds the plan of the most layers that keep more and leave SPARE_SHARE.
+
+    Prints every try, and the flag to set.
+
+    Raises:
+      ValueError: something in the config is wrong, its remat has no next policy, or
+        the step does not fit as it is.
+    """
+    kept = kept_of(config, base.partition(config, pod.devices))
+    rungs = kept.rungs(config.remat)
+    if not rungs:
+        raise ValueError(
+            f"{config.remat=} must have a next policy: set one of "
+            f"{', '.join(LADDER[:-1])}"
+        )
+    layers = config.model.num_layers
+    search = Search(1, _limit(pod), most=layers * len(rungs))
+
+    def change(steps: int) -> str:
+        # Half a layer more than is needed: how it is rounded does not matter.
+        budget = kept.budget(config.remat, steps) / 2**30
+        config.remat_budget_gib = float(f"{budget:.4g}")
+        settings = execution(config, base.partition(config, pod.devices))
+        found = (f"{count} layers {run.remat}" for run, count in settings.runs(layers))
+        return ", ".join(found)
+
+    plans = _Plans(config, pod, change)
+    nothing = Try(0, plans.peak_of(0))
+    if nothing.peak is None or not nothing.fits(search.limit):
+        raise ValueError(f"{config.remat=} leaves less than {SPARE_SHARE:.0%}")
+    first = max(1, min(search.most, int((search.limit - nothing.peak) / rungs[0])))
+    best = search.best(search.largest(plans.peak_of, first, [nothing]))
+    said = change(best.size)
+    print(
+        f"most layers that leave {SPARE_SHARE:.0%}: {said}: "
+        f"--config.remat_budget_gib={config.remat_budget_gib}\n"
+    )
+    return plans.found[best.size]
+
+
+@dataclasses.dataclass
+class _Plans:
+    """Plans of a config by a size of it; `change` sets the size and names it."""
+
+    config: ml_collections.ConfigDict
+    pod: Pod
+    change: Callable[[int], str]
+    found: dict[int, Plan] = dataclasses.field(default_factory=dict)
+
+    def peak_of(self, count: int) -> int | None:
+        """Compiles a size and prints what it takes: bytes, or None if too many."""
+        start, name = time.perf_counter(), self.change(count)
         jax.clear_caches()  # of earlier tries, which are large
         try:
-            plans[context] = compiled_plan(config, pod)
+            plan = compiled_plan(self.config, self.pod)
         except TooLarge as error:
             seconds = time.perf_counter() - start
-            print(f"{context:,} tokens: {error} ({seconds:.0f} s)", flush=True)
+            print(f"{name}: {error} ({seconds:.0f} s)", flush=True)
             return None
-        memory = plans[context].memory
-        fits = "fits" if memory.peak <= limit else "does not fit"
-        seconds = plans[context].compile_seconds
-        hidden = 1 - plans[context].transfers.exposed_share
+        self.found[count], memory = plan, plan.memory
+        fits = "fits" if memory.peak <= _limit(self.pod) else "does not fit"
+        hidden = 1 - plan.transfers.exposed_share
         print(
-            f"{context:,} tokens: {size(memory.peak)}, {memory.spare_share:.1%} "
-            f"spare: {fits}; {hidden:.0%} of the ring's bytes hidden ({seconds:.0f} s)",
+            f"{name}: {size(memory.peak)}, {memory.spare_share:.1%} spare: {fits}; "
+            f"{hidden:.0%} of the ring's bytes hidden ({plan.compile_seconds:.0f} s)",
             flush=True,
         )
         return memory.peak
 
-    first = config.data.context_tokens
-    tries = longest_context(peak_of, first=first, unit=unit, limit=limit)
-    best = longest_that_fits(tries, limit)
-    if best is None:
-        raise ValueError(f"no context fits, down to {tries[-1].context} tokens")
-    print(
-        f"longest context that leaves {SPARE_SHARE:.0%}: {best.context:,} tokens, to "
-        f"within {max(unit, int(TOLERANCE * best.context)):,}\n"
-    )
-    return plans[best.context]
+
+def _limit(pod: Pod) -> float:
+    return (1 - SPARE_SHARE) * pod.chip.hbm_bytes
 
 
 def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
@@ -142,6 +203,8 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
     else:
         if options.find_max_context:
             plan = find_max_context(config, pod)
+        elif options.fit_remat:
+            plan = fit_remat(config, pod)
         else:
             plan = compiled_plan(config, pod)
         print("\n".join(describe(plan)))
@@ -171,6 +234,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--find-max-context",
         action="store_true",
         help="plan the longest context that fits, from the one that is given on",
+    )
+    ways.add_argument(
+        "--fit-remat",
+        action="store_true",
+        help="plan the most layers that keep more than config.remat and fit",
     )
     ways.add_argument(
         "--suggest", action="store_true", help="rank meshes; compiles nothing"

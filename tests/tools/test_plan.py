@@ -13,7 +13,7 @@ import pytest
 from models.flops import num_parameters, paper_train_flops, train_flops
 from models.llama import LlamaConfig
 from tools import plan_pod
-from tools.lib.planning.context import TOLERANCE
+from tools.lib.planning.largest import TOLERANCE
 from tools.lib.planning.memory import peak_bytes
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.roofline import Roofline

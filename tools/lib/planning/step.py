@@ -10,7 +10,7 @@ from kernels.backends import IMPLEMENTATIONS, choose
 from tasks import base, config_checks
 from tasks.base import Task
 from tasks.task import make_task
-from tools.lib.planning.context import MOST_TOKENS
+from tools.lib.planning.largest import MOST_TOKENS
 from training.mesh import Partition
 from training.metrics import StepWork
 from training.optimizer import make_optimizer

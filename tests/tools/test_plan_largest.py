@@ -1,20 +1,21 @@
-"""The search for the longest context, on memory that a function makes up."""
+"""The search for the largest size, on memory that a function makes up."""
 
 import math
 import random
 
 import pytest
 
-from tools.lib.planning.context import TOLERANCE, longest_context, longest_that_fits
+from tools.lib.planning.largest import TOLERANCE, Search, Try
 
 LIMIT = 1000.0
 
 
 def search(peak_of, first=1024, unit=256, **more):
     """The contexts that are tried, and the longest that fits."""
-    tries = longest_context(peak_of, first=first, unit=unit, limit=LIMIT, **more)
-    best = longest_that_fits(tries, LIMIT)
-    return [one.context for one in tries], best and best.context
+    sizes = Search(unit, LIMIT, **more)
+    tries = sizes.largest(peak_of, first)
+    best = sizes.best(tries)
+    return [one.size for one in tries], best and best.size
 
 
 def assert_is_longest(best, peak_of, unit=256):
@@ -85,3 +86,19 @@ def test_tries_are_limited():
 def test_contexts_of_nothing_are_refused(first, unit):
     with pytest.raises(ValueError, match=f"first={first} and unit={unit} must be"):
         search(lambda context: 10, first, unit)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 7, 31, 32])
+@pytest.mark.parametrize("first", [1, 8, 32])
+def test_layers_are_counted_to_the_last_one_from_what_is_known_of_none(layers, first):
+    """The first layer that keeps more takes more memory than another."""
+
+    def peak_of(count):
+        return 500 + min(1, count) * 40 + 10 * count
+
+    limit = peak_of(layers) + 5
+    sizes = Search(1, limit, most=32)
+    tries = sizes.largest(peak_of, first, [Try(0, peak_of(0))])
+    best = sizes.best(tries)
+    assert best is not None and best.size == layers and len(tries) <= 6
+    assert all(one.size <= 32 for one in tries)
