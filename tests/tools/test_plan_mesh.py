@@ -166,7 +166,7 @@ def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
 
 def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it():
     gathers = [
-        Collective(name, "all-gather", 90e9, 4, 2, False, name != "alone")
+        Collective(name, "all-gather", 90e9, 4, 2, name == "short", name != "alone")
         for name in ("alone", "short", "long")
     ]
     fused = Collective("fused", "all-gather", 90e9, 4, 2, True, True)
