@@ -62,8 +62,9 @@ def run_bundles(schedule: Schedule, tiles: Tiles) -> int:
     """Returns the bundles that a kernel of ours runs for a head, before any stalls."""
     way = list(Nest.of(schedule).descend())
     live = [line for line in tiles.lines if line]
+    depth = min(r.depth for r in schedule.regions if r.inside == way[-1].span)
     total = 0
-    for outer in way[1:-1]:
+    for outer in way[1 if depth > 1 else 0 : -1]:  # of one program, there is no loop
         total += outer.own * len(tiles.lines)
         aside = [nest for nest in outer.inner if not nest.used["MXU"]]
         for nest in aside:
