@@ -12,6 +12,8 @@
         --fit-remat
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --config.remat=nothing --compare plan.json
+    python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
+        --documents 8192 65536
 
 Compiles the step that `train.py` runs for an AOT topology, with the chips' own
 compilers, and reads memory, schedule and collectives from the compiled program. No
@@ -38,7 +40,7 @@ import ml_collections
 
 from models.remat import LADDER
 from tasks import base
-from tasks.command_line import Parser, as_program, read_config
+from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.execution import execution, kept_of
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.files import write_json
@@ -58,14 +60,18 @@ MOST_MESHES = 12
 """Suggestions printed; --output gets all."""
 
 
-def compiled_plan(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
+def compiled_plan(
+    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int, ...] = ()
+) -> Plan:
     """Compiles the plan of a config; reports its progress on the standard error.
+
+    documents: lengths of those packed in a row, repeated; none for one document.
 
     Raises:
       ValueError: something in the config is wrong; before anything is compiled.
       TooLarge: the step does not fit.
     """
-    step = Step.of(config, pod)
+    step = Step.of(config, pod, documents)
     rows, columns = base.batch_shape(config)
     devices = f"{len(pod.devices)} x {pod.devices[0].device_kind} ({pod.topology})"
     what = f"compiling a step of {rows} x {columns:,} tokens for {devices}"
@@ -73,7 +79,9 @@ def compiled_plan(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
         return Plan.of(step)
 
 
-def find_max_context(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
+def find_max_context(
+    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int, ...] = ()
+) -> Plan:
     """Finds the plan of the longest context that leaves SPARE_SHARE of the memory.
 
     Prints every try.
@@ -90,7 +98,7 @@ def find_max_context(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
         config.data.context_tokens = context
         return f"{context:,} tokens"
 
-    plans = _Plans(config, pod, change)
+    plans = _Plans(config, pod, documents, change)
     tries = search.largest(plans.peak_of, first)
     best = search.best(tries)
     if best is None:
@@ -102,7 +110,9 @@ def find_max_context(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
     return plans.found[best.size]
 
 
-def fit_remat(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
+def fit_remat(
+    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int, ...] = ()
+) -> Plan:
     """Finds the plan of the most layers that keep more and leave SPARE_SHARE.
 
     Prints every try, and the flag to set.
@@ -129,7 +139,7 @@ def fit_remat(config: ml_collections.ConfigDict, pod: Pod) -> Plan:
         found = (f"{count} layers {run.remat}" for run, count in settings.runs(layers))
         return ", ".join(found)
 
-    plans = _Plans(config, pod, change)
+    plans = _Plans(config, pod, documents, change)
     nothing = Try(0, plans.peak_of(0))
     if nothing.peak is None or not nothing.fits(search.limit):
         raise ValueError(f"{config.remat=} leaves less than {SPARE_SHARE:.0%}")
@@ -149,6 +159,7 @@ class _Plans:
 
     config: ml_collections.ConfigDict
     pod: Pod
+    documents: tuple[int, ...]
     change: Callable[[int], str]
     found: dict[int, Plan] = dataclasses.field(default_factory=dict)
 
@@ -157,7 +168,7 @@ class _Plans:
         start, name = time.perf_counter(), self.change(count)
         jax.clear_caches()  # of earlier tries, which are large
         try:
-            plan = compiled_plan(self.config, self.pod)
+            plan = compiled_plan(self.config, self.pod, self.documents)
         except TooLarge as error:
             seconds = time.perf_counter() - start
             print(f"{name}: {error} ({seconds:.0f} s)", flush=True)
@@ -193,20 +204,21 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
     if options.context is not None:
         config.data.context_tokens = options.context
     check(config)
+    documents = tuple(options.documents)
     pod = aot_pod(options.topology)
     if options.devices is not None:
         pod = pod.first(options.devices)
     if options.suggest:
-        found = suggestions(config, len(pod.devices), pod.chip)
+        found = suggestions(config, len(pod.devices), pod.chip, documents)
         print("\n".join(describe_meshes(found[:MOST_MESHES], pod.chip)))
         value: Any = [dataclasses.asdict(one) for one in found]
     else:
         if options.find_max_context:
-            plan = find_max_context(config, pod)
+            plan = find_max_context(config, pod, documents)
         elif options.fit_remat:
-            plan = fit_remat(config, pod)
+            plan = fit_remat(config, pod, documents)
         else:
-            plan = compiled_plan(config, pod)
+            plan = compiled_plan(config, pod, documents)
         print("\n".join(describe(plan)))
         if earlier:
             names = options.compare.stem[:12], "this plan"
@@ -225,6 +237,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--devices", type=int, help="use only this many devices of the topology"
     )
     parser.add_argument("--context", type=int, metavar="TOKENS", help="of each row")
+    parser.add_argument(
+        "--documents",
+        type=at_least(1),
+        nargs="+",
+        default=(),
+        metavar="TOKENS",
+        help="lengths packed in a row, repeated until it is full (default: one)",
+    )
     parser.add_argument("--output", type=Path, metavar="JSON")
     parser.add_argument(
         "--compare", type=Path, metavar="JSON", help="--output of an earlier plan"

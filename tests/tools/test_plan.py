@@ -107,6 +107,18 @@ def test_work_and_estimate_are_of_one_causal_document(plan):
     assert plan.estimate.mfu == pytest.approx(mfu) and mfu < 1
 
 
+def test_packed_documents_are_less_work_in_the_same_program(step, compiled, plan):
+    packed = dataclasses.replace(step, documents=(CONTEXT // 4,))
+    with mock.patch.object(Step, "compile", lambda step: compiled):
+        packed = Plan.of(packed)
+    pairs = 4 * (CONTEXT // 4) * (CONTEXT // 4 + 1) / 2
+    assert packed.work.model_flops == train_flops(MODEL, CONTEXT, pairs)
+    assert packed.estimate.attention < plan.estimate.attention
+    assert packed.estimate.products == plan.estimate.products
+    assert "2,048 tokens in documents of 512, remat" in describe(packed)[1]
+    assert "documents" not in describe(plan)[1]
+
+
 def test_instructions_make_the_flops_of_the_sizes_and_those_of_rematerialisation(
     step, compiled, plan
 ):

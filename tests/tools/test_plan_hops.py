@@ -5,7 +5,13 @@ import pytest
 
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.tile_ranges import key_ranges, query_ranges
-from tools.lib.planning.hops import Blocks, Sequence, document_starts, work
+from tools.lib.planning.hops import (
+    Blocks,
+    Sequence,
+    document_starts,
+    visible_pairs,
+    work,
+)
 
 BLOCKS = [
     Blocks(1, 512, 512, 128, 128),
@@ -71,3 +77,6 @@ def test_documents_repeat_until_the_row_is_full():
     starts = document_starts((3, 2), np.arange(12))
     assert starts.tolist() == [0, 0, 0, 3, 3, 5, 5, 5, 8, 8, 10, 10]
     assert document_starts((), np.arange(3)).tolist() == [0, 0, 0]
+    assert visible_pairs((3, 2), 12) == 2 * (6 + 3) + 3
+    assert visible_pairs((3, 2), 14) == 2 * (6 + 3) + 6 + 1
+    assert visible_pairs((), 12) == visible_pairs((100,), 12) == 78

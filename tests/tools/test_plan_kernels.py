@@ -3,7 +3,8 @@
 import pytest
 
 from kernels.layouts import Striped
-from tools.lib.planning.hops import Sequence, works
+from tools import tpu_kernel_parts
+from tools.lib.planning.hops import Sequence, visible_pairs, works
 from tools.lib.planning.kernels import (
     PRODUCTS,
     Kernels,
@@ -11,6 +12,7 @@ from tools.lib.planning.kernels import (
     Ring,
     read_kernel_parts,
 )
+from tools.tpu_schedule import measure
 from training import chips
 
 V3, V4, V5E, V5P, V6E, H200 = map(
@@ -29,7 +31,8 @@ V3, V4, V5E, V5P, V6E, H200 = map(
 def make_ring(length, size=8, heads=8, documents=(), **fields):
     sequence = Sequence(Striped(), size, length, documents)
     values = {"heads": heads, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-    return Ring(sequence, 1, **values | fields, keys_bytes=0, gradients_bytes=0)
+    sent = 2 * length * 8 * 128 * 2
+    return Ring(sequence, 1, **values | fields, keys_bytes=sent, gradients_bytes=0)
 
 
 def per_pair(chip, length, direction="forward", **fields):
@@ -96,3 +99,35 @@ def test_first_copies_and_a_resident_dq_are_waited_for():
     assert waited("backward") == (True, 4 * tile + 2 * 4096 * 128 * 4)
     streamed = tile + 2 * 1024 * 128 * 4
     assert waited("backward", 2**17) == (False, 128 * streamed)
+
+
+def test_packed_documents_take_less_than_one_and_more_than_their_pairs():
+    kernels = Kernels.of(V5E)
+    whole, packed = (
+        make_ring(2**14, documents=documents).kernel_seconds(kernels, "forward")
+        for documents in ((), (2**13,))
+    )
+    pairs = [visible_pairs(documents, 2**17) for documents in ((), (2**13,))]
+    assert pairs[0] / pairs[1] == pytest.approx(16, rel=1e-3)
+    # Each of 16 tiles of queries still has one diagonal tile.
+    assert 5 < whole / packed < 8
+
+
+def test_half_of_the_queries_is_a_ring_of_its_own():
+    kernels, ring = Kernels.of(V5E), make_ring(2**15, size=4)
+    times = [
+        part.kernel_seconds(kernels, "forward")
+        for part in (ring, ring.part("front"), ring.part("tail"))
+    ]
+    assert times[1] + times[2] == pytest.approx(times[0], rel=0.01)
+    assert 0.25 < times[1] / times[0] < 0.27
+    assert ring.part("front").keys_bytes == ring.keys_bytes // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", PRODUCTS)
+def test_sum_of_the_parts_is_that_of_a_kernel_compiled_now(direction):
+    tile = tpu_kernel_parts.tile("v6e", direction, 2048, direction == "forward")
+    found = tpu_kernel_parts.compare(measure(tile, None))
+    assert found["estimated"] == pytest.approx(found["bundles"], rel=0.05)
+    assert found["bundles"] > 1.2 * found["full_tiles"]

@@ -204,11 +204,12 @@ def test_where_no_mesh_divides_the_reason_is_told():
 def test_suggestions_are_printed_and_written(tmp_path, capsys):
     output = tmp_path / "meshes.json"
     config = "--config=configs/h200_1b.py", "--config.data.batch_rows=8"
-    plan_pod.main([*config, "--topology=h200:1x1x8", "--suggest", f"--output={output}"])
+    options = "--topology=h200:1x1x8", "--suggest", "--documents", "4096"
+    plan_pod.main([*config, *options, f"--output={output}"])
     rows = json.loads(output.read_text())
     printed = capsys.readouterr().out.splitlines()
     first = [int(size) for size in printed[1].split()[:4]]
     assert first == [rows[0]["mesh"][axis] for axis in MESH_AXES]
     assert {np.prod(list(row["mesh"].values())) for row in rows} == {8}
-    found = suggestions(read_config(config), 8, H200)
+    found = suggestions(read_config(config), 8, H200, (4096,))
     assert rows == [dataclasses.asdict(one) for one in found]

@@ -54,12 +54,13 @@ class Attention:
         partition: Partition,
         chip: Chip,
         program: Program,
+        documents: tuple[int, ...] = (),
     ) -> "Attention":
-        """Estimates both for a config on a mesh of this chip."""
+        """Estimates both for a config on a mesh of this chip; documents: of `Ring`."""
         counts = program.kernels()
         if not counts:
             return cls({}, 0.0, {}, "attention is among the other instructions")
-        kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip)
+        kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip, documents)
         seconds, outlasting = {"forward": 0.0, "backward": 0.0}, 0.0
         passes = ring_passes(config, partition, ring)
         for times, part, direction in passes:

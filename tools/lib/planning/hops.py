@@ -173,6 +173,17 @@ def document_starts(documents: tuple[int, ...], token: np.ndarray) -> np.ndarray
     return whole * ends[-1] + begins[np.searchsorted(ends, rest, side="right")]
 
 
+def visible_pairs(documents: tuple[int, ...], tokens: int) -> int:
+    """Returns the query-key pairs of a row of packed documents, causal."""
+    whole, rest = divmod(tokens, sum(documents) or tokens)
+    cut = []
+    for length in documents:
+        cut.append(min(length, rest))
+        rest -= cut[-1]
+    pairs = [n * (n + 1) // 2 for n in documents or (tokens,)]
+    return whole * sum(pairs) + sum(n * (n + 1) // 2 for n in cut)
+
+
 @functools.cache
 def works(
     sequence: Sequence, blocks: Blocks, direction: str

@@ -69,9 +69,14 @@ class Suggestion:
 
 
 def suggestions(
-    config: ml_collections.ConfigDict, devices: int, chip: Chip
+    config: ml_collections.ConfigDict,
+    devices: int,
+    chip: Chip,
+    documents: tuple[int, ...] = (),
 ) -> list[Suggestion]:
     """Returns every mesh of this many devices that the config can have, best first.
+
+    documents: lengths of those packed in a row, repeated; none for one document.
 
     Raises:
       ValueError: there is none; the message says what is wrong with one ring of all.
@@ -80,7 +85,7 @@ def suggestions(
     for sizes in _factorisations(devices):
         partition = _partition(config, *sizes)
         try:
-            found.append(suggestion(config, partition, chip))
+            found.append(suggestion(config, partition, chip, documents))
         except ValueError:
             continue
     if not found:
@@ -89,7 +94,10 @@ def suggestions(
 
 
 def suggestion(
-    config: ml_collections.ConfigDict, partition: Partition, chip: Chip
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    chip: Chip,
+    documents: tuple[int, ...] = (),
 ) -> Suggestion:
     """Estimates memory and exposed communication of a mesh.
 
@@ -107,7 +115,8 @@ def suggestion(
     memory = device_bytes(state) + workspace_bytes(config, partition, parameters)
     if config.remat != "offload":
         memory += saved_bytes(config, partition)
-    ring, kernels = Ring.of(config, partition, chip), Kernels.of(chip)
+    ring = Ring.of(config, partition, chip, documents)
+    kernels = Kernels.of(chip)
     hiding = None
     if ring.steps > 1:
         hiding = min(

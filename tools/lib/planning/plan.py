@@ -75,6 +75,7 @@ class Plan:
 
     execution: remat and chunks as they were chosen.
     unknown_loops: loops with collectives and unknown trip count, counted once.
+    documents: lengths of those packed in a row, repeated; none for one document.
     compile_seconds, planner_bytes: wall-clock time and peak memory on this machine.
     """
 
@@ -96,6 +97,7 @@ class Plan:
     estimate: Estimate
     compile_seconds: float
     planner_bytes: int
+    documents: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, step: Step) -> "Plan":
@@ -112,7 +114,9 @@ class Plan:
         text, chip = compiled.as_text(), step.pod.chip
         program = Program.parse(text, len(devices))
         moved, work = program.collectives(), step.work()
-        attention = Attention.of(step.config, step.partition, chip, program)
+        attention = Attention.of(
+            step.config, step.partition, chip, program, step.documents
+        )
         known = attention.by_name | synchronous_seconds(moved, chip)
         roofline = Roofline(text, program, chip, known)
         ring, found = transfers(program), kinds(moved, roofline.beside, chip)
@@ -146,6 +150,7 @@ class Plan:
             ),
             compile_seconds=seconds,
             planner_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            documents=step.documents,
         )
 
     def row(self) -> dict[str, Any]:

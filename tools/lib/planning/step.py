@@ -10,6 +10,7 @@ from kernels.backends import IMPLEMENTATIONS, choose
 from tasks import base, config_checks
 from tasks.base import Task
 from tasks.task import make_task
+from tools.lib.planning.hops import visible_pairs
 from tools.lib.planning.largest import MOST_TOKENS
 from training.mesh import Partition
 from training.metrics import StepWork
@@ -25,6 +26,7 @@ class Step:
     program: (state, batch) -> (state, metrics), jitted.
     state: shapes, dtypes and shardings; those of the batch are `task.batch_like`.
     implementation: the attention kernel that it runs.
+    documents: lengths of those packed in a row, repeated; none for one document.
     """
 
     config: ml_collections.ConfigDict
@@ -34,9 +36,15 @@ class Step:
     program: jax.stages.Wrapped
     state: TrainState
     implementation: str
+    documents: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, config: ml_collections.ConfigDict, pod: Pod) -> "Step":
+    def of(
+        cls,
+        config: ml_collections.ConfigDict,
+        pod: Pod,
+        documents: tuple[int, ...] = (),
+    ) -> "Step":
         """Builds the step as `train.py` does.
 
         Raises:
@@ -50,7 +58,7 @@ class Step:
         loss_sum, count = task.objective.loss_sum, task.objective.count
         program = base.train_step(config, loss_sum, optimizer, state, count)
         kernel = _implementation(config, partition)
-        return cls(config, pod, partition, task, program, state, kernel)
+        return cls(config, pod, partition, task, program, state, kernel, documents)
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles and schedules the program.
@@ -62,9 +70,9 @@ class Step:
         return compile_to_fit(mesh, self.program, self.state, batch)
 
     def work(self) -> StepWork:
-        """Returns the work of a step whose rows are one document without padding."""
+        """Returns the work of a step whose rows are documents without padding."""
         rows, columns = base.batch_shape(self.config)
-        pairs = rows * columns * (columns + 1) / 2
+        pairs = rows * visible_pairs(self.documents, columns)
         return self.task.work(rows * columns, pairs)
 
 

@@ -40,7 +40,8 @@ def describe(plan: Plan) -> list[str]:
     """Returns the lines printed for a plan."""
     lines = [
         f"{plan.devices} x {plan.device_kind} ({plan.topology}): {_mesh(plan)}",
-        f"step: {plan.rows} x {plan.context_tokens:,} tokens, remat {plan.remat}, "
+        f"step: {plan.rows} x {plan.context_tokens:,} tokens{_documents(plan)}, "
+        f"remat {plan.remat}, "
         f"attention {plan.implementation}, model FLOPs {plan.work.model_flops:.3e} "
         f"({plan.work.paper_flops:.3e} as Ring Attention counts them)",
         plan.execution,
@@ -76,6 +77,12 @@ def _memory_lines(plan: Plan) -> list[str]:
         host = size(memory.host)
         lines.append(f"  {'memory of the host, for each device':50s} {host:>12s}")
     return lines
+
+
+def _documents(plan: Plan) -> str:
+    if not plan.documents:
+        return ""
+    return f" in documents of {', '.join(f'{n:,}' for n in plan.documents)}"
 
 
 def _sent_lines(plan: Plan) -> list[str]:
@@ -166,7 +173,7 @@ def compare(names: tuple[str, str], plans: tuple[Plan, Plan]) -> list[str]:
     for name, plan in zip(names, plans, strict=True):
         lines.append(
             f"  {name:12s} {plan.topology}: {_mesh(plan)}; {plan.rows} x "
-            f"{plan.context_tokens:,} tokens, remat {plan.remat}"
+            f"{plan.context_tokens:,} tokens{_documents(plan)}, remat {plan.remat}"
         )
     lines += ["", line.format("", *names, "difference")]
     for name, shown, of in rows:
