@@ -4,7 +4,7 @@ import pytest
 
 from kernels.layouts import Striped
 from tools import tpu_kernel_parts
-from tools.lib.planning.hops import Sequence, visible_pairs, works
+from tools.lib.planning.hops import Blocks, Sequence, visible_pairs, works
 from tools.lib.planning.kernels import (
     PRODUCTS,
     Kernels,
@@ -122,6 +122,29 @@ def test_half_of_the_queries_is_a_ring_of_its_own():
     assert times[1] + times[2] == pytest.approx(times[0], rel=0.01)
     assert 0.25 < times[1] / times[0] < 0.27
     assert ring.part("front").keys_bytes == ring.keys_bytes // 2
+
+
+def test_odd_lengths_have_more_and_smaller_granules():
+    found = [
+        make_ring(length, size=1).kernel_seconds(Kernels.of(V5E), direction)
+        for direction in PRODUCTS
+        for length in (512, 640, 768)
+    ]
+    assert found[:3] == sorted(found[:3]) and found[3:] == sorted(found[3:])
+    kernel = Launched.of("v5e", "forward", False, (1, 640, 8, 128), (640, 8), "float32")
+    assert kernel.blocks == Blocks(1, 640, 640, 128, 128)
+
+
+def test_a_lone_key_head_leaves_a_core_of_two_idle():
+    def times(chip, direction):
+        rings = (make_ring(2**14, heads=4 * n, kv_heads=n) for n in (1, 2))
+        return [ring.kernel_seconds(Kernels.of(chip), direction) for ring in rings]
+
+    one, two = times(V5P, "backward")
+    assert one == two
+    for chip, direction in (V5P, "forward"), (V5E, "backward"):
+        one, two = times(chip, direction)
+        assert 2 * one == pytest.approx(two)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.tpu import launch
@@ -60,6 +61,7 @@ class Launched:
 
     goes_on: forward, whether there is a carry; backward, whether dq stays in VMEM.
     stacks: of a key/value head. depth: of a head, padded. shape: queries and keys.
+    cores: of the chip.
     """
 
     direction: str
@@ -69,6 +71,7 @@ class Launched:
     depth: int
     itemsize: int
     shape: tuple[int, int]
+    cores: int
 
     @classmethod
     @functools.cache
@@ -82,7 +85,8 @@ class Launched:
         dtype: str,
     ) -> "Launched":
         """Cuts it for q (B, T, H, D). chip: as v5e. has_carry: forward. keys: S, K."""
-        info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(chip), 1)
+        version = pltpu.ChipVersion(chip)
+        info = pltpu.get_tpu_info_for_chip(version, 1)
         q = jax.ShapeDtypeStruct(q_shape, dtype)
         k = jax.ShapeDtypeStruct((q_shape[0], *keys, q_shape[3]), dtype)
         if direction == "forward":
@@ -99,6 +103,7 @@ class Launched:
             padded(q_shape[3]),
             q.dtype.itemsize,
             (q_shape[1], keys[0]),
+            version.num_physical_tensor_cores_per_chip,
         )
 
     def bundles(self, work: Work, parts: Parts) -> float:
@@ -111,19 +116,16 @@ class Launched:
         stacked = blocks.heads * blocks.block_q
         lines = stacked if self.direction == "forward" else blocks.block_k
         full = parts.full * stacked * blocks.block_k / TILE**2
-        sub_block = blocks.exact_rows / SUB_BLOCK
-        granule = sub_block * blocks.live_columns / SUB_BLOCK
-        live = zip(parts.live, work.granules[1:], strict=False)
-        tiles = width * (
-            full * work.full_tiles
-            + parts.first * sub_block * work.first
-            + granule * sum(bundles * count for bundles, count in live)
-        )
+        columns = np.arange(len(work.granules)) * blocks.live_columns
+        known = np.arange(len(parts.live) + 1) * SUB_BLOCK
+        live = np.interp(columns, known, (0, *parts.live))
+        sub_blocks = parts.first * work.first + float(live @ work.granules)
+        tiles = full * work.full_tiles + blocks.exact_rows / SUB_BLOCK * sub_blocks
         return (
             (parts.begin + parts.end) * width * lines / TILE * work.programs
             + parts.masks * stacked / TILE * work.partial
             + parts.tile * work.tiles
-            + tiles
+            + width * tiles
             + parts.partial * work.partial_tiles
             + parts.turn * sum(work.granules)
         )
@@ -222,7 +224,7 @@ def read_kernel_parts(path: Path = PARTS) -> Mapping[tuple[str, str, bool], Part
         return Parts(**values | {"live": tuple(row["live"])})
 
     return {
-        (row["device_kind"], row["direction"], row["goes_on"]): (part(row))
+        (row["device_kind"], row["direction"], row["goes_on"]): part(row)
         for row in rows
     }
 
@@ -322,6 +324,8 @@ class Ring:
             )
             weight, devices = works(self.sequence, kernel.blocks, direction)[step]
             stacks = self.rows * self.kv_heads * kernel.stacks
+            if direction == "backward":  # whose heads are shared out to the cores
+                stacks = -(-stacks // kernel.cores) * kernel.cores
             slowest = max(kernels.call_seconds(kernel, work) for work in devices)
             seconds += weight * stacks * slowest
         return seconds
