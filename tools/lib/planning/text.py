@@ -195,7 +195,7 @@ def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
     """Returns the lines printed for suggested meshes."""
     lines = [
         f"{'data':>5s} {'fsdp':>5s} {'ring':>5s} {'tensor':>6s}  {'memory':>11s}  "
-        f"fits  {'kernel / transfer':>17s}  {'exposed':>11s}"
+        f"fits  {'kernel / transfer':>17s}  {'exposed':>11s}  {'seconds':>9s}"
     ]
     for one in found:
         sizes = [one.mesh[axis] for axis in MESH_AXES]
@@ -203,13 +203,15 @@ def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
         lines.append(
             "{:5d} {:5d} {:5d} {:6d}".format(*sizes)
             + f"  {size(one.memory):>11s}  {'yes' if one.fits else 'no':4s}  "
-            f"{hiding:>17s}  {size(one.exposed_bytes):>11s}"
+            f"{hiding:>17s}  {size(one.exposed_bytes):>11s}  "
+            f"{seconds(one.seconds):>9s}"
         )
     return lines + [
         "rule of thumb, best first, nothing compiled (see tools.lib.planning.meshes)",
         f"memory: of a device; fits in {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
         "kernel / transfer: times of a ring step; transfers are hidden at 1 or more",
         "exposed: bytes that a device sends in a step while nothing is computed",
+        "seconds: of those, and of the step's attention kernels",
     ]
 
 
