@@ -12,6 +12,8 @@ import pytest
 
 from models.flops import num_parameters, paper_train_flops, train_flops
 from models.llama import LlamaConfig
+from tasks import base
+from tasks.execution import execution, kept_of
 from tools import plan_pod
 from tools.lib.planning.largest import TOLERANCE
 from tools.lib.planning.memory import peak_bytes
@@ -200,6 +202,45 @@ def test_where_no_context_fits_the_search_says_so(plan, monkeypatch, capsys):
     assert "no context fits, down to 1024 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("remat", "fits", "found"),
+    [
+        ("attention", 2.5, "2 layers attention, 2 layers products"),
+        ("attention", 9, "4 layers products"),
+        ("attention", 0.5, "4 layers attention"),
+        ("nothing", 1.5, "3 layers nothing, 1 layers attention"),
+    ],
+)
+def test_layers_that_keep_more_are_found_with_their_budget(
+    plan, monkeypatch, capsys, remat, fits, found
+):
+    """With as much memory as so many layers take that climb a rung."""
+    command = [f"--config.remat={remat}", "--config.mesh.fsdp=1"]
+    config = read_config(["--config=configs/tiny.py", *command])
+    pod, tried = aot_pod("v5e:2x2"), []
+    kept = kept_of(config, base.partition(config, pod.devices))
+    limit = int(0.95 * plan.memory.capacity)
+
+    def of(cls, step):
+        more = step.task.execution
+        tried.append(more)
+        least = config.model.num_layers * kept.of_layer(remat)
+        peak = limit + kept.of(more) - least - int(fits * kept.rungs(remat)[0])
+        memory = dataclasses.replace(plan.memory, peak=peak)
+        return dataclasses.replace(plan, memory=memory, execution=str(more))
+
+    monkeypatch.setattr(Plan, "of", classmethod(of))
+    arguments = ["--config=configs/tiny.py", "--topology=v5e:2x2", "--fit-remat"]
+    assert plan_pod.main([*arguments, *command]) == 0
+    printed = capsys.readouterr().out
+    (flag,) = re.findall(rf"most layers .* 5%: {found}: --(\S+)", printed)
+    config = read_config(["--config=configs/tiny.py", *command, f"--{flag}"])
+    best = execution(config, base.partition(config, pod.devices))
+    runs = best.runs(config.model.num_layers)
+    assert ", ".join(f"{n} layers {run.remat}" for run, n in runs) == found
+    assert len(tried) <= 5 and str(best) in printed
+
+
 PERCEPTRON = "--config.task=exorl --config.agent.method=perceptron"
 BAD_INPUT = [
     ("--topology=v9:2x2", "'v9:2x2' .*known are v3:2x2, .*v4:8x8x8, .*h200:1x1"),
@@ -221,6 +262,7 @@ BAD_INPUT = [
     ("--context=-8 --find-max-context", "context_tokens=-8 must be at least 1"),
     ("--context=0 --suggest", "=0 must be at least 1"),
     ("--context=4294967296", "=4294967296 must be at least 1 and at most 2147483647"),
+    ("--config.remat=offload --fit-remat", "'offload' must have a next policy: set on"),
     (PERCEPTRON, "config.agent.method='perceptron' has no attention to plan"),
     ("--devices=9", "devices=9 must be .* at most 8"),
     (
