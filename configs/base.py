@@ -105,9 +105,9 @@ def get_config() -> ml_collections.ConfigDict:
     # What the backward keeps of a layer: everything, products, attention, tail,
     # nothing, offload (see models/remat.py).
     config.remat = "attention"
-    # GiB of a device for what layers keep beyond that: as many layers, from the last
-    # one on, keep what the next of nothing, attention, products does. The planner
-    # finds what fits: tools/plan_pod.py --fit-remat.
+    # GiB of a device for what layers keep beyond that: as many as fit, from the last
+    # one on, keep what the next of nothing (or tail), attention, products does. The
+    # planner finds the most: tools/plan_pod.py --fit-remat.
     config.remat_budget_gib = 0.0
     # In how many parts a device's key/value heads are attended to, one after the other:
     # queries, keys, values, and what the ring holds, exist for one part at a time.

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from models.execution import Execution
 from models.llama import DecoderConfig
-from models.remat import LADDER
+from models.remat import NEXT
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Kept:
     def climb(self, policy: str, budget: float) -> list[tuple[str, int]]:
         """Returns the policies of the layers and their numbers, first layers first.
 
-        One after the other, from the last one on, layers keep what the next policy of
-        `LADDER` does, while all that they keep more is within the budget of bytes.
+        One after the other, from the last one on, layers keep what the next policy
+        does, while all that they keep more is within the budget of bytes.
         """
         layers, policies = self.sizes.num_layers, _from(policy)
         for (less, more), size in zip(
@@ -74,7 +74,5 @@ class Kept:
 
 
 def _from(policy: str) -> tuple[str, ...]:
-    """Returns the ladder from this policy on; of one beside it, it alone."""
-    if policy == "tail":
-        return policy, *LADDER[1:]
-    return LADDER[LADDER.index(policy) :] if policy in LADDER else (policy,)
+    """Returns this policy and those that come after it."""
+    return (policy, *_from(NEXT[policy])) if policy in NEXT else (policy,)

@@ -37,8 +37,8 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 """Policies of `jax.checkpoint`; None for no rematerialisation."""
 
-LADDER = "nothing", "attention", "products"
-"""Policies in the order of what they keep; a budget of memory climbs it."""
+NEXT = {"nothing": "attention", "tail": "attention", "attention": "products"}
+"""Policies that keep more: a budget of memory climbs them."""
 
 RERUN = "nothing", "offload", "tail"
 """Policies with which a layer's backward runs its ring again, or half of it."""

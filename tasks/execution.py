@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from models.chunks import Device, choose_chunk
 from models.execution import Execution
 from models.kept import Kept
-from models.remat import LADDER
+from models.remat import NEXT
 from tasks.base import attention_system, batch_shape
 from tasks.config_errors import names_fields
 from training import chips
@@ -37,10 +37,10 @@ def check_execution(config: ml_collections.ConfigDict) -> Execution:
         )
     if not 0 <= config.remat_budget_gib < math.inf:
         raise ValueError(f"{config.remat_budget_gib=} must be a number, at least 0")
-    if config.remat_budget_gib and config.remat not in LADDER:
+    if config.remat_budget_gib and config.remat not in (*NEXT, "products"):
         raise ValueError(
             f"{config.remat_budget_gib=} is for what layers keep beyond one of "
-            f"{', '.join(LADDER)}, got {config.remat=}: set it to 0"
+            f"{', '.join(NEXT)}, got {config.remat=}: set it to 0"
         )
     is_chunked = attention_system(config).chunked
     return Execution(

@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from models.remat import LADDER
+from models.remat import NEXT
 from tasks import base
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.execution import execution, kept_of
@@ -125,8 +125,7 @@ def fit_remat(
     rungs = kept.rungs(config.remat)
     if not rungs:
         raise ValueError(
-            f"{config.remat=} must have a next policy: set one of "
-            f"{', '.join(LADDER[:-1])}"
+            f"{config.remat=} must have a next policy: set one of {', '.join(NEXT)}"
         )
     layers = config.model.num_layers
     search = Search(1, _limit(pod), most=layers * len(rungs))

@@ -53,6 +53,7 @@ def test_policies_keep_inputs_results_and_products():
         ("attention", 6 * PRODUCTS, [("products", 6)]),
         ("attention", 2**60, [("products", 6)]),
         ("products", 2**60, [("products", 6)]),
+        ("tail", RESULT, [("tail", 4), ("attention", 2)]),
         ("offload", 0, [("offload", 6)]),
     ],
 )
@@ -60,7 +61,7 @@ def test_layers_climb_one_by_one_within_the_budget(policy, budget, found):
     assert KEPT.climb(policy, budget) == found
 
 
-@pytest.mark.parametrize("policy", ["nothing", "attention"])
+@pytest.mark.parametrize("policy", ["nothing", "tail", "attention"])
 def test_a_budget_of_so_many_steps_lets_them_climb(policy):
     layers, rungs = SIZES.num_layers, KEPT.rungs(policy)
     assert KEPT.budget(policy, 0) == 0
