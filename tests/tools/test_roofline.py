@@ -62,6 +62,12 @@ def test_a_product_in_a_loop_counts_its_trips_and_the_slice_that_it_reads():
     assert memory.recomputed == memory.elementwise == 0
 
 
+@pytest.mark.parametrize(("printed", "trips"), [('"n":"0"', 0), ('"n":"?"', 1)])
+def test_a_loop_can_have_no_trips_and_unknown_ones_count_once(printed, trips):
+    work = total(CALL.replace('"n":"5"', printed), LOOP)
+    assert work.products == pytest.approx(trips * SLICED / 1e3)
+
+
 def test_a_product_in_a_checkpoint_is_computed_again():
     named = 'metadata={op_name="jit(f)/checkpoint/rematted_computation/dot_general"}'
     again = total(CALL, LOOP.replace("NAMED", named))

@@ -123,7 +123,8 @@ class Roofline:
     def _trips(self, name: str) -> dict[str, int]:
         """Returns the trips of a computation's loops; 1 where they are unknown."""
         loops = (i for i in self._program.computations[name] if i.kind == "loop")
-        return {loop.name: self._program.trips(loop) or 1 for loop in loops}
+        found = {loop.name: self._program.trips(loop) for loop in loops}
+        return {name: 1 if trips is None else trips for name, trips in found.items()}
 
     def _work(self, computation: Computation, operation: Operation) -> Work:
         """Returns the work of an operation that calls no computation but a fusion's."""
