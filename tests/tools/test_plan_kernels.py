@@ -1,11 +1,14 @@
 """Times of kernels: sums of parts of compiled kernels, and what they wait for."""
 
+import json
+
 import pytest
 
 from kernels.layouts import Striped
 from tools import tpu_kernel_parts
-from tools.lib.planning.hops import Blocks, Sequence, visible_pairs, works
+from tools.lib.planning.hops import Blocks, Sequence, visible_pairs, work, works
 from tools.lib.planning.kernels import (
+    PARTS,
     PRODUCTS,
     Kernels,
     Launched,
@@ -85,14 +88,37 @@ def test_known_tiles_and_programs_of_a_v5e():
         assert turns == pytest.approx(diagonal, rel=0.03)
 
 
+def test_sum_of_the_parts_is_that_of_kernels_compiled_at_every_length():
+    rows = json.loads((PARTS.parent / "kernel_checks.json").read_text())
+    assert len(rows) == 4 * 2 * 8
+    kernels = {kind: Kernels.of(chips.find(kind)) for kind, *_ in read_kernel_parts()}
+    for row in rows:
+        kind, direction, length = (
+            row[name] for name in ("device_kind", "direction", "length")
+        )
+        shape, keys = (1, length, 2, 128), (length, 2)
+        kernel = Launched.of(
+            row["chip"], direction, row["has_carry"], shape, keys, "bfloat16"
+        )
+        assert kernel.goes_on == row["goes_on"]
+        bounds = Sequence(Striped(), 8, length).bounds(7, 0, kernel.blocks.piece)
+        found = work(direction, bounds, kernel.blocks, length)
+        parts = read_kernel_parts()[kind, direction, kernel.goes_on]
+        bundles = kernel.bundles(found, parts)
+        assert bundles == pytest.approx(row["bundles"], rel=0.04), row
+        least = bundles / kernels[kind].chip.bundles_per_second
+        seconds = kernels[kind].call_seconds(kernel, found)
+        assert 0.999 * least < seconds < 1.7 * least
+
+
 def test_first_copies_and_a_resident_dq_are_waited_for():
     def waited(direction, length=4096):
         kernel = Launched.of(
             "v5e", direction, False, (1, length, 8, 128), (length, 8), "bfloat16"
         )
         sequence = Sequence(Striped(), 1, length)
-        ((_, (work, *_)),) = works(sequence, kernel.blocks, direction)
-        return kernel.goes_on, kernel.waited_bytes(work)
+        ((_, (found, *_)),) = works(sequence, kernel.blocks, direction)
+        return kernel.goes_on, kernel.waited_bytes(found)
 
     tile = 2 * 1024 * 128 * 2  # of keys and values, or queries and their gradients
     assert waited("forward") == (False, 4 * tile)
