@@ -103,6 +103,8 @@ def test_rings_of_a_step_are_those_that_remat_runs():
     budget = {"remat_budget_gib": 8.5 * 16384 * 8320 / 2**30}
     passes = ring_passes(config_7b(**budget), partition(), ring)
     assert [times for times, _, _ in passes] == [2 * 24, 8, 32]
+    passes = ring_passes(config_7b(remat="tail", **budget), partition(), ring)
+    assert [times for times, _, _ in passes] == [2 * 15, 15, 17, 17, 32]
     (_, front, _), (_, tail, _), _ = ring_passes(
         config_7b(remat="tail"), partition(), ring
     )

@@ -125,12 +125,12 @@ def ring_passes(
     layers, passes = config.model.num_layers, []
     for run, count in execution(config, partition).runs(layers):
         times = count * config.train.microbatches
-        if run.remat == "tail":
-            # The first half of the queries sees half of the keys; its ring runs twice.
+        again = 2 if run.remat in RERUN else 1
+        if config.remat == "tail":  # then every layer's forward is two rings
+            # The first half of the queries sees half of the keys.
             front, tail = ring.part("front"), ring.part("tail")
-            passes += [(2 * times, front, "forward"), (times, tail, "forward")]
+            passes += [(again * times, front, "forward"), (times, tail, "forward")]
         else:
-            again = 2 if run.remat in RERUN else 1
             passes.append((again * times, ring, "forward"))
     return [*passes, (layers * config.train.microbatches, ring, "backward")]
 
