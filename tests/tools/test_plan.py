@@ -16,7 +16,7 @@ from tasks import base
 from tasks.execution import execution, kept_of
 from tools import plan_pod
 from tools.lib.planning.largest import TOLERANCE
-from tools.lib.planning.memory import peak_bytes
+from tools.lib.planning.memory import Memory, peak_bytes
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.roofline import Roofline
 from tools.lib.planning.step import Step
@@ -366,6 +366,24 @@ def test_a_step_on_a_whole_slice_hides_its_rings_and_scatters_gradients(
     sent = {one.name: one.bytes_sent for one in plan.collectives}
     # Gathered twice in bfloat16, scattered once in float32.
     assert sent["reduce-scatter"] > 0.7 * sent["all-gather"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_layers_in_two_loops_take_what_they_keep_and_no_copy_of_the_stack():
+    """Of parameters that are larger than what layers keep of 256 tokens."""
+    config, memories = small_config(), []
+    config.model.hidden_size, config.model.feed_forward_size = 1024, 4096
+    config.model.num_layers, config.data.context_tokens = 8, 1024
+    pod = aot_pod("v5e:2x2")
+    kept = kept_of(config, base.partition(config, pod.devices))
+    for steps in (0, 3):
+        config.remat_budget_gib = kept.budget(config.remat, steps) / 2**30
+        step = Step.of(config, pod)
+        memories.append(Memory.of(step, step.compile()))
+    (one, two), (more,) = memories, kept.rungs(config.remat)
+    assert two.saved - one.saved == 3 * more
+    assert two.peak - one.peak < 3 * more + two.parameters / 10
 
 
 @pytest.mark.slow
