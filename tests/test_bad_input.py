@@ -42,7 +42,7 @@ remat=tail stripe_granule=20 => got 20 tokens on each of 4 | a multiple of 160
 implementation=cuda => implementation='cuda' | blockwise
 data.rows=lines => rows='lines' | packed, documents
 data.rows=whole => row of 80 | take a longer context
-remat=offload remat_budget_gib=1.0 => config.remat='offload' | nothing, attention
+remat=offload remat_budget_gib=1.0 => config.remat='offload' | nothing, tail, attention
 remat_budget_gib=nan => config.remat_budget_gib=nan | at least 0
 compute_dtype=flaot32 => compute_dtype='flaot32' | bfloat16 | float32
 compute_dtype=int8 => compute_dtype='int8' | bfloat16 | float32
