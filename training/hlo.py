@@ -8,37 +8,33 @@ it counts once an iteration.
 TPUs also run collectives inside a matrix product's fusion. They are printed three
 times: in fusions of their own for the start and for the done, and in the product's. A
 reduce-scatter may be printed as an all-reduce and a slice in a fusion that runs as one.
+
+On TPUs with SparseCores collectives may run there, beside everything else. They are
+computations of their own, called in three steps: the SparseCore is woken, is given the
+operand, and is waited for.
 """
 
 import dataclasses
 import enum
 import functools
-import math
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from training.hlo_text import CALLED, HEAD, INSTRUCTION, arrays, called_by
-
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
+from training.hlo_instructions import (
+    COLLECTIVES,
+    TRANSFER,
+    Instruction,
+    read_instruction,
 )
-TRANSFER = "collective-permute"
-"""The collective of a ring step, from neighbour to neighbour."""
+from training.hlo_text import HEAD
 
-_KERNEL = re.compile(r"flash_(forward|backward)")
-_PALLAS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu|triton)')
 _FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 _FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'
 _FUSED_PRODUCT = "async_collective_fusion"
 _FUSED_SCATTER = "all-reduce-scatter"
-_KNOWN_TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
 
 
 class Fused(enum.Enum):
@@ -47,34 +43,6 @@ class Fused(enum.Enum):
     START = enum.auto()
     PRODUCT = enum.auto()
     DONE = enum.auto()
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """A collective, a kernel, or a call of another computation.
-
-    kind: one of COLLECTIVES, "kernel", "loop" or "call".
-    phase: "start" or "done" of an asynchronous collective, "fused" of one inside a
-      product's fusion, else "".
-    first_operand: its name; that of a done is its start.
-    size: bytes of a collective's result on one device, else 0.
-    group: devices that a collective spans; 0 of a done, whose start has it.
-    kernel: "forward" or "backward", of a kernel.
-    called: names of the computations that it runs.
-    condition: of a loop, the name of the computation that ends it.
-    trips: of a loop, its trip count, where the compiler prints it.
-    """
-
-    name: str
-    kind: str
-    phase: str = ""
-    first_operand: str = ""
-    size: int = 0
-    group: int = 0
-    kernel: str = ""
-    called: tuple[str, ...] = ()
-    condition: str = ""
-    trips: int | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +110,7 @@ class Program:
                 entry = name if head[1] else entry
             elif name:
                 lines.append(line)
-                instruction = _read(line, devices)
+                instruction = read_instruction(line, devices)
                 if instruction:
                     computations[name].append(instruction)
                 elif _is_loop_condition(line):
@@ -154,6 +122,9 @@ class Program:
         frozen = {
             name: tuple(_fused_once(name, found, fused.get(name)))
             for name, found in computations.items()
+        }
+        frozen = {
+            name: tuple(_offloaded(found, frozen)) for name, found in frozen.items()
         }
         return cls(entry, frozen, bounds)
 
@@ -299,6 +270,34 @@ def _fused_once(
             yield dataclasses.replace(instruction, phase="fused")
 
 
+def _offloaded(
+    found: tuple[Instruction, ...], computations: dict[str, tuple[Instruction, ...]]
+) -> Iterator[Instruction]:
+    """Yields a computation's instructions; collectives of a SparseCore as such.
+
+    They start where the operand is given.
+    """
+    woken: dict[str, Instruction] = {}
+    for step in found:
+        if step.kind != "call" or not step.phase:
+            yield step
+            continue
+        if step.phase == "start":
+            for one in itertools.chain(*(computations[c] for c in step.called)):
+                if one.kind in COLLECTIVES:
+                    woken[step.name] = one
+        elif collective := woken.get(step.first_operand):
+            woken[step.name] = collective
+            is_start = step.phase == "update"
+            yield dataclasses.replace(
+                collective,
+                name=step.name,
+                phase="start" if is_start else "done",
+                first_operand=step.first_operand,
+                size=step.size,
+            )
+
+
 def _collective(
     result: Instruction, group: int, times: int, is_hidden: bool
 ) -> Collective:
@@ -313,62 +312,6 @@ def _collective(
     return Collective(
         result.name, result.kind, sent, group, times, is_hidden, is_asynchronous
     )
-
-
-def _read(line: str, devices: int) -> Instruction | None:
-    """Reads the instruction on a line, if it matters."""
-    match = INSTRUCTION.match(line)
-    if match is None:
-        return None
-    name, shape, opcode, rest = match.groups()
-    if opcode == "custom-call":
-        kernel = _KERNEL.search(line)
-        if kernel is None or _PALLAS.search(rest) is None:
-            return None
-        return Instruction(name, "kernel", kernel=kernel[1])
-    if opcode == "while":
-        trips = _KNOWN_TRIPS.search(rest)
-        condition = re.search(r"condition=%?([\w.-]+)", rest)
-        return Instruction(
-            name,
-            "loop",
-            called=tuple(CALLED.findall(rest)),
-            condition=condition[1] if condition else "",
-            trips=int(trips[1]) if trips else None,
-        )
-    if opcode in ("fusion", "call", "conditional", "async-start"):
-        runs = called_by(rest)
-        return Instruction(name, "call", called=runs) if runs else None
-    phase = next((p for p in ("start", "done") if opcode.endswith(f"-{p}")), "")
-    kind = opcode.removesuffix(f"-{phase}") if phase else opcode
-    if kind not in COLLECTIVES:
-        return None
-    operand = re.match(r"[^%)]*%?([\w.-]+)", rest)
-    return Instruction(
-        name,
-        kind,
-        phase,
-        first_operand=operand[1] if operand else "",
-        size=0 if phase == "start" else math.ceil(sum(a.bytes for a in arrays(shape))),
-        group=0 if phase == "done" else _group(kind, rest, devices),
-    )
-
-
-def _group(kind: str, rest: str, devices: int) -> int:
-    """Returns the number of devices in each group of a collective."""
-    if kind == TRANSFER:
-        # A device that sends to itself communicates nothing.
-        pairs = re.findall(r"\{(\d+),(\d+)\}", rest.split("source_target_pairs=")[-1])
-        return 2 if any(a != b for a, b in pairs) else 1
-    named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest)
-    if named:  # of these axes of a mesh
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(sizes[a]) for a in re.findall(r"'(\w+)'", named[2]))
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
-    if listed:  # {{0,1},{2,3}}
-        return len(listed[1].split(","))
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest)
-    return int(iota[2]) if iota else devices  # [groups,devices of one]<=[all]
 
 
 def _bound(name: str, root: str, lines: list[str]) -> dict[str, int]:

@@ -195,3 +195,34 @@ def test_arrays_are_stored_in_whole_tiles_in_the_order_of_their_layout():
     assert (flag.bytes, flag.stored_bytes, token.bytes) == (3, 3, 0)
     (row,) = arrays("bf16[5,40]{0,1:T(8,128)(2,1)}")  # its columns lie together
     assert row.stored_bytes == 128 * 40 * 2
+
+
+OFFLOADED = """\
+HloModule jit_step, is_scheduled=true
+
+%called (p: bf16[4,8]) -> bf16[16,8] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  ROOT %gathered = bf16[16,8]{1,0} all-gather(%p), replica_groups={{0,1,2,3}}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[4,8]) -> bf16[16,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %woken = ((), (), s32[]{:S(2)}) call-start(), async_execution_thread="sparsecore", \
+to_apply=%called
+  %flash_forward.1 = f32[4,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
+  %given = ((bf16[4,8]{1,0}), bf16[16,8]{1,0}) call-update(%woken, %x)
+  KERNEL
+  ROOT %whole = bf16[16,8]{1,0} call-done(%given)
+}
+"""
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_collective_of_a_sparse_core_starts_where_its_operand_is_given(is_hidden):
+    kernel = '%flash_forward.2 = f32[4]{0} custom-call(%x), custom_call_target="triton"'
+    text = OFFLOADED.replace("KERNEL", kernel if is_hidden else "")
+    (gather,) = Program.parse(text, devices=4).collectives()
+    assert (gather.name, gather.kind, gather.group) == ("whole", "all-gather", 4)
+    assert gather.bytes_sent == 3 / 4 * 16 * 8 * 2
+    assert gather.is_asynchronous
+    assert gather.is_hidden == is_hidden

@@ -23,6 +23,7 @@ from training.hlo_text import Array, Computation, Operation, read
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 FREE |= {"partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"}
+FREE |= {"call-start", "call-update", "call-done"}  # of a SparseCore
 FREE |= {"copy-done", "slice-done", "fusion-done", "async-update", "async-done"}
 FREE |= {kind + phase for kind in COLLECTIVES for phase in ("", "-start", "-done")}
 """Opcodes that compute and move nothing here."""
@@ -100,7 +101,7 @@ class Roofline:
             if operation.opcode in COPIES:
                 copies[operation.name] = self._memory(computation, operation)
                 continue
-            if operation.opcode.endswith("-start"):
+            if operation.opcode.endswith("-start") or operation.opcode == "call-update":
                 started[operation.name] = total.seconds
             elif first in started:
                 self.beside[operation.name] = total.seconds - started[first]
