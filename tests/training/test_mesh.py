@@ -17,8 +17,10 @@ from models.abstract import Model
 from tasks import base, text
 from tests.runs import small_config
 from training import torus
+from training.hlo import Program
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
+from training.pods import compile_for, tpu_devices
 from training.step import TrainState, initial_state
 
 
@@ -283,6 +285,45 @@ def test_a_torus_is_gathered_by_pairs_and_then_by_their_ends(monkeypatch, rng):
     whole, scattered = run(w, gradients)
     np.testing.assert_array_equal(whole.reshape(8, 16, 3), np.stack([w] * 8))
     np.testing.assert_allclose(scattered, gradients.sum(0), rtol=1e-5, atol=1e-6)
+
+
+LARGE = ("v4:2x2x2", 8), ("v5e:4x4", 16), ("v5p:4x4x4", 64)
+
+
+@pytest.mark.parametrize(
+    "topology, devices",
+    [("v5e:2x4", 8), *(pytest.param(*one, marks=pytest.mark.slow) for one in LARGE)],
+)
+def test_gradients_of_every_shape_are_scattered_by_the_compiler_of_a_tpu(
+    topology, devices
+):
+    """And none is all-reduced: heads in a third axis, odd numbers of lanes, columns."""
+    shapes = [((512, 4, 128), 0), ((512, 1002 * 128), 0), ((384, 512), 1)]
+    mesh = make_mesh(MeshShape(fsdp=devices), tpu_devices(topology, devices))
+    partition = Partition(mesh)
+
+    def local(*parts: jax.Array) -> tuple[jax.Array, ...]:
+        def loss(parts: tuple[jax.Array, ...]) -> jax.Array:
+            wholes = (
+                partition.gather(part, axis, 512, jnp.bfloat16)
+                for part, (_, axis) in zip(parts, shapes, strict=True)
+            )
+            return sum(jnp.square(whole).sum() for whole in wholes)
+
+        return jax.grad(loss)(parts)
+
+    specs = tuple(P(*(None,) * axis, "fsdp") for _, axis in shapes)
+    scatter = jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
+    )
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for (shape, _), spec in zip(shapes, specs, strict=True)
+    ]
+    text = compile_for(mesh, scatter, *arguments).as_text()
+    found = {one.kind for one in Program.parse(text, devices).collectives()}
+    assert found <= {"all-gather", "reduce-scatter", "collective-permute"}
+    assert "reduce-scatter" in found
 
 
 @pytest.fixture(scope="module")
