@@ -109,6 +109,9 @@ def get_config() -> ml_collections.ConfigDict:
     # one on, keep what the next of nothing (or tail), attention, products does. The
     # planner finds the most: tools/plan_pod.py --fit-remat.
     config.remat_budget_gib = 0.0
+    # Gather parameters while others are used, on TPU v4 and later. On v5p, v6e and
+    # later SparseCores run these collectives, and gradients' (see training/overlap.py).
+    config.overlap_parameters = True
     # In how many parts a device's key/value heads are attended to, one after the other:
     # queries, keys, values, and what the ring holds, exist for one part at a time.
     config.attention_parts = 1

@@ -22,10 +22,12 @@ from kernels.ring import make_ring_attention
 from models.abstract import Model
 from models.execution import Execution
 from tasks.config_errors import names_fields, raise_all
+from training import chips
 from training.guard import GuardSettings
 from training.mesh import MeshShape, Partition, make_mesh
 from training.metrics import StepWork
 from training.optimizer import OptimizerSettings
+from training.overlap import parameter_options
 from training.step import (
     Counts,
     LossFunction,
@@ -314,7 +316,10 @@ def train_step(
     state: shape, dtype and sharding of every leaf (see `abstract_state`).
     """
     sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
-    device = sharding.step.mesh.devices.flat[0]
+    kind = sharding.step.mesh.devices.flat[0].device_kind
+    options = compiler_options(kind)
+    if config.overlap_parameters:
+        options |= parameter_options(chips.find(kind))
     return jax.jit(
         make_train_step(
             loss_sum,
@@ -325,5 +330,5 @@ def train_step(
         ),
         out_shardings=(sharding, sharding.step),
         donate_argnums=0,
-        compiler_options=compiler_options(device.device_kind),
+        compiler_options=options,
     )

@@ -31,6 +31,8 @@ class Chip:
         schedule is read. v4 and v5p have two cores. A v6e has 2 units of 256 x 256 and
         counts 16: they take two rows a cycle, as heads of 256 fill as many slots as
         those of 128, and with one row the peak would ask for a clock of 3.5 GHz.
+      sparse_cores: whether the compiler lets SparseCores run collectives. Those of v4
+        and earlier chips it does not.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Chip:
     hbm_bytes_per_second: float
     interconnect_bytes_per_second: float
     matrix_units: int = 0
+    sparse_cores: bool = False
 
     @property
     def bundles_per_second(self) -> float:
@@ -62,12 +65,14 @@ CHIPS = (
     # docs.cloud.google.com/tpu/docs/v5e: 400 GB/s both ways over 4 links.
     Chip("TPU v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9, 50e9, 4),
     # docs.cloud.google.com/tpu/docs/v5p: 1200 GB/s both ways over 6 links.
-    Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, 100e9, 4),
+    Chip("TPU v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, 100e9, 4, True),
     # docs.cloud.google.com/tpu/docs/tpu7x, v6e column: 800 GB/s both ways over 4 links.
-    Chip("TPU v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1638e9, 100e9, 16),
+    Chip(
+        "TPU v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1638e9, 100e9, 16, True
+    ),
     # docs.cloud.google.com/tpu/docs/tpu7x, per chip 2307 TFLOP/s, 192 GiB, 7380 GB/s,
     # 1200 GB/s both ways over 6 links.
-    Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9),
+    Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9, sparse_cores=True),
     # torchtitan's table of peaks; NVLink 3: 600 GB/s both ways. Only the SXM board: the
     # PCIe board has slower memory and no switch.
     Chip(

@@ -1,0 +1,28 @@
+"""XLA options with which collectives of parameters run beside a step's compute."""
+
+from training.chips import Chip
+
+OFFLOADS = tuple(
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+)
+
+
+def parameter_options(chip: Chip | None) -> dict[str, str]:
+    """Returns XLA's options for `jax.jit(step, compiler_options=...)`.
+
+    SparseCores run all collectives, those of gradients too, beside everything. Without
+    them gathers are asynchronous on a v4, or on a v5e carried by products as they are,
+    but every scatter is waited for.
+
+    Collectives are not pipelined from layer to layer (ici_ag_pipelining,
+    ici_rs_pipelining): a layer is then taken out of the loop, some of its ring
+    transfers are waited for, and with scatters libtpu 0.0.48 ends the process where a
+    layer has a ring in a loop ("Call graph must have been flattened").
+    """
+    names: tuple[str, ...] = ()
+    if chip is not None and chip.sparse_cores:
+        names = OFFLOADS
+    elif chip is not None and chip.name == "TPU v4":
+        names = ("xla_enable_async_all_gather",)
+    return dict.fromkeys(names, "true")
