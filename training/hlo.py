@@ -224,7 +224,8 @@ class Program:
                 start, before = started.get(
                     instruction.first_operand, (instruction, kernels)
                 )
-                yield _collective(instruction, start.group, times, kernels > before)
+                done = dataclasses.replace(instruction, kind=start.kind)
+                yield _collective(done, start.group, times, kernels > before)
             else:
                 is_hidden = instruction.phase == "fused"
                 yield _collective(instruction, instruction.group, times, is_hidden)

@@ -17,6 +17,9 @@ COLLECTIVES = (
 TRANSFER = "collective-permute"
 """The collective of a ring step, from neighbour to neighbour."""
 
+SHIFT = "permute"
+"""A collective-permute that JAX did not ask for: a part of a scatter that XLA cut."""
+
 _KERNEL = re.compile(r"flash_(forward|backward)")
 _PALLAS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu|triton)')
 _CALL_STEPS = ("call-start", "call-update", "call-done")
@@ -27,7 +30,7 @@ _KNOWN_TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
 class Instruction:
     """A collective, a kernel, or a call of another computation.
 
-    kind: one of COLLECTIVES, "kernel", "loop" or "call".
+    kind: one of COLLECTIVES, SHIFT, "kernel", "loop" or "call".
     phase: "start" or "done" of an asynchronous collective, "fused" of one inside a
       product's fusion, else "".
     first_operand: its name; that of a done is its start.
@@ -89,13 +92,16 @@ def read_instruction(line: str, devices: int) -> Instruction | None:
     kind = opcode.removesuffix(f"-{phase}") if phase else opcode
     if kind not in COLLECTIVES:
         return None
+    group = 0 if phase == "done" else _group(kind, rest, devices)
+    if kind == TRANSFER and phase != "done" and "op_name=" not in rest:
+        kind = SHIFT
     return Instruction(
         name,
         kind,
         phase,
         first_operand=_first_operand(rest),
         size=0 if phase == "start" else math.ceil(sum(a.bytes for a in arrays(shape))),
-        group=0 if phase == "done" else _group(kind, rest, devices),
+        group=group,
     )
 
 

@@ -1,5 +1,7 @@
 """What is read of a scheduled program, from a short one that is written by hand."""
 
+from collections import Counter
+
 import pytest
 
 from training.hlo import Program
@@ -49,7 +51,8 @@ custom_call_target="AsyncCollectiveDone"
   %kv = bf16[4,8]{1,0:T(8,128)(2,1)} get-tuple-element(%state), index=1
   %permute-start.1 = (bf16[4,8]{1,0:T(8,128)(2,1)}, bf16[4,8]{1,0:T(8,128)(2,1)}, \
 u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%kv), channel_id=1, \
-source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+source_target_pairs={{0,1},{1,2},{2,3},{3,0}}, \
+metadata={op_name="ring/ppermute"}
   %flash_backward.3 = (f32[4,8]{1,0:T(8,128)}) custom-call(%kv), \
 custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/shard_map"}
   %permute-done.1 = bf16[4,8]{1,0} collective-permute-done(%permute-start.1)
@@ -72,14 +75,17 @@ dimensions={0}
   %flash_forward.9 = (s32[], bf16[4,8]{1,0}) while(%state), condition=%hops_end, \
 body=%hops
   %permute-start.2 = ((bf16[4,8]{1,0}), \
-bf16[4,8]{1,0}) collective-permute-start(%shard), source_target_pairs={{0,1},{1,0}}
+bf16[4,8]{1,0}) collective-permute-start(%shard), source_target_pairs={{0,1},{1,0}}, \
+metadata={op_name="ring/ppermute"}
   %fusion.1 = f32[4,8]{1,0} fusion(%shard), kind=kCustom, calls=%fused_kernel
   %permute-done.2 = bf16[4,8]{1,0} collective-permute-done(%permute-start.2)
   %permute-start.3 = ((bf16[4,8]{1,0}), \
-bf16[4,8]{1,0}) collective-permute-start(%shard), source_target_pairs={{0,1},{1,0}}
+bf16[4,8]{1,0}) collective-permute-start(%shard), source_target_pairs={{0,1},{1,0}}, \
+metadata={op_name="ring/ppermute"}
   %permute-done.3 = bf16[4,8]{1,0} collective-permute-done(%permute-start.3)
   %permute.4 = bf16[4,8]{1,0} collective-permute(%shard), \
-source_target_pairs={{0,1},{1,0}}
+source_target_pairs={{0,1},{1,0}}, \
+metadata={op_name="ring/ppermute"}
   ROOT %out = (s32[], bf16[4,8]{1,0}) tuple(%state, %permute.4)
 }
 
@@ -226,3 +232,12 @@ def test_a_collective_of_a_sparse_core_starts_where_its_operand_is_given(is_hidd
     assert gather.bytes_sent == 3 / 4 * 16 * 8 * 2
     assert gather.is_asynchronous
     assert gather.is_hidden == is_hidden
+
+
+def test_a_permute_that_the_compiler_made_is_none_of_a_ring(program):
+    text = PROGRAM.replace(', metadata={op_name="ring/ppermute"}', "", 1)
+    assert text != PROGRAM
+    other = Program.parse(text, devices=4)
+    before, after = (Counter(c.kind for c in p.collectives()) for p in (program, other))
+    assert (before["permute"], after["permute"]) == (0, 1)
+    assert after["collective-permute"] == before["collective-permute"] - 1

@@ -322,7 +322,7 @@ def test_gradients_of_every_shape_are_scattered_by_the_compiler_of_a_tpu(
     ]
     text = compile_for(mesh, scatter, *arguments).as_text()
     found = {one.kind for one in Program.parse(text, devices).collectives()}
-    assert found <= {"all-gather", "reduce-scatter", "collective-permute"}
+    assert found <= {"all-gather", "reduce-scatter", "permute"}
     assert "reduce-scatter" in found
 
 
