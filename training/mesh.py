@@ -345,15 +345,17 @@ def _scatter_gradient(stages, axis, dtype, _, gradient):
     """Scatters it unrounded, unlike the gradient of the conversion to `dtype`.
 
     As (parts, …, minor): along another axis, or of more axes, or of some lengths, XLA
-    makes it an all-reduce, twice the bytes.
+    makes it an all-reduce, twice the bytes. Shards of the axis are not the minor one:
+    they may be few, and a TPU stores them in lanes of 128.
     """
+    gradient = jnp.moveaxis(gradient, axis, 0)  # (E, …)
     for name, groups in stages:
         parts = len(groups[0]) if groups else jax.lax.axis_size(name)
-        before, after = gradient.shape[:axis], gradient.shape[axis + 1 :]
-        split = jnp.moveaxis(gradient.reshape(*before, parts, -1, *after), axis, 0)
-        flat = split.reshape(parts, -1, split.shape[-1])
-        mine = jax.lax.psum_scatter(flat, name, axis_index_groups=groups)
-        gradient = mine.reshape(split.shape[1:])
+        rest = gradient.shape[1:]
+        split = gradient.reshape(parts, -1, *rest[-1:])
+        mine = jax.lax.psum_scatter(split, name, axis_index_groups=groups)
+        gradient = mine.reshape(-1, *rest)  # (E / parts, …)
+    gradient = jnp.moveaxis(gradient, 0, axis)
     return (gradient,)
 
 
