@@ -48,6 +48,10 @@ MOST_SCATTERED = 4
 """Devices over all of which one collective may scatter; for more see `_stages`."""
 
 
+SUBLANES = 8
+"""Rows that a TPU stores together: arrays are padded to a multiple of these."""
+
+
 @dataclass(frozen=True)
 class MeshShape:
     """Devices along each axis; at most one may be -1: all that remain.
@@ -342,21 +346,28 @@ def _gather_forward(shard, stages, axis, dtype):
 
 
 def _scatter_gradient(stages, axis, dtype, _, gradient):
-    """Scatters it unrounded, unlike the gradient of the conversion to `dtype`.
-
-    As (parts, …, minor): along another axis, or of more axes, or of some lengths, XLA
-    makes it an all-reduce, twice the bytes. Shards of the axis are not the minor one:
-    they may be few, and a TPU stores them in lanes of 128.
-    """
-    gradient = jnp.moveaxis(gradient, axis, 0)  # (E, …)
+    """Scatters it unrounded, unlike the gradient of the conversion to `dtype`."""
     for name, groups in stages:
-        parts = len(groups[0]) if groups else jax.lax.axis_size(name)
-        rest = gradient.shape[1:]
-        split = gradient.reshape(parts, -1, *rest[-1:])
-        mine = jax.lax.psum_scatter(split, name, axis_index_groups=groups)
-        gradient = mine.reshape(-1, *rest)  # (E / parts, …)
-    gradient = jnp.moveaxis(gradient, 0, axis)
+        gradient = _scatter(gradient, axis, name, groups)
     return (gradient,)
+
+
+def _scatter(x: jax.Array, axis: int, name: str, groups: Groups | None) -> jax.Array:
+    """Sums x over devices; returns this device's part along an axis.
+
+    As (parts, …, minor), of two axes after the first: of more, along another axis, or
+    for some lengths, XLA makes an all-reduce of it, twice the bytes. Parts that do not
+    fill a TPU's sublanes stay as they are: to cut them off would copy all of x.
+    """
+    parts = len(groups[0]) if groups else jax.lax.axis_size(name)
+    if x.shape[axis] // parts % SUBLANES:
+        return jax.lax.psum_scatter(
+            x, name, scatter_dimension=axis, axis_index_groups=groups, tiled=True
+        )
+    x = jnp.moveaxis(x, axis, 0)
+    split = x.reshape(parts, -1, *x.shape[1:][-1:])
+    mine = jax.lax.psum_scatter(split, name, axis_index_groups=groups)
+    return jnp.moveaxis(mine.reshape(-1, *x.shape[1:]), 0, axis)
 
 
 _gather.defvjp(_gather_forward, _scatter_gradient)
