@@ -36,7 +36,7 @@ from kernels.tile_ranges import key_ranges
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, check_output, make_row
 from tools.lib.files import write_json
-from tools.lib.planning import hops
+from tools.lib.planning import ring_steps
 from tools.lib.planning.kernels import Kernels, Launched, read_kernel_parts
 from tools.lib.tpu_compiler.bundles import read_parts
 from tools.lib.tpu_compiler.runs import Tiles, run_bundles
@@ -81,9 +81,9 @@ def tiles_of_parts(chip: str) -> list[Tile]:
 def compare(measured: Measurement) -> dict[str, Any]:
     """Compares a kernel compiled at some length with the sum of its parts."""
     tile, kernel = measured.tile, launched(measured.tile)
-    sequence = hops.Sequence(Striped(), RING, tile.length)
+    sequence = ring_steps.Sequence(Striped(), RING, tile.length)
     bounds = sequence.bounds(RING - 1, 0, kernel.blocks.piece)
-    work = hops.work(tile.direction, bounds, kernel.blocks, tile.length)
+    work = ring_steps.work(tile.direction, bounds, kernel.blocks, tile.length)
     token = Striped().index(RING - 1, RING, tile.length)
     k_end = Striped().count(0, token + 1, RING, tile.length)
     tiles = Tiles.of(

@@ -217,7 +217,9 @@ class TestHopperDeterministic(TestHopper):
     carry_tolerance = 1e-6
     cases = {
         "one query, several heads": (
-            StepCase(1, 300, group=3, has_carry=True, scale=-1e-5),
+            StepCase(
+                1, 300, group=3, batch=8, bound_rows=8, has_carry=True, scale=-1e-5
+            ),
             F16,
         ),
         "far more queries": (

@@ -79,10 +79,10 @@ def test_parts_of_the_memory_are_those_of_the_sizes_and_add_up(plan):
 
 
 def test_all_transfers_hide_behind_kernels(plan):
-    hops, found = RING - 1, plan.transfers
+    sent, found = RING - 1, plan.transfers
     # Keys and values in both directions, their gradients in one, and home.
-    assert found.hidden == LAYERS * (4 * hops + 2 * RING)
-    assert found.hidden_bytes == LAYERS * (hops * (2 + 2) + RING * 2 * 2) * KEYS_BYTES
+    assert found.hidden == LAYERS * (4 * sent + 2 * RING)
+    assert found.hidden_bytes == LAYERS * (sent * (2 + 2) + RING * 2 * 2) * KEYS_BYTES
     assert (found.exposed, found.exposed_bytes) == (0, 0)
     assert found.kernels == LAYERS * (2 * RING + 1)  # home is in halves backward
 

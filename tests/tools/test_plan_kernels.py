@@ -6,7 +6,6 @@ import pytest
 
 from kernels.layouts import Striped
 from tools import tpu_kernel_parts
-from tools.lib.planning.hops import Blocks, Sequence, visible_pairs, work, works
 from tools.lib.planning.kernels import (
     PARTS,
     PRODUCTS,
@@ -15,6 +14,7 @@ from tools.lib.planning.kernels import (
     Ring,
     read_kernel_parts,
 )
+from tools.lib.planning.ring_steps import Blocks, Sequence, visible_pairs, work, works
 from tools.tpu_schedule import measure
 from training import chips
 

@@ -19,11 +19,11 @@ from tools.lib.planning.estimate import (
     ring_passes,
     synchronous_seconds,
 )
-from tools.lib.planning.hops import Sequence
 from tools.lib.planning.kernels import Kernels, Ring
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import kinds
+from tools.lib.planning.ring_steps import Sequence
 from tools.lib.planning.roofline import Work
 from tools.plan_pod import read_config
 from training import chips

@@ -23,7 +23,7 @@ def test_the_7b_step_fits_a_v4_pod_with_all_hops_hidden():
     plan = plan_7b("v4:8x8x8")
     assert plan.memory.saved == 32 * 16384 * 4096 * 2
     assert plan.memory.peak < 12 * 2**30
-    # Two rings forward and one backward, of 511 hops, for each part of each layer.
+    # Two rings forward and one backward, of 511 transfers, for each part of each layer.
     rings = 32 * plan.attention_parts
     assert plan.transfers.hidden == rings * (511 * (2 + 2 + 2) + 512 * 2)
     assert plan.transfers.exposed == 0

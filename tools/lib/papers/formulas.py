@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kernels.layouts import Contiguous, Layout, Striped
 from models.flops import num_matrix_parameters
 from models.llama import LlamaConfig
-from tools.lib.planning.hops import Sequence
+from tools.lib.planning.ring_steps import Sequence
 from training.chips import Chip
 
 BYTES = 2

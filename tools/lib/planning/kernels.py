@@ -25,7 +25,7 @@ from kernels.tpu import launch
 from tasks import base
 from tasks.execution import local_tokens
 from tools.lib.benchmarks.rows import ROOT
-from tools.lib.planning.hops import Blocks, Sequence, Work, works
+from tools.lib.planning.ring_steps import Blocks, Sequence, Work, works
 from tools.lib.tpu_compiler.bundles import Parts
 from training.chips import Chip
 from training.mesh import Partition

@@ -10,8 +10,8 @@ from kernels.backends import IMPLEMENTATIONS, choose
 from tasks import base, config_checks
 from tasks.base import Task
 from tasks.task import make_task
-from tools.lib.planning.hops import visible_pairs
 from tools.lib.planning.largest import MOST_TOKENS
+from tools.lib.planning.ring_steps import visible_pairs
 from training.mesh import Partition
 from training.metrics import StepWork
 from training.optimizer import make_optimizer

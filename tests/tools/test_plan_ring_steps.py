@@ -5,7 +5,7 @@ import pytest
 
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.tile_ranges import key_ranges, query_ranges
-from tools.lib.planning.hops import (
+from tools.lib.planning.ring_steps import (
     Blocks,
     Sequence,
     document_starts,

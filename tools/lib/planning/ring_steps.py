@@ -128,8 +128,8 @@ class Sequence:
             return float(min(tiles * sub**2, len(self.queries) * self.keys))
 
         return sum(
-            weight * max(itertools.starmap(pairs, hops))
-            for weight, hops in self.sampled()
+            weight * max(itertools.starmap(pairs, steps))
+            for weight, steps in self.sampled()
         )
 
     @property
@@ -193,7 +193,7 @@ def works(
     Backward, the local block is computed in halves.
     """
 
-    def of_hop(device: int, source: int) -> Work:
+    def of_step(device: int, source: int) -> Work:
         bounds = sequence.bounds(device, source, blocks.piece)
         is_cut = direction == "backward" and sequence.ring_size > 1 and device == source
         calls = halves(bounds, sequence.keys) if is_cut else [bounds]
@@ -201,8 +201,8 @@ def works(
         return functools.reduce(Work.__add__, found)
 
     return tuple(
-        (weight, tuple(itertools.starmap(of_hop, hops)))
-        for weight, hops in sequence.sampled()
+        (weight, tuple(itertools.starmap(of_step, steps)))
+        for weight, steps in sequence.sampled()
     )
 
 
