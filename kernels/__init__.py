@@ -32,7 +32,7 @@ from .masks import (
 if TYPE_CHECKING:
     from .decode_attention import CachedAttention
     from .one_device import attention, attention_with_lse
-    from .ring import make_ring_attention, ring_attention
+    from .ring_attention import make_ring_attention, ring_attention
 
 __all__ = [
     "CachedAttention",
@@ -65,8 +65,8 @@ _LAZY = {
     "CachedAttention": ".decode_attention",
     "attention": ".one_device",
     "attention_with_lse": ".one_device",
-    "make_ring_attention": ".ring",
-    "ring_attention": ".ring",
+    "make_ring_attention": ".ring_attention",
+    "ring_attention": ".ring_attention",
 }
 
 

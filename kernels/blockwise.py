@@ -16,7 +16,7 @@ from jax import lax
 
 from .block_sizes import BlockSizes
 from .merge import Partial, merge
-from .precision import gradient_factors, product
+from .precision import gradient_factors, product, soft_capped
 from .tile_layout import Tiling
 from .tile_ranges import TileRanges, key_ranges, query_ranges
 
@@ -30,7 +30,7 @@ def default_block_sizes(length: int) -> BlockSizes:
     return BlockSizes(128, 256 if length >= 2048 else 128)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "block_sizes"))
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "block_sizes"))
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -39,6 +39,7 @@ def forward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
 ) -> Partial:
@@ -47,7 +48,8 @@ def forward(
     ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
 
     def compute() -> Partial:
-        return forward_tiles(tiling, ranges, (q, k, v), (k_start, k_end), scale)
+        operands, bounds = (q, k, v), (k_start, k_end)
+        return forward_tiles(tiling, ranges, operands, bounds, scale, soft_cap)
 
     if carry is None:
         return compute()
@@ -60,6 +62,7 @@ def forward_tiles(
     operands: tuple[jax.Array, jax.Array, jax.Array],
     bounds: tuple[jax.Array, jax.Array],
     scale: float,
+    soft_cap: float | None,
 ) -> Partial:
     """Computes the forward pass over given key tiles of each query tile."""
     k_starts, k_ends = (tiling.split_bounds(bound) for bound in bounds)
@@ -72,7 +75,8 @@ def forward_tiles(
 
             def step(masked, j, state):
                 m, l, acc = state  # (R,), (R,), (R, D)
-                s = scale * product("rd,sd->rs", q_i, k_tiles[row, j])  # (R, block_k)
+                s = scale * product("rd,sd->rs", q_i, k_tiles[row, j])
+                s, _ = soft_capped(s, soft_cap)  # (R, block_k)
                 if masked:
                     s = jnp.where(tiling.mask(bounds, j), s, -jnp.inf)
                 m_new = jnp.maximum(m, s.max(axis=-1))
@@ -100,7 +104,7 @@ def forward_tiles(
     return tiling.join_queries(out), tiling.join_rows(lse)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "block_sizes"))
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "block_sizes"))
 def backward(
     q: jax.Array,
     k: jax.Array,
@@ -112,18 +116,17 @@ def backward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes gradients of the attention to these keys: see `reference`."""
     tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = query_ranges(k_start, k_end, tiling.block_q, tiling.block_k, k.shape[1])
-    queries = q, do, lse, delta
+    queries, bounds, scores = (q, do, lse, delta), (k_start, k_end), (scale, soft_cap)
 
     def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return backward_tiles(
-            tiling, ranges, queries, (k, v), (k_start, k_end), scale, dq
-        )
+        return backward_tiles(tiling, ranges, queries, (k, v), bounds, scores, dq)
 
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
         return dq, jnp.zeros(k.shape, tiling.dtype), jnp.zeros(v.shape, tiling.dtype)
@@ -137,13 +140,14 @@ def backward_tiles(
     queries: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     keys: tuple[jax.Array, jax.Array],
     bounds: tuple[jax.Array, jax.Array],
-    scale: float,
+    scores: tuple[float, float | None],
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the backward pass over given query tiles of each key tile.
 
-    queries: q, do, lse and delta. keys: k and v.
+    queries: q, do, lse and delta. keys: k and v. scores: scale and soft_cap.
     """
+    scale, soft_cap = scores
     k_starts, k_ends = (tiling.split_bounds(bound) for bound in bounds)
     before, after = gradient_factors(scale, keys[0].dtype)
 
@@ -159,14 +163,15 @@ def backward_tiles(
             def step(masked, i, state):
                 dq_tiles, dk, dv = state
                 q_i, do_i = q_tiles[row, i], do_tiles[row, i]  # (R, D)
-                s = scale * product("sd,rd->sr", k_j, q_i)  # (block_k, R)
+                s = scale * product("sd,rd->sr", k_j, q_i)
+                s, slope = soft_capped(s, soft_cap)  # (block_k, R)
                 p = jnp.exp(s - lse_tiles[row, i])
                 if masked:
                     bounds = k_starts[row, i], k_ends[row, i]  # (R,) each
                     p = jnp.where(tiling.mask(bounds, j).T, p, 0)
                 dv += product("sr,rd->sd", p.astype(q_i.dtype), do_i)  # (block_k, D)
                 dp = product("sd,rd->sr", v_j, do_i)  # (block_k, R)
-                ds = p * (dp - delta_tiles[row, i])
+                ds = p * (dp - delta_tiles[row, i]) * slope
                 ds = (before * ds).astype(q_i.dtype)
                 dk += product("sr,rd->sd", ds, q_i)  # (block_k, D)
                 partial = product("ds,sr->dr", k_j_t, ds)  # (D, R)

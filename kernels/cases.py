@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,12 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
 }
 
 
+EXTRAS = "", "sinks"
+
+SOFT_CAP = 1.5
+"""Of cases with a cap: scores have a standard deviation of 1."""
+
+
 def _document_ids(length: int, padded_length: int) -> np.ndarray:
     """Draws about five documents of different lengths; the last has the padding."""
     rng = np.random.default_rng(length)
@@ -68,15 +74,25 @@ class Case:
     group: int  # query heads of a key/value head
     length: int
     head_dim: int
+    extras: str = ""  # a name of EXTRAS
     heads: int = 8
     batch: int = 1
 
     @property
     def name(self) -> str:
+        more = f"-{self.extras}" if self.extras else ""
         return (
             f"ring{self.ring_size}-{self.layout}-{self.mask}-g{self.group}"
-            f"-t{self.length}-d{self.head_dim}"
+            f"-t{self.length}-d{self.head_dim}{more}"
         )
+
+    @property
+    def has_sinks(self) -> bool:
+        return "sinks" in self.extras
+
+    @property
+    def soft_cap(self) -> float | None:
+        return SOFT_CAP if "cap" in self.extras else None
 
     @property
     def kv_heads(self) -> int:
@@ -95,6 +111,7 @@ GRID = {
     "group": (1, 4, 8),
     "length": (1, 31, 257, 4093),
     "head_dim": (64, 100, 128),
+    "extras": EXTRAS,
 }
 
 
@@ -131,6 +148,8 @@ class Problem:
     do: np.ndarray
     d_lse: np.ndarray
     visible: Visible
+    sinks: np.ndarray | None = None  # (H,)
+    soft_cap: float | None = None
 
     @classmethod
     def of(
@@ -150,7 +169,12 @@ class Problem:
             normal(case.heads, case.head_dim),
             d_lse,
             case.visible(case.length),
+            rng.standard_normal(case.heads) if case.has_sinks else None,
+            case.soft_cap,
         )
+
+
+_no_sinks = functools.partial(np.zeros, 0)
 
 
 @dataclass(frozen=True)
@@ -162,6 +186,7 @@ class Answer:
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
+    d_sinks: np.ndarray = field(default_factory=_no_sinks)  # (H,), or (0,)
 
     def errors(self, truth: "Answer") -> dict[str, float]:
         """Returns the norm of each error relative to the norm of the truth."""
@@ -169,7 +194,7 @@ class Answer:
         assert (np.isneginf(self.lse) == ~has_keys).all(), "empty rows differ"
         both = {
             name: (getattr(self, name), getattr(truth, name))
-            for name in ("out", "dq", "dk", "dv")
+            for name in ("out", "dq", "dk", "dv", "d_sinks")
         }
         both["lse"] = self.lse[has_keys], truth.lse[has_keys]
         return {name: _relative_error(*pair) for name, pair in both.items()}
@@ -189,9 +214,8 @@ def solve(problem: Problem, dtype: jnp.dtype) -> Answer:
         heads = [
             _solve_head(problem, h, h // group, dtype) for h in range(kv_heads * group)
         ]
-    out, lse, dq, dk, dv = (
-        np.concatenate(parts, -2) for parts in zip(*heads, strict=True)
-    )
+    *parts, d_sinks = zip(*heads, strict=True)
+    out, lse, dq, dk, dv = (np.concatenate(part, -2) for part in parts)
     shared = (*problem.k.shape[:2], kv_heads, group, problem.k.shape[3])
     # Rounded once, after the sum over the group, as results in this type are.
     with jax.enable_x64(dtype == jnp.float64):
@@ -199,33 +223,43 @@ def solve(problem: Problem, dtype: jnp.dtype) -> Answer:
             np.asarray(jnp.asarray(x.reshape(shared).sum(3), dtype), np.float64)
             for x in (dk, dv)
         )
-    return Answer(out, lse, dq, dk, dv)
+    return Answer(out, lse, dq, dk, dv, np.concatenate(d_sinks))
 
 
 def _solve_head(problem: Problem, head: int, kv_head: int, dtype: jnp.dtype) -> list:
     q, do = (jnp.asarray(x[:, :, [head]], dtype) for x in (problem.q, problem.do))
     k, v = (jnp.asarray(x[:, :, [kv_head]], dtype) for x in (problem.k, problem.v))
-    d_lse = jnp.asarray(problem.d_lse[:, [head]], accumulator_type(dtype))
-    results = _reference_head(q, k, v, do, d_lse, *problem.visible)
+    wide = accumulator_type(dtype)
+    d_lse, sinks = jnp.asarray(problem.d_lse[:, [head]], wide), jnp.zeros(0, wide)
+    if problem.sinks is not None:
+        sinks = jnp.asarray(problem.sinks[[head]], wide)
+    operands = q, k, v, do, d_lse, sinks, *problem.visible
+    results = _reference_head(*operands, soft_cap=problem.soft_cap)
     return [np.asarray(x, np.float64) for x in results]
 
 
-@functools.partial(jax.jit, compiler_options=THOROUGH)
-def _reference_head(q, k, v, do, d_lse, k_start, k_end):
-    scale = q.shape[-1] ** -0.5
-    out, lse = reference.forward(q, k, v, k_start, k_end, scale=scale)
+@functools.partial(jax.jit, static_argnames="soft_cap", compiler_options=THOROUGH)
+def _reference_head(q, k, v, do, d_lse, sinks, k_start, k_end, *, soft_cap):
+    scores = {"scale": q.shape[-1] ** -0.5, "soft_cap": soft_cap}
+    out, lse = reference.forward(q, k, v, k_start, k_end, **scores)
+    if sinks.size:
+        keys = lse, jnp.broadcast_to(sinks[:, None], lse.shape)
+        lse = jnp.logaddexp(*keys)  # of the keys and the sink
+        out *= jnp.swapaxes(jnp.exp(keys[0] - lse), 1, 2)[..., None]
     out = out.astype(q.dtype)
     delta = jnp.einsum("bthd,bthd->bht", out, do, preferred_element_type=lse.dtype)
+    delta -= d_lse
+    d_sinks = -(jnp.exp(sinks[:, None] - lse) * delta).sum((0, 2))[: sinks.size]
     dq, dk, dv = reference.backward(
         q,
         k,
         v,
         do,
         lse,
-        delta - d_lse,
+        delta,
         k_start,
         k_end,
-        scale=scale,
+        **scores,
         dq=jnp.zeros(q.shape, lse.dtype),
     )
-    return out, lse, dq.astype(q.dtype), dk, dv
+    return out, lse, dq.astype(q.dtype), dk, dv, d_sinks

@@ -1,7 +1,7 @@
 """Checks of the arguments of public functions, before anything is computed."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from .known import known
 from .masks import Array, Visible
+from .precision import accumulator_type
 
 TYPES = "float16", "bfloat16", "float32", "float64"
 
@@ -59,16 +60,55 @@ def checked_scale(scale: float | None, head_size: int) -> float:
     """
     if scale is None:
         return head_size**-0.5
-    try:
-        number = math.nan if np.ndim(scale) or scale is True else float(scale)
-    except (TypeError, ValueError):  # and where it is traced
-        number = math.nan
+    number = _known_number(scale)
     if not math.isfinite(number):
         raise ValueError(
             f"scale must be one finite number that is known while tracing, got "
             f"{scale!s:.60}: multiply q by one that is not"
         )
     return number
+
+
+def _known_number(value: Any) -> float:
+    """Returns one number; nan for anything else, and where it is traced."""
+    try:
+        return math.nan if np.ndim(value) or value is True else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def checked_soft_cap(soft_cap: float | None) -> float | None:
+    """Returns the cap on the scores, if any.
+
+    Raises:
+      ValueError: it is not one finite number above 0 that is known while tracing.
+    """
+    if soft_cap is None:
+        return None
+    number = _known_number(soft_cap)
+    if not 0 < number < math.inf:
+        raise ValueError(
+            "soft_cap must be one finite number above 0 that is known while tracing, "
+            f"or None for no cap, got {soft_cap!s:.60}"
+        )
+    return number
+
+
+def checked_sinks(sinks: jax.Array | None, q: Shaped) -> jax.Array | None:
+    """Returns the logits of the sinks, (H,), in the type of lse.
+
+    Raises:
+      ValueError: they are not floating-point numbers, one for each query head.
+    """
+    if sinks is None:
+        return None
+    shape, dtype = np.shape(sinks), jnp.result_type(sinks)
+    if shape != (q.shape[2],) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"sinks must be floating-point logits ({q.shape[2]},), one for each of the "
+            f"query heads of {q.shape=}, got {dtype} {shape}"
+        )
+    return jnp.asarray(sinks, accumulator_type(q.dtype))
 
 
 def check_visible(q: jax.Array, visible: Visible) -> Visible:

@@ -18,11 +18,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from .checks import Axes, check_operands, check_visible, checked_axes, checked_scale
+from .checks import (
+    Axes,
+    check_operands,
+    check_visible,
+    checked_axes,
+    checked_scale,
+    checked_sinks,
+    checked_soft_cap,
+)
 from .known import known
 from .masks import Visible, in_interval
-from .merge import Partial, merge_over
-from .precision import product
+from .merge import Partial, merge, merge_over
+from .precision import accumulator_type, product, soft_capped
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,10 @@ class CachedAttention:
     """Writes to, and attention to, caches on a mesh.
 
     mesh: has the `ring_axes`, which make up one ring.
-    batch_axes, head_axis, scale: as in `ring.make_ring_attention`.
+    batch_axes, head_axis, scale, soft_cap: as in `make_ring_attention`.
 
     Raises:
-      ValueError: the mesh has no such axes, or the scale is not a finite number.
+      ValueError: the mesh has no such axes, or the scale or the cap is none.
     """
 
     mesh: Mesh
@@ -41,11 +49,13 @@ class CachedAttention:
     batch_axes: str | tuple[str, ...] | None = None
     head_axis: str | None = None
     scale: float | None = None
+    soft_cap: float | None = None
 
     def __post_init__(self):
         if not self._axes.ring:
             raise ValueError("ring_axes must be at least one axis of the mesh, got ()")
         checked_scale(self.scale, head_size=1)
+        checked_soft_cap(self.soft_cap)
 
     @property
     def ring_size(self) -> int:
@@ -124,12 +134,14 @@ class CachedAttention:
         index: jax.Array,
         visible: Visible,
         layer: jax.Array,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Computes attention of q (B, m, H, D) to a layer of the cache: as q.
 
         keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
         visible: k_start, k_end int32 (B, m), half-open interval of the key indices that
           each query attends to; an empty one gives zeros.
+        sinks: (H,), as in `one_device.attention`.
 
         All slots must be finite, free ones too: see `masks`.
 
@@ -147,31 +159,39 @@ class CachedAttention:
             )
         _check_place("layer", layer, keys.shape[0])
         scale = checked_scale(self.scale, q.shape[-1])
+        soft_cap = checked_soft_cap(self.soft_cap)
+        sinks = checked_sinks(sinks, q)
+        if sinks is None:
+            sinks = jnp.full(q.shape[2], -jnp.inf, accumulator_type(q.dtype))
 
         def local(
             q: jax.Array,
             keys: jax.Array,
             values: jax.Array,
             index: jax.Array,
-            k_start: jax.Array,
-            k_end: jax.Array,
+            bounds: tuple[jax.Array, jax.Array],
             layer: jax.Array,
+            sinks: jax.Array,
         ) -> jax.Array:
             k, v = (
                 lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
                 for x in (keys, values)
             )
-            k_start, k_end = k_start[..., None], k_end[..., None]  # (B, m, 1)
+            k_start, k_end = (bound[..., None] for bound in bounds)  # (B, m, 1)
             mask = in_interval(k_start, index[:, None], k_end)  # (B, m, S / N)
-            partial = _partial(q, k, v, mask, scale)
-            return merge_over(self._axes.ring, partial)[0].astype(q.dtype)
+            partial = _partial(q, k, v, mask, scale, soft_cap)
+            out, lse = merge_over(self._axes.ring, partial)
+            sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, m)
+            out, _ = merge((jnp.zeros((), out.dtype), sink), (out, lse))
+            return out.astype(q.dtype)
 
         stack, rows = self._stack(keys), PartitionSpec(self._axes.batch)
         queries = self._whole(keys)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
-        specs = queries, stack, stack, slots, rows, rows, PartitionSpec()
+        heads = PartitionSpec(self._axes.heads)
+        specs = queries, stack, stack, slots, rows, PartitionSpec(), heads
         call = self._over_mesh(local, specs, queries)
-        return call(q, keys, values, index, *visible, layer)
+        return call(q, keys, values, index, tuple(visible), layer, sinks)
 
     @property
     def _axes(self) -> Axes:
@@ -229,7 +249,12 @@ def _check_place(name: str, place: jax.Array | int, stop: int) -> None:
 
 
 def _partial(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    scale: float,
+    soft_cap: float | None,
 ) -> Partial:
     """Returns attention under a mask (B, T, S), and its lse; see `merge`."""
     batch, length, heads, depth = q.shape
@@ -237,6 +262,7 @@ def _partial(
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
     mask = mask[:, None, None]  # (B, 1, 1, T, S)
     s = scale * product("btkgd,bskd->bkgts", q, k)  # (B, K, G, T, S)
+    s, _ = soft_capped(s, soft_cap)
     s = jnp.where(mask, s, -jnp.inf)
     lse = jax.nn.logsumexp(s, axis=-1)  # (B, K, G, T)
     # In rows without visible keys lse is -inf and the difference nan.

@@ -40,6 +40,11 @@ class Visible(NamedTuple):
     k_start: Array
     k_end: Array
 
+    def __and__(self, other: "Visible") -> "Visible":
+        """Intersects the intervals of the same queries."""
+        (starts, ends), xp = zip(self, other, strict=True), _namespace(self.k_start)
+        return Visible(xp.maximum(*starts), xp.minimum(*ends))
+
 
 def in_interval(k_start: jax.Array, index: jax.Array, k_end: jax.Array) -> jax.Array:
     """Returns k_start <= index < k_end elementwise; the arguments broadcast."""
@@ -83,7 +88,7 @@ class Mask:
     ) -> jax.Array:
         """Puts `value` in the place of padding, so that nothing in it counts.
 
-        Its gradients are zero there too. `ring.ring_attention` is given bounds and no
+        Its gradients are zero there too. `ring_attention` is given bounds and no
         mask: fill the padding of q, k, v and of its result. Functions that take a mask
         do that by themselves.
 
@@ -104,9 +109,7 @@ class Mask:
             raise ValueError(f"& must join two masks, as causal() is, got {name}")
 
         def bounds(index: Array, keys: int) -> tuple[Array, Array]:
-            xp = _namespace(index)
-            starts, ends = zip(self(index, keys), other(index, keys), strict=True)
-            return xp.maximum(*starts), xp.minimum(*ends)
+            return self(index, keys) & other(index, keys)
 
         return Mask(bounds, self.real_lengths + other.real_lengths)
 

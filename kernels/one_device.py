@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from .backends import Backend, choose
-from .checks import check_operands, checked_bounds, checked_scale
+from .checks import (
+    check_operands,
+    checked_bounds,
+    checked_scale,
+    checked_sinks,
+    checked_soft_cap,
+)
 from .layouts import Contiguous
 from .masks import Mask, Visible, causal, full
 from .ring import Ring, attend
@@ -17,9 +23,11 @@ def attention(
     *,
     visible: Mask | Visible = causal(),
     scale: float | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
     implementation: str | Backend | None = None,
 ) -> jax.Array:
-    """Returns softmax(scale · q kᵀ) v over the visible keys; differentiable in q, k, v.
+    """Returns softmax(scale · q kᵀ) v over the visible keys; differentiable.
 
     q: (B, T, H, D). k, v: (B, S, K, D), H a multiple of K; query head h reads
       key/value head h // (H // K).
@@ -30,6 +38,10 @@ def attention(
       finite, and all of them where bounds are given, as nan spreads to queries from
       which it is masked.
     scale: factor on the scores, 1/sqrt(D) unless given; a number, not traced.
+    sinks: (H,), logit of a key of each head that every query sees, whose value is 0; a
+      parameter, which has a gradient.
+    soft_cap: scores s become soft_cap · tanh(s / soft_cap); a number, not traced. Sinks
+      are not capped.
     implementation: "reference" (whole score matrix), "blockwise" (XLA loops over the
       live tiles), "pallas_tpu" (kernels for TPUs), "hopper" (for H100 and H200, in 16
       bits), "hopper_deterministic" (the same gradients each time), "triton" (for other
@@ -44,7 +56,14 @@ def attention(
         implementation.
     """
     return attention_with_lse(
-        q, k, v, visible=visible, scale=scale, implementation=implementation
+        q,
+        k,
+        v,
+        visible=visible,
+        scale=scale,
+        sinks=sinks,
+        soft_cap=soft_cap,
+        implementation=implementation,
     )[0]
 
 
@@ -55,18 +74,22 @@ def attention_with_lse(
     *,
     visible: Mask | Visible = causal(),
     scale: float | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
     implementation: str | Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `attention` and the log of each softmax's sum, for `merge.merge`.
 
     Returns:
       out, and lse (B, H, T) in float32, natural logarithm, -inf for a query without
-      visible keys. Both are differentiable.
+      visible keys; with sinks, which the sum contains, never. Both are differentiable.
     """
     check_operands(q, k, v)
     scale = checked_scale(scale, q.shape[-1])
+    soft_cap = checked_soft_cap(soft_cap)
+    sinks = checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
-    ring = Ring(None, 1, Contiguous(), scale, backend)
+    ring = Ring(None, 1, Contiguous(), scale, backend, soft_cap)
     queries, keys = (jnp.arange(x.shape[1], dtype=jnp.int32) for x in (q, k))
     mask = full()
     if isinstance(visible, Mask):
@@ -74,6 +97,6 @@ def attention_with_lse(
     bounds = checked_bounds(q, visible, k.shape[1])
     q = mask.fill_padding(q, queries)
     k, v = (mask.fill_padding(x, keys) for x in (k, v))
-    out, lse = attend(ring, q, k, v, *bounds)
+    out, lse = attend(ring, q, k, v, sinks, *bounds)
     lse = mask.fill_padding(lse, queries, -jnp.inf, axis=2)
     return mask.fill_padding(out, queries), lse

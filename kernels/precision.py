@@ -24,6 +24,16 @@ def gradient_factors(scale: float, dtype: jnp.dtype) -> tuple[float, float]:
     return (scale, 1.0) if is_ordinary and dtype != jnp.float16 else (1.0, scale)
 
 
+def soft_capped(
+    s: jax.Array, soft_cap: float | None
+) -> tuple[jax.Array, jax.Array | float]:
+    """Returns scores s as soft_cap · tanh(s / soft_cap), and the slope of that at s."""
+    if soft_cap is None:
+        return s, 1.0
+    t = jnp.tanh(s / soft_cap)
+    return soft_cap * t, 1 - jnp.square(t)
+
+
 def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Computes an einsum of two arrays of one type; sums and result are wider.
 

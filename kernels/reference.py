@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .block_sizes import BlockSizes
 from .masks import in_interval
 from .merge import Partial, merge
-from .precision import gradient_factors, product
+from .precision import gradient_factors, product, soft_capped
 
 
 def forward(
@@ -23,6 +23,7 @@ def forward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
 ) -> Partial:
@@ -32,6 +33,7 @@ def forward(
       head h // (H // K).
     k_start, k_end: int32 (B, T) or (1, T), within [0, S], not decreasing along T.
     scale: factor on the scores.
+    soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
     block_sizes: tile sizes; unused here.
     carry: a partial result over other keys, merged into this one.
 
@@ -40,7 +42,7 @@ def forward(
       inputs). A row without visible keys has out = 0 and lse = -inf.
     """
     del block_sizes
-    s, mask = _scores(q, k, k_start, k_end, scale)  # (B, K, G, T, S)
+    s, mask, _ = _scores(q, k, k_start, k_end, scale, soft_cap)  # (B, K, G, T, S)
     lse = jax.nn.logsumexp(s, axis=-1)  # (B, K, G, T)
     p = _probabilities(s, lse, mask)  # (B, K, G, T, S)
     out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v).reshape(q.shape)
@@ -59,12 +61,13 @@ def backward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes gradients of the attention to these keys (FlashAttention, 2205.14135).
 
-    q, k, v, k_start, k_end, scale, block_sizes: as in `forward`.
+    q, k, v, k_start, k_end, scale, soft_cap, block_sizes: as in `forward`.
     do: (B, T, H, D), gradient of the whole result.
     lse: (B, H, T), of the whole result, over all keys of the ring.
     delta: (B, H, T), the sum over D of do · out, less the gradient of lse if any.
@@ -74,14 +77,15 @@ def backward(
       dq (B, T, H, D), dk and dv (B, S, K, D): float32.
     """
     del block_sizes
-    s, mask = _scores(q, k, k_start, k_end, scale)  # (B, K, G, T, S)
+    s, mask, slope = _scores(q, k, k_start, k_end, scale, soft_cap)  # (B, K, G, T, S)
     grouped = s.shape[:4]  # (B, K, G, T)
     rows = (q.shape[0], q.shape[1], *grouped[1:3], q.shape[3])
     q, do = q.reshape(rows), do.reshape(rows)  # (B, T, K, G, D)
     p = _probabilities(s, lse.reshape(grouped), mask)  # (B, K, G, T, S)
     dp = product("btkgd,bskd->bkgts", do, v)
     before, after = gradient_factors(scale, q.dtype)
-    ds = (before * p * (dp - delta.reshape(grouped)[..., None])).astype(q.dtype)
+    ds = p * (dp - delta.reshape(grouped)[..., None]) * slope
+    ds = (before * ds).astype(q.dtype)
     dv = product("bkgts,btkgd->bskd", p.astype(q.dtype), do)  # (B, S, K, D)
     dk = after * product("bkgts,btkgd->bskd", ds, q)  # (B, S, K, D)
     partial = after * product("bkgts,bskd->btkgd", ds, k)  # (B, T, K, G, D)
@@ -89,17 +93,22 @@ def backward(
 
 
 def _scores(
-    q: jax.Array, k: jax.Array, k_start: jax.Array, k_end: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Returns masked scores (B, K, G, T, S) and the mask (B, 1, 1, T, S)."""
+    q: jax.Array,
+    k: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | float]:
+    """Returns masked scores (B, K, G, T, S), mask (B, 1, 1, T, S), slope of the cap."""
     batch, length, heads, depth = q.shape
     keys, kv_heads = k.shape[1:3]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
-    s = scale * product("btkgd,bskd->bkgts", q, k)
+    s, slope = soft_capped(scale * product("btkgd,bskd->bkgts", q, k), soft_cap)
     slot = jnp.arange(keys, dtype=k_start.dtype)  # (S,)
     mask = in_interval(k_start[..., None], slot, k_end[..., None])  # (B, T, S)
     mask = mask[:, None, None]  # (B, 1, 1, T, S)
-    return jnp.where(mask, s, -jnp.inf), mask
+    return jnp.where(mask, s, -jnp.inf), mask, slope
 
 
 def _probabilities(s: jax.Array, lse: jax.Array, mask: jax.Array) -> jax.Array:

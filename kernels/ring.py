@@ -9,10 +9,12 @@ queries are deferred to overlap the last transfer.
 A query's keys on a visiting shard are an interval of the shard's slots, counted by the
 layout: neither this file nor the kernels know layouts or masks. A ring of one device is
 attention on that device.
+
+A head's attention sink is a key that every query sees, with a logit of its own and a
+value of 0: the partial result (0, sink), merged after the last ring step.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,22 +24,12 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import layout as memory_layout
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from . import reference
-from .backends import Backend, check_implementation, choose
-from .checks import (
-    Axes,
-    check_operands,
-    check_order,
-    check_shards,
-    checked_axes,
-    checked_bounds,
-    checked_scale,
-)
+from .backends import Backend
 from .device import device_kind
-from .layouts import Array, Layout, check_length, front_slots, order
-from .masks import Mask, Visible, full
+from .layouts import Array, Layout, front_slots
+from .masks import Visible
+from .merge import merge
 from .precision import product
 
 UNROLLED_STEPS = 16
@@ -64,7 +56,8 @@ class Ring:
     layout: which indices a shard holds.
     scale: factor on the scores.
     backend: the attention step (see `backends`).
-    keep_tail: as in `make_ring_attention`.
+    soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
+    keep_tail: as in `ring_attention.make_ring_attention`.
     """
 
     axis_name: str | tuple[str, ...] | None
@@ -72,7 +65,14 @@ class Ring:
     layout: Layout
     scale: float
     backend: Backend
+    soft_cap: float | None = None
     keep_tail: bool = False
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Returns the backends' arguments of what becomes of q · k."""
+        cap = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
+        return {"scale": self.scale, **cap}
 
     def shard(self) -> jax.Array | int:
         """Returns the number of the shard that this device's queries belong to."""
@@ -109,30 +109,32 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    sinks: jax.Array | None,
     k_start: jax.Array,
     k_end: jax.Array,
 ) -> Pair:
     """Returns the attention of the local queries to the keys of the whole ring.
 
     q: (B, L, H, D). k, v: (B, L, K, D), the local shards.
+    sinks: (H,) float32, logit of each head's sink, if any.
     k_start, k_end: int32 (B, L) or (1, L), half-open interval of the key indices that
       each local query attends to.
 
     Returns:
       out (B, L, H, D) in the type of q, lse (B, H, L) in float32.
     """
-    return _attend_forward(ring, q, k, v, k_start, k_end)[0]
+    return _attend_forward(ring, q, k, v, sinks, k_start, k_end)[0]
 
 
-def _attend_forward(ring, q, k, v, k_start, k_end):
+def _attend_forward(ring, q, k, v, sinks, k_start, k_end):
     length = k.shape[1]
     keys = front_slots(ring.layout, ring.size, length) if ring.keep_tail else 0
     rows = q.shape[1] // 2 if keys else 0
     qkv, visible, front = (q, k, v), Visible(k_start, k_end), ()
     if rows:
-        front = _attend_rows(ring, slice(rows), keys, qkv, visible)
+        front = _attend_rows(ring, slice(rows), keys, qkv, sinks, visible)
         qkv, _ = lax.optimization_barrier((qkv, front))  # one ring after the other
-    tail = _attend_rows(ring, slice(rows, None), length, qkv, visible)
+    tail = _attend_rows(ring, slice(rows, None), length, qkv, sinks, visible)
     # Named here, where the backward's residuals are made, so that a remat policy can
     # save these two and not rerun the ring (names given outside have no effect).
     out, lse = map(checkpoint_name, tail, ("attention_out", "attention_lse"))
@@ -141,10 +143,10 @@ def _attend_forward(ring, q, k, v, k_start, k_end):
         early, early_lse = map(checkpoint_name, front, names)
         out = jnp.concatenate([early, out], axis=1)  # (B, L, H, D)
         lse = jnp.concatenate([early_lse, lse], axis=2)  # (B, H, L)
-    return (out, lse), (q, k, v, k_start, k_end, out, lse)
+    return (out, lse), (q, k, v, sinks, k_start, k_end, out, lse)
 
 
-def _attend_rows(ring, rows, keys, qkv, visible):
+def _attend_rows(ring, rows, keys, qkv, sinks, visible):
     """Attends with a slice of the queries to the first `keys` slots of every shard.
 
     A query that sees other slots gets nan: its result would be wrong.
@@ -155,6 +157,11 @@ def _attend_rows(ring, rows, keys, qkv, visible):
         seen = Visible(*(jnp.minimum(bound, end) for bound in visible))
     kv = ring.as_read(k[:, :keys]), ring.as_read(v[:, :keys])  # D, or in whole lanes
     out, lse = _forward_steps(ring, ring.as_read(q[:, rows]), kv, seen, length)
+    if sinks is not None:
+        # Here and not as the first step's carry: it costs no zeros to write and read,
+        # as XLA fuses it with the cast.
+        sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, T)
+        out, lse = merge((jnp.zeros((), out.dtype), sink), (out, lse))
     out = out[..., : q.shape[-1]].astype(q.dtype)  # (B, T, H, D)
     if keys < length:
         is_wrong = (visible.k_start < visible.k_end) & (visible.k_end > end)
@@ -163,14 +170,20 @@ def _attend_rows(ring, rows, keys, qkv, visible):
 
 
 def _attend_backward(ring, residuals, cotangents):
-    q, k, v, k_start, k_end, out, lse = residuals
+    q, k, v, sinks, k_start, k_end, out, lse = residuals
     do, d_lse = cotangents
     # ds = p · (dp - delta) + p · d_lse: the gradient of lse joins delta.
     delta = product("bthd,bthd->bht", out, do) - d_lse  # (B, H, L)
     rows = ring.as_read(q), ring.as_read(do), lse, delta
     kv = ring.as_read(k), ring.as_read(v)
     gradients = _backward_steps(ring, rows, kv, Visible(k_start, k_end))
-    return *(x[..., : q.shape[-1]].astype(q.dtype) for x in gradients), None, None
+    gradients = (x[..., : q.shape[-1]].astype(q.dtype) for x in gradients)
+    d_sinks = None
+    if sinks is not None:
+        # A key whose value is 0: dp = 0 in ds = p · (dp - delta).
+        p = jnp.exp(sinks[:, None] - lse)  # (B, H, L)
+        d_sinks = -(p * delta).sum(axis=(0, 2))  # (H,), of this device's queries
+    return *gradients, d_sinks, None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -182,7 +195,7 @@ def _forward_steps(
     def compute(step, kv, carry):
         source = (ring.shard() - step) % ring.size
         bounds = ring.slots(source, visible, length)
-        return ring.backend.forward(q, *kv, *bounds, scale=ring.scale, carry=carry)
+        return ring.backend.forward(q, *kv, *bounds, **ring.scores, carry=carry)
 
     def step_and_rotate(step, kv, carry):
         arriving = ring.rotate(kv)
@@ -208,7 +221,7 @@ def _backward_steps(
 
     def compute(bounds, kv, dq):
         dq, dk, dv = ring.backend.backward(
-            q, *kv, do, lse, delta, *bounds, scale=ring.scale, dq=dq
+            q, *kv, do, lse, delta, *bounds, **ring.scores, dq=dq
         )
         return dq, (dk, dv)
 
@@ -268,133 +281,3 @@ def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
 
 def _add(dkv: Pair, partial: Pair) -> Pair:
     return dkv[0] + partial[0], dkv[1] + partial[1]
-
-
-def ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_start: jax.Array,
-    k_end: jax.Array,
-    *,
-    axis_name: str | tuple[str, ...],
-    layout: Layout,
-    scale: float | None = None,
-    implementation: str | Backend | None = None,
-    keep_tail: bool = False,
-) -> jax.Array:
-    """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
-
-    Arguments and result as in `attend`, q in the order of `layout`; `scale` is
-    1/sqrt(D) unless given, `implementation` as in `one_device.attention`, `keep_tail`
-    as in `make_ring_attention`. Bounds do not say which tokens are padding: all
-    operands must be finite, or see `Mask.fill_padding`. Decreasing bounds are not
-    refused here, as they are traced: see `checks.check_increasing`.
-
-    Raises:
-      ValueError: operands that do not fit together or are not shards of the layout, an
-        unknown implementation, or `shard_map` checks how values vary over the mesh.
-    """
-    check_operands(q, k, v)
-    size = lax.axis_size(axis_name)
-    check_length(layout, size, size * k.shape[1])
-    visible = checked_bounds(q, Visible(k_start, k_end), size * k.shape[1])
-    scale = checked_scale(scale, q.shape[-1])
-    backend = choose(implementation, q.dtype)
-    is_checked = any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v))
-    if is_checked and backend is not reference:
-        raise ValueError(
-            "ring_attention must run in jax.shard_map(..., check_vma=False), or with "
-            "implementation='reference': loops and kernels cannot declare how their "
-            "results vary over the mesh"
-        )
-    ring = Ring(axis_name, size, layout, scale, backend, keep_tail)
-    return attend(ring, q, k, v, *visible)[0]
-
-
-def make_ring_attention(
-    mesh: Mesh,
-    *,
-    layout: Layout,
-    ring_axes: str | tuple[str, ...] = ("ring",),
-    batch_axes: str | tuple[str, ...] | None = None,
-    head_axis: str | None = None,
-    scale: float | None = None,
-    implementation: str | Backend | None = None,
-    keep_tail: bool = False,
-) -> Callable[..., jax.Array]:
-    """Builds ring attention on global arrays.
-
-    mesh: has `ring_axes`, which make up one ring, in the mesh's order.
-    batch_axes, head_axis: axes that batch and heads are sharded over; None for those of
-      "data" and "fsdp", and "tensor", that the mesh has.
-    layout, scale, implementation: as in `ring_attention`.
-    keep_tail: a checkpoint that saves "attention_out" and "attention_lse" saves those
-      of the last half of each shard's queries (BurstEngine, 2509.19836); the others are
-      a ring of their own, over the first half of the keys, that it reruns: a quarter of
-      a causal, striped ring. For causal masks: an early query that sees a key of the
-      last halves gets nan. Without such halves all is saved: see `layouts.front_slots`.
-
-    Returns:
-      attend(q, k, v, visible) -> out: q (B, T, H, D), k and v (B, S, K, D), in layout
-      order along T and S (see `layouts.permute`); `visible` a mask of `masks`, or
-      bounds (B or 1, T) in the order of q, as in `one_device.attention`.
-
-    Raises:
-      ValueError: the mesh has no such axes; from attend, shapes that cannot be sharded,
-        or decreasing bounds whose values are known.
-    """
-    axes = checked_axes(mesh, ring_axes, batch_axes, head_axis)
-    check_order(mesh, axes.ring)
-    check_implementation(implementation)  # here, and not when compiling
-    checked_scale(scale, head_size=1)
-    ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
-    check_length(layout, ring_size, length=0)
-    local = functools.partial(
-        ring_attention,
-        axis_name=axes.ring,
-        layout=layout,
-        scale=scale,
-        implementation=implementation,
-        keep_tail=keep_tail,
-    )
-
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, visible: Mask | Visible
-    ) -> jax.Array:
-        check_operands(q, k, v)
-        queries, keys = (order(layout, ring_size, x.shape[1]) for x in (q, k))
-        check_shards("rows", "B", k.shape[0], axes.batch, mesh)
-        heads = () if axes.heads is None else (axes.heads,)
-        check_shards("key/value heads", "K", k.shape[2], heads, mesh)
-        mask = full()
-        if isinstance(visible, Mask):
-            mask, visible = visible, visible(jnp.asarray(queries), k.shape[1])
-        visible = checked_bounds(q, visible, k.shape[1], queries)
-        q = mask.fill_padding(q, queries)
-        k, v = (mask.fill_padding(x, keys) for x in (k, v))
-        out = _over_mesh(local, mesh, axes)(q, k, v, visible)
-        return mask.fill_padding(out, queries)
-
-    return attend
-
-
-def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Array]:
-    """Maps `ring_attention` over the shards of global q, k, v and bounds."""
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible) -> jax.Array:
-        array = PartitionSpec(axes.batch, axes.ring, axes.heads, None)
-        rows = None if visible.k_start.shape[0] == 1 else axes.batch
-        in_specs = (*(array,) * 3, *(PartitionSpec(rows, axes.ring),) * 2)
-        # Every axis is in the specs, so shard_map sums nothing over it by itself, and
-        # Pallas kernels cannot declare how their results vary over the mesh.
-        sharded = jax.shard_map(
-            local, mesh=mesh, in_specs=in_specs, out_specs=array, check_vma=False
-        )
-        operands = q, k, v, *visible
-        if AxisType.Explicit in mesh.axis_types:  # as those of jax.make_mesh are
-            shardings = (NamedSharding(mesh, spec) for spec in in_specs)
-            operands = map(jax.reshard, operands, shardings)
-        return sharded(*operands)
-
-    return run

@@ -18,7 +18,7 @@ from data.text import TextBatches
 from kernels import layouts
 from kernels.compiler import compiler_options
 from kernels.layouts import Layout
-from kernels.ring import make_ring_attention
+from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
 from models.execution import Execution
 from tasks.config_errors import names_fields, raise_all

@@ -31,9 +31,9 @@ def striped_attention(
     index = layout.order(layout.Striped(), mesh.size, length)
     bounds = [jnp.asarray(bound) for bound in masks.causal()(index, length)]
     sizes = "ring", mesh.size, layout.Striped(), HEAD_DIM**-0.5
-    this_ring = ring.Ring(*sizes, backend, keep_tail)
+    this_ring = ring.Ring(*sizes, backend, keep_tail=keep_tail)
     attend = jax.shard_map(
-        lambda *operands: ring.attend(this_ring, *operands)[0],
+        lambda q, k, v, *bounds: ring.attend(this_ring, q, k, v, None, *bounds)[0],
         mesh=mesh,
         in_specs=(SHARDED,) * 5,
         out_specs=SHARDED,

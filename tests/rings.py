@@ -18,15 +18,18 @@ from kernels.cases import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
 
 Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]
-"""(q, k, v, do, d_lse, k_start, k_end) -> (out, lse, dq, dk, dv), in layout order."""
+"""(q, k, v, do, d_lse, k_start, k_end, sinks) -> (out, lse, dq, dk, dv, d_sinks).
 
-Make = Callable[[int, str, Backend], Run]
+In layout order, but sinks, which are None in a ring without.
+"""
+
+Make = Callable[[int, str, Backend, float | None], Run]
 """Of `sharded_ring` and `one_device_ring`."""
 
-ARRAY, ROW, BOUND = 1, 2, 1
-OPERANDS = ARRAY, ARRAY, ARRAY, ARRAY, ROW, BOUND, BOUND
-"""Which axis of each is the tokens'."""
-RESULTS = ARRAY, ROW, ARRAY, ARRAY, ARRAY
+ARRAY, ROW, BOUND, SINKS = 1, 2, 1, None
+OPERANDS = ARRAY, ARRAY, ARRAY, ARRAY, ROW, BOUND, BOUND, SINKS
+"""Which axis of each is the tokens', if any."""
+RESULTS = ARRAY, ROW, ARRAY, ARRAY, ARRAY, SINKS
 
 
 def ring_mesh(ring_size: int) -> Mesh:
@@ -34,29 +37,41 @@ def ring_mesh(ring_size: int) -> Mesh:
 
 
 def device_program(
-    ring_size: int, layout_name: str, backend: Backend, keep_tail: bool = False
+    ring_size: int,
+    layout_name: str,
+    backend: Backend,
+    soft_cap: float | None = None,
+    keep_tail: bool = False,
 ) -> Run:
     """Builds the program of each device, forward and backward, on its shards."""
 
-    def run(q, k, v, do, d_lse, k_start, k_end):
+    def run(q, k, v, do, d_lse, k_start, k_end, sinks):
         scale = q.shape[-1] ** -0.5
         sizes = "ring", ring_size, LAYOUTS[layout_name], scale
-        this_ring = ring.Ring(*sizes, backend, keep_tail)
+        this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail)
         results, pull = jax.vjp(
-            lambda *qkv: ring.attend(this_ring, *qkv, k_start, k_end), q, k, v
+            lambda *arrays: ring.attend(this_ring, *arrays, k_start, k_end),
+            *(q, k, v, sinks),
         )
-        return *results, *pull((do, d_lse))
+        *gradients, d_sinks = pull((do, d_lse))
+        if sinks is not None:
+            d_sinks = jax.lax.psum(d_sinks, "ring")
+        return *results, *gradients, d_sinks
 
     return run
 
 
 def sharded_ring(
-    ring_size: int, layout_name: str, backend: Backend, keep_tail: bool = False
+    ring_size: int,
+    layout_name: str,
+    backend: Backend,
+    soft_cap: float | None = None,
+    keep_tail: bool = False,
 ) -> Run:
     """Builds a ring of as many devices."""
-    specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring")}
+    specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring"), SINKS: P()}
     return jax.shard_map(
-        device_program(ring_size, layout_name, backend, keep_tail),
+        device_program(ring_size, layout_name, backend, soft_cap, keep_tail),
         mesh=ring_mesh(ring_size),
         in_specs=tuple(specs[axis] for axis in OPERANDS),
         out_specs=tuple(specs[axis] for axis in RESULTS),
@@ -85,21 +100,29 @@ class OneAfterTheOther:
         return step(operands, dq)
 
 
-def one_device_ring(ring_size: int, layout_name: str, backend: Backend) -> Run:
+def one_device_ring(
+    ring_size: int, layout_name: str, backend: Backend, soft_cap: float | None = None
+) -> Run:
     """Builds the same ring on one device, for kernels that run one at a time."""
-    program = device_program(ring_size, layout_name, OneAfterTheOther(backend))
+    one_by_one = OneAfterTheOther(backend)
+    program = device_program(ring_size, layout_name, one_by_one, soft_cap)
 
     def split(x, axis):
+        if axis is SINKS:
+            return x
         shape = *x.shape[:axis], ring_size, -1, *x.shape[axis + 1 :]
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
     def join(x, axis):
+        if axis is SINKS:  # the same sum on each device
+            return None if x is None else x[0]
         x = jnp.moveaxis(x, 0, axis)
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
     def run(*operands):
         shards = map(split, operands, OPERANDS)
-        results = jax.vmap(program, axis_name="ring")(*shards)
+        axes = tuple(axis if axis is SINKS else 0 for axis in OPERANDS)
+        results = jax.vmap(program, axes, axis_name="ring")(*shards)
         return tuple(map(join, results, RESULTS))
 
     return run
@@ -107,10 +130,15 @@ def one_device_ring(ring_size: int, layout_name: str, backend: Backend) -> Run:
 
 @functools.cache
 def compiled_ring(
-    make: Make, ring_size: int, layout_name: str, backend: Backend, is_short: bool
+    make: Make,
+    ring_size: int,
+    layout_name: str,
+    backend: Backend,
+    soft_cap: float | None,
+    is_short: bool,
 ) -> Run:
     """Compiles the program of `sharded_ring` or `one_device_ring`."""
-    program = make(ring_size, layout_name, backend)
+    program = make(ring_size, layout_name, backend, soft_cap)
     return jax.jit(program, compiler_options=QUICK if is_short else THOROUGH)
 
 
@@ -121,20 +149,25 @@ def solve_on_ring(
     order = LAYOUTS[case.layout], case.ring_size
     padded = layout.padded_length(*order, case.length)
 
-    def shard(x, axis, dtype):
+    def shard(x, axis, dtype, rubbish=1e4):
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, padded - case.length)
-        x = np.pad(x, widths, constant_values=1e4)
+        x = np.pad(x, widths, constant_values=rubbish)
         return jnp.asarray(layout.permute(x, *order, axis), dtype)
 
     arrays = problem.q, problem.k, problem.v, problem.do
     operands = [shard(x, ARRAY, dtype) for x in arrays]
-    operands.append(shard(problem.d_lse, ROW, jnp.float32))
+    # The lse of padding is the sink: its gradient counts.
+    rubbish = 1e4 if problem.sinks is None else 0
+    operands.append(shard(problem.d_lse, ROW, jnp.float32, rubbish))
     operands += (layout.permute(x, *order) for x in case.visible(padded))
-    is_short = case.length < 1000
-    run = compiled_ring(make, case.ring_size, case.layout, backend, is_short)
+    sinks = problem.sinks
+    operands.append(sinks if sinks is None else jnp.asarray(sinks, jnp.float32))
+    options = case.soft_cap, case.length < 1000
+    run = compiled_ring(make, case.ring_size, case.layout, backend, *options)
+    *results, d_sinks = run(*operands)
     real = []
-    for x, axis in zip(run(*operands), RESULTS, strict=True):
+    for x, axis in zip(results, RESULTS[:-1], strict=True):
         x = layout.unpermute(np.asarray(x, np.float64), *order, axis)
         real.append(np.take(x, range(case.length), axis))
-    return Answer(*real)
+    return Answer(*real, *([] if sinks is None else [np.asarray(d_sinks, np.float64)]))

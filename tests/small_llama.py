@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from kernels import masks
-from kernels.ring import make_ring_attention
+from kernels.ring_attention import make_ring_attention
 from tasks import base, text
 from tests.runs import small_config
 from tests.small_agent import drawn

@@ -62,6 +62,7 @@ class StepCase:
     has_carry: bool = False
     scale: float = 0.2
     sizes: BlockSizes | None = None
+    soft_cap: float | None = None
 
     @classmethod
     def of_any_length(
@@ -133,36 +134,52 @@ class StepCase:
         return {"k_start": k_start, "k_end": k_end}
 
 
-def run_forward(backend: Backend, scale: float, sizes: Sizes, step: Step) -> Partial:
-    """Returns (out, lse)."""
+def run_forward(
+    backend: Backend, scale: float, sizes: Sizes, step: Step, **cap: float
+) -> Partial:
+    """Returns (out, lse). cap: soft_cap, if there is one."""
     given = step.q, step.k, step.v, step.k_start, step.k_end
-    return backend.forward(*given, scale=scale, block_sizes=sizes, carry=step.carry)
+    options = {"scale": scale, "block_sizes": sizes, **cap}
+    return backend.forward(*given, carry=step.carry, **options)
 
 
 def run_backward(
-    backend: Backend, scale: float, sizes: Sizes, step: Step, lse: Any = None
+    backend: Backend,
+    scale: float,
+    sizes: Sizes,
+    step: Step,
+    lse: Any = None,
+    **cap: float,
 ) -> Arrays:
     """Returns (dq, dk, dv), by default as if the whole result had an lse of 0."""
     q, k, v, do, delta, dq, k_start, k_end, _ = step
     lse = jnp.zeros_like(delta) if lse is None else lse
     given = q, k, v, do, lse, delta, k_start, k_end
-    return backend.backward(*given, scale=scale, block_sizes=sizes, dq=dq)
+    options = {"scale": scale, "block_sizes": sizes, **cap}
+    return backend.backward(*given, dq=dq, **options)
 
 
-def run(backend: Backend, scale: float, sizes: Sizes, step: Step) -> Arrays:
+def run(
+    backend: Backend, scale: float, sizes: Sizes, step: Step, **cap: float
+) -> Arrays:
     """Returns (out, lse, dq, dk, dv) of a step; gradients by its own lse."""
-    out, lse = run_forward(backend, scale, sizes, step)
-    return out, lse, *run_backward(backend, scale, sizes, step, lse)
+    out, lse = run_forward(backend, scale, sizes, step, **cap)
+    return out, lse, *run_backward(backend, scale, sizes, step, lse, **cap)
 
 
 PASSES = {"forward": run_forward, "backward": run_backward}
 
 
 def compiled(
-    backend: Backend, scale: float, sizes: Sizes = None, run=run
+    backend: Backend,
+    scale: float,
+    sizes: Sizes = None,
+    soft_cap: float | None = None,
+    run=run,
 ) -> Callable[[Step], Arrays]:
     """Returns `run` or one of the passes as a new program, compiled quickly."""
-    program = functools.partial(run, backend, scale, sizes)
+    cap = {} if soft_cap is None else {"soft_cap": soft_cap}
+    program = functools.partial(run, backend, scale, sizes, **cap)
     return jax.jit(program, compiler_options=QUICK)
 
 
@@ -179,7 +196,8 @@ def answer(results: Arrays, step: Step) -> Answer:
 def truth(case: StepCase, step: Step, dtype: jnp.dtype = jnp.float64) -> Answer:
     """Returns the reference's results, in float64 or a narrower type."""
     with jax.enable_x64(dtype == jnp.float64):
-        return answer(shared(reference, case.scale)(step.astype(dtype)), step)
+        run = shared(reference, case.scale, None, case.soft_cap)
+        return answer(run(step.astype(dtype)), step)
 
 
 def assert_true(
@@ -187,7 +205,8 @@ def assert_true(
 ) -> None:
     """Judges float32 by a tolerance, narrower types by the reference in the same."""
     step = case.draw(rng, dtype)
-    results = shared(backend, case.scale, case.sizes)(step.astype(dtype))
+    run = shared(backend, case.scale, case.sizes, case.soft_cap)
+    results = run(step.astype(dtype))
     assert {x.dtype for x in results} == {np.dtype(np.float32)}
     exact = truth(case, step)
     errors = answer(results, step).errors(exact)

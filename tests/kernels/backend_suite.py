@@ -162,7 +162,7 @@ class BackendSuite:
     def results(
         self, case: StepCase, step: Step, dtype: jnp.dtype | None = None
     ) -> Answer:
-        run = shared(self.backend, case.scale, case.sizes)
+        run = shared(self.backend, case.scale, case.sizes, case.soft_cap)
         return answer(
             jax.block_until_ready(run(step.astype(dtype or self.dtype))), step
         )

@@ -13,7 +13,7 @@ from kernels import layouts as layout
 from kernels import masks
 from kernels.cases import FLOAT32_TOLERANCE, LAYOUTS, QUICK, Problem, solve
 from kernels.masks import Mask, Visible
-from kernels.ring import make_ring_attention
+from kernels.ring_attention import make_ring_attention
 
 CASES, SEED = 400, 19
 RINGS = (1, "contiguous"), (2, "zigzag"), (2, "striped4"), (4, "striped")

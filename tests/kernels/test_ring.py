@@ -26,6 +26,7 @@ from kernels.cases import (
     solve,
 )
 from kernels.one_device import attention
+from kernels.ring_attention import make_ring_attention
 from tests.rings import compiled_ring, ring_mesh, sharded_ring, solve_on_ring
 from tests.simulated import BACKENDS
 
@@ -83,11 +84,14 @@ def test_ring_in_float32_matches_one_device_in_float64(
 @pytest.mark.parametrize("group", GRID["group"])
 @pytest.mark.parametrize("length", GRID["length"])
 @pytest.mark.parametrize("head_dim", GRID["head_dim"])
-def test_every_ring_matches_one_device_in_float64(group, length, head_dim, rng):
+@pytest.mark.parametrize("extras", GRID["extras"])
+def test_every_ring_matches_one_device_in_float64(group, length, head_dim, extras, rng):
     """Runs the whole product of the grid: each mask solved once for all rings."""
     for mask in MASKS:
         heads = 2 if group == 1 else 8
-        problem_case = Case(1, "contiguous", mask, group, length, head_dim, heads)
+        problem_case = Case(
+            1, "contiguous", mask, group, length, head_dim, extras, heads
+        )
         problem = Problem.of(rng, problem_case)
         truth = solve(problem, jnp.float64)
         for ring_size, name in itertools.product(GRID["ring_size"], LAYOUTS):
@@ -154,7 +158,7 @@ def test_ring_over_part_of_a_mesh_matches_one_device(keep_tail, rng):
     order = layout.Striped(4), 2
 
     def on_ring(q, k, v):
-        attend = ring.make_ring_attention(mesh, layout=order[0], keep_tail=keep_tail)
+        attend = make_ring_attention(mesh, layout=order[0], keep_tail=keep_tail)
         q, k, v = (layout.permute(x, *order) for x in (q, k, v))
         return layout.unpermute(attend(q, k, v, masks.documents(ids)), *order)
 
@@ -227,7 +231,7 @@ def lowered(function, *shapes: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
 def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
-    attend = ring.make_ring_attention(ring_mesh(ring_size), layout=layout.Striped())
+    attend = make_ring_attention(ring_mesh(ring_size), layout=layout.Striped())
     shapes = (1, 64, 8, 16), (1, 64, 2, 16), (1, 64, 2, 16)
 
     def forward(q, k, v):
@@ -249,7 +253,7 @@ def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
 
 def rotations_of_gradient(layout_name: str, keep_tail: bool, *saved: str) -> list[str]:
     """What travels in the gradient of a layer that saves these, on a ring of 4."""
-    attend = ring.make_ring_attention(
+    attend = make_ring_attention(
         ring_mesh(4), layout=LAYOUTS[layout_name], keep_tail=keep_tail
     )
     policy = jax.checkpoint_policies.save_only_these_names(*saved)
@@ -291,7 +295,7 @@ def test_tail_of_a_mask_that_is_not_causal_is_never_wrong_in_silence(rng):
     q, k, v = (jnp.float32(x) for x in rng.standard_normal((3, 1, 32, 2, 8)))
 
     def solve(keep_tail, mask):
-        attend = ring.make_ring_attention(
+        attend = make_ring_attention(
             ring_mesh(2),
             layout=layout.Striped(),
             implementation="reference",
@@ -309,7 +313,7 @@ def test_results_are_sharded_like_the_operands():
     mesh = ring_mesh(8)
     sharding = NamedSharding(mesh, P(None, "ring", None, None))
     x = jax.device_put(jnp.ones((1, 64, 2, 8)), sharding)
-    attend = ring.make_ring_attention(mesh, layout=layout.Zigzag())
+    attend = make_ring_attention(mesh, layout=layout.Zigzag())
     out = jax.jit(attend, static_argnums=3)(x, x, x, masks.causal())
     assert out.sharding.is_equivalent_to(sharding, 4)
 
@@ -320,7 +324,7 @@ def test_ring_of_two_mesh_axes_is_one_ring(rng):
     rows = rng.standard_normal((3, 1, 64, 2, 8))
     q, k, v = (layout.permute(jnp.float32(x), layout.Striped(), 8, 1) for x in rows)
     one, two = (
-        ring.make_ring_attention(mesh, layout=layout.Striped(), ring_axes=axes)
+        make_ring_attention(mesh, layout=layout.Striped(), ring_axes=axes)
         for mesh, axes in [
             (ring_mesh(8), ("ring",)),
             (Mesh(devices, ("outer", "inner")), ("outer", "inner")),

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
-from kernels import masks, ring
+from kernels import masks
 from kernels.masks import Visible
 from kernels.one_device import attention
+from kernels.ring_attention import make_ring_attention, ring_attention
 from tests.rings import ring_mesh
 
 
@@ -21,7 +22,7 @@ def test_axes_of_the_batch_are_those_that_the_ring_leaves():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
     x = jax.random.normal(jax.random.key(0), (2, 8, 2, 8))
     want = attention(x, x, x, implementation="reference")
-    attend = ring.make_ring_attention(
+    attend = make_ring_attention(
         mesh,
         layout=layout.Contiguous(),
         ring_axes="fsdp",
@@ -56,12 +57,12 @@ def test_axes_of_the_batch_are_those_that_the_ring_leaves():
 def test_a_ring_that_cannot_be_made_is_refused(options, words):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "ring"))
     with pytest.raises(ValueError, match=words):
-        ring.make_ring_attention(mesh, **{"layout": layout.Striped(), **options})
+        make_ring_attention(mesh, **{"layout": layout.Striped(), **options})
 
 
 def test_bounds_must_not_decrease_in_the_order_of_their_index():
     """In the order of the queries they do, where these are not in order."""
-    attend = ring.make_ring_attention(
+    attend = make_ring_attention(
         ring_mesh(2), layout=layout.Zigzag(), implementation="reference"
     )
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 8), np.float32)
@@ -91,10 +92,8 @@ def test_padding_on_a_ring_may_hold_anything(is_local):
 
     def attend(q, k, v):
         if not is_local:
-            return ring.make_ring_attention(mesh, layout=order[0])(q, k, v, mask)
-        local = functools.partial(
-            ring.ring_attention, axis_name="ring", layout=order[0]
-        )
+            return make_ring_attention(mesh, layout=order[0])(q, k, v, mask)
+        local = functools.partial(ring_attention, axis_name="ring", layout=order[0])
         spec = P("data", "ring")
         sharded = jax.shard_map(
             local, mesh=mesh, in_specs=(spec,) * 5, out_specs=spec, check_vma=False
@@ -121,7 +120,7 @@ def local_ring(x, kind, **options):
 
     def local(x):
         bound = jnp.zeros((1, x.shape[1]), jnp.int32)
-        run = functools.partial(ring.ring_attention, axis_name="ring", layout=kind)
+        run = functools.partial(ring_attention, axis_name="ring", layout=kind)
         return run(x, x, x, bound, bound, **options)
 
     spec = P(None, "ring")
@@ -176,7 +175,7 @@ def test_operands_that_do_not_suit_the_ring_are_refused(
     axes, kind, q, kv, visible, words
 ):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
-    attend = ring.make_ring_attention(mesh, layout=kind)
+    attend = make_ring_attention(mesh, layout=kind)
     q, kv = (jnp.ones(x if isinstance(x, tuple) else (1, x, 2, 8)) for x in (q, kv))
     with pytest.raises(ValueError, match=words):
         attend(q, kv, kv, visible)
@@ -184,7 +183,7 @@ def test_operands_that_do_not_suit_the_ring_are_refused(
 
 def test_bounds_beyond_the_keys_reach_all_of_them():
     """Up to the largest integer, on which nothing may be added."""
-    attend = ring.make_ring_attention(ring_mesh(2), layout=layout.Striped())
+    attend = make_ring_attention(ring_mesh(2), layout=layout.Striped())
     x = jax.random.normal(jax.random.key(0), (1, 8, 2, 8))
     end = jnp.iinfo(jnp.int32)
     far = Visible(jnp.full((1, 8), end.min), jnp.full((1, 8), end.max))

@@ -16,7 +16,7 @@ from kernels import masks
 from kernels.cases import QUICK
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import order
-from kernels.ring import make_ring_attention
+from kernels.ring_attention import make_ring_attention
 from models import cache as caches
 from models import decode
 from models.cache import EMPTY, Cache, appends_left, empty_cache

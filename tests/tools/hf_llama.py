@@ -13,7 +13,7 @@ from flax import nnx
 
 from kernels import masks
 from kernels.layouts import permute, unpermute
-from kernels.ring import make_ring_attention
+from kernels.ring_attention import make_ring_attention
 from tasks import base, text
 from tests.runs import small_config
 from tools.convert_hf import settings_of

@@ -144,7 +144,7 @@ def compile_variant(variant: Variant, problem: Problem, mesh: Mesh) -> Program:
 
     def forward_and_backward(q, k, v, do, k_start, k_end):
         results, pull = jax.vjp(
-            lambda *qkv: attend(ring, *qkv, k_start, k_end), q, k, v
+            lambda *qkv: attend(ring, *qkv, None, k_start, k_end), q, k, v
         )
         return *results, *pull((do, jnp.zeros_like(results[1])))
 

@@ -19,7 +19,7 @@ from flax import nnx
 from data.tokenizer import Tokenizer
 from kernels import masks
 from kernels.layouts import order
-from kernels.ring import make_ring_attention
+from kernels.ring_attention import make_ring_attention
 from models import decode
 from models.cache import EMPTY
 from models.decode import NOTHING, Generator

@@ -1,0 +1,198 @@
+"""Ring attention for callers: on local shards, or on global arrays over a mesh."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from . import reference
+from .backends import Backend, check_implementation, choose
+from .checks import (
+    Axes,
+    check_operands,
+    check_order,
+    check_shards,
+    checked_axes,
+    checked_bounds,
+    checked_scale,
+    checked_sinks,
+    checked_soft_cap,
+)
+from .layouts import Layout, check_length, order
+from .masks import Mask, Visible, full
+from .ring import Ring, attend
+
+
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_start: jax.Array,
+    k_end: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...],
+    layout: Layout,
+    scale: float | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
+    implementation: str | Backend | None = None,
+    keep_tail: bool = False,
+) -> jax.Array:
+    """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
+
+    Arguments and result as in `ring.attend`, q in the order of `layout`; `scale`,
+    `sinks`, `soft_cap` and `implementation` as in `one_device.attention`, `keep_tail`
+    as in `make_ring_attention`. The gradient of the sinks is that of this device's
+    queries; `shard_map` adds up the devices'. Bounds do not say which tokens are
+    padding: all operands must be finite, or see `Mask.fill_padding`. Decreasing bounds
+    are not refused here, as they are traced: see `checks.check_increasing`.
+
+    Raises:
+      ValueError: operands that do not fit together or are not shards of the layout, an
+        unknown implementation, or `shard_map` checks how values vary over the mesh.
+    """
+    check_operands(q, k, v)
+    size = lax.axis_size(axis_name)
+    check_length(layout, size, size * k.shape[1])
+    visible = checked_bounds(q, Visible(k_start, k_end), size * k.shape[1])
+    scale = checked_scale(scale, q.shape[-1])
+    soft_cap = checked_soft_cap(soft_cap)
+    sinks = checked_sinks(sinks, q)
+    backend = choose(implementation, q.dtype)
+    is_checked = any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v))
+    if is_checked and backend is not reference:
+        raise ValueError(
+            "ring_attention must run in jax.shard_map(..., check_vma=False), or with "
+            "implementation='reference': loops and kernels cannot declare how their "
+            "results vary over the mesh"
+        )
+    if is_checked and sinks is not None:
+        sinks = lax.pcast(sinks, _missing(sinks, q), to="varying")
+    ring = Ring(axis_name, size, layout, scale, backend, soft_cap, keep_tail)
+    return attend(ring, q, k, v, sinks, *visible)[0]
+
+
+def _missing(x: jax.Array, like: jax.Array) -> tuple[str, ...]:
+    """Returns the mesh axes over which `like` varies and x does not."""
+    varying, mine = (jax.typeof(y).manual_axis_type.varying for y in (like, x))
+    return tuple(sorted(varying - mine))
+
+
+def make_ring_attention(
+    mesh: Mesh,
+    *,
+    layout: Layout,
+    ring_axes: str | tuple[str, ...] = ("ring",),
+    batch_axes: str | tuple[str, ...] | None = None,
+    head_axis: str | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    implementation: str | Backend | None = None,
+    keep_tail: bool = False,
+) -> Callable[..., jax.Array]:
+    """Builds ring attention on global arrays.
+
+    mesh: has `ring_axes`, which make up one ring, in the mesh's order.
+    batch_axes, head_axis: axes that batch and heads are sharded over; None for those of
+      "data" and "fsdp", and "tensor", that the mesh has.
+    layout, scale, soft_cap, implementation: as in `ring_attention`.
+    keep_tail: a checkpoint that saves "attention_out" and "attention_lse" saves those
+      of the last half of each shard's queries (BurstEngine, 2509.19836); the others are
+      a ring of their own, over the first half of the keys, that it reruns: a quarter of
+      a causal, striped ring. For causal masks: an early query that sees a key of the
+      last halves gets nan. Without such halves all is saved: see `layouts.front_slots`.
+
+    Returns:
+      attend(q, k, v, visible, *, sinks=None) -> out: q (B, T, H, D), k and v (B, S, K,
+      D), in layout order along T and S (see `layouts.permute`); `visible` a mask of
+      `masks`, or bounds (B or 1, T) in the order of q, and sinks (H,), as in
+      `one_device.attention`.
+
+    Raises:
+      ValueError: the mesh has no such axes; from attend, shapes that cannot be sharded,
+        or decreasing bounds whose values are known.
+    """
+    axes = checked_axes(mesh, ring_axes, batch_axes, head_axis)
+    check_order(mesh, axes.ring)
+    check_implementation(implementation)  # here, and not when compiling
+    checked_scale(scale, head_size=1)
+    checked_soft_cap(soft_cap)
+    ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
+    check_length(layout, ring_size, length=0)
+    local = functools.partial(
+        ring_attention,
+        axis_name=axes.ring,
+        layout=layout,
+        scale=scale,
+        soft_cap=soft_cap,
+        implementation=implementation,
+        keep_tail=keep_tail,
+    )
+
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        visible: Mask | Visible,
+        *,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        check_operands(q, k, v)
+        sinks = checked_sinks(sinks, q)
+        queries, keys = (order(layout, ring_size, x.shape[1]) for x in (q, k))
+        check_shards("rows", "B", k.shape[0], axes.batch, mesh)
+        heads = () if axes.heads is None else (axes.heads,)
+        check_shards("key/value heads", "K", k.shape[2], heads, mesh)
+        mask = full()
+        if isinstance(visible, Mask):
+            mask, visible = visible, visible(jnp.asarray(queries), k.shape[1])
+        visible = checked_bounds(q, visible, k.shape[1], queries)
+        q = mask.fill_padding(q, queries)
+        k, v = (mask.fill_padding(x, keys) for x in (k, v))
+        out = _over_mesh(local, mesh, axes)(q, k, v, visible, sinks)
+        return mask.fill_padding(out, queries)
+
+    return attend
+
+
+def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Array]:
+    """Maps `ring_attention` over the shards of global q, k, v, bounds and sinks."""
+
+    def run(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        visible: Visible,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        array = PartitionSpec(axes.batch, axes.ring, axes.heads, None)
+        rows = None if visible.k_start.shape[0] == 1 else axes.batch
+        bound = PartitionSpec(rows, axes.ring)
+        in_specs = {"q": array, "k": array, "v": array}
+        in_specs |= {
+            "k_start": bound,
+            "k_end": bound,
+            "sinks": PartitionSpec(axes.heads),
+        }
+        operands = {"q": q, "k": k, "v": v, **visible._asdict(), "sinks": sinks}
+        if sinks is None:
+            del in_specs["sinks"], operands["sinks"]
+        # Every axis is in the specs of all but sinks, so shard_map sums nothing else
+        # over it by itself, and Pallas kernels cannot declare how their results vary.
+        sharded = jax.shard_map(
+            lambda operands: local(**operands),
+            mesh=mesh,
+            in_specs=(in_specs,),
+            out_specs=array,
+            check_vma=False,
+        )
+        if AxisType.Explicit in mesh.axis_types:  # as those of jax.make_mesh are
+            shardings = {n: NamedSharding(mesh, spec) for n, spec in in_specs.items()}
+            operands = jax.tree.map(jax.reshard, operands, shardings)
+        return sharded(operands)
+
+    return run
