@@ -4,6 +4,7 @@ A corpus is a directory:
 
     meta.json               format version, tokenizer, and the figures of each split
     tokenizer.json|.model   copy of the tokenizer's file, where it has one
+    generation_config.json  its stop tokens, that of a document's end first
     train.tokens.bin        little-endian uint16, or uint32 above 65536 ids
     train.documents.bin     little-endian uint64: where each document starts; first 0
     train.loss.bin          uint8, 1 for each token with a loss; not there
@@ -26,6 +27,7 @@ import numpy as np
 
 from data.json_text import short
 from data.new_directory import NewDirectory
+from data.stop_tokens import write_stop_tokens
 from data.stored_array import StoredArray
 from data.tokenizer import Tokenizer
 from data.versioned import (
@@ -302,15 +304,16 @@ class TokenFileWriter:
     def _finish(self) -> None:
         if self.counts["train"].documents == 0:
             raise ValueError(f"no documents were written to {self.directory}")
-        source, copy = self._tokenizer.path, None
+        source, partial, copy = self._tokenizer.path, self._new.partial, None
+        copies = []
         if source is not None:
             copy = f"tokenizer{source.suffix}"
-            shutil.copyfile(source, self._new.partial / copy)
+            shutil.copyfile(source, partial / copy)
+            copies = [copy, write_stop_tokens(partial, self._tokenizer.stop_tokens)]
         kinds = (self._tokens, self._documents, self._losses)
         written = [file for files in kinds for file in files.values()]
         files = {file.path.name: file.described() for file in written}
-        if copy is not None:
-            files[copy] = describe_file(self._new.partial / copy)
+        files |= {name: describe_file(partial / name) for name in copies}
         meta = {
             "version": VERSION,
             "tokenizer": {"name": self._tokenizer.name, "file": copy},
@@ -320,7 +323,7 @@ class TokenFileWriter:
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
             FILES: files,
         }
-        (self._new.partial / META).write_text(json.dumps(meta, indent=2) + "\n")
+        (partial / META).write_text(json.dumps(meta, indent=2) + "\n")
         self._new.appear()
 
 

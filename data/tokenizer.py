@@ -1,7 +1,8 @@
 """Tokenizers: text to token ids and back.
 
 `open_tokenizer` chooses one: plain bytes, which needs no file and no library, a
-Hugging Face `tokenizer.json`, or a SentencePiece `.model` (LLaMA 1 and 2).
+Hugging Face `tokenizer.json`, or a SentencePiece `.model` (LLaMA 1 and 2). The files of
+the model that lie beside it say which tokens end a text (data/stop_tokens.py).
 """
 
 import contextlib
@@ -11,8 +12,18 @@ from typing import Protocol
 
 import numpy as np
 
-# What published tokenizers call the token that ends a document.
-END_OF_DOCUMENT_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>")
+from data.stop_tokens import TOKENIZER_CONFIG, read_stop_tokens
+
+# What published tokenizers call the token that ends a document, or else a turn. Gemma's
+# "</s>" is a tag of HTML, so its "<eos>" comes before.
+END_OF_DOCUMENT_NAMES = (
+    "<eos>",
+    "</s>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+)
 UNKNOWN = "\U0010fffd"
 """Letter of no alphabet."""
 LARGEST_ID = (1 << 31) - 1
@@ -30,12 +41,14 @@ class Tokenizer(Protocol):
     path: the file it was read from, None where there is none.
     vocab_size: all ids are below it.
     end_of_document: the id that follows the last token of every document.
+    stop_tokens: ids that end a text that is generated, `end_of_document` first.
     """
 
     name: str
     path: Path | None
     vocab_size: int
     end_of_document: int
+    stop_tokens: tuple[int, ...]
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text` alone, int32 (n,): nothing before or after it."""
@@ -61,6 +74,7 @@ class ByteTokenizer:
     path = None
     vocab_size = 257
     end_of_document = 256
+    stop_tokens = (256,)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -81,8 +95,10 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
-    Truncation and padding that the file asks for are switched off: documents are
-    encoded whole. The name of a special token in a text is text like any other.
+    A document ends with the token that the files beside it name, or else with the first
+    of `END_OF_DOCUMENT_NAMES` in the vocabulary. Truncation and padding that the file
+    asks for are switched off: documents are encoded whole. The name of a special token
+    in a text is text like any other.
 
     Raises:
       ValueError: the file is not a tokenizer, has no token that ends a document, or
@@ -106,13 +122,16 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # The number of entries is too small where the ids have gaps.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        named = [name for name in END_OF_DOCUMENT_NAMES if name in vocabulary]
-        if not named:
+        names = [name for name in END_OF_DOCUMENT_NAMES if name in vocabulary]
+        self.stop_tokens = read_stop_tokens(path, self.vocab_size, vocabulary.get)
+        self.stop_tokens = self.stop_tokens or tuple(vocabulary[n] for n in names[:1])
+        if not self.stop_tokens:
             raise ValueError(
                 f"{path} has no token to end a document with, none of "
                 f"{', '.join(END_OF_DOCUMENT_NAMES)}: add one of them to its vocabulary"
+                f", or name another in a {TOKENIZER_CONFIG} beside it"
             )
-        self.end_of_document = vocabulary[named[0]]
+        self.end_of_document = self.stop_tokens[0]
         if self.vocab_size > LARGEST_ID:
             raise ValueError(
                 f"{path} has the id {self.vocab_size - 1}, and ids are below "
@@ -200,6 +219,8 @@ class SentencePieceTokenizer:
                 f"{path} has no end-of-sentence id to end a document with: train the "
                 "model with an eos_id"
             )
+        others = read_stop_tokens(path, self.vocab_size, self.token_id)
+        self.stop_tokens = tuple(dict.fromkeys((self.end_of_document, *others)))
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, out_type=int), np.int32)
@@ -217,21 +238,32 @@ class SentencePieceTokenizer:
 
 
 def open_tokenizer(spec: str) -> Tokenizer:
-    """Opens the tokenizer that `spec` names: "bytes", a `.json` or a `.model` path.
+    """Opens the tokenizer that `spec` names: "bytes", or a path.
+
+    The path is that of a `.json` or a `.model` file, or of a directory that has a
+    tokenizer.json or, if not, a tokenizer.model.
 
     Raises:
       ValueError: the name or its ending is not known, or the file is not what its
         ending says.
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: there is no such file, or none in the directory.
     """
     if spec == ByteTokenizer.name:
         return ByteTokenizer()
     kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
     path = Path(spec)
+    if path.is_dir():
+        inside = [path / f"tokenizer{ending}" for ending in kinds]
+        path = next((file for file in inside if file.is_file()), None)
+        if path is None:
+            names = " nor ".join(file.name for file in inside)
+            raise FileNotFoundError(
+                f"directory {spec} has neither {names}: give the path of a tokenizer"
+            )
     if path.suffix not in kinds:
         raise ValueError(
             f'tokenizer "{spec}" is not known: give "bytes", the path of a Hugging '
-            "Face tokenizer.json, or the path of a SentencePiece .model"
+            "Face tokenizer.json, of a SentencePiece .model, or of their directory"
         )
     if not path.is_file():
         raise FileNotFoundError(f"tokenizer file {path} does not exist")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from data.stop_tokens import read_stop_tokens
 from data.token_file import TokenFile, TokenFileWriter, identify
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from tests.fuzzing import altered, fuzz, set_field
@@ -123,11 +124,15 @@ def test_wide_vocabularies_are_stored_wide(tmp_path, vocab_size, dtype):
 def test_corpus_keeps_its_tokenizer(tmp_path):
     source = tmp_path / "some.json"
     source.write_text('{"any": "content"}')
-    tokenizer = SimpleNamespace(name="huggingface", path=source, vocab_size=300)
+    tokenizer = SimpleNamespace(
+        name="huggingface", path=source, vocab_size=300, stop_tokens=(256, 7)
+    )
     corpus = TokenFile.open(write(tmp_path / "a", tokenizer=tokenizer), "train")
     source.unlink()
-    assert corpus.tokenizer == str(tmp_path / "a" / "tokenizer.json")
-    assert (tmp_path / "a" / "tokenizer.json").read_text() == '{"any": "content"}'
+    path = tmp_path / "a" / "tokenizer.json"
+    assert corpus.tokenizer == str(path)
+    assert path.read_text() == '{"any": "content"}'
+    assert read_stop_tokens(path, 300, {}.get) == (256, 7)
     plain = TokenFile.open(write(tmp_path / "b"), "train")
     assert open_tokenizer(plain.tokenizer).decode([104, 105]) == "hi"
 

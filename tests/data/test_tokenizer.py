@@ -29,7 +29,7 @@ def make_hugging_face(path, specials=("<pad>", "<|endoftext|>")):
     return path
 
 
-def make_sentence_piece(path, eos_id=2):
+def make_sentence_piece(path, eos_id=2, **symbols):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat on the mat", "the dog sat on the log"]),
         model_prefix=str(path.with_suffix("")),
@@ -39,6 +39,7 @@ def make_sentence_piece(path, eos_id=2):
         eos_id=eos_id,
         hard_vocab_limit=False,
         minloglevel=2,
+        **symbols,
     )
     return path
 
@@ -126,6 +127,86 @@ def test_tokenizers_without_an_end_are_refused(tmp_path):
     path = make_sentence_piece(tmp_path / "tokenizer.model", eos_id=-1)
     with pytest.raises(ValueError, match=r"tokenizer\.model has no end-of-sentence"):
         open_tokenizer(str(path))
+
+
+def beside(directory, **files):
+    """Writes files beside a tokenizer, and returns the tokenizer of the directory."""
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / f"{name}.json").write_text(text)
+    return open_tokenizer(str(directory))
+
+
+SPECIALS = "</s>", "<|endoftext|>", "<|im_end|>", "<eos>"
+
+
+def test_the_end_of_a_document_is_what_the_files_say_or_else_a_known_name(tmp_path):
+    make_hugging_face(tmp_path / "tokenizer.json", SPECIALS)
+    assert beside(tmp_path).stop_tokens == (3,)  # Gemma has both <eos> and </s>
+    config = {"eos_token_id": 1, "hidden_size": 64}
+    assert beside(tmp_path, config=config).stop_tokens == (1,)
+    tokenizer = beside(tmp_path, generation_config={"eos_token_id": [0, 1]})
+    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((0, 1), 0)
+    eos = {"content": "<|im_end|>", "lstrip": False}
+    tokenizer = beside(tmp_path, tokenizer_config={"eos_token": eos})
+    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((2, 0, 1), 2)
+    tokenizer = beside(tmp_path, tokenizer_config={"eos_token": "<eos>"})
+    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((3, 0, 1), 3)
+    nothing = {"eos_token": "", "eos_token_id": None}
+    files = "tokenizer_config", "generation_config", "config"
+    assert beside(tmp_path, **dict.fromkeys(files, nothing)).stop_tokens == (3,)
+
+
+def test_a_token_of_any_name_can_end_documents(tmp_path):
+    make_hugging_face(tmp_path / "tokenizer.json", ("<pad>", "<stop>"))
+    with pytest.raises(ValueError, match="name another in a tokenizer_config.json"):
+        open_tokenizer(str(tmp_path))
+    tokenizer = beside(tmp_path, tokenizer_config={"eos_token": "<stop>"})
+    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((1,), 1)
+
+
+@pytest.mark.parametrize(
+    "name, content, complaint",
+    [
+        (
+            "tokenizer_config",
+            "{",
+            "tokenizer_config.json is not JSON .*: copy it again",
+        ),
+        ("generation_config", [1], "must be a JSON object, got list"),
+        ("tokenizer_config", {"eos_token": "<none>"}, "has eos_token '<none>', which"),
+        ("tokenizer_config", {"eos_token": {"content": 1.5}}, "has eos_token 1.5, whi"),
+        (
+            "generation_config",
+            {"eos_token_id": 299},
+            "eos_token_id 299, .*from 0 to 298",
+        ),
+        ("config", {"eos_token_id": [1, -1]}, "config.json has eos_token_id -1, which"),
+        ("config", {"eos_token_id": True}, "config.json has eos_token_id True, which"),
+    ],
+)
+def test_files_that_name_no_stop_token_are_refused(tmp_path, name, content, complaint):
+    make_hugging_face(tmp_path / "tokenizer.json")
+    assert open_tokenizer(str(tmp_path)).vocab_size == 299
+    with pytest.raises(ValueError, match=complaint) as caught:
+        beside(tmp_path, **{name: content})
+    assert str(caught.value).isprintable()
+
+
+def test_sentence_piece_stops_at_its_end_and_at_what_the_files_name(tmp_path):
+    make_sentence_piece(tmp_path / "tokenizer.model", control_symbols=["<end_of_turn>"])
+    tokenizer = beside(tmp_path, generation_config={"eos_token_id": [1, 3]})
+    assert tokenizer.token_id("<end_of_turn>") == 3
+    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((2, 1, 3), 2)
+
+
+def test_a_directory_has_a_tokenizer_or_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="neither tokenizer.json nor tokenizer"):
+        open_tokenizer(str(tmp_path))
+    make_sentence_piece(tmp_path / "tokenizer.model")
+    assert open_tokenizer(str(tmp_path)).name == "sentencepiece"
+    make_hugging_face(tmp_path / "tokenizer.json")
+    assert open_tokenizer(str(tmp_path)).path == tmp_path / "tokenizer.json"
 
 
 ENDED = {"</s>": 0, "cat": 1}
