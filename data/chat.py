@@ -10,27 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
-from data.chat_template import ChatTemplate, Piece
+from data.chat_template import ChatTemplate, Document, join
 from data.conversation import BadRow, Conversation, read_conversations
 from data.holdout import Holdout
 from data.token_file import SplitCounts, TokenFileWriter
-from data.tokenizer import Tokenizer
 
 TOO_LONG = ("truncate", "split")
 # Encoded together: enough for every core, and little enough to hold in memory.
 CONVERSATIONS_AT_A_TIME = 64
-
-
-class Document(NamedTuple):
-    """Tokens, int32 (n,), and their loss mask, bool (n,)."""
-
-    tokens: np.ndarray
-    is_supervised: np.ndarray
 
 
 class ChatEncoder:
@@ -44,7 +34,6 @@ class ChatEncoder:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
         template: ChatTemplate,
         *,
         context_tokens: int,
@@ -59,26 +48,24 @@ class ChatEncoder:
             raise ValueError(f"{context_tokens=} must be at least 2")
         if too_long not in TOO_LONG:
             raise ValueError(f"{too_long=} must be one of {', '.join(TOO_LONG)}")
-        self.tokenizer = tokenizer
-        self._template = template
+        self.template = template
         self._context = context_tokens
         self._splits = too_long == "split"
-        # SentencePiece's models put a space before whatever they encode.
-        one, two = tokenizer.encode("a"), tokenizer.encode("a a")
-        self._adds_space = np.array_equal(two, np.concatenate([one, one]))
 
     def encode(self, conversations: Sequence[Conversation]) -> list[list[Document]]:
         """Returns the documents of each conversation, without unsupervised ones."""
-        exchanges, counts = [], []
-        for conversation in conversations:
-            first, *others = conversation.exchanges
-            exchanges.append(self._template.opening(conversation.system, *first))
-            exchanges += [self._template.following(*exchange) for exchange in others]
-            counts.append(len(conversation.exchanges))
-        encoded = iter(self._encode(exchanges))
+        exchanges = [
+            pieces
+            for conversation in conversations
+            for pieces in self.template.exchanges(
+                conversation.system, conversation.exchanges
+            )
+        ]
+        encoded = iter(self.template.encode(exchanges))
         documents = []
-        for conversation, count in zip(conversations, counts, strict=True):
-            parts = self._parts(conversation, [next(encoded) for _ in range(count)])
+        for conversation in conversations:
+            its_own = [next(encoded) for _ in conversation.exchanges]
+            parts = self._parts(conversation, its_own)
             cut = [Document(*(a[: self._context] for a in part)) for part in parts]
             # A document's first token is not a target.
             documents.append([part for part in cut if part.is_supervised[1:].any()])
@@ -89,40 +76,20 @@ class ChatEncoder:
     ) -> list[Document]:
         """Joins exchanges to documents, which may still be too long."""
         if not self._splits:
-            return [_join(exchanges)]
+            return [join(exchanges)]
         parts: list[list[Document]] = []
         room = 0
         for number, exchange in enumerate(exchanges):
             if exchange.tokens.size > room:
                 if number:
-                    words = conversation.exchanges[number]
-                    pieces = self._template.opening(conversation.system, *words)
-                    exchange = self._encode([pieces])[0]
+                    words = [conversation.exchanges[number]]
+                    pieces = self.template.exchanges(conversation.system, words)
+                    exchange = self.template.encode(pieces)[0]
                 parts.append([])
                 room = self._context
             parts[-1].append(exchange)
             room -= exchange.tokens.size
-        return [_join(part) for part in parts]
-
-    def _encode(self, exchanges: Sequence[Sequence[Piece]]) -> list[Document]:
-        """Encodes every exchange, each piece of it by itself."""
-        texts = [
-            self._plain(piece.text)
-            for pieces in exchanges
-            for piece in pieces
-            if piece.token is None
-        ]
-        encoded = iter(self.tokenizer.encode_all(texts))
-
-        def document(piece: Piece) -> Document:
-            special = np.array([piece.token or 0], np.int32)
-            tokens = next(encoded) if piece.token is None else special
-            return Document(tokens, np.full(tokens.size, piece.is_supervised))
-
-        return [_join([document(piece) for piece in pieces]) for pieces in exchanges]
-
-    def _plain(self, text: str) -> str:
-        return text.removeprefix(" ") if self._adds_space else text
+        return [join(part) for part in parts]
 
 
 @dataclass
@@ -185,7 +152,9 @@ def prepare_chats(
         on, or the fraction is not between 0 and 1.
     """
     holdout = Holdout(validation_fraction)
-    with TokenFileWriter(output, encoder.tokenizer, has_loss_mask=True) as writer:
+    with TokenFileWriter(
+        output, encoder.template.tokenizer, has_loss_mask=True
+    ) as writer:
         summary = ChatSummary(output, writer.counts)
 
         def skip(row: BadRow) -> None:
@@ -224,7 +193,3 @@ def _encoded(
     shown = tqdm(good, desc="encoding", unit=" conversations", disable=None)
     for some in batched(shown, CONVERSATIONS_AT_A_TIME):
         yield from zip(some, encoder.encode(some), strict=True)
-
-
-def _join(documents: Sequence[Document]) -> Document:
-    return Document(*map(np.concatenate, zip(*documents, strict=True)))

@@ -1,16 +1,23 @@
-"""Chat templates: how conversations are written, and which parts have a loss.
+"""Chat templates: conversations as tokens, and which of them have a loss.
 
 A template gives the pieces of one exchange after the other. Pieces are encoded each by
 itself, so what is supervised is known by construction: the assistant's words and the
 token that ends its turn.
 """
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
+import numpy as np
+
+from data.chat_format import ChatFormat
 from data.tokenizer import Tokenizer
 
-BEGIN_NAMES = ("<s>", "<|begin_of_text|>")
+# What published tokenizers call the token that every text begins with. Gemma's "<s>" is
+# a tag of HTML, so its "<bos>" comes before.
+BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>")
 
 
 @dataclass(frozen=True)
@@ -27,109 +34,126 @@ class Piece:
     is_supervised: bool = False
 
 
-class ChatTemplate(Protocol):
-    """Interface of a template. Words come without spaces at their ends."""
+class Document(NamedTuple):
+    """Tokens, int32 (n,), and their loss mask, bool (n,)."""
 
-    def opening(self, system: str | None, user: str, reply: str) -> list[Piece]:
-        """Returns the first exchange and what precedes it."""
-
-    def following(self, user: str, reply: str) -> list[Piece]:
-        """Returns any other exchange."""
+    tokens: np.ndarray
+    is_supervised: np.ndarray
 
 
-class Vicuna:
-    """SYSTEM USER: … ASSISTANT: …</s>USER: … ASSISTANT: …</s> (Vicuna 1.1)."""
+class ChatTemplate:
+    """Writes conversations in a format, with the ids of a tokenizer.
 
-    SYSTEM = (
-        "A chat between a curious user and an artificial intelligence assistant. The "
-        "assistant gives helpful, detailed, and polite answers to the user's questions."
-    )
+    Words come without spaces at their ends. A special token's name in them is text.
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._begin = _begin(tokenizer)
-        self._end = tokenizer.end_of_document
-
-    def opening(self, system: str | None, user: str, reply: str) -> list[Piece]:
-        head = Piece(self.SYSTEM if system is None else system)
-        question = Piece(f" USER: {user} ASSISTANT:")
-        return [*self._begin, head, question, *self._answer(reply)]
-
-    def following(self, user: str, reply: str) -> list[Piece]:
-        return [Piece(f"USER: {user} ASSISTANT:"), *self._answer(reply)]
-
-    def _answer(self, reply: str) -> list[Piece]:
-        words = Piece(f" {reply}", is_supervised=True)
-        return [words, Piece(token=self._end, is_supervised=True)]
-
-
-class Llama2:
-    """<s>[INST] <<SYS>>…<</SYS>> … [/INST] … </s> for each exchange (Llama 2 chat)."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._begin = _begin(tokenizer)
-        self._end = tokenizer.end_of_document
-
-    def opening(self, system: str | None, user: str, reply: str) -> list[Piece]:
-        if system is not None:
-            user = f"<<SYS>>\n{system}\n<</SYS>>\n\n{user}"
-        return self.following(user, reply)
-
-    def following(self, user: str, reply: str) -> list[Piece]:
-        return [
-            *self._begin,
-            Piece(f"[INST] {user} [/INST]"),
-            Piece(f" {reply} ", is_supervised=True),
-            Piece(token=self._end, is_supervised=True),
-        ]
-
-
-class Llama3:
-    """Headers with the role, and <|eot_id|> after every turn (Llama 3 instruct).
-
-    Raises:
-      ValueError: the tokenizer lacks one of Llama 3's special tokens.
+    end: id of the token that ends a reply.
     """
 
-    NAMES = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    def __init__(self, chat_format: ChatFormat, tokenizer: Tokenizer):
+        """Looks up the format's tokens.
 
-    def __init__(self, tokenizer: Tokenizer):
-        tokens = {name: tokenizer.token_id(name) for name in self.NAMES}
-        missing = [name for name, token in tokens.items() if token is None]
+        Raises:
+          ValueError: the tokenizer lacks one of them, or takes one's name in a text for
+            the token.
+        """
+        self.tokenizer = tokenizer
+        self._format = chat_format
+        self._tokens = self._ids()
+        begin, end = chat_format.begin, chat_format.end
+        names = BEGIN_NAMES if begin is None else [begin]
+        begins = [tokenizer.token_id(name) for name in names if name]
+        self._begin = [Piece(token=i) for i in begins if i is not None][:1]
+        self.end = tokenizer.end_of_document if end is None else self._tokens[end]
+        # SentencePiece's models put a space before whatever they encode.
+        one, two = tokenizer.encode("a"), tokenizer.encode("a a")
+        self._adds_space = np.array_equal(two, np.concatenate([one, one]))
+
+    def exchanges(
+        self, system: str | None, exchanges: Iterable[tuple[str, str]]
+    ) -> list[list[Piece]]:
+        """Returns the pieces of each exchange; the first has those that precede it.
+
+        system: its words; None: none. exchanges: words of the user, and of the reply.
+        """
+        return [
+            [*self._question(system, user, number == 0), *self._reply(reply)]
+            for number, (user, reply) in enumerate(exchanges)
+        ]
+
+    def prompt(
+        self, system: str | None, exchanges: Sequence[tuple[str, str]], user: str
+    ) -> list[Piece]:
+        """Returns the pieces of a conversation up to where the next reply begins."""
+        before = self.exchanges(system, exchanges)
+        return sum(before, []) + self._question(system, user, is_first=not before)
+
+    def encode(self, parts: Sequence[Sequence[Piece]]) -> list[Document]:
+        """Encodes every part, each piece of it by itself."""
+        texts = [
+            piece.text.removeprefix(" ") if self._adds_space else piece.text
+            for pieces in parts
+            for piece in pieces
+            if piece.token is None
+        ]
+        encoded = iter(self.tokenizer.encode_all(texts))
+
+        def document(piece: Piece) -> Document:
+            special = np.array([piece.token or 0], np.int32)
+            tokens = next(encoded) if piece.token is None else special
+            return Document(tokens, np.full(tokens.size, piece.is_supervised))
+
+        return [join([document(piece) for piece in pieces]) for pieces in parts]
+
+    def _question(self, system: str | None, user: str, is_first: bool) -> list[Piece]:
+        written = self._format
+        system = written.system if system is None else system
+        begin = self._begin if is_first or written.begins_each else []
+        has_system = is_first and system is not None
+        text = written.opening if has_system else written.question
+        return [*begin, *self._pieces(text, system=system, user=user)]
+
+    def _reply(self, reply: str) -> list[Piece]:
+        words = self._format.reply.format(reply=reply)
+        after = self._format.after
+        return [
+            Piece(words, is_supervised=True),
+            Piece(token=self.end, is_supervised=True),
+            *([Piece(after)] if after else []),
+        ]
+
+    def _pieces(self, text: str, **words: str | None) -> list[Piece]:
+        """Splits a text of the format at its tokens, then puts the words in."""
+        names = "|".join(map(re.escape, self._tokens)) or "(?!)"  # matches nothing
+        return [
+            Piece(token=self._tokens[part])
+            if part in self._tokens
+            else Piece(part.format(**words))
+            for part in re.split(f"({names})", text)
+            if part
+        ]
+
+    def _ids(self) -> dict[str, int]:
+        """Returns the ids of the format's tokens, by name."""
+        written, tokenizer = self._format, self.tokenizer
+        names = [*written.tokens, *filter(None, (written.begin, written.end))]
+        found = {name: tokenizer.token_id(name) for name in names}
+        missing = [name for name, token in found.items() if token is None]
         if missing:
             raise ValueError(
                 f"the {tokenizer.name} tokenizer has no token {', '.join(missing)}, "
-                "which the template llama3 needs: take Llama 3's, or another template"
+                f"which the template {written.name} needs: take that of "
+                f"{written.family}, or another template"
             )
-        self._begin = _begin(tokenizer)
-        self._start, self._stop, self._end = tokens.values()
-
-    def opening(self, system: str | None, user: str, reply: str) -> list[Piece]:
-        system_turn = (
-            [] if system is None else self._turn("system", system, is_supervised=False)
-        )
-        return [*self._begin, *system_turn, *self.following(user, reply)]
-
-    def following(self, user: str, reply: str) -> list[Piece]:
-        return [
-            *self._turn("user", user, is_supervised=False),
-            *self._turn("assistant", reply, is_supervised=True),
-        ]
-
-    def _turn(self, role: str, words: str, *, is_supervised: bool) -> list[Piece]:
-        return [
-            Piece(token=self._start),
-            Piece(role),
-            Piece(token=self._stop),
-            Piece("\n\n"),
-            Piece(words, is_supervised=is_supervised),
-            Piece(token=self._end, is_supervised=is_supervised),
-        ]
+        for name, token in found.items():
+            if token in tokenizer.encode(name):
+                raise ValueError(
+                    f"the {tokenizer.name} tokenizer takes {name} in a text for the "
+                    f"token {token}, so that words could end a turn: take a tokenizer."
+                    f'json whose added_tokens have it with "special": true'
+                )
+        return {name: token for name, token in found.items() if token is not None}
 
 
-TEMPLATES = {"vicuna": Vicuna, "llama2": Llama2, "llama3": Llama3}
-
-
-def _begin(tokenizer: Tokenizer) -> list[Piece]:
-    """Returns the token that every text begins with, where the tokenizer has one."""
-    ids = (tokenizer.token_id(name) for name in BEGIN_NAMES)
-    return [Piece(token=token) for token in ids if token is not None][:1]
+def join(documents: Sequence[Document]) -> Document:
+    """Joins documents, at least one, to one."""
+    return Document(*map(np.concatenate, zip(*documents, strict=True)))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from configs import tiny
 from data.chat import TOO_LONG, ChatEncoder, prepare_chats, stop_at
-from data.chat_template import TEMPLATES
+from data.chat_format import FORMATS
+from data.chat_template import ChatTemplate
 from data.conversation import BadRow
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least, share
@@ -35,11 +36,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--tokenizer",
         default=ByteTokenizer.name,
-        help='"bytes" (the default), or a path: tokenizer.json or SentencePiece .model',
+        help='"bytes" (the default), or a path: tokenizer.json, SentencePiece .model, '
+        "or their directory",
     )
     add(
         "--template",
-        choices=TEMPLATES,
+        choices=FORMATS,
         default="vicuna",
         help="how turns are written (default: %(default)s)",
     )
@@ -74,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = _arguments(arguments)
     tokenizer = open_tokenizer(chosen.tokenizer)
     encoder = ChatEncoder(
-        tokenizer,
-        TEMPLATES[chosen.template](tokenizer),
+        ChatTemplate(FORMATS[chosen.template], tokenizer),
         context_tokens=chosen.context_tokens,
         too_long=chosen.too_long,
     )

@@ -8,7 +8,8 @@ import pytest
 
 from data.batch import Block
 from data.chat import ChatEncoder, prepare_chats, stop_at
-from data.chat_template import Llama2, Vicuna
+from data.chat_format import FORMATS
+from data.chat_template import ChatTemplate
 from data.conversation import Conversation
 from data.text import InOrder, TextBatches, WholeRows
 from data.token_file import TokenFile
@@ -24,9 +25,11 @@ def talk(*exchanges, system="S"):
     return Conversation("here", system, exchanges)
 
 
-def encoder(context_tokens=1000, too_long="truncate", template=Vicuna, tokenizer=BYTES):
+def encoder(
+    context_tokens=1000, too_long="truncate", template="vicuna", tokenizer=BYTES
+):
     options = {"context_tokens": context_tokens, "too_long": too_long}
-    return ChatEncoder(tokenizer, template(tokenizer), **options)
+    return ChatEncoder(ChatTemplate(FORMATS[template], tokenizer), **options)
 
 
 def shown(document):
@@ -102,7 +105,7 @@ def test_long_conversations_are_split_between_exchanges():
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
-@pytest.mark.parametrize("template", [Vicuna, Llama2])
+@pytest.mark.parametrize("template", ["vicuna", "llama2"])
 def test_words_are_encoded_as_in_the_whole_text(specs, kind, template):
     """No space is doubled or lost, whether the tokenizer adds one of its own or not."""
     tokenizer = open_tokenizer(specs[kind])
@@ -112,7 +115,7 @@ def test_words_are_encoded_as_in_the_whole_text(specs, kind, template):
     supervised = document.tokens[document.is_supervised]
     assert supervised[-1] == tokenizer.end_of_document
     prompt = document.tokens[~document.is_supervised]
-    if template is Vicuna:
+    if template == "vicuna":
         text = "the cat USER: the dog ASSISTANT: sat on the mat"
         begin = tokenizer.token_id("<s>")
         assert (prompt[0] == begin) == (kind == "sentencepiece")

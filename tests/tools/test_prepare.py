@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 from data.token_file import TokenFile
+from data.tokenizer import open_tokenizer
 from tests.data.test_chat import bad_rows, rows
 from tests.data.test_corpus import fill, read, some_texts
+from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
 from tools import prepare_chat, prepare_lines, prepare_text
 
@@ -65,6 +67,22 @@ def test_chats_have_the_template_that_is_named(tmp_path):
     told = started("prepare_chat", source, "--output", out, *options)
     assert "9 conversations of 9 rows" in told
     assert beginning(out, 16) == b"[INST] question "
+
+
+def test_the_tokenizer_of_a_chat_may_be_a_models_directory(tmp_path, capsys):
+    specials = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+    make_hugging_face(tmp_path / "tokenizer.json", specials)
+    source, out = tmp_path / "in.json", tmp_path / "out"
+    source.write_text(json.dumps(rows(9)))
+    arguments = [str(source), "--output", str(out), "--context-tokens", "250"]
+    options = ["--template", "qwen2", "--tokenizer", str(tmp_path)]
+    assert prepare_chat.main([*arguments, *options]) == 0
+    assert "9 conversations of 9 rows" in capsys.readouterr().out
+    corpus = TokenFile.open(out, "train")
+    tokenizer = open_tokenizer(corpus.tokenizer)
+    text = "You are a helpful assistant.\nuser\nquestion"
+    assert tokenizer.decode(corpus.tokens[:100]).startswith(f"system\n{text}")
+    assert (corpus.tokens[:] == 2).sum() >= 3 * len(corpus.starts)
 
 
 def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
