@@ -5,11 +5,16 @@
         --max-tokens 500 --temperature 0.8 --top-p 0.95 --seed 7
     python -m tools.generate --config=configs/tiny.py --config.mesh.fsdp=1 \\
         --config.mesh.ring=8
+    python -m tools.generate --config=configs/tiny.py --chat vicuna --system "Be brief."
 
 The config is the run's own; its mesh may be another (--config.mesh.ring=…), as may its
 workdir. Without a prompt, every line of the console (or of standard input) is one. The
-text is written as it comes, without the prompt. It ends with the tokenizer's end of
-document, or after --max-tokens.
+text is written as it comes, without the prompt. It ends with a stop token of the
+tokenizer (see data/stop_tokens.py), or after --max-tokens.
+
+With --chat a prompt is what the user of a chat says, and the text is the reply, which
+also ends with the template's end of a turn. Lines go on with one conversation; an empty
+line begins another.
 
 The KV cache is sharded over the ring; the parameters stay where the mesh puts them.
 """
@@ -19,7 +24,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,8 @@ import ml_collections
 import numpy as np
 from absl import logging
 
+from data.chat_format import FORMATS
+from data.chat_template import ChatTemplate
 from data.text_stream import TextStream
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
@@ -44,16 +51,42 @@ MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
+class Chat:
+    """A conversation that goes on.
+
+    system: its words; None: the template's, if any.
+    exchanges: what was said: by the user, and in reply.
+    """
+
+    template: ChatTemplate
+    system: str | None = None
+    exchanges: list[tuple[str, str]] = field(default_factory=list)
+
+    def encode(self, user: str) -> np.ndarray:
+        """Returns the tokens up to where the next reply begins, int32 (n,).
+
+        Raises:
+          ValueError: the user says nothing.
+        """
+        if not user.strip():
+            raise ValueError("the prompt of a chat must have words, got none")
+        pieces = self.template.prompt(self.system, self.exchanges, user.strip())
+        return self.template.encode([pieces])[0].tokens
+
+
+@dataclass(frozen=True)
 class Writer:
     """Makes text from a prompt: tokenizer, program and sampling.
 
     max_tokens: for a prompt; None for what the cache has room for, up to `MAX_TOKENS`.
+    chat: the conversation that prompts belong to; None: they are texts to go on from.
     """
 
     generator: Generator
     tokenizer: Tokenizer
     max_tokens: int | None
     seed: int
+    chat: Chat | None = None
 
     def encode(self, prompt: str) -> tuple[np.ndarray, int]:
         """Returns the prompt's tokens, int32 (n,), and how many may follow.
@@ -61,7 +94,7 @@ class Writer:
         Raises:
           ValueError: it has none, or does not go into the cache.
         """
-        tokens = self.tokenizer.encode(prompt)
+        tokens = (self.chat or self.tokenizer).encode(prompt)
         room = self.generator.slots - len(tokens) + 1
         wanted = self.max_tokens or max(min(MAX_TOKENS, room), 1)
         self.generator.check([tokens] * self.generator.rows, wanted)
@@ -70,27 +103,36 @@ class Writer:
     def write(self, parameters: Any, prompt: str, number: int = 0) -> Iterator[str]:
         """Yields the text that follows the prompt, piece by piece.
 
+        What a chat says becomes part of its conversation when the text has ended.
+
         number: of the prompt, each of which draws other random numbers.
 
         Raises:
           ValueError: as `encode`.
         """
         tokens, wanted = self.encode(prompt)
-        stream = TextStream(self.tokenizer, tokens)
+        stream, said = TextStream(self.tokenizer, tokens), []
+        stop_tokens = {*self.tokenizer.stop_tokens}
+        if self.chat:
+            stop_tokens.add(self.chat.template.end)
         drawn = self.generator.generate(
             parameters,
             # The mesh may want several rows: it gets the prompt in each.
             [tokens] * self.generator.rows,
             wanted,
             self.seed + number,
-            stop_tokens=[self.tokenizer.end_of_document],
+            stop_tokens=sorted(stop_tokens),
         )
         for step in drawn:
             token = int(step[0])
-            if token == self.tokenizer.end_of_document:
+            if token in stop_tokens:
                 break
-            yield stream.push(token)
-        yield stream.finish()
+            said.append(stream.push(token))
+            yield said[-1]
+        said.append(stream.finish())
+        yield said[-1]
+        if self.chat:
+            self.chat.exchanges.append((prompt.strip(), "".join(said).strip()))
 
 
 def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Tokenizer:
@@ -128,7 +170,12 @@ def prepare(
         raise ValueError(f"--seed {options.seed} must be from 0 to below 2^31")
     if config.task != "text":
         raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
+    if options.system is not None and options.chat is None:
+        raise ValueError("--system is of a chat: give its template too (--chat)")
     tokenizer = find_tokenizer(config, options.tokenizer)
+    chat = None
+    if options.chat:
+        chat = Chat(ChatTemplate(FORMATS[options.chat], tokenizer), options.system)
     sampling = Sampling(
         options.temperature, options.top_k, options.top_p, tokenizer.vocab_size
     )
@@ -140,7 +187,7 @@ def prepare(
         rows=partition.shards("batch"),
         cache_tokens=options.cache_tokens or config.data.context_tokens,
     )
-    writer = Writer(programs, tokenizer, options.max_tokens, options.seed)
+    writer = Writer(programs, tokenizer, options.max_tokens, options.seed, chat)
     return writer, lambda: restored_parameters(config, partition)
 
 
@@ -170,15 +217,21 @@ def run(
     if prompt is not None:
         _show(writer.write(parameters, prompt), say)
         return
-    for number, line in enumerate(_lines()):
+    number = 0
+    for line in _lines():
+        if not line.strip():
+            if writer.chat:
+                writer.chat.exchanges.clear()
+            continue
         try:
             _show(writer.write(parameters, line, number), say)
         except ValueError as error:
             say(f"error: {error}")
+        number += 1
 
 
 def _lines() -> Iterator[str]:
-    """Prompts from the console or from standard input, without empty ones."""
+    """Lines of the console or of standard input."""
     is_console = sys.stdin.isatty()
     while True:
         if is_console:
@@ -186,8 +239,7 @@ def _lines() -> Iterator[str]:
         line = sys.stdin.readline()
         if not line:
             return
-        if line.strip():
-            yield line.rstrip("\n")
+        yield line.rstrip("\n")
 
 
 def _show(pieces: Iterator[str], say: Callable[[str], None]) -> None:
@@ -208,6 +260,8 @@ def _options(
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to go on from")
     prompt.add_argument("--prompt-file", type=Path, help="file that holds it, UTF-8")
+    add("--chat", choices=FORMATS, help="template of a chat that prompts belong to")
+    add("--system", help="words of its system prompt")
     add("--max-tokens", type=at_least(1), help=f"at most (default: {MAX_TOKENS})")
     add(
         "--temperature",
@@ -228,7 +282,10 @@ def _options(
         type=at_least(1),
         help="prompt and text together (default: config.data.context_tokens)",
     )
-    add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
+    add(
+        "--tokenizer",
+        help="bytes, tokenizer.json, .model, or directory (default: the corpus's)",
+    )
     return parser.parse_known_args(arguments)
 
 

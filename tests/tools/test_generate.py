@@ -1,6 +1,7 @@
 """The program from a checkpoint to text, its console, and what it refuses."""
 
 import io
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ import ml_collections
 import numpy as np
 import pytest
 
-from data.tokenizer import ByteTokenizer
+from data.chat_format import FORMATS
+from data.chat_template import ChatTemplate, join
+from data.tokenizer import ByteTokenizer, open_tokenizer
 from models.decode import Generator
 from tasks import base, text
 from tasks.generation import restored_parameters
@@ -22,7 +25,7 @@ from tests.processes import run_program
 from tests.runs import small_config, small_flags
 from tests.small_agent import drawn
 from tests.tools import hf_llama
-from tools.generate import Writer, main
+from tools.generate import Chat, Writer, main
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
@@ -140,6 +143,7 @@ class Stub:
 
     def generate(self, parameters, prompts, max_tokens, seed, stop_tokens):
         self.asked.append((len(prompts), max_tokens, seed, list(stop_tokens)))
+        self.prompt = prompts[0].tolist()
         for token in self.tokens[:max_tokens]:
             yield np.array([token, 0])
 
@@ -153,6 +157,45 @@ def test_text_ends_with_the_document():
     assert stub.asked == [(2, 11, 7, [256])]
 
 
+def test_a_chat_goes_on_with_what_was_said(tmp_path):
+    """Prompts are what training has before the replies; replies end with their turn."""
+    specials = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<stop>"
+    path = make_hugging_face(tmp_path / "tokenizer.json", specials)
+    config = {"eos_token_id": [0, 3]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    tokenizer = open_tokenizer(str(path))
+    template = ChatTemplate(FORMATS["chatml"], tokenizer)
+    said = [("Hi?", "Hello."), ("Wie heißt 猫?", "Katze"), ("Bye", "See you")]
+    for stop_token in (0, 2, 3):
+        stub = Stub([])
+        stub.slots = 500
+        writer = Writer(stub, tokenizer, 20, 1, Chat(template, "Be brief."))
+        for number, (user, reply) in enumerate(said):
+            stub.tokens = [*tokenizer.encode(f" {reply} "), stop_token, 50, 50]
+            text = "".join(writer.write(None, f" {user}\n", number))
+            assert text == f" {reply} "
+            pieces = template.exchanges("Be brief.", said[: number + 1])
+            (trained,) = [join(template.encode(pieces))]
+            answer = len(tokenizer.encode(reply)) + 2  # <|im_end|> and a newline
+            assert stub.prompt == trained.tokens[:-answer].tolist()
+        assert stub.asked[-1] == (2, 20, 3, [0, 2, 3])
+        assert writer.chat and writer.chat.exchanges == said
+
+
+def test_lines_of_a_chat_are_turns_until_an_empty_one(
+    corpus, workdir, capsys, monkeypatch
+):
+    lines = f"Hi?\nBye\n\nHi?\n{'x' * 100}\nBye\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    options = "--chat", "vicuna", "--system", "S", "--cache-tokens", "80"
+    assert main(arguments(corpus, workdir, *GREEDY, *options)) == 0
+    out, err = capsys.readouterr()
+    replies = out.removesuffix("\n").split("\n")
+    assert len(replies) == 4 and replies[:2] == replies[2:]
+    assert replies[0] != replies[1]
+    assert err.count("error: ") == 1 and "do not go into the cache" in err
+
+
 LINEAR = "--config.rope_scaling.rope_type=linear --config.rope_scaling.factor=2"
 # Options and fields of the config, as in a shell: what is said of them.
 BAD = {
@@ -161,6 +204,11 @@ BAD = {
     f"--prompt {'x' * 30} --cache-tokens 20": "of 30 tokens | cache of 20 tokens",
     "--prompt ''": "prompt 0 has no tokens",
     "--prompt-file nowhere.txt": "nowhere.txt",
+    "--prompt ' ' --chat vicuna": "the prompt of a chat must have words",
+    "--prompt x --chat chatml": "bytes tokenizer has no token <|im_start|> | of Qwen",
+    "--prompt x --chat alpaca": "--chat: invalid choice: 'alpaca' | mistral",
+    "--prompt x --system Short": "--system is of a chat | --chat",
+    f"--prompt {'x' * 70} --chat vicuna --system S": "of 89 tokens | cache of 80",
     "--tokenizer gpt2": '"gpt2" is not known | tokenizer.json',
     "--config.data.corpus=nowhere": "no corpus nowhere | prepare_text.py",
     "--config.model.vocab_size=200": "257 tokens | vocab_size=200 | --tokenizer",
