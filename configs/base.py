@@ -63,6 +63,34 @@ def get_config() -> ml_collections.ConfigDict:
     # Base of RoPE's frequencies.
     config.model.rope_theta = 10_000.0
     config.model.norm_epsilon = 1e-6
+    # What follows makes the model of another family; see models/sizes.py.
+    # Kinds of the layers, repeated over them: "w" sees a window, "f" all; "" is "f".
+    config.model.layer_pattern = ""
+    # Tokens that a query of "w" layers sees, its own included.
+    config.model.window = 0
+    # Base of RoPE in "w" layers, which is not scaled there; 0: as in the others.
+    config.model.window_rope_theta = 0.0
+    # Factor on the scores; 0: head_dim^-0.5. Cap c of c · tanh(score / c); 0: none.
+    config.model.attention_scale = 0.0
+    config.model.attention_soft_cap = 0.0
+    # A logit of each head for a key whose value is 0.
+    config.model.attention_sinks = False
+    config.model.qkv_bias = False
+    config.model.output_bias = False
+    # Norms of queries and keys: "", of each "head", or of "all" heads at once.
+    config.model.qk_norm = ""
+    # "before" attention and feed-forward, "after" them, or "both".
+    config.model.norms = "before"
+    # Norms multiply by 1 + scale.
+    config.model.norm_unit_offset = False
+    # Of the feed-forward's gate: "silu" or "gelu_tanh".
+    config.model.activation = "silu"
+    # Of task "text": whether the head is the embedding, factors on embeddings and
+    # logits, and the cap of logits; 0: none.
+    config.model.tied_embeddings = False
+    config.model.embedding_scale = 1.0
+    config.model.logit_scale = 1.0
+    config.model.logit_soft_cap = 0.0
 
     # Of task "exorl", where config.model has the sizes of the layers.
     config.agent = ml_collections.ConfigDict()
@@ -98,6 +126,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.rope_scaling.beta_slow = 1.0
     # yarn: factor on queries and keys each; 0: 0.1 ln(factor) + 1.
     config.rope_scaling.attention_factor = 0.0
+    # yarn: whether the interpolation begins and ends at whole pairs.
+    config.rope_scaling.truncate = True
 
     # Type of activations and matrix products: "bfloat16" or "float32". Parameters,
     # gradients and optimizer state are float32.

@@ -19,10 +19,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import cache as caches
+from models.attention import Attend
 from models.cache import EMPTY, Cache, CacheOperations
 from models.chunks import scan_chunks
+from models.decoder import Decoder
 from models.execution import Execution, Partition
-from models.llama import INITIAL_STDDEV, Attend, Decoder, DecoderConfig, matrix
+from models.layers import INITIAL_STDDEV, matrix
+from models.sizes import DecoderConfig
 
 TOKENS_OF_A_STEP = 4
 STATE, ACTION = 1, 2
@@ -230,8 +233,7 @@ def act(
     index = agent.token_index(steps.positions)[:, new]
     index = jnp.where(index < 0, EMPTY, index)
     x = agent.embed(steps)[:, new]
-    rotation = agent.rotation(jnp.where(index == EMPTY, 0, index))
-    x, cache = caches.append(agent.layers, x, rotation, index, cache, operations)
+    x, cache = caches.append(agent, x, index, cache, operations)
     hidden = agent.norm(x)[:, -1:]  # of the present state
     state = jnp.repeat(hidden, TOKENS_OF_A_STEP, axis=1)
     return agent.actions(state)[:, 0], cache

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.llama import Attend, DecoderLayer
-from models.rope import Rotation
+from models.attention import Attend
+from models.decoder import Decoder
+from models.stacks import scan_layers
 
 EMPTY = np.iinfo(np.int32).max
 """Index of no token: of a slot that is free, or of padding among new tokens."""
@@ -60,6 +61,7 @@ class CacheOperations(Protocol):
         index: jax.Array,
         visible: tuple[jax.Array, jax.Array],
         layer: jax.Array,
+        sinks: jax.Array | None = None,
     ) -> jax.Array: ...
 
 
@@ -106,9 +108,8 @@ def appends_left(filled: np.ndarray, slots: int, tokens: int) -> int:
 
 
 def fill(
-    layers: DecoderLayer,
+    decoder: Decoder,
     x: jax.Array,
-    rotation: Rotation,
     index: jax.Array,
     cache: Cache,
     attend: Attend,
@@ -116,8 +117,7 @@ def fill(
 ) -> tuple[jax.Array, Cache]:
     """Runs whole rows through the layers and leaves their keys and values in the cache.
 
-    layers: stacked, as of `Llama`.
-    x: (B, T, E), in layout order; rotation: of these tokens.
+    x: (B, T, E), in layout order.
     index: int32 (B, T), in the same order: increasing on each shard, `EMPTY` for
       padding at the end.
     cache: an empty one; T at most S.
@@ -131,14 +131,14 @@ def fill(
     """
     _check_index(x, index)
 
-    def attend_and_keep(q, k, v, stacks, layer):
+    def attend_and_keep(q, k, v, stacks, layer, **options):
         stacks = tuple(
             operations.fill(stack, new, layer)
             for stack, new in zip(stacks, (k, v), strict=True)
         )
-        return attend(q, k, v), stacks
+        return attend(q, k, v, **options), stacks
 
-    x, (keys, values) = _through(layers, x, rotation, cache, attend_and_keep)
+    x, (keys, values) = _through(decoder, x, index, cache, attend_and_keep)
     taken = index != EMPTY
     shards = taken.reshape(*index.shape[:1], *cache.filled.shape, -1)  # (B, N, T / N)
     filled = shards.sum(axis=-1, dtype=jnp.int32).max(axis=0)
@@ -147,16 +147,15 @@ def fill(
 
 
 def append(
-    layers: DecoderLayer,
+    decoder: Decoder,
     x: jax.Array,
-    rotation: Rotation,
     index: jax.Array,
     cache: Cache,
     operations: CacheOperations,
 ) -> tuple[jax.Array, Cache]:
     """Runs a few new tokens of each row through the layers.
 
-    x: (B, m, E); rotation: of these tokens.
+    x: (B, m, E).
     index: int32 (B, m), of each token in its row, or `EMPTY` for a row that has fewer
       new tokens; a token attends to its row up to its own index.
     cache: has room (`appends_left`): under `jit`, where it has none, tokens are lost.
@@ -175,17 +174,19 @@ def append(
     member = jnp.argmin(cache.filled).astype(jnp.int32)
     slot = cache.filled[member]
     indices = operations.put(cache.index[None], index, 0, member, slot)[0]
-    visible = jnp.zeros_like(index), jnp.where(index == EMPTY, 0, index + 1)
+    k_end = jnp.where(index == EMPTY, 0, index + 1)
 
-    def keep_and_attend(q, k, v, stacks, layer):
+    def keep_and_attend(q, k, v, stacks, layer, window=None, **sinks):
         keys, values = (
             operations.put(stack, new, layer, member, slot)
             for stack, new in zip(stacks, (k, v), strict=True)
         )
-        out = operations.attend(q, keys, values, indices, visible, layer)
+        k_start = jnp.zeros_like(k_end) if window is None else (k_end - window).clip(0)
+        visible = k_start, k_end
+        out = operations.attend(q, keys, values, indices, visible, layer, **sinks)
         return out, (keys, values)
 
-    x, (keys, values) = _through(layers, x, rotation, cache, keep_and_attend)
+    x, (keys, values) = _through(decoder, x, index, cache, keep_and_attend)
     filled = cache.filled.at[member].add(index.shape[1])
     return x, Cache(keys, values, indices, filled)
 
@@ -199,27 +200,26 @@ def _check_index(x: jax.Array, index: jax.Array) -> None:
 
 
 def _through(
-    layers: DecoderLayer,
+    decoder: Decoder,
     x: jax.Array,
-    rotation: Rotation,
+    index: jax.Array,
     cache: Cache,
     attend: Callable[..., tuple[jax.Array, Stacks]],
 ) -> tuple[jax.Array, Stacks]:
     """Runs all layers, one after the other, with the cache's stacks as a carry."""
-    structure, parameters = nnx.split(layers)
+    structure, parameters = nnx.split(decoder.layers)
+    kinds = decoder.kinds(jnp.where(index == EMPTY, 0, index), attend)
 
     def layer(
-        carry: tuple[jax.Array, Stacks], inputs: tuple[jax.Array, nnx.State]
-    ) -> tuple[tuple[jax.Array, Stacks], None]:
-        (x, stacks), (number, parameters) = carry, inputs
+        carry: tuple[jax.Array, Stacks], number: jax.Array, kind: int, own: nnx.State
+    ) -> tuple[jax.Array, Stacks]:
+        (x, stacks), (rotation, attend) = carry, kinds[kind]
 
-        def attend_here(q: jax.Array, k: jax.Array, v: jax.Array):
-            return attend(q, k, v, stacks, number)
+        def attend_here(q: jax.Array, k: jax.Array, v: jax.Array, **sinks: jax.Array):
+            return attend(q, k, v, stacks, number, **sinks)
 
-        module = nnx.merge(structure, parameters)
-        return module.with_cache(x, rotation, attend_here), None
+        return nnx.merge(structure, own).with_cache(x, rotation, attend_here)
 
-    numbers = jnp.arange(cache.keys.shape[0], dtype=jnp.int32)
     # Carried, not stacked up from the layers: so it is written where it is.
-    carry = x, (cache.keys, cache.values)
-    return jax.lax.scan(layer, carry, (numbers, parameters))[0]
+    carry, layers = (x, (cache.keys, cache.values)), cache.keys.shape[0]
+    return scan_layers(layer, carry, (0, layers), len(kinds), parameters)

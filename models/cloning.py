@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.execution import Partition
-from models.llama import matrix
+from models.layers import matrix
 
 STEP = ("batch", "sequence", None)
 

@@ -1,4 +1,4 @@
-"""Generation with LLaMA: the prompt at once through the ring, then token by token.
+"""Generation: the prompt at once through the ring, then token by token.
 
 `prefill` and `append` are what is compiled, `Generator` is what calls it. Rows of a
 batch go their own way: prompts may differ in length, and a row that has ended waits for
@@ -14,31 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import cache as caches
+from models.attention import Attend
 from models.cache import EMPTY, Cache, CacheOperations
-from models.llama import RESIDUAL, Attend, Llama
+from models.execution import RESIDUAL
+from models.language_model import LanguageModel
 
 NOTHING = -1
 """Token of a row that has ended."""
 
 
-def logits(llama: Llama, hidden: jax.Array) -> jax.Array:
+def logits(model: LanguageModel, hidden: jax.Array) -> jax.Array:
     """Returns logits of the next token, (B, m, V) float32, of hidden (B, m, E).
 
-    llama: in a `StationaryPartition`, as the head is not gathered.
+    model: in a `StationaryPartition`, as the head is not gathered.
     """
 
-    def local(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        head = head.astype(hidden.dtype)
-        return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
-
-    names = RESIDUAL, llama.head.axes
-    result = *RESIDUAL[:2], "vocab"
-    over_shards = llama.partition.over_shards(local, names, result)
-    return over_shards(hidden, llama.head[...])
+    names, result = (RESIDUAL, model.HEAD_AXES), (*RESIDUAL[:2], "vocab")
+    over_shards = model.partition.over_shards(model.config.logits, names, result)
+    return over_shards(hidden, model.head_weight())
 
 
 def prefill(
-    llama: Llama,
+    model: LanguageModel,
     tokens: jax.Array,
     index: jax.Array,
     cache: Cache,
@@ -51,14 +48,13 @@ def prefill(
       comes after a row's last token.
     cache: an empty one. attend: the ring's, which knows the rows' lengths.
     """
-    positions = jnp.where(index == EMPTY, 0, index)
-    x, rotation = llama.embed(tokens), llama.rotation(positions)
-    x, cache = caches.fill(llama.layers, x, rotation, index, cache, attend, operations)
-    return llama.norm(x), cache
+    x = model.embed(tokens)
+    x, cache = caches.fill(model, x, index, cache, attend, operations)
+    return model.norm(x), cache
 
 
 def append(
-    llama: Llama,
+    model: LanguageModel,
     tokens: jax.Array,
     index: jax.Array,
     cache: Cache,
@@ -66,13 +62,11 @@ def append(
 ) -> tuple[jax.Array, Cache]:
     """Returns hidden states of a few new tokens of each row, (B, m, E), and cache.
 
-    llama: in a `StationaryPartition`.
+    model: in a `StationaryPartition`.
     tokens, index: int32 (B, m), `EMPTY` where a row has no token.
     """
-    positions = jnp.where(index == EMPTY, 0, index)
-    x, rotation = llama.embed(tokens), llama.rotation(positions)
-    x, cache = caches.append(llama.layers, x, rotation, index, cache, operations)
-    return llama.norm(x), cache
+    x, cache = caches.append(model, model.embed(tokens), index, cache, operations)
+    return model.norm(x), cache
 
 
 def last_of_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:

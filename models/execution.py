@@ -11,6 +11,9 @@ from models.remat import check_policy
 
 Axes = tuple[str | None, ...]
 
+RESIDUAL: Axes = ("batch", "sequence", None)
+"""Names of the axes of hidden states, (B, T, E)."""
+
 
 @dataclass(frozen=True)
 class Execution:

@@ -4,13 +4,13 @@ Rematerialisation is never counted: these are the operations that the model need
 those that were done.
 """
 
-from models.llama import DecoderConfig, LlamaConfig
+from models.sizes import DecoderConfig, LanguageModelConfig
 
 TRAIN_FACTOR = 3
 """Forward and backward together, in forwards."""
 
 
-def num_parameters(config: LlamaConfig) -> int:
+def num_parameters(config: LanguageModelConfig) -> int:
     """Counts all parameters."""
     norms = (2 * config.num_layers + 1) * config.hidden_size
     return (
@@ -18,7 +18,7 @@ def num_parameters(config: LlamaConfig) -> int:
     )
 
 
-def num_matrix_parameters(config: LlamaConfig) -> int:
+def num_matrix_parameters(config: LanguageModelConfig) -> int:
     """Counts parameters of matrix products: no norms, no embedding look-up."""
     return num_layer_matrices(config) + config.hidden_size * config.vocab_size
 
@@ -31,7 +31,7 @@ def num_layer_matrices(config: DecoderConfig) -> int:
     return config.num_layers * (attention + feed_forward)
 
 
-def train_flops(config: LlamaConfig, tokens: float, pairs: float) -> float:
+def train_flops(config: LanguageModelConfig, tokens: float, pairs: float) -> float:
     """Counts a training step's FLOPs: 6 a token and parameter, 12·H·D a pair and layer.
 
     tokens: trained on, without padding.

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from models.execution import Execution
-from models.llama import DecoderConfig
 from models.remat import NEXT
+from models.sizes import DecoderConfig
 
 
 @dataclass(frozen=True)

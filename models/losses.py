@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from models.chunks import scan_chunks
 from models.execution import Partition
+from models.logits import PLAIN, Logits
 
 TOKEN = "batch", "sequence"
 FIRST_BOUND, FACTOR = 256, 4
@@ -58,6 +59,7 @@ def cross_entropy(
     targets: jax.Array,
     weights: jax.Array,
     *,
+    logits: Logits = PLAIN,
     chunk: int,
     partition: Partition,
 ) -> jax.Array:
@@ -67,7 +69,8 @@ def cross_entropy(
     """
 
     def local(*arrays: jax.Array) -> jax.Array:
-        loss = _local_losses(*arrays, chunk=chunk, partition=partition).sum()
+        losses = _local_losses(*arrays, logits=logits, chunk=chunk, partition=partition)
+        loss = losses.sum()
         # Each shard of the vocabulary has computed a part of every token's loss.
         return partition.total(loss, (*TOKEN, "vocab"))
 
@@ -83,6 +86,7 @@ def cross_entropy_by_position(
     positions: jax.Array,
     *,
     parts: PositionParts,
+    logits: Logits = PLAIN,
     chunk: int,
     partition: Partition,
 ) -> jax.Array:
@@ -92,6 +96,7 @@ def cross_entropy_by_position(
     head: (E, V) float32, from hidden states to logits.
     targets: int32 (B, T). weights: float32 (B, T), 0 where unsupervised.
     positions: int32 (B, T), of each token in its document.
+    logits: what makes logits of hidden states and head.
     chunk: tokens per device whose logits exist at a time.
 
     On every device: one gather of the head, one scatter of its gradient, one sum. The
@@ -100,7 +105,7 @@ def cross_entropy_by_position(
 
     def local(*arrays: jax.Array) -> jax.Array:
         *arrays, positions = arrays
-        losses = _local_losses(*arrays, chunk=chunk, partition=partition)
+        losses = _local_losses(*arrays, logits=logits, chunk=chunk, partition=partition)
         positions = partition.vary(positions).reshape(-1)
         return partition.total(parts.sums(losses, positions), (*TOKEN, "vocab"))
 
@@ -115,6 +120,7 @@ def _local_losses(
     targets: jax.Array,
     weights: jax.Array,
     *,
+    logits: Logits,
     chunk: int,
     partition: Partition,
 ) -> jax.Array:
@@ -129,10 +135,8 @@ def _local_losses(
 
     def losses(tokens: tuple[jax.Array, ...]) -> jax.Array:
         x, target, weight = tokens
-        # Cast here, not outside the loop: the chunks' gradients for the head then add
-        # up in its own float32, and not in bfloat16.
-        logits = jnp.dot(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
-        return weight * _negative_log_likelihood(logits, target - first, partition)
+        z = logits(x, head)  # (tokens, V / shards)
+        return weight * _negative_log_likelihood(z, target - first, partition)
 
     tokens = hidden, targets.reshape(-1), weights.reshape(-1)
     return scan_chunks(losses, jax.tree.map(partition.vary, tokens), chunk)

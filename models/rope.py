@@ -36,6 +36,8 @@ class RopeScaling:
       frequencies stay, and below which they are interpolated.
     attention_factor: of yarn: factor on queries and keys each, the paper's sqrt(1 / t);
       0 for 0.1 ln(factor) + 1.
+    truncate: of yarn: whether interpolation begins and ends at whole pairs, as in the
+      authors' program.
 
     Raises:
       ValueError: an unknown type, or values that it has no meaning for.
@@ -49,6 +51,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 0.0
+    truncate: bool = True
 
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
@@ -115,10 +118,7 @@ class RopeScaling:
         return self.attention_factor or 0.1 * math.log(self.factor) + 1
 
     def _yarn_ramp(self, head_dim: int, theta: float) -> np.ndarray:
-        """Returns the share of interpolation, linear in the number of the pair.
-
-        Its ends are rounded to whole pairs, as in the authors' program.
-        """
+        """Returns the share of interpolation, linear in the number of the pair."""
 
         def pair(rotated: float) -> float:
             wavelength = self.original_max_position_embeddings / rotated
@@ -126,8 +126,10 @@ class RopeScaling:
                 head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
             )
 
-        first = max(math.floor(pair(self.beta_fast)), 0)
-        last = min(math.ceil(pair(self.beta_slow)), head_dim - 1)
+        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
         width = max(last - first, 0.001)
         return np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
 

@@ -1,5 +1,6 @@
 """Layers whose parameters are stacked in one array each, run one after the other."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,44 +16,81 @@ from models.remat import remat
 def through_stack(
     layers: nnx.Module,
     runs: Sequence[tuple[Execution, int]],
+    kinds: Sequence[tuple],
     x: jax.Array,
-    *arguments: Any,
 ) -> jax.Array:
     """Maps x through all layers of a stack, a loop for each run: x's shape and type.
 
     layers: with parameters (layers, …); `to_run` sets one of them to run as a run does.
     runs: how layers run, and how many of them.
-    arguments: of each layer, after x.
+    kinds: arguments of the layers after x, of a group of layers that repeats.
     """
     structure, parameters = nnx.split(layers)
-    start = 0
+    # The slices of a loop get the gradients; parts of a stack are read where they are.
+    whole, start = lax.stop_gradient(parameters), 0
+    reads_slices = len(runs) == len(kinds) == 1
+
+    def layer(
+        kind: int, run: Execution, x: jax.Array, number: jax.Array, own: Any
+    ) -> jax.Array:
+        if not reads_slices:
+            own = jax.tree.map(lambda w, o: _pick(w, number, o), whole, own)
+        return nnx.merge(structure, own).to_run(run)(x, *kinds[kind])
+
     for run, count in runs:
 
-        def layer(x: jax.Array, parameters: Any, run: Execution = run) -> tuple:
-            return nnx.merge(structure, parameters).to_run(run)(x, *arguments), None
+        def step(
+            x: jax.Array, number: jax.Array, kind: int, own: Any, run: Execution = run
+        ) -> jax.Array:
+            run_layer = remat(functools.partial(layer, kind, run), run.remat)
+            return run_layer(x, number, own)
 
-        x = _scan(layer, x, parameters, (start, start + count), run.remat)
+        x = scan_layers(step, x, (start, start + count), len(kinds), parameters)
         start += count
     return x
 
 
-def _scan(
-    layer: Callable, x: jax.Array, stacked: Any, span: tuple[int, int], policy: str
-) -> jax.Array:
-    """Maps x through the layers of a span, with no copy of their parameters."""
-    start, stop = span
-    if stop - start == jax.tree.leaves(stacked)[0].shape[0]:
-        return lax.scan(remat(layer, policy), x, stacked)[0]
-    whole = lax.stop_gradient(stacked)
+def scan_layers(
+    step: Callable[..., Any],
+    carry: Any,
+    span: tuple[int, int],
+    kinds: int,
+    stacked: Any = None,
+) -> Any:
+    """Runs carry = step(carry, number, kind, own) for the layers of a span.
 
-    def numbered(x: jax.Array, scanned: tuple) -> tuple[jax.Array, None]:
-        number, slices = scanned
-        return layer(x, jax.tree.map(lambda w, s: _pick(w, number, s), whole, slices))
+    A loop over groups, with a layer of each kind, and the layers that are left.
 
-    # The slices are there for their gradients; the compiler sees them unused.
-    slices = jax.tree.map(lambda w: w[start:stop], stacked)
-    numbers = jnp.arange(start, stop, dtype=jnp.int32)
-    return lax.scan(remat(numbered, policy), x, (numbers, slices))[0]
+    kinds: that layers take in turns, layer 0 the first of them.
+    stacked: tree of (layers, …), of which `own` is the layer's.
+    """
+    first, stop = span
+    while first < stop:
+        size = min(kinds, stop - first)
+        groups = (stop - first) // size
+
+        def group(
+            carry: Any, scanned: tuple, size: int = size, first: int = first
+        ) -> tuple[Any, None]:
+            number, slices = scanned
+            parts = jax.tree.map(lambda x: lax.split(x, (1,) * size), slices)
+            for place in range(size):
+                own = jax.tree.map(
+                    lambda _, part, place=place: part[place][0], slices, parts
+                )
+                carry = step(carry, number + place, (first + place) % kinds, own)
+            return carry, None
+
+        def grouped(
+            x: jax.Array, groups: int = groups, size: int = size, first: int = first
+        ) -> jax.Array:
+            x = x[first : first + groups * size]
+            return x.reshape(groups, size, *x.shape[1:])
+
+        numbers = jnp.arange(first, first + groups * size, size, dtype=jnp.int32)
+        carry, _ = lax.scan(group, carry, (numbers, jax.tree.map(grouped, stacked)))
+        first += groups * size
+    return carry
 
 
 @jax.custom_jvp

@@ -4,23 +4,27 @@ Besides `train.py`, the tools and the other modules of `tasks`, no module reads 
 config. Whatever is made here has been checked before anything is compiled.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import optax
 from jax.sharding import NamedSharding
 
 from data.batch import Block
 from data.text import TextBatches
-from kernels import layouts
+from kernels import layouts, masks
 from kernels.compiler import compiler_options
 from kernels.layouts import Layout
+from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
 from models.execution import Execution
+from models.sizes import LanguageModelConfig
 from tasks.config_errors import names_fields, raise_all
 from training import chips
 from training.guard import GuardSettings
@@ -36,6 +40,10 @@ from training.step import (
     initial_state,
     make_train_step,
 )
+
+PARTS = {field.name for field in dataclasses.fields(LanguageModelConfig)}
+PARTS = PARTS - {"rope_theta", "norm_epsilon"} | {"truncate"}
+"""Fields that a fingerprint leaves out where they have their default."""
 
 
 @dataclass(frozen=True)
@@ -187,23 +195,55 @@ def partition(
     return Partition(make_mesh(mesh_shape(config, len(devices)), devices))
 
 
+def scores(config: ml_collections.ConfigDict) -> dict[str, float | None]:
+    """Returns the attention's arguments of what becomes of q · k."""
+    model = config.model
+    return {
+        "scale": model.attention_scale or None,
+        "soft_cap": model.attention_soft_cap or None,
+    }
+
+
 @names_fields
 def ring_attention(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> Callable[..., jax.Array]:
-    """Builds the config's attention on the mesh (see `make_ring_attention`).
+    """Builds the config's attention on the mesh.
+
+    Returns:
+      As of `make_ring_attention`, with one more keyword: `window`, the tokens that a
+      query sees of those that `visible` shows it, its own included.
 
     Raises:
       ValueError: an unknown implementation.
     """
     system = attention_system(config)
-    return make_ring_attention(
+    attend = make_ring_attention(
         partition.mesh,
         layout=system.layout,
         ring_axes=partition.axes("sequence"),
+        **scores(config),
         implementation=system.implementation or config.implementation or None,
         keep_tail=config.remat == "tail",
     )
+
+    def attend_within(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        visible: Mask | Visible,
+        window: int | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        if window is not None:
+            within = masks.window(window)
+            if isinstance(visible, Visible):
+                index = layouts.order(system.layout, partition.ring_size, q.shape[1])
+                within = within(jnp.asarray(index), k.shape[1])
+            visible &= within
+        return attend(q, k, v, visible, sinks=sinks)
+
+    return attend_within
 
 
 def abstract_state(
@@ -245,6 +285,22 @@ def optimizer_settings(config: ml_collections.ConfigDict) -> OptimizerSettings:
 def guard_settings(config: ml_collections.ConfigDict) -> GuardSettings:
     """Returns which updates are skipped, and when a run ends."""
     return GuardSettings(**config.guard)
+
+
+def identity(sizes: Any, always: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the fields of a model's sizes in which a checkpoint must agree.
+
+    Without those of PARTS that have their default, as in checkpoints from before there
+    were such parts; but with those of `always`.
+    """
+    found = {}
+    for field in dataclasses.fields(sizes):
+        value = getattr(sizes, field.name)
+        is_optional = field.name in PARTS and field.name not in always
+        if not (is_optional and value == field.default):
+            is_nested = dataclasses.is_dataclass(value)
+            found[field.name] = identity(value) if is_nested else value
+    return found
 
 
 def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:

@@ -167,10 +167,10 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
         layers = config.model.hidden_size, config.model.num_layers
         ends = agent.observation_size, agent.action_size
         return ClonerConfig(*layers, *ends, agent.chain_length)
-    layers, fields = config.model.to_dict(), agent.to_dict()
-    del layers["vocab_size"], fields["method"]
-    scaling = RopeScaling(**config.rope_scaling)
-    return AgentConfig(**layers, **fields, rope_scaling=scaling)
+    given = config.model.to_dict() | agent.to_dict()
+    known = {field.name for field in dataclasses.fields(AgentConfig)}
+    fields = {name: value for name, value in given.items() if name in known}
+    return AgentConfig(**fields, rope_scaling=RopeScaling(**config.rope_scaling))
 
 
 @names_fields
@@ -394,7 +394,7 @@ def fingerprint(model: Model, file: TrajectoryFile) -> dict[str, Any]:
 
     Observations must be standardised as they were when it was trained.
     """
-    names = ("observation_mean", "observation_std", "action_repeat")
-    data = {name: file.index[name] for name in names[:2]}
+    data = {name: file.index[name] for name in ("observation_mean", "observation_std")}
     data["action_repeat"] = file.action_repeat
-    return {"model": dataclasses.asdict(model.config), "trajectories": data}
+    sizes = base.identity(model.config, always=["rope_scaling"])
+    return {"model": sizes, "trajectories": data}

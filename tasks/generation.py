@@ -19,7 +19,7 @@ from models import decode
 from models.abstract import Model
 from models.cache import EMPTY, Cache, empty_cache
 from models.decode import Generator
-from models.llama import Llama
+from models.language_model import LanguageModel
 from models.sampling import Sampling, row_keys, sample
 from tasks import base, text
 from training.mesh import Partition, StationaryPartition
@@ -97,13 +97,14 @@ def _programs(
     mesh = partition.mesh
     sequences = text.model(config, partition).structure
     few_tokens = text.model(config, StationaryPartition(mesh)).structure
-    operations = CachedAttention(mesh, partition.axes("sequence"))
+    ring_axes, scores = partition.axes("sequence"), base.scores(config)
+    operations = CachedAttention(mesh, ring_axes, **scores)
     ring = base.ring_attention(config, partition)
 
     def draw(
-        llama: Llama, hidden: jax.Array, index: jax.Array, seed: jax.Array
+        model: LanguageModel, hidden: jax.Array, index: jax.Array, seed: jax.Array
     ) -> jax.Array:
-        scores = decode.logits(llama, hidden[:, None])[:, 0]
+        scores = decode.logits(model, hidden[:, None])[:, 0]
         return sample(scores, row_keys(seed, len(index)), index, sampling)
 
     def prefill(

@@ -1,6 +1,5 @@
-"""The task "text": a LLaMA trained on a corpus of tokens."""
+"""The task "text": a language model trained on a corpus of tokens."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,11 @@ from data.tokenizer import ByteTokenizer
 from kernels.masks import Visible
 from models.abstract import Model
 from models.flops import paper_train_flops, train_flops
-from models.llama import Llama, LlamaConfig
+from models.language_model import LanguageModel
 from models.losses import PositionParts, cross_entropy, cross_entropy_by_position
 from models.rope import RopeScaling
+from models.sizes import LanguageModelConfig
+from tasks import base
 from tasks.base import (
     Data,
     Objective,
@@ -75,15 +76,16 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
 
 
 @names_fields
-def sizes(config: ml_collections.ConfigDict) -> LlamaConfig:
-    """Returns the sizes of the config's LLaMA.
+def sizes(config: ml_collections.ConfigDict) -> LanguageModelConfig:
+    """Returns the sizes and parts of the config's model.
 
     Raises:
       ValueError: sizes that make no model.
       FileNotFoundError, ValueError: as `vocab_size`.
     """
     fields = {**config.model, "vocab_size": vocab_size(config)}
-    return LlamaConfig(**fields, rope_scaling=RopeScaling(**config.rope_scaling))
+    scaling = RopeScaling(**config.rope_scaling)
+    return LanguageModelConfig(**fields, rope_scaling=scaling)
 
 
 def vocab_size(config: ml_collections.ConfigDict) -> int:
@@ -111,18 +113,18 @@ def vocab_size(config: ml_collections.ConfigDict) -> int:
 
 @names_fields
 def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
-    """Builds the config's LLaMA, without parameters.
+    """Builds the config's model, without parameters.
 
     Raises:
       ValueError: sizes that make no model, or that do not divide over the mesh.
     """
-    llama = sizes(config)
-    run = execution(config, partition, llama.vocab_size)
+    record = sizes(config)
+    run = execution(config, partition, record.vocab_size)
 
-    def build(key: jax.Array) -> Llama:
-        return Llama(llama, run, partition, rngs=nnx.Rngs(params=key))
+    def build(key: jax.Array) -> LanguageModel:
+        return LanguageModel(record, run, partition, rngs=nnx.Rngs(params=key))
 
-    return Model.of(llama, build, partition)
+    return Model.of(record, build, partition)
 
 
 def loss_function(
@@ -142,13 +144,14 @@ def loss_function(
     chunk = execution(config, partition, model.config.vocab_size).loss_chunk
 
     def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
-        llama = nnx.merge(model.structure, parameters)
+        module = nnx.merge(model.structure, parameters)
         see_visible = functools.partial(
             attend, visible=Visible(batch.k_start, batch.k_end)
         )
-        hidden = llama(batch.tokens, batch.positions, see_visible)
-        predicted = hidden, llama.head[...], batch.targets, batch.loss_weights
-        options = {"chunk": chunk, "partition": partition}
+        hidden = module(batch.tokens, batch.positions, see_visible)
+        predicted = hidden, module.head_weight(), batch.targets, batch.loss_weights
+        logits = model.config.logits
+        options = {"logits": logits, "chunk": chunk, "partition": partition}
         if parts is None:
             return cross_entropy(*predicted, **options)
         return cross_entropy_by_position(
@@ -272,7 +275,4 @@ def step_work(
 
 def fingerprint(model: Model) -> dict[str, Any]:
     """Returns the properties in which a checkpoint's model must agree."""
-    sizes = dataclasses.asdict(model.config)
-    if model.config.rope_scaling == RopeScaling():
-        del sizes["rope_scaling"]  # as in checkpoints from before there was any
-    return {"model": sizes}
+    return {"model": base.identity(model.config)}

@@ -65,7 +65,7 @@ def whole_forward(dtype: str = "float32") -> Callable[[np.ndarray], np.ndarray]:
         positions = jnp.tile(jnp.arange(SLOTS, dtype=jnp.int32), (ROWS, 1))
         causal = functools.partial(attend, visible=masks.causal())
         hidden = llama(tokens, positions, causal)
-        head = llama.head[...].astype(hidden.dtype)
+        head = llama.head_weight().astype(hidden.dtype)
         return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
 
     parameters = parameters_on(partition)

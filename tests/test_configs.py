@@ -12,8 +12,8 @@ import pytest
 from configs import base as base_config
 from configs import exorl_tiny, llama_sizes, pod
 from kernels.layouts import check_length
-from models.llama import LlamaConfig
 from models.remat import REMAT_POLICIES
+from models.sizes import LanguageModelConfig
 from tasks import base, exorl, text
 from tasks.config_errors import fields_by_name
 from training.mesh import MESH_AXES, MeshShape, Partition
@@ -120,7 +120,9 @@ def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     partition = partition_of(config)
     model = text.model(config, partition)
     vocab_size = config.model.vocab_size or 264  # of the default corpus, bytes
-    assert model.config == LlamaConfig(**{**config.model, "vocab_size": vocab_size})
+    assert model.config == LanguageModelConfig(
+        **{**config.model, "vocab_size": vocab_size}
+    )
     assert model.shapes["head"].shape == (config.model.hidden_size, vocab_size)
     assert base.optimizer_settings(config).total_steps == config.train.steps
     assert config.remat in REMAT_POLICIES
@@ -153,7 +155,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_sizes_are_published_ones(size):
-    model = LlamaConfig(**llama_sizes.llama(size))
+    model = LanguageModelConfig(**llama_sizes.llama(size))
     widths = model.hidden_size, model.feed_forward_size, model.num_layers
     assert PUBLISHED[size] == (*widths, model.num_heads, model.head_dim)
     assert model.vocab_size == 32_000 and model.num_kv_heads == model.num_heads

@@ -29,8 +29,8 @@ from jax.sharding import NamedSharding
 from configs import base
 from data.json_text import read_json_object
 from models.abstract import Model
-from models.llama import LlamaConfig
 from models.rope import RopeScaling
+from models.sizes import LanguageModelConfig
 from tasks import text
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.hf import config as hf_config
@@ -48,7 +48,9 @@ LISTED = 4
 """Differences between a model and its files that are reported."""
 
 
-def import_model(source: Path, workdir: Path, partition: Partition) -> LlamaConfig:
+def import_model(
+    source: Path, workdir: Path, partition: Partition
+) -> LanguageModelConfig:
     """Writes the parameters of a published model as step 0 of a new working directory.
 
     source: directory with config.json and safetensors files.
@@ -129,7 +131,7 @@ def export_model(
     try:
         fields = dict(saved.fingerprint["model"])
         scaling = RopeScaling(**fields.pop("rope_scaling", {}))
-        config = LlamaConfig(**fields, rope_scaling=scaling)
+        config = LanguageModelConfig(**fields, rope_scaling=scaling)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"the parameters in {workdir} are not a LLaMA's to be exported: {error}"
@@ -149,14 +151,14 @@ def export_model(
                 shutil.copyfile(file, writer.partial / file.name)
 
 
-def model_of(config: LlamaConfig, partition: Partition) -> Model:
+def model_of(config: LanguageModelConfig, partition: Partition) -> Model:
     """Returns a model of these sizes, without parameters."""
     settings = base.get_config()
     settings.update_from_flattened_dict(settings_of(config))
     return text.model(settings, partition)
 
 
-def settings_of(config: LlamaConfig) -> dict[str, Any]:
+def settings_of(config: LanguageModelConfig) -> dict[str, Any]:
     """Fields of a config file that make this model, by dotted name."""
     sizes = dataclasses.asdict(config)
     scaling = sizes.pop("rope_scaling")
@@ -302,7 +304,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _advice(config: LlamaConfig, workdir: Path) -> str:
+def _advice(config: LanguageModelConfig, workdir: Path) -> str:
     """Returns the flags of `train.py` that go on from imported weights."""
     flags = [f"--config.{name}={value}" for name, value in settings_of(config).items()]
     return " \\\n  ".join([f"--config.init_from={workdir}", *flags])

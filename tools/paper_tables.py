@@ -23,7 +23,7 @@ import jax
 
 from configs import llama_sizes
 from data.json_text import parse_json
-from models.llama import LlamaConfig
+from models.sizes import LanguageModelConfig
 from tasks.command_line import Parser, as_program
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.figures.papers import pictures
@@ -122,8 +122,8 @@ def speed_ups() -> list[dict[str, Any]]:
     ]
 
 
-def _model(size: str) -> LlamaConfig:
-    return LlamaConfig(**llama_sizes.llama(size))
+def _model(size: str) -> LanguageModelConfig:
+    return LanguageModelConfig(**llama_sizes.llama(size))
 
 
 def tables(results: Path) -> dict[str, Any]:

@@ -220,6 +220,6 @@ def test_slots_that_do_not_divide_over_the_ring_and_appending_nothing_are_refuse
 @pytest.mark.parametrize("index", [np.zeros((2, 3), np.int32), np.zeros((2, 4))])
 def test_an_index_that_is_not_one_of_each_token_is_refused(run, index):
     x = jnp.ones((2, 4, 8))
-    rest = [None] * (len(inspect.signature(run).parameters) - 4)
+    rest = [None] * (len(inspect.signature(run).parameters) - 3)
     with pytest.raises(ValueError, match=r"index must be int32 \(2, 4\).*got"):
-        run(None, x, None, index, *rest)
+        run(None, x, index, *rest)

@@ -12,7 +12,7 @@ from models.flops import (
     paper_train_flops,
     train_flops,
 )
-from models.llama import LlamaConfig
+from models.sizes import LanguageModelConfig
 from tasks import text
 from training.mesh import MeshShape, Partition, make_mesh
 
@@ -39,7 +39,7 @@ TABLE = {
     "65b": ((0.406, 0.906, 4.513), (4, 57, 91), (1.04, 1.57, 1.91)),
 }
 
-GROUPED = LlamaConfig(
+GROUPED = LanguageModelConfig(
     vocab_size=50,
     hidden_size=12,
     feed_forward_size=20,
@@ -50,8 +50,8 @@ GROUPED = LlamaConfig(
 )
 
 
-def llama(name: str) -> LlamaConfig:
-    return LlamaConfig(**llama_sizes.llama(name))
+def llama(name: str) -> LanguageModelConfig:
+    return LanguageModelConfig(**llama_sizes.llama(name))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_operations_of_a_token_are_those_of_the_table(name, column):
     assert round(every_key / causal, 2) == ratio
 
 
-def naive_train_flops(config: LlamaConfig, visible: np.ndarray) -> int:
+def naive_train_flops(config: LanguageModelConfig, visible: np.ndarray) -> int:
     """Counts the products of a forward one by one, and triples them.
 
     visible: bool (T, T), which query attends to which key.

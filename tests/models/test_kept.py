@@ -1,5 +1,6 @@
 """Layers that keep more within a budget, and chunks chosen: the same training."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 
 from models.execution import Execution
 from models.kept import Kept
-from models.llama import DecoderConfig
+from models.sizes import DecoderConfig
 from models.stacks import through_stack
 from tasks.execution import execution, kept_of
 from tests.models.test_llama import Run, rows
@@ -126,23 +127,24 @@ class Layer(nnx.Module):
     def to_run(self, execution: Execution) -> "Layer":
         return self
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + jnp.tanh(x @ self.weight[...])
+    def __call__(self, x: jax.Array, factor: float) -> jax.Array:
+        return x + factor * jnp.tanh(x @ self.weight[...])
 
 
-def test_layers_in_two_loops_copy_no_parameters():
+def test_layers_in_several_loops_and_of_several_kinds_copy_no_parameters():
     """Of gradients each loop writes its own, which are joined where they are read."""
     stack = nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(jax.random.split(KEY, 8))
     structure, parameters = nnx.split(stack)
 
-    def size(*counts: int) -> float:
+    def size(*counts: int, kinds: int = 1) -> float:
         """Of the temporary memory, in stacks of parameters."""
-        kinds = "nothing", "attention"
-        runs = [(Execution(FLOAT, k), n) for k, n in zip(kinds, counts, strict=False)]
+        policies, factors = ("nothing", "attention"), [(0.5 + n,) for n in range(kinds)]
+        run = zip(policies, counts, strict=False)
+        runs = [(Execution(FLOAT, policy), count) for policy, count in run]
 
         def norm(parameters: Any, x: jax.Array) -> jax.Array:
             def loss(p: Any) -> jax.Array:
-                return through_stack(nnx.merge(structure, p), runs, x).sum()
+                return through_stack(nnx.merge(structure, p), runs, factors, x).sum()
 
             leaves = jax.tree.leaves(jax.grad(loss)(parameters))
             return sum(jnp.square(leaf).sum() for leaf in leaves)
@@ -152,3 +154,35 @@ def test_layers_in_two_loops_copy_no_parameters():
 
     whole = size(8)
     assert size(5, 3) < whole + 0.5
+    assert size(8, kinds=2) < whole + 0.5
+    assert size(8, kinds=3) < whole + 0.5  # two groups, and two layers that are left
+    assert size(5, 3, kinds=2) < whole + 0.5
+
+
+@pytest.mark.parametrize("counts", [(7,), (4, 3), (2, 5)])
+@pytest.mark.parametrize("kinds", [1, 2, 3, 7])
+def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):
+    """One after the other by hand, and its gradient."""
+    stack = nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(jax.random.split(KEY, 7))
+    structure, parameters = nnx.split(stack)
+    runs = [(Execution(FLOAT, "nothing"), count) for count in counts]
+    factors = [(0.1 + 0.3 * n,) for n in range(kinds)]
+    x = jnp.asarray(rng.standard_normal((2, 64)), jnp.float32)
+
+    def in_loops(p: Any) -> jax.Array:
+        return through_stack(nnx.merge(structure, p), runs, factors, x)
+
+    def by_hand(p: Any) -> jax.Array:
+        y, (weights,) = x, jax.tree.leaves(p)
+        for n, weight in enumerate(weights):
+            y = y + factors[n % kinds][0] * jnp.tanh(y @ weight)
+        return y
+
+    def results(function: Callable) -> list[jax.Array]:
+        slope = jax.grad(lambda p: jnp.square(function(p)).sum())
+        return jax.tree.leaves(
+            (jax.jit(function)(parameters), jax.jit(slope)(parameters))
+        )
+
+    for got, want in zip(results(in_loops), results(by_hand), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from data.batch import Batch
 from kernels import masks
 from kernels.cases import QUICK
 from kernels.layouts import permute
-from models.llama import FeedForward
+from models.layers import FeedForward
 from tasks import base, text
 from tests.models.test_rope import huggingface
 from tests.runs import small_config

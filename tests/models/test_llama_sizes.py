@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from models.llama import Execution, LlamaConfig
+from models.execution import Execution
+from models.sizes import LanguageModelConfig
 
 GOOD = {
     "vocab_size": 40,
@@ -32,9 +33,9 @@ GOOD = {
     ],
 )
 def test_sizes_that_make_no_model_are_refused(changes, message):
-    LlamaConfig(**GOOD)
+    LanguageModelConfig(**GOOD)
     with pytest.raises(ValueError, match=message):
-        LlamaConfig(**GOOD | changes)
+        LanguageModelConfig(**GOOD | changes)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def logits(
         visible = masks.causal()(index, index.shape[-1])
         llama = nnx.merge(model.structure, parameters)
         seeing = functools.partial(attend, visible=visible)
-        return llama(tokens, index, seeing) @ llama.head[...]
+        return llama(tokens, index, seeing) @ llama.head_weight()
 
     def run(parameters: Any, tokens: np.ndarray) -> np.ndarray:
         index = np.arange(tokens.size, dtype=np.int32)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from data.json_text import parse_json
-from models.llama import LlamaConfig
 from models.rope import RopeScaling
+from models.sizes import LanguageModelConfig
 from tests.fuzzing import altered, fuzz
 from tools.lib.hf.config import config_fields, has_tied_head, llama_config
 
@@ -35,7 +35,7 @@ LLAMA3_8B |= {"attention_bias": False, "rope_theta": 500000.0, "vocab_size": 128
     ],
 )
 def test_published_models_have_their_sizes(fields, sizes, vocab_size):
-    assert llama_config(fields) == LlamaConfig(*sizes, vocab_size=vocab_size)
+    assert llama_config(fields) == LanguageModelConfig(*sizes, vocab_size=vocab_size)
     assert not has_tied_head(fields)
 
 
@@ -186,14 +186,16 @@ def test_an_altered_config_is_what_it_says_or_refused(attempts):
         told = {"rope_type": "none"} | known.get("rope_scaling", {})
         told = {name: value for name, value in told.items() if value is not None}
         assert scaling | told == scaling
-        assert all(type(value) in (int, float, str) for value in scaling.values())
+        assert all(type(value) in (int, float, str, bool) for value in scaling.values())
 
     fuzz(attempts, attempt, check, most_bytes=20 << 20)
 
 
 def test_ntk_is_written_as_the_theta_that_it_is():
     ntk = RopeScaling("ntk", 8.0)
-    config = LlamaConfig(64, 128, 2, 4, 2, 16, 1e4, rope_scaling=ntk, vocab_size=300)
+    config = LanguageModelConfig(
+        64, 128, 2, 4, 2, 16, 1e4, rope_scaling=ntk, vocab_size=300
+    )
     written = config_fields(config, "float32", {})
     assert written["rope_scaling"] is None
     plain = llama_config(written)
@@ -221,7 +223,7 @@ def test_fields_of_the_original_are_kept_but_for_the_models_own():
         "rope_parameters": {"rope_type": "llama3"},
         "dtype": "float16",
     }
-    config = LlamaConfig(64, 128, 2, 4, 2, 16, 1e6, vocab_size=300)
+    config = LanguageModelConfig(64, 128, 2, 4, 2, 16, 1e6, vocab_size=300)
     written = config_fields(config, "float32", original)
     assert llama_config(written) == config
     others = {"tie_word_embeddings": False, "torch_dtype": "float32"}

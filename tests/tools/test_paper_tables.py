@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs import llama_sizes
-from models.llama import LlamaConfig
+from models.sizes import LanguageModelConfig
 from tools import paper_tables
 from tools.lib.figures.papers import (
     BARS,
@@ -85,7 +85,7 @@ def test_every_line_is_in_a_legend_and_every_panel_has_a_title(picture, names):
 
 
 def test_speed_up_of_a_step_grows_with_the_context_to_that_of_attention():
-    model = LlamaConfig(**llama_sizes.llama("1b"))
+    model = LanguageModelConfig(**llama_sizes.llama("1b"))
     found = [largest_speed_up(model, 8, 2**power) for power in (16, 18, 20)]
     assert 1 < found[0] < found[1] < found[2] < largest_attention_speed_up(8)
     assert found[2] > 1.75

@@ -11,7 +11,7 @@ import ml_collections
 import pytest
 
 from models.flops import num_parameters, paper_train_flops, train_flops
-from models.llama import LlamaConfig
+from models.sizes import LanguageModelConfig
 from tasks import base
 from tasks.execution import execution, kept_of
 from tools import plan_pod
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "feed_forward_size": 512}
 SIZES |= {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}
-MODEL = LlamaConfig(**SIZES)
+MODEL = LanguageModelConfig(**SIZES)
 CONTEXT, RING, LAYERS = 2048, 4, MODEL.num_layers
 TOKENS = CONTEXT // RING
 KEYS_BYTES = TOKENS * MODEL.num_kv_heads * MODEL.head_dim * 2

@@ -18,7 +18,7 @@ from kernels.decode_attention import CachedAttention
 from models import agentic
 from models.agentic import TOKENS_OF_A_STEP
 from models.cache import Cache, empty_cache
-from tasks import exorl
+from tasks import base, exorl
 from tasks.generation import cache_shardings
 from tools.lib.exorl.scenes import Scene
 from training.mesh import Partition, StationaryPartition
@@ -114,7 +114,8 @@ def actor(
     slots = TOKENS_OF_A_STEP * steps
     shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
     cache = cache_shardings(partition, shape)
-    operations = CachedAttention(partition.mesh, partition.axes("sequence"))
+    ring_axes, scores = partition.axes("sequence"), base.scores(config)
+    operations = CachedAttention(partition.mesh, ring_axes, **scores)
     whole = NamedSharding(partition.mesh, PartitionSpec())
 
     def act(

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from data.json_text import is_number, short
-from models.llama import LlamaConfig
 from models.rope import RopeScaling
+from models.sizes import LanguageModelConfig
 
-# Field of config.json: field of LlamaConfig.
+# Field of config.json: field of LanguageModelConfig.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -56,7 +56,7 @@ _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor"}
 _REPLACED = ("rope_parameters", "dtype")
 
 
-def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
+def llama_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     """Returns the model that `config.json` describes.
 
     Raises:
@@ -84,7 +84,7 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
             f"config.json describes no LLaMA that can be read: {'; '.join(wrong)}"
         )
     heads = sizes["num_attention_heads"]
-    return LlamaConfig(
+    return LanguageModelConfig(
         **{ours: sizes[theirs] for theirs, ours in _SIZES.items()},
         num_kv_heads=sizes.get("num_key_value_heads", heads),
         head_dim=sizes.get("head_dim", sizes["hidden_size"] // heads),
@@ -108,7 +108,7 @@ def has_tied_head(fields: Mapping[str, Any]) -> bool:
 
 
 def config_fields(
-    config: LlamaConfig, dtype: str, original: Mapping[str, Any]
+    config: LanguageModelConfig, dtype: str, original: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the `config.json` of a model.
 
@@ -138,7 +138,7 @@ def config_fields(
 
 
 def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `LlamaConfig` for RoPE.
+    """Returns the fields of `LanguageModelConfig` for RoPE.
 
     Raises:
       ValueError: a scaling that a model here has not.
@@ -215,7 +215,7 @@ def _rope_given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _rope_json(config: LlamaConfig) -> dict[str, Any]:
+def _rope_json(config: LanguageModelConfig) -> dict[str, Any]:
     """Returns the RoPE fields of `config.json` for ours: undoes `_rope_given`."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if scaling.rope_type == "ntk":  # nothing but another theta

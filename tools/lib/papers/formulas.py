@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kernels.layouts import Contiguous, Layout, Striped
 from models.flops import num_matrix_parameters
-from models.llama import LlamaConfig
+from models.sizes import LanguageModelConfig
 from tools.lib.planning.ring_steps import Sequence
 from training.chips import Chip
 
@@ -64,7 +64,7 @@ def dataset_flops_ratio(hidden: int, context: int, base_context: int) -> float:
     return (6 * hidden + context) / (6 * hidden + base_context)
 
 
-def largest_speed_up(model: LlamaConfig, ring_size: int, context: int) -> float:
+def largest_speed_up(model: LanguageModelConfig, ring_size: int, context: int) -> float:
     """Returns how much faster a striped step is, if only products take time.
 
     Than a contiguous one, causal, at the same rate, every ring step as long as on its

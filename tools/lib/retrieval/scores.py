@@ -19,7 +19,6 @@ from flax import nnx
 from data.tokenizer import Tokenizer
 from kernels import masks
 from kernels.layouts import order
-from kernels.ring_attention import make_ring_attention
 from models import decode
 from models.cache import EMPTY
 from models.decode import NOTHING, Generator
@@ -155,15 +154,10 @@ def _program(
     config: ml_collections.ConfigDict, partition: Partition, allowed_tokens: int
 ) -> Callable[..., jax.Array]:
     """Returns (parameters, tokens, index, places, targets) -> right (B,)."""
-    system, mesh = base.attention_system(config), partition.mesh
+    mesh = partition.mesh
     sequences = text.model(config, partition).structure
     few_tokens = text.model(config, StationaryPartition(mesh)).structure
-    ring = make_ring_attention(
-        mesh,
-        layout=system.layout,
-        ring_axes=partition.axes("sequence"),
-        implementation=system.implementation or config.implementation or None,
-    )
+    ring = base.ring_attention(config, partition)
 
     def right(
         parameters: Any,
