@@ -211,9 +211,14 @@ def _through(
     kinds = decoder.kinds(jnp.where(index == EMPTY, 0, index), attend)
 
     def layer(
-        carry: tuple[jax.Array, Stacks], number: jax.Array, kind: int, own: nnx.State
+        carry: tuple[jax.Array, Stacks], number: jax.Array, kind: int, _: None
     ) -> tuple[jax.Array, Stacks]:
         (x, stacks), (rotation, attend) = carry, kinds[kind]
+        # Not from slices of a group: those would be copied.
+        own = jax.tree.map(
+            lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False),
+            parameters,
+        )
 
         def attend_here(q: jax.Array, k: jax.Array, v: jax.Array, **sinks: jax.Array):
             return attend(q, k, v, stacks, number, **sinks)
@@ -222,4 +227,4 @@ def _through(
 
     # Carried, not stacked up from the layers: so it is written where it is.
     carry, layers = (x, (cache.keys, cache.values)), cache.keys.shape[0]
-    return scan_layers(layer, carry, (0, layers), len(kinds), parameters)
+    return scan_layers(layer, carry, (0, layers), len(kinds))

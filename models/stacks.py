@@ -1,6 +1,7 @@
 """Layers whose parameters are stacked in one array each, run one after the other."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def scan_layers(
     A loop over groups, with a layer of each kind, and the layers that are left.
 
     kinds: that layers take in turns, layer 0 the first of them.
-    stacked: tree of (layers, …), of which `own` is the layer's.
+    stacked: tree of (layers, …), of which `own` is the layer's; None for none.
     """
     first, stop = span
     while first < stop:
@@ -73,11 +74,8 @@ def scan_layers(
             carry: Any, scanned: tuple, size: int = size, first: int = first
         ) -> tuple[Any, None]:
             number, slices = scanned
-            parts = jax.tree.map(lambda x: lax.split(x, (1,) * size), slices)
             for place in range(size):
-                own = jax.tree.map(
-                    lambda _, part, place=place: part[place][0], slices, parts
-                )
+                own = jax.tree.map(operator.itemgetter(place), slices)
                 carry = step(carry, number + place, (first + place) % kinds, own)
             return carry, None
 
