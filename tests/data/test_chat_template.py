@@ -133,8 +133,8 @@ def test_mistral_has_the_space_that_its_tokenizer_adds(mistral_model):
     assert document.tokens.tolist() == [
         *(*question, *sat, 2, begin, *second, end, *on, 2)
     ]
-    text = template.tokenizer.decode(document.tokens)
-    assert text.endswith("the cat sat the log on")
+    text = "the mat\n\nthe cat sat the log on"
+    assert template.tokenizer.decode(document.tokens) == text
     assert document.tokens[document.is_supervised].tolist() == [*sat, 2, *on, 2]
 
 
@@ -151,6 +151,18 @@ def test_vicuna():
     assert bytes(ends[document.is_supervised].tolist()) == b" Hello.\0 See you\0"
     brief = encoded(template, "Be brief.", [("Hi?", "Hello.")]).tokens[:-1]
     assert bytes(brief.tolist()) == b"Be brief. USER: Hi? ASSISTANT: Hello."
+
+
+def test_conversations_begin_with_the_tokenizers_own_token(paths, mistral_model):
+    """Also where Gemma has a tag of HTML that others begin with."""
+    for path, begin in (
+        (paths["gemma"], "<bos>"),
+        (mistral_model, "<s>"),
+        (paths["llama3"], "<|begin_of_text|>"),
+    ):
+        template = template_of("vicuna", path)
+        first = encoded(template, "the cat", EXCHANGES[:1]).tokens[0]
+        assert first == template.tokenizer.token_id(begin)
 
 
 @pytest.mark.parametrize("name", FORMATS)

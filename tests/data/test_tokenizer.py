@@ -36,6 +36,9 @@ def make_sentence_piece(path, eos_id=2, **symbols):
         vocab_size=290,
         model_type="bpe",
         byte_fallback=True,
+        # As LLaMA's.
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
         eos_id=eos_id,
         hard_vocab_limit=False,
         minloglevel=2,
