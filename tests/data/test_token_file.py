@@ -133,6 +133,12 @@ def test_corpus_keeps_its_tokenizer(tmp_path):
     assert corpus.tokenizer == str(path)
     assert path.read_text() == '{"any": "content"}'
     assert read_stop_tokens(path, 300, {}.get) == (256, 7)
+    assert identify(path.parent)[1] == ""
+    for file in (path, path.with_name("generation_config.json")):
+        file.write_bytes(file.read_bytes().swapcase())
+        with pytest.raises(ValueError, match=f"{file} is not what was written, by its"):
+            identify(path.parent)
+        file.write_bytes(file.read_bytes().swapcase())
     plain = TokenFile.open(write(tmp_path / "b"), "train")
     assert open_tokenizer(plain.tokenizer).decode([104, 105]) == "hi"
 

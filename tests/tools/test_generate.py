@@ -187,6 +187,13 @@ def test_lines_of_a_chat_are_turns_until_an_empty_one(
 ):
     lines = f"Hi?\nBye\n\nHi?\n{'x' * 100}\nBye\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    write, numbers = Writer.write, []
+
+    def numbered(self: Writer, parameters: Any, line: str, number: int) -> Any:
+        numbers.append(number)
+        return write(self, parameters, line, number)
+
+    monkeypatch.setattr(Writer, "write", numbered)
     options = "--chat", "vicuna", "--system", "S", "--cache-tokens", "80"
     assert main(arguments(corpus, workdir, *GREEDY, *options)) == 0
     out, err = capsys.readouterr()
@@ -194,6 +201,7 @@ def test_lines_of_a_chat_are_turns_until_an_empty_one(
     assert len(replies) == 4 and replies[:2] == replies[2:]
     assert replies[0] != replies[1]
     assert err.count("error: ") == 1 and "do not go into the cache" in err
+    assert numbers == [0, 1, 2, 3, 4]  # each draws other random numbers
 
 
 LINEAR = "--config.rope_scaling.rope_type=linear --config.rope_scaling.factor=2"
