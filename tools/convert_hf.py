@@ -1,14 +1,14 @@
-"""Published weights in and out: LLaMA as Hugging Face has it, and checkpoints of ours.
+"""Published weights in and out: from and to models as Hugging Face has them.
 
     python -m tools.convert_hf import Llama-2-7b-hf runs/llama2_7b
     python train.py --config=... --config.init_from=runs/llama2_7b
     python -m tools.convert_hf export runs/mine Mine-7b-hf --like Llama-2-7b-hf
 
-Imports LLaMA 1, 2 and 3 from safetensors, in float32, bfloat16 or float16. Every device
-reads its own part of every tensor from the files; no host holds the whole model but for
-what its devices hold. Exports the parameters of a run's newest checkpoint.
-
-A head that is tied to the embedding becomes a head of its own.
+Imports LLaMA, Mistral, Qwen 2 and 3, Gemma 2 and 3 and OLMo 2 from safetensors, in
+float32, bfloat16 or float16. Every device reads its own part of every tensor from the
+files; no host holds the whole model but for what its devices hold. Exports the
+parameters of a run's newest checkpoint, as the family of `--like`, or the first that
+has such a model.
 """
 
 import argparse
@@ -16,9 +16,9 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,7 +34,8 @@ from models.sizes import LanguageModelConfig
 from tasks import text
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.hf import config as hf_config
-from tools.lib.hf.names import HEAD, TIED_HEAD, WEIGHTS, Index, Weight, is_derived
+from tools.lib.hf import multimodal
+from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, is_derived, weights_of
 from tools.lib.hf.tensor_files import TensorFiles, TensorFilesWriter, check_absent
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
@@ -43,14 +44,21 @@ CONFIG = "config.json"
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "generation_config.json")
 """What `--like` copies besides, so that a model can be used where it arrives."""
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 LISTED = 4
 """Differences between a model and its files that are reported."""
+ROWS = 4096
+"""Of an embedding that are compared at a time."""
 
 
-def import_model(
-    source: Path, workdir: Path, partition: Partition
-) -> LanguageModelConfig:
+class Imported(NamedTuple):
+    """What was imported, and the tensors of other parts of the model that were not."""
+
+    config: LanguageModelConfig
+    left_out: list[str]
+
+
+def import_model(source: Path, workdir: Path, partition: Partition) -> Imported:
     """Writes the parameters of a published model as step 0 of a new working directory.
 
     source: directory with config.json and safetensors files.
@@ -63,20 +71,21 @@ def import_model(
     """
     check_absent(workdir)
     fields = _read_config(source)
-    config = hf_config.llama_config(fields)
-    has_tied_head = hf_config.has_tied_head(fields)
+    config = hf_config.model_config(fields)
     with TensorFiles(source) as files:
+        has_images = fields["model_type"] == multimodal.MODEL_TYPE
+        left_out = files.rename(multimodal.text_name) if has_images else []
         if config.num_layers > len(files.shapes):  # before their names are made
             raise ValueError(
                 f"config.json has num_hidden_layers={config.num_layers}, but the files "
                 f"hold {len(files.shapes)} tensors in all: copy the model again"
             )
         model = model_of(config, partition)
-        weights = _sources(files, has_tied_head)
+        weights = weights_of(model)
         _check_tensors(files, weights, model)
         parameters = load(files, weights, model, partition)
     save_parameters(workdir, parameters, text.fingerprint(model))
-    return config
+    return Imported(config, left_out)
 
 
 def load(
@@ -122,7 +131,9 @@ def export_model(
       original: a model whose other fields of config.json, and tokenizer, are kept.
 
     Raises:
-      FileNotFoundError, ValueError: there is no checkpoint, or it is not a LLaMA's.
+      FileNotFoundError, ValueError: there is no checkpoint, it is not a language
+        model's, no family (or not that of `original`) has such a model, or `dtype` does
+        not hold its numbers.
       FileExistsError: `directory` is not empty.
     """
     check_absent(directory)
@@ -134,18 +145,19 @@ def export_model(
         config = LanguageModelConfig(**fields, rope_scaling=scaling)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"the parameters in {workdir} are not a LLaMA's to be exported: {error}"
+            f"the parameters in {workdir} are no language model's: {error}"
         ) from error
+    written = hf_config.config_fields(config, dtype, kept)
     model = model_of(config, partition)
+    weights = weights_of(model)
     sizes = {
         name: np.dtype(dtype).itemsize * int(np.prod(shape))
-        for name, shape in stored_shapes(WEIGHTS, model).items()
+        for name, shape in stored_shapes(weights, model).items()
     }
     with TensorFilesWriter(directory, sizes, file_bytes) as writer:
-        for name, tensor in _tensors(saved, model, partition):
-            writer.write(name, tensor.astype(dtype, copy=False))
-        fields = hf_config.config_fields(config, dtype, kept)
-        (writer.partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        for name, tensor in _tensors(saved, weights, model, partition):
+            writer.write(name, _narrowed(tensor, dtype, name))
+        (writer.partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
         for pattern in COMPANIONS if original else ():
             for file in sorted(filter(Path.is_file, original.glob(pattern))):
                 shutil.copyfile(file, writer.partial / file.name)
@@ -159,13 +171,24 @@ def model_of(config: LanguageModelConfig, partition: Partition) -> Model:
 
 
 def settings_of(config: LanguageModelConfig) -> dict[str, Any]:
-    """Fields of a config file that make this model, by dotted name."""
+    """Fields of a config file that make this model of `configs/base.py`'s.
+
+    By dotted name: all sizes, and what else differs from that file.
+    """
+    defaults = base.get_config()
     sizes = dataclasses.asdict(config)
-    scaling = sizes.pop("rope_scaling")
-    fields = {f"model.{name}": value for name, value in sizes.items()}
-    if config.rope_scaling == RopeScaling():
-        return fields
-    return fields | {f"rope_scaling.{name}": v for name, v in scaling.items()}
+    sections = {"rope_scaling": sizes.pop("rope_scaling"), "model": sizes}
+    always = {
+        field.name
+        for field in dataclasses.fields(config)
+        if field.default is dataclasses.MISSING
+    }
+    return {
+        f"{section}.{name}": value
+        for section, fields in sections.items()
+        for name, value in fields.items()
+        if name in always or value != defaults[section][name]
+    }
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -173,13 +196,6 @@ def _read_config(source: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {source} holds no model")
     return read_json_object(path)
-
-
-def _sources(files: TensorFiles, has_tied_head: bool) -> tuple[Weight, ...]:
-    """Returns what each parameter is read from."""
-    if has_tied_head and HEAD.name not in files.shapes:
-        return tuple(TIED_HEAD if weight is HEAD else weight for weight in WEIGHTS)
-    return WEIGHTS
 
 
 def stored_shapes(
@@ -200,6 +216,8 @@ def _check_tensors(files: TensorFiles, weights: Sequence[Weight], model: Model) 
     """Raises ValueError unless the files hold the model's tensors and no others."""
     wanted = stored_shapes(weights, model)
     found = {n: shape for n, shape in files.shapes.items() if not is_derived(n)}
+    if HEAD not in weights and _is_embedding(files, found):
+        del found[HEAD.name]
     wrong = []
     for name in sorted(wanted.keys() | found.keys()):
         there, here = found.get(name), wanted.get(name)
@@ -215,6 +233,26 @@ def _check_tensors(files: TensorFiles, weights: Sequence[Weight], model: Model) 
             "the tensors are not those that config.json describes: "
             + "; ".join(wrong[:LISTED] + more)
         )
+
+
+def _is_embedding(files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns whether the files hold a tied head, which is that of the embedding.
+
+    Raises:
+      ValueError: it is another one.
+    """
+    if HEAD.name not in shapes or shapes[HEAD.name] != shapes.get(EMBEDDING.name):
+        return False
+    rows = shapes[HEAD.name][0]
+    for start in range(0, rows, ROWS):
+        index = slice(start, min(start + ROWS, rows)), slice(None)
+        head, table = (files.read(weight.name, index) for weight in (HEAD, EMBEDDING))
+        if not np.array_equal(head, table):
+            raise ValueError(
+                f"{HEAD.name} is not {EMBEDDING.name}, but config.json says "
+                "tie_word_embeddings=True: set that to false to read both"
+            )
+    return True
 
 
 def _place(
@@ -267,13 +305,24 @@ def _check_finite(part: np.ndarray, name: str) -> None:
         )
 
 
+def _narrowed(tensor: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        narrow = tensor.astype(dtype, copy=False)
+    if np.isinf(narrow).any():
+        raise ValueError(f"{name} has numbers beyond {dtype}: choose bfloat16")
+    return narrow
+
+
 def _tensors(
-    saved: SavedParameters, model: Model, partition: Partition
+    saved: SavedParameters,
+    weights: Sequence[Weight],
+    model: Model,
+    partition: Partition,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every tensor of the published model, parameter by parameter."""
     shapes = traverse_util.flatten_dict(model.shapes)
     axes = traverse_util.flatten_dict(model.axes)
-    for weight in WEIGHTS:
+    for weight in weights:
         shape = shapes[weight.path].shape
         sharding = partition.sharding(axes[weight.path], shape)
         abstract = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
@@ -317,7 +366,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.set_verbosity(logging.WARNING)  # Orbax logs every step of a save
     partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
     if chosen.way == "import":
-        config = import_model(chosen.source, chosen.workdir, partition)
+        config, left_out = import_model(chosen.source, chosen.workdir, partition)
+        if left_out:
+            parts = ", ".join(sorted({name.split(".")[0] for name in left_out}))
+            print(f"left out: {len(left_out)} tensors of images ({parts})")
         print(f"written to {chosen.workdir}; to train on:")
         print(f"  {_advice(config, chosen.workdir)}")
         return 0

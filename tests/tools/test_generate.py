@@ -24,7 +24,7 @@ from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
 from tests.runs import small_config, small_flags
 from tests.small_agent import drawn
-from tests.tools import hf_llama
+from tests.tools import hf_models
 from tools.generate import Chat, Writer, main
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
@@ -62,7 +62,7 @@ def expected(corpus: Path, workdir: Path) -> str:
     config = small_config(corpus, workdir, attention="vanilla")
     partition = Partition(make_mesh(MeshShape(), jax.devices()[:1]))
     parameters, _ = restored_parameters(config, partition)
-    logits = hf_llama.logits(config, partition)
+    logits = hf_models.logits(config, partition)
     tokenizer = ByteTokenizer()
     prompt = tokenizer.encode(PROMPT)
     tokens = np.zeros(80, np.int32)

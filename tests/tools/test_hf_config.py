@@ -1,4 +1,4 @@
-"""config.json of LLaMA 1, 2 and 3, as published, and what models here have not."""
+"""config.json of every family, as published, and what models here have not."""
 
 import dataclasses
 
@@ -8,83 +8,168 @@ from data.json_text import parse_json
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
 from tests.fuzzing import altered, fuzz
-from tools.lib.hf.config import config_fields, has_tied_head, llama_config
-
-# Only what bears on the model, of each published config.json.
-LLAMA1_7B = {"model_type": "llama", "hidden_act": "silu", "torch_dtype": "float16"}
-LLAMA1_7B |= {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
-LLAMA1_7B |= {"num_attention_heads": 32, "num_hidden_layers": 32, "rms_norm_eps": 1e-6}
-
-LLAMA2_70B = LLAMA1_7B | {"hidden_size": 8192, "intermediate_size": 28672}
-LLAMA2_70B |= {"num_attention_heads": 64, "num_hidden_layers": 80}
-LLAMA2_70B |= {"num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-5}
-LLAMA2_70B |= {"rope_scaling": None, "tie_word_embeddings": False}
-
-LLAMA3_8B = LLAMA2_70B | {"hidden_size": 4096, "intermediate_size": 14336}
-LLAMA3_8B |= {"num_attention_heads": 32, "num_hidden_layers": 32}
-LLAMA3_8B |= {"attention_bias": False, "rope_theta": 500000.0, "vocab_size": 128256}
+from tests.tools.hf_published import (
+    GEMMA2_27B,
+    GEMMA3_1B,
+    GEMMA3_12B,
+    LLAMA1_7B,
+    LLAMA2_70B,
+    LLAMA3_8B,
+    MISTRAL,
+    MISTRAL3,
+    OLMO2_7B,
+    PUBLISHED,
+    QWEN25_7B,
+)
+from tools.lib.hf.config import config_fields, model_config
+from tools.lib.hf.families import BY_TYPE
+from tools.lib.hf.multimodal import text_fields
 
 
 @pytest.mark.parametrize(
-    "fields, sizes, vocab_size",
-    [
-        (LLAMA1_7B, (4096, 11008, 32, 32, 32, 128, 1e4, 1e-6), 32000),
-        (LLAMA2_70B, (8192, 28672, 80, 64, 8, 128, 1e4, 1e-5), 32000),
-        (LLAMA3_8B, (4096, 14336, 32, 32, 8, 128, 5e5, 1e-5), 128256),
-        (LLAMA3_8B | {"head_dim": 64}, (4096, 14336, 32, 32, 8, 64, 5e5, 1e-5), 128256),
-    ],
+    ("fields", "sizes", "vocab_size", "parts"), PUBLISHED.values(), ids=PUBLISHED
 )
-def test_published_models_have_their_sizes(fields, sizes, vocab_size):
-    assert llama_config(fields) == LanguageModelConfig(*sizes, vocab_size=vocab_size)
-    assert not has_tied_head(fields)
+def test_published_models_are_read(fields, sizes, vocab_size, parts):
+    expected = LanguageModelConfig(*sizes, vocab_size=vocab_size, **parts)
+    assert model_config(fields) == expected
+    # And as transformers 5 writes its fields.
+    with_two = (
+        "rope_local_base_freq" in BY_TYPE[text_fields(fields)["model_type"]].fields
+    )
+    if not with_two:
+        rope = {"rope_type": "default", "rope_theta": fields.get("rope_theta", 1e4)}
+        others = {n: v for n, v in fields.items() if n != "rope_theta"}
+        others.pop("rope_scaling", None)
+        assert model_config(others | {"rope_parameters": rope}) == expected
 
 
-def test_rope_is_read_from_old_and_new_fields():
-    new = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    plain = {name: v for name, v in LLAMA3_8B.items() if name != "rope_theta"}
-    assert llama_config(plain | new) == llama_config(LLAMA3_8B)
+@pytest.mark.parametrize("fields", [case[0] for case in PUBLISHED.values()])
+def test_what_is_written_is_read_as_the_same_model(fields):
+    """With the original, and as the first family that has such a model."""
+    config = model_config(fields)
+    for original in (fields, {}):
+        written = config_fields(config, "bfloat16", original)
+        assert model_config(written) == config
+        assert written["torch_dtype"] == "bfloat16" and "dtype" not in written
+        text = text_fields(fields)
+        if original or text["model_type"] != "mistral" or config.window:
+            assert written["model_type"] == text["model_type"]
+        family = BY_TYPE[written["model_type"]]
+        assert written["architectures"] == [family.architecture]
+        kept = {"bos_token_id", "eos_token_id", "pad_token_id"}
+        assert {n: written[n] for n in kept} == {
+            n: text_fields(original).get(n) for n in kept
+        }
+
+
+def kinds(types: str) -> list[str]:
+    names = {"w": "sliding_attention", "f": "full_attention"}
+    return [names[kind] for kind in types]
+
+
+WINDOWS = [
+    # Qwen's windows begin at a layer; where types are given, they count.
+    ({"use_sliding_window": True, "max_window_layers": 3}, "fffww", "fffww"),
+    ({"use_sliding_window": True, "max_window_layers": 0}, "wwwww", "w"),
+    ({"use_sliding_window": True, "max_window_layers": 5}, "fffff", ""),
+    ({"use_sliding_window": True, "layer_types": kinds("wwfww")}, "wwfww", "wwf"),
+    ({"use_sliding_window": True, "layer_types": kinds("wfffw")}, "wfffw", "wfff"),
+    ({"use_sliding_window": True, "layer_types": kinds("wffwf")}, "wffwf", "wff"),
+    ({"use_sliding_window": False, "max_window_layers": 1}, "fffff", ""),
+    ({"use_sliding_window": False, "layer_types": kinds("fffff")}, "fffff", ""),
+]
+
+
+@pytest.mark.parametrize(("changed", "layers", "pattern"), WINDOWS)
+def test_kinds_of_layers_are_the_shortest_pattern_that_repeats(
+    changed, layers, pattern
+):
+    fields = QWEN25_7B | {"num_hidden_layers": 5, "sliding_window": 7} | changed
+    config = model_config(fields)
+    window = 7 if pattern else 0
+    assert (config.layer_pattern, config.window) == (pattern, window)
+    written = config_fields(config, "float32", fields)
+    assert written["layer_types"] == kinds(layers)
+    assert model_config(written) == config and written["sliding_window"] == 7
+    alone = config_fields(config, "float32", {})
+    assert alone["use_sliding_window"] is bool(pattern)
+    # Layers that see all of the longest context still have a window.
+    wide = fields | {"sliding_window": 1 << 20, "max_position_embeddings": 4096}
+    assert model_config(wide).window == (1 << 20 if pattern else 0)
+
+
+def test_gemma_3_has_two_bases_of_rope():
+    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    local = {"rope_type": "default", "rope_theta": 5e4}
+    both = {"full_attention": full, "sliding_attention": local}
+    old = {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 1e6}
+    config = model_config(GEMMA3_1B | old | {"rope_local_base_freq": 5e4})
+    assert config.window_rope_theta == 5e4
+    assert config.rope_scaling == RopeScaling("linear", 8.0)
+    others = {n: v for n, v in GEMMA3_1B.items() if not n.startswith("rope_")}
+    assert model_config(others | {"rope_parameters": both}) == config
+    written = config_fields(config, "float32", {})
+    assert written["rope_local_base_freq"] == 5e4 and written["rope_theta"] == 1e6
 
 
 def scaled(**scaling):
     return {"rope_scaling": scaling}
 
 
+SIZE = "a whole number from 1 to 2147483647 is needed"
+
 # Fields that are others than those of LLaMA 3 8B, and what is said of them.
 BAD = [
-    ({"model_type": "qwen2"}, "model_type='qwen2' (only 'llama')"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu' (only 'silu')"),
-    ({"attention_bias": True}, "attention_bias=True (only False)"),
-    ({"mlp_bias": True}, "mlp_bias=True (only False)"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
-    ({"vocab_size": None}, "vocab_size=None (a whole number from 1"),
+    ({"model_type": "phi3"}, "model_type='phi3' (only llama, mistral, qwen2, qwen3, "),
+    ({"model_type": None}, "model_type=None (only llama"),
+    ({"model_type": ["llama"]}, "model_type=['llama'] (only llama"),
+    ({"model_type": "qwen3_moe"}, "'qwen3_moe', whose feed-forward is a mixture of ex"),
+    ({"model_type": "gpt_oss"}, "'gpt_oss', whose feed-forward is a mixture of exper"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' (only silu or gelu_pytorch_tanh)"),
+    ({"attention_dropout": 0.1}, "attention_dropout=0.1 (only 0: there is no dropout"),
+    ({"mlp_bias": True}, "mlp_bias=True (only False: feed-forwards here have no"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} (only No"),
+    ({"auto_map": {"AutoModel": "m.M"}}, "auto_map={'AutoModel': 'm.M'} (only None"),
+    ({"is_encoder_decoder": True}, "is_encoder_decoder=True (only False"),
+    # What is not known, and what other families have.
+    ({"clip_qkv": 8.0}, "'clip_qkv' not known here: remove what changes nothing"),
+    ({"residual_scale": 1, "a\nb": 2}, "'a\\nb, residual_scale' not known here"),
+    ({"sliding_window": 4096}, "sliding_window=4096, which llama has not"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which llama h"),
+    ({"query_pre_attn_scalar": 128}, "query_pre_attn_scalar=128, which llama has not"),
+    ({"layer_types": kinds("f" * 32)}, "which llama has not"),
+    ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation='gelu_pytorch_t"),
+    ({"rope_local_base_freq": 1e4}, "rope_local_base_freq=10000.0, which llama has"),
+    ({"vocab_size": None}, f"vocab_size=None ({SIZE})"),
     ({"num_key_value_heads": 5}, "num_kv_heads=5"),
     # Neither text nor truth values are numbers, and nothing is divided by 0.
-    ({"vocab_size": "32000"}, "vocab_size='32000' (a whole number"),
-    ({"num_hidden_layers": True}, "num_hidden_layers=True (a whole number"),
-    ({"hidden_size": 10**400}, "(a whole number from 1 to 2147483647 is needed)"),
-    ({"num_attention_heads": 0}, "num_attention_heads=0 (a whole number"),
-    ({"num_key_value_heads": 0}, "num_key_value_heads=0 (a whole number"),
-    ({"num_key_value_heads": 8.0}, "num_key_value_heads=8.0 (a whole number"),
-    ({"head_dim": "128"}, "head_dim='128' (a whole number"),
-    ({"head_dim": -2}, "head_dim=-2 (a whole number"),
-    (
-        {"tie_word_embeddings": "false"},
-        "tie_word_embeddings='false', not true or false",
-    ),
-    ({"tie_word_embeddings": 0}, "tie_word_embeddings=0, not true or false"),
-    ({"tie_word_embeddings": []}, "tie_word_embeddings=[], not true or false"),
-    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' (a number is needed)"),
-    ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf (a number is needed)"),
-    ({"rope_theta": "10000"}, "rope_theta='10000' of RoPE"),
-    ({"rope_theta": 10**400}, "of RoPE, where a number is needed"),
-    ({"partial_rotary_factor": 0.5}, "has a partial_rotary_factor: only whole"),
-    ({"rope_scaling": ["linear"]}, "rope_scaling=['linear'], no object"),
-    ({"rope_scaling": False}, "rope_scaling=False, no object"),
+    ({"vocab_size": "32000"}, f"vocab_size='32000' ({SIZE})"),
+    ({"num_hidden_layers": True}, "num_hidden_layers=True (a whole number up to 65536"),
+    ({"num_hidden_layers": 1 << 31}, "num_hidden_layers=2147483648 (a whole number"),
+    ({"hidden_size": 10**400}, f"({SIZE})"),
+    ({"num_attention_heads": 0}, f"num_attention_heads=0 ({SIZE})"),
+    ({"num_key_value_heads": 0}, f"num_key_value_heads=0 ({SIZE})"),
+    ({"num_key_value_heads": 8.0}, f"num_key_value_heads=8.0 ({SIZE})"),
+    ({"head_dim": "128"}, f"head_dim='128' ({SIZE})"),
+    ({"head_dim": -2}, f"head_dim=-2 ({SIZE})"),
+    ({"attention_bias": 1}, "attention_bias=1 (true or false is needed)"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' (true or false"),
+    ({"tie_word_embeddings": 0}, "tie_word_embeddings=0 (true or false"),
+    ({"tie_word_embeddings": []}, "tie_word_embeddings=[] (true or false"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' (a number above 0 is needed)"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf (a number above 0"),
+    ({"rope_theta": "10000"}, "rope_theta='10000' (a number above 0"),
+    ({"rope_theta": 10**400}, "(a number above 0 is needed)"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 (only 1: only whole"),
+    ({"rope_scaling": ["linear"]}, "rope_scaling=['linear'] (an object is needed)"),
+    ({"rope_scaling": False}, "rope_scaling=False (an object is needed)"),
     (scaled(type="dynamic", factor=2), "scaling 'dynamic'"),
     (scaled(type=["yarn"]), "RoPE scaling ['yarn'] (only"),
     (scaled(factor=8.0), "RoPE scaling None (only default, linear, yarn, llama3)"),
     (scaled(full_attention={"rope_type": "default"}), "RoPE scaling None (only def"),
     (scaled(type="default", odd=1), "RoPE scaling 'default' with 'odd'"),
+    (scaled(type="default", factor=4.0), "RoPE scaling 'default' with 'factor'"),
+    (scaled(type="linear", factor=4.0, partial_rotary_factor=0.5), "only whole heads"),
     (scaled(rope_type="yarn", factor=2, mscale=0.7), "scaling 'yarn' with 'mscale'"),
     (scaled(type="linear"), "scaling 'linear' without factor"),
     (
@@ -94,8 +179,12 @@ BAD = [
     (scaled(type="linear", factor="4"), "factor='4' of RoPE"),
     (scaled(type="linear", factor=True), "factor=True of RoPE"),
     (
+        scaled(type="yarn", factor=4.0, truncate=0) | {"max_position_embeddings": 64},
+        "truncate=0 of RoPE",
+    ),
+    (
         scaled(type="yarn", factor=4) | {"max_position_embeddings": "4096"},
-        "original_max_position_embeddings='4096' of RoPE",
+        f"max_position_embeddings='4096' ({SIZE})",
     ),
     (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
@@ -103,14 +192,55 @@ BAD = [
     ),
     (scaled(type="linear", rope_type="yarn"), "'rope_type' twice, as 'linear' and 'ya"),
 ]
+OTHERS = [
+    (MISTRAL | {"layer_types": kinds("w" * 32)}, "which mistral has not"),
+    (MISTRAL | {"attention_bias": True}, "attention_bias=True, which mistral has not"),
+    (QWEN25_7B | {"attention_bias": True}, "attention_bias=True, which qwen2 has not"),
+    (
+        QWEN25_7B | {"layer_types": kinds("w" * 28)},
+        "sliding_window=131072, use_sliding_window=False: a window needs a size",
+    ),
+    (
+        QWEN25_7B | {"layer_types": kinds("f" * 27)},
+        "has 27 layer_types for num_hidden_layers=28",
+    ),
+    (
+        QWEN25_7B | {"layer_types": ["chunked_attention"] * 28},
+        "layer_types=['chunked_a",
+    ),
+    (QWEN25_7B | {"use_mrope": True}, "use_mrope=True (only False"),
+    (GEMMA2_27B | {"hidden_act": "gelu"}, "hidden_act='gelu', which gemma2 has not"),
+    (GEMMA2_27B | {"sliding_window_pattern": 6}, "sliding_window_pattern=6, which ge"),
+    (GEMMA2_27B | {"sliding_window_size": 8}, "sliding_window_size=8, which gemma2 ha"),
+    (
+        GEMMA3_1B | {"sliding_window": None, "layer_types": kinds("w" * 26)},
+        "sliding_window=None, use_sliding_window",
+    ),
+    (GEMMA3_1B | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0, whi"),
+    (GEMMA3_1B | {"use_bidirectional_attention": True}, "attention=True (only False"),
+    (
+        GEMMA3_1B | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "where full_attention and sliding_attention are needed",
+    ),
+    (
+        GEMMA3_1B
+        | {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2}}},
+        "RoPE scaling 'linear' in layers with a window",
+    ),
+    (GEMMA3_12B | {"text_config": None}, "must have an object text_config, got None"),
+    (GEMMA3_12B | {"sliding_window": 8}, "sliding_window twice, as 8 and 1024"),
+    (GEMMA3_12B | {"audio_config": {}}, "'audio_config' not known here"),
+    (OLMO2_7B | {"clip_qkv": 8.0}, "'clip_qkv' not known here"),
+]
 
 
-@pytest.mark.parametrize("changed, complaint", BAD)
-def test_what_models_here_have_not_is_refused_by_field(changed, complaint):
+@pytest.mark.parametrize(
+    ("fields", "complaint"), [(LLAMA3_8B | new, said) for new, said in BAD] + OTHERS
+)
+def test_what_models_here_have_not_is_refused_by_field(fields, complaint):
     with pytest.raises(ValueError) as caught:
-        llama_config(LLAMA3_8B | changed)
-        has_tied_head(LLAMA3_8B | changed)
-    assert complaint in str(caught.value)
+        model_config(fields)
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
 
 
 LLAMA31_8B = LLAMA3_8B | {"max_position_embeddings": 131072}
@@ -133,17 +263,28 @@ SCALED = [
 
 @pytest.mark.parametrize("fields, expected", SCALED)
 def test_scaled_rope_is_read_as_published(fields, expected):
-    scaling = llama_config(fields).rope_scaling
-    assert scaling == expected
-    assert isinstance(scaling.factor, float)
+    config = model_config(fields)
+    assert config.rope_scaling == expected
+    assert isinstance(config.rope_scaling.factor, float)
+    assert model_config(config_fields(config, "float32", {})) == config
 
 
 def test_null_is_as_good_as_missing():
     more = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
-    more += ("rope_parameters", "rms_norm_eps", "tie_word_embeddings")
+    more += ("rope_parameters", "rms_norm_eps", "tie_word_embeddings", "sliding_window")
+    more += ("quantization_config", "attn_logit_softcapping", "layer_types")
     nothing = dict.fromkeys(more) | {"partial_rotary_factor": 1.0}
-    assert llama_config(LLAMA1_7B | nothing) == llama_config(LLAMA1_7B)
-    assert not has_tied_head(LLAMA1_7B | nothing)
+    assert model_config(LLAMA1_7B | nothing) == model_config(LLAMA1_7B)
+
+
+def test_null_is_none_where_a_family_has_another_default():
+    none = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = model_config(GEMMA2_27B | none)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (0, 0)
+    missing = {n: v for n, v in GEMMA2_27B.items() if n not in none}
+    assert model_config(missing) == model_config(GEMMA2_27B)
+    no_window = {n: v for n, v in MISTRAL3.items() if n != "sliding_window"}
+    assert model_config(no_window).window == 4096
 
 
 # Fields of config.json, and ours.
@@ -170,10 +311,9 @@ def test_an_altered_config_is_what_it_says_or_refused(attempts):
     def attempt(rng):
         said.clear()
         said.update(parse_json(altered(whole, rng)))
-        return llama_config(said), has_tied_head(said)
+        return model_config(said)
 
-    def check(found):
-        config, is_tied = found
+    def check(config):
         known = {name: value for name, value in said.items() if value is not None}
         size, heads = known["hidden_size"], known["num_attention_heads"]
         told = {"num_key_value_heads": heads, "head_dim": size // heads}
@@ -181,7 +321,7 @@ def test_an_altered_config_is_what_it_says_or_refused(attempts):
         assert {theirs: getattr(config, ours) for theirs, ours in NAMES.items()} == {
             theirs: told[theirs] for theirs in NAMES
         }
-        assert is_tied is known.get("tie_word_embeddings", False)
+        assert config.tied_embeddings is known.get("tie_word_embeddings", False)
         scaling = dataclasses.asdict(config.rope_scaling)
         told = {"rope_type": "none"} | known.get("rope_scaling", {})
         told = {name: value for name, value in told.items() if value is not None}
@@ -198,21 +338,10 @@ def test_ntk_is_written_as_the_theta_that_it_is():
     )
     written = config_fields(config, "float32", {})
     assert written["rope_scaling"] is None
-    plain = llama_config(written)
+    plain = model_config(written)
     frequencies = plain.rope_scaling.frequencies(16, plain.rope_theta)
     scaled = config.rope_scaling.frequencies(16, config.rope_theta)
     assert frequencies == pytest.approx(scaled, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "fields", [LLAMA1_7B, LLAMA2_70B, LLAMA3_8B, LLAMA31_8B, YARN, LINEAR]
-)
-def test_what_is_written_is_read_as_the_same_model(fields):
-    config = llama_config(fields)
-    written = config_fields(config, "bfloat16", {})
-    assert llama_config(written) == config
-    assert written["torch_dtype"] == "bfloat16" and not has_tied_head(written)
-    assert written["bos_token_id"] is written["eos_token_id"] is None
 
 
 def test_fields_of_the_original_are_kept_but_for_the_models_own():
@@ -222,11 +351,41 @@ def test_fields_of_the_original_are_kept_but_for_the_models_own():
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "llama3"},
         "dtype": "float16",
+        "attention_dropout": 0.0,
+        "use_cache": False,
     }
     config = LanguageModelConfig(64, 128, 2, 4, 2, 16, 1e6, vocab_size=300)
     written = config_fields(config, "float32", original)
-    assert llama_config(written) == config
+    assert model_config(written) == config
     others = {"tie_word_embeddings": False, "torch_dtype": "float32"}
     others |= {"bos_token_id": 128000, "max_position_embeddings": 8192}
+    others |= {"attention_dropout": 0.0, "use_cache": False}
     assert {name: written[name] for name in others} == others
     assert written.keys().isdisjoint({"rope_parameters", "dtype"})
+
+
+SIZES = (64, 128, 2, 4, 2, 16, 1e6)
+NOT_WRITTEN = [
+    ({"attention_sinks": True}, {}, "attention_sinks=True, there False"),
+    (
+        {"logit_scale": 0.5},
+        {},
+        "written as llama (the nearest family): logit_scale=0.5",
+    ),
+    (
+        {"norms": "both", "qk_norm": "all"},
+        {},
+        "as olmo2 (the nearest family): norms='both', there 'after'",
+    ),
+    ({"qk_norm": "head"}, LLAMA3_8B, "as llama: qk_norm='head', there ''"),
+    ({"layer_pattern": "w", "window": 8}, LLAMA3_8B, "as llama: layer_pattern='w'"),
+    ({}, LLAMA3_8B | {"clip_qkv": 8}, "of the original: 'clip_qkv' not known here"),
+]
+
+
+@pytest.mark.parametrize(("parts", "original", "complaint"), NOT_WRITTEN)
+def test_a_model_that_no_family_has_is_not_written(parts, original, complaint):
+    config = LanguageModelConfig(*SIZES, vocab_size=300, **parts)
+    with pytest.raises(ValueError) as caught:
+        config_fields(config, "float32", original)
+    assert complaint in str(caught.value)

@@ -1,6 +1,6 @@
 """Layouts of tensors: parts of parameters are found in them.
 
-Names, and what is transposed, are held by the logits of tests/tools/test_convert_hf.py.
+Names, and what is transposed, are held by the logits of tests/tools/test_hf_logits.py.
 """
 
 import numpy as np
@@ -13,7 +13,8 @@ CASES = {
     "heads_out": (1, (6, 4, 10), (40, 6), (slice(2, 4), slice(1, 3), slice(None))),
     "heads_in": (2, (4, 10, 6), (6, 40), (slice(2, 4), slice(0, 10), slice(3, None))),
     "matrix": (1, (6, 8), (8, 6), (slice(None), slice(4, 8))),
-    "as_it_is": (0, (8, 6), (8, 6), (slice(0, 2), slice(3, 6))),
+    "bias_of_heads": (0, (4, 10), (40,), (slice(1, 3), slice(None))),
+    "as_it_is": (None, (8, 6), (8, 6), (slice(0, 2), slice(3, 6))),
     "scale": (0, (6,), (6,), (slice(2, 5),)),
 }
 

@@ -1,14 +1,19 @@
-"""A LLaMA's config.json, read to the sizes of a model here and written from them."""
+"""config.json of a published model, read to the sizes of one here, and written."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from data.json_text import is_number, short
-from models.rope import RopeScaling
+from data.json_text import short
 from models.sizes import LanguageModelConfig
+from tools.lib.hf.families import BY_TYPE, EXPERTS, FAMILIES, Family
+from tools.lib.hf.fields import ACTIVATIONS, HARMLESS, MADE_FROM, ONE_VALUE
+from tools.lib.hf.multimodal import MODEL_TYPE as WITH_IMAGES
+from tools.lib.hf.multimodal import text_fields
+from tools.lib.hf.rope import read_rope, rope_fields, without_ntk
+from tools.lib.hf.windows import layer_pattern, window_fields
 
-# Field of config.json: field of LanguageModelConfig.
+# Field of config.json: field of ours that is the same number.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -16,224 +21,217 @@ _SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
-# Those that are others if they are missing.
-_MORE_SIZES = ("num_key_value_heads", "head_dim")
-LARGEST = (1 << 31) - 1
-# What a model here has in one way only: field, its values, and the value if missing.
-_FIXED = {
-    "model_type": (("llama",), None),
-    "hidden_act": (("silu",), "silu"),
-    "attention_bias": ((False,), False),
-    "mlp_bias": ((False,), False),
-    "quantization_config": ((None,), None),
-}
-# RoPE scalings of config.json, and ours.
-_ROPE_TYPES = {
-    "default": "none",
-    "linear": "linear",
-    "yarn": "yarn",
-    "llama3": "llama3",
-}
-# Of ours, the fields that a scaling has.
-_ROPE_FIELDS = {
-    "linear": ("factor",),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-    ),
-    "llama3": (
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    ),
-}
-_ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor"}
+_THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 # Fields that older and newer versions write in the place of ours.
-_REPLACED = ("rope_parameters", "dtype")
+_REPLACED = ("dtype", "torch_dtype", "architectures", "model_type")
 
 
-def llama_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
+def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     """Returns the model that `config.json` describes.
 
     Raises:
-      ValueError: it is not a LLaMA, lacks a size, or asks for what models here lack;
-        every such field is named.
+      ValueError: it is of no family that is read, lacks a size, has a field that is not
+        known, or asks for what models here lack; every such field is named.
     """
-    sizes = {theirs: fields.get(theirs) for theirs in _SIZES}
-    sizes |= {n: fields[n] for n in _MORE_SIZES if fields.get(n) is not None}
-    epsilon = _or_default(fields, "rms_norm_eps", 1e-6)
-    wrong = [
-        f"{name}={short(fields.get(name, default))} (only "
-        f"{' or '.join(map(repr, values))})"
-        for name, (values, default) in _FIXED.items()
-        if fields.get(name, default) not in values
-    ]
+    fields = text_fields(fields)
+    family = _family(fields)
+    wrong = _complaints(fields, family)
+    values = {name: _value(name, fields, family) for name in family.fields}
+    values |= family.always
     wrong += [
-        f"{name}={short(size)} (a whole number from 1 to {LARGEST} is needed)"
-        for name, size in sizes.items()
-        if not _is_size(size)
+        f"{name}=None ({MADE_FROM[name].needed})"
+        for name in _SIZES
+        if values[name] is None
     ]
-    if not is_number(epsilon):
-        wrong.append(f"rms_norm_eps={short(epsilon)} (a number is needed)")
     if wrong:
         raise ValueError(
-            f"config.json describes no LLaMA that can be read: {'; '.join(wrong)}"
+            f"config.json describes no model that can be read: {'; '.join(wrong)}"
         )
-    heads = sizes["num_attention_heads"]
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    head_dim = values["head_dim"] or hidden // heads
+    pattern = layer_pattern(values)
+    activation = values.get("hidden_act") or values["hidden_activation"]
+    rope = read_rope(fields, family.fields)
+    if not pattern:
+        rope.pop("window_rope_theta", None)
+    sizes = {ours: values[theirs] for theirs, ours in _SIZES.items()}
+    bias = values.get("attention_bias", False)
+    scalar = values.get("query_pre_attn_scalar", head_dim)
     return LanguageModelConfig(
-        **{ours: sizes[theirs] for theirs, ours in _SIZES.items()},
-        num_kv_heads=sizes.get("num_key_value_heads", heads),
-        head_dim=sizes.get("head_dim", sizes["hidden_size"] // heads),
-        norm_epsilon=float(epsilon),
-        **_rope_fields(fields),
+        **sizes,
+        num_kv_heads=values["num_key_value_heads"] or heads,
+        head_dim=head_dim,
+        norm_epsilon=float(values["rms_norm_eps"]),
+        layer_pattern=pattern,
+        window=values["sliding_window"] if pattern else 0,
+        attention_scale=0.0 if scalar == head_dim else scalar**-0.5,
+        attention_soft_cap=float(values.get("attn_logit_softcapping") or 0),
+        logit_soft_cap=float(values.get("final_logit_softcapping") or 0),
+        activation=ACTIVATIONS[activation],
+        tied_embeddings=values["tie_word_embeddings"],
+        embedding_scale=_embedding_scale(family, hidden),
+        **{"qkv_bias": bias, "output_bias": bias, **family.fixed},
+        **rope,
     )
-
-
-def has_tied_head(fields: Mapping[str, Any]) -> bool:
-    """Returns whether the head is the embedding where there is no tensor for it.
-
-    Raises:
-      ValueError: the field is neither true nor false.
-    """
-    tied = _or_default(fields, "tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise ValueError(
-            f"config.json has tie_word_embeddings={short(tied)}, not true or false"
-        )
-    return tied
 
 
 def config_fields(
     config: LanguageModelConfig, dtype: str, original: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the `config.json` of a model.
+    """Returns the `config.json` of a model, of the first family that has it.
 
     dtype: of the tensors, such as "bfloat16".
-    original: fields of another config.json, for what the model does not know: the
-      longest context, ids of special tokens.
+    original: fields of another config.json, whose family it is to be, for what the
+      model does not know: the longest context, ids of special tokens.
+
+    Raises:
+      ValueError: the family, or without an original any, has no such model; or the
+        original cannot be read.
     """
-    kept = {name: value for name, value in original.items() if name not in _REPLACED}
-    return {
-        # Not those that transformers takes where there are none.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        **kept,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    config, original = without_ntk(config), text_fields(original)
+    families = FAMILIES
+    if original:
+        families = (_family(original),)
+        wrong = _complaints(original, families[0])
+        if wrong:
+            raise ValueError(f"config.json of the original: {'; '.join(wrong)}")
+    lacking = {}
+    for family in families:
+        written = _written(config, family)
+        lacking[family.model_type] = _differences(written, config)
+        if not lacking[family.model_type]:
+            return {
+                # Not those that transformers takes where there are none.
+                **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+                **_kept(original),
+                **_as_original(written, original, config),
+                "torch_dtype": dtype,
+            }
+    nearest = min(lacking, key=lambda kind: len(lacking[kind]))
+    among = "" if original else " (the nearest family)"
+    other = "; ".join(lacking[nearest])
+    raise ValueError(f"the model cannot be written as {nearest}{among}: {other}")
+
+
+def _family(fields: Mapping[str, Any]) -> Family:
+    kind = fields.get("model_type")
+    if isinstance(kind, str) and kind in BY_TYPE:
+        return BY_TYPE[kind]
+    if isinstance(kind, str) and kind in EXPERTS:
+        raise ValueError(
+            f"config.json has model_type={kind!r}, whose feed-forward is a mixture of "
+            "experts: models here have none"
+        )
+    raise ValueError(
+        f"config.json has model_type={short(kind)} (only {', '.join(BY_TYPE)}, and the "
+        f"text of {WITH_IMAGES})"
+    )
+
+
+def _value(name: str, fields: Mapping[str, Any], family: Family) -> Any:
+    value = fields.get(name, family.fields[name])
+    has_null = MADE_FROM[name].has_null
+    return family.fields[name] if value is None and not has_null else value
+
+
+def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
+    """Returns what is wrong with each field that is there."""
+    found = []
+    unknown = fields.keys() - MADE_FROM.keys() - ONE_VALUE.keys() - HARMLESS
+    for name, value in fields.items():
+        if value is None or name in unknown or name in HARMLESS:
+            continue
+        said = f"{short(name)[1:-1]}={short(value)}"
+        if name in ONE_VALUE:
+            only = ONE_VALUE[name]
+            if not _is_same(value, only.value):
+                found.append(f"{said} (only {only.value!r}: {only.remedy})")
+            continue
+        read = MADE_FROM[name]
+        if name in family.fields:
+            if not read.is_right(value):
+                found.append(f"{said} ({read.needed})")
+            continue
+        nothing = [read.nothing, family.always.get(name)]
+        if read.same_as in family.fields:
+            nothing.append(_value(read.same_as, fields, family))
+        if not any(_is_same(value, other) for other in nothing):
+            found.append(f"{said}, which {family.model_type} has not")
+    unknown -= {"model_type"}
+    if unknown:
+        found.append(
+            f"{short(', '.join(sorted(unknown)))} not known here: remove what changes "
+            "nothing in the model"
+        )
+    return found
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Returns whether two values are equal, of which true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _embedding_scale(family: Family, hidden: int) -> float:
+    return hidden**0.5 if family.has_scaled_embeddings else 1.0
+
+
+def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
+    """Returns the fields of config.json that the family's models are made from."""
+    activation = _THEIR_ACTIVATIONS[config.activation]
+    fields = {
         **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_epsilon,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        **_rope_json(config),
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": activation,
+        "hidden_activation": activation,
+        "attention_bias": config.output_bias,
+        "query_pre_attn_scalar": round(
+            config.attention_scale**-2 if config.attention_scale else config.head_dim
+        ),
+        "attn_logit_softcapping": config.attention_soft_cap or None,
+        "final_logit_softcapping": config.logit_soft_cap or None,
+        **window_fields(config.num_layers, config.layer_pattern, config.window),
+        **rope_fields(config),
     }
-
-
-def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `LanguageModelConfig` for RoPE.
-
-    Raises:
-      ValueError: a scaling that a model here has not.
-    """
-    rope = _rope_given(fields)
-    theta = rope.pop("rope_theta", 10_000.0)
-    kind = rope.pop("rope_type", None if rope else "default")
-    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-        raise ValueError(
-            f"config.json has RoPE scaling {short(kind)} (only "
-            f"{', '.join(_ROPE_TYPES)})"
-        )
-    known = {field.name: field.type for field in dataclasses.fields(RopeScaling)}
-    unknown = rope.keys() - known.keys()
-    if unknown:
-        raise ValueError(
-            f"config.json has RoPE scaling {kind!r} with "
-            f"{short(', '.join(sorted(unknown)))}, which models here have not"
-        )
-    if kind == "yarn" and fields.get("max_position_embeddings") is not None:
-        longest = fields["max_position_embeddings"]
-        rope.setdefault("original_max_position_embeddings", longest)
-    missing = {*_ROPE_FIELDS.get(kind, ())} - rope.keys() - _ROPE_OPTIONAL
-    if missing:
-        raise ValueError(
-            f"config.json has RoPE scaling {kind!r} without "
-            f"{', '.join(sorted(missing))}: copy it again"
-        )
-    for name, value in {"rope_theta": theta, **rope}.items():
-        is_right = _is_size if known.get(name) is int else is_number
-        if not is_right(value):
-            raise ValueError(
-                f"config.json has {name}={short(value)} of RoPE, where a number is "
-                "needed"
-            )
-    theta = float(theta)
-    if kind == "default":
-        return {"rope_theta": theta}
-    scaling = {name: known[name](value) for name, value in rope.items()}
+    if not config.window and "layer_types" in family.fields:
+        # None has a window, as the layers say: the size is what it would be.
+        fields["sliding_window"] = family.fields["sliding_window"]
+    written = {name: value for name, value in fields.items() if name in family.fields}
     return {
-        "rope_theta": theta,
-        "rope_scaling": RopeScaling(**scaling | {"rope_type": _ROPE_TYPES[kind]}),
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "rope_scaling": None,
+        **written,
     }
 
 
-def _rope_given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the RoPE fields of `config.json`, one field since transformers 5.
-
-    Raises:
-      ValueError: a field is not an object, two contradict each other, or only a part
-        of each head is rotated.
-    """
-    rope: dict[str, Any] = {}
-    plain = {n: fields.get(n) for n in ("rope_theta", "partial_rotary_factor")}
-    places = {
-        n: _or_default(fields, n, {}) for n in ("rope_scaling", "rope_parameters")
-    }
-    for place, found in {"": plain, **places}.items():
-        if not isinstance(found, Mapping):
-            raise ValueError(f"config.json has {place}={short(found)}, no object")
-        for name, value in found.items():
-            if value is None:
-                continue
-            name = "rope_type" if name == "type" else name
-            if rope.setdefault(name, value) != value:
-                raise ValueError(
-                    f"config.json has {short(name)} twice, as {short(rope[name])} "
-                    f"and {short(value)}"
-                )
-    if rope.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError(
-            "config.json has a partial_rotary_factor: only whole heads are rotated here"
-        )
-    return rope
+def _differences(written: Mapping[str, Any], config: LanguageModelConfig) -> list[str]:
+    """Returns what of a model its config.json does not say."""
+    try:
+        found = dataclasses.asdict(model_config(written))
+    except ValueError as error:
+        return [str(error)]
+    return [
+        f"{name}={short(value)}, there {short(found[name])}"
+        for name, value in dataclasses.asdict(config).items()
+        if found[name] != value
+    ]
 
 
-def _rope_json(config: LanguageModelConfig) -> dict[str, Any]:
-    """Returns the RoPE fields of `config.json` for ours: undoes `_rope_given`."""
-    theta, scaling = config.rope_theta, config.rope_scaling
-    if scaling.rope_type == "ntk":  # nothing but another theta
-        theta *= scaling.factor ** (config.head_dim / (config.head_dim - 2))
-    names = _ROPE_FIELDS.get(scaling.rope_type)
-    if names is None:
-        return {"rope_theta": theta, "rope_scaling": None}
-    fields = {name: getattr(scaling, name) for name in ("rope_type", *names)}
-    if not fields.get("attention_factor", 1):
-        del fields["attention_factor"]  # that of the formula
-    return {"rope_theta": theta, "rope_scaling": fields}
+def _as_original(
+    written: dict[str, Any], original: Mapping[str, Any], config: LanguageModelConfig
+) -> dict[str, Any]:
+    """Returns the fields with the original's values, where the model is the same."""
+    for name in sorted(original.keys() & MADE_FROM.keys() - {"rope_parameters"}):
+        changed = written | {name: original[name]}
+        if not _differences(changed, config):
+            written = changed
+    return written
 
 
-def _or_default(fields: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns a field, or the default where it is missing or null."""
-    value = fields.get(name)
-    return default if value is None else value
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= LARGEST
+def _kept(original: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that no model here is made from."""
+    dropped = MADE_FROM.keys() | {*_REPLACED}
+    return {name: value for name, value in original.items() if name not in dropped}

@@ -1,4 +1,4 @@
-"""LLaMA's parameters under the names and in the layout of Hugging Face.
+"""Parameters under the names and in the layout of Hugging Face, of every family.
 
 There a matrix is stored as (outputs, inputs), all heads in one axis, and every layer
 has tensors of its own; here it is (inputs, outputs), heads apart, and layers stacked.
@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from flax import traverse_util
+
+from models.abstract import Model
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
@@ -23,14 +26,15 @@ class Weight:
     path: in the tree of parameters.
     name: of the tensor; "{layer}" stands for the layer's number.
     input_axes: how many of the leading axes are the inputs of a matrix that is stored
-      as (outputs, inputs); 0 for what is stored as it is.
+      as (outputs, inputs); 0 for a vector, of one or more axes here; None for what is
+      stored as it is.
 
     Shapes and indices below are those of one layer.
     """
 
     path: tuple[str, ...]
     name: str
-    input_axes: int = 0
+    input_axes: int | None = 0
 
     @property
     def is_stacked(self) -> bool:
@@ -45,24 +49,26 @@ class Weight:
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the tensor, from that of the parameter."""
+        if self.input_axes is None:
+            return shape
         inputs, outputs = self._sides(shape)
-        return (math.prod(outputs), math.prod(inputs)) if inputs else shape
+        return (math.prod(outputs), *([math.prod(inputs)] if inputs else []))
 
     def stored_index(self, shape: Shape, index: Index) -> Index:
         """Returns the part of the tensor that holds this part of the parameter."""
-        inputs, outputs = self._sides(shape)
-        if not inputs:
+        if self.input_axes is None:
             return index
-        own_inputs, own_outputs = self._sides(index)
-        return _merged(own_outputs, outputs), _merged(own_inputs, inputs)
+        own, whole = self._sides(index), self._sides(shape)
+        sides = zip(reversed(own), reversed(whole), strict=True)
+        return tuple(_merged(part, axes) for part, axes in sides if axes)
 
     def from_stored(self, part: np.ndarray, shape: Shape) -> np.ndarray:
         """Views a part of the tensor as a part (of this shape) of the parameter."""
-        return part.T.reshape(shape) if self.input_axes else part
+        return part if self.input_axes is None else part.T.reshape(shape)
 
     def to_stored(self, array: np.ndarray) -> np.ndarray:
         """Returns the parameter as the tensor, in the tensor's order in memory."""
-        if not self.input_axes:
+        if self.input_axes is None:
             return array
         stored = self.stored_shape(array.shape)
         return np.ascontiguousarray(array.reshape(stored[::-1]).T)
@@ -75,27 +81,68 @@ _LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP = f"{_LAYER}self_attn.", f"{_LAYER}mlp."
 
 HEAD = Weight(("head",), "lm_head.weight", 1)
-EMBEDDING = Weight(("embedding",), "model.embed_tokens.weight")
-TIED_HEAD = Weight(HEAD.path, EMBEDDING.name, 1)
-"""Where there is no head, it is the embedding: (V, E) is (outputs, inputs) of one."""
+EMBEDDING = Weight(("embedding",), "model.embed_tokens.weight", None)
 
-WEIGHTS = (
+
+def _attention(ours: str, theirs: str, input_axes: int = 0) -> Weight:
+    return Weight(
+        ("layers", "attention", *ours.split(".")), f"{_ATTENTION}{theirs}", input_axes
+    )
+
+
+def _mlp(ours: str, theirs: str) -> Weight:
+    return Weight(("layers", "feed_forward", ours), f"{_MLP}{theirs}.weight", 1)
+
+
+ATTENTION = (
+    _attention("query", "q_proj.weight", 1),
+    _attention("key", "k_proj.weight", 1),
+    _attention("value", "v_proj.weight", 1),
+    _attention("output", "o_proj.weight", 2),
+    _attention("query_bias", "q_proj.bias"),
+    _attention("key_bias", "k_proj.bias"),
+    _attention("value_bias", "v_proj.bias"),
+    _attention("output_bias", "o_proj.bias"),
+    _attention("query_norm.scale", "q_norm.weight"),
+    _attention("key_norm.scale", "k_norm.weight"),
+    _attention("sinks", "sinks"),
+)
+_WEIGHTS = (
     EMBEDDING,
-    Weight(("layers", "attention_norm", "scale"), f"{_LAYER}input_layernorm.weight"),
-    Weight(("layers", "attention", "query"), f"{_ATTENTION}q_proj.weight", 1),
-    Weight(("layers", "attention", "key"), f"{_ATTENTION}k_proj.weight", 1),
-    Weight(("layers", "attention", "value"), f"{_ATTENTION}v_proj.weight", 1),
-    Weight(("layers", "attention", "output"), f"{_ATTENTION}o_proj.weight", 2),
-    Weight(
-        ("layers", "feed_forward_norm", "scale"),
-        f"{_LAYER}post_attention_layernorm.weight",
-    ),
-    Weight(("layers", "feed_forward", "gate"), f"{_MLP}gate_proj.weight", 1),
-    Weight(("layers", "feed_forward", "up"), f"{_MLP}up_proj.weight", 1),
-    Weight(("layers", "feed_forward", "down"), f"{_MLP}down_proj.weight", 1),
+    *ATTENTION,
+    _mlp("gate", "gate_proj"),
+    _mlp("up", "up_proj"),
+    _mlp("down", "down_proj"),
     Weight(("norm", "scale"), "model.norm.weight"),
     HEAD,
 )
+# One name means another norm where norms stand elsewhere.
+_NORMS = {
+    "before": {
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+    },
+    "after": {
+        "attention_post_norm": "post_attention_layernorm",
+        "feed_forward_post_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "feed_forward_norm": "pre_feedforward_layernorm",
+        "feed_forward_post_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def weights_of(model: Model) -> tuple[Weight, ...]:
+    """Returns where each parameter of a language model is kept."""
+    norms = (
+        Weight(("layers", ours, "scale"), f"{_LAYER}{theirs}.weight")
+        for ours, theirs in _NORMS[model.config.norms].items()
+    )
+    paths = traverse_util.flatten_dict(model.shapes).keys()
+    return tuple(w for w in (*_WEIGHTS, *norms) if w.path in paths)
 
 
 def is_derived(name: str) -> bool:

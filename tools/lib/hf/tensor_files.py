@@ -7,7 +7,7 @@ directory that appears whole or not at all.
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -60,6 +60,22 @@ class TensorFiles:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of a tensor, in the type that it is stored in."""
         return self._slices[name][index]
+
+    def rename(self, new_name: Callable[[str], str | None]) -> list[str]:
+        """Gives the tensors other names; returns those that get none.
+
+        Raises:
+          ValueError: two tensors would have one name.
+        """
+        renamed = {name: new_name(name) for name in self._slices}
+        kept = {new: self._slices[old] for old, new in renamed.items() if new}
+        left_out = [old for old, new in renamed.items() if not new]
+        if len(kept) + len(left_out) < len(renamed):
+            names = [new for new in renamed.values() if new]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two tensors are {twice}: copy the model again")
+        self._slices = kept
+        return left_out
 
     def __enter__(self) -> "TensorFiles":
         return self

@@ -1,0 +1,88 @@
+"""The models that tests/fixtures/make_hf_models.py made, and what ours make of them."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from flax import nnx
+
+from configs import base as base_config
+from kernels import masks
+from kernels.layouts import permute, unpermute
+from models.abstract import Model
+from models.sizes import LanguageModelConfig
+from tasks import base, text
+from tests.runs import small_config
+from tools import convert_hf
+from tools.lib.hf.config import model_config
+from tools.lib.hf.names import weights_of
+from tools.lib.hf.tensor_files import TensorFiles
+from training.mesh import Partition
+
+DIRECTORY = Path(__file__).parents[1] / "fixtures" / "hf_models"
+NAMES = (
+    *("llama", "llama_gqa", "llama_tied", "llama_scaled", "mistral"),
+    *("qwen2", "qwen3", "gemma2", "gemma3", "olmo2"),
+)
+PROMPT = 16
+"""Tokens that were given; those after them follow greedily."""
+
+
+def fields(name: str) -> dict[str, Any]:
+    """A model's config.json."""
+    return json.loads((DIRECTORY / name / "config.json").read_text())
+
+
+def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int32 (48,), and Hugging Face's logits float32 (48, V) for them."""
+    arrays = np.load(DIRECTORY / name / "expected.npz")
+    return arrays["tokens"], arrays["logits"]
+
+
+def run_config(
+    model: str | LanguageModelConfig, **overrides: Any
+) -> ml_collections.ConfigDict:
+    """A config whose model is the fixture of this name, or of this record."""
+    overrides = {"implementation": "reference", "compute_dtype": "float32"} | overrides
+    config = small_config(Path(), Path(), **overrides)
+    plain = base_config.get_config()
+    config.model, config.rope_scaling = plain.model, plain.rope_scaling
+    if isinstance(model, str):
+        model = model_config(fields(model))
+    config.update_from_flattened_dict(convert_hf.settings_of(model))
+    return config
+
+
+def loaded(name: str, model: Model, partition: Partition) -> Any:
+    """The fixture's parameters, as `model` has them."""
+    with TensorFiles(DIRECTORY / name) as files:
+        return convert_hf.load(files, weights_of(model), model, partition)
+
+
+def logits(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> Callable[[Any, np.ndarray], np.ndarray]:
+    """A program from parameters and tokens (T,) to logits (T, V), on the ring."""
+    model, mesh = text.model(config, partition), partition.mesh
+    layout, ring_size = base.attention_system(config).layout, mesh.shape["ring"]
+    attend = base.ring_attention(config, partition)
+
+    @jax.jit
+    def compute(parameters: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
+        visible = masks.causal()(index, index.shape[-1])
+        module = nnx.merge(model.structure, parameters)
+        hidden = module(tokens, index, functools.partial(attend, visible=visible))
+        return model.config.logits(hidden, module.head_weight())
+
+    def run(parameters: Any, tokens: np.ndarray) -> np.ndarray:
+        index = np.arange(tokens.size, dtype=np.int32)
+        rows = np.stack([tokens, index])[:, None].repeat(partition.shards("batch"), 1)
+        placed = permute(rows, layout, ring_size, axis=2)
+        return np.asarray(unpermute(compute(parameters, *placed), layout, ring_size)[0])
+
+    return run
