@@ -1,0 +1,123 @@
+"""The attention of gpt-oss as a layer: its sinks, windows, biases and YaRN."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kernels import masks
+from kernels.cases import LAYOUTS
+from kernels.layouts import permute, unpermute
+from kernels.ring_attention import make_ring_attention
+from models.attention import Attention
+from models.execution import Execution
+from models.rope import RopeScaling, rotations
+from models.sizes import DecoderConfig
+from tests.tools import hf_models
+from tools.lib.hf.config import model_config
+from tools.lib.hf.names import ATTENTION
+from tools.lib.hf.rope import read_rope
+from tools.lib.hf.tensor_files import TensorFiles
+from training.mesh import MeshShape, Partition, make_mesh
+
+NAME = "gpt_oss_attention"
+BOUND = 2e-5
+WINDOWED, FULL = 0, 1
+"""Layers of the fixture."""
+
+
+def record(**changes: Any) -> DecoderConfig:
+    """The layers' sizes, from config.json, and parts, which gpt-oss always has."""
+    fields = hf_models.fields(NAME)
+    sizes = DecoderConfig(
+        hidden_size=fields["hidden_size"],
+        feed_forward_size=1,
+        num_layers=2,
+        num_heads=fields["num_attention_heads"],
+        num_kv_heads=fields["num_key_value_heads"],
+        head_dim=fields["head_dim"],
+        layer_pattern="wf",
+        window=fields["sliding_window"],
+        attention_sinks=True,
+        qkv_bias=True,
+        output_bias=True,
+        **read_rope(fields, {"rope_theta": 150_000.0}),
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> Any:
+    """What a layer here makes of the fixture's input: (48, E)."""
+    partition = Partition(make_mesh(MeshShape(ring=ring), jax.devices()[:ring]))
+    run = Execution(jnp.dtype("float32"), remat="everything")
+    attention = Attention(config, run, partition, rngs=nnx.Rngs(0))
+    with TensorFiles(hf_models.DIRECTORY / NAME) as files:
+        for weight in ATTENTION:
+            parameter = getattr(attention, weight.path[2], None)
+            if parameter is not None:
+                name = weight.name.format(layer=layer)
+                stored = files.read(name, (slice(None),) * len(files.shapes[name]))
+                parameter[...] = weight.from_stored(stored, parameter[...].shape)
+    layout, kind = LAYOUTS[layout_name], config.kinds[layer]
+    visible = (
+        masks.causal() & masks.window(kind.window) if kind.window else masks.causal()
+    )
+    attend = make_ring_attention(
+        partition.mesh, layout=layout, implementation="reference"
+    )
+    attend = functools.partial(attend, visible=visible)
+
+    @jax.jit
+    def compute(x: jax.Array, positions: jax.Array) -> jax.Array:
+        rope = config.head_dim, kind.rope_theta, kind.rope_scaling
+        return attention(x, None, rotations(positions, *rope), attend)
+
+    x = np.load(hf_models.DIRECTORY / NAME / "expected.npz")["input"][None]
+    positions = np.arange(x.shape[1], dtype=np.int32)[None]
+    placed = (permute(array, layout, ring, axis=1) for array in (x, positions))
+    return np.asarray(unpermute(compute(*placed), layout, ring, axis=1))[0]
+
+
+def error(config: DecoderConfig, layer: int, *ring: Any) -> float:
+    expected = np.load(hf_models.DIRECTORY / NAME / "expected.npz")["outputs"]
+    return abs(output(config, layer, *ring) - expected[layer]).max()
+
+
+@pytest.mark.parametrize(
+    ("layer", "ring", "layout"),
+    [(WINDOWED, 4, "zigzag"), (WINDOWED, 8, "contiguous"), (FULL, 4, "striped")],
+)
+def test_the_layers_equal_transformers(layer, ring, layout):
+    assert error(record(), layer, ring, layout) <= BOUND
+
+
+CHANGES = {
+    "attention_sinks": False,
+    "window": 7,
+    "qkv_bias": False,
+    "output_bias": False,
+    "rope_scaling": dataclasses.replace(record().rope_scaling, truncate=True),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_each_part_of_the_layer_matters(field):
+    changed = record(**{field: CHANGES[field]})
+    assert error(changed, WINDOWED, 1, "contiguous") > 100 * BOUND
+
+
+def test_yarn_is_read_as_gpt_oss_has_it():
+    expected = RopeScaling(
+        "yarn", 4.0, 16, beta_fast=2.0, beta_slow=0.25, truncate=False
+    )
+    assert record().rope_scaling == expected
+
+
+def test_a_checkpoint_of_gpt_oss_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="'gpt_oss', whose feed-forward is a mixture"):
+        model_config(hf_models.fields(NAME))
