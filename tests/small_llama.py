@@ -1,4 +1,4 @@
-"""A small LLaMA for tests of caches and generation, and its forward without one."""
+"""Small models for tests of caches and generation, and their forward without one."""
 
 import functools
 import math
@@ -12,8 +12,9 @@ import numpy as np
 from flax import nnx
 
 from kernels import masks
-from kernels.ring_attention import make_ring_attention
+from kernels.masks import Mask
 from tasks import base, text
+from tests.families import FAMILIES
 from tests.runs import small_config
 from tests.small_agent import drawn
 from training.mesh import MeshShape, Partition, make_mesh
@@ -21,9 +22,12 @@ from training.mesh import MeshShape, Partition, make_mesh
 ROWS, SLOTS, VOCAB = 2, 64, 40
 
 
-def config_of(attention: str, **overrides: Any) -> ml_collections.ConfigDict:
-    """Four query heads, two key/value heads, two layers."""
+def config_of(
+    attention: str, family: str = "llama", **overrides: Any
+) -> ml_collections.ConfigDict:
+    """Four query heads, two key/value heads, two layers or the family's."""
     fields = {"model__vocab_size": VOCAB, "implementation": "reference"}
+    fields |= FAMILIES[family]
     return small_config("", "", attention=attention, **fields | overrides)
 
 
@@ -32,9 +36,9 @@ def partition_of(shape: MeshShape) -> Partition:
     return Partition(make_mesh(shape, jax.devices()[:count]))
 
 
-def parameters_on(partition: Partition) -> Any:
+def parameters_on(partition: Partition, family: str = "llama") -> Any:
     """The same on every mesh."""
-    return drawn(text.model(config_of("striped"), partition), partition)
+    return drawn(text.model(config_of("striped", family), partition), partition)
 
 
 def assert_same(got: Any, want: Any, tolerance: float) -> None:
@@ -48,25 +52,21 @@ def assert_same(got: Any, want: Any, tolerance: float) -> None:
 
 
 @functools.cache
-def whole_forward(dtype: str = "float32") -> Callable[[np.ndarray], np.ndarray]:
+def whole_forward(
+    dtype: str = "float32", family: str = "llama", mask: Mask = masks.causal()
+) -> Callable[[np.ndarray], np.ndarray]:
     """From tokens (B, SLOTS) to logits (B, SLOTS, V): no cache, one device."""
-    config = config_of("vanilla", compute_dtype=dtype)
+    config = config_of("vanilla", family, compute_dtype=dtype)
     partition = partition_of(MeshShape())
     structure = text.model(config, partition).structure
-    attend = make_ring_attention(
-        partition.mesh,
-        layout=base.attention_system(config).layout,
-        implementation="reference",
-    )
+    attend = base.ring_attention(config, partition)
 
     @jax.jit
     def forward(parameters: Any, tokens: jax.Array) -> jax.Array:
         llama = nnx.merge(structure, parameters)
         positions = jnp.tile(jnp.arange(SLOTS, dtype=jnp.int32), (ROWS, 1))
-        causal = functools.partial(attend, visible=masks.causal())
-        hidden = llama(tokens, positions, causal)
-        head = llama.head_weight().astype(hidden.dtype)
-        return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+        hidden = llama(tokens, positions, functools.partial(attend, visible=mask))
+        return llama.config.logits(hidden, llama.head_weight())
 
-    parameters = parameters_on(partition)
+    parameters = parameters_on(partition, family)
     return lambda tokens: np.asarray(forward(parameters, tokens))

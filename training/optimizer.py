@@ -77,7 +77,7 @@ def make_optimizer(
     """Builds clipping by global norm, then AdamW, and the schedule it follows.
 
     All matrices are decayed, the embedding table too, as in LLaMA, nanoGPT and MaxText.
-    Norm scales and biases are not: see `decayed`.
+    Norm scales, biases and sinks are not: see `decayed`.
 
     Args:
       settings: checked values.
@@ -114,7 +114,7 @@ def decayed(params: Any) -> Any:
     """Returns for each parameter whether weight decay applies.
 
     Layers are stacked, so a norm scale is (layers, E) and the number of axes does not
-    separate it from a matrix; the name does: it ends in "scale" (or "bias").
+    separate it from a matrix; the name does: it ends in "scale", "bias" or "sinks".
 
     Args:
       params: nested dict of arrays.
@@ -125,7 +125,7 @@ def decayed(params: Any) -> Any:
 
     def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        return not name.endswith(("scale", "bias"))
+        return not name.endswith(("scale", "bias", "sinks"))
 
     return jax.tree_util.tree_map_with_path(is_decayed, params)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,7 +17,6 @@ from kernels import masks
 from kernels.cases import QUICK
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import order
-from kernels.ring_attention import make_ring_attention
 from models import cache as caches
 from models import decode
 from models.cache import EMPTY, Cache, appends_left, empty_cache
@@ -40,6 +40,11 @@ class Teacher:
 
     dtype: str
     shape: MeshShape = MeshShape(ring=2, tensor=2)
+    family: str = "llama"
+
+    @property
+    def config(self) -> ml_collections.ConfigDict:
+        return config_of("striped", self.family, compute_dtype=self.dtype)
 
     @functools.cached_property
     def partition(self) -> Partition:
@@ -47,14 +52,13 @@ class Teacher:
 
     @functools.cached_property
     def operations(self) -> CachedAttention:
-        return CachedAttention(self.partition.mesh)
+        return CachedAttention(self.partition.mesh, **base.scores(self.config))
 
     def _model(self, partition: Partition) -> Any:
-        config = config_of("striped", compute_dtype=self.dtype)
-        return text.model(config, partition).structure
+        return text.model(self.config, partition).structure
 
     def empty(self) -> Cache:
-        sizes = config_of("striped").model
+        sizes = self.config.model
         shape = sizes.num_layers, ROWS, SLOTS, sizes.num_kv_heads, sizes.head_dim
         ring = self.shape.ring
         cache = empty_cache(shape, jnp.dtype(self.dtype), ring)
@@ -62,10 +66,9 @@ class Teacher:
 
     @functools.cached_property
     def prefill(self) -> Callable[..., tuple[jax.Array, Cache]]:
-        config, mesh = config_of("striped"), self.partition.mesh
-        layout = base.attention_system(config).layout
-        ring = make_ring_attention(mesh, layout=layout, implementation="reference")
-        models = self._model(self.partition), self._model(StationaryPartition(mesh))
+        ring = base.ring_attention(self.config, self.partition)
+        few = StationaryPartition(self.partition.mesh)
+        models = self._model(self.partition), self._model(few)
 
         def prefill(parameters, tokens, index, cache):
             llama, few = (nnx.merge(model, parameters) for model in models)
@@ -100,9 +103,9 @@ class Teacher:
         length = 12
         index = np.tile(np.arange(length, dtype=np.int32), (ROWS, 1))
         index[index >= np.array(lengths)[:, None]] = EMPTY
-        layout = base.attention_system(config_of("striped")).layout
+        layout = base.attention_system(self.config).layout
         slots = order(layout, self.shape.ring, length)
-        parameters = parameters_on(self.partition)
+        parameters = parameters_on(self.partition, self.family)
         found, cache = self.prefill(
             parameters, tokens[:, slots], index[:, slots], self.empty()
         )
@@ -118,9 +121,7 @@ class Teacher:
         return logits, cache
 
 
-@functools.cache
-def teacher(dtype: str) -> Teacher:
-    return Teacher(dtype)
+teacher = functools.cache(Teacher)
 
 
 def some_tokens() -> np.ndarray:
@@ -138,6 +139,27 @@ def test_cached_logits_are_those_of_the_teacher_forced_forward():
     tokens = some_tokens()
     got, _ = teacher("float32").logits(tokens, (11, 5), (4, 1, 4, 4, 1, 1, 1, 4))
     want = whole_forward()(tokens)
+    assert largest_difference(got, want) < 1e-4
+    assert np.abs(want).max() > 1
+
+
+@pytest.mark.parametrize(
+    "family, ring",
+    [
+        ("every_part", 4),
+        pytest.param("every_part", 1, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, ring, marks=pytest.mark.slow)
+            for family in ("mistral", "gemma2", "gemma3", "olmo2", "gpt_oss")
+            for ring in (1, 4)
+        ),
+    ],
+)
+def test_every_family_does_so_past_its_window(family, ring):
+    tokens = some_tokens()
+    one = teacher("float32", MeshShape(ring=ring), family)
+    got, _ = one.logits(tokens, (11, 5), (4, 1, 4, 4, 1, 1, 1, 4))
+    want = whole_forward("float32", family)(tokens)
     assert largest_difference(got, want) < 1e-4
     assert np.abs(want).max() > 1
 

@@ -9,6 +9,10 @@ import numpy as np
 import optax
 import pytest
 
+from tasks import text
+from tests.families import FAMILIES
+from tests.small_llama import config_of, partition_of
+from training.mesh import MeshShape
 from training.optimizer import OptimizerSettings, decayed, make_optimizer
 
 SETTINGS = OptimizerSettings(
@@ -64,6 +68,23 @@ def test_stacked_scales_and_biases_are_not_decayed():
         },
         "output": True,
     }
+
+
+def test_decayed_are_the_matrices_of_a_model_with_every_part():
+    parts = FAMILIES["gpt_oss"] | FAMILIES["gemma3"]
+    parts |= {"model__tied_embeddings": False}
+    model = text.model(config_of("striped", **parts), partition_of(MeshShape()))
+    found = set()
+
+    def check(path, is_decayed, axes):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        # Every matrix has an axis of the hidden size, and another one.
+        is_matrix = "embed" in axes and len(set(axes) - {None}) > 1
+        assert is_decayed == is_matrix, (path, axes)
+        found.add(name)
+
+    jax.tree_util.tree_map_with_path(check, decayed(model.shapes), model.axes)
+    assert {"sinks", "scale", "query_bias", "output_bias", "head", "gate"} <= found
 
 
 def test_decay_alone_moves_matrices_by_rate_times_decay():

@@ -1,0 +1,51 @@
+"""Models of today's families in the sizes of tests: the fields in which they differ."""
+
+LAYERS = {"model__num_layers": 3, "model__window": 5}
+
+FAMILIES = {
+    "llama": {},
+    "mistral": LAYERS | {"model__layer_pattern": "w"},
+    "qwen2": {"model__qkv_bias": True, "model__tied_embeddings": True},
+    "qwen3": {"model__qk_norm": "head", "model__rope_theta": 1e6},
+    "gemma2": LAYERS
+    | {
+        "model__layer_pattern": "wf",
+        "model__attention_scale": 0.3,
+        "model__attention_soft_cap": 2.0,
+        "model__norms": "both",
+        "model__norm_unit_offset": True,
+        "model__activation": "gelu_tanh",
+        "model__tied_embeddings": True,
+        "model__embedding_scale": 6.0,
+        "model__logit_soft_cap": 3.0,
+    },
+    "gemma3": LAYERS
+    | {
+        "model__layer_pattern": "wwf",
+        "model__num_layers": 4,
+        "model__window_rope_theta": 1e3,
+        "rope_scaling__rope_type": "linear",
+        "rope_scaling__factor": 8.0,
+        "model__qk_norm": "head",
+        "model__norms": "both",
+        "model__norm_unit_offset": True,
+        "model__activation": "gelu_tanh",
+        "model__tied_embeddings": True,
+        "model__embedding_scale": 6.0,
+    },
+    "olmo2": {"model__norms": "after", "model__qk_norm": "all"},
+    "gpt_oss": LAYERS
+    | {
+        "model__layer_pattern": "wf",
+        "model__attention_sinks": True,
+        "model__qkv_bias": True,
+        "model__output_bias": True,
+        "model__logit_scale": 0.5,
+        "rope_scaling__rope_type": "yarn",
+        "rope_scaling__factor": 4.0,
+        "rope_scaling__original_max_position_embeddings": 64,
+        "rope_scaling__truncate": False,
+    },
+}
+"""By name; gpt-oss has a factor on logits here, which only other families have."""
+FAMILIES["every_part"] = FAMILIES["gpt_oss"] | FAMILIES["gemma2"] | FAMILIES["gemma3"]
