@@ -35,15 +35,9 @@ from tasks.config_errors import names_fields
 from training.feed import host_blocks
 from training.mesh import Partition
 from training.metrics import StepWork
-from training.step import Counts
+from training.step import Counts, mean_pairs
 
-DATA_FIELDS = (
-    "trajectories",
-    "held_out_share",
-    "top_share",
-    "chain_order",
-    "loss_on",
-)
+DATA_FIELDS = "trajectories", "held_out_share", "top_share", "chain_order", "loss_on"
 """Fields of config.data that only this task reads."""
 METHODS = ("transformer", "perceptron")
 HELD_OUT_SEED = 0
@@ -243,20 +237,21 @@ def loss_function(
 def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
     """Builds batch -> `Counts`; a perceptron's tokens are steps."""
     chain_length = config.agent.chain_length
-    reads_chains = config.agent.method == "transformer"
+    windows = [kind.window for kind in getattr(sizes(config), "layer_kinds", ())]
 
     def counts(batch: ChainBatch) -> Counts:
         # Where all else is 0, only the first step of a chain is not padding.
-        later = (batch.timesteps > 0) | (batch.ranks > 0)
-        real = (later | (batch.positions == 0)).astype(jnp.float32)
+        is_real = (batch.timesteps > 0) | (batch.ranks > 0) | (batch.positions == 0)
+        steps = is_real.sum(dtype=jnp.float32)
         weights = sums_by_rank(batch.loss_weights, batch.ranks, chain_length)
-        if not reads_chains:
-            return Counts(real.sum(), jnp.zeros((), jnp.float32), weights)
+        if not windows:
+            return Counts(steps, jnp.zeros((), jnp.float32), weights)
         # The token at index i attends to i + 1 tokens, itself included.
-        first = TOKENS_OF_A_STEP * batch.positions.astype(jnp.float32)
-        triangle = TOKENS_OF_A_STEP * (TOKENS_OF_A_STEP + 1) / 2
-        pairs = (real * (TOKENS_OF_A_STEP * first + triangle)).sum()
-        return Counts(TOKENS_OF_A_STEP * real.sum(), pairs, weights)
+        index = TOKENS_OF_A_STEP * batch.positions[..., None]  # (B, S, 1)
+        seen = index + np.arange(1, TOKENS_OF_A_STEP + 1, dtype=np.int32)
+        seen = jnp.where(is_real[..., None], seen, 0)  # (B, S, 4)
+        pairs = mean_pairs(seen, seen, windows)
+        return Counts(TOKENS_OF_A_STEP * steps, pairs, weights)
 
     return counts
 

@@ -135,6 +135,10 @@ def test_tokens_and_pairs_are_those_of_real_steps(file):
     assert float(counts.tokens) == 2 * real
     assert float(counts.pairs) == 2 * real * (real + 1) / 2
     assert counts.weights.tolist() == [0, 2 * EPISODE_STEPS]
+    config.model.update(layer_pattern="wf", window=5, num_layers=3)
+    of_window = sum(min(n, 5) for n in range(1, real + 1))
+    mean = (2 * of_window + real * (real + 1) / 2) / 3
+    assert float(exorl.count(config)(batch).pairs) == pytest.approx(2 * mean, rel=1e-6)
     config.agent.method = "perceptron"
     counts = exorl.count(config)(batch)
     assert (float(counts.tokens), float(counts.pairs)) == (real / 2, 0)

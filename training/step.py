@@ -1,6 +1,7 @@
 """One step of training: gradients of a batch, an update, and its metrics."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +20,8 @@ A scalar, or the sums of several parts of the batch, (parts,)."""
 class Counts(NamedTuple):
     """Contents of a batch, float32.
 
-    tokens: all but padding, whatever their weights. pairs: visible query-key pairs.
-    weights: summed, for each part of the loss.
+    tokens: all but padding, whatever their weights. pairs: visible query-key pairs, a
+      mean over layers. weights: summed, for each part of the loss.
     """
 
     tokens: jax.Array
@@ -28,11 +29,30 @@ class Counts(NamedTuple):
     weights: jax.Array
 
 
-def count_tokens(batch: Any) -> Counts:
-    """Counts a batch with `loss_weights`, `k_start` and `k_end`, [B, T] each."""
-    visible = (batch.k_end - batch.k_start).clip(0).astype(jnp.float32)
-    tokens = (batch.k_end > batch.k_start).sum(dtype=jnp.float32)
-    return Counts(tokens, visible.sum(), batch.loss_weights.sum())
+def count_tokens(batch: Any, windows: Sequence[int] = (0,)) -> Counts:
+    """Counts a batch with `loss_weights`, `positions`, `k_start` and `k_end`, [B, T].
+
+    windows: of the layers: tokens that a query sees; 0 for all that the batch shows it.
+    """
+    seen = (batch.k_end - batch.k_start).clip(0)
+    behind = jnp.minimum(seen, batch.positions + 1)  # a window shows nothing ahead
+    tokens = (seen > 0).sum(dtype=jnp.float32)
+    pairs = mean_pairs(seen, behind, windows)
+    return Counts(tokens, pairs, batch.loss_weights.sum())
+
+
+def mean_pairs(seen: jax.Array, behind: jax.Array, windows: Sequence[int]) -> jax.Array:
+    """Returns the visible query-key pairs, a mean over layers: float32 scalar.
+
+    seen: int32, the keys that each query sees in layers without a window.
+    behind: how many of them end with its own; of the same shape.
+    windows: as of `count_tokens`.
+    """
+    pairs = jnp.zeros((), jnp.float32)
+    for window, layers in Counter(windows).items():
+        keys = jnp.minimum(behind, window) if window else seen
+        pairs += layers / len(windows) * keys.sum(dtype=jnp.float32)
+    return pairs
 
 
 class TrainState(NamedTuple):
