@@ -49,6 +49,11 @@ def get_config() -> ml_collections.ConfigDict:
     # "blockwise", "reference" (see kernels/backends.py), or "": the best of the device.
     config.implementation = ""
 
+    # What tokens see of their document, beside the windows of the model's layers:
+    # "causal"; "window(N)", the last N tokens at most; or "prefix(N)": the first N
+    # tokens of every document see each other, and are not predicted.
+    config.mask = "causal"
+
     config.model = ml_collections.ConfigDict()
     # Ids that the model knows, V. 0: those of the corpus's tokenizer, rounded up to a
     # multiple of 8 (bytes: 264).

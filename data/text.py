@@ -1,11 +1,11 @@
 """Batches of text: token files cut into rows, rows into batches, batches into blocks.
 
-A *plan* says which tokens each row holds: `PackedRows`, `WholeRows` or `DocumentRows`.
-An *order* says which row is read when: `Shuffled` or `InOrder`. `TextBatches` joins
-them and gives the batch of any step, as the blocks that this host's devices hold. What
-a step reads is a function of its number (and the seed) alone, never of hosts, mesh,
-ring or layout, so the whole state of the data is one step number. `iterate` reads ahead
-in threads.
+A *plan* says which tokens each row holds: `PackedRows`, `WholeRows` or `DocumentRows`,
+and its mask which of them see each other. An *order* says which row is read when:
+`Shuffled` or `InOrder`. `TextBatches` joins them and gives the batch of any step, as
+the blocks that this host's devices hold. What a step reads is a function of its number
+(and the seed) alone, never of hosts, mesh, ring or layout, so the whole state of the
+data is one step number. `iterate` reads ahead in threads.
 """
 
 import sys
@@ -18,8 +18,8 @@ import grain
 import numpy as np
 
 from data.batch import Batch, Block
+from data.document_mask import DocumentMask
 from data.token_file import TokenFile
-from kernels import masks
 from kernels.layouts import Layout, order
 
 
@@ -47,8 +47,9 @@ class PackedRows:
     """Row r is the stream's tokens r·T … r·T + T - 1, whatever documents they are of.
 
     A token attends only to its own document, and of that only to what is in the row:
-    the rest of a document that the row's edge cuts starts at position 0. Every token of
-    the stream is in exactly one row, but for up to T at its end.
+    the rest of a document that the row's edge cuts starts at position 0, and is one for
+    the mask. Every token of the stream is in exactly one row, but for up to T at its
+    end.
 
     Raises:
       ValueError: the corpus has not one row.
@@ -56,6 +57,7 @@ class PackedRows:
 
     corpus: TokenFile
     length: int
+    mask: DocumentMask = DocumentMask()
 
     def __post_init__(self):
         _check_length(self.length)
@@ -77,7 +79,7 @@ class PackedRows:
         starts = self.corpus.starts
         first, last = np.searchsorted(starts, (begin + 1, end))
         starts = np.concatenate([[0], starts[first:last] - begin])
-        return _read(self.corpus, (begin, end), starts, index, self.length)
+        return _read(self, (begin, end), starts, index)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class WholeRows:
 
     corpus: TokenFile
     length: int
+    mask: DocumentMask = DocumentMask()
 
     def __post_init__(self):
         _check_length(self.length)
@@ -126,7 +129,7 @@ class WholeRows:
         all_starts, size = self.corpus.starts, self.corpus.tokens.size
         end = size if last == all_starts.size else int(all_starts[last])
         part = int(starts[0]), end
-        return _read(self.corpus, part, starts - starts[0], index, self.length)
+        return _read(self, part, starts - starts[0], index)
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class DocumentRows:
 
     corpus: TokenFile
     length: int
+    mask: DocumentMask = DocumentMask()
 
     def __post_init__(self):
         _check_length(self.length)
@@ -170,8 +174,7 @@ class DocumentRows:
         document_end = size if last else int(starts[document + 1])
         begin = int(starts[document]) + part * self.length
         end = min(begin + self.length + 1, document_end)
-        start = np.zeros(1, np.int64)
-        return _read(self.corpus, (begin, end), start, index, self.length)
+        return _read(self, (begin, end), np.zeros(1, np.int64), index)
 
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
@@ -184,36 +187,36 @@ def _check_length(length: int) -> None:
 
 
 def _read(
-    corpus: TokenFile,
+    plan: PackedRows | WholeRows | DocumentRows,
     part: tuple[int, int],
     starts: np.ndarray,
     index: np.ndarray,
-    length: int,
 ) -> Batch:
     """Reads a row's tokens at `index` (L,), from its part of the stream.
 
     part: what the row reads and predicts, from a token to the one after the last: up to
-      `length` tokens and the target of the last one; fewer in a row that is padded.
+      `plan.length` tokens and the target of the last one; fewer in a padded row.
     starts: where in the part each document starts; the first is 0.
     """
     begin, size = part[0], part[1] - part[0]
-    # A document that starts at `length` is only ever a target.
-    mask = masks.documents_at(starts[starts < length]) & masks.padding(size)
-    k_start, k_end = (bound[0] for bound in mask(index, length))
-    successor = index + 1
-    first = masks.documents_at(starts)(successor, length + 1).k_start[0]
-    # Where the successor is the first of its document, it is not this token's.
-    has_target = (first < successor) & (successor < size)
+    document = np.searchsorted(starts, index, side="right") - 1
+    first = starts[document].astype(np.int32)
+    end = np.append(starts[1:], size)[document].astype(np.int32)
+    is_real, successor = index < size, index + 1
+    k_start, k_end = plan.mask.bounds(index, first, np.minimum(end, plan.length))
+    positions = np.where(is_real, index - first, 0)
     places = np.minimum(np.stack([index, successor], axis=1), size - 1, dtype=np.int64)
     places += begin
-    has_target &= corpus.is_supervised(places[:, 1])
-    tokens, targets = corpus.ids(places).T
+    # A token of the prefix would see its target there.
+    has_target = (successor < end) & (positions + 1 >= plan.mask.prefix)
+    has_target &= plan.corpus.is_supervised(places[:, 1])
+    tokens, targets = plan.corpus.ids(places).T
     return Batch(
-        tokens=np.where(index < size, tokens, 0),
+        tokens=np.where(is_real, tokens, 0),
         targets=np.where(successor < size, targets, 0),
         loss_weights=has_target.astype(np.float32),
-        positions=index - k_start,
-        k_start=k_start,
+        positions=positions,
+        k_start=np.where(is_real, k_start, index),
         k_end=k_end,
     )
 

@@ -152,6 +152,7 @@ def append(
     index: jax.Array,
     cache: Cache,
     operations: CacheOperations,
+    window: int = 0,
 ) -> tuple[jax.Array, Cache]:
     """Runs a few new tokens of each row through the layers.
 
@@ -159,6 +160,7 @@ def append(
     index: int32 (B, m), of each token in its row, or `EMPTY` for a row that has fewer
       new tokens; a token attends to its row up to its own index.
     cache: has room (`appends_left`): under `jit`, where it has none, tokens are lost.
+    window: tokens that a token sees in every layer, its own included; 0 for all.
 
     The new keys and values go to the member of the ring that has the fewest.
 
@@ -175,13 +177,15 @@ def append(
     slot = cache.filled[member]
     indices = operations.put(cache.index[None], index, 0, member, slot)[0]
     k_end = jnp.where(index == EMPTY, 0, index + 1)
+    of_run = window
 
-    def keep_and_attend(q, k, v, stacks, layer, window=None, **sinks):
+    def keep_and_attend(q, k, v, stacks, layer, window=0, **sinks):
         keys, values = (
             operations.put(stack, new, layer, member, slot)
             for stack, new in zip(stacks, (k, v), strict=True)
         )
-        k_start = jnp.zeros_like(k_end) if window is None else (k_end - window).clip(0)
+        window = min(window or of_run, of_run or window)
+        k_start = (k_end - window).clip(0) if window else jnp.zeros_like(k_end)
         visible = k_start, k_end
         out = operations.attend(q, keys, values, indices, visible, layer, **sinks)
         return out, (keys, values)

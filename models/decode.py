@@ -59,13 +59,16 @@ def append(
     index: jax.Array,
     cache: Cache,
     operations: CacheOperations,
+    window: int = 0,
 ) -> tuple[jax.Array, Cache]:
     """Returns hidden states of a few new tokens of each row, (B, m, E), and cache.
 
     model: in a `StationaryPartition`.
     tokens, index: int32 (B, m), `EMPTY` where a row has no token.
+    window: as of `caches.append`.
     """
-    x, cache = caches.append(model, model.embed(tokens), index, cache, operations)
+    x = model.embed(tokens)
+    x, cache = caches.append(model, x, index, cache, operations, window)
     return model.norm(x), cache
 
 

@@ -18,6 +18,7 @@ from kernels.masks import Visible
 from tasks import base
 from tasks.config_errors import names_fields, raise_all
 from tasks.execution import check_execution
+from tasks.mask import document_mask
 from tasks.task import TASKS
 from training.mesh import Partition
 from training.profiler import Profiler
@@ -64,6 +65,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
         base.optimizer_settings,
         base.guard_settings,
         functools.partial(_sizes, task.sizes),
+        document_mask,
     ]
     if devices is not None:
         checks.append(functools.partial(_batch, devices=devices))

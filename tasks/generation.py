@@ -22,6 +22,7 @@ from models.decode import Generator
 from models.language_model import LanguageModel
 from models.sampling import Sampling, row_keys, sample
 from tasks import base, text
+from tasks.mask import document_mask
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
 
@@ -99,7 +100,7 @@ def _programs(
     few_tokens = text.model(config, StationaryPartition(mesh)).structure
     ring_axes, scores = partition.axes("sequence"), base.scores(config)
     operations = CachedAttention(mesh, ring_axes, **scores)
-    ring = base.ring_attention(config, partition)
+    ring, mask = base.ring_attention(config, partition), document_mask(config)
 
     def draw(
         model: LanguageModel, hidden: jax.Array, index: jax.Array, seed: jax.Array
@@ -115,7 +116,8 @@ def _programs(
         seed: jax.Array,
     ) -> tuple[Cache, jax.Array, jax.Array]:
         lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
-        visible = masks.causal() & masks.padding(lengths[:, None])
+        prompts = mask.of_prompts(lengths[:, None])
+        visible = prompts & masks.padding(lengths[:, None])
         hidden, cache = decode.prefill(
             nnx.merge(sequences, parameters),
             tokens,
@@ -137,7 +139,7 @@ def _programs(
     ) -> tuple[Cache, jax.Array, jax.Array]:
         llama = nnx.merge(few_tokens, parameters)
         hidden, cache = decode.append(
-            llama, tokens[:, None], index[:, None], cache, operations
+            llama, tokens[:, None], index[:, None], cache, operations, mask.window
         )
         following = index + 1
         return cache, draw(llama, hidden[:, 0], following, seed), following

@@ -35,6 +35,7 @@ from tasks.base import (
 )
 from tasks.config_errors import names_fields
 from tasks.execution import execution
+from tasks.mask import document_mask
 from training.feed import host_blocks
 from training.mesh import Partition
 from training.metrics import StepWork
@@ -64,12 +65,14 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
         )
 
     loss_sum = loss_function(config, llama, partition)
+    windows = [kind.window for kind in llama.config.layer_kinds]
+    count = functools.partial(count_tokens, windows=windows)
     return Task(
         model=llama,
         execution=execution(config, partition, llama.config.vocab_size),
         batch_like=abstract_batch(config, partition),
-        objective=Objective(loss_sum, count_tokens),
-        held_out=_by_position(config, llama, partition),
+        objective=Objective(loss_sum, count),
+        held_out=_by_position(config, llama, partition, count),
         work=step_work(config, llama),
         open_data=open_data,
     )
@@ -162,17 +165,20 @@ def loss_function(
 
 
 def _by_position(
-    config: ml_collections.ConfigDict, model: Model, partition: Partition
+    config: ml_collections.ConfigDict,
+    model: Model,
+    partition: Partition,
+    count: Callable[[Batch], Counts],
 ) -> Objective:
     """Builds the loss by how far into its document a token is."""
     parts = PositionParts.within(config.data.context_tokens)
 
-    def count(batch: Batch) -> Counts:
+    def by_part(batch: Batch) -> Counts:
         weights = parts.sums(batch.loss_weights, batch.positions)
-        return count_tokens(batch)._replace(weights=weights)
+        return count(batch)._replace(weights=weights)
 
     loss_sum = loss_function(config, model, partition, parts)
-    return Objective(loss_sum, count, parts.names)
+    return Objective(loss_sum, by_part, parts.names)
 
 
 def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> Batch:
@@ -227,12 +233,13 @@ def batches(
     """Returns this host's part of every batch: shuffled to train, else in order.
 
     Raises:
-      ValueError: unknown rows, or a corpus too small for one batch; as `corpus`.
+      ValueError: unknown rows, or a corpus too small for one batch; as `corpus` and
+        `document_mask`.
     """
     if config.data.rows not in ROW_PLANS:
         raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
     plan = ROW_PLANS[config.data.rows](
-        corpus(config, split), config.data.context_tokens
+        corpus(config, split), config.data.context_tokens, document_mask(config)
     )
     sharding = batch_sharding(config, partition)
     return TextBatches(

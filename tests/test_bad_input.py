@@ -42,6 +42,21 @@ remat=tail stripe_granule=20 => got 20 tokens on each of 4 | a multiple of 160
 implementation=cuda => implementation='cuda' | blockwise
 data.rows=lines => rows='lines' | packed, documents
 data.rows=whole => row of 80 | take a longer context
+mask=slide(4) => config.mask='slide(4)' | "prefix(N)" | as in "window(4096)"
+mask=window(4)&prefix(2) => config.mask='window(4)&prefix(2)' | not joined
+mask=window(0) => config.mask='window(0)' | from 1 to
+mask=prefix(4) remat=tail => config.mask='prefix(4)' | set config.remat=attention
+mask=prefix(80) => config.mask='prefix(80)' | below config.data.context_tokens=80
+mask=prefix(4) model.layer_pattern=w model.window=4 => config.mask='prefix(4)' | \
+config.model.layer_pattern='w' | "causal"
+mask=window(4) task=exorl => config.mask='window(4)' is not for agents
+attention_parts=2 model.qk_norm=all => config.attention_parts=2 | \
+config.model.qk_norm='all' | set it to 1
+model.layer_pattern=wg model.window=4 => config.model.layer_pattern='wg' | "wwwwwf"
+model.layer_pattern=wf => config.model.window=0 | at least 1
+model.window=4 => config.model.window=4 | 0 without
+model.norms=around => config.model.norms='around' | 'before', 'after', 'both'
+model.logit_soft_cap=-1.0 => config.model.logit_soft_cap=-1.0 | at least 0
 remat=offload remat_budget_gib=1.0 => config.remat='offload' | nothing, tail, attention
 remat_budget_gib=nan => config.remat_budget_gib=nan | at least 0
 compute_dtype=flaot32 => compute_dtype='flaot32' | bfloat16 | float32

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.document_mask import DocumentMask
 from models.decode import NOTHING, Generator
 from models.sampling import Sampling
 from tasks.generation import generator
@@ -36,15 +37,18 @@ def some_prompts() -> list[np.ndarray]:
 
 
 @functools.cache
-def uncached() -> np.ndarray:
+def uncached(family: str = "llama", mask: str = "causal") -> np.ndarray:
     """Greedy tokens of `some_prompts`, (NEW, ROWS): the whole row again every time."""
+    lengths = np.full((ROWS, 1), SLOTS, np.int32)
+    whole_rows = DocumentMask.parse(mask).of_prompts(lengths)
+    forward = whole_forward("float32", family, whole_rows)
     lengths = np.array([len(prompt) for prompt in some_prompts()])
     tokens = np.zeros((ROWS, SLOTS + 1), np.int32)
     for row, prompt in enumerate(some_prompts()):
         tokens[row, : len(prompt)] = prompt
     rows = np.arange(ROWS)
     for _ in range(NEW):
-        logits = whole_forward()(tokens[:, :-1])
+        logits = forward(tokens[:, :-1])
         tokens[rows, lengths] = logits[rows, lengths - 1].argmax(axis=-1)
         lengths += 1
     return np.stack([tokens[rows, lengths - NEW + i] for i in range(NEW)])
@@ -52,12 +56,17 @@ def uncached() -> np.ndarray:
 
 @functools.cache
 def generator_on(
-    shape: MeshShape, attention: str, sampling: Sampling = GREEDY, slots: int = SLOTS
+    shape: MeshShape,
+    attention: str,
+    sampling: Sampling = GREEDY,
+    slots: int = SLOTS,
+    model: tuple[str, str] = ("llama", "causal"),
 ) -> tuple[Generator, Any]:
-    """A generator and its parameters."""
-    config, partition = config_of(attention), partition_of(shape)
+    """A generator and its parameters; model: family and the run's mask."""
+    family, mask = model
+    config, partition = config_of(attention, family, mask=mask), partition_of(shape)
     programs = generator(config, partition, sampling, rows=ROWS, cache_tokens=slots)
-    return programs, parameters_on(partition)
+    return programs, parameters_on(partition, family)
 
 
 def generated(
@@ -92,6 +101,24 @@ def test_cached_tokens_are_those_of_the_whole_forward_each_time(attention, shape
     got = generated(generator_on(shape, attention))
     np.testing.assert_array_equal(got, uncached())
     assert len(np.unique(got)) > 5
+
+
+@pytest.mark.parametrize(
+    "model, attention, ring",
+    [
+        (("llama", "window(7)"), "zigzag", 4),
+        (("llama", "prefix(5)"), "striped", 4),
+        pytest.param(("every_part", "window(3)"), "ring", 4, marks=slow),
+        pytest.param(("gemma2", "prefix(5)"), "striped", 1, marks=slow),
+        pytest.param(("gpt_oss", "causal"), "zigzag", 8, marks=slow),
+    ],
+)
+def test_so_are_those_of_other_models_and_masks(model, attention, ring):
+    """Where no prompt is shorter than the prefix."""
+    want = uncached(*model)
+    assert (want != uncached(model[0])).any() or model[1] == "causal"
+    got = generated(generator_on(MeshShape(ring=ring), attention, model=model))
+    np.testing.assert_array_equal(got, want)
 
 
 def step_program(ring: int, slots: int) -> Any:

@@ -23,6 +23,7 @@ from models import decode
 from models.cache import EMPTY
 from models.decode import NOTHING, Generator
 from tasks import base, text
+from tasks.mask import document_mask
 from training.mesh import Partition, StationaryPartition
 
 NO_PLACE = -2
@@ -157,7 +158,7 @@ def _program(
     mesh = partition.mesh
     sequences = text.model(config, partition).structure
     few_tokens = text.model(config, StationaryPartition(mesh)).structure
-    ring = base.ring_attention(config, partition)
+    ring, mask = base.ring_attention(config, partition), document_mask(config)
 
     def right(
         parameters: Any,
@@ -167,7 +168,9 @@ def _program(
         targets: jax.Array,
     ) -> jax.Array:
         lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
-        visible = masks.causal() & masks.padding(lengths[:, None])
+        # The first token of an answer is predicted where its prompt ends.
+        prompts = jnp.where(places == NO_PLACE, EMPTY - 1, places).min(axis=1) + 1
+        visible = mask.of_prompts(prompts[:, None]) & masks.padding(lengths[:, None])
         hidden = nnx.merge(sequences, parameters)(
             tokens,
             jnp.where(index == EMPTY, 0, index),
