@@ -19,7 +19,7 @@ from tools.lib.planning.estimate import (
     ring_passes,
     synchronous_seconds,
 )
-from tools.lib.planning.kernels import Kernels, Ring
+from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import kinds
@@ -64,13 +64,18 @@ def test_kernels_without_schedules_take_an_assumed_share(chip):
     assert "assumed" in kernels.source
 
 
+def outlasting(ring: Ring, kernels: Kernels) -> list[float]:
+    """Seconds of transfers after their kernels, forward and backward."""
+    return [ring.outlasting_seconds(V4, kernels, direction) for direction in PRODUCTS]
+
+
 def test_ring_hides_where_a_device_has_tokens_enough():
     kernels = Kernels.of(V4)
     long = Ring.of(config_7b(), partition(), V4)
-    assert long.is_covered(V4, kernels)
+    assert not any(outlasting(long, kernels))
     assert long.keys_bytes == 2 * 16384 * 4096 * 2
     short = Ring.of(config_7b(2**21), partition(), V4)
-    assert not short.is_covered(V4, kernels)
+    assert any(outlasting(short, kernels))
     times = [ring.kernel_seconds(kernels, "forward") for ring in (short, long)]
     # 16 times the pairs; but the short one is mostly partial tiles and programs.
     assert 10 * times[0] < times[1] < 12 * times[0]
@@ -93,23 +98,70 @@ def test_rings_of_a_step_are_those_that_remat_runs():
     ring = Ring.of(config_7b(), partition(), V4)
     forward = {}
     for remat in ("attention", "tail", "nothing"):
-        *parts, (times, whole, _) = ring_passes(
-            config_7b(remat=remat), partition(), ring
-        )
+        *parts, (times, whole, _) = ring_passes(config_7b(remat=remat), partition(), V4)
         assert (times, whole) == (32, ring)
         forward[remat] = sum(n * part.area for n, part, _ in parts) / (32 * ring.area)
     expected = {"attention": 1, "tail": 1.25, "nothing": 2}
     assert forward == pytest.approx(expected, rel=0.02)
     budget = {"remat_budget_gib": 8.5 * 16384 * 8320 / 2**30}
-    passes = ring_passes(config_7b(**budget), partition(), ring)
+    passes = ring_passes(config_7b(**budget), partition(), V4)
     assert [times for times, _, _ in passes] == [2 * 24, 8, 32]
-    passes = ring_passes(config_7b(remat="tail", **budget), partition(), ring)
+    passes = ring_passes(config_7b(remat="tail", **budget), partition(), V4)
     assert [times for times, _, _ in passes] == [2 * 15, 15, 17, 17, 32]
     (_, front, _), (_, tail, _), _ = ring_passes(
-        config_7b(remat="tail"), partition(), ring
+        config_7b(remat="tail"), partition(), V4
     )
     sent = [part.keys_bytes / ring.keys_bytes for part in (front, tail)]
     assert sent == [0.5, 1]
+
+
+WINDOWS = {"attention": "zigzag", "remat": "attention"}
+WINDOWS |= {"model.layer_pattern": "wwwf", "model.window": 1024}
+
+
+def test_each_kind_of_layers_has_its_rings():
+    budget = {"remat_budget_gib": 2.5 * 16384 * 8320 / 2**30}
+    config = config_7b(**WINDOWS | budget | {"remat": "nothing"})
+    found = [
+        (times, ring.sequence.window, direction)
+        for times, ring, direction in ring_passes(config, partition(), V4)
+    ]
+    # The last two layers, of a kind each, keep the attention's result.
+    forward = [(2 * 23, 1024), (2 * 7, 0), (1, 1024), (1, 0)]
+    backward = [(24, 1024), (8, 0)]
+    assert found == [(*one, "forward") for one in forward] + [
+        (*one, "backward") for one in backward
+    ]
+
+
+def test_transfers_that_no_window_reads_are_waited_for():
+    config, mesh = config_7b(2**21, **WINDOWS), partition(ring=64, tensor=8)
+    kernels = Kernels.of(V4)
+    ring = Ring.of(config, mesh, V4, window=1024)
+    steps = ring.step_seconds(kernels, "forward")
+    transfer = ring.transfer_seconds(V4, "forward")
+    first, *others = (seconds for _, seconds in steps)
+    # Home, and a neighbour on each side; the rest are programs without tiles.
+    assert len(steps) == 64 and first > others[0] > others[1] > 0
+    assert others[1] == others[-2] and others[1] < transfer
+    waited = sum(max(0, transfer - s) for s in (first, *others[:-1]))
+    got = ring.outlasting_seconds(V4, kernels, "forward")
+    assert got == pytest.approx(waited)
+    found = Attention.of(config, mesh, V4, program("forward", "backward"))
+    full = Ring.of(config, mesh, V4)
+    assert found.outlasting == pytest.approx(
+        sum(
+            layers * one.outlasting_seconds(V4, kernels, direction)
+            for layers, one in ((24, ring), (8, full))
+            for direction in PRODUCTS
+        )
+    )
+    for number, direction in enumerate(PRODUCTS):
+        seconds = [64 * r.kernel_seconds(kernels, direction) for r in (ring, full)]
+        total = 24 * seconds[0] + 8 * seconds[1]
+        assert found.kernels[direction] == pytest.approx(total)
+        # As long as where it is shortest: 32 layers, 2 runs in this program.
+        assert found.by_name[f"k{number}"] == pytest.approx(32 * min(seconds) / 2)
 
 
 def test_saved_by_layers_follows_the_policy():

@@ -24,7 +24,10 @@ def rows(sequence, device, source):
     """Bounds of every row in a ring step, (1, L) each."""
     layout, shape = sequence.layout, (sequence.ring_size, sequence.length)
     token = np.asarray(layout.index(device, *shape))[None]
-    bounds = document_starts(sequence.documents, token), token + 1
+    start = document_starts(sequence.documents, token)
+    if sequence.window:
+        start = np.maximum(start, token - sequence.window + 1)
+    bounds = start, token + 1
     return [layout.count(source, bound, *shape) for bound in bounds]
 
 
@@ -34,12 +37,13 @@ def hull(live):
     return place[-1] - place[0] + 1 if place.size else 0
 
 
+@pytest.mark.parametrize("window", [0, 130])
 @pytest.mark.parametrize("documents", [(), (700,), (100, 900, 3000)])
 @pytest.mark.parametrize("layout", [Contiguous(), Striped(), Zigzag()], ids=str)
 @pytest.mark.parametrize("blocks", BLOCKS)
-def test_work_is_that_of_the_masks(layout, documents, blocks):
+def test_work_is_that_of_the_masks(layout, documents, window, blocks):
     q, k, heads = blocks.block_q, blocks.block_k, blocks.heads
-    sequence = Sequence(layout, 4, 1536, documents)
+    sequence = Sequence(layout, 4, 1536, documents, window)
     for device, source in ((0, 0), (3, 1), (0, 2)):
         bounds = sequence.bounds(device, source, blocks.piece)
         start, end = rows(sequence, device, source)
@@ -80,3 +84,27 @@ def test_documents_repeat_until_the_row_is_full():
     assert visible_pairs((3, 2), 12) == 2 * (6 + 3) + 3
     assert visible_pairs((3, 2), 14) == 2 * (6 + 3) + 6 + 1
     assert visible_pairs((), 12) == visible_pairs((100,), 12) == 78
+
+
+def test_a_window_takes_pairs_away_but_in_documents_that_it_covers():
+    token = np.arange(14)
+    start = document_starts((3, 7), token)
+    for window in (1, 2, 5, 20):
+        pairs = (token + 1 - np.maximum(start, token + 1 - window)).sum()
+        assert visible_pairs((3, 7), 14, window) == pairs
+    assert visible_pairs((), 12, 12) == visible_pairs((), 12) == 78
+
+
+@pytest.mark.parametrize(
+    ("layout", "live"),
+    [(Contiguous(), [0, 1]), (Zigzag(), [0, 1, 15]), (Striped(), range(16))],
+    ids=str,
+)
+def test_windows_see_keys_in_few_ring_steps_of_layouts_that_keep_neighbours(
+    layout, live
+):
+    sequence = Sequence(layout, 16, 2048, window=512)
+    weights, pairs = zip(*sequence.areas, strict=True)
+    assert weights == pytest.approx([1 / 16] * 16)
+    assert np.flatnonzero(pairs).tolist() == [*live]
+    assert sequence.area < Sequence(layout, 16, 2048).area / 2

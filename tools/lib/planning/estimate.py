@@ -5,6 +5,7 @@ but products, latencies) takes time that is missing here.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ import ml_collections
 
 from models.remat import RERUN
 from tasks.execution import execution
-from tools.lib.planning.kernels import COUNTED, Kernels, Ring
+from tasks.task import TASKS
+from tools.lib.planning.kernels import COUNTED, PRODUCTS, Kernels, Ring
 from tools.lib.planning.roofline import Work
 from training.chips import Chip
 from training.hlo import TRANSFER, Collective, Program
@@ -39,7 +41,8 @@ class Attention:
     kernels: by direction; empty where XLA computes attention, among its instructions.
     outlasting: of ring transfers that start before a kernel and end after it, after
       their kernels have ended, if all of them do.
-    by_name: the mean of a run of each kernel of the program.
+    by_name: the mean of a run of each kernel of the program, of the kind of layers in
+      which it is the shortest.
     """
 
     kernels: dict[str, float]
@@ -60,27 +63,37 @@ class Attention:
         counts = program.kernels()
         if not counts:
             return cls({}, 0.0, {}, "attention is among the other instructions")
-        kernels, ring = Kernels.of(chip), Ring.of(config, partition, chip, documents)
-        seconds, outlasting = {"forward": 0.0, "backward": 0.0}, 0.0
-        passes = ring_passes(config, partition, ring)
-        for times, part, direction in passes:
-            kernel = part.kernel_seconds(kernels, direction)
-            more = max(0.0, part.transfer_seconds(chip, direction) - kernel)
-            seconds[direction] += times * ring.steps * kernel
-            outlasting += times * (ring.steps - 1) * more
-        *forward, backward = (times * part.area for times, part, _ in passes)
+        kernels, outlasting = Kernels.of(chip), 0.0
+        spent, areas, layers = Counter(), Counter(), Counter()
+        for times, ring, direction in ring_passes(config, partition, chip, documents):
+            window, kernel = (
+                ring.sequence.window,
+                ring.kernel_seconds(kernels, direction),
+            )
+            spent[direction, window] += times * ring.steps * kernel
+            areas[direction] += times * ring.area
+            layers[window] += times * (direction == "backward")
+            outlasting += times * ring.outlasting_seconds(chip, kernels, direction)
+        seconds = {
+            name: sum(spent[name, window] for window in layers) for name in PRODUCTS
+        }
+        shortest = {
+            name: layers.total() * min(spent[name, n] / layers[n] for n in layers)
+            for name in PRODUCTS
+        }
+        again = areas["forward"] / areas["backward"]
         is_bfloat16 = config.compute_dtype == "bfloat16"
         return cls(
             seconds,
             outlasting,
             {
-                one.name: seconds[one.kernel] / counts[one.kernel]
+                one.name: shortest[one.kernel] / counts[one.kernel]
                 for instructions in program.computations.values()
                 for one in instructions
                 if one.kind == "kernel" and counts[one.kernel]
             },
             f"attention: {kernels.source}; {COUNTED}; remat {config.remat} runs the "
-            f"ring forward {sum(forward) / backward:.3g} x for each backward"
+            f"ring forward {again:.3g} x for each backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16"),
         )
 
@@ -119,20 +132,33 @@ class Estimate:
 
 
 def ring_passes(
-    config: ml_collections.ConfigDict, partition: Partition, ring: Ring
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    chip: Chip,
+    documents: tuple[int, ...] = (),
 ) -> list[tuple[int, Ring, str]]:
-    """Returns the rings of a step: how often each runs, and in which direction."""
-    layers, passes = config.model.num_layers, []
-    for run, count in execution(config, partition).runs(layers):
-        times = count * config.train.microbatches
+    """Returns the rings of a step: how often each runs, and in which direction.
+
+    Each kind of layers has rings of its own. documents: of `Ring`.
+    """
+    windows = [kind.window for kind in TASKS[config.task].sizes(config).layer_kinds]
+    rings = {n: Ring.of(config, partition, chip, documents, n) for n in set(windows)}
+    passes, first = [], 0
+    for run, count in execution(config, partition).runs(len(windows)):
         again = 2 if run.remat in RERUN else 1
-        if config.remat == "tail":  # then every layer's forward is two rings
-            # The first half of the queries sees half of the keys.
-            front, tail = ring.part("front"), ring.part("tail")
-            passes += [(again * times, front, "forward"), (times, tail, "forward")]
-        else:
-            passes.append((again * times, ring, "forward"))
-    return [*passes, (layers * config.train.microbatches, ring, "backward")]
+        for window, layers in Counter(windows[first : first + count]).items():
+            ring, times = rings[window], layers * config.train.microbatches
+            if config.remat == "tail":  # then every layer's forward is two rings
+                # The first half of the queries sees half of the keys.
+                front, tail = ring.part("front"), ring.part("tail")
+                passes += [(again * times, front, "forward"), (times, tail, "forward")]
+            else:
+                passes.append((again * times, ring, "forward"))
+        first += count
+    return passes + [
+        (layers * config.train.microbatches, rings[window], "backward")
+        for window, layers in Counter(windows).items()
+    ]
 
 
 def bytes_per_second(chip: Chip, kind: str) -> float:

@@ -268,10 +268,12 @@ class Ring:
         partition: Partition,
         chip: Chip,
         documents: tuple[int, ...] = (),
+        window: int = 0,
     ) -> "Ring":
         """Computes it for a config on a mesh of this chip.
 
         documents: lengths of those packed in a row, repeated; none for one document.
+        window: of the layer's kind, tokens; 0 for none.
         """
         model, shape = config.model, partition.mesh.shape
         length = config.data.context_tokens // partition.ring_size
@@ -281,7 +283,7 @@ class Ring:
         sent = padded(model.head_dim) if is_tpu else model.head_dim
         numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * sent
         return cls(
-            sequence=Sequence(layout, partition.ring_size, length, documents),
+            sequence=Sequence(layout, partition.ring_size, length, documents, window),
             rows=tokens // length,
             heads=model.num_heads // shape["tensor"],
             kv_heads=model.num_kv_heads // shape["tensor"],
@@ -309,10 +311,18 @@ class Ring:
 
     def kernel_seconds(self, kernels: Kernels, direction: str) -> float:
         """Returns the time of a ring step's kernel, the mean over the steps."""
+        steps = self.step_seconds(kernels, direction)
+        return sum(weight * seconds for weight, seconds in steps)
+
+    def step_seconds(
+        self, kernels: Kernels, direction: str
+    ) -> list[tuple[float, float]]:
+        """Returns (weight, time of the kernel) of ring steps: `Sequence.sampled`'s."""
         if not kernels.parts:
-            heads = self.heads * padded(self.head_dim) / LANES
-            return self.area * heads * kernels.seconds[direction]
-        seconds = 0.0
+            heads = self.rows * self.heads * padded(self.head_dim) / LANES
+            pair = heads * kernels.seconds[direction]
+            return [(weight, pairs * pair) for weight, pairs in self.sequence.areas]
+        found = []
         for step in range(self.sequence.sampled_steps):
             kernel = Launched.of(
                 kernels.chip.name.removeprefix("TPU "),
@@ -327,8 +337,8 @@ class Ring:
             if direction == "backward":  # whose heads are shared out to the cores
                 stacks = -(-stacks // kernel.cores) * kernel.cores
             slowest = max(kernels.call_seconds(kernel, work) for work in devices)
-            seconds += weight * stacks * slowest
-        return seconds
+            found.append((weight, stacks * slowest))
+        return found
 
     def transfer_seconds(self, chip: Chip, direction: str) -> float:
         """Returns the time of the transfer that overlaps it."""
@@ -337,10 +347,13 @@ class Ring:
             size += self.gradients_bytes
         return size / chip.interconnect_bytes_per_second if self.steps > 1 else 0.0
 
-    def is_covered(self, chip: Chip, kernels: Kernels) -> bool:
-        """Returns whether kernels last as long as their transfers."""
-        return all(
-            self.kernel_seconds(kernels, direction)
-            >= self.transfer_seconds(chip, direction)
-            for direction in PRODUCTS
-        )
+    def outlasting_seconds(self, chip: Chip, kernels: Kernels, direction: str) -> float:
+        """Returns how long transfers last after their kernels, in all ring steps.
+
+        The last step has none. Every shard is sent on, also where a window sees none.
+        """
+        transfer = self.transfer_seconds(chip, direction)
+        steps = self.step_seconds(kernels, direction)
+        more = [(weight, max(0.0, transfer - seconds)) for weight, seconds in steps]
+        total = self.steps * sum(weight * seconds for weight, seconds in more)
+        return total - more[-1][1]

@@ -49,7 +49,7 @@ class Suggestion:
 
     memory: estimated bytes on a device. fits: whether that leaves enough spare.
     hiding: time of a ring step's kernel over that of its transfer, in the worse
-      direction; None without a ring.
+      direction and in the layers with the shortest; None without a ring.
     exposed_bytes: bytes that a device sends in a step while nothing is computed.
     seconds: estimated time of those, and of the step's attention kernels.
     """
@@ -115,20 +115,24 @@ def suggestion(
     memory = device_bytes(state) + workspace_bytes(config, partition, parameters)
     if config.remat != "offload":
         memory += saved_bytes(config, partition)
-    ring = Ring.of(config, partition, chip, documents)
-    kernels = Kernels.of(chip)
+    passes, kernels = ring_passes(config, partition, chip, documents), Kernels.of(chip)
+    rings = {ring for _, ring, direction in passes if direction == "backward"}
     hiding = None
-    if ring.steps > 1:
+    if partition.ring_size > 1:
         hiding = min(
             ring.kernel_seconds(kernels, direction)
             / ring.transfer_seconds(chip, direction)
-            for direction in PRODUCTS
+            for ring, direction in itertools.product(rings, PRODUCTS)
         )
-    exposed = exposed_bytes(config, partition, ring, parameters)
-    exposed += _outlasting_bytes(config, partition, ring, chip, kernels)
+    link = chip.interconnect_bytes_per_second
+    exposed = exposed_bytes(config, partition, rings.pop(), parameters)
+    exposed += link * sum(
+        times * ring.outlasting_seconds(chip, kernels, direction)
+        for times, ring, direction in passes
+    )
     attention = sum(
-        times * ring.steps * part.kernel_seconds(kernels, direction)
-        for times, part, direction in ring_passes(config, partition, ring)
+        times * ring.steps * ring.kernel_seconds(kernels, direction)
+        for times, ring, direction in passes
     )
     return Suggestion(
         mesh=partition.sizes,
@@ -136,7 +140,7 @@ def suggestion(
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         hiding=hiding,
         exposed_bytes=exposed,
-        seconds=attention + exposed / chip.interconnect_bytes_per_second,
+        seconds=attention + exposed / link,
     )
 
 
@@ -152,7 +156,8 @@ def workspace_bytes(
     tensor = partition.mesh.shape["tensor"]
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     queries = local_tokens(config, partition) * model.num_heads * model.head_dim * 4
-    tables = 2 * getattr(model, "vocab_size", 0) * model.hidden_size
+    tables = getattr(model, "vocab_size", 0) * model.hidden_size
+    tables *= 1 if config.model.tied_embeddings else 2
     layer = (parameters - tables) / model.num_layers
     state = (itemsize + 4) * layer + 4 * tables
     arrays = LAYER_ARRAYS + RING_ARRAYS / config.attention_parts
@@ -165,7 +170,10 @@ def exposed_bytes(
     ring: Ring,
     parameters: int,
 ) -> float:
-    """Returns the bytes that a device sends in a step and that overlap no kernel."""
+    """Returns the bytes that a device sends in a step and that overlap no kernel.
+
+    ring: of any kind of layers, which all send as much.
+    """
     model, shape = config.model, partition.mesh.shape
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     shards, tensor = partition.shards("embed"), shape["tensor"]
@@ -179,22 +187,6 @@ def exposed_bytes(
     if ring.steps > 1:
         sent += model.num_layers * ring.keys_bytes
     return sent * config.train.microbatches
-
-
-def _outlasting_bytes(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    ring: Ring,
-    chip: Chip,
-    kernels: Kernels,
-) -> float:
-    """Returns the bytes that ring steps send after their kernels have ended."""
-    total = 0.0
-    for times, part, direction in ring_passes(config, partition, ring):
-        transfer = part.transfer_seconds(chip, direction)
-        more = max(0.0, transfer - part.kernel_seconds(kernels, direction))
-        total += times * (ring.steps - 1) * more * chip.interconnect_bytes_per_second
-    return total
 
 
 def _all_reduced(devices: int) -> float:

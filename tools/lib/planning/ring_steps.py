@@ -85,6 +85,7 @@ class Sequence:
 
     length: of a shard, tokens. documents: lengths of packed documents, repeated until
       the sequence is full; none for one document.
+    window: tokens that a query sees, its own included; 0 for all of its document.
     part: "front" for the first half of a shard's queries on the first half of the keys,
       "tail" for the second on all; see `make_ring_attention`'s keep_tail.
     """
@@ -93,6 +94,7 @@ class Sequence:
     ring_size: int
     length: int
     documents: tuple[int, ...] = ()
+    window: int = 0
     part: str = "whole"
 
     @property
@@ -111,15 +113,23 @@ class Sequence:
         """Returns the bounds of a device's rows on the keys of another, by pieces."""
         shape = self.ring_size, self.length
         token = _edges(self, device, piece)
-        visible = document_starts(self.documents, token), token + 1
+        start = document_starts(self.documents, token)
+        if self.window:
+            start = np.maximum(start, token + 1 - self.window)
+        visible = start, token + 1
         slots = (self.layout.count(source, bound, *shape) for bound in visible)
         return Bounds(*(np.minimum(slot, self.keys) for slot in slots))
 
-    @functools.cached_property
+    @property
     def area(self) -> float:
-        """Query-key pairs of the slowest device, the mean over ring steps.
+        """Query-key pairs of the slowest device, the mean over ring steps."""
+        return sum(weight * pairs for weight, pairs in self.areas)
 
-        Those of live sub-tiles of SUB_TILE rows and keys; see `sampled`.
+    @functools.cached_property
+    def areas(self) -> list[tuple[float, float]]:
+        """(weight, query-key pairs of the slowest device) of ring steps: see `sampled`.
+
+        Those of live sub-tiles of SUB_TILE rows and keys.
         """
         sub = min(SUB_TILE, len(self.queries), self.keys)
 
@@ -127,25 +137,26 @@ class Sequence:
             tiles = key_ranges(*self.bounds(device, source, sub), 2, sub).work().sum()
             return float(min(tiles * sub**2, len(self.queries) * self.keys))
 
-        return sum(
-            weight * max(itertools.starmap(pairs, steps))
+        return [
+            (weight, max(itertools.starmap(pairs, steps)))
             for weight, steps in self.sampled()
-        )
+        ]
 
     @property
     def sampled_steps(self) -> int:
-        """Ring steps that `sampled` yields."""
-        return min(self.ring_size, 1 + SAMPLED_STEPS)
+        """Ring steps that `sampled` yields; all where windows see few of them."""
+        return self.ring_size if self.window else min(self.ring_size, 1 + SAMPLED_STEPS)
 
     def sampled(self) -> Iterator[tuple[float, list[tuple[int, int]]]]:
         """Yields (weight, (device, source) of each sampled device) of ring steps.
 
-        The first, the middle and the last device, and SAMPLED_STEPS steps besides the
-        first one. The weights sum to 1.
+        The first, the middle and the last device, and `sampled_steps` of the steps, the
+        first and the last among them. The weights sum to 1.
         """
         size = self.ring_size
         devices = sorted({0, size // 2, size - 1})
-        others = np.unique(np.linspace(1, size - 1, SAMPLED_STEPS).astype(int))
+        count = self.sampled_steps - 1
+        others = np.unique(np.linspace(1, size - 1, count).astype(int))
         steps = [(0, 1.0)] if size == 1 else [(0, 1 / size)]
         if size > 1:
             steps += [(int(step), (1 - 1 / size) / len(others)) for step in others]
@@ -173,15 +184,22 @@ def document_starts(documents: tuple[int, ...], token: np.ndarray) -> np.ndarray
     return whole * ends[-1] + begins[np.searchsorted(ends, rest, side="right")]
 
 
-def visible_pairs(documents: tuple[int, ...], tokens: int) -> int:
-    """Returns the query-key pairs of a row of packed documents, causal."""
+def visible_pairs(documents: tuple[int, ...], tokens: int, window: int = 0) -> int:
+    """Returns the query-key pairs of a row of packed documents, causal.
+
+    window: tokens that a query sees, its own included; 0 for all of its document.
+    """
+
+    def pairs(length: int) -> int:
+        unseen = max(0, length - window) if window else 0
+        return (length * (length + 1) - unseen * (unseen + 1)) // 2
+
     whole, rest = divmod(tokens, sum(documents) or tokens)
     cut = []
     for length in documents:
         cut.append(min(length, rest))
         rest -= cut[-1]
-    pairs = [n * (n + 1) // 2 for n in documents or (tokens,)]
-    return whole * sum(pairs) + sum(n * (n + 1) // 2 for n in cut)
+    return whole * sum(map(pairs, documents or (tokens,))) + sum(map(pairs, cut))
 
 
 @functools.cache

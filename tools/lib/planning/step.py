@@ -72,8 +72,9 @@ class Step:
     def work(self) -> StepWork:
         """Returns the work of a step whose rows are documents without padding."""
         rows, columns = base.batch_shape(self.config)
-        pairs = rows * visible_pairs(self.documents, columns)
-        return self.task.work(rows * columns, pairs)
+        kinds = self.task.model.config.layer_kinds
+        pairs = [visible_pairs(self.documents, columns, k.window) for k in kinds]
+        return self.task.work(rows * columns, rows * sum(pairs) / len(pairs))
 
 
 def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None:
