@@ -12,14 +12,16 @@ TRAIN_FACTOR = 3
 
 def num_parameters(config: LanguageModelConfig) -> int:
     """Counts all parameters."""
-    norms = (2 * config.num_layers + 1) * config.hidden_size
-    return (
-        num_matrix_parameters(config) + config.vocab_size * config.hidden_size + norms
-    )
+    tables = 0 if config.tied_embeddings else config.hidden_size * config.vocab_size
+    vectors = config.num_layers * _num_layer_vectors(config) + config.hidden_size
+    return num_matrix_parameters(config) + tables + vectors
 
 
 def num_matrix_parameters(config: LanguageModelConfig) -> int:
-    """Counts parameters of matrix products: no norms, no embedding look-up."""
+    """Counts parameters of matrix products: no norms, no embedding look-up.
+
+    Where embeddings are tied they are the head, and count.
+    """
     return num_layer_matrices(config) + config.hidden_size * config.vocab_size
 
 
@@ -31,13 +33,23 @@ def num_layer_matrices(config: DecoderConfig) -> int:
     return config.num_layers * (attention + feed_forward)
 
 
+def _num_layer_vectors(config: DecoderConfig) -> int:
+    """Counts a layer's parameters besides matrices: norms, biases and sinks."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    norms = 4 if config.norms == "both" else 2
+    vectors = (norms + config.output_bias) * config.hidden_size
+    vectors += config.qkv_bias * (heads + 2 * kv_heads) * config.head_dim
+    scales = {"": 0, "head": 2, "all": heads + kv_heads}[config.qk_norm]
+    return vectors + scales * config.head_dim + config.attention_sinks * heads
+
+
 def train_flops(config: LanguageModelConfig, tokens: float, pairs: float) -> float:
     """Counts a training step's FLOPs: 6 a token and parameter, 12·H·D a pair and layer.
 
     tokens: trained on, without padding.
     pairs: of a query and a key visible to it; T(T + 1)/2 for one causal sequence, the
-      sum of that over packed documents. So the causal half is counted once, as in
-      MaxText and Megatron.
+      sum of that over packed documents; fewer in layers with a window, the mean over
+      the layers. So the causal half is counted once, as in MaxText and Megatron.
     """
     head = 2.0 * config.hidden_size * config.vocab_size * tokens
     return TRAIN_FACTOR * head + layers_train_flops(config, tokens, pairs)

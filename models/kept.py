@@ -38,6 +38,8 @@ class Kept:
             kept += sizes.hidden_size  # the attention's projection
             if not 0 < self.feed_forward_chunk < self.tokens:
                 kept += 2 * sizes.feed_forward_size // tensor  # gate and up
+                # Down's, where a norm after it needs it in the backward.
+                kept += sizes.hidden_size * (sizes.norms != "before")
         return int(self.tokens * (kept * self.itemsize + share * heads * 4))
 
     def of(self, execution: Execution) -> int:

@@ -10,11 +10,12 @@ import ml_collections
 import pytest
 
 from configs import base as base_config
-from configs import exorl_tiny, llama_sizes, pod
+from configs import exorl_tiny, families, llama_sizes, pod
 from kernels.layouts import check_length
 from models.remat import REMAT_POLICIES
+from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tasks import base, exorl, text
+from tasks import base, config_checks, exorl, text
 from tasks.config_errors import fields_by_name
 from training.mesh import MESH_AXES, MeshShape, Partition
 
@@ -121,9 +122,10 @@ def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     model = text.model(config, partition)
     vocab_size = config.model.vocab_size or 264  # of the default corpus, bytes
     assert model.config == LanguageModelConfig(
-        **{**config.model, "vocab_size": vocab_size}
+        **{**config.model, "vocab_size": vocab_size},
+        rope_scaling=RopeScaling(**config.rope_scaling),
     )
-    assert model.shapes["head"].shape == (config.model.hidden_size, vocab_size)
+    assert model.shapes["embedding"].shape == (vocab_size, config.model.hidden_size)
     assert base.optimizer_settings(config).total_steps == config.train.steps
     assert config.remat in REMAT_POLICIES
     system, ring_size = base.attention_system(config), partition.ring_size
@@ -182,3 +184,19 @@ def test_the_cards_config_is_that_of_its_pod():
     assert card.to_dict() | {"workdir": same.workdir} == same.to_dict()
     with pytest.raises(ValueError, match="size='8b' must be one of 1b, 3b, 7b"):
         pod.get_config("8b")
+
+
+@pytest.mark.parametrize("chip", families.PODS)
+@pytest.mark.parametrize("name", families.NAMES)
+def test_a_family_has_the_mesh_and_the_context_of_its_docstring(name, chip):
+    config = MODULES[name].get_config(chip)
+    row = rf"\n  {chip} +(\d+) (?:chips|GPUs), +(\d+) (Ki|Mi) tokens of context, (.*)\n"
+    devices, number, unit, mesh = re.search(row, MODULES[name].__doc__).groups()
+    assert int(devices) == math.prod(config.mesh.values())
+    factor = {"Ki": 1024, "Mi": 1024**2}[unit]
+    assert config.data.context_tokens == int(number) * factor
+    found = (f"{axis} {config.mesh[axis]}" for axis in MESH_AXES)
+    assert mesh == " x ".join(size for size in found if not size.endswith(" 1"))
+    config_checks.check(config, int(devices))
+    with pytest.raises(ValueError, match="pod='v9' must be one of v5p, v6e, h200"):
+        MODULES[name].get_config("v9")

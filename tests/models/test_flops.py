@@ -1,5 +1,9 @@
 """Parameters and operations against the model itself and published numbers."""
 
+import dataclasses
+import importlib
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +87,35 @@ def test_grouped_heads_are_counted_as_many_as_there_are():
     matrices = 3 * (attention + 3 * 12 * 20) + 12 * 50
     assert num_matrix_parameters(GROUPED) == matrices
     assert num_parameters(GROUPED) == matrices + 50 * 12 + 7 * 12
+
+
+PARTS: tuple[dict[str, Any], ...] = (
+    {"qkv_bias": True, "output_bias": True, "attention_sinks": True},
+    {"qk_norm": "head", "norms": "both", "tied_embeddings": True},
+    {"qk_norm": "all", "norms": "after"},
+    {"layer_pattern": "wwf", "window": 4, "norm_unit_offset": True},
+)
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=lambda parts: ",".join(parts))
+def test_counts_are_those_of_the_parameters_of_every_kind_of_model(parts, one_device):
+    sizes = dataclasses.replace(GROUPED, **parts)
+    config = base.get_config()
+    config.model.update({name: getattr(sizes, name) for name in config.model})
+    shapes = jax.tree.leaves(text.model(config, one_device).shapes)
+    assert num_parameters(sizes) == sum(leaf.size for leaf in shapes)
+    # The head's product is there whether it is the embedding or not.
+    assert num_matrix_parameters(sizes) == num_matrix_parameters(GROUPED)
+    assert train_flops(sizes, 7, 9) == train_flops(GROUPED, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama3_8b", 8.030), ("qwen3_8b", 8.191), ("gemma3_12b", 11.766)],
+)
+def test_families_have_the_parameters_of_the_published_ones(name, billions):
+    config = importlib.import_module(f"configs.{name}").get_config()
+    assert round(num_parameters(text.sizes(config)) / 1e9, 3) == billions
 
 
 @each_size

@@ -1,5 +1,6 @@
 """Layers that keep more within a budget, and chunks chosen: the same training."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,14 @@ def test_policies_keep_inputs_results_and_products():
     in_chunks = Kept(SIZES, 100, 2, 2, feed_forward_chunk=50)
     without = PRODUCTS - 100 * 2 * 2 * 80
     assert in_chunks.of_layer("products") == INPUT + RESULT + without
+    for norms in ("after", "both"):  # which need down's product in the backward
+        sizes = dataclasses.replace(SIZES, norms=norms)
+        kept = [
+            dataclasses.replace(one, sizes=sizes).of_layer("products")
+            - one.of_layer("products")
+            for one in (KEPT, in_chunks)
+        ]
+        assert kept == [100 * 64 * 2, 0]
 
 
 @pytest.mark.parametrize(
