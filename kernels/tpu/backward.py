@@ -9,6 +9,7 @@ matmuls a tile (FlashAttention-2, 2307.08691, algorithm 2):
              | drained by `DoubleBuffer.wait` at the start of iteration i
     MXU    S^T = K Q^T    dV += P^T dO    dP^T = V dO^T      dQ += dS K    dK += dS^T Q
     VPU         P^T = exp2(S^T - lse)         dS^T = P^T (dP^T - delta)
+                                              times the slope of a soft cap, if any
     HBM    dK, dV of tile j: Pallas double-buffers them, as K and V, a block a program
 
 Scores are transposed, [keys, rows], so that lse and delta, one number a row, lie along
@@ -44,7 +45,8 @@ class Operands(NamedTuple):
     k, v: [M, X, key tiles, block_k, D].
     q, do: [M, X, G, query tiles * block_q, D], left in HBM, and so the next three.
     lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R]. With an lse that is
-      smaller by log2(factor), P, dq, dk and dv come out times that factor.
+      smaller by log2(factor), P, dq, dk and dv come out times that factor. dq and dk
+      come out times limit^2 of a soft cap.
     row_bounds: k_start and k_end: int32 [M, query tiles, 2, R].
     dq: float32, as q: what is accumulated already.
     """
@@ -317,6 +319,8 @@ def _add_gradients(
         p = jnp.where(in_interval(k_start, key, k_end), p, 0.0)  # [keys, rows]
     keys.dv[...] += matmul(p.astype(q.dtype), do, NN)  # [keys, D]
     dp = matmul(keys.v[...], do, NT)  # dP^T [keys, rows]
+    if config.soft_cap:
+        p *= config.soft_cap.slope(s)  # [keys, rows]
     ds = (p * (dp - delta)).astype(q.dtype)  # dS^T [keys, rows]
     queries.dq[rows, :] += matmul(ds, keys.k[...], TN)  # [rows, D]
     keys.dk[...] += matmul(ds, q, NN)  # [keys, D]

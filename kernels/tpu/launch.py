@@ -26,7 +26,7 @@ from . import forward as forward_kernel
 from .block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
 from .cut import Cut, choose_cut, row_lanes, vmem_limit
 from .softmax import NOTHING
-from .vector import LANES, TileConfig, buffer_bytes, int_to_float_bits
+from .vector import LANES, SoftCap, TileConfig, buffer_bytes, int_to_float_bits
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def forward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
     launch: Launch = Launch(),
@@ -62,9 +63,11 @@ def forward(
     Raises:
       ValueError: a type that TPUs do not multiply, or tiles that do not fit the chip.
       NotImplementedError: there is no TPU to compile for, or it has too little memory
-        for any tiles, or for the bounds of all of them.
+        for any tiles, or for the bounds of all of them; or a soft cap out of range.
     """
     chip = _checked_chip(launch.chip, q.dtype)
+    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype)
+    offset = cap.offset / LOG2_E if cap else 0.0
     cut = cut_forward(chip, q, k, carry is not None, launch.blocks, block_sizes)
     k, v = cut.repeat_heads(k), cut.repeat_heads(v)
     tiling = cut.tiling(q, k, k_start)
@@ -79,11 +82,11 @@ def forward(
         q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
         k=tiling.split_keys(_operand(k, chip)),  # [M, X, key tiles, block_k, D]
         v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
-        carry=_split_carry(tiling, chip, carry),
+        carry=_split_carry(tiling, chip, carry, offset),
     )
     _check_smem(chip, (operands.key_tile_ranges, min_k_start, max_k_end))
     out, lse = forward_kernel.forward_call(
-        TileConfig(cut.blocks, scale * LOG2_E, _precision(q.dtype)),
+        TileConfig(cut.blocks, scale * LOG2_E, _precision(q.dtype), cap),
         operands,
         compiler_params=_compiler_params(chip, "parallel"),
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
@@ -91,7 +94,7 @@ def forward(
     )
     out = tiling.join_heads(out)[..., : q.shape[-1]]  # (B, T, H, D)
     lse = lse.reshape(*lse.shape[:3], cut.blocks.stacked_rows)  # [M, X, query tiles, R]
-    return out, tiling.join_rows(lse) / LOG2_E
+    return out, tiling.join_rows(lse) / LOG2_E + offset
 
 
 def backward(
@@ -105,6 +108,7 @@ def backward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
     launch: Launch = Launch(),
@@ -114,6 +118,8 @@ def backward(
     block_sizes, launch, and what is raised: as in `forward`.
     """
     chip = _checked_chip(launch.chip, q.dtype)
+    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype)
+    offset, square = (cap.offset, cap.limit**2) if cap else (0.0, 1.0)
     cut, is_dq_resident = cut_backward(chip, q, k, launch.blocks, block_sizes)
     k, v = cut.repeat_heads(k), cut.repeat_heads(v)
     tiling = cut.tiling(q, k, k_start)
@@ -122,9 +128,11 @@ def backward(
     min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
     # dS = scale P (dP - delta): |scale| comes into P with lse, and is divided out of
     # dv; its sign comes with k. A scale that is no ordinary number is applied `after`.
+    # Under a soft cap dS comes out times `square`.
     before, after = (abs(x) for x in gradient_factors(scale, q.dtype))
-    sign, magnitude = np.sign(scale).astype(k.dtype), before or 1.0
-    lse = tiling.split_rows(_lse_in_base_2(lse, magnitude))  # [M, X, query tiles, R]
+    sign, factor = np.sign(scale).astype(k.dtype), (before or 1.0) / square
+    lse = _lse_in_base_2(lse, math.log2(factor) + offset)
+    lse = tiling.split_rows(lse)  # [M, X, query tiles, R]
     delta = tiling.split_rows(delta)  # [M, X, query tiles, R]
     dq_kernel = dq if after == 1 else jnp.zeros_like(dq)
     operands = backward_kernel.Operands(
@@ -141,7 +149,7 @@ def backward(
     )
     _check_smem(chip, (operands.query_tile_ranges, min_k_start, max_k_end))
     dq_kernel, dk, dv = backward_kernel.backward_call(
-        TileConfig(cut.blocks, abs(scale) * LOG2_E, _precision(q.dtype)),
+        TileConfig(cut.blocks, abs(scale) * LOG2_E, _precision(q.dtype), cap),
         operands,
         is_dq_resident,
         compiler_params=_compiler_params(chip, "arbitrary"),
@@ -153,7 +161,7 @@ def backward(
     dk = cut.sum_heads(tiling.join_keys(dk)[..., :depth])  # (B, S, K, D)
     dv = cut.sum_heads(tiling.join_keys(dv)[..., :depth])  # (B, S, K, D)
     dq = dq_kernel if after == 1 else dq + after * dq_kernel
-    return dq, dk * (after * np.sign(scale)), dv / magnitude
+    return dq, dk * (after * np.sign(scale)), dv / factor
 
 
 def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:
@@ -226,12 +234,12 @@ def _pad_lanes(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
 
 
-def _lse_in_base_2(lse: jax.Array, factor: float) -> jax.Array:
-    """Returns log2 of the sums less log2(factor), so that P comes out times factor.
+def _lse_in_base_2(lse: jax.Array, less: float) -> jax.Array:
+    """Returns log2 of the sums less a number, so that P comes out times 2**less.
 
     Rows without keys get a number so large that P is 0.
     """
-    lse = lse * LOG2_E - math.log2(factor)
+    lse = lse * LOG2_E - less
     return jnp.where(lse == -jnp.inf, -NOTHING, lse)
 
 
@@ -263,12 +271,13 @@ def _row_bounds(tiling: Tiling, k_start: jax.Array, k_end: jax.Array) -> jax.Arr
 
 
 def _split_carry(
-    tiling: Tiling, chip: pltpu.TpuInfo, carry: Partial | None
+    tiling: Tiling, chip: pltpu.TpuInfo, carry: Partial | None, offset: float
 ) -> forward_kernel.Carry | tuple[()]:
     if carry is None:
         return ()
     out, lse = carry
-    lse = tiling.split_rows(jnp.maximum(lse * LOG2_E, NOTHING))  # [M, X, tiles, R]
+    lse = jnp.maximum((lse - offset) * LOG2_E, NOTHING)
+    lse = tiling.split_rows(lse)  # [M, X, tiles, R]
     return forward_kernel.Carry(
         out=tiling.split_heads(_pad_lanes(out, chip)),
         lse=lse.reshape(*lse.shape[:-1], -1, LANES),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from ..precision import LOG2_E
 from .block_sizes import TpuBlocks
 
 LANES = 128
@@ -34,21 +35,74 @@ def dot(
     )
 
 
+class SoftCap(NamedTuple):
+    """Caps scores: s becomes limit * tanh(s / limit).
+
+    limit: log2(e) times the soft cap, as scores are exponents of 2.
+    has_tanh: whether the chip's own tanh is exact, as from v6e on. On older ones XLA's
+      tests allow it an error of 5e-4. There tanh(x) is 1 - 2 / (1 + exp(2 x)), and
+      scores come out less `limit`: the 1 would cost the VPU a subtraction.
+    newton_steps: of that reciprocal.
+    """
+
+    limit: float
+    has_tanh: bool
+    newton_steps: int
+
+    @classmethod
+    def of(cls, soft_cap: float, chip: pltpu.TpuInfo, dtype: jnp.dtype) -> "SoftCap":
+        """Returns the cap for a chip. dtype: of q, whose digits it keeps.
+
+        Raises:
+          NotImplementedError: its square, or its error, is too large.
+        """
+        if not 2**-10 <= soft_cap <= 2**10:
+            raise NotImplementedError(
+                f"soft_cap must be from 1/1024 to 1024 on a TPU, got {soft_cap}: name "
+                "another implementation, or leave out a cap that no score reaches"
+            )
+        newton_steps = 2 if dtype == jnp.float32 else 1
+        return cls(soft_cap * LOG2_E, chip.generation >= 6, newton_steps)
+
+    @property
+    def offset(self) -> float:
+        """What scores come out less, base 2."""
+        return 0.0 if self.has_tanh else self.limit
+
+    def apply(self, scale: float, x: jax.Array) -> jax.Array:
+        """Returns capped scores, less `offset`, of products x: [m, n], float32."""
+        scale /= self.limit
+        if self.has_tanh:
+            return self.limit * jnp.tanh(scale * x)
+        # At most 2^100: a Newton step from 1 / inf gives nan.
+        exp = jnp.exp2(jnp.minimum(2 * LOG2_E * scale * x, 100.0))  # [m, n]
+        return -2 * self.limit * reciprocal(1.0 + exp, self.newton_steps)
+
+    def slope(self, s: jax.Array) -> jax.Array:
+        """Returns limit^2 times the derivative, 1 - tanh^2, at capped scores s."""
+        if self.has_tanh:
+            return self.limit**2 - s * s
+        return s * (-2 * self.limit - s)
+
+
 class TileConfig(NamedTuple):
     """Constants of a kernel.
 
     blocks: what its tiles are cut into.
     scale: log2(e) times the factor on scores, which are exponents of 2 in the kernels.
     precision: of the matmuls.
+    soft_cap: of the scores, if any.
     """
 
     blocks: TpuBlocks
     scale: float
     precision: lax.Precision
+    soft_cap: SoftCap | None
 
     def scores(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns scaled scores: [m, D], [n, D] -> [m, n], float32."""
-        return self.scale * dot(a, b, NT, self.precision)
+        """Returns scaled and capped scores: [m, D], [n, D] -> [m, n], float32."""
+        x = dot(a, b, NT, self.precision)
+        return self.soft_cap.apply(self.scale, x) if self.soft_cap else self.scale * x
 
 
 def broadcast_lanes(x: jax.Array, width: int) -> jax.Array:
@@ -56,14 +110,14 @@ def broadcast_lanes(x: jax.Array, width: int) -> jax.Array:
     return jnp.tile(x, (1, width // LANES))
 
 
-def reciprocal(x: jax.Array) -> jax.Array:
+def reciprocal(x: jax.Array, newton_steps: int = 2) -> jax.Array:
     """Returns 1 / x of normal float32 numbers.
 
-    Two Newton steps from the unit's guess, of 8 bits or more. A division costs the VPU
+    Newton steps from the unit's guess, of 8 bits or more. A division costs the VPU
     twice as much, for the sake of denormal numbers.
     """
     guess = pltpu.reciprocal(x, approx=True)
-    for _ in range(2):
+    for _ in range(newton_steps):
         guess = guess * (2.0 - x * guess)
     return guess
 

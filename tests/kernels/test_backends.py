@@ -64,6 +64,8 @@ class TestTpu(BackendSuite):
         **float32_cases(256, 128, 256),
         "many heads": (StepCase(77, 700, 16, bound_rows=2, has_carry=True), F32),
         "bfloat16": (StepCase(200, 500, 8, 100, bound_rows=2, has_carry=True), BF16),
+        "cap": (StepCase(300, 700, 2, has_carry=True, scale=-0.5, soft_cap=1.5), F32),
+        "bfloat16 cap": (StepCase(200, 500, 4, has_carry=True, soft_cap=1.5), BF16),
     }
     groups = 1, 2, 3, 4, 8, 32
     longest = 1024

@@ -23,8 +23,8 @@ from kernels.tpu.backward_dq import STREAMED
 from kernels.tpu.bounds import RowBounds
 from kernels.tpu.cut import Cut
 from kernels.tpu.launch import Launch
-from tests.simulated_tpu import CHIP, SMALL_VMEM, SimulatedTpu, on_chip
-from tests.steps import StepCase, assert_true, compiled, run, run_backward
+from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, SimulatedTpu, on_chip
+from tests.steps import PASSES, StepCase, assert_true, compiled, run, run_backward
 
 
 def test_v3_is_as_exact(rng):
@@ -39,6 +39,26 @@ def test_step_cut_for_any_chip_equals_the_reference(version, rng):
     case = StepCase(1500, 2500, group=2, head_dim=128, bound_rows=2, has_carry=True)
     assert_true(rng, on_chip(version), case, jnp.float32)
     assert_true(rng, on_chip(version), case, jnp.bfloat16)
+
+
+V6E = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, -1e-42, 2.0**40])
+def test_capped_step_equals_the_reference_with_the_tanh_of_a_chip(scale, rng):
+    """Of a v6e; without, as on a v5e, where scores are so large that exp overflows."""
+    chip = CHIP if scale > 1 else V6E
+    case = StepCase(200, 300, has_carry=True, scale=scale, soft_cap=1.5)
+    assert_true(rng, SimulatedTpu(Launch(chip, SMALL_BLOCKS, True)), case, jnp.float32)
+
+
+@pytest.mark.parametrize("soft_cap", [2.0**-11, 1025.0])
+def test_cap_that_scores_lose_their_digits_in_is_refused(soft_cap):
+    case = StepCase(128, 256, soft_cap=soft_cap)
+    for step in PASSES.values():
+        capped = functools.partial(step, soft_cap=soft_cap)
+        with pytest.raises(NotImplementedError, match=f"1024 on a TPU, got {soft_cap}"):
+            traced(case, SimulatedTpu(), run=capped)
 
 
 HEAD = StepCase(1792, 300, group=1, batch=1)  # 7 query tiles, of 256 x 128 with padding

@@ -39,8 +39,10 @@ TOKENS = 2048
 def compiled_step(chip: str, direction: str, case: StepCase, dtype: jnp.dtype) -> str:
     """Returns the scheduled program of one attention step on one device."""
     mesh = Mesh(np.array(tpu_devices(chip)[:1]), ("device",))
-    program = functools.partial(PASSES[direction], pallas_tpu, 0.1, None)
-    return compile_for(mesh, program, case.abstract(dtype)).as_text()
+    options = {"scale": 0.1, "sizes": None, "soft_cap": case.soft_cap}
+    program = functools.partial(PASSES[direction], pallas_tpu, **options)
+    step = case.abstract(dtype)
+    return compile_for(mesh, lambda step: program(step=step), step).as_text()
 
 
 def copies_of_shards(program: str, size: int) -> list[int]:
@@ -185,6 +187,7 @@ def compiled_steps():
         {"head_dim": 256},
         {"length": 1},
         {"length": 4093},
+        {"soft_cap": 50.0},
     )
     found += [(chip, shape, bf16) for chip, shape in itertools.product(CHIPS, shapes)]
     found.append(("v3", {"group": 7, "kv_heads": 4}, bf16))

@@ -90,6 +90,17 @@ def test_any_course_of_scores_gives_the_exact_softmax(
     assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
 
 
+def test_capped_scores_that_rise_give_the_exact_softmax(rng):
+    """From 0 to 180, and log2(e) times as much as exponents: tiles run again."""
+    step = step_at_levels(rng, CASES["first ring step"], LEVELS["rising"])
+    capped = functools.partial(program, soft_cap=200.0)
+    with jax.enable_x64(True):
+        truth = capped(reference)(step.astype(jnp.float64))
+    step = step.astype(jnp.float32)
+    found = errors(capped(SimulatedTpu())(step), truth)
+    assert (found <= 2 * errors(capped(reference)(step), truth) + 1e-6).all(), found
+
+
 def test_rising_scores_overflow_where_no_limit_is_set(monkeypatch, rng):
     """Shows that the test above of rising scores needs tiles to be computed again."""
     ordinary, rising = (
