@@ -160,7 +160,7 @@ def evaluate(
             parameters,
             tokenizer,
             options.max_tokens,
-            [tokenizer.end_of_document, *ends],
+            [*tokenizer.stop_tokens, *ends],
         )
         scorer = Scorer(form, tokenizer, generated, partial(forcing, parameters))
         found = scorer.rows(cells)
