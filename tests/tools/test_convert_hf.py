@@ -250,7 +250,8 @@ def test_derived_tensors_of_older_files_are_passed_over(workdirs, tmp_path):
     assert_same(restored(tmp_path / "out", "llama_gqa", partition), first)
 
 
-def test_a_tied_head_is_passed_over_where_it_is_the_embedding(workdirs, tmp_path):
+def test_a_tied_head_is_none(workdirs, tmp_path, capsys):
+    """Nor where the files have one that is the embedding; untied, it is missed."""
     partition = partition_on(MESHES["llama_tied"])
     table = tensors(hf_models.DIRECTORY / "llama_tied")["model.embed_tokens.weight"]
     source = changed_copy(tmp_path, "llama_tied", {"lm_head.weight": table})
@@ -258,6 +259,11 @@ def test_a_tied_head_is_passed_over_where_it_is_the_embedding(workdirs, tmp_path
     first = restored(workdirs["llama_tied"], "llama_tied", partition)
     assert "head" not in first
     assert_same(restored(tmp_path / "out", "llama_tied", partition), first)
+    untied = {"tie_word_embeddings": False}
+    (tmp_path / "untied").mkdir()
+    source = changed_copy(tmp_path / "untied", "llama_tied", untied)
+    error = refusal(source, tmp_path / "none", capsys)
+    assert "lm_head.weight is missing, [40, 32] by config.json" in error
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

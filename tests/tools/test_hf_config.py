@@ -180,7 +180,12 @@ BAD = [
     (scaled(type="linear", factor=True), "factor=True of RoPE"),
     (
         scaled(type="yarn", factor=4.0, truncate=0) | {"max_position_embeddings": 64},
-        "truncate=0 of RoPE",
+        "truncate=0 of RoPE, where true or false is needed",
+    ),
+    (  # which has the meaning of a formula here
+        scaled(type="yarn", factor=4, attention_factor=0.0)
+        | {"max_position_embeddings": 64},
+        "attention_factor=0.0 of RoPE, where a number above 0 is needed",
     ),
     (
         scaled(type="yarn", factor=4) | {"max_position_embeddings": "4096"},

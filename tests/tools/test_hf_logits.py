@@ -10,8 +10,10 @@ import pytest
 from flax import traverse_util
 
 from models.rope import RopeScaling
+from models.sampling import Sampling
 from models.sizes import LanguageModelConfig
 from tasks import text
+from tasks.generation import generator
 from tests.tools import hf_models
 from tools.lib.hf.config import model_config
 from training.mesh import MeshShape, Partition, make_mesh
@@ -51,6 +53,26 @@ def test_logits_and_greedy_tokens_equal_transformers(name, ring, layout):
     assert followers.size == 32
     best = logits.argmax(axis=-1)[hf_models.PROMPT - 1 : -1]
     np.testing.assert_array_equal(best, followers)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "mistral" else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
+)
+def test_greedy_tokens_from_the_sharded_cache_equal_transformers(name):
+    """Each from those before it, past the windows."""
+    config, partition = hf_models.run_config(name, attention="zigzag"), ring_of(4)
+    model = text.model(config, partition)
+    parameters = hf_models.loaded(name, model, partition)
+    tokens, _ = hf_models.expected(name)
+    prompt, followers = np.split(tokens, [hf_models.PROMPT])
+    sampling = Sampling(temperature=0.0)
+    programs = generator(config, partition, sampling, rows=1, cache_tokens=tokens.size)
+    found = programs.generate(parameters, [prompt], followers.size, seed=0)
+    np.testing.assert_array_equal(np.concatenate(list(found)), followers)
 
 
 # Of each model, fields without which it would be another one, and what they would be.

@@ -141,7 +141,7 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
     for name, value in fields.items():
         if value is None or name in unknown or name in HARMLESS:
             continue
-        said = f"{short(name)[1:-1]}={short(value)}"
+        said = f"{name}={short(value)}"
         if name in ONE_VALUE:
             only = ONE_VALUE[name]
             if not _is_same(value, only.value):

@@ -167,8 +167,9 @@ def _scaling(
     for name, value in {"rope_theta": theta, **rope}.items():
         if not _is_right(value, known.get(name, float)):
             raise ValueError(
-                f"config.json has {name}={short(value)} of RoPE, where a number is "
-                "needed"
+                f"config.json has {name}={short(value)} of RoPE, where "
+                f"{'true or false' if known.get(name) is bool else 'a number above 0'} "
+                "is needed"
             )
     if kind == "default":
         return float(theta), RopeScaling()
@@ -181,4 +182,4 @@ def _is_right(value: Any, kind: type) -> bool:
         return isinstance(value, bool)
     if kind is int:
         return type(value) is int and 1 <= value <= LARGEST
-    return is_number(value)
+    return is_number(value) and value > 0
