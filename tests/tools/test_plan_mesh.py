@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from data.document_mask import DocumentMask
 from kernels.block_sizes import BlockSizes
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
@@ -19,7 +20,7 @@ from tools.lib.planning.estimate import (
     ring_passes,
     synchronous_seconds,
 )
-from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring
+from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring, layer_masks
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import kinds
@@ -123,21 +124,34 @@ def test_each_kind_of_layers_has_its_rings():
     budget = {"remat_budget_gib": 2.5 * 16384 * 8320 / 2**30}
     config = config_7b(**WINDOWS | budget | {"remat": "nothing"})
     found = [
-        (times, ring.sequence.window, direction)
+        (times, ring.sequence.mask, direction)
         for times, ring, direction in ring_passes(config, partition(), V4)
     ]
     # The last two layers, of a kind each, keep the attention's result.
-    forward = [(2 * 23, 1024), (2 * 7, 0), (1, 1024), (1, 0)]
-    backward = [(24, 1024), (8, 0)]
+    window, full = DocumentMask(window=1024), DocumentMask()
+    forward = [(2 * 23, window), (2 * 7, full), (1, window), (1, full)]
+    backward = [(24, window), (8, full)]
     assert found == [(*one, "forward") for one in forward] + [
         (*one, "backward") for one in backward
     ]
 
 
+def test_layers_see_what_the_runs_mask_and_their_window_show():
+    for mask, seen in (
+        ("window(512)", (512, 512)),
+        ("window(4096)", (1024, 4096)),
+        ("prefix(4096)", (1024, 0)),
+    ):
+        *windows, full = layer_masks(config_7b(mask=mask, **WINDOWS))[:4]
+        assert [one.window for one in windows] == 3 * [seen[0]]
+        assert (full.window, full.prefix) == (seen[1], 4096 if "p" in mask else 0)
+        assert not any(one.prefix for one in windows)
+
+
 def test_transfers_that_no_window_reads_are_waited_for():
     config, mesh = config_7b(2**21, **WINDOWS), partition(ring=64, tensor=8)
     kernels = Kernels.of(V4)
-    ring = Ring.of(config, mesh, V4, window=1024)
+    ring = Ring.of(config, mesh, V4, mask=DocumentMask(window=1024))
     steps = ring.step_seconds(kernels, "forward")
     transfer = ring.transfer_seconds(V4, "forward")
     first, *others = (seconds for _, seconds in steps)

@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 
+from data.document_mask import DocumentMask
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.tile_ranges import key_ranges, query_ranges
 from tools.lib.planning.ring_steps import (
     Blocks,
     Sequence,
-    document_starts,
+    document_spans,
     visible_pairs,
     work,
 )
+
+WHOLE, PREFIX = DocumentMask(), DocumentMask(prefix=1000)
 
 BLOCKS = [
     Blocks(1, 512, 512, 128, 128),
@@ -24,10 +27,11 @@ def rows(sequence, device, source):
     """Bounds of every row in a ring step, (1, L) each."""
     layout, shape = sequence.layout, (sequence.ring_size, sequence.length)
     token = np.asarray(layout.index(device, *shape))[None]
-    start = document_starts(sequence.documents, token)
-    if sequence.window:
-        start = np.maximum(start, token - sequence.window + 1)
-    bounds = start, token + 1
+    total = sequence.ring_size * sequence.length
+    first, end = document_spans(sequence.documents, token, total)
+    start = np.maximum(first, token + 1 - (sequence.mask.window or total))
+    end = np.maximum(token + 1, np.minimum(first + sequence.mask.prefix, end))
+    bounds = start, end
     return [layout.count(source, bound, *shape) for bound in bounds]
 
 
@@ -37,13 +41,13 @@ def hull(live):
     return place[-1] - place[0] + 1 if place.size else 0
 
 
-@pytest.mark.parametrize("window", [0, 130])
+@pytest.mark.parametrize("mask", [WHOLE, DocumentMask(window=130), PREFIX], ids=str)
 @pytest.mark.parametrize("documents", [(), (700,), (100, 900, 3000)])
 @pytest.mark.parametrize("layout", [Contiguous(), Striped(), Zigzag()], ids=str)
 @pytest.mark.parametrize("blocks", BLOCKS)
-def test_work_is_that_of_the_masks(layout, documents, window, blocks):
+def test_work_is_that_of_the_masks(layout, documents, mask, blocks):
     q, k, heads = blocks.block_q, blocks.block_k, blocks.heads
-    sequence = Sequence(layout, 4, 1536, documents, window)
+    sequence = Sequence(layout, 4, 1536, documents, mask)
     for device, source in ((0, 0), (3, 1), (0, 2)):
         bounds = sequence.bounds(device, source, blocks.piece)
         start, end = rows(sequence, device, source)
@@ -78,21 +82,24 @@ def test_rows_after_the_end_repeat_the_last_one():
 
 
 def test_documents_repeat_until_the_row_is_full():
-    starts = document_starts((3, 2), np.arange(12))
+    starts, ends = document_spans((3, 2), np.arange(12), 12)
     assert starts.tolist() == [0, 0, 0, 3, 3, 5, 5, 5, 8, 8, 10, 10]
-    assert document_starts((), np.arange(3)).tolist() == [0, 0, 0]
+    assert ends.tolist() == [3, 3, 3, 5, 5, 8, 8, 8, 10, 10, 12, 12]
+    whole = document_spans((), np.arange(3), 4)
+    assert [bound.tolist() for bound in whole] == [[0, 0, 0], [4, 4, 4]]
     assert visible_pairs((3, 2), 12) == 2 * (6 + 3) + 3
     assert visible_pairs((3, 2), 14) == 2 * (6 + 3) + 6 + 1
     assert visible_pairs((), 12) == visible_pairs((100,), 12) == 78
 
 
-def test_a_window_takes_pairs_away_but_in_documents_that_it_covers():
+def test_a_window_takes_pairs_away_and_a_prefix_brings_some():
     token = np.arange(14)
-    start = document_starts((3, 7), token)
-    for window in (1, 2, 5, 20):
-        pairs = (token + 1 - np.maximum(start, token + 1 - window)).sum()
-        assert visible_pairs((3, 7), 14, window) == pairs
-    assert visible_pairs((), 12, 12) == visible_pairs((), 12) == 78
+    spans = document_spans((3, 7), token, 14)
+    for size in (1, 2, 5, 20):
+        for mask in DocumentMask(window=size), DocumentMask(prefix=size):
+            start, end = mask.bounds(token, *spans)
+            assert visible_pairs((3, 7), 14, mask) == (end - start).sum()
+    assert visible_pairs((), 12, DocumentMask(window=12)) == visible_pairs((), 12)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,7 @@ def test_a_window_takes_pairs_away_but_in_documents_that_it_covers():
 def test_windows_see_keys_in_few_ring_steps_of_layouts_that_keep_neighbours(
     layout, live
 ):
-    sequence = Sequence(layout, 16, 2048, window=512)
+    sequence = Sequence(layout, 16, 2048, mask=DocumentMask(window=512))
     weights, pairs = zip(*sequence.areas, strict=True)
     assert weights == pytest.approx([1 / 16] * 16)
     assert np.flatnonzero(pairs).tolist() == [*live]

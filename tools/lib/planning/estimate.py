@@ -13,8 +13,7 @@ import ml_collections
 
 from models.remat import RERUN
 from tasks.execution import execution
-from tasks.task import TASKS
-from tools.lib.planning.kernels import COUNTED, PRODUCTS, Kernels, Ring
+from tools.lib.planning.kernels import COUNTED, PRODUCTS, Kernels, Ring, layer_masks
 from tools.lib.planning.roofline import Work
 from training.chips import Chip
 from training.hlo import TRANSFER, Collective, Program
@@ -66,19 +65,14 @@ class Attention:
         kernels, outlasting = Kernels.of(chip), 0.0
         spent, areas, layers = Counter(), Counter(), Counter()
         for times, ring, direction in ring_passes(config, partition, chip, documents):
-            window, kernel = (
-                ring.sequence.window,
-                ring.kernel_seconds(kernels, direction),
-            )
-            spent[direction, window] += times * ring.steps * kernel
+            kernel, mask = ring.kernel_seconds(kernels, direction), ring.sequence.mask
+            spent[direction, mask] += times * ring.steps * kernel
             areas[direction] += times * ring.area
-            layers[window] += times * (direction == "backward")
+            layers[mask] += times * (direction == "backward")
             outlasting += times * ring.outlasting_seconds(chip, kernels, direction)
-        seconds = {
-            name: sum(spent[name, window] for window in layers) for name in PRODUCTS
-        }
+        seconds = {name: sum(spent[name, mask] for mask in layers) for name in PRODUCTS}
         shortest = {
-            name: layers.total() * min(spent[name, n] / layers[n] for n in layers)
+            name: layers.total() * min(spent[name, m] / layers[m] for m in layers)
             for name in PRODUCTS
         }
         again = areas["forward"] / areas["backward"]
@@ -141,13 +135,13 @@ def ring_passes(
 
     Each kind of layers has rings of its own. documents: of `Ring`.
     """
-    windows = [kind.window for kind in TASKS[config.task].sizes(config).layer_kinds]
-    rings = {n: Ring.of(config, partition, chip, documents, n) for n in set(windows)}
+    masks = layer_masks(config)
+    rings = {m: Ring.of(config, partition, chip, documents, m) for m in set(masks)}
     passes, first = [], 0
-    for run, count in execution(config, partition).runs(len(windows)):
+    for run, count in execution(config, partition).runs(len(masks)):
         again = 2 if run.remat in RERUN else 1
-        for window, layers in Counter(windows[first : first + count]).items():
-            ring, times = rings[window], layers * config.train.microbatches
+        for mask, layers in Counter(masks[first : first + count]).items():
+            ring, times = rings[mask], layers * config.train.microbatches
             if config.remat == "tail":  # then every layer's forward is two rings
                 # The first half of the queries sees half of the keys.
                 front, tail = ring.part("front"), ring.part("tail")
@@ -156,8 +150,8 @@ def ring_passes(
                 passes.append((again * times, ring, "forward"))
         first += count
     return passes + [
-        (layers * config.train.microbatches, rings[window], "backward")
-        for window, layers in Counter(windows).items()
+        (layers * config.train.microbatches, rings[mask], "backward")
+        for mask, layers in Counter(masks).items()
     ]
 
 

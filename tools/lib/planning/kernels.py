@@ -21,11 +21,14 @@ import ml_collections
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from data.document_mask import DocumentMask
 from kernels.tpu import launch
 from tasks import base
 from tasks.execution import local_tokens
+from tasks.mask import document_mask
+from tasks.task import TASKS
 from tools.lib.benchmarks.rows import ROOT
-from tools.lib.planning.ring_steps import Blocks, Sequence, Work, works
+from tools.lib.planning.ring_steps import CAUSAL, Blocks, Sequence, Work, works
 from tools.lib.tpu_compiler.bundles import Parts
 from training.chips import Chip
 from training.mesh import Partition
@@ -242,6 +245,17 @@ def at_peak(parts: Parts, direction: str, chip: Chip) -> Parts:
     )
 
 
+def layer_masks(config: ml_collections.ConfigDict) -> list[DocumentMask]:
+    """Returns what the queries of each layer see: of the run's mask, its window."""
+    mask = document_mask(config)
+
+    def within(window: int) -> DocumentMask:
+        return DocumentMask(window=min(window, mask.window or window))
+
+    kinds = TASKS[config.task].sizes(config).layer_kinds
+    return [within(kind.window) if kind.window else mask for kind in kinds]
+
+
 @dataclass(frozen=True)
 class Ring:
     """Work and communication of a device in one step of one layer's ring.
@@ -268,12 +282,12 @@ class Ring:
         partition: Partition,
         chip: Chip,
         documents: tuple[int, ...] = (),
-        window: int = 0,
+        mask: DocumentMask = CAUSAL,
     ) -> "Ring":
         """Computes it for a config on a mesh of this chip.
 
         documents: lengths of those packed in a row, repeated; none for one document.
-        window: of the layer's kind, tokens; 0 for none.
+        mask: of the layer: see `layer_masks`.
         """
         model, shape = config.model, partition.mesh.shape
         length = config.data.context_tokens // partition.ring_size
@@ -283,7 +297,7 @@ class Ring:
         sent = padded(model.head_dim) if is_tpu else model.head_dim
         numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * sent
         return cls(
-            sequence=Sequence(layout, partition.ring_size, length, documents, window),
+            sequence=Sequence(layout, partition.ring_size, length, documents, mask),
             rows=tokens // length,
             heads=model.num_heads // shape["tensor"],
             kv_heads=model.num_kv_heads // shape["tensor"],

@@ -1,6 +1,6 @@
 """Counts what the TPU kernels do in the steps of a ring: programs and kinds of tiles.
 
-The bounds are those of `kernels.ring`: one causal sequence of packed documents. Only
+The bounds are those of `kernels.ring`: one sequence of packed documents. Only
 their edges in every piece of a tile are computed, as bounds do not decrease.
 """
 
@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.document_mask import DocumentMask
 from kernels.layouts import Layout
 from kernels.tile_ranges import TileRanges, key_ranges, query_ranges
+
+CAUSAL = DocumentMask()
 
 SAMPLED_STEPS = 8
 
@@ -81,11 +84,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Sequence:
-    """A causal sequence over a ring.
+    """A sequence over a ring.
 
     length: of a shard, tokens. documents: lengths of packed documents, repeated until
       the sequence is full; none for one document.
-    window: tokens that a query sees, its own included; 0 for all of its document.
+    mask: of the queries of a document.
     part: "front" for the first half of a shard's queries on the first half of the keys,
       "tail" for the second on all; see `make_ring_attention`'s keep_tail.
     """
@@ -94,7 +97,7 @@ class Sequence:
     ring_size: int
     length: int
     documents: tuple[int, ...] = ()
-    window: int = 0
+    mask: DocumentMask = CAUSAL
     part: str = "whole"
 
     @property
@@ -113,10 +116,8 @@ class Sequence:
         """Returns the bounds of a device's rows on the keys of another, by pieces."""
         shape = self.ring_size, self.length
         token = _edges(self, device, piece)
-        start = document_starts(self.documents, token)
-        if self.window:
-            start = np.maximum(start, token + 1 - self.window)
-        visible = start, token + 1
+        spans = document_spans(self.documents, token, math.prod(shape))
+        visible = self.mask.bounds(token, *spans)
         slots = (self.layout.count(source, bound, *shape) for bound in visible)
         return Bounds(*(np.minimum(slot, self.keys) for slot in slots))
 
@@ -145,7 +146,11 @@ class Sequence:
     @property
     def sampled_steps(self) -> int:
         """Ring steps that `sampled` yields; all where windows see few of them."""
-        return self.ring_size if self.window else min(self.ring_size, 1 + SAMPLED_STEPS)
+        return (
+            self.ring_size
+            if self.mask.window
+            else min(self.ring_size, 1 + SAMPLED_STEPS)
+        )
 
     def sampled(self) -> Iterator[tuple[float, list[tuple[int, int]]]]:
         """Yields (weight, (device, source) of each sampled device) of ring steps.
@@ -174,25 +179,32 @@ def _edges(sequence: Sequence, device: int, piece: int) -> np.ndarray:
     return np.asarray(layout.index(device, *shape))[rows][None]
 
 
-def document_starts(documents: tuple[int, ...], token: np.ndarray) -> np.ndarray:
-    """Returns the first token of the document that each token belongs to."""
-    if not documents:
-        return np.zeros_like(token)
-    ends = np.cumsum(documents)
-    begins = ends - documents
-    whole, rest = np.divmod(token, ends[-1])
-    return whole * ends[-1] + begins[np.searchsorted(ends, rest, side="right")]
+def document_spans(
+    documents: tuple[int, ...], token: np.ndarray, tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first token, and one after the last, of each token's document.
 
-
-def visible_pairs(documents: tuple[int, ...], tokens: int, window: int = 0) -> int:
-    """Returns the query-key pairs of a row of packed documents, causal.
-
-    window: tokens that a query sees, its own included; 0 for all of its document.
+    tokens: of the row.
     """
+    if not documents:
+        return np.zeros_like(token), np.full_like(token, tokens)
+    ends = np.cumsum(documents)
+    whole, rest = np.divmod(token, ends[-1])
+    place = np.searchsorted(ends, rest, side="right")
+    first, end = (whole * ends[-1] + at[place] for at in (ends - documents, ends))
+    return first, np.minimum(end, tokens)
+
+
+def visible_pairs(
+    documents: tuple[int, ...], tokens: int, mask: DocumentMask = CAUSAL
+) -> int:
+    """Returns the query-key pairs of a row of packed documents."""
 
     def pairs(length: int) -> int:
-        unseen = max(0, length - window) if window else 0
-        return (length * (length + 1) - unseen * (unseen + 1)) // 2
+        unseen = max(0, length - mask.window) if mask.window else 0
+        ahead = min(mask.prefix, length)
+        behind = length * (length + 1) - unseen * (unseen + 1)
+        return (behind + ahead * max(0, ahead - 1)) // 2
 
     whole, rest = divmod(tokens, sum(documents) or tokens)
     cut = []

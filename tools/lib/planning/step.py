@@ -10,6 +10,7 @@ from kernels.backends import IMPLEMENTATIONS, choose
 from tasks import base, config_checks
 from tasks.base import Task
 from tasks.task import make_task
+from tools.lib.planning.kernels import layer_masks
 from tools.lib.planning.largest import MOST_TOKENS
 from tools.lib.planning.ring_steps import visible_pairs
 from training.mesh import Partition
@@ -72,8 +73,8 @@ class Step:
     def work(self) -> StepWork:
         """Returns the work of a step whose rows are documents without padding."""
         rows, columns = base.batch_shape(self.config)
-        kinds = self.task.model.config.layer_kinds
-        pairs = [visible_pairs(self.documents, columns, k.window) for k in kinds]
+        masks = layer_masks(self.config)
+        pairs = [visible_pairs(self.documents, columns, mask) for mask in masks]
         return self.task.work(rows * columns, rows * sum(pairs) / len(pairs))
 
 
