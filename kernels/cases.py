@@ -50,7 +50,7 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
 }
 
 
-EXTRAS = "", "sinks"
+EXTRAS = "", "sinks", "cap", "sinks-cap"
 
 SOFT_CAP = 1.5
 """Of cases with a cap: scores have a standard deviation of 1."""
