@@ -127,6 +127,23 @@ def test_first_copies_and_a_resident_dq_are_waited_for():
     assert waited("backward", 2**17) == (False, 128 * streamed)
 
 
+def test_wide_heads_take_as_many_products_as_they_have_passes():
+    """Forward tiles of heads of 256: 7624 bundles on a v5p and 2452 on a v6e."""
+
+    def ratio(chip, direction):
+        narrow, wide = (
+            make_ring(2**16, size=2, head_dim=n).kernel_seconds(
+                Kernels.of(chip), direction
+            )
+            for n in (128, 256)
+        )
+        return wide / narrow
+
+    for direction in PRODUCTS:
+        assert ratio(V5P, direction) == pytest.approx(2, rel=0.02)
+        assert 1 < ratio(V6E, direction) < 1.1
+
+
 def test_packed_documents_take_less_than_one_and_more_than_their_pairs():
     kernels = Kernels.of(V5E)
     whole, packed = (

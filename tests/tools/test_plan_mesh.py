@@ -227,6 +227,9 @@ def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
     assert found.outlasting == 0
     assert "forward 2 x for each backward" in found.assumption
     assert Attention.of(config_7b(2**21), partition(), V4, program(*kernels)).outlasting
+    capped = config_7b(**{"model.attention_soft_cap": 50.0})
+    capped = Attention.of(capped, partition(), V4, program(*kernels))
+    assert capped.assumption == f"{found.assumption}; soft caps take no time"
     # XLA's own attention is among the instructions, and counts there.
     alone = Attention.of(config, partition(), V4, program())
     assert (alone.kernels, alone.outlasting, alone.by_name) == ({}, 0, {})

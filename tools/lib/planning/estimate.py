@@ -88,7 +88,8 @@ class Attention:
             },
             f"attention: {kernels.source}; {COUNTED}; remat {config.remat} runs the "
             f"ring forward {again:.3g} x for each backward"
-            + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16"),
+            + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16")
+            + ("; soft caps take no time" if config.model.attention_soft_cap else ""),
         )
 
 

@@ -63,7 +63,8 @@ class Launched:
     """A kernel as `kernels.tpu.launch` cuts it, for one stack of query heads.
 
     goes_on: forward, whether there is a carry; backward, whether dq stays in VMEM.
-    stacks: of a key/value head. depth: of a head, padded. shape: queries and keys.
+    stacks: of a key/value head. depth: of a head, padded. passes: of it through a
+      matrix unit, whose columns it may not fill. shape: queries and keys.
     cores: of the chip.
     """
 
@@ -72,6 +73,7 @@ class Launched:
     blocks: Blocks
     stacks: int
     depth: int
+    passes: int
     itemsize: int
     shape: tuple[int, int]
     cores: int
@@ -104,6 +106,7 @@ class Launched:
             Blocks(cut.heads, *sizes, *pieces),
             cut.stacks,
             padded(q_shape[3]),
+            -(-q_shape[3] // info.mxu_column_size),
             q.dtype.itemsize,
             (q_shape[1], keys[0]),
             version.num_physical_tensor_cores_per_chip,
@@ -113,7 +116,7 @@ class Launched:
         """Returns the bundles of some work of a stack, without waiting.
 
         Other tiles, sub-blocks and head sizes than those of the parts take as much for
-        each number.
+        each number; products, for each pass.
         """
         blocks, width = self.blocks, self.depth / LANES
         stacked = blocks.heads * blocks.block_q
@@ -128,7 +131,7 @@ class Launched:
             (parts.begin + parts.end) * width * lines / TILE * work.programs
             + parts.masks * stacked / TILE * work.partial
             + parts.tile * work.tiles
-            + width * tiles
+            + self.passes * tiles
             + parts.partial * work.partial_tiles
             + parts.turn * sum(work.granules)
         )
