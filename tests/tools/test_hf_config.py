@@ -332,6 +332,7 @@ def test_an_altered_config_is_what_it_says_or_refused(attempts):
         told = {name: value for name, value in told.items() if value is not None}
         assert scaling | told == scaling
         assert all(type(value) in (int, float, str, bool) for value in scaling.values())
+        assert model_config(config_fields(config, "float32", said)) == config
 
     fuzz(attempts, attempt, check, most_bytes=20 << 20)
 
