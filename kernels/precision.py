@@ -8,6 +8,9 @@ import jax.numpy as jnp
 LOG2_E = math.log2(math.e)
 """Kernels compute exp(x) as exp2(LOG2_E * x)."""
 
+MAX_SOFT_CAP = 1024.0
+"""Of GPU kernels, whose tanh is off by up to 2⁻²⁰, and scores by that times the cap."""
+
 
 def accumulator_type(dtype: jnp.dtype) -> jnp.dtype:
     """Returns the type of scores and sums: float32, or float64 for float64 operands."""
@@ -32,6 +35,26 @@ def soft_capped(
         return s, 1.0
     t = jnp.tanh(s / soft_cap)
     return soft_cap * t, 1 - jnp.square(t)
+
+
+def exponent_factors(
+    scale: float, soft_cap: float | None
+) -> tuple[float, float | None]:
+    """Returns a GPU kernel's factor on scores, for exponents of 2, and within a tanh.
+
+    Scores are q k where there is no soft cap, and tanh(the second factor · q k) else.
+
+    Raises:
+      NotImplementedError: the cap, or its inverse, is more than MAX_SOFT_CAP.
+    """
+    if soft_cap is None:
+        return scale * LOG2_E, None
+    if not 1 / MAX_SOFT_CAP <= soft_cap <= MAX_SOFT_CAP:
+        raise NotImplementedError(
+            f"GPU kernels have soft caps from {1 / MAX_SOFT_CAP} to {MAX_SOFT_CAP}, "
+            f"got {soft_cap}: name another implementation"
+        )
+    return soft_cap * LOG2_E, scale / soft_cap
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

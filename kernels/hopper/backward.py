@@ -47,6 +47,7 @@ from .shared import (
     kernel,
     load,
     mask,
+    probabilities,
     wait_for_last_arrivals,
 )
 
@@ -310,33 +311,36 @@ class Consumer(NamedTuple):
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # group: dP = V dOᵀ
             # Drains S(n); dP(n) stays in flight.
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # [64, block_q]
-            p = self._probabilities(s, stage, i, part)  # [64, block_q]
+            p, weight = self._probabilities(s, stage, i, part)  # [64, block_q] each
 
             # Group: dV += P dO.
             tile.ops.wgmma(dv_acc, p.astype(dtype), do.at[:, part.columns])
             # Drains dP(n); dV(n) stays in flight.
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # [64, block_q]
             delta = load(smem.lse_delta.at[stage, 1], WGMMA_COL)  # [block_q]
-            return (p * (dp * tile.scale - broadcast_rows(delta, ROWS))).astype(dtype)
+            ds = weight * (dp * tile.scale - broadcast_rows(delta, ROWS))
+            return ds.astype(dtype)
 
         acc = plgpu.ACC((ROWS, tile.block_q))
         return pl.run_scoped(body, acc, acc)
 
-    def _probabilities(self, s, stage, i, part) -> jax.Array:
-        """Returns Pᵀ [64, block_q] of query tile i from s = K Qᵀ [64, block_q]."""
+    def _probabilities(self, s, stage, i, part) -> tuple[jax.Array, jax.Array]:
+        """Returns `probabilities` of query tile i from s = K Qᵀ [64, block_q]."""
         tile, smem = self.tile, self.smem
         lse = load(smem.lse_delta.at[stage, 0], WGMMA_COL)  # [block_q]
-        # Exponents are masked, and not P: that spills nothing. [64, block_q]
-        exponents = s * tile.exponent_scale - broadcast_rows(lse, ROWS)
-        first_key = self.tile_key + part.first_key
-        full = self.full.at[lax.div(first_key, jnp.int32(ROWS))]  # [2]
 
-        def masked(exponents):
-            bounds = (load(smem.bounds.at[stage, e], WGMMA_COL) for e in range(2))
-            return mask(exponents, first_key, 0, bounds)  # bounds: [block_q] each
+        def masked(x, fill):
+            first_key = self.tile_key + part.first_key
+            full = self.full.at[lax.div(first_key, jnp.int32(ROWS))]  # [2]
 
-        is_full = (full[0] <= i) & (i < full[1])
-        return jnp.exp2(lax.cond(is_full, lambda x: x, masked, exponents))
+            def of_partial(x):
+                bounds = (load(smem.bounds.at[stage, e], WGMMA_COL) for e in range(2))
+                return mask(x, first_key, 0, bounds, fill)  # bounds: [block_q] each
+
+            is_full = (full[0] <= i) & (i < full[1])
+            return lax.cond(is_full, lambda x: x, of_partial, x)
+
+        return probabilities(tile, s, broadcast_rows(lse, ROWS), masked)
 
     def _add_dq(
         self, part: Part, n, work: WorkTile, issue: Callable[[], None] | None

@@ -42,6 +42,7 @@ from .shared import (
     kernel,
     load,
     mask,
+    probabilities,
     tiled_smem,
     wait_for_last_arrivals,
 )
@@ -53,7 +54,8 @@ class QueryTile(NamedTuple):
     block_k: keys of a tile.
     k_stages, v_stages: tiles of K and of V in SMEM.
     scale: factor on dS.
-    exponent_scale: factor on Q Kᵀ, for exponents of 2.
+    exponent_scale: factor on scores, for exponents of 2.
+    tanh_scale: scores are 1 + tanh(tanh_scale Q Kᵀ), or Q Kᵀ if it is None.
     ops: of the GPU, or emulated.
     """
 
@@ -62,6 +64,7 @@ class QueryTile(NamedTuple):
     v_stages: int
     scale: float
     exponent_scale: float
+    tanh_scale: float | None
     ops: NativeOps
 
 
@@ -295,27 +298,28 @@ class Consumer(NamedTuple):
             plgpu.wgmma(dp_acc, smem.do.at[wg], v)  # group: dP = dO Vᵀ
             # Drains S(n); dP(n) stays in flight.
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # [64, block_k]
-            p = self._probabilities(s, j, lse)  # [64, block_k]
+            _, weight = self._probabilities(s, j, lse)  # [64, block_k]
 
             # Loaded in each step, while WGMMAs run: kept, it would spill others.
             delta = broadcast_cols(load(self.delta, WGMMA_ROW), tile.block_k)
             # Drains dP(n).
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)  # [64, block_k]
             plgpu.barrier_arrive(smem.v_empty.at[v_stage])
-            return (p * (dp * tile.scale - delta)).astype(smem.q.dtype)
+            return (weight * (dp * tile.scale - delta)).astype(smem.q.dtype)
 
         acc = plgpu.ACC((ROWS, tile.block_k))
         return pl.run_scoped(body, acc, acc)
 
-    def _probabilities(self, s, j, lse) -> jax.Array:
-        """Returns P [64, block_k] of key tile j from s = Q Kᵀ [64, block_k]."""
+    def _probabilities(self, s, j, lse) -> tuple[jax.Array, jax.Array]:
+        """Returns `probabilities` of key tile j from s = Q Kᵀ [64, block_k]."""
         block_k = self.tile.block_k
-        # Exponents are masked, and not P: that spills nothing. [64, block_k]
-        exponents = s * self.tile.exponent_scale - broadcast_cols(lse, block_k)
 
-        def masked(exponents):
-            bounds = (load(x, WGMMA_ROW) for x in (self.k_start, self.k_end))  # [64]
-            return mask(exponents, j * block_k, 1, bounds)
+        def masked(x, fill):
+            def of_partial(x):
+                bounds = (load(x, WGMMA_ROW) for x in (self.k_start, self.k_end))
+                return mask(x, j * block_k, 1, bounds, fill)  # bounds: [64] each
 
-        is_full = (self.full[0] <= j) & (j < self.full[1])
-        return jnp.exp2(lax.cond(is_full, lambda x: x, masked, exponents))
+            is_full = (self.full[0] <= j) & (j < self.full[1])
+            return lax.cond(is_full, lambda x: x, of_partial, x)
+
+        return probabilities(self.tile, s, broadcast_cols(lse, block_k), masked)

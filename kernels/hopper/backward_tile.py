@@ -26,7 +26,8 @@ class BackwardTile(NamedTuple):
     block_q: queries of a tile. With dq, block_q · d is twice 64 · 64.
     q_stages, do_stages: tiles of Q and of dO in SMEM.
     scale: factor on dS.
-    exponent_scale: factor on K Qᵀ, for exponents of 2.
+    exponent_scale: factor on scores, for exponents of 2.
+    tanh_scale: scores are 1 + tanh(tanh_scale K Qᵀ), or K Qᵀ if it is None.
     ops: of the GPU, or emulated.
     """
 
@@ -36,6 +37,7 @@ class BackwardTile(NamedTuple):
     do_stages: int
     scale: float
     exponent_scale: float
+    tanh_scale: float | None
     ops: NativeOps
 
     @property

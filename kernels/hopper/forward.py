@@ -50,6 +50,7 @@ from .shared import (
     kernel,
     load,
     mask,
+    one_plus_tanh,
     tiled_smem,
     wait_for_last_arrivals,
 )
@@ -65,13 +66,15 @@ class ForwardTile(NamedTuple):
 
     block_k: keys of a tile.
     stages: key and value tiles in SMEM.
-    scale: positive factor on Q Kᵀ, for exponents of 2.
+    scale: positive factor on scores, for exponents of 2.
+    tanh_scale: scores are 1 + tanh(tanh_scale Q Kᵀ), or Q Kᵀ if it is None.
     ops: of the GPU, or emulated.
     """
 
     block_k: int
     stages: int
     scale: float
+    tanh_scale: float | None
     ops: NativeOps
 
 
@@ -357,6 +360,8 @@ class Consumer(NamedTuple):
           type of V, [64, block_k].
         """
         scale, block_k = self.tile.scale, self.tile.block_k
+        if self.tile.tanh_scale is not None:
+            s = one_plus_tanh(s, self.tile.tanh_scale, self.tile.ops)
 
         def masked(s):
             return mask(s, j * block_k, 1, bounds)
@@ -374,6 +379,8 @@ class Consumer(NamedTuple):
 
         See `merge`: a carry is a partial result of row maximum lse and row sum 1.
         """
+        if self.tile.tanh_scale is not None:
+            m -= self.tile.scale  # of tanh, no longer of 1 + tanh
         weights = []
         if self.carry:
             carry_m = load(self.carry[1], WGMMA_ROW) * LOG2_E  # [64]

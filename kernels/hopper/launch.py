@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..block_sizes import BlockSizes
 from ..device import device_kind
 from ..merge import Partial
-from ..precision import LOG2_E, gradient_factors
+from ..precision import LOG2_E, exponent_factors, gradient_factors
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
@@ -118,6 +118,7 @@ def forward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
     launch: Launch = Launch(),
@@ -137,13 +138,15 @@ def forward(
     blocks = _blocks(launch.blocks or FORWARD[d], d, block_sizes)
     length = q.shape[1]
     more_q, more_k = -length % BLOCK_Q, -k.shape[1] % blocks.block_k
+    scale, tanh_scale = exponent_factors(scale, soft_cap)
     if scale <= 0:  # the kernel takes maxima before it scales
         k, scale = k * np.sign(scale).astype(k.dtype), -scale or 1.0
     tile = forward_kernel.ForwardTile(
         block_k=blocks.block_k,
         stages=blocks.stages,
         # -inf times a number that is flushed to 0 would be nan.
-        scale=max(scale * LOG2_E, SMALLEST),
+        scale=max(scale, SMALLEST),
+        tanh_scale=tanh_scale,
         ops=launch.ops,
     )
     k_start, k_end = (_padded_bound(x, more_q) for x in (k_start, k_end))
@@ -190,6 +193,7 @@ def backward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
     launch: Launch = Launch(),
@@ -220,12 +224,18 @@ def backward(
         k=_padded(k, more_k, d),
         v=_padded(v, more_k, d),
         # P of rows after the end is 0.
-        lse=jnp.pad(lse * LOG2_E, row, constant_values=jnp.inf),
+        lse=jnp.pad(_exponents(lse, soft_cap), row, constant_values=jnp.inf),
         delta=jnp.pad(delta * before, row),
         k_start=_padded_bound(k_start, more_q),
         k_end=_padded_bound(k_end, more_q),
     )
-    constants = {"scale": before, "exponent_scale": scale * LOG2_E, "ops": launch.ops}
+    exponent_scale, tanh_scale = exponent_factors(scale, soft_cap)
+    constants = {
+        "scale": before,
+        "exponent_scale": exponent_scale,
+        "tanh_scale": tanh_scale,
+        "ops": launch.ops,
+    }
     dq_sum = _padded(dq if after == 1 else jnp.zeros_like(dq), more_q, d)
     dq_sum, dk, dv = _gradients(step, constants, dq_sum, launch)
     gradients = dq_sum[:, :length], dk[:, :keys], dv[:, :keys]
@@ -288,6 +298,17 @@ def _dq_operands(step: Step, tile: dq_kernel.QueryTile) -> dq_kernel.Operands:
         full=_full(ranges(ROWS)),  # [M, T / 64, 2]
         **step._asdict(),
     )
+
+
+def _exponents(lse: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Returns lse for exponents of 2, of the scores that the kernels have.
+
+    Capped, these are 1 + tanh.
+    """
+    if soft_cap is None:
+        return lse * LOG2_E
+    # Rows without a key: their P is 0 where all scores are finite.
+    return jnp.where(lse == -jnp.inf, jnp.inf, (lse + soft_cap) * LOG2_E)
 
 
 def _live(ranges: TileRanges) -> jax.Array:

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
 
 from ..masks import in_interval
+from ..precision import LOG2_E
 
 ROWS = 64
 """Rows of one WGMMA: those of a tile that a consumer warpgroup computes."""
@@ -48,6 +50,9 @@ WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 WGMMA_COL = plgpu.Layout.WGMMA.reduce(0)
 """Registers of one number for each column of a WGMMA accumulator."""
+
+MASKED = -(2.0**60)
+"""1 + tanh where masked: P is 0, as with -inf, but 0 times its square is no nan."""
 
 WARPGROUP = "warpgroup"
 """Axis that numbers the warpgroups of a program."""
@@ -85,8 +90,9 @@ def mask(
     first_key: jax.Array,
     key_axis: int,
     bounds: Iterable[jax.Array],
+    fill: float = -jnp.inf,
 ) -> jax.Array:
-    """Sets s to -inf outside of each query's keys [k_start, k_end).
+    """Sets s to `fill` outside of each query's keys [k_start, k_end).
 
     s: scores or exponents, [64, n], with keys along `key_axis`, from `first_key` on.
     bounds: k_start and k_end, one number a query each; may load them when asked.
@@ -97,7 +103,7 @@ def mask(
     k_start, k_end = (
         lax.broadcast_in_dim(bound, s.shape, [1 - key_axis]) for bound in bounds
     )
-    return jnp.where(in_interval(k_start, k, k_end), s, -jnp.inf)
+    return jnp.where(in_interval(k_start, k, k_end), s, fill)
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,20 @@ class NativeOps:
         """Multiplies the rows of acc [64, d] by factor [64]; no WGMMA is in flight."""
         acc[...] = acc[...] * broadcast_cols(factor, acc.shape[1])
 
+    def reciprocal(self, x: jax.Array) -> jax.Array:
+        """Returns 1 / x [64, n], off by a unit in the last place, in one step."""
+        layout = plgpu.Layout.WGMMA
+        out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+
+        @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+        def inlined(_, x):
+            def one(value, _):
+                return nvvm.rcp_approx_ftz_f(value)
+
+            return x.foreach(one, create_array=True)
+
+        return inlined(x)
+
     def new_sum(self, initial: jax.Array, programs: int) -> jax.Ref:
         """Returns a sum in GMEM that programs add to."""
         return jax.new_ref(initial)
@@ -140,6 +160,35 @@ class NativeOps:
     def freeze_sum(self, sum_ref: jax.Ref) -> jax.Array:
         """Returns the sum, once all programs have added."""
         return jax.freeze(sum_ref)
+
+
+def one_plus_tanh(x: jax.Array, scale: float, ops: NativeOps) -> jax.Array:
+    """Returns 1 + tanh(scale · x) [64, n], off by 2⁻²¹ at most; 0 and 2 at infinity.
+
+    The GPU's own tanh is off by 2⁻¹¹: too much for a cap of 50.
+    """
+    return ops.reciprocal(0.5 + jnp.exp2(x * (-2 * LOG2_E * scale) - 1))
+
+
+def probabilities(
+    tile: Any,
+    s: jax.Array,
+    lse: jax.Array,
+    masked: Callable[[jax.Array, float], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns P and P · ds'/ds [64, n] each, where s' are scores with a soft cap.
+
+    tile: of a backward kernel. s: Q Kᵀ or its transpose [64, n]. lse: [64, n].
+    masked: sets what is not visible to a number.
+    """
+    if tile.tanh_scale is None:
+        # Exponents are masked, and not P: that spills nothing.
+        p = jnp.exp2(masked(s * tile.exponent_scale - lse, -jnp.inf))
+        return p, p
+    t = masked(one_plus_tanh(s, tile.tanh_scale, tile.ops), MASKED)
+    p = jnp.exp2(t * tile.exponent_scale - lse)
+    # 1 - tanh² = t (2 - t), whose product comes first: that spills nothing.
+    return p, p * (t * (2 - t))
 
 
 def wait_for_last_arrivals(count: jax.Array, stages: int, *empty: jax.Ref) -> None:

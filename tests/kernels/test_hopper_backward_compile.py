@@ -34,26 +34,31 @@ def step(
     return StepCase(*sizes, kv_heads=2, bound_rows=bound_rows).abstract(dtype)
 
 
-def backward(dq, step: Step, is_deterministic: bool):
+def backward(
+    dq, step: Step, is_deterministic: bool = False, soft_cap: float | None = None
+):
     backend = SimulatedHopper(Launch(is_deterministic=is_deterministic))
-    return run_backward(backend, 0.1, None, step._replace(dq=dq), lse=step.delta)
+    step = step._replace(dq=dq)
+    return run_backward(backend, 0.1, None, step, step.delta, soft_cap=soft_cap)
 
 
-def compiled(function, step: Step, is_deterministic: bool) -> Inspected:
-    function = functools.partial(function, is_deterministic=is_deterministic)
+def compiled(function, step: Step, **options) -> Inspected:
+    function = functools.partial(function, **options)
     return inspect(jax.jit(function, donate_argnums=0), step.dq, step)
 
 
-def assert_is_well_compiled(is_deterministic: bool, head_dim: int, *sizes) -> None:
+def assert_is_well_compiled(step: Step, *, is_deterministic: bool, **options) -> None:
     names = {"flash_backward"}
-    if is_deterministic or head_dim > 128:
+    if is_deterministic or step.q.shape[-1] > 128:
         names = {"flash_backward_keys", "flash_backward_queries"}
-    kernels = compiled(backward, step(head_dim, *sizes), is_deterministic).kernels
+    options["is_deterministic"] = is_deterministic
+    kernels = compiled(backward, step, **options).kernels
     assert_nothing_spills_and_products_overlap(kernels, names, 2**16)
     # CUDA launches no more along y and z.
     assert max(max(kernel.grid[1:]) for kernel in kernels) < 2**16
 
 
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize(
     "head_dim, is_deterministic, length",
     [
@@ -61,11 +66,15 @@ def assert_is_well_compiled(is_deterministic: bool, head_dim: int, *sizes) -> No
         *[(128, False, 1024), (128, True, 1024), (256, False, 1024)],
     ],
 )
-def test_nothing_is_spilled_and_products_overlap(head_dim, is_deterministic, length):
-    assert_is_well_compiled(is_deterministic, head_dim, jnp.bfloat16, 2, length)
+def test_nothing_is_spilled_and_products_overlap(
+    head_dim, is_deterministic, length, soft_cap
+):
+    options = {"is_deterministic": is_deterministic, "soft_cap": soft_cap}
+    assert_is_well_compiled(step(head_dim, length=length), **options)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("bound_rows", [1, 2])
 @pytest.mark.parametrize("group", [1, 4])
@@ -73,10 +82,11 @@ def test_nothing_is_spilled_and_products_overlap(head_dim, is_deterministic, len
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_any_shape_compiles_as_well(
-    is_deterministic, head_dim, length, group, bound_rows, dtype
+    is_deterministic, head_dim, length, group, bound_rows, dtype, soft_cap
 ):
-    sizes = dtype, group, length, bound_rows
-    assert_is_well_compiled(is_deterministic, head_dim, *sizes)
+    options = {"is_deterministic": is_deterministic, "soft_cap": soft_cap}
+    sizes = head_dim, dtype, group, length, bound_rows
+    assert_is_well_compiled(step(*sizes), **options)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -88,7 +98,8 @@ def test_dq_is_added_to_where_it_is_from_step_to_step(is_deterministic):
         return dq, first, second
 
     operands = step(128, length=4096)
-    program = compiled(two_steps, operands, is_deterministic).program
+    options = {"is_deterministic": is_deterministic}
+    program = compiled(two_steps, operands, **options).program
     text = program.as_text()
     calls = re.findall(r"= .* custom-call\(.*flash_backward", text)
     assert len(calls) == (4 if is_deterministic else 2)

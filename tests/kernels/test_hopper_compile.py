@@ -31,12 +31,13 @@ def compiled(
     dtype: jnp.dtype = jnp.bfloat16,
     length: int = 1024,
     has_carry: bool = True,
+    soft_cap: float | None = None,
     blocks: HopperBlocks | None = None,
 ) -> Inspected:
     """Compiles a step with 2 query heads a key/value head."""
     case = StepCase(length, length, 2, head_dim, 2, batch=1, has_carry=has_carry)
     backend = SimulatedHopper(Launch(blocks))
-    forward = functools.partial(run_forward, backend, 0.1, None)
+    forward = functools.partial(run_forward, backend, 0.1, None, soft_cap=soft_cap)
     return inspect(forward, case.abstract(dtype))
 
 
@@ -44,20 +45,24 @@ def assert_is_well_compiled(kernels: list[Kernel]) -> None:
     assert_nothing_spills_and_products_overlap(kernels, {"flash_forward"}, 2**17)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_nothing_is_spilled_and_products_overlap(head_dim, has_carry):
-    assert_is_well_compiled(compiled(head_dim, has_carry=has_carry).kernels)
+def test_nothing_is_spilled_and_products_overlap(head_dim, has_carry, soft_cap):
+    found = compiled(head_dim, has_carry=has_carry, soft_cap=soft_cap).kernels
+    assert_is_well_compiled(found)
     assert SHARED_BYTES == shared.SHARED_BYTES
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("length", [1, 4093, 131072])
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
-def test_any_shape_compiles_as_well(head_dim, length, dtype, has_carry):
-    assert_is_well_compiled(compiled(head_dim, dtype, length, has_carry).kernels)
+def test_any_shape_compiles_as_well(head_dim, length, dtype, has_carry, soft_cap):
+    sizes = head_dim, dtype, length, has_carry, soft_cap
+    assert_is_well_compiled(compiled(*sizes).kernels)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,13 @@ def test_products_that_wait_for_each_other_are_reported(monkeypatch):
     monkeypatch.setattr(Consumer, "_softmax", barred)
     (kernel,) = compiled(128).kernels
     assert kernel.serialized == 1
+
+
+@pytest.mark.parametrize("soft_cap", [1e-4, 2000.0])
+def test_caps_that_tanh_is_too_coarse_for_are_refused(soft_cap):
+    words = f"soft caps from 0.0009765625 to 1024.0, got {soft_cap}: name another"
+    with pytest.raises(NotImplementedError, match=words):
+        compiled(64, soft_cap=soft_cap)
 
 
 def test_heads_of_full_size_are_not_copied():
