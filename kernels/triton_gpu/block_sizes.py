@@ -93,15 +93,23 @@ FLOAT32 = {
 }
 
 
+FLOAT32_CAPPED = FLOAT32 | {
+    64: _blocks((32, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+}
+"""With a soft cap; 16-bit numbers have the same blocks with and without."""
+
+
 def padded_depth(depth: int) -> int:
     """Returns the power of 2 that rows of `depth` numbers are padded to."""
     return max(16, 1 << (depth - 1).bit_length())
 
 
-def chosen_blocks(capability: int, q: jax.Array) -> KernelBlocks:
+def chosen_blocks(
+    capability: int, q: jax.Array, soft_cap: float | None
+) -> KernelBlocks:
     """Returns the table's choice for this chip, or for the one most like it."""
     if q.dtype == jnp.float32:
-        table = FLOAT32
+        table = FLOAT32 if soft_cap is None else FLOAT32_CAPPED
     elif capability in (86, 89) or capability >= 120:  # for desktops: little memory
         table = ADA
     elif capability >= 100:

@@ -93,6 +93,8 @@ def attend(m, l, acc, q, k, v, visible, is_partial: tl.constexpr, sizes: tl.cons
     m [Q]: row maximum, in log2. l [Q]: row sum. acc [Q, d]: p v. q [Q, d]. k, v [K, d].
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [Q, K]
+    if sizes.is_capped:
+        s = tanh(s, sizes.tanh_scale, q.dtype == tl.float32)
     if is_partial:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * sizes.scale_log2)  # [Q]
@@ -169,10 +171,14 @@ def add_dkv(
 ):
     """Adds what a query tile contributes to dk, dv [K, d]; scores are transposed."""
     s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [K, Q]
+    if sizes.is_capped:
+        s = tanh(s, sizes.tanh_scale, q.dtype == tl.float32)
     p = tl.exp2(s * sizes.scale_log2 - (lse * LOG2_E)[None, :])  # [K, Q]
     if is_partial:
         p = tl.where(visible, p, 0.0)
     dv = tl.dot(p.to(q.dtype), do, dv, input_precision="ieee")  # [K, d]
+    if sizes.is_capped:
+        p -= p * s * s
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # [K, Q]
     ds = (p * (dp - delta[None, :])).to(q.dtype)  # [K, Q]
     return tl.dot(ds, q, dk, input_precision="ieee"), dv
@@ -219,12 +225,34 @@ def add_dq(
 ):
     """Adds what a key tile contributes to acc [Q, d]; lse in log2."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [Q, K]
+    if sizes.is_capped:
+        s = tanh(s, sizes.tanh_scale, q.dtype == tl.float32)
     p = tl.exp2(s * sizes.scale_log2 - lse[:, None])  # [Q, K]
     if is_partial:
         p = tl.where(visible, p, 0.0)
+    if sizes.is_capped:
+        p -= p * s * s
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # [Q, K]
     ds = (p * (dp - delta[:, None])).to(q.dtype)  # [Q, K]
     return tl.dot(ds, k, acc, input_precision="ieee")
+
+
+@triton.jit
+def tanh(x, scale: tl.constexpr, is_exact: tl.constexpr):
+    """Returns tanh(scale · x), off by 2⁻²⁰ at most.
+
+    is_exact: whether its small numbers are as exact as float32.
+    """
+    # 1 + tanh is the square; division takes twice the steps.
+    root = tl.rsqrt(0.5 + tl.exp2(x * (-2 * LOG2_E * scale) - 1))
+    t = root * root - 1
+    if is_exact:
+        x *= scale
+        y = x * x
+        # Of degree 9, fitted up to 1 / 2.
+        series = ((0.01724149 * y - 0.05304549) * y + 0.1332588) * y - 0.33333144
+        t = tl.where(y < 0.25, x + x * (y * series), t)
+    return t
 
 
 @triton.jit

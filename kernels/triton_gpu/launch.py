@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..block_sizes import BlockSizes
 from ..merge import Partial
-from ..precision import LOG2_E
+from ..precision import exponent_factors
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from .block_sizes import KernelBlocks, TritonBlocks, chosen_blocks, padded_depth
 
@@ -48,7 +48,8 @@ class Sizes:
 
     depth: D; operands are padded to `block_d`, results are not.
     bound_rows: M, rows of bounds: 1 or B.
-    scale_log2: factor on q kᵀ, for exponents of 2; positive in the forward kernel.
+    scale_log2: factor on scores, for exponents of 2; positive in the forward kernel.
+    tanh_scale: scores are tanh(tanh_scale q kᵀ), or q kᵀ if it is None.
     """
 
     queries: int
@@ -59,6 +60,7 @@ class Sizes:
     bound_rows: int
     scale: float
     scale_log2: float
+    tanh_scale: float | None
     block_q: int
     block_k: int
     has_carry: bool = False
@@ -66,6 +68,10 @@ class Sizes:
     @property
     def block_d(self) -> int:
         return padded_depth(self.depth)
+
+    @property
+    def is_capped(self) -> bool:
+        return self.tanh_scale is not None
 
     @property
     def query_rows(self) -> Rows:
@@ -161,6 +167,7 @@ def forward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
     launch: Launch = Launch(),
@@ -176,15 +183,16 @@ def forward(
         jax-triton.
     """
     capability = _checked_capability(launch.capability, q)
-    blocks = launch.blocks or chosen_blocks(capability, q)
+    blocks = launch.blocks or chosen_blocks(capability, q, soft_cap)
     blocks = blocks.forward.with_tiles(block_sizes)
-    if scale < 0:
+    scale_log2, tanh_scale = exponent_factors(scale, soft_cap)
+    if scale_log2 < 0:
         # The kernel takes the maximum before it scales.
         q = -q
     # A scale of 0 would turn the -inf of masked scores into nan; one as small as this
     # makes all weights equal too.
-    scale_log2 = max(abs(scale) * LOG2_E, SMALLEST)
-    sizes = _measured(q, k, k_start, scale, scale_log2, blocks, carry is not None)
+    scales = scale, max(abs(scale_log2), SMALLEST), tanh_scale
+    sizes = _measured(q, k, k_start, scales, blocks, carry is not None)
     bounds = _stacked(k_start, k_end)
     ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
     nothing = jnp.zeros((1,), jnp.float32)
@@ -222,6 +230,7 @@ def backward(
     k_end: jax.Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
     launch: Launch = Launch(),
@@ -231,7 +240,7 @@ def backward(
     block_sizes, launch, errors: as in `forward`.
     """
     capability = _checked_capability(launch.capability, q)
-    blocks = launch.blocks or chosen_blocks(capability, q)
+    blocks = launch.blocks or chosen_blocks(capability, q, soft_cap)
     bounds = _stacked(k_start, k_end)
     operands = (
         *_widened(q, k, v, do),  # [B, T or S, H or K, block_d]
@@ -240,7 +249,8 @@ def backward(
     )
 
     dkv_blocks = blocks.backward_dkv.with_tiles(block_sizes)
-    sizes = _measured(q, k, k_start, scale, scale * LOG2_E, dkv_blocks)
+    scales = scale, *exponent_factors(scale, soft_cap)
+    sizes = _measured(q, k, k_start, scales, dkv_blocks)
     ranges = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
     ranges = _with_whole_tiles(ranges, sizes.queries // sizes.block_q)
     gradient = jax.ShapeDtypeStruct(k.shape, jnp.float32)  # [B, S, K, D]
@@ -256,7 +266,7 @@ def backward(
     )
 
     dq_blocks = blocks.backward_dq.with_tiles(block_sizes)
-    sizes = _measured(q, k, k_start, scale, scale * LOG2_E, dq_blocks)
+    sizes = _measured(q, k, k_start, scales, dq_blocks)
     ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
     (dq,) = launch.run(
         "backward_dq",
@@ -310,12 +320,15 @@ def _measured(
     q: jax.Array,
     k: jax.Array,
     k_start: jax.Array,
-    scale: float,
-    scale_log2: float,
+    scales: tuple[float, float, float | None],
     blocks: TritonBlocks,
     has_carry: bool = False,
 ) -> Sizes:
-    """Returns a problem and its tiles as the kernels take them."""
+    """Returns a problem and its tiles as the kernels take them.
+
+    scales: scale, scale_log2 and tanh_scale.
+    """
+    scale, scale_log2, tanh_scale = scales
     return Sizes(
         queries=q.shape[1],
         keys=k.shape[1],
@@ -325,6 +338,7 @@ def _measured(
         bound_rows=k_start.shape[0],
         scale=float(scale),
         scale_log2=float(scale_log2),
+        tanh_scale=tanh_scale,
         block_q=blocks.block_q,
         block_k=blocks.block_k,
         has_carry=has_carry,

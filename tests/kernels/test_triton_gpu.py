@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels import reference
 from kernels.merge import Partial
-from kernels.triton_gpu import launch as triton_gpu
+from kernels.precision import LOG2_E
 from kernels.triton_gpu.launch import Launch, Sizes
 from tests.kernels.backend_suite import Refusal
 from tests.simulated_triton import (
@@ -72,7 +72,7 @@ TILE = 16
 TOKENS = 2**24
 """Of 256 numbers each: 32 bits do not count that many."""
 
-FAR = Sizes(TILE, TILE, 1, 1, 256, 1, 0.1, 0.1 * triton_gpu.LOG2_E, TILE, TILE)
+FAR = Sizes(TILE, TILE, 1, 1, 256, 1, 0.1, 0.1 * LOG2_E, None, TILE, TILE)
 LAST = np.array([TOKENS // TILE - 1, *[TOKENS // TILE] * 3], np.int32)
 """Ranges of one tile, which is partial."""
 
