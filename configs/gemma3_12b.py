@@ -22,4 +22,7 @@ def get_config(pod: str = "v5p") -> ml_collections.ConfigDict:
     Raises:
       ValueError: there is no such pod.
     """
-    return families.config_of("gemma3_12b", pod)
+    config = families.config_of("gemma3_12b", pod).unlock()
+    if pod == "v6e":  # 32 GiB a chip
+        config.remat = "nothing"
+    return config.lock()
