@@ -3,6 +3,7 @@
     python -m tools.tpu_schedule
     python -m tools.tpu_schedule --chips v4 v5e v5p v6e --output schedules.json
     python -m tools.tpu_schedule --direction backward --kernels ours --regions 200
+    python -m tools.tpu_schedule --soft-cap 50 --masks full
 
 Compiles our Pallas kernel and JAX's splash attention for AOT topologies, finds the
 body of one full tile in their static schedules, and counts its bundles: its cycles,
@@ -17,7 +18,8 @@ two matmuls of 1024 x 1024 x 128 take a v4, v5e or v5p 4096 cycles, and backward
 
 Splash is compiled with each --masks: it applies a causal mask in every tile, which our
 full tiles do not need, and a full one in none. Its own tile may differ from ours: its
-counts are of as many bodies as make up the area of the requested tile.
+counts are of as many bodies as make up the area of the requested tile. With --soft-cap
+both cap the scores.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` in
 `tools/lib/benchmarks/rows.py` (device_kind: of the AOT chip) and of `Tile` and `Splash`
@@ -321,6 +323,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         text += f" (default: {default})"
         parser.add_argument(f"--{name}", default=default, type=at_least(1), help=text)
     parser.add_argument(
+        "--soft-cap", type=at_least(2**-10, float), help="of scores (default: none)"
+    )
+    parser.add_argument(
         "--splash",
         default="best",
         choices=("best", "all"),
@@ -335,10 +340,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _tiles(chosen: argparse.Namespace) -> list[Tile]:
     sizes = chosen.block_q, chosen.block_k, chosen.head_dim, chosen.dtype
-    return [
-        Tile(chip, chosen.direction, *sizes, chosen.group, chosen.length)
-        for chip in chosen.chips
-    ]
+    problem = *sizes, chosen.group, chosen.length, False, chosen.soft_cap
+    return [Tile(chip, chosen.direction, *problem) for chip in chosen.chips]
 
 
 def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:

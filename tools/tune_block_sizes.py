@@ -2,6 +2,7 @@
 
     python -m tools.tune_block_sizes --chips v3 v4 v5e v5p v6e
     python -m tools.tune_block_sizes --direction backward --chips v3 v4 v5e v5p v6e
+    python -m tools.tune_block_sizes --soft-cap 50 --chips v4 v5e v5p v6e
     python -m tools.tune_block_sizes --chips v5p --rows 512 1024 --columns 128 256 \\
         --ahead 0 1 2 3 --behind 0 1 2 --jobs 2 --output tuned.json
 
@@ -32,7 +33,13 @@ from typing import Any
 
 import jax
 
-from kernels.tpu.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
+from kernels.tpu.block_sizes import (
+    TPU_BACKWARD,
+    TPU_BACKWARD_CAPPED,
+    TPU_FORWARD,
+    TPU_FORWARD_CAPPED,
+    TpuBlocks,
+)
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, check_output, make_row
 from tools.lib.files import write_json
@@ -41,6 +48,7 @@ from tools.tpu_schedule import Measurement, measure
 from training.pods import PODS
 
 TABLES = {"forward": TPU_FORWARD, "backward": TPU_BACKWARD}
+CAPPED_TABLES = {"forward": TPU_FORWARD_CAPPED, "backward": TPU_BACKWARD_CAPPED}
 
 GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "forward": {
@@ -49,7 +57,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "ahead": (0, 1, 2),
         "behind": (0, 1, 2),
     },
-    "backward": {"rows": (256, 512, 1024)},
+    "backward": {"rows": (128, 256, 512, 1024)},
 }
 """Fields of `TpuBlocks` that a kernel of the direction depends on, beside the tile."""
 
@@ -105,6 +113,7 @@ def list_candidates(
 def run(
     candidates: Sequence[Candidate],
     direction: str,
+    soft_cap: float | None,
     environment: Environment,
     jobs: int,
     measure: Callable[[Tile, TpuBlocks], Measurement],
@@ -112,7 +121,8 @@ def run(
     """Measures candidates, `jobs` at once, and yields each when it is done."""
 
     def attempt(candidate: Candidate) -> Outcome:
-        tile = Tile(candidate.chip, direction, 1024, 1024, 128, "bfloat16", 1, 4096)
+        sizes = 1024, 1024, 128, "bfloat16", 1, 4096
+        tile = Tile(candidate.chip, direction, *sizes, soft_cap=soft_cap)
         try:
             measured = measure(tile, candidate.blocks)
         except ValueError as error:
@@ -172,6 +182,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--chips", nargs="+", default=["v5e"], choices=tuple(PODS))
     parser.add_argument("--direction", default="forward", choices=tuple(TABLES))
+    parser.add_argument(
+        "--soft-cap", type=at_least(2**-10, float), help="of scores (default: none)"
+    )
     fields = {
         "stacked_rows": "rows of a query tile",
         "block_k": "keys of a tile",
@@ -217,14 +230,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.output:
         check_output(chosen.output)
     jax.config.update("jax_platforms", "cpu")  # look for no TPU
+    tables = CAPPED_TABLES if chosen.soft_cap else TABLES
     candidates = [
         candidate
         for chip in chips
-        for candidate in list_candidates(chip, TABLES[chosen.direction], grid)
+        for candidate in list_candidates(chip, tables[chosen.direction], grid)
     ]
     environment = Environment.of(jax.devices())
     outcomes: list[Outcome] = []
-    found = run(candidates, chosen.direction, environment, chosen.jobs, measure)
+    kernel = chosen.direction, chosen.soft_cap
+    found = run(candidates, *kernel, environment, chosen.jobs, measure)
     for outcome in found:
         outcomes.append(outcome)
         result = f"{outcome.row['bundles']:.0f} bundles" if outcome.row else "failed"

@@ -119,3 +119,16 @@ TPU_BACKWARD = {
     "v5p": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
     "v6e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
 }
+
+# The same under a soft cap, found with --soft-cap 50 among a dozen candidates a chip.
+TPU_FORWARD_CAPPED = TPU_FORWARD | {
+    "v5e": TpuBlocks(1024, 1024, 256, 128, 1, 2),
+    "v5p": TpuBlocks(1024, 1024, 512, 128, 1, 2),
+    "v6e": TpuBlocks(1024, 1024, 512, 256, 1, 1),
+}
+
+TPU_BACKWARD_CAPPED = TPU_BACKWARD | {
+    "v4": TpuBlocks(1024, 1024, 128, 1024, 0, 0),
+    "v5p": TpuBlocks(1024, 1024, 256, 1024, 0, 0),
+    "v6e": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
+}

@@ -23,7 +23,13 @@ from ..tile_layout import Tiling
 from ..tile_ranges import key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import forward as forward_kernel
-from .block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
+from .block_sizes import (
+    TPU_BACKWARD,
+    TPU_BACKWARD_CAPPED,
+    TPU_FORWARD,
+    TPU_FORWARD_CAPPED,
+    TpuBlocks,
+)
 from .cut import Cut, choose_cut, row_lanes, vmem_limit
 from .softmax import NOTHING
 from .vector import LANES, SoftCap, TileConfig, buffer_bytes, int_to_float_bits
@@ -66,9 +72,10 @@ def forward(
         for any tiles, or for the bounds of all of them; or a soft cap out of range.
     """
     chip = _checked_chip(launch.chip, q.dtype)
-    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype)
+    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype, False)
     offset = cap.offset / LOG2_E if cap else 0.0
-    cut = cut_forward(chip, q, k, carry is not None, launch.blocks, block_sizes)
+    wanted = launch.blocks, block_sizes
+    cut = cut_forward(chip, q, k, carry is not None, *wanted, is_capped=bool(cap))
     k, v = cut.repeat_heads(k), cut.repeat_heads(v)
     tiling = cut.tiling(q, k, k_start)
     k_start, k_end = _pad_rows(tiling, k_start), _pad_rows(tiling, k_end)
@@ -118,9 +125,10 @@ def backward(
     block_sizes, launch, and what is raised: as in `forward`.
     """
     chip = _checked_chip(launch.chip, q.dtype)
-    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype)
+    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype, True)
     offset, square = (cap.offset, cap.limit**2) if cap else (0.0, 1.0)
-    cut, is_dq_resident = cut_backward(chip, q, k, launch.blocks, block_sizes)
+    wanted = launch.blocks, block_sizes
+    cut, is_dq_resident = cut_backward(chip, q, k, *wanted, is_capped=bool(cap))
     k, v = cut.repeat_heads(k), cut.repeat_heads(v)
     tiling = cut.tiling(q, k, k_start)
     k_start, k_end = _pad_rows(tiling, k_start), _pad_rows(tiling, k_end)
@@ -187,6 +195,7 @@ def cut_forward(
     has_carry: bool,
     blocks: TpuBlocks | None = None,
     sizes: BlockSizes | None = None,
+    is_capped: bool = False,
 ) -> Cut:
     """Chooses the forward kernel's blocks; blocks, sizes, errors: as `choose_cut`."""
     row = _row(q, chip)
@@ -194,7 +203,8 @@ def cut_forward(
     def held_bytes(cut: Cut) -> int:
         return forward_kernel.held_bytes(cut.blocks, cut.heads, row, has_carry)
 
-    return choose_cut(TPU_FORWARD, chip, q, k, held_bytes, blocks, sizes)
+    table = TPU_FORWARD_CAPPED if is_capped else TPU_FORWARD
+    return choose_cut(table, chip, q, k, held_bytes, blocks, sizes)
 
 
 def cut_backward(
@@ -203,6 +213,7 @@ def cut_backward(
     k: jax.Array,
     blocks: TpuBlocks | None = None,
     sizes: BlockSizes | None = None,
+    is_capped: bool = False,
 ) -> tuple[Cut, bool]:
     """Chooses the backward kernel's blocks, and whether dq of a head stays in VMEM."""
     row, limit = _row(q, chip), vmem_limit(chip)
@@ -214,7 +225,8 @@ def cut_backward(
     def held_bytes(cut: Cut) -> int:
         return memory(cut).held
 
-    cut = choose_cut(TPU_BACKWARD, chip, q, k, held_bytes, blocks, sizes)
+    table = TPU_BACKWARD_CAPPED if is_capped else TPU_BACKWARD
+    cut = choose_cut(table, chip, q, k, held_bytes, blocks, sizes)
     return cut, memory(cut).is_dq_resident
 
 

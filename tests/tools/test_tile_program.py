@@ -25,8 +25,9 @@ SPLASH = Splash("causal", False, 512, 1024, 512)
 FUSED = Splash("full", True, 1024, 1024, 1024)
 
 
-def make_tile(direction, group=1):
-    return Tile("v5e", direction, 1024, 1024, 64, "bfloat16", group, 2048)
+def make_tile(direction, group=1, **options):
+    shape = 1024, 1024, 64, "bfloat16", group, 2048
+    return Tile("v5e", direction, *shape, **options)
 
 
 def test_vmem_is_that_of_the_kernel():
@@ -67,7 +68,7 @@ def test_splash_program_has_the_kernels_and_shapes_of_the_direction():
 
 
 def test_request_is_read_as_it_was_written():
-    tile = make_tile("backward", group=2)
+    tile = make_tile("backward", group=2, soft_cap=50.0)
     blocks = dataclasses.replace(TPU_FORWARD["v6e"], rows=128)
     for way in (None, blocks, FUSED):
         assert read_request(write_request(tile, way)) == (tile, way)

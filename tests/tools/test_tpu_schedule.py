@@ -16,8 +16,9 @@ from tools.tpu_schedule import BEST, SHAPES, Measurement, list_splashes, measure
 SPLASH = Splash("causal", False, 512, 1024, 512)
 
 
-def make_tile(direction="forward", chip="v5e", block=1024, group=1):
-    return Tile(chip, direction, block, block, 128, "bfloat16", group, 4096)
+def make_tile(direction="forward", chip="v5e", block=1024, group=1, **options):
+    shape = block, block, 128, "bfloat16", group, 4096
+    return Tile(chip, direction, *shape, **options)
 
 
 TWO_BUNDLES = ("", 0, "%1 = vmatmul", 4), ("", 0, "%2 = vmatmul", 2)
@@ -39,6 +40,13 @@ def test_splash_forward_on_v5e_takes_the_known_bundles():
     assert row["kernels"].startswith("splash_mha_fwd_no_residuals 45")
     assert (row["bodies"], row["slots_mxu"]) == (2, 4)
     assert 3 * 2**20 < row["vmem_bytes"] < 4 * 2**20
+
+
+def test_soft_cap_costs_the_known_bundles_and_nothing_where_it_is_off():
+    off, on = (measure(make_tile(soft_cap=cap), None).row() for cap in (None, 50.0))
+    assert (off["bundles"], off["used_eup"], off["soft_cap"]) == (3888, 1024, None)
+    assert on["bundles"] == pytest.approx(4430, rel=0.02)
+    assert (on["used_eup"], on["soft_cap"]) == (3072, 50)  # exp2, 1 / x and exp2
 
 
 def test_what_does_not_compile_says_why():

@@ -2,11 +2,19 @@ import dataclasses
 
 import pytest
 
-from kernels.tpu.block_sizes import TPU_BACKWARD, TPU_FORWARD, TpuBlocks
+from kernels.tpu.block_sizes import TpuBlocks
 from tests.tools.test_tpu_schedule import make_measurement, make_tile
 from tools import tune_block_sizes
 from tools.tpu_schedule import measure
-from tools.tune_block_sizes import GRIDS, Candidate, Outcome, list_candidates, rank
+from tools.tune_block_sizes import (
+    CAPPED_TABLES,
+    GRIDS,
+    TABLES,
+    Candidate,
+    Outcome,
+    list_candidates,
+    rank,
+)
 
 BLOCKS = TpuBlocks(1024, 1024, 512, 256, 1, 0)
 
@@ -42,15 +50,16 @@ def test_candidates_are_the_table_and_every_combination_that_fits():
 
 def test_backward_candidates_differ_in_nothing_that_the_kernel_ignores():
     found = list_candidates("v5e", {"v5e": BLOCKS}, GRIDS["backward"])
-    assert sorted(c.blocks.rows for c in found) == [256, 512, 1024]
+    assert sorted(c.blocks.rows for c in found) == [128, 256, 512, 1024]
     assert len({dataclasses.replace(c.blocks, rows=256) for c in found}) == 1
 
 
 def test_default_grids_hold_the_tables():
-    for direction, tables in (("forward", TPU_FORWARD), ("backward", TPU_BACKWARD)):
-        for blocks in tables.values():
-            for name, numbers in GRIDS[direction].items():
-                assert getattr(blocks, name) in numbers, f"{direction}, {name}"
+    for direction, grid in GRIDS.items():
+        for tables in TABLES, CAPPED_TABLES:
+            for blocks in tables[direction].values():
+                for name, numbers in grid.items():
+                    assert getattr(blocks, name) in numbers, f"{direction}, {name}"
 
 
 def test_ranking_is_by_chip_bundles_and_what_the_table_has():

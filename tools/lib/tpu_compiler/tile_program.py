@@ -46,6 +46,7 @@ class Tile:
     group: query heads of a key/value head. Ours stacks their rows in a tile.
     length: tokens, queries and keys alike.
     has_carry: whether our forward kernel goes on from a partial result.
+    soft_cap: of the scores, if any, of splash too.
     """
 
     chip: str
@@ -57,6 +58,7 @@ class Tile:
     group: int
     length: int
     has_carry: bool = False
+    soft_cap: float | None = None
 
     def __post_init__(self):
         if self.length % self.block_q or self.length % self.block_k:
@@ -115,6 +117,7 @@ def our_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
     sizes = BlockSizes(tile.block_q // tile.group, tile.block_k)
     options = {
         "scale": tile.head_dim**-0.5,
+        "soft_cap": tile.soft_cap,
         "block_sizes": None if blocks else sizes,
         "launch": launch.Launch(blocks=blocks),
     }
@@ -154,6 +157,7 @@ def splash_program(tile: Tile, splash: Splash) -> Program:
             **sizes, use_fused_bwd_kernel=splash.is_fused
         ),
         head_shards=1,
+        attn_logits_soft_cap=tile.soft_cap,
         q_seq_shards=1,
     )
     q = jax.ShapeDtypeStruct((heads, tokens, tile.head_dim), tile.dtype)
