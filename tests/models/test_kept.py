@@ -15,7 +15,7 @@ from models.kept import Kept
 from models.sizes import DecoderConfig
 from models.stacks import through_stack
 from tasks.execution import execution, kept_of
-from tests.models.test_llama import Run, rows
+from tests.models.test_language_model import Run, rows
 from tests.small_agent import drawn
 from tests.small_llama import assert_same
 from training.mesh import MeshShape

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.remat import REMAT_POLICIES, remat
-from tests.models.test_llama import LENGTH, ROWS, Run, rows
+from tests.models.test_language_model import LENGTH, ROWS, Run, rows
 from training.mesh import MeshShape
 
 each_policy = pytest.mark.parametrize("policy", REMAT_POLICIES)

@@ -1,4 +1,4 @@
-"""The model against LLaMA written out in float64, on one device and on meshes."""
+"""Models against the same written out in float64, on one device and on meshes."""
 
 import functools
 import math
@@ -17,10 +17,11 @@ from kernels.cases import QUICK
 from kernels.layouts import permute
 from models.layers import FeedForward
 from tasks import base, text
-from tests.models.test_rope import huggingface
+from tests.families import FAMILIES
 from tests.runs import small_config
 from tests.small_agent import drawn
 from tests.small_llama import assert_same, partition_of
+from tests.written_out import WrittenOut
 from training.mesh import MeshShape
 
 ROWS, LENGTH, VOCAB = 4, 32, 40
@@ -36,7 +37,13 @@ class Run:
     Its hidden size of 36 divides over a ring of 4, but not over fsdp 2 x ring 4.
     """
 
-    def __init__(self, shape: MeshShape, attention: str, **overrides: Any):
+    def __init__(
+        self,
+        shape: MeshShape,
+        attention: str,
+        family: str = "llama",
+        **overrides: Any,
+    ):
         fields = {
             "model__vocab_size": VOCAB,
             "model__hidden_size": 36,
@@ -44,7 +51,8 @@ class Run:
             "loss_chunk_tokens": 5,
             "implementation": "reference",
         }
-        config = small_config("", "", attention=attention, **fields | overrides)
+        fields |= FAMILIES[family] | overrides
+        config = small_config("", "", attention=attention, **fields)
         self.config = config
         self.partition = partition_of(shape)
         self.model = text.model(config, self.partition)
@@ -78,23 +86,22 @@ class Run:
         return jax.device_get(self.program(*arguments))
 
 
+run_on = functools.cache(Run)
+
+
+def one_device(family: str = "llama") -> Run:
+    return run_on(MeshShape(), "vanilla", family)
+
+
+def parameters(family: str = "llama") -> Any:
+    run = one_device(family)
+    return jax.device_get(drawn(run.model, run.partition))
+
+
 @functools.cache
-def run_on(shape: MeshShape, attention: str) -> Run:
-    return Run(shape, attention)
-
-
-def one_device() -> Run:
-    return run_on(MeshShape(), "vanilla")
-
-
-def parameters() -> Any:
-    return jax.device_get(drawn(one_device().model, one_device().partition))
-
-
-@functools.cache
-def rows() -> Batch:
+def rows(seed: int = 2) -> Batch:
     """Rows of packed documents, the last one padded, in natural order."""
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(seed)
     shape = ROWS, LENGTH
     tokens, targets = rng.integers(0, VOCAB, (2, *shape), np.int32)
     ids = np.sort(rng.integers(0, 4, shape), axis=1).astype(np.int32)
@@ -105,53 +112,9 @@ def rows() -> Batch:
 
 
 @functools.cache
-def expected() -> tuple[np.ndarray, Any]:
+def expected(family: str = "llama") -> tuple[np.ndarray, Any]:
     """Loss and gradients on one device, with all scores and no chunks."""
-    return one_device().answer()
-
-
-def written_out(parameters: Any, batch: Batch, run: Run) -> tuple[np.ndarray, float]:
-    """LLaMA in float64: hidden states (B, T, E) and the weighted sum of the losses."""
-    sizes = run.model.config
-    index = np.arange(LENGTH)
-    visible = masks.in_interval(batch.k_start[..., None], index, batch.k_end[..., None])
-
-    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        mean_square = (x**2).mean(axis=-1, keepdims=True)
-        return x / np.sqrt(mean_square + sizes.norm_epsilon) * scale
-
-    rotate = functools.partial(
-        huggingface, positions=batch.positions, theta=sizes.rope_theta
-    )
-
-    def attention(x: np.ndarray, p: dict) -> np.ndarray:
-        q, k, v = (
-            np.einsum("bte,ehd->bthd", x, p[name]) for name in ("query", "key", "value")
-        )
-        shared = sizes.num_heads // sizes.num_kv_heads
-        k, v = (np.repeat(y, shared, axis=2) for y in (rotate(k), v))
-        scores = np.einsum("bthd,bshd->bhts", rotate(q), k) / np.sqrt(sizes.head_dim)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * visible[:, None]
-        weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
-        out = np.einsum("bhts,bshd->bthd", weights, v)
-        return np.einsum("bthd,hde->bte", out, p["output"])
-
-    def feed_forward(x: np.ndarray, p: dict) -> np.ndarray:
-        gate = x @ p["gate"]
-        return (gate / (1 + np.exp(-gate)) * (x @ p["up"])) @ p["down"]
-
-    parameters = jax.tree.map(np.float64, parameters)
-    x = parameters["embedding"][batch.tokens]
-    for number in range(sizes.num_layers):
-        p = jax.tree.map(lambda stack, n=number: stack[n], parameters["layers"])
-        x = x + attention(norm(x, p["attention_norm"]["scale"]), p["attention"])
-        y = norm(x, p["feed_forward_norm"]["scale"])
-        x = x + feed_forward(y, p["feed_forward"])
-    hidden = norm(x, parameters["norm"]["scale"])
-    logits = hidden @ parameters["head"]
-    chosen = np.take_along_axis(logits, batch.targets[..., None], axis=-1)[..., 0]
-    losses = np.log(np.exp(logits).sum(axis=-1)) - chosen
-    return hidden, float((batch.loss_weights * losses).sum())
+    return one_device(family).answer()
 
 
 @functools.cache
@@ -173,27 +136,36 @@ def hidden_program():
 
 def test_hidden_states_are_those_of_llama_written_out():
     got = hidden_program()(parameters(), rows())
-    want, _ = written_out(parameters(), rows(), one_device())
+    want, _ = WrittenOut(one_device().model.config, parameters())(rows())
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_loss_and_its_slope_are_those_of_llama_written_out(rng):
-    loss, gradients = expected()
-    step = 1e-5
-    along = jax.tree.map(lambda x: rng.standard_normal(x.shape), parameters())
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("llama", "every_part") else slow)
+        for name in FAMILIES
+    ],
+)
+def test_loss_and_its_slopes_are_those_of_the_family_written_out(family, rng):
+    """A slope along each parameter alone."""
+    loss, gradients = expected(family)
+    sizes, start, step = one_device(family).model.config, parameters(family), 1e-5
+    leaves, tree = jax.tree.flatten(start)
+    assert loss == pytest.approx(WrittenOut(sizes, start)(rows())[1], rel=1e-5)
+    for number, gradient in enumerate(jax.tree.leaves(gradients)):
+        along = rng.standard_normal(gradient.shape)
 
-    def loss_after(steps: int) -> float:
-        moved = jax.tree.map(
-            lambda x, d: x.astype(np.float64) + steps * step * d, parameters(), along
-        )
-        return written_out(moved, rows(), one_device())[1]
+        def loss_after(steps: int, number: int = number, d: Any = along) -> float:
+            moved = [leaf.astype(np.float64) for leaf in leaves]
+            moved[number] += steps * step * d
+            return WrittenOut(sizes, jax.tree.unflatten(tree, moved))(rows())[1]
 
-    assert loss == pytest.approx(loss_after(0), rel=1e-5)
-    slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, gradients, along)))
-    expected_slope = (loss_after(1) - loss_after(-1)) / (2 * step)
-    size = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradients)))
-    assert abs(slope - expected_slope) < 1e-3 * size
+        slope = (loss_after(1) - loss_after(-1)) / (2 * step)
+        size = np.linalg.norm(gradient)
+        path = jax.tree_util.tree_flatten_with_path(start)[0][number][0]
+        assert abs(np.vdot(gradient, along) - slope) < 1e-3 * size, path
 
 
 @pytest.mark.parametrize(
@@ -244,10 +216,18 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
     assert not re.search(r" all-to-all(-start)?\(", program)
 
 
-@pytest.mark.parametrize("remat", ["nothing", pytest.param("attention", marks=slow)])
-def test_heads_in_parts_give_the_same_and_never_are_all_there(remat):
+@pytest.mark.parametrize(
+    "family, remat",
+    [
+        ("gpt_oss", "nothing"),  # biases and sinks are shared out too
+        pytest.param("gpt_oss", "attention", marks=slow),
+        pytest.param("llama", "nothing", marks=slow),
+        pytest.param("llama", "attention", marks=slow),
+    ],
+)
+def test_heads_in_parts_give_the_same_and_never_are_all_there(family, remat):
     """Every part has a share of each device's heads."""
-    shape, fields = MeshShape(ring=2, tensor=2), {"remat": remat}
+    shape, fields = MeshShape(ring=2, tensor=2), {"family": family, "remat": remat}
     fields |= {"model__num_heads": 8, "model__num_kv_heads": 4}
     whole, in_parts = (
         Run(shape, "striped", attention_parts=parts, **fields) for parts in (1, 2)
