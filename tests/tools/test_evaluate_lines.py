@@ -44,9 +44,9 @@ def workdir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def programs(corpus: Path, workdir: Path) -> tuple[Generated, Forced, Any]:
+def programs(corpus: Path, workdir: Path, mask: str) -> tuple[Generated, Forced, Any]:
     """What writes and what is shown answers, on fsdp 2 x ring 4."""
-    config = small_config(corpus, workdir, **SIZES)
+    config = small_config(corpus, workdir, mask=mask, **SIZES)
     partition = base.partition(config, jax.devices())
     parameters, _ = restored_parameters(config, partition)
     allowed = 128  # ASCII, so that tokens can be told from their text
@@ -64,9 +64,17 @@ def prompts(count: int) -> list[np.ndarray]:
     return [BYTES.encode(base_form(Compact(), case)[0]) for case in cases]
 
 
-def test_what_is_generated_is_what_is_likeliest_when_shown(corpus, workdir):
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "prefix(50)",  # longer than some prompts, which then are their own prefix
+        pytest.param("causal", marks=pytest.mark.slow),
+        pytest.param("window(9)", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_generated_is_what_is_likeliest_when_shown(corpus, workdir, mask):
     """On any model: its own answers are all right, and none that differs in a token."""
-    generated, forcing, parameters = programs(corpus, workdir)
+    generated, forcing, parameters = programs(corpus, workdir, mask)
     asked = prompts(18)  # no multiple of the rows
     texts = generated(asked)
     assert len(texts) == 18 and len(set(texts)) > 1
