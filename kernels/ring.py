@@ -69,10 +69,9 @@ class Ring:
     keep_tail: bool = False
 
     @property
-    def scores(self) -> dict[str, float]:
+    def scores(self) -> dict[str, float | None]:
         """Returns the backends' arguments of what becomes of q · k."""
-        cap = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
-        return {"scale": self.scale, **cap}
+        return {"scale": self.scale, "soft_cap": self.soft_cap}
 
     def shard(self) -> jax.Array | int:
         """Returns the number of the shard that this device's queries belong to."""

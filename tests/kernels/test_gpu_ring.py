@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("steps_in_a_loop")
 IS_SIMULATED = jax.default_backend() == "cpu"
 # Interpreted, a step takes a second or more: these are few, the others are slow tests.
 QUICK = {
-    "hopper": (Case(2, "zigzag", "none", group=4, length=31, head_dim=100, heads=4),),
+    "hopper": (Case(2, "zigzag", "none", 4, 31, 100, "sinks-cap", heads=4),),
     "triton": (
-        Case(2, "zigzag", "none", group=4, length=31, head_dim=100),
-        Case(3, "zigzag", "documents", group=8, length=31, head_dim=64),
-        Case(2, "striped4", "documents", group=1, length=1, head_dim=64),
-        Case(1, "zigzag", "documents", group=1, length=257, head_dim=128, heads=2),
+        Case(2, "zigzag", "none", 4, 31, 100, "sinks-cap"),
+        Case(3, "zigzag", "documents", 8, 31, 64, "cap"),
+        Case(2, "striped4", "documents", 1, 1, 64, "sinks"),
+        Case(1, "zigzag", "documents", 1, 257, 128, heads=2),
     ),
 }
 
