@@ -2,6 +2,8 @@
 
 import pytest
 
+from configs import families
+from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.step import Step
 from tools.plan_pod import read_config
@@ -36,6 +38,17 @@ def test_a_ring_hides_where_the_scheduler_finds_the_memory_too_small():
     plan = plan_7b("v3:16x16", "--config.attention_parts=4")
     assert plan.memory.peak < 9 * 2**30
     assert plan.transfers.hidden > 0 and plan.transfers.exposed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", families.NAMES)
+def test_families_fit_the_smallest_chips_and_wait_for_the_ring_in_windows_alone(name):
+    config = read_config([f"--config=configs/{name}.py:v6e"])
+    plan = Plan.of(Step.of(config, aot_pod("v6e:8x8")))
+    assert plan.memory.spare_share > SPARE_SHARE
+    assert plan.transfers.exposed == 0
+    assert (plan.estimate.ring_waits > 0) == (config.model.window > 0)
 
 
 @pytest.mark.slow
