@@ -229,13 +229,9 @@ def backward(
         k_start=_padded_bound(k_start, more_q),
         k_end=_padded_bound(k_end, more_q),
     )
-    exponent_scale, tanh_scale = exponent_factors(scale, soft_cap)
-    constants = {
-        "scale": before,
-        "exponent_scale": exponent_scale,
-        "tanh_scale": tanh_scale,
-        "ops": launch.ops,
-    }
+    factors = before, *exponent_factors(scale, soft_cap)
+    names = "scale", "exponent_scale", "tanh_scale"
+    constants = dict(zip(names, factors, strict=True), ops=launch.ops)
     dq_sum = _padded(dq if after == 1 else jnp.zeros_like(dq), more_q, d)
     dq_sum, dk, dv = _gradients(step, constants, dq_sum, launch)
     gradients = dq_sum[:, :length], dk[:, :keys], dv[:, :keys]
