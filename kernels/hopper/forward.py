@@ -64,8 +64,7 @@ M_INIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 class ForwardTile(NamedTuple):
     """Sizes and constants of a program.
 
-    block_k: keys of a tile.
-    stages: key and value tiles in SMEM.
+    block_k: keys of a tile. stages: key and value tiles in SMEM.
     scale: positive factor on scores, for exponents of 2.
     tanh_scale: scores are 1 + tanh(tanh_scale Q Kᵀ), or Q Kᵀ if it is None.
     ops: of the GPU, or emulated.

@@ -122,7 +122,7 @@ def test_gradients_are_equal_wherever_dq_stays(rng):
 
 
 def cuts(chip: pltpu.TpuInfo, q: jax.Array, k: jax.Array) -> tuple[Cut, Cut]:
-    """As they are chosen, forward after a first hop and backward."""
+    """As they are chosen, forward after a first ring step and backward."""
     forward = pallas_tpu.cut_forward(chip, q, k, has_carry=True)
     return forward, pallas_tpu.cut_backward(chip, q, k)[0]
 
