@@ -71,8 +71,8 @@ class Attention(nnx.Module):
             )
         if parts > 1 and config.qk_norm == "all":
             raise ValueError(
-                f"attention_{parts=} cannot be with norms of all heads at once "
-                f"({config.qk_norm=}): set it to 1"
+                f"attention_{parts=} cannot be with norms of all heads at once, "
+                f"qk_norm={config.qk_norm!r}: set it to 1"
             )
 
     def __call__(

@@ -77,5 +77,8 @@ def test_ring_of_hopper_is_as_exact_as_one_device_in_its_type(
     answer = solve_on_ring(case, problem, backend, dtype, one_device_ring)
     truth = solve(problem, jnp.float64)
     allowed = solve(problem, dtype).errors(truth)
+    # A sum for each of four heads, whose error in the reference may be small by chance:
+    # that of its terms, which contain `out`, is not.
+    allowed["d_sinks"] = max(allowed.get("d_sinks", 0), allowed["out"])
     for name, error in answer.errors(truth).items():
         assert error <= BFLOAT16_RATIO * allowed[name] + 1e-6, (name, error, allowed)
