@@ -8,7 +8,7 @@ Transformer) or bc (behaviour cloning of the best 10 %), and DOMAIN cartpole or 
       --task TASK --action-repeat 5 --cache trajectories   # TASK: swingup, stand
   python train.py --config=configs/exorl_tiny.py:DOMAIN/METHOD
 (python train.py --config=configs/exorl_tiny.py is cartpole/at), then
-tools/evaluate_exorl.py.
+`tools.evaluate exorl`.
 Hardware: none: 4 simulated CPU devices.
 Expected: see results/2026-11-21-in-context-rl.md.
 """

@@ -8,7 +8,7 @@ Command, the corpora first:
   python train.py --config=configs/line_retrieval.py:160
 The second stage starts with the parameters of the first, which alone is the baseline of
 a short context. Both are evaluated on the same records with
-  python -m tools.evaluate_lines --config=configs/line_retrieval.py:160 \\
+  python -m tools.evaluate line-retrieval --config=configs/line_retrieval.py:160 \\
     --form letters --lengths 32,64,96,128,160 --compare runs/line_retrieval/32
 Without a stage (python train.py --config=configs/line_retrieval.py) it is the first.
 Hardware: none: 8 simulated CPU devices, fsdp 2 x ring 4, striped.

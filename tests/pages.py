@@ -118,11 +118,14 @@ COMMANDS = list(dict.fromkeys(c for page in PAGES for c in page.commands()))
 INLINE = list(dict.fromkeys(c for page in PAGES for c in page.inline_commands()))
 
 
-def parser_of(program: str, arguments: list[str]) -> ArgumentParser:
-    """Returns the parser of a module in tools/, caught when the program parses."""
+def parser_of(program: str, arguments: list[str]) -> tuple[ArgumentParser, list[str]]:
+    """Returns the parser of a module in tools/, and what it is given to parse.
+
+    Of a subcommand with a parser of its own, those.
+    """
     main = importlib.import_module(program).main
     patch = mock.patch.object(ArgumentParser, "parse_known_args", autospec=True)
     with patch as parse, pytest.raises(LookupError):
         parse.side_effect = LookupError
         main(arguments)
-    return parse.call_args.args[0]
+    return parse.call_args.args[:2]

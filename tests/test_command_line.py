@@ -10,8 +10,8 @@ PROGRAMS = {
     "bench_attention": "--devices 2 --length 16 --heads 1 --kv-heads 1 --repeats 1",
     "bench_kernels": "--lengths 16 --contestants reference --repeats 1 --calls 1",
     "convert_hf": "import nowhere nowhere/else",
-    "evaluate_lines": "--config=configs/line_retrieval.py",
-    "evaluate_exorl": "--config=configs/exorl_tiny.py --output {folder}/out.json",
+    "evaluate line-retrieval": "--config=configs/line_retrieval.py",
+    "evaluate exorl": "--config=configs/exorl_tiny.py --output {folder}/out.json",
     "generate": "--config=configs/base.py --config.workdir={folder} --tokenizer bytes",
     "simulate_ring": "--implementation blockwise --ring-size 2 --local-tokens 16 "
     "--heads 1 --kv-heads 1 --head-dim 8 --tile 8 --repeats 1 --calls 1",
@@ -30,7 +30,9 @@ each_program = [
 def test_compilers_of_chips_that_are_not_there_are_silent(name, tmp_path):
     command = PROGRAMS[name].format(folder=tmp_path).split()
     # As a user starts it: nothing says where JAX is to look for devices.
-    status, _, said = run_program("-m", f"tools.{name}", *command, JAX_PLATFORMS="")
+    status, _, said = run_program(
+        "-m", *f"tools.{name}".split(), *command, JAX_PLATFORMS=""
+    )
     lines = said.splitlines()
     assert status == len(lines), said
     assert all(line.startswith("error: ") for line in lines), said

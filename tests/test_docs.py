@@ -85,8 +85,8 @@ def test_make_targets_are_those_of_the_makefile():
 @pytest.mark.parametrize("command", tools(COMMANDS), ids=str)
 def test_programs_take_the_arguments_of_their_commands(command):
     # With what a program reads of a config, where it takes one.
-    parser = pages.parser_of(command.program, command.arguments)
-    _, rest = parser.parse_known_args(command.arguments)
+    parser, given = pages.parser_of(command.program, command.arguments)
+    _, rest = parser.parse_known_args(given)
     assert [word for word in rest if not word.startswith("--config")] == []
     if rest:
         assert read_config(rest).is_locked
@@ -94,14 +94,14 @@ def test_programs_take_the_arguments_of_their_commands(command):
 
 @pytest.mark.parametrize("command", tools(INLINE), ids=str)
 def test_programs_know_the_options_of_inline_commands(command):
-    known = options(pages.parser_of(command.program, command.arguments))
+    known = options(pages.parser_of(command.program, command.arguments)[0])
     named = {w.split("=")[0] for w in command.arguments if w.startswith("--")}
     assert named - {w for w in named if w.startswith("--config")} <= known
 
 
 def test_every_option_in_the_text_is_one_of_some_program():
     known = {"--config", "--logdir", "--help"}
-    for path in (ROOT / "tools").glob("*.py"):
+    for path in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
     named = {word for code in CODE for word in re.findall(r"(?:^| )(--[a-z-]+)", code)}
     assert {"--compare", "--relabelling"} <= named

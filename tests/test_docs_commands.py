@@ -24,7 +24,7 @@ NOT_RUN = {
     "python train.py --config=configs/grow_context.py": "eight GPUs; "
     "tests/test_grow_context.py runs it small",
     "python -m tools.pack_exorl --root DATASETS": "ExoRL's own archives",
-    "python -m tools.evaluate_lines": "a model that was trained for an hour",
+    "python -m tools.evaluate line-retrieval": "a model that was trained for an hour",
     "--config.hosts.coordinator": "part of a command; tests/survival runs two hosts",
 }
 """What it would take, by the beginning of the command."""
@@ -52,7 +52,7 @@ MORE = {
     f"{TOOL}prepare_lines": ["--train-tokens=20000"],
     f"{TOOL}make_exorl --domain walker": WALKER,
     f"{TOOL}make_exorl --domain cartpole": ["--episodes=60", "--search-episodes=64"],
-    f"{TOOL}evaluate_exorl": ["--environments=2", "--episodes=2"],
+    f"{TOOL}evaluate exorl": ["--environments=2", "--episodes=2"],
     f"{TOOL}generate": ["--max-tokens=8"],
 }
 """What is added to the end of a command, where the last value of an option counts."""

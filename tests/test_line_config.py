@@ -45,7 +45,7 @@ def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(
             flags.append(f"--config.init_from={tmp_path / str(min(STAGES))}")
         run("train.py", *flags)
     run(
-        *("-m", "tools.evaluate_lines", *flags, "--form", "letters"),
+        *("-m", "tools.evaluate", "line-retrieval", *flags, "--form", "letters"),
         *("--lengths", ",".join(map(str, STAGES)), "--depths", 5, "--samples", 20),
         *("--compare", tmp_path / str(min(STAGES)), "--output", tmp_path / "lines"),
     )

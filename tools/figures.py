@@ -13,8 +13,8 @@ work     counts the tiles that each device of a causal ring computes in each rin
 rates    rows of bench_kernels, bench_attention and bench_original as TFLOP/s of the
          visible pairs, those of bench_train as tokens per second; several files if
          they were measured on the same kind of device
-lines    heat maps of evaluate_lines, without --names by the folders of the runs
-returns  returns by episode of evaluate_exorl
+lines    heat maps of `evaluate line-retrieval`, without --names by the runs' folders
+returns  returns by episode of `evaluate exorl`
 
 The pictures of the papers' tables are drawn by tools.paper_tables.
 """

@@ -12,7 +12,8 @@ from data.environments import Environment
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base, exorl
 from tests.small_agent import SMALL, config_of, drawn
-from tools import evaluate_exorl, figures
+from tools import figures
+from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.scenes import Stage
 from tools.lib.exorl.scores import interval, scores
 from training.weights import save_parameters
@@ -64,7 +65,7 @@ def written(directory: Path) -> Path:
     output = directory / "results.json"
     shutil.copytree(directory / "trajectories", directory / "other")
     other = ("--other", f"{directory}/other", "--output", str(output))
-    assert evaluate_exorl.main(flags(directory, *other)) == 0
+    assert main(flags(directory, *other)) == 0
     return output
 
 
@@ -116,7 +117,7 @@ BAD = {
 def test_bad_input_is_refused_with_one_line(directory, tmp_path, capsys, options):
     output = tmp_path / "x.json"
     arguments = flags(directory, *options.split(), "--output", str(output))
-    assert evaluate_exorl.main(arguments) == 1
+    assert main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and BAD[options] in error
     assert not output.exists()

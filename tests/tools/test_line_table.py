@@ -7,7 +7,7 @@ import pytest
 
 from data.line_forms import FORMS
 from data.tokenizer import ByteTokenizer
-from tools.evaluate_lines import draw_cells
+from tools.lib.evaluation.line_retrieval import draw_cells
 from tools.lib.retrieval.table import Scorer, by_length, table
 
 BYTES = ByteTokenizer()

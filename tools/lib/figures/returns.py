@@ -1,4 +1,4 @@
-"""Returns of agents by episode, for every context: what `evaluate_exorl` wrote.
+"""Returns of agents by episode, for every context: what `evaluate exorl` wrote.
 
 One panel a task, one colour an agent. Bands are bootstrap intervals (95 %) over the
 environments; the dashed line is the return that agents are conditioned on.
@@ -65,7 +65,7 @@ def read(files: Sequence[str]) -> dict[str, dict[str, Results]]:
             targets = {run["target"] for run in [*runs.values(), results]}
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(
-                f"{path} holds no results of tools.evaluate_exorl "
+                f"{path} holds no results of tools.evaluate exorl "
                 f"({type(error).__name__}: {error})"
             ) from error
         if name in runs or len(targets) > 1:

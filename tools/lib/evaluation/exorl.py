@@ -1,8 +1,8 @@
 """Rolls out an agent in dm_control: several episodes in one context, and controls.
 
-    python -m tools.evaluate_exorl --config=configs/exorl_tiny.py:cartpole/at \\
+    python -m tools.evaluate exorl --config=configs/exorl_tiny.py:cartpole/at \\
         --output results/cpu/exorl_cartpole_at.json
-    python -m tools.evaluate_exorl --config=configs/exorl_tiny.py:walker/at \\
+    python -m tools.evaluate exorl --config=configs/exorl_tiny.py:walker/at \\
         --other trajectories/walker/es_replay/run --environments 8 --episodes 4 ...
 
 The newest checkpoint of config.workdir acts in the environments of the trajectories'
@@ -22,7 +22,6 @@ equal for all agents and contexts. `tools.figures returns` draws what is written
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -184,7 +183,7 @@ def _quantiles(file: TrajectoryFile) -> dict[str, float]:
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, prog="python -m tools.evaluate exorl")
     add = parser.add_argument
     add("--output", required=True, type=Path, help="JSON to write")
     add("--environments", type=at_least(1), default=8, help="default: %(default)s")
@@ -211,7 +210,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = evaluate(config, options, lambda line: print(line, flush=True))
     write_json(options.output, results)
     print(f"written to {options.output}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ from tasks import base
 from tasks.generation import generator, restored_parameters
 from tests.runs import small_config, small_flags
 from tests.tools.test_generate import save
-from tools.evaluate_lines import draw_cells, main, read_cells
+from tools.lib.evaluation.line_retrieval import draw_cells, main, read_cells
 from tools.lib.retrieval.scores import Forced, Generated, forced, in_rows
 
 # ml_collections reads config files with it.

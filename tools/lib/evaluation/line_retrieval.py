@@ -1,8 +1,8 @@
 """Whether a run's model uses its context: line retrieval by length and depth.
 
-    python -m tools.evaluate_lines --config=configs/line_retrieval.py:512 \\
+    python -m tools.evaluate line-retrieval --config=configs/line_retrieval.py:512 \\
         --form compact --lengths 128,256,512 --output results/lines
-    python -m tools.evaluate_lines --config=... --form LRT-NL \\
+    python -m tools.evaluate line-retrieval --config=... --form LRT-NL \\
         --cases published.jsonl --output results/lines
 
 Of every record (see data/line_retrieval.py) one line is asked for. The model writes its
@@ -12,7 +12,6 @@ and heat maps to NAME.png. The config is the run's own; its mesh may be another.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -172,7 +171,7 @@ def evaluate(
 def _options(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, prog="python -m tools.evaluate line-retrieval")
     add = parser.add_argument
     add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
     add(
@@ -217,7 +216,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             [make_row(row, environment) for row in results],
         )
         write_picture(options.output.with_suffix(".png"), heat_maps(results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

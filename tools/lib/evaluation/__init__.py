@@ -1,0 +1,1 @@
+"""The subcommands of tools.evaluate, each with its `main(arguments)`."""
