@@ -217,6 +217,8 @@ def backward(
     before, after = gradient_factors(scale, q.dtype)
     length, keys = q.shape[1], k.shape[1]
     more_q, more_k = -length % BLOCK_Q, -keys % BLOCK_K
+    if soft_cap is not None and keys <= BLOCK_K:
+        more_k += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores
     row = (0, 0), (0, 0), (0, more_q)
     step = Step(
         q=_padded(q, more_q, d),
