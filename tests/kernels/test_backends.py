@@ -162,6 +162,10 @@ class TestHopper(BackendSuite):
             ),
             BF16,
         ),
+        "one key tile and a cap": (
+            StepCase(130, 70, 2, batch=1, has_carry=True, soft_cap=1.5),
+            BF16,
+        ),
         # A cap so low that exponents of its tanh overflow.
         "wide heads": (
             StepCase(100, 257, 4, head_dim=256, batch=1, soft_cap=0.25),
