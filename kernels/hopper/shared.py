@@ -52,7 +52,7 @@ WGMMA_COL = plgpu.Layout.WGMMA.reduce(0)
 """Registers of one number for each column of a WGMMA accumulator."""
 
 MASKED = -(2.0**60)
-"""1 + tanh where masked: P is 0, as with -inf, but 0 times its square is no nan."""
+"""1 + tanh where masked: P is 0, as with -inf, but 0 times its square is never nan."""
 
 WARPGROUP = "warpgroup"
 """Axis that numbers the warpgroups of a program."""

@@ -282,8 +282,8 @@ def test_of_gemma_3_with_images_the_text_is_read_and_the_rest_said(
     (source / "config.json").write_text(json.dumps(fields))
     save_file(held, source / WHOLE)
     assert main(["import", str(source), str(out)]) == 0
-    told = capsys.readouterr().out
-    assert "left out: 2 tensors of images (" in told
+    printed = capsys.readouterr().out
+    assert "left out: 2 tensors of images (" in printed
     partition = partition_on(MESHES["gemma3"])
     first = restored(workdirs["gemma3"], "gemma3", partition)
     assert_same(restored(out, "gemma3", partition), first)

@@ -321,16 +321,16 @@ def test_an_altered_config_is_what_it_says_or_refused(attempts):
     def check(config):
         known = {name: value for name, value in said.items() if value is not None}
         size, heads = known["hidden_size"], known["num_attention_heads"]
-        told = {"num_key_value_heads": heads, "head_dim": size // heads}
-        told |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4} | known
+        fields = {"num_key_value_heads": heads, "head_dim": size // heads}
+        fields |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4} | known
         assert {theirs: getattr(config, ours) for theirs, ours in NAMES.items()} == {
-            theirs: told[theirs] for theirs in NAMES
+            theirs: fields[theirs] for theirs in NAMES
         }
         assert config.tied_embeddings is known.get("tie_word_embeddings", False)
         scaling = dataclasses.asdict(config.rope_scaling)
-        told = {"rope_type": "none"} | known.get("rope_scaling", {})
-        told = {name: value for name, value in told.items() if value is not None}
-        assert scaling | told == scaling
+        fields = {"rope_type": "none"} | known.get("rope_scaling", {})
+        fields = {name: value for name, value in fields.items() if value is not None}
+        assert scaling | fields == scaling
         assert all(type(value) in (int, float, str, bool) for value in scaling.values())
         assert model_config(config_fields(config, "float32", said)) == config
 

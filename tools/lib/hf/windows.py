@@ -16,7 +16,7 @@ def layer_pattern(values: Mapping[str, Any]) -> str:
     field), but for every `sliding_window_pattern`-th.
 
     Raises:
-      ValueError: as many types as there are no layers, or a window of no size.
+      ValueError: not as many types as layers, or a window of 0 tokens.
     """
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     has_window = values.get("use_sliding_window", True) and values.get("sliding_window")
