@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_collections
-import optax
 from jax.sharding import NamedSharding
 
 from data.batch import Block
@@ -28,9 +27,9 @@ from models.sizes import LanguageModelConfig
 from tasks.config_errors import names_fields, raise_all
 from training import chips
 from training.guard import GuardSettings
-from training.mesh import MeshShape, Partition, make_mesh
+from training.mesh import Axes, MeshShape, Partition, make_mesh
 from training.metrics import StepWork
-from training.optimizer import OptimizerSettings
+from training.optimizer import Optimizer, OptimizerSettings
 from training.overlap import parameter_options
 from training.step import (
     Counts,
@@ -247,31 +246,23 @@ def ring_attention(
 
 
 def abstract_state(
-    model: Model, optimizer: optax.GradientTransformation, partition: Partition
+    model: Model, optimizer: Optimizer, partition: Partition
 ) -> TrainState:
     """Returns shape, dtype and sharding of every leaf of the train state."""
 
-    def placed(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
+    shapes = jax.eval_shape(lambda p: initial_state(p, optimizer), model.shapes)
+
+    def placed(shape: jax.ShapeDtypeStruct, names: Axes = ()) -> Any:
+        names = names or (None,) * shape.ndim
+        sharding = partition.sharding(names, shape.shape)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    def on_all(shape: jax.ShapeDtypeStruct) -> Any:
-        return placed(shape, partition.sharding((None,) * shape.ndim, shape.shape))
-
-    shardings = jax.tree.map(
-        lambda s, names: partition.sharding(names, s.shape), model.shapes, model.axes
-    )
-    shapes = jax.eval_shape(lambda p: initial_state(p, optimizer), model.shapes)
+    axes = optimizer.axes(shapes.optimizer_state, model.axes)
     return TrainState(
-        step=on_all(shapes.step),
-        params=jax.tree.map(placed, shapes.params, shardings),
-        optimizer_state=optax.tree.map_params(
-            optimizer,
-            placed,
-            shapes.optimizer_state,
-            shardings,
-            transform_non_params=on_all,
-        ),
-        guard=jax.tree.map(on_all, shapes.guard),
+        step=placed(shapes.step),
+        params=jax.tree.map(placed, shapes.params, model.axes),
+        optimizer_state=jax.tree.map(placed, shapes.optimizer_state, axes),
+        guard=jax.tree.map(placed, shapes.guard),
     )
 
 
@@ -363,7 +354,7 @@ def _check_columns(config: ml_collections.ConfigDict, partition: Partition) -> N
 def train_step(
     config: ml_collections.ConfigDict,
     loss_sum: LossFunction,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     state: TrainState,
     count: Callable[[Any], Counts] = count_tokens,
 ) -> jax.stages.Wrapped:

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import jax
 import ml_collections
-import optax
 
 from kernels.compiler import compiler_options
 from tasks import base
 from tasks.base import Data, Task
 from training.loop import Programs
+from training.optimizer import Optimizer
 from training.step import TrainState, initial_state, make_evaluate_step, make_replay
 from training.weights import SavedParameters
 
@@ -17,7 +17,7 @@ from training.weights import SavedParameters
 def compile_programs(
     config: ml_collections.ConfigDict,
     task: Task,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     state: TrainState,
 ) -> Programs:
     """Compiles the run's programs; the replay, seldom needed, only when it is called.
@@ -44,7 +44,7 @@ def first_state(
     config: ml_collections.ConfigDict,
     task: Task,
     data: Data,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     like: TrainState,
     say: Callable[[str], None],
 ) -> TrainState:

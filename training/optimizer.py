@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -71,9 +72,57 @@ class OptimizerSettings:
             raise ValueError("; ".join(wrong))
 
 
+@dataclass(frozen=True)
+class Optimizer:
+    """Makes updates by an optax transformation, of all parameters at once."""
+
+    transformation: optax.GradientTransformation
+
+    def init(self, params: Any) -> Any:
+        """Returns the state before the first update."""
+        return self.transformation.init(params)
+
+    def update(
+        self, grads: Any, state: Any, params: Any, is_good: jax.Array | bool = True
+    ) -> tuple[Any, Any]:
+        """Returns the new parameters and state; the old ones where not `is_good`."""
+        updates, new_state = self.transformation.update(grads, state, params)
+        new_params = optax.apply_updates(params, updates)
+        # Chosen where it is written: with the old state donated, no copy is made.
+        return jax.tree.map(
+            lambda new, old: jnp.where(is_good, new, old),
+            (new_params, new_state),
+            (params, state),
+        )
+
+    def axes(self, state: Any, axes: Any) -> Any:
+        """Returns the names of the axes of every leaf of a state, None for no name.
+
+        state: shapes, as of `init`. axes: names of the parameters' axes.
+        """
+        named = jax.tree_util.tree_leaves_with_path(axes, is_leaf=_is_tuple)
+        names = {_keys(path): leaf for path, leaf in named}
+
+        def of(path: tuple[Any, ...], leaf: Any) -> tuple[str | None, ...]:
+            keys = _keys(path)
+            ends = (keys[start:] for start in range(len(keys)))
+            return next(filter(None, map(names.get, ends)), (None,) * leaf.ndim)
+
+        return jax.tree_util.tree_map_with_path(of, state)
+
+
+def _is_tuple(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns the dict keys of a path: a state has those of its parameters, last."""
+    return tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey))
+
+
 def make_optimizer(
     settings: OptimizerSettings,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
+) -> tuple[Optimizer, optax.Schedule]:
     """Builds clipping by global norm, then AdamW, and the schedule it follows.
 
     All matrices are decayed, the embedding table too, as in LLaMA, nanoGPT and MaxText.
@@ -83,8 +132,8 @@ def make_optimizer(
       settings: checked values.
 
     Returns:
-      The gradient transformation, and the learning rate as a function of the number of
-      updates already made (0 for the first one), for the log.
+      The optimizer, and the learning rate as a function of the number of updates
+      already made (0 for the first one), for the log.
     """
     schedule = _in_standard_promotion(
         optax.warmup_cosine_decay_schedule(
@@ -107,7 +156,8 @@ def make_optimizer(
         ),
     )
     update = _in_standard_promotion(transformation.update)
-    return optax.GradientTransformation(transformation.init, update), schedule
+    of_all = optax.GradientTransformation(transformation.init, update)
+    return Optimizer(of_all), schedule
 
 
 def decayed(params: Any) -> Any:

@@ -10,6 +10,7 @@ import optax
 
 from training.digest import device_digest
 from training.guard import GuardState, Replay, initial_guard, judge
+from training.optimizer import Optimizer
 
 LossFunction = Callable[[Any, Any], jax.Array]
 """From parameters and a batch to the weighted sum of its losses.
@@ -60,11 +61,11 @@ class TrainState(NamedTuple):
 
     step: jax.Array  # int32, steps made, those whose update was skipped included
     params: Any
-    optimizer_state: optax.OptState
+    optimizer_state: Any
     guard: GuardState
 
 
-def initial_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def initial_state(params: Any, optimizer: Optimizer) -> TrainState:
     """Returns the state before the first step."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), initial_guard())
@@ -72,7 +73,7 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation) -> Train
 
 def make_train_step(
     loss_sum: LossFunction,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     *,
     microbatches: int = 1,
     spike_sigmas: float = 0.0,
@@ -105,15 +106,8 @@ def make_train_step(
         )
         norm = optax.tree.norm(grads)
         is_good, guard = judge(state.guard, loss, norm, spike_sigmas)
-        updates, optimizer_state = optimizer.update(
-            grads, state.optimizer_state, state.params
-        )
-        params = optax.apply_updates(state.params, updates)
-        # Chosen where it is written: with the old state donated, no copy is made.
-        params, optimizer_state = jax.tree.map(
-            lambda new, old: jnp.where(is_good, new, old),
-            (params, optimizer_state),
-            (state.params, state.optimizer_state),
+        params, optimizer_state = optimizer.update(
+            grads, state.optimizer_state, state.params, is_good
         )
         metrics = {
             "loss": loss,

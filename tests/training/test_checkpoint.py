@@ -42,8 +42,7 @@ def init_state(seed=0, width=16):
 @jax.jit
 def update(state):
     grads = jax.tree.map(jnp.sin, state.params)
-    updates, moments = OPTIMIZER.update(grads, state.optimizer_state, state.params)
-    params = jax.tree.map(jnp.add, state.params, updates)
+    params, moments = OPTIMIZER.update(grads, state.optimizer_state, state.params)
     return TrainState(state.step + 1, params, moments)
 
 

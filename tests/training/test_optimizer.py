@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from tasks import text
@@ -39,9 +38,9 @@ def make_params():
 
 
 def one_update(settings, grads, params):
-    transformation, _ = make_optimizer(settings)
-    update = jax.jit(transformation.update)
-    updates, _ = update(grads, transformation.init(params), params)
+    optimizer, _ = make_optimizer(settings)
+    update = jax.jit(optimizer.transformation.update)
+    updates, _ = update(grads, optimizer.init(params), params)
     return updates
 
 
@@ -103,18 +102,17 @@ def test_updates_follow_adamw_written_out():
     settings = OptimizerSettings(1e-2, 1e-3, warmup_steps=2, total_steps=9)
     adam = {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3}
     settings = dataclasses.replace(settings, weight_decay=0.2, clip_norm=0.5, **adam)
-    transformation, schedule = make_optimizer(settings)
+    optimizer, schedule = make_optimizer(settings)
     rng = np.random.default_rng(1)
     weight = rng.normal(size=(4, 6))
     params = {"weight": jnp.asarray(weight, jnp.float32)}
-    state = transformation.init(params)
+    state = optimizer.init(params)
     mean, square = np.zeros((4, 6)), np.zeros((4, 6))
     for count in range(5):
         grad = rng.normal(size=(4, 6))
-        updates, state = jax.jit(transformation.update)(
+        params, state = jax.jit(optimizer.update)(
             {"weight": jnp.asarray(grad, jnp.float32)}, state, params
         )
-        params = optax.apply_updates(params, updates)
         clipped = grad * min(1.0, 0.5 / np.linalg.norm(grad))
         mean = 0.8 * mean + 0.2 * clipped
         square = 0.9 * square + 0.1 * clipped**2
