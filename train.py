@@ -2,7 +2,8 @@
 
 The run as it happens: mesh, data, model, state, programs, loop. Every object is made
 here and passed down: `train` reads from top to bottom as a run goes, and hands over to
-the loop of `training/loop.py`. Run the same command again to resume.
+the loop of `training/loop.py`. Run the same command again to resume; or, as a run keeps
+its config, python train.py --workdir=DIR, with what is to change (--config.x.y=...).
 
 Exit codes: 0 the run is complete, 75 it was stopped (SIGTERM, Ctrl-C) and has saved,
 70 a step hung or another process was lost, 1 an error.
@@ -25,7 +26,7 @@ import jax
 import ml_collections
 
 from data.text import iterate
-from tasks import base, config_checks
+from tasks import base, config_checks, run_config
 from tasks.base import Data, Task
 from tasks.command_line import Parser, as_program, read_config
 from tasks.config_errors import names_fields
@@ -126,6 +127,8 @@ def train(
         _stop_if(stop, first_step)
 
         # Reports.
+        if jax.process_index() == 0:
+            run_config.write(config, settings)
         writer = stack.enter_context(_writer(config, first_step + 1, say))
         rates = Throughput.of(devices)
         report = _report(config, task, schedule, last_step, rates, writer, say)
@@ -276,7 +279,7 @@ def silence_writers() -> None:
 
 @as_program
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Trains what `--config` says; returns the exit code."""
+    """Trains what `--config` or `--workdir` says; returns the exit code."""
     _, rest = Parser(__doc__).parse_known_args(arguments)
     config = read_config(rest)
     silence_writers()

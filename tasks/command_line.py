@@ -19,6 +19,8 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from tasks import run_config
+
 Main = Callable[[Sequence[str] | None], int | None]
 
 REFUSED = ValueError, OSError, ImportError, NotImplementedError, FloatingPointError
@@ -150,18 +152,31 @@ def share(text: str) -> float:
 def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
     """Reads the config of `--config=FILE --config.field=value ...`.
 
-    FILE is a program, which makes the config; `FILE:NAME` passes it a name.
+    FILE is a program, which makes the config; `FILE:NAME` passes it a name. Or of
+    `--workdir=DIR --config.field=value ...`: the config of the run there.
 
     Raises:
       ValueError: no or no such file, one that makes no config, an unknown field, or a
         value of the wrong type.
+      FileNotFoundError: there is no such run.
     """
     parser = Parser(add_help=False)
     parser.add_argument("--config")
+    parser.add_argument("--workdir")
     chosen, overrides = parser.parse_known_args(arguments)
-    if not chosen.config:
-        raise ValueError("no --config=configs/NAME.py was given")
-    config = _made_by(*chosen.config.split(":", 1))
+    if chosen.config and chosen.workdir:
+        raise ValueError(
+            f"--config={chosen.config} and --workdir={chosen.workdir} were given: give "
+            "one of them; --config.workdir=DIR puts the run of a --config elsewhere"
+        )
+    if chosen.workdir:
+        config = run_config.read(chosen.workdir)
+    elif chosen.config:
+        config = _made_by(*chosen.config.split(":", 1))
+    else:
+        raise ValueError(
+            "no --config=configs/NAME.py was given, nor --workdir=DIR of a run"
+        )
     for override in overrides:
         name, *_ = override.removeprefix("--config.").split("=", 1)
         if override.startswith("--config."):

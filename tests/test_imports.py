@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What each folder may import. A folder that is not named here may hold no module.
 DATA = "data grain kernels.layouts kernels.masks numpy sentencepiece tokenizers tqdm"
-TRAINING = "training data.batch absl jax numpy optax orbax tensorboard"
+TRAINING = "training data.batch absl etils jax numpy optax orbax tensorboard"
 ALLOWED = {
     "configs": {"configs", "ml_collections"},
     "kernels": {"kernels", "jax", "jaxlib", "numpy"},

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import ml_collections
 import numpy as np
 from absl import logging
 from flax import traverse_util
@@ -31,7 +32,7 @@ from data.json_text import read_json_object
 from models.abstract import Model
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tasks import text
+from tasks import run_config, text
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.hf import config as hf_config
 from tools.lib.hf import multimodal
@@ -85,6 +86,7 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> Imported:
         _check_tensors(files, weights, model)
         parameters = load(files, weights, model, partition)
     save_parameters(workdir, parameters, text.fingerprint(model))
+    run_config.write(_settings(config, workdir=str(workdir)))
     return Imported(config, left_out)
 
 
@@ -165,9 +167,14 @@ def export_model(
 
 def model_of(config: LanguageModelConfig, partition: Partition) -> Model:
     """Returns a model of these sizes, without parameters."""
+    return text.model(_settings(config), partition)
+
+
+def _settings(config: LanguageModelConfig, **fields: Any) -> ml_collections.ConfigDict:
+    """Returns the config of `configs/base.py` with this model and these fields."""
     settings = base.get_config()
-    settings.update_from_flattened_dict(settings_of(config))
-    return text.model(settings, partition)
+    settings.update_from_flattened_dict(settings_of(config) | fields)
+    return settings
 
 
 def settings_of(config: LanguageModelConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Judges the newest checkpoint of a run; each subcommand answers --help.
 
-python -m tools.evaluate line-retrieval --config=configs/line_retrieval.py:160 ...
+python -m tools.evaluate line-retrieval --workdir=runs/line_retrieval/160 ...
 """
 
 import ast

@@ -1,16 +1,16 @@
 """Generates text with the newest checkpoint of a run, on the devices of this machine.
 
-    python -m tools.generate --config=configs/tiny.py --prompt "def main("
-    python -m tools.generate --config=configs/tiny.py --prompt-file story.txt \\
+    python -m tools.generate --workdir=runs/tiny --prompt "def main("
+    python -m tools.generate --workdir=runs/tiny --prompt-file story.txt \\
         --max-tokens 500 --temperature 0.8 --top-p 0.95 --seed 7
-    python -m tools.generate --config=configs/tiny.py --config.mesh.fsdp=1 \\
+    python -m tools.generate --workdir=runs/tiny --config.mesh.fsdp=1 \\
         --config.mesh.ring=8
-    python -m tools.generate --config=configs/tiny.py --chat vicuna --system "Be brief."
+    python -m tools.generate --workdir=runs/tiny --chat vicuna --system "Be brief."
 
-The config is the run's own; its mesh may be another (--config.mesh.ring=…), as may its
-workdir. Without a prompt, every line of the console (or of standard input) is one. The
-text is written as it comes, without the prompt. It ends with a stop token of the
-tokenizer (see data/stop_tokens.py), or after --max-tokens.
+The config is the run's own; its mesh may be another (--config.mesh.ring=…). Without a
+prompt, every line of the console (or of standard input) is one. The text is written as
+it comes, without the prompt. It ends with a stop token of the tokenizer (see
+data/stop_tokens.py), or after --max-tokens.
 
 With --chat a prompt is what the user of a chat says, and the text is the reply, which
 also ends with the template's end of a turn. Lines go on with one conversation; an empty

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from training.workdir import replace_text
+
 KINDS = (
     "setup",
     "restore",
@@ -115,10 +117,8 @@ class Goodput:
         self.switch(self._kind)
         each = (self.seconds["step"] - self._earlier) / max(self._steps, 1)
         values = {"step": step, "seconds_per_step": each, "seconds": self.seconds}
-        new = self._record.with_name(f"{self._record.name}.new")
         with contextlib.suppress(OSError):  # as on a full disk
-            new.write_text(json.dumps(values))
-            new.replace(self._record)
+            replace_text(self._record, json.dumps(values))
 
     def points(self) -> dict[str, float]:
         """Returns the values of the curves of TAGS."""

@@ -1,4 +1,4 @@
-"""Locks the directory of a run, and makes sure that it can be written to."""
+"""The directory of a run: its lock, and files in it, also in a bucket."""
 
 import contextlib
 import errno
@@ -10,11 +10,33 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from etils import epath
+
 LOCK = "lock"
 """Name of the lock file; it remains after a run that was killed."""
 
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of file systems that cannot lock."""
+
+
+def place_of(directory: str | Path) -> epath.Path:
+    """Returns the path of a directory, local or in a bucket (`gs://...`).
+
+    Raises:
+      ImportError: it is in a bucket, and the package that reads it is missing.
+    """
+    return epath.Path(directory)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, in place of any earlier one.
+
+    Raises:
+      OSError: it cannot be written; what was there before still is.
+    """
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def make_writable(directory: str | Path) -> None:

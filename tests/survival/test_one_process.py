@@ -16,6 +16,7 @@ import pytest
 
 import train
 from tasks import programs
+from tasks.command_line import read_config
 from tests.processes import Processes, run_program
 from tests.runs import assert_equal_bits
 from tests.survival.small_run import (
@@ -49,6 +50,25 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
     # The validation after step 6 was left for the signal; nothing else is missing.
     ours = run.curve("validation/loss")
     assert ours == undisturbed.curve("validation/loss")[-len(ours) :]
+
+
+def test_a_run_goes_on_from_its_workdir_alone(copy: Small, truth: Any) -> None:
+    copy.train()
+    assert_equal_bits(copy.state(), truth)
+    kept = copy.files()[copy.workdir / "config.json"]
+    flags = [f"--workdir={copy.workdir}"]
+    copy.said.clear()  # its checkpoints are of another workdir
+    assert train.train(read_config(flags), copy.said.append) == {"step": STEPS}
+    assert "changed since" not in "".join(copy.said)
+    more = read_config([*flags, f"--config.train.steps={STEPS + 1}"])
+    assert train.train(more, copy.said.append)["step"] == STEPS + 1
+    changes = [line for line in copy.said if line.startswith("changed since")]
+    assert changes == [f"changed since step {STEPS}: train.steps: 12 -> 13"]
+    now = copy.files()[copy.workdir / "config.json"]
+    assert now == kept.replace(b'"steps": 12', b'"steps": 13') != kept
+    with pytest.raises(ValueError, match="made with other settings: seed"):
+        train.train(read_config([*flags, "--config.seed=1"]), copy.said.append)
+    assert copy.files()[copy.workdir / "config.json"] == now
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tasks import text
+from tasks import run_config, text
 from tests.processes import run_program
 from tests.tools import hf_models
 from tools import convert_hf
@@ -99,6 +99,7 @@ def test_export_gives_back_what_was_imported_bit_for_bit(workdirs, tmp_path, nam
     shape = MeshShape(fsdp=4, tensor=2) if name == "llama_gqa" else MeshShape(fsdp=8)
     partition, out = partition_on(shape), tmp_path / "out"
     source, fields = hf_models.DIRECTORY / name, hf_models.fields(name)
+    assert text.sizes(run_config.read(str(workdirs[name]))) == model_config(fields)
     options = {"dtype": fields["dtype"], "file_bytes": 20_000, "original": source}
     export_model(str(workdirs[name]), out, partition, **options)
     assert_same(tensors(out), tensors(source))

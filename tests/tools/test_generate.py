@@ -18,7 +18,7 @@ from data.chat_format import FORMATS
 from data.chat_template import ChatTemplate, join
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from models.decode import Generator
-from tasks import base, text
+from tasks import base, run_config, text
 from tasks.generation import restored_parameters
 from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
@@ -81,6 +81,15 @@ def arguments(corpus: Path, workdir: Path, *options: str, **overrides: Any) -> l
 
 
 GREEDY = "--temperature", "0", "--max-tokens", str(NEW)
+
+
+def test_a_workdir_alone_is_enough(corpus, workdir, expected, tmp_path, capsys):
+    fields = {"simulated_devices": 0, "implementation": "reference"}
+    config = small_config(corpus, tmp_path, **fields)
+    (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
+    run_config.write(config)
+    assert main([f"--workdir={tmp_path}", *GREEDY, "--prompt", PROMPT]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize("option", ["--prompt", "--prompt-file"])

@@ -1,8 +1,8 @@
 """Rolls out an agent in dm_control: several episodes in one context, and controls.
 
-    python -m tools.evaluate exorl --config=configs/exorl_tiny.py:cartpole/at \\
+    python -m tools.evaluate exorl --workdir=runs/exorl_tiny/cartpole/at \\
         --output results/cpu/exorl_cartpole_at.json
-    python -m tools.evaluate exorl --config=configs/exorl_tiny.py:walker/at \\
+    python -m tools.evaluate exorl --workdir=runs/exorl_tiny/walker/at \\
         --other trajectories/walker/es_replay/run --environments 8 --episodes 4 ...
 
 The newest checkpoint of config.workdir acts in the environments of the trajectories'

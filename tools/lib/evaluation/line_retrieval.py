@@ -1,8 +1,8 @@
 """Whether a run's model uses its context: line retrieval by length and depth.
 
-    python -m tools.evaluate line-retrieval --config=configs/line_retrieval.py:512 \\
+    python -m tools.evaluate line-retrieval --workdir=runs/line_retrieval/160 \\
         --form compact --lengths 128,256,512 --output results/lines
-    python -m tools.evaluate line-retrieval --config=... --form LRT-NL \\
+    python -m tools.evaluate line-retrieval --workdir=... --form LRT-NL \\
         --cases published.jsonl --output results/lines
 
 Of every record (see data/line_retrieval.py) one line is asked for. The model writes its

@@ -1,0 +1,112 @@
+"""The config that a run keeps beside its checkpoints, to be started again from there.
+
+What is compared on resume is what each checkpoint was made with
+(`training/record.py`): this file is the config of the newest start, every field of it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+from configs import base
+from data.json_text import parse_json, short
+from tasks.config_errors import fields_by_name
+from training.workdir import place_of, replace_text
+
+FILE = "config.json"
+
+NOT_KEPT = ("workdir", "hosts.index")
+"""Fields that the place of the file and the process say."""
+
+
+def write(
+    config: ml_collections.ConfigDict, settings: Mapping[str, Any] | None = None
+) -> None:
+    """Writes the config into its workdir, whole or not at all.
+
+    settings: of the run (see `run_settings`), for what the config left open, as the
+      vocabulary: then no tool needs the corpus to know it.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    kept, fields = config.copy_and_resolve_references(), fields_by_name(config)
+    said = {name: settings[name] for name in fields if name in (settings or ())}
+    with kept.unlocked():
+        kept.update_from_flattened_dict(said)
+        del kept.workdir
+        del kept.hosts.index
+    written = json.dumps(kept.to_dict(), indent=2) + "\n"
+    replace_text(place_of(config.workdir) / FILE, written)
+
+
+def read(workdir: str) -> ml_collections.ConfigDict:
+    """Returns the config of the run in a workdir, with this as its `workdir`.
+
+    Fields that the run's program did not have yet have their defaults.
+
+    Raises:
+      FileNotFoundError: there is no run, or one of a program that kept no config.
+      ValueError: the file is not JSON, or has a field that is unknown here or of
+        another type.
+    """
+    path = place_of(workdir) / FILE
+    if not path.parent.exists():
+        raise FileNotFoundError(f"there is no workdir {workdir}")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{workdir} has no {FILE}: it is of an older program, or of no run; give "
+            f"--config=configs/NAME.py and --config.workdir={workdir} instead"
+        )
+    config = base.get_config()
+    known, found = fields_by_name(config), _read(path)
+    unknown = [name for name in found if name not in known or name in NOT_KEPT]
+    if unknown:
+        raise ValueError(
+            f"{path} has fields that this program does not know: {', '.join(unknown)}; "
+            "use the program that wrote it, or take them out of it"
+        )
+    typed = {
+        name: _typed(f"{path}: {name}", found[name], known[name]) for name in found
+    }
+    config.update_from_flattened_dict(typed | {"workdir": workdir})
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the fields of a file, by dotted name."""
+    try:
+        found = parse_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {short(found)}")
+    return dict(_flat(found))
+
+
+def _flat(fields: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the fields of a JSON object and of its sections, by dotted name."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}", value
+
+
+def _typed(name: str, value: Any, like: Any) -> Any:
+    """Returns a JSON value as the type of a field's default; raises ValueError."""
+    if isinstance(like, tuple) and isinstance(value, list):
+        return _tuple(value)
+    if isinstance(like, float) and type(value) is int:
+        return float(value)
+    if type(value) is not type(like):
+        wanted = "list" if isinstance(like, tuple) else type(like).__name__
+        raise ValueError(f"{name}={short(value)} must be of type {wanted}")
+    return value
+
+
+def _tuple(values: list) -> tuple:
+    return tuple(_tuple(each) if isinstance(each, list) else each for each in values)
