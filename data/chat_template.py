@@ -13,11 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.chat_format import ChatFormat
-from data.tokenizer import Tokenizer
-
-# What published tokenizers call the token that every text begins with. Gemma's "<s>" is
-# a tag of HTML, so its "<bos>" comes before.
-BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>")
+from data.tokenizer import BEGIN_NAMES, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 A file is one document, a directory is all files in it and below, and a `.jsonl` file
 has one document a line. Every document is followed by the tokenizer's end-of-document
-token. Which documents are held out for validation depends on what they say and on
-nothing else, so copies of one text never come to lie on both sides.
+token, and preceded by the one that begins texts, if it has that. Which documents are
+held out for validation depends on what they say and on nothing else, so copies of one
+text never come to lie on both sides.
 """
 
 import sysconfig
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from data.holdout import Holdout
 from data.json_text import parse_json
 from data.token_file import SPLITS, SplitCounts, TokenFile, TokenFileWriter
-from data.tokenizer import ByteTokenizer, Tokenizer
+from data.tokenizer import ByteTokenizer, Tokenizer, begun
 
 # Encoded together: enough for every core, and little enough to hold in memory.
 DOCUMENTS_AT_A_TIME = 64
@@ -255,6 +256,6 @@ def _encode(
 ) -> None:
     for texts in batched(filter(None, documents), DOCUMENTS_AT_A_TIME):
         for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
-            document = np.append(ids, np.int32(tokenizer.end_of_document))
-            writer.write(holdout.split(text), document)
+            end = np.int32(tokenizer.end_of_document)
+            writer.write(holdout.split(text), np.append(begun(tokenizer, ids), end))
             progress.update(len(text))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data.line_forms import LineForm
 from data.line_retrieval import Record, case_tokens, draw_record, record_of_length
 from data.token_file import SplitCounts, TokenFileWriter
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, begun
 
 SUPERVISED = ("answers", "all")
 
@@ -72,8 +72,9 @@ class LineDocuments:
           ValueError: a record and a question do not fit, or there are too few names.
         """
         low, high = math.log(self.least_tokens), math.log(self.context_tokens)
-        # One token ends the document.
-        tokens = round(math.exp(rng.uniform(low, high))) - 1
+        # One token ends the document, and another may begin it.
+        begin = begun(self.tokenizer, np.array([], np.int32))
+        tokens = round(math.exp(rng.uniform(low, high))) - begin.size - 1
         asked_share = rng.uniform(0, MOST_ASKED)
 
         def asked(record: Record) -> int:
@@ -86,7 +87,7 @@ class LineDocuments:
 
         record = record_of_length(self.form, tokens, rng, length)
         text = self.tokenizer.encode(record.text)
-        parts = [(text, np.zeros(text.size, bool))]
+        parts = [(piece, np.zeros(piece.size, bool)) for piece in (begin, text)]
         parts += self._questions(record, asked(record), tokens - text.size, rng)
         end = np.array([self.tokenizer.end_of_document], np.int32)
         parts.append((end, np.zeros(1, bool)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from data.json_text import parse_json, short
 from data.line_forms import LineForm
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, begun
 
 MOST_DIGITS = 4300
 """Limit of Python's conversion of a text to an int."""
@@ -171,9 +171,9 @@ def draw_case(
 
 
 def case_tokens(form: LineForm, tokenizer: Tokenizer, case: Case) -> int:
-    """Counts the tokens of prompt, cue and answer together."""
-    prompt, answer = base_form(form, case)
-    return len(tokenizer.encode(prompt)) + len(tokenizer.encode(answer))
+    """Counts the tokens of prompt, cue and answer together, and what begins them."""
+    prompt, answer = map(tokenizer.encode, base_form(form, case))
+    return len(begun(tokenizer, prompt)) + len(answer)
 
 
 def base_form(form: LineForm, case: Case) -> tuple[str, str]:

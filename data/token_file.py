@@ -5,6 +5,7 @@ A corpus is a directory:
     meta.json               format version, tokenizer, and the figures of each split
     tokenizer.json|.model   copy of the tokenizer's file, where it has one
     generation_config.json  its stop tokens, that of a document's end first
+    tokenizer_config.json   names of its tokens, and whether one begins every document
     train.tokens.bin        little-endian uint16, or uint32 above 65536 ids
     train.documents.bin     little-endian uint64: where each document starts; first 0
     train.loss.bin          uint8, 1 for each token with a loss; not there
@@ -27,9 +28,9 @@ import numpy as np
 
 from data.json_text import short
 from data.new_directory import NewDirectory
-from data.stop_tokens import write_stop_tokens
 from data.stored_array import StoredArray
 from data.tokenizer import Tokenizer
+from data.tokenizer_files import write_tokenizer_files
 from data.versioned import (
     FILES,
     HashedFile,
@@ -309,7 +310,7 @@ class TokenFileWriter:
         if source is not None:
             copy = f"tokenizer{source.suffix}"
             shutil.copyfile(source, partial / copy)
-            copies = [copy, write_stop_tokens(partial, self._tokenizer.stop_tokens)]
+            copies = [copy, *write_tokenizer_files(partial, self._tokenizer)]
         kinds = (self._tokens, self._documents, self._losses)
         written = [file for files in kinds for file in files.values()]
         files = {file.path.name: file.described() for file in written}

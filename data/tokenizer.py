@@ -2,17 +2,24 @@
 
 `open_tokenizer` chooses one: plain bytes, which needs no file and no library, a
 Hugging Face `tokenizer.json`, or a SentencePiece `.model` (LLaMA 1 and 2). The files of
-the model that lie beside it say which tokens end a text (data/stop_tokens.py).
+the model that lie beside it say which tokens begin and end a text
+(data/tokenizer_files.py).
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from data.stop_tokens import TOKENIZER_CONFIG, read_stop_tokens
+from data.tokenizer_files import (
+    TOKENIZER_CONFIG,
+    read_begin,
+    read_names,
+    read_stop_tokens,
+)
 
 # What published tokenizers call the token that ends a document, or else a turn. Gemma's
 # "</s>" is a tag of HTML, so its "<eos>" comes before.
@@ -24,6 +31,8 @@ END_OF_DOCUMENT_NAMES = (
     "<|im_end|>",
     "<end_of_turn>",
 )
+# And that which every text begins with. Gemma's "<s>" is a tag of HTML too.
+BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>")
 UNKNOWN = "\U0010fffd"
 """Letter of no alphabet."""
 LARGEST_ID = (1 << 31) - 1
@@ -40,15 +49,21 @@ class Tokenizer(Protocol):
     name: its kind, one word.
     path: the file it was read from, None where there is none.
     vocab_size: all ids are below it.
+    begin_of_document: ids before the first token of every document and prompt, or ().
     end_of_document: the id that follows the last token of every document.
     stop_tokens: ids that end a text that is generated, `end_of_document` first.
+    special: ids of the tokens that no text is encoded to, by their names.
+    names: of "eos_token", and of "bos_token" and others where there is one.
     """
 
     name: str
     path: Path | None
     vocab_size: int
+    begin_of_document: tuple[int, ...]
     end_of_document: int
     stop_tokens: tuple[int, ...]
+    special: Mapping[str, int]
+    names: Mapping[str, str]
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text` alone, int32 (n,): nothing before or after it."""
@@ -73,8 +88,11 @@ class ByteTokenizer:
     name = "bytes"
     path = None
     vocab_size = 257
+    begin_of_document = ()
     end_of_document = 256
     stop_tokens = (256,)
+    special: Mapping[str, int] = {"<end>": 256}
+    names: Mapping[str, str] = {"eos_token": "<end>"}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -144,6 +162,10 @@ class HuggingFaceTokenizer:
                 "would be left out of every text: give it an unk_token, byte_fallback, "
                 "or all bytes"
             )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = {t.content: i for i, t in added.items() if t.special}
+        self.begin_of_document = read_begin(path, self._own_begin(), self.token_id)
+        self.names = _names(self, self._tokenizer.id_to_token)
 
     def encode(self, text: str) -> np.ndarray:
         with self._naming_errors():
@@ -162,6 +184,12 @@ class HuggingFaceTokenizer:
 
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
+
+    def _own_begin(self) -> list[int]:
+        """Returns the ids that the file's post-processor puts before a text."""
+        encoding = self._tokenizer.encode(UNKNOWN)
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
 
     @contextlib.contextmanager
     def _naming_errors(self) -> Iterator[None]:
@@ -221,6 +249,12 @@ class SentencePieceTokenizer:
             )
         others = read_stop_tokens(path, self.vocab_size, self.token_id)
         self.stop_tokens = tuple(dict.fromkeys((self.end_of_document, *others)))
+        pieces = {i: self._model.id_to_piece(i) for i in range(self.vocab_size)}
+        control = filter(self._model.is_control, pieces)
+        self.special = {pieces[i]: i for i in control}
+        begin = [self._model.bos_id()] if self._model.bos_id() >= 0 else []
+        self.begin_of_document = read_begin(path, begin, self.token_id)
+        self.names = _names(self, pieces.get)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, out_type=int), np.int32)
@@ -235,6 +269,11 @@ class SentencePieceTokenizer:
     def token_id(self, name: str) -> int | None:
         found = self._model.piece_to_id(name)  # that of the unknown, if there is none
         return found if self._model.id_to_piece(found) == name else None
+
+
+def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Returns a text's ids after those that begin a document, int32 (n,)."""
+    return np.array([*tokenizer.begin_of_document, *ids], np.int32)
 
 
 def open_tokenizer(spec: str) -> Tokenizer:
@@ -268,6 +307,18 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"tokenizer file {path} does not exist")
     return kinds[path.suffix](path)
+
+
+def _names(
+    tokenizer: Tokenizer, name_of: Callable[[int], str | None]
+) -> dict[str, str]:
+    """Returns names of tokens by their use; the files beside the tokenizer decide."""
+    begins = [name for name in BEGIN_NAMES if name in tokenizer.special]
+    begins = [*map(name_of, tokenizer.begin_of_document), *begins]
+    known = {"bos_token": begins[0]} if begins else {}
+    known |= {"eos_token": name_of(tokenizer.end_of_document)}
+    known |= read_names(tokenizer.path) if tokenizer.path else {}
+    return {use: name for use, name in known.items() if name}
 
 
 def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -10,7 +10,7 @@
 The config is the run's own; its mesh may be another (--config.mesh.ring=…). Without a
 prompt, every line of the console (or of standard input) is one. The text is written as
 it comes, without the prompt. It ends with a stop token of the tokenizer (see
-data/stop_tokens.py), or after --max-tokens.
+data/tokenizer_files.py), or after --max-tokens.
 
 With --chat a prompt is what the user of a chat says, and the text is the reply, which
 also ends with the template's end of a turn. Lines go on with one conversation; an empty
@@ -37,7 +37,7 @@ from data.chat_format import FORMATS
 from data.chat_template import ChatTemplate
 from data.text_stream import TextStream
 from data.token_file import TokenFile
-from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from data.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
 from tasks import base, text
@@ -94,7 +94,10 @@ class Writer:
         Raises:
           ValueError: it has none, or does not go into the cache.
         """
-        tokens = (self.chat or self.tokenizer).encode(prompt)
+        if self.chat:
+            tokens = self.chat.encode(prompt)
+        else:
+            tokens = begun(self.tokenizer, self.tokenizer.encode(prompt))
         room = self.generator.slots - len(tokens) + 1
         wanted = self.max_tokens or max(min(MAX_TOKENS, room), 1)
         self.generator.check([tokens] * self.generator.rows, wanted)
@@ -138,16 +141,21 @@ class Writer:
 def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Tokenizer:
     """Opens the tokenizer that is named, or else that of the config's corpus.
 
+    Prompts begin with a token of their own only where the corpus' documents do.
+
     Raises:
       ValueError, FileNotFoundError: there is no such tokenizer or corpus, or it has
         tokens that the model's vocabulary lacks.
     """
+    corpus = None
     if spec is None:
-        corpus = config.data.corpus
         spec = ByteTokenizer.name  # of the default corpus
-        if corpus:
-            spec = TokenFile.open(corpus, "train").tokenizer
+        if config.data.corpus:
+            corpus = TokenFile.open(config.data.corpus, "train")
+            spec = corpus.tokenizer
     tokenizer = open_tokenizer(spec)
+    if corpus and int(corpus.tokens[:1][0]) not in tokenizer.begin_of_document:
+        tokenizer.begin_of_document = ()
     vocab_size = text.vocab_size(config)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(

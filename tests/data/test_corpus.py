@@ -26,14 +26,16 @@ def some_texts(count):
 
 
 def read(corpus, split):
-    """Texts of a split, in order; each must end with its end-of-document token."""
+    """Texts of a split, in order; each must have the tokens of its begin and end."""
     tokenizer = open_tokenizer(TokenFile.open(corpus, split).tokenizer)
     found = TokenFile.open(corpus, split)
     texts = []
     for document in np.split(found.tokens[:], found.starts[1:]):
         assert document[-1] == tokenizer.end_of_document
         assert tokenizer.end_of_document not in document[:-1]
-        texts.append(tokenizer.decode(document[:-1]))
+        begin = len(tokenizer.begin_of_document)
+        assert tuple(document[:begin]) == tokenizer.begin_of_document
+        texts.append(tokenizer.decode(document[begin:-1]))
     return texts
 
 
@@ -170,18 +172,25 @@ def test_inputs_are_files_that_can_be_read_twice_and_are_given_once(tmp_path):
 
 
 def test_any_tokenizer_makes_the_corpus(tmp_path):
-    words = {"<unk>": 0, "red": 1, "green": 2, "blue": 70000, "</s>": 4}
+    words = {"<unk>": 0, "<s>": 3, "red": 1, "green": 2, "blue": 70000, "</s>": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
     texts = [" ".join(["red", "green", "blue"][: i % 3 + 1]) for i in range(150)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     source = fill(tmp_path, {"a.jsonl": lines}) / "a.jsonl"
-    prepare([source], tmp_path / "out", open_tokenizer(str(tmp_path / "words.json")))
-    (tmp_path / "words.json").unlink()
-    train, held = read_both(tmp_path / "out")
-    assert train == [text for text in texts if text not in held] and held
-    assert TokenFile.open(tmp_path / "out", "train").vocab_size == 70001
+    for name, begin in (("plain", ()), ("begun", (3,))):
+        files = tmp_path / "tokenizer_config.json", tmp_path / "words.json"
+        adds = {"add_bos_token": bool(begin), "bos_token": "<s>"}
+        files[0].write_text(json.dumps(adds))
+        output = tmp_path / name
+        prepare([source], output, open_tokenizer(str(files[1])))
+        files[0].unlink()
+        train, held = read_both(output)
+        assert train == [text for text in texts if text not in held] and held
+        corpus = TokenFile.open(output, "train")
+        assert open_tokenizer(corpus.tokenizer).begin_of_document == begin
+        assert corpus.vocab_size == 70001
 
 
 def test_standard_library_is_prepared_once(tmp_path):

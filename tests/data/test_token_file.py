@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data.stop_tokens import read_stop_tokens
 from data.token_file import TokenFile, TokenFileWriter, identify
 from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.tokenizer_files import read_begin, read_names, read_stop_tokens
 from tests.fuzzing import altered, fuzz, set_field
 
 DOCUMENTS = {"train": [[5, 6, 256], [7, 256], [8]], "validation": [[1, 2, 3, 256]]}
@@ -125,16 +125,25 @@ def test_corpus_keeps_its_tokenizer(tmp_path):
     source = tmp_path / "some.json"
     source.write_text('{"any": "content"}')
     tokenizer = SimpleNamespace(
-        name="huggingface", path=source, vocab_size=300, stop_tokens=(256, 7)
+        name="huggingface",
+        path=source,
+        vocab_size=300,
+        begin_of_document=(5,),
+        stop_tokens=(256, 7),
+        names={"bos_token": "<s>", "eos_token": "<stop>"},
     )
     corpus = TokenFile.open(write(tmp_path / "a", tokenizer=tokenizer), "train")
     source.unlink()
     path = tmp_path / "a" / "tokenizer.json"
     assert corpus.tokenizer == str(path)
     assert path.read_text() == '{"any": "content"}'
-    assert read_stop_tokens(path, 300, {}.get) == (256, 7)
+    ids = {"<s>": 5, "<stop>": 256}
+    assert read_stop_tokens(path, 300, ids.get) == (256, 7)
+    assert read_begin(path, (), ids.get) == (5,)
+    assert read_names(path) == tokenizer.names
     assert identify(path.parent)[1] == ""
-    for file in (path, path.with_name("generation_config.json")):
+    beside = "generation_config.json", "tokenizer_config.json"
+    for file in (path, *map(path.with_name, beside)):
         file.write_bytes(file.read_bytes().swapcase())
         with pytest.raises(ValueError, match=f"{file} is not what was written, by its"):
             identify(path.parent)

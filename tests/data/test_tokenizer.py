@@ -6,7 +6,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import models
 
-from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.tokenizer import ByteTokenizer, begun, open_tokenizer
 
 TEXT = "The cat sat on the mat. Die Möwe sprach: 猫!\r\n\tdef f(x): return x\n"
 
@@ -140,6 +140,66 @@ def beside(directory, **files):
     return open_tokenizer(str(directory))
 
 
+@each_kind
+def test_special_tokens_are_those_that_no_text_is_encoded_to(specs, kind):
+    tokenizer = open_tokenizer(specs[kind])
+    named = {
+        "bytes": {"<end>": 256},
+        "huggingface": {"<pad>": 0, "<|endoftext|>": 1},
+        "sentencepiece": {"<s>": 1, "</s>": 2},
+    }
+    assert tokenizer.special == named[kind]
+    ids = tokenizer.encode(" ".join(tokenizer.special))
+    assert not np.isin(ids, [*tokenizer.special.values()]).any()
+    assert tokenizer.special[tokenizer.names["eos_token"]] == tokenizer.end_of_document
+
+
+def with_own_begin(path, *names):
+    """Lets the file itself put these tokens before a text, and the first behind it."""
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[*names, "$A", names[0]],
+        special_tokens=[(name, made.token_to_id(name)) for name in names],
+    )
+    made.save(str(path))
+
+
+def test_texts_begin_with_what_the_file_puts_there_unless_others_say(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    make_hugging_face(path, ("<|endoftext|>", "<s>", "<go>"))
+
+    def found(**config):
+        tokenizer = beside(tmp_path, tokenizer_config=config)
+        return tokenizer.begin_of_document, tokenizer.names.get("bos_token")
+
+    assert found() == ((), "<s>")
+    assert found(add_bos_token=True) == ((), "<s>")
+    assert found(bos_token=None) == ((), None)
+    assert found(bos_token="<go>") == ((), "<go>")
+    assert found(bos_token={"content": "<go>"}, add_bos_token=True) == ((2,), "<go>")
+    with_own_begin(path, "<go>")
+    assert found() == ((2,), "<go>")
+    assert found(add_bos_token=False) == ((), "<s>")
+    assert found(bos_token="<s>") == ((2,), "<s>")
+    assert found(bos_token="<s>", add_bos_token=True) == ((1,), "<s>")
+    with_own_begin(path, "<go>", "<s>")
+    assert found() == ((2, 1), "<go>")
+    tokenizer = beside(tmp_path)
+    text = tokenizer.encode("the cat")
+    assert begun(tokenizer, text).tolist() == [2, 1, *text]
+    assert begun(tokenizer, text).dtype == np.int32
+
+
+def test_sentence_piece_begins_texts_with_its_own_token_unless_others_say(tmp_path):
+    make_sentence_piece(tmp_path / "tokenizer.model")
+    assert beside(tmp_path).begin_of_document == (1,)
+    assert beside(tmp_path).names == {"bos_token": "<s>", "eos_token": "</s>"}
+    config = {"add_bos_token": False, "bos_token": "<s>"}
+    assert beside(tmp_path, tokenizer_config=config).begin_of_document == ()
+    make_sentence_piece(tmp_path / "tokenizer.model", bos_id=-1)
+    assert beside(tmp_path, tokenizer_config={}).begin_of_document == ()
+
+
 SPECIALS = "</s>", "<|endoftext|>", "<|im_end|>", "<eos>"
 
 
@@ -184,11 +244,17 @@ def test_a_token_of_any_name_can_end_documents(tmp_path):
             {"eos_token_id": 299},
             "eos_token_id 299, .*from 0 to 298",
         ),
+        ("tokenizer_config", {"add_bos_token": 7}, "add_bos_token 7: say true or fals"),
+        (
+            "tokenizer_config",
+            {"add_bos_token": True, "bos_token": "<none>"},
+            "has bos_token '<none>', which is no token of .*name one of its tokens",
+        ),
         ("config", {"eos_token_id": [1, -1]}, "config.json has eos_token_id -1, which"),
         ("config", {"eos_token_id": True}, "config.json has eos_token_id True, which"),
     ],
 )
-def test_files_that_name_no_stop_token_are_refused(tmp_path, name, content, complaint):
+def test_files_that_name_no_token_are_refused(tmp_path, name, content, complaint):
     make_hugging_face(tmp_path / "tokenizer.json")
     assert open_tokenizer(str(tmp_path)).vocab_size == 299
     with pytest.raises(ValueError, match=complaint) as caught:

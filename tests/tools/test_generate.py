@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from data.chat_format import FORMATS
 from data.chat_template import ChatTemplate, join
+from data.corpus import prepare
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from models.decode import Generator
 from tasks import base, run_config, text
@@ -25,7 +27,7 @@ from tests.processes import run_program
 from tests.runs import small_config, small_flags
 from tests.small_agent import drawn
 from tests.tools import hf_models
-from tools.generate import Chat, Writer, main
+from tools.generate import Chat, Writer, find_tokenizer, main
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
@@ -164,6 +166,30 @@ def test_text_ends_with_the_document():
     assert pieces == ["c", "a", "f", "", "é", ""]
     # A prompt in each row, and of tokens what the cache has room for.
     assert stub.asked == [(2, 11, 7, [256])]
+
+
+def test_prompts_begin_as_the_documents_of_the_corpus(tmp_path):
+    """Also where the corpus was written before its documents began with a token."""
+    (tmp_path / "text.txt").write_text("the cat")
+    (tmp_path / "other.txt").write_text("sat on the mat")
+    config = {"add_bos_token": True, "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    path = make_hugging_face(tmp_path / "tokenizer.json", ("<s>", "</s>"))
+    tokenizer = open_tokenizer(str(path))
+    for begin in ((0,), ()):
+        corpus = tmp_path / f"corpus{len(begin)}"
+        before = copy(tokenizer)
+        before.begin_of_document = begin
+        inputs = [tmp_path / "text.txt", tmp_path / "other.txt"]
+        prepare(inputs, corpus, before)
+        written = corpus / "tokenizer_config.json"
+        written.write_text(json.dumps(config))
+        stub, fields = Stub([]), small_config(corpus, tmp_path)
+        writer = Writer(stub, find_tokenizer(fields, None), max_tokens=9, seed=0)
+        assert list(writer.write(None, "the mat")) == [""]
+        assert stub.prompt == [*begin, *tokenizer.encode("the mat")]
+    writer = Writer(stub, find_tokenizer(fields, str(path)), max_tokens=9, seed=0)
+    assert writer.encode("the mat")[0][0] == 0  # a tokenizer that is named decides
 
 
 def test_a_chat_goes_on_with_what_was_said(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 
 from data.line_forms import LineForm
 from data.line_retrieval import Case, base_form, is_answered
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, begun
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Scorer:
     def _rows(self, cells: list[Cell]) -> list[dict[str, Any]]:
         cases = [case for cell in cells for case in cell.cases]
         texts = [base_form(self.form, case) for case in cases]
-        prompts = self.tokenizer.encode_all([prompt for prompt, _ in texts])
+        encoded = self.tokenizer.encode_all([prompt for prompt, _ in texts])
+        prompts = [begun(self.tokenizer, prompt) for prompt in encoded]
         answers = self.tokenizer.encode_all([answer for _, answer in texts])
         outputs = self.generate(prompts)
         wrote = [is_answered(o, c) for o, c in zip(outputs, cases, strict=True)]
