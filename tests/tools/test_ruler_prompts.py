@@ -1,0 +1,135 @@
+"""RULER's prompts are those of the published generator, word by word."""
+
+import hashlib
+import json
+import random
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.tools import ruler_sources
+from tools.lib.ruler.essays import ESSAYS, SENTENCE_ENDS, Essays
+from tools.lib.ruler.sizing import Draft, Room
+from tools.lib.ruler.tasks import SEED, TASKS, Sources
+from tools.lib.ruler.word_lists import Pairs, pairs, read_english_words, single_words
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "ruler_prompts.json"
+PUBLISHED = json.loads(FIXTURE.read_text())
+
+
+def count(draft: Draft | str) -> int:
+    """Counts words and marks, which are the tokens of the fixture."""
+    text = draft if isinstance(draft, str) else draft.input + draft.answer_prefix
+    return len(re.findall(r"\w+|[^\w\s]+", text))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Sources:
+    path = tmp_path_factory.mktemp("ruler")
+    made = {ESSAYS: {"text": ruler_sources.essays()}}
+    made |= {"squad.json": ruler_sources.squad()}
+    made |= {"hotpotqa.json": ruler_sources.hotpotqa()}
+    for name, content in made.items():
+        (path / name).write_text(json.dumps(content))
+    return Sources(
+        haystack=path / ESSAYS,
+        squad=path / "squad.json",
+        hotpotqa=path / "hotpotqa.json",
+    )
+
+
+def digest(task: str, length: int, samples: int, sources: Sources) -> str:
+    room = Room(length, TASKS[task].tokens, count)
+    drawn = TASKS[task].make(SEED, sources).prompts(room, samples)
+    return hashlib.sha256(json.dumps([*drawn]).encode()).hexdigest()
+
+
+def ids(row) -> str:
+    return f"{row['task']}-{row['length']}"
+
+
+@pytest.mark.parametrize("row", PUBLISHED["prompts"], ids=ids)
+def test_prompts_equal_those_of_the_published_generator(row, sources, monkeypatch):
+    # The fixture was made without nltk's model of sentences.
+    monkeypatch.setattr(
+        "tools.lib.ruler.essays.find_splitter", lambda: (SENTENCE_ENDS.split, "marks")
+    )
+    task, length, samples = row["task"], row["length"], row["samples"]
+    assert digest(task, length, samples, sources) == row["sha256"]
+
+
+def test_the_fixture_has_every_task():
+    assert {row["task"] for row in PUBLISHED["prompts"]} == {*TASKS}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_fit_and_hold_their_answers(task, sources):
+    room = Room(2000, TASKS[task].tokens, count)
+    for prompt in TASKS[task].make(7, sources).prompts(room, 3):
+        assert prompt.length == count(Draft(*prompt[:3])) + TASKS[task].tokens <= 2000
+        if not task.startswith("qa"):
+            assert all(answer in prompt.input for answer in prompt.outputs)
+
+
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "fwe"])
+def test_a_length_that_nothing_fits_is_refused_with_one_that_does(task, sources):
+    def first(length: int):
+        room = Room(length, TASKS[task].tokens, count)
+        return next(TASKS[task].make(SEED, sources).prompts(room, 1))
+
+    with pytest.raises(ValueError, match="60 tokens are too few") as error:
+        first(60)
+    wanted = int(re.search(r"take (\d+)", str(error.value)).group(1))
+    if task != "vt":  # of its example alone
+        assert first(wanted + 40).length <= wanted + 40
+
+
+def test_four_coded_words_take_a_length():
+    with pytest.raises(ValueError, match="249 tokens.*at least 250"):
+        next(TASKS["fwe"].make(SEED, Sources()).prompts(Room(249, 50, count), 1))
+
+
+def test_pairs_are_those_of_the_sorted_list():
+    adjectives = ["old", "teeny-tiny", "ad hoc", "teeny", "old-fashioned", "zany"]
+    nouns = ["tiny-x", "cat", "fashioned-cat", "contact lens", "zoo"]
+    listed = sorted({f"{a}-{n}" for a in adjectives for n in nouns})
+    assert [*Pairs(adjectives, nouns)] == listed
+    assert len(pairs()) == 6_171_620
+    drawn = [pairs()[i] for i in sorted(random.Random(3).sample(range(6 * 10**6), 999))]
+    assert all(a < b for a, b in pairwise(drawn))
+
+
+def test_long_lists_of_words_need_the_longer_list(tmp_path):
+    room = Room(120_000, TASKS["cwe"].tokens, count)
+    with pytest.raises(ValueError, match="wonderwords has 8166.*--english-words"):
+        next(TASKS["cwe"].make(SEED, Sources()).prompts(room, 1))
+    path = tmp_path / "english_words.json"
+    path.write_text(json.dumps({str(i): f"word{i}" for i in range(30_000)}))
+    words, label = read_english_words(path)
+    assert (words[:2], len(words)) == (["word0", "word1"], 30_000)
+    assert label.startswith("not RULER's words: english_words.json (sha256 ")
+    task = TASKS["cwe"].make(SEED, Sources(english_words=path))
+    prompt = next(task.prompts(room, 1))
+    assert set(prompt.outputs) <= {*words} and prompt.length <= 120_000
+
+
+def test_words_are_shuffled_by_the_seed():
+    assert sorted(single_words(1)) == sorted(single_words(2)) != single_words(1)
+    assert single_words(1) != single_words(2)
+
+
+def test_any_text_is_a_haystack_that_says_so(tmp_path):
+    path = tmp_path / "story.txt"
+    path.write_text('A b c. "D e!"  F\ng? H.')
+    essays = Essays.read(path)
+    assert essays.label.startswith("not RULER's essays: story.txt (sha256 ")
+    assert SENTENCE_ENDS.split(" ".join(essays.words)) == [
+        "A b c.",
+        '"D e!"',
+        "F g?",
+        "H.",
+    ]
+    again = essays.sentences(len(essays.words) + 3)
+    assert " ".join(again) == 'A b c. "D e!" F g? H. A b c.'

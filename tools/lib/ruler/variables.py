@@ -1,0 +1,108 @@
+"""Variables that are assigned to each other: RULER's task "vt".
+
+One chain of five names, spread over the noise in its order; an example with names of
+three letters comes before.
+"""
+
+import random
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from tools.lib.ruler.needles import NOISE
+from tools.lib.ruler.sizing import Draft, Prompt, Room
+
+HOPS = 4
+EXAMPLE_VALUE = "12345"
+EXAMPLE_TOKENS = 500
+"""At most, of the example without its answer."""
+LEAST_NOISE = 5
+
+QUESTION = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following "
+    "text.\n\n{context}\nQuestion: Find all variables that are assigned the value "
+    "{value} in the text above."
+)
+ANSWER = (
+    " Answer: According to the chain(s) of variable assignment in the text above, "
+    "{count} variables are assigned the value {value}, they are: "
+)
+
+
+class Variables:
+    """Draws prompts. Values are of a stream of their own."""
+
+    def __init__(self, seed: int):
+        self.rng, self.values = random.Random(seed), np.random.RandomState(seed)
+
+    def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
+        """Yields prompts as long as the room has space for.
+
+        Raises:
+          ValueError: as `Room.fitted`, of the example too.
+        """
+        first = replace(room, length=EXAMPLE_TOKENS, generated=0)
+        shown = self.example(
+            self._largest(first, self.draw_example, LEAST_NOISE), first
+        )
+        least = LEAST_NOISE if room.is_short else 10
+        size = self._largest(room, self.draw, least, room.count(shown))
+
+        def draw(size: int) -> Draft:
+            return self.draw(size, shown)
+
+        return (room.fitted(draw, size, least) for _ in range(count))
+
+    def _largest(
+        self, room: Room, draw: Callable[[int], Draft], least: int, taken: int = 0
+    ) -> int:
+        tokens = room.count(draw(least)) / least
+        return room.largest(draw, least, int(room.length / tokens * 3), taken)
+
+    def draw(self, size: int, example: str = "") -> Draft:
+        """Draws a prompt with `size` repeats of the noise, after an example if any."""
+        names = self._names(5)
+        draft = self._draft(names, str(self.values.randint(10000, 99999)), size)
+        if not example:
+            return draft
+        return draft._replace(input=f"{self._renamed(example)}\n{draft.input}")
+
+    def draw_example(self, size: int) -> Draft:
+        """Draws one with names of three letters, and always the same value."""
+        return self._draft(self._names(3), EXAMPLE_VALUE, size)
+
+    def example(self, size: int, room: Room) -> str:
+        """Draws an example with its answer, at most `size` repeats of the noise."""
+        draft = room.fitted(self.draw_example, size, LEAST_NOISE)
+        return f"{draft.input}{draft.answer_prefix} {' '.join(draft.outputs)}\n"
+
+    def _renamed(self, example: str) -> str:
+        """Returns an example with other names and another value."""
+        for name in example.split()[-HOPS - 1 :]:
+            example = example.replace(name, self._name(len(name)))
+        value = str(self.values.randint(10000, 99999))
+        return example.replace(EXAMPLE_VALUE, value)
+
+    def _name(self, letters: int) -> str:
+        return "".join(self.rng.choices(string.ascii_uppercase, k=letters))
+
+    def _names(self, letters: int) -> list[str]:
+        names: list[str] = []
+        while len(set(names)) <= HOPS:  # RULER starts a second, broken chain there
+            names = [self._name(letters) for _ in range(HOPS + 1)]
+        return names
+
+    def _draft(self, names: list[str], value: str, size: int) -> Draft:
+        chain = [f"VAR {names[0]} = {value}"]
+        chain += [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
+        lines = [NOISE] * size
+        places = sorted(self.rng.sample(range(size), len(chain)))
+        for number, (place, link) in enumerate(zip(places, chain, strict=True)):
+            lines.insert(place + number, link)
+        question = QUESTION.format(context="\n".join(lines), value=value)
+        return Draft(
+            question, ANSWER.format(count=len(names), value=value), tuple(names)
+        )
