@@ -5,18 +5,20 @@ split. Rows of whole documents (`WholeRows`) then hold several, masked
 from each other.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from data.chat_template import ChatTemplate, Document, join
-from data.conversation import BadRow, Conversation, read_conversations
+from data.conversation import Conversation, read_conversations
 from data.holdout import Holdout
-from data.token_file import SplitCounts, TokenFileWriter
+from data.input_files import Inputs, list_inputs
+from data.skipped import BadRow, stop_at
+from data.summary import Summary
+from data.token_file import TokenFileWriter
 
 TOO_LONG = ("truncate", "split")
 # Encoded together: enough for every core, and little enough to hold in memory.
@@ -92,39 +94,6 @@ class ChatEncoder:
         return [join(part) for part in parts]
 
 
-@dataclass
-class ChatSummary:
-    """Figures of a prepared corpus.
-
-    counts: documents and tokens of each split; supervised: tokens with a loss.
-    conversations: those in the documents. skipped: rows that are not, by reason.
-    """
-
-    output: Path
-    counts: dict[str, SplitCounts]
-    supervised: Counter[str] = field(default_factory=Counter)
-    conversations: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{split:<10} {counts.documents:>11,} documents "
-            f"{counts.tokens:>15,} tokens {self.supervised[split]:>15,} supervised"
-            for split, counts in self.counts.items()
-        ]
-        rows = self.conversations + self.skipped.total()
-        lines.append(f"{self.conversations:,} conversations of {rows:,} rows")
-        lines += [
-            f"skipped: {n:,} rows, {why}" for why, n in self.skipped.most_common()
-        ]
-        return "\n".join([*lines, f"written to {self.output}"])
-
-
-def stop_at(row: BadRow) -> None:
-    """Raises ValueError: for `prepare_chats`, where no row may be bad."""
-    raise ValueError(f"{row}: mend or remove the row, or have bad rows skipped")
-
-
 def prepare_chats(
     inputs: Sequence[Path],
     output: Path,
@@ -132,64 +101,73 @@ def prepare_chats(
     *,
     on_bad_row: Callable[[BadRow], None] = stop_at,
     validation_fraction: float = 0.02,
-) -> ChatSummary:
+    **chosen: Any,
+) -> Summary:
     """Writes the corpus `output` from files of conversations.
 
     Rows are read twice: all of them are checked before the first is encoded.
 
     Args:
-      inputs: `.json` and `.jsonl` files (see data/conversation.py).
+      inputs: files of rows (see data/conversation.py), and directories of them.
       output: a directory that does not exist yet, or is empty.
       encoder: makes the documents.
       on_bad_row: called once for every row that is not a conversation, or of which
         nothing is supervised in the context; if it returns, the row is skipped.
-      validation_fraction: about this share of the conversations is held out.
+      validation_fraction: about this share of the conversations is held out, if no
+        files are.
+      chosen: `pattern` and `splits`, as of `list_inputs`.
 
     Raises:
       FileNotFoundError: an input does not exist.
       FileExistsError: `output` exists and is not empty.
-      ValueError: an input is not a list of rows, there is no conversation to train
-        on, or the fraction is not between 0 and 1.
+      ValueError: an input does not hold rows, there is no conversation to train on, or
+        the fraction is not between 0 and 1.
     """
     holdout = Holdout(validation_fraction)
+    found = list_inputs(inputs, **chosen)
     with TokenFileWriter(
         output, encoder.template.tokenizer, has_loss_mask=True
     ) as writer:
-        summary = ChatSummary(output, writer.counts)
+        summary = Summary(writer, left_out=found.left_out)
+        conversations = 0
 
         def skip(row: BadRow) -> None:
             on_bad_row(row)
-            summary.skipped[row.reason] += 1
+            summary.skipped.add(row)
 
-        for row in read_conversations(inputs):
+        for row, split in read_conversations(found.files):
             if isinstance(row, BadRow):
                 skip(row)
-            else:
+            elif split is None:
                 holdout.add(row.text)
-        for conversation, documents in _encoded(inputs, encoder):
+        writer.add_sources(file.path for file in found.files)
+        for conversation, split, documents in _encoded(found, encoder):
             if not documents:
                 skip(BadRow(conversation.where, "no reply within the context"))
                 continue
-            summary.conversations += 1
-            split = holdout.split(conversation.text)
+            conversations += 1
+            split = split or holdout.split(conversation.text)
             for document in documents:
                 writer.write(split, *document)
                 summary.supervised[split] += int(document.is_supervised.sum())
-        if not summary.conversations:
+        rows = conversations + summary.skipped.total()
+        if not conversations:
             raise ValueError(
                 "there is no conversation to train on in "
-                f"{', '.join(map(str, inputs))}: {summary.skipped.total()} rows were "
-                "skipped"
+                f"{', '.join(map(str, inputs))}: {rows} rows were skipped"
             )
+        summary.rows = f"{conversations:,} conversations of {rows:,} rows"
     return summary
 
 
 def _encoded(
-    inputs: Sequence[Path], encoder: ChatEncoder
-) -> Iterator[tuple[Conversation, list[Document]]]:
-    rows = read_conversations(inputs)
-    good = (row for row in rows if isinstance(row, Conversation))
+    inputs: Inputs, encoder: ChatEncoder
+) -> Iterator[tuple[Conversation, str | None, list[Document]]]:
+    rows = read_conversations(inputs.files)
+    good = ((row, split) for row, split in rows if isinstance(row, Conversation))
     # Silent where standard error is not a terminal.
     shown = tqdm(good, desc="encoding", unit=" conversations", disable=None)
     for some in batched(shown, CONVERSATIONS_AT_A_TIME):
-        yield from zip(some, encoder.encode(some), strict=True)
+        documents = encoder.encode([conversation for conversation, _ in some])
+        for (conversation, split), its_own in zip(some, documents, strict=True):
+            yield conversation, split, its_own

@@ -1,25 +1,62 @@
-"""Conversations in the format of ShareGPT, checked one by one.
+"""Conversations in the formats of ShareGPT and of OpenAI, checked one by one.
 
-A file is a JSON list, or JSON lines, of
+A row (see data/row_files.py) is one of
 
     {"id": "…", "conversations": [{"from": "human", "value": "…"},
                                   {"from": "gpt", "value": "…"}, …]}
+    {"messages": [{"role": "user", "content": "…"},
+                  {"role": "assistant", "content": "…"}, …]}
 
-with a turn from "system" before all others, if any. As in FastChat, a turn of "gpt"
-before the first of "human" is left out, and so is a last one of "human" that has no
-reply.
+with a turn from "system" (or "developer") before all others, if any; a content may be
+a list of {"type": "text", "text": "…"}. As in FastChat, an assistant's turn before the
+first of the user is left out, and so is a last one of the user that has no reply. Rows
+with calls of tools or with anything else that cannot be learned are no conversations.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
-from data.json_text import parse_json, short
+from data.input_files import InputFile
+from data.json_text import short
+from data.row_files import FORMATS, ending, read_rows
+from data.skipped import BadRow
 
-ROLES = ("system", "human", "gpt")
+
+@dataclass(frozen=True)
+class TurnFormat:
+    """Names of a format's fields, and of its speakers in ours."""
+
+    turns: str
+    role: str
+    content: str
+    roles: dict[str, str]
+
+
+SHAREGPT = TurnFormat(
+    "conversations",
+    "from",
+    "value",
+    {"system": "system", "human": "user", "gpt": "assistant"},
+)
+OPENAI = TurnFormat(
+    "messages",
+    "role",
+    "content",
+    {
+        "system": "system",
+        "developer": "system",
+        "user": "user",
+        "assistant": "assistant",
+    },
+)
+FIELDS = ("id", "conversations", "messages", "tools", "functions")
+"""Fields of a row that are read."""
+UNSAID = ("tool_calls", "function_call", "tool_call_id", "audio", "refusal")
+UNSAID += ("reasoning_content", "reasoning", "thinking")
+"""Fields of a turn with what is not in its words, and would be left out."""
 ID_LETTERS = 80
 
 
@@ -42,80 +79,110 @@ class Conversation:
         return json.dumps([self.system, self.exchanges])
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that is not a conversation: where it is, and the reason."""
-
-    where: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
-
-
-def read_conversations(paths: Sequence[Path]) -> Iterator[Conversation | BadRow]:
-    """Yields every row of the files, in their order.
+def read_conversations(
+    files: Sequence[InputFile],
+) -> Iterator[tuple[Conversation | BadRow, str | None]]:
+    """Yields every row of the files, in their order, and its split (see `InputFile`).
 
     Raises:
-      FileNotFoundError: a file does not exist.
-      ValueError: a file is neither `.jsonl` nor a JSON list.
+      OSError, ValueError: a file does not hold rows, or is damaged.
     """
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"input {path} does not exist")
-    for path in paths:
-        rows = _json_lines(path) if path.suffix == ".jsonl" else _json_list(path)
-        for where, row in rows:
-            yield row if isinstance(row, BadRow) else parse_conversation(row, where)
+    for file in files:
+        if ending(file.path) not in FORMATS:
+            raise ValueError(
+                f"{file.path} is of no known format of rows, {', '.join(FORMATS)} (and "
+                ".gz, .zst): give it the ending of its own, or convert it"
+            )
+        for where, row in read_rows(file.path, FIELDS):
+            if not isinstance(row, BadRow):
+                row = parse_conversation(row, where)
+            yield row, file.split
 
 
 def parse_conversation(row: Any, where: str) -> Conversation | BadRow:
     """Parses one row.
 
-    row: what JSON made of it.
+    row: what JSON made of it, or a table's row.
     where: its file and number, for messages.
     """
-    if isinstance(row, dict) and isinstance(row.get("id"), str | int):
+    if not isinstance(row, dict):
+        return BadRow(where, f"{type(row).__name__}, and no object with messages")
+    if isinstance(row.get("id"), str | int):
         where = f"{where} (id {' '.join(str(row['id']).split())[:ID_LETTERS]})"
-    turns = row.get("conversations") if isinstance(row, dict) else None
-    if not isinstance(turns, list):
-        return BadRow(where, "no list of conversations")
+    formats = [f for f in (SHAREGPT, OPENAI) if row.get(f.turns) is not None]
+    if len(formats) > 1:
+        return BadRow(where, "both conversations and messages")
+    if not formats or not isinstance(row[formats[0].turns], list):
+        return BadRow(where, "no list of conversations or messages")
+    if any(row.get(n) not in (None, "", "[]", []) for n in ("tools", "functions")):
+        return BadRow(where, "tools, which are not learned")
+    turns = row[formats[0].turns]
     if not turns:
         return BadRow(where, "no turns")
+    said = []
     for number, turn in enumerate(turns, 1):
-        wrong = _fault(turn)
-        if wrong:
-            return BadRow(f"{where}, turn {number}", wrong)
-    said = [(turn["from"], turn["value"].strip()) for turn in turns]
+        role, words = _turn(turn, formats[0])
+        if role is None:
+            return BadRow(f"{where}, turn {number}", words)
+        said.append((role, words))
     system = said.pop(0)[1] if said[0][0] == "system" else None
-    if said and said[0][0] == "gpt":
+    if said and said[0][0] == "assistant":
         said.pop(0)
-    if said and said[-1][0] == "human":
-        said.pop()
-    for (role, _), expected in zip(said, cycle(("human", "gpt")), strict=False):
+    names = {ours: theirs for theirs, ours in reversed(formats[0].roles.items())}
+    for (role, _), expected in zip(said, cycle(("user", "assistant")), strict=False):
         if role != expected:
-            return BadRow(where, f"{role} speaks where {expected} should")
+            return BadRow(where, f"{names[role]} speaks where {names[expected]} should")
+    if len(said) % 2:
+        said.pop()
     if not said:
-        return BadRow(where, "no reply of gpt")
+        return BadRow(where, f"no reply of {names['assistant']}")
     values = [value for _, value in said]
     exchanges = tuple(zip(values[::2], values[1::2], strict=True))
     return Conversation(where, system, exchanges)
 
 
-def _fault(turn: Any) -> str | None:
-    """Returns what is wrong with a turn by itself, None if nothing."""
+def _turn(turn: Any, its_format: TurnFormat) -> tuple[str | None, str]:
+    """Returns who speaks and the words; or None, and what is wrong with the turn."""
     if not isinstance(turn, dict):
-        return "a turn that is not an object"
-    role, value = turn.get("from"), turn.get("value")
-    if role not in ROLES:
-        return f"a turn from {short(role)}, not one of {', '.join(ROLES)}"
-    if not isinstance(value, str):
-        return f"a turn that says {type(value).__name__}, not text"
-    if not value.strip():
-        return "an empty turn"
-    if not _is_unicode(value):
-        return "a turn with half a surrogate pair"
-    return None
+        return None, "a turn that is not an object"
+    role, value = turn.get(its_format.role), turn.get(its_format.content)
+    if not isinstance(role, str) or role not in its_format.roles:
+        known = ", ".join(its_format.roles)
+        return None, f"a turn from {short(role)}, not one of {known}"
+    unsaid = [name for name in UNSAID if turn.get(name)]
+    if unsaid:
+        return None, f"a turn with {unsaid[0]}, which is not learned"
+    if turn.get("weight") == 0 and its_format.roles[role] == "assistant":
+        return None, "a reply of weight 0, and all are learned"
+    words = _words(value)
+    if words is None:
+        return None, f"a turn that says {_kind(value)}, not text"
+    if not words.strip():
+        return None, "an empty turn"
+    if not _is_unicode(words):
+        return None, "a turn with half a surrogate pair"
+    return its_format.roles[role], words.strip()
+
+
+def _words(value: Any) -> str | None:
+    """Returns a content's text; None: it has other parts, or none."""
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else []
+    texts = [p.get("text") for p in parts if isinstance(p, dict) and _kind(p) == "text"]
+    is_text = texts and len(texts) == len(parts)
+    return (
+        "".join(texts) if is_text and all(isinstance(t, str) for t in texts) else None
+    )
+
+
+def _kind(value: Any) -> str:
+    """Returns the kind of what is no text: of a part, as "image_url", or its type."""
+    if isinstance(value, dict) and isinstance(value.get("type"), str):
+        return short(value["type"])[1:-1]
+    parts = value if isinstance(value, list) else []
+    kinds = [_kind(part) for part in parts if _kind(part) != "text"]
+    return kinds[0] if kinds else type(value).__name__
 
 
 def _is_unicode(value: str) -> bool:
@@ -124,29 +191,3 @@ def _is_unicode(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                yield where, parse_json(line)
-            except ValueError as error:
-                yield where, BadRow(where, f"no JSON ({error})")
-
-
-def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        rows = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not a JSON file ({error}): mend it") from error
-    if not isinstance(rows, list):
-        raise ValueError(
-            f"{path} holds no list of rows, but {type(rows).__name__}: give it the "
-            "ending .jsonl if each line is a row"
-        )
-    for number, row in enumerate(rows):
-        yield f"{path}[{number}]", row

@@ -1,71 +1,48 @@
-"""Writes text files, directories and `.jsonl` files as token files.
+"""Writes texts as token files: files of texts, and rows of tables and of JSON.
 
-A file is one document, a directory is all files in it and below, and a `.jsonl` file
-has one document a line. Every document is followed by the tokenizer's end-of-document
-token, and preceded by the one that begins texts, if it has that. Which documents are
-held out for validation depends on what they say and on nothing else, so copies of one
-text never come to lie on both sides.
+A file is one document, or has one in each row (`FORMATS` of data/row_files.py). Every
+document is followed by the tokenizer's end-of-document token, and preceded by the one
+that begins texts, if it has that. Which documents are held out for validation depends
+on what they say and on nothing else, so copies of one text never come to lie on both
+sides; unless files say themselves what is held out.
 """
 
 import sysconfig
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from data.holdout import Holdout
-from data.json_text import parse_json
-from data.token_file import SPLITS, SplitCounts, TokenFile, TokenFileWriter
+from data.input_files import Inputs, files_in, list_inputs
+from data.markup import find_markup
+from data.skipped import BadRow, Skipped, stop_at
+from data.summary import Summary
+from data.text_documents import TextDocument, read_documents
+from data.token_file import SPLITS, TokenFile, TokenFileWriter
 from data.tokenizer import ByteTokenizer, Tokenizer, begun
 
 # Encoded together: enough for every core, and little enough to hold in memory.
 DOCUMENTS_AT_A_TIME = 64
 # Parts of Python's installation that are not its library, or only its tests.
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Figures of a prepared corpus.
-
-    counts: documents and tokens of each split.
-    bytes_per_token: of the token files.
-    not_text, empty: files skipped because they are not UTF-8 text, and documents
-      skipped because there is nothing in them.
-    """
-
-    output: Path
-    counts: dict[str, SplitCounts]
-    bytes_per_token: int
-    not_text: int
-    empty: int
-
-    def __str__(self) -> str:
-        lines = []
-        for split, counts in self.counts.items():
-            size = counts.tokens * self.bytes_per_token / 1e6
-            lines.append(
-                f"{split:<10} {counts.documents:>11,} documents "
-                f"{counts.tokens:>15,} tokens {size:>10,.1f} MB"
-            )
-        lines.append(
-            f"skipped: {self.not_text:,} files that are not UTF-8 text, "
-            f"{self.empty:,} empty documents"
-        )
-        return "\n".join([*lines, f"written to {self.output}"])
+MOST_MARKUP = 0.5
+"""Share of documents with one kind of markup beyond which it is refused."""
 
 
 @dataclass
 class _Survey:
-    """Figures from a first reading of all documents."""
+    """What a first reading of all documents finds."""
 
+    holdout: Holdout
+    documents: int = 0
     characters: int = 0
-    not_text: int = 0
-    empty: int = 0
+    skipped: Skipped = field(default_factory=Skipped)
+    markup: Skipped = field(default_factory=Skipped)
 
 
 def prepare(
@@ -74,10 +51,12 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     validation_fraction: float = 0.02,
-    pattern: str = "*",
     text_field: str = "text",
+    on_bad_row: Callable[[BadRow], None] = stop_at,
+    keep_markup: bool = False,
+    **chosen: Any,
 ) -> Summary:
-    """Writes the corpus `output` from text files, directories and `.jsonl` files.
+    """Writes the corpus `output` from files and directories.
 
     Documents are read twice, one after the other and never all at once: all of them are
     checked, and counted, before the first is encoded.
@@ -87,32 +66,34 @@ def prepare(
       output: a directory that does not exist yet, or is empty.
       tokenizer: makes the tokens.
       validation_fraction: about this share of the documents is held out, and at least
-        one (and never all) where two documents differ.
-      pattern: which files of a directory are read.
-      text_field: which field of a `.jsonl` line is the document.
+        one (and never all) where two documents differ; if no files are held out.
+      text_field: which field of a row is the document.
+      on_bad_row: called with every row that has no text; if it returns, the row is
+        skipped.
+      keep_markup: whether most documents may have markup, which is learned as text.
+      chosen: `pattern` and `splits`, as of `list_inputs`.
 
     Raises:
       FileNotFoundError: an input does not exist.
       FileExistsError: `output` exists and is not empty.
-      ValueError: a line of a `.jsonl` file is bad, there is no text in the inputs, or
-        the fraction is not between 0 and 1.
+      ValueError: an input is not what it is called, a row is bad, there is no text in
+        the inputs or mostly markup, or the fraction is not between 0 and 1.
     """
-    holdout = Holdout(validation_fraction)
-    paths = _paths(inputs, pattern)
+    found = list_inputs(inputs, **chosen)
     with TokenFileWriter(output, tokenizer) as writer:
-        survey = _survey(_documents(paths, text_field), holdout)
-        if not survey.characters:
+        survey = _Survey(Holdout(validation_fraction))
+        _read(_progress(found, text_field), survey, on_bad_row)
+        _check(inputs, found, survey, keep_markup)
+        writer.add_sources(file.path for file in found.files)
+        documents = _texts(_progress(found, text_field, survey.characters))
+        characters = _encode(documents, writer, survey.holdout)
+        if characters != survey.characters:
             raise ValueError(
-                f"there is no text in {', '.join(map(str, inputs))}: of {len(paths)} "
-                f"files that match {pattern!r}, {survey.not_text} are not UTF-8 text; "
-                f"{survey.empty} documents are empty"
+                f"the inputs changed while they were read: {survey.characters} "
+                f"characters, then {characters}; prepare them again"
             )
-        progress = _progress("encoding", survey.characters)
-        with progress:
-            documents = _documents(paths, text_field)
-            _encode(documents, writer, tokenizer, holdout, progress)
     return Summary(
-        output, writer.counts, writer.bytes_per_token, survey.not_text, survey.empty
+        writer, skipped=survey.skipped, left_out=found.left_out, markup=survey.markup
     )
 
 
@@ -151,111 +132,85 @@ def standard_library_files() -> list[Path]:
     library = Path(sysconfig.get_paths()["stdlib"])
     return [
         path
-        for path in _files_in(library, "*.py")
+        for path in files_in(library, "*.py")
         if NOT_LIBRARY.isdisjoint(path.relative_to(library).parts)
     ]
 
 
-def _paths(inputs: Sequence[Path], pattern: str) -> list[Path]:
-    paths = []
-    for path, times in Counter(inputs).items():
-        if times > 1:
-            raise ValueError(f"input {path} is given {times} times: name it once")
-        if path.is_dir():
-            paths += _files_in(path, pattern)
-        elif path.is_file():
-            paths.append(path)
-        elif path.exists():
-            raise ValueError(
-                f"input {path} must be a file or a directory: inputs are read twice, "
-                "so save what a pipe gives in a file"
-            )
+def _progress(
+    inputs: Inputs, text_field: str, characters: int | None = None
+) -> Iterator[TextDocument | BadRow]:
+    """Yields the documents, beside a bar that counts their characters.
+
+    characters: of all of them; None: not known. It is silent where standard error is
+    not a terminal.
+    """
+    what = "reading" if characters is None else "encoding"
+    unit = {"unit": " characters", "unit_scale": True, "disable": None}
+    with tqdm(desc=what, total=characters, **unit) as bar:
+        for document in read_documents(inputs.files, text_field):
+            yield document
+            if isinstance(document, TextDocument):
+                bar.update(len(document.text or ""))
+
+
+def _read(
+    documents: Iterable[TextDocument | BadRow],
+    survey: _Survey,
+    on_bad_row: Callable[[BadRow], None],
+) -> None:
+    for document in documents:
+        if isinstance(document, BadRow):
+            on_bad_row(document)
+            survey.skipped.add(document)
+        elif not document.text:
+            is_text = document.text is not None
+            reason = "empty documents" if is_text else "files that are not UTF-8 text"
+            survey.skipped.add(BadRow(document.where, reason))
         else:
-            raise FileNotFoundError(f"input {path} does not exist")
-    return paths
+            survey.documents += 1
+            survey.characters += len(document.text)
+            if document.split is None:
+                survey.holdout.add(document.text)
+            if kind := find_markup(document.text):
+                survey.markup.add(BadRow(document.where, kind))
 
 
-def _files_in(directory: Path, pattern: str) -> list[Path]:
-    """Lists files below the directory, sorted, so in one order on every machine."""
-
-    def is_hidden(path: Path) -> bool:
-        return any(part.startswith(".") for part in path.relative_to(directory).parts)
-
-    try:
-        found = [path for path in directory.rglob(pattern) if path.is_file()]
-    except (NotImplementedError, ValueError) as error:
+def _check(
+    inputs: Sequence[Path], found: Inputs, survey: _Survey, keep_markup: bool
+) -> None:
+    if not survey.characters:
+        reasons = [*found.left_out.lines("left out"), *survey.skipped.lines("skipped")]
         raise ValueError(
-            f"pattern={pattern!r} must match files below a directory, as '*.txt' and "
-            f"'notes/*.md' are: {error}"
-        ) from error
-    return sorted(path for path in found if not is_hidden(path))
+            f"there is no text in {', '.join(map(str, inputs))}: "
+            + "; ".join([f"{len(found.files)} files are read", *reasons])
+        )
+    for kind, count in survey.markup.counts.items():
+        if count > MOST_MARKUP * survey.documents and not keep_markup:
+            raise ValueError(
+                f"{count} of {survey.documents} documents have markup ({kind}), as "
+                f"{survey.markup.first[kind]}, which would be learned as text: prepare "
+                "conversations with tools.prepare_chat, take the markup out of texts, "
+                "or keep it (--keep-markup)"
+            )
 
 
-def _documents(paths: Sequence[Path], text_field: str) -> Iterator[str | None]:
-    """Yields texts, one a document; None for a file that is not text."""
-    for path in paths:
-        if path.suffix == ".jsonl":
-            yield from _json_lines(path, text_field)
-        else:
-            yield _text(path.read_bytes())
-
-
-def _text(content: bytes) -> str | None:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    # No text has the zero byte, and many binary files that decode by chance do.
-    return None if "\0" in text else text
-
-
-def _json_lines(path: Path, text_field: str) -> Iterator[str]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = parse_json(line)[text_field]
-                text.encode("utf-8")  # JSON can spell half a surrogate pair
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{path}:{number}: not a JSON object whose field {text_field!r} is "
-                    f"a text ({type(error).__name__}: {error}): mend or remove the line"
-                ) from error
-            yield text
-
-
-def _progress(what: str, total: int | None) -> tqdm:
-    """Makes a progress bar, silent where standard error is not a terminal."""
-    return tqdm(
-        desc=what, total=total, unit=" characters", unit_scale=True, disable=None
-    )
-
-
-def _survey(documents: Iterator[str | None], holdout: Holdout) -> _Survey:
-    survey = _Survey()
-    with _progress("reading", None) as progress:
-        for text in documents:
-            if text is None:
-                survey.not_text += 1
-            elif not text:
-                survey.empty += 1
-            else:
-                holdout.add(text)
-                survey.characters += len(text)
-                progress.update(len(text))
-    return survey
+def _texts(documents: Iterable[TextDocument | BadRow]) -> Iterator[TextDocument]:
+    for document in documents:
+        if isinstance(document, TextDocument) and document.text:
+            yield document
 
 
 def _encode(
-    documents: Iterator[str | None],
-    writer: TokenFileWriter,
-    tokenizer: Tokenizer,
-    holdout: Holdout,
-    progress: tqdm,
-) -> None:
-    for texts in batched(filter(None, documents), DOCUMENTS_AT_A_TIME):
-        for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
+    documents: Iterable[TextDocument], writer: TokenFileWriter, holdout: Holdout
+) -> int:
+    """Writes the documents; returns their characters."""
+    tokenizer, characters = writer.tokenizer, 0
+    for some in batched(documents, DOCUMENTS_AT_A_TIME):
+        encoded = tokenizer.encode_all([document.text for document in some])
+        for document, ids in zip(some, encoded, strict=True):
+            split = document.split or holdout.split(document.text)
             end = np.int32(tokenizer.end_of_document)
-            writer.write(holdout.split(text), np.append(begun(tokenizer, ids), end))
-            progress.update(len(text))
+            writer.write(split, np.append(begun(tokenizer, ids), end))
+            characters += len(document.text)
+    return characters

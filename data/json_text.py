@@ -1,12 +1,17 @@
 """JSON that others wrote: its value, or one line that says what is wrong with it."""
 
+import contextlib
 import json
+import re
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+MOST_READ = 1 << 16
+"""Letters of a list that are read at a time, where its values are not longer."""
+SPACES = re.compile(r"[ \t\n\r]*")
 MOST_BYTES = 1 << 26
 """Limit of a file that describes others; those of the largest models have a few MB."""
 
@@ -18,8 +23,59 @@ def parse_json(text: str | bytes) -> Any:
       ValueError: it is not JSON, or has not one meaning and within reason: a name that
         stands twice in an object, thousands of brackets or digits.
     """
-    try:
+    with _within_reason():
         return json.loads(text, object_pairs_hook=_object)
+
+
+def iterate_list(read: Callable[[int], str]) -> Iterator[Any]:
+    """Yields the values of a JSON list one by one, as `parse_json` would parse them.
+
+    read: returns up to so many letters more of the list's text, "" at its end. As many
+      are held as the largest value has.
+
+    Raises:
+      ValueError: it is not a list, or as `parse_json`.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    text, number = read(MOST_READ), 0
+
+    def rest(begin: int) -> str:
+        """Returns the text from the next letter on that is no space; "" at its end."""
+        found = text[SPACES.match(text, begin).end() :]
+        while not found and (more := read(MOST_READ)):
+            found = more[SPACES.match(more).end() :]
+        return found
+
+    text = rest(0)
+    if not text.startswith("["):
+        raise ValueError("it is not a list")
+    text = rest(1)
+    is_going_on = not text.startswith("]")
+    while is_going_on:
+        more = text
+        while True:
+            # A number may go on behind what has been read, and only then is it whole.
+            with contextlib.suppress(json.JSONDecodeError), _within_reason():
+                value, end = decoder.raw_decode(text)
+                if end < len(text) or not more:
+                    break
+            if not more:
+                raise ValueError(f"its value {number} is not JSON, or cut short")
+            more = read(max(MOST_READ, len(text)))
+            text += more
+        yield value
+        text, number = rest(end), number + 1
+        is_going_on = text.startswith(",")
+        if is_going_on:
+            text = rest(1)
+    if not text.startswith("]") or rest(1):
+        raise ValueError(f"it does not end behind its {number} values")
+
+
+@contextlib.contextmanager
+def _within_reason() -> Iterator[None]:
+    try:
+        yield
     except RecursionError as error:
         raise ValueError("its lists and objects lie too deep in each other") from error
     except ValueError as error:

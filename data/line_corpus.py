@@ -9,7 +9,7 @@ trained on first.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from data.line_forms import LineForm
 from data.line_retrieval import Record, case_tokens, draw_record, record_of_length
-from data.token_file import SplitCounts, TokenFileWriter
+from data.summary import Summary
+from data.token_file import TokenFileWriter
 from data.tokenizer import Tokenizer, begun
 
 SUPERVISED = ("answers", "all")
@@ -131,26 +132,6 @@ def shortest_document(form: LineForm, tokenizer: Tokenizer) -> int:
     return case_tokens(form, tokenizer, longest.case(0)) + 1
 
 
-@dataclass
-class LineSummary:
-    """Figures of a prepared corpus.
-
-    counts: documents and tokens of each split; supervised: tokens with a loss.
-    """
-
-    output: Path
-    counts: dict[str, SplitCounts]
-    supervised: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{split:<10} {counts.documents:>11,} documents "
-            f"{counts.tokens:>15,} tokens {self.supervised[split]:>15,} supervised"
-            for split, counts in self.counts.items()
-        ]
-        return "\n".join([*lines, f"written to {self.output}"])
-
-
 def prepare_lines(
     documents: LineDocuments,
     output: Path,
@@ -158,7 +139,7 @@ def prepare_lines(
     train_tokens: int,
     validation_tokens: int,
     seed: int,
-) -> LineSummary:
+) -> Summary:
     """Writes the corpus `output`, documents until the tokens are reached.
 
     The two splits are drawn from seeds of their own, so that their records differ.
@@ -174,7 +155,7 @@ def prepare_lines(
             "at least 0"
         )
     with TokenFileWriter(output, documents.tokenizer, has_loss_mask=True) as writer:
-        summary = LineSummary(output, writer.counts)
+        summary = Summary(writer)
         for number, (split, tokens) in enumerate(wanted.items()):
             rng = np.random.default_rng([seed, number])
             shown = tqdm(desc=split, total=tokens, unit=" tokens", disable=None)

@@ -3,6 +3,7 @@
 A corpus is a directory:
 
     meta.json               format version, tokenizer, and the figures of each split
+    sources.jsonl           path, size and SHA-256 of each file it was made of
     tokenizer.json|.model   copy of the tokenizer's file, where it has one
     generation_config.json  its stop tokens, that of a document's end first
     tokenizer_config.json   names of its tokens, and whether one begins every document
@@ -19,6 +20,7 @@ opening a corpus of any size reads no tokens.
 
 import json
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ import numpy as np
 
 from data.json_text import short
 from data.new_directory import NewDirectory
+from data.sources import Sources, write_sources
 from data.stored_array import StoredArray
 from data.tokenizer import Tokenizer
 from data.tokenizer_files import write_tokenizer_files
@@ -44,6 +47,8 @@ from data.versioned import (
 VERSION = 1
 SPLITS = ("train", "validation")
 META = "meta.json"
+ORIGIN = ("sources", "end_of_document")
+"""Keys of meta.json that say where tokens are from: not what a corpus is known by."""
 REMEDY = "prepare the corpus again with tools/prepare_text.py"
 
 
@@ -95,14 +100,14 @@ class TokenFile:
                 f"split {split!r} of {directory} is empty: {REMEDY} from at least two "
                 "different documents"
             )
-        tokens = _stored(_tokens_path(directory, split), dtype, counts.tokens)
-        starts_path = _documents_path(directory, split)
+        tokens = _stored(_path(directory, split, "tokens"), dtype, counts.tokens)
+        path = _path(directory, split, "documents")
         # Stored unsigned; read as signed, which is the same below 2^63.
-        starts = _stored(starts_path, np.dtype(np.int64), counts.documents)[:]
-        _check_starts(starts_path, starts, counts.tokens)
+        starts = _stored(path, np.dtype(np.int64), counts.documents)[:]
+        _check_starts(path, starts, counts.tokens)
         loss_mask = None
         if has_loss_mask:
-            path = _loss_path(directory, split)
+            path = _path(directory, split, "loss")
             loss_mask = _stored(path, np.dtype(np.uint8), counts.tokens)
         return cls(
             directory,
@@ -193,7 +198,8 @@ def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
       FileNotFoundError, ValueError: there is none, or it is damaged.
     """
     path, meta = Path(directory) / META, _read_meta(Path(directory))
-    return digest(meta), check_files(path, meta, whole=compare, remedy=REMEDY)
+    contents = {name: meta[name] for name in meta if name not in ORIGIN}
+    return digest(contents), check_files(path, meta, whole=compare, remedy=REMEDY)
 
 
 @dataclass
@@ -228,7 +234,8 @@ class TokenFileWriter:
         self.directory = Path(directory)
         self._has_loss_mask = has_loss_mask
         self.counts = {split: SplitCounts(0, 0, 0) for split in SPLITS}
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.sources: Sources | None = None
         self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
     @property
@@ -238,15 +245,16 @@ class TokenFileWriter:
     def __enter__(self) -> "TokenFileWriter":
         self._new = NewDirectory(self.directory, META)
         self._files = ExitStack()
-        self._tokens, self._documents, self._losses = {}, {}, {}
-        kinds = [(self._tokens, _tokens_path), (self._documents, _documents_path)]
-        if self._has_loss_mask:
-            kinds.append((self._losses, _loss_path))
-        for split in SPLITS:
-            for files, path in kinds:
-                file = HashedFile(path(self._new.partial, split))
-                files[split] = self._files.enter_context(closing(file))
+        self._streams: dict[tuple[str, str], HashedFile] = {}
+        for kind in ("tokens", "documents", "loss")[: 2 + self._has_loss_mask]:
+            for split in SPLITS:
+                file = HashedFile(_path(self._new.partial, split, kind))
+                self._streams[kind, split] = self._files.enter_context(closing(file))
         return self
+
+    def add_sources(self, paths: Iterable[Path]) -> None:
+        """Records the files that the documents are from, with their digests."""
+        self.sources = write_sources(self._new.partial, paths)
 
     def write(
         self, split: str, tokens: np.ndarray, loss_mask: np.ndarray | None = None
@@ -269,7 +277,7 @@ class TokenFileWriter:
                 f"a document of {tokens.shape} tokens came with a loss mask of "
                 f"{masked}, and has_loss_mask={self._has_loss_mask}"
             )
-        vocab_size = self._tokenizer.vocab_size
+        vocab_size = self.tokenizer.vocab_size
         if tokens.ndim != 1 or tokens.size == 0:
             raise ValueError(f"a document must be (n,) with n > 0, got {tokens.shape=}")
         is_mask = loss_mask is None or loss_mask.dtype == bool
@@ -286,10 +294,11 @@ class TokenFileWriter:
                 f"{smallest} to {largest}, outside the tokenizer's {vocab_size=}"
             )
         counts = self.counts[split]
-        self._documents[split].write(np.uint64(counts.tokens).astype("<u8").tobytes())
-        self._tokens[split].write(tokens.astype(self._dtype).tobytes())
+        start = np.uint64(counts.tokens).astype("<u8")
+        self._streams["documents", split].write(start.tobytes())
+        self._streams["tokens", split].write(tokens.astype(self._dtype).tobytes())
         if loss_mask is not None:
-            self._losses[split].write(loss_mask.astype(np.uint8).tobytes())
+            self._streams["loss", split].write(loss_mask.astype(np.uint8).tobytes())
         counts.tokens += tokens.size
         counts.documents += 1
         counts.largest_token = max(counts.largest_token, largest)
@@ -305,25 +314,26 @@ class TokenFileWriter:
     def _finish(self) -> None:
         if self.counts["train"].documents == 0:
             raise ValueError(f"no documents were written to {self.directory}")
-        source, partial, copy = self._tokenizer.path, self._new.partial, None
+        source, partial, copy = self.tokenizer.path, self._new.partial, None
         copies = []
         if source is not None:
             copy = f"tokenizer{source.suffix}"
             shutil.copyfile(source, partial / copy)
-            copies = [copy, *write_tokenizer_files(partial, self._tokenizer)]
-        kinds = (self._tokens, self._documents, self._losses)
-        written = [file for files in kinds for file in files.values()]
-        files = {file.path.name: file.described() for file in written}
+            copies = [copy, *write_tokenizer_files(partial, self.tokenizer)]
+        files = {f.path.name: f.described() for f in self._streams.values()}
         files |= {name: describe_file(partial / name) for name in copies}
         meta = {
             "version": VERSION,
-            "tokenizer": {"name": self._tokenizer.name, "file": copy},
-            "vocab_size": self._tokenizer.vocab_size,
+            "tokenizer": {"name": self.tokenizer.name, "file": copy},
+            "vocab_size": self.tokenizer.vocab_size,
+            "end_of_document": self.tokenizer.end_of_document,
             "dtype": self._dtype.name,
             "has_loss_mask": self._has_loss_mask,
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
             FILES: files,
         }
+        if self.sources:
+            meta["sources"] = asdict(self.sources)
         (partial / META).write_text(json.dumps(meta, indent=2) + "\n")
         self._new.appear()
 
@@ -357,16 +367,8 @@ def _tokenizer(directory: Path, facts: dict[str, Any]) -> str:
     return name if file is None else str(directory / file)
 
 
-def _tokens_path(directory: Path, split: str) -> Path:
-    return directory / f"{split}.tokens.bin"
-
-
-def _documents_path(directory: Path, split: str) -> Path:
-    return directory / f"{split}.documents.bin"
-
-
-def _loss_path(directory: Path, split: str) -> Path:
-    return directory / f"{split}.loss.bin"
+def _path(directory: Path, split: str, kind: str) -> Path:
+    return directory / f"{split}.{kind}.bin"
 
 
 def _stored(path: Path, dtype: np.dtype, count: int) -> StoredArray:

@@ -10,7 +10,9 @@ from data.token_file import TokenFile, TokenFileWriter
 from kernels.layouts import Contiguous
 
 # Every token is its own place in the stream, so that no mix-up can go unseen.
-NUMBERS = SimpleNamespace(name="numbers", path=None, vocab_size=1 << 20)
+NUMBERS = SimpleNamespace(
+    name="numbers", path=None, vocab_size=1 << 20, end_of_document=0
+)
 
 
 def make_corpus(directory, lengths):

@@ -9,7 +9,7 @@ PROGRAMS = "tasks", "train", "configs", "tools"
 
 # What the library must not import by being imported.
 NEEDLESS = {"dm_control", "matplotlib", "mujoco", "tensorflow", "torch", "transformers"}
-NEEDLESS |= {"jax_triton", "pandas", "pytest", "scipy.stats", "triton"}
+NEEDLESS |= {"jax_triton", "pandas", "pyarrow", "pytest", "scipy.stats", "triton"}
 
 PROGRAM = """\
 import importlib, json, pkgutil, sys, time

@@ -40,6 +40,7 @@ TRITON_FILES = "kernels/triton_gpu/launch.py", "kernels/triton_gpu/kernels.py"
 SIMULATOR_FILES = ("data/environments.py",)
 LAZY = dict.fromkeys(("jax_triton", "triton"), TRITON_FILES)
 LAZY |= dict.fromkeys(("dm_control", "mujoco"), SIMULATOR_FILES)
+LAZY |= {"pyarrow": ("data/row_files.py",)}
 
 
 def list_modules(root: Path) -> Iterator[Path]:

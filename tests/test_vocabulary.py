@@ -15,7 +15,9 @@ from tests.runs import small_config
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """One of a tokenizer of 290 ids."""
-    tokenizer = SimpleNamespace(name="wide", path=None, vocab_size=290)
+    tokenizer = SimpleNamespace(
+        name="wide", path=None, vocab_size=290, end_of_document=0
+    )
     with TokenFileWriter(tmp_path / "corpus", tokenizer) as writer:
         for split in "train", "validation":
             writer.write(split, np.arange(290))

@@ -3,41 +3,32 @@
     python -m tools.prepare_chat sharegpt.json --output CORPUS --context-tokens 32768 \\
         --tokenizer tokenizer.model
 
-Prints the command that trains on the corpus. Rows are as in ShareGPT: see
-data/conversation.py.
+Prints what was read and left out, and the command that trains on the corpus. Rows are
+as in ShareGPT, or have a list of `messages`: see data/conversation.py.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from configs import tiny
-from data.chat import TOO_LONG, ChatEncoder, prepare_chats, stop_at
+from data.chat import TOO_LONG, ChatEncoder, prepare_chats
 from data.chat_format import FORMATS
 from data.chat_template import ChatTemplate
-from data.conversation import BadRow
-from data.tokenizer import ByteTokenizer, open_tokenizer
-from tasks.command_line import Parser, as_program, at_least, share
+from data.tokenizer import open_tokenizer
+from tasks.command_line import as_program, at_least
+from tools.lib.prepare_arguments import input_options, input_parser
 from tools.lib.train_command import train_command
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = input_parser(__doc__, "conversations")
     add = parser.add_argument
-    add("inputs", nargs="+", type=Path, metavar="INPUT", help=".json or .jsonl file")
-    add("--output", required=True, type=Path, help="directory to write, a new one")
     add(
         "--context-tokens",
         required=True,
         type=at_least(1),
         help="length of the rows that the conversations have to fit in",
-    )
-    add(
-        "--tokenizer",
-        default=ByteTokenizer.name,
-        help='"bytes" (the default), or a path: tokenizer.json, SentencePiece .model, '
-        "or their directory",
     )
     add(
         "--template",
@@ -51,23 +42,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="truncate",
         help="conversations beyond the context (default: %(default)s)",
     )
-    add(
-        "--bad-rows",
-        choices=("stop", "skip"),
-        default="stop",
-        help="rows that are not conversations; skipped ones are reported (stop)",
-    )
-    add(
-        "--validation-fraction",
-        default=0.02,
-        type=share,
-        help="share of the conversations to hold out (default: %(default)s)",
-    )
     return parser.parse_args(arguments)
-
-
-def _tell(row: BadRow) -> None:
-    print(f"skipped {row}", file=sys.stderr)
 
 
 @as_program
@@ -81,11 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         too_long=chosen.too_long,
     )
     summary = prepare_chats(
-        chosen.inputs,
-        chosen.output,
-        encoder,
-        on_bad_row=_tell if chosen.bad_rows == "skip" else stop_at,
-        validation_fraction=chosen.validation_fraction,
+        chosen.inputs, chosen.output, encoder, **input_options(chosen)
     )
     print(summary)
     context = chosen.context_tokens

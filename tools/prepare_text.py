@@ -1,50 +1,37 @@
 """Turns text into a corpus of token files to train on.
 
-    python -m tools.prepare_text book.txt notes/ chats.jsonl --output corpus
-    python -m tools.prepare_text src/ --pattern '*.py' --output corpus
-    python -m tools.prepare_text texts.jsonl --tokenizer tokenizer.json --output corpus
+    python -m tools.prepare_text book.txt notes/ texts.jsonl.zst --output CORPUS
+    python -m tools.prepare_text DATASET/ --text-field content --output CORPUS
+    python -m tools.prepare_text src/ --pattern '*.py' --output CORPUS
 
-A file is one document, a directory is all files in it and below, and a `.jsonl` file
-has one document a line. Prints the command that trains on the corpus.
+A file of rows (Parquet, Arrow, JSON, CSV) has one document in each, any other file is
+one document, and a directory is all files in it and below, or a data set of Hugging
+Face. Prints what was read and left out, and the command that trains on the corpus.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from configs import tiny
 from data.corpus import prepare
-from data.tokenizer import ByteTokenizer, open_tokenizer
-from tasks.command_line import Parser, as_program, share
+from data.tokenizer import open_tokenizer
+from tasks.command_line import as_program
+from tools.lib.prepare_arguments import input_options, input_parser
 from tools.lib.train_command import train_command
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("inputs", nargs="+", type=Path, metavar="INPUT", help="file or directory")
-    add("--output", required=True, type=Path, help="directory to write, a new one")
-    add(
-        "--tokenizer",
-        default=ByteTokenizer.name,
-        help='"bytes" (the default), or a path: tokenizer.json or SentencePiece .model',
-    )
-    add(
+    parser = input_parser(__doc__, "documents")
+    parser.add_argument(
         "--text-field",
         default="text",
-        help="field of a .jsonl line that is the document (default: %(default)s)",
+        help="field or column of a row that is the document (default: %(default)s)",
     )
-    add(
-        "--validation-fraction",
-        default=0.02,
-        type=share,
-        help="share of the documents to hold out (default: %(default)s)",
-    )
-    add(
-        "--pattern",
-        default="*",
-        help="files to read in a directory (default: all that are not hidden)",
+    parser.add_argument(
+        "--keep-markup",
+        action="store_true",
+        help="learn HTML, JSON and names of special tokens as text, if most have them",
     )
     return parser.parse_args(arguments)
 
@@ -57,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen.inputs,
         chosen.output,
         open_tokenizer(chosen.tokenizer),
-        validation_fraction=chosen.validation_fraction,
-        pattern=chosen.pattern,
         text_field=chosen.text_field,
+        keep_markup=chosen.keep_markup,
+        **input_options(chosen),
     )
     print(summary)
     print(train_command(chosen.output, tiny))

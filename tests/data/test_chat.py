@@ -148,7 +148,7 @@ def test_loss_weights_of_a_corpus_are_its_loss_mask(tmp_path):
     source = write(tmp_path / "in.json", rows(60))
     output = tmp_path / "out"
     summary = prepare_chats([source], output, encoder(400), validation_fraction=0.2)
-    assert summary.conversations == 60 and not summary.skipped
+    assert summary.rows.startswith("60 conv") and not summary.skipped.counts
     total = 0
     for split in ("train", "validation"):
         corpus = TokenFile.open(output, split)
@@ -208,10 +208,9 @@ def test_bad_rows_are_reported_counted_and_skipped(tmp_path):
         f"{source}[4] (id r4), turn 2",
         f"{source}[5] (id r5)",
     ]
-    assert summary.conversations == 2
-    assert summary.skipped == {row.reason: 1 for row in bad}
+    assert summary.skipped.counts == {row.reason: 1 for row in bad}
     assert "2 conversations of 6 rows" in str(summary)
-    assert "skipped: 1 rows, no reply within the context" in str(summary)
+    assert "skipped: 1, no reply within the context; first " in str(summary)
 
 
 def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):

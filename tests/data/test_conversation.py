@@ -4,13 +4,21 @@ import json
 
 import pytest
 
-from data.conversation import BadRow, Conversation, read_conversations
+from data.conversation import Conversation, read_conversations
 from data.conversation import parse_conversation as parse
+from data.input_files import InputFile
+from data.skipped import BadRow
 
 
 def row(*turns, **fields):
     said = [dict(zip(("from", "value"), turn, strict=True)) for turn in turns]
     return {"conversations": said} | fields
+
+
+def read(*paths):
+    """Rows of named files."""
+    files = [InputFile(path, None, True) for path in paths]
+    return [found for found, _ in read_conversations(files)]
 
 
 HELLO = [("human", " Hello \n"), ("gpt", "Hi!")]
@@ -34,8 +42,8 @@ def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
 @pytest.mark.parametrize(
     "bad, where, reason",
     [
-        ([1, 2], "f", "no list of conversations"),
-        ("text", "f", "no list of conversations"),
+        ([1, 2], "f", "list, and no object"),
+        ("text", "f", "str, and no object"),
         ({"id": 3}, "f (id 3)", "no list of conversations"),
         ({"id": "a\nb"}, "f (id a b)", "no list of conversations"),
         ({"id": 3, "conversations": "Hi"}, "f (id 3)", "no list of conversations"),
@@ -68,7 +76,7 @@ def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
     deep, twice = "[" * 100_000, '{"id": 1, "id": 2}'
     found = json.dumps(good), "", "{broken", json.dumps(bad), deep, twice
     lines.write_text("\n".join(found))
-    rows = list(read_conversations([whole, lines]))
+    rows = read(whole, lines)
     assert "lie too deep" in rows.pop(5).reason
     assert "'id' stands twice" in rows.pop().reason
     assert [r.where for r in rows] == [
@@ -85,13 +93,13 @@ def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
 
 def test_files_that_hold_no_rows_are_refused(tmp_path):
     path = tmp_path / "rows.json"
-    with pytest.raises(FileNotFoundError, match="rows.json does not exist"):
-        list(read_conversations([path]))
-    path.write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="holds no list of rows, but dict: .*jsonl"):
-        list(read_conversations([path]))
+    path.with_suffix(".txt").write_text("[]")
+    with pytest.raises(ValueError, match=r"rows.txt is of no known format .*jsonl"):
+        read(path.with_suffix(".txt"))
     for text in ("[", "[" * 100_000, f"[{'9' * 5000}]"):
         path.write_text(text)
-        with pytest.raises(ValueError, match="is not a JSON file") as caught:
-            list(read_conversations([path]))
+        with pytest.raises(
+            ValueError, match="rows.json cannot be read as a .json"
+        ) as caught:
+            read(path)
         assert str(caught.value).isprintable()

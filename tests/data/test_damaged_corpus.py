@@ -41,7 +41,9 @@ def test_ids_beyond_the_largest_are_never_read(tmp_path, plan):
 
 
 def test_ids_above_31_bits_are_no_negative_ones(tmp_path):
-    tokenizer = SimpleNamespace(name="wide", path=None, vocab_size=1 << 17)
+    tokenizer = SimpleNamespace(
+        name="wide", path=None, vocab_size=1 << 17, end_of_document=0
+    )
     directory = write(tmp_path / "corpus", [[5, 6, 7]], tokenizer)
     overwrite(directory / "train.tokens.bin", 4, np.array([2**32 - 1], "<u4"))
     with pytest.raises(ValueError, match="token 4294967295 at place 1, and 7 is"):

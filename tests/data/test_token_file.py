@@ -113,7 +113,9 @@ def test_a_loss_mask_is_truths_of_every_token_or_none(
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65536, "uint16"), (65537, "uint32")])
 def test_wide_vocabularies_are_stored_wide(tmp_path, vocab_size, dtype):
-    tokenizer = SimpleNamespace(name="wide", path=None, vocab_size=vocab_size)
+    tokenizer = SimpleNamespace(
+        name="wide", path=None, vocab_size=vocab_size, end_of_document=0
+    )
     largest = vocab_size - 1
     directory = write(tmp_path / "corpus", {"train": [[0, largest]]}, tokenizer)
     corpus = TokenFile.open(directory, "train")
@@ -128,6 +130,7 @@ def test_corpus_keeps_its_tokenizer(tmp_path):
         name="huggingface",
         path=source,
         vocab_size=300,
+        end_of_document=256,
         begin_of_document=(5,),
         stop_tokens=(256, 7),
         names={"bos_token": "<s>", "eos_token": "<stop>"},

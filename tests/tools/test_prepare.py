@@ -33,7 +33,7 @@ def test_text_is_counted_and_what_is_none_is_skipped(tmp_path, capsys):
     characters = sum(len(text) for text in some_texts(3).values())
     tokens = [int(line.split()[3].replace(",", "")) for line in out.splitlines()[:2]]
     assert sum(tokens) == characters + 3
-    assert "skipped: 1 files" in out and f"written to {tmp_path / 'out'}" in out
+    assert "skipped: 1, files" in out and f"written to {tmp_path / 'out'}" in out
     assert err == ""
 
 

@@ -25,7 +25,7 @@ NEW = "--output {new}"
 # a file, {garbage}/x a path below a file.
 CASES = {
     f"prepare_text {{new}} {NEW}": "input {new} does not exist",
-    f"prepare_text {{garbage}} {NEW}": "1 are not UTF-8 text",
+    f"prepare_text {{garbage}} {NEW}": "is not UTF-8 text, nor",
     f"prepare_text {{full}} {NEW} --pattern *.md": "there is no text in {full}",
     "prepare_text {text.txt} --output {full}": "{full} already exists",
     "prepare_text {text.txt} --output {garbage}/x": "{garbage}",
@@ -36,9 +36,9 @@ CASES = {
     f"prepare_text {{text.txt}} {NEW} --tokenizer {{new}}": 'tokenizer "{new}"',
     f"prepare_text {{text.txt}} {NEW} --tokenizer {{object.json}}": "a tokenizer.json",
     f"prepare_chat {{new}} {NEW} --context-tokens 64": "input {new} does not exist",
-    f"prepare_chat {{garbage}} {NEW} --context-tokens 64": "{garbage} is not a JSON",
-    f"prepare_chat {{deep.json}} {NEW} --context-tokens 64": "{deep.json} is not a",
-    f"prepare_chat {{numbers.json}} {NEW} --context-tokens 64": "no list of conv",
+    f"prepare_chat {{garbage}} {NEW} --context-tokens 64": "{garbage} is of no kn",
+    f"prepare_chat {{deep.json}} {NEW} --context-tokens 64": "{deep.json} cannot be",
+    f"prepare_chat {{numbers.json}} {NEW} --context-tokens 64": "int, and no object",
     f"prepare_chat {{no_rows.json}} {NEW} --context-tokens 64": "no conversation",
     f"prepare_chat {{rows.json}} {NEW} --context-tokens -1": "of at least 1, got -1",
     f"prepare_chat {{rows.json}} {NEW} --context-tokens 1.5": "number, got '1.5'",

@@ -1,0 +1,54 @@
+"""What is said of a corpus that was prepared."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from data.skipped import Skipped
+from data.token_file import SplitCounts, TokenFileWriter
+
+
+@dataclass
+class Summary:
+    """Figures of a prepared corpus, and what did not come into it.
+
+    writer: of the corpus.
+    supervised: tokens with a loss, by split; empty where all have.
+    rows: how many rows there were, and of what, in words; "": documents are rows.
+    skipped: rows and files that are no documents; left_out: files that were not read.
+    markup: documents with markup that is learned as text.
+    """
+
+    writer: TokenFileWriter
+    supervised: Counter[str] = field(default_factory=Counter)
+    rows: str = ""
+    skipped: Skipped = field(default_factory=Skipped)
+    left_out: Skipped = field(default_factory=Skipped)
+    markup: Skipped = field(default_factory=Skipped)
+
+    @property
+    def counts(self) -> dict[str, SplitCounts]:
+        """Documents and tokens of each split."""
+        return self.writer.counts
+
+    def __str__(self) -> str:
+        lines = []
+        for split, counts in self.counts.items():
+            size = counts.tokens * self.writer.bytes_per_token / 1e6
+            line = (
+                f"{split:<10} {counts.documents:>11,} documents "
+                f"{counts.tokens:>15,} tokens {size:>10,.1f} MB"
+            )
+            supervised = f" {self.supervised[split]:>15,} supervised"
+            lines.append(line + supervised * bool(self.supervised))
+        lines += [self.rows] * bool(self.rows)
+        lines += [str(self.writer.sources)] * bool(self.writer.sources)
+        tokenizer = self.writer.tokenizer
+        source = f" {tokenizer.path}" if tokenizer.path else ""
+        lines.append(
+            f"tokenizer: {tokenizer.name}{source}, {tokenizer.vocab_size:,} ids; "
+            f"documents end with {tokenizer.end_of_document}"
+        )
+        lines += self.left_out.lines("left out")
+        lines += self.skipped.lines("skipped")
+        lines += self.markup.lines("markup, learned as text")
+        return "\n".join([*lines, f"written to {self.writer.directory}"])

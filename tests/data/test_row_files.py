@@ -1,0 +1,158 @@
+"""Rows of every format: the same corpora, read in bounded memory, or refused."""
+
+import io
+import json
+import tracemalloc
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data import json_text
+from data.corpus import prepare
+from data.json_text import iterate_list
+from data.row_files import read_rows
+from data.skipped import BadRow
+from data.tokenizer import ByteTokenizer
+from tests import tables
+
+# Texts with what formats have to quote, and one longer than a block of any reader.
+TEXTS = ['Möwen, 3"\n\tfly\r\n', "a", " ", "\u2028 \\n 'x'", "[1]", "long " * 50_000]
+TEXTS += [f"text {number} " * (number % 9 + 1) for number in range(150)]
+ROWS = [{"id": i, "text": t, "other": f"{i}, no text"} for i, t in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Token files of the texts, each in a file of its own."""
+    root = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate(TEXTS):
+        (root / f"{number:04}.txt").write_bytes(text.encode())
+    return made(root, root / "corpus")
+
+
+def made(source, output):
+    prepare([source], output, ByteTokenizer(), validation_fraction=0.1)
+    return {path.name: path.read_bytes() for path in output.glob("*.bin")}
+
+
+@pytest.mark.parametrize("name", tables.FORMATS)
+def test_the_same_texts_are_the_same_corpus_in_every_format(tmp_path, name, expected):
+    source = tables.compress(tmp_path / name, tables.FORMATS[name](ROWS))
+    assert made(source, tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_data_sets_of_shards_are_the_same_corpus(tmp_path, expected, folder):
+    save = (
+        tables.save_to_disk
+        if folder
+        else (lambda path, rows: tables.save_on_hub(path, {"train": rows}))
+    )
+    assert made(save(tmp_path / "set", ROWS), tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("codec", [".gz", ".zst"])
+def test_texts_may_be_compressed(tmp_path, codec):
+    (tmp_path / "in").mkdir()
+    for number in range(4):
+        path = tmp_path / "in" / f"{number}.txt{codec}"
+        tables.compress(path, f"text {number}".encode())
+    # Two frames, or members, as of files that were joined.
+    path.write_bytes(path.read_bytes() * 2)
+    out = made(tmp_path / "in", tmp_path / "out")
+    assert b"".join(out.values()).count("t".encode("utf-16-le")) == 2 * 5
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.feather"])
+def test_conversations_of_tables_are_lists_of_objects(tmp_path, name):
+    rows = [{"messages": [{"role": "user", "content": "Hi", "name": None}]}] * 3
+    source = tables.compress(tmp_path / name, tables.FORMATS[name](rows))
+    found = list(read_rows(source, ["messages", "tools"]))
+    assert found == [(f"{source}[{number}]", rows[0]) for number in range(3)]
+
+
+def peak_of_reading(source):
+    """Most bytes that Python and pyarrow hold at a time while rows are read."""
+    before, arrow = pa.total_allocated_bytes(), 0
+    tracemalloc.start()
+    for _ in read_rows(source, ["text"]):
+        arrow = max(arrow, pa.total_allocated_bytes() - before)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak + arrow
+
+
+def random_texts(count):
+    rng = np.random.default_rng(5)
+    return [{"text": rng.bytes(1000).hex()} for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", tables.FORMATS)
+def test_memory_does_not_grow_with_the_file(tmp_path, name):
+    peaks = []
+    for count in (300, 1200):
+        content = tables.FORMATS[name](random_texts(count))
+        peaks.append(peak_of_reading(tables.compress(tmp_path / name, content)))
+    assert peaks[1] < 1.2 * peaks[0] + (1 << 16) and peaks[0] < 3 << 19, peaks
+
+
+def test_a_row_group_is_read_page_by_page(tmp_path):
+    content = tables.as_parquet(random_texts(12_000), row_group_size=1 << 20)
+    assert len(content) > 22 << 20
+    source = tables.compress(tmp_path / "rows.parquet", content)
+    assert peak_of_reading(source) < 9 << 20
+
+
+@pytest.mark.parametrize("most_read", [1, 2, 7, 1 << 16])
+@pytest.mark.parametrize(
+    "value", [[], [1], [12, 3.5e3, -7], [{"a": [1, {"b": "]"}]}, "x,]", None], [[], []]]
+)
+def test_lists_are_read_as_they_are_parsed(monkeypatch, most_read, value):
+    monkeypatch.setattr(json_text, "MOST_READ", most_read)
+    for text in json.dumps(value), f"\n {json.dumps(value, indent=2)} \n":
+        assert list(iterate_list(io.StringIO(text).read)) == value
+
+
+@pytest.mark.parametrize("most_read", [1, 1 << 16])
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ("", "not a list"),
+        ('{"a": 1}', "not a list"),
+        ("[", "value 0 is not"),
+        ("[1", "not end behind its 1"),
+        ("[1,", "value 1 is not"),
+        ("[1,]", "value 1 is not"),
+        ("[1 2]", "not end behind its 1"),
+        ("[1]]", "not end behind its 1"),
+        ("[{]", "value 0 is not"),
+        ('[{"a": 1, "a": 2}]', "'a' stands twice"),
+    ],
+)
+def test_lists_that_are_none_are_refused(monkeypatch, text, match, most_read):
+    monkeypatch.setattr(json_text, "MOST_READ", most_read)
+    with pytest.raises(ValueError, match=match):
+        list(iterate_list(io.StringIO(text).read))
+
+
+def test_rows_before_a_damage_are_read(tmp_path):
+    """So that memory holds no more than a row of a list."""
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS)[:-1])
+    assert len(list(islice(read_rows(path, ["text"]), len(ROWS)))) == len(ROWS)
+    with pytest.raises(ValueError, match=r"rows\.json cannot be read as a \.json file"):
+        list(read_rows(path, ["text"]))
+
+
+def test_rows_of_other_sizes_than_their_header_are_named(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('id,text\n1,"two\nlines"\n2\n\n3,a,b\n4,last\n')
+    found = list(read_rows(path, ["text"]))
+    assert found == [
+        (f"{path}:2", {"id": "1", "text": "two\nlines"}),
+        (f"{path}:4", BadRow(f"{path}:4", "1 fields under a header of 2")),
+        (f"{path}:6", BadRow(f"{path}:6", "3 fields under a header of 2")),
+        (f"{path}:7", {"id": "4", "text": "last"}),
+    ]

@@ -1,0 +1,72 @@
+"""Arguments that the programs have in common which make corpora of people's files."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data.input_files import EVERY_FILE
+from data.row_files import FORMATS
+from data.skipped import BadRow, stop_at
+from data.tokenizer import ByteTokenizer
+from tasks.command_line import Parser, share
+
+
+def input_parser(description: str | None, what: str) -> Parser:
+    """Returns a parser of inputs, output, tokenizer, and of what becomes of rows.
+
+    what: what is held out, in the plural.
+    """
+    parser = Parser(description)
+    add = parser.add_argument
+    formats = f"file or directory; rows: {' '.join(FORMATS)}, and .gz or .zst"
+    add("inputs", nargs="+", type=Path, metavar="INPUT", help=formats)
+    add("--output", required=True, type=Path, help="directory to write, a new one")
+    add(
+        "--tokenizer",
+        default=ByteTokenizer.name,
+        help='"bytes" (the default), or a path: tokenizer.json, SentencePiece .model, '
+        "or their directory",
+    )
+    add(
+        "--validation-fraction",
+        default=0.02,
+        type=share,
+        help=f"share of the {what} to hold out (default: %(default)s)",
+    )
+    add(
+        "--pattern",
+        default=EVERY_FILE,
+        help="files to read in a directory (default: all that are not hidden)",
+    )
+    add(
+        "--splits",
+        default="",
+        metavar="TRAIN,HELD_OUT",
+        help="splits of a data set (default: train, and validation or else test)",
+    )
+    add(
+        "--bad-rows",
+        choices=("stop", "skip"),
+        default="stop",
+        help=f"rows that are not {what}; skipped ones are reported (stop)",
+    )
+    return parser
+
+
+def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Returns keywords of `prepare` and `prepare_chats`, by the parsed arguments."""
+    on_bad_row: Callable[[BadRow], None] = stop_at
+    if chosen.bad_rows == "skip":
+        on_bad_row = _report
+    return {
+        "on_bad_row": on_bad_row,
+        "validation_fraction": chosen.validation_fraction,
+        "pattern": chosen.pattern,
+        "splits": tuple(chosen.splits.split(",")) if chosen.splits else (),
+    }
+
+
+def _report(row: BadRow) -> None:
+    print(f"skipped {row}", file=sys.stderr)
