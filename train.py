@@ -30,6 +30,7 @@ from tasks import base, config_checks, run_config
 from tasks.base import Data, Task
 from tasks.command_line import Parser, as_program, read_config
 from tasks.config_errors import names_fields
+from tasks.frozen import read_frozen
 from tasks.programs import compile_programs, first_state
 from tasks.task import make_task, run_settings
 from training import hosts, peers, record
@@ -111,6 +112,7 @@ def train(
             say(f"resuming from step {state.step}")
         else:
             state = first_state(config, task, data, optimizer, state_like, say)
+        frozen = read_frozen(config, task.model, partition, say)
         first_step = int(state.step)
         last_step = _last_step(config, first_step)
         if first_step == last_step:
@@ -123,7 +125,7 @@ def train(
         # Programs.
         _stop_if(stop, first_step)
         with goodput.spend("compile"):
-            programs = compile_programs(config, task, optimizer, state_like)
+            programs = compile_programs(config, task, optimizer, state_like, frozen)
         _stop_if(stop, first_step)
 
         # Reports.

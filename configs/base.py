@@ -134,8 +134,20 @@ def get_config() -> ml_collections.ConfigDict:
     # yarn: whether the interpolation begins and ends at whole pairs.
     config.rope_scaling.truncate = True
 
-    # Type of activations and matrix products: "bfloat16" or "float32". Parameters,
-    # gradients and optimizer state are float32.
+    # Low-rank adapters of the layers' matrices (LoRA): only they are trained, and
+    # saved; the parameters of init_from are frozen, and read again at every start.
+    config.lora = ml_collections.ConfigDict()
+    # Of the adapters; 0 for none: all parameters are trained.
+    config.lora.rank = 0
+    # What an adapter gives is multiplied by alpha / rank.
+    config.lora.alpha = 16.0
+    # Matrices that have one.
+    config.lora.targets = "q,k,v,o,gate,up,down"
+    # Type in which frozen matrices are held: "bfloat16" or "float32".
+    config.lora.base_dtype = "bfloat16"
+
+    # Type of activations and matrix products: "bfloat16" or "float32". Parameters
+    # that are trained, gradients and optimizer state are float32.
     config.compute_dtype = "bfloat16"
     # What the backward keeps of a layer: everything, products, attention, tail,
     # nothing, offload (see models/remat.py).

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.execution import RESIDUAL, Execution, Partition
+from models.adapters import adapt, multiply, over_whole, with_factors
+from models.execution import RESIDUAL, Axes, Execution, Partition
 from models.layers import INITIAL_STDDEV, RMSNorm, matrix, zeros
 from models.remat import remat_attention, remat_projection
 from models.rope import Rotation, rotate
@@ -47,6 +48,8 @@ class Attention(nnx.Module):
         self.value = matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
         out_axes = ("heads", None, "embed")
         self.output = matrix(rngs, (heads, depth, embed), out_axes, out_stddev)
+        self.lora = config.lora
+        adapt(self, config.lora, rngs, query=1, key=1, value=1, output=2)
         if config.qkv_bias:
             self.query_bias = zeros((heads, depth), into[1:])
             self.key_bias = zeros((kv_heads, depth), into_kv[1:])
@@ -93,7 +96,7 @@ class Attention(nnx.Module):
         def head_group(x: jax.Array, weights: Weights) -> jax.Array:
             q, k, v = remat_projection(project, self.remat)(x, weights)
             out = attend(q, k, v, **self.sink_logits(weights))  # (B, T, h, D)
-            return self.combine(out, weights["output"])  # (B, T, E)
+            return self.combine(out, weights)  # (B, T, E)
 
         head_group = remat_attention(head_group, self.remat)
         if self.groups == 1:
@@ -120,7 +123,9 @@ class Attention(nnx.Module):
         """
 
         def into_heads(name: str, heads: str) -> jax.Array:
-            y = self._into_heads(x, weights[name], heads)
+            y = self._product(
+                x, name, weights, (RESIDUAL, (*RESIDUAL[:2], heads, None))
+            )
             bias = weights.get(f"{name}_bias")
             return y if bias is None else y + bias.astype(y.dtype)
 
@@ -135,36 +140,35 @@ class Attention(nnx.Module):
         """Returns the attention's argument of a head group's sinks, if it has any."""
         return {"sinks": weights["sinks"]} if "sinks" in weights else {}
 
-    def combine(self, out: jax.Array, weight: jax.Array) -> jax.Array:
+    def combine(self, out: jax.Array, weights: Weights) -> jax.Array:
         """Sums heads' results (B, T, h, D) with their weight (h, D, E): (B, T, E)."""
-        partition, embed = self.partition, weight[...].shape[-1]
-
-        def local(out: jax.Array, weight: jax.Array) -> jax.Array:
-            weight = partition.gather(weight, 2, embed, out.dtype)  # (h, D, E)
-            weight = weight.astype(out.dtype)
-            y = jnp.einsum("bthd,hde->bte", partition.vary(out), weight)
-            return partition.total(y, ("heads",))  # (b, t, E)
-
-        names = ("batch", "sequence", "heads", None), self.output.axes
-        return partition.over_shards(local, names, RESIDUAL)(out, weight)
+        sides = ("batch", "sequence", "heads", None), RESIDUAL
+        return self._product(out, "output", weights, sides)
 
     def biased(self, x: jax.Array) -> jax.Array:
         """Adds the bias of the output, if any, to x (B, T, E)."""
         bias = self.output_bias
         return x if bias is None else x + bias[...].astype(x.dtype)
 
-    def _into_heads(self, x: jax.Array, weight: jax.Array, heads: str) -> jax.Array:
-        """Projects x (B, T, E) with weight (E, h, D): (B, T, h, D)."""
-        partition, embed = self.partition, x.shape[-1]
+    def _product(
+        self, x: jax.Array, name: str, weights: Weights, sides: tuple[Axes, Axes]
+    ) -> jax.Array:
+        """Multiplies x with a weight of these heads, and with its adapter.
 
-        def local(x: jax.Array, weight: jax.Array) -> jax.Array:
-            weight = partition.gather(weight, 0, embed, x.dtype)  # (E, h, D)
-            weight = weight.astype(x.dtype)
-            return jnp.einsum("bte,ehd->bthd", partition.vary(x), weight)
+        sides: names of the axes of x and of the result.
+        """
+        partition = self.partition
+        inputs = len(sides[0]) - 2
 
-        result = ("batch", "sequence", heads, None)
-        names = RESIDUAL, ("embed", heads, None)
-        return partition.over_shards(local, names, result)(x, weight)
+        def local(x: jax.Array, whole: Weights) -> jax.Array:
+            y = multiply(x, whole, name, self.lora, inputs)
+            return partition.total(y, ("heads",)) if sides[1] == RESIDUAL else y
+
+        parameters = with_factors(self, name)
+        axes = {name: parameter.axes for name, parameter in parameters.items()}
+        own = {name: p[...] for name, p in parameters.items() if name not in weights}
+        used = {name: own[name] if name in own else weights[name] for name in axes}
+        return over_whole(partition, local, axes, sides)(x, used)
 
     def _of_heads(self) -> dict[str, nnx.Param]:
         """Returns the parameters with an axis of heads, by name; no norms."""

@@ -70,7 +70,7 @@ class DecoderLayer(nnx.Module):
         normal = _normalised(self.attention_norm, x)
         q, k, v = module.project(normal, weights, rotation)
         out, cache = attend(q, k, v, **module.sink_logits(weights))  # (B, T, H, D)
-        attended = module.biased(module.combine(out, weights["output"]))
+        attended = module.biased(module.combine(out, weights))
         return self._after(x, attended), cache
 
     def _after(self, x: jax.Array, attended: jax.Array) -> jax.Array:

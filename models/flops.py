@@ -8,10 +8,12 @@ from models.sizes import DecoderConfig, LanguageModelConfig
 
 TRAIN_FACTOR = 3
 """Forward and backward together, in forwards."""
+FROZEN_FACTOR = 2
+"""The same of a matrix that is frozen, which has no gradient: only its input has."""
 
 
 def num_parameters(config: LanguageModelConfig) -> int:
-    """Counts all parameters."""
+    """Counts all parameters, without adapters."""
     tables = 0 if config.tied_embeddings else config.hidden_size * config.vocab_size
     vectors = config.num_layers * _num_layer_vectors(config) + config.hidden_size
     return num_matrix_parameters(config) + tables + vectors
@@ -33,6 +35,12 @@ def num_layer_matrices(config: DecoderConfig) -> int:
     return config.num_layers * (attention + feed_forward)
 
 
+def num_adapter_parameters(config: DecoderConfig) -> int:
+    """Counts the parameters of adapters, which are all that is trained then."""
+    sides = [sum(config.matrix_sides[name]) for name in config.lora.matrices]
+    return config.num_layers * config.lora.rank * sum(sides)
+
+
 def _num_layer_vectors(config: DecoderConfig) -> int:
     """Counts a layer's parameters besides matrices: norms, biases and sinks."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -46,20 +54,27 @@ def _num_layer_vectors(config: DecoderConfig) -> int:
 def train_flops(config: LanguageModelConfig, tokens: float, pairs: float) -> float:
     """Counts a training step's FLOPs: 6 a token and parameter, 12·H·D a pair and layer.
 
+    With adapters 4 a token and frozen parameter: frozen matrices have no gradients.
+
     tokens: trained on, without padding.
     pairs: of a query and a key visible to it; T(T + 1)/2 for one causal sequence, the
       sum of that over packed documents; fewer in layers with a window, the mean over
       the layers. So the causal half is counted once, as in MaxText and Megatron.
     """
     head = 2.0 * config.hidden_size * config.vocab_size * tokens
-    return TRAIN_FACTOR * head + layers_train_flops(config, tokens, pairs)
+    return _factor(config) * head + layers_train_flops(config, tokens, pairs)
 
 
 def layers_train_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
     """Counts the layers' part of `train_flops`, without what comes after them."""
     product = 2.0 * num_layer_matrices(config) * tokens
+    adapters = 2.0 * num_adapter_parameters(config) * tokens
     attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * pairs
-    return TRAIN_FACTOR * (product + attention)
+    return _factor(config) * product + TRAIN_FACTOR * (adapters + attention)
+
+
+def _factor(config: DecoderConfig) -> int:
+    return FROZEN_FACTOR if config.lora.rank else TRAIN_FACTOR
 
 
 def paper_train_flops(config: DecoderConfig, rows: int, length: int) -> float:

@@ -1,11 +1,12 @@
 """Parts of a decoder layer: parameters, norms and the feed-forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.adapters import adapt, multiply, over_whole, with_factors
 from models.chunks import scan_chunks
 from models.execution import RESIDUAL, Axes, Partition
 from models.sizes import DecoderConfig
@@ -69,6 +70,8 @@ class FeedForward(nnx.Module):
         self.gate = matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
         self.up = matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
         self.down = matrix(rngs, (wide, embed), ("mlp", "embed"), out_stddev)
+        self.lora = config.lora
+        adapt(self, config.lora, rngs, gate=1, up=1, down=1)
         self.partition, self.chunk = partition, chunk
         self.activation = config.activation
 
@@ -77,23 +80,21 @@ class FeedForward(nnx.Module):
         partition, embed = self.partition, x.shape[-1]
         activate = GATES[self.activation]
 
-        def local(
-            x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-        ) -> jax.Array:
-            gate, up = (partition.gather(w, 0, embed, x.dtype) for w in (gate, up))
-            down = partition.gather(down, 1, embed, x.dtype)
-            tokens = partition.vary(x).reshape(-1, embed)  # (b · t, E)
+        def local(x: jax.Array, whole: Mapping[str, jax.Array]) -> jax.Array:
+            def product(tokens: jax.Array, name: str) -> jax.Array:
+                # Cast there, so that the chunks' gradients add up in float32.
+                return multiply(tokens, whole, name, self.lora)
 
             def gated(tokens: jax.Array) -> jax.Array:
-                # Cast here, so that the chunks' gradients add up in float32.
-                wide = activate(tokens @ gate.astype(x.dtype))  # (tokens, F)
-                wide *= tokens @ up.astype(x.dtype)
-                return wide @ down.astype(x.dtype)  # (tokens, E)
+                wide = activate(product(tokens, "gate"))  # (tokens, F)
+                wide *= product(tokens, "up")
+                return product(wide, "down")  # (tokens, E)
 
+            tokens = x.reshape(-1, embed)  # (b · t, E)
             y = scan_chunks(gated, tokens, self.chunk or len(tokens))
             return partition.total(y.reshape(x.shape), ("mlp",))
 
-        weights = self.gate, self.up, self.down
-        names = RESIDUAL, *(weight.axes for weight in weights)
-        shards = partition.over_shards(local, names, RESIDUAL)
-        return shards(x, *(weight[...] for weight in weights))
+        weights = with_factors(self, "gate", "up", "down")
+        axes = {name: weight.axes for name, weight in weights.items()}
+        arrays = {name: weight[...] for name, weight in weights.items()}
+        return over_whole(partition, local, axes, (RESIDUAL, RESIDUAL))(x, arrays)

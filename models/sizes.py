@@ -6,6 +6,7 @@ The defaults are LLaMA's (2302.13971).
 import math
 from dataclasses import dataclass, field, fields
 
+from models.adapters import Lora
 from models.logits import Logits
 from models.rope import RopeScaling
 
@@ -46,6 +47,7 @@ class DecoderConfig:
     norms: "before" attention and feed-forward, "after" them, or "both".
     norm_unit_offset: whether norms multiply by 1 + scale.
     activation: of the feed-forward's gate, "silu" or "gelu_tanh".
+    lora: adapters of the layers' matrices, which are frozen then, as all the rest is.
     """
 
     hidden_size: int
@@ -69,6 +71,7 @@ class DecoderConfig:
     norm_unit_offset: bool = False
     activation: str = "silu"
     rope_scaling: RopeScaling = RopeScaling()
+    lora: Lora = Lora()
 
     def __post_init__(self):
         names = [s.name for s in fields(self) if s.type is int and s.name != "window"]
@@ -120,7 +123,29 @@ class DecoderConfig:
                 f"window_rope_theta={self.window_rope_theta} needs {WINDOW!r} in "
                 f"layer_pattern={self.layer_pattern!r}: set it to 0"
             )
+        sides = [self.matrix_sides[name] for name in self.lora.matrices]
+        least = min((size for pair in sides for size in pair), default=0)
+        if self.lora.rank > least:
+            found.append(
+                f"rank={self.lora.rank} must be at most {least}, the smallest side of "
+                f"the matrices of targets={self.lora.targets!r}"
+            )
         return found
+
+    @property
+    def matrix_sides(self) -> dict[str, tuple[int, int]]:
+        """Returns inputs and outputs of the matrices of a layer, by name."""
+        embed, wide = self.hidden_size, self.feed_forward_size
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "query": (embed, heads),
+            "key": (embed, kv),
+            "value": (embed, kv),
+            "output": (heads, embed),
+            "gate": (embed, wide),
+            "up": (embed, wide),
+            "down": (wide, embed),
+        }
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -49,7 +49,7 @@ PARTS = PARTS - {"rope_theta", "norm_epsilon"} | {"truncate"}
 class Objective:
     """A loss to minimise.
 
-    loss_sum: (parameters, batch) -> summed loss, or the summed losses of its parts.
+    loss_sum: see `LossFunction`.
     count: batch -> `Counts`.
     part_names: names of the parts of the loss, if it has any.
     unit: unit of the loss.
@@ -107,8 +107,9 @@ class Task:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the model."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.model.shapes))
+        """Number of parameters of the model, those that are not trained included."""
+        trees = self.model.shapes, self.model.frozen_shapes
+        return sum(leaf.size for leaf in jax.tree.leaves(trees))
 
 
 @dataclass(frozen=True)
@@ -358,7 +359,7 @@ def train_step(
     state: TrainState,
     count: Callable[[Any], Counts] = count_tokens,
 ) -> jax.stages.Wrapped:
-    """Builds the program `(state, batch) -> (state, metrics)`; it donates the state.
+    """Builds the program of `make_train_step`; it donates the state.
 
     state: shape, dtype and sharding of every leaf (see `abstract_state`).
     """

@@ -17,7 +17,7 @@ from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
 from tasks import base
 from tasks.config_errors import names_fields, raise_all
-from tasks.execution import check_execution
+from tasks.execution import COMPUTE_DTYPES, check_execution
 from tasks.mask import document_mask
 from tasks.task import TASKS
 from training.mesh import Partition
@@ -59,6 +59,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
         _numbers,
         _names,
         _places,
+        _lora,
         _profile,
         base.attention_system,
         check_execution,
@@ -101,6 +102,7 @@ def _names(config: ml_collections.ConfigDict) -> None:
         "data.rows": ROW_PLANS,
         "data.chain_order": ORDERS,
         "data.loss_on": LOSS_ON,
+        "lora.base_dtype": COMPUTE_DTYPES,
     }
     found = []
     for name, choices in known.items():
@@ -131,6 +133,16 @@ def _places(config: ml_collections.ConfigDict) -> None:
                 f"config.{name}={config[name]!r} needs {BUCKETS[kind]}, which is not "
                 f"installed: make venv ACCELERATOR=tpu, or pip install {BUCKETS[kind]}"
             )
+
+
+def _lora(config: ml_collections.ConfigDict) -> None:
+    if config.lora.rank and config.task != "text":
+        raise ValueError(f"{config.lora.rank=} is for task text: set it to 0")
+    if config.lora.rank and not config.init_from:
+        raise ValueError(
+            f"{config.lora.rank=} needs the weights that its adapters belong to: set "
+            "config.init_from, or config.lora.rank=0"
+        )
 
 
 def _profile(config: ml_collections.ConfigDict) -> None:

@@ -16,12 +16,12 @@ from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import order, padded_length
 from models import decode
-from models.abstract import Model
+from models.abstract import Model, joined
 from models.cache import EMPTY, Cache, empty_cache
 from models.decode import Generator
 from models.language_model import LanguageModel
 from models.sampling import Sampling, row_keys, sample
-from tasks import base, text
+from tasks import base, frozen, text
 from tasks.mask import document_mask
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
@@ -158,7 +158,8 @@ def restored_parameters(
       FileNotFoundError, ValueError: there is no checkpoint, or one of another model.
     """
     model = text.model(config, partition)
-    return newest_parameters(config, partition, model, text.fingerprint(model))
+    fingerprint = text.fingerprint(model) | frozen.identify(config, model)
+    return newest_parameters(config, partition, model, fingerprint)
 
 
 def newest_parameters(
@@ -169,24 +170,21 @@ def newest_parameters(
 ) -> tuple[Any, int]:
     """Reads the newest parameters of a model with this fingerprint, and their step."""
     dtype = jnp.dtype(config.compute_dtype)
-
-    def placed(shape: jax.ShapeDtypeStruct, names: tuple) -> jax.ShapeDtypeStruct:
-        sharding = partition.sharding(names, shape.shape)
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    shapes = jax.tree.map(placed, model.shapes, model.axes)
+    shapes = frozen.abstract_parameters(model.shapes, model.axes, partition)
     saved = SavedParameters(config.workdir)
     saved.check_model(fingerprint)
     parameters = saved.restore(shapes)
+    parameters = joined(parameters, frozen.read_frozen(config, model, partition))
     if dtype == jnp.float32:
         return parameters, saved.step
+    axes = joined(model.axes, model.frozen_axes)
 
     def cast(parameters: Any) -> Any:
         return jax.tree.map(
             lambda x, names: x.astype(dtype) if "embed" in names else x,
             parameters,
-            model.axes,
+            axes,
         )
 
-    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+    shardings = jax.tree.map(lambda x: x.sharding, parameters)
     return jax.jit(cast, out_shardings=shardings)(parameters), saved.step

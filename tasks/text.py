@@ -17,13 +17,14 @@ from data.text import ROW_PLANS, InOrder, Shuffled, TextBatches
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer
 from kernels.masks import Visible
-from models.abstract import Model
+from models.abstract import Model, joined
+from models.adapters import Lora
 from models.flops import paper_train_flops, train_flops
 from models.language_model import LanguageModel
 from models.losses import PositionParts, cross_entropy, cross_entropy_by_position
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tasks import base
+from tasks import base, frozen
 from tasks.base import (
     Data,
     Objective,
@@ -61,7 +62,7 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
         return Data(
             batches=batches(config, partition, "train"),
             validation=validation_batches(config, partition),
-            fingerprint=fingerprint(llama),
+            fingerprint=fingerprint(llama) | frozen.identify(config, llama),
         )
 
     loss_sum = loss_function(config, llama, partition)
@@ -88,7 +89,9 @@ def sizes(config: ml_collections.ConfigDict) -> LanguageModelConfig:
     """
     fields = {**config.model, "vocab_size": vocab_size(config)}
     scaling = RopeScaling(**config.rope_scaling)
-    return LanguageModelConfig(**fields, rope_scaling=scaling)
+    lora = Lora(config.lora.rank, config.lora.alpha, config.lora.targets)
+    lora = lora if lora.rank else Lora()  # without any it is as it was before
+    return LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)
 
 
 def vocab_size(config: ml_collections.ConfigDict) -> int:
@@ -127,7 +130,13 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
     def build(key: jax.Array) -> LanguageModel:
         return LanguageModel(record, run, partition, rngs=nnx.Rngs(params=key))
 
-    return Model.of(record, build, partition)
+    return Model.of(
+        record,
+        build,
+        partition,
+        trained=nnx.LoRAParam if record.lora.rank else nnx.Param,
+        frozen_dtype=jnp.dtype(config.lora.base_dtype),
+    )
 
 
 def loss_function(
@@ -136,7 +145,7 @@ def loss_function(
     partition: Partition,
     parts: PositionParts | None = None,
 ) -> Callable[[Any, Batch], jax.Array]:
-    """Builds (parameters, batch in layout order) -> summed loss.
+    """Builds (parameters, batch in layout order, frozen ones) -> summed loss.
 
     parts: returns the loss of each of these, [parts], instead of one of all tokens.
 
@@ -146,8 +155,8 @@ def loss_function(
     attend = ring_attention(config, partition)
     chunk = execution(config, partition, model.config.vocab_size).loss_chunk
 
-    def loss_sum(parameters: Any, batch: Batch) -> jax.Array:
-        module = nnx.merge(model.structure, parameters)
+    def loss_sum(parameters: Any, batch: Batch, rest: Any = None) -> jax.Array:
+        module = nnx.merge(model.structure, joined(parameters, rest or {}))
         see_visible = functools.partial(
             attend, visible=Visible(batch.k_start, batch.k_end)
         )

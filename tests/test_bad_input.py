@@ -81,6 +81,16 @@ model.rope_theta=inf => config.model.rope_theta=inf | above 0
 workdir= => config.workdir='' | must be a directory
 workdir=ftp://a/b => config.workdir='ftp://a/b'
 workdir=gs://a/b => gs://a/b | needs gcsfs
+lora.rank=-1 => config.lora.rank=-1 | at least 0
+lora.rank=8 => config.lora.rank=8 | set config.init_from, or config.lora.rank=0
+lora.rank=17 init_from=x => config.lora.rank=17 | at most 16 | config.lora.targets='q
+lora.rank=2 init_from=x task=exorl => config.lora.rank=2 is for task text
+lora.rank=2 init_from=nowhere => nowhere has no checkpoints
+lora.targets=q,w => config.lora.targets='q,w' | q,k,v,o,gate,up,down
+lora.targets= => config.lora.targets='' | separated by commas
+lora.targets=q,q => config.lora.targets='q,q' | each once
+lora.alpha=0.0 => config.lora.alpha=0.0 | above 0
+lora.base_dtype=int4 => config.lora.base_dtype='int4' | bfloat16, float32
 init_from=gs://a/b => config.init_from='gs://
 model.num_kv_heads=3 => config.model.num_heads=4 | config.model.num_kv_heads=3 | \
 multiple

@@ -184,7 +184,8 @@ def settings_of(config: LanguageModelConfig) -> dict[str, Any]:
     """
     defaults = base.get_config()
     sizes = dataclasses.asdict(config)
-    sections = {"rope_scaling": sizes.pop("rope_scaling"), "model": sizes}
+    sections = {part: sizes.pop(part) for part in ("rope_scaling", "lora")}
+    sections["model"] = sizes
     always = {
         field.name
         for field in dataclasses.fields(config)

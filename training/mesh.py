@@ -300,7 +300,8 @@ class StationaryPartition(Partition):
 
         def call(*arrays: jax.Array) -> jax.Array:
             result = function(*arrays)
-            if any(argument[-1:] == ("embed",) for argument in names):
+            is_hidden = result_names[2:] == (None,)
+            if is_hidden and any(one[-1:] == ("embed",) for one in names):
                 # Columns first where those of the parameter lie: else XLA may make
                 # the parameter whole, instead of the result.
                 columns = self.mesh_axes("embed", result.shape[-1])

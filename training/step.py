@@ -12,10 +12,11 @@ from training.digest import device_digest
 from training.guard import GuardState, Replay, initial_guard, judge
 from training.optimizer import Optimizer
 
-LossFunction = Callable[[Any, Any], jax.Array]
-"""From parameters and a batch to the weighted sum of its losses.
+LossFunction = Callable[..., jax.Array]
+"""From parameters, a batch and frozen parameters to the weighted sum of its losses.
 
-A scalar, or the sums of several parts of the batch, (parts,)."""
+Frozen are those that are not trained: nothing, where all are. The sum is a scalar, or
+those of several parts of the batch, (parts,)."""
 
 
 class Counts(NamedTuple):
@@ -60,7 +61,7 @@ class TrainState(NamedTuple):
     """Everything that training changes; a plain tree."""
 
     step: jax.Array  # int32, steps made, those whose update was skipped included
-    params: Any
+    params: Any  # those that are trained
     optimizer_state: Any
     guard: GuardState
 
@@ -78,8 +79,8 @@ def make_train_step(
     microbatches: int = 1,
     spike_sigmas: float = 0.0,
     count: Callable[[Any], Counts] = count_tokens,
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """Builds `train_step(state, batch) -> (state, metrics)`, to be compiled.
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Builds `train_step(state, batch, *frozen) -> (state, metrics)`, to be compiled.
 
     loss_sum: the batch's weighted loss, summed, not averaged: so microbatches and
       devices with more padding than others count by what they hold.
@@ -98,11 +99,11 @@ def make_train_step(
     """
 
     def train_step(
-        state: TrainState, batch: Any
+        state: TrainState, batch: Any, *frozen: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         tokens, pairs, weights = count(batch)
         loss, losses, grads = _mean_gradients(
-            loss_sum, state.params, batch, microbatches, weights
+            _beside(frozen, loss_sum), state.params, batch, microbatches, weights
         )
         norm = optax.tree.norm(grads)
         is_good, guard = judge(state.guard, loss, norm, spike_sigmas)
@@ -129,12 +130,12 @@ def make_replay(
     *,
     microbatches: int = 1,
     count: Callable[[Any], Counts] = count_tokens,
-) -> Callable[[Any, Any], Replay]:
-    """Builds `replay(params, batch)`: a step's loss and gradients, digested."""
+) -> Callable[..., Replay]:
+    """Builds `replay(params, batch, *frozen)`: a digest of its loss and gradients."""
 
-    def replay(params: Any, batch: Any) -> Replay:
-        weights = count(batch).weights
-        loss, _, grads = _mean_gradients(loss_sum, params, batch, microbatches, weights)
+    def replay(params: Any, batch: Any, *frozen: Any) -> Replay:
+        weights, loss_of = count(batch).weights, _beside(frozen, loss_sum)
+        loss, _, grads = _mean_gradients(loss_of, params, batch, microbatches, weights)
         return Replay(loss, optax.tree.norm(grads), device_digest(grads))
 
     return replay
@@ -142,13 +143,18 @@ def make_replay(
 
 def make_evaluate_step(
     loss_sum: LossFunction, count: Callable[[Any], Counts] = count_tokens
-) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
-    """Builds `evaluate(params, batch) -> (summed losses, summed weights)`."""
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Builds `evaluate(params, batch, *frozen) -> (summed losses, summed weights)`."""
 
-    def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        return loss_sum(params, batch), count(batch).weights
+    def evaluate(params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
+        return loss_sum(params, batch, *frozen), count(batch).weights
 
     return evaluate
+
+
+def _beside(frozen: tuple, loss_sum: LossFunction) -> LossFunction:
+    """Returns the loss of a model of which parameters are frozen."""
+    return lambda params, batch: loss_sum(params, batch, *frozen)
 
 
 def _mean_gradients(

@@ -4,6 +4,8 @@ They lie where a run keeps its checkpoints: in `state` of the newest step, under
 `params`. Another run starts from them, and tools write them in other formats.
 """
 
+import hashlib
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,11 @@ import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
 from training.manager import absolute
+from training.record import SETTINGS
 from training.stored_step import (
     FINGERPRINT,
+    LEAVES,
+    RECORD,
     DamagedStep,
     StoredStep,
     briefs,
@@ -69,6 +74,22 @@ class SavedParameters:
         except DamagedStep as damage:
             raise self._refusal(damage) from damage
         self.fingerprint = self._meta[FINGERPRINT]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings of the run that saved them; none of imported ones."""
+        return self._meta.get(RECORD, {}).get(SETTINGS, {})
+
+    @property
+    def digest(self) -> str:
+        """Returns a digest of the parameters, by those of each that were saved."""
+        found = {
+            name: leaf
+            for name, leaf in self._meta[LEAVES].items()
+            if name.startswith(f"{PARAMETERS}.")
+        }
+        text = json.dumps(found, sort_keys=True).encode()
+        return hashlib.sha256(text).hexdigest()[:16]
 
     def check_model(
         self, fingerprint: Mapping[str, Any], may_differ: Collection[str] = ()

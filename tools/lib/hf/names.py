@@ -145,6 +145,11 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
     return tuple(w for w in (*_WEIGHTS, *norms) if w.path in paths)
 
 
+def weight_at(path: tuple[str, ...]) -> Weight:
+    """Returns where the parameter of this path is kept."""
+    return next(weight for weight in _WEIGHTS if weight.path == path)
+
+
 def is_derived(name: str) -> bool:
     """Returns whether a tensor follows from config.json (in older files)."""
     return name.endswith("rotary_emb.inv_freq")

@@ -19,7 +19,8 @@ SPARE_SHARE = 0.05
 class Memory:
     """Bytes on the fullest device, and where they come from.
 
-    parameters, optimizer_state: exact, from shapes and shardings.
+    parameters: those that are not trained included. They and optimizer_state are
+      exact, from shapes and shardings.
     saved: activations saved for the backward, by the formula of `saved_bytes`.
     workspace: the rest of the peak.
     peak: memory that the compiler allocates (see `peak_bytes`).
@@ -45,7 +46,7 @@ class Memory:
         """Reads the memory of a compiled step."""
         stats = compiled.memory_analysis()
         peak = peak_bytes(stats)
-        parameters = device_bytes(step.state.params)
+        parameters = device_bytes((step.state.params, step.frozen))
         optimizer_state = device_bytes(step.state.optimizer_state)
         saved = saved_bytes(step.config, step.partition)
         on_host = saved if step.config.remat == "offload" else 0

@@ -24,6 +24,7 @@ import ml_collections
 
 from tasks import base
 from tasks.execution import local_tokens
+from tasks.frozen import abstract_frozen
 from tasks.task import TASKS, make_task
 from tools.lib.planning.estimate import ring_passes
 from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring
@@ -112,7 +113,8 @@ def suggestion(
     optimizer, _ = make_optimizer(base.optimizer_settings(config))
     state = base.abstract_state(task.model, optimizer, partition)
     parameters = task.num_parameters
-    memory = device_bytes(state) + workspace_bytes(config, partition, parameters)
+    held = state, abstract_frozen(task.model, partition)
+    memory = device_bytes(held) + workspace_bytes(config, partition, parameters)
     if config.remat != "offload":
         memory += saved_bytes(config, partition)
     passes, kernels = ring_passes(config, partition, chip, documents), Kernels.of(chip)

@@ -1,6 +1,7 @@
 """Builds the training step that `train.py` runs for the devices of an AOT topology."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import ml_collections
 from kernels.backends import IMPLEMENTATIONS, choose
 from tasks import base, config_checks
 from tasks.base import Task
+from tasks.frozen import abstract_frozen
 from tasks.task import make_task
 from tools.lib.planning.kernels import layer_masks
 from tools.lib.planning.largest import MOST_TOKENS
@@ -24,8 +26,9 @@ from training.step import TrainState
 class Step:
     """The training step of a config on the devices of a pod, before it is compiled.
 
-    program: (state, batch) -> (state, metrics), jitted.
+    program: (state, batch, frozen) -> (state, metrics), jitted.
     state: shapes, dtypes and shardings; those of the batch are `task.batch_like`.
+    frozen: the same of the parameters that are not trained.
     implementation: the attention kernel that it runs.
     documents: lengths of those packed in a row, repeated; none for one document.
     """
@@ -36,6 +39,7 @@ class Step:
     task: Task
     program: jax.stages.Wrapped
     state: TrainState
+    frozen: Any
     implementation: str
     documents: tuple[int, ...] = ()
 
@@ -58,8 +62,10 @@ class Step:
         state = base.abstract_state(task.model, optimizer, partition)
         loss_sum, count = task.objective.loss_sum, task.objective.count
         program = base.train_step(config, loss_sum, optimizer, state, count)
+        frozen = abstract_frozen(task.model, partition)
         kernel = _implementation(config, partition)
-        return cls(config, pod, partition, task, program, state, kernel, documents)
+        step = pod, partition, task, program, state, frozen, kernel
+        return cls(config, *step, documents)
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles and schedules the program.
@@ -67,8 +73,9 @@ class Step:
         Raises:
           TooLarge: the compiler finds no program that fits.
         """
-        mesh, batch = self.partition.mesh, self.task.batch_like
-        return compile_to_fit(mesh, self.program, self.state, batch)
+        rest = (self.frozen,) if self.frozen else ()
+        arguments = self.state, self.task.batch_like, *rest
+        return compile_to_fit(self.partition.mesh, self.program, *arguments)
 
     def work(self) -> StepWork:
         """Returns the work of a step whose rows are documents without padding."""

@@ -1,0 +1,91 @@
+"""Parameters that a run does not train: read when it starts, and saved by no one.
+
+A run with adapters (`config.lora`) freezes the parameters of `config.init_from`. Its
+checkpoints hold the adapters and the identity of what they belong to.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from models.abstract import Model
+from tasks import base
+from training.mesh import Axes, Partition
+from training.weights import SavedParameters
+
+BASE = "base_weights"
+"""Their identity's key in a fingerprint."""
+
+
+def identify(config: ml_collections.ConfigDict, model: Model) -> dict[str, str]:
+    """Returns what a fingerprint says of the frozen parameters; nothing without any.
+
+    Reads no array.
+
+    Raises:
+      ValueError, FileNotFoundError: there are no such parameters, or of another model.
+    """
+    if not model.frozen_shapes:
+        return {}
+    saved = SavedParameters(config.init_from)
+    sizes = base.identity(model.config)
+    sizes.pop("lora")
+    if "lora" in saved.fingerprint.get("model", {}):
+        raise ValueError(
+            f"{config.init_from=} holds adapters, and no model: export it with "
+            "tools/convert_hf.py, which merges them, and import that"
+        )
+    saved.check_model({"model": sizes}, config.may_change)
+    return {BASE: f"step {saved.step} with digest {saved.digest}"}
+
+
+def abstract_frozen(model: Model, partition: Partition) -> Any:
+    """Returns shape, dtype and sharding of the frozen parameters."""
+    return abstract_parameters(model.frozen_shapes, model.frozen_axes, partition)
+
+
+def abstract_parameters(shapes: Any, axes: Any, partition: Partition) -> Any:
+    """Returns parameters' shapes and types with the sharding of their axes."""
+
+    def placed(shape: jax.ShapeDtypeStruct, names: Axes) -> jax.ShapeDtypeStruct:
+        sharding = partition.sharding(names, shape.shape)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, shapes, axes)
+
+
+def read_frozen(
+    config: ml_collections.ConfigDict,
+    model: Model,
+    partition: Partition,
+    say: Callable[[str], None] = print,
+) -> Any:
+    """Reads the frozen parameters onto the mesh; an empty tree where there are none.
+
+    One after the other (all layers of one at a time), rounded as it is read.
+
+    Raises:
+      ValueError: they are damaged, or do not fit the model.
+    """
+    if not model.frozen_shapes:
+        return {}
+    saved = SavedParameters(config.init_from)
+    like, tree = jax.tree.flatten(abstract_frozen(model, partition))
+    names = range(len(like))
+
+    def read(number: int) -> jax.Array:
+        wide = [
+            jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+            if place == number
+            else None
+            for place, leaf in enumerate(like)
+        ]
+        (parameter,) = jax.tree.leaves(saved.restore(jax.tree.unflatten(tree, wide)))
+        return parameter.astype(like[number].dtype)
+
+    frozen = jax.tree.unflatten(tree, map(read, names))
+    say(f"frozen parameters: of step {saved.step} of {config.init_from}")
+    return frozen

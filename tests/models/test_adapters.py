@@ -1,0 +1,109 @@
+"""Adapters against PEFT's: losses of training, and that nothing else is trained."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from data.batch import Batch
+from kernels.layouts import permute
+from tasks import base, text
+from tests.small_llama import assert_same, partition_of
+from tests.tools import hf_models
+from tools.lib.hf import adapters
+from training.mesh import MeshShape
+from training.optimizer import make_optimizer
+from training.step import initial_state
+
+DIRECTORY = Path(__file__).parents[1] / "fixtures" / "peft_adapters"
+STEPS = 20
+SETTINGS = {
+    "lora__rank": 4,
+    "lora__alpha": 6.0,
+    "optimizer__peak_lr": 1e-2,
+    "optimizer__end_lr": 1e-2,
+    "optimizer__warmup_steps": 0,
+    "train__steps": STEPS,
+    "data__context_tokens": 48,
+}
+"""Of tests/fixtures/make_peft_adapters.py."""
+WIDE = {"lora__base_dtype": "float32"}
+"""The others' weights are numbers of bfloat16."""
+RING = MeshShape(ring=4)
+CUBE = MeshShape(fsdp=2, ring=2, tensor=2)
+
+
+class Run:
+    """A fixture's model with adapters of rank 4 on a mesh."""
+
+    def __init__(self, name: str, shape: MeshShape, **overrides: Any):
+        mesh = {f"mesh__{axis}": size for axis, size in shape.axes.items()}
+        self.config = hf_models.run_config(name, **SETTINGS | mesh | overrides)
+        self.partition = partition_of(shape)
+        self.model = text.model(self.config, self.partition)
+        plain = hf_models.run_config(name)
+        weights = hf_models.loaded(
+            name, text.model(plain, self.partition), self.partition
+        )
+        self.frozen = jax.tree.map(
+            lambda x, like: x.astype(like.dtype), weights, self.model.frozen_shapes
+        )
+
+    def step(self) -> tuple[Any, Any]:
+        """The step's program, and a function from adapters to its first state."""
+        loss = text.loss_function(self.config, self.model, self.partition)
+        optimizer, _ = make_optimizer(base.optimizer_settings(self.config))
+        like = base.abstract_state(self.model, optimizer, self.partition)
+        placing = jax.tree.map(lambda leaf: leaf.sharding, like)
+
+        def begin(parameters: Any) -> Any:
+            return jax.device_put(initial_state(parameters, optimizer), placing)
+
+        return base.train_step(self.config, loss, optimizer, like), begin
+
+    def batch(self, tokens: np.ndarray) -> Batch:
+        """Rows (B, T), whose tokens predict the next; in order, on the mesh."""
+        index = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1))
+        weights = (index < index.shape[1] - 1).astype(np.float32)
+        targets = np.roll(tokens, -1, axis=1)
+        rows = Batch(tokens, targets, weights, index, np.zeros_like(index), index + 1)
+        layout = base.attention_system(self.config).layout
+        ordered = (permute(x, layout, self.partition.ring_size) for x in rows)
+        sharding = self.partition.sharding(("batch", "sequence"), tokens.shape)
+        return jax.device_put(Batch(*ordered), sharding)
+
+
+@functools.cache
+def training(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(DIRECTORY / name / "training.npz"))
+
+
+def adapters_of(name: str, when: str, model: Any) -> Any:
+    """PEFT's, before or after training."""
+    start = f"{when}."
+    found = training(name).items()
+    tensors = {n.removeprefix(start): x for n, x in found if n.startswith(start)}
+    return adapters.to_parameters(tensors, model)
+
+
+@pytest.mark.parametrize(
+    "name, shape, fields",
+    [
+        ("llama_gqa", RING, WIDE | {"remat": "nothing", "attention_parts": 2}),
+        ("gemma2", CUBE, {"train__microbatches": 2, "feed_forward_chunk_tokens": 5}),
+    ],
+)
+def test_losses_and_adapters_of_training_are_pefts(name, shape, fields):
+    run, wanted = Run(name, shape, **fields), training(name)
+    step, begin = run.step()
+    state, losses = begin(adapters_of(name, "initial", run.model)), []
+    for tokens in wanted["tokens"]:
+        state, metrics = step(state, run.batch(tokens), run.frozen)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, wanted["losses"], rtol=1e-5)
+    print(np.abs(np.array(losses) - wanted["losses"]).max())
+    final = adapters_of(name, "final", run.model)
+    assert_same(jax.device_get(state.params), final, 1e-4)
