@@ -6,7 +6,7 @@
 #   make test-all   the slow tests too, which take hours
 #   make check      format, lint, types, import arrows and fast tests, as a change must pass
 #   make format     put the code into its format
-#   make venv       only make .venv; train and venv take ACCELERATOR=tpu, gpu or rl
+#   make venv       only make .venv; train and venv take ACCELERATOR=tpu, gpu, rl, wandb
 
 .PHONY: help train test test-all check lint format venv venv-dev
 # The environment is made once, before whatever uses it.

@@ -39,16 +39,12 @@ from training.feed import place
 from training.goodput import Goodput
 from training.guard import Watch
 from training.loop import Intervals, Loop
-from training.metrics import (
-    NullWriter,
-    TensorBoardWriter,
-    Throughput,
-    run_directory,
-)
+from training.metrics import TensorBoardWriter, Throughput, run_directory
 from training.optimizer import make_optimizer
 from training.preemption import Notice, Preempted, stop_notice
 from training.profiler import Profiler
 from training.report import Losses, Report
+from training.sinks import FILE, JsonLines, Sink, Sinks, WandbSink, check_wandb
 from training.watchdog import Watchdog
 from training.workdir import locked, make_writable
 
@@ -97,7 +93,8 @@ def train(
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             stack.enter_context(locked(config.workdir, say))
-            make_writable(f"{config.workdir}/tensorboard")
+            if "tensorboard" in config.metrics:
+                make_writable(f"{config.workdir}/tensorboard")
         stop = stack.enter_context(stop_notice())
         guard = base.guard_settings(config)
         watchdog = Watchdog(guard.first_step_seconds, guard.step_seconds)
@@ -131,7 +128,8 @@ def train(
         # Reports.
         if jax.process_index() == 0:
             run_config.write(config, settings)
-        writer = stack.enter_context(_writer(config, first_step + 1, say))
+        run = checkpoints.record[record.RUN]
+        writer = stack.enter_context(_sinks(config, run, first_step + 1, say))
         rates = Throughput.of(devices)
         report = _report(config, task, schedule, last_step, rates, writer, say)
 
@@ -165,6 +163,8 @@ def _checked_settings(
 ) -> dict[str, Any]:
     """Checks the config, and returns its settings (see `run_settings`)."""
     config_checks.check(config, jax.device_count())
+    if "wandb" in config.metrics and jax.process_index() == 0:
+        check_wandb()
     return run_settings(config, say)
 
 
@@ -184,20 +184,34 @@ def _checkpoints(
             found.records(), settings, config.may_change, say
         )
         say(f"checkpoints: {directory}")
-        say(f"curves: tensorboard --logdir {config.workdir}/tensorboard")
+        for name in config.metrics:
+            where = f"{config.workdir}/tensorboard"
+            say(f"curves: {name}" + f" --logdir {where}" * (name == "tensorboard"))
+        say(f"points: {config.workdir}/{FILE}")
         yield found
 
 
-def _writer(
-    config: ml_collections.ConfigDict, first_step: int, say: Callable[[str], None]
-) -> TensorBoardWriter | NullWriter:
-    """Opens the curves of the first process; all others write nothing."""
+def _sinks(
+    config: ml_collections.ConfigDict,
+    run: str,
+    first_step: int,
+    say: Callable[[str], None],
+) -> Sink:
+    """Opens what takes the points of the first process; all others write nothing.
+
+    run: its name.
+    """
     if jax.process_index():
-        return NullWriter()
-    curves = run_directory(f"{config.workdir}/tensorboard", config.workdir)
-    writer = TensorBoardWriter(curves, first_step, say)
-    writer.text("config", f"```\n{config}\n```")
-    return writer
+        return Sink()
+    sinks: list[Sink] = [JsonLines(f"{config.workdir}/{FILE}", first_step, say)]
+    if "tensorboard" in config.metrics:
+        curves = run_directory(f"{config.workdir}/tensorboard", config.workdir)
+        writer = TensorBoardWriter(curves, first_step, say)
+        writer.text("config", f"```\n{config}\n```")
+        sinks.append(writer)
+    if "wandb" in config.metrics:
+        sinks.append(WandbSink(config.workdir, run, config.to_dict(), say))
+    return Sinks(sinks)
 
 
 def _report(
@@ -206,7 +220,7 @@ def _report(
     schedule: Callable[[int], jax.Array],
     last_step: int,
     throughput: Throughput,
-    writer: TensorBoardWriter | NullWriter,
+    writer: Sink,
     say: Callable[[str], None],
 ) -> Report:
     every = _intervals(config)
@@ -259,7 +273,7 @@ def _silent(line: str) -> None:
 
 
 def silence_writers() -> None:
-    """Leaves it to `Checkpoints` and the curves to report, in a line, failed writes.
+    """Leaves it to `Checkpoints` and the sinks to report, in a line, failed writes.
 
     On a full disk Orbax logs the stacks of all its threads, asyncio those of abandoned
     tasks, and threads of tensorstore and TensorBoard end with stacks of their own.

@@ -12,7 +12,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     # What is trained: "text", a LLaMA; or "exorl", an agent on packed trajectories.
     config.task = "text"
-    # Directory of checkpoints and TensorBoard logs; a run that finds its own
+    # Directory of checkpoints, curves and the config itself; a run that finds its own
     # checkpoint there resumes. Local, or a bucket ("gs://…").
     config.workdir = "runs/base"
     # Where the parameters of a new run come from: the workdir of another run, or what
@@ -24,6 +24,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.may_change = ()
     # Of the initial parameters and of the order of the data.
     config.seed = 0
+    # Where curves go beside WORKDIR/metrics.jsonl: "tensorboard", "wandb" (Weights &
+    # Biases, from requirements-wandb.txt; WANDB_MODE=offline for later).
+    config.metrics = ("tensorboard",)
     # CPU devices to simulate, for a try without accelerators; 0: the devices there are.
     config.simulated_devices = 0
 

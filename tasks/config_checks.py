@@ -22,6 +22,7 @@ from tasks.mask import document_mask
 from tasks.task import TASKS
 from training.mesh import Partition
 from training.profiler import Profiler
+from training.sinks import NAMES as SINKS
 
 LEAST = {
     "attention_parts": 1,
@@ -60,6 +61,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
         _names,
         _places,
         _lora,
+        _metrics,
         _profile,
         base.attention_system,
         check_execution,
@@ -142,6 +144,21 @@ def _lora(config: ml_collections.ConfigDict) -> None:
         raise ValueError(
             f"{config.lora.rank=} needs the weights that its adapters belong to: set "
             "config.init_from, or config.lora.rank=0"
+        )
+
+
+def _metrics(config: ml_collections.ConfigDict) -> None:
+    unknown = [name for name in config.metrics if name not in SINKS]
+    if unknown or len(set(config.metrics)) < len(config.metrics):
+        raise ValueError(
+            f"{config.metrics=} must name each of its sinks once, of "
+            f"{', '.join(SINKS)}, as in \"('tensorboard', 'wandb')\""
+        )
+    if "wandb" in config.metrics and not importlib.util.find_spec("wandb"):
+        raise ValueError(
+            f"{config.metrics=} needs wandb, which is not installed: make venv "
+            'ACCELERATOR=wandb (beside a GPU, "gpu wandb"), or pip install -r '
+            "requirements-wandb.txt"
         )
 
 

@@ -1,6 +1,7 @@
 """Runs of `train.train` that are small enough for tests: their config and corpus."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,16 @@ class Run:
 
     def curves(self) -> dict[str, list[tuple[int, float]]]:
         return read_scalars(self.workdir / "tensorboard")
+
+    def points(self) -> dict[str, list[tuple[int, float]]]:
+        """Those of metrics.jsonl, by tag."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for line in (self.workdir / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            step, _ = row.pop("step"), row.pop("time")
+            for tag, value in row.items():
+                found.setdefault(tag, []).append((step, value))
+        return found
 
     def curve(self, tag: str = "train/loss") -> list[tuple[int, float]]:
         return self.curves()[tag]

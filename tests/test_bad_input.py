@@ -74,6 +74,10 @@ data.threads=8 => config.data.threads=8 | config.data.buffered_steps=4
 attention_parts=3 => config.attention_parts=3 | key/value heads | choose a divisor
 data.chain_order=best => config.data.chain_order='best' | ascending
 seed=4294967296 => config.seed=4294967296 | below 2^32
+metrics=('xprof',) => config.metrics=('xprof',) | 'tensorboard', 'wandb'
+metrics=('wandb','wandb') => config.metrics=('wandb', 'wandb') | once
+metrics=('tensorboard','wandb') => needs wandb, which is not installed | \
+requirements-wandb.txt
 profile=25-30 => config.profile='25-30' | config.train.steps=20
 optimizer.peak_lr=inf => config.optimizer.peak_lr=inf | finite
 optimizer.weight_decay=nan => config.optimizer.weight_decay=nan | finite

@@ -24,6 +24,7 @@ NOT_RUN = {
     "python train.py --config=configs/grow_context.py": "eight GPUs; "
     "tests/test_grow_context.py runs it small",
     "python -m tools.pack_exorl --root DATASETS": "ExoRL's own archives",
+    "python train.py --config=configs/tiny.py --config.metrics": "W&B's package",
     "python -m tools.evaluate line-retrieval": "a model that was trained for an hour",
     "--config.hosts.coordinator": "part of a command; tests/survival runs two hosts",
 }
@@ -43,6 +44,7 @@ EXPORT = f"{TOOL}convert_hf export runs/tiny Llama-2-7b-hf".split()
 MORE = {
     "make train": [f"ARGS={' '.join(STEPS)}", "--assume-old=venv"],
     f"{TRAIN}tiny.py": STEPS,
+    "python train.py --workdir": ["--config.train.steps=3"],
     f"{TRAIN}line_retrieval.py": STEPS,
     f"{TRAIN}exorl_tiny.py": STEPS,
     f"{TRAIN}tpuv4_7b.py --config.init_from": POD,

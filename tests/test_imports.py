@@ -41,6 +41,7 @@ SIMULATOR_FILES = ("data/environments.py",)
 LAZY = dict.fromkeys(("jax_triton", "triton"), TRITON_FILES)
 LAZY |= dict.fromkeys(("dm_control", "mujoco"), SIMULATOR_FILES)
 LAZY |= {"pyarrow": ("data/row_files.py",)}
+LAZY |= {"wandb": ("training/sinks.py",)}
 
 
 def list_modules(root: Path) -> Iterator[Path]:

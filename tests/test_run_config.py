@@ -5,14 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
-from etils.epath import backend
-from fsspec.implementations.memory import MemoryFileSystem
 
 from configs import grow_context
 from tasks import run_config
 from tasks.command_line import read_config
 from tasks.config_errors import fields_by_name
-from tests import test_configs
+from tests import buckets, test_configs
 from training import workdir
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -89,30 +87,14 @@ def test_a_workdir_without_it_is_refused_with_what_to_give(tmp_path):
         read_config(["--config=a", "--workdir=b"])
 
 
-class Bucket(MemoryFileSystem):
-    """A bucket of this process."""
-
-    protocol, store, pseudo_dirs = ("gs", "gcs"), {}, [""]
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return super()._strip_protocol(str(path).removeprefix("gs://"))
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bucket, "store", {})
-    spec = type(backend.fsspec_backend)
-    monkeypatch.setattr(spec, "_get_filesystem", lambda *_: Bucket())
-
-
-def test_a_bucket_has_it_too(bucket):
+def test_a_bucket_has_it_too():
     config = grow_context.get_config("4096")
     config.workdir = "gs://bucket/run"
-    for _ in range(2):
-        run_config.write(config)
-    assert typed(read_config(["--workdir=gs://bucket/run"])) == typed(config)
-    assert [*Bucket.store] == ["/bucket/run/config.json"]
+    with buckets.in_memory() as store:
+        for _ in range(2):
+            run_config.write(config)
+        assert typed(read_config(["--workdir=gs://bucket/run"])) == typed(config)
+        assert [*store] == ["/bucket/run/config.json"]
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):

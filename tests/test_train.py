@@ -99,19 +99,20 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(undisturbed, new_run, is
     assert int(state.step) == STEPS and len(jax.tree.leaves(state)) > 30
     assert_equal_bits(state, undisturbed.state())
 
-    curves, truth = new_run.curves(), undisturbed.curves()
+    curves, truth, points = new_run.curves(), undisturbed.curves(), new_run.points()
     for tag in (
         "train/loss",
         "train/grad_norm",
         "train/learning_rate",
         "validation/loss",
     ):
-        assert curves[tag] == truth[tag]
+        assert curves[tag] == truth[tag] == points[tag]
     steps = {tag: [step for step, _ in points] for tag, points in curves.items()}
     assert steps["train/loss"] == list(range(1, STEPS + 1))
     assert steps["validation/loss"] == [MIDDLE, STEPS]
     # Rates are never the same, but no step may have two.
-    assert set(curves) == set(truth)
+    assert set(curves) == set(truth) == set(points)
+    assert {tag: [step for step, _ in points[tag]] for tag in points} == steps
     assert all(found == sorted(set(found)) for found in steps.values())
 
 
@@ -192,6 +193,7 @@ def test_the_console_says_where_everything_is(undisturbed):
     directory = undisturbed.workdir
     assert f"checkpoints: {directory}/checkpoints" in undisturbed.said
     assert f"curves: tensorboard --logdir {directory}/tensorboard" in undisturbed.said
+    assert f"points: {directory}/metrics.jsonl" in undisturbed.said
     assert undisturbed.said[-1].startswith("done: ")
     assert str(directory) in undisturbed.said[-1]
     lines = [line for line in undisturbed.said if line.startswith("step")]

@@ -16,16 +16,11 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from training import chips
 from training.dashboard import dashboard
-
-# On a bucket points arrive this often; a killed run loses no more (default: 120).
-FLUSH_SECONDS = 15
+from training.sinks import FLUSH_SECONDS, Sink
 
 
-class TensorBoardWriter:
-    """Writes TensorBoard's own event files, without TensorFlow.
-
-    One process of a run has one; the others take a `NullWriter`.
-    """
+class TensorBoardWriter(Sink):
+    """Writes TensorBoard's own event files, without TensorFlow."""
 
     def __init__(
         self,
@@ -73,12 +68,6 @@ class TensorBoardWriter:
         """Flushes, and closes the file."""
         self._try(lambda writer: writer.close())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _add(self, step: int, **what: Any) -> None:
         event = Event(wall_time=time.time(), step=step, **what)
         self._try(lambda writer: writer.add_event(event))
@@ -96,32 +85,8 @@ class TensorBoardWriter:
             self._loses = True
 
     def _open(self) -> EventFileWriter:
+        # By default every 120 s.
         return EventFileWriter(str(self._directory), flush_secs=FLUSH_SECONDS)
-
-
-class NullWriter:
-    """Takes what a `TensorBoardWriter` takes and writes nothing."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Drops the points."""
-
-    def dashboard(self, tags: Collection[str], unit: str) -> None:
-        """Arranges nothing."""
-
-    def text(self, tag: str, text: str) -> None:
-        """Drops the text."""
-
-    def flush(self) -> None:
-        """Has nothing to flush."""
-
-    def close(self) -> None:
-        """Has nothing to close."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Has nothing to close."""
 
 
 def run_directory(directory: str, workdir: str) -> str:

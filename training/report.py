@@ -1,4 +1,4 @@
-"""Reports the progress of a run: console lines and TensorBoard points."""
+"""Reports the progress of a run: console lines and points of its curves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,11 @@ from training import goodput
 from training.guard import Watch
 from training.metrics import (
     ConsoleLine,
-    NullWriter,
     StepWork,
-    TensorBoardWriter,
     Throughput,
     peak_bytes,
 )
+from training.sinks import Sink
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Report:
     """Follows the steps of a run, one behind, so that the devices never wait for it.
 
     say: prints a line.
-    writer: of TensorBoard's points.
+    writer: takes the points.
     throughput: measures rates.
     work: from tokens and visible pairs of a step to what the step does.
     schedule: learning rate by updates already made.
@@ -58,7 +57,7 @@ class Report:
     """
 
     say: Callable[[str], None]
-    writer: TensorBoardWriter | NullWriter
+    writer: Sink
     throughput: Throughput
     work: Callable[[float, float], StepWork]
     schedule: Callable[[int], jax.Array]

@@ -47,7 +47,7 @@ def make_writable(directory: str | Path) -> None:
     Raises:
       OSError: it cannot be made, or files in it cannot.
     """
-    if _is_bucket(directory):
+    if is_bucket(directory):
         return
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def locked(directory: str, say: Callable[[str], None] = print) -> Iterator[None]
             f"config.workdir={directory!r} must be the path of a directory, as in "
             'runs/mine; "~" is not replaced there'
         )
-    if _is_bucket(directory):
+    if is_bucket(directory):
         say(
             f"WARNING: {directory} is a bucket, so not locked: start no other run in it"
         )
@@ -128,5 +128,6 @@ def _take(path: Path, say: Callable[[str], None]) -> TextIO:
         file.close()  # its holder has removed it since we opened it
 
 
-def _is_bucket(directory: str | Path) -> bool:
+def is_bucket(directory: str | Path) -> bool:
+    """Returns whether a path is in a bucket."""
     return "://" in str(directory)

@@ -13,9 +13,10 @@ from training.digest import digests, not_finite
 from training.goodput import Goodput
 from training.guard import BadSteps, Replay, Watch, initial_guard
 from training.loop import Intervals, Loop, Programs
-from training.metrics import NullWriter, StepWork, Throughput
+from training.metrics import StepWork, Throughput
 from training.profiler import Profiler
 from training.report import Report
+from training.sinks import Sink
 from training.step import TrainState
 from training.stored_step import NotFinite
 from training.watchdog import Watchdog
@@ -36,7 +37,7 @@ class Stop(contextlib.nullcontext):
         return self.call is not None and self.calls >= self.call
 
 
-class Points(NullWriter):
+class Points(Sink):
     """Keeps the steps at which goodput was told."""
 
     def __init__(self) -> None:

@@ -15,7 +15,6 @@ from tests.processes import run_program
 from training import metrics
 from training.metrics import (
     ConsoleLine,
-    NullWriter,
     StepWork,
     TensorBoardWriter,
     Throughput,
@@ -144,17 +143,6 @@ def test_a_run_whose_workdir_was_moved_goes_on_in_its_folder(tmp_path, before):
     assert run_directory(curves, workdir) == f"{curves}/new_name"
     write(tmp_path / before, 0, [2.0])
     assert run_directory(curves, workdir) == str(tmp_path / before)
-
-
-def test_null_writer_takes_every_call_of_the_real_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    public = {name for name in vars(TensorBoardWriter) if not name.startswith("_")}
-    assert public == {name for name in vars(NullWriter) if not name.startswith("_")}
-    with NullWriter() as writer:
-        writer.scalars(0, {"loss": 1.0})
-        writer.text("config", "x")
-        writer.flush()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_rates_are_those_of_the_steps_since_the_last_report():

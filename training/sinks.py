@@ -1,0 +1,230 @@
+"""Where the points of a run go besides TensorBoard: JSON lines, Weights & Biases."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from training.workdir import is_bucket, place_of, replace_text
+
+FLUSH_SECONDS = 15
+"""On a bucket points arrive this often; a killed run loses no more."""
+
+FILE = "metrics.jsonl"
+"""JSON lines of a run, beside its checkpoints."""
+
+NAMES = "tensorboard", "wandb"
+"""Sinks that a config can name; JSON lines are always written."""
+
+
+class Sink:
+    """Takes the points of a run; this one drops them, on processes but the first."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes one point of every tag."""
+
+    def dashboard(self, tags: Collection[str], unit: str) -> None:
+        """Arranges the curves that will come, by their tags, with the loss's unit."""
+
+    def flush(self) -> None:
+        """Returns when every point so far is written."""
+
+    def close(self) -> None:
+        """Flushes, and closes what is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sinks(Sink):
+    """Gives every point to several sinks."""
+
+    def __init__(self, sinks: Sequence[Sink]):
+        self._sinks = sinks
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.scalars(step, values)
+
+    def dashboard(self, tags: Collection[str], unit: str) -> None:
+        for sink in self._sinks:
+            sink.dashboard(tags, unit)
+
+    def flush(self) -> None:
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonLines(Sink):
+    """Writes a file of one JSON object a line: `step`, `time` and the points' tags.
+
+    `time` is in seconds since 1970; a value that is not finite is null. At most
+    `FLUSH_SECONDS` of points are lost where the file is in a bucket, else none.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        first_step: int,
+        say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.time,
+    ):
+        """Opens the file, and takes out of it what this run will write again.
+
+        Args:
+          path: local, or in a bucket.
+          first_step: first step that this run reports; what is there from that step on
+            goes, as in the curves of `TensorBoardWriter`.
+          say: logs when points cannot be written, as on a full disk: no run ends for
+            that, and they are kept until they can.
+          clock: gives the times.
+
+        Raises:
+          OSError: the file cannot be read or written.
+        """
+        self._path, self._say, self._clock = place_of(path), say, clock
+        there = self._path.read_bytes() if self._path.exists() else b""
+        kept = "".join(_before(there.decode(errors="replace"), first_step))
+        if kept.encode() != there or not there:
+            replace_text(self._path, kept)
+        self._is_bucket = is_bucket(path)
+        # An object in a bucket cannot grow: it is written whole.
+        self._written = kept if self._is_bucket else ""
+        self._size = len(kept.encode())
+        self._new: list[str] = []
+        self._flushed, self._fails = clock(), False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        now = self._clock()
+        points = {tag: _number(float(value)) for tag, value in values.items()}
+        self._new.append(json.dumps({"step": step, "time": now} | points) + "\n")
+        if not self._is_bucket or now - self._flushed >= FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        new = "".join(self._new)
+        if not new:
+            return
+        try:
+            if self._is_bucket:
+                replace_text(self._path, self._written + new)
+                self._written += new
+            else:
+                self._append(new.encode())
+            self._new, self._fails = [], False
+        except OSError as error:
+            if not self._fails:
+                self._say(f"WARNING: {self._path} cannot be written now: {error}")
+            self._fails = True
+        self._flushed = self._clock()
+
+    def close(self) -> None:
+        self.flush()
+
+    def _append(self, new: bytes) -> None:
+        with open(self._path, "ab") as file:
+            if self._fails:  # behind it is a part of what failed
+                file.truncate(self._size)
+            file.write(new)
+            self._size = file.tell()
+
+
+def _before(lines: str, first_step: int) -> Iterator[str]:
+    """Yields the whole lines of steps before this one."""
+    for line in lines.splitlines(keepends=True):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, LookupError, TypeError):  # cut off by a kill
+            continue
+        if line.endswith("\n") and step < first_step:
+            yield line
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class WandbSink(Sink):
+    """Sends points to Weights & Biases, or keeps them for it (WANDB_MODE=offline)."""
+
+    def __init__(
+        self,
+        workdir: str,
+        run: str,
+        config: Mapping[str, Any],
+        say: Callable[[str], None] = print,
+    ):
+        """Begins a run there, or goes on with it.
+
+        Project, entity and mode are those of W&B's own variables (WANDB_PROJECT, …).
+        Steps that it has already, which a resumed run makes again, are not sent again.
+
+        Args:
+          workdir: of the run, whose name it gets; where it is local, W&B's files are
+            there.
+          run: name of the run, the same at each of its starts.
+          config: shown beside the curves.
+          say: logs when points are lost; no run ends for that.
+
+        Raises:
+          ValueError: W&B cannot begin, as without a key.
+        """
+        import wandb
+
+        self._errors, self._say, self._fails = (OSError, wandb.Error), say, False
+        try:
+            self._run = wandb.init(
+                id=run,
+                name=Path(workdir).absolute().name or "run",
+                dir=None if is_bucket(workdir) else workdir,
+                config=dict(config),
+                resume="allow",
+                settings=wandb.Settings(console="off"),
+            )
+        except self._errors as error:
+            raise _refusal(error) from error
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if step < self._run.step:
+            return
+        points = {tag: float(value) for tag, value in values.items()}
+        try:
+            self._run.log(points, step=step)
+            self._fails = False
+        except self._errors as error:
+            if not self._fails:
+                self._say(f"WARNING: points of W&B are lost: {error}")
+            self._fails = True
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_wandb() -> None:
+    """Checks that W&B can begin, before anything is compiled.
+
+    Raises:
+      ValueError: it has no key, or a wrong one, and is not to work offline.
+    """
+    import wandb
+
+    try:
+        wandb.login()
+    except wandb.Error as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> ValueError:
+    return ValueError(
+        f"W&B cannot begin: {error} Set WANDB_MODE=offline, which keeps the points "
+        "for `wandb sync`, or take wandb out of config.metrics"
+    )
