@@ -1,0 +1,121 @@
+"""A small model on a ring of any size, with a window, sinks, and losses by token."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from data.batch import Batch
+from kernels.cases import QUICK
+from kernels.layouts import order, padded_length, unpermute
+from tasks import base, text
+from tasks.programs import compile_programs
+from tests.hard_rows import ROWS, TOKENS, VOCAB
+from tests.runs import small_config
+from tests.small_agent import drawn
+from tests.small_llama import partition_of
+from training.loop import Programs
+from training.mesh import MeshShape
+from training.optimizer import Optimizer
+from training.step import TrainState, initial_state
+
+SIZES = {
+    "model__vocab_size": VOCAB,
+    "model__hidden_size": 16,
+    "model__feed_forward_size": 16,
+    "model__head_dim": 4,
+    "model__num_heads": 2,
+    "model__num_kv_heads": 1,
+    "model__layer_pattern": "wf",
+    "model__window": 5,
+    "model__attention_sinks": True,
+    "data__batch_rows": len(ROWS),
+    "feed_forward_chunk_tokens": 1000,
+    "loss_chunk_tokens": 1000,
+    "implementation": "reference",
+    "remat": "everything",
+}
+
+
+RATE = 1024.0
+"""Of plain descent: a step moves parameters so far that it shows their gradients."""
+DESCENT = Optimizer(optax.sgd(RATE))
+
+
+class RingModel:
+    """The model's task, its parameters, and what it gives for `HardRows`."""
+
+    def __init__(self, shape: MeshShape, attention: str, **overrides: Any):
+        config = small_config("", "", attention=attention, **SIZES | overrides)
+        self.config, self.partition = config, partition_of(shape)
+        self.layout = base.attention_system(config).layout
+        self.ring = self.partition.ring_size
+        self.length = padded_length(self.layout, self.ring, TOKENS)
+        config.data.context_tokens = self.length
+        self.task = text.make(config, self.partition)
+        self.sizes = self.task.model.config
+        self.parameters = drawn(self.task.model, self.partition)
+
+    @property
+    def windows(self) -> list[int]:
+        """Of the layers, 0 for none."""
+        return [kind.window for kind in self.sizes.layer_kinds]
+
+    def slots(self) -> np.ndarray:
+        """Slot of each token of a row: (T,)."""
+        return np.argsort(order(self.layout, self.ring, self.length))
+
+    def place(self, batch: Batch) -> Batch:
+        """Puts a batch, in layout order, on the mesh."""
+        names = "batch", "sequence"
+        sharding = self.partition.sharding(names, batch.tokens.shape)
+        return jax.device_put(batch, sharding)
+
+    def placed(self, parameters: Any = None) -> Any:
+        """Puts parameters on the mesh: the model's own unless others are given."""
+        placing = jax.tree.map(lambda x: x.sharding, self.parameters)
+        return jax.device_put(parameters or self.parameters, placing)
+
+    @functools.cached_property
+    def losses_program(self) -> Any:
+        """From weights, parameters and a batch to the loss of every token."""
+
+        def loss_sum(weights: jax.Array, parameters: Any, batch: Batch) -> jax.Array:
+            batch = batch._replace(loss_weights=weights)
+            return self.task.objective.loss_sum(parameters, batch)
+
+        return jax.jit(jax.grad(loss_sum), compiler_options=QUICK)
+
+    def token_losses(self, batch: Batch, parameters: Any = None) -> np.ndarray:
+        """Returns the losses of a batch in layout order, in natural order: (B, T)."""
+        batch, parameters = self.place(batch), self.placed(parameters)
+        losses = self.losses_program(batch.loss_weights, parameters, batch)
+        return unpermute(np.asarray(losses), self.layout, self.ring)
+
+    @functools.cached_property
+    def like(self) -> TrainState:
+        """Shape and place of a run's state."""
+        return base.abstract_state(self.task.model, DESCENT, self.partition)
+
+    @functools.cached_property
+    def programs(self) -> Programs:
+        """Those of a run."""
+        return compile_programs(self.config, self.task, DESCENT, self.like, {})
+
+    def step(self, batch: Batch, parameters: Any = None) -> tuple[Any, dict]:
+        """Returns gradients and metrics of a step with a batch in layout order."""
+        before = jax.device_get(parameters or self.parameters)
+        state = initial_state(jax.tree.map(jnp.array, before), DESCENT)
+        state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, self.like))
+        after, metrics = self.programs.train_step(state, self.place(batch))
+        after, metrics = jax.device_get((after.params, metrics))
+        return jax.tree.map(lambda a, b: (a - b) / RATE, before, after), metrics
+
+    def evaluation(self, batch: Batch, parameters: Any = None) -> float:
+        """Returns the mean loss of a batch in layout order, as a validation does."""
+        given = self.placed(parameters), self.place(batch)
+        losses, weights = self.programs.evaluate(*given)
+        return float(losses.sum() / weights.sum())

@@ -1,0 +1,360 @@
+"""Faults that other rings had in silence: docs/what-breaks-elsewhere.md has them all.
+
+A small model trains and validates as in a run, in every layout and ring, beside the
+same written out in float64. Every fault that operands can have is put in, and found.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from data.batch import Batch
+from kernels import layouts
+from kernels import ring as ring_steps
+from models import losses
+from tests.hard_rows import MOST, ROWS, HardRows, changed, reach, token_losses
+from tests.pages import ROOT
+from tests.ring_model import RingModel
+from training.mesh import MeshShape
+
+LAYOUTS = "ring", "striped", "zigzag"
+slow = pytest.mark.slow
+
+
+def each_ring() -> list:
+    """Every ring size in one layout, in turn; slow in the others."""
+    return [
+        pytest.param(ring, name, marks=[slow] if (ring - number) % 3 else [])
+        for ring in range(1, 9)
+        for number, name in enumerate(LAYOUTS)
+    ]
+
+
+every_ring = pytest.mark.parametrize("ring, attention", each_ring())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_programs() -> Iterator[None]:
+    """Compiles rings of more than 3 as loops; validations have parts by position."""
+    loops = mock.patch.multiple(ring_steps, UNROLLED_STEPS=2, LOOP_UNROLL=1)
+    with loops, mock.patch.object(losses, "FIRST_BOUND", 4):
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> HardRows:
+    return HardRows(tmp_path_factory.mktemp("rows"))
+
+
+@functools.cache
+def model_on(ring: int, attention: str) -> RingModel:
+    return RingModel(MeshShape(ring=ring), attention)
+
+
+def batch_of(model: RingModel, rows: HardRows) -> Batch:
+    return rows.read(model.length, model.layout, model.ring)
+
+
+@pytest.mark.parametrize("granule", [1, 3])
+@pytest.mark.parametrize("ring", range(1, 9))
+def test_targets_and_positions_are_those_of_the_document_at_shard_ends(
+    ring, granule, rows
+):
+    """In every slot of every layout; a label is lost nowhere, nor there twice."""
+    for kind in layouts.Contiguous(), layouts.Zigzag(), layouts.Striped(granule):
+        length = layouts.padded_length(kind, ring, 24)
+        batch = rows.read(length, kind, ring)
+        batch = Batch(*(layouts.unpermute(x, kind, ring) for x in batch))
+        index = np.arange(length)
+        for number, row in enumerate(ROWS.values()):
+            tokens, targets, weights, positions, *bounds = (x[number] for x in batch)
+            np.testing.assert_array_equal(tokens, number * MOST + index)
+            predicted = row.predicted(length)
+            np.testing.assert_array_equal(targets[predicted], tokens[predicted] + 1)
+            np.testing.assert_array_equal(weights > 0, predicted)
+            np.testing.assert_array_equal(positions, row.positions(length))
+            k_start, k_end = (bound[:, None] for bound in bounds)
+            seen = (k_start <= index) & (index < k_end)
+            np.testing.assert_array_equal(seen, row.sees(length))
+
+
+def losses_of(model: RingModel, batch: Batch, parameters: Any = None) -> np.ndarray:
+    """Losses of all tokens in natural order: (rows of the batch, T).
+
+    The program has as many rows as tokens that can change.
+    """
+    size = len(ROWS) * model.length
+    filled = Batch(*(np.resize(x, (size, model.length)) for x in batch))
+    found = model.token_losses(filled, parameters)
+    assert np.isfinite(found).all()
+    return found[: len(batch.tokens)]
+
+
+def assert_moves_what_may_see_it(model: RingModel, batch: Batch) -> None:
+    """Changes every token of every row, and compares the losses to the bit."""
+    times = model.length
+    batch = Batch(*(np.repeat(x, times, axis=0) for x in batch))
+    after = changed(batch, np.tile(model.slots(), len(ROWS)))
+    moved = losses_of(model, batch) != losses_of(model, after)
+    moved = moved.reshape(len(ROWS), times, times)
+    for (name, row), found in zip(ROWS.items(), moved, strict=True):
+        wanted = reach(row, times, model.windows).T
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+
+
+@every_ring
+def test_a_changed_token_moves_exactly_what_may_see_it(ring, attention, rows):
+    """Through a layer with a window and one without, with sinks; all else stays."""
+    model = model_on(ring, attention)
+    assert_moves_what_may_see_it(model, batch_of(model, rows))
+
+
+def truth(model: RingModel, rows: HardRows, parameters: Any = None) -> np.ndarray:
+    """Losses of all tokens in natural order, written out in float64."""
+    parameters = model.parameters if parameters is None else parameters
+    return token_losses(model.sizes, parameters, rows.read(model.length))
+
+
+def assert_written_out(model: RingModel, rows: HardRows, *given: Any) -> None:
+    """given: batch and parameters."""
+    found = losses_of(model, *given)
+    np.testing.assert_allclose(found, truth(model, rows), rtol=1e-5, atol=1e-5)
+
+
+@every_ring
+def test_the_loss_of_every_token_is_that_written_out(ring, attention, rows):
+    """Windows, sinks, targets, and rotations by document; finite in all padding."""
+    model = model_on(ring, attention)
+    assert_written_out(model, rows, batch_of(model, rows))
+
+
+def alone(batch: Batch, row: int, start: int, end: int) -> list[np.ndarray]:
+    """A document of a row, in natural order, at the start of a row of padding."""
+    tokens = end - start
+    document = batch._replace(k_start=batch.k_start - start, k_end=batch.k_end - start)
+    found = Batch(*(np.zeros_like(x[0]) for x in batch))
+    for whole, part in zip(found, document, strict=True):
+        whole[:tokens] = part[row, start:end]
+    return list(found)
+
+
+@every_ring
+def test_packed_documents_have_the_losses_of_each_alone(ring, attention, rows):
+    model = model_on(ring, attention)
+    batch, documents = rows.read(model.length), []
+    for number, row in enumerate(ROWS.values()):
+        ends = np.cumsum(row.documents).clip(max=model.length)
+        starts = (0, *ends[:-1])
+        documents += [(number, *span) for span in zip(starts, ends, strict=True)]
+    found = [alone(batch, *document) for document in documents]
+    each = Batch(*map(np.stack, zip(*found, strict=True)))
+    each = Batch(*(layouts.permute(x, model.layout, ring) for x in each))
+    packed, found = losses_of(model, batch_of(model, rows)), losses_of(model, each)
+    for (row, start, end), losses_alone in zip(documents, found, strict=True):
+        together = packed[row, start:end]
+        np.testing.assert_allclose(losses_alone[: end - start], together, rtol=1e-5)
+
+
+# What other rings did to their operands, in natural order: in a ring of two.
+def leak(batch: Batch) -> dict[str, np.ndarray]:
+    return {"k_start": np.where(batch.k_end > batch.k_start, 0, batch.k_start)}
+
+
+def ignore_windows(batch: Batch) -> dict[str, np.ndarray]:
+    index = np.arange(batch.tokens.shape[1])
+    starts = index - batch.positions
+    return {"k_start": np.where(batch.k_end > batch.k_start, starts, batch.k_start)}
+
+
+def show_the_next(batch: Batch) -> dict[str, np.ndarray]:
+    return {"k_end": batch.k_end + (batch.k_end > batch.k_start)}
+
+
+def attend_in_padding(batch: Batch) -> dict[str, np.ndarray]:
+    is_real, index = batch.k_end > batch.k_start, np.arange(batch.tokens.shape[1])
+    bounds = (batch.k_start, 0 * index), (batch.k_end, index + 1)
+    names = "k_start", "k_end"
+    return {n: np.where(is_real, *b) for n, b in zip(names, bounds, strict=True)}
+
+
+def miss_other_shards(batch: Batch) -> dict[str, np.ndarray]:
+    half = batch.tokens.shape[1] // 2
+    is_late = np.arange(2 * half) >= half
+    return {"k_start": np.where(is_late, batch.k_start.clip(half), batch.k_start)}
+
+
+def count_positions_by_shard(batch: Batch) -> dict[str, np.ndarray]:
+    return {"positions": batch.positions % (batch.tokens.shape[1] // 2)}
+
+
+def lose_labels_of_shard_ends(batch: Batch) -> dict[str, np.ndarray]:
+    targets, half = batch.targets.copy(), batch.tokens.shape[1] // 2
+    targets[:, half - 1] = 0
+    return {"targets": targets}
+
+
+MASK_FAULTS = (
+    leak,
+    ignore_windows,
+    show_the_next,
+    attend_in_padding,
+    miss_other_shards,
+)
+FAULTS = *MASK_FAULTS, count_positions_by_shard, lose_labels_of_shard_ends
+
+
+def name_of(fault: Callable) -> str:
+    return fault.__name__
+
+
+def faulty(model: RingModel, rows: HardRows, fault: Callable) -> Batch:
+    batch = rows.read(model.length)
+    batch = batch._replace(**fault(batch))
+    return Batch(*(layouts.permute(x, model.layout, model.ring) for x in batch))
+
+
+@pytest.mark.parametrize("fault", MASK_FAULTS, ids=name_of)
+def test_a_fault_of_a_mask_moves_other_tokens(fault, rows):
+    model = model_on(2, "zigzag")
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_moves_what_may_see_it(model, faulty(model, rows, fault))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=name_of)
+def test_a_fault_of_operands_gives_other_losses(fault, rows):
+    model = model_on(2, "zigzag")
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_written_out(model, rows, faulty(model, rows, fault))
+
+
+def test_dropped_sinks_give_other_losses(rows):
+    model = model_on(2, "zigzag")
+    without = jax.tree.map(np.array, model.parameters)
+    without["layers"]["attention"]["sinks"][:] = -np.inf
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_written_out(model, rows, batch_of(model, rows), without)
+
+
+MESHES = [
+    (MeshShape(data=2, ring=4), "striped", 2),
+    *(
+        pytest.param(shape, attention, microbatches, marks=slow)
+        for shape, attention, microbatches in (
+            (MeshShape(), "vanilla", 1),
+            (MeshShape(fsdp=2), "striped", 4),
+            (MeshShape(ring=2), "zigzag", 1),
+            (MeshShape(ring=3), "striped", 1),
+            (MeshShape(fsdp=4, ring=2), "ring", 2),
+            (MeshShape(data=2, fsdp=2, ring=2), "zigzag", 2),
+            (MeshShape(ring=8), "zigzag", 4),
+            (MeshShape(ring=8), "striped", 1),
+        )
+    ),
+]
+every_mesh = pytest.mark.parametrize("shape, attention, microbatches", MESHES)
+
+
+@functools.cache
+def run_on(shape: MeshShape, attention: str, microbatches: int) -> RingModel:
+    """One that validates and makes steps."""
+    return RingModel(shape, attention, train__microbatches=microbatches)
+
+
+def mean_loss(losses: np.ndarray, batch: Batch) -> float:
+    return float((losses * batch.loss_weights).sum() / batch.loss_weights.sum())
+
+
+@every_mesh
+def test_evaluation_loss_is_the_training_loss(shape, attention, microbatches, rows):
+    """And the mean of all tokens, in float64, not that of the shards' means."""
+    model = run_on(shape, attention, microbatches)
+    batch = batch_of(model, rows)
+    _, metrics = model.step(batch)
+    wanted = mean_loss(truth(model, rows), rows.read(model.length))
+    assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
+    assert model.evaluation(batch) == pytest.approx(wanted, rel=1e-5)
+    assert float(metrics["tokens"]) == sum(
+        row.sees(model.length).any(axis=1).sum() for row in ROWS.values()
+    )
+    by_slot = layouts.permute(truth(model, rows), model.layout, model.ring)
+    cut = functools.partial(np.split, indices_or_sections=max(2, model.ring), axis=1)
+    shards = zip(cut(by_slot), cut(batch.loss_weights), strict=True)
+    means = [(x * w).sum() / w.sum() for x, w in shards if w.any()]
+    assert np.mean(means) != pytest.approx(wanted, rel=1e-4)
+
+
+@every_mesh
+def test_gradients_are_the_slopes_of_the_loss(
+    shape, attention, microbatches, rows, rng
+):
+    """Of the loss written out, along each parameter; rows are mostly padding."""
+    model = run_on(shape, attention, microbatches)
+    gradients, metrics = model.step(batch_of(model, rows))
+    norms = jax.tree.map(np.linalg.norm, gradients)
+    norm = np.linalg.norm(jax.tree.leaves(norms))
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    leaves, tree = jax.tree.flatten(jax.device_get(model.parameters))
+    batch, step = rows.read(model.length), 1e-5
+    for number, gradient in enumerate(jax.tree.leaves(gradients)):
+        along = rng.standard_normal(gradient.shape)
+
+        def loss_after(steps: int, number: int = number, d: Any = along) -> float:
+            moved = [leaf.astype(np.float64) for leaf in leaves]
+            moved[number] += steps * step * d
+            return mean_loss(truth(model, rows, jax.tree.unflatten(tree, moved)), batch)
+
+        slope = (loss_after(1) - loss_after(-1)) / (2 * step)
+        assert abs(np.vdot(gradient, along) - slope) < 1e-3 * np.linalg.norm(gradient)
+
+
+@every_mesh
+def test_the_gradient_of_a_loss_reaches_exactly_what_it_sees(
+    shape, attention, microbatches, rows
+):
+    """Of one token's loss in each row; every token has an embedding of its own."""
+    model = run_on(shape, attention, microbatches)
+    batch, length = batch_of(model, rows), model.length
+    wanted = [reach(row, length, model.windows) for row in ROWS.values()]
+    for token, slot in enumerate(model.slots()):
+        weights = np.zeros_like(batch.loss_weights)
+        weights[:, slot] = 1
+        gradients, _ = model.step(batch._replace(loss_weights=weights))
+        found = gradients["embedding"].any(axis=1).reshape(len(ROWS), MOST)[:, :length]
+        np.testing.assert_array_equal(found, [row[token] for row in wanted])
+
+
+@every_mesh
+def test_nothing_of_a_step_is_left_in_the_next(shape, attention, microbatches, rows):
+    """Other tokens with other parameters between two steps that are the same."""
+    model = run_on(shape, attention, microbatches)
+    batch, natural = batch_of(model, rows), rows.read(model.length)
+    places = np.arange(len(ROWS))
+    moved = jax.tree.map(lambda x: 1.5 * x, jax.device_get(model.parameters))
+    others = changed(batch, model.slots()[places]), moved
+    first, between, again = (
+        model.step(*given) for given in ((batch,), others, (batch,))
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    wanted = token_losses(model.sizes, moved, changed(natural, places))
+    wanted = mean_loss(wanted, natural)
+    assert float(between[1]["loss"]) == pytest.approx(wanted, rel=1e-5)
+    assert model.evaluation(*others) == pytest.approx(wanted, rel=1e-5)
+    assert float(first[1]["loss"]) != pytest.approx(wanted, rel=1e-2)
+    validations = [model.evaluation(*given) for given in ((batch,), others, (batch,))]
+    assert validations[0] == validations[2] != validations[1]
+
+
+def test_the_page_names_tests_that_there_are():
+    text = (ROOT / "docs/what-breaks-elsewhere.md").read_text()
+    named = re.findall(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`", text)
+    for file, name in named:
+        source = ROOT / file if file else Path(__file__)
+        assert f"def {name}(" in source.read_text(), name
+    assert len(named) > 25
