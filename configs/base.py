@@ -181,8 +181,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.tensor = 1
 
     config.data = ml_collections.ConfigDict()
-    # Directory made by tools/prepare_text.py; "": the source of Python's standard
-    # library, prepared on first use.
+    # Directory made by tools/prepare_text.py, or several, mixed: "a:0.7,b:0.3" takes 7
+    # rows of 10 from a, "a,b" as many of each as it has. "": the source of Python's
+    # standard library, prepared on first use.
     config.data.corpus = ""
     # "packed" rows of many documents, cut where a row ends; "whole" documents, as many
     # as fit (for chats); or "documents": one in each row.

@@ -293,8 +293,9 @@ class TextBatches:
             self._columns[block.columns] = slots.astype(np.int32)
         sequence = row_order.sequence(plan.rows)
         if not 1 <= batch_rows <= len(sequence):
+            rows = min(plan.rows, len(sequence))
             raise ValueError(
-                f"{batch_rows=}: a batch cannot be made of {plan.rows} rows of "
+                f"{batch_rows=}: a batch cannot be made of {rows} rows of "
                 f"{plan.length} tokens: take fewer rows in a batch (at least 1), a "
                 "shorter context or a larger split"
             )

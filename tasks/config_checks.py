@@ -15,7 +15,7 @@ from data.chains import LOSS_ON, ORDERS
 from data.text import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
-from tasks import base
+from tasks import base, corpora
 from tasks.config_errors import names_fields, raise_all
 from tasks.execution import COMPUTE_DTYPES, check_execution
 from tasks.mask import document_mask
@@ -58,6 +58,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
     task = TASKS.get(config.task, TASKS["text"])
     checks: list[Check] = [
         _numbers,
+        corpora.named,
         _names,
         _places,
         _lora,

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,12 +9,8 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
-from data import token_file
 from data.batch import Batch, Block
-from data.corpus import prepare_standard_library
-from data.text import ROW_PLANS, InOrder, Shuffled, TextBatches
-from data.token_file import TokenFile
-from data.tokenizer import ByteTokenizer
+from data.text import TextBatches
 from kernels.masks import Visible
 from models.abstract import Model, joined
 from models.adapters import Lora
@@ -24,7 +19,7 @@ from models.language_model import LanguageModel
 from models.losses import PositionParts, cross_entropy, cross_entropy_by_position
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tasks import base, frozen
+from tasks import base, corpora, frozen
 from tasks.base import (
     Data,
     Objective,
@@ -36,14 +31,12 @@ from tasks.base import (
 )
 from tasks.config_errors import names_fields
 from tasks.execution import execution
-from tasks.mask import document_mask
 from training.feed import host_blocks
 from training.mesh import Partition
 from training.metrics import StepWork
 from training.step import Counts, count_tokens
 
-STANDARD_LIBRARY = Path("corpora/standard_library")
-"""Where the default corpus is prepared."""
+identify = corpora.identify
 
 VOCAB_MULTIPLE = 8
 """A corpus's vocabulary is rounded up to it, to divide over the tensor axis."""
@@ -58,7 +51,7 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     llama = model(config, partition)
 
     def open_data() -> Data:
-        corpus_directory(config)
+        corpora.directories(config)
         return Data(
             batches=batches(config, partition, "train"),
             validation=validation_batches(config, partition),
@@ -105,15 +98,13 @@ def vocab_size(config: ml_collections.ConfigDict) -> int:
     """
     if config.model.vocab_size:
         return config.model.vocab_size
-    ids = ByteTokenizer.vocab_size
-    if config.data.corpus:
-        try:
-            ids = token_file.vocab_size(config.data.corpus)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{error}; or set config.model.vocab_size, which is the corpus's where "
-                "it is 0"
-            ) from error
+    try:
+        ids = corpora.vocab_size(config)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; or set config.model.vocab_size, which is the corpus's where "
+            "it is 0"
+        ) from error
     return -(-ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
@@ -205,36 +196,6 @@ def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> B
     return Batch(**arrays | {"loss_weights": array(jnp.float32)})
 
 
-def corpus_directory(config: ml_collections.ConfigDict) -> Path:
-    """Returns the corpus' directory; prepares the default one where it is missing."""
-    if config.data.corpus:
-        return Path(config.data.corpus)
-    return prepare_standard_library(STANDARD_LIBRARY)
-
-
-def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
-    """Returns the data's field, its digest, and a note of what was not compared.
-
-    Raises:
-      FileNotFoundError, ValueError: there is no corpus, or it is damaged.
-    """
-    directory, compare = corpus_directory(config), config.data.compare_digests
-    return "data.corpus", *token_file.identify(directory, compare=compare)
-
-
-@names_fields
-def corpus(config: ml_collections.ConfigDict, split: str) -> TokenFile:
-    """Opens the token file of a split ("train" or "validation").
-
-    Raises:
-      FileNotFoundError, ValueError: it is missing or damaged, or has tokens that the
-        model's vocabulary lacks.
-    """
-    tokens = TokenFile.open(config.data.corpus or STANDARD_LIBRARY, split)
-    tokens.check_vocabulary(vocab_size(config))
-    return tokens
-
-
 @names_fields
 def batches(
     config: ml_collections.ConfigDict, partition: Partition, split: str
@@ -242,14 +203,10 @@ def batches(
     """Returns this host's part of every batch: shuffled to train, else in order.
 
     Raises:
-      ValueError: unknown rows, or a corpus too small for one batch; as `corpus` and
-        `document_mask`.
+      FileNotFoundError, ValueError: a corpus too small for one batch; or as
+        `corpora.rows`.
     """
-    if config.data.rows not in ROW_PLANS:
-        raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
-    plan = ROW_PLANS[config.data.rows](
-        corpus(config, split), config.data.context_tokens, document_mask(config)
-    )
+    plan, order = corpora.rows(config, split, vocab_size(config))
     sharding = batch_sharding(config, partition)
     return TextBatches(
         plan,
@@ -257,7 +214,7 @@ def batches(
         config.data.batch_rows,
         attention_system(config).layout,
         partition.ring_size,
-        Shuffled(config.seed) if split == "train" else InOrder(),
+        order,
     )
 
 

@@ -40,6 +40,7 @@ remat=tail attention=ring => config.remat='tail' | Contiguous | config.attention
 remat=tail attention=zigzag => config.remat='tail' | Zigzag | config.remat=attention
 remat=tail stripe_granule=20 => got 20 tokens on each of 4 | a multiple of 160
 implementation=cuda => implementation='cuda' | blockwise
+data.corpus=a:1,b => config.data.corpus='a:1,b' | weights for some only | "a:0.7,b:0.3"
 data.rows=lines => rows='lines' | packed, documents
 data.rows=whole => row of 80 | take a longer context
 mask=slide(4) => config.mask='slide(4)' | "prefix(N)" | as in "window(4096)"

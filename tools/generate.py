@@ -40,7 +40,7 @@ from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
-from tasks import base, text
+from tasks import base, corpora, text
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.generation import generator, restored_parameters
 
@@ -150,8 +150,8 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
     corpus = None
     if spec is None:
         spec = ByteTokenizer.name  # of the default corpus
-        if config.data.corpus:
-            corpus = TokenFile.open(config.data.corpus, "train")
+        for directory in [*corpora.named(config)][:1]:  # all have the same
+            corpus = TokenFile.open(Path(directory), "train")
             spec = corpus.tokenizer
     tokenizer = open_tokenizer(spec)
     if corpus and int(corpus.tokens[:1][0]) not in tokenizer.begin_of_document:

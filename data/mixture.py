@@ -1,0 +1,153 @@
+"""Several corpora in one run, each with its share of the rows.
+
+Which corpus the next row is of follows from its number and the weights alone, and which
+of the corpus' rows from the seed: so a mixture resumes at a step number, as one corpus.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from data.batch import Batch
+from data.text import RowOrder, RowPlan
+from data.token_file import TokenFile
+from data.tokenizer import open_tokenizer
+from data.versioned import describe_file
+
+
+def parse_mixture(text: str) -> dict[str, float | None]:
+    """Returns directories and their weights, of "a:0.7,b:0.3" or "a,b".
+
+    A directory that exists is one, whatever letters its name has.
+
+    Returns:
+      By directory: its weight; None: none is given.
+
+    Raises:
+      ValueError: a part is empty or given twice, some have weights and others have
+        none, or one is not a number above 0.
+    """
+    if Path(text).is_dir():
+        return {text: None}
+    found: dict[str, float | None] = {}
+    for part in text.split(","):
+        name, colon, number = part.strip().rpartition(":")
+        weight = _number(number) if colon else None
+        name = name if weight is not None else part.strip()
+        if not name or name in found:
+            what = "twice" if name else "an empty name"
+            raise ValueError(f"{text!r} has {name or part!r} {what}: {_WANTED}")
+        found[name] = weight
+    weights = [*found.values()]
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        raise ValueError(f"{text!r} has weights for some only: {_WANTED}")
+    if not all(0 < weight < math.inf for weight in given):
+        raise ValueError(f"{text!r} must have weights above 0, and finite: {_WANTED}")
+    return found
+
+
+_WANTED = 'say one directory, or several, as "a,b", or with weights, as "a:0.7,b:0.3"'
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class MixedRows:
+    """All rows of the first plan, then those of the next, and so on.
+
+    plans: of rows of one length.
+    """
+
+    plans: Sequence[RowPlan]
+
+    @property
+    def length(self) -> int:
+        return self.plans[0].length
+
+    @property
+    def rows(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Rows of each plan and those before it, int64 (plans,)."""
+        return np.cumsum([plan.rows for plan in self.plans])
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        """Reads tokens of a row, as `RowPlan.read`."""
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        plan = self.plans[number]
+        return plan.read(row - int(self.ends[number]) + plan.rows, index)
+
+
+@dataclass(frozen=True)
+class MixedOrder:
+    """Takes rows from each of several plans, evenly spread, by its share.
+
+    rows: of each plan; they are numbered as in `MixedRows`.
+    weights: shares are proportional to them, within 1 %.
+    order: of each plan's rows; where it has an end, so has the mixture, before any
+      row is read twice.
+    """
+
+    rows: Sequence[int]
+    weights: Sequence[float]
+    order: RowOrder
+
+    def sequence(self, rows: int) -> grain.MapDataset[int]:
+        begins = np.cumsum([0, *self.rows[:-1]])
+        parts = [
+            self.order.sequence(count).map(lambda row, begin=int(begin): row + begin)
+            for begin, count in zip(begins, self.rows, strict=True)
+        ]
+        return grain.MapDataset.mix(parts, [*self.weights])
+
+
+def shares(weights: Mapping[str, float | None], rows: Sequence[int]) -> list[float]:
+    """Returns the share of each corpus, of 1; by its rows where it has no weight."""
+    found = [
+        float(count) if weight is None else weight
+        for weight, count in zip(weights.values(), rows, strict=True)
+    ]
+    return [weight / sum(found) for weight in found]
+
+
+def check_alike(corpora: Sequence[TokenFile]) -> None:
+    """Refuses corpora whose tokens do not mean the same.
+
+    Raises:
+      ValueError: their tokenizers, or the tokens that begin or end their documents,
+        differ.
+    """
+    first = _facts(corpora[0])
+    for corpus in corpora[1:]:
+        for what, found in _facts(corpus).items():
+            if found != first[what]:
+                raise ValueError(
+                    f"corpora {corpora[0].directory} and {corpus.directory} differ in "
+                    f"their {what} ({first[what]} and {found}), so one model cannot "
+                    "read both: prepare them with the same tokenizer"
+                )
+
+
+def _facts(corpus: TokenFile) -> dict[str, object]:
+    tokenizer = open_tokenizer(corpus.tokenizer)
+    file = tokenizer.path and describe_file(tokenizer.path)["sha256"][:12]
+    # A corpus that was made before there were such tokens has none.
+    has_begin = int(corpus.tokens[:1][0]) in tokenizer.begin_of_document
+    return {
+        "vocabulary": corpus.vocab_size,
+        "tokenizer": f"{tokenizer.name} {file or ''}".strip(),
+        "end of documents": tokenizer.end_of_document,
+        "begin of documents": tokenizer.begin_of_document if has_begin else (),
+    }

@@ -1,0 +1,94 @@
+"""The corpora that `config.data.corpus` names: one, or several with their shares."""
+
+from pathlib import Path
+
+import ml_collections
+
+from data import token_file
+from data.corpus import prepare_standard_library
+from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
+from data.text import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
+from data.token_file import TokenFile
+from data.tokenizer import ByteTokenizer
+from data.versioned import digest
+from tasks.config_errors import names_fields
+from tasks.mask import document_mask
+
+STANDARD_LIBRARY = Path("corpora/standard_library")
+"""Where the default corpus is prepared."""
+
+
+def named(config: ml_collections.ConfigDict) -> dict[str, float | None]:
+    """Returns directories and weights (see `parse_mixture`); {}: the default corpus.
+
+    Raises:
+      ValueError: the field does not name corpora.
+    """
+    try:
+        return parse_mixture(config.data.corpus) if config.data.corpus else {}
+    except ValueError as error:
+        raise ValueError(f"config.data.corpus={error}") from error
+
+
+def directories(config: ml_collections.ConfigDict) -> list[Path]:
+    """Returns the corpora; prepares the default one where it is missing."""
+    found = [Path(name) for name in named(config)]
+    return found or [prepare_standard_library(STANDARD_LIBRARY)]
+
+
+def vocab_size(config: ml_collections.ConfigDict) -> int:
+    """Returns how many ids their tokenizer has; reads no default corpus.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such corpus, or it is damaged.
+    """
+    sizes = [token_file.vocab_size(Path(name)) for name in named(config)]
+    return max(sizes, default=ByteTokenizer.vocab_size)
+
+
+def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
+    """Returns the data's field, its digest, and a note of what was not compared.
+
+    The digest is of the weights too, where there are several corpora.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no corpus, or it is damaged.
+    """
+    compare = config.data.compare_digests
+    found = [
+        token_file.identify(directory, compare=compare)
+        for directory in directories(config)
+    ]
+    digests, notes = zip(*found, strict=True)
+    weights = [*named(config).values()]
+    one = digests[0]
+    if len(digests) > 1:
+        one = digest({"corpora": digests, "weights": weights})
+    return "data.corpus", one, "; ".join(filter(None, notes))
+
+
+@names_fields
+def rows(
+    config: ml_collections.ConfigDict, split: str, vocab_size: int
+) -> tuple[RowPlan, RowOrder]:
+    """Returns the rows of a split, and their order: shuffled to train, else in order.
+
+    Raises:
+      FileNotFoundError, ValueError: a corpus is missing or damaged, has tokens that a
+        model of this vocabulary lacks, or another tokenizer than the first; or as
+        `ROW_PLANS` and `document_mask`.
+    """
+    if config.data.rows not in ROW_PLANS:
+        raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
+    found = named(config)
+    corpora = [TokenFile.open(Path(n), split) for n in found or [STANDARD_LIBRARY]]
+    for corpus in corpora:
+        corpus.check_vocabulary(vocab_size)
+    order = Shuffled(config.seed) if split == "train" else InOrder()
+    cut, mask = ROW_PLANS[config.data.rows], document_mask(config)
+    plans = [cut(corpus, config.data.context_tokens, mask) for corpus in corpora]
+    if len(plans) == 1:
+        return plans[0], order
+    check_alike(corpora)
+    counts = [plan.rows for plan in plans]
+    return MixedRows(plans), MixedOrder(counts, shares(found, counts), order)

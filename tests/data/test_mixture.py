@@ -1,0 +1,171 @@
+"""Several corpora in one run: shares, epochs, and what does not go together."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from data.batch import Block
+from data.corpus import prepare
+from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
+from data.text import InOrder, PackedRows, Shuffled, TextBatches
+from data.token_file import TokenFile
+from data.tokenizer import open_tokenizer
+from kernels.layouts import Striped, Zigzag, order
+from tests.data.test_tokenizer import make_hugging_face
+from tests.numbered_corpus import assert_same_batch, make_corpus
+
+SIZES = 2570, 650, 330
+ROWS = 160, 40, 20
+LENGTH = 16
+
+
+@pytest.fixture
+def plans(tmp_path):
+    """Of one document each."""
+    found = []
+    for number, size in enumerate(SIZES):
+        (tmp_path / f"{number}").mkdir()
+        found.append(PackedRows(make_corpus(tmp_path / f"{number}", [size]), LENGTH))
+    assert tuple(plan.rows for plan in found) == ROWS
+    return found
+
+
+def rows_of(sequence, count):
+    """The first rows of a sequence, as (plan, row)."""
+    ends = np.cumsum(ROWS)
+    rows = np.array([sequence[place] for place in range(count)])
+    numbers = np.searchsorted(ends, rows, side="right")
+    return [(n, r - int(ends[n]) + ROWS[n]) for n, r in zip(numbers, rows, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("a", {"a": None}),
+        ("a:0.7,b:0.3", {"a": 0.7, "b": 0.3}),
+        (" a:7 , b/c:1e-3", {"a": 7, "b/c": 1e-3}),
+        ("a,b", {"a": None, "b": None}),
+        ("C:x,d", {"C:x": None, "d": None}),
+        ("a:2", {"a": 2}),
+    ],
+)
+def test_mixtures_are_directories_and_weights(text, expected):
+    assert parse_mixture(text) == expected
+
+
+def test_a_directory_is_one_whatever_its_name(tmp_path):
+    name = str(tmp_path / "a:0.5,b:0.5")
+    (tmp_path / "a:0.5,b:0.5").mkdir()
+    assert parse_mixture(name) == {name: None}
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ("a,", "an empty name"),
+        (":0.5", "an empty name"),
+        ("a,b,a", "has 'a' twice"),
+        ("a:1,b", "weights for some only"),
+        ("a:0,b:1", "weights above 0"),
+        ("a:-1,b:1", "weights above 0"),
+        ("a:nan,b:1", "weights above 0"),
+        ("a:inf,b:1", "weights above 0"),
+    ],
+)
+def test_what_is_no_mixture_is_refused(text, match):
+    with pytest.raises(ValueError, match=f"{re.escape(repr(text))}.*{match}.*a:0.7"):
+        parse_mixture(text)
+
+
+def test_shares_are_weights_or_rows():
+    assert shares({"a": 6.0, "b": 2.0}, [1, 9]) == [0.75, 0.25]
+    assert shares({"a": None, "b": None}, [1, 9]) == [0.1, 0.9]
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (1, 1, 8)])
+def test_shares_hold_and_small_corpora_are_read_again(weights):
+    sequence = MixedOrder(ROWS, weights, Shuffled(3)).sequence(sum(ROWS))
+    found = rows_of(sequence, 1000)
+    for end in 100, 1000:
+        counts = Counter(number for number, _ in found[:end])
+        for number, weight in enumerate(weights):
+            assert abs(counts[number] - end * weight / sum(weights)) <= 2
+    for number, count in enumerate(ROWS):
+        own = [row for n, row in found if n == number]
+        epochs = [own[i : i + count] for i in range(0, len(own) - count + 1, count)]
+        assert all(sorted(epoch) == [*range(count)] for epoch in epochs)
+        if len(epochs) > 2:
+            assert epochs[0] != epochs[1]
+
+
+def test_without_weights_every_row_is_read_once_in_an_epoch():
+    mixed = MixedOrder(ROWS, shares(dict.fromkeys("abc"), ROWS), Shuffled(3))
+    sequence = mixed.sequence(sum(ROWS))
+    for epoch in range(2):
+        rows = [sequence[epoch * sum(ROWS) + place] for place in range(sum(ROWS))]
+        assert sorted(rows) == [*range(sum(ROWS))]
+
+
+def test_held_out_rows_are_mixed_in_order_and_none_is_read_twice():
+    sequence = MixedOrder(ROWS, (0.5, 0.25, 0.25), InOrder()).sequence(sum(ROWS))
+    assert len(sequence) == 4 * ROWS[2]
+    found = rows_of(sequence, len(sequence))
+    assert sorted(found) == sorted({*found})
+    assert [row for number, row in found if number == 0] == [*range(40)]
+
+
+@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
+def test_a_batch_is_the_same_on_every_mesh_and_at_every_start(plans, layout):
+    mixed = MixedRows(plans), MixedOrder(ROWS, (0.6, 0.3, 0.1), Shuffled(11))
+
+    def batches(rows, columns, ring):
+        blocks = [
+            Block((row, row + rows), (column, column + columns))
+            for row in range(0, 8, rows)
+            for column in range(0, LENGTH, columns)
+        ]
+        return TextBatches(mixed[0], blocks, 8, layout, ring, mixed[1])
+
+    whole, parts = batches(8, LENGTH, 4), batches(2, 4, 4)
+    for step in (0, 7, 12345):
+        (expected,) = whole[step].values()
+        for block, batch in parts[step].items():
+            own = type(batch)(
+                *(a[slice(*block.rows), slice(*block.columns)] for a in expected)
+            )
+            assert_same_batch(batch, own)
+    # Tokens are their places in their corpus: rows begin at multiples of the length.
+    (batch,) = whole[0].values()
+    first = batch.tokens[:, np.argmin(order(layout, 4, LENGTH))]
+    assert (first % LENGTH == 0).all() and len({*first.tolist()}) > 4
+
+
+def test_rows_of_a_mixture_are_those_of_its_parts(plans):
+    mixed, index = MixedRows(plans), np.arange(LENGTH, dtype=np.int32)
+    own = [plan.read(row, index) for plan in plans for row in range(plan.rows)]
+    assert mixed.length == LENGTH and mixed.rows == sum(ROWS) == len(own)
+    for row, expected in enumerate(own):
+        assert_same_batch(mixed.read(row, index), expected)
+
+
+def test_corpora_of_unlike_tokenizers_are_refused(tmp_path):
+    names = ("<|endoftext|>", "<s>"), ("<|endoftext|>", "<s>", "more"), ("</s>", "<s>")
+    for number, specials in enumerate(names):
+        (tmp_path / f"t{number}").mkdir()
+        make_hugging_face(tmp_path / f"t{number}" / "tokenizer.json", specials)
+    (tmp_path / "a.txt").write_text("some text")
+    made = {}
+    for name in "bytes", "t0", "t1", "t2", "t0":
+        spec = name if name == "bytes" else str(tmp_path / name)
+        output = tmp_path / f"{name}-{len(made)}"
+        prepare([tmp_path / "a.txt"], output, open_tokenizer(spec))
+        made[output.name] = TokenFile.open(output, "train")
+    corpora = [*made.values()]
+    check_alike([corpora[1], corpora[4]])
+    check_alike([corpora[0], corpora[0]])
+    for one, other, what in (0, 1, "vocabulary"), (1, 2, "vocab"), (1, 3, "tokenizer"):
+        found = corpora[one], corpora[other]
+        with pytest.raises(ValueError, match=f"differ in their {what}.*the same tok"):
+            check_alike(found)
