@@ -14,6 +14,7 @@ from tasks.command_line import Parser, as_program
 
 MODULES = {
     "line-retrieval": "tools.lib.evaluation.line_retrieval",
+    "ruler": "tools.lib.evaluation.ruler",
     "exorl": "tools.lib.evaluation.exorl",
 }
 """Subcommands, by name: modules with a `main(arguments)`, imported when called."""

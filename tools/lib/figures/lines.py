@@ -20,8 +20,14 @@ SHADES = LinearSegmentedColormap.from_list(
 )
 
 
-def heat_maps(rows: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> Figure:
-    """Draws the shares of right generated answers, a map for each run.
+def heat_maps(
+    rows: Sequence[dict[str, Any]],
+    names: Sequence[str] = (),
+    *,
+    title: str = "Line retrieval: answers that are right, in %",
+    depth: str = "depth of the line",
+) -> Figure:
+    """Draws the shares of right generated answers, a map for each run, four in a row.
 
     names: of the runs, in the order of the rows; by default those of their folders, or
       their paths where two folders have one name.
@@ -48,13 +54,16 @@ def heat_maps(rows: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> Figu
             f"{len(names)} names for {len(runs)} runs ({', '.join(runs) or 'no rows'}):"
             " there must be a run, and a name for each"
         )
-    figure = Figure(figsize=(4.9 * len(runs) + 0.6, 4.0), facecolor="white")
-    panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
-    for axes, name, mine in zip(panels, names, runs.values(), strict=True):
+    across, down = min(len(runs), 4), -(-len(runs) // 4)
+    figure = Figure(figsize=(4.9 * across + 0.6, 4.0 * down), facecolor="white")
+    panels = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes in panels.flat[len(runs) :]:
+        axes.remove()
+    for axes, name, mine in zip(panels.flat, names, runs.values(), strict=False):
         _draw(axes, mine)
         axes.set_title(name, fontsize=12, color=INK, fontweight="bold")
-    panels[0].set_ylabel("depth of the line", fontsize=11, color=INK)
-    title = "Line retrieval: answers that are right, in %"
+    for axes in panels[:, 0]:
+        axes.set_ylabel(depth, fontsize=11, color=INK)
     figure.suptitle(title, fontsize=13, color=INK)
     figure.tight_layout()
     return figure

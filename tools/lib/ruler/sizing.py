@@ -28,6 +28,10 @@ class Prompt(NamedTuple):
     outputs: tuple[str, ...]
     length: int
 
+    @property
+    def draft(self) -> Draft:
+        return Draft(self.input, self.answer_prefix, self.outputs)
+
 
 @dataclass(frozen=True)
 class Room:

@@ -45,9 +45,8 @@ class Variables:
           ValueError: as `Room.fitted`, of the example too.
         """
         first = replace(room, length=EXAMPLE_TOKENS, generated=0)
-        shown = self.example(
-            self._largest(first, self.draw_example, LEAST_NOISE), first
-        )
+        size = self._largest(first, self.draw_example, LEAST_NOISE)
+        shown = answered(first.fitted(self.draw_example, size, LEAST_NOISE).draft)
         least = LEAST_NOISE if room.is_short else 10
         size = self._largest(room, self.draw, least, room.count(shown))
 
@@ -73,11 +72,6 @@ class Variables:
     def draw_example(self, size: int) -> Draft:
         """Draws one with names of three letters, and always the same value."""
         return self._draft(self._names(3), EXAMPLE_VALUE, size)
-
-    def example(self, size: int, room: Room) -> str:
-        """Draws an example with its answer, at most `size` repeats of the noise."""
-        draft = room.fitted(self.draw_example, size, LEAST_NOISE)
-        return f"{draft.input}{draft.answer_prefix} {' '.join(draft.outputs)}\n"
 
     def _renamed(self, example: str) -> str:
         """Returns an example with other names and another value."""
@@ -106,3 +100,8 @@ class Variables:
         return Draft(
             question, ANSWER.format(count=len(names), value=value), tuple(names)
         )
+
+
+def answered(draft: Draft) -> str:
+    """Returns a draft with its answer, as an example."""
+    return f"{draft.input}{draft.answer_prefix} {' '.join(draft.outputs)}\n"

@@ -1,0 +1,270 @@
+"""RULER: thirteen tasks at any length, with the published prompts and scores.
+
+    python -m tools.evaluate ruler --workdir=RUN --lengths 4096,8192 --output FOLDER
+    python -m tools.evaluate ruler --workdir=RUN --chat llama3 --haystack essays.txt \\
+        --squad dev-v2.0.json --hotpotqa hotpot_dev_distractor_v1.json --output FOLDER
+
+A length counts a prompt and what is generated after it, in the model's own tokens.
+Without --tasks they are those whose files are given: six need none. Prompts go through
+the ring and answers are the likeliest tokens. Predictions are written as they come;
+the same command goes on where it was stopped. FOLDER gets RULER's own files of them
+(tools/lib/ruler/samples.py), scores.json, and heat maps of the needles.
+
+--save-prompts FOLDER only writes the prompts; --prompts FOLDER reads them, or those of
+NVIDIA's scripts.
+"""
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import ml_collections
+from absl import logging
+from tqdm import tqdm
+
+from data.chat_format import FORMATS
+from data.chat_template import ChatTemplate
+from data.tokenizer import Tokenizer
+from models.decode import Generator
+from models.sampling import Sampling
+from tasks import base
+from tasks.command_line import Parser, as_program, at_least, read_config
+from tasks.generation import generator, restored_parameters
+from tools.generate import find_tokenizer
+from tools.lib.benchmarks.rows import Environment, make_row
+from tools.lib.files import write_json
+from tools.lib.retrieval.scores import Generated
+from tools.lib.ruler import samples
+from tools.lib.ruler.cells import Cell, Encoder, draw_cells, read_cells
+from tools.lib.ruler.table import heat_rows, summary, table, task_row
+from tools.lib.ruler.tasks import SEED, TASKS, Sources
+from training.mesh import Partition
+
+LENGTHS = "4096,8192,16384,32768,65536,131072"
+RUN = "run.json"
+"""Says what predictions of a folder are of."""
+
+
+def identity(options: argparse.Namespace, config: ml_collections.ConfigDict) -> dict:
+    """Returns what must be the same for predictions to go on with."""
+    sources = Sources(options.haystack, options.english_words)
+    files = (options.prompts, options.squad, options.hotpotqa)
+    return {
+        "run": config.workdir,
+        "seed": SEED,
+        "chat": options.chat,
+        "tokenizer": options.tokenizer,
+        "haystack": sources.essays.label if options.haystack else None,
+        "english_words": sources.words[1] or None,
+        "files": [str(file) for file in files if file],
+    }
+
+
+def check_folder(folder: Path, found: dict[str, Any]) -> None:
+    """Writes what the folder's predictions are of, or compares it.
+
+    Raises:
+      ValueError: they are of something else.
+    """
+    path = folder / RUN
+    if not path.is_file():
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} is not empty, and has no {RUN}: give another --output"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    before = json.loads(path.read_text("utf-8"))
+    for key, value in found.items():
+        if before.get(key) != value:
+            raise ValueError(
+                f"{folder} has predictions with {key} {before.get(key)!r}, and these "
+                f"would have {value!r}: give another --output"
+            )
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Programs that generate, by the length of their prompts."""
+
+    partition: Partition
+    by_length: dict[int, Generator]
+
+    @classmethod
+    def of(
+        cls,
+        config: ml_collections.ConfigDict,
+        tokenizer: Tokenizer,
+        cells: Sequence[Cell],
+        rows: int | None,
+    ) -> Self:
+        """Builds them; rows: prompts at a time, None: one for each shard of data."""
+        partition = base.partition(config, jax.devices())
+        sampling = Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size)
+        tokens: dict[int, int] = {}
+        for cell in cells:
+            before = tokens.get(cell.length, 0)
+            tokens[cell.length] = max(before, cell.cache_tokens)
+        build = partial(generator, config, partition, sampling)
+        rows = rows or partition.shards("batch")
+        return cls(
+            partition,
+            {
+                length: build(rows=rows, cache_tokens=most)
+                for length, most in tokens.items()
+            },
+        )
+
+    @cached_property
+    def cache_bytes(self) -> dict[int, int]:
+        """Bytes that the cache takes on each device."""
+        compiled = {
+            length: drawn.empty.lower().compile()
+            for length, drawn in self.by_length.items()
+        }
+        return {
+            length: program.memory_analysis().output_size_in_bytes
+            for length, program in compiled.items()
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{length:,} tokens: the cache of {drawn.rows} x {drawn.slots:,} tokens "
+            f"takes {self.cache_bytes[length] / 2**20:,.1f} MiB on each of "
+            f"{self.partition.mesh.size} devices"
+            for length, drawn in self.by_length.items()
+        )
+
+
+def answer(cell: Cell, generated: Generated, encoder: Encoder, path: Path) -> None:
+    """Adds the predictions that a file lacks."""
+    done = len(samples.read_predictions(path))
+    prompts = islice(cell.prompts, done, None)
+    # Silent where standard error is not a terminal.
+    with tqdm(
+        desc=f"{cell.task} {cell.length:,}", initial=done, unit=" samples", disable=None
+    ) as shown:
+        while some := list(islice(prompts, generated.generator.rows)):
+            texts = generated([encoder(prompt.draft) for prompt in some])
+            samples.append_predictions(path, done, some, texts)
+            done += len(some)
+            shown.update(len(some))
+
+
+def evaluate(
+    config: ml_collections.ConfigDict, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Returns a row for each task and length; checks all options before it computes.
+
+    Raises:
+      ValueError, FileNotFoundError: something in the options or the config is wrong.
+    """
+    if config.task != "text":
+        raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
+    tokenizer = find_tokenizer(config, options.tokenizer)
+    template = ChatTemplate(FORMATS[options.chat], tokenizer) if options.chat else None
+    encoder = Encoder(tokenizer, template)
+    cells = (read_cells if options.prompts else draw_cells)(encoder, options)
+    if options.save_prompts:
+        for cell in cells:
+            path = samples.prompt_file(options.save_prompts, cell.length, cell.task)
+            samples.write_prompts(path, cell.prompts)
+            print(path)
+        return []
+    programs = Programs.of(config, tokenizer, cells, options.rows)
+    parameters, step = restored_parameters(config, programs.partition)
+    check_folder(options.output, {**identity(options, config), "step": step})
+    stops = [*tokenizer.stop_tokens, *([template.end] if template else [])]
+    print(programs, flush=True)
+    results = []
+    for cell in cells:
+        path = samples.prediction_file(options.output, cell.length, cell.task)
+        most = TASKS[cell.task].tokens
+        drawn = programs.by_length[cell.length]
+        answer(
+            cell, Generated(drawn, parameters, tokenizer, most, stops), encoder, path
+        )
+        predictions = samples.read_predictions(path)[: options.samples]
+        row = {"run": config.workdir, "step": step}
+        row |= {"cache_bytes": programs.cache_bytes[cell.length]}
+        results.append(row | task_row(cell.task, cell.length, predictions))
+    return results
+
+
+def _options(
+    arguments: Sequence[str] | None,
+) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(__doc__, prog="python -m tools.evaluate ruler")
+    add = parser.add_argument
+
+    def numbers(text: str) -> list[int]:
+        return sorted({at_least(1)(length) for length in text.split(",")})
+
+    def names(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in TASKS:
+                known = ", ".join(TASKS)
+                raise argparse.ArgumentTypeError(f"{name} must be one of {known}")
+        return text.split(",")
+
+    add("--tasks", type=names, help="of the thirteen (default: all with files)")
+    add("--lengths", type=numbers, default=LENGTHS, help="default: %(default)s")
+    add("--samples", type=at_least(1), default=500, help="of a task and length (500)")
+    add("--haystack", type=Path, help="text or RULER's json, for five tasks of needles")
+    add("--squad", type=Path, help="for qa_1: SQuAD's dev-v2.0.json")
+    add("--hotpotqa", type=Path, help="for qa_2: hotpot_dev_distractor_v1.json")
+    add("--english-words", type=Path, help="RULER's json, for cwe above 128 Ki or so")
+    add(
+        "--chat",
+        choices=FORMATS,
+        help="template of a chat model",
+    )
+    add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
+    add("--rows", type=at_least(1), help="at a time (default: one for each data shard)")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--output", type=Path, help="folder of predictions and scores")
+    where.add_argument("--save-prompts", type=Path, help="folder to write prompts to")
+    add("--prompts", type=Path, help="folder to read prompts from")
+    return parser.parse_known_args(arguments)
+
+
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    options, rest = _options(arguments)
+    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
+    config = read_config(rest)
+    base.simulate_devices(config)
+    results = evaluate(config, options)
+    if options.output:
+        _report(results, options.output)
+
+
+def _report(results: list[dict[str, Any]], folder: Path) -> None:
+    print(table(results))
+    run = json.loads((folder / RUN).read_text("utf-8"))
+    for label in filter(None, (run["haystack"], run["english_words"])):
+        print(label)
+    environment = Environment.of(jax.devices())
+    rows = [make_row(row, environment) for row in results]
+    write_json(folder / "scores.json", {**run, **summary(results), "rows": rows})
+    cells = heat_rows(results)
+    if not cells:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no heat maps: they take matplotlib (make venv-dev); run this again then")
+        return
+    from tools.lib.figures.lines import heat_maps
+    from tools.lib.figures.style import write_picture
+
+    write_picture(
+        folder / "needles.png",
+        heat_maps(cells, title="Needles that are found, in %", depth="depth"),
+    )

@@ -1,0 +1,76 @@
+"""A corpus that teaches tasks: prompts of all lengths, with their answers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.line_corpus import SUPERVISED, Document
+from data.tokenizer import Tokenizer
+from tools.lib.ruler.needles import Needles
+from tools.lib.ruler.sizing import DRAWS, Draft
+from tools.lib.ruler.tasks import TASKS, Sources
+from tools.lib.ruler.variables import LEAST_NOISE, Variables, answered
+
+
+@dataclass
+class TaskDocuments:
+    """Draws documents: a prompt of a task drawn from `tasks`, with its answer.
+
+    Haystacks of all sizes up to what `context_tokens` hold come equally often on a
+    logarithmic scale; half of the chains of variables come after an example.
+
+    tasks: needles without files, or "vt". seed: of the prompts, other than RULER's 42.
+    supervised: "answers", of which the prefix is a part, or "all".
+    """
+
+    tokenizer: Tokenizer
+    tasks: Sequence[str]
+    context_tokens: int
+    seed: int
+    supervised: str = SUPERVISED[0]
+
+    def __post_init__(self):
+        recipes = [TASKS[name].make(self.seed, Sources()) for name in self.tasks]
+        self._recipes = [r for r in recipes if isinstance(r, Needles | Variables)]
+        if len(self._recipes) < len(self.tasks):
+            raise ValueError(f"{self.tasks=} must be of needles, or vt")
+
+    def draw(self, rng: np.random.Generator) -> Document:
+        """Draws the next document.
+
+        Raises:
+          ValueError: the smallest haystack does not fit.
+        """
+        recipe = self._recipes[rng.integers(len(self._recipes))]
+        largest = self.context_tokens / 8  # a sentence has more tokens
+        for _ in range(DRAWS):
+            size = round(math.exp(rng.uniform(0, math.log(largest))))
+            draft = self._draft(recipe, size, rng)
+            answer = f" {' '.join(draft.outputs)}"
+            texts = [draft.input, draft.answer_prefix, answer]
+            parts = self.tokenizer.encode_all(texts)
+            if sum(part.size for part in parts) < self.context_tokens:
+                return self._document(parts)
+            largest = max(largest * 0.8, 1)
+        raise ValueError(
+            f"{self.context_tokens} tokens are too few for documents of "
+            f"{', '.join(self.tasks)}: ask for more"
+        )
+
+    def _draft(
+        self, recipe: Needles | Variables, size: int, rng: np.random.Generator
+    ) -> Draft:
+        if isinstance(recipe, Needles):
+            return recipe.draw(size)
+        size, example = max(size, LEAST_NOISE), ""
+        if rng.random() < 0.5:
+            example = answered(recipe.draw_example(rng.integers(LEAST_NOISE, size + 1)))
+        return recipe.draw(size, example)
+
+    def _document(self, parts: Sequence[np.ndarray]) -> Document:
+        end = np.array([self.tokenizer.end_of_document], np.int32)
+        lengths = [parts[0].size, parts[1].size + parts[2].size + 1]
+        is_supervised = np.repeat([self.supervised == "all", True], lengths)
+        return Document(np.concatenate([*parts, end]), is_supervised)
