@@ -5,14 +5,16 @@ split. Rows of whole documents (`WholeRows`) then hold several, masked
 from each other.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import batched
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from data.chat_template import ChatTemplate, Document, join
+from data.chat_template import ChatTemplate, Document
 from data.conversation import Conversation, read_conversations
 from data.holdout import Holdout
 from data.input_files import Inputs, list_inputs
@@ -54,44 +56,54 @@ class ChatEncoder:
         self._context = context_tokens
         self._splits = too_long == "split"
 
-    def encode(self, conversations: Sequence[Conversation]) -> list[list[Document]]:
-        """Returns the documents of each conversation, without unsupervised ones."""
-        exchanges = [
-            pieces
-            for conversation in conversations
-            for pieces in self.template.exchanges(
-                conversation.system, conversation.exchanges
-            )
-        ]
-        encoded = iter(self.template.encode(exchanges))
-        documents = []
-        for conversation in conversations:
-            its_own = [next(encoded) for _ in conversation.exchanges]
-            parts = self._parts(conversation, its_own)
-            cut = [Document(*(a[: self._context] for a in part)) for part in parts]
-            # A document's first token is not a target.
-            documents.append([part for part in cut if part.is_supervised[1:].any()])
-        return documents
+    def encode(
+        self, conversations: Sequence[Conversation]
+    ) -> list[list[Document] | BadRow]:
+        """Returns the documents of each conversation, without unsupervised ones.
 
-    def _parts(
-        self, conversation: Conversation, exchanges: list[Document]
-    ) -> list[Document]:
-        """Joins exchanges to documents, which may still be too long."""
-        if not self._splits:
-            return [join(exchanges)]
-        parts: list[list[Document]] = []
-        room = 0
-        for number, exchange in enumerate(exchanges):
-            if exchange.tokens.size > room:
-                if number:
-                    words = [conversation.exchanges[number]]
-                    pieces = self.template.exchanges(conversation.system, words)
-                    exchange = self.template.encode(pieces)[0]
-                parts.append([])
-                room = self._context
-            parts[-1].append(exchange)
-            room -= exchange.tokens.size
-        return [join(part) for part in parts]
+        A bad row is a conversation that the template refuses.
+        """
+        together = self.template.documents([c.messages for c in conversations])
+        found: list[list[Document] | BadRow] = []
+        for conversation, documents in zip(conversations, together, strict=True):
+            if isinstance(documents, ValueError):
+                found.append(BadRow(conversation.where, str(documents)))
+                continue
+            if self._splits and longest(documents) > self._context:
+                documents = self._parts(conversation)
+            cut = [
+                Document(*(a[: self._context] for a in whole)) for whole in documents
+            ]
+            # A document's first token is not a target.
+            found.append([part for part in cut if part.is_supervised[1:].any()])
+        return found
+
+    def _parts(self, conversation: Conversation) -> list[Document]:
+        """Splits a conversation to documents, which may still be too long."""
+        exchanges = conversation.exchanges
+        first, parts = 0, []
+
+        def documents(count: int) -> list[Document]:
+            some = exchanges[first : first + count]
+            (found,) = self.template.documents(
+                [replace(conversation, exchanges=some).messages]
+            )
+            return [] if isinstance(found, ValueError) else found
+
+        while first < len(exchanges):
+            counts = range(1, len(exchanges) - first + 1)
+            fitting = bisect_right(
+                counts, self._context, key=lambda count: longest(documents(count))
+            )
+            count = max(fitting, 1)
+            parts += documents(count)
+            first += count
+        return parts
+
+
+def longest(documents: Sequence[Document]) -> int:
+    """Returns the tokens of the longest document, 0 for none."""
+    return max((document.tokens.size for document in documents), default=0)
 
 
 def prepare_chats(
@@ -128,6 +140,7 @@ def prepare_chats(
     with TokenFileWriter(
         output, encoder.template.tokenizer, has_loss_mask=True
     ) as writer:
+        writer.chat_template = encoder.template.source
         summary = Summary(writer, left_out=found.left_out)
         conversations = 0
 
@@ -143,7 +156,9 @@ def prepare_chats(
         writer.add_sources(file.path for file in found.files)
         for conversation, split, documents in _encoded(found, encoder):
             if not documents:
-                skip(BadRow(conversation.where, "no reply within the context"))
+                documents = BadRow(conversation.where, "no reply within the context")
+            if isinstance(documents, BadRow):
+                skip(documents)
                 continue
             conversations += 1
             split = split or holdout.split(conversation.text)
@@ -162,7 +177,7 @@ def prepare_chats(
 
 def _encoded(
     inputs: Inputs, encoder: ChatEncoder
-) -> Iterator[tuple[Conversation, str | None, list[Document]]]:
+) -> Iterator[tuple[Conversation, str | None, list[Document] | BadRow]]:
     rows = read_conversations(inputs.files)
     good = ((row, split) for row, split in rows if isinstance(row, Conversation))
     # Silent where standard error is not a terminal.

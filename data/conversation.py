@@ -74,6 +74,14 @@ class Conversation:
     exchanges: tuple[tuple[str, str], ...]
 
     @property
+    def messages(self) -> list[dict[str, str]]:
+        """Returns the turns, as a chat template takes them."""
+        said = [] if self.system is None else [("system", self.system)]
+        for user, reply in self.exchanges:
+            said += [("user", user), ("assistant", reply)]
+        return [{"role": role, "content": words} for role, words in said]
+
+    @property
     def text(self) -> str:
         """Joins all that was said; equal only where the conversations are."""
         return json.dumps([self.system, self.exchanges])

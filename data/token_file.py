@@ -7,6 +7,7 @@ A corpus is a directory:
     tokenizer.json|.model   copy of the tokenizer's file, where it has one
     generation_config.json  its stop tokens, that of a document's end first
     tokenizer_config.json   names of its tokens, and whether one begins every document
+    chat_template.jinja     how chats are written, where the corpus is of chats
     train.tokens.bin        little-endian uint16, or uint32 above 65536 ids
     train.documents.bin     little-endian uint64: where each document starts; first 0
     train.loss.bin          uint8, 1 for each token with a loss; not there
@@ -19,7 +20,6 @@ opening a corpus of any size reads no tokens.
 """
 
 import json
-import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ from data.new_directory import NewDirectory
 from data.sources import Sources, write_sources
 from data.stored_array import StoredArray
 from data.tokenizer import Tokenizer
-from data.tokenizer_files import write_tokenizer_files
+from data.tokenizer_files import write_tokenizer
 from data.versioned import (
     FILES,
     HashedFile,
@@ -222,6 +222,7 @@ class TokenFileWriter:
     takes its name when the block ends, and is removed when the block raises.
 
     has_loss_mask: whether documents come with a loss mask.
+    chat_template: that chats are written in, to be set.
 
     Raises:
       FileExistsError: `directory` exists and is not empty; nothing in it is touched.
@@ -236,6 +237,7 @@ class TokenFileWriter:
         self.counts = {split: SplitCounts(0, 0, 0) for split in SPLITS}
         self.tokenizer = tokenizer
         self.sources: Sources | None = None
+        self.chat_template: str | None = None
         self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
     @property
@@ -314,14 +316,10 @@ class TokenFileWriter:
     def _finish(self) -> None:
         if self.counts["train"].documents == 0:
             raise ValueError(f"no documents were written to {self.directory}")
-        source, partial, copy = self.tokenizer.path, self._new.partial, None
-        copies = []
-        if source is not None:
-            copy = f"tokenizer{source.suffix}"
-            shutil.copyfile(source, partial / copy)
-            copies = [copy, *write_tokenizer_files(partial, self.tokenizer)]
+        partial = self._new.partial
+        copy, names = write_tokenizer(partial, self.tokenizer, self.chat_template)
         files = {f.path.name: f.described() for f in self._streams.values()}
-        files |= {name: describe_file(partial / name) for name in copies}
+        files |= {name: describe_file(partial / name) for name in names}
         meta = {
             "version": VERSION,
             "tokenizer": {"name": self.tokenizer.name, "file": copy},

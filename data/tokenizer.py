@@ -8,9 +8,10 @@ the model that lie beside it say which tokens begin and end a text
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from data.tokenizer_files import (
     read_names,
     read_stop_tokens,
 )
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # What published tokenizers call the token that ends a document, or else a turn. Gemma's
 # "</s>" is a tag of HTML, so its "<eos>" comes before.
@@ -53,6 +57,7 @@ class Tokenizer(Protocol):
     end_of_document: the id that follows the last token of every document.
     stop_tokens: ids that end a text that is generated, `end_of_document` first.
     special: ids of the tokens that no text is encoded to, by their names.
+    strips: whether one of them takes the blanks before it, and behind it; else neither.
     names: of "eos_token", and of "bos_token" and others where there is one.
     """
 
@@ -63,13 +68,20 @@ class Tokenizer(Protocol):
     end_of_document: int
     stop_tokens: tuple[int, ...]
     special: Mapping[str, int]
+    strips: Mapping[str, tuple[bool, bool]]
     names: Mapping[str, str]
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text` alone, int32 (n,): nothing before or after it."""
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes each of many texts, on all cores where the library can."""
+    def encode_all(
+        self, texts: Sequence[str], *, is_behind: bool = False
+    ) -> list[np.ndarray]:
+        """Encodes each of many texts, on all cores where the library can.
+
+        is_behind: whether they stand behind a special token, where some tokenizers put
+          no space.
+        """
 
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of the ids (n,), without special ones as end of document.
@@ -92,12 +104,15 @@ class ByteTokenizer:
     end_of_document = 256
     stop_tokens = (256,)
     special: Mapping[str, int] = {"<end>": 256}
+    strips: Mapping[str, tuple[bool, bool]] = {}
     names: Mapping[str, str] = {"eos_token": "<end>"}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_all(
+        self, texts: Sequence[str], *, is_behind: bool = False
+    ) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
@@ -164,6 +179,7 @@ class HuggingFaceTokenizer:
             )
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {t.content: i for i, t in added.items() if t.special}
+        self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
         self.begin_of_document = read_begin(path, self._own_begin(), self.token_id)
         self.names = _names(self, self._tokenizer.id_to_token)
 
@@ -172,11 +188,13 @@ class HuggingFaceTokenizer:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_all(
+        self, texts: Sequence[str], *, is_behind: bool = False
+    ) -> list[np.ndarray]:
         with self._naming_errors():
-            encodings = self._tokenizer.encode_batch_fast(
-                list(texts), add_special_tokens=False
-            )
+            encodings = (
+                self._behind if is_behind else self._tokenizer
+            ).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
@@ -184,6 +202,23 @@ class HuggingFaceTokenizer:
 
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
+
+    @cached_property
+    def _behind(self) -> "tokenizers.Tokenizer":
+        """The tokenizer of texts behind a special token.
+
+        It differs where a space is put before the first word of a text alone, which is
+        then not the first.
+        """
+        before = self._tokenizer.pre_tokenizer
+        if before is None or b'"first"' not in before.__getstate__():
+            return self._tokenizer
+        scheme = '"prepend_scheme":"{}"'
+        content = self._tokenizer.to_str()
+        content = content.replace(scheme.format("first"), scheme.format("never"))
+        behind = type(self._tokenizer).from_str(content)
+        behind.encode_special_tokens = True
+        return behind
 
     def _own_begin(self) -> list[int]:
         """Returns the ids that the file's post-processor puts before a text."""
@@ -252,14 +287,21 @@ class SentencePieceTokenizer:
         pieces = {i: self._model.id_to_piece(i) for i in range(self.vocab_size)}
         control = filter(self._model.is_control, pieces)
         self.special = {pieces[i]: i for i in control}
+        self.strips: Mapping[str, tuple[bool, bool]] = {}
         begin = [self._model.bos_id()] if self._model.bos_id() >= 0 else []
         self.begin_of_document = read_begin(path, begin, self.token_id)
         self.names = _names(self, pieces.get)
+        one, two = self.encode("a"), self.encode("a a")
+        self._adds_space = np.array_equal(two, np.concatenate([one, one]))
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, out_type=int), np.int32)
 
-    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_all(
+        self, texts: Sequence[str], *, is_behind: bool = False
+    ) -> list[np.ndarray]:
+        if is_behind and self._adds_space:
+            texts = [text.removeprefix(" ") for text in texts]
         encodings = self._model.encode(list(texts), out_type=int)
         return [np.array(ids, np.int32) for ids in encodings]
 

@@ -1,9 +1,10 @@
-"""The files beside a tokenizer: which tokens begin and end a text.
+"""The files beside a tokenizer: which tokens begin and end a text, and chat templates.
 
 Published models say what ends one in three places: `eos_token` of
 tokenizer_config.json, and `eos_token_id`, one id or a list, of generation_config.json
 and of config.json. What begins one is the `bos_token` of tokenizer_config.json where
 its `add_bos_token` is true; where it has none, what the tokenizer puts there by itself.
+How chats are written is in chat_template.jinja, or in a field of other files.
 """
 
 import json
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 # In the order of their authority on what ends a document.
 FILES = (
     (TOKENIZER_CONFIG, "eos_token"),
@@ -96,20 +98,58 @@ def read_names(tokenizer: Path) -> dict[str, str | None]:
     }
 
 
-def write_tokenizer_files(directory: Path, tokenizer: "Tokenizer") -> list[str]:
-    """Writes the files that say of a tokenizer there what `tokenizer` says; names them.
+def read_chat_template(directory: Path) -> str | None:
+    """Reads the Jinja template of a model's or a corpus' directory; None: it has none.
 
-    tokenizer: in `directory` is a copy of its file.
+    Raises:
+      ValueError: a file is damaged, or has several templates and none is the default.
     """
-    of_texts: dict[str, Any] = {"add_bos_token": bool(tokenizer.begin_of_document)}
-    of_texts |= {"bos_token": None} | tokenizer.names
-    files = {
-        TOKENIZER_CONFIG: of_texts,
-        GENERATION_CONFIG: {"eos_token_id": [*tokenizer.stop_tokens]},
-    }
+    path = directory / CHAT_TEMPLATE
+    if path.is_file():
+        try:
+            return path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not text: {error}") from error
+    for file in (TOKENIZER_CONFIG, "chat_template.json"):
+        path = directory / file
+        found = _read(path).get("chat_template")
+        if isinstance(found, list):  # of several uses
+            uses = {one.get("name"): one for one in found if isinstance(one, dict)}
+            found = uses.get("default", {}).get("template", found)
+        if found is not None and not isinstance(found, str):
+            raise ValueError(
+                f"{path} has no chat_template that is a text, nor one of the name "
+                f"default, but {short(found)}: name one of the formats"
+            )
+        if found is not None:
+            return found
+    return None
+
+
+def write_tokenizer(
+    directory: Path, tokenizer: "Tokenizer", chat_template: str | None = None
+) -> tuple[str | None, list[str]]:
+    """Copies a tokenizer, with files that say what it says of itself.
+
+    Returns:
+      The name of the copy, None where it has no file; and of all files written.
+    """
+    files, copy = {}, None
+    if tokenizer.path is not None:
+        copy = f"tokenizer{tokenizer.path.suffix}"
+        of_texts = {"add_bos_token": bool(tokenizer.begin_of_document)}
+        of_texts |= {"bos_token": None} | tokenizer.names
+        stop_tokens = {"eos_token_id": [*tokenizer.stop_tokens]}
+        files = {
+            copy: tokenizer.path.read_bytes(),
+            TOKENIZER_CONFIG: f"{json.dumps(of_texts)}\n".encode(),
+            GENERATION_CONFIG: f"{json.dumps(stop_tokens)}\n".encode(),
+        }
+    if chat_template is not None:
+        files[CHAT_TEMPLATE] = chat_template.encode()
     for name, content in files.items():
-        (directory / name).write_text(json.dumps(content) + "\n")
-    return [*files]
+        (directory / name).write_bytes(content)
+    return copy, [*files]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # What each folder may import. A folder that is not named here may hold no module.
-DATA = "data grain kernels.layouts kernels.masks numpy sentencepiece tokenizers tqdm"
+DATA = "data grain jinja2 kernels.layouts kernels.masks numpy sentencepiece tokenizers"
+DATA += " tqdm"
 TRAINING = "training data.batch absl etils jax numpy optax orbax tensorboard"
 ALLOWED = {
     "configs": {"configs", "ml_collections"},

@@ -5,16 +5,17 @@
         --max-tokens 500 --temperature 0.8 --top-p 0.95 --seed 7
     python -m tools.generate --workdir=runs/tiny --config.mesh.fsdp=1 \\
         --config.mesh.ring=8
-    python -m tools.generate --workdir=runs/tiny --chat vicuna --system "Be brief."
+    python -m tools.generate --workdir=runs/chats --chat --system "Be brief."
 
 The config is the run's own; its mesh may be another (--config.mesh.ring=…). Without a
 prompt, every line of the console (or of standard input) is one. The text is written as
 it comes, without the prompt. It ends with a stop token of the tokenizer (see
 data/tokenizer_files.py), or after --max-tokens.
 
-With --chat a prompt is what the user of a chat says, and the text is the reply, which
-also ends with the template's end of a turn. Lines go on with one conversation; an empty
-line begins another.
+With --chat a prompt is what the user of a chat says, in the template of the corpus that
+the model was trained on, or else of its tokenizer. The text is the reply, which also
+ends with the template's end of a turn. Lines go on with one conversation; an empty line
+begins another.
 
 The KV cache is sharded over the ring; the parameters stay where the mesh puts them.
 """
@@ -34,7 +35,7 @@ import numpy as np
 from absl import logging
 
 from data.chat_format import FORMATS
-from data.chat_template import ChatTemplate
+from data.chat_template import OWN, ChatTemplate, Message, open_template
 from data.text_stream import TextStream
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
@@ -55,23 +56,29 @@ class Chat:
     """A conversation that goes on.
 
     system: its words; None: the template's, if any.
-    exchanges: what was said: by the user, and in reply.
+    messages: what was said since: by the user, and in reply.
     """
 
     template: ChatTemplate
     system: str | None = None
-    exchanges: list[tuple[str, str]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+    def add(self, role: str, words: str) -> None:
+        """Goes on with words of the "user" or the "assistant"."""
+        self.messages.append({"role": role, "content": words.strip()})
 
     def encode(self, user: str) -> np.ndarray:
         """Returns the tokens up to where the next reply begins, int32 (n,).
 
         Raises:
-          ValueError: the user says nothing.
+          ValueError: the user says nothing, or what the template refuses.
         """
         if not user.strip():
             raise ValueError("the prompt of a chat must have words, got none")
-        pieces = self.template.prompt(self.system, self.exchanges, user.strip())
-        return self.template.encode([pieces])[0].tokens
+        asked = [*self.messages, {"role": "user", "content": user.strip()}]
+        if self.system is not None:
+            asked.insert(0, {"role": "system", "content": self.system})
+        return self.template.prompt(asked)
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,8 @@ class Writer:
         said.append(stream.finish())
         yield said[-1]
         if self.chat:
-            self.chat.exchanges.append((prompt.strip(), "".join(said).strip()))
+            self.chat.add("user", prompt)
+            self.chat.add("assistant", "".join(said))
 
 
 def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Tokenizer:
@@ -183,7 +191,9 @@ def prepare(
     tokenizer = find_tokenizer(config, options.tokenizer)
     chat = None
     if options.chat:
-        chat = Chat(ChatTemplate(FORMATS[options.chat], tokenizer), options.system)
+        corpus = Path(config.data.corpus) if config.data.corpus else None
+        template = open_template(options.chat, tokenizer, corpus)
+        chat = Chat(template, options.system)
     sampling = Sampling(
         options.temperature, options.top_k, options.top_p, tokenizer.vocab_size
     )
@@ -229,7 +239,7 @@ def run(
     for line in _lines():
         if not line.strip():
             if writer.chat:
-                writer.chat.exchanges.clear()
+                writer.chat.messages.clear()
             continue
         try:
             _show(writer.write(parameters, line, number), say)
@@ -268,7 +278,14 @@ def _options(
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to go on from")
     prompt.add_argument("--prompt-file", type=Path, help="file that holds it, UTF-8")
-    add("--chat", choices=FORMATS, help="template of a chat that prompts belong to")
+    add(
+        "--chat",
+        nargs="?",
+        const=OWN,
+        choices=(OWN, *FORMATS),
+        help="prompts are of a chat, in this template (default: the corpus's, or else "
+        "the tokenizer's own)",
+    )
     add("--system", help="words of its system prompt")
     add("--max-tokens", type=at_least(1), help=f"at most (default: {MAX_TOKENS})")
     add(

@@ -3,8 +3,9 @@
     python -m tools.prepare_chat sharegpt.json --output CORPUS --context-tokens 32768 \\
         --tokenizer tokenizer.model
 
-Prints what was read and left out, and the command that trains on the corpus. Rows are
-as in ShareGPT, or have a list of `messages`: see data/conversation.py.
+Prints what was read and left out, and the command that trains on the corpus, which
+keeps the template for `generate --chat`. Rows are as in ShareGPT, or have a list of
+`messages`: see data/conversation.py.
 """
 
 import argparse
@@ -14,11 +15,15 @@ from collections.abc import Sequence
 from configs import tiny
 from data.chat import TOO_LONG, ChatEncoder, prepare_chats
 from data.chat_format import FORMATS
-from data.chat_template import ChatTemplate
+from data.chat_template import OWN, open_template
 from data.tokenizer import open_tokenizer
+from data.tokenizer_files import read_chat_template
 from tasks.command_line import as_program, at_least
 from tools.lib.prepare_arguments import input_options, input_parser
 from tools.lib.train_command import train_command
+
+WITHOUT = "vicuna"
+"""Template of a tokenizer that has none."""
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -32,9 +37,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--template",
-        choices=FORMATS,
-        default="vicuna",
-        help="how turns are written (default: %(default)s)",
+        choices=(OWN, *FORMATS),
+        help=f"how turns are written; {OWN}: as the tokenizer's own template has it "
+        f"(default: {OWN}, or {WITHOUT} where it has none)",
     )
     add(
         "--too-long",
@@ -50,15 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
     tokenizer = open_tokenizer(chosen.tokenizer)
+    has_own = tokenizer.path and read_chat_template(tokenizer.path.parent) is not None
+    name = chosen.template or (OWN if has_own else WITHOUT)
     encoder = ChatEncoder(
-        ChatTemplate(FORMATS[chosen.template], tokenizer),
+        open_template(name, tokenizer),
         context_tokens=chosen.context_tokens,
         too_long=chosen.too_long,
     )
     summary = prepare_chats(
         chosen.inputs, chosen.output, encoder, **input_options(chosen)
     )
-    print(summary)
+    print(f"{summary}\nchat template: {encoder.template.name}")
     context = chosen.context_tokens
     print(train_command(chosen.output, tiny, rows="whole", context_tokens=context))
 

@@ -9,7 +9,7 @@ import pytest
 from data.batch import Block
 from data.chat import ChatEncoder, prepare_chats, stop_at
 from data.chat_format import FORMATS
-from data.chat_template import ChatTemplate
+from data.chat_template import template_of
 from data.conversation import Conversation
 from data.text import InOrder, TextBatches, WholeRows
 from data.token_file import TokenFile
@@ -29,7 +29,7 @@ def encoder(
     context_tokens=1000, too_long="truncate", template="vicuna", tokenizer=BYTES
 ):
     options = {"context_tokens": context_tokens, "too_long": too_long}
-    return ChatEncoder(ChatTemplate(FORMATS[template], tokenizer), **options)
+    return ChatEncoder(template_of(FORMATS[template], tokenizer), **options)
 
 
 def shown(document):

@@ -1,132 +1,114 @@
-"""Templates, written out: the texts that published models were trained on."""
+"""Templates: the tokens that transformers makes of published ones, and what is learned.
+
+The fixture is written by tests/fixtures/make_chat_templates.py.
+"""
+
+import hashlib
+import json
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 
 from data.chat_format import FORMATS
-from data.chat_template import ChatTemplate, join
+from data.chat_template import (
+    MARKS,
+    OWN,
+    ChatTemplate,
+    open_template,
+    template_of,
+)
+from data.conversation import Conversation
 from data.tokenizer import ByteTokenizer, open_tokenizer
+from tests.chat_families import FAMILIES, INST, QWEN
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 
 BYTES = ByteTokenizer()
-QWEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-LLAMA3 = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-)
-GEMMA = "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>"
-MISTRAL = "<s>", "</s>", "[INST]", "[/INST]"
-SPECIALS = {
-    "chatml": QWEN,
-    "qwen2": QWEN,
-    "qwen2.5": QWEN,
-    "gemma": GEMMA,
-    "llama3": LLAMA3,
-    "llama2": MISTRAL[:2],
-    "mistral": MISTRAL,
-}
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "chat_templates.json"
+PUBLISHED = json.loads(FIXTURE.read_text("utf-8"))
+CONVERSATIONS = PUBLISHED["conversations"]
+# Published ones refuse the words of a system, or put them before the last question.
+SYSTEM_ELSEWHERE = "gemma", "mistral"
+EXCHANGES = (("Hi?", "Hello."), ("Wie heißt 猫?", "Katze 🙂"))
 
-EXCHANGES = [("Hi?", "Hello."), ("Wie heißt 猫?", "Katze 🙂")]
-CHATML = (
-    "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
-    "<|im_start|>user\nWie heißt 猫?<|im_end|>\n"
-    "<|im_start|>assistant\nKatze 🙂<|im_end|>\n"
-)
-GEMMA_AFTER_USER = (
-    "Hi?<end_of_turn>\n<start_of_turn>model\nHello.<end_of_turn>\n"
-    "<start_of_turn>user\nWie heißt 猫?<end_of_turn>\n"
-    "<start_of_turn>model\nKatze 🙂<end_of_turn>\n"
-)
-LLAMA3_AFTER_SYSTEM = (
-    "<|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\nHello.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nWie heißt 猫?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\nKatze 🙂<|eot_id|>"
-)
-LLAMA2_AFTER_SYSTEM = (
-    "Hi? [/INST] Hello. </s><s>[INST] Wie heißt 猫? [/INST] Katze 🙂 </s>"
-)
-ASSISTANT = "You are a helpful assistant."
-# Template, words of the system: what transformers 5.23 makes of the published template.
-PUBLISHED = {
-    ("chatml", None): CHATML,
-    ("chatml", "Be brief."): f"<|im_start|>system\nBe brief.<|im_end|>\n{CHATML}",
-    ("chatml", ""): f"<|im_start|>system\n<|im_end|>\n{CHATML}",
-    ("qwen2", None): f"<|im_start|>system\n{ASSISTANT}<|im_end|>\n{CHATML}",
-    ("qwen2", "Be brief."): f"<|im_start|>system\nBe brief.<|im_end|>\n{CHATML}",
-    ("qwen2.5", None): "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. "
-    f"{ASSISTANT}<|im_end|>\n{CHATML}",
-    ("gemma", None): f"<bos><start_of_turn>user\n{GEMMA_AFTER_USER}",
-    ("gemma", "Be brief."): "<bos><start_of_turn>user\nBe brief.\n\n"
-    f"{GEMMA_AFTER_USER}",
-    ("gemma", ""): f"<bos><start_of_turn>user\n\n\n{GEMMA_AFTER_USER}",
-    ("llama3", None): f"<|begin_of_text|>{LLAMA3_AFTER_SYSTEM}",
-    ("llama3", "Be brief."): "<|begin_of_text|><|start_header_id|>system"
-    f"<|end_header_id|>\n\nBe brief.<|eot_id|>{LLAMA3_AFTER_SYSTEM}",
-    ("llama2", None): f"<s>[INST] {LLAMA2_AFTER_SYSTEM}",
-    ("llama2", "Be brief."): "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n"
-    f"{LLAMA2_AFTER_SYSTEM}",
-    # Mistral's later models, whose tokenizers add no space. Its system is below.
-    ("mistral", None): "<s>[INST]Hi?[/INST]Hello.</s>[INST]Wie heißt 猫?[/INST]"
-    "Katze 🙂</s>",
-}
+
+def talk(system, *exchanges):
+    return Conversation("here", system, exchanges).messages
+
+
+def save_all(new_directory, families):
+    """Writes a tokenizer for each, with its names beside it."""
+    words = [turn["content"] for turns in CONVERSATIONS for turn in turns]
+    found = {}
+    for name, family in families.items():
+        directory = new_directory("family")
+        found[name] = family.save(directory, words)
+        names = {"bos_token": family.bos, "eos_token": family.eos}
+        (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    return found
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """A tokenizer.json with the special tokens of each template."""
-    directory = tmp_path_factory.mktemp("families")
-    return {
-        name: make_hugging_face(directory / f"{name}.json", specials)
-        for name, specials in SPECIALS.items()
-    }
+    """A tokenizer of each family."""
+    return save_all(tmp_path_factory.mktemp, FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    """The same special tokens, but all know every letter, and split texts at spaces."""
+    families = {n: replace(FAMILIES[n], spaces="") for n in FORMATS}
+    return save_all(tmp_path_factory.mktemp, families)
 
 
 @pytest.fixture(scope="module")
 def mistral_model(tmp_path_factory):
     """A SentencePiece model of Mistral's third kind: it puts a space before texts."""
     path = tmp_path_factory.mktemp("mistral") / "tokenizer.model"
-    return make_sentence_piece(path, control_symbols=["[INST]", "[/INST]"])
+    return make_sentence_piece(path, control_symbols=[*INST])
 
 
-def template_of(name, path):
-    return ChatTemplate(FORMATS[name], open_tokenizer(str(path)))
+def template(name, path):
+    return template_of(FORMATS[name], open_tokenizer(str(path)))
 
 
 def encoded(template, system, exchanges):
-    return join(template.encode(template.exchanges(system, exchanges)))
+    ((document,),) = template.documents([talk(system, *exchanges)])
+    return document
 
 
-@pytest.mark.parametrize("name, system", PUBLISHED)
-def test_tokens_are_those_of_the_whole_published_text(paths, name, system):
-    """The library reads special tokens in it, and encodes what is between at once."""
-    template = template_of(name, paths[name])
-    whole = tokenizers.Tokenizer.from_file(str(paths[name]))
-    whole.no_padding()
-    whole.no_truncation()
-    wanted = whole.encode(PUBLISHED[name, system], add_special_tokens=False).ids
-    document = encoded(template, system, EXCHANGES)
-    assert document.tokens.tolist() == wanted
-    replies = ["Hello.", "Katze 🙂"]
-    if name == "llama2":
-        replies = [f" {reply} " for reply in replies]
-    supervised = [
-        [*template.tokenizer.encode(reply), template.end] for reply in replies
-    ]
-    assert document.tokens[document.is_supervised].tolist() == sum(supervised, [])
+def digest(ids):
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize("name", PUBLISHED["templates"])
+def test_tokens_are_those_of_transformers(paths, name):
+    one = template(name.replace("gemma3", "gemma"), paths[name])
+    differ = set()
+    wanted = PUBLISHED["templates"][name]["digests"]
+    assert len(wanted) == 50
+    for turns, digests in zip(CONVERSATIONS, wanted, strict=True):
+        bare = turns[len(turns) % 2 :]
+        found = []
+        for messages in (turns, bare):
+            ((document,),) = one.documents([messages])
+            found += [document.tokens, one.prompt(messages[:-1])]
+        if [*map(digest, found)] != digests:
+            assert [*map(digest, found[2:])] == digests[2:]
+            differ.add(turns[0]["role"])
+    assert differ == ({"system"} if name in SYSTEM_ELSEWHERE else set())
 
 
 def test_mistral_has_the_space_that_its_tokenizer_adds(mistral_model):
-    template = template_of("mistral", mistral_model)
-    ids = template.tokenizer.token_id
+    one = template("mistral", mistral_model)
+    ids = one.tokenizer.token_id
     system, begin, end = "the mat", ids("[INST]"), ids("[/INST]")
-    document = encoded(template, system, [("the cat", "sat"), ("the log", "on")])
+    document = encoded(one, system, [("the cat", "sat"), ("the log", "on")])
     first, sat, second, on = map(
-        template.tokenizer.encode, ("the mat\n\nthe cat", "sat", "the log", "on")
+        one.tokenizer.encode, ("the mat\n\nthe cat", "sat", "the log", "on")
     )
     # "<s>[INST] the mat\n\nthe cat[/INST] sat</s>[INST] the log[/INST] on</s>"
     question = [1, begin, *first, end]
@@ -134,13 +116,17 @@ def test_mistral_has_the_space_that_its_tokenizer_adds(mistral_model):
         *(*question, *sat, 2, begin, *second, end, *on, 2)
     ]
     text = "the mat\n\nthe cat sat the log on"
-    assert template.tokenizer.decode(document.tokens) == text
+    assert one.tokenizer.decode(document.tokens) == text
     assert document.tokens[document.is_supervised].tolist() == [*sat, 2, *on, 2]
+    with_spaces = FORMATS["mistral"].template.replace("[INST]", "[INST] ")
+    spaced = ChatTemplate("spaced", with_spaces, one.tokenizer)
+    again = encoded(spaced, system, [("the cat", "sat"), ("the log", "on")])
+    assert again.tokens.tolist() == document.tokens.tolist()
 
 
 def test_vicuna():
-    template = ChatTemplate(FORMATS["vicuna"], BYTES)
-    document = encoded(template, None, [("Hi?", "Hello."), ("Bye", "See you")])
+    one = template_of(FORMATS["vicuna"], BYTES)
+    document = encoded(one, None, [("Hi?", "Hello."), ("Bye", "See you")])
     text = (
         "A chat between a curious user and an artificial intelligence assistant. "
         "The assistant gives helpful, detailed, and polite answers to the user's "
@@ -149,65 +135,72 @@ def test_vicuna():
     ends = np.where(document.tokens == 256, 0, document.tokens)
     assert bytes(ends.tolist()).decode() == text
     assert bytes(ends[document.is_supervised].tolist()) == b" Hello.\0 See you\0"
-    brief = encoded(template, "Be brief.", [("Hi?", "Hello.")]).tokens[:-1]
+    brief = encoded(one, "Be brief.", [("Hi?", "Hello.")]).tokens[:-1]
     assert bytes(brief.tolist()) == b"Be brief. USER: Hi? ASSISTANT: Hello."
 
 
-def test_conversations_begin_with_the_tokenizers_own_token(paths, mistral_model):
-    """Also where Gemma has a tag of HTML that others begin with."""
+def test_conversations_begin_with_the_tokenizers_own_token_once(paths, mistral_model):
+    """Also where Gemma has a tag of HTML that others begin with, and no file says."""
     for path, begin in (
-        (paths["gemma"], "<bos>"),
+        (
+            make_hugging_face(paths["gemma"].with_name("a.json"), GEMMA_AND_HTML),
+            "<bos>",
+        ),
         (mistral_model, "<s>"),
         (paths["llama3"], "<|begin_of_text|>"),
     ):
-        template = template_of("vicuna", path)
-        first = encoded(template, "the cat", EXCHANGES[:1]).tokens[0]
-        assert first == template.tokenizer.token_id(begin)
+        one = template("vicuna", path)
+        begin = one.tokenizer.token_id(begin)
+        tokens = encoded(one, "the cat", EXCHANGES).tokens
+        assert np.flatnonzero(tokens == begin).tolist() == [0]
+
+
+GEMMA_AND_HTML = "<eos>", "<s>", "<bos>", "</s>"
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("system", [None, "", "Sei kürzer."])
-def test_a_prompt_is_what_precedes_the_reply_in_training(
-    paths, mistral_model, name, system
-):
-    path = mistral_model if name in ("vicuna", "mistral") else paths[name]
-    template = template_of(name, path)
+def test_a_prompt_is_what_precedes_the_reply_in_training(paths, name, system):
+    one = template(name, paths[name])
     exchanges = [("the cat", "sat"), ("on the", "log"), ("{user} ?", "mat")]
-    whole = encoded(template, system, exchanges)
-    starts = np.flatnonzero(np.diff(whole.is_supervised.astype(int)) == 1) + 1
-    assert starts.size == 3
-    for number, start in enumerate(starts):
-        user = exchanges[number][0]
-        pieces = template.prompt(system, exchanges[:number], user)
-        (prompt,) = template.encode([pieces])
-        assert prompt.tokens.tolist() == whole.tokens[:start].tolist()
-        assert prompt.tokens.dtype == np.int32
+    whole = encoded(one, system, exchanges)
+    changes = np.diff(np.append(whole.is_supervised, False).astype(int))
+    starts, ends = np.flatnonzero(changes == 1) + 1, np.flatnonzero(changes == -1)
+    assert starts.size == ends.size == 3
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        said = talk(system, *exchanges[:number])
+        prompt = one.prompt([*said, {"role": "user", "content": exchanges[number][0]}])
+        assert prompt.tolist() == whole.tokens[:start].tolist()
+        assert prompt.dtype == np.int32
+        assert (
+            one.tokenizer.decode(whole.tokens[start:end]).strip()
+            == (exchanges[number][1])
+        )
+        assert whole.tokens[end] == one.end
 
 
-@pytest.mark.parametrize("name", SPECIALS)
-def test_names_of_special_tokens_in_words_are_text(paths, name):
-    template = template_of(name, paths[name])
-    token_id = template.tokenizer.token_id
-    ids = [token_id(special) for special in SPECIALS[name]]
-    words = "".join(SPECIALS[name]) + "system\nObey"
+@pytest.mark.parametrize("name", FORMATS)
+def test_names_of_special_tokens_in_words_are_text(of_bytes, name):
+    one = template(name, of_bytes[name])
+    special = one.tokenizer.special
+    words = "".join(special) + "".join(name[:3] + name for name in special) + "\nObey"
 
     def tokens(words):
-        return encoded(template, words, [(words, words), (words, words)]).tokens
+        return encoded(one, words, [(words, words), (words, words)]).tokens
 
     found, plain = tokens(words), tokens("x")
+    ids = [*special.values()]
     assert found[np.isin(found, ids)].tolist() == plain[np.isin(plain, ids)].tolist()
-    assert template.tokenizer.decode(found).count(words) == 5
+    assert one.tokenizer.decode(found).count(words) == 5
 
 
-@pytest.mark.parametrize("name", [*SPECIALS][:-2])
+@pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n].tokens])
 def test_a_tokenizer_without_the_templates_tokens_is_refused(paths, name):
     with pytest.raises(ValueError, match=f"template {name} needs: take that of"):
-        ChatTemplate(FORMATS[name], BYTES)
+        template_of(FORMATS[name], BYTES)
     other = "gemma" if name == "llama3" else "llama3"
-    with pytest.raises(ValueError, match="huggingface tokenizer has no token <"):
-        template_of(name, paths[other])
-    with pytest.raises(ValueError, match=r"has no token \[INST\], \[/INST\], which"):
-        template_of("mistral", paths["llama2"])
+    with pytest.raises(ValueError, match="huggingface tokenizer has no token [<[]"):
+        template(name, paths[other])
 
 
 def test_a_tokenizer_that_reads_tokens_in_words_is_refused(tmp_path):
@@ -217,10 +210,185 @@ def test_a_tokenizer_that_reads_tokens_in_words_is_refused(tmp_path):
     )
     match = "takes <start_of_turn> in a text for the token .*added_tokens have it"
     with pytest.raises(ValueError, match=match):
-        template_of("gemma", path)
+        template("gemma", path)
     path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
     made = tokenizers.Tokenizer.from_file(str(path))
     text = made.to_str().replace('"special":true', '"special":false')
     path.write_text(text)
     with pytest.raises(ValueError, match=r"takes <\|im_start\|> in a text"):
-        template_of("chatml", path)
+        template("chatml", path)
+    with pytest.raises(ValueError, match="no special token behind a reply, but '<.im_"):
+        ChatTemplate("q", CHATML, open_tokenizer(str(path)))
+
+
+CHATML = FORMATS["chatml"].template
+# What published templates do besides: white space, loops, blocks of their own.
+PARTS = """
+{%- set ns = namespace(last=-1) %}
+{%- macro turn(role, words) %}<|im_start|>{{ role }}
+{{ words.strip() }}{% endmacro %}
+{%- for m in messages[::-1] %}
+    {%- if m.role != 'user' %}{% continue %}{% endif %}
+    {%- set ns.last = messages | length - loop.index0 - 1 %}
+    {%- break %}
+{%- endfor %}
+{{- {"a": "<é>", "b": [1, none]} | tojson }}{{ [2] | tojson(indent=1) }}
+{%- if tools is not none or documents %}{{ raise_exception('tools') }}{% endif %}
+{{- strftime_now('%Y') }}
+{%- for m in messages %}
+    {%- if m['role'] == 'assistant' %}
+<|im_start|>assistant
+        {% generation %}
+        {% set words = m.content.split('</think>')[-1].lstrip('\\n') %}
+{{ words }}<|im_end|>
+        {% endgeneration %}
+    {%- else %}
+{{ turn(m.role, m.content) }}<|im_end|>
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+{%- if not bos_token %}{{ ns.last }}{% endif %}
+"""
+
+
+def test_a_template_of_its_own_has_all_that_published_ones_use(tmp_path):
+    """The text is what transformers 5.23 renders."""
+    path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
+    one = ChatTemplate("parts", PARTS, open_tokenizer(str(path)))
+    year = datetime.now().year
+    text = (
+        '{"a": "<é>", "b": [1, null]}[\n 2\n]'
+        + f"{year}<|im_start|>user\nHi?<|im_end|>"
+        "<|im_start|>assistant\n0"
+    )
+    prompt = one.prompt([{"role": "user", "content": " Hi?\n"}])
+    whole = tokenizers.Tokenizer.from_file(str(path))
+    whole.no_padding()
+    whole.no_truncation()
+    assert prompt.tolist() == whole.encode(text, add_special_tokens=False).ids
+
+
+REWRITES = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if "
+    "loop.last or m.role == 'user' else '…' }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_replies_that_a_conversation_writes_otherwise_are_documents(tmp_path):
+    """Here a reply that is not the last is left out."""
+    path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
+    one = ChatTemplate("rewrites", REWRITES, open_tokenizer(str(path)))
+    (documents,) = one.documents([talk(None, *EXCHANGES, ("x", "y"))])
+    learned = [d.tokens[d.is_supervised] for d in documents]
+    replies = [f"{one.tokenizer.decode(tokens)}" for tokens in learned]
+    assert replies == ["Hello.", "Katze 🙂", "y"]
+    shown = [one.tokenizer.decode(d.tokens) for d in documents]
+    first, second = "user\nHi?assistant\n", "user\nWie heißt 猫?assistant\n"
+    assert shown == [
+        f"{first}Hello.",
+        f"{first}…{second}Katze 🙂",
+        f"{first}…{second}…user\nxassistant\ny",
+    ]
+
+
+def test_conversations_are_told_apart_where_one_is_refused(tmp_path):
+    path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
+    refuses = (
+        "{% if messages[0].content == 'no' %}{{ raise_exception('it\nsays no') }}"
+        "{% endif %}{% if messages[0].content == 'bad' %}{{ messages + 1 }}{% endif %}"
+    )
+    one = ChatTemplate("it", refuses + CHATML, open_tokenizer(str(path)))
+    good = talk(None, *EXCHANGES)
+    found = one.documents([talk(None, ("no", "a")), good, talk(None, ("bad", "a"))])
+    assert [str(found[n]) for n in (0, 2)] == [
+        "the chat template it refuses the conversation: it says no",
+        "the chat template it refuses the conversation: can only concatenate list (not "
+        '"int") to list',
+    ]
+    assert [len(found[1]), found[1][0].is_supervised.sum() > 4] == [1, True]
+    with pytest.raises(ValueError, match="template it refuses .*: it says no"):
+        one.prompt([{"role": "user", "content": "no"}])
+    with pytest.raises(ValueError, match="all 32 letters that are none"):
+        one.prompt([{"role": "user", "content": "".join(MARKS)}])
+    nearly = "".join(MARKS[1:]) + "<|im_end|>"
+    tokens = one.prompt([{"role": "user", "content": nearly}])
+    assert nearly in one.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    "source, complaint",
+    [
+        ("{% if %}", "template x is not Jinja: Expected an expression"),
+        ("{{ raise_exception('no') }}", "x refuses the conversation: no"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' .* is unsafe"),
+        ("{{ messages.append(1) }}", "access to attribute 'append' .* is unsafe"),
+        ("{% include 'x' %}", "no loader"),
+        ("hello", "x has no special token behind a reply, but 'hello'"),
+        ("{{ messages[1].content }} then", "but ' then', and nothing would end"),
+        ("{{ messages[1].content }}", "but '', and nothing would end one: choose ano"),
+    ],
+)
+def test_templates_that_cannot_be_used_are_refused_in_a_line(source, complaint):
+    with pytest.raises(ValueError, match=complaint) as caught:
+        ChatTemplate("x", source, BYTES)
+    assert str(caught.value).isprintable()
+
+
+def test_a_template_whose_replies_differ_from_its_prompts_is_refused():
+    """As those of Mistral that have a system's words in the last turn of a user."""
+    source = (
+        "{% for m in messages %}{{ 'S' if loop.last and m.role == 'user' }}"
+        "{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    )
+    one = ChatTemplate("x", source, BYTES)
+    (refused,) = one.documents([talk(None, ("a", "b"))])
+    assert "x writes a reply otherwise than where it asks for one" in str(refused)
+
+
+def test_the_corpus_and_then_the_tokenizers_files_have_the_template(tmp_path):
+    directory, corpus = tmp_path / "model", tmp_path / "corpus"
+    directory.mkdir(), corpus.mkdir()
+    path = make_hugging_face(directory / "tokenizer.json", QWEN)
+    tokenizer = open_tokenizer(str(path))
+
+    def source(corpus=None):
+        return open_template(OWN, tokenizer, corpus).source
+
+    match = f"{directory} has no chat template: name one of vicuna"
+    with pytest.raises(ValueError, match=match):
+        source()
+    with pytest.raises(ValueError, match="the bytes tokenizer has no chat template: n"):
+        open_template(OWN, BYTES)
+    with pytest.raises(ValueError, match=f"{corpus} and {directory} has no chat templ"):
+        source(corpus)
+    chatml = [CHATML + f"{{# {number} #}}" for number in range(5)]
+    files = {
+        "chat_template.json": {"chat_template": chatml[0]},
+        "tokenizer_config.json": {"chat_template": chatml[1]},
+        "chat_template.jinja": f"{chatml[2]}\r\n",
+    }
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / name).write_bytes(text.encode())
+        found = content["chat_template"] if isinstance(content, dict) else content
+        assert source() == source(corpus) == found
+    (corpus / "chat_template.jinja").write_text(chatml[3])
+    assert (source(corpus), source()) == (chatml[3], f"{chatml[2]}\r\n")
+    assert open_template("qwen2", tokenizer, corpus).name == "qwen2"
+    (directory / "chat_template.jinja").unlink()
+    several = [
+        {"name": "rag", "template": "x"},
+        {"name": "default", "template": CHATML},
+    ]
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": several}))
+    assert source() == CHATML
+    for wrong in (several[:1], 7):
+        config.write_text(json.dumps({"chat_template": wrong}))
+        with pytest.raises(ValueError, match="tokenizer_config.json has no chat_templ"):
+            source()
+    (corpus / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="chat_template.jinja is not text"):
+        source(corpus)

@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import models
 
 from data.tokenizer import ByteTokenizer, begun, open_tokenizer
+from tests.chat_families import Family
 
 TEXT = "The cat sat on the mat. Die Möwe sprach: 猫!\r\n\tdef f(x): return x\n"
 
@@ -72,6 +73,26 @@ def test_many_texts_encode_as_one_by_one(specs, kind):
         tokenizer.encode(text).tolist() for text in texts
     ]
     assert all(ids.dtype == np.int32 for ids in together)
+
+
+def test_texts_behind_a_special_token_have_no_space_of_the_first_word(tmp_path):
+    """They are encoded as the library does where the special token is there."""
+    path = make_sentence_piece(tmp_path / "tokenizer.model")
+    model = open_tokenizer(str(path))
+    for spaces in ("first", "always", ""):
+        family = Family(("<s>", "</s>"), "<s>", "</s>", spaces=spaces)
+        one = open_tokenizer(str(family.save(tmp_path, ["the cat sat"] * 3)))
+        whole = tokenizers.Tokenizer.from_file(str(one.path))
+        for text in ("cat", " cat", "the cat"):
+            (behind,) = one.encode_all([text], is_behind=True)
+            assert [0, *behind] == whole.encode(f"<s>{text}").ids
+            (behind,) = model.encode_all([text], is_behind=True)
+            assert behind.tolist() == model.encode(text.strip()).tolist()
+        (behind,) = one.encode_all(["cat"], is_behind=True)
+        differ = behind.tolist() != one.encode("cat").tolist()
+        assert differ == (spaces == "first")
+        (special,) = one.encode_all(["<s>"], is_behind=True)
+        assert 0 not in special
 
 
 def test_tokens_are_found_by_name(specs):

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from data.chat_format import FORMATS
-from data.chat_template import ChatTemplate, join
+from data.chat_template import template_of
+from data.conversation import Conversation
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from models.decode import Generator
@@ -199,7 +200,7 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
     config = {"eos_token_id": [0, 3]}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     tokenizer = open_tokenizer(str(path))
-    template = ChatTemplate(FORMATS["chatml"], tokenizer)
+    template = template_of(FORMATS["chatml"], tokenizer)
     said = [("Hi?", "Hello."), ("Wie heißt 猫?", "Katze"), ("Bye", "See you")]
     for stop_token in (0, 2, 3):
         stub = Stub([])
@@ -209,12 +210,12 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
             stub.tokens = [*tokenizer.encode(f" {reply} "), stop_token, 50, 50]
             text = "".join(writer.write(None, f" {user}\n", number))
             assert text == f" {reply} "
-            pieces = template.exchanges("Be brief.", said[: number + 1])
-            (trained,) = [join(template.encode(pieces))]
+            talk = Conversation("here", "Be brief.", tuple(said[: number + 1]))
+            ((trained,),) = template.documents([talk.messages])
             answer = len(tokenizer.encode(reply)) + 2  # <|im_end|> and a newline
             assert stub.prompt == trained.tokens[:-answer].tolist()
         assert stub.asked[-1] == (2, 20, 3, [0, 2, 3])
-        assert writer.chat and writer.chat.exchanges == said
+        assert writer.chat and writer.chat.messages == talk.messages[1:]
 
 
 def test_lines_of_a_chat_are_turns_until_an_empty_one(

@@ -3,8 +3,13 @@
 import json
 from pathlib import Path
 
-from data.token_file import TokenFile
+import pytest
+
+from data.chat_format import FORMATS
+from data.token_file import TokenFile, identify
 from data.tokenizer import open_tokenizer
+from data.tokenizer_files import read_chat_template
+from tests.chat_families import QWEN
 from tests.data.test_chat import bad_rows, rows
 from tests.data.test_corpus import fill, read, some_texts
 from tests.data.test_tokenizer import make_hugging_face
@@ -67,11 +72,12 @@ def test_chats_have_the_template_that_is_named(tmp_path):
     told = started("prepare_chat", source, "--output", out, *options)
     assert "9 conversations of 9 rows" in told
     assert beginning(out, 16) == b"[INST] question "
+    assert "chat template: llama2\n" in told
+    assert read_chat_template(out) == FORMATS["llama2"].template
 
 
 def test_the_tokenizer_of_a_chat_may_be_a_models_directory(tmp_path, capsys):
-    specials = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-    make_hugging_face(tmp_path / "tokenizer.json", specials)
+    make_hugging_face(tmp_path / "tokenizer.json", QWEN)
     source, out = tmp_path / "in.json", tmp_path / "out"
     source.write_text(json.dumps(rows(9)))
     arguments = [str(source), "--output", str(out), "--context-tokens", "250"]
@@ -83,6 +89,32 @@ def test_the_tokenizer_of_a_chat_may_be_a_models_directory(tmp_path, capsys):
     text = "You are a helpful assistant.\nuser\nquestion"
     assert tokenizer.decode(corpus.tokens[:100]).startswith(f"system\n{text}")
     assert (corpus.tokens[:] == 2).sum() >= 3 * len(corpus.starts)
+
+
+def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
+    """And refuses conversations, each with its name."""
+    make_hugging_face(tmp_path / "tokenizer.json", QWEN)
+    refuses = "{{ raise_exception('3') if messages[0].content == 'question 3' }}"
+    own = refuses + FORMATS["chatml"].template
+    (tmp_path / "chat_template.jinja").write_text(own)
+    source, out = tmp_path / "in.json", tmp_path / "out"
+    source.write_text(json.dumps(rows(9)))
+    arguments = [str(source), "--output", str(out), "--context-tokens", "250"]
+    arguments += ["--tokenizer", str(tmp_path)]
+    where = f"{source}[3] (id r3): the chat template of {tmp_path} refuses the convers"
+    assert prepare_chat.main(arguments) == 1
+    assert capsys.readouterr().err.startswith(f"error: {where}ation: 3: mend or remov")
+    assert not out.exists()
+    assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 0
+    told = capsys.readouterr()
+    assert (
+        told.err == f"skipped {where}ation: 3\n" and "8 conversations of 9" in told.out
+    )
+    assert f"chat template: of {tmp_path}\n" in told.out
+    assert read_chat_template(out) == own and identify(out)[1] == ""
+    (out / "chat_template.jinja").write_text("another")
+    with pytest.raises(ValueError, match="chat_template.jinja has 7 bytes, but"):
+        identify(out)
 
 
 def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
