@@ -1,4 +1,4 @@
-"""A small model on a ring of any size, with a window, sinks, and losses by token."""
+"""A small model on a ring of any size, with a window, and its losses by token."""
 
 import functools
 from typing import Any
@@ -31,7 +31,6 @@ SIZES = {
     "model__num_kv_heads": 1,
     "model__layer_pattern": "wf",
     "model__window": 5,
-    "model__attention_sinks": True,
     "data__batch_rows": len(ROWS),
     "feed_forward_chunk_tokens": 1000,
     "loss_chunk_tokens": 1000,
@@ -49,7 +48,10 @@ class RingModel:
     """The model's task, its parameters, and what it gives for `HardRows`."""
 
     def __init__(self, shape: MeshShape, attention: str, **overrides: Any):
-        config = small_config("", "", attention=attention, **SIZES | overrides)
+        # Without sinks rows that see nothing have nothing to divide by.
+        sinks = {"model__attention_sinks": attention != "striped"}
+        fields = SIZES | sinks | overrides
+        config = small_config("", "", attention=attention, **fields)
         self.config, self.partition = config, partition_of(shape)
         self.layout = base.attention_system(config).layout
         self.ring = self.partition.ring_size
