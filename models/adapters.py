@@ -103,22 +103,25 @@ def over_whole(
     function: Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array],
     axes: Mapping[str, Axes],
     sides: tuple[Axes, Axes],
+    summed: Axes = (),
 ) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array]:
     """Runs `function(x, weights)` on every device's shard of x, with whole weights.
 
     They travel in the type of x.
 
-    axes: names of the axes of each weight, one of them "embed".
+    axes: names of the axes of each weight; those with no "embed" are whole already.
     sides: names of the axes of x and of the result.
+    summed: names of axes that results are summed over before such weights are used.
     """
 
     def call(x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
-        places = {name: axes[name].index("embed") for name in weights}
-
         def local(x: jax.Array, *shards: jax.Array) -> jax.Array:
             whole = {}
             for (name, weight), shard in zip(weights.items(), shards, strict=True):
-                place = places[name]
+                if "embed" not in axes[name]:
+                    whole[name] = partition.vary(shard, but=summed)
+                    continue
+                place = axes[name].index("embed")
                 size = weight.shape[place]
                 whole[name] = partition.gather(shard, place, size, x.dtype)
             return function(partition.vary(x), whole)

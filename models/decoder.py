@@ -76,8 +76,8 @@ class DecoderLayer(nnx.Module):
     def _after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the output of x (B, T, E) and what attention makes of it."""
         x = x + _normalised(self.attention_post_norm, attended)
-        y = self.feed_forward(_normalised(self.feed_forward_norm, x))
-        return x + _normalised(self.feed_forward_post_norm, y)
+        normal = _normalised(self.feed_forward_norm, x)
+        return x + self.feed_forward(normal, self.feed_forward_post_norm)
 
 
 def _normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:

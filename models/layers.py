@@ -45,8 +45,12 @@ class RMSNorm(nnx.Module):
         self.epsilon = config.norm_epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises x (B, T, …) in float32; returns its shape and type."""
-        wide, scale = x.astype(jnp.float32), self.scale[...]
+        """Normalises x (…, *shape) in float32; returns its shape and type."""
+        return self.with_scale(x, self.scale[...])
+
+    def with_scale(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        """Does so with this module's scale where `over_shards` has passed it on."""
+        wide = x.astype(jnp.float32)
         axes = tuple(range(-scale.ndim, 0))
         mean_square = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
         normal = wide * jax.lax.rsqrt(mean_square + self.epsilon)
@@ -75,8 +79,12 @@ class FeedForward(nnx.Module):
         self.partition, self.chunk = partition, chunk
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns what the feed-forward adds to x: (B, T, E), as x."""
+    def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
+        """Returns what the feed-forward adds to x: (B, T, E), as x.
+
+        norm: of the result, made chunk by chunk too: its gradient needs the result,
+          which would otherwise be computed again for all tokens.
+        """
         partition, embed = self.partition, x.shape[-1]
         activate = GATES[self.activation]
 
@@ -88,13 +96,20 @@ class FeedForward(nnx.Module):
             def gated(tokens: jax.Array) -> jax.Array:
                 wide = activate(product(tokens, "gate"))  # (tokens, F)
                 wide *= product(tokens, "up")
-                return product(wide, "down")  # (tokens, E)
+                y = product(wide, "down")  # (tokens, E)
+                if norm is None:
+                    return y
+                return norm.with_scale(partition.total(y, summed), whole["norm"])
 
             tokens = x.reshape(-1, embed)  # (b · t, E)
-            y = scan_chunks(gated, tokens, self.chunk or len(tokens))
-            return partition.total(y.reshape(x.shape), ("mlp",))
+            y = scan_chunks(gated, tokens, self.chunk or len(tokens)).reshape(x.shape)
+            return partition.total(y, summed) if norm is None else y
 
+        summed = ("mlp",)
         weights = with_factors(self, "gate", "up", "down")
+        if norm is not None:
+            weights["norm"] = norm.scale
         axes = {name: weight.axes for name, weight in weights.items()}
         arrays = {name: weight[...] for name, weight in weights.items()}
-        return over_whole(partition, local, axes, (RESIDUAL, RESIDUAL))(x, arrays)
+        sides = RESIDUAL, RESIDUAL
+        return over_whole(partition, local, axes, sides, summed)(x, arrays)

@@ -249,17 +249,17 @@ class Partition:
                 return tuple((axes[0], groups) for groups in halves)
         return tuple((name, None) for name in axes)
 
-    def vary(self, x: jax.Array) -> jax.Array:
+    def vary(self, x: jax.Array, but: Sequence[str | None] = ()) -> jax.Array:
         """Types `x`, inside `over_shards`, as differing between all devices.
 
         Its gradient is then summed over the devices here, and not at every use of it,
         in every round of a loop.
+
+        but: logical axes over which it remains the same, as does what it is used with.
         """
-        same = tuple(
-            a
-            for a in self.mesh.axis_names
-            if a not in jax.typeof(x).manual_axis_type.varying
-        )
+        kept = {axis for name in but for axis in self.axes(name)}
+        kept |= jax.typeof(x).manual_axis_type.varying
+        same = tuple(axis for axis in self.mesh.axis_names if axis not in kept)
         return jax.lax.pcast(x, same, to="varying") if same else x
 
     def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
@@ -315,7 +315,7 @@ class StationaryPartition(Partition):
     ) -> jax.Array:
         return shard
 
-    def vary(self, x: jax.Array) -> jax.Array:
+    def vary(self, x: jax.Array, but: Sequence[str | None] = ()) -> jax.Array:
         return x
 
     def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:

@@ -12,18 +12,19 @@ from models.remat import REMAT_POLICIES, remat
 from tests.models.test_language_model import LENGTH, ROWS, Run, rows
 from training.mesh import MeshShape
 
+ONE_DEVICE = MeshShape()
 each_policy = pytest.mark.parametrize("policy", REMAT_POLICIES)
 
 
-def run_with(policy: str, ring_size: int = 1) -> Run:
+def run_with(policy: str, shape: MeshShape = ONE_DEVICE, **overrides) -> Run:
     """One chunk of the feed-forward holds all tokens: smaller ones are recomputed."""
     chunks = {"feed_forward_chunk_tokens": ROWS * LENGTH, "loss_chunk_tokens": 16}
-    return Run(MeshShape(ring=ring_size), "striped", remat=policy, **chunks)
+    return Run(shape, "striped", remat=policy, **chunks | overrides)
 
 
-def trace(policy: str, ring_size: int = 1):
+def trace(policy: str, ring_size: int = 1, **overrides):
     """Of loss and gradients, as the train step takes them."""
-    run = run_with(policy, ring_size)
+    run = run_with(policy, MeshShape(ring=ring_size), **overrides)
     batch = jax.tree.map(jnp.asarray, rows())
     return jax.jit(jax.value_and_grad(run.loss)).trace(run.model.shapes, batch)
 
@@ -53,9 +54,10 @@ def test_ring_runs_again_only_where_its_result_is_not_kept(policy):
     assert rotations == runs * forward + backward
 
 
-def products(policy: str) -> int:
+def products(policy: str, **overrides) -> int:
     """Matrix products in a step's program, the layers being a loop."""
-    return len(re.findall(r"stablehlo\.dot_general", trace(policy).lower().as_text()))
+    program = trace(policy, **overrides).lower().as_text()
+    return len(re.findall(r"stablehlo\.dot_general", program))
 
 
 def test_policies_recompute_the_products_that_they_do_not_keep():
@@ -70,6 +72,24 @@ def test_policies_recompute_the_products_that_they_do_not_keep():
     assert products("nothing") == kept + 6 + 2 + 3
     # The same, and the attention of the last half of the tokens only once.
     assert products("tail") == products("nothing") + 2
+
+
+def test_norms_after_do_not_compute_chunks_of_the_feed_forward_again():
+    chunks = {"feed_forward_chunk_tokens": 16}
+    before = products("attention", **chunks)
+    # But for each chunk's last product, of which the norm's gradient is made.
+    assert products("attention", model__norms="both", **chunks) == before + 1
+
+
+def test_norms_after_chunks_have_the_gradients_of_all_tokens():
+    shape = MeshShape(fsdp=2, ring=2, tensor=2)
+    parts = (
+        run_with("attention", where, model__norms="both", feed_forward_chunk_tokens=n)
+        for where, n in ((shape, 7), (ONE_DEVICE, 0))
+    )
+    got, want = (jax.tree.leaves(run.answer()) for run in parts)
+    for a, b in zip(got, want, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
 def test_offload_moves_the_layers_input_to_the_host_and_back():
