@@ -18,13 +18,16 @@ from data.chat_template import ChatTemplate, Document
 from data.conversation import Conversation, read_conversations
 from data.holdout import Holdout
 from data.input_files import Inputs, list_inputs
-from data.skipped import BadRow, stop_at
+from data.markup import SPECIAL, check_markup, names_special_tokens
+from data.skipped import BadRow, Skipped, stop_at
 from data.summary import Summary
 from data.token_file import TokenFileWriter
 
 TOO_LONG = ("truncate", "split")
 # Encoded together: enough for every core, and little enough to hold in memory.
 CONVERSATIONS_AT_A_TIME = 64
+LEAST_HELD_OUT = 32
+"""Characters for each token of the context: 4 rows, with 8 characters in a token."""
 
 
 class ChatEncoder:
@@ -34,6 +37,8 @@ class ChatEncoder:
     that it cuts is supervised as far as it goes. Or it is split between exchanges, as
     many in a document as fit, each document with the system's words; only an exchange
     that is too long by itself is truncated.
+
+    context: tokens in a document, at most.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class ChatEncoder:
         if too_long not in TOO_LONG:
             raise ValueError(f"{too_long=} must be one of {', '.join(TOO_LONG)}")
         self.template = template
-        self._context = context_tokens
+        self.context = context_tokens
         self._splits = too_long == "split"
 
     def encode(
@@ -69,11 +74,9 @@ class ChatEncoder:
             if isinstance(documents, ValueError):
                 found.append(BadRow(conversation.where, str(documents)))
                 continue
-            if self._splits and longest(documents) > self._context:
+            if self._splits and longest(documents) > self.context:
                 documents = self._parts(conversation)
-            cut = [
-                Document(*(a[: self._context] for a in whole)) for whole in documents
-            ]
+            cut = [Document(*(a[: self.context] for a in whole)) for whole in documents]
             # A document's first token is not a target.
             found.append([part for part in cut if part.is_supervised[1:].any()])
         return found
@@ -93,7 +96,7 @@ class ChatEncoder:
         while first < len(exchanges):
             counts = range(1, len(exchanges) - first + 1)
             fitting = bisect_right(
-                counts, self._context, key=lambda count: longest(documents(count))
+                counts, self.context, key=lambda count: longest(documents(count))
             )
             count = max(fitting, 1)
             parts += documents(count)
@@ -112,7 +115,8 @@ def prepare_chats(
     encoder: ChatEncoder,
     *,
     on_bad_row: Callable[[BadRow], None] = stop_at,
-    validation_fraction: float = 0.02,
+    validation_fraction: float | None = None,
+    keep_markup: bool = False,
     **chosen: Any,
 ) -> Summary:
     """Writes the corpus `output` from files of conversations.
@@ -126,33 +130,33 @@ def prepare_chats(
       on_bad_row: called once for every row that is not a conversation, or of which
         nothing is supervised in the context; if it returns, the row is skipped.
       validation_fraction: about this share of the conversations is held out, if no
-        files are.
+        files are. None: 2 %, and of few conversations up to 10 %.
+      keep_markup: whether most conversations may name special tokens in their words,
+        where they are text.
       chosen: `pattern` and `splits`, as of `list_inputs`.
 
     Raises:
       FileNotFoundError: an input does not exist.
       FileExistsError: `output` exists and is not empty.
-      ValueError: an input does not hold rows, there is no conversation to train on, or
-        the fraction is not between 0 and 1.
+      ValueError: an input does not hold rows, there is no conversation to train on,
+        most are markup, or the fraction is not between 0 and 1.
     """
-    holdout = Holdout(validation_fraction)
+    holdout = Holdout(validation_fraction, LEAST_HELD_OUT * encoder.context)
     found = list_inputs(inputs, **chosen)
     with TokenFileWriter(
         output, encoder.template.tokenizer, has_loss_mask=True
     ) as writer:
         writer.chat_template = encoder.template.source
         summary = Summary(writer, left_out=found.left_out)
-        conversations = 0
 
         def skip(row: BadRow) -> None:
             on_bad_row(row)
             summary.skipped.add(row)
 
-        for row, split in read_conversations(found.files):
-            if isinstance(row, BadRow):
-                skip(row)
-            elif split is None:
-                holdout.add(row.text)
+        conversations = _survey(found, holdout, summary.markup, skip)
+        if not keep_markup:
+            check_markup(summary.markup, conversations)
+        conversations = 0
         writer.add_sources(file.path for file in found.files)
         for conversation, split, documents in _encoded(found, encoder):
             if not documents:
@@ -173,6 +177,23 @@ def prepare_chats(
             )
         summary.rows = f"{conversations:,} conversations of {rows:,} rows"
     return summary
+
+
+def _survey(
+    inputs: Inputs, holdout: Holdout, markup: Skipped, skip: Callable[[BadRow], None]
+) -> int:
+    """Reads all rows; returns how many are conversations."""
+    conversations = 0
+    for row, split in read_conversations(inputs.files):
+        if isinstance(row, BadRow):
+            skip(row)
+            continue
+        conversations += 1
+        if split is None:
+            holdout.add(row.text)
+        if names_special_tokens(row.text):
+            markup.add(BadRow(row.where, SPECIAL))
+    return conversations
 
 
 def _encoded(

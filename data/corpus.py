@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data.holdout import Holdout
 from data.input_files import Inputs, files_in, list_inputs
-from data.markup import find_markup
+from data.markup import check_markup, find_markup
 from data.skipped import BadRow, Skipped, stop_at
 from data.summary import Summary
 from data.text_documents import TextDocument, read_documents
@@ -30,8 +30,8 @@ from data.tokenizer import ByteTokenizer, Tokenizer, begun
 DOCUMENTS_AT_A_TIME = 64
 # Parts of Python's installation that are not its library, or only its tests.
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
-MOST_MARKUP = 0.5
-"""Share of documents with one kind of markup beyond which it is refused."""
+LEAST_HELD_OUT = 1 << 14
+"""Characters: a batch of configs/tiny.py, with 8 characters in a token."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ def prepare(
     output: Path,
     tokenizer: Tokenizer,
     *,
-    validation_fraction: float = 0.02,
+    validation_fraction: float | None = None,
     text_field: str = "text",
     on_bad_row: Callable[[BadRow], None] = stop_at,
     keep_markup: bool = False,
@@ -66,7 +66,8 @@ def prepare(
       output: a directory that does not exist yet, or is empty.
       tokenizer: makes the tokens.
       validation_fraction: about this share of the documents is held out, and at least
-        one (and never all) where two documents differ; if no files are held out.
+        one (and never all) where two documents differ; if no files are held out. None:
+        2 %, and of small corpora up to 10 %, for `LEAST_HELD_OUT`.
       text_field: which field of a row is the document.
       on_bad_row: called with every row that has no text; if it returns, the row is
         skipped.
@@ -81,7 +82,7 @@ def prepare(
     """
     found = list_inputs(inputs, **chosen)
     with TokenFileWriter(output, tokenizer) as writer:
-        survey = _Survey(Holdout(validation_fraction))
+        survey = _Survey(Holdout(validation_fraction, LEAST_HELD_OUT))
         _read(_progress(found, text_field), survey, on_bad_row)
         _check(inputs, found, survey, keep_markup)
         writer.add_sources(file.path for file in found.files)
@@ -185,14 +186,8 @@ def _check(
             f"there is no text in {', '.join(map(str, inputs))}: "
             + "; ".join([f"{len(found.files)} files are read", *reasons])
         )
-    for kind, count in survey.markup.counts.items():
-        if count > MOST_MARKUP * survey.documents and not keep_markup:
-            raise ValueError(
-                f"{count} of {survey.documents} documents have markup ({kind}), as "
-                f"{survey.markup.first[kind]}, which would be learned as text: prepare "
-                "conversations with tools.prepare_chat, take the markup out of texts, "
-                "or keep it (--keep-markup)"
-            )
+    if not keep_markup:
+        check_markup(survey.markup, survey.documents)
 
 
 def _texts(documents: Iterable[TextDocument | BadRow]) -> Iterator[TextDocument]:

@@ -43,10 +43,12 @@ class Summary:
         lines += [self.rows] * bool(self.rows)
         lines += [str(self.writer.sources)] * bool(self.writer.sources)
         tokenizer = self.writer.tokenizer
+        begins = ", ".join(map(str, tokenizer.begin_of_document))
+        begin = f"begin with {begins} and " if begins else ""
         source = f" {tokenizer.path}" if tokenizer.path else ""
         lines.append(
             f"tokenizer: {tokenizer.name}{source}, {tokenizer.vocab_size:,} ids; "
-            f"documents end with {tokenizer.end_of_document}"
+            f"documents {begin}end with {tokenizer.end_of_document}"
         )
         lines += self.left_out.lines("left out")
         lines += self.skipped.lines("skipped")

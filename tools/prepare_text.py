@@ -28,11 +28,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="text",
         help="field or column of a row that is the document (default: %(default)s)",
     )
-    parser.add_argument(
-        "--keep-markup",
-        action="store_true",
-        help="learn HTML, JSON and names of special tokens as text, if most have them",
-    )
     return parser.parse_args(arguments)
 
 
@@ -45,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen.output,
         open_tokenizer(chosen.tokenizer),
         text_field=chosen.text_field,
-        keep_markup=chosen.keep_markup,
         **input_options(chosen),
     )
     print(summary)

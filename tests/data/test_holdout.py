@@ -26,6 +26,25 @@ def test_both_splits_get_a_text_where_two_differ(fraction):
     assert splits(["same", "same"], fraction) == ["train", "train"]
 
 
+def test_few_texts_are_held_out_for_a_batch_where_no_share_is_asked_for():
+    texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
+    sizes = {}
+    for least in 0, 1000, 10**9:
+        holdout = Holdout(None, least)
+        for text in texts:
+            holdout.add(text)
+        held = [text for text in texts if holdout.split(text) == "validation"]
+        sizes[least] = sum(map(len, held))
+    total = sum(map(len, texts))
+    assert sizes[0] < 0.04 * total
+    assert 1000 <= sizes[1000] < 1200 < 0.07 * total <= sizes[10**9] < 0.1 * total + 200
+    # Whatever their order, and beside a share that is asked for.
+    shuffled = Holdout(None, 1000)
+    for text in sorted(texts):
+        shuffled.add(text)
+    assert sum(len(t) for t in texts if shuffled.split(t) != "train") == sizes[1000]
+
+
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, float("nan")])
 def test_shares_are_between_nothing_and_all(fraction):
     with pytest.raises(ValueError, match=f"validation_fraction={fraction} must be"):

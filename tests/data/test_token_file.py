@@ -123,6 +123,24 @@ def test_wide_vocabularies_are_stored_wide(tmp_path, vocab_size, dtype):
     assert corpus.tokens[:].tolist() == [0, largest] and corpus.largest_token == largest
 
 
+def test_a_corpus_of_before_there_were_sources_is_the_same(tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text("text")
+    for name in "one", "other":
+        with TokenFileWriter(tmp_path / name, ByteTokenizer()) as writer:
+            writer.write("train", np.arange(3))
+            writer.write("validation", np.arange(4))
+            writer.add_sources([source])
+        source.write_text("other text")
+    digest, _ = identify(tmp_path / "one")
+    (tmp_path / "one" / "sources.jsonl").unlink()
+    for field in "sources", "end_of_document":
+        set_field(tmp_path / "one" / "meta.json", field, None)
+    assert identify(tmp_path / "one") == identify(tmp_path / "other") == (digest, "")
+    found = TokenFile.open(tmp_path / "one", "train")
+    assert found.tokens[:].tolist() == [0, 1, 2] and found.vocab_size == 257
+
+
 def test_corpus_keeps_its_tokenizer(tmp_path):
     source = tmp_path / "some.json"
     source.write_text('{"any": "content"}')

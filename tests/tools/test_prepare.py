@@ -1,5 +1,6 @@
 """The programs that prepare text, chats and lines: what they tell, write and refuse."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from data.tokenizer import open_tokenizer
 from data.tokenizer_files import read_chat_template
 from tests.chat_families import QWEN
 from tests.data.test_chat import bad_rows, rows
-from tests.data.test_corpus import fill, read, some_texts
+from tests.data.test_corpus import fill, read, read_both, some_texts
 from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
 from tools import prepare_chat, prepare_lines, prepare_text
@@ -40,6 +41,37 @@ def test_text_is_counted_and_what_is_none_is_skipped(tmp_path, capsys):
     assert sum(tokens) == characters + 3
     assert "skipped: 1, files" in out and f"written to {tmp_path / 'out'}" in out
     assert err == ""
+
+
+def test_what_was_read_is_printed_and_recorded(tmp_path, capsys):
+    """Files, digests, tokenizer, end token; and what is not words, but kept."""
+    texts = {f"{n}.txt": f"text {n}" for n in range(5)}
+    texts |= {"page.html": "<html>", "q.json": '{"a": 1}'}
+    source, out = fill(tmp_path / "in", texts), tmp_path / "out"
+    assert prepare_text.main([str(source), "--output", str(out)]) == 0
+    digest = hashlib.sha256(b"text 0").hexdigest()
+    said = capsys.readouterr().out
+    for line in (
+        f"files: 7, 0.0 MB: {source / '0.txt'} (sha256 {digest[:12]}), ",
+        "tokenizer: bytes, 257 ids; documents end with 256",
+        f"markup, learned as text: 1, HTML or XML; first {source / 'page.html'}",
+        f"markup, learned as text: 1, JSON; first {source / 'q.json'}",
+    ):
+        assert f"\n{line}" in said, said
+    lines = (out / "sources.jsonl").read_text().splitlines()
+    assert len(lines) == 7
+    facts = {"path": str(source / "0.txt"), "bytes": 6, "sha256": digest}
+    assert json.loads(lines[0]) == facts
+    meta = json.loads((out / "meta.json").read_text())
+    assert (meta["sources"]["files"], meta["end_of_document"]) == (7, 256)
+
+
+def test_mostly_markup_is_learned_where_that_is_asked_for(tmp_path, capsys):
+    source = fill(tmp_path / "in", {"a.html": "<html>a", "b.html": "<html>b"})
+    arguments = [str(source), "--output", str(tmp_path / "out")]
+    assert prepare_text.main(arguments) == 1
+    assert prepare_text.main([*arguments, "--keep-markup"]) == 0
+    assert sorted(sum(read_both(tmp_path / "out"), [])) == ["<html>a", "<html>b"]
 
 
 def test_one_of_two_texts_is_held_out(tmp_path):

@@ -127,6 +127,9 @@ def test_small_corpora_have_smaller_batches(tmp_path, texts, expected):
     corpus = tmp_path / "my corpus"
     prepare(files, corpus, ByteTokenizer(), validation_fraction=0.1)
     command = train_command(corpus, tiny)
+    notes = command.split("train on it:")[0]
+    assert ("no validation: 0 held-out rows of 512 tokens" in notes) == bool(expected)
+    assert ("batches of 2 rows, not 4: there are 3" in notes) == (len(expected) == 2)
     found = dict(re.findall(r"(validation_batches|batch_rows)=(\d+)", command))
     assert found == expected
     made(command, tmp_path / "run")

@@ -146,6 +146,14 @@ CHATS: list[tuple[Any, str, str]] = [
         ":1: both conversations and messages",
     ),
     (
+        (
+            "in.json",
+            as_list([{"messages": [CHAT[0], CHAT[1] | {"content": "<|eot_id|>"}]}]),
+        ),
+        "",
+        "1 of 1 documents have markup (names of special tokens",
+    ),
+    (
         ("in.jsonl", turns(CHAT[0], CHAT[0])),
         "",
         ":2: user speaks where assistant should",

@@ -31,9 +31,8 @@ def input_parser(description: str | None, what: str) -> Parser:
     )
     add(
         "--validation-fraction",
-        default=0.02,
         type=share,
-        help=f"share of the {what} to hold out (default: %(default)s)",
+        help=f"share of the {what} to hold out (default: 0.02; of few, up to 0.1)",
     )
     add(
         "--pattern",
@@ -52,6 +51,11 @@ def input_parser(description: str | None, what: str) -> Parser:
         default="stop",
         help=f"rows that are not {what}; skipped ones are reported (stop)",
     )
+    add(
+        "--keep-markup",
+        action="store_true",
+        help=f"learn markup as text though most of the {what} have it",
+    )
     return parser
 
 
@@ -63,6 +67,7 @@ def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "on_bad_row": on_bad_row,
         "validation_fraction": chosen.validation_fraction,
+        "keep_markup": chosen.keep_markup,
         "pattern": chosen.pattern,
         "splits": tuple(chosen.splits.split(",")) if chosen.splits else (),
     }

@@ -10,7 +10,7 @@ from typing import Any
 import ml_collections
 
 from data.text import ROW_PLANS
-from data.token_file import TokenFile
+from data.token_file import SPLITS, TokenFile
 from kernels.layouts import padded_length
 from tasks.base import attention_system
 
@@ -19,7 +19,7 @@ def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
     """Returns how to train on a corpus, to be printed: a command that works.
 
     Batches are made smaller, and validation is left out, where the corpus is too small
-    for the config's.
+    for the config's; a line before the command says so, and what to do.
 
     Args:
       corpus: directory of the corpus.
@@ -36,8 +36,9 @@ def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
         fields["context_tokens"] = padded_length(layout, ring, fields["context_tokens"])
     changes |= {f"data.{name}": value for name, value in fields.items()}
     config.update_from_flattened_dict(changes)
-    rows = _rows(config, "train")
-    if rows < config.data.batch_rows:
+    rows, held_out = (_rows(config, split) for split in SPLITS)
+    notes, batch_rows = [], config.data.batch_rows
+    if rows < batch_rows:
         fitting = rows // config.mesh.fsdp * config.mesh.fsdp
         if not fitting:
             return (
@@ -45,12 +46,24 @@ def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
                 f"tokens, and the smallest batch of {_path(config_file)} has "
                 f"{config.mesh.fsdp}; prepare more"
             )
-        changes["data.batch_rows"] = config.data.batch_rows = fitting
-    if _rows(config, "validation") < config.data.batch_rows:
+        notes.append(
+            f"batches of {fitting} rows, not {batch_rows}: there are {rows} rows of "
+            f"{config.data.context_tokens} tokens to train on"
+        )
+        changes["data.batch_rows"] = batch_rows = fitting
+    if held_out < batch_rows:
+        share = 1.2 * batch_rows / (rows + held_out)
+        remedy = f"prepare it again with {share:.0%} held out, of documents that differ"
+        notes.append(
+            f"no validation: {held_out} held-out rows of {config.data.context_tokens} "
+            f"tokens make no batch of {batch_rows}; "
+            + (remedy if share < 0.5 else "prepare more")
+        )
         changes["train.validation_batches"] = 0
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     program = f"{shlex.quote(_python())} train.py --config={_path(config_file)}"
-    return " \\\n    ".join([f"train on it:\n  {program}", *map(shlex.quote, flags)])
+    command = " \\\n    ".join([program, *map(shlex.quote, flags)])
+    return "\n".join([*notes, f"train on it:\n  {command}"])
 
 
 def _rows(config: ml_collections.ConfigDict, split: str) -> int:
