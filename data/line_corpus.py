@@ -11,7 +11,7 @@ trained on first.
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -34,6 +34,15 @@ class Document(NamedTuple):
 
     tokens: np.ndarray
     is_supervised: np.ndarray
+
+
+class Documents(Protocol):
+    """Interface of what draws documents."""
+
+    tokenizer: Tokenizer
+
+    def draw(self, rng: np.random.Generator) -> Document:
+        """Draws the next document."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ def shortest_document(form: LineForm, tokenizer: Tokenizer) -> int:
 
 
 def prepare_lines(
-    documents: LineDocuments,
+    documents: Documents,
     output: Path,
     *,
     train_tokens: int,
@@ -146,7 +155,7 @@ def prepare_lines(
 
     Raises:
       FileExistsError: `output` exists and is not empty.
-      ValueError: no tokens, a negative seed, or as `LineDocuments.draw`.
+      ValueError: no tokens, a negative seed, or as `documents.draw`.
     """
     wanted = {"train": train_tokens, "validation": validation_tokens}
     if min(wanted.values()) < 1 or seed < 0:

@@ -1,10 +1,13 @@
 """Makes a corpus that teaches line retrieval: records, questions and their answers.
 
     python -m tools.prepare_lines --form compact --context-tokens 512 --output CORPUS
+    python -m tools.prepare_lines --ruler niah_single_1,vt --context-tokens 1024 \\
+        --tokenizer tokenizer.json --output CORPUS
 
 Prints the command that trains on the corpus. Forms: "LRT-NL" and "LRT", LongEval's
 own, and "compact", the same task in 5 bytes a line. See data/line_forms.py and
-data/line_corpus.py.
+data/line_corpus.py. With --ruler it teaches RULER's tasks instead: prompts of all
+lengths, with their answers.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from pathlib import Path
 from configs import line_retrieval
 from data.line_corpus import (
     SUPERVISED,
+    Documents,
     LineDocuments,
     prepare_lines,
     shortest_document,
@@ -22,6 +26,7 @@ from data.line_corpus import (
 from data.line_forms import FORMS
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least
+from tools.lib.ruler.corpus import TaskDocuments
 from tools.lib.train_command import train_command
 
 
@@ -29,7 +34,16 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--output", required=True, type=Path, help="directory to write, a new one")
-    add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--form", choices=FORMS, default="LRT-NL", help="default: %(default)s"
+    )
+    kind.add_argument(
+        "--ruler",
+        type=lambda names: names.split(","),
+        metavar="TASKS",
+        help="tasks of RULER: niah_single_1, niah_multikey_2, niah_multikey_3, vt",
+    )
     add(
         "--context-tokens",
         required=True,
@@ -68,19 +82,24 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _documents(chosen: argparse.Namespace) -> Documents:
+    tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
+    if chosen.ruler:
+        return TaskDocuments(
+            tokenizer, chosen.ruler, context_tokens, chosen.seed, chosen.supervised
+        )
+    form, least = FORMS[chosen.form](), chosen.least_tokens
+    if least is None:
+        least = min(shortest_document(form, tokenizer), context_tokens)
+    return LineDocuments(form, tokenizer, context_tokens, least, chosen.supervised)
+
+
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    form, tokenizer = FORMS[chosen.form](), open_tokenizer(chosen.tokenizer)
-    least = chosen.least_tokens
-    if least is None:
-        least = min(shortest_document(form, tokenizer), chosen.context_tokens)
-    documents = LineDocuments(
-        form, tokenizer, chosen.context_tokens, least, chosen.supervised
-    )
     summary = prepare_lines(
-        documents,
+        _documents(chosen),
         chosen.output,
         train_tokens=chosen.train_tokens,
         validation_tokens=chosen.validation_tokens,

@@ -47,6 +47,8 @@ CASES = {
     f"prepare_lines {NEW} --context-tokens 4": "3 tokens are too few for a record",
     f"prepare_lines {NEW} --context-tokens 64 --validation-tokens 0": "got 0: see",
     f"prepare_lines {NEW} --context-tokens 64 --seed -1": "at least 0, got -1",
+    f"prepare_lines {NEW} --context-tokens 64 --ruler vt": "64 tokens are too few for",
+    f"prepare_lines {NEW} --context-tokens 64 --ruler qa_1": "must be one of niah_sing",
     f"make_exorl {NEW} --domain hopper": "invalid choice: 'hopper'",
     f"make_exorl {NEW} --domain cartpole --tasks run": "task='run' of cartpole must",
     f"make_exorl {NEW} --domain cartpole --cap -1": "cap=-1.0 above 0 and up to 1",

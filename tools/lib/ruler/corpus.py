@@ -10,8 +10,10 @@ from data.line_corpus import SUPERVISED, Document
 from data.tokenizer import Tokenizer
 from tools.lib.ruler.needles import Needles
 from tools.lib.ruler.sizing import DRAWS, Draft
-from tools.lib.ruler.tasks import TASKS, Sources
+from tools.lib.ruler.tasks import SEED, TASKS, Sources
 from tools.lib.ruler.variables import LEAST_NOISE, Variables, answered
+
+TEACHABLE = "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt"
 
 
 @dataclass
@@ -21,8 +23,11 @@ class TaskDocuments:
     Haystacks of all sizes up to what `context_tokens` hold come equally often on a
     logarithmic scale; half of the chains of variables come after an example.
 
-    tasks: needles without files, or "vt". seed: of the prompts, other than RULER's 42.
+    tasks: needles without files, or "vt". seed: of the prompts, other than RULER's.
     supervised: "answers", of which the prefix is a part, or "all".
+
+    Raises:
+      ValueError: other tasks, or RULER's seed.
     """
 
     tokenizer: Tokenizer
@@ -32,10 +37,13 @@ class TaskDocuments:
     supervised: str = SUPERVISED[0]
 
     def __post_init__(self):
+        for name in self.tasks:
+            if name not in TEACHABLE:
+                raise ValueError(f"task {name} must be one of {', '.join(TEACHABLE)}")
+        if self.seed == SEED:
+            raise ValueError(f"seed {SEED} is that of RULER's prompts: take another")
         recipes = [TASKS[name].make(self.seed, Sources()) for name in self.tasks]
         self._recipes = [r for r in recipes if isinstance(r, Needles | Variables)]
-        if len(self._recipes) < len(self.tasks):
-            raise ValueError(f"{self.tasks=} must be of needles, or vt")
 
     def draw(self, rng: np.random.Generator) -> Document:
         """Draws the next document.
@@ -44,7 +52,7 @@ class TaskDocuments:
           ValueError: the smallest haystack does not fit.
         """
         recipe = self._recipes[rng.integers(len(self._recipes))]
-        largest = self.context_tokens / 8  # a sentence has more tokens
+        largest = max(self.context_tokens / 8, 1)  # a sentence has more tokens
         for _ in range(DRAWS):
             size = round(math.exp(rng.uniform(0, math.log(largest))))
             draft = self._draft(recipe, size, rng)
@@ -66,7 +74,8 @@ class TaskDocuments:
             return recipe.draw(size)
         size, example = max(size, LEAST_NOISE), ""
         if rng.random() < 0.5:
-            example = answered(recipe.draw_example(rng.integers(LEAST_NOISE, size + 1)))
+            noise = int(rng.integers(LEAST_NOISE, size + 1))
+            example = answered(recipe.draw_example(noise))
         return recipe.draw(size, example)
 
     def _document(self, parts: Sequence[np.ndarray]) -> Document:
