@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.chat_format import FORMATS
-from data.chat_template import ChatTemplate
+from data.chat_template import open_template
 from data.tokenizer import ByteTokenizer, begun
 from tests.runs import small_config, small_flags
 from tests.tools.test_generate import save
@@ -155,11 +154,11 @@ def test_the_prefix_begins_the_answer_of_a_base_model_and_of_a_chat():
         base(draft).tolist() == begun(BYTES, BYTES.encode("Where? It is at")).tolist()
     )
     assert base.count(draft) == len("Where? It is at")
-    name = next(name for name, written in FORMATS.items() if not written.tokens)
-    template = ChatTemplate(FORMATS[name], BYTES)
+    template = open_template("vicuna", BYTES)
     chat = Encoder(BYTES, template)
-    asked = template.encode([template.prompt(None, [], "Where?")])[0].tokens
+    asked = template.prompt([{"role": "user", "content": "Where?"}])
     assert chat(draft).tolist() == [*asked, *BYTES.encode(" It is at")]
+    assert BYTES.decode(chat(draft)).endswith("USER: Where? ASSISTANT: It is at")
     assert chat.count(draft) == len(chat(draft)) > base.count(draft)
 
 

@@ -30,7 +30,7 @@ from absl import logging
 from tqdm import tqdm
 
 from data.chat_format import FORMATS
-from data.chat_template import ChatTemplate
+from data.chat_template import OWN, open_template
 from data.tokenizer import Tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
@@ -169,7 +169,8 @@ def evaluate(
     if config.task != "text":
         raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
     tokenizer = find_tokenizer(config, options.tokenizer)
-    template = ChatTemplate(FORMATS[options.chat], tokenizer) if options.chat else None
+    corpus = Path(config.data.corpus) if config.data.corpus else None
+    template = open_template(options.chat, tokenizer, corpus) if options.chat else None
     encoder = Encoder(tokenizer, template)
     cells = (read_cells if options.prompts else draw_cells)(encoder, options)
     if options.save_prompts:
@@ -223,8 +224,10 @@ def _options(
     add("--english-words", type=Path, help="RULER's json, for cwe above 128 Ki or so")
     add(
         "--chat",
-        choices=FORMATS,
-        help="template of a chat model",
+        nargs="?",
+        const=OWN,
+        choices=(OWN, *FORMATS),
+        help="ask a chat, in this template (default: the corpus's or the tokenizer's)",
     )
     add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
     add("--rows", type=at_least(1), help="at a time (default: one for each data shard)")

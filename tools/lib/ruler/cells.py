@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from data.chat_template import ChatTemplate, Piece
+from data.chat_template import ChatTemplate
 from data.tokenizer import Tokenizer, begun
 from tools.lib.ruler import samples
 from tools.lib.ruler.sizing import Draft, Prompt, Room
@@ -28,9 +28,9 @@ class Encoder:
         """Returns the tokens of a prompt and of its answer's prefix, int32 (n,)."""
         if self.template is None:
             return begun(self.tokenizer, self._text(draft.input + draft.answer_prefix))
-        pieces = self.template.prompt(None, [], draft.input)
-        pieces.append(Piece(draft.answer_prefix))
-        return self.template.encode([pieces])[0].tokens
+        asked = self.template.prompt([{"role": "user", "content": draft.input}])
+        prefix = self.tokenizer.encode_all([draft.answer_prefix], is_behind=True)
+        return np.concatenate([asked, *prefix])
 
     def count(self, draft: Draft | str) -> int:
         """Counts tokens as RULER does, without those that begin every document."""
