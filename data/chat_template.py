@@ -87,16 +87,20 @@ class ChatTemplate:
         self._end_name = self._end()
         self.end = tokenizer.special[self._end_name]
 
-    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+    def prompt(self, messages: Sequence[Message], reply: str = "") -> np.ndarray:
         """Returns the tokens up to where the next reply begins, int32 (n,).
+
+        reply: text that it begins with, which is then there too.
 
         Raises:
           ValueError: the template refuses the conversation.
         """
-        messages, mark = self._marked(messages)
+        begun = {"role": "assistant", "content": reply}
+        (*messages, begun), mark = self._marked([*messages, begun])
         text = self._render(messages, asks=True)
-        places = _places(text, self._prompts(messages).values())
-        return self._encode([_Rendered(text, mark, places)])[0].tokens
+        places = _places(text, self._prompts(messages).values()) | {len(text): False}
+        rendered = _Rendered(text + begun["content"], mark, places)
+        return self._encode([rendered])[0].tokens
 
     def documents(
         self, conversations: Sequence[Sequence[Message]]

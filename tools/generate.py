@@ -47,6 +47,8 @@ from tasks.generation import generator, restored_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 
+CHAT: dict[str, Any] = {"nargs": "?", "const": OWN, "choices": (OWN, *FORMATS)}
+"""Of the option for a chat's template."""
 MAX_TOKENS = 256
 """At most, unless --max-tokens says otherwise."""
 
@@ -174,6 +176,18 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
     return tokenizer
 
 
+def find_template(
+    config: ml_collections.ConfigDict, name: str | None, tokenizer: Tokenizer
+) -> ChatTemplate | None:
+    """Opens the template of a chat: the config's corpus' own, if `name` is `OWN`.
+
+    Raises:
+      ValueError: there is none, or it has tokens that the tokenizer lacks.
+    """
+    corpus = Path(config.data.corpus) if config.data.corpus else None
+    return open_template(name, tokenizer, corpus) if name else None
+
+
 def prepare(
     config: ml_collections.ConfigDict, options: argparse.Namespace
 ) -> tuple[Writer, Callable[[], Any]]:
@@ -189,11 +203,8 @@ def prepare(
     if options.system is not None and options.chat is None:
         raise ValueError("--system is of a chat: give its template too (--chat)")
     tokenizer = find_tokenizer(config, options.tokenizer)
-    chat = None
-    if options.chat:
-        corpus = Path(config.data.corpus) if config.data.corpus else None
-        template = open_template(options.chat, tokenizer, corpus)
-        chat = Chat(template, options.system)
+    template = find_template(config, options.chat, tokenizer)
+    chat = template and Chat(template, options.system)
     sampling = Sampling(
         options.temperature, options.top_k, options.top_p, tokenizer.vocab_size
     )
@@ -280,9 +291,7 @@ def _options(
     prompt.add_argument("--prompt-file", type=Path, help="file that holds it, UTF-8")
     add(
         "--chat",
-        nargs="?",
-        const=OWN,
-        choices=(OWN, *FORMATS),
+        **CHAT,
         help="prompts are of a chat, in this template (default: the corpus's, or else "
         "the tokenizer's own)",
     )

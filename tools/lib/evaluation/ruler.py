@@ -29,15 +29,13 @@ import ml_collections
 from absl import logging
 from tqdm import tqdm
 
-from data.chat_format import FORMATS
-from data.chat_template import OWN, open_template
 from data.tokenizer import Tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
 from tasks import base
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.generation import generator, restored_parameters
-from tools.generate import find_tokenizer
+from tools.generate import CHAT, find_template, find_tokenizer
 from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
 from tools.lib.retrieval.scores import Generated
@@ -169,8 +167,7 @@ def evaluate(
     if config.task != "text":
         raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
     tokenizer = find_tokenizer(config, options.tokenizer)
-    corpus = Path(config.data.corpus) if config.data.corpus else None
-    template = open_template(options.chat, tokenizer, corpus) if options.chat else None
+    template = find_template(config, options.chat, tokenizer)
     encoder = Encoder(tokenizer, template)
     cells = (read_cells if options.prompts else draw_cells)(encoder, options)
     if options.save_prompts:
@@ -222,13 +219,7 @@ def _options(
     add("--squad", type=Path, help="for qa_1: SQuAD's dev-v2.0.json")
     add("--hotpotqa", type=Path, help="for qa_2: hotpot_dev_distractor_v1.json")
     add("--english-words", type=Path, help="RULER's json, for cwe above 128 Ki or so")
-    add(
-        "--chat",
-        nargs="?",
-        const=OWN,
-        choices=(OWN, *FORMATS),
-        help="ask a chat, in this template (default: the corpus's or the tokenizer's)",
-    )
+    add("--chat", **CHAT, help="of a chat model; a template, or the corpus's, or own")
     add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
     add("--rows", type=at_least(1), help="at a time (default: one for each data shard)")
     where = parser.add_mutually_exclusive_group(required=True)

@@ -28,9 +28,8 @@ class Encoder:
         """Returns the tokens of a prompt and of its answer's prefix, int32 (n,)."""
         if self.template is None:
             return begun(self.tokenizer, self._text(draft.input + draft.answer_prefix))
-        asked = self.template.prompt([{"role": "user", "content": draft.input}])
-        prefix = self.tokenizer.encode_all([draft.answer_prefix], is_behind=True)
-        return np.concatenate([asked, *prefix])
+        asked = [{"role": "user", "content": draft.input}]
+        return self.template.prompt(asked, draft.answer_prefix)
 
     def count(self, draft: Draft | str) -> int:
         """Counts tokens as RULER does, without those that begin every document."""
