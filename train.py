@@ -89,6 +89,8 @@ def train(
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
     parameters = f"{task.num_parameters:,} parameters in {shards} shards"
     say(f"model: {parameters}, {config.attention} attention; {task.execution}")
+    if padding := base.describe_padding(config, partition):
+        say(padding)
 
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:

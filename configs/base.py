@@ -198,7 +198,8 @@ def get_config() -> ml_collections.ConfigDict:
     # whose actions are supervised: "all", or those of the "last" episode of a chain.
     config.data.chain_order = "ascending"
     config.data.loss_on = "all"
-    # Tokens in a row; of a chain, four for each step, padded to it at the end.
+    # Tokens in a row, which are padded to what the ring can shard; of a chain, four for
+    # each step, padded to it at the end.
     config.data.context_tokens = 4096
     # Rows of context_tokens in a step, over all devices.
     config.data.batch_rows = 8

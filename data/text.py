@@ -20,13 +20,13 @@ import numpy as np
 from data.batch import Batch, Block
 from data.document_mask import DocumentMask
 from data.token_file import TokenFile
-from kernels.layouts import Layout, order
+from kernels.layouts import Layout, order, padded_length
 
 
 class RowPlan(Protocol):
     """Interface of a plan, which cuts a corpus into rows.
 
-    length: tokens in a row, T.
+    length: tokens in a row, or fewer and padding.
     rows: number of rows.
     """
 
@@ -38,6 +38,7 @@ class RowPlan(Protocol):
     def read(self, row: int, index: np.ndarray) -> Batch:
         """Reads the tokens at `index`, int32 (L,) places in the row: arrays (L,).
 
+        Places from `length` on hold padding, as the layout of a ring may need it.
         Or another NamedTuple, of arrays (L, …), as `data.chains.Chains` gives.
         """
 
@@ -202,7 +203,7 @@ def _read(
     document = np.searchsorted(starts, index, side="right") - 1
     first = starts[document].astype(np.int32)
     end = np.append(starts[1:], size)[document].astype(np.int32)
-    is_real, successor = index < size, index + 1
+    is_real, successor = index < min(size, plan.length), index + 1
     k_start, k_end = plan.mask.bounds(index, first, np.minimum(end, plan.length))
     positions = np.where(is_real, index - first, 0)
     places = np.minimum(np.stack([index, successor], axis=1), size - 1, dtype=np.int64)
@@ -256,6 +257,8 @@ class TextBatches:
 
     `len(batches)` counts the whole batches that the order has: practically without end
     for `Shuffled`; for `InOrder` the rows left over at the end are not read.
+
+    columns: slots of a row: its tokens, and padding up to what the ring can shard.
     """
 
     def __init__(
@@ -266,6 +269,7 @@ class TextBatches:
         layout: Layout,
         ring_size: int,
         row_order: RowOrder,
+        columns: int | None = None,
     ):
         """Cuts the rows of `plan` into batches, and these into blocks.
 
@@ -275,22 +279,24 @@ class TextBatches:
           batch_rows: rows in the *global* batch.
           layout, ring_size: which token of the row is in which slot.
           row_order: which row comes when.
+          columns: slots of a row; None: as few as the ring can shard.
 
         Raises:
-          ValueError: the row's length does not divide into the ring's shards, a block
-            lies outside of the batch, or there are too few rows for one batch.
+          ValueError: a block lies outside of the batch, or there are too few rows for
+            one batch.
         """
         self.blocks = tuple(dict.fromkeys(blocks))
         self._plan = plan
-        self._columns = {}
+        self.columns = columns or padded_length(layout, ring_size, plan.length)
+        self._index = {}
         for block in self.blocks:
-            if block.rows[1] > batch_rows or block.columns[1] > plan.length:
+            if block.rows[1] > batch_rows or block.columns[1] > self.columns:
                 raise ValueError(
                     f"{block} lies outside of the global batch of {batch_rows} rows "
-                    f"and {plan.length} columns"
+                    f"and {self.columns} columns"
                 )
-            slots = order(layout, ring_size, plan.length, block.columns)
-            self._columns[block.columns] = slots.astype(np.int32)
+            slots = order(layout, ring_size, self.columns, block.columns)
+            self._index[block.columns] = slots.astype(np.int32)
         sequence = row_order.sequence(plan.rows)
         if not 1 <= batch_rows <= len(sequence):
             rows = min(plan.rows, len(sequence))
@@ -316,7 +322,7 @@ class TextBatches:
         return {block: self._read(block, rows) for block in self.blocks}
 
     def _read(self, block: Block, rows: np.ndarray) -> Batch:
-        index = self._columns[block.columns]
+        index = self._index[block.columns]
         parts = [self._plan.read(int(row), index) for row in rows[slice(*block.rows)]]
         return type(parts[0])(*map(np.stack, zip(*parts, strict=True)))
 

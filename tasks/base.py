@@ -18,7 +18,7 @@ from data.batch import Block
 from data.text import TextBatches
 from kernels import layouts, masks
 from kernels.compiler import compiler_options
-from kernels.layouts import Layout
+from kernels.layouts import Layout, padded_length
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
@@ -295,9 +295,33 @@ def identity(sizes: Any, always: Sequence[str] = ()) -> dict[str, Any]:
     return found
 
 
-def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
-    """Returns rows and context tokens of the global batch."""
-    return config.data.batch_rows, config.data.context_tokens
+def batch_shape(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> tuple[int, int]:
+    """Returns rows of the global batch, and slots of each.
+
+    Its `config.data.context_tokens`, and padding up to what the layout can shard.
+    """
+    layout, tokens = attention_system(config).layout, config.data.context_tokens
+    slots = padded_length(layout, row_parts(config, partition), tokens)
+    return config.data.batch_rows, slots
+
+
+def row_parts(config: ml_collections.ConfigDict, partition: Partition) -> int:
+    """Returns how many parts a row has: shards, or their halves where remat is tail."""
+    return partition.ring_size * (2 if config.remat == "tail" else 1)
+
+
+def describe_padding(config: ml_collections.ConfigDict, partition: Partition) -> str:
+    """Returns a line on what padding costs; "" where there is none."""
+    tokens, (_, slots) = config.data.context_tokens, batch_shape(config, partition)
+    if slots == tokens:
+        return ""
+    layout, ring = attention_system(config).layout, partition.ring_size
+    return (
+        f"rows: of {tokens:,} tokens, padded to {slots:,} for {layout} on a ring of "
+        f"{ring}: {1 - tokens / slots:.2%} of their slots are empty"
+    )
 
 
 def batch_sharding(
@@ -306,15 +330,16 @@ def batch_sharding(
     """Returns the sharding of token arrays, [B, T].
 
     Raises:
-      ValueError: the batch, or a microbatch of it, does not divide over the mesh.
+      ValueError: the rows of a microbatch do not divide over the mesh, or remat is of
+        tails that the layout does not have.
     """
     raise_all(
         [
             lambda: _check_rows(config, partition),
-            lambda: _check_columns(config, partition),
+            lambda: _check_tail(config, partition),
         ]
     )
-    return partition.sharding(("batch", "sequence"), batch_shape(config))
+    return partition.sharding(("batch", "sequence"), batch_shape(config, partition))
 
 
 def _check_rows(config: ml_collections.ConfigDict, partition: Partition) -> None:
@@ -330,25 +355,13 @@ def _check_rows(config: ml_collections.ConfigDict, partition: Partition) -> None
         )
 
 
-def _check_columns(config: ml_collections.ConfigDict, partition: Partition) -> None:
-    columns, ring = config.data.context_tokens, partition.ring_size
-    layout = attention_system(config).layout
-    divisor = layout.divisor(ring)
-    if columns % divisor:
-        raise ValueError(
-            f"{config.data.context_tokens=} does not divide over the ring of {ring} "
-            f"({layout}): make it a multiple of {divisor}, "
-            f"the next is {-(-columns // divisor) * divisor}"
-        )
+def _check_tail(config: ml_collections.ConfigDict, partition: Partition) -> None:
+    layout, ring = attention_system(config).layout, partition.ring_size
     # First halves in zigzag are a contiguous ring, which takes half of the time of all.
-    is_split = ring == 1 or not isinstance(layout, layouts.Zigzag)
-    is_split &= layouts.front_slots(layout, ring, columns // ring) > 0
-    if config.remat == "tail" and not is_split:
+    if config.remat == "tail" and ring > 1 and not isinstance(layout, layouts.Striped):
         raise ValueError(
-            f"{config.remat=} needs a ring of 1, or an even number of stripes on every "
-            f"device, got {columns // ring} tokens on each of {ring} ({layout}): "
-            "set config.attention=striped and config.data.context_tokens to a multiple "
-            f"of {2 * ring * config.stripe_granule}, or config.remat=attention"
+            f"{config.remat=} needs a ring of 1, or stripes, got {layout} on {ring}: "
+            "set config.attention=striped, or config.remat=attention"
         )
 
 

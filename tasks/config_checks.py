@@ -198,7 +198,7 @@ def check_attention(config: ml_collections.ConfigDict, partition: Partition) -> 
     """
     if config.task == "exorl" and config.agent.method == "perceptron":
         return
-    rows, columns = base.batch_shape(config)
+    rows, columns = base.batch_shape(config, partition)
     shape = rows // config.train.microbatches, columns
 
     def array(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:

@@ -97,7 +97,7 @@ def kept_of(config: ml_collections.ConfigDict, partition: Partition) -> Kept:
 
 def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
     """Returns the tokens of a microbatch on a device."""
-    rows, columns = batch_shape(config)
+    rows, columns = batch_shape(config, partition)
     shards = partition.shards("batch") * partition.ring_size * config.train.microbatches
     return rows * columns // shards
 

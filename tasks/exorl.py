@@ -111,7 +111,9 @@ def batch_sharding(
     """
     base.batch_sharding(config, partition)
     rows, steps = batch_shape(config)
-    divisor = TOKENS_OF_A_STEP * step_layout(config).divisor(partition.ring_size)
+    divisor = TOKENS_OF_A_STEP * step_layout(config).divisor(
+        base.row_parts(config, partition)
+    )
     agent, tokens = config.agent, config.data.context_tokens
     chain = TOKENS_OF_A_STEP * agent.chain_length * agent.episode_steps
     needed = -(-max(chain, tokens) // divisor) * divisor

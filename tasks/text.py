@@ -188,9 +188,10 @@ def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> B
       ValueError: as `batch_sharding`.
     """
     sharding = batch_sharding(config, partition)
+    shape = batch_shape(config, partition)
 
     def array(dtype: type) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(batch_shape(config), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     arrays = dict.fromkeys(Batch._fields, array(jnp.int32))
     return Batch(**arrays | {"loss_weights": array(jnp.float32)})
@@ -207,14 +208,15 @@ def batches(
         `corpora.rows`.
     """
     plan, order = corpora.rows(config, split, vocab_size(config))
-    sharding = batch_sharding(config, partition)
+    sharding, shape = batch_sharding(config, partition), batch_shape(config, partition)
     return TextBatches(
         plan,
-        host_blocks(sharding, batch_shape(config)),
+        host_blocks(sharding, shape),
         config.data.batch_rows,
         attention_system(config).layout,
         partition.ring_size,
         order,
+        shape[1],
     )
 
 
@@ -237,7 +239,8 @@ def step_work(
     config: ml_collections.ConfigDict, model: Model
 ) -> Callable[[float, float], StepWork]:
     """Builds (tokens, visible pairs) of a step -> `StepWork`."""
-    paper_flops = paper_train_flops(model.config, *batch_shape(config))
+    rows, tokens = config.data.batch_rows, config.data.context_tokens
+    paper_flops = paper_train_flops(model.config, rows, tokens)
 
     def work(tokens: float, pairs: float) -> StepWork:
         model_flops = train_flops(model.config, tokens, pairs)

@@ -38,7 +38,6 @@ model.vocab_size=200 => token 256 | vocab_size=200 | at least 257
 remat=some => config.remat='some' | attention | nothing
 remat=tail attention=ring => config.remat='tail' | Contiguous | config.attention=striped
 remat=tail attention=zigzag => config.remat='tail' | Zigzag | config.remat=attention
-remat=tail stripe_granule=20 => got 20 tokens on each of 4 | a multiple of 160
 implementation=cuda => implementation='cuda' | blockwise
 data.corpus=a:1,b => config.data.corpus='a:1,b' | weights for some only | "a:0.7,b:0.3"
 data.rows=lines => rows='lines' | packed, documents
@@ -62,8 +61,6 @@ remat=offload remat_budget_gib=1.0 => config.remat='offload' | nothing, tail, at
 remat_budget_gib=nan => config.remat_budget_gib=nan | at least 0
 compute_dtype=flaot32 => compute_dtype='flaot32' | bfloat16 | float32
 compute_dtype=int8 => compute_dtype='int8' | bfloat16 | float32
-data.context_tokens=78 => context_tokens=78 | ring of 4 | multiple of 4
-stripe_granule=3 => context_tokens=80 | ring of 4 | multiple of 12
 data.context_tokens=80000 => 80000 tokens | shorten the context or prepare more text
 data.batch_rows=5 => batch_rows=5 | multiple of 2
 data.batch_rows=4000 => config.data.batch_rows=4000 | fewer rows

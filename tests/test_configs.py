@@ -131,7 +131,7 @@ def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     system, ring_size = base.attention_system(config), partition.ring_size
     assert system.sharded or ring_size == 1
     check_length(system.layout, ring_size, config.data.context_tokens)
-    shape = base.batch_shape(config)
+    shape = base.batch_shape(config, partition)
     shards = base.batch_sharding(config, partition).shard_shape(shape)
     devices = partition.shards("batch") * ring_size
     assert math.prod(shards) == math.prod(shape) // devices

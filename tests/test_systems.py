@@ -68,7 +68,7 @@ class System:
         return place(
             self.batches[step],
             base.batch_sharding(self.config, self.partition),
-            base.batch_shape(self.config),
+            base.batch_shape(self.config, self.partition),
         )
 
     @functools.cached_property

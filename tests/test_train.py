@@ -208,7 +208,7 @@ def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed):
     model = text.model(config, partition)
     loss_sum = text.loss_function(config, model, partition)
     evaluate = jax.jit(make_evaluate_step(loss_sum))
-    where = base.batch_sharding(config, partition), base.batch_shape(config)
+    where = base.batch_sharding(config, partition), base.batch_shape(config, partition)
     params = undisturbed.state().params
     batches = text.validation_batches(config, partition)
     sums = [evaluate(params, place(blocks, *where)) for blocks in batches]

@@ -72,7 +72,7 @@ def compiled_plan(
       TooLarge: the step does not fit.
     """
     step = Step.of(config, pod, documents)
-    rows, columns = base.batch_shape(config)
+    rows, columns = config.data.batch_rows, config.data.context_tokens
     devices = f"{len(pod.devices)} x {pod.devices[0].device_kind} ({pod.topology})"
     what = f"compiling a step of {rows} x {columns:,} tokens for {devices}"
     with progress(what, sys.stderr):
@@ -218,7 +218,8 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
             plan = fit_remat(config, pod, documents)
         else:
             plan = compiled_plan(config, pod, documents)
-        print("\n".join(describe(plan)))
+        padding = base.describe_padding(config, base.partition(config, pod.devices))
+        print("\n".join([*describe(plan), *filter(None, [padding])]))
         if earlier:
             names = options.compare.stem[:12], "this plan"
             print("\n".join(compare(names, (earlier, plan))))

@@ -299,8 +299,6 @@ def test_bad_batches_are_refused(corpus):
         make_batches(plan, rows=plan.rows + 1, row_order=InOrder())
     with pytest.raises(ValueError, match="batch_rows=0: .*at least 1"):
         make_batches(plan, rows=0, blocks=[])
-    with pytest.raises(ValueError, match="pad it to 25"):
-        make_batches(plan, layout=Striped(), ring_size=5)
     for block in (Block((0, 4), (0, 24)), Block((0, 3), (20, 25))):
         with pytest.raises(ValueError, match="outside of the global batch of 3 rows"):
             make_batches(plan, blocks=[block])

@@ -102,7 +102,7 @@ if int(count) > 1:
 config = small_config(Path(corpus), Path("none"), mesh__fsdp=2, mesh__ring=4)
 partition = base.partition(config, jax.devices())
 batches = text.batches(config, partition, "train")
-where = base.batch_sharding(config, partition), base.batch_shape(config)
+where = base.batch_sharding(config, partition), base.batch_shape(config, partition)
 found = [digests(place(batches[step], *where)) for step in range(4)]
 print("digests", json.dumps([found, len(batches[0])]))
 """

@@ -11,8 +11,6 @@ import ml_collections
 
 from data.text import ROW_PLANS
 from data.token_file import SPLITS, TokenFile
-from kernels.layouts import padded_length
-from tasks.base import attention_system
 
 
 def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
@@ -24,16 +22,12 @@ def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
     Args:
       corpus: directory of the corpus.
       config_file: a module of configs/.
-      fields: those of `config.data` that the corpus decides; `context_tokens` is
-        rounded up to what the config's ring can shard.
+      fields: those of `config.data` that the corpus decides.
     """
     config = config_file.get_config()
     changes = {"workdir": f"runs/{corpus.resolve().name}", "data.corpus": str(corpus)}
     if config.model.vocab_size:
         changes["model.vocab_size"] = 0
-    if "context_tokens" in fields:
-        layout, ring = attention_system(config).layout, config.mesh.ring
-        fields["context_tokens"] = padded_length(layout, ring, fields["context_tokens"])
     changes |= {f"data.{name}": value for name, value in fields.items()}
     config.update_from_flattened_dict(changes)
     rows, held_out = (_rows(config, split) for split in SPLITS)

@@ -293,7 +293,7 @@ class Ring:
         mask: of the layer: see `layer_masks`.
         """
         model, shape = config.model, partition.mesh.shape
-        length = config.data.context_tokens // partition.ring_size
+        length = base.batch_shape(config, partition)[1] // partition.ring_size
         tokens = local_tokens(config, partition)
         layout = base.attention_system(config).layout
         is_tpu = chip.name.startswith("TPU")

@@ -1,7 +1,7 @@
 """Suggests meshes by a rule of thumb, without compiling anything.
 
-Of the meshes over which the model, the rows and the context divide, first those in
-which the step should fit, then those whose ring transfers are hidden by its kernels,
+Of the meshes over which the model and the rows divide, first those in which the step
+should fit, then those whose ring transfers are hidden by its kernels,
 then those whose attention kernels and exposed communication take the least time.
 
 - It fits if parameters, optimizer, what layers save (`memory`) and a workspace by

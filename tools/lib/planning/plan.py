@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from data.json_text import is_number, parse_json, short
-from tasks import base
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.planning.estimate import (
     Attention,
@@ -109,7 +108,6 @@ class Plan:
         start = time.perf_counter()
         compiled = step.compile()
         seconds = time.perf_counter() - start
-        rows, columns = base.batch_shape(step.config)
         devices = step.pod.devices
         text, chip = compiled.as_text(), step.pod.chip
         program = Program.parse(text, len(devices))
@@ -125,8 +123,8 @@ class Plan:
             device_kind=devices[0].device_kind,
             devices=len(devices),
             mesh=step.partition.sizes,
-            rows=rows,
-            context_tokens=columns,
+            rows=step.config.data.batch_rows,
+            context_tokens=step.config.data.context_tokens,
             remat=step.config.remat,
             execution=str(step.task.execution),
             attention_parts=step.config.attention_parts,

@@ -78,11 +78,11 @@ class Step:
         return compile_to_fit(self.partition.mesh, self.program, *arguments)
 
     def work(self) -> StepWork:
-        """Returns the work of a step whose rows are documents without padding."""
-        rows, columns = base.batch_shape(self.config)
+        """Returns the work of a step whose rows are documents; padding is none."""
+        rows, tokens = self.config.data.batch_rows, self.config.data.context_tokens
         masks = layer_masks(self.config)
-        pairs = [visible_pairs(self.documents, columns, mask) for mask in masks]
-        return self.task.work(rows * columns, rows * sum(pairs) / len(pairs))
+        pairs = [visible_pairs(self.documents, tokens, mask) for mask in masks]
+        return self.task.work(rows * tokens, rows * sum(pairs) / len(pairs))
 
 
 def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None:
