@@ -40,7 +40,6 @@ from training.goodput import Goodput
 from training.guard import Watch
 from training.loop import Intervals, Loop
 from training.metrics import TensorBoardWriter, Throughput, run_directory
-from training.optimizer import make_optimizer
 from training.preemption import Notice, Preempted, stop_notice
 from training.profiler import Profiler
 from training.report import Losses, Report
@@ -84,7 +83,7 @@ def train(
     task = make_task(config, partition)
     data = task.open_data()
     config_checks.check_attention(config, partition)
-    optimizer, schedule = make_optimizer(base.optimizer_settings(config))
+    optimizer, schedule = base.make_optimizer(config, task.model)
     state_like = base.abstract_state(task.model, optimizer, partition)
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
     parameters = f"{task.num_parameters:,} parameters in {shards} shards"

@@ -150,7 +150,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.lora.base_dtype = "bfloat16"
 
     # Type of activations and matrix products: "bfloat16" or "float32". Parameters
-    # that are trained, gradients and optimizer state are float32.
+    # that are trained, and what updates them: see config.optimizer.
     config.compute_dtype = "bfloat16"
     # What the backward keeps of a layer: everything, products, attention, tail,
     # nothing, offload (see models/remat.py).
@@ -211,12 +211,27 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.compare_digests = False
 
     config.optimizer = ml_collections.ConfigDict()
+    # "adamw"; "adafactor", which keeps means of rows and columns for a second moment
+    # and no first; or "muon" for the layers' matrices and AdamW for the rest. All take
+    # the same learning rates.
+    config.optimizer.name = "adamw"
+    # Type of the moments of matrices: "float32"; "bfloat16" or, in blocks of 256 with a
+    # scale, "float8", rounded at random.
+    config.optimizer.moments = "float32"
+    # Type of the parameters that are matrices, and of their gradients: "float32"; or
+    # "bfloat16", to which updates are rounded at random.
+    config.optimizer.parameters = "float32"
+    # Where the optimizer's state is: on the "device", or in the memory of its "host",
+    # from which it passes through the device a layer at a time.
+    config.optimizer.placement = "device"
     config.optimizer.peak_lr = 3e-4
     config.optimizer.end_lr = 3e-5
     config.optimizer.warmup_steps = 100
     config.optimizer.weight_decay = 0.1
     config.optimizer.beta1 = 0.9
     config.optimizer.beta2 = 0.95
+    # Decay of Muon's moment.
+    config.optimizer.momentum = 0.95
     config.optimizer.epsilon = 1e-8
     # Largest norm of the gradients.
     config.optimizer.clip_norm = 1.0

@@ -5,6 +5,7 @@ config. Whatever is made here has been checked before anything is compiled.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,10 @@ from models.execution import Execution
 from models.sizes import LanguageModelConfig
 from tasks.config_errors import names_fields, raise_all
 from training import chips
+from training import optimizer as optimizers
 from training.guard import GuardSettings
 from training.mesh import Axes, MeshShape, Partition, make_mesh
 from training.metrics import StepWork
-from training.optimizer import Optimizer, OptimizerSettings
 from training.overlap import parameter_options
 from training.step import (
     Counts,
@@ -39,10 +40,15 @@ from training.step import (
     initial_state,
     make_train_step,
 )
+from training.update import Optimizer
 
 PARTS = {field.name for field in dataclasses.fields(LanguageModelConfig)}
 PARTS = PARTS - {"rope_theta", "norm_epsilon"} | {"truncate"}
 """Fields that a fingerprint leaves out where they have their default."""
+
+
+STORED = "moments", "parameters", "placement"
+"""Fields of config.optimizer that are of `Storage`."""
 
 
 @dataclass(frozen=True)
@@ -253,24 +259,44 @@ def abstract_state(
 
     shapes = jax.eval_shape(lambda p: initial_state(p, optimizer), model.shapes)
 
-    def placed(shape: jax.ShapeDtypeStruct, names: Axes = ()) -> Any:
+    def placed(
+        shape: jax.ShapeDtypeStruct, names: Axes = (), on_host: bool = False
+    ) -> Any:
         names = names or (None,) * shape.ndim
         sharding = partition.sharding(names, shape.shape)
+        if on_host and shape.ndim > 1:
+            sharding = partition.on_host(sharding)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
+    state_placed = functools.partial(placed, on_host=optimizer.on_host)
     axes = optimizer.axes(shapes.optimizer_state, model.axes)
     return TrainState(
         step=placed(shapes.step),
         params=jax.tree.map(placed, shapes.params, model.axes),
-        optimizer_state=jax.tree.map(placed, shapes.optimizer_state, axes),
+        optimizer_state=jax.tree.map(state_placed, shapes.optimizer_state, axes),
         guard=jax.tree.map(placed, shapes.guard),
     )
 
 
 @names_fields
-def optimizer_settings(config: ml_collections.ConfigDict) -> OptimizerSettings:
+def optimizer_settings(
+    config: ml_collections.ConfigDict,
+) -> optimizers.OptimizerSettings:
     """Returns the settings of the optimizer and its schedule."""
-    return OptimizerSettings(total_steps=config.train.steps, **config.optimizer)
+    fields = {**config.optimizer}
+    stored = {name: fields.pop(name) for name in STORED}
+    storage = optimizers.Storage(**stored, seed=config.seed)
+    return optimizers.OptimizerSettings(
+        total_steps=config.train.steps, storage=storage, **fields
+    )
+
+
+def make_optimizer(
+    config: ml_collections.ConfigDict, model: Model
+) -> tuple[Optimizer, Callable[[int], jax.Array]]:
+    """Builds the config's optimizer, and its learning rate by updates made."""
+    settings = optimizer_settings(config)
+    return optimizers.make_optimizer(settings, model.shapes, model.axes)
 
 
 @names_fields

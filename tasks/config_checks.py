@@ -59,6 +59,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
     checks: list[Check] = [
         _numbers,
         corpora.named,
+        _parameters,
         _names,
         _places,
         _lora,
@@ -168,6 +169,13 @@ def _profile(config: ml_collections.ConfigDict) -> None:
     last = config.train.steps
     if first > last and not config.train.extra_steps:
         raise ValueError(f"{config.profile=} begins after {config.train.steps=}")
+
+
+def _parameters(config: ml_collections.ConfigDict) -> None:
+    if config.task != "text" and config.optimizer.parameters != "float32":
+        raise ValueError(
+            f"{config.optimizer.parameters=} is for task text: set it to float32"
+        )
 
 
 def _shares(config: ml_collections.ConfigDict) -> None:

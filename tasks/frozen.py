@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 
 from models.abstract import Model
@@ -65,27 +64,12 @@ def read_frozen(
 ) -> Any:
     """Reads the frozen parameters onto the mesh; an empty tree where there are none.
 
-    One after the other (all layers of one at a time), rounded as it is read.
-
     Raises:
       ValueError: they are damaged, or do not fit the model.
     """
     if not model.frozen_shapes:
         return {}
     saved = SavedParameters(config.init_from)
-    like, tree = jax.tree.flatten(abstract_frozen(model, partition))
-    names = range(len(like))
-
-    def read(number: int) -> jax.Array:
-        wide = [
-            jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
-            if place == number
-            else None
-            for place, leaf in enumerate(like)
-        ]
-        (parameter,) = jax.tree.leaves(saved.restore(jax.tree.unflatten(tree, wide)))
-        return parameter.astype(like[number].dtype)
-
-    frozen = jax.tree.unflatten(tree, map(read, names))
+    frozen = saved.restore(abstract_frozen(model, partition))
     say(f"frozen parameters: of step {saved.step} of {config.init_from}")
     return frozen

@@ -10,8 +10,8 @@ from kernels.compiler import compiler_options
 from tasks import base
 from tasks.base import Data, Task
 from training.loop import Programs
-from training.optimizer import Optimizer
 from training.step import TrainState, initial_state, make_evaluate_step, make_replay
+from training.update import Optimizer
 from training.weights import SavedParameters
 
 

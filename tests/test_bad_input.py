@@ -79,6 +79,13 @@ requirements-wandb.txt
 profile=25-30 => config.profile='25-30' | config.train.steps=20
 optimizer.peak_lr=inf => config.optimizer.peak_lr=inf | finite
 optimizer.weight_decay=nan => config.optimizer.weight_decay=nan | finite
+optimizer.name=adam => config.optimizer.name='adam' | adamw, adafactor, muon
+optimizer.moments=int8 optimizer.placement=disk => moments='int8' | bfloat16, float8 \
+| config.optimizer.placement='disk' | device, host
+optimizer.name=adafactor optimizer.moments=float8 => config.optimizer.moments=float8 | \
+config.optimizer.name=adafactor | float32
+optimizer.parameters=float16 => config.optimizer.parameters='float16' | bfloat16
+optimizer.momentum=1.0 => config.optimizer.momentum=1.0 | below 1
 model.rope_theta=inf => config.model.rope_theta=inf | above 0
 workdir= => config.workdir='' | must be a directory
 workdir=ftp://a/b => config.workdir='ftp://a/b'

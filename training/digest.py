@@ -55,12 +55,13 @@ def device_digest(tree: Any) -> jax.Array:
 
 @jax.jit
 def _by_name(tree: Any) -> dict[str, Digest]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): Digest(
-            digest(leaf), _count(jnp.isnan, leaf), _count(jnp.isinf, leaf)
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        leaf = jax.device_put(leaf, jax.memory.Space.Device)  # may be on the host
+        counts = _count(jnp.isnan, leaf), _count(jnp.isinf, leaf)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found[name] = Digest(digest(leaf), *counts)
+    return found
 
 
 def _count(function: Callable[[jax.Array], jax.Array], array: Any) -> jax.Array:
@@ -83,12 +84,17 @@ def has_digest(dtype: Any) -> bool:
 def digest(array: jax.Array) -> jax.Array:
     """Returns the uint32 digest of an array of any shape and a type of 1 to 8 bytes."""
     bits = _words(jnp.asarray(array))
+    return scramble(bits ^ places(bits.shape)).sum(dtype=jnp.uint32)
+
+
+def places(shape: tuple[int, ...]) -> jax.Array:
+    """Returns a uint32 for each element of an array, scrambled from its indices."""
     # Each axis is scrambled by itself: a flat index would overflow.
-    place = jnp.zeros((1,) * bits.ndim, jnp.uint32)
-    for axis in range(bits.ndim):
-        index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        place = _scramble(place + index + jnp.uint32(1))
-    return _scramble(bits ^ place).sum(dtype=jnp.uint32)
+    place = jnp.zeros((1,) * len(shape), jnp.uint32)
+    for axis in range(len(shape)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        place = scramble(place + index + jnp.uint32(1))
+    return place
 
 
 def _words(array: jax.Array) -> jax.Array:
@@ -100,7 +106,7 @@ def _words(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, word).astype(jnp.uint32)
 
 
-def _scramble(x: jax.Array) -> jax.Array:
+def scramble(x: jax.Array) -> jax.Array:
     """MurmurHash3's final mix, one to one on uint32 (Appleby, public domain)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)

@@ -195,6 +195,16 @@ class Partition:
         """Returns the sharding of an array of this shape."""
         return NamedSharding(self.mesh, self.spec(names, shape))
 
+    def on_host(self, sharding: NamedSharding) -> NamedSharding:
+        """Returns the sharding in the memory of the devices' hosts."""
+        mesh, spec = sharding.mesh, sharding.spec
+        # GPUs that are not attached have no memories, so no kind of it would be kept.
+        is_aot_gpu = (
+            isinstance(mesh, Mesh) and not mesh.devices.flat[0].addressable_memories()
+        )
+        mesh = mesh.abstract_mesh if is_aot_gpu else mesh
+        return NamedSharding(mesh, spec, memory_kind="pinned_host")
+
     def over_shards(
         self, function: Callable, names: Sequence[Axes], result_names: Axes
     ) -> Callable:
@@ -221,7 +231,7 @@ class Partition:
     ) -> jax.Array:
         """Gathers, inside `over_shards`, a parameter's shards along its embed axis.
 
-        It travels in `dtype`, in which it is used, and is returned in its own type: the
+        It travels in `dtype`, in which it is used, and is returned in float32: the
         gradients of all uses add up in that. They are summed over devices and scattered
         back once, in that type too.
 
@@ -230,7 +240,7 @@ class Partition:
         axes = self.mesh_axes("embed", size)
         # Varied first: gradients are scattered, and then only shards of them summed
         # over the mesh axes that hold copies.
-        shard = self.vary(shard)
+        shard = self.vary(shard.astype(jnp.float32))
         stages = self._stages(axes)
         return _gather(shard, stages, axis, dtype) if stages else shard
 

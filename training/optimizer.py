@@ -1,14 +1,53 @@
-"""AdamW with clipping, decay of the matrices only, warm-up and a cosine."""
+"""AdamW, Adafactor or Muon with clipping, decay of matrices, warm-up and a cosine."""
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
+
+from training.layerwise import Layerwise, weights_of
+from training.moments import MOMENTS
+from training.update import AtOnce, Optimizer
+
+OPTIMIZERS = "adamw", "adafactor", "muon"
+PARAMETERS = "float32", "bfloat16"
+PLACEMENTS = "device", "host"
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's update before the learning rate: about that of AdamW's, so
+that both take the same rates (2502.16982)."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters and the optimizer's state are stored.
+
+    Attributes:
+      moments: type of the moments of matrices; "float8" in blocks with a scale each.
+      parameters: type of the parameters that are matrices.
+      placement: where the state is: in the memory of the "device" or of the "host".
+      seed: of what is rounded at random: whatever is not float32.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+
+    moments: str = "float32"
+    parameters: str = "float32"
+    placement: str = "device"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        known = {
+            "moments": MOMENTS,
+            "parameters": PARAMETERS,
+            "placement": PLACEMENTS,
+        }
+        _check_names(self, known)
 
 
 @dataclass(frozen=True)
@@ -25,6 +64,11 @@ class OptimizerSettings:
       beta2: decay of the second moment.
       epsilon: added to the root of the second moment.
       clip_norm: largest global gradient norm; `math.inf` turns clipping off.
+      name: "adamw"; "adafactor" (1804.04235), which keeps means of the squares over the
+        rows and columns of a matrix, and no first moment; or "muon" (2502.16982) for
+        the layers' matrices, with AdamW for all others.
+      momentum: decay of Muon's moment.
+      storage: how state and parameters are stored.
 
     Raises:
       ValueError: for a value outside its range. NaN is outside every range.
@@ -39,8 +83,12 @@ class OptimizerSettings:
     beta2: float = 0.95
     epsilon: float = 1e-8
     clip_norm: float = 1.0
+    name: str = "adamw"
+    momentum: float = 0.95
+    storage: Storage = field(default_factory=Storage)
 
     def __post_init__(self) -> None:
+        _check_names(self, {"name": OPTIMIZERS})
         steps, warmup = self.total_steps, self.warmup_steps
         finite = "a finite number of at least 0"
         share = "from 0 to below 1"
@@ -60,6 +108,11 @@ class OptimizerSettings:
             ),
             f"beta1={self.beta1} must be {share}": 0 <= self.beta1 < 1,
             f"beta2={self.beta2} must be {share}": 0 <= self.beta2 < 1,
+            f"momentum={self.momentum} must be {share}": 0 <= self.momentum < 1,
+            f"moments={self.storage.moments} must be float32 with name=adafactor, "
+            "whose means of rows and columns are few": (
+                self.name != "adafactor" or self.storage.moments == "float32"
+            ),
             f"epsilon={self.epsilon} must be a small number above 0": (
                 0 < self.epsilon < math.inf
             ),
@@ -72,64 +125,29 @@ class OptimizerSettings:
             raise ValueError("; ".join(wrong))
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """Makes updates by an optax transformation, of all parameters at once."""
-
-    transformation: optax.GradientTransformation
-
-    def init(self, params: Any) -> Any:
-        """Returns the state before the first update."""
-        return self.transformation.init(params)
-
-    def update(
-        self, grads: Any, state: Any, params: Any, is_good: jax.Array | bool = True
-    ) -> tuple[Any, Any]:
-        """Returns the new parameters and state; the old ones where not `is_good`."""
-        updates, new_state = self.transformation.update(grads, state, params)
-        new_params = optax.apply_updates(params, updates)
-        # Chosen where it is written: with the old state donated, no copy is made.
-        return jax.tree.map(
-            lambda new, old: jnp.where(is_good, new, old),
-            (new_params, new_state),
-            (params, state),
-        )
-
-    def axes(self, state: Any, axes: Any) -> Any:
-        """Returns the names of the axes of every leaf of a state, None for no name.
-
-        state: shapes, as of `init`. axes: names of the parameters' axes.
-        """
-        named = jax.tree_util.tree_leaves_with_path(axes, is_leaf=_is_tuple)
-        names = {_keys(path): leaf for path, leaf in named}
-
-        def of(path: tuple[Any, ...], leaf: Any) -> tuple[str | None, ...]:
-            keys = _keys(path)
-            ends = (keys[start:] for start in range(len(keys)))
-            return next(filter(None, map(names.get, ends)), (None,) * leaf.ndim)
-
-        return jax.tree_util.tree_map_with_path(of, state)
-
-
-def _is_tuple(x: Any) -> bool:
-    return isinstance(x, tuple)
-
-
-def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the dict keys of a path: a state has those of its parameters, last."""
-    return tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey))
+def _check_names(settings: Any, known: dict[str, tuple[str, ...]]) -> None:
+    values = {name: getattr(settings, name) for name in known}
+    wrong = [
+        f"{name}={value!r} must be one of {', '.join(known[name])}"
+        for name, value in values.items()
+        if value not in known[name]
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def make_optimizer(
-    settings: OptimizerSettings,
+    settings: OptimizerSettings, shapes: Any = None, axes: Any = None
 ) -> tuple[Optimizer, optax.Schedule]:
-    """Builds clipping by global norm, then AdamW, and the schedule it follows.
+    """Builds the optimizer that clips by global norm, and the schedule it follows.
 
     All matrices are decayed, the embedding table too, as in LLaMA, nanoGPT and MaxText.
     Norm scales, biases and sinks are not: see `decayed`.
 
     Args:
       settings: checked values.
+      shapes, axes: of the parameters, and the names of their axes; what is not AdamW in
+        float32 needs them.
 
     Returns:
       The optimizer, and the learning rate as a function of the number of updates
@@ -144,20 +162,73 @@ def make_optimizer(
             end_value=settings.end_lr,
         )
     )
-    transformation = optax.chain(
-        optax.clip_by_global_norm(settings.clip_norm),
-        optax.adamw(
-            schedule,
-            b1=settings.beta1,
-            b2=settings.beta2,
-            eps=settings.epsilon,
-            weight_decay=settings.weight_decay,
-            mask=decayed,
-        ),
+    adamw = optax.adamw(
+        schedule,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        mask=decayed,
     )
-    update = _in_standard_promotion(transformation.update)
-    of_all = optax.GradientTransformation(transformation.init, update)
-    return Optimizer(of_all), schedule
+    storage = settings.storage
+    if settings.name == "adamw" and storage == Storage(seed=storage.seed):
+        clip = optax.clip_by_global_norm(settings.clip_norm)
+        return AtOnce(_promoted(optax.chain(clip, adamw))), schedule
+    of_layer = {
+        "adamw": lambda: adamw,
+        "adafactor": functools.partial(_adafactor, settings, schedule),
+        "muon": functools.partial(_muon, settings, schedule),
+    }[settings.name]()
+    of_rest = adamw if settings.name == "muon" else of_layer
+    optimizer = Layerwise(
+        _promoted(of_layer),
+        _promoted(of_rest),
+        weights_of(shapes, axes, _is_decayed),
+        storage.moments,
+        storage.parameters,
+        storage.placement == "host",
+        settings.clip_norm,
+        storage.seed,
+    )
+    return optimizer, schedule
+
+
+def _adafactor(
+    settings: OptimizerSettings, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Builds Adafactor with the rates of AdamW: not scaled by those of the parameters.
+
+    As for vision transformers (2106.04560), where it trains as well as AdamW does.
+    """
+    return optax.chain(
+        # Every matrix is factored, whatever its sides.
+        optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+        optax.clip_by_block_rms(1.0),
+        optax.add_decayed_weights(settings.weight_decay, decayed),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _muon(
+    settings: OptimizerSettings, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Builds Muon for matrices, and AdamW for norms, biases and sinks beside them."""
+
+    def sides(params: Any) -> Any:
+        numbers = optax.contrib.MuonDimensionNumbers()  # inputs first, then outputs
+        return jax.tree.map(
+            lambda is_matrix: numbers if is_matrix else None, decayed(params)
+        )
+
+    return optax.contrib.muon(
+        schedule,
+        beta=settings.momentum,
+        weight_decay=settings.weight_decay,
+        adam_b1=settings.beta1,
+        adam_b2=settings.beta2,
+        muon_weight_dimension_numbers=sides,
+        consistent_rms=MUON_RMS,
+    )
 
 
 def decayed(params: Any) -> Any:
@@ -173,11 +244,21 @@ def decayed(params: Any) -> Any:
       The same tree with a bool at each leaf.
     """
 
-    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        return not name.endswith(("scale", "bias", "sinks"))
+    def of(path: tuple[Any, ...], _: Any) -> bool:
+        return _is_decayed(jax.tree_util.keystr(path[-1:], simple=True))
 
-    return jax.tree_util.tree_map_with_path(is_decayed, params)
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _is_decayed(name: str) -> bool:
+    return not name.endswith(("scale", "bias", "sinks"))
+
+
+def _promoted(
+    transformation: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    update = _in_standard_promotion(transformation.update)
+    return optax.GradientTransformation(transformation.init, update)
 
 
 def _in_standard_promotion[**P, R](function: Callable[P, R]) -> Callable[P, R]:

@@ -10,7 +10,7 @@ import optax
 
 from training.digest import device_digest
 from training.guard import GuardState, Replay, initial_guard, judge
-from training.optimizer import Optimizer
+from training.update import Optimizer, float32
 
 LossFunction = Callable[..., jax.Array]
 """From parameters, a batch and frozen parameters to the weighted sum of its losses.
@@ -68,7 +68,7 @@ class TrainState(NamedTuple):
 
 def initial_state(params: Any, optimizer: Optimizer) -> TrainState:
     """Returns the state before the first step."""
-    zero = jnp.zeros((), jnp.int32)
+    zero, params = jnp.zeros((), jnp.int32), optimizer.cast(params)
     return TrainState(zero, params, optimizer.init(params), initial_guard())
 
 
@@ -105,7 +105,7 @@ def make_train_step(
         loss, losses, grads = _mean_gradients(
             _beside(frozen, loss_sum), state.params, batch, microbatches, weights
         )
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(float32(grads))
         is_good, guard = judge(state.guard, loss, norm, spike_sigmas)
         params, optimizer_state = optimizer.update(
             grads, state.optimizer_state, state.params, is_good
@@ -136,7 +136,8 @@ def make_replay(
     def replay(params: Any, batch: Any, *frozen: Any) -> Replay:
         weights, loss_of = count(batch).weights, _beside(frozen, loss_sum)
         loss, _, grads = _mean_gradients(loss_of, params, batch, microbatches, weights)
-        return Replay(loss, optax.tree.norm(grads), device_digest(grads))
+        norm = optax.tree.norm(float32(grads))
+        return Replay(loss, norm, device_digest(grads))
 
     return replay
 
@@ -168,7 +169,10 @@ def _mean_gradients(
     weight = weights.sum()
     mean = 1 / jnp.where(weight > 0, weight, 1)
     losses, grads = _summed_gradients(loss_sum, params, batch, microbatches)
-    return mean * losses.sum(), losses, jax.tree.map(lambda g: mean * g, grads)
+    grads = jax.tree.map(
+        lambda g, p: (mean * g).astype(p.dtype), float32(grads), params
+    )
+    return mean * losses.sum(), losses, grads
 
 
 def _summed_gradients(
@@ -191,10 +195,11 @@ def _summed_gradients(
         return jnp.swapaxes(rows, 0, 1)
 
     def add(total: Any, part: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, value_and_grad(params, part)), None
+        return jax.tree.map(jnp.add, total, float32(value_and_grad(params, part))), None
 
     parts = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], parts)
     losses = jax.eval_shape(loss_sum, params, first)
-    zero = jnp.zeros(losses.shape, jnp.float32), jax.tree.map(jnp.zeros_like, params)
+    like = losses, params
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     return jax.lax.scan(add, zero, parts)[0]

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
@@ -30,6 +31,9 @@ from training.stored_step import (
 
 PARAMETERS = "params"
 """Their name in a saved train state."""
+
+FLOATS = "float32", "bfloat16"
+"""Types of parameters, which are read as either."""
 
 
 class SavedParameters:
@@ -114,25 +118,45 @@ class SavedParameters:
     def restore(self, abstract: Any) -> Any:
         """Reads parameters onto the shardings of `abstract`; equal to the last bit.
 
+        Or rounded to its types, where those were saved in others: then one at a time.
+
         abstract: `jax.ShapeDtypeStruct` with a sharding for each parameter to read; a
           part of the parameters' tree, or the whole.
 
         Raises:
-          ValueError: before any array is read, if one is missing or of another shape or
-            type, by name; or if one is missing, not as it was saved, or not finite.
+          ValueError: before any array is read, if one is missing or of another shape,
+            by name; or if one is missing, not as it was saved, or not finite.
           OSError: they could not be read, several times.
         """
-        part = {PARAMETERS: abstract}
-        wanted = briefs(leaves(part))
-        saved = {n: v for n, v in saved_briefs(self._meta).items() if n in wanted}
-        found = differences(saved, wanted)
+        saved = saved_briefs(self._meta)
+
+        def as_saved(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            dtype = saved.get(f"{PARAMETERS}.{name}", "").partition("[")[0]
+            return leaf.update(dtype=dtype) if dtype in FLOATS else leaf
+
+        stored = jax.tree_util.tree_map_with_path(as_saved, abstract)
+        wanted = briefs(leaves({PARAMETERS: stored}))
+        found = differences({n: saved[n] for n in saved if n in wanted}, wanted)
         if found:
             raise ValueError(
                 f"the parameters of step {self.step} of {self._workdir} do not fit the "
                 f"model:\n  {listed(found)}"
             )
+        if briefs(leaves(stored)) == briefs(leaves(abstract)):
+            return self._read(stored)
+        like, tree = jax.tree.flatten(abstract)
+        alone = [None] * len(like)
+        parameters = []
+        for number, leaf in enumerate(jax.tree.leaves(stored)):
+            one = alone[:number] + [leaf] + alone[number + 1 :]
+            (read,) = jax.tree.leaves(self._read(jax.tree.unflatten(tree, one)))
+            parameters.append(read.astype(like[number].dtype))
+        return jax.tree.unflatten(tree, parameters)
+
+    def _read(self, part: Any) -> Any:
         try:
-            return self._stored.read(part, self._meta)[PARAMETERS]
+            return self._stored.read({PARAMETERS: part}, self._meta)[PARAMETERS]
         except DamagedStep as damage:
             raise self._refusal(damage) from damage
 

@@ -1,14 +1,62 @@
-"""Two processes that were told different things refuse together, by field."""
+"""Refused: checkpoints of another optimizer; processes that were told other things."""
 
 import json
 import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
 from tests.processes import Processes, free_port
 from tests.runs import prepare_corpus
+from training import record
+
+ADAMW = {
+    "optimizer.name": "adamw",
+    "optimizer.moments": "float32",
+    "optimizer.parameters": "float32",
+    "optimizer.placement": "device",
+}
+MUON = {"optimizer.name": "muon"}
+HOST = {"optimizer.placement": "host"}
+FLOAT8 = {"optimizer.moments": "float8"}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            {},
+            MUON,
+            "adamw (moments float32, parameters float32), and this run has muon",
+        ),
+        (MUON, FLOAT8, "muon (moments float32, parameters float32), and this run has "),
+        (MUON, {}, "and this run has adamw (moments float32, parameters float32): set"),
+        (
+            FLOAT8,
+            MUON | FLOAT8,
+            "float8, parameters float32), and this run has muon (moments float8",
+        ),
+        ({}, HOST, "parameters float32, on the host)"),
+        (FLOAT8, FLOAT8 | HOST, ""),
+        (MUON | HOST, MUON, ""),
+    ],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused_by_name(before, now, said):
+    saved = {7: {record.RUN: "a", record.SETTINGS: ADAMW | before}}
+    lines: list[str] = []
+    for record_of in (saved, {7: {**saved[7], record.SETTINGS: before}}):
+        try:
+            record.continued(record_of, ADAMW | now, (), lines.append)
+            message = ""
+        except ValueError as error:
+            message = str(error)
+        assert said in message
+        assert bool(said) == message.startswith("step 7 holds the state of the opt")
+        assert "\n" not in message
+
 
 # Says for each case what the processes agree on, or what they say that differs.
 PROGRAM = """

@@ -13,7 +13,6 @@ import pytest
 from data.batch import Batch
 from kernels import masks
 from training.mesh import MeshShape, Partition, make_mesh
-from training.optimizer import Optimizer
 from training.step import (
     Counts,
     TrainState,
@@ -22,6 +21,7 @@ from training.step import (
     make_evaluate_step,
     make_train_step,
 )
+from training.update import AtOnce
 
 ROWS, LENGTH, VOCAB = 8, 12, 5
 RATE = 0.1
@@ -65,7 +65,7 @@ def expected(params: dict, batch: Batch) -> tuple[float, dict]:
     return loss, {"table": by_token, "bias": slope.sum()}
 
 
-OPTIMIZER = Optimizer(optax.sgd(RATE, momentum=0.9))
+OPTIMIZER = AtOnce(optax.sgd(RATE, momentum=0.9))
 STEPS = {
     n: jax.jit(make_train_step(loss_sum, OPTIMIZER, microbatches=n))
     for n in (1, 2, 4, 8)
@@ -183,7 +183,7 @@ def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches, rng):
 
 def test_initial_state_has_made_no_step(rng):
     params = make_params(rng)
-    state = initial_state(params, Optimizer(optax.adam(RATE)))
+    state = initial_state(params, AtOnce(optax.adam(RATE)))
     assert isinstance(state, TrainState)
     assert (int(state.step), state.step.dtype) == (0, jnp.int32)
     assert state.params is params

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -100,9 +101,16 @@ def test_parameters_that_do_not_fit_are_refused_by_name(workdir):
     assert "params.embedding: saved float32[16, 8], this run float32[17, 8]" in message
     assert "params.head: saved nothing, this run float32[8, 16]" in message
     assert "scale" not in message
-    with pytest.raises(ValueError, match=r"saved float32\[16, 8\], this run bfloat16"):
-        narrow = {"embedding": parameters()["embedding"].astype("bfloat16")}
-        SavedParameters(workdir).restore(on_mesh(narrow))
+
+
+def test_parameters_are_rounded_to_the_type_that_is_asked_for(workdir, tmp_path):
+    narrow = parameters()
+    narrow["embedding"] = jnp.asarray(narrow["embedding"], jnp.bfloat16)
+    rounded = SavedParameters(workdir).restore(on_mesh(narrow))
+    assert_equal_bits(rounded, narrow)
+    save_parameters(tmp_path, rounded, FINGERPRINT)
+    wide = SavedParameters(tmp_path).restore(on_mesh(parameters()))
+    assert_equal_bits(wide, jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
 
 
 def test_a_place_without_checkpoint_is_refused_and_stays_as_it_is(tmp_path):

@@ -35,7 +35,6 @@ from tools.lib.planning.memory import (
 )
 from training.chips import Chip
 from training.mesh import MeshShape, Partition
-from training.optimizer import make_optimizer
 
 LAYER_ARRAYS, RING_ARRAYS = 6, 7
 """float32 arrays of the size of the queries: the most in compiled steps on TPUs.
@@ -110,7 +109,7 @@ def suggestion(
         raise ValueError(f"{config.attention=} has no ring of {ring_size}")
     TASKS[config.task].batch_sharding(config, partition)  # before a model is built
     task = make_task(config, partition)
-    optimizer, _ = make_optimizer(base.optimizer_settings(config))
+    optimizer, _ = base.make_optimizer(config, task.model)
     state = base.abstract_state(task.model, optimizer, partition)
     parameters = task.num_parameters
     held = state, abstract_frozen(task.model, partition)

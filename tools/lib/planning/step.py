@@ -17,7 +17,6 @@ from tools.lib.planning.largest import MOST_TOKENS
 from tools.lib.planning.ring_steps import visible_pairs
 from training.mesh import Partition
 from training.metrics import StepWork
-from training.optimizer import make_optimizer
 from training.pods import Pod, compile_to_fit
 from training.step import TrainState
 
@@ -58,7 +57,7 @@ class Step:
         check(config, len(pod.devices))
         partition = base.partition(config, pod.devices)
         task = make_task(config, partition)
-        optimizer, _ = make_optimizer(base.optimizer_settings(config))
+        optimizer, _ = base.make_optimizer(config, task.model)
         state = base.abstract_state(task.model, optimizer, partition)
         loss_sum, count = task.objective.loss_sum, task.objective.count
         program = base.train_step(config, loss_sum, optimizer, state, count)

@@ -1,0 +1,68 @@
+"""Random rounding: to a neighbour, right on average, the same on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from training.rounding import random_bits, stochastic_round
+
+TYPES = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
+TIMES = 4096
+
+
+def units(x: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+    """Distances of the numbers of a type around each x."""
+    info = jnp.finfo(dtype)
+    exponent = np.floor(np.log2(np.maximum(np.abs(x), 1e-37)))
+    return 2.0 ** (np.maximum(exponent, float(info.minexp)) - info.nmant)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: dtype.__name__)
+def test_the_mean_over_many_words_is_the_number_itself(dtype, rng):
+    wide = rng.normal(size=300) * 10.0 ** rng.integers(-5, 2, 300)
+    x = np.float32([*wide, 0.0, 1.0, -(2.0**-9), 2.0**-12])
+    words = jnp.asarray(rng.integers(0, 2**32, TIMES, np.uint32))
+
+    @jax.jit
+    @jax.vmap
+    def rounded(word):
+        bits = random_bits(word, x.shape)
+        return stochastic_round(jnp.asarray(x), bits, dtype).astype(jnp.float32)
+
+    found = np.asarray(rounded(words), np.float64)
+    unit = units(x, dtype)
+    assert (np.abs(found - x) < unit).all()  # a neighbour
+    error = (found.mean(0) - x) / (unit / 2 / np.sqrt(TIMES))
+    assert np.abs(error).max() < 5  # standard deviations, at most
+    assert 0.5 < error.std() < 1.1
+    exact = (x.astype(dtype).astype(np.float32) == x).nonzero()
+    assert (found[:, *exact] == x[exact]).all()
+
+
+def test_what_exceeds_a_type_becomes_its_largest_number():
+    x = jnp.float32([449, -1e9, 448])
+    bits = jnp.full(3, 2**32 - 1, jnp.uint32)
+    found = stochastic_round(x, bits, jnp.float8_e4m3fn)
+    assert found.astype(jnp.float32).tolist() == [448, -448, 448]
+
+
+def test_bits_are_of_the_place_in_the_whole_array(rng):
+    x = np.float32(rng.normal(size=(8, 16)))
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y"))
+
+    @jax.jit
+    def rounded(x):
+        return stochastic_round(x, random_bits(jnp.uint32(7), x.shape), jnp.bfloat16)
+
+    for spec in (PartitionSpec("x", "y"), PartitionSpec(None, ("y", "x"))):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        np.testing.assert_array_equal(rounded(placed), rounded(x))
+
+
+def test_bits_differ_between_places_and_words():
+    first, second = (np.asarray(random_bits(jnp.uint32(w), (64, 64))) for w in (1, 2))
+    assert len(np.unique(first)) > 4090 and len(np.unique(second)) > 4090
+    ones = np.unpackbits((first ^ second).view(np.uint8)).mean()
+    assert abs(ones - 0.5) < 0.01  # of 131072 bits: 7 standard deviations

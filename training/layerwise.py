@@ -1,0 +1,275 @@
+"""Updates parameters layer by layer, from a state that is stored in few bits, or far.
+
+Layers are stacked, [layers, …], and a loop takes them one after the other: what an
+update needs in float32 exists for one layer at a time, and a state in the host's memory
+passes through the device in slices. An optax transformation sees one layer, its weights
+as matrices: so factors, norms and orthogonal updates are those of a layer's matrices.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from training.moments import FLOAT8, decode, encode
+from training.rounding import random_bits, stochastic_round
+from training.update import Axes, by_keys, chosen, find, float32
+
+STACKED = "layers"
+"""Name of the parameters that are stacked."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter, of one layer.
+
+    shape, names: of its axes. is_matrix: whether it multiplies activations.
+    """
+
+    shape: tuple[int, ...]
+    names: Axes
+    is_matrix: bool
+
+    @property
+    def _inputs(self) -> int:
+        """Number of axes of the input: heads' outputs have two."""
+        return len(self.shape) - 1 if self.names[-1] == "embed" else 1
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """Shape of the matrix: inputs, outputs."""
+        if not self.is_matrix:
+            return self.shape
+        sides = self.shape[: self._inputs], self.shape[self._inputs :]
+        return tuple(math.prod(side) for side in sides)
+
+    @property
+    def view_names(self) -> Axes:
+        """Names of the matrix's axes: each the first of those that it is made of."""
+        if not self.is_matrix:
+            return self.names
+        sides = self.names[: self._inputs], self.names[self._inputs :]
+        return tuple(next(filter(None, side), None) for side in sides)
+
+    @property
+    def block_axis(self) -> int:
+        """Axis of the matrix along which moments are in blocks.
+
+        One of which a device has many consecutive elements: not "embed", over which
+        parameters are sharded the finest; but for a vocabulary, whose rows differ.
+        """
+        names = self.view_names
+        is_table = "vocab" in names
+        return next((i for i in (1, 0) if (names[i] == "embed") == is_table), 1)
+
+    def state_names(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
+        """Returns the names of the axes of an array of optax's state.
+
+        path: of the array, which has the name that optax gives it.
+        """
+        names = self.view_names
+        fields = {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
+        if "scales" in fields:
+            return tuple(
+                None if i == self.block_axis else n for i, n in enumerate(names)
+            )
+        if len(shape) == len(names):
+            return names
+        # Adafactor's means: "v_row" has the shorter axis left, "v_col" the longer.
+        kept = np.argsort(self.view, stable=True)[-2:]
+        axis = {"v_row": 0, "v_col": 1}.get(next(iter(fields & {"v_row", "v_col"}), ""))
+        if axis is None or shape != (self.view[kept[axis]],):
+            return (None,) * len(shape)
+        return (names[kept[axis]],)
+
+
+def weights_of(shapes: Any, axes: Any, is_matrix: Callable[[str], bool]) -> Any:
+    """Returns a `Weight` for each parameter, a tree like theirs.
+
+    is_matrix: from the name of a parameter.
+    """
+
+    def of(path: tuple[Any, ...], shape: Any, names: Axes) -> Weight:
+        start = 1 if path[0].key == STACKED else 0
+        matrix = is_matrix(path[-1].key)
+        return Weight(shape.shape[start:], names[start:], matrix)
+
+    return jax.tree_util.tree_map_with_path(of, shapes, axes)
+
+
+class LayerwiseState(NamedTuple):
+    """State of a layerwise optimizer.
+
+    count: int32, updates made. layers: optax's state for the layers, stacked as they
+    are. rest: that for what comes before and after them.
+    """
+
+    count: jax.Array
+    layers: Any
+    rest: Any
+
+
+class Terms(NamedTuple):
+    """What all parts of an update have in common.
+
+    factor: of the gradients, float32. is_good: whether it is made, bool.
+    """
+
+    factor: jax.Array
+    is_good: jax.Array | bool
+
+
+@dataclass(frozen=True)
+class Layerwise:
+    """An optimizer that goes through the layers.
+
+    of_layer, of_rest: transformations of one layer's parameters, and of all others'.
+    weights: see `weights_of`.
+    moments: one of `MOMENTS`; only matrices have others than float32.
+    parameters: type of the matrices.
+    on_host: whether the state is in the memory of the host; what has one axis is not.
+    clip_norm: largest norm of all gradients.
+    seed: of what is rounded at random.
+    """
+
+    of_layer: optax.GradientTransformation
+    of_rest: optax.GradientTransformation
+    weights: Any
+    moments: str
+    parameters: str
+    on_host: bool
+    clip_norm: float
+    seed: int
+
+    def cast(self, params: Any) -> Any:
+        return jax.tree.map(
+            lambda x, weight: x.astype(self.parameters) if weight.is_matrix else x,
+            params,
+            self.weights,
+        )
+
+    def init(self, params: Any) -> LayerwiseState:
+        def first(transformation: optax.GradientTransformation, params: Any) -> Any:
+            key = jax.random.key(0)  # of zeros, which are stored as they are
+            return self._stored(transformation.init(self._matrices(params)), key)
+
+        layers, rest = _split(params)
+        if layers:
+            layers = jax.vmap(functools.partial(first, self.of_layer))(layers)
+        count = jnp.zeros((), jnp.int32)
+        return LayerwiseState(count, layers, first(self.of_rest, rest))
+
+    def update(
+        self,
+        grads: Any,
+        state: LayerwiseState,
+        params: Any,
+        is_good: jax.Array | bool = True,
+    ) -> tuple[Any, LayerwiseState]:
+        norm = optax.tree.norm(float32(grads))
+        factor = jnp.where(norm < self.clip_norm, 1, self.clip_norm / norm)
+        key = jax.random.fold_in(jax.random.key(self.seed), state.count)
+        make = functools.partial(self._part, Terms(factor, is_good), key)
+        (layers, rest), (layer_grads, rest_grads) = _split(params), _split(grads)
+        count = len(jax.tree.leaves(layers)[0]) if layers else 0
+
+        def through(number: jax.Array, old: tuple[Any, Any]) -> tuple[Any, Any]:
+            def own(whole: jax.Array) -> jax.Array:
+                return lax.dynamic_index_in_dim(whole, number, keepdims=False)
+
+            def write(whole: jax.Array, own: jax.Array) -> jax.Array:
+                return lax.dynamic_update_index_in_dim(whole, own, number, 0)
+
+            part = jax.tree.map(own, (layer_grads, *old))
+            return jax.tree.map(write, old, make(self.of_layer, number, *part))
+
+        layers, layers_state = lax.fori_loop(0, count, through, (layers, state.layers))
+        rest, rest_state = make(self.of_rest, count, rest_grads, rest, state.rest)
+        number = state.count + jnp.asarray(is_good, jnp.int32)
+        return {**rest, **layers}, LayerwiseState(number, layers_state, rest_state)
+
+    def axes(self, state: LayerwiseState, axes: Any) -> Any:
+        named = by_keys(self.weights)
+
+        def of(path: tuple[Any, ...], leaf: Any) -> Axes:
+            stacked = (None,) if path[0].name == STACKED else ()
+            weight = find(named, path)
+            inner = leaf.shape[len(stacked) :]
+            names = weight and weight.state_names(path, inner)
+            return (*stacked, *(names or (None,) * len(inner)))
+
+        return jax.tree_util.tree_map_with_path(of, state)
+
+    def _part(
+        self,
+        terms: Terms,
+        key: jax.Array,
+        transformation: optax.GradientTransformation,
+        number: jax.Array | int,
+        grads: Any,
+        params: Any,
+        state: Any,
+    ) -> tuple[Any, Any]:
+        """Returns the new parameters and state of one layer, or of the rest."""
+        keys = jax.random.split(jax.random.fold_in(key, number))
+        places = jax.tree.map(lambda x: jax.typeof(x).memory_space, state)
+        state = jax.device_put(state, jax.memory.Space.Device)
+        grads = jax.tree.map(lambda g: terms.factor * g, self._matrices(grads))
+        wide = self._matrices(params)
+        updates, new = transformation.update(grads, decode(state), wide)
+        wide = jax.tree.map(jnp.add, wide, updates)
+        new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
+        params, state = chosen(terms.is_good, new, (params, state))
+        return params, jax.tree.map(jax.device_put, state, places)
+
+    def _matrices(self, tree: Any) -> Any:
+        """Returns parameters, or what is like them, as float32 matrices."""
+        weights = {name: self.weights[name] for name in tree}
+        return jax.tree.map(
+            lambda x, weight: x.astype(jnp.float32).reshape(weight.view), tree, weights
+        )
+
+    def _stored(self, state: Any, key: jax.Array) -> Any:
+        """Returns optax's state with the moments of matrices in fewer bits."""
+        named = by_keys(self.weights)
+        leaves = len(jax.tree.leaves(state))
+        words = iter(jax.random.bits(key, (leaves,), jnp.uint32))
+
+        def of(path: tuple[Any, ...], x: jax.Array) -> Any:
+            weight, word = find(named, path), next(words)
+            fields = {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
+            moment = next(iter(fields & set(FLOAT8)), None)
+            is_stored = moment and weight and weight.is_matrix
+            if not is_stored or self.moments == "float32":
+                return x
+            if self.moments == "float8":
+                return encode(x, moment, weight.block_axis, word)
+            return stochastic_round(x, random_bits(word, x.shape), jnp.bfloat16)
+
+        return jax.tree_util.tree_map_with_path(of, state)
+
+
+def _rounded(wide: Any, like: Any, key: jax.Array) -> Any:
+    """Returns float32 parameters in the shapes and types of others."""
+    words = iter(jax.random.bits(key, (len(jax.tree.leaves(like)),), jnp.uint32))
+
+    def of(x: jax.Array, like: jax.Array) -> jax.Array:
+        x, word = x.reshape(like.shape), next(words)
+        if like.dtype == jnp.float32:
+            return x
+        return stochastic_round(x, random_bits(word, x.shape), like.dtype)
+
+    return jax.tree.map(of, wide, like)
+
+
+def _split(params: Any) -> tuple[Any, Any]:
+    """Returns the stacked parameters, and all others."""
+    layers = {STACKED: params[STACKED]} if STACKED in params else {}
+    return layers, {name: params[name] for name in params if name not in layers}
