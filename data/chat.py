@@ -147,7 +147,7 @@ def prepare_chats(
         output, encoder.template.tokenizer, has_loss_mask=True
     ) as writer:
         writer.chat_template = encoder.template.source
-        summary = Summary(writer, left_out=found.left_out)
+        summary = Summary(writer, found)
 
         def skip(row: BadRow) -> None:
             on_bad_row(row)

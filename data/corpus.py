@@ -93,9 +93,7 @@ def prepare(
                 f"the inputs changed while they were read: {survey.characters} "
                 f"characters, then {characters}; prepare them again"
             )
-    return Summary(
-        writer, skipped=survey.skipped, left_out=found.left_out, markup=survey.markup
-    )
+    return Summary(writer, found, skipped=survey.skipped, markup=survey.markup)
 
 
 def prepare_standard_library(output: Path) -> Path:

@@ -54,6 +54,13 @@ class Inputs:
     files: Sequence[InputFile]
     left_out: Skipped
 
+    def lines(self) -> list[str]:
+        """Returns what is said of them: their splits, and the files left out."""
+        counts = Counter(file.split for file in self.files)
+        splits = f"{counts['train']:,} files, held out: {counts['validation']:,}"
+        named = [f"trained on, by their names: {splits}"] * bool(counts["validation"])
+        return named + self.left_out.lines("left out")
+
 
 def list_inputs(
     inputs: Sequence[Path], *, pattern: str = EVERY_FILE, splits: Sequence[str] = ()

@@ -33,6 +33,8 @@ BEGINNINGS = {
 TABLE_IS_COMPRESSED = "tables are compressed inside and read from their ends: unpack it"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
+# Letters of a library's error that are said.
+MOST_SAID = 300
 # Rows of a table that are Python's at a time, and bytes of a column read at a time.
 ROWS_AT_A_TIME = 64
 BUFFER_BYTES = 1 << 20
@@ -108,25 +110,20 @@ def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Makes errors of libraries one line that names the file."""
+    """Makes what libraries raise where a file is damaged one line that names it."""
     try:
         yield
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = " ".join(str(error).split())
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        if reason.startswith(str(path)):
+    except ImportError:
+        raise
+    except Exception as error:  # also MemoryError: damaged lengths are believed
+        if isinstance(error, ValueError) and str(error).startswith(str(path)):
             raise
-    except Exception as error:  # pyarrow's have no narrower class that need not import
-        if type(error).__module__ != "pyarrow.lib":
-            raise
-        reason = " ".join(str(error).split())
-    else:
-        return
-    raise ValueError(
-        f"{path} cannot be read as a {ending(path)} file ({reason}): mend it or copy "
-        "it again"
-    )
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = "".join(c if c.isprintable() else "?" for c in reason[:MOST_SAID])
+        raise ValueError(
+            f"{path} cannot be read as a {ending(path)} file ({reason}): mend it or "
+            "copy it again"
+        ) from error
 
 
 def _first_letter(path: Path) -> bytes:
@@ -207,6 +204,7 @@ def _arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
             batches = map(batches.get_batch, range(batches.num_record_batches))
         for batch in batches:
             wanted = batch.select(existing)
+            wanted.validate(full=True)  # reading damaged lengths ends the process
             for begin in range(0, len(batch), ROWS_AT_A_TIME):
                 for row in wanted.slice(begin, ROWS_AT_A_TIME).to_pylist():
                     yield f"{path}[{number}]", row

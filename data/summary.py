@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from data.input_files import Inputs
 from data.skipped import Skipped
 from data.token_file import SplitCounts, TokenFileWriter
 
@@ -14,15 +15,16 @@ class Summary:
     writer: of the corpus.
     supervised: tokens with a loss, by split; empty where all have.
     rows: how many rows there were, and of what, in words; "": documents are rows.
-    skipped: rows and files that are no documents; left_out: files that were not read.
+    inputs: whose files were read, or left out; None: it is made of none.
+    skipped: rows and files that are no documents.
     markup: documents with markup that is learned as text.
     """
 
     writer: TokenFileWriter
+    inputs: Inputs | None = None
     supervised: Counter[str] = field(default_factory=Counter)
     rows: str = ""
     skipped: Skipped = field(default_factory=Skipped)
-    left_out: Skipped = field(default_factory=Skipped)
     markup: Skipped = field(default_factory=Skipped)
 
     @property
@@ -50,7 +52,7 @@ class Summary:
             f"tokenizer: {tokenizer.name}{source}, {tokenizer.vocab_size:,} ids; "
             f"documents {begin}end with {tokenizer.end_of_document}"
         )
-        lines += self.left_out.lines("left out")
+        lines += self.inputs.lines() if self.inputs else []
         lines += self.skipped.lines("skipped")
         lines += self.markup.lines("markup, learned as text")
         return "\n".join([*lines, f"written to {self.writer.directory}"])

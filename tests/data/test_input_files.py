@@ -54,6 +54,8 @@ def test_a_folder_of_the_hub_keeps_its_splits(tmp_path):
         for number in range(2)
     }
     assert left_out == {"beside Parquet or Arrow files": (1, "README.md")}
+    said, _ = list_inputs([tmp_path / "in"]).lines()
+    assert said == "trained on, by their names: 2 files, held out: 2"
 
 
 def test_splits_are_chosen_by_name(tmp_path):

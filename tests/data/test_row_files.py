@@ -16,6 +16,7 @@ from data.row_files import read_rows
 from data.skipped import BadRow
 from data.tokenizer import ByteTokenizer
 from tests import tables
+from tests.fuzzing import damaged, fuzz
 
 # Texts with what formats have to quote, and one longer than a block of any reader.
 TEXTS = ['Möwen, 3"\n\tfly\r\n', "a", " ", "\u2028 \\n 'x'", "[1]", "long " * 50_000]
@@ -135,6 +136,22 @@ def test_lists_that_are_none_are_refused(monkeypatch, text, match, most_read):
     monkeypatch.setattr(json_text, "MOST_READ", most_read)
     with pytest.raises(ValueError, match=match):
         list(iterate_list(io.StringIO(text).read))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.feather"])
+def test_damaged_tables_are_read_or_refused_in_one_line(tmp_path, name):
+    """And never end the process. What says lengths is believed: memory is asked for."""
+    content = tables.FORMATS[name](ROWS[6:])
+    source = tmp_path / name
+
+    def attempt(rng):
+        source.write_bytes(damaged(content, rng))
+        return list(read_rows(source, ["text", "other"]))
+
+    def check(found):
+        assert all(isinstance(row.get("text", ""), str) for _, row in found)
+
+    fuzz(150, attempt, check, most_bytes=1 << 60)
 
 
 def test_rows_before_a_damage_are_read(tmp_path):

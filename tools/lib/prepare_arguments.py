@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from data.row_files import FORMATS
 from data.skipped import BadRow, stop_at
 from data.tokenizer import ByteTokenizer
 from tasks.command_line import Parser, share
+
+MOST_REPORTED = 20
+"""Skipped rows that are named one by one."""
 
 
 def input_parser(description: str | None, what: str) -> Parser:
@@ -63,7 +67,7 @@ def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
     """Returns keywords of `prepare` and `prepare_chats`, by the parsed arguments."""
     on_bad_row: Callable[[BadRow], None] = stop_at
     if chosen.bad_rows == "skip":
-        on_bad_row = _report
+        on_bad_row = _reporter()
     return {
         "on_bad_row": on_bad_row,
         "validation_fraction": chosen.validation_fraction,
@@ -73,5 +77,15 @@ def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _report(row: BadRow) -> None:
-    print(f"skipped {row}", file=sys.stderr)
+def _reporter() -> Callable[[BadRow], None]:
+    """Returns what prints the first bad rows; all are counted in the summary."""
+    numbers = count(1)
+
+    def report(row: BadRow) -> None:
+        number = next(numbers)
+        if number <= MOST_REPORTED:
+            print(f"skipped {row}", file=sys.stderr)
+        if number == MOST_REPORTED:
+            print("skipped rows are counted from here on", file=sys.stderr)
+
+    return report

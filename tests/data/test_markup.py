@@ -1,0 +1,57 @@
+"""Markup is found in texts, and words that look like it are left alone."""
+
+import pytest
+
+from data.markup import JSON, SPECIAL, TAGS, check_markup, find_markup
+from data.skipped import BadRow, Skipped
+
+NAMES = "<|im_start|> <|eot_id|> [INST] [/INST] <<SYS>> <</SYS>> <start_of_turn>"
+
+
+@pytest.mark.parametrize("name", [*NAMES.split(), "<end_of_turn>", "<|endoftext|>"])
+def test_names_of_special_tokens_are_found_anywhere(name):
+    assert find_markup(f"some words\n{name}user") == SPECIAL
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        ("<!DOCTYPE html>\n<p>", TAGS),
+        (' <?xml version="1.0"?>', TAGS),
+        ("\n<html lang='en'>", TAGS),
+        ('{"a": 1}', JSON),
+        ("[1, 2]\n", JSON),
+        ('{"a": 1}\n{"a": 2}\n', JSON),
+    ],
+)
+def test_whole_documents_of_markup_are_found(text, kind):
+    assert find_markup(text) == kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a <| b |> c",
+        "[1] a reference",
+        "[INSTALL] and {braces}",
+        "a <b>word</b>",
+        "{ not JSON",
+        "<htmlish",
+        "7",
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:12],
+)
+def test_words_are_no_markup(text):
+    assert find_markup(text) is None
+
+
+def test_more_than_half_is_refused_by_kind():
+    found = Skipped()
+    for number in range(5):
+        found.add(BadRow(f"f[{number}]", TAGS if number < 4 else SPECIAL))
+    check_markup(found, 8)
+    with pytest.raises(
+        ValueError, match=r"^4 of 7 documents .*HTML.* as f\[0\], .*--k"
+    ):
+        check_markup(found, 7)
