@@ -16,7 +16,7 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ import ml_collections
 import numpy as np
 from absl import logging
 from flax import traverse_util
-from jax.sharding import NamedSharding
 
 from configs import base
 from data.json_text import read_json_object
@@ -36,7 +35,8 @@ from tasks import run_config, text
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.hf import config as hf_config
 from tools.lib.hf import multimodal
-from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, is_derived, weights_of
+from tools.lib.hf.names import Weight, stored_shapes, weights_of
+from tools.lib.hf.reading import check_tensors, load
 from tools.lib.hf.tensor_files import TensorFiles, TensorFilesWriter, check_absent
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
@@ -46,10 +46,6 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "generation_config.json")
 """What `--like` copies besides, so that a model can be used where it arrives."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-LISTED = 4
-"""Differences between a model and its files that are reported."""
-ROWS = 4096
-"""Of an embedding that are compared at a time."""
 
 
 class Imported(NamedTuple):
@@ -83,32 +79,11 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> Imported:
             )
         model = model_of(config, partition)
         weights = weights_of(model)
-        _check_tensors(files, weights, model)
+        check_tensors(files, weights, model)
         parameters = load(files, weights, model, partition)
     save_parameters(workdir, parameters, text.fingerprint(model))
     run_config.write(_settings(config, workdir=str(workdir)))
     return Imported(config, left_out)
-
-
-def load(
-    files: TensorFiles,
-    weights: Sequence[Weight],
-    model: Model,
-    partition: Partition,
-) -> Any:
-    """Reads the parameters onto the mesh, float32, each device's part on its own.
-
-    Besides what the devices hold, the host holds one device's part of a parameter, and
-    of a layer of that, as it is stored.
-    """
-    shapes = traverse_util.flatten_dict(model.shapes)
-    axes = traverse_util.flatten_dict(model.axes)
-    parameters = {}
-    for weight in weights:
-        shape = shapes[weight.path].shape
-        sharding = partition.sharding(axes[weight.path], shape)
-        parameters[weight.path] = _place(files, weight, shape, sharding)
-    return traverse_util.unflatten_dict(parameters)
 
 
 def export_model(
@@ -204,113 +179,6 @@ def _read_config(source: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {source} holds no model")
     return read_json_object(path)
-
-
-def stored_shapes(
-    weights: Sequence[Weight], model: Model
-) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor that makes up the model."""
-    shapes = traverse_util.flatten_dict(model.shapes)
-    stored = {}
-    for weight in weights:
-        shape = shapes[weight.path].shape
-        shape = shape[1:] if weight.is_stacked else shape
-        names = weight.names(model.config.num_layers)
-        stored |= dict.fromkeys(names, weight.stored_shape(shape))
-    return stored
-
-
-def _check_tensors(files: TensorFiles, weights: Sequence[Weight], model: Model) -> None:
-    """Raises ValueError unless the files hold the model's tensors and no others."""
-    wanted = stored_shapes(weights, model)
-    found = {n: shape for n, shape in files.shapes.items() if not is_derived(n)}
-    if HEAD not in weights and _is_embedding(files, found):
-        del found[HEAD.name]
-    wrong = []
-    for name in sorted(wanted.keys() | found.keys()):
-        there, here = found.get(name), wanted.get(name)
-        if there is None:
-            wrong.append(f"{name} is missing, {list(here)} by config.json")
-        elif here is None:
-            wrong.append(f"{name} {list(there)} is not a tensor of this model")
-        elif there != here:
-            wrong.append(f"{name} is {list(there)}, but {list(here)} by config.json")
-    if wrong:
-        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
-        raise ValueError(
-            "the tensors are not those that config.json describes: "
-            + "; ".join(wrong[:LISTED] + more)
-        )
-
-
-def _is_embedding(files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Returns whether the files hold a tied head, which is that of the embedding.
-
-    Raises:
-      ValueError: it is another one.
-    """
-    if HEAD.name not in shapes or shapes[HEAD.name] != shapes.get(EMBEDDING.name):
-        return False
-    rows = shapes[HEAD.name][0]
-    for start in range(0, rows, ROWS):
-        index = slice(start, min(start + ROWS, rows)), slice(None)
-        head, table = (files.read(weight.name, index) for weight in (HEAD, EMBEDDING))
-        if not np.array_equal(head, table):
-            raise ValueError(
-                f"{HEAD.name} is not {EMBEDDING.name}, but config.json says "
-                "tie_word_embeddings=True: set that to false to read both"
-            )
-    return True
-
-
-def _place(
-    files: TensorFiles,
-    weight: Weight,
-    shape: tuple[int, ...],
-    sharding: NamedSharding,
-) -> jax.Array:
-    """Reads one parameter; what several devices hold is read once."""
-    holders: dict[str, list[jax.Device]] = {}
-    indices = sharding.addressable_devices_indices_map(shape)
-    for device, index in indices.items():
-        holders.setdefault(str(index), []).append(device)
-    arrays = []
-    for devices in holders.values():
-        # Of its own memory, which a device of the host may keep as its own.
-        part = np.empty(sharding.shard_shape(shape), np.float32)
-        _fill(part, files, weight, shape, indices[devices[0]])
-        # Waited for, so that parts do not wait for their devices in memory.
-        arrays += jax.block_until_ready([jax.device_put(part, d) for d in devices])
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _fill(
-    part: np.ndarray,
-    files: TensorFiles,
-    weight: Weight,
-    shape: tuple[int, ...],
-    index: Index,
-) -> None:
-    """Reads the part at `index` of a parameter of this shape, as float32."""
-    if not weight.is_stacked:
-        stored = files.read(weight.name, weight.stored_index(shape, index))
-        part[...] = weight.from_stored(stored, part.shape)
-        _check_finite(part, weight.name)
-        return
-    stored_index = weight.stored_index(shape[1:], index[1:])
-    layers = weight.names(shape[0])[index[0]]
-    for place, name in zip(part, layers, strict=True):
-        stored = files.read(name, stored_index)
-        place[...] = weight.from_stored(stored, place.shape)
-        _check_finite(place, name)
-
-
-def _check_finite(part: np.ndarray, name: str) -> None:
-    if not np.isfinite(part).all():
-        raise ValueError(
-            f"{name} holds numbers that are not finite, which no training recovers "
-            "from: copy the model again"
-        )
 
 
 def _narrowed(tensor: np.ndarray, dtype: str, name: str) -> np.ndarray:

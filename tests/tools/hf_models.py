@@ -21,6 +21,7 @@ from tests.runs import small_config
 from tools import convert_hf
 from tools.lib.hf.config import model_config
 from tools.lib.hf.names import weights_of
+from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import TensorFiles
 from training.mesh import Partition
 
@@ -61,7 +62,7 @@ def run_config(
 def loaded(name: str, model: Model, partition: Partition) -> Any:
     """The fixture's parameters, as `model` has them."""
     with TensorFiles(DIRECTORY / name) as files:
-        return convert_hf.load(files, weights_of(model), model, partition)
+        return load(files, weights_of(model), model, partition)
 
 
 def logits(

@@ -18,7 +18,8 @@ from tests.tools import hf_models
 from tools import convert_hf
 from tools.convert_hf import export_model, import_model, main
 from tools.lib.hf.config import model_config
-from tools.lib.hf.names import weights_of
+from tools.lib.hf.names import stored_shapes, weights_of
+from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import WHOLE, TensorFiles
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters
@@ -140,7 +141,7 @@ def test_every_device_reads_its_own_part_once_and_the_host_no_more(
     partition = partition_on(MeshShape(fsdp=4, ring=2))
     model = convert_hf.model_of(model_config(fields), partition)
     weights = weights_of(model)
-    shapes = convert_hf.stored_shapes(weights, model)
+    shapes = stored_shapes(weights, model)
     held = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     save_file(held, tmp_path / WHOLE)
     sizes = [tensor.nbytes for tensor in held.values()]
@@ -162,7 +163,7 @@ def test_every_device_reads_its_own_part_once_and_the_host_no_more(
     monkeypatch.setattr(jax, "device_put", counted_put)
     with TensorFiles(tmp_path) as files:
         tracemalloc.start()
-        parameters = convert_hf.load(files, weights, model, partition)
+        parameters = load(files, weights, model, partition)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     leaves = jax.tree.leaves(parameters)

@@ -145,6 +145,20 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
     return tuple(w for w in (*_WEIGHTS, *norms) if w.path in paths)
 
 
+def stored_shapes(
+    weights: Sequence[Weight], model: Model
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor that makes up the model."""
+    shapes = traverse_util.flatten_dict(model.shapes)
+    stored = {}
+    for weight in weights:
+        shape = shapes[weight.path].shape
+        shape = shape[1:] if weight.is_stacked else shape
+        names = weight.names(model.config.num_layers)
+        stored |= dict.fromkeys(names, weight.stored_shape(shape))
+    return stored
+
+
 def weight_at(path: tuple[str, ...]) -> Weight:
     """Returns where the parameter of this path is kept."""
     return next(weight for weight in _WEIGHTS if weight.path == path)

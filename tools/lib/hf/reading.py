@@ -1,0 +1,133 @@
+"""Reads the tensors of published models onto a mesh."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import traverse_util
+from jax.sharding import NamedSharding
+
+from models.abstract import Model
+from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, is_derived, stored_shapes
+from tools.lib.hf.tensor_files import TensorFiles
+from training.mesh import Partition
+
+LISTED = 4
+"""Differences between a model and its files that are reported."""
+ROWS = 4096
+"""Of an embedding that are compared at a time."""
+
+
+def load(
+    files: TensorFiles,
+    weights: Sequence[Weight],
+    model: Model,
+    partition: Partition,
+) -> Any:
+    """Reads the parameters onto the mesh, float32, each device's part on its own.
+
+    Besides what the devices hold, the host holds one device's part of a parameter, and
+    of a layer of that, as it is stored.
+    """
+    shapes = traverse_util.flatten_dict(model.shapes)
+    axes = traverse_util.flatten_dict(model.axes)
+    parameters = {}
+    for weight in weights:
+        shape = shapes[weight.path].shape
+        sharding = partition.sharding(axes[weight.path], shape)
+        parameters[weight.path] = _place(files, weight, shape, sharding)
+    return traverse_util.unflatten_dict(parameters)
+
+
+def check_tensors(files: TensorFiles, weights: Sequence[Weight], model: Model) -> None:
+    """Raises ValueError unless the files hold the model's tensors and no others."""
+    wanted = stored_shapes(weights, model)
+    found = {n: shape for n, shape in files.shapes.items() if not is_derived(n)}
+    if HEAD not in weights and _is_embedding(files, found):
+        del found[HEAD.name]
+    wrong = []
+    for name in sorted(wanted.keys() | found.keys()):
+        there, here = found.get(name), wanted.get(name)
+        if there is None:
+            wrong.append(f"{name} is missing, {list(here)} by config.json")
+        elif here is None:
+            wrong.append(f"{name} {list(there)} is not a tensor of this model")
+        elif there != here:
+            wrong.append(f"{name} is {list(there)}, but {list(here)} by config.json")
+    if wrong:
+        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
+        raise ValueError(
+            "the tensors are not those that config.json describes: "
+            + "; ".join(wrong[:LISTED] + more)
+        )
+
+
+def _is_embedding(files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns whether the files hold a tied head, which is that of the embedding.
+
+    Raises:
+      ValueError: it is another one.
+    """
+    if HEAD.name not in shapes or shapes[HEAD.name] != shapes.get(EMBEDDING.name):
+        return False
+    rows = shapes[HEAD.name][0]
+    for start in range(0, rows, ROWS):
+        index = slice(start, min(start + ROWS, rows)), slice(None)
+        head, table = (files.read(weight.name, index) for weight in (HEAD, EMBEDDING))
+        if not np.array_equal(head, table):
+            raise ValueError(
+                f"{HEAD.name} is not {EMBEDDING.name}, but config.json says "
+                "tie_word_embeddings=True: set that to false to read both"
+            )
+    return True
+
+
+def _place(
+    files: TensorFiles,
+    weight: Weight,
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+) -> jax.Array:
+    """Reads one parameter; what several devices hold is read once."""
+    holders: dict[str, list[jax.Device]] = {}
+    indices = sharding.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
+        holders.setdefault(str(index), []).append(device)
+    arrays = []
+    for devices in holders.values():
+        # Of its own memory, which a device of the host may keep as its own.
+        part = np.empty(sharding.shard_shape(shape), np.float32)
+        _fill(part, files, weight, shape, indices[devices[0]])
+        # Waited for, so that parts do not wait for their devices in memory.
+        arrays += jax.block_until_ready([jax.device_put(part, d) for d in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _fill(
+    part: np.ndarray,
+    files: TensorFiles,
+    weight: Weight,
+    shape: tuple[int, ...],
+    index: Index,
+) -> None:
+    """Reads the part at `index` of a parameter of this shape, as float32."""
+    if not weight.is_stacked:
+        stored = files.read(weight.name, weight.stored_index(shape, index))
+        part[...] = weight.from_stored(stored, part.shape)
+        _check_finite(part, weight.name)
+        return
+    stored_index = weight.stored_index(shape[1:], index[1:])
+    layers = weight.names(shape[0])[index[0]]
+    for place, name in zip(part, layers, strict=True):
+        stored = files.read(name, stored_index)
+        place[...] = weight.from_stored(stored, place.shape)
+        _check_finite(place, name)
+
+
+def _check_finite(part: np.ndarray, name: str) -> None:
+    if not np.isfinite(part).all():
+        raise ValueError(
+            f"{name} holds numbers that are not finite, which no training recovers "
+            "from: copy the model again"
+        )
