@@ -8,12 +8,14 @@ Imports LLaMA, Mistral, Qwen 2 and 3, Gemma 2 and 3 and OLMo 2 from safetensors,
 float32, bfloat16 or float16. Every device reads its own part of every tensor from the
 files; no host holds the whole model but for what its devices hold. Exports the
 parameters of a run's newest checkpoint, as the family of `--like`, or the first that
-has such a model.
+has such a model. Adapters are added in, or with `--adapter` written as PEFT has them;
+`import ADAPTER WORKDIR --weights DIR` reads such, of the weights in a workdir.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,15 +31,21 @@ from flax import traverse_util
 from configs import base
 from data.json_text import read_json_object
 from models.abstract import Model
+from models.adapters import Lora
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tasks import run_config, text
+from tasks import frozen, run_config, text
 from tasks.command_line import Parser, as_program, at_least
+from tools.lib.hf import adapters, multimodal
 from tools.lib.hf import config as hf_config
-from tools.lib.hf import multimodal
 from tools.lib.hf.names import Weight, stored_shapes, weights_of
 from tools.lib.hf.reading import check_tensors, load
-from tools.lib.hf.tensor_files import TensorFiles, TensorFilesWriter, check_absent
+from tools.lib.hf.tensor_files import (
+    WHOLE,
+    TensorFiles,
+    TensorFilesWriter,
+    check_absent,
+)
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
 
@@ -67,7 +75,7 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> Imported:
       FileExistsError: `workdir` is not empty.
     """
     check_absent(workdir)
-    fields = _read_config(source)
+    fields = _read_config(source, CONFIG)
     config = hf_config.model_config(fields)
     with TensorFiles(source) as files:
         has_images = fields["model_type"] == multimodal.MODEL_TYPE
@@ -86,6 +94,34 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> Imported:
     return Imported(config, left_out)
 
 
+def import_adapter(
+    source: Path, workdir: Path, weights: Path, partition: Partition
+) -> None:
+    """Writes PEFT's adapter of a model as step 0 of a new working directory.
+
+    weights: working directory of the model.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing or damaged, the adapter is none
+        of ours, or does not fit the model; nothing is written.
+      FileExistsError: `workdir` is not empty.
+    """
+    check_absent(workdir)
+    fields = _read_config(source, adapters.CONFIG)
+    with TensorFiles(source, adapters.TENSORS) as files:
+        lora = adapters.read_lora(fields, [*files.shapes])
+        whole = slice(None), slice(None)
+        tensors = {name: files.read(name, whole) for name in files.shapes}
+    config = run_config.read(str(weights))
+    own = {f"lora.{name}": value for name, value in dataclasses.asdict(lora).items()}
+    own |= {"workdir": str(workdir), "init_from": str(weights)}
+    config.update_from_flattened_dict(own)
+    model = text.model(config, partition)
+    fingerprint = text.fingerprint(model) | frozen.identify(config, model)
+    save_parameters(workdir, adapters.to_parameters(tensors, model), fingerprint)
+    run_config.write(config)
+
+
 def export_model(
     workdir: str,
     directory: Path,
@@ -94,10 +130,12 @@ def export_model(
     dtype: str,
     file_bytes: int,
     original: Path | None = None,
+    weights: str | None = None,
+    adapter_only: bool = False,
 ) -> None:
     """Writes the parameters of a run's newest checkpoint as a published model.
 
-    One parameter (all layers of it) is read at a time.
+    One parameter (all layers of it) is read at a time. Adapters are added in.
 
     Args:
       workdir: of a run, or imported weights.
@@ -106,38 +144,62 @@ def export_model(
       dtype: a name of `DTYPES`. bfloat16 rounds to the nearest.
       file_bytes: of the largest file.
       original: a model whose other fields of config.json, and tokenizer, are kept.
+      weights: working directory of what adapters belong to, if it has moved.
+      adapter_only: writes the adapters alone, as PEFT does.
 
     Raises:
       FileNotFoundError, ValueError: there is no checkpoint, it is not a language
-        model's, no family (or not that of `original`) has such a model, or `dtype` does
-        not hold its numbers.
+        model's, no family (or not that of `original`) has such a model, `dtype` does
+        not hold its numbers, or adapters belong to something else.
       FileExistsError: `directory` is not empty.
     """
     check_absent(directory)
-    kept = {} if original is None else _read_config(original)
-    saved = SavedParameters(workdir)
+    kept = {} if original is None else _read_config(original, CONFIG)
+    source = SavedParameters(workdir)
+    config = _saved_sizes(source, workdir)
+    if config.lora.rank:
+        run = run_config.read(workdir)
+        run.init_from = weights or run.init_from
+        source = adapters.Adapted(run, partition)
+    elif adapter_only:
+        raise ValueError(f"{workdir} holds no adapters: export it without --adapter")
+    if adapter_only:
+        name, fields = (
+            adapters.CONFIG,
+            adapters.config_fields(config.lora, str(original)),
+        )
+        model, file_bytes = source.model, sys.maxsize
+        shapes = adapters.tensor_shapes(model)
+        tensors = adapters.to_tensors(source.parameters, model)
+    else:
+        config = dataclasses.replace(config, lora=Lora())
+        name, fields = CONFIG, hf_config.config_fields(config, dtype, kept)
+        model = model_of(config, partition)
+        shapes = stored_shapes(weights_of(model), model)
+        tensors = _tensors(source, weights_of(model), model, partition)
+    itemsize = np.dtype(dtype).itemsize
+    sizes = {name: itemsize * math.prod(shape) for name, shape in shapes.items()}
+    whole = adapters.TENSORS if adapter_only else WHOLE
+    with TensorFilesWriter(directory, sizes, file_bytes, whole) as writer:
+        for tensor_name, tensor in tensors:
+            writer.write(tensor_name, _narrowed(tensor, dtype, tensor_name))
+        (writer.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
+        for pattern in COMPANIONS if original else ():
+            for file in sorted(filter(Path.is_file, original.glob(pattern))):
+                shutil.copyfile(file, writer.partial / file.name)
+
+
+def _saved_sizes(saved: SavedParameters, workdir: str) -> LanguageModelConfig:
+    """Returns the sizes of a saved model; raises ValueError where it is another's."""
     try:
         fields = dict(saved.fingerprint["model"])
         scaling = RopeScaling(**fields.pop("rope_scaling", {}))
-        config = LanguageModelConfig(**fields, rope_scaling=scaling)
+        lora = Lora(**fields.pop("lora", {}))
+        return LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"the parameters in {workdir} are no language model's: {error}"
         ) from error
-    written = hf_config.config_fields(config, dtype, kept)
-    model = model_of(config, partition)
-    weights = weights_of(model)
-    sizes = {
-        name: np.dtype(dtype).itemsize * int(np.prod(shape))
-        for name, shape in stored_shapes(weights, model).items()
-    }
-    with TensorFilesWriter(directory, sizes, file_bytes) as writer:
-        for name, tensor in _tensors(saved, weights, model, partition):
-            writer.write(name, _narrowed(tensor, dtype, name))
-        (writer.partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
-        for pattern in COMPANIONS if original else ():
-            for file in sorted(filter(Path.is_file, original.glob(pattern))):
-                shutil.copyfile(file, writer.partial / file.name)
 
 
 def model_of(config: LanguageModelConfig, partition: Partition) -> Model:
@@ -174,10 +236,13 @@ def settings_of(config: LanguageModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_config(source: Path) -> dict[str, Any]:
-    path = source / CONFIG
+def _read_config(source: Path, name: str) -> dict[str, Any]:
+    path = source / name
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: {source} holds no model")
+        held = "no model"
+        if (source / adapters.CONFIG).is_file():
+            held = "an adapter: name the workdir of its model with --weights"
+        raise FileNotFoundError(f"{path} does not exist: {source} holds {held}")
     return read_json_object(path)
 
 
@@ -190,7 +255,7 @@ def _narrowed(tensor: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 
 def _tensors(
-    saved: SavedParameters,
+    saved: SavedParameters | adapters.Adapted,
     weights: Sequence[Weight],
     model: Model,
     partition: Partition,
@@ -215,6 +280,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = ways.add_parser("import", help="from Hugging Face's layout").add_argument
     add("source", type=Path, help="directory with config.json and *.safetensors")
     add("workdir", type=Path, help="directory to write, a new one")
+    add("--weights", type=Path, help="workdir that an adapter of PEFT's belongs to")
     add = ways.add_parser("export", help="to Hugging Face's layout").add_argument
     add("workdir", help="of a run, or of imported weights")
     add("directory", type=Path, help="directory to write, a new one")
@@ -226,6 +292,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         help="model whose tokenizer and other fields of config.json are kept",
     )
+    add("--adapter", action="store_true", help="the adapters alone, as PEFT has them")
+    add("--weights", help="workdir of what adapters belong to, if it has moved")
     return parser.parse_args(arguments)
 
 
@@ -241,6 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _arguments(arguments)
     logging.set_verbosity(logging.WARNING)  # Orbax logs every step of a save
     partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
+    if chosen.way == "import" and chosen.weights:
+        import_adapter(chosen.source, chosen.workdir, chosen.weights, partition)
+        print(f"written to {chosen.workdir}, adapters of {chosen.weights}")
+        return 0
     if chosen.way == "import":
         config, left_out = import_model(chosen.source, chosen.workdir, partition)
         if left_out:
@@ -256,6 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dtype=chosen.dtype,
         file_bytes=int(min(chosen.file_gigabytes * 1e9, sys.maxsize)),
         original=chosen.like,
+        weights=chosen.weights,
+        adapter_only=chosen.adapter,
     )
     print(f"written to {chosen.directory}")
     return 0

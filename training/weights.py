@@ -15,11 +15,9 @@ import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
 from training.manager import absolute
-from training.record import SETTINGS
 from training.stored_step import (
     FINGERPRINT,
     LEAVES,
-    RECORD,
     DamagedStep,
     StoredStep,
     briefs,
@@ -78,11 +76,6 @@ class SavedParameters:
         except DamagedStep as damage:
             raise self._refusal(damage) from damage
         self.fingerprint = self._meta[FINGERPRINT]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Returns the settings of the run that saved them; none of imported ones."""
-        return self._meta.get(RECORD, {}).get(SETTINGS, {})
 
     @property
     def digest(self) -> str:

@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them: names and layout of their tensors, adapter_config.json.
+"""Adapters as PEFT has them: adapter_config.json, names and layout of their tensors.
 
 There A is (rank, inputs) and B (outputs, rank), all heads in one axis, for each layer.
 """
@@ -6,44 +6,86 @@ There A is (rank, inputs) and B (outputs, rank), all heads in one axis, for each
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_collections
 import numpy as np
 from flax import traverse_util
 
+from data.json_text import short
 from models.abstract import Model
-from models.adapters import Lora
+from models.adapters import FACTORS, TARGETS, Lora
+from tasks import frozen, text
 from tools.lib.hf.names import weight_at
+from training.mesh import Partition
+from training.weights import SavedParameters
 
-PREFIX, ENDS = "base_model.model.", {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, ENDS = "base_model.model.", {"a": ".lora_A.weight", "b": ".lora_B.weight"}
+LISTED = 4
+"""Differences between an adapter and its tensors that are reported."""
+
+READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora")
+HARMLESS = frozenset(
+    # What it is, and of which model; which matrices it was to have: the tensors count.
+    ("task_type", "base_model_name_or_path", "revision", "peft_version", "auto_mapping")
+    + ("inference_mode", "layers_pattern", "exclude_modules", "runtime_config")
+    # Of training, and of variants that are off where their switch is.
+    + ("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying")
+)
+"""Fields of adapter_config.json that change no logits."""
+NOTHING = (None, False, "none", {}, [])
+INITIAL = (True, False, None, "gaussian", "orthogonal")
+"""`init_lora_weights` that leave the weights of the model as they are."""
 
 
-def tensor_names(model: Model) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Returns path and layer of the parameter that each tensor of PEFT's is part of."""
+def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor of PEFT's that makes up the adapters."""
+    shapes = traverse_util.flatten_dict(model.shapes)
     found = {}
-    for path in traverse_util.flatten_dict(model.shapes):
-        name, _, end = path[-1].rpartition("_")
-        weight = weight_at((*path[:-1], name))
-        for layer, stored in enumerate(weight.names(model.config.num_layers)):
-            module = stored.removesuffix(".weight")
-            found[f"{PREFIX}{module}{ENDS[end]}"] = path, layer
+    for name, (path, _) in _places(model).items():
+        rank, *side = shapes[path].shape[1:]
+        shape = rank, int(np.prod(side))
+        found[name] = shape[::-1] if _is_b(path) else shape
     return found
 
 
 def to_tensors(parameters: Any, model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yields PEFT's tensors of a model's adapters."""
     flat = traverse_util.flatten_dict(parameters)
-    for name, (path, layer) in tensor_names(model).items():
+    for name, (path, layer) in _places(model).items():
         factor = np.asarray(flat[path][layer])
         matrix = factor.reshape(len(factor), -1)
-        yield name, np.ascontiguousarray(matrix.T if path[-1].endswith("b") else matrix)
+        yield name, np.ascontiguousarray(matrix.T if _is_b(path) else matrix)
 
 
 def to_parameters(tensors: Mapping[str, np.ndarray], model: Model) -> Any:
-    """Returns the model's adapters, float32, from PEFT's tensors."""
+    """Returns the model's adapters, float32, from PEFT's tensors.
+
+    Raises:
+      ValueError: tensors are missing, unknown, of another shape, or not finite.
+    """
+    wanted = tensor_shapes(model)
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    wrong = [
+        f"{name} is {list(found.get(name, [])) or 'missing'}, but "
+        f"{list(wanted.get(name, [])) or 'nothing'} by {CONFIG} and the model"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ] + [
+        f"{name} holds numbers that are not finite"
+        for name, tensor in tensors.items()
+        if not np.isfinite(tensor).all()
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
+        raise ValueError(
+            f"the adapter does not fit: {'; '.join(wrong[:LISTED] + more)}"
+        )
     shapes = traverse_util.flatten_dict(model.shapes)
     flat = {path: np.zeros(shape.shape, np.float32) for path, shape in shapes.items()}
-    for name, (path, layer) in tensor_names(model).items():
-        matrix = tensors[name].T if path[-1].endswith("b") else tensors[name]
+    for name, (path, layer) in _places(model).items():
+        matrix = tensors[name].T if _is_b(path) else tensors[name]
         flat[path][layer] = matrix.reshape(flat[path][layer].shape)
     return traverse_util.unflatten_dict(flat)
 
@@ -61,3 +103,98 @@ def config_fields(lora: Lora, base: str) -> dict[str, Any]:
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def read_lora(fields: Mapping[str, Any], names: list[str]) -> Lora:
+    """Returns the adapters that adapter_config.json describes.
+
+    names: of the tensors, which say what has an adapter.
+
+    Raises:
+      ValueError: they are not LoRA's, or have what adapters here lack.
+    """
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    numbers = (int, float)
+    wrong = [
+        f"{name}={short(value)}"
+        for name, value in fields.items()
+        if name not in HARMLESS and name not in READ
+        if value not in (INITIAL if name == "init_lora_weights" else NOTHING)
+    ]
+    if fields.get("peft_type") != "LORA":
+        wrong.insert(0, f"peft_type={short(fields.get('peft_type'))}")
+    if type(rank) is not int or type(alpha) not in numbers:
+        wrong.append(f"r={short(rank)} lora_alpha={short(alpha)}")
+    if wrong:
+        raise ValueError(
+            f"{CONFIG} describes no adapter that can be read: {'; '.join(wrong)}"
+        )
+    if fields.get("use_rslora"):
+        alpha *= max(rank, 1) ** 0.5
+    found = [
+        target for target in TARGETS if any(f".{target}_proj." in n for n in names)
+    ]
+    return Lora(rank, float(alpha), ",".join(found))
+
+
+class Adapted:
+    """The newest adapters of a run, and the parameters that they belong to.
+
+    parameters: the adapters. model: theirs.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, partition: Partition):
+        """Reads the adapters.
+
+        config: of the run.
+
+        Raises:
+          ValueError, FileNotFoundError: there are none, or what they belong to is
+            missing, or is not what it was.
+        """
+        self.model = model = text.model(config, partition)
+        saved = SavedParameters(config.workdir)
+        saved.check_model(text.fingerprint(model) | frozen.identify(config, model))
+        like = frozen.abstract_parameters(model.shapes, model.axes, partition)
+        self.parameters = saved.restore(like)
+        self._base = SavedParameters(config.init_from)
+
+    def restore(self, abstract: Any) -> Any:
+        """Reads parameters with their adapters added in; as of `SavedParameters`.
+
+        The frozen ones are rounded as in the run.
+        """
+        base = traverse_util.flatten_dict(self._base.restore(abstract))
+        held = traverse_util.flatten_dict(self.model.frozen_shapes)
+        own = traverse_util.flatten_dict(self.parameters)
+        for path, wide in base.items():
+            weight = wide.astype(held[path].dtype).astype(wide.dtype)
+            factors = [own.get((*path[:-1], f"{path[-1]}_{end}")) for end in FACTORS]
+            if factors[0] is not None:
+                weight = _merge(weight, *factors, self.model.config.lora.scale)
+            base[path] = weight
+        return traverse_util.unflatten_dict(base)
+
+
+@jax.jit
+def _merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """Returns layers of a weight, (layers, …), with their adapters added in."""
+    a, b = (x.reshape(*x.shape[:2], -1) for x in (a, b))
+    update = jnp.einsum("lri,lro->lio", a, b, precision="highest")
+    return weight + scale * update.reshape(weight.shape)
+
+
+def _places(model: Model) -> dict[str, tuple[tuple[str, ...], int]]:
+    """Returns path and layer of the parameter that each tensor of PEFT's is part of."""
+    found = {}
+    for path in traverse_util.flatten_dict(model.shapes):
+        name, _, end = path[-1].rpartition("_")
+        weight = weight_at((*path[:-1], name))
+        for layer, stored in enumerate(weight.names(model.config.num_layers)):
+            module = stored.removesuffix(".weight")
+            found[f"{PREFIX}{module}{ENDS[end]}"] = path, layer
+    return found
+
+
+def _is_b(path: tuple[str, ...]) -> bool:
+    return path[-1].endswith("_b")

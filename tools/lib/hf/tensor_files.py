@@ -29,8 +29,10 @@ DTYPES = {"F32", "BF16", "F16"}
 class TensorFiles:
     """Tensors of a directory, by name; a context manager that closes the files."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, whole: str = WHOLE):
         """Opens the files and reads what tensors they hold, but no tensor.
+
+        whole: name of the file where there is one.
 
         Raises:
           FileNotFoundError: the directory, or a file that the index names, is missing.
@@ -41,7 +43,7 @@ class TensorFiles:
         self._slices = {}
         placed = _placed(directory)
         with ExitStack() as opened:
-            for path in sorted({*placed.values()}) or [_file(directory, WHOLE)]:
+            for path in sorted({*placed.values()}) or [_file(directory, whole)]:
                 self._open(path, placed, opened)
             missing = sorted(placed.keys() - self._slices.keys())
             if missing:
@@ -124,7 +126,11 @@ class TensorFilesWriter:
     """
 
     def __init__(
-        self, directory: Path, tensor_bytes: Mapping[str, int], file_bytes: int
+        self,
+        directory: Path,
+        tensor_bytes: Mapping[str, int],
+        file_bytes: int,
+        whole: str = WHOLE,
     ):
         """Plans the files.
 
@@ -132,6 +138,7 @@ class TensorFilesWriter:
           directory: does not exist yet, or is empty.
           tensor_bytes: size of every tensor, in the order in which they will come.
           file_bytes: of the largest file; a larger tensor has one of its own.
+          whole: name of the file where there is one.
 
         Raises:
           FileExistsError: the directory is not empty.
@@ -140,7 +147,7 @@ class TensorFilesWriter:
         if file_bytes < 1:
             raise ValueError(f"{file_bytes=} must be at least 1")
         check_absent(directory)
-        self._directory = directory
+        self._directory, self._whole = directory, whole
         self._bytes = dict(tensor_bytes)
         self._plan = _plan(tensor_bytes, file_bytes)
         self._held: dict[str, np.ndarray] = {}
@@ -166,7 +173,7 @@ class TensorFilesWriter:
             return
         files = len(self._plan)
         file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
-        file = WHOLE if files == 1 else file
+        file = self._whole if files == 1 else file
         # transformers refuses files that do not say this.
         save_file(self._held, self._partial / file, metadata={"format": "pt"})
         self._map |= dict.fromkeys(self._held, file)

@@ -1,0 +1,168 @@
+"""Adapters in and out: PEFT's logits and tensors, merged exports, faults named."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tasks import run_config
+from tasks.generation import restored_parameters
+from tests.models.test_adapters import DIRECTORY
+from tests.small_llama import partition_of
+from tests.tools import hf_models
+from tools.convert_hf import export_model, import_adapter, import_model, main
+from tools.lib.hf import adapters
+from training.mesh import MeshShape, Partition
+
+slow = pytest.mark.slow
+RING, CUBE = MeshShape(ring=4), MeshShape(fsdp=2, ring=2, tensor=2)
+SHAPES = {"llama_scaled": RING, "gemma3": CUBE}
+NAMES = sorted(path.name for path in DIRECTORY.iterdir())
+FILE = {"dtype": "float32", "file_bytes": 1 << 30}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Workdirs NAME of models, and NAME.peft of their adapters."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def run_of(runs: Path, name: str) -> tuple[Any, Partition]:
+    """Config of the imported adapter, and a mesh."""
+    shape = SHAPES.get(name, MeshShape(fsdp=2, ring=4))
+    partition = partition_of(shape)
+    if not (runs / name).exists():
+        import_model(hf_models.DIRECTORY / name, runs / name, partition)
+        places = DIRECTORY / name, runs / f"{name}.peft", runs / name
+        import_adapter(*places, partition)
+    config = run_config.read(str(runs / f"{name}.peft"))
+    mesh = {f"mesh.{axis}": size for axis, size in shape.axes.items()}
+    wide = {"compute_dtype": "float32", "lora.base_dtype": "float32"}
+    config.update_from_flattened_dict(mesh | wide | {"implementation": "reference"})
+    run_config.write(config)
+    return config, partition
+
+
+def logits(config: Any, partition: Partition, tokens: np.ndarray) -> np.ndarray:
+    parameters, step = restored_parameters(config, partition)
+    assert step == 0
+    return hf_models.logits(config, partition)(parameters, tokens)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "gemma3" else [slow]) for n in NAMES],
+)
+def test_logits_are_pefts_and_those_of_the_merged_export(runs, tmp_path, name):
+    config, partition = run_of(runs, name)
+    tokens, plain = hf_models.expected(name)
+    wanted = np.load(DIRECTORY / name / "expected.npz")["logits"]
+    assert np.abs(wanted - plain).max() > 0.1
+    got = logits(config, partition, tokens)
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+    export_model(config.workdir, tmp_path / "merged", partition, **FILE)
+    import_model(tmp_path / "merged", tmp_path / "again", partition)
+    again = run_config.read(str(tmp_path / "again"))
+    again.update_from_flattened_dict(
+        {"compute_dtype": "float32", "implementation": "reference"}
+    )
+    assert not again.lora.rank
+    found = logits(again, partition, tokens)
+    np.testing.assert_allclose(found, got, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama_scaled", "gemma3"])
+def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path, name):
+    config, partition = run_of(runs, name)
+    like = {"original": hf_models.DIRECTORY / name, "adapter_only": True}
+    export_model(config.workdir, tmp_path / "peft", partition, **FILE, **like)
+    wanted = load_file(DIRECTORY / name / adapters.TENSORS)
+    found = load_file(tmp_path / "peft" / adapters.TENSORS)
+    assert found.keys() == wanted.keys()
+    for tensor in wanted:
+        assert found[tensor].dtype == wanted[tensor].dtype == np.float32
+        np.testing.assert_array_equal(found[tensor], wanted[tensor], tensor)
+    fields, theirs = (
+        json.loads((folder / adapters.CONFIG).read_text())
+        for folder in (tmp_path / "peft", DIRECTORY / name)
+    )
+    modules = fields.pop("target_modules")
+    assert sorted(modules) == sorted(theirs["target_modules"])
+    assert fields.pop("base_model_name_or_path") == str(like["original"])
+    assert fields.items() <= theirs.items()
+
+
+def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
+    config, partition = run_of(runs, "llama_scaled")
+    changed = shutil.copytree(
+        hf_models.DIRECTORY / "llama_scaled", tmp_path / "changed"
+    )
+    (file,) = changed.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = 2 * tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    import_model(changed, tmp_path / "other", partition)
+    options = FILE | {"weights": str(tmp_path / "other")}
+    for adapter_only in (False, True):
+        with pytest.raises(ValueError, match="base_weights: saved step 0 with digest"):
+            export_model(
+                config.workdir,
+                tmp_path / "out",
+                partition,
+                adapter_only=adapter_only,
+                **options,
+            )
+    config.init_from = str(tmp_path / "other")
+    with pytest.raises(ValueError, match="base_weights: saved step 0 with digest"):
+        restored_parameters(config, partition)
+    assert not (tmp_path / "out").exists()
+    # Where the right one has moved it is found.
+    moved = runs / "llama_scaled"
+    export_model(
+        config.workdir, tmp_path / "out", partition, weights=str(moved), **FILE
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"use_dora": True}, "no adapter that can be read: use_dora=True"),
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"r": "4"}, "r='4' lora_alpha=6.0"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]"),
+        ({"r": 5}, r"down_proj.lora_A.weight is \[4, 24\], but \[5, 24\] by"),
+        ({"r": 25}, "rank=25 must be at most 16"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_refused(runs, tmp_path, changes, said):
+    _, partition = run_of(runs, "llama_scaled")
+    copy = shutil.copytree(DIRECTORY / "llama_scaled", tmp_path / "copy")
+    fields = json.loads((copy / adapters.CONFIG).read_text())
+    (copy / adapters.CONFIG).write_text(json.dumps(fields | changes))
+    with pytest.raises(ValueError, match=said):
+        import_adapter(copy, tmp_path / "new", runs / "llama_scaled", partition)
+    assert not (tmp_path / "new").exists()
+
+
+def test_wrong_commands_say_what_to_do(runs, tmp_path, capsys):
+    run_of(runs, "llama_scaled")
+    adapter, model = DIRECTORY / "llama_scaled", runs / "llama_scaled"
+    for command, said in (
+        (f"import {adapter} {tmp_path}/a", "holds an adapter: name the workdir"),
+        (f"import {model} {tmp_path}/a --weights {model}", "adapter_config.json does"),
+        (f"export {model} {tmp_path}/a --adapter", "holds no adapters: export it"),
+        (
+            f"import {adapter} {tmp_path}/a --weights {model}.peft",
+            "holds adapters, and",
+        ),
+    ):
+        assert main(command.split()) == 1
+        error = capsys.readouterr().err
+        assert said in error and len(error.splitlines()) == 1, error
+    assert not [*tmp_path.iterdir()]
