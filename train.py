@@ -87,6 +87,8 @@ def train(
     state_like = base.abstract_state(task.model, optimizer, partition)
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
     parameters = f"{task.num_parameters:,} parameters in {shards} shards"
+    if task.model.frozen_shapes:
+        parameters += f", of adapters {task.num_trained:,}"
     say(f"model: {parameters}, {config.attention} attention; {task.execution}")
     if padding := base.describe_padding(config, partition):
         say(padding)

@@ -114,8 +114,13 @@ class Task:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the model, those that are not trained included."""
-        trees = self.model.shapes, self.model.frozen_shapes
-        return sum(leaf.size for leaf in jax.tree.leaves(trees))
+        frozen = jax.tree.leaves(self.model.frozen_shapes)
+        return self.num_trained + sum(leaf.size for leaf in frozen)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of those that are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.model.shapes))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import train
 from configs import tiny
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
-from tasks import base, text
+from tasks import base, frozen, text
 from tests.processes import run_program
 from training.checkpoint import Checkpoints
 from training.metrics import read_scalars
@@ -103,7 +103,8 @@ def checkpoints_of(config: ConfigDict) -> Checkpoints:
     """The checkpoints of a run with this config."""
     model = text.model(config, base.partition(config, jax.devices()))
     directory = Path(config.workdir) / "checkpoints"
-    return Checkpoints(directory, keep=3, fingerprint=text.fingerprint(model))
+    fingerprint = text.fingerprint(model) | frozen.identify(config, model)
+    return Checkpoints(directory, keep=3, fingerprint=fingerprint)
 
 
 class Run:

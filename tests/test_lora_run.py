@@ -1,0 +1,207 @@
+"""Runs with adapters: what they save, how they resume, what they refuse."""
+
+import json
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from tasks import base, text
+from tasks.generation import restored_parameters
+from tests.processes import Processes
+from tests.runs import Run, assert_equal_bits, files, small_config
+from tests.small_agent import drawn
+from training.feed import place
+from training.step import make_evaluate_step
+from training.stored_step import StoredStep
+from training.weights import save_parameters
+
+pytestmark = pytest.mark.usefixtures("programs")
+
+STEPS, MIDDLE = 8, 4
+VICTIM = """
+import json, sys, time
+import train
+from tasks import base
+from tests.runs import small_config
+
+config = small_config(*sys.argv[1:3], **json.loads(sys.argv[3]))
+base.simulate_devices(config)
+
+def say(line):
+    print(line, flush=True)
+    while line.startswith("step 7"):
+        time.sleep(1)
+
+train.train(config, say)
+"""
+# A run in a process of its own, which never gets as far as its last checkpoint.
+
+
+@pytest.fixture(scope="module")
+def weights(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of a model whose weights bfloat16 rounds."""
+    directory = tmp_path_factory.mktemp("weights")
+    config = small_config(corpus, directory)
+    partition = base.partition(config, jax.devices())
+    model = text.model(config, partition)
+    save_parameters(directory, drawn(model, partition), text.fingerprint(model))
+    return directory
+
+
+class LoraRun(Run):
+    """With adapters of rank 2, saved in the middle and at the end."""
+
+    def __init__(self, corpus: Path, workdir: Path, weights: Path):
+        super().__init__(corpus, workdir)
+        self.fields = {
+            "init_from": str(weights),
+            "lora__rank": 2,
+            "lora__targets": "q,o,down",
+            "optimizer__peak_lr": 1e-2,
+            "train__steps": STEPS,
+            "train__validate_every_steps": STEPS,
+            "checkpoint__save_every_steps": MIDDLE,
+        }
+
+    def config(self, **overrides: Any) -> Any:
+        return super().config(**self.fields | overrides)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    corpus: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory
+) -> LoraRun:
+    """A run of all steps on fsdp 2 x ring 4; tests must not change it."""
+    run = LoraRun(corpus, tmp_path_factory.mktemp("undisturbed"), weights)
+    assert run.train()["step"] == STEPS
+    return run
+
+
+@pytest.fixture
+def new_run(corpus: Path, weights: Path, tmp_path: Path) -> LoraRun:
+    return LoraRun(corpus, tmp_path / "run", weights)
+
+
+def test_only_adapters_are_trained_and_saved(undisturbed):
+    (line,) = (line for line in undisturbed.said if line.startswith("model: "))
+    assert ", of adapters 1,600, " in line
+    stored = StoredStep(STEPS, undisturbed.workdir / "checkpoints" / str(STEPS))
+    saved = stored.meta()["leaves"]
+    parameters = {n for n in saved if n.startswith(("params.", "optimizer_state.1."))}
+    adapters = {n for n in parameters if n.endswith(("_a", "_b"))}
+    # Of 3 targets, and Adam's moments; and its numbers of updates.
+    assert len(adapters) == 3 * 2 * 3 and len(parameters - adapters) <= 2
+    assert undisturbed.losses()[-1] < undisturbed.losses()[0] - 0.05
+    state = jax.device_get(undisturbed.state().params)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(state))
+
+
+def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
+    """Of the frozen weights in bfloat16, and the adapters that were saved."""
+    config = undisturbed.config()
+    partition = base.partition(config, jax.devices())
+    model = text.model(config, partition)
+    evaluate = jax.jit(make_evaluate_step(text.loss_function(config, model, partition)))
+    parameters, step = restored_parameters(config, partition)
+    where = base.batch_sharding(config, partition), base.batch_shape(config)
+    batches = text.validation_batches(config, partition)
+    sums = [evaluate(parameters, place(blocks, *where)) for blocks in batches]
+    loss, weight = np.sum(jax.device_get(sums), axis=0)
+    assert undisturbed.curve("validation/loss")[-1] == (
+        step,
+        pytest.approx(loss / weight, rel=1e-6),
+    )
+
+
+def test_a_broken_run_ends_as_if_it_had_not_been(undisturbed, new_run, monkeypatch):
+    iterate = train.iterate
+
+    def break_after_the_middle(*args: Any, **options: Any) -> Iterator:
+        for step, blocks in iterate(*args, **options):
+            if step > MIDDLE + 1:
+                raise OSError("the disk with the corpus is gone")
+            yield step, blocks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "iterate", break_after_the_middle)
+        with pytest.raises(OSError, match="the disk with the corpus is gone"):
+            new_run.train()
+    new_run.train()
+    assert f"resuming from step {MIDDLE}" in new_run.said
+    assert_equal_bits(new_run.state(), undisturbed.state())
+    assert new_run.curve() == undisturbed.curve()
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_as_if_it_had_not_been(undisturbed, new_run):
+    fields = json.dumps(new_run.fields)
+    command = ["-c", VICTIM, new_run.corpus, new_run.workdir, fields]
+    with Processes([command]) as started:
+        (victim,) = started.running
+        while not new_run.has_checkpoint(MIDDLE):
+            assert victim.poll() is None
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, 0.5))
+        victim.kill()
+        ((status, _, _),) = started.finish()
+    assert status == -signal.SIGKILL and not new_run.has_checkpoint(STEPS)
+    new_run.train()
+    assert_equal_bits(new_run.state(), undisturbed.state())
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"lora__rank": 4}, "lora.rank: saved 2, this run 4"),
+        ({"lora__targets": "q,o"}, "lora.targets: saved q,o,down, this run q,o"),
+        ({"lora__alpha": 3.0}, "lora.alpha: saved 16.0, this run 3.0"),
+        ({"lora__rank": 0}, "lora.rank: saved 2, this run nothing"),
+    ],
+)
+def test_a_run_with_other_adapters_is_refused(undisturbed, changes, said):
+    before = undisturbed.files()
+    with pytest.raises(ValueError, match=said):
+        undisturbed.train(train__steps=STEPS + 1, **changes)
+    assert undisturbed.files() == before
+
+
+def test_adapters_of_weights_that_have_changed_are_refused(
+    undisturbed, weights, corpus, tmp_path
+):
+    before = undisturbed.files()
+    config = small_config(corpus, tmp_path / "other")
+    partition = base.partition(config, jax.devices())
+    model = text.model(config, partition)
+    parameters = drawn(model, partition)
+    parameters["head"] *= 2
+    save_parameters(config.workdir, parameters, text.fingerprint(model))
+    said = "base_weights: saved step 0 with digest .*, this run step 0 with digest"
+    for use in (undisturbed.train, lambda **fields: restored(undisturbed, **fields)):
+        with pytest.raises(ValueError, match=said):
+            use(init_from=config.workdir, train__steps=STEPS + 1)
+    # The same weights elsewhere are the same.
+    moved = shutil.copytree(weights, tmp_path / "moved")
+    restored(undisturbed, init_from=str(moved))
+    assert undisturbed.files() == before
+
+
+def restored(run: LoraRun, **overrides: Any) -> Any:
+    config = run.config(**overrides)
+    return restored_parameters(config, base.partition(config, jax.devices()))
+
+
+def test_adapters_are_not_weights_to_start_from(undisturbed, new_run):
+    with pytest.raises(ValueError, match="holds adapters, and no model: export it"):
+        new_run.train(init_from=str(undisturbed.workdir))
+    with pytest.raises(ValueError, match="lora.rank: saved 2, this run nothing"):
+        new_run.train(init_from=str(undisturbed.workdir), lora__rank=0)
+    assert not files(new_run.workdir / "checkpoints")
