@@ -1,10 +1,6 @@
 """Runs with adapters: what they save, how they resume, what they refuse."""
 
-import json
-import random
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +12,7 @@ import pytest
 import train
 from tasks import base, text
 from tasks.generation import restored_parameters
-from tests.processes import Processes
-from tests.runs import Run, assert_equal_bits, files, small_config
+from tests.runs import Run, assert_equal_bits, files, kill_after, small_config
 from tests.small_agent import drawn
 from training.feed import place
 from training.step import make_evaluate_step
@@ -27,23 +22,6 @@ from training.weights import save_parameters
 pytestmark = pytest.mark.usefixtures("programs")
 
 STEPS, MIDDLE = 8, 4
-VICTIM = """
-import json, sys, time
-import train
-from tasks import base
-from tests.runs import small_config
-
-config = small_config(*sys.argv[1:3], **json.loads(sys.argv[3]))
-base.simulate_devices(config)
-
-def say(line):
-    print(line, flush=True)
-    while line.startswith("step 7"):
-        time.sleep(1)
-
-train.train(config, say)
-"""
-# A run in a process of its own, which never gets as far as its last checkpoint.
 
 
 @pytest.fixture(scope="module")
@@ -57,43 +35,39 @@ def weights(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-class LoraRun(Run):
+def run_in(workdir: Path, corpus: Path, weights: Path) -> Run:
     """With adapters of rank 2, saved in the middle and at the end."""
-
-    def __init__(self, corpus: Path, workdir: Path, weights: Path):
-        super().__init__(corpus, workdir)
-        self.fields = {
-            "init_from": str(weights),
-            "lora__rank": 2,
-            "lora__targets": "q,o,down",
-            "optimizer__peak_lr": 1e-2,
-            "train__steps": STEPS,
-            "train__validate_every_steps": STEPS,
-            "checkpoint__save_every_steps": MIDDLE,
-        }
-
-    def config(self, **overrides: Any) -> Any:
-        return super().config(**self.fields | overrides)
+    return Run(
+        corpus,
+        workdir,
+        init_from=str(weights),
+        lora__rank=2,
+        lora__targets="q,o,down",
+        optimizer__peak_lr=1e-2,
+        train__steps=STEPS,
+        train__validate_every_steps=STEPS,
+        checkpoint__save_every_steps=MIDDLE,
+    )
 
 
 @pytest.fixture(scope="module")
 def undisturbed(
     corpus: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory
-) -> LoraRun:
+) -> Run:
     """A run of all steps on fsdp 2 x ring 4; tests must not change it."""
-    run = LoraRun(corpus, tmp_path_factory.mktemp("undisturbed"), weights)
+    run = run_in(tmp_path_factory.mktemp("undisturbed"), corpus, weights)
     assert run.train()["step"] == STEPS
     return run
 
 
 @pytest.fixture
-def new_run(corpus: Path, weights: Path, tmp_path: Path) -> LoraRun:
-    return LoraRun(corpus, tmp_path / "run", weights)
+def new_run(corpus: Path, weights: Path, tmp_path: Path) -> Run:
+    return run_in(tmp_path / "run", corpus, weights)
 
 
 def test_only_adapters_are_trained_and_saved(undisturbed):
     (line,) = (line for line in undisturbed.said if line.startswith("model: "))
-    assert ", of adapters 1,600, " in line
+    assert ", of adapters 992, " in line
     stored = StoredStep(STEPS, undisturbed.workdir / "checkpoints" / str(STEPS))
     saved = stored.meta()["leaves"]
     parameters = {n for n in saved if n.startswith(("params.", "optimizer_state.1."))}
@@ -143,17 +117,7 @@ def test_a_broken_run_ends_as_if_it_had_not_been(undisturbed, new_run, monkeypat
 
 @pytest.mark.slow
 def test_a_killed_run_ends_as_if_it_had_not_been(undisturbed, new_run):
-    fields = json.dumps(new_run.fields)
-    command = ["-c", VICTIM, new_run.corpus, new_run.workdir, fields]
-    with Processes([command]) as started:
-        (victim,) = started.running
-        while not new_run.has_checkpoint(MIDDLE):
-            assert victim.poll() is None
-            time.sleep(0.005)
-        time.sleep(random.uniform(0, 0.5))
-        victim.kill()
-        ((status, _, _),) = started.finish()
-    assert status == -signal.SIGKILL and not new_run.has_checkpoint(STEPS)
+    kill_after(new_run, MIDDLE, STEPS)
     new_run.train()
     assert_equal_bits(new_run.state(), undisturbed.state())
 
@@ -194,7 +158,7 @@ def test_adapters_of_weights_that_have_changed_are_refused(
     assert undisturbed.files() == before
 
 
-def restored(run: LoraRun, **overrides: Any) -> Any:
+def restored(run: Run, **overrides: Any) -> Any:
     config = run.config(**overrides)
     return restored_parameters(config, base.partition(config, jax.devices()))
 

@@ -1,10 +1,7 @@
 """The real `train.train`: killed, resumed elsewhere, and run again; small config."""
 
-import random
 import re
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,7 @@ import pytest
 import train
 from tasks import base, text
 from tests.curves import layout
-from tests.processes import Processes
-from tests.runs import Run, assert_equal_bits
+from tests.runs import Run, assert_equal_bits, kill_after
 from training.feed import place
 from training.step import make_evaluate_step
 
@@ -25,24 +21,6 @@ pytestmark = pytest.mark.usefixtures("programs")
 
 STEPS, MIDDLE = 20, 10
 """Of the undisturbed run, and of its first checkpoint; the last step has another."""
-
-# A run in a process of its own, which never gets as far as its last checkpoint.
-VICTIM = """
-import sys, time
-import train
-from tasks import base
-from tests.runs import small_config
-
-config = small_config(*sys.argv[1:])
-base.simulate_devices(config)
-
-def say(line):
-    print(line, flush=True)
-    while line.startswith("step 18"):
-        time.sleep(1)
-
-train.train(config, say)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +44,6 @@ def halfway(undisturbed: Run, new_run: Run) -> Run:
     return new_run
 
 
-def kill_after_the_middle(run: Run, **environment: str) -> None:
-    """Runs `VICTIM` and kills it some time after its first checkpoint is on disk."""
-    with Processes([["-c", VICTIM, run.corpus, run.workdir]], **environment) as started:
-        (victim,) = started.running
-        while not run.has_checkpoint(MIDDLE):
-            assert victim.poll() is None
-            time.sleep(0.005)
-        time.sleep(random.uniform(0, 0.5))
-        victim.kill()
-        ((status, said, _),) = started.finish()
-    assert status == -signal.SIGKILL
-    assert f"step {MIDDLE}/{STEPS}" in said and not run.has_checkpoint(STEPS)
-
-
 @pytest.mark.parametrize(
     "is_fresh",
     [False, pytest.param(True, marks=pytest.mark.slow)],
@@ -88,11 +52,11 @@ def kill_after_the_middle(run: Run, **environment: str) -> None:
 def test_a_killed_run_ends_as_if_it_had_not_been_killed(undisturbed, new_run, is_fresh):
     """Fresh: in processes that share no compiled program, as a user's."""
     if is_fresh:
-        kill_after_the_middle(new_run)
+        kill_after(new_run, MIDDLE, STEPS)
         new_run.command()
     else:
         programs = jax.config.jax_compilation_cache_dir
-        kill_after_the_middle(new_run, JAX_COMPILATION_CACHE_DIR=programs)
+        kill_after(new_run, MIDDLE, STEPS, JAX_COMPILATION_CACHE_DIR=programs)
         new_run.train()
     assert f"resuming from step {MIDDLE}" in new_run.said
     state = new_run.state()
