@@ -259,6 +259,7 @@ class TextBatches:
     for `Shuffled`; for `InOrder` the rows left over at the end are not read.
 
     columns: slots of a row: its tokens, and padding up to what the ring can shard.
+    rows: that the plan has, those left over included.
     """
 
     def __init__(
@@ -286,7 +287,7 @@ class TextBatches:
             one batch.
         """
         self.blocks = tuple(dict.fromkeys(blocks))
-        self._plan = plan
+        self._plan, self.rows = plan, plan.rows
         self.columns = columns or padded_length(layout, ring_size, plan.length)
         self._index = {}
         for block in self.blocks:

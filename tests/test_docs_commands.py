@@ -55,6 +55,7 @@ MORE = {
     f"{TOOL}make_exorl --domain walker": WALKER,
     f"{TOOL}make_exorl --domain cartpole": ["--episodes=60", "--search-episodes=64"],
     f"{TOOL}evaluate ruler": ["--tasks=fwe", "--lengths=500", "--samples=1"],
+    f"{TOOL}evaluate loss": ["--batches=1"],
     f"{TOOL}evaluate exorl": ["--environments=2", "--episodes=2"],
     f"{TOOL}generate": ["--max-tokens=8"],
 }

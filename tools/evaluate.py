@@ -13,6 +13,7 @@ from pathlib import Path
 from tasks.command_line import Parser, as_program
 
 MODULES = {
+    "loss": "tools.lib.evaluation.loss",
     "line-retrieval": "tools.lib.evaluation.line_retrieval",
     "ruler": "tools.lib.evaluation.ruler",
     "exorl": "tools.lib.evaluation.exorl",

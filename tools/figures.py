@@ -13,6 +13,7 @@ work     counts the tiles that each device of a causal ring computes in each rin
 rates    rows of bench_kernels, bench_attention and bench_original as TFLOP/s of the
          visible pairs, those of bench_train as tokens per second; several files if
          they were measured on the same kind of device
+losses   losses by position, of `evaluate loss`; several files, a curve for each
 lines    heat maps of `evaluate line-retrieval`, without --names by the runs' folders
 returns  returns by episode of `evaluate exorl`
 
@@ -29,7 +30,7 @@ from kernels.masks import causal
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import read_rows
 from tools.lib.benchmarks.work import critical_path
-from tools.lib.figures import lines, rates, returns, work
+from tools.lib.figures import lines, losses, rates, returns, work
 from tools.lib.figures.style import write_picture
 from tools.lib.files import write_json
 
@@ -59,6 +60,11 @@ def _rates(chosen: argparse.Namespace) -> None:
     write_picture(chosen.output, rates.bars(rows))
 
 
+def _losses(chosen: argparse.Namespace) -> None:
+    rows = [row for path in chosen.rows for row in read_rows(path, *losses.FIELDS)]
+    write_picture(chosen.output, losses.curves(rows))
+
+
 def _lines(chosen: argparse.Namespace) -> None:
     rows = [row for path in chosen.rows for row in read_rows(path, *lines.FIELDS)]
     write_picture(chosen.output, lines.heat_maps(rows, chosen.names))
@@ -85,7 +91,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):
         what += f" (default: {default})"
         picture.add_argument(name, default=default, type=at_least(1), help=what)
-    for draw in (_rates, _lines):
+    for draw in (_rates, _losses, _lines):
         picture = add(draw, "PNG to write")
         picture.add_argument("rows", nargs="+", type=Path, help="files of rows")
     picture.add_argument("--names", nargs="+", default=[], help="of the runs, in order")

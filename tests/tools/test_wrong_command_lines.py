@@ -113,6 +113,8 @@ CASES = {
     "convert_hf export {full} {new} --file-gigabytes 0": "least 1e-09, got 0",
     "evaluate": "arguments are required: subcommand",
     "evaluate lines": "invalid choice: 'lines' (choose from",
+    f"evaluate loss {TINY} --output {{rows.json}}": "{rows.json} exists",
+    "figures losses {rows.json} --output {full}/x.png": "row 0 has no below, by,",
     f"evaluate line-retrieval {TINY} --output {{rows.json}}": "{rows.json} exists",
     f"evaluate line-retrieval {TINY} --lengths 64,x": "whole number, got 'x'",
     f"evaluate line-retrieval {TINY} --lengths 64,-4": "of at least 1, got -4",

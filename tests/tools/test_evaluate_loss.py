@@ -1,0 +1,189 @@
+"""Losses by position: those written out, on any mesh, and those of a validation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from data.corpus import prepare
+from data.tokenizer import ByteTokenizer, open_tokenizer
+from tasks import base, run_config, text
+from tasks.generation import restored_parameters
+from tests.data.test_tokenizer import make_hugging_face
+from tests.hard_rows import token_losses
+from tests.runs import small_config
+from tests.small_llama import partition_of
+from tests.tools.test_generate import save
+from tools import figures
+from tools.lib.evaluation.loss import Sums, main
+from training.feed import place
+from training.mesh import MeshShape
+from training.step import make_evaluate_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+SIZES = {"simulated_devices": 0, "implementation": "reference"}
+
+
+@pytest.fixture(scope="module")
+def workdir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run, with a checkpoint of random parameters."""
+    directory = tmp_path_factory.mktemp("run")
+    config = small_config(corpus, directory, **SIZES)
+    save(config)
+    run_config.write(config, {"model.vocab_size": 264})
+    return directory
+
+
+def evaluate(workdir: Path, output: Path, *flags: str) -> list[dict[str, Any]]:
+    arguments = [f"--workdir={workdir}", *flags, "--output", str(output / "losses")]
+    assert main(arguments) == 0
+    assert (output / "losses.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((output / "losses.json").read_text())
+
+
+def written_out(corpus: Path, workdir: Path, tokens: int, by: str) -> dict:
+    """Losses of the tokens of all rows, by part: float64, one device, by a loop."""
+    fields = {"attention": "vanilla", "data__context_tokens": tokens}
+    config = small_config(corpus, workdir, **SIZES | fields)
+    partition = partition_of(MeshShape())
+    config.mesh.update(data=1, fsdp=1, ring=1, tensor=1)
+    parameters = jax.device_get(restored_parameters(config, partition)[0])
+    batches = text.batches(config, partition, "validation")
+    found: dict[int, list[float]] = {}
+    sizes = text.sizes(config)
+    for step in range(len(batches)):
+        (batch,) = batches[step].values()
+        losses = token_losses(sizes, parameters, batch)
+        for row, column in zip(*np.nonzero(batch.loss_weights), strict=True):
+            place = column if by == "row" else batch.positions[row, column]
+            below = 1
+            while below <= place:
+                below *= 2
+            found.setdefault(below, []).append(losses[row, column])
+    return found
+
+
+MESHES = [
+    ("row", 80, []),  # as it was trained: striped, fsdp 2 x ring 4
+    ("document", 77, ["--config.attention=zigzag"]),
+    pytest.param(
+        "document",
+        80,
+        ["--config.attention=vanilla", "--config.mesh.ring=1", "--config.mesh.tensor=2"]
+        + ["--config.mesh.fsdp=4"],
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("by", "tokens", "flags"), MESHES)
+def test_losses_of_all_parts_are_those_written_out(
+    corpus, workdir, tmp_path, capsys, by, tokens, flags
+):
+    flags = [f"--config.data.context_tokens={tokens}", "--by", by, *flags]
+    *parts, whole = evaluate(workdir, tmp_path, *flags)
+    wanted = written_out(corpus, workdir, tokens, by)
+    assert [part["below"] for part in parts] == sorted(wanted)
+    assert (whole["from"], whole["below"]) == (0, None)
+    every = [loss for losses in wanted.values() for loss in losses]
+    for row, losses in zip([*parts, whole], [*wanted.values(), every], strict=True):
+        losses = wanted.get(row["below"], losses)
+        assert (row["tokens"], row["by"], row["step"]) == (len(losses), by, 7)
+        assert row["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+        assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
+    said = capsys.readouterr().out
+    assert f"step 7, on {corpus} (validation): {whole['rows']} of " in said
+    assert f"{whole['tokens']:>12,}{whole['loss']:>9.4f}" in said.splitlines()[-1]
+    assert ("padded to 80" in said) == (tokens == 77)
+
+
+def test_the_loss_is_that_of_a_validation(corpus, workdir, tmp_path):
+    config = small_config(corpus, workdir, **SIZES)
+    partition = base.partition(config, jax.devices())
+    task = text.make(config, partition)
+    step = jax.jit(make_evaluate_step(task.held_out.loss_sum, task.held_out.count))
+    parameters, _ = restored_parameters(config, partition)
+    blocks = text.validation_batches(config, partition)
+    placed = [place(block, task.sharding, task.shape) for block in blocks]
+    sums = jax.device_get([step(parameters, batch) for batch in placed])
+    losses, weights = np.sum(sums, axis=0)
+    *_, whole = evaluate(workdir, tmp_path, "--batches", str(len(blocks)))
+    assert whole["tokens"] == weights.sum() > 500
+    assert whole["loss"] == pytest.approx(losses.sum() / weights.sum(), rel=1e-6)
+    assert figures.main(
+        ["losses", *2 * [str(tmp_path / "losses.json")]]
+        + ["--output", str(tmp_path / "two.png")]
+    ) == 0  # fmt: skip
+
+
+def test_standard_errors_are_of_rows_as_theory_has_it(rng):
+    rows, tokens = 4000, 8
+    positions = np.tile(np.arange(tokens), (rows, 1))
+    weights = rng.integers(0, 2, (rows, tokens)).astype(np.float32)
+    weights[:, 0] = 1
+    # Tokens of a row share most of their loss.
+    losses = 3 + rng.normal(0, 1, (rows, 1)) + rng.normal(0, 0.1, (rows, tokens))
+    losses[weights == 0] = np.nan
+    *parts, whole = Sums.of(losses, weights, positions, 8).rows()
+    assert [part["below"] for part in parts] == [1, 2, 4, 8]
+    assert parts[0]["standard_error"] == pytest.approx(1 / rows**0.5, rel=0.1)
+    sizes = weights.sum(axis=1)
+    share = float(np.square(sizes).mean() ** 0.5 / sizes.mean())
+    assert whole["standard_error"] == pytest.approx(share / rows**0.5, rel=0.1)
+    assert whole["tokens"] == weights.sum()
+    assert whole["loss"] == pytest.approx(3, abs=5 * share / rows**0.5)
+    (alone, _) = Sums.of(losses[:1, :1], weights[:1, :1], positions[:1, :1], 8).rows()
+    assert (alone["standard_error"], alone["tokens"]) == (None, 1)
+
+
+@pytest.fixture(scope="module")
+def others(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Corpora of bytes and of another tokenizer, with as many ids."""
+    root = tmp_path_factory.mktemp("others")
+    files = [root / f"{name}.txt" for name in "abcdefghijklmnop"]
+    for file in files:
+        file.write_text(f"Of the ring, {file.stem}. " * 40)
+    subwords = open_tokenizer(str(make_hugging_face(root / "tokenizer.json")))
+    tokenizers = {"bytes": ByteTokenizer(), "subwords": subwords}
+    for name, tokenizer in tokenizers.items():
+        prepare(files, root / name, tokenizer, validation_fraction=0.5)
+    return {name: root / name for name in tokenizers}
+
+
+def test_another_corpus_is_read_if_its_tokenizer_is_the_runs(
+    workdir, others, tmp_path, capsys
+):
+    rows = evaluate(workdir, tmp_path, "--corpus", str(others["bytes"]))
+    assert rows[0]["corpus"] == str(others["bytes"]) and rows[-1]["tokens"] > 1000
+    assert "nothing says" not in capsys.readouterr().out
+    assert main([f"--workdir={workdir}", "--corpus", str(others["subwords"])]) == 1
+    assert "differ in their vocabulary" in capsys.readouterr().err
+    gone = [f"--workdir={workdir}", "--config.data.corpus=gone"]
+    assert main([*gone, "--corpus", str(others["bytes"])]) == 0
+    assert "the run's corpus (gone) is not here" in capsys.readouterr().out
+
+
+# Options: what is said of them.
+BAD = {
+    "--split train": "give --batches",
+    "--split test": "invalid choice: 'test'",
+    "--corpus nowhere": "there is no corpus nowhere",
+    "--config.data.context_tokens=90000": "do not fit in the",
+    "--config.task=exorl": "has no perplexity",
+    "--config.workdir=nowhere": "nowhere has no checkpoints",
+    "--by token": "invalid choice: 'token'",
+    "--batches 0": "at least 1, got 0",
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_what_is_wrong_is_said_in_short(workdir, tmp_path, options, capsys):
+    output = ["--output", str(tmp_path / "x")]
+    assert main([f"--workdir={workdir}", *options.split(), *output]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and BAD[options] in error
+    assert list(tmp_path.iterdir()) == []

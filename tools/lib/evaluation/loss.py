@@ -1,0 +1,265 @@
+"""Loss and perplexity on a corpus, by the position of the tokens.
+
+    python -m tools.evaluate loss --workdir=RUN
+    python -m tools.evaluate loss --workdir=RUN --corpus corpora/books --by row \\
+        --config.data.context_tokens=100000 --output losses
+
+The newest checkpoint reads the rows of --corpus (the run's own unless it is given) as a
+validation of `train.py` does, in order, and the loss of every token is kept. Rows are
+those of config.data, of any length, also of others than it was trained with; mesh and
+ring may be others too. Positions are those in a token's document, or --by row in its
+row, by powers of two. The standard error of a loss takes rows to be independent.
+--output is a name: rows go to NAME.json, a picture to NAME.png.
+"""
+
+import argparse
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from absl import logging
+
+from data.batch import Batch
+from data.mixture import check_alike
+from data.text import iterate
+from data.token_file import SPLITS, TokenFile
+from kernels.compiler import compiler_options
+from kernels.layouts import order
+from tasks import base, corpora, text
+from tasks.command_line import Parser, as_program, at_least, read_config
+from tasks.generation import restored_parameters
+from tools.lib.benchmarks.rows import Environment, check_output, make_row
+from tools.lib.figures.losses import curves
+from tools.lib.figures.style import write_picture
+from tools.lib.files import write_json
+from training.feed import place
+from training.mesh import Partition
+
+BY = "document", "row"
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Losses and weights of the tokens of each row, by powers of two of a position.
+
+    losses, weights: float64 (rows, parts); part 0 is position 0, part k those from
+      2^(k - 1) to below 2^k.
+    """
+
+    losses: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def of(
+        cls, losses: np.ndarray, weights: np.ndarray, positions: np.ndarray, parts: int
+    ) -> "Sums":
+        """Sums the tokens of each row of a batch; arrays (B, T), in any order."""
+        part = np.frexp(positions)[1]  # bits of a whole number
+        part = part + parts * np.arange(len(part))[:, None]
+
+        def sums(values: np.ndarray) -> np.ndarray:
+            found = np.bincount(part.ravel(), values.ravel(), parts * len(part))
+            return found.reshape(-1, parts)
+
+        weights = weights.astype(np.float64)
+        # A token without a weight may have any loss.
+        return cls(sums(np.where(weights > 0, losses, 0) * weights), sums(weights))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the mean loss of each part that has tokens, and of all of them."""
+        parts = [
+            _mean(self.losses[:, k], self.weights[:, k]) | _bounds(k)
+            for k in range(self.weights.shape[1])
+            if self.weights[:, k].any()
+        ]
+        whole = _mean(self.losses.sum(axis=1), self.weights.sum(axis=1))
+        return [*parts, whole | {"from": 0, "below": None}]
+
+
+def _bounds(part: int) -> dict[str, int]:
+    return {"from": (1 << part) >> 1, "below": 1 << part}
+
+
+def _mean(losses: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
+    """Returns the mean of summed losses by weight, with rows as clusters of tokens."""
+    total, rows = weights.sum(), int((weights > 0).sum())
+    loss, error = losses.sum() / total, None
+    if rows > 1:
+        rest = np.square(losses - loss * weights).sum() * rows / (rows - 1)
+        error = math.sqrt(rest) / total
+    return {
+        "tokens": int(total),
+        "loss": float(loss),
+        "standard_error": error,
+        "perplexity": float(np.exp(loss)),
+    }
+
+
+def set_corpus(
+    config: ml_collections.ConfigDict, corpus: Path, say: Callable[[str], None]
+) -> None:
+    """Makes another corpus the config's, if a run on its own can read it.
+
+    say: reports where its tokenizer cannot be compared.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such corpus, or its tokenizer is
+        another than that of the run's corpus.
+    """
+    config.model.vocab_size = text.vocab_size(config)
+    other, before = TokenFile.open(corpus, "train"), [*corpora.named(config)][:1]
+    if before and Path(before[0]).is_dir():
+        check_alike([TokenFile.open(Path(before[0]), "train"), other])
+    else:
+        say(
+            f"the run's corpus ({config.data.corpus or 'the default one'}) is not "
+            f"here: nothing says that it had the tokenizer of {corpus}, "
+            f"{other.tokenizer}"
+        )
+    config.data.corpus = str(corpus)
+
+
+def token_losses(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> Callable[[Any, Batch], jax.Array]:
+    """Builds (parameters, batch in layout order) -> the loss of every token, [B, T]."""
+    loss_sum = text.loss_function(config, text.model(config, partition), partition)
+
+    def losses(parameters: Any, batch: Batch) -> jax.Array:
+        # The summed loss is linear in the weights: its slopes are the tokens' losses.
+        return jax.grad(
+            lambda weights: loss_sum(parameters, batch._replace(loss_weights=weights))
+        )(batch.loss_weights)
+
+    sharding = base.batch_sharding(config, partition)
+    kind = partition.mesh.devices.flat[0].device_kind
+    options = compiler_options(kind)
+    return jax.jit(losses, out_shardings=sharding, compiler_options=options)
+
+
+def read_sums(
+    config: ml_collections.ConfigDict, options: argparse.Namespace, partition: Partition
+) -> tuple[tuple[int, int], Callable[[Any], Iterator[Sums]]]:
+    """Returns how many rows there are and are read, and what yields their sums.
+
+    Raises:
+      FileNotFoundError, ValueError: something in the config or the options is wrong.
+    """
+    batches = text.batches(config, partition, options.split)
+    if options.split == "train" and not options.batches:
+        raise ValueError("--split train is read shuffled, without end: give --batches")
+    count = min(options.batches or len(batches), len(batches))
+    sharding = base.batch_sharding(config, partition)
+    shape = base.batch_shape(config, partition)
+    layout = base.attention_system(config).layout
+    index = np.tile(order(layout, partition.ring_size, shape[1]), (shape[0], 1))
+    parts = shape[1].bit_length() + 1
+    program = token_losses(config, partition)
+    reading = {name: config.data[name] for name in ("threads", "buffered_steps")}
+
+    def places(batch: Batch) -> Any:
+        return index if options.by == "row" else batch.positions
+
+    def sums(parameters: Any) -> Iterator[Sums]:
+        with contextlib.closing(iterate(batches, **reading)) as steps:
+            for _, blocks in itertools.islice(steps, count):
+                batch = place(blocks, sharding, shape)
+                losses = np.asarray(program(parameters, batch), np.float64)
+                weights, positions = map(
+                    np.asarray, (batch.loss_weights, places(batch))
+                )
+                yield Sums.of(losses, weights, positions, parts)
+
+    return (batches.rows, count * shape[0]), sums
+
+
+def evaluate(
+    config: ml_collections.ConfigDict,
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Returns a row for each part of the positions, and one for all of them.
+
+    Raises:
+      FileNotFoundError, ValueError: something in the options or the config is wrong, or
+        there is no checkpoint.
+    """
+    if config.task != "text":
+        raise ValueError(f"{config.task=} has no perplexity: give a run of task 'text'")
+    if options.corpus:
+        set_corpus(config, options.corpus, say)
+    corpora.directories(config)
+    partition = base.partition(config, jax.devices())
+    (rows, read), sums = read_sums(config, options, partition)
+    if padding := base.describe_padding(config, partition):
+        say(padding)
+    parameters, step = restored_parameters(config, partition)
+    tokens = config.data.context_tokens
+    corpus = config.data.corpus or str(corpora.STANDARD_LIBRARY)
+    say(
+        f"{config.workdir}, step {step}, on {corpus} ({options.split}): {read:,} of "
+        f"{rows:,} rows of {tokens:,} tokens"
+    )
+    found = [*sums(parameters)]
+    losses, weights = (
+        np.concatenate([getattr(each, name) for each in found])
+        for name in ("losses", "weights")
+    )
+    if not weights.any():
+        raise ValueError(f"no token of these rows of {corpus} has a loss")
+    about = {"run": config.workdir, "step": step, "corpus": corpus}
+    about |= {"split": options.split, "rows": read, "by": options.by}
+    about |= {"context_tokens": tokens}
+    return [about | row for row in Sums(losses, weights).rows()]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the lines printed: a part of the positions each, all of them last."""
+    lines = [f"{'position':>21}{'tokens':>12}{'loss':>9}{'±':>8}{'perplexity':>12}"]
+    for row in rows:
+        start, last = row["from"], (row["below"] or 0) - 1
+        name = f"{start:,}" if start == last else f"{start:,} to {last:,}"
+        error = row["standard_error"]
+        lines.append(
+            f"{'all' if last < 0 else name:>21}{row['tokens']:>12,}{row['loss']:>9.4f}"
+            f"{'' if error is None else f'{error:.4f}':>8}{row['perplexity']:>12,.2f}"
+        )
+    return "\n".join(lines)
+
+
+def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(__doc__, prog="python -m tools.evaluate loss")
+    add = parser.add_argument
+    add("--corpus", type=Path, help="directory of prepare_text (default: the run's)")
+    add("--split", choices=SPLITS, default="validation", help="default: %(default)s")
+    add("--batches", type=at_least(1), help="of config.data.batch_rows (default: all)")
+    add("--by", choices=BY, default="document", help="default: %(default)s")
+    add("--output", type=Path, help="rows go to NAME.json, a picture to NAME.png")
+    return parser.parse_known_args(arguments)
+
+
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    options, rest = _options(arguments)
+    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
+    config = read_config(rest)
+    base.simulate_devices(config)
+    if options.output:
+        check_output(options.output.with_suffix(".json"))
+    rows = evaluate(config, options, lambda line: print(line, flush=True))
+    print(table(rows))
+    if options.output:
+        environment = Environment.of(jax.devices())
+        write_json(
+            options.output.with_suffix(".json"),
+            [make_row(row, environment) for row in rows],
+        )
+        write_picture(options.output.with_suffix(".png"), curves(rows))
