@@ -106,6 +106,12 @@ def test_a_row_group_is_read_page_by_page(tmp_path):
     assert peak_of_reading(source) < 9 << 20
 
 
+def test_of_a_record_batch_few_rows_are_python_s_at_a_time(tmp_path):
+    content = tables.as_arrow(random_texts(3000), batch=1 << 20)
+    source = tables.compress(tmp_path / "rows.arrow", content)
+    assert peak_of_reading(source) < 1.1 * len(content)
+
+
 @pytest.mark.parametrize("most_read", [1, 2, 7, 1 << 16])
 @pytest.mark.parametrize(
     "value", [[], [1], [12, 3.5e3, -7], [{"a": [1, {"b": "]"}]}, "x,]", None], [[], []]]
