@@ -162,7 +162,9 @@ def append(
     cache: has room (`appends_left`): under `jit`, where it has none, tokens are lost.
     window: tokens that a token sees in every layer, its own included; 0 for all.
 
-    The new keys and values go to the member of the ring that has the fewest.
+    The new keys and values go to the member of the ring that has the fewest, in m slots
+    from the first that is free. Of these, as many are taken as a row has new tokens at
+    most, so tokens without an index belong behind all others.
 
     Returns:
       The last layer's output (B, m, E), and the cache, in the place of the old one if
@@ -191,8 +193,24 @@ def append(
         return out, (keys, values)
 
     x, (keys, values) = _through(decoder, x, index, cache, keep_and_attend)
-    filled = cache.filled.at[member].add(index.shape[1])
+    taken = (index != EMPTY).sum(axis=1, dtype=jnp.int32).max()
+    filled = cache.filled.at[member].add(taken)
     return x, Cache(keys, values, indices, filled)
+
+
+def cut(cache: Cache, lengths: jax.Array) -> Cache:
+    """Frees the slots of all but the first tokens of each row.
+
+    lengths: int32 (B,), tokens that a row keeps.
+    """
+    index = jnp.where(cache.index < lengths[:, None], cache.index, EMPTY)
+    ring = cache.filled.size
+    taken = (index != EMPTY).reshape(len(lengths), ring, -1)  # (B, N, S / N)
+    # On every member a row's tokens lie in their order.
+    slot = jnp.arange(1, taken.shape[2] + 1, dtype=jnp.int32)
+    return cache._replace(
+        index=index, filled=jnp.where(taken, slot, 0).max(axis=(0, 2))
+    )
 
 
 def _check_index(x: jax.Array, index: jax.Array) -> None:

@@ -2,11 +2,12 @@
 
 `prefill` and `append` are what is compiled, `Generator` is what calls it. Rows of a
 batch go their own way: prompts may differ in length, and a row that has ended waits for
-the others.
+the others. A prompt that begins with what is in the cache goes on from there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -79,29 +80,53 @@ def last_of_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(is_last[..., None], hidden, 0).sum(axis=1)
 
 
+MOST_BLOCKS = 8
+"""Of new tokens that always go on from a cache, however few are in it."""
+
+
+def _shared(prompt: np.ndarray, row: Sequence[int]) -> int:
+    """Counts the tokens that a prompt (n,) and a row begin with alike."""
+    size = min(len(prompt), len(row))
+    return int(np.argmin(np.append(prompt[:size] == np.array(row[:size]), False)))
+
+
+@dataclass
+class Held:
+    """A cache that one text leaves for the next.
+
+    tokens: those in the cache, of each row.
+    """
+
+    cache: Cache | None = None
+    tokens: list[list[int]] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Generator:
     """Compiled programs, and the shapes that they were compiled for.
 
     empty: () -> cache.
-    prefill: (parameters, cache, tokens, index, seed) -> (cache, next tokens (B,), their
-      index (B,)); tokens and index as of `decode.prefill`.
-    step: (parameters, cache, tokens (B,), index (B,), seed) -> the same. Both take the
-      cache's place.
+    prefill: (parameters, cache, tokens, index, seed) -> (cache, next tokens (B, 1),
+      their index (B, 1)); tokens and index as of `decode.prefill`.
+    step: (parameters, cache, tokens (B, m), index (B, m), seed) -> the same; as of
+      `decode.append`. cut: as `cache.cut`. All take the cache's place.
     place: from an array of the host, (B, T), to the mesh.
     order: from T to the indices in layout order, (T,).
     divisor: T is a multiple of it.
     rows, slots: B and S.
+    block: m of the tokens of a prompt that goes on; 0: none can.
     """
 
     empty: Callable[[], Cache]
     prefill: Callable[..., tuple[Cache, jax.Array, jax.Array]]
     step: Callable[..., tuple[Cache, jax.Array, jax.Array]]
+    cut: Callable[[Cache, np.ndarray], Cache]
     place: Callable[[np.ndarray], jax.Array]
     order: Callable[[int], np.ndarray]
     divisor: int
     rows: int
     slots: int
+    block: int
 
     def check(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
         """Refuses what does not go into the cache.
@@ -148,6 +173,7 @@ class Generator:
         max_tokens: int,
         seed: int,
         stop_tokens: Sequence[int] = (),
+        held: Held | None = None,
     ) -> Iterator[np.ndarray]:
         """Yields the rows' next tokens, int32 (B,), as they come.
 
@@ -156,13 +182,17 @@ class Generator:
         seed: of the random numbers, from 0; rows and steps draw their own.
         stop_tokens: after one of them a row has ended, and gets `NOTHING`. When all
           rows have, so has the iterator.
+        held: what a text before left, and this one leaves; of a prompt that begins
+          like it, the rest alone is computed.
 
         Raises:
           ValueError: before anything is computed: not one prompt for each row, a
             prompt without tokens, or more tokens than the cache has slots.
         """
         self.check(prompts, max_tokens)
-        return self._generate(parameters, prompts, max_tokens, seed, stop_tokens)
+        texts = [np.asarray(prompt, np.int32) for prompt in prompts]
+        held = Held() if held is None else held
+        return self._generate(parameters, texts, max_tokens, seed, stop_tokens, held)
 
     def _generate(
         self,
@@ -171,23 +201,79 @@ class Generator:
         max_tokens: int,
         seed: int,
         stop_tokens: Sequence[int],
+        held: Held,
     ) -> Iterator[np.ndarray]:
-        tokens, index = self._padded(prompts)
-        cache, tokens, index = self.prefill(
-            parameters, self.empty(), self.place(tokens), self.place(index), seed
-        )
+        found = self._go_on(parameters, prompts, max_tokens, seed, held)
+        if found is None:
+            held.cache = None  # before there is another
+            tokens, index = map(self.place, self._padded(prompts))
+            found = self.prefill(parameters, self.empty(), tokens, index, seed)
+        held.cache, tokens, index = found
+        held.tokens = [prompt.tolist() for prompt in prompts]
         ended = np.zeros(self.rows, bool)
         for number in range(max_tokens):
-            drawn = tokens
-            if number + 1 < max_tokens:
+            drawn, is_last = tokens, number + 1 == max_tokens
+            if not is_last:
                 # Started before the last tokens are looked at, so that devices need
                 # not wait for the host.
-                cache, tokens, index = self.step(parameters, cache, drawn, index, seed)
-            drawn = np.asarray(drawn)
+                found = self.step(parameters, held.cache, drawn, index, seed)
+                held.cache, tokens, index = found
+            drawn = np.asarray(drawn)[:, 0]
+            if not is_last:
+                for row, token in zip(held.tokens, drawn.tolist(), strict=True):
+                    row.append(token)
             yield np.where(ended, NOTHING, drawn)
             ended |= np.isin(drawn, stop_tokens)
             if ended.all():
                 return
+
+    def _go_on(
+        self,
+        parameters: Any,
+        prompts: Sequence[np.ndarray],
+        max_tokens: int,
+        seed: int,
+        held: Held,
+    ) -> tuple[Cache, jax.Array, jax.Array] | None:
+        """Appends what the prompts have more than the cache; None: it does not pay.
+
+        The ring reads whole prompts faster than blocks do, so prompts of which most is
+        new go that way, and those whose rows take more slots than there are.
+        """
+        if held.cache is None or not self.block:
+            return None
+        # One token is left: the next one is drawn behind it.
+        pairs = zip(prompts, held.tokens, strict=True)
+        read = np.array([_shared(prompt[:-1], row) for prompt, row in pairs], np.int32)
+        lengths = np.array([prompt.size for prompt in prompts])
+        new = int((lengths - read).max())
+        if not read.all() or new > max(int(read.min()), MOST_BLOCKS * self.block):
+            return None
+        cache, held.cache = self.cut(held.cache, read), None
+        filled = np.array(cache.filled)
+        share, tokens, index = self.slots // filled.size, None, None
+        if filled.sum() + new + max_tokens - 1 > self.slots:
+            return None
+        while (read < lengths).any():
+            member = filled.argmin()
+            size = self.block if filled[member] + self.block <= share else 1
+            places = read[:, None] + np.arange(size)  # (B, m)
+            there = places < lengths[:, None]
+            behind = [
+                prompt[places[row][there[row]]] for row, prompt in enumerate(prompts)
+            ]
+            block = np.zeros(places.shape, np.int32)
+            block[there] = np.concatenate(behind)
+            places = np.where(there, places, EMPTY).astype(np.int32)
+            found = self.step(parameters, cache, block, places, seed)
+            cache, drawn = found[0], found[1:]
+            reads = there.any(axis=1, keepdims=True)
+            if tokens is not None:  # those of rows that had ended before stay
+                drawn = tuple(map(partial(jnp.where, reads), drawn, (tokens, index)))
+            tokens, index = drawn
+            filled[member] += there.sum(axis=1).max()
+            read = np.minimum(read + size, lengths)
+        return cache, tokens, index
 
     def _padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns tokens and index (B, T), in layout order.

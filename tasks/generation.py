@@ -17,14 +17,18 @@ from kernels.decode_attention import CachedAttention
 from kernels.layouts import order, padded_length
 from models import decode
 from models.abstract import Model, joined
-from models.cache import EMPTY, Cache, empty_cache
+from models.cache import EMPTY, Cache, cut, empty_cache
 from models.decode import Generator
-from models.language_model import LanguageModel
 from models.sampling import Sampling, row_keys, sample
 from tasks import base, frozen, text
 from tasks.mask import document_mask
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
+
+SCORE_BYTES = 1 << 28
+"""Of the scores of a block of new tokens in a layer, on a device, at most."""
+MOST_APPENDED = 256
+"""Tokens of a prompt that are appended to a cache at a time, at most."""
 
 
 def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
@@ -77,18 +81,33 @@ def generator(
         sharding = partition.sharding(("batch", "sequence"), x.shape)
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
+    heads = sizes.num_heads // partition.shards("heads")
+    scores = slots // ring * heads * -(-rows // partition.shards("batch"))
+    block = 0 if document_mask(config).prefix else _block(scores, slots // ring)
     return Generator(
         empty=jax.jit(
             functools.partial(empty_cache, shape, dtype, ring), out_shardings=cache
         ),
         prefill=compile_program(prefill),
         step=compile_program(step),
+        cut=jax.jit(cut, out_shardings=cache, donate_argnums=0),
         place=place,
         order=lambda length: order(layout, ring, length),
         divisor=layout.divisor(ring),
         rows=rows,
         slots=slots,
+        block=block,
     )
+
+
+def _block(scores: int, slots: int) -> int:
+    """Returns how many tokens of a prompt are appended to the cache at a time.
+
+    scores: of one token, on a device. slots: there.
+    """
+    # A block also has to fit between a member's last token and its last slot.
+    most = min(SCORE_BYTES // (4 * scores), MOST_APPENDED, slots // 8)
+    return 1 << max(most, 1).bit_length() - 1
 
 
 def _programs(
@@ -103,10 +122,15 @@ def _programs(
     ring, mask = base.ring_attention(config, partition), document_mask(config)
 
     def draw(
-        model: LanguageModel, hidden: jax.Array, index: jax.Array, seed: jax.Array
-    ) -> jax.Array:
-        scores = decode.logits(model, hidden[:, None])[:, 0]
-        return sample(scores, row_keys(seed, len(index)), index, sampling)
+        parameters: Any, hidden: jax.Array, index: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the tokens behind the rows' last ones, and their index: (B, 1)."""
+        last = decode.last_of_rows(hidden, index)
+        following = jnp.where(index == EMPTY, -1, index).max(axis=1) + 1
+        model = nnx.merge(few_tokens, parameters)
+        scores = decode.logits(model, last[:, None])[:, 0]
+        drawn = sample(scores, row_keys(seed, len(index)), following, sampling)
+        return drawn[:, None], following[:, None]
 
     def prefill(
         parameters: Any,
@@ -126,9 +150,7 @@ def _programs(
             functools.partial(ring, visible=visible),
             operations,
         )
-        last = decode.last_of_rows(hidden, index)
-        llama = nnx.merge(few_tokens, parameters)
-        return cache, draw(llama, last, lengths, seed), lengths
+        return cache, *draw(parameters, hidden, index, seed)
 
     def step(
         parameters: Any,
@@ -139,10 +161,9 @@ def _programs(
     ) -> tuple[Cache, jax.Array, jax.Array]:
         llama = nnx.merge(few_tokens, parameters)
         hidden, cache = decode.append(
-            llama, tokens[:, None], index[:, None], cache, operations, mask.window
+            llama, tokens, index, cache, operations, mask.window
         )
-        following = index + 1
-        return cache, draw(llama, hidden[:, 0], following, seed), following
+        return cache, *draw(parameters, hidden, index, seed)
 
     return prefill, step
 

@@ -17,7 +17,8 @@ the model was trained on, or else of its tokenizer. The text is the reply, which
 ends with the template's end of a turn. Lines go on with one conversation; an empty line
 begins another.
 
-The KV cache is sharded over the ring; the parameters stay where the mesh puts them.
+The KV cache is sharded over the ring, and keeps what was said: of the next turn, the
+new tokens alone are computed. The parameters stay where the mesh puts them.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from data.chat_template import OWN, ChatTemplate, Message, open_template
 from data.text_stream import TextStream
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
-from models.decode import Generator
+from models.decode import Generator, Held
 from models.sampling import Sampling
 from tasks import base, corpora, text
 from tasks.command_line import Parser, as_program, at_least, read_config
@@ -59,11 +60,13 @@ class Chat:
 
     system: its words; None: the template's, if any.
     messages: what was said since: by the user, and in reply.
+    held: of that, what is in the cache.
     """
 
     template: ChatTemplate
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    held: Held = field(default_factory=Held)
 
     def add(self, role: str, words: str) -> None:
         """Goes on with words of the "user" or the "assistant"."""
@@ -108,6 +111,12 @@ class Writer:
         else:
             tokens = begun(self.tokenizer, self.tokenizer.encode(prompt))
         room = self.generator.slots - len(tokens) + 1
+        if room < (self.max_tokens or 1) and self.chat and self.chat.messages:
+            raise ValueError(
+                f"the conversation has {len(tokens)} tokens by now, too many for a "
+                f"reply in the cache of {self.generator.slots}: begin another with an "
+                "empty line, or give the cache more (--cache-tokens)"
+            )
         wanted = self.max_tokens or max(min(MAX_TOKENS, room), 1)
         self.generator.check([tokens] * self.generator.rows, wanted)
         return tokens, wanted
@@ -134,6 +143,7 @@ class Writer:
             wanted,
             self.seed + number,
             stop_tokens=sorted(stop_tokens),
+            held=self.chat and self.chat.held,
         )
         for step in drawn:
             token = int(step[0])

@@ -3,13 +3,17 @@
 import functools
 import math
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import pytest
 
 from data.document_mask import DocumentMask
-from models.decode import NOTHING, Generator
+from models.cache import EMPTY
+from models.decode import NOTHING, Generator, Held
 from models.sampling import Sampling
 from tasks.generation import generator
 from tests.small_llama import (
@@ -123,7 +127,7 @@ def test_so_are_those_of_other_models_and_masks(model, attention, ring):
 
 def step_program(ring: int, slots: int) -> Any:
     one, parameters = generator_on(MeshShape(ring=ring), "striped", slots=slots)
-    of_rows = np.zeros(ROWS, np.int32)
+    of_rows = np.zeros((ROWS, 1), np.int32)
     return one.step.lower(parameters, one.empty(), of_rows, of_rows, 0).compile()
 
 
@@ -224,6 +228,109 @@ def test_what_cannot_be_generated_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             one.generate(parameters, [prompt, *others], tokens, seed=0)
+
+
+class Counter:
+    """Counts the tokens that go through a generator's programs, row by row."""
+
+    def __init__(self, one: Generator):
+        self.reads = {"prefill": [], "step": []}
+        counted = {name: self._counting(one, name) for name in self.reads}
+        self.generator = replace(one, **counted)
+
+    def _counting(self, one: Generator, name: str) -> Callable:
+        def program(parameters, cache, tokens, index, seed):
+            self.reads[name].append((np.asarray(index) != EMPTY).sum(axis=1).tolist())
+            return getattr(one, name)(parameters, cache, tokens, index, seed)
+
+        return program
+
+    def total(self, name: str) -> list[int]:
+        """Tokens of each row since the last time."""
+        found = np.sum(self.reads[name] or [[0] * ROWS], axis=0).tolist()
+        self.reads[name].clear()
+        return found
+
+
+ONWARD = [
+    ("striped", MeshShape(ring=4), ("llama", "causal")),
+    pytest.param("zigzag", MeshShape(ring=4), ("llama", "window(7)"), marks=slow),
+    pytest.param(
+        *("striped", MeshShape(fsdp=2, ring=2, tensor=2), ("llama", "causal")),
+        marks=slow,
+    ),
+    pytest.param("ring", MeshShape(ring=8), ("llama", "causal"), marks=slow),
+    pytest.param("striped", MeshShape(), ("gemma2", "causal"), marks=slow),
+    pytest.param("ring", MeshShape(ring=4), ("every_part", "causal"), marks=slow),
+]
+
+
+@pytest.mark.parametrize("attention, shape, model", ONWARD, ids=str)
+def test_a_prompt_that_begins_as_what_is_held_goes_on_from_it(
+    attention, shape, model, rng
+):
+    """Its text is that of the whole prompt, and the rest alone is computed."""
+    one, parameters = generator_on(shape, attention, model=model)
+    counter, held = Counter(one), Held()
+    prompts = some_prompts()
+
+    def follow(prompts: list[np.ndarray], count: int, held: Held | None) -> np.ndarray:
+        programs = one if held is None else counter.generator
+        steps = programs.generate(parameters, prompts, count, seed=0, held=held)
+        return np.stack(list(steps))
+
+    follow(prompts, 4, held)
+    assert counter.total("prefill") == [11, 5] and counter.total("step") == [3, 3]
+    for turn in range(8):
+        before, after = [np.array(row) for row in held.tokens], []
+        for row in before:  # from some place on, other tokens
+            keep = len(row) if turn < 3 else rng.integers(len(row) // 2, len(row) + 1)
+            new = rng.integers(0, VOCAB, rng.integers(1, 4))
+            after.append(np.concatenate([row[:keep], new])[:30])
+        got = follow(after, 3, held)
+        np.testing.assert_array_equal(got, follow(after, 3, None))
+        lengths = [len(prompt) for prompt in after]
+        pairs = zip(after, before, strict=True)
+        new = [len(prompt) - shared(prompt[:-1], row) for prompt, row in pairs]
+        if counter.reads["prefill"]:  # rows that differ had taken too many slots
+            assert turn >= 3 and counter.total("prefill") == lengths
+            new = [0, 0]
+        assert counter.total("step") == [count + 2 for count in new]
+        for prompt, row, drawn in zip(after, held.tokens, got.T, strict=True):
+            assert row == [*prompt, *drawn[:2]]
+
+
+def shared(a: np.ndarray, b: np.ndarray) -> int:
+    pairs = zip(a.tolist(), b.tolist(), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def test_what_is_held_is_not_gone_on_from_where_it_would_not_pay_or_be_right():
+    one, parameters = generator_on(MeshShape(ring=4), "striped")
+    counter, held = Counter(one), Held()
+    prompts = some_prompts()
+
+    def reads(prompts: list[np.ndarray], count: int = 1) -> list[int]:
+        list(counter.generator.generate(parameters, prompts, count, 0, held=held))
+        counter.total("step")
+        return counter.total("prefill")
+
+    assert reads(prompts) == [11, 5]
+    # What begins otherwise; what is held, but for the last token; much that is new.
+    others = [(prompts[0] + 1) % VOCAB] * 2
+    assert reads(others) == [11, 11]
+    assert reads(others) == [0, 0]
+    long = [np.concatenate([prompt, np.arange(19)]) for prompt in others]
+    assert reads(long) == [30, 30]
+    # The last slots of a member are filled one by one.
+    full = [np.concatenate([prompt, np.arange(SLOTS)])[:SLOTS] for prompt in long]
+    for length in (45, 60, SLOTS):
+        assert reads([prompt[:length] for prompt in full]) == [0, 0]
+        assert np.asarray(held.cache.filled).sum() == length
+    assert [*map(len, held.tokens)] == [SLOTS] * 2
+    assert np.asarray(held.cache.filled).tolist() == [SLOTS // 4] * 4
+    prefix = generator_on(MeshShape(ring=4), "striped", model=("llama", "prefix(5)"))
+    assert (one.block, prefix[0].block) == (2, 0)
 
 
 def test_sizes_that_do_not_divide_over_the_mesh_are_refused():

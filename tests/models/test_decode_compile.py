@@ -48,7 +48,7 @@ def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
     cache = jax.tree.map(
         placed, jax.eval_shape(programs.empty), cache_shardings(partition, shape)
     )
-    of_rows = jax.ShapeDtypeStruct((1,), jnp.int32)
+    of_rows = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     program = compile_for(
         partition.mesh, programs.step, parameters, cache, of_rows, of_rows, seed

@@ -153,7 +153,7 @@ class Stub:
 
     check = Generator.check
 
-    def generate(self, parameters, prompts, max_tokens, seed, stop_tokens):
+    def generate(self, parameters, prompts, max_tokens, seed, stop_tokens, held):
         self.asked.append((len(prompts), max_tokens, seed, list(stop_tokens)))
         self.prompt = prompts[0].tolist()
         for token in self.tokens[:max_tokens]:
@@ -236,7 +236,8 @@ def test_lines_of_a_chat_are_turns_until_an_empty_one(
     replies = out.removesuffix("\n").split("\n")
     assert len(replies) == 4 and replies[:2] == replies[2:]
     assert replies[0] != replies[1]
-    assert err.count("error: ") == 1 and "do not go into the cache" in err
+    assert err.count("error: ") == 1
+    assert "error: the conversation has 1" in err and "in the cache of 80: begin" in err
     assert numbers == [0, 1, 2, 3, 4]  # each draws other random numbers
 
 
