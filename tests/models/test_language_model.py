@@ -226,9 +226,10 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
     ],
 )
 def test_heads_in_parts_give_the_same_and_never_are_all_there(family, remat):
-    """Every part has a share of each device's heads."""
+    """Every part has a share of each device's heads; in layers of one kind."""
     shape, fields = MeshShape(ring=2, tensor=2), {"family": family, "remat": remat}
     fields |= {"model__num_heads": 8, "model__num_kv_heads": 4}
+    fields |= {"model__layer_pattern": "", "model__window": 0}
     whole, in_parts = (
         Run(shape, "striped", attention_parts=parts, **fields) for parts in (1, 2)
     )
