@@ -19,8 +19,8 @@ from tests.small_agent import drawn
 from tests.small_llama import partition_of
 from training.loop import Programs
 from training.mesh import MeshShape
-from training.optimizer import Optimizer
 from training.step import TrainState, initial_state
+from training.update import AtOnce
 
 SIZES = {
     "model__vocab_size": VOCAB,
@@ -41,7 +41,7 @@ SIZES = {
 
 RATE = 1024.0
 """Of plain descent: a step moves parameters so far that it shows their gradients."""
-DESCENT = Optimizer(optax.sgd(RATE))
+DESCENT = AtOnce(optax.sgd(RATE))
 
 
 class RingModel:
