@@ -155,7 +155,7 @@ class Stub:
 
     def generate(self, parameters, prompts, max_tokens, seed, stop_tokens, held):
         self.asked.append((len(prompts), max_tokens, seed, list(stop_tokens)))
-        self.prompt = prompts[0].tolist()
+        self.prompt, self.held = prompts[0].tolist(), held
         for token in self.tokens[:max_tokens]:
             yield np.array([token, 0])
 
@@ -215,6 +215,7 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
             answer = len(tokenizer.encode(reply)) + 2  # <|im_end|> and a newline
             assert stub.prompt == trained.tokens[:-answer].tolist()
         assert stub.asked[-1] == (2, 20, 3, [0, 2, 3])
+        assert stub.held is writer.chat.held
         assert writer.chat and writer.chat.messages == talk.messages[1:]
 
 
