@@ -306,8 +306,10 @@ def open_template(
         source = read_chat_template(place)
         if source is not None:
             return ChatTemplate(f"of {place}", source, tokenizer)
-    where = " and ".join(map(str, places)) or f"the {tokenizer.name} tokenizer"
-    raise ValueError(f"{where} has no chat template: name one of {', '.join(FORMATS)}")
+    where = " or ".join(map(str, places)) or f"the {tokenizer.name} tokenizer"
+    raise ValueError(
+        f"there is no chat template in {where}: name one of {', '.join(FORMATS)}"
+    )
 
 
 def join(documents: Sequence[Document]) -> Document:

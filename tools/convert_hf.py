@@ -50,7 +50,10 @@ from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
 
 CONFIG = "config.json"
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "generation_config.json")
+COMPANIONS = (
+    *("tokenizer*", "special_tokens_map.json", "chat_template*"),
+    "generation_config.json",
+)
 """What `--like` copies besides, so that a model can be used where it arrives."""
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -356,12 +356,14 @@ def test_the_corpus_and_then_the_tokenizers_files_have_the_template(tmp_path):
     def source(corpus=None):
         return open_template(OWN, tokenizer, corpus).source
 
-    match = f"{directory} has no chat template: name one of vicuna"
+    match = f"there is no chat template in {directory}: name one of vicuna"
     with pytest.raises(ValueError, match=match):
         source()
-    with pytest.raises(ValueError, match="the bytes tokenizer has no chat template: n"):
+    with pytest.raises(
+        ValueError, match="no chat template in the bytes tokenizer: name"
+    ):
         open_template(OWN, BYTES)
-    with pytest.raises(ValueError, match=f"{corpus} and {directory} has no chat templ"):
+    with pytest.raises(ValueError, match=f"template in {corpus} or {directory}: n"):
         source(corpus)
     chatml = [CHATML + f"{{# {number} #}}" for number in range(5)]
     files = {

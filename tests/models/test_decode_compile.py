@@ -27,10 +27,12 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("is_block", [False, True], ids=["step", "block"])
 @pytest.mark.parametrize(
     "topology", ["v4:2x2x1", pytest.param("h200:1x1x4", marks=pytest.mark.slow)]
 )
-def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
+def test_a_step_needs_less_than_a_layer_beside_the_cache(topology, is_block):
+    """And a block of new tokens twice its scores besides, of 256 MiB at most."""
     pod, config = aot_pod(topology), small_config("", "", **SIZES)
     partition = base.partition(config, pod.devices)
     model = text.model(config, partition)
@@ -48,7 +50,8 @@ def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
     cache = jax.tree.map(
         placed, jax.eval_shape(programs.empty), cache_shardings(partition, shape)
     )
-    of_rows = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    block = programs.block if is_block else 1
+    of_rows = jax.ShapeDtypeStruct((1, block), jnp.int32)
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     program = compile_for(
         partition.mesh, programs.step, parameters, cache, of_rows, of_rows, seed
@@ -56,8 +59,10 @@ def test_a_step_needs_less_than_a_layer_beside_the_cache(topology):
     memory = program.memory_analysis()
     layer = SLOTS // RING * HEADS * DEPTH * 2  # bytes of a device's keys
     assert memory.alias_size_in_bytes >= 2 * LAYERS * layer
-    assert memory.temp_size_in_bytes < layer
+    scores = is_block * block * HEADS * SLOTS // RING * 4
+    assert scores <= 1 << 28 and block == (256 if is_block else 1)
+    assert memory.temp_size_in_bytes < layer + 2 * scores
     collective = r"\[([\d,]+)\][^=\n]* (?:all-gather|all-reduce)(?:-start)?\("
     shapes = re.findall(collective, program.as_text())
     largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
-    assert largest <= 2 * config.model.feed_forward_size
+    assert largest <= 2 * block * config.model.feed_forward_size

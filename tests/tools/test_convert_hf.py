@@ -338,9 +338,9 @@ def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path):
     assert (code, errors) == (0, "")
     assert f"--config.init_from={workdir}" in told
     assert "--config.model.norm_epsilon=1e-05" in told
-    original = tmp_path / "original"
+    original, template = tmp_path / "original", "chat_template.jinja"
     (original / "tokenizer").mkdir(parents=True)
-    for name in ("tokenizer.json", "tokenizer.model", "notes.txt"):
+    for name in ("tokenizer.json", "tokenizer.model", template, "notes.txt"):
         (original / name).write_text(name)
     config = {"max_position_embeddings": 77, "eos_token_id": 5, "model_type": "llama"}
     (original / "config.json").write_text(json.dumps(config))
@@ -352,7 +352,7 @@ def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path):
 
     assert files(tmp_path / "own") == {"config.json", WHOLE}
     like, liked = ["--like", str(original), "--file-gigabytes=inf"], tmp_path / "liked"
-    kept = {"config.json", WHOLE, "tokenizer.json", "tokenizer.model"}
+    kept = {"config.json", WHOLE, "tokenizer.json", "tokenizer.model", template}
     assert files(liked, *like) == kept
     assert (liked / "tokenizer.model").read_text() == "tokenizer.model"
     written = json.loads((liked / "config.json").read_text())

@@ -252,6 +252,7 @@ BAD = {
     "--prompt-file nowhere.txt": "nowhere.txt",
     "--prompt ' ' --chat vicuna": "the prompt of a chat must have words",
     "--prompt x --chat chatml": "bytes tokenizer has no token <|im_start|> | of Qwen",
+    "--prompt x --chat": "no chat template in | corpus: name one of vicuna, llama2",
     "--prompt x --chat alpaca": "--chat: invalid choice: 'alpaca' | mistral",
     "--prompt x --system Short": "--system is of a chat | --chat",
     f"--prompt {'x' * 70} --chat vicuna --system S": "of 89 tokens | cache of 80",
