@@ -148,15 +148,12 @@ def multiply(
     y = _contract(x, weights[name], inputs)
     if f"{name}_a" not in weights:
         return y
-
-    def low_rank(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        z = _contract(x, a, inputs, first=1)  # (…, rank)
-        return _contract(lora.scale * z, b, 1)
-
-    # Recomputed in the backward, so that layers that keep their products do not keep
-    # those of matrix and adapter apart.
-    factors = (weights[f"{name}_{end}"] for end in FACTORS)
-    return y + jax.checkpoint(low_rank, prevent_cse=False)(x, *factors)
+    a, b = (weights[f"{name}_{end}"] for end in FACTORS)
+    z = lora.scale * _contract(x, a, inputs, first=1)  # (…, rank)
+    # With a batch axis, for which layers that keep their products do not keep this one
+    # beside that of the matrix: it costs little to compute again.
+    z, b = z[None], b.astype(x.dtype)[None]
+    return y + jax.lax.dot_general(z, b, (((z.ndim - 1,), (1,)), ((0,), (0,))))[0]
 
 
 def _contract(x: jax.Array, weight: jax.Array, count: int, first: int = 0) -> jax.Array:

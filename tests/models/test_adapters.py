@@ -1,6 +1,8 @@
 """Adapters against PEFT's: losses of training, and that nothing else is trained."""
 
 import functools
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 from data.batch import Batch
 from kernels.layouts import permute
 from tasks import base, text
+from tests.models import test_language_model
+from tests.models.test_remat import products, trace
 from tests.small_llama import assert_same, partition_of
 from tests.tools import hf_models
 from tools.lib.hf import adapters
@@ -104,6 +108,70 @@ def test_losses_and_adapters_of_training_are_pefts(name, shape, fields):
         state, metrics = step(state, run.batch(tokens), run.frozen)
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, wanted["losses"], rtol=1e-5)
-    print(np.abs(np.array(losses) - wanted["losses"]).max())
     final = adapters_of(name, "final", run.model)
     assert_same(jax.device_get(state.params), final, 1e-4)
+
+
+SYSTEMS = ("vanilla", "memory_efficient", "blockwise", "ring", "striped", "zigzag")
+LORA = {"lora__rank": 3, "lora__alpha": 3.0, "lora__base_dtype": "float32"}
+
+
+@functools.cache
+def on_one_device(family: str) -> tuple[np.ndarray, Any]:
+    """Loss, and gradients of the adapters."""
+    run = test_language_model.Run(MeshShape(), "vanilla", family, **LORA)
+    return run.answer()
+
+
+def case(attention: str, remat: str, family: str) -> Any:
+    """A mesh that the system may have, and a policy."""
+    shape = {"vanilla": MeshShape(data=2, tensor=2), "striped": CUBE}
+    is_ring = attention in ("ring", "striped", "zigzag")
+    shape = shape.get(attention, RING if is_ring else MeshShape(fsdp=2))
+    fields = {"remat": remat, "family": family}
+    return pytest.param(attention, shape, fields, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "attention, shape, fields",
+    [
+        ("zigzag", MeshShape(ring=2, tensor=2), {"remat": "products"}),
+        case("striped", "tail", "qwen2"),
+        *itertools.starmap(
+            case,
+            itertools.product(
+                SYSTEMS, ("everything", "nothing", "offload"), ("llama", "every_part")
+            ),
+        ),
+    ],
+)
+def test_gradients_on_a_mesh_are_those_of_one_device(attention, shape, fields):
+    run = test_language_model.Run(shape, attention, **LORA | fields)
+    loss, gradients = run.answer()
+    wanted_loss, wanted = on_one_device(fields.get("family", "llama"))
+    assert loss == pytest.approx(wanted_loss, rel=1e-6)
+    assert_same(gradients, wanted, 1e-5)
+
+
+def test_no_gradient_of_a_frozen_matrix_is_computed():
+    """Results of products have its shape, or that of its transpose, otherwise."""
+    sizes = {"model__hidden_size": 36, "model__feed_forward_size": 88}
+    shapes = {(36, 88), (36, 40), (36, 4, 8), (36, 2, 8), (4, 8, 36)}
+
+    def found(**overrides: Any) -> set[tuple[int, ...]]:
+        text = trace("nothing", **sizes | overrides).lower().as_text()
+        results = re.findall(r"dot_general.*-> tensor<([0-9x]+)xf32>", text)
+        made = {tuple(map(int, result.split("x"))) for result in results}
+        return made & {*shapes, *(shape[::-1] for shape in shapes)}
+
+    assert len(found()) >= len(shapes)
+    assert not found(lora__rank=3)
+
+
+def test_an_adapter_adds_only_its_own_products():
+    # Of each of 7 matrices and of the head the gradient is not there. An adapter has 2
+    # products, and two of each in the backward.
+    more = 7 * (2 + 4) - 7 - 1
+    assert products("everything", **LORA) == products("everything") + more
+    # The second is not kept beside that of the matrix; a layer's last is not needed.
+    assert products("products", **LORA) == products("products") + more + 6

@@ -1,5 +1,6 @@
 """Models against the same written out in float64, on one device and on meshes."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -74,6 +75,7 @@ class Run:
         arguments = (
             jax.tree.map(placed, self.model.shapes, self.model.axes),
             jax.tree.map(lambda x: placed(x, ("batch", "sequence")), rows()),
+            jax.tree.map(placed, self.model.frozen_shapes, self.model.frozen_axes),
         )
         lowered = jax.jit(jax.value_and_grad(self.loss)).lower(*arguments)
         return lowered.compile(compiler_options=QUICK)
@@ -81,9 +83,15 @@ class Run:
     def answer(self) -> tuple[np.ndarray, Any]:
         """Loss and gradients of `text`, with `parameters`."""
         batch = jax.tree.map(lambda x: permute(x, *self.order()), rows())
-        arguments = drawn(self.model, self.partition), batch
+        arguments = drawn(self.model, self.partition), batch, self.frozen()
         arguments = jax.device_put(arguments, self.program.input_shardings[0])
         return jax.device_get(self.program(*arguments))
+
+    def frozen(self) -> Any:
+        """The parameters that are not trained, if any."""
+        shapes, axes = self.model.frozen_shapes, self.model.frozen_axes
+        model = dataclasses.replace(self.model, shapes=shapes, axes=axes)
+        return drawn(model, self.partition)
 
 
 run_on = functools.cache(Run)

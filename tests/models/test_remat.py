@@ -26,7 +26,8 @@ def trace(policy: str, ring_size: int = 1, **overrides):
     """Of loss and gradients, as the train step takes them."""
     run = run_with(policy, MeshShape(ring=ring_size), **overrides)
     batch = jax.tree.map(jnp.asarray, rows())
-    return jax.jit(jax.value_and_grad(run.loss)).trace(run.model.shapes, batch)
+    arguments = run.model.shapes, batch, run.model.frozen_shapes
+    return jax.jit(jax.value_and_grad(run.loss)).trace(*arguments)
 
 
 @functools.cache
