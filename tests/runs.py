@@ -22,7 +22,6 @@ from tasks import base, frozen, text
 from tests.processes import Processes, run_program
 from training.checkpoint import Checkpoints
 from training.metrics import read_scalars
-from training.optimizer import make_optimizer
 from training.step import TrainState
 
 
@@ -134,6 +133,7 @@ class Run:
     """A workdir, and what was said there."""
 
     def __init__(self, corpus: Path, workdir: Path, **fields: Any):
+        """fields: that its config has besides those of `small_config`."""
         self.corpus, self.workdir, self.fields = corpus, workdir, fields
         self.said: list[str] = []
 
@@ -180,7 +180,7 @@ class Run:
         config = self.config()
         partition = base.partition(config, jax.devices())
         model = text.model(config, partition)
-        optimizer, _ = make_optimizer(base.optimizer_settings(config))
+        optimizer, _ = base.make_optimizer(config, model)
         shapes = base.abstract_state(model, optimizer, partition)
         with checkpoints_of(config) as checkpoints:
             return checkpoints.restore(shapes)[0]

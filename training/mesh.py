@@ -48,6 +48,9 @@ MOST_SCATTERED = 4
 """Devices over all of which one collective may scatter; for more see `_stages`."""
 
 
+HOST_MEMORY = "pinned_host"
+"""Kind of the memory of a host that its devices read and write."""
+
 SUBLANES = 8
 """Rows that a TPU stores together: arrays are padded to a multiple of these."""
 
@@ -203,7 +206,7 @@ class Partition:
             isinstance(mesh, Mesh) and not mesh.devices.flat[0].addressable_memories()
         )
         mesh = mesh.abstract_mesh if is_aot_gpu else mesh
-        return NamedSharding(mesh, spec, memory_kind="pinned_host")
+        return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY)
 
     def over_shards(
         self, function: Callable, names: Sequence[Axes], result_names: Axes

@@ -30,7 +30,8 @@ class Small(Run):
         return super().config(**SMALLER | overrides)
 
     def flags(self, **overrides: Any) -> list[str]:
-        return small_flags(self.corpus, self.workdir, **SMALLER | overrides)
+        fields = SMALLER | self.fields | overrides
+        return small_flags(self.corpus, self.workdir, **fields)
 
     def steps(self) -> set[str]:
         return {path.name for path in (self.workdir / "checkpoints").iterdir()}

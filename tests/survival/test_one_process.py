@@ -161,11 +161,18 @@ def kill_until_complete(run: Small, programs: Path, kills: int, **more: Any) -> 
     return kills
 
 
+LEAST = {
+    "optimizer__moments": "float8",
+    "optimizer__parameters": "bfloat16",
+    "optimizer__placement": "host",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [2, 50])
+@pytest.mark.parametrize(("kills", "optimizer"), [(2, {}), (50, {}), (3, LEAST)])
 @pytest.mark.timeout(3600)
 def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
-    corpus: Path, tmp_path: Path, programs: Path, kills: int
+    corpus: Path, tmp_path: Path, programs: Path, kills: int, optimizer: dict
 ) -> None:
     # Steps enough that some are left after that many kills.
     more = {
@@ -174,7 +181,9 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
         "checkpoint__keep": 2,
         "train__validation_batches": 0,
     }
-    alone, killed = (Small(corpus, tmp_path / name) for name in ("alone", "killed"))
+    alone, killed = (
+        Small(corpus, tmp_path / name, **optimizer) for name in ("alone", "killed")
+    )
     alone.train(**more)
     made = kill_until_complete(killed, programs, kills, **more)
     print(f"{made} kills")

@@ -9,7 +9,7 @@ import ml_collections
 
 from tasks.execution import execution, kept_of
 from tools.lib.planning.step import Step
-from training.mesh import Partition
+from training.mesh import HOST_MEMORY, Partition
 
 SPARE_SHARE = 0.05
 """Share of a chip's memory that a plan should leave free for the runtime."""
@@ -25,7 +25,8 @@ class Memory:
     workspace: the rest of the peak.
     peak: memory that the compiler allocates (see `peak_bytes`).
     capacity: memory of the chip.
-    host: pinned host memory of the step for each device.
+    host: pinned memory of the host for each device: activations, and the state of an
+      optimizer that is there.
     """
 
     parameters: int
@@ -50,6 +51,7 @@ class Memory:
         optimizer_state = device_bytes(step.state.optimizer_state)
         saved = saved_bytes(step.config, step.partition)
         on_host = saved if step.config.remat == "offload" else 0
+        in_host = stats.host_temp_size_in_bytes + stats.host_argument_size_in_bytes
         return cls(
             parameters=parameters,
             optimizer_state=optimizer_state,
@@ -57,7 +59,7 @@ class Memory:
             workspace=peak - parameters - optimizer_state - saved + on_host,
             peak=peak,
             capacity=step.pod.chip.hbm_bytes,
-            host=stats.host_temp_size_in_bytes,
+            host=in_host,
         )
 
 
@@ -79,10 +81,11 @@ def peak_bytes(stats: Any) -> int:
 
 
 def device_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree of shapes with shardings on one device."""
+    """Returns the bytes that a tree of shapes with shardings takes of a device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != HOST_MEMORY
     )
 
 
