@@ -15,7 +15,7 @@ from data.chains import LOSS_ON, ORDERS
 from data.text import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
-from tasks import base, corpora
+from tasks import base, batch_rows, corpora
 from tasks.config_errors import names_fields, raise_all
 from tasks.execution import COMPUTE_DTYPES, check_execution
 from tasks.mask import document_mask
@@ -206,7 +206,7 @@ def check_attention(config: ml_collections.ConfigDict, partition: Partition) -> 
     """
     if config.task == "exorl" and config.agent.method == "perceptron":
         return
-    rows, columns = base.batch_shape(config, partition)
+    rows, columns = batch_rows.batch_shape(config, partition)
     shape = rows // config.train.microbatches, columns
 
     def array(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:

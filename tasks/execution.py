@@ -12,7 +12,8 @@ from models.chunks import Device, choose_chunk
 from models.execution import Execution
 from models.kept import Kept
 from models.remat import NEXT
-from tasks.base import attention_system, batch_shape
+from tasks.base import attention_system
+from tasks.batch_rows import batch_shape
 from tasks.config_errors import names_fields
 from training import chips
 from training.mesh import Partition

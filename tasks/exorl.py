@@ -29,7 +29,7 @@ from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
 from models.losses import action_errors, sums_by_rank
 from models.rope import RopeScaling
-from tasks import base, execution
+from tasks import base, batch_rows, execution
 from tasks.base import Data, Objective, Task
 from tasks.config_errors import names_fields
 from training.feed import host_blocks
@@ -109,10 +109,10 @@ def batch_sharding(
       ValueError: rows or steps do not divide over the mesh, or the context is too short
         for a chain.
     """
-    base.batch_sharding(config, partition)
+    batch_rows.batch_sharding(config, partition)
     rows, steps = batch_shape(config)
     divisor = TOKENS_OF_A_STEP * step_layout(config).divisor(
-        base.row_parts(config, partition)
+        batch_rows.row_parts(config, partition)
     )
     agent, tokens = config.agent, config.data.context_tokens
     chain = TOKENS_OF_A_STEP * agent.chain_length * agent.episode_steps

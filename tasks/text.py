@@ -25,10 +25,9 @@ from tasks.base import (
     Objective,
     Task,
     attention_system,
-    batch_shape,
-    batch_sharding,
     ring_attention,
 )
+from tasks.batch_rows import batch_shape, batch_sharding
 from tasks.config_errors import names_fields
 from tasks.execution import execution
 from training.feed import host_blocks

@@ -11,7 +11,7 @@ import pytest
 
 import train
 from kernels.cases import QUICK
-from tasks import base, text
+from tasks import batch_rows, text
 from tests.runs import small_config
 from tests.small_agent import drawn
 from tests.small_llama import assert_same, partition_of
@@ -96,7 +96,7 @@ def test_what_padding_costs_is_said_before_anything_is_compiled(corpus, tmp_path
         "slots are empty"
     )
     config = small_config(corpus, tmp_path)
-    assert base.describe_padding(config, partition_of(MeshShape(ring=8))) == ""
+    assert batch_rows.describe_padding(config, partition_of(MeshShape(ring=8))) == ""
 
 
 def test_steps_read_the_same_tokens_however_they_are_padded(corpus, tmp_path):

@@ -15,7 +15,7 @@ from kernels.layouts import check_length
 from models.remat import REMAT_POLICIES
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tasks import base, config_checks, exorl, text
+from tasks import base, batch_rows, config_checks, exorl, text
 from tasks.config_errors import fields_by_name
 from training.mesh import MESH_AXES, MeshShape, Partition
 
@@ -131,8 +131,8 @@ def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     system, ring_size = base.attention_system(config), partition.ring_size
     assert system.sharded or ring_size == 1
     check_length(system.layout, ring_size, config.data.context_tokens)
-    shape = base.batch_shape(config, partition)
-    shards = base.batch_sharding(config, partition).shard_shape(shape)
+    shape = batch_rows.batch_shape(config, partition)
+    shards = batch_rows.batch_sharding(config, partition).shard_shape(shape)
     devices = partition.shards("batch") * ring_size
     assert math.prod(shards) == math.prod(shape) // devices
 
@@ -174,7 +174,7 @@ def test_a_pod_has_the_size_the_ring_and_the_context_of_its_docstring(size):
     factor = {"Ki": 1024, "Mi": 1024**2}[unit]
     assert config.data.context_tokens == int(number) * factor
     partition = partition_of(config)
-    base.batch_sharding(config, partition)
+    batch_rows.batch_sharding(config, partition)
     assert text.model(config, partition).config.hidden_size == sizes["hidden_size"]
 
 

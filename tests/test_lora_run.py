@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import train
-from tasks import base, text
+from tasks import base, batch_rows, text
 from tasks.generation import restored_parameters
 from tests.runs import Run, assert_equal_bits, files, kill_after, small_config
 from tests.small_agent import drawn
@@ -86,7 +86,10 @@ def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
     model = text.model(config, partition)
     evaluate = jax.jit(make_evaluate_step(text.loss_function(config, model, partition)))
     parameters, step = restored_parameters(config, partition)
-    where = base.batch_sharding(config, partition), base.batch_shape(config)
+    where = (
+        batch_rows.batch_sharding(config, partition),
+        batch_rows.batch_shape(config, partition),
+    )
     batches = text.validation_batches(config, partition)
     sums = [evaluate(parameters, place(blocks, *where)) for blocks in batches]
     loss, weight = np.sum(jax.device_get(sums), axis=0)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from data.batch import Batch
 from kernels import layouts as layout
 from models.abstract import Model
-from tasks import base, text
+from tasks import base, batch_rows, text
 from tests.numbered_corpus import assert_same_batch
 from tests.runs import small_config
 from tests.small_llama import assert_same
@@ -67,8 +67,8 @@ class System:
         """The global batch of a step, placed."""
         return place(
             self.batches[step],
-            base.batch_sharding(self.config, self.partition),
-            base.batch_shape(self.config, self.partition),
+            batch_rows.batch_sharding(self.config, self.partition),
+            batch_rows.batch_shape(self.config, self.partition),
         )
 
     @functools.cached_property

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import train
-from tasks import base, text
+from tasks import base, batch_rows, text
 from tests.curves import layout
 from tests.runs import Run, assert_equal_bits, kill_after
 from training.feed import place
@@ -172,7 +172,10 @@ def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed):
     model = text.model(config, partition)
     loss_sum = text.loss_function(config, model, partition)
     evaluate = jax.jit(make_evaluate_step(loss_sum))
-    where = base.batch_sharding(config, partition), base.batch_shape(config, partition)
+    where = (
+        batch_rows.batch_sharding(config, partition),
+        batch_rows.batch_shape(config, partition),
+    )
     params = undisturbed.state().params
     batches = text.validation_batches(config, partition)
     sums = [evaluate(params, place(blocks, *where)) for blocks in batches]

@@ -39,7 +39,7 @@ import jax
 import ml_collections
 
 from models.remat import NEXT
-from tasks import base
+from tasks import base, batch_rows
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.execution import execution, kept_of
 from tools.lib.benchmarks.rows import check_output
@@ -218,7 +218,9 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
             plan = fit_remat(config, pod, documents)
         else:
             plan = compiled_plan(config, pod, documents)
-        padding = base.describe_padding(config, base.partition(config, pod.devices))
+        padding = batch_rows.describe_padding(
+            config, base.partition(config, pod.devices)
+        )
         print("\n".join([*describe(plan), *filter(None, [padding])]))
         if earlier:
             names = options.compare.stem[:12], "this plan"

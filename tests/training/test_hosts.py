@@ -89,7 +89,7 @@ DATA = """
 import json, sys
 from pathlib import Path
 import jax
-from tasks import base, text
+from tasks import batch_rows, base, text
 from tests.runs import small_config
 from training import hosts
 from training.digest import digests
@@ -102,7 +102,8 @@ if int(count) > 1:
 config = small_config(Path(corpus), Path("none"), mesh__fsdp=2, mesh__ring=4)
 partition = base.partition(config, jax.devices())
 batches = text.batches(config, partition, "train")
-where = base.batch_sharding(config, partition), base.batch_shape(config, partition)
+of = batch_rows.batch_sharding, batch_rows.batch_shape
+where = [find(config, partition) for find in of]
 found = [digests(place(batches[step], *where)) for step in range(4)]
 print("digests", json.dumps([found, len(batches[0])]))
 """

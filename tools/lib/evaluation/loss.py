@@ -32,7 +32,7 @@ from data.text import iterate
 from data.token_file import SPLITS, TokenFile
 from kernels.compiler import compiler_options
 from kernels.layouts import order
-from tasks import base, corpora, text
+from tasks import base, batch_rows, corpora, text
 from tasks.command_line import Parser, as_program, at_least, read_config
 from tasks.generation import restored_parameters
 from tools.lib.benchmarks.rows import Environment, check_output, make_row
@@ -138,7 +138,7 @@ def token_losses(
             lambda weights: loss_sum(parameters, batch._replace(loss_weights=weights))
         )(batch.loss_weights)
 
-    sharding = base.batch_sharding(config, partition)
+    sharding = batch_rows.batch_sharding(config, partition)
     kind = partition.mesh.devices.flat[0].device_kind
     options = compiler_options(kind)
     return jax.jit(losses, out_shardings=sharding, compiler_options=options)
@@ -156,8 +156,8 @@ def read_sums(
     if options.split == "train" and not options.batches:
         raise ValueError("--split train is read shuffled, without end: give --batches")
     count = min(options.batches or len(batches), len(batches))
-    sharding = base.batch_sharding(config, partition)
-    shape = base.batch_shape(config, partition)
+    sharding = batch_rows.batch_sharding(config, partition)
+    shape = batch_rows.batch_shape(config, partition)
     layout = base.attention_system(config).layout
     index = np.tile(order(layout, partition.ring_size, shape[1]), (shape[0], 1))
     parts = shape[1].bit_length() + 1
@@ -198,7 +198,7 @@ def evaluate(
     corpora.directories(config)
     partition = base.partition(config, jax.devices())
     (rows, read), sums = read_sums(config, options, partition)
-    if padding := base.describe_padding(config, partition):
+    if padding := batch_rows.describe_padding(config, partition):
         say(padding)
     parameters, step = restored_parameters(config, partition)
     tokens = config.data.context_tokens

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from data.document_mask import DocumentMask
 from kernels.tpu import launch
-from tasks import base
+from tasks import base, batch_rows
 from tasks.execution import local_tokens
 from tasks.mask import document_mask
 from tasks.task import TASKS
@@ -293,7 +293,7 @@ class Ring:
         mask: of the layer: see `layer_masks`.
         """
         model, shape = config.model, partition.mesh.shape
-        length = base.batch_shape(config, partition)[1] // partition.ring_size
+        length = batch_rows.batch_shape(config, partition)[1] // partition.ring_size
         tokens = local_tokens(config, partition)
         layout = base.attention_system(config).layout
         is_tpu = chip.name.startswith("TPU")
