@@ -163,8 +163,8 @@ def append(
     window: tokens that a token sees in every layer, its own included; 0 for all.
 
     The new keys and values go to the member of the ring that has the fewest, in m slots
-    from the first that is free. Of these, as many are taken as a row has new tokens at
-    most, so tokens without an index belong behind all others.
+    from the first that is free. Of these, all are taken up to the last with an index in
+    any row: those without one behind it stay free.
 
     Returns:
       The last layer's output (B, m, E), and the cache, in the place of the old one if
@@ -193,7 +193,8 @@ def append(
         return out, (keys, values)
 
     x, (keys, values) = _through(decoder, x, index, cache, keep_and_attend)
-    taken = (index != EMPTY).sum(axis=1, dtype=jnp.int32).max()
+    slot = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
+    taken = jnp.where(index != EMPTY, slot, 0).max()
     filled = cache.filled.at[member].add(taken)
     return x, Cache(keys, values, indices, filled)
 

@@ -109,7 +109,7 @@ def losses_and_gradient(run: Run) -> tuple[list[float], Any]:
     """Of a few steps of gradient descent, and the gradient of the first."""
     parameters, found = drawn(run.model, run.partition), []
     for _ in range(4):
-        loss, gradient = jax.device_get(run.program(parameters, rows()))
+        loss, gradient = jax.device_get(run.program(parameters, rows(), run.frozen()))
         found.append((float(loss), gradient))
         move = 0.02 / np.sqrt(sum(np.vdot(g, g) for g in jax.tree.leaves(gradient)))
         parameters = jax.tree.map(lambda x, g, m=move: x - m * g, parameters, gradient)
@@ -187,11 +187,12 @@ def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):
             y = y + factors[n % kinds][0] * jnp.tanh(y @ weight)
         return y
 
-    def results(function: Callable) -> list[jax.Array]:
-        slope = jax.grad(lambda p: jnp.square(function(p)).sum())
-        return jax.tree.leaves(
-            (jax.jit(function)(parameters), jax.jit(slope)(parameters))
-        )
+    def results(function: Callable) -> Callable:
+        def squares(p: Any) -> tuple[jax.Array, jax.Array]:
+            return jnp.square(function(p)).sum(), function(p)
 
-    for got, want in zip(results(in_loops), results(by_hand), strict=True):
+        return jax.grad(squares, has_aux=True)
+
+    found = jax.jit(results(in_loops))(parameters), results(by_hand)(parameters)
+    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from tasks import run_config
 from tasks.generation import restored_parameters
-from tests.models.test_adapters import DIRECTORY
 from tests.small_llama import partition_of
 from tests.tools import hf_models
+from tests.tools.test_trained_adapters import DIRECTORY
 from tools.convert_hf import export_model, import_adapter, import_model, main
 from tools.lib.hf import adapters
 from training.mesh import MeshShape, Partition
