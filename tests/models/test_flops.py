@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base, llama_sizes
+from configs import base, llama3_8b, llama_sizes
+from models.adapters import Lora
 from models.flops import (
     num_matrix_parameters,
     num_parameters,
@@ -155,6 +156,24 @@ def test_operations_of_packed_documents_are_those_counted_one_by_one():
     visible = (ids[:, None] == ids) & (token[:, None] >= token)
     pairs = sum(n * (n + 1) // 2 for n in (5, 2, 9))
     assert train_flops(GROUPED, ids.size, pairs) == naive_train_flops(GROUPED, visible)
+
+
+def test_frozen_matrices_have_no_gradients_to_count():
+    """Adapters of an eighth of the width: of 3 products of a matrix, 2 are left."""
+    adapted = dataclasses.replace(GROUPED, lora=Lora(rank=2, targets="q,down"))
+    tokens, pairs = 7, 9
+    whole = train_flops(GROUPED, tokens, pairs)
+    frozen = 2 * num_matrix_parameters(GROUPED) * tokens  # one product of each matrix
+    # A and B of query (12 to 6 x 4) and down (20 to 12), in 3 layers, 6 a parameter.
+    own = 6 * 3 * 2 * (12 + 24 + 20 + 12) * tokens
+    assert train_flops(adapted, tokens, pairs) == whole - frozen + own
+    # 8B at 128 Ki tokens; without adapters 5.902e15 of matrices and 13.511e15.
+    config = llama3_8b.get_config("lora_h200")
+    length, model = 131_072, config.model
+    model = LanguageModelConfig(**model, lora=Lora(config.lora.rank, config.lora.alpha))
+    full = dataclasses.replace(model, lora=Lora())
+    found = [train_flops(m, length, length * (length + 1) / 2) for m in (model, full)]
+    np.testing.assert_allclose(found, [1.7479e16, 1.9413e16], rtol=1e-4)
 
 
 def test_operations_of_the_largest_model_can_be_counted_on_a_device():
