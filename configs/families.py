@@ -7,7 +7,7 @@ from typing import Any
 
 import ml_collections
 
-from configs import base
+from configs import base, fine_tune
 
 _SIZES = "hidden_size", "feed_forward_size", "num_layers"
 _HEADS = "num_heads", "num_kv_heads", "head_dim", "vocab_size"
@@ -54,12 +54,15 @@ _FAMILIES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
 
 # pod: (devices, Ki tokens of context)
 _PODS = {"v5p": (64, 1024), "v6e": (64, 1024), "h200": (8, 128)}
+# The same of hosts that train adapters.
+_HOSTS = {"lora_h200": (1, 128), "lora_v5e": (8, 128), "lora_v6e": (8, 128)}
 
-NAMES, PODS = tuple(_FAMILIES), tuple(_PODS)
+PODS = {name: _PODS for name in _FAMILIES} | {"llama3_8b": _PODS | _HOSTS}
+"""Pods and hosts of every model, with their devices and Ki tokens of context."""
 
 
 def config_of(name: str, pod: str) -> ml_collections.ConfigDict:
-    """Returns the config of a model on a pod, of one sequence a step.
+    """Returns the config of a model on a pod or a host, of one sequence a step.
 
     Models with windows are in zigzag, where few ring steps have visible keys in layers
     with a window; their wide heads are shared out to two devices.
@@ -67,12 +70,14 @@ def config_of(name: str, pod: str) -> ml_collections.ConfigDict:
     Raises:
       ValueError: there is no such pod.
     """
-    if pod not in PODS:
-        raise ValueError(f"{pod=} must be one of {', '.join(PODS)}")
-    devices, context = _PODS[pod]
+    if pod not in PODS[name]:
+        raise ValueError(f"{pod=} must be one of {', '.join(PODS[name])}")
+    devices, context = PODS[name][pod]
     sizes, parts, rope_scaling = _FAMILIES[name]
     config = base.get_config().unlock()
     config.workdir = f"runs/{name}/{pod}"
+    if pod in _HOSTS:
+        config.update_from_flattened_dict(fine_tune.LORA)
     config.model.update(dict(zip(_SIZES + _HEADS, sizes, strict=True)) | parts)
     config.rope_scaling.update(rope_scaling)
     if config.model.window:

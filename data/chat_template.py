@@ -308,7 +308,8 @@ def open_template(
             return ChatTemplate(f"of {place}", source, tokenizer)
     where = " or ".join(map(str, places)) or f"the {tokenizer.name} tokenizer"
     raise ValueError(
-        f"there is no chat template in {where}: name one of {', '.join(FORMATS)}"
+        f"there is no chat template in {where}: name one of {', '.join(FORMATS)}, "
+        "or give the tokenizer of a chat model"
     )
 
 

@@ -10,12 +10,13 @@ import ml_collections
 import pytest
 
 from configs import base as base_config
-from configs import exorl_tiny, families, llama_sizes, pod
+from configs import exorl_tiny, families, fine_tune, llama_sizes, pod
 from kernels.layouts import check_length
+from models.adapters import Lora
 from models.remat import REMAT_POLICIES
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tasks import base, batch_rows, config_checks, exorl, text
+from tasks import base, batch_rows, config_checks, exorl, run_config, text
 from tasks.config_errors import fields_by_name
 from training.mesh import MESH_AXES, MeshShape, Partition
 
@@ -124,8 +125,10 @@ def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     assert model.config == LanguageModelConfig(
         **{**config.model, "vocab_size": vocab_size},
         rope_scaling=RopeScaling(**config.rope_scaling),
+        lora=Lora(config.lora.rank, config.lora.alpha if config.lora.rank else 16.0),
     )
-    assert model.shapes["embedding"].shape == (vocab_size, config.model.hidden_size)
+    shapes = model.shapes | model.frozen_shapes
+    assert shapes["embedding"].shape == (vocab_size, config.model.hidden_size)
     assert base.optimizer_settings(config).total_steps == config.train.steps
     assert config.remat in REMAT_POLICIES
     system, ring_size = base.attention_system(config), partition.ring_size
@@ -186,8 +189,10 @@ def test_the_cards_config_is_that_of_its_pod():
         pod.get_config("8b")
 
 
-@pytest.mark.parametrize("chip", families.PODS)
-@pytest.mark.parametrize("name", families.NAMES)
+@pytest.mark.parametrize(
+    "name, chip",
+    [(name, chip) for name, pods in families.PODS.items() for chip in pods],
+)
 def test_a_family_has_the_mesh_and_the_context_of_its_docstring(name, chip):
     config = MODULES[name].get_config(chip)
     row = rf"\n  {chip} +(\d+) (?:chips|GPUs), +(\d+) (Ki|Mi) tokens of context, (.*)\n"
@@ -196,7 +201,24 @@ def test_a_family_has_the_mesh_and_the_context_of_its_docstring(name, chip):
     factor = {"Ki": 1024, "Mi": 1024**2}[unit]
     assert config.data.context_tokens == int(number) * factor
     found = (f"{axis} {config.mesh[axis]}" for axis in MESH_AXES)
-    assert mesh == " x ".join(size for size in found if not size.endswith(" 1"))
+    sizes = (size for size in found if not size.endswith(" 1"))
+    assert mesh == (" x ".join(sizes) or "ring 1")
+    assert bool(config.lora.rank) == chip.startswith("lora_")
+    config.init_from = "runs/weights" if config.lora.rank else ""
     config_checks.check(config, int(devices))
     with pytest.raises(ValueError, match="pod='v9' must be one of v5p, v6e, h200"):
         MODULES[name].get_config("v9")
+
+
+def test_weights_are_fine_tuned_in_their_own_sizes(tmp_path):
+    source = load("gemma3_12b")
+    source.workdir = str(tmp_path / "gemma")
+    (tmp_path / "gemma").mkdir()
+    run_config.write(source)
+    config = fine_tune.get_config(source.workdir)
+    assert (config.model, config.rope_scaling) == (source.model, source.rope_scaling)
+    assert config.init_from == source.workdir and config.lora.rank == 16
+    assert config.workdir == "runs/fine_tune/gemma"
+    config_checks.check(config, 1)
+    with pytest.raises(ValueError, match="nowhere holds no weights: import them with"):
+        fine_tune.get_config("nowhere")

@@ -3,12 +3,14 @@
 import re
 import sys
 from argparse import ArgumentParser, _SubParsersAction
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kernels
 from configs import base
+from tasks import run_config
 from tasks.command_line import read_config
 from tests import pages
 from tests.pages import COMMANDS, INLINE, LOG, PAGES, README, ROOT, Command
@@ -91,6 +93,19 @@ def test_make_targets_are_those_of_the_makefile():
     assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
 
 
+@pytest.fixture
+def imported(tmp_path, monkeypatch):
+    """A working directory where the weights of the commands have been imported."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    for workdir in "runs/llama2_7b", "runs/llama3_8b":
+        Path(workdir).mkdir(parents=True)
+        config = base.get_config()
+        config.workdir = workdir
+        run_config.write(config)
+
+
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("command", tools(COMMANDS), ids=str)
 def test_programs_take_the_arguments_of_their_commands(command):
     # With what a program reads of a config, where it takes one.
@@ -117,6 +132,7 @@ def test_every_option_in_the_text_is_one_of_some_program():
     assert named - known == set()
 
 
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     "command", [c for c in COMMANDS if c.program == "train.py"], ids=str
 )

@@ -5,22 +5,27 @@ In a copy of the tree, with small sizes added to the end of each.
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
+from tests.chat_families import FAMILIES
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 from tests.pages import COMMANDS, ROOT, Command
+from tests.tools import hf_models
 
 NOT_RUN = {
     "make venv": "it installs packages",
     "source": "the environment is that of the tests",
     "python train.py --config=configs/tpuv4_7b.py --config.data.corpus": "a pod",
     "python train.py --config=configs/h200_1b.py": "GPUs",
+    "python train.py --config=configs/llama3_8b.py": "GPUs, and weights of 8B",
     "python train.py --config=configs/grow_context.py": "eight GPUs; "
     "tests/test_grow_context.py runs it small",
     "python -m tools.pack_exorl --root DATASETS": "ExoRL's own archives",
@@ -34,11 +39,10 @@ STEPS = ["--config.train.steps=2", "--config.checkpoint.save_every_steps=2"]
 STEPS += ["--config.train.validation_batches=1", "--config.optimizer.warmup_steps=1"]
 ROWS = ["--config.data.context_tokens=256", "--config.data.batch_rows=2"]
 RING = ["--config.mesh.ring=4", "--config.attention_parts=1"]
-POD = [*STEPS, *ROWS, *RING, "--config.simulated_devices=4"]
 WALKER = ["--episodes=4", "--search-episodes=16", "--action-repeat=5"]
 TRAIN = "python train.py --config=configs/"
 TOOL = "python -m tools."
-IMPORT = f"{TOOL}convert_hf import"
+IMPORT = f"{TOOL}convert_hf import Llama-2"
 EXPORT = f"{TOOL}convert_hf export runs/tiny Llama-2-7b-hf".split()
 
 MORE = {
@@ -47,7 +51,8 @@ MORE = {
     "python train.py --workdir": ["--config.train.steps=3"],
     f"{TRAIN}line_retrieval.py": STEPS,
     f"{TRAIN}exorl_tiny.py": STEPS,
-    f"{TRAIN}tpuv4_7b.py --config.init_from": POD,
+    f"{TRAIN}fine_tune.py:runs/llama2_7b": [*STEPS, *ROWS, "--config.data.corpus="],
+    f"{TRAIN}fine_tune.py:runs/llama3_8b": [*STEPS, *ROWS],
     f"{TOOL}plan_pod": ["--topology=v4:2x2x1", "--context=16384", *RING],
     f"{TOOL}prepare_text": ["--validation-fraction=0.3"],
     f"{TOOL}prepare_chat": ["--context-tokens=256"],
@@ -83,12 +88,33 @@ def clone(tmp_path):
     says = ("human", "Where sat the cat?"), ("gpt", "On the mat.")
     turns = [{"from": who, "value": what} for who, what in says]
     chats = [{"id": n, "conversations": turns} for n in range(40)]
+    write_llama(root / "Llama-3.1-8B")
+    says = [("user", "Where sat the cat?"), ("assistant", "On the mat.")]
+    row = {"messages": [{"role": who, "content": what} for who, what in says]}
+    lines = (json.dumps(row | {"id": number}) for number in range(40))
+    (root / "MY_CHATS.jsonl").write_text("\n".join(lines) + "\n")
     (root / "sharegpt.json").write_text(json.dumps(chats))
     lines = (json.dumps({"text": f"A line, {number}."}) for number in range(8))
     (root / "CHATS.jsonl").write_text("\n".join(lines) + "\n")
     make_hugging_face(root / "tokenizer.json")
     make_sentence_piece(root / "tokenizer.model")
     return root
+
+
+def write_llama(directory: Path) -> None:
+    """A small LLaMA as published, and LLaMA 3's tokenizer with its vocabulary."""
+    shutil.copytree(hf_models.DIRECTORY / "llama", directory)
+    FAMILIES["llama3"].save(directory, ["The cat sat on the mat."])
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    rows = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
+    fields = hf_models.fields("llama") | {"vocab_size": rows}
+    (directory / "config.json").write_text(json.dumps(fields))
+    (file,) = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in "model.embed_tokens.weight", "lm_head.weight":
+        tensors[name] = np.resize(tensors[name], (rows, fields["hidden_size"]))
+    save_file(tensors, file)
 
 
 def run(root: Path, *words: str) -> str:
@@ -121,17 +147,10 @@ def test_every_exception_is_a_command_of_the_text():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_commands_succeed_one_after_the_other(clone):
-    flags: list[str] = []
     for command in COMMANDS:
         if found(command, NOT_RUN):
             continue
-        is_import = str(command).startswith(IMPORT)
-        if is_import:
+        if str(command).startswith(IMPORT):
             # The model that was trained just now, in the place of the published one.
             run(clone, *EXPORT)
-        words = [word for word in command.words if word != "..."]
-        dots = flags if "..." in command.words else []
-        printed = run(clone, *words, *dots, *MORE.get(found(command, MORE), []))
-        if is_import:
-            flags = re.findall(r"--config\.\S+", printed)
-    assert flags
+        run(clone, *command.words, *MORE.get(found(command, MORE), []))

@@ -1,7 +1,7 @@
 """Published weights in and out: from and to models as Hugging Face has them.
 
     python -m tools.convert_hf import Llama-2-7b-hf runs/llama2_7b
-    python train.py --config=... --config.init_from=runs/llama2_7b
+    python train.py --config=configs/fine_tune.py:runs/llama2_7b ...
     python -m tools.convert_hf export runs/mine Mine-7b-hf --like Llama-2-7b-hf
 
 Imports LLaMA, Mistral, Qwen 2 and 3, Gemma 2 and 3 and OLMo 2 from safetensors, in
@@ -169,7 +169,7 @@ def export_model(
     if adapter_only:
         name, fields = (
             adapters.CONFIG,
-            adapters.config_fields(config.lora, str(original)),
+            adapters.config_fields(config.lora, original and str(original)),
         )
         model, file_bytes = source.model, sys.maxsize
         shapes = adapters.tensor_shapes(model)
@@ -300,12 +300,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _advice(config: LanguageModelConfig, workdir: Path) -> str:
-    """Returns the flags of `train.py` that go on from imported weights."""
-    flags = [f"--config.{name}={value}" for name, value in settings_of(config).items()]
-    return " \\\n  ".join([f"--config.init_from={workdir}", *flags])
-
-
 @as_program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program."""
@@ -317,12 +311,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"written to {chosen.workdir}, adapters of {chosen.weights}")
         return 0
     if chosen.way == "import":
-        config, left_out = import_model(chosen.source, chosen.workdir, partition)
+        left_out = import_model(chosen.source, chosen.workdir, partition).left_out
         if left_out:
             parts = ", ".join(sorted({name.split(".")[0] for name in left_out}))
             print(f"left out: {len(left_out)} tensors of images ({parts})")
-        print(f"written to {chosen.workdir}; to train on:")
-        print(f"  {_advice(config, chosen.workdir)}")
+        file = f"configs/fine_tune.py:{chosen.workdir}"
+        print(f"written to {chosen.workdir}; to fine-tune it, with adapters:")
+        print(f"  python train.py --config={file} --config.data.corpus=CORPUS")
         return 0
     export_model(
         chosen.workdir,

@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen.inputs, chosen.output, encoder, **input_options(chosen)
     )
     print(f"{summary}\nchat template: {encoder.template.name}")
-    context = chosen.context_tokens
-    print(train_command(chosen.output, tiny, rows="whole", context_tokens=context))
+    fields = {"rows": "whole", "context_tokens": chosen.context_tokens}
+    print(train_command(chosen.output, tiny, chosen.weights, **fields))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **input_options(chosen),
     )
     print(summary)
-    print(train_command(chosen.output, tiny))
+    print(train_command(chosen.output, tiny, chosen.weights, rows="packed"))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tasks import run_config, text
+from tasks.command_line import read_config
 from tests.processes import run_program
 from tests.tools import hf_models
 from tools import convert_hf
@@ -336,8 +337,9 @@ def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path):
     command = "-m", "tools.convert_hf", "import", source, workdir
     code, told, errors = run_program(*command)
     assert (code, errors) == (0, "")
-    assert f"--config.init_from={workdir}" in told
-    assert "--config.model.norm_epsilon=1e-05" in told
+    command = f"--config=configs/fine_tune.py:{workdir}"
+    assert f"python train.py {command} --config.data.corpus=CORPUS" in told
+    assert read_config([command]).model.norm_epsilon == 1e-5
     original, template = tmp_path / "original", "chat_template.jinja"
     (original / "tokenizer").mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer.model", template, "notes.txt"):

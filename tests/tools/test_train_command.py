@@ -13,11 +13,12 @@ import train
 from configs import tiny
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer
-from tasks import base, config_checks, task
+from tasks import base, config_checks, run_config, task, text
 from tasks.command_line import read_config
 from tests.data.test_chat import rows
 from tests.data.test_tokenizer import make_hugging_face
-from tests.runs import SMALL
+from tests.runs import SMALL, small_config
+from tests.small_agent import drawn
 from tools import (
     convert_hf,
     generate,
@@ -27,6 +28,7 @@ from tools import (
     prepare_text,
 )
 from tools.lib.train_command import train_command
+from training.weights import save_parameters
 
 LETTERS = "Möwen sah ich über dem Meer, und keine sprach. " * 700
 
@@ -100,6 +102,33 @@ def test_chats_train_whole_in_rows_that_the_ring_does_not_divide(tmp_path, capsy
     assert (config.data.rows, config.data.context_tokens) == ("whole", 250)
 
 
+@pytest.mark.parametrize("program", [prepare_chat, prepare_text])
+def test_imported_weights_are_fine_tuned_on_what_was_prepared(
+    tmp_path, capsys, program, subwords
+):
+    weights = tmp_path / "weights"
+    config = small_config("", weights, model__vocab_size=304)
+    partition = base.partition(config, jax.devices())
+    model = text.model(config, partition)
+    save_parameters(weights, drawn(model, partition), text.fingerprint(model))
+    run_config.write(config)
+    source, corpus = tmp_path / "in.jsonl", tmp_path / "corpus"
+    talks = [row | {"text": "Wo? " * 300} for row in rows(90)]
+    source.write_text("\n".join(map(json.dumps, talks)))
+    is_chat = program is prepare_chat
+    options = ["--output", str(corpus), "--tokenizer", subwords]
+    options += ["--context-tokens", "256"] * is_chat
+    assert program.main([str(source), *options, "--weights", "nowhere"]) == 1
+    assert "nowhere holds no weights" in capsys.readouterr().err
+    assert not corpus.exists()
+    assert program.main([str(source), *options, "--weights", str(weights)]) == 0
+    found = made(capsys.readouterr().out, tmp_path / "run")
+    assert found.lora.rank and found.init_from == str(weights)
+    assert (found.model.vocab_size, found.model.num_layers) == (304, 2)
+    rows_of = ("whole", 256) if is_chat else ("packed", 8192)
+    assert (found.data.rows, found.data.context_tokens) == rows_of
+
+
 def test_lines_of_another_tokenizer_train_with_its_vocabulary(
     tmp_path, capsys, subwords
 ):
@@ -121,8 +150,8 @@ def test_lines_of_another_tokenizer_train_with_its_vocabulary(
     ],
 )
 def test_small_corpora_have_smaller_batches(tmp_path, texts, expected):
-    for number, text in enumerate(texts):
-        (tmp_path / f"{number}.txt").write_text(text)
+    for number, words in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(words)
     files = sorted(tmp_path.glob("*.txt"))
     corpus = tmp_path / "my corpus"
     prepare(files, corpus, ByteTokenizer(), validation_fraction=0.1)

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from configs import fine_tune
 from data.input_files import EVERY_FILE
 from data.row_files import FORMATS
 from data.skipped import BadRow, stop_at
@@ -32,6 +33,13 @@ def input_parser(description: str | None, what: str) -> Parser:
         default=ByteTokenizer.name,
         help='"bytes" (the default), or a path: tokenizer.json, SentencePiece .model, '
         "or their directory",
+    )
+    add(
+        "--weights",
+        type=_weights,
+        default="",
+        metavar="WORKDIR",
+        help="imported weights that the printed command is to fine-tune",
     )
     add(
         "--validation-fraction",
@@ -75,6 +83,14 @@ def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
         "pattern": chosen.pattern,
         "splits": tuple(chosen.splits.split(",")) if chosen.splits else (),
     }
+
+
+def _weights(workdir: str) -> str:
+    try:
+        fine_tune.get_config(workdir)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return workdir
 
 
 def _reporter() -> Callable[[BadRow], None]:

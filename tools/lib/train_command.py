@@ -9,11 +9,14 @@ from typing import Any
 
 import ml_collections
 
+from configs import fine_tune
 from data.text import ROW_PLANS
 from data.token_file import SPLITS, TokenFile
 
 
-def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
+def train_command(
+    corpus: Path, config_file: ModuleType, weights: str = "", **fields: Any
+) -> str:
     """Returns how to train on a corpus, to be printed: a command that works.
 
     Batches are made smaller, and validation is left out, where the corpus is too small
@@ -21,14 +24,17 @@ def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
 
     Args:
       corpus: directory of the corpus.
-      config_file: a module of configs/.
+      config_file: a module of configs/, for a new model.
+      weights: workdir of those to fine-tune instead; "" for none.
       fields: those of `config.data` that the corpus decides.
     """
-    config = config_file.get_config()
+    file = _path(fine_tune if weights else config_file)
+    config = fine_tune.get_config(weights) if weights else config_file.get_config()
     changes = {"workdir": f"runs/{corpus.resolve().name}", "data.corpus": str(corpus)}
-    if config.model.vocab_size:
+    if config.model.vocab_size and not weights:
         changes["model.vocab_size"] = 0
-    changes |= {f"data.{name}": value for name, value in fields.items()}
+    own = config.data.items()
+    changes |= {f"data.{name}": v for name, v in fields.items() if (name, v) not in own}
     config.update_from_flattened_dict(changes)
     rows, held_out = (_rows(config, split) for split in SPLITS)
     notes, batch_rows = [], config.data.batch_rows
@@ -37,7 +43,7 @@ def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
         if not fitting:
             return (
                 f"too little to train on: {rows} rows of {config.data.context_tokens} "
-                f"tokens, and the smallest batch of {_path(config_file)} has "
+                f"tokens, and the smallest batch of {file} has "
                 f"{config.mesh.fsdp}; prepare more"
             )
         notes.append(
@@ -55,7 +61,8 @@ def train_command(corpus: Path, config_file: ModuleType, **fields: Any) -> str:
         )
         changes["train.validation_batches"] = 0
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
-    program = f"{shlex.quote(_python())} train.py --config={_path(config_file)}"
+    file = shlex.quote(f"{file}:{weights}" if weights else file)
+    program = f"{shlex.quote(_python())} train.py --config={file}"
     command = " \\\n    ".join([program, *map(shlex.quote, flags)])
     return "\n".join([*notes, f"train on it:\n  {command}"])
 

@@ -90,8 +90,8 @@ def to_parameters(tensors: Mapping[str, np.ndarray], model: Model) -> Any:
     return traverse_util.unflatten_dict(flat)
 
 
-def config_fields(lora: Lora, base: str) -> dict[str, Any]:
-    """Returns adapter_config.json; base: name or path of the model."""
+def config_fields(lora: Lora, base: str | None) -> dict[str, Any]:
+    """Returns adapter_config.json; base: name or path of the model, if it is known."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,0 +1,53 @@
+"""Adapters (LoRA) of imported weights, of any family, on one host.
+
+Command: python train.py --config=configs/fine_tune.py:WEIGHTS
+  --config.data.corpus=CORPUS
+WEIGHTS is a workdir by tools/convert_hf.py, whose model this is; CORPUS of chats, by
+tools/prepare_chat.py. All parameters: --config.lora.rank=0, and a lower learning rate.
+Hardware: one device, or all of a host in a ring.
+Expected: the loss falls within 20 steps. It has run with small weights only; see
+docs/fine-tuning.md.
+"""
+
+import json
+from pathlib import Path
+
+import ml_collections
+
+from configs import base
+
+LORA = {
+    "lora.rank": 16,
+    "lora.alpha": 32.0,
+    "data.rows": "whole",  # conversations
+    "optimizer.peak_lr": 2e-4,
+    "optimizer.end_lr": 2e-5,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.warmup_steps": 10,
+}
+"""Fields of a config that trains adapters."""
+
+
+def get_config(weights: str = "") -> ml_collections.ConfigDict:
+    """Returns the config that trains adapters of the weights in a workdir.
+
+    Raises:
+      ValueError: there are none.
+    """
+    config = base.get_config().unlock()
+    config.update_from_flattened_dict(LORA)
+    config.workdir = "runs/fine_tune"
+    if weights:
+        own = Path(weights, "config.json")
+        if not own.is_file():
+            raise ValueError(
+                f"{weights} holds no weights: import them with tools/convert_hf.py"
+            )
+        fields = json.loads(own.read_text())
+        for part in ("model", "rope_scaling"):
+            config[part].update(fields[part])
+        config.init_from = weights
+        config.workdir += f"/{Path(weights).name}"
+    config.data.context_tokens = 8192
+    config.data.batch_rows = 4
+    return config.lock()
