@@ -75,15 +75,18 @@ def scan_layers(
         ) -> tuple[Any, None]:
             number, slices = scanned
             for place in range(size):
-                own = jax.tree.map(operator.itemgetter(place), slices)
+                own = slices
+                if size > 1:
+                    own = jax.tree.map(operator.itemgetter(place), slices)
                 carry = step(carry, number + place, (first + place) % kinds, own)
             return carry, None
 
         def grouped(
             x: jax.Array, groups: int = groups, size: int = size, first: int = first
         ) -> jax.Array:
-            x = x[first : first + groups * size]
-            return x.reshape(groups, size, *x.shape[1:])
+            if groups * size < len(x):
+                x = x[first : first + groups * size]
+            return x.reshape(groups, size, *x.shape[1:]) if size > 1 else x
 
         numbers = jnp.arange(first, first + groups * size, size, dtype=jnp.int32)
         carry, _ = lax.scan(group, carry, (numbers, jax.tree.map(grouped, stacked)))
