@@ -222,7 +222,8 @@ def get_config() -> ml_collections.ConfigDict:
     # "bfloat16", to which updates are rounded at random.
     config.optimizer.parameters = "float32"
     # Where the optimizer's state is: on the "device", or in the memory of its "host",
-    # from which it passes through the device a layer at a time.
+    # from which it passes through the device a layer at a time. "host_all": so do the
+    # layers' parameters and gradients.
     config.optimizer.placement = "device"
     config.optimizer.peak_lr = 3e-4
     config.optimizer.end_lr = 3e-5

@@ -23,13 +23,16 @@ def through_stack(
     """Maps x through all layers of a stack, a loop for each run: x's shape and type.
 
     layers: with parameters (layers, …); `to_run` sets one of them to run as a run does.
+      Those in the host's memory are copied a layer at a time, again in the backward;
+      their gradients are there too.
     runs: how layers run, and how many of them.
     kinds: arguments of the layers after x, of a group of layers that repeats.
     """
     structure, parameters = nnx.split(layers)
     # The slices of a loop get the gradients; parts of a stack are read where they are.
     whole, start = lax.stop_gradient(parameters), 0
-    reads_slices = len(runs) == len(kinds) == 1
+    is_here = all(_is_here(x) for x in jax.tree.leaves(parameters))
+    reads_slices = is_here and len(runs) == len(kinds) == 1
 
     def layer(
         kind: int, run: Execution, x: jax.Array, number: jax.Array, own: Any
@@ -96,10 +99,22 @@ def scan_layers(
 
 @jax.custom_jvp
 def _pick(whole: jax.Array, number: jax.Array, own: jax.Array) -> jax.Array:
-    """Returns whole[number], which `own` is equal to and gets the gradient of."""
-    return lax.dynamic_index_in_dim(whole, number, keepdims=False)
+    """Returns whole[number], on the device; `own` equals it and gets the gradient.
+
+    From the host's memory as it is there: XLA for GPUs cannot reshape it before.
+    """
+    one = _to_device(lax.dynamic_slice_in_dim(whole, number, 1))
+    return lax.squeeze(one, (0,))
 
 
 @_pick.defjvp
 def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    return _pick(*primals), tangents[2]
+    return _pick(*primals), _to_device(tangents[2])
+
+
+def _is_here(x: jax.Array) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Device
+
+
+def _to_device(x: jax.Array) -> jax.Array:
+    return x if _is_here(x) else jax.device_put(x, jax.memory.Space.Device)

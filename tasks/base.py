@@ -273,11 +273,17 @@ def abstract_state(
             sharding = partition.on_host(sharding)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
+    def param_placed(path: tuple, shape: Any, names: Axes) -> Any:
+        is_far = optimizer.layers_on_host and path[0].key == "layers"
+        return placed(shape, names, is_far)
+
     state_placed = functools.partial(placed, on_host=optimizer.on_host)
     axes = optimizer.axes(shapes.optimizer_state, model.axes)
     return TrainState(
         step=placed(shapes.step),
-        params=jax.tree.map(placed, shapes.params, model.axes),
+        params=jax.tree_util.tree_map_with_path(
+            param_placed, shapes.params, model.axes
+        ),
         optimizer_state=jax.tree.map(state_placed, shapes.optimizer_state, axes),
         guard=jax.tree.map(placed, shapes.guard),
     )

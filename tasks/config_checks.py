@@ -60,6 +60,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
         _numbers,
         corpora.named,
         _parameters,
+        _placement,
         _names,
         _places,
         _lora,
@@ -176,6 +177,26 @@ def _parameters(config: ml_collections.ConfigDict) -> None:
         raise ValueError(
             f"{config.optimizer.parameters=} is for task text: set it to float32"
         )
+
+
+def _placement(config: ml_collections.ConfigDict) -> None:
+    if config.optimizer.placement != "host_all":
+        return
+    needed = {
+        "remat": (config.remat != "everything", "nothing"),
+        "remat_budget_gib": (not config.remat_budget_gib, 0.0),
+        "train.microbatches": (config.train.microbatches == 1, 1),
+        "model.layer_pattern": (len({*config.model.layer_pattern}) < 2, ""),
+    }
+    wrong = [
+        f"config.{name}={_get(config, name)!r} cannot be with "
+        f"{config.optimizer.placement=}, which takes and gives a layer at a time: set "
+        f"it to {wanted!r}, or config.optimizer.placement='host'"
+        for name, (is_met, wanted) in needed.items()
+        if not is_met
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def _shares(config: ml_collections.ConfigDict) -> None:

@@ -82,6 +82,11 @@ optimizer.weight_decay=nan => config.optimizer.weight_decay=nan | finite
 optimizer.name=adam => config.optimizer.name='adam' | adamw, adafactor, muon
 optimizer.moments=int8 optimizer.placement=disk => moments='int8' | bfloat16, float8 \
 | config.optimizer.placement='disk' | device, host
+optimizer.placement=host_all train.microbatches=2 remat=everything => \
+config.train.microbatches=2 | set it to 1 | config.remat='everything' | 'nothing'
+optimizer.placement=host_all model.layer_pattern=wf model.window=4 => \
+config.model.layer_pattern='wf' | set it to ''
+optimizer.placement=host_all remat_budget_gib=1.0 => config.remat_budget_gib=1.0 | 0.0
 optimizer.name=adafactor optimizer.moments=float8 => config.optimizer.moments=float8 | \
 config.optimizer.name=adafactor | float32
 optimizer.parameters=float16 => config.optimizer.parameters='float16' | bfloat16

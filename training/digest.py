@@ -49,7 +49,8 @@ def not_finite(found: Mapping[str, Digest]) -> str:
 @jax.jit
 def device_digest(tree: Any) -> jax.Array:
     """Computes one uint32 for a whole tree, left on the devices."""
-    words = [digest(leaf) for leaf in jax.tree.leaves(tree)]
+    here = jax.device_put(tree, jax.memory.Space.Device)  # some may be on the host
+    words = [digest(leaf) for leaf in jax.tree.leaves(here)]
     return digest(jnp.stack(words))
 
 

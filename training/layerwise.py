@@ -20,7 +20,7 @@ from jax import lax
 
 from training.moments import FLOAT8, decode, encode
 from training.rounding import random_bits, stochastic_round
-from training.update import Axes, by_keys, chosen, find, float32
+from training.update import Axes, by_keys, chosen, find, global_norm
 
 STACKED = "layers"
 """Name of the parameters that are stacked."""
@@ -135,6 +135,7 @@ class Layerwise:
     moments: one of `MOMENTS`; only matrices have others than float32.
     parameters: type of the matrices.
     on_host: whether the state is in the memory of the host; what has one axis is not.
+    layers_on_host: whether stacked parameters are there, and their gradients.
     clip_norm: largest norm of all gradients.
     seed: of what is rounded at random.
     """
@@ -145,6 +146,7 @@ class Layerwise:
     moments: str
     parameters: str
     on_host: bool
+    layers_on_host: bool
     clip_norm: float
     seed: int
 
@@ -173,7 +175,7 @@ class Layerwise:
         params: Any,
         is_good: jax.Array | bool = True,
     ) -> tuple[Any, LayerwiseState]:
-        norm = optax.tree.norm(float32(grads))
+        norm = global_norm(grads)
         factor = jnp.where(norm < self.clip_norm, 1, self.clip_norm / norm)
         key = jax.random.fold_in(jax.random.key(self.seed), state.count)
         make = functools.partial(self._part, Terms(factor, is_good), key)
@@ -182,16 +184,22 @@ class Layerwise:
 
         def through(number: jax.Array, old: tuple[Any, Any]) -> tuple[Any, Any]:
             def own(whole: jax.Array) -> jax.Array:
-                return lax.dynamic_index_in_dim(whole, number, keepdims=False)
+                # From the host as it is there: XLA for GPUs cannot reshape it before.
+                one = lax.dynamic_slice_in_dim(whole, number, 1)
+                return lax.squeeze(jax.device_put(one, jax.memory.Space.Device), (0,))
 
             def write(whole: jax.Array, own: jax.Array) -> jax.Array:
-                return lax.dynamic_update_index_in_dim(whole, own, number, 0)
+                one = jax.device_put(own[None], jax.typeof(whole).memory_space)
+                return lax.dynamic_update_slice_in_dim(whole, one, number, 0)
 
             part = jax.tree.map(own, (layer_grads, *old))
             return jax.tree.map(write, old, make(self.of_layer, number, *part))
 
         layers, layers_state = lax.fori_loop(0, count, through, (layers, state.layers))
-        rest, rest_state = make(self.of_rest, count, rest_grads, rest, state.rest)
+        places = jax.tree.map(lambda x: jax.typeof(x).memory_space, state.rest)
+        rest_state = jax.device_put(state.rest, jax.memory.Space.Device)
+        rest, rest_state = make(self.of_rest, count, rest_grads, rest, rest_state)
+        rest_state = jax.tree.map(jax.device_put, rest_state, places)
         number = state.count + jnp.asarray(is_good, jnp.int32)
         return {**rest, **layers}, LayerwiseState(number, layers_state, rest_state)
 
@@ -219,15 +227,12 @@ class Layerwise:
     ) -> tuple[Any, Any]:
         """Returns the new parameters and state of one layer, or of the rest."""
         keys = jax.random.split(jax.random.fold_in(key, number))
-        places = jax.tree.map(lambda x: jax.typeof(x).memory_space, state)
-        state = jax.device_put(state, jax.memory.Space.Device)
         grads = jax.tree.map(lambda g: terms.factor * g, self._matrices(grads))
         wide = self._matrices(params)
         updates, new = transformation.update(grads, decode(state), wide)
         wide = jax.tree.map(jnp.add, wide, updates)
         new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
-        params, state = chosen(terms.is_good, new, (params, state))
-        return params, jax.tree.map(jax.device_put, state, places)
+        return chosen(terms.is_good, new, (params, state))
 
     def _matrices(self, tree: Any) -> Any:
         """Returns parameters, or what is like them, as float32 matrices."""

@@ -15,7 +15,7 @@ from training.update import AtOnce, Optimizer
 
 OPTIMIZERS = "adamw", "adafactor", "muon"
 PARAMETERS = "float32", "bfloat16"
-PLACEMENTS = "device", "host"
+PLACEMENTS = "device", "host", "host_all"
 
 MUON_RMS = 0.2
 """Root mean square of Muon's update before the learning rate: about that of AdamW's, so
@@ -29,7 +29,8 @@ class Storage:
     Attributes:
       moments: type of the moments of matrices; "float8" in blocks with a scale each.
       parameters: type of the parameters that are matrices.
-      placement: where the state is: in the memory of the "device" or of the "host".
+      placement: where the state is: in the memory of the "device" or of the "host";
+        with "host_all" the layers' parameters and gradients are there too.
       seed: of what is rounded at random: whatever is not float32.
 
     Raises:
@@ -186,7 +187,8 @@ def make_optimizer(
         weights_of(shapes, axes, _is_decayed),
         storage.moments,
         storage.parameters,
-        storage.placement == "host",
+        storage.placement != "device",
+        storage.placement == "host_all",
         settings.clip_norm,
         storage.seed,
     )

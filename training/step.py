@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from training.digest import device_digest
 from training.guard import GuardState, Replay, initial_guard, judge
-from training.update import Optimizer, float32
+from training.update import Optimizer, float32, global_norm
 
 LossFunction = Callable[..., jax.Array]
 """From parameters, a batch and frozen parameters to the weighted sum of its losses.
@@ -105,7 +104,7 @@ def make_train_step(
         loss, losses, grads = _mean_gradients(
             _beside(frozen, loss_sum), state.params, batch, microbatches, weights
         )
-        norm = optax.tree.norm(float32(grads))
+        norm = global_norm(grads)
         is_good, guard = judge(state.guard, loss, norm, spike_sigmas)
         params, optimizer_state = optimizer.update(
             grads, state.optimizer_state, state.params, is_good
@@ -136,7 +135,7 @@ def make_replay(
     def replay(params: Any, batch: Any, *frozen: Any) -> Replay:
         weights, loss_of = count(batch).weights, _beside(frozen, loss_sum)
         loss, _, grads = _mean_gradients(loss_of, params, batch, microbatches, weights)
-        norm = optax.tree.norm(float32(grads))
+        norm = global_norm(grads)
         return Replay(loss, norm, device_digest(grads))
 
     return replay
@@ -168,26 +167,18 @@ def _mean_gradients(
     """Loss by weight, the summed losses of its parts, and gradients by weight."""
     weight = weights.sum()
     mean = 1 / jnp.where(weight > 0, weight, 1)
-    losses, grads = _summed_gradients(loss_sum, params, batch, microbatches)
-    grads = jax.tree.map(
-        lambda g, p: (mean * g).astype(p.dtype), float32(grads), params
-    )
-    return mean * losses.sum(), losses, grads
 
-
-def _summed_gradients(
-    loss_sum: LossFunction, params: Any, batch: Any, microbatches: int
-) -> tuple[jax.Array, Any]:
     def total(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         losses = loss_sum(params, batch)
-        return losses.sum(), losses
+        return mean * losses.sum(), losses
 
     def value_and_grad(params: Any, batch: Any) -> tuple[jax.Array, Any]:
         (_, losses), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
         return losses, grads
 
     if microbatches == 1:
-        return value_and_grad(params, batch)
+        losses, grads = value_and_grad(params, batch)
+        return mean * losses.sum(), losses, grads
 
     def split(x: jax.Array) -> jax.Array:
         # Every microbatch takes rows of every device: no row has to move.
@@ -202,4 +193,6 @@ def _summed_gradients(
     losses = jax.eval_shape(loss_sum, params, first)
     like = losses, params
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
-    return jax.lax.scan(add, zero, parts)[0]
+    losses, grads = jax.lax.scan(add, zero, parts)[0]
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    return mean * losses.sum(), losses, grads

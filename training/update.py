@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 Axes = tuple[str | None, ...]
 
@@ -15,9 +16,11 @@ class Optimizer(Protocol):
     """Makes updates; its state is a tree of arrays.
 
     on_host: whether arrays of it with several axes are in the memory of the host.
+    layers_on_host: whether parameters that are stacked are there, and their gradients.
     """
 
     on_host: bool
+    layers_on_host: bool
 
     def cast(self, params: Any) -> Any:
         """Returns parameters in the types in which they are trained."""
@@ -50,6 +53,7 @@ class AtOnce:
 
     transformation: optax.GradientTransformation
     on_host: bool = False
+    layers_on_host: bool = False
 
     def cast(self, params: Any) -> Any:
         return params
@@ -77,6 +81,26 @@ class AtOnce:
 def float32(tree: Any) -> Any:
     """Returns the arrays as float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Returns the norm of all numbers of a tree, float32.
+
+    Stacked arrays in the host's memory are on the device a layer at a time.
+    """
+    leaves = jax.tree.leaves(tree)
+    far = [x for x in leaves if jax.typeof(x).memory_space == jax.memory.Space.Host]
+    if not far:
+        return optax.tree.norm(float32(tree))
+
+    def add(number: jax.Array, total: jax.Array) -> jax.Array:
+        own = [lax.dynamic_slice_in_dim(x, number, 1) for x in far]
+        own = jax.device_put(own, jax.memory.Space.Device)
+        return total + optax.tree.norm(float32(own), squared=True)
+
+    near = [x for x in leaves if jax.typeof(x).memory_space != jax.memory.Space.Host]
+    start = optax.tree.norm(float32(near), squared=True)
+    return jnp.sqrt(lax.fori_loop(0, len(far[0]), add, start))
 
 
 def chosen(is_good: jax.Array | bool, new: Any, old: Any) -> Any:

@@ -1,6 +1,8 @@
 """Layers that keep more within a budget, and chunks chosen: the same training."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -140,13 +142,48 @@ class Layer(nnx.Module):
         return x + factor * jnp.tanh(x @ self.weight[...])
 
 
+@functools.cache
+def small_stack() -> Any:
+    stack = nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(jax.random.split(KEY, 8))
+    return nnx.split(stack)
+
+
+@pytest.mark.parametrize("policy", ["nothing", "products", "offload"])
+def test_layers_on_the_host_have_the_gradients_of_those_on_the_device(policy):
+    """Which are on the host too, and no stack of either is on the device."""
+    structure, here = small_stack()
+
+    def loss(parameters: Any, x: jax.Array) -> jax.Array:
+        run = [(Execution(FLOAT, policy), 8)]
+        return through_stack(nnx.merge(structure, parameters), run, [(0.5,)], x).sum()
+
+    def gradient(parameters: Any) -> tuple[Any, str]:
+        placing = jax.tree.map(lambda leaf: leaf.sharding, parameters)
+        program = jax.jit(jax.grad(loss), out_shardings=placing)
+        x = jnp.linspace(-1, 1, 128).reshape(2, 64)
+        lowered = program.trace(parameters, x).lower(lowering_platforms=("tpu",))
+        return program(parameters, x), lowered.as_text()
+
+    far = jax.device_put(here, jax.memory.Space.Host)
+    (got, program), (want, _) = gradient(far), gradient(here)
+    assert_same(jax.device_get(got), jax.device_get(want), 1e-6)
+    (leaf,) = jax.tree.leaves(got)
+    assert leaf.sharding.memory_kind == "pinned_host"
+    # A layer on its way there, in both loops; its gradient, and the result of all.
+    moved = re.findall(r'placement = "(\w+)".*tensor<(\w+)>\n', program)
+    inputs = [("pinned_host", "2x64xf32"), ("device", "2x64xf32")]
+    assert [one for one in moved if one not in inputs] == [
+        *[("device", "1x64x64xf32")] * 2,
+        *[("pinned_host", shape) for shape in ("64x64xf32", "8x64x64xf32")],
+    ]
+
+
 def test_layers_in_several_loops_and_of_several_kinds_copy_no_parameters():
     """Of gradients each loop writes its own, which are joined where they are read.
 
     So there is a stack of gradients, and at most parts of another one.
     """
-    stack = nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(jax.random.split(KEY, 8))
-    structure, parameters = nnx.split(stack)
+    structure, parameters = small_stack()
 
     def size(*counts: int, kinds: int = 1) -> float:
         """Of the temporary memory, in stacks of parameters."""

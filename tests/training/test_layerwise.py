@@ -57,6 +57,7 @@ KINDS = {
     "muon": {"name": "muon"},
     "muon-float8": {"name": "muon", "moments": "float8"},
     "bfloat16": {"parameters": "bfloat16"},
+    "all": {"placement": "host_all"},
     "least": {"moments": "float8", "parameters": "bfloat16", "placement": "host"},
 }
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -91,6 +92,7 @@ def loss_sum(params: Any, batch: Any) -> jax.Array:
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
     def layer(x, own):
+        own = jax.device_put(own, jax.memory.Space.Device)  # as through_stack does
         y = x * own["norm"]["scale"]
         y = jnp.tanh(jnp.einsum("be,ehd->bhd", y, own["query"]))
         return x + jnp.einsum("bhd,hde->be", y, own["output"]), None
@@ -183,10 +185,22 @@ def test_losses_reach_those_of_adamw(kind):
 def test_a_bad_step_changes_nothing(kind):
     optimizer, _, _ = programs(kind)
     state, _ = run(kind, first(kind), range(2))
-    grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.params)
+    grads = jax.tree.map(
+        lambda x: jax.device_put(jnp.full(x.shape, jnp.nan, x.dtype), x.sharding),
+        state.params,
+    )
     update = jax.jit(optimizer.update)
     new = update(grads, state.optimizer_state, state.params, jnp.bool(False))
     assert_equal_bits(new, (state.params, state.optimizer_state))
+
+
+def test_where_arrays_are_changes_no_loss():
+    losses = [run(kind, first(kind), range(STEPS))[1] for kind in ("all", "adamw-host")]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    like = programs("all")[1].params
+    kinds = jax.tree.map(lambda leaf: leaf.sharding.memory_kind, like)
+    assert {*jax.tree.leaves(kinds.pop("layers"))} == {"pinned_host"}
+    assert "pinned_host" not in jax.tree.leaves(kinds)
 
 
 def assert_close(got: Any, want: Any) -> None:
