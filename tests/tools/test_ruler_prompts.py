@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from data.chat_template import open_template
+from data.tokenizer import open_tokenizer
+from tests import chat_families
 from tests.tools import ruler_sources
+from tools.lib.ruler.cells import Encoder
 from tools.lib.ruler.essays import ESSAYS, SENTENCE_ENDS, Essays
 from tools.lib.ruler.sizing import Draft, Room
 from tools.lib.ruler.tasks import SEED, TASKS, Sources
 from tools.lib.ruler.word_lists import Pairs, pairs, read_english_words, single_words
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "ruler_prompts.json"
+LETTERS = Path(__file__).parents[2] / "results" / "ruler" / "names_tokenizer.json"
 PUBLISHED = json.loads(FIXTURE.read_text())
 
 
@@ -62,6 +67,37 @@ def test_prompts_equal_those_of_the_published_generator(row, sources, monkeypatc
 
 def test_the_fixture_has_every_task():
     assert {row["task"] for row in PUBLISHED["prompts"]} == {*TASKS}
+    chats = {row["task"] for row in PUBLISHED["chats"]}
+    assert chats == {*TASKS} - {"cwe"}  # whose example is a turn of its own there
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory) -> Encoder:
+    """Makes the tokenizer of the fixture's chats, with its template."""
+    made = json.loads(LETTERS.read_text("utf-8"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for name in chat_families.LLAMA3:
+        number = len(made["model"]["vocab"]) + len(made["added_tokens"]) - 1
+        token = {"id": number, "content": name, "special": True, **flags}
+        made["added_tokens"].append(token)
+    path = tmp_path_factory.mktemp("chat") / "tokenizer.json"
+    path.write_text(json.dumps(made), "utf-8")
+    tokenizer = open_tokenizer(str(path))
+    return Encoder(tokenizer, open_template("llama3", tokenizer))
+
+
+@pytest.mark.parametrize("row", PUBLISHED["chats"], ids=ids)
+def test_chats_have_the_tokens_of_the_published_template(
+    row, chat, sources, monkeypatch
+):
+    monkeypatch.setattr(
+        "tools.lib.ruler.essays.find_splitter", lambda: (SENTENCE_ENDS.split, "marks")
+    )
+    task = TASKS[row["task"]]
+    room = Room(row["length"], task.tokens, chat.count)
+    drawn = task.make(SEED, sources).prompts(room, row["samples"])
+    found = [[chat(p.draft).tolist(), list(p.outputs), p.length] for p in drawn]
+    assert hashlib.sha256(json.dumps(found).encode()).hexdigest() == row["sha256"]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -97,6 +97,12 @@ def read_cells(encoder: Encoder, options: argparse.Namespace) -> list[Cell]:
 
     def cell(name: str, length: int) -> Cell:
         path = samples.prompt_file(options.prompts, length, name)
+        for prompt in samples.read_prompts(path):
+            if found := [t for t in encoder.tokenizer.special if t in prompt.input]:
+                raise ValueError(
+                    f"{path} has {found[0]} in a prompt, where it would be text: write "
+                    "prompts without a chat's template (base), and give it by --chat"
+                )
         tokens = [len(encoder(p.draft)) for p in samples.read_prompts(path)]
         prompts = islice(samples.read_prompts(path), options.samples)
         return Cell(name, length, prompts, max(tokens) + TASKS[name].tokens)
