@@ -44,6 +44,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="TASKS",
         help="tasks of RULER: niah_single_1, niah_multikey_2, niah_multikey_3, vt",
     )
+    add("--bare", action="store_true", help="of vt: its chains, and nothing around")
     add(
         "--context-tokens",
         required=True,
@@ -86,7 +87,12 @@ def _documents(chosen: argparse.Namespace) -> Documents:
     tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
     if chosen.ruler:
         return TaskDocuments(
-            tokenizer, chosen.ruler, context_tokens, chosen.seed, chosen.supervised
+            tokenizer,
+            chosen.ruler,
+            context_tokens,
+            chosen.seed,
+            chosen.supervised,
+            chosen.bare,
         )
     form, least = FORMS[chosen.form](), chosen.least_tokens
     if least is None:

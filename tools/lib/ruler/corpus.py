@@ -1,6 +1,7 @@
 """A corpus that teaches tasks: prompts of all lengths, with their answers."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,11 +9,12 @@ import numpy as np
 
 from data.line_corpus import SUPERVISED, Document
 from data.tokenizer import Tokenizer
-from tools.lib.ruler.needles import Needles
+from tools.lib.ruler.needles import NOISE, Needles
 from tools.lib.ruler.sizing import DRAWS, Draft
 from tools.lib.ruler.tasks import SEED, TASKS, Sources
-from tools.lib.ruler.variables import LEAST_NOISE, Variables, answered
+from tools.lib.ruler.variables import HOPS, Variables, answered
 
+SENTENCES = re.findall(r"[A-Z][^.]+\.", NOISE)
 TEACHABLE = "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt"
 
 
@@ -21,10 +23,13 @@ class TaskDocuments:
     """Draws documents: a prompt of a task drawn from `tasks`, with its answer.
 
     Haystacks of all sizes up to what `context_tokens` hold come equally often on a
-    logarithmic scale; half of the chains of variables come after an example.
+    logarithmic scale; half of the chains of variables come after an example, and half
+    of the documents with noise have fewer sentences of it in a line, down to none.
+    Chains have from two variables to eight links more.
 
     tasks: needles without files, or "vt". seed: of the prompts, other than RULER's.
     supervised: "answers", of which the prefix is a part, or "all".
+    bare: chains of variables without noise, question and example.
 
     Raises:
       ValueError: other tasks, or RULER's seed.
@@ -35,11 +40,14 @@ class TaskDocuments:
     context_tokens: int
     seed: int
     supervised: str = SUPERVISED[0]
+    bare: bool = False
 
     def __post_init__(self):
         for name in self.tasks:
             if name not in TEACHABLE:
                 raise ValueError(f"task {name} must be one of {', '.join(TEACHABLE)}")
+        if self.bare and {*self.tasks} != {"vt"}:
+            raise ValueError(f"only vt can be bare, not {', '.join(self.tasks)}")
         if self.seed == SEED:
             raise ValueError(f"seed {SEED} is that of RULER's prompts: take another")
         recipes = [TASKS[name].make(self.seed, Sources()) for name in self.tasks]
@@ -71,12 +79,18 @@ class TaskDocuments:
         self, recipe: Needles | Variables, size: int, rng: np.random.Generator
     ) -> Draft:
         if isinstance(recipe, Needles):
-            return recipe.draw(size)
-        size, example = max(size, LEAST_NOISE), ""
-        if rng.random() < 0.5:
-            noise = int(rng.integers(LEAST_NOISE, size + 1))
-            example = answered(recipe.draw_example(noise))
-        return recipe.draw(size, example)
+            draft = recipe.draw(size)
+        else:
+            recipe.hops = int(rng.integers(1, min(size, 2 * HOPS) + 1))
+            if self.bare:
+                return recipe.draw_bare()
+            size, example = max(size, recipe.hops + 1), ""
+            if rng.random() < 0.5:
+                noise = int(rng.integers(recipe.hops + 1, size + 1))
+                example = answered(recipe.draw_example(noise))
+            draft = recipe.draw(size, example)
+        kept = SENTENCES[: rng.integers(2 * len(SENTENCES))]
+        return draft._replace(input=draft.input.replace(NOISE, " ".join(kept)))
 
     def _document(self, parts: Sequence[np.ndarray]) -> Document:
         end = np.array([self.tokenizer.end_of_document], np.int32)

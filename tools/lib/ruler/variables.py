@@ -33,9 +33,13 @@ ANSWER = (
 
 
 class Variables:
-    """Draws prompts. Values are of a stream of their own."""
+    """Draws prompts. Values are of a stream of their own.
+
+    hops: links of a chain after the first, which is a value's.
+    """
 
     def __init__(self, seed: int):
+        self.hops = HOPS
         self.rng, self.values = random.Random(seed), np.random.RandomState(seed)
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
@@ -73,9 +77,15 @@ class Variables:
         """Draws one with names of three letters, and always the same value."""
         return self._draft(self._names(3), EXAMPLE_VALUE, size)
 
+    def draw_bare(self) -> Draft:
+        """Draws a chain with its value and names alone, in a tenth of the tokens."""
+        names, value = self._names(5), str(self.values.randint(10000, 99999))
+        lines = "\n".join(self._chain(names, value))
+        return Draft(f"{lines}\n", f"{value}, ", tuple(names))
+
     def _renamed(self, example: str) -> str:
         """Returns an example with other names and another value."""
-        for name in example.split()[-HOPS - 1 :]:
+        for name in example.split()[-self.hops - 1 :]:
             example = example.replace(name, self._name(len(name)))
         value = str(self.values.randint(10000, 99999))
         return example.replace(EXAMPLE_VALUE, value)
@@ -85,13 +95,16 @@ class Variables:
 
     def _names(self, letters: int) -> list[str]:
         names: list[str] = []
-        while len(set(names)) <= HOPS:  # RULER starts a second, broken chain there
-            names = [self._name(letters) for _ in range(HOPS + 1)]
+        while len(set(names)) <= self.hops:  # RULER starts a second, broken chain there
+            names = [self._name(letters) for _ in range(self.hops + 1)]
         return names
 
+    def _chain(self, names: list[str], value: str) -> list[str]:
+        links = [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
+        return [f"VAR {names[0]} = {value}", *links]
+
     def _draft(self, names: list[str], value: str, size: int) -> Draft:
-        chain = [f"VAR {names[0]} = {value}"]
-        chain += [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
+        chain = self._chain(names, value)
         lines = [NOISE] * size
         places = sorted(self.rng.sample(range(size), len(chain)))
         for number, (place, link) in enumerate(zip(places, chain, strict=True)):
