@@ -39,6 +39,7 @@ STEPS = ["--config.train.steps=2", "--config.checkpoint.save_every_steps=2"]
 STEPS += ["--config.train.validation_batches=1", "--config.optimizer.warmup_steps=1"]
 ROWS = ["--config.data.context_tokens=256", "--config.data.batch_rows=2"]
 RING = ["--config.mesh.ring=4", "--config.attention_parts=1"]
+PLAN = ["--topology=v4:2x2x1", "--context=16384", "--config.model.num_layers=2"]
 WALKER = ["--episodes=4", "--search-episodes=16", "--action-repeat=5"]
 TRAIN = "python train.py --config=configs/"
 TOOL = "python -m tools."
@@ -53,7 +54,7 @@ MORE = {
     f"{TRAIN}exorl_tiny.py": STEPS,
     f"{TRAIN}fine_tune.py:runs/llama2_7b": [*STEPS, *ROWS, "--config.data.corpus="],
     f"{TRAIN}fine_tune.py:runs/llama3_8b": [*STEPS, *ROWS],
-    f"{TOOL}plan_pod": ["--topology=v4:2x2x1", "--context=16384", *RING],
+    f"{TOOL}plan_pod": [*PLAN, *RING],
     f"{TOOL}prepare_text": ["--validation-fraction=0.3"],
     f"{TOOL}prepare_chat": ["--context-tokens=256"],
     f"{TOOL}prepare_lines": ["--train-tokens=20000"],
@@ -89,9 +90,11 @@ def clone(tmp_path):
     turns = [{"from": who, "value": what} for who, what in says]
     chats = [{"id": n, "conversations": turns} for n in range(40)]
     write_llama(root / "Llama-3.1-8B")
-    says = [("user", "Where sat the cat?"), ("assistant", "On the mat.")]
-    row = {"messages": [{"role": who, "content": what} for who, what in says]}
-    lines = (json.dumps(row | {"id": number}) for number in range(40))
+    says = [{"role": "user", "content": ""}, {"role": "assistant", "content": "Mat."}]
+    rows = [
+        {"messages": [says[0] | {"content": f"{n}? " * 40}, says[1]]} for n in range(40)
+    ]
+    lines = map(json.dumps, rows)
     (root / "MY_CHATS.jsonl").write_text("\n".join(lines) + "\n")
     (root / "sharegpt.json").write_text(json.dumps(chats))
     lines = (json.dumps({"text": f"A line, {number}."}) for number in range(8))
