@@ -161,15 +161,22 @@ def kill_until_complete(run: Small, programs: Path, kills: int, **more: Any) -> 
     return kills
 
 
-LEAST = {
-    "optimizer__moments": "float8",
-    "optimizer__parameters": "bfloat16",
-    "optimizer__placement": "host",
+BFLOAT16 = {"moments": "bfloat16", "parameters": "bfloat16"}
+OPTIMIZERS = {
+    "bfloat16": BFLOAT16,
+    "host": BFLOAT16 | {"moments": "float8", "placement": "host"},
+    "host_all": BFLOAT16 | {"placement": "host_all"},
+    "adafactor": {"name": "adafactor"},
+    "muon": {"name": "muon"},
+    "muon-float8": {"name": "muon", "moments": "float8", "placement": "host_all"},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kills", "optimizer"), [(2, {}), (50, {}), (3, LEAST)])
+@pytest.mark.parametrize(
+    ("kills", "optimizer"),
+    [(2, {}), (50, {}), *(pytest.param(3, OPTIMIZERS[n], id=n) for n in OPTIMIZERS)],
+)
 @pytest.mark.timeout(3600)
 def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
     corpus: Path, tmp_path: Path, programs: Path, kills: int, optimizer: dict
@@ -181,8 +188,9 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
         "checkpoint__keep": 2,
         "train__validation_batches": 0,
     }
+    fields = {f"optimizer__{name}": value for name, value in optimizer.items()}
     alone, killed = (
-        Small(corpus, tmp_path / name, **optimizer) for name in ("alone", "killed")
+        Small(corpus, tmp_path / name, **fields) for name in ("alone", "killed")
     )
     alone.train(**more)
     made = kill_until_complete(killed, programs, kills, **more)
