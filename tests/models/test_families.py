@@ -137,7 +137,10 @@ def test_losses_of_lean_optimizers_on_a_mesh_are_those_of_one_device(
     wanted, _ = on_one_device("llama", **fields)
     plain, _ = on_one_device("llama")
     np.testing.assert_allclose(losses, wanted, rtol=tolerance)
-    assert abs(losses / plain[:COMPARED] - 1).max() < 0.05
+    # Muon's first updates are a fifth of AdamW's, which are of size 1 there.
+    behind = 0.25 if optimizer.get("name") == "muon" else 0.05
+    assert abs(losses / plain[:COMPARED] - 1).max() < behind
+    assert losses[-2:].mean() < 0.95 * losses[:2].mean()  # of two batches
     assert (losses != plain[:COMPARED]).any()
 
 
