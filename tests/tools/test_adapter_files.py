@@ -95,6 +95,10 @@ def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path, name):
     assert sorted(modules) == sorted(theirs["target_modules"])
     assert fields.pop("base_model_name_or_path") == str(like["original"])
     assert fields.items() <= theirs.items()
+    like["original"] = None
+    export_model(config.workdir, tmp_path / "bare", partition, **FILE, **like)
+    bare = json.loads((tmp_path / "bare" / adapters.CONFIG).read_text())
+    assert bare["base_model_name_or_path"] is None
 
 
 def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
