@@ -26,6 +26,8 @@ from tests.small_agent import (
 )
 from training.metrics import read_scalars
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 STEPS, MIDDLE = 12, 6
 
 

@@ -118,6 +118,7 @@ class BackendSuite:
     cases: name -> shapes and type; each group, head size, type and odd length, with a
       carry and without, in a few programs. "far more queries" has a carry and more than
       two query tiles.
+    slow_cases: names of those whose kernels others run too, in other shapes.
     groups, head_dims, types, longest: of random steps, tested slowly.
     draws_type: whether a random step is computed in one of the types only.
     dtype, tolerance: of the steps with masked tiles.
@@ -128,6 +129,7 @@ class BackendSuite:
     implementation: str
     backend: Backend
     cases: dict[str, tuple[StepCase, jnp.dtype]]
+    slow_cases: tuple[str, ...] = ()
     refusals: dict[str, Refusal] = {}
     tiles: Groups
     groups: tuple[int, ...] = (1, 2, 3, 8)
@@ -143,7 +145,14 @@ class BackendSuite:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         slow = [pytest.mark.slow] if self.is_slow else []
         values = {
-            "case": [pytest.param(x, id=name) for name, x in self.cases.items()],
+            "case": [
+                pytest.param(
+                    x,
+                    id=name,
+                    marks=[pytest.mark.slow] * (name in self.slow_cases),
+                )
+                for name, x in self.cases.items()
+            ],
             "refusal": [pytest.param(x, id=name) for name, x in self.refusals.items()],
             "tiles": [pytest.param(self.tiles, id="tiles", marks=slow)],
             "slot": self.tiles.slots,

@@ -24,11 +24,15 @@ BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 270, 300, 4, 2, 8
 
 
 HOPPER = "hopper", "hopper_deterministic"
+SLOW = pytest.mark.slow
 
 
-def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Where GPU kernels are interpreted, which takes long, they are slow tests."""
-    slow = {*HOPPER, "triton"} if jax.default_backend() == "cpu" else set()
+def each_of(names: Iterable[str], *others: str) -> pytest.MarkDecorator:
+    """Where kernels are interpreted, which takes long, those of GPUs are slow tests.
+
+    others: that are, too.
+    """
+    slow = {*HOPPER, "triton", *others} if jax.default_backend() == "cpu" else set()
     marked = [
         pytest.param(name, marks=pytest.mark.slow) if name in slow else name
         for name in names
@@ -37,7 +41,10 @@ def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
 
 
 each_implementation = each_of(backend.IMPLEMENTATIONS)
-in_float32 = each_of([name for name in backend.IMPLEMENTATIONS if name not in HOPPER])
+but_tpu = each_of(backend.IMPLEMENTATIONS, "pallas_tpu")
+in_float32 = each_of(
+    [name for name in backend.IMPLEMENTATIONS if name not in HOPPER], "pallas_tpu"
+)
 
 
 def dtype_of(implementation: str) -> jnp.dtype:
@@ -141,7 +148,10 @@ def test_bfloat16_is_as_exact_as_the_reference_in_bfloat16(rng):
 
 
 @each_implementation
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(None, id="f32"), pytest.param(jnp.bfloat16, id="bf16", marks=SLOW)],
+)
 def test_huge_numbers_in_keys_that_nobody_sees_leave_no_trace(
     implementation, dtype, rng
 ):
@@ -189,7 +199,7 @@ def test_bounds_beyond_the_keys_mean_all_keys_on_that_side(far, rng):
         assert_equal(got, want)
 
 
-@each_implementation
+@but_tpu
 def test_numpy_bounds_are_taken_without_jit_too(implementation, rng):
     """They are what a data loader makes."""
     given = problem(rng, masks.documents(IDS))

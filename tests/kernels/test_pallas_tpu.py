@@ -29,7 +29,7 @@ from tests.steps import PASSES, StepCase, assert_true, compiled, run, run_backwa
 
 def test_v3_is_as_exact(rng):
     """It multiplies in float32 only, and its rows are padded to 256 numbers."""
-    case = StepCase(300, 1100, group=4, batch=1, has_carry=True)
+    case = StepCase(150, 600, group=2, batch=1, has_carry=True)
     assert_true(rng, on_chip(pltpu.ChipVersion.TPU_V3), case, jnp.bfloat16)
 
 
@@ -44,7 +44,10 @@ def test_step_cut_for_any_chip_equals_the_reference(version, rng):
 V6E = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
 
 
-@pytest.mark.parametrize("scale", [-0.5, 0.0, -1e-42, 2.0**40])
+@pytest.mark.parametrize(
+    "scale",
+    [-0.5, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.0, -1e-42)), 2.0**40],
+)
 def test_capped_step_equals_the_reference_with_the_tanh_of_a_chip(scale, rng):
     """Of a v6e; without, as on a v5e, where scores are so large that exp overflows."""
     chip = CHIP if scale > 1 else V6E

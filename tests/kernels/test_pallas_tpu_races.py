@@ -46,11 +46,18 @@ def simulate(case: StepCase, step: Step, backend: SimulatedTpu) -> Answer:
     return answer(jax.block_until_ready(results), step)
 
 
-@pytest.mark.parametrize("copies", ["on_wait", "eager"])
+FIRST = FIRST_STEP, CHIP.vmem_capacity_bytes
+LATER = LATER_STEP, SMALL_VMEM
+
+
 @pytest.mark.parametrize(
-    "case, vmem",
-    [(FIRST_STEP, CHIP.vmem_capacity_bytes), (LATER_STEP, SMALL_VMEM)],
-    ids=["first ring step, dq in VMEM", "later ring step, dq in HBM"],
+    "case, vmem, copies",
+    [
+        pytest.param(*FIRST, "eager", id="first ring step, dq in VMEM, eager"),
+        pytest.param(*LATER, "on_wait", id="later ring step, dq in HBM, on_wait"),
+        pytest.param(*FIRST, "on_wait", marks=pytest.mark.slow, id="first, on_wait"),
+        pytest.param(*LATER, "eager", marks=pytest.mark.slow, id="later, eager"),
+    ],
 )
 def test_no_copy_races_or_comes_too_late(case, vmem, copies, capfd, rng):
     step = case.draw(rng)

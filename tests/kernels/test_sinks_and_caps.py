@@ -28,8 +28,15 @@ MASKS = {
     "documents": masks.documents(IDS),
     "padding": masks.causal() & masks.padding(TOKENS - 5),
 }
-each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 each_cap = pytest.mark.parametrize("soft_cap", [None, CAP])
+
+
+def masks_with_caps():
+    """Each mask without and with a cap; the second one of each is slow."""
+    for number, (name, mask) in enumerate(MASKS.items()):
+        for soft_cap, is_slow in ((None, number % 2), (CAP, 1 - number % 2)):
+            marks = [pytest.mark.slow] * is_slow
+            yield pytest.param(mask, soft_cap, marks=marks, id=f"{name}-{soft_cap}")
 
 
 def operands(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -86,8 +93,7 @@ def assert_true(attend, arrays, mask, soft_cap, rng):
         np.testing.assert_allclose(a[is_real], b[is_real], atol=2e-5)
 
 
-@each_cap
-@each_mask
+@pytest.mark.parametrize("mask, soft_cap", list(masks_with_caps()))
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_sink_is_a_key_whose_value_is_zero(mask, soft_cap, implementation, rng):
     def attend(q, k, v, sinks):
@@ -97,13 +103,14 @@ def test_sink_is_a_key_whose_value_is_zero(mask, soft_cap, implementation, rng):
     assert_true(attend, operands(rng), mask, soft_cap, rng)
 
 
-@pytest.mark.parametrize("soft_cap", [CAP])
-@pytest.mark.parametrize("kind", [layout.Striped(), layout.Zigzag()], ids=str)
-def test_sinks_of_a_mesh_get_the_gradient_of_all_its_devices(kind, soft_cap, rng):
+@pytest.mark.parametrize(
+    "kind", [pytest.param(layout.Striped(), marks=pytest.mark.slow), layout.Zigzag()]
+)
+def test_sinks_of_a_mesh_get_the_gradient_of_all_its_devices(kind, rng):
     """Batch over data, heads over tensor: each device has sinks of its own heads."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "ring", "tensor"))
     mask, order = MASKS["documents"], (kind, 2)
-    ring = make_ring_attention(mesh, layout=kind, soft_cap=soft_cap)
+    ring = make_ring_attention(mesh, layout=kind, soft_cap=CAP)
 
     def attend(q, k, v, sinks):
         q, k, v = (layout.permute(x, *order) for x in (q, k, v))
@@ -113,7 +120,7 @@ def test_sinks_of_a_mesh_get_the_gradient_of_all_its_devices(kind, soft_cap, rng
     out, pull = jax.jit(functools.partial(jax.vjp, attend))(*arrays)
     do = rng.standard_normal(out.shape).astype(np.float32)
     want, want_pull = jax.vjp(
-        lambda *x: written_out(*x, mask, soft_cap)[0], *map(jnp.asarray, arrays)
+        lambda *x: written_out(*x, mask, CAP)[0], *map(jnp.asarray, arrays)
     )
     np.testing.assert_allclose(out, want, atol=1e-5)
     for got, expected in zip(jax.jit(pull)(do), want_pull(do), strict=True):
