@@ -60,13 +60,17 @@ KINDS = {
     "all": {"placement": "host_all"},
     "least": {"moments": "float8", "parameters": "bfloat16", "placement": "host"},
 }
-EVERY = pytest.mark.parametrize("kind", KINDS)
-# The others take long to compile.
-SOME = "muon-float8", "adafactor", "least"
-ON_MESHES = pytest.mark.parametrize(
-    "kind",
-    [k if k in SOME else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
-)
+
+
+def fast(*kinds: str) -> pytest.MarkDecorator:
+    """All kinds; the others than these, which have parts of theirs, are slow tests."""
+    slow = pytest.mark.slow
+    found = [k if k in kinds else pytest.param(k, marks=slow) for k in KINDS]
+    return pytest.mark.parametrize("kind", found)
+
+
+EVERY = fast("adamw", "adamw-float8", "adafactor", "muon-float8", "all", "least")
+ON_MESHES = fast("muon-float8", "least")
 
 
 def optimizer_of(kind: str, **fields: Any) -> Any:
