@@ -30,11 +30,7 @@ def digests(tree: Any) -> dict[str, Digest]:
 
     tree: of arrays, sharded in any way. Every process has to call this.
     """
-    found = {
-        jax.tree_util.keystr(path, simple=True, separator="."): _whole(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    found = jax.device_get(found)  # of all at once: none waits for the one before it
+    found = jax.device_get(_by_name(tree))
     return {name: Digest(*map(int, numbers)) for name, numbers in found.items()}
 
 
@@ -59,10 +55,14 @@ def device_digest(tree: Any) -> jax.Array:
 
 
 @jax.jit
-def _whole(leaf: Any) -> Digest:
-    """Compiled once for all arrays that are alike, as parameters and moments are."""
-    leaf = jax.device_put(leaf, jax.memory.Space.Device)  # may be on the host
-    return Digest(digest(leaf), _count(jnp.isnan, leaf), _count(jnp.isinf, leaf))
+def _by_name(tree: Any) -> dict[str, Digest]:
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        leaf = jax.device_put(leaf, jax.memory.Space.Device)  # may be on the host
+        counts = _count(jnp.isnan, leaf), _count(jnp.isinf, leaf)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found[name] = Digest(digest(leaf), *counts)
+    return found
 
 
 def _count(function: Callable[[jax.Array], jax.Array], array: Any) -> jax.Array:
