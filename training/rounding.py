@@ -26,7 +26,8 @@ def random_bits(word: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def stochastic_round(x: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rounds to one of the two neighbours in `dtype`, the nearer one more often.
 
-    The mean over `bits` is x, but for what exceeds the largest number of `dtype`.
+    The mean over `bits` is x, to 2^(nmant - 23) of the neighbours' distance, but for
+    what exceeds the largest number of `dtype`. Numbers of `dtype` stay as they are.
 
     Args:
       x: float32, finite.
@@ -37,7 +38,10 @@ def stochastic_round(x: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Arr
     _, exponent = jnp.frexp(x)  # x is from 2^(exponent - 1) to below 2^exponent
     least = max(int(info.minexp), SMALLEST_EXPONENT)
     unit = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, least) - info.nmant)
-    share = (bits >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)  # [0, 1)
+    # Of at most the binary places of x / unit, or their sum would be rounded up to 1.
+    digits = 22 - info.nmant
+    share = (bits >> jnp.uint32(32 - digits)).astype(jnp.float32)
+    share = (share + jnp.float32(0.5)) * jnp.float32(2.0**-digits)  # between 0 and 1
     rounded = jnp.floor(x / unit + share) * unit
     most = jnp.float32(info.max)
     return rounded.clip(-most, most).astype(dtype)

@@ -41,6 +41,15 @@ def test_the_mean_over_many_words_is_the_number_itself(dtype, rng):
     assert (found[:, *exact] == x[exact]).all()
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: dtype.__name__)
+def test_numbers_of_a_type_stay_whatever_the_bits(dtype, rng):
+    x = (rng.normal(size=2000) * 10.0 ** rng.integers(-5, 2, 2000)).astype(dtype)
+    for bits in 0, 2**31, 2**32 - 1:
+        words = jnp.full(x.shape, bits, jnp.uint32)
+        found = stochastic_round(jnp.float32(x), words, dtype)
+        np.testing.assert_array_equal(found, x)
+
+
 def test_what_exceeds_a_type_becomes_its_largest_number():
     x = jnp.float32([449, -1e9, 448])
     bits = jnp.full(3, 2**32 - 1, jnp.uint32)
