@@ -5,6 +5,7 @@ B (rank, outputs): x W becomes x W + alpha / rank · (x Aᵀ) B. Only they are t
 """
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -132,6 +133,26 @@ def over_whole(
     return call
 
 
+@jax.custom_vjp
+def fork(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns x twice, for two uses whose gradients are summed as soon as both exist.
+
+    Otherwise XLA for GPUs makes one sum of all uses', and holds all of its terms.
+    """
+    return x, x
+
+
+def _fork_forward(x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    return fork(x), None
+
+
+def _fork_backward(_: None, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+    return (jax.lax.optimization_barrier(operator.add(*terms)),)
+
+
+fork.defvjp(_fork_forward, _fork_backward)
+
+
 def multiply(
     x: jax.Array,
     weights: Mapping[str, jax.Array],
@@ -145,9 +166,10 @@ def multiply(
       gradients of x, are of the type of x.
     inputs: the number of axes of the matrix's inputs.
     """
-    y = _contract(x, weights[name], inputs)
     if f"{name}_a" not in weights:
-        return y
+        return _contract(x, weights[name], inputs)
+    x, other = fork(x)
+    y = _contract(other, weights[name], inputs)
     a, b = (weights[f"{name}_{end}"] for end in FACTORS)
     z = lora.scale * _contract(x, a, inputs, first=1)  # (…, rank)
     # With a batch axis, for which layers that keep their products do not keep this one
