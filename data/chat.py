@@ -6,7 +6,7 @@ from each other.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import batched
 from pathlib import Path
@@ -156,19 +156,8 @@ def prepare_chats(
         conversations = _survey(found, holdout, summary.markup, skip)
         if not keep_markup:
             check_markup(summary.markup, conversations)
-        conversations = 0
         writer.add_sources(file.path for file in found.files)
-        for conversation, split, documents in _encoded(found, encoder):
-            if not documents:
-                documents = BadRow(conversation.where, "no reply within the context")
-            if isinstance(documents, BadRow):
-                skip(documents)
-                continue
-            conversations += 1
-            split = split or holdout.split(conversation.text)
-            for document in documents:
-                writer.write(split, *document)
-                summary.supervised[split] += int(document.is_supervised.sum())
+        conversations = _write(_encoded(found, encoder), holdout, summary, skip)
         rows = conversations + summary.skipped.total()
         if not conversations:
             raise ValueError(
@@ -193,6 +182,28 @@ def _survey(
             holdout.add(row.text)
         if names_special_tokens(row.text):
             markup.add(BadRow(row.where, SPECIAL))
+    return conversations
+
+
+def _write(
+    encoded: Iterable[tuple[Conversation, str | None, list[Document] | BadRow]],
+    holdout: Holdout,
+    summary: Summary,
+    skip: Callable[[BadRow], None],
+) -> int:
+    """Writes documents into the summary's corpus; returns how many conversations."""
+    conversations = 0
+    for conversation, split, documents in encoded:
+        if not documents:
+            documents = BadRow(conversation.where, "no reply within the context")
+        if isinstance(documents, BadRow):
+            skip(documents)
+            continue
+        conversations += 1
+        split = split or holdout.split(conversation.text)
+        for document in documents:
+            summary.writer.write(split, *document)
+            summary.supervised[split] += int(document.is_supervised.sum())
     return conversations
 
 

@@ -1,13 +1,14 @@
 """Builds the programs that generate text with a config's model."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from absl import logging
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,6 +22,7 @@ from models.cache import EMPTY, Cache, cut, empty_cache
 from models.decode import Generator
 from models.sampling import Sampling, row_keys, sample
 from tasks import base, frozen, text
+from tasks.command_line import read_config
 from tasks.mask import document_mask
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
@@ -29,6 +31,18 @@ SCORE_BYTES = 1 << 28
 """Of the scores of a block of new tokens in a layer, on a device, at most."""
 MOST_APPENDED = 256
 """Tokens of a prompt that are appended to a cache at a time, at most."""
+
+
+def config_to_ask(arguments: Sequence[str]) -> ml_collections.ConfigDict:
+    """Reads the config of a run whose checkpoint a program reads (see `read_config`).
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_config`.
+    """
+    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
+    config = read_config(arguments)
+    base.simulate_devices(config)
+    return config
 
 
 def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:

@@ -167,10 +167,8 @@ def export_model(
     elif adapter_only:
         raise ValueError(f"{workdir} holds no adapters: export it without --adapter")
     if adapter_only:
-        name, fields = (
-            adapters.CONFIG,
-            adapters.config_fields(config.lora, original and str(original)),
-        )
+        name, base_model = adapters.CONFIG, original and str(original)
+        fields = adapters.config_fields(config.lora, base_model)
         model, file_bytes = source.model, sys.maxsize
         shapes = adapters.tensor_shapes(model)
         tensors = adapters.to_tensors(source.parameters, model)
@@ -187,9 +185,14 @@ def export_model(
         for tensor_name, tensor in tensors:
             writer.write(tensor_name, _narrowed(tensor, dtype, tensor_name))
         (writer.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
-        for pattern in COMPANIONS if original else ():
-            for file in sorted(filter(Path.is_file, original.glob(pattern))):
-                shutil.copyfile(file, writer.partial / file.name)
+        if original:
+            _copy_companions(original, writer.partial)
+
+
+def _copy_companions(original: Path, directory: Path) -> None:
+    for pattern in COMPANIONS:
+        for file in sorted(filter(Path.is_file, original.glob(pattern))):
+            shutil.copyfile(file, directory / file.name)
 
 
 def _saved_sizes(saved: SavedParameters, workdir: str) -> LanguageModelConfig:

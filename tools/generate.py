@@ -33,7 +33,6 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
-from absl import logging
 
 from data.chat_format import FORMATS
 from data.chat_template import OWN, ChatTemplate, Message, open_template
@@ -43,8 +42,8 @@ from data.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
 from models.decode import Generator, Held
 from models.sampling import Sampling
 from tasks import base, corpora, text
-from tasks.command_line import Parser, as_program, at_least, read_config
-from tasks.generation import generator, restored_parameters
+from tasks.command_line import Parser, as_program, at_least
+from tasks.generation import config_to_ask, generator, restored_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -337,9 +336,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
-    config = read_config(rest)
-    base.simulate_devices(config)
+    config = config_to_ask(rest)
     with contextlib.suppress(KeyboardInterrupt):
         run(config, options, lambda line: print(line, file=sys.stderr, flush=True))
 

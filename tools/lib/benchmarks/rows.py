@@ -172,6 +172,12 @@ def make_row(*parts: Any) -> dict[str, Any]:
     return row
 
 
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows that were measured just now, with their environment."""
+    environment = Environment.of(jax.devices())
+    write_json(path, [make_row(row, environment) for row in rows])
+
+
 def check_output(path: Path) -> None:
     """Raises ValueError if rows cannot go there: ask before anything is measured."""
     if path.exists():

@@ -30,14 +30,13 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
-from absl import logging
 
 from data import environments
 from data.chains import Chains
 from data.trajectory_file import TrajectoryFile
 from tasks import base, exorl
-from tasks.command_line import Parser, as_program, at_least, read_config
-from tasks.generation import newest_parameters
+from tasks.command_line import Parser, as_program, at_least
+from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Play, actor
 from tools.lib.exorl.scenes import Recording, Scene, Stage
@@ -203,10 +202,8 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
     check_output(options.output)
-    config = read_config(rest)
-    base.simulate_devices(config)
+    config = config_to_ask(rest)
     results = evaluate(config, options, lambda line: print(line, flush=True))
     write_json(options.output, results)
     print(f"written to {options.output}")

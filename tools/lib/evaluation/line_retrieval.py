@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
-from absl import logging
 
 from data.line_forms import FORMS, LineForm
 from data.line_retrieval import (
@@ -35,13 +34,12 @@ from data.line_retrieval import (
 from data.tokenizer import Tokenizer
 from models.sampling import Sampling
 from tasks import base
-from tasks.command_line import Parser, as_program, at_least, read_config
-from tasks.generation import generator, restored_parameters
+from tasks.command_line import Parser, as_program, at_least
+from tasks.generation import config_to_ask, generator, restored_parameters
 from tools.generate import find_tokenizer
-from tools.lib.benchmarks.rows import Environment, check_output, make_row
+from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures.lines import heat_maps
 from tools.lib.figures.style import write_picture
-from tools.lib.files import write_json
 from tools.lib.retrieval.scores import Generated, forced
 from tools.lib.retrieval.table import Cell, Scorer, table
 
@@ -203,16 +201,10 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
-    config = read_config(rest)
-    base.simulate_devices(config)
+    config = config_to_ask(rest)
     if options.output:
         check_output(options.output.with_suffix(".json"))
     results = evaluate(config, options)
     if options.output:
-        environment = Environment.of(jax.devices())
-        write_json(
-            options.output.with_suffix(".json"),
-            [make_row(row, environment) for row in results],
-        )
+        write_rows(options.output.with_suffix(".json"), results)
         write_picture(options.output.with_suffix(".png"), heat_maps(results))

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
-from absl import logging
 
 from data.batch import Batch
 from data.mixture import check_alike
@@ -33,12 +32,11 @@ from data.token_file import SPLITS, TokenFile
 from kernels.compiler import compiler_options
 from kernels.layouts import order
 from tasks import base, batch_rows, corpora, text
-from tasks.command_line import Parser, as_program, at_least, read_config
-from tasks.generation import restored_parameters
-from tools.lib.benchmarks.rows import Environment, check_output, make_row
+from tasks.command_line import Parser, as_program, at_least
+from tasks.generation import config_to_ask, restored_parameters
+from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures.losses import curves
 from tools.lib.figures.style import write_picture
-from tools.lib.files import write_json
 from training.feed import place
 from training.mesh import Partition
 
@@ -249,17 +247,11 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
-    config = read_config(rest)
-    base.simulate_devices(config)
+    config = config_to_ask(rest)
     if options.output:
         check_output(options.output.with_suffix(".json"))
     rows = evaluate(config, options, lambda line: print(line, flush=True))
     print(table(rows))
     if options.output:
-        environment = Environment.of(jax.devices())
-        write_json(
-            options.output.with_suffix(".json"),
-            [make_row(row, environment) for row in rows],
-        )
+        write_rows(options.output.with_suffix(".json"), rows)
         write_picture(options.output.with_suffix(".png"), curves(rows))

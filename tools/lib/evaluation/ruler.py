@@ -26,15 +26,14 @@ from typing import Any, Self
 
 import jax
 import ml_collections
-from absl import logging
 from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
 from tasks import base
-from tasks.command_line import Parser, as_program, at_least, read_config
-from tasks.generation import generator, restored_parameters
+from tasks.command_line import Parser, as_program, at_least
+from tasks.generation import config_to_ask, generator, restored_parameters
 from tools.generate import CHAT, find_template, find_tokenizer
 from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
@@ -233,9 +232,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
-    config = read_config(rest)
-    base.simulate_devices(config)
+    config = config_to_ask(rest)
     results = evaluate(config, options)
     if options.output:
         _report(results, options.output)
