@@ -19,7 +19,15 @@ from data.batch import Batch
 from kernels import layouts
 from kernels import ring as ring_steps
 from models import losses
-from tests.hard_rows import MOST, ROWS, HardRows, changed, reach, token_losses
+from tests.hard_rows import (
+    MOST,
+    ROWS,
+    VOCAB,
+    HardRows,
+    changed,
+    reach,
+    token_losses,
+)
 from tests.pages import ROOT
 from tests.ring_model import RingModel
 from training.mesh import MeshShape
@@ -341,17 +349,21 @@ def test_the_gradient_of_a_loss_reaches_exactly_what_it_sees(
 
 @every_mesh
 def test_nothing_of_a_step_is_left_in_the_next(shape, attention, microbatches, rows):
-    """Other tokens with other parameters between two steps that are the same."""
+    """Other tokens, targets and parameters between two steps that are the same."""
+
+    def another(batch: Batch, slots: np.ndarray) -> Batch:
+        return changed(batch, slots)._replace(targets=(batch.targets + 1) % VOCAB)
+
     model = run_on(shape, attention, microbatches)
     batch, natural = batch_of(model, rows), rows.read(model.length)
     places = np.arange(len(ROWS))
     moved = jax.tree.map(lambda x: 1.5 * x, jax.device_get(model.parameters))
-    others = changed(batch, model.slots()[places]), moved
+    others = another(batch, model.slots()[places]), moved
     first, between, again = (
         model.step(*given) for given in ((batch,), others, (batch,))
     )
     jax.tree.map(np.testing.assert_array_equal, first, again)
-    wanted = token_losses(model.sizes, moved, changed(natural, places))
+    wanted = token_losses(model.sizes, moved, another(natural, places))
     wanted = mean_loss(wanted, natural)
     assert float(between[1]["loss"]) == pytest.approx(wanted, rel=1e-5)
     assert model.evaluation(*others) == pytest.approx(wanted, rel=1e-5)
