@@ -32,20 +32,21 @@ def get_config(weights: str = "") -> ml_collections.ConfigDict:
     """Returns the config that trains adapters of the weights in a workdir.
 
     Raises:
-      ValueError: there are none.
+      ValueError: there are none, or it is a published model, not imported.
     """
     config = base.get_config().unlock()
     config.update_from_flattened_dict(LORA)
     config.workdir = "runs/fine_tune"
     if weights:
-        own = Path(weights, "config.json")
-        if not own.is_file():
+        try:
+            fields = json.loads(Path(weights, "config.json").read_text())
+            for part in ("model", "rope_scaling"):
+                config[part].update(fields[part])
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{weights} holds no weights: import them with tools/convert_hf.py"
-            )
-        fields = json.loads(own.read_text())
-        for part in ("model", "rope_scaling"):
-            config[part].update(fields[part])
+                f"{weights} holds no imported weights: import them with "
+                "tools/convert_hf.py, and name the workdir that it wrote"
+            ) from error
         config.init_from = weights
         config.workdir += f"/{Path(weights).name}"
     config.data.context_tokens = 8192

@@ -29,6 +29,7 @@ from tasks.config_errors import names_fields
 from training import chips
 from training import optimizer as optimizers
 from training.guard import GuardSettings
+from training.layerwise import STACKED
 from training.mesh import Axes, MeshShape, Partition, make_mesh
 from training.metrics import StepWork
 from training.overlap import parameter_options
@@ -274,7 +275,7 @@ def abstract_state(
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     def param_placed(path: tuple, shape: Any, names: Axes) -> Any:
-        is_far = optimizer.layers_on_host and path[0].key == "layers"
+        is_far = optimizer.layers_on_host and path[0].key == STACKED
         return placed(shape, names, is_far)
 
     state_placed = functools.partial(placed, on_host=optimizer.on_host)

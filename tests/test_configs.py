@@ -220,5 +220,7 @@ def test_weights_are_fine_tuned_in_their_own_sizes(tmp_path):
     assert config.init_from == source.workdir and config.lora.rank == 16
     assert config.workdir == "runs/fine_tune/gemma"
     config_checks.check(config, 1)
-    with pytest.raises(ValueError, match="nowhere holds no weights: import them with"):
-        fine_tune.get_config("nowhere")
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')  # a published model's
+    for wrong in "nowhere", str(tmp_path):
+        with pytest.raises(ValueError, match=f"{wrong} holds no imported weights: imp"):
+            fine_tune.get_config(wrong)

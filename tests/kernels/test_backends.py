@@ -240,12 +240,18 @@ class TestHopperDeterministic(TestHopper):
             ),
             F16,
         ),
+        "several rows": (
+            StepCase(
+                1, 300, group=3, batch=8, bound_rows=8, has_carry=True, scale=-1e-5
+            ),
+            F16,
+        ),
         "far more queries": (
             StepCase(300, 130, 1, 128, batch=1, has_carry=True, soft_cap=1.5),
             BF16,
         ),
     }
-    slow_cases = ()
+    slow_cases = ("several rows",)
     is_slow = True
     test_forward_skips_masked_keys_64_by_64 = None
     test_what_there_is_no_kernel_for_is_refused = None

@@ -27,9 +27,13 @@ from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, SimulatedTpu, on
 from tests.steps import PASSES, StepCase, assert_true, compiled, run, run_backward
 
 
-def test_v3_is_as_exact(rng):
+@pytest.mark.parametrize(
+    "sizes",
+    [(150, 600, 2), pytest.param((300, 1100, 4), marks=pytest.mark.slow)],
+)
+def test_v3_is_as_exact(sizes, rng):
     """It multiplies in float32 only, and its rows are padded to 256 numbers."""
-    case = StepCase(150, 600, group=2, batch=1, has_carry=True)
+    case = StepCase(*sizes, batch=1, has_carry=True)
     assert_true(rng, on_chip(pltpu.ChipVersion.TPU_V3), case, jnp.bfloat16)
 
 

@@ -335,10 +335,10 @@ def test_flags_of_an_import_are_sizes_and_what_differs_from_the_base_config():
 def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path):
     source, workdir = hf_models.DIRECTORY / "llama", tmp_path / "workdir"
     command = "-m", "tools.convert_hf", "import", source, workdir
-    code, told, errors = run_program(*command)
+    code, printed, errors = run_program(*command)
     assert (code, errors) == (0, "")
     command = f"--config=configs/fine_tune.py:{workdir}"
-    assert f"python train.py {command} --config.data.corpus=CORPUS" in told
+    assert f"python train.py {command} --config.data.corpus=CORPUS" in printed
     assert read_config([command]).model.norm_epsilon == 1e-5
     original, template = tmp_path / "original", "chat_template.jinja"
     (original / "tokenizer").mkdir(parents=True)

@@ -119,7 +119,7 @@ def test_imported_weights_are_fine_tuned_on_what_was_prepared(
     options = ["--output", str(corpus), "--tokenizer", subwords]
     options += ["--context-tokens", "256"] * is_chat
     assert program.main([str(source), *options, "--weights", "nowhere"]) == 1
-    assert "nowhere holds no weights" in capsys.readouterr().err
+    assert "nowhere holds no imported weights" in capsys.readouterr().err
     assert not corpus.exists()
     assert program.main([str(source), *options, "--weights", str(weights)]) == 0
     found = made(capsys.readouterr().out, tmp_path / "run")
