@@ -7,22 +7,27 @@ Needs no TPU. Compiles each chip's kernels with tiles of 1024 x 1024 x 128 in bf
 forward with and without a carry, backward with dq in VMEM and streamed through it.
 
 With --check it compiles them at these shard lengths instead, adds up all regions as
-often as they run in a ring step (striped, the last of 8 devices on the first one's
-keys), and compares with what the parts in results/tpu/kernel_parts.json give. Stalls
-and copies are in neither.
+often as they run in a ring step (striped, the last of 8 devices on the first one's keys
+and, without a carry, on its own), and compares with what the parts in
+results/tpu/kernel_parts.json give, and with the live area. Stalls are in neither.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` in
 `tools/lib/benchmarks/rows.py` and of `Tile` in `tools/lib/tpu_compiler/tile_program.py`
 (length: of the shard), libtpu, goes_on (there is a carry, or dq stays in VMEM), and
 
 - the fields of `Parts` in `tools/lib/tpu_compiler/bundles.py`; or with --check
+- source, whose keys, "visiting" or "own" (backward in two halves, as in the ring);
 - bundles, by the kernel compiled at this length, and estimated, by the parts;
 - full_tiles, the bundles of its area of live sub-tiles of 256 x 256 in full tiles;
-- seconds and waited, of the planner for this kernel and head: in all, and for copies.
+- seconds and waited, of the planner for this kernel and head: in all, and for copies;
+- waited_bundles, those copies in bundles, and ideal, the bundles of the visible pairs
+  in full tiles (of this kernel or of the parts, whichever are less); over_ideal, how
+  many times that bundles and waited_bundles take.
 """
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,7 +43,7 @@ from tools.lib.benchmarks.rows import Environment, check_output, make_row
 from tools.lib.files import write_json
 from tools.lib.planning import ring_steps
 from tools.lib.planning.kernels import Kernels, Launched, read_kernel_parts
-from tools.lib.tpu_compiler.bundles import read_parts
+from tools.lib.tpu_compiler.bundles import read_parts, tile_body
 from tools.lib.tpu_compiler.runs import Tiles, run_bundles
 from tools.lib.tpu_compiler.tile_program import KV_HEADS, Tile
 from tools.tpu_schedule import Measurement, measure
@@ -78,29 +83,55 @@ def tiles_of_parts(chip: str) -> list[Tile]:
     ]
 
 
-def compare(measured: Measurement) -> dict[str, Any]:
-    """Compares a kernel compiled at some length with the sum of its parts."""
+def sources(tile: Tile) -> dict[str, int]:
+    """Returns the devices whose keys the last device's kernel is checked on."""
+    visiting, own = {"visiting": 0}, {"own": RING - 1}
+    if tile.direction == "backward":
+        return visiting | own
+    return visiting if tile.has_carry else own
+
+
+def compare(measured: Measurement, source: int = 0) -> dict[str, Any]:
+    """Compares a kernel compiled at some length with its parts and its live area.
+
+    source: device whose keys the last device attends to.
+    """
     tile, kernel = measured.tile, launched(measured.tile)
-    sequence = ring_steps.Sequence(Striped(), RING, tile.length)
-    bounds = sequence.bounds(RING - 1, 0, kernel.blocks.piece)
-    work = ring_steps.work(tile.direction, bounds, kernel.blocks, tile.length)
-    token = Striped().index(RING - 1, RING, tile.length)
-    k_end = Striped().count(0, token + 1, RING, tile.length)
-    tiles = Tiles.of(
-        np.zeros_like(k_end), k_end, 1024, 256, by_key=tile.direction == "backward"
+    length, is_backward = tile.length, tile.direction == "backward"
+    token = Striped().index(RING - 1, RING, length)
+    k_end = np.asarray(Striped().count(source, token + 1, RING, length))[None]
+    sequence = ring_steps.Sequence(Striped(), RING, length)
+    calls = [sequence.bounds(RING - 1, source, kernel.blocks.piece)]
+    exact = [ring_steps.Bounds(np.zeros_like(k_end), k_end)]
+    if is_backward and source == RING - 1:
+        calls = ring_steps.halves(calls[0], length)
+        exact = ring_steps.halves(exact[0], length)
+    work = functools.reduce(
+        ring_steps.Work.__add__,
+        (ring_steps.work(tile.direction, one, kernel.blocks, length) for one in calls),
     )
     (schedule,) = measured.schedules.values()
     key = measured.compiled.device_kind, tile.direction, kernel.goes_on
-    parts = read_kernel_parts()[key]
-    area = key_ranges(np.zeros((1, tile.length)), k_end[None], 256, 256).work().sum()
+    area = key_ranges(np.zeros((1, length)), k_end, 256, 256).work().sum()
     kernels = Kernels.of(chips.find(measured.compiled.device_kind))
-    rate = kernels.chip.hbm_bytes_per_second
+    parts, chip = read_kernel_parts()[key], kernels.chip
+    full = min(parts.full, tile_body(schedule).bundles)
+    bundles = sum(
+        run_bundles(schedule, Tiles.of(start[0], end[0], 1024, 256, is_backward))
+        for start, end in exact
+    )
+    waited = kernel.waited_bytes(work) / chip.hbm_bytes_per_second
+    waited_bundles = waited * chip.bundles_per_second
+    ideal = float(k_end.sum()) / 1024**2 * full
     return {
-        "bundles": run_bundles(schedule, tiles),
+        "bundles": bundles,
         "estimated": kernel.bundles(work, parts),
-        "full_tiles": float(area) / 16 * parts.full,
+        "full_tiles": float(area) / 16 * full,
         "seconds": kernels.call_seconds(kernel, work),
-        "waited": kernel.waited_bytes(work) / rate,
+        "waited": waited,
+        "waited_bundles": waited_bundles,
+        "ideal": ideal,
+        "over_ideal": (bundles + waited_bundles) / ideal,
     }
 
 
@@ -110,26 +141,54 @@ def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for chip in chosen.chips:
         tiles = tiles_of_parts(chip)
         if chosen.check:
+            kinds = ("forward", True), ("forward", False), ("backward", False)
             tiles = [
-                tile(chip, direction, length, direction == "forward")
-                for direction in ("forward", "backward")
+                tile(chip, *kind[:1], length, kind[1])
+                for kind in kinds
                 for length in chosen.check
             ]
         for one in tiles:
             measured = measure(one, None)
             if chosen.check:
-                found = compare(measured)
+                every = [
+                    {"source": name} | compare(measured, source)
+                    for name, source in sources(one).items()
+                ]
             else:
                 (schedule,) = measured.schedules.values()
-                found = dataclasses.asdict(read_parts(schedule))
+                every = [dataclasses.asdict(read_parts(schedule))]
             compiled = measured.compiled
             known = {"libtpu": compiled.libtpu, "goes_on": launched(one).goes_on}
-            print(chip, one.direction, f"{one.length:,}", known["goes_on"], end=": ")
-            print(", ".join(f"{name} {_short(value)}" for name, value in found.items()))
             here = dataclasses.replace(
                 environment, device_kind=compiled.device_kind, device_count=1
             )
-            yield make_row(here, one, known, found)
+            for found in every:
+                print(
+                    chip, one.direction, f"{one.length:,}", known["goes_on"], end=": "
+                )
+                print(
+                    ", ".join(
+                        f"{name} {_short(value)}" for name, value in found.items()
+                    )
+                )
+                yield make_row(here, one, known, found)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Formats `over_ideal` of checked rows as text, a column for each shard length."""
+    lengths = sorted({row["length"] for row in rows})
+    lines: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in rows:
+        key = row["direction"], row["source"], row["chip"]
+        lines.setdefault(key, {})[row["length"]] = row["over_ideal"]
+    return "\n".join(
+        ["over the ideal            " + "".join(f"{n:>9,}" for n in lengths)]
+        + [
+            f"{direction:9}{source:9}{chip:8}"
+            + "".join(f"{found[n]:9.3f}" for n in lengths)
+            for (direction, source, chip), found in lines.items()
+        ]
+    )
 
 
 def _short(value: Any) -> str:
@@ -152,6 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = list(rows(chosen))
     if chosen.output:
         write_json(chosen.output, found)
+    if chosen.check:
+        print(table(found))
 
 
 if __name__ == "__main__":

@@ -190,10 +190,45 @@ def test_a_lone_key_head_leaves_a_core_of_two_idle():
         assert 2 * one == pytest.approx(two)
 
 
+def test_table_has_a_line_for_each_kernel_and_a_column_for_each_length():
+    rows = [
+        {"chip": chip, "direction": "forward", "source": source, "length": length}
+        | {"over_ideal": over}
+        for chip, source, length, over in (
+            ("v5e", "own", 4096, 1.25),
+            ("v5e", "own", 1024, 3.5),
+            ("v6e", "own", 1024, 4.75),
+            ("v6e", "own", 4096, 1.5),
+        )
+    ]
+    head, *lines = tpu_kernel_parts.table(rows).splitlines()
+    assert head.split()[-2:] == ["1,024", "4,096"]
+    assert [line.split() for line in lines] == [
+        ["forward", "own", "v5e", "3.500", "1.250"],
+        ["forward", "own", "v6e", "4.750", "1.500"],
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", PRODUCTS)
 def test_sum_of_the_parts_is_that_of_a_kernel_compiled_now(direction):
     tile = tpu_kernel_parts.tile("v6e", direction, 2048, direction == "forward")
-    found = tpu_kernel_parts.compare(measure(tile, None))
-    assert found["estimated"] == pytest.approx(found["bundles"], rel=0.05)
-    assert found["bundles"] > 1.2 * found["full_tiles"]
+    measured = measure(tile, None)
+    for source in tpu_kernel_parts.sources(tile).values():
+        found = tpu_kernel_parts.compare(measured, source)
+        assert found["estimated"] == pytest.approx(found["bundles"], rel=0.05)
+        assert found["bundles"] > 1.2 * found["full_tiles"]
+        # 36 of 64 sub-tiles are live, and 2049 / 4096 of the pairs.
+        assert found["full_tiles"] / found["ideal"] == pytest.approx(1.125, rel=1e-3)
+        took = found["bundles"] + found["waited_bundles"]
+        assert found["over_ideal"] == pytest.approx(took / found["ideal"])
+
+
+def test_backward_on_the_own_keys_runs_twice_as_the_ring_does():
+    tile = tpu_kernel_parts.tile("v5e", "backward", 1024, False)
+    assert tpu_kernel_parts.sources(tile) == {"visiting": 0, "own": 7}
+    measured = measure(tile, None)
+    visiting, own = (tpu_kernel_parts.compare(measured, n) for n in (0, 7))
+    assert own["ideal"] == visiting["ideal"]
+    assert own["waited_bundles"] == 2 * visiting["waited_bundles"]
+    assert own["bundles"] > visiting["bundles"]
