@@ -1,6 +1,6 @@
-"""Registers, spills and shared memory of compiled Mosaic GPU kernels.
+"""Registers, spills, shared memory and loops of compiled Mosaic GPU kernels.
 
-Read from what Mosaic and ptxas print while they compile.
+Read from what Mosaic, ptxas and nvdisasm print while they compile.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,10 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tests.sass import cuda_root, read_pipeline
 from training.pods import SHARED_BYTES, compile_for, h200_devices
 
-DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM"
-"""Environment variables that make Mosaic print ptxas' output and the launch."""
+DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM", "MOSAIC_GPU_DUMP_SASS"
+"""Environment variables that make Mosaic print ptxas' output, the launch and SASS."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Kernel:
     serialized: WGMMAs that ptxas serialised (its warning C7513).
     shared_bytes: shared memory of a thread block.
     grid: thread blocks along x, y and z.
+    sass: the machine code.
     """
 
     name: str
@@ -42,6 +44,12 @@ class Kernel:
     serialized: int
     shared_bytes: int
     grid: tuple[int, int, int]
+    sass: str = field(repr=False)
+
+    @property
+    def pipeline(self) -> tuple[str, ...]:
+        """Products, waits and exponentials of the loop: see `read_pipeline`."""
+        return read_pipeline(self.sass)
 
 
 class Inspected(NamedTuple):
@@ -92,11 +100,13 @@ def read_kernels(printed: str) -> list[Kernel]:
         [int(number) for number in re.findall(r"i32 (\d+)", numbers)]
         for numbers in re.findall(launch, printed)
     ]
-    if not len(names) == len(registers) == len(spills) == len(launches):
+    text = r"^\.text\.\w+_mosaic_gpu_kernel:\n(.*?)^//----"
+    code = re.findall(text, printed, re.MULTILINE | re.DOTALL)
+    if not len(names) == len(registers) == len(spills) == len(launches) == len(code):
         raise ValueError(
             f"{len(names)} kernels, but registers of {len(registers)}, spills of "
-            f"{len(spills)} and launches of {len(launches)}: Mosaic prints otherwise "
-            "than this program reads"
+            f"{len(spills)}, launches of {len(launches)} and SASS of {len(code)}: "
+            "Mosaic prints otherwise than this program reads"
         )
     return [
         Kernel(
@@ -106,6 +116,7 @@ def read_kernels(printed: str) -> list[Kernel]:
             len(re.findall(rf"\(C7513\).*'{name}_mosaic_gpu_kernel'", printed)),
             launches[i][-1],
             tuple(launches[i][:3]),
+            code[i],
         )
         for i, name in enumerate(names)
     ]
@@ -119,7 +130,8 @@ def _printed() -> Iterator[str]:
     """
     sys.stdout.flush()
     standard_output = os.dup(1)
-    asked = mock.patch.dict(os.environ, dict.fromkeys(DUMPS, "1"))
+    variables = dict.fromkeys(DUMPS, "1") | {"MOSAIC_GPU_CUDA_ROOT": cuda_root()}
+    asked = mock.patch.dict(os.environ, variables)
     with tempfile.NamedTemporaryFile() as file, asked:
         os.dup2(file.fileno(), 1)
         try:

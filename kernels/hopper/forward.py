@@ -212,36 +212,32 @@ def _kernel(
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         group = operands.q.shape[2] // operands.k.shape[2]
         kv_head = lax.div(head, jnp.int32(group))
-        k = operands.k.at[batch, :, kv_head]  # [S, d]
-        v = operands.v.at[batch, :, kv_head]  # [S, d]
-        q = operands.q.at[batch, pl.ds(q_tile * BLOCK_Q, BLOCK_Q), head]  # [128, d]
-        pl.when(begin < end)(lambda: _produce(tile, smem, q, k, v, begin, end))
+        source = operands._replace(
+            q=operands.q.at[batch, pl.ds(q_tile * BLOCK_Q, BLOCK_Q), head],  # [128, d]
+            k=operands.k.at[batch, :, kv_head],  # [S, d]
+            v=operands.v.at[batch, :, kv_head],  # [S, d]
+        )
+        pl.when(begin < end)(lambda: _produce(tile, smem, source, begin, end))
 
 
 def _produce(
-    tile: ForwardTile,
-    smem: Smem,
-    q: jax.Ref,
-    k: jax.Ref,
-    v: jax.Ref,
-    begin: jax.Array,
-    end: jax.Array,
+    tile: ForwardTile, smem: Smem, source: Operands, begin: jax.Array, end: jax.Array
 ) -> None:
     """Copies Q and the key tiles [begin, end) to SMEM, in order of use."""
     count = end - begin
-    k_copy = k, smem.k, smem.k_full, smem.k_empty
-    v_copy = v, smem.v, smem.v_full, smem.v_empty
+    k_copy = source.k, smem.k, smem.k_full, smem.k_empty
+    v_copy = source.v, smem.v, smem.v_full, smem.v_empty
 
-    def copy(source, buffer, full, empty, n, must_wait=True) -> None:
+    def copy(source, buffer, full, empty, n) -> None:
         stage = lax.rem(n, jnp.int32(tile.stages))
-        if must_wait:  # both consumers have arrived: they are done with tile n - stages
-            pl.when(n >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        # Both consumers have arrived: they are done with tile n - stages.
+        pl.when(n >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
         keys = pl.ds((begin + n) * tile.block_k, tile.block_k)
         plgpu.copy_gmem_to_smem(source.at[keys], buffer.at[stage], full.at[stage])
 
-    copy(*k_copy, jnp.int32(0), must_wait=False)
+    copy(*k_copy, jnp.int32(0))
     for wg in range(CONSUMERS):
-        rows = q.at[pl.ds(wg * ROWS, ROWS)]
+        rows = source.q.at[pl.ds(wg * ROWS, ROWS)]  # [64, d]
         plgpu.copy_gmem_to_smem(rows, smem.q.at[wg], smem.q_full.at[wg])
 
     @pl.loop(1, count)
@@ -311,6 +307,7 @@ class Consumer(NamedTuple):
         s = pl.run_scoped(first_qk, plgpu.ACC((ROWS, block_k)))  # [64, block_k]
         plgpu.barrier_arrive(smem.k_empty.at[stage])
         m, l, _, p = self._softmax(s, begin, bounds, full, m, l)
+        plgpu.barrier_wait(smem.v_full.at[stage])  # TMA: V(0)
 
         def step(n, state):
             m, l, p = state  # p is P(n-1) [64, block_k]
@@ -322,7 +319,6 @@ class Consumer(NamedTuple):
                 # In flight on entry: nothing.
                 k = smem.k.at[stage].transpose((1, 0))  # [d, block_k]
                 plgpu.wgmma(s_acc, q, k)  # group: S(n) = Q Kᵀ
-                plgpu.barrier_wait(smem.v_full.at[previous])  # TMA: V(n-1)
                 v = smem.v.at[previous]  # [block_k, d]
                 ops.wgmma(acc_ref, p, v)  # group: acc += P(n-1) V(n-1)
                 plgpu.barrier_arrive(smem.schedule.at[1 - self.wg])
@@ -332,6 +328,9 @@ class Consumer(NamedTuple):
             s = pl.run_scoped(qk, plgpu.ACC((ROWS, block_k)))  # [64, block_k]
             plgpu.barrier_arrive(smem.k_empty.at[stage])
             m, l, alpha, p = self._softmax(s, begin + n, bounds, full, m, l)
+            # Not later: without a branch between them, as there is in this wait, ptxas
+            # moves the softmax behind `wgmma_wait`.
+            plgpu.barrier_wait(smem.v_full.at[stage])  # TMA: V(n)
             plgpu.wgmma_wait(0)  # drains P(n-1) V(n-1)
             plgpu.barrier_arrive(smem.v_empty.at[previous])
             ops.rescale(acc_ref, alpha)  # acc [64, d] is relative to the new m
@@ -339,7 +338,6 @@ class Consumer(NamedTuple):
 
         m, l, p = lax.fori_loop(1, end - begin, step, (m, l, p))
         last = self._stage(end - begin - 1)
-        plgpu.barrier_wait(smem.v_full.at[last])  # TMA: the last V
         ops.wgmma(acc_ref, p, smem.v.at[last])  # group: acc += P V
         acc = acc_ref[...]  # [64, d]; drains P V
         plgpu.barrier_arrive(smem.v_empty.at[last])
@@ -362,11 +360,8 @@ class Consumer(NamedTuple):
         if self.tile.tanh_scale is not None:
             s = one_plus_tanh(s, self.tile.tanh_scale, self.tile.ops)
 
-        def masked(s):
-            return mask(s, j * block_k, 1, bounds)
-
         is_full = (full[0] <= j) & (j < full[1])
-        s = lax.cond(is_full, lambda s: s, masked, s)
+        s = lax.cond(is_full, lambda s: s, lambda s: mask(s, j * block_k, 1, bounds), s)
         new_m = jnp.maximum(m, s.max(axis=1) * scale)  # [64]
         alpha = jnp.exp2(m - new_m)  # [64]
         p = jnp.exp2(s * scale - broadcast_cols(new_m, block_k))  # [64, block_k]

@@ -46,7 +46,7 @@ class HopperBlocks:
     """Block sizes of the forward kernel.
 
     block_k: keys of a tile, a multiple of 64.
-    stages: key and value tiles that shared memory holds.
+    stages: key and value tiles that shared memory holds, at least 2.
     """
 
     block_k: int
@@ -59,8 +59,8 @@ class HopperBlocks:
                 f"block_k of hopper must be a multiple of {KEY_MULTIPLE}, got {self}: "
                 f"the next is {valid}"
             )
-        if self.stages < 1:
-            raise ValueError(f"stages must be at least 1, got {self}")
+        if self.stages < 2:  # V(n) must arrive while V(n-1) is in use
+            raise ValueError(f"stages must be at least 2, got {self}")
 
 
 FORWARD = {

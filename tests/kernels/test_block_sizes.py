@@ -29,7 +29,7 @@ TPU, TRITON = TPU_FORWARD["v5e"], TritonBlocks(64, 64, 4, 2)
             {"block_k": -64},
             "multiple of 64, got .*=-64.*next is 64",
         ),
-        (HopperBlocks(64, 2), {"stages": 0}, "at least 1, got .*stages=0"),
+        (HopperBlocks(64, 2), {"stages": 1}, "at least 2, got .*stages=1"),
         (TRITON, {"block_k": 48}, "powers of 2 from 16 on, got block_q=.*block_k=48"),
         (TRITON, {"warps": 3}, "a power of 2 up to 32.*warps=3"),
         (TRITON, {"stages": 0}, "stages at least 1.*stages=0"),

@@ -13,7 +13,7 @@ from jax import lax
 
 from kernels.hopper import shared
 from kernels.hopper.forward import Consumer
-from kernels.hopper.launch import HopperBlocks, Launch
+from kernels.hopper.launch import FORWARD, HopperBlocks, Launch
 from tests.mosaic_kernels import (
     Inspected,
     Kernel,
@@ -26,6 +26,7 @@ from tests.steps import StepCase, run_forward
 from training.pods import SHARED_BYTES
 
 
+@functools.cache
 def compiled(
     head_dim: int,
     dtype: jnp.dtype = jnp.bfloat16,
@@ -54,6 +55,26 @@ def test_nothing_is_spilled_and_products_overlap(head_dim, has_carry, soft_cap):
     assert SHARED_BYTES == shared.SHARED_BYTES
 
 
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
+@pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_all_exponentials_are_issued_while_a_product_runs(
+    head_dim, has_carry, soft_cap
+):
+    """In the order that `forward` draws: P(n-1) V(n-1) runs until the last wait."""
+    (kernel,) = compiled(head_dim, has_carry=has_carry, soft_cap=soft_cap).kernels
+    block_k = FORWARD[head_dim].block_k
+    # A thread has half of block_k scores (with a cap, two each) and two alphas.
+    exponentials = block_k // 2 * (1 if soft_cap is None else 2) + 2
+    assert kernel.pipeline == (
+        f"{head_dim // 16} SS 64x{block_k}x16",  # S(n) = Q Kᵀ
+        f"{block_k // 16} RS 64x{head_dim}x16",  # acc += P(n-1) V(n-1)
+        "wait 1",  # drains S(n)
+        f"{exponentials} exp2",
+        "wait 0",  # drains P(n-1) V(n-1)
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
@@ -75,7 +96,7 @@ def test_the_long_axis_is_where_gpus_have_room_for_it(length, grid):
 
 
 def test_spills_are_reported():
-    (kernel,) = compiled(128, blocks=HopperBlocks(192, 1)).kernels
+    (kernel,) = compiled(128, blocks=HopperBlocks(192, 2)).kernels
     assert kernel.spill_bytes > 100
 
 
@@ -86,8 +107,9 @@ def test_products_that_wait_for_each_other_are_reported(monkeypatch):
         return lax.optimization_barrier(softmax(self, *operands))
 
     monkeypatch.setattr(Consumer, "_softmax", barred)
-    (kernel,) = compiled(128).kernels
+    (kernel,) = compiled.__wrapped__(128).kernels
     assert kernel.serialized == 1
+    assert kernel.pipeline[-2:] == ("wait 0", "66 exp2")
 
 
 @pytest.mark.parametrize("soft_cap", [1e-4, 2000.0])
@@ -98,7 +120,7 @@ def test_caps_that_tanh_is_too_coarse_for_are_refused(soft_cap):
 
 
 def test_heads_of_full_size_are_not_copied():
-    program = compiled(128).program.as_text()
+    program = compiled(128, has_carry=True, soft_cap=None).program.as_text()
     assert "flash_forward" in program
     assert not re.search(r"= bf16\[[^=]*(pad|copy|transpose|fusion)\(", program)
 

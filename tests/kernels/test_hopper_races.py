@@ -25,9 +25,9 @@ WAITS = {
     "forward": {
         "first keys": ("k_full", 0),
         "keys": ("k_full", 1),
-        "values": ("v_full", 0),
-        "last values": ("v_full", 1),
-        "room for keys": ("k_empty", 0),
+        "first values": ("v_full", 0),
+        "values": ("v_full", 1),
+        "room for keys": ("k_empty", 1),
         "room for values": ("v_empty", 0),
         "room for the last values": ("v_empty", 1),
     },
@@ -49,7 +49,7 @@ WAITS = {
 COUNTS = {
     "forward": {
         **{"q_full": 1, "schedule": 2},
-        **{"k_full": 2, "v_full": 2, "k_empty": 2, "v_empty": 3},
+        **{"k_full": 2, "v_full": 2, "k_empty": 3, "v_empty": 3},
     },
     "backward": {
         **{"k_full": 1, "v_full": 1, "q_full": 1, "do_full": 1},
