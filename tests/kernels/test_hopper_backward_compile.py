@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.hopper.launch import Launch
+from kernels.hopper.launch import BACKWARD, Launch
 from tests.mosaic_kernels import (
     Inspected,
     assert_nothing_spills_and_products_overlap,
@@ -42,6 +42,7 @@ def backward(
     return run_backward(backend, 0.1, None, step, step.delta, soft_cap=soft_cap)
 
 
+@functools.cache
 def compiled(function, step: Step, **options) -> Inspected:
     function = functools.partial(function, **options)
     return inspect(jax.jit(function, donate_argnums=0), step.dq, step)
@@ -71,6 +72,28 @@ def test_nothing_is_spilled_and_products_overlap(
 ):
     options = {"is_deterministic": is_deterministic, "soft_cap": soft_cap}
     assert_is_well_compiled(step(head_dim, length=length), **options)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_are_issued_in_the_order_that_is_drawn(head_dim, soft_cap):
+    options = {"is_deterministic": False, "soft_cap": soft_cap}
+    (kernel,) = compiled(backward, step(head_dim), **options).kernels
+    block_q = BACKWARD[head_dim]["block_q"]
+    # A thread has half of block_q scores; with a cap, two each.
+    exponentials = block_q // 2 * (1 if soft_cap is None else 2)
+    assert kernel.pipeline == (
+        f"{head_dim // 16} SS 64x{block_q}x16",  # S(n) = K Qᵀ
+        "wait 1",  # drains dK(n-1)
+        f"{head_dim // 16} SS 64x{block_q}x16",  # dP(n) = V dOᵀ
+        "wait 1",  # drains S(n)
+        f"{exponentials} exp2",
+        f"{block_q // 16} RS 64x{head_dim}x16",  # dV += P(n) dO
+        "wait 1",  # drains dP(n)
+        "8 SS 64x64x16",  # dQ(n-1) = dS K
+        f"{block_q // 16} RS 64x{head_dim}x16",  # dK += dS(n) Q
+        "wait 1",  # drains dV(n) and dQ(n-1)
+    )
 
 
 @pytest.mark.slow
