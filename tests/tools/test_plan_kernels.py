@@ -1,5 +1,6 @@
 """Times of kernels: sums of parts of compiled kernels, and what they wait for."""
 
+import itertools
 import json
 
 import pytest
@@ -109,6 +110,22 @@ def test_sum_of_the_parts_is_that_of_kernels_compiled_at_every_length():
         least = bundles / kernels[kind].chip.bundles_per_second
         seconds = kernels[kind].call_seconds(kernel, found)
         assert 0.999 * least < seconds < 1.7 * least
+
+
+def test_short_shards_cost_more_than_their_visible_pairs():
+    rows = json.loads((PARTS.parent / "causal_steps_before.json").read_text())
+    assert len(rows) == 3 * 2 * 2 * 5
+    for line in itertools.batched(sorted(rows, key=_line), 5):
+        full = [row["ideal"] / (row["length"] * (row["length"] + 1)) for row in line]
+        assert full == pytest.approx(full[:1] * 5, rel=0.01)
+        took = [row["bundles"] + row["waited_bundles"] for row in line]
+        found = [row["over_ideal"] for row in line]
+        assert found == [n / row["ideal"] for n, row in zip(took, line, strict=True)]
+        assert found == sorted(found, reverse=True) and found[-1] > 1.09
+
+
+def _line(row):
+    return row["chip"], row["direction"], row["source"], row["length"]
 
 
 def test_first_copies_and_a_resident_dq_are_waited_for():
