@@ -137,6 +137,7 @@ PODS = {
     "v5e": Generation((2, 2), 256, wraps_from=16),
     "v5p": Generation((2, 2, 1), 4096, is_megacore=True, wraps_from=4),
     "v6e": Generation((2, 2), 256, wraps_from=16),
+    "tpu7x": Generation((2, 2, 1), 8192, devices_per_chip=2, wraps_from=4),
 }
 """Sizes of pods, and which axes wrap around: docs.cloud.google.com/tpu/docs, the page
 of each chip. A v3 pod is a torus only as a whole."""

@@ -19,6 +19,7 @@ from training.pods import PODS, compile_for, tpu_devices
         ("v5p", 32, (2, 4, 4)),
         ("v5e", 5, (2, 4)),
         ("v6e", 256, (16, 16)),
+        ("tpu7x", 9, (2, 2, 2)),
     ],
 )
 def test_smallest_topology_that_is_large_enough(chip, devices, shape):
@@ -35,6 +36,7 @@ def test_smallest_topology_that_is_large_enough(chip, devices, shape):
         ("v5e", (4, 8), (False, False, False)),
         ("v5e", (8, 16), (False, True, False)),
         ("v6e", (16, 16), (True, True, False)),
+        ("tpu7x", (4, 4, 8), (True, True, True)),
     ],
 )
 def test_axes_are_closed_where_the_pods_are(chip, shape, closed):
@@ -49,6 +51,7 @@ def test_axes_are_closed_where_the_pods_are(chip, shape, closed):
         ("v5e", 4, "TPU v5 lite", 1),
         ("v5p", 4, "TPU v5", 2),
         ("v6e", 4, "TPU v6 lite", 1),
+        ("tpu7x", 8, "TPU7x", 1),
         ("v4:8x8x16", 1024, "TPU v4", 2),
         ("v6e:2x4", 8, "TPU v6 lite", 1),
     ],
