@@ -10,6 +10,7 @@ from kernels.tpu.block_sizes import TpuBlocks
 from kernels.tpu.launch import Launch
 
 CHIP = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
+V6E = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
 
 # Short problems have several tiles, and each of these sub-blocks, pieces and granules.
 SMALL_BLOCKS = TpuBlocks(

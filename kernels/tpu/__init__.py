@@ -4,8 +4,9 @@
 - forward, softmax: the kernel of out and lse, and its online softmax.
 - backward, backward_dq: the kernel of dq, dk and dv, and where dq is accumulated.
 - bounds: visible keys of rows and of sub-blocks: masks and live granules.
+- orientation: which way scores and accumulators lie in vector registers.
 - dma: copies between HBM and VMEM, and double buffers.
-- vector: matmuls, lanes, bytes.
+- vector: matmuls, lanes, bytes. tile_config: constants of a kernel, soft caps.
 - cut, block_sizes: the blocks that a problem gets.
 
 Letters of shapes, beside those of the public functions: M batch rows with bounds of

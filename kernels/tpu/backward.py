@@ -34,7 +34,9 @@ from .backward_dq import STREAMED, Resident, Streamed
 from .block_sizes import TpuBlocks
 from .bounds import SubBlockBounds
 from .dma import DoubleBuffer, StackedTiles, Tiles
-from .vector import NN, NT, TN, TileConfig, buffer_bytes, dot, flat_index
+from .orientation import UPRIGHT, Orientation
+from .tile_config import TileConfig
+from .vector import NN, NT, TN, buffer_bytes, dot, flat_index
 
 
 class Operands(NamedTuple):
@@ -71,11 +73,18 @@ class Scratch(NamedTuple):
     lse_delta: jax.Ref  # [2, 2, R]
     row_bounds: jax.Ref  # [2, 2, R]
     semaphores: jax.Ref  # [q, do, lse_delta and row_bounds, 2]
-    dq: jax.Ref  # [query tiles or STREAMED, R, D]
+    dq: jax.Ref  # [query tiles or STREAMED, R, D], or the last two swapped
     dq_semaphores: jax.Ref  # [in and out, STREAMED]
 
     @classmethod
-    def shapes(cls, rows: int, depth: int, dtype: jnp.dtype, dq_tiles: int):
+    def shapes(
+        cls,
+        rows: int,
+        depth: int,
+        dtype: jnp.dtype,
+        dq_tiles: int,
+        orientation: Orientation = UPRIGHT,
+    ):
         """Returns the scratch to allocate. rows: R. depth: D."""
         return cls(
             q=pltpu.VMEM((2, rows, depth), dtype),
@@ -83,7 +92,7 @@ class Scratch(NamedTuple):
             lse_delta=pltpu.VMEM((2, 2, rows), jnp.float32),
             row_bounds=pltpu.VMEM((2, 2, rows), jnp.int32),
             semaphores=pltpu.SemaphoreType.DMA((4, 2)),
-            dq=pltpu.VMEM((dq_tiles, rows, depth), jnp.float32),
+            dq=pltpu.VMEM((dq_tiles, *orientation.ordered(rows, depth)), jnp.float32),
             dq_semaphores=pltpu.SemaphoreType.DMA((2, STREAMED)),
         )
 
@@ -131,6 +140,14 @@ def backward_call(
     k_block = pl.BlockSpec(  # [block_k, D]
         (None, None, None, block_k, depth), lambda b, x, j, *_: (b, x, j, 0, 0)
     )
+    orientation = config.orientation
+    dk = jax.ShapeDtypeStruct(
+        (batch, heads, *orientation.ordered(key_tiles * block_k, depth)), jnp.float32
+    )
+    dk_block = pl.BlockSpec(  # [block_k, D], or swapped
+        (None, None, *orientation.ordered(block_k, depth)),
+        lambda b, x, j, *_: (b, x, *orientation.ordered(j, 0)),
+    )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     dq_tiles = query_tiles if is_dq_resident else STREAMED
     call = pl.pallas_call(
@@ -140,13 +157,15 @@ def backward_call(
             num_scalar_prefetch=3,
             grid=(batch, heads, key_tiles),
             in_specs=[k_block, k_block, hbm, hbm, hbm, hbm, hbm],
-            out_specs=(hbm, k_block, k_block),
-            scratch_shapes=[Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles)],
+            out_specs=(hbm, dk_block, dk_block),
+            scratch_shapes=[
+                Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles, orientation)
+            ],
         ),
         out_shape=(
             jax.ShapeDtypeStruct(operands.dq.shape, jnp.float32),
-            jax.ShapeDtypeStruct(operands.k.shape, jnp.float32),
-            jax.ShapeDtypeStruct(operands.k.shape, jnp.float32),
+            dk,
+            dk,
         ),
         input_output_aliases={flat_index(operands, "dq"): 0},
         **options,
@@ -161,7 +180,7 @@ class QueryTile(NamedTuple):
     do: jax.Ref  # [R, D]
     lse_delta: jax.Ref  # [2, R]
     row_bounds: jax.Ref  # [2, R]: k_start, k_end
-    dq: jax.Ref  # [R, D], accumulator
+    dq: jax.Ref  # [R, D], or swapped: accumulator
 
 
 class KeyTile(NamedTuple):
@@ -169,11 +188,17 @@ class KeyTile(NamedTuple):
 
     k: jax.Ref  # [keys, D]
     v: jax.Ref  # [keys, D]
-    dk: jax.Ref  # [keys, D], accumulator
-    dv: jax.Ref  # [keys, D], accumulator
+    dk: jax.Ref  # [keys, D], or swapped: accumulator, as the next
+    dv: jax.Ref
 
-    def at(self, keys: pl.Slice) -> "KeyTile":
-        return jax.tree.map(lambda x_ref: x_ref.at[keys, :], self)
+    def at(self, keys: pl.Slice, orientation: Orientation) -> "KeyTile":
+        """Returns some keys."""
+        return KeyTile(
+            k=self.k.at[keys, :],
+            v=self.v.at[keys, :],
+            dk=orientation.at(self.dk, keys),
+            dv=orientation.at(self.dv, keys),
+        )
 
 
 def _kernel(
@@ -211,8 +236,8 @@ def _kernel(
     )
     dq = dq_type(
         buffer=scratch.dq,
-        source=StackedTiles(dq_in_hbm_ref.at[batch, head]),
-        target=StackedTiles(dq_hbm_ref.at[batch, head]),
+        source=StackedTiles(dq_in_hbm_ref.at[batch, head], config.orientation),
+        target=StackedTiles(dq_hbm_ref.at[batch, head], config.orientation),
         semaphores=scratch.dq_semaphores,
     )
     keys = KeyTile(k=k_ref, v=v_ref, dk=dk_ref, dv=dv_ref)
@@ -285,7 +310,7 @@ def partial_tile(
         begin = pl.multiple_of(begin * granule, granule)
 
         def add(width: int) -> None:
-            live = keys.at(pl.ds(begin, width))
+            live = keys.at(pl.ds(begin, width), config.orientation)
             _add_gradients(live, queries, rows, first_key + begin, config)
 
         # Shapes are static: one branch for each number of live granules.
@@ -317,10 +342,11 @@ def _add_gradients(
         k_end = queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
         key = first_key + lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
         p = jnp.where(in_interval(k_start, key, k_end), p, 0.0)  # [keys, rows]
-    keys.dv[...] += matmul(p.astype(q.dtype), do, NN)  # [keys, D]
+    keys.dv[...] += config.product(p.astype(q.dtype), do, NN)  # as dv, and so on
     dp = matmul(keys.v[...], do, NT)  # dP^T [keys, rows]
     if config.soft_cap:
         p *= config.soft_cap.slope(s)  # [keys, rows]
     ds = (p * (dp - delta)).astype(q.dtype)  # dS^T [keys, rows]
-    queries.dq[rows, :] += matmul(ds, keys.k[...], TN)  # [rows, D]
-    keys.dk[...] += matmul(ds, q, NN)  # [keys, D]
+    dq_ref = config.orientation.at(queries.dq, rows)
+    dq_ref[...] += config.product(ds, keys.k[...], TN)
+    keys.dk[...] += config.product(ds, q, NN)

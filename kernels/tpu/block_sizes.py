@@ -25,6 +25,7 @@ class TpuBlocks:
     block_k: keys of a tile.
     ahead: sub-tiles by which S = QKᵀ is issued before its softmax (forward).
     behind: sub-tiles by which PV is issued after its softmax (forward).
+    has_lp_scheduler: whether the compiler schedules by a linear program.
     """
 
     stacked_rows: int
@@ -35,6 +36,7 @@ class TpuBlocks:
     behind: int
     exact_rows: int = 256
     live_columns: int = 256
+    has_lp_scheduler: bool = False
 
     def __post_init__(self):
         pieces = self.rows, self.columns, self.exact_rows, self.live_columns
@@ -64,20 +66,26 @@ class TpuBlocks:
                 yield from ((heads, self.smaller(times)) for times in (1, 2, 4))
 
     def fit(
-        self, length: int, keys: int, group: int, lanes: int, sizes: BlockSizes | None
+        self,
+        length: int,
+        keys: int,
+        group: int,
+        units: tuple[int, int],
+        sizes: BlockSizes | None,
     ) -> tuple[BlockSizes, "TpuBlocks"]:
         """Returns the tile of a problem and blocks whose pieces divide it.
 
         length, keys: query rows and keys of the problem.
         group: query heads stacked in a tile.
-        lanes: stacked rows and keys must be multiples of it.
+        units: of which block_q, and stacked rows and keys, must be multiples.
         sizes: the tile that the caller asks for, if any.
 
         Raises:
           ValueError: `sizes` do not fill vector registers.
         """
         # block_q must be a multiple of `unit`, so that group * block_q is one of lanes.
-        unit = max(MIN_BLOCK_Q, lanes // math.gcd(group, lanes))
+        unit, lanes = units
+        unit = max(unit, lanes // math.gcd(group, lanes))
         if sizes is None:
             block_q = max(unit, self.stacked_rows // group // unit * unit)
             sizes = BlockSizes(
@@ -109,7 +117,7 @@ TPU_FORWARD = {
     "v4": TpuBlocks(1024, 1024, 512, 256, 0, 0),
     "v5e": TpuBlocks(1024, 1024, 512, 128, 1, 2),
     "v5p": TpuBlocks(1024, 1024, 1024, 128, 2, 2),
-    "v6e": TpuBlocks(1024, 1024, 512, 256, 2, 1),
+    "v6e": TpuBlocks(1024, 1024, 512, 256, 1, 1),
 }
 
 TPU_BACKWARD = {
@@ -117,7 +125,7 @@ TPU_BACKWARD = {
     "v4": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
     "v5e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
     "v5p": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
-    "v6e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
+    "v6e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0, has_lp_scheduler=True),
 }
 
 # The same under a soft cap, found with --soft-cap 50 among a dozen candidates a chip.

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ..masks import in_interval
-from .vector import LANES, broadcast_lanes, float_bits_to_int, row_to_column
+from .orientation import Orientation, strips
 
 
 class SubBlockBounds(NamedTuple):
@@ -38,22 +38,30 @@ class SubBlockBounds(NamedTuple):
 
 
 class RowBounds(NamedTuple):
-    """Keys that each row of a query tile attends to: int32 [R, 128], equal lanes."""
+    """Keys that each row of a query tile attends to: int32, numbers of rows."""
 
     k_start: jax.Ref
     k_end: jax.Ref
 
-    def load(self, packed_ref: jax.Ref) -> None:
-        """Fills both from `int_to_float_bits`, [2, R / 128, 128]."""
-        for number, bound_ref in enumerate((self.k_start, self.k_end)):
-            for strip in range(packed_ref.shape[1]):
-                row = packed_ref[number, pl.ds(strip, 1), :]  # [1, 128]
-                column = row_to_column(row)  # [128, 128], equal lanes
-                bound_ref[pl.ds(strip * LANES, LANES), :] = float_bits_to_int(column)
+    def load(self, packed_ref: jax.Ref, orientation: Orientation) -> None:
+        """Fills both from `Orientation.packed` numbers in [0, 2**29]: [2, ...]."""
+        for number, bound_ref in enumerate(self):
+            for strip, rows in strips(bound_ref.shape[orientation.axis]):
+                row = packed_ref.at[number][orientation.strip(strip)]  # [1, 128]
+                orientation.at(bound_ref, rows)[...] = orientation.unpack(row)
 
-    def mask(self, rows: pl.Slice, first_key: jax.Array, s: jax.Array) -> jax.Array:
-        """Returns scores [rows, keys], of keys from `first_key` on, -inf if masked."""
-        key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + first_key  # [rows, keys]
-        k_start = broadcast_lanes(self.k_start[rows, :], s.shape[1])  # [rows, keys]
-        k_end = broadcast_lanes(self.k_end[rows, :], s.shape[1])  # [rows, keys]
+    def mask(
+        self,
+        rows: pl.Slice,
+        first_key: jax.Array,
+        s: jax.Array,
+        orientation: Orientation,
+    ) -> jax.Array:
+        """Returns scores of keys from `first_key` on, -inf if masked."""
+        axis = orientation.keys_axis
+        key = lax.broadcasted_iota(jnp.int32, s.shape, axis) + first_key
+        k_start, k_end = (
+            orientation.widen(orientation.at(bound, rows)[...], s.shape[axis])
+            for bound in self
+        )
         return jnp.where(in_interval(k_start, key, k_end), s, -jnp.inf)

@@ -9,7 +9,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..block_sizes import BlockSizes
 from ..tile_layout import Tiling
-from .block_sizes import TpuBlocks
+from .block_sizes import MIN_BLOCK_Q, TpuBlocks
+from .orientation import UPRIGHT, Orientation
 from .vector import LANES
 
 
@@ -19,12 +20,14 @@ class Cut(NamedTuple):
     heads: query heads whose rows are stacked: those of a key/value head, or fewer.
     stacks: stacks for a key/value head; each reads its keys again.
     sizes: tile of one head. blocks: tile of a stack, and its pieces.
+    orientation: of what is computed of a tile.
     """
 
     heads: int
     stacks: int
     sizes: BlockSizes
     blocks: TpuBlocks
+    orientation: Orientation
 
     def repeat_heads(self, x: jax.Array) -> jax.Array:
         """Repeats keys for each stack: (B, S, K, D) -> (B, S, K * stacks, D)."""
@@ -35,6 +38,10 @@ class Cut(NamedTuple):
         if self.stacks == 1:
             return x
         return x.reshape(*x.shape[:2], -1, self.stacks, x.shape[-1]).sum(axis=3)
+
+    def packed(self, x: jax.Array) -> jax.Array:
+        """Lays out numbers of stacked rows, [..., R], for the forward kernel."""
+        return x.reshape(*x.shape[:-1], *self.orientation.packed(x.shape[-1]))
 
     def tiling(self, q: jax.Array, k: jax.Array, k_start: jax.Array) -> Tiling:
         """Returns the tiling of q (B, T, H, D) and repeated k (B, S, K * stacks, D)."""
@@ -77,12 +84,20 @@ def choose_cut(
       NotImplementedError: nothing does.
     """
     group, limit = q.shape[2] // k.shape[2], vmem_limit(chip)
+    depth = -(-q.shape[-1] // LANES) * LANES
     is_free = blocks is None and sizes is None
     blocks = blocks or _table_blocks(table, chip, q)
     choices = blocks.ever_smaller(group) if is_free else [(group, blocks)]
     for number, (heads, blocks) in enumerate(choices):
-        tile, blocks = blocks.fit(q.shape[1], k.shape[1], heads, row_lanes(chip), sizes)
-        cut = Cut(heads=heads, stacks=group // heads, sizes=tile, blocks=blocks)
+        # A head's rows must be whole lanes where they lie along the lanes.
+        can_swap = q.shape[1] >= LANES and heads * LANES <= blocks.stacked_rows
+        if sizes:
+            can_swap = sizes.block_q % LANES == 0
+        orientation = Orientation.of(chip, depth) if can_swap else UPRIGHT
+        unit = LANES if orientation.axis else MIN_BLOCK_Q
+        lengths = q.shape[1], k.shape[1]
+        tile, fitted = blocks.fit(*lengths, heads, (unit, row_lanes(chip)), sizes)
+        cut = Cut(heads, group // heads, tile, fitted, orientation)
         held = held_bytes(cut)
         # The compiler takes some VMEM for itself, more for wide types; smaller tiles
         # can leave it more.

@@ -6,6 +6,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .orientation import UPRIGHT, Orientation
+
 
 class Tiles(NamedTuple):
     """Tiles in HBM, one after the other: ref [tiles, ...]."""
@@ -18,17 +20,22 @@ class Tiles(NamedTuple):
 
 
 class StackedTiles(NamedTuple):
-    """Query tiles of G heads in HBM, ref [G, T, D], stacked in VMEM as [R, D]."""
+    """Query tiles of G heads in HBM, ref [G, T, D], stacked in VMEM as [R, D].
+
+    orientation: of these, where they are accumulators.
+    """
 
     ref: jax.Ref
+    orientation: Orientation = UPRIGHT
 
     def pairs(self, tile: jax.Array, buffer: jax.Ref) -> list[tuple[jax.Ref, jax.Ref]]:
         """Returns (in HBM, in VMEM) of each contiguous part of a tile: of each head."""
-        stacked = stacked_rows(self.ref.shape[0], buffer.shape[0])
+        orientation = self.orientation
+        stacked = stacked_rows(self.ref.shape[0], buffer.shape[orientation.axis])
         block_q = stacked[0].size
         rows = pl.ds(pl.multiple_of(tile * block_q, block_q), block_q)
-        return [  # [block_q, D] each
-            (self.ref.at[head, rows, :], buffer.at[place, :])
+        return [  # [block_q, D] each, or [D, block_q]
+            (orientation.at(self.ref.at[head], rows), orientation.at(buffer, place))
             for head, place in enumerate(stacked)
         ]
 

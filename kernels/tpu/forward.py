@@ -27,25 +27,19 @@ from jax.experimental.pallas import tpu as pltpu
 from ..tile_ranges import TileRanges
 from .block_sizes import TpuBlocks
 from .bounds import RowBounds, SubBlockBounds
+from .cut import Cut
 from .dma import DoubleBuffer, Tiles, stacked_rows
+from .orientation import Orientation, strips
 from .softmax import NOTHING, SUM_LIMIT, SoftmaxState, exact_tile, full_tile
-from .vector import (
-    LANES,
-    TileConfig,
-    broadcast_lanes,
-    buffer_bytes,
-    column_to_row,
-    flat_index,
-    reciprocal,
-    row_to_column,
-)
+from .tile_config import TileConfig
+from .vector import LANES, buffer_bytes, flat_index, reciprocal
 
 
 class Carry(NamedTuple):
     """A partial result over other keys: rows that have attended to none have NOTHING.
 
-    out: float32, as `Operands.q`.
-    lse: [M, X, query tiles, R / 128, 128], base 2.
+    out: float32 accumulators: as `Operands.q`, or its last two axes swapped.
+    lse: [M, X, query tiles, ...], base 2, `Orientation.packed`.
     """
 
     out: jax.Array
@@ -57,8 +51,7 @@ class Operands(NamedTuple):
 
     key_tile_ranges: 4 x [M * query tiles], SMEM.
     min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks], SMEM.
-    row_bounds: k_start and k_end as `int_to_float_bits`, [M, query tiles, 2, R / 128,
-      128].
+    row_bounds: k_start and k_end, `Orientation.packed`, [M, query tiles, 2, ...].
     q: [M, X, G, query tiles * block_q, D].
     k, v: [M, X, key tiles, block_k, D], left in HBM.
     """
@@ -80,36 +73,40 @@ class Scratch(NamedTuple):
     v: jax.Ref  # [2, block_k, D]
     semaphores: jax.Ref  # [k and v, 2]
     state: SoftmaxState
-    bounds: RowBounds  # 2 x [R, 128]
+    bounds: RowBounds
     q: jax.Ref | tuple[()]  # [R, D], where several heads are stacked
 
     @classmethod
-    def shapes(cls, group: int, rows: int, block_k: int, depth: int, dtype: jnp.dtype):
-        """Returns the scratch to allocate. rows: R. depth: D."""
-        bound = pltpu.VMEM((rows, LANES), jnp.int32)
+    def shapes(
+        cls,
+        group: int,
+        blocks: TpuBlocks,
+        depth: int,
+        dtype: jnp.dtype,
+        orientation: Orientation,
+    ):
+        """Returns the scratch to allocate. depth: D."""
+        rows, keys = blocks.stacked_rows, (2, blocks.block_k, depth)
+        numbers = orientation.ordered(rows, orientation.number_width)
+        bound = pltpu.VMEM(numbers, jnp.int32)
         return cls(
-            k=pltpu.VMEM((2, block_k, depth), dtype),
-            v=pltpu.VMEM((2, block_k, depth), dtype),
+            k=pltpu.VMEM(keys, dtype),
+            v=pltpu.VMEM(keys, dtype),
             semaphores=pltpu.SemaphoreType.DMA((2, 2)),
-            state=SoftmaxState(
-                m=pltpu.VMEM((rows, LANES), jnp.float32),
-                l=pltpu.VMEM((2, rows, LANES), jnp.float32),
-                acc=pltpu.VMEM((2, rows, depth), jnp.float32),
-            ),
+            state=SoftmaxState.shapes(rows, depth, orientation),
             bounds=RowBounds(k_start=bound, k_end=bound),
             q=pltpu.VMEM((rows, depth), dtype) if group > 1 else (),
         )
 
 
-def held_bytes(
-    blocks: TpuBlocks, group: int, row: jax.ShapeDtypeStruct, has_carry: bool
-) -> int:
-    """Returns the VMEM that a program takes. group: heads stacked. row: of q, [D]."""
-    rows, (depth,) = blocks.stacked_rows, row.shape
+def held_bytes(cut: Cut, row: jax.ShapeDtypeStruct, has_carry: bool) -> int:
+    """Returns the VMEM that a program takes. row: of q, [D]."""
+    blocks, (depth,) = cut.blocks, row.shape
+    rows = blocks.stacked_rows
     q = pltpu.VMEM((rows, depth), row.dtype)
     out = pltpu.VMEM((rows, depth), jnp.float32)
     pipelined = {"q": q, "out": out, "carry": out if has_carry else ()}
-    scratch = Scratch.shapes(group, rows, blocks.block_k, depth, row.dtype)
+    scratch = Scratch.shapes(cut.heads, blocks, depth, row.dtype, cut.orientation)
     in_flight = blocks.ahead + blocks.behind + 2  # sub-tiles of S and P
     scores = in_flight * blocks.rows * blocks.columns * 4
     return 2 * buffer_bytes(pipelined) + buffer_bytes(scratch) + scores
@@ -123,20 +120,30 @@ def forward_call(
     Returns:
       out and lse, shaped like a `Carry`; lse in base 2, -inf for empty rows.
     """
-    batch, heads, group, _, depth = operands.q.shape
-    query_tiles, strips = operands.row_bounds.shape[1], operands.row_bounds.shape[3]
-    rows, block_k = strips * LANES, operands.k.shape[3]
+    batch, heads, group, tokens, depth = operands.q.shape
+    query_tiles, orientation = operands.row_bounds.shape[1], config.orientation
+    rows = config.blocks.stacked_rows
+    accumulator = orientation.ordered(rows // group, depth)
+    packed = orientation.packed(rows)
+
+    def tile(*place: jax.Array) -> tuple[jax.Array, ...]:
+        return *place, *(0 for _ in packed)
+
     q_block = pl.BlockSpec(  # [G, block_q, D]
         (None, None, group, rows // group, depth), lambda b, x, i, *_: (b, x, 0, i, 0)
     )
-    lse_block = pl.BlockSpec(  # [R / 128, 128]
-        (None, None, None, strips, LANES), lambda b, x, i, *_: (b, x, i, 0, 0)
+    out_block = pl.BlockSpec(  # [G, block_q, D], or the last two swapped
+        (None, None, group, *accumulator),
+        lambda b, x, i, *_: (b, x, 0, *orientation.ordered(i, 0)),
     )
-    bounds_block = pl.BlockSpec(  # [2, R / 128, 128]
-        (None, None, 2, strips, LANES), lambda b, x, i, *_: (b, i, 0, 0, 0)
+    lse_block = pl.BlockSpec(
+        (None, None, None, *packed), lambda b, x, i, *_: tile(b, x, i)
+    )
+    bounds_block = pl.BlockSpec(
+        (None, None, 2, *packed), lambda b, x, i, *_: tile(b, i, 0)
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    carry_blocks = Carry(out=q_block, lse=lse_block) if operands.carry else ()
+    carry_blocks = Carry(out=out_block, lse=lse_block) if operands.carry else ()
     # A block of the carry is read before its result is written in its place.
     first = flat_index(operands, "carry")
     aliases = {first: 0, first + 1: 1} if operands.carry else {}
@@ -147,16 +154,18 @@ def forward_call(
             num_scalar_prefetch=3,
             grid=(batch, heads, query_tiles),
             in_specs=[bounds_block, q_block, hbm, hbm, carry_blocks],
-            out_specs=(q_block, lse_block),
+            out_specs=(out_block, lse_block),
             scratch_shapes=[
-                Scratch.shapes(group, rows, block_k, depth, operands.q.dtype)
+                Scratch.shapes(
+                    group, config.blocks, depth, operands.q.dtype, orientation
+                )
             ],
         ),
         out_shape=(
-            jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
             jax.ShapeDtypeStruct(
-                (batch, heads, query_tiles, strips, LANES), jnp.float32
+                (batch, heads, group, *orientation.ordered(tokens, depth)), jnp.float32
             ),
+            jax.ShapeDtypeStruct((batch, heads, query_tiles, *packed), jnp.float32),
         ),
         input_output_aliases=aliases,
         **options,
@@ -169,13 +178,13 @@ def _kernel(
     ranges_ref: TileRanges,  # SMEM, as in `Operands`, and so the next two
     min_k_start_ref: jax.Ref,
     max_k_end_ref: jax.Ref,
-    bounds_ref: jax.Ref,  # [2, R / 128, 128]
+    bounds_ref: jax.Ref,  # [2, ...], packed
     q_ref: jax.Ref,  # [G, block_q, D]
     k_hbm_ref: jax.Ref,  # [M, X, key tiles, block_k, D]
     v_hbm_ref: jax.Ref,  # [M, X, key tiles, block_k, D]
-    carry_ref: Carry | tuple[()],  # out [G, block_q, D], lse [R / 128, 128]
-    out_ref: jax.Ref,  # [G, block_q, D]
-    lse_ref: jax.Ref,  # [R / 128, 128]
+    carry_ref: Carry | tuple[()],
+    out_ref: jax.Ref,  # [G, block_q, D], or the last two swapped
+    lse_ref: jax.Ref,  # packed
     scratch: Scratch,
 ) -> None:
     """Attends to all keys with one query tile: program (batch, head, query tile)."""
@@ -206,7 +215,7 @@ def _kernel(
     has_partial = (ranges.live_begin < ranges.full_begin) | (
         ranges.full_end < ranges.live_end
     )
-    pl.when(has_partial)(lambda: work.bounds.load(bounds_ref))
+    pl.when(has_partial)(lambda: work.bounds.load(bounds_ref, config.orientation))
 
     @pl.when(ranges.live_begin < ranges.live_end)
     def _():
@@ -243,26 +252,26 @@ class QueryTile(NamedTuple):
     ranges: TileRanges  # of this query tile
     has_carry: bool  # then nearly all rows have an m already
     q: jax.Ref  # [R, D]
-    state: SoftmaxState  # m [R, 128], l [2, R, 128], acc [2, R, D]
-    bounds: RowBounds  # 2 x [R, 128], filled where there are partial tiles
+    state: SoftmaxState
+    bounds: RowBounds  # filled where there are partial tiles
     sub_blocks: SubBlockBounds
 
     def init(self, carry_ref: Carry | tuple[()]) -> None:
         """Sets m, l and acc: to nothing, or to a carry, as of one key with P = 1."""
-        state = self.state
+        orientation, state = self.config.orientation, self.state
         if not carry_ref:
-            state.m[...] = jnp.full_like(state.m, NOTHING)  # [R, 128]
-            state.l[0] = jnp.zeros(state.l.shape[1:], jnp.float32)  # [R, 128]
-            state.acc[0] = jnp.zeros(state.acc.shape[1:], jnp.float32)  # [R, D]
+            state.m[...] = jnp.full_like(state.m, NOTHING)
+            state.l[0] = jnp.zeros(state.l.shape[1:], jnp.float32)
+            state.acc[0] = jnp.zeros(state.acc.shape[1:], jnp.float32)
             return
         for head, rows in enumerate(self._rows_of_heads(carry_ref.out)):
-            state.acc[0, rows, :] = carry_ref.out[head]  # [block_q, D]
-        for strip in range(carry_ref.lse.shape[0]):
-            rows = pl.ds(strip * LANES, LANES)
-            m = row_to_column(carry_ref.lse[pl.ds(strip, 1), :])  # [128, 128]
-            state.m[rows, :] = m
-            # The sum over the lanes is 1.
-            state.l[0, rows, :] = jnp.where(m > NOTHING, 1 / LANES, 0.0)  # [128, 128]
+            orientation.at(state.acc.at[0], rows)[...] = carry_ref.out[head]
+        for strip, rows in strips(self.q.shape[0]):
+            some = state.at(0, rows, orientation)
+            m = orientation.unpack(carry_ref.lse[orientation.strip(strip)])
+            some.m[...] = m
+            one = jnp.where(m > NOTHING, 1 / orientation.sum_width, 0.0)
+            some.l[...] = jnp.broadcast_to(one, some.l.shape)  # add up to 1
 
     def attend(self, j: jax.Array, k_ref: jax.Ref, v_ref: jax.Ref) -> None:
         """Adds key tile j to the softmax. k_ref, v_ref: [block_k, D]."""
@@ -272,26 +281,30 @@ class QueryTile(NamedTuple):
 
     def finish(self, out_ref: jax.Ref, lse_ref: jax.Ref) -> None:
         """Writes out = acc / l and lse = m + log2(l)."""
-        src = self._version(self.ranges.full_begin - 1)
+        orientation, src = (
+            self.config.orientation,
+            self._version(self.ranges.full_begin - 1),
+        )
         is_stacked = out_ref.shape[0] > 1
         normalised_ref = self.state.acc.at[src] if is_stacked else out_ref.at[0]
-        for strip in range(lse_ref.shape[0]):
-            rows = pl.ds(strip * LANES, LANES)
-            state = self.state.at(src, rows)
-            l = state.l[...].sum(axis=1, keepdims=True)  # [128, 1]
+        for strip, rows in strips(self.q.shape[0]):
+            state = self.state.at(src, rows, orientation)
+            l = state.l[...].sum(axis=orientation.keys_axis, keepdims=True)
             has_keys = l != 0  # also where it is nan, which must show
-            l = jnp.where(has_keys, l, 1.0)  # [128, 1]
-            l = jnp.broadcast_to(l, (LANES, LANES))  # [128, 128]
-            inverse = broadcast_lanes(reciprocal(l), out_ref.shape[-1])  # [128, D]
-            normalised_ref[rows, :] = state.acc[...] * inverse
+            l = jnp.where(has_keys, l, 1.0)
+            l = jnp.broadcast_to(l, state.m.shape)  # numbers of rows
+            inverse = orientation.widen(
+                reciprocal(l), state.acc.shape[orientation.keys_axis]
+            )
+            orientation.at(normalised_ref, rows)[...] = state.acc[...] * inverse
             lse = jnp.where(has_keys, state.m[...] + jnp.log2(l), -jnp.inf)
-            lse_ref[pl.ds(strip, 1), :] = column_to_row(lse)  # [1, 128]
+            lse_ref[orientation.strip(strip)] = orientation.pack(lse)  # [1, 128]
         if is_stacked:
             for head, rows in enumerate(self._rows_of_heads(out_ref)):
-                out_ref[head] = normalised_ref[rows, :]  # [block_q, D]
+                out_ref[head] = orientation.at(normalised_ref, rows)[...]
 
     def _rows_of_heads(self, tile_ref: jax.Ref) -> list[pl.Slice]:
-        """Returns the stacked rows of each head of a [G, block_q, D] tile."""
+        """Returns the stacked rows of each head of a tile [G, ...]."""
         return stacked_rows(tile_ref.shape[0], self.q.shape[0])
 
     def _version(self, j: jax.Array) -> jax.Array:
@@ -312,7 +325,7 @@ class QueryTile(NamedTuple):
                 x[1 - src] = x[src]
 
             def step(_: jax.Array, rows: pl.Slice) -> None:
-                state = self.state.at(1 - src, rows)
+                state = self.state.at(1 - src, rows, self.config.orientation)
                 q = self.q[rows, :]  # [exact_rows, D]
                 exact_tile(q, k_ref, v_ref, state, lambda s, c: s, self.config)
 
@@ -326,8 +339,9 @@ class QueryTile(NamedTuple):
                 self.q[rows, :],
                 k_ref[pl.ds(0, LANES), :],
             )  # [exact_rows, D], [128, D]
-            s = self.config.scores(q, k)  # [exact_rows, 128]
-            self.state.at(src, rows).update_max([s])
+            orientation = self.config.orientation
+            s = self.config.scores(*orientation.ordered(q, k))
+            self.state.at(src, rows, orientation).update_max([s], orientation)
 
         self._for_each_sub_block(step)
 
@@ -343,12 +357,13 @@ class QueryTile(NamedTuple):
             first_key = j * block_k + begin
 
             def mask(s: jax.Array, c: int) -> jax.Array:
-                return self.bounds.mask(rows, first_key + c, s)
+                return self.bounds.mask(rows, first_key + c, s, self.config.orientation)
 
             def attend(width: int) -> None:
                 keys = pl.ds(begin, width)
                 k, v = k_ref.at[keys, :], v_ref.at[keys, :]  # [width, D]
-                state, q = self.state.at(src, rows), self.q[rows, :]
+                state = self.state.at(src, rows, self.config.orientation)
+                q = self.q[rows, :]  # [exact_rows, D]
                 exact_tile(q, k, v, state, mask, self.config)
 
             # Shapes are static: one branch for each number of live granules.

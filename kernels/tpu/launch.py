@@ -32,7 +32,8 @@ from .block_sizes import (
 )
 from .cut import Cut, choose_cut, row_lanes, vmem_limit
 from .softmax import NOTHING
-from .vector import LANES, SoftCap, TileConfig, buffer_bytes, int_to_float_bits
+from .tile_config import SoftCap, TileConfig
+from .vector import buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -85,20 +86,23 @@ def forward(
         key_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * query tiles]
         min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
         max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
-        row_bounds=_row_bounds(tiling, k_start, k_end),  # [M, tiles, 2, R / 128, 128]
+        row_bounds=cut.packed(_stack_bounds(tiling, k_start, k_end)),
         q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
         k=tiling.split_keys(_operand(k, chip)),  # [M, X, key tiles, block_k, D]
         v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
-        carry=_split_carry(tiling, chip, carry, offset),
+        carry=_split_carry(cut, tiling, chip, carry, offset),
     )
     _check_smem(chip, (operands.key_tile_ranges, min_k_start, max_k_end))
     out, lse = forward_kernel.forward_call(
-        TileConfig(cut.blocks, scale * LOG2_E, _precision(q.dtype), cap),
+        TileConfig(
+            cut.blocks, scale * LOG2_E, _precision(q.dtype), cap, cut.orientation
+        ),
         operands,
-        compiler_params=_compiler_params(chip, "parallel"),
+        compiler_params=_compiler_params(chip, cut.blocks, "parallel"),
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
         interpret=launch.interpret,
     )
+    out = cut.orientation.swap(out)  # [M, X, G, query tiles * block_q, D]
     out = tiling.join_heads(out)[..., : q.shape[-1]]  # (B, T, H, D)
     lse = lse.reshape(*lse.shape[:3], cut.blocks.stacked_rows)  # [M, X, query tiles, R]
     return out, tiling.join_rows(lse) / LOG2_E + offset
@@ -153,18 +157,21 @@ def backward(
         do=tiling.split_heads(_operand(do, chip)),  # as q
         lse_delta=jnp.stack((lse, delta), 3),  # [M, X, query tiles, 2, R]
         row_bounds=_stack_bounds(tiling, k_start, k_end),  # [M, query tiles, 2, R]
-        dq=tiling.split_heads(_pad_lanes(dq_kernel, chip)),  # as q, float32
+        dq=cut.orientation.swap(tiling.split_heads(_pad_lanes(dq_kernel, chip))),
     )
     _check_smem(chip, (operands.query_tile_ranges, min_k_start, max_k_end))
     dq_kernel, dk, dv = backward_kernel.backward_call(
-        TileConfig(cut.blocks, abs(scale) * LOG2_E, _precision(q.dtype), cap),
+        TileConfig(
+            cut.blocks, abs(scale) * LOG2_E, _precision(q.dtype), cap, cut.orientation
+        ),
         operands,
         is_dq_resident,
-        compiler_params=_compiler_params(chip, "arbitrary"),
+        compiler_params=_compiler_params(chip, cut.blocks, "arbitrary"),
         cost_estimate=_cost(tiling, q.shape[-1], 5, operands),
         interpret=launch.interpret,
     )
     depth = q.shape[-1]
+    dq_kernel, dk, dv = map(cut.orientation.swap, (dq_kernel, dk, dv))
     dq_kernel = tiling.join_heads(dq_kernel)[..., :depth]  # (B, T, H, D)
     dk = cut.sum_heads(tiling.join_keys(dk)[..., :depth])  # (B, S, K, D)
     dv = cut.sum_heads(tiling.join_keys(dv)[..., :depth])  # (B, S, K, D)
@@ -201,7 +208,7 @@ def cut_forward(
     row = _row(q, chip)
 
     def held_bytes(cut: Cut) -> int:
-        return forward_kernel.held_bytes(cut.blocks, cut.heads, row, has_carry)
+        return forward_kernel.held_bytes(cut, row, has_carry)
 
     table = TPU_FORWARD_CAPPED if is_capped else TPU_FORWARD
     return choose_cut(table, chip, q, k, held_bytes, blocks, sizes)
@@ -276,14 +283,8 @@ def _stack_bounds(tiling: Tiling, k_start: jax.Array, k_end: jax.Array) -> jax.A
     return jnp.stack([tiling.split_bounds(k_start), tiling.split_bounds(k_end)], 2)
 
 
-def _row_bounds(tiling: Tiling, k_start: jax.Array, k_end: jax.Array) -> jax.Array:
-    """Packs the bounds of all rows: [M, query tiles, 2, R / 128, 128]."""
-    bounds = _stack_bounds(tiling, k_start, k_end)
-    return int_to_float_bits(bounds.reshape(*bounds.shape[:3], -1, LANES))
-
-
 def _split_carry(
-    tiling: Tiling, chip: pltpu.TpuInfo, carry: Partial | None, offset: float
+    cut: Cut, tiling: Tiling, chip: pltpu.TpuInfo, carry: Partial | None, offset: float
 ) -> forward_kernel.Carry | tuple[()]:
     if carry is None:
         return ()
@@ -291,8 +292,8 @@ def _split_carry(
     lse = jnp.maximum((lse - offset) * LOG2_E, NOTHING)
     lse = tiling.split_rows(lse)  # [M, X, tiles, R]
     return forward_kernel.Carry(
-        out=tiling.split_heads(_pad_lanes(out, chip)),
-        lse=lse.reshape(*lse.shape[:-1], -1, LANES),
+        out=cut.orientation.swap(tiling.split_heads(_pad_lanes(out, chip))),
+        lse=cut.packed(lse),
     )
 
 
@@ -318,7 +319,9 @@ def _check_smem(chip: pltpu.TpuInfo, bounds: Any) -> None:
         )
 
 
-def _compiler_params(chip: pltpu.TpuInfo, tiles: str) -> pltpu.CompilerParams:
+def _compiler_params(
+    chip: pltpu.TpuInfo, blocks: TpuBlocks, tiles: str
+) -> pltpu.CompilerParams:
     """Returns the parameters of a kernel with a grid of (batch, head, tile).
 
     tiles: "parallel", or "arbitrary" if those of a head must run in order on one core.
@@ -326,6 +329,7 @@ def _compiler_params(chip: pltpu.TpuInfo, tiles: str) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", tiles),
         vmem_limit_bytes=vmem_limit(chip),
+        flags={"XLA_TPU_FORCE_LP_LLO_SCHEDULER": blocks.has_lp_scheduler},
     )
 
 

@@ -7,19 +7,22 @@ shows in the row's sum l: such a tile is computed again, from the state before i
 the exact maxima of FlashAttention (2205.14135). This is FlashAttention-4's conditional
 rescale, decided per tile. Partial tiles always update m, and 128 keys initialise it.
 
-Row sums are kept lane by lane, and reduced over the lanes when a row is done.
+Row sums are kept lane by lane (or sublane by sublane), and reduced when a row is done.
 """
 
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from .vector import LANES, NN, SUBLANES, TileConfig, broadcast_lanes, dot
+from .orientation import Orientation
+from .tile_config import TileConfig
+from .vector import LANES, SUBLANES, fold
 
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Row maximum m before any key: finite, as -inf - -inf is nan."""
@@ -33,11 +36,11 @@ not overflow before their sum shows it.
 
 
 class SoftmaxState(NamedTuple):
-    """Online softmax of a query tile, in VMEM.
+    """Online softmax of a query tile, in VMEM: see `Orientation` for shapes.
 
-    m: [R, 128], equal lanes: row maxima, or older ones (see above).
-    l: [2, R, 128], row sums of the exponentials, lane by lane.
-    acc: [2, R, D], accumulator of P V.
+    m: numbers of rows: their maxima, or older ones (see above).
+    l: 2 x sums of the exponentials, not reduced.
+    acc: 2 accumulators of P V.
 
     A full tile reads one version of l and acc and writes the other.
     """
@@ -46,38 +49,49 @@ class SoftmaxState(NamedTuple):
     l: jax.Ref
     acc: jax.Ref
 
-    def at(self, version: jax.Array, rows: pl.Slice) -> "SoftmaxState":
-        """Returns some rows of one version: m and l [rows, 128], acc [rows, D]."""
-        return SoftmaxState(
-            self.m.at[rows, :],
-            self.l.at[version, rows, :],
-            self.acc.at[version, rows, :],
+    @classmethod
+    def shapes(cls, rows: int, depth: int, orientation: Orientation) -> "SoftmaxState":
+        """Returns the memory to allocate. rows: R. depth: D."""
+
+        def memory(width: int, *versions: int) -> Any:
+            shape = orientation.ordered(rows, width)
+            return pltpu.VMEM((*versions, *shape), jnp.float32)
+
+        return cls(
+            m=memory(orientation.number_width),
+            l=memory(orientation.sum_width, 2),
+            acc=memory(depth, 2),
         )
 
-    def update_max(self, s: list[jax.Array]) -> None:
-        """Raises m to the maxima of s, each [rows, cols], and rescales l and acc."""
-        lane_max = functools.reduce(
-            jnp.maximum, [_reduce_to_lanes(jnp.maximum, part) for part in s]
-        )  # [rows, 128]
-        m_prev = self.m[...]  # [rows, 128]
-        m = jnp.maximum(m_prev, lane_max.max(axis=1, keepdims=True))  # [rows, 128]
-        alpha = jnp.exp2(m_prev - m)  # [rows, 128]
+    def at(
+        self, version: jax.Array, rows: pl.Slice, orientation: Orientation
+    ) -> "SoftmaxState":
+        """Returns some rows of one version."""
+        return SoftmaxState(
+            orientation.at(self.m, rows),
+            orientation.at(self.l.at[version], rows),
+            orientation.at(self.acc.at[version], rows),
+        )
+
+    def update_max(self, s: list[jax.Array], orientation: Orientation) -> None:
+        """Raises m to the maxima of s, scores of these rows, and rescales l and acc."""
+        folded = functools.reduce(
+            jnp.maximum, [fold(jnp.maximum, part, orientation.keys_axis) for part in s]
+        )  # as l
+        m_prev = self.m[...]  # numbers of rows, as m and alpha
+        keys = orientation.keys_axis
+        m = jnp.maximum(m_prev, folded.max(axis=keys, keepdims=True))
+        alpha = jnp.exp2(m_prev - m)
         self.m[...] = m
         self.l[...] *= alpha
-        self.acc[...] *= broadcast_lanes(alpha, self.acc.shape[-1])  # [rows, D]
-
-
-def _reduce_to_lanes(combine: Callable, x: jax.Array) -> jax.Array:
-    """Combines strips of 128 columns, lane by lane: [rows, cols] -> [rows, 128]."""
-    strips = [x[:, c : c + LANES] for c in range(0, x.shape[1], LANES)]
-    return functools.reduce(combine, strips)
+        self.acc[...] *= orientation.widen(alpha, self.acc.shape[keys])
 
 
 def full_tile(
     q_ref: jax.Ref,  # [R, D]
     k_ref: jax.Ref,  # [block_k, D]
     v_ref: jax.Ref,  # [block_k, D]
-    state: SoftmaxState,  # m [R, 128], l [2, R, 128], acc [2, R, D]
+    state: SoftmaxState,
     src: jax.Array,
     config: TileConfig,
 ) -> jax.Array:
@@ -95,7 +109,7 @@ def full_tile(
       The largest l of any row and lane. If it is above SUM_LIMIT, version 1 - src is
       void, and the caller runs `exact_tile` from version src instead.
     """
-    cols = config.blocks.columns
+    cols, orientation = config.blocks.columns, config.orientation
     last = k_ref.shape[0] - cols
     subtiles = [
         (pl.ds(r, config.blocks.rows), c)
@@ -107,16 +121,16 @@ def full_tile(
         rows, c = subtiles[n]
         q = q_ref[rows, :]  # [rows, D]
         k = k_ref[pl.ds(c, cols), :]  # [cols, D]
-        return config.scores(q, k)  # [rows, cols]
+        return config.scores(*orientation.ordered(q, k))
 
     def pv(n: int, p: jax.Array, acc: jax.Array | None) -> jax.Array:
         rows, c = subtiles[n]
         if c == 0:
-            acc = state.acc[src, rows, :]  # [rows, D]
+            acc = orientation.at(state.acc.at[src], rows)[...]
         v = v_ref[pl.ds(c, cols), :]  # [cols, D]
-        acc = acc + dot(p, v, NN, config.precision)  # [rows, D]
+        acc = acc + config.product(p, v, (orientation.keys_axis, 0))
         if c == last:
-            state.acc[1 - src, rows, :] = acc
+            orientation.at(state.acc.at[1 - src], rows)[...] = acc
         return acc
 
     ahead = min(config.blocks.ahead, len(subtiles))
@@ -127,18 +141,17 @@ def full_tile(
     for n, (rows, c) in enumerate(subtiles):
         if n + ahead < len(subtiles):
             s_queue.append(qk(n + ahead))
-        m = broadcast_lanes(state.m[rows, :], cols)  # [rows, cols]
-        p = jnp.exp2(s_queue.popleft() - m)  # [rows, cols]
+        m = orientation.widen(orientation.at(state.m, rows)[...], cols)
+        p = jnp.exp2(s_queue.popleft() - m)  # as S
         if c == 0:
-            l = state.l[src, rows, :]  # [rows, 128]
-        l = l + _reduce_to_lanes(jnp.add, p)  # [rows, 128]
+            l = orientation.at(state.l.at[src], rows)[...]
+        l = l + fold(jnp.add, p, orientation.keys_axis)
         p_queue.append((n, p.astype(v_ref.dtype)))
         if len(p_queue) > config.blocks.behind:
             acc = pv(*p_queue.popleft(), acc)
         if c == last:
-            state.l[1 - src, rows, :] = l
-            for r in range(0, config.blocks.rows, SUBLANES):
-                max_l = jnp.maximum(max_l, l[r : r + SUBLANES])  # [8, 128]
+            orientation.at(state.l.at[1 - src], rows)[...] = l
+            max_l = jnp.maximum(max_l, fold(jnp.maximum, l, orientation.axis))
     while p_queue:
         acc = pv(*p_queue.popleft(), acc)
     return jnp.max(max_l)
@@ -148,7 +161,7 @@ def exact_tile(
     q: jax.Array,  # [rows, D]
     k_ref: jax.Ref,  # [keys, D]
     v_ref: jax.Ref,  # [keys, D]
-    state: SoftmaxState,  # m, l [rows, 128], acc [rows, D]
+    state: SoftmaxState,
     mask: Callable[[jax.Array, int], jax.Array],
     config: TileConfig,
 ) -> None:
@@ -158,21 +171,24 @@ def exact_tile(
         VPU            mask, m = max(m, S), rescale  P(0), l += P(0)  P(1), l += P(1)
 
     state: of these rows, read and written in place.
-    mask: (scores [rows, cols], their first column) -> scores, -inf where masked.
+    mask: (scores of `columns` keys, the first of them) -> scores, -inf where masked.
     """
-    cols = config.blocks.columns
+    cols, orientation = config.blocks.columns, config.orientation
     columns = range(0, k_ref.shape[0], cols)
-    scores = [  # [rows, cols] each
-        mask(config.scores(q, k_ref[pl.ds(c, cols), :]), c) for c in columns
-    ]
-    state.update_max(scores)
-    l, acc = state.l[...], state.acc[...]  # [rows, 128], [rows, D]
-    m = broadcast_lanes(state.m[...], cols)  # [rows, cols]
+
+    def masked_scores(c: int) -> jax.Array:
+        k = k_ref[pl.ds(c, cols), :]  # [cols, D]
+        return mask(config.scores(*orientation.ordered(q, k)), c)
+
+    scores = [masked_scores(c) for c in columns]
+    state.update_max(scores, orientation)
+    l, acc = state.l[...], state.acc[...]
+    m = orientation.widen(state.m[...], cols)
     for c, s in zip(columns, scores, strict=True):
-        p = jnp.exp2(s - m)  # [rows, cols]
-        l = l + _reduce_to_lanes(jnp.add, p)  # [rows, 128]
-        p = p.astype(v_ref.dtype)  # [rows, cols]
+        p = jnp.exp2(s - m)  # as S
+        l = l + fold(jnp.add, p, orientation.keys_axis)
         v = v_ref[pl.ds(c, cols), :]  # [cols, D]
-        acc = acc + dot(p, v, NN, config.precision)  # [rows, D]
+        p = p.astype(v_ref.dtype)
+        acc = acc + config.product(p, v, (orientation.keys_axis, 0))
     state.l[...] = l
     state.acc[...] = acc

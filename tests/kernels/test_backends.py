@@ -4,6 +4,8 @@ Kernels are interpreted here, in small tiles. What concerns one chip alone is in
 files of that chip.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
@@ -22,7 +24,7 @@ from tests.kernels.backend_suite import (
     refused_types,
 )
 from tests.simulated_hopper import RACES, SimulatedHopper
-from tests.simulated_tpu import SimulatedTpu, on_chip
+from tests.simulated_tpu import V6E, SimulatedTpu, on_chip
 from tests.simulated_triton import SMALL_BLOCKS, SimulatedGpu, interpreted_call
 from tests.steps import StepCase, truth
 
@@ -132,6 +134,20 @@ class TestTpu(BackendSuite):
             NotImplementedError, "needs a TPU.*name another", F32, backend=pallas_tpu
         ),
     }
+
+
+class TestWideTpu(TestTpu):
+    """Of chips whose matrix units are 256 wide: see `kernels.tpu.orientation`."""
+
+    backend = SimulatedTpu(dataclasses.replace(SimulatedTpu().launch, chip=V6E))
+    cases = {
+        **float32_cases(256, 128, 256),
+        "few numbers": (StepCase(300, 500, 2, 40, bound_rows=2, has_carry=True), F32),
+        "cap": TestTpu.cases["cap"],
+        "bfloat16": (StepCase(200, 500, 2, 100, bound_rows=2, has_carry=True), BF16),
+    }
+    slow_cases = "one query, scale of zero", "cap"
+    test_what_there_is_no_kernel_for_is_refused = None
 
 
 class TestHopper(BackendSuite):

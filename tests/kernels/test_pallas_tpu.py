@@ -16,14 +16,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backends import Backend
-from kernels.block_sizes import BlockSizes
-from kernels.tile_layout import Tiling
 from kernels.tpu import launch as pallas_tpu
 from kernels.tpu.backward_dq import STREAMED
 from kernels.tpu.bounds import RowBounds
 from kernels.tpu.cut import Cut
 from kernels.tpu.launch import Launch
-from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, SimulatedTpu, on_chip
+from kernels.tpu.orientation import UPRIGHT
+from tests.simulated_tpu import (
+    CHIP,
+    SMALL_BLOCKS,
+    SMALL_VMEM,
+    V6E,
+    SimulatedTpu,
+    on_chip,
+)
 from tests.steps import PASSES, StepCase, assert_true, compiled, run, run_backward
 
 
@@ -43,9 +49,6 @@ def test_step_cut_for_any_chip_equals_the_reference(version, rng):
     case = StepCase(1500, 2500, group=2, head_dim=128, bound_rows=2, has_carry=True)
     assert_true(rng, on_chip(version), case, jnp.float32)
     assert_true(rng, on_chip(version), case, jnp.bfloat16)
-
-
-V6E = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
 
 
 @pytest.mark.parametrize(
@@ -181,18 +184,15 @@ def test_heads_that_are_not_stacked_see_the_keys_that_they_share(rng):
 
 def test_bounds_of_more_than_16_million_slots_are_exact():
     """Float32 has no odd numbers from there on."""
-    q, k = (jax.ShapeDtypeStruct((1, n, 1, 128), jnp.float32) for n in (128, 2**27))
-    numbers = np.random.default_rng(19).integers(0, k.shape[1] + 1, (2, 1, 128))
-    bounds = np.sort(numbers).astype(np.int32)
-    tiling = Tiling.of(q, k, bounds[0], BlockSizes(128, 128))
-    rows = pallas_tpu._row_bounds(tiling, *map(jnp.asarray, bounds))[0, 0]
+    numbers = np.random.default_rng(19).integers(0, 2**27 + 1, (2, 1, 128))
+    rows = np.sort(numbers).astype(np.int32)
 
     def kernel(rows, start, stop):
-        RowBounds(start, stop).load(rows)
+        RowBounds(start, stop).load(rows, UPRIGHT)
 
     shape = jax.ShapeDtypeStruct((128, 128), jnp.int32)
     spread = pl.pallas_call(kernel, out_shape=(shape, shape), interpret=True)
-    for found, bound in zip(spread(rows), bounds, strict=True):
+    for found, bound in zip(spread(rows), rows, strict=True):
         np.testing.assert_array_equal(found, np.broadcast_to(bound.T, (128, 128)))
 
 
