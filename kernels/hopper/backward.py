@@ -299,15 +299,24 @@ class Consumer(NamedTuple):
         stage = lax.rem(n, jnp.int32(tile.q_stages))
         do_stage = lax.rem(n, jnp.int32(tile.do_stages))
         do = smem.do.at[do_stage]  # [block_q, d]
+        acc = plgpu.ACC((ROWS, tile.block_q))
 
-        def body(s_acc, dp_acc):
-            k, v = smem.k.at[part.keys], smem.v.at[part.keys]  # [64, d] each
+        def scores(s_acc, *dp_acc):
+            k = smem.k.at[part.keys]  # [64, d]
             # In flight on entry: dK(n-1).
             plgpu.wgmma(s_acc, k, smem.q.at[stage].transpose((1, 0)))  # group: S = K Qᵀ
             plgpu.wgmma_wait(1)  # drains dK(n-1); S(n) stays in flight
             pl.when(n > 0)(lambda: self._release(n - 1))
 
             plgpu.barrier_wait(smem.do_full.at[do_stage])  # TMA: dO(n)
+            # By the order of issue in SASS: if dP's registers are taken before, ptxas
+            # drains dK(n-1) before S(n); if here, and there is dQ, it moves registers.
+            if dp_acc:
+                return gradients(s_acc, *dp_acc)
+            return pl.run_scoped(functools.partial(gradients, s_acc), acc)
+
+        def gradients(s_acc, dp_acc):
+            v = smem.v.at[part.keys]  # [64, d]
             plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # group: dP = V dOᵀ
             # Drains S(n); dP(n) stays in flight.
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # [64, block_q]
@@ -321,8 +330,7 @@ class Consumer(NamedTuple):
             ds = weight * (dp * tile.scale - broadcast_rows(delta, ROWS))
             return ds.astype(dtype)
 
-        acc = plgpu.ACC((ROWS, tile.block_q))
-        return pl.run_scoped(body, acc, acc)
+        return pl.run_scoped(scores, acc, *([] if self.dq is None else [acc]))
 
     def _probabilities(self, s, stage, i, part) -> tuple[jax.Array, jax.Array]:
         """Returns `probabilities` of query tile i from s = K Qᵀ [64, block_q]."""

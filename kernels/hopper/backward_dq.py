@@ -52,7 +52,7 @@ class QueryTile(NamedTuple):
     """Sizes and constants of a program.
 
     block_k: keys of a tile.
-    k_stages, v_stages: tiles of K and of V in SMEM.
+    k_stages, v_stages: tiles of K (2 at least) and of V in SMEM.
     scale: factor on dS.
     exponent_scale: factor on scores, for exponents of 2.
     tanh_scale: scores are 1 + tanh(tanh_scale Q Kᵀ), or Q Kᵀ if it is None.
@@ -261,10 +261,10 @@ class Consumer(NamedTuple):
 
         def step(n, _):
             stage = lax.rem(n, jnp.int32(tile.k_stages))
-            plgpu.barrier_wait(smem.k_full.at[stage])  # TMA: K(n)
-            ds = self._score_gradients(n, begin + n, lse)  # [64, block_k]
+            ds = self._score_gradients(n, begin, end, lse)  # [64, block_k]
             tile.ops.wgmma(dq_acc, ds, smem.k.at[stage])  # group: dQ += dS K
 
+        self._wait_for_keys(jnp.int32(0))
         lax.fori_loop(0, end - begin, step, None)
         plgpu.wgmma_wait(0)  # drains dQ
         self._release(end - begin - 1)
@@ -274,19 +274,25 @@ class Consumer(NamedTuple):
             part = lax.slice(dq, (0, first), (ROWS, first + EPILOGUE_COLUMNS))
             self.dq[:, columns] = part + load(self.dq.at[:, columns])  # [64, 64]
 
+    def _wait_for_keys(self, n) -> None:
+        """Waits for TMA of K(n)."""
+        stage = lax.rem(n, jnp.int32(self.tile.k_stages))
+        plgpu.barrier_wait(self.smem.k_full.at[stage])
+
     def _release(self, n) -> None:
         """Arrives where the producer waits to copy to the stage of K(n)."""
         stage = lax.rem(n, jnp.int32(self.tile.k_stages))
         plgpu.barrier_arrive(self.smem.k_empty.at[stage])
 
-    def _score_gradients(self, n, j, lse) -> jax.Array:
-        """Returns dS [64, block_k] of key tile j."""
+    def _score_gradients(self, n, begin, end, lse) -> jax.Array:
+        """Returns dS(n) [64, block_k], once K(n+1) has arrived."""
         tile, smem = self.tile, self.smem
         wg = lax.axis_index(WARPGROUP)  # in each step: see `backward`
         k_stage = lax.rem(n, jnp.int32(tile.k_stages))
         v_stage = lax.rem(n, jnp.int32(tile.v_stages))
+        acc = plgpu.ACC((ROWS, tile.block_k))
 
-        def body(s_acc, dp_acc):
+        def scores(s_acc):
             # In flight on entry: dQ(n-1).
             k = smem.k.at[k_stage].transpose((1, 0))  # [d, block_k]
             plgpu.wgmma(s_acc, smem.q.at[wg], k)  # group: S = Q Kᵀ
@@ -294,11 +300,17 @@ class Consumer(NamedTuple):
             pl.when(n > 0)(lambda: self._release(n - 1))
 
             plgpu.barrier_wait(smem.v_full.at[v_stage])  # TMA: V(n)
+            # Not with S: ptxas would drain dQ(n-1) before it issues S(n).
+            return pl.run_scoped(functools.partial(gradients, s_acc), acc)
+
+        def gradients(s_acc, dp_acc):
             v = smem.v.at[v_stage].transpose((1, 0))  # [d, block_k]
             plgpu.wgmma(dp_acc, smem.do.at[wg], v)  # group: dP = dO Vᵀ
             # Drains S(n); dP(n) stays in flight.
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # [64, block_k]
-            _, weight = self._probabilities(s, j, lse)  # [64, block_k]
+            _, weight = self._probabilities(s, begin + n, lse)  # [64, block_k]
+            # As in `forward`: without a branch ptxas moves it behind the wait for dP.
+            pl.when(begin + n + 1 < end)(lambda: self._wait_for_keys(n + 1))  # K(n+1)
 
             # Loaded in each step, while WGMMAs run: kept, it would spill others.
             delta = broadcast_cols(load(self.delta, WGMMA_ROW), tile.block_k)
@@ -307,8 +319,7 @@ class Consumer(NamedTuple):
             plgpu.barrier_arrive(smem.v_empty.at[v_stage])
             return (weight * (dp * tile.scale - delta)).astype(smem.q.dtype)
 
-        acc = plgpu.ACC((ROWS, tile.block_k))
-        return pl.run_scoped(body, acc, acc)
+        return pl.run_scoped(scores, acc)
 
     def _probabilities(self, s, j, lse) -> tuple[jax.Array, jax.Array]:
         """Returns `probabilities` of key tile j from s = Q Kᵀ [64, block_k]."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.hopper.launch import BACKWARD, Launch
+from kernels.hopper.launch import BACKWARD, BACKWARD_DQ, Launch
 from tests.mosaic_kernels import (
     Inspected,
     assert_nothing_spills_and_products_overlap,
@@ -42,17 +42,16 @@ def backward(
     return run_backward(backend, 0.1, None, step, step.delta, soft_cap=soft_cap)
 
 
-@functools.cache
+@functools.cache  # where options have the same order
 def compiled(function, step: Step, **options) -> Inspected:
     function = functools.partial(function, **options)
     return inspect(jax.jit(function, donate_argnums=0), step.dq, step)
 
 
-def assert_is_well_compiled(step: Step, *, is_deterministic: bool, **options) -> None:
+def assert_is_well_compiled(step: Step, **options) -> None:
     names = {"flash_backward"}
-    if is_deterministic or step.q.shape[-1] > 128:
+    if options["is_deterministic"] or step.q.shape[-1] > 128:
         names = {"flash_backward_keys", "flash_backward_queries"}
-    options["is_deterministic"] = is_deterministic
     kernels = compiled(backward, step, **options).kernels
     assert_nothing_spills_and_products_overlap(kernels, names, 2**16)
     # CUDA launches no more along y and z.
@@ -74,25 +73,58 @@ def test_nothing_is_spilled_and_products_overlap(
     assert_is_well_compiled(step(head_dim, length=length), **options)
 
 
+def exponentials(scores: int, soft_cap: float | None) -> str:
+    """Those of a thread of 128, for 64 rows of scores; a cap takes one more each."""
+    return f"{scores // 2 * (1 if soft_cap is None else 2)} exp2"
+
+
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_products_are_issued_in_the_order_that_is_drawn(head_dim, soft_cap):
+def test_products_are_issued_in_the_order_that_backward_draws(head_dim, soft_cap):
     options = {"is_deterministic": False, "soft_cap": soft_cap}
     (kernel,) = compiled(backward, step(head_dim), **options).kernels
     block_q = BACKWARD[head_dim]["block_q"]
-    # A thread has half of block_q scores; with a cap, two each.
-    exponentials = block_q // 2 * (1 if soft_cap is None else 2)
     assert kernel.pipeline == (
         f"{head_dim // 16} SS 64x{block_q}x16",  # S(n) = K Qᵀ
         "wait 1",  # drains dK(n-1)
         f"{head_dim // 16} SS 64x{block_q}x16",  # dP(n) = V dOᵀ
         "wait 1",  # drains S(n)
-        f"{exponentials} exp2",
+        exponentials(block_q, soft_cap),
         f"{block_q // 16} RS 64x{head_dim}x16",  # dV += P(n) dO
         "wait 1",  # drains dP(n)
         "8 SS 64x64x16",  # dQ(n-1) = dS K
         f"{block_q // 16} RS 64x{head_dim}x16",  # dK += dS(n) Q
         "wait 1",  # drains dV(n) and dQ(n-1)
+    )
+
+
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
+@pytest.mark.parametrize("head_dim, length", [(64, 2**23), (128, 1024), (256, 1024)])
+def test_deterministic_products_are_issued_as_drawn_too(head_dim, length, soft_cap):
+    options = {"is_deterministic": head_dim <= 128, "soft_cap": soft_cap}
+    kernels = compiled(backward, step(head_dim, length=length), **options).kernels
+    keys, queries = sorted(kernels, key=lambda kernel: kernel.name)
+    block_q, columns = BACKWARD[head_dim]["block_q"], min(head_dim, 128)
+    assert keys.pipeline == (
+        f"{head_dim // 16} SS 64x{block_q}x16",  # S(n) = K Qᵀ
+        "wait 1",  # drains dK(n-1)
+        f"{head_dim // 16} SS 64x{block_q}x16",  # dP(n) = V dOᵀ
+        "wait 1",  # drains S(n)
+        exponentials(block_q, soft_cap),
+        f"{block_q // 16} RS 64x{columns}x16",  # dV += P(n) dO
+        "wait 1",  # drains dP(n)
+        f"{block_q // 16} RS 64x{columns}x16",  # dK += dS(n) Q
+        "wait 1",  # drains dV(n)
+    )
+    block_k = BACKWARD_DQ[head_dim]["block_k"]
+    assert queries.pipeline == (
+        f"{head_dim // 16} SS 64x{block_k}x16",  # S(n) = Q Kᵀ
+        "wait 1",  # drains dQ(n-1)
+        f"{head_dim // 16} SS 64x{block_k}x16",  # dP(n) = dO Vᵀ
+        "wait 1",  # drains S(n)
+        exponentials(block_k, soft_cap),
+        "wait 0",  # drains dP(n)
+        f"{block_k // 16} RS 64x{head_dim}x16",  # dQ += dS(n) K
     )
 
 

@@ -40,7 +40,8 @@ WAITS = {
         "room for gradients of results": ("do_empty", 0),
     },
     "dq": {
-        "keys": ("k_full", 0),
+        "first keys": ("k_full", 0),
+        "keys": ("k_full", 1),
         "values": ("v_full", 0),
         "room for keys": ("k_empty", 1),
         "room for values": ("v_empty", 1),
@@ -56,7 +57,7 @@ COUNTS = {
         **{"q_empty": 2, "do_empty": 2, "ds_exchange": 2},
     },
     "dq": {
-        **{"q_full": 1, "do_full": 1, "k_full": 1, "v_full": 1},
+        **{"q_full": 1, "do_full": 1, "k_full": 2, "v_full": 1},
         **{"k_empty": 3, "v_empty": 3},
     },
 }
