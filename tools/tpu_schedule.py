@@ -4,6 +4,7 @@
     python -m tools.tpu_schedule --chips v4 v5e v5p v6e --output schedules.json
     python -m tools.tpu_schedule --direction backward --kernels ours --regions 200
     python -m tools.tpu_schedule --soft-cap 50 --masks full
+    python -m tools.tpu_schedule --kernels ours tokamax --python TOKAMAX/bin/python
 
 Compiles our Pallas kernel and JAX's splash attention for AOT topologies, finds the
 body of one full tile in their static schedules, and counts its bundles: its cycles,
@@ -19,13 +20,17 @@ two matmuls of 1024 x 1024 x 128 take a v4, v5e or v5p 4096 cycles, and backward
 Splash is compiled with each --masks: it applies a causal mask in every tile, which our
 full tiles do not need, and a full one in none. Its own tile may differ from ours: its
 counts are of as many bodies as make up the area of the requested tile. With --soft-cap
-both cap the scores.
+all cap the scores.
+
+tokamax's is compiled by the --python of an environment with tools/tokamax.txt: as it
+is, and forward with the compiler's scheduler by linear programming (LP), and with that
+and a constant instead of maxima. A causal mask it applies in tiles on the diagonal.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` in
 `tools/lib/benchmarks/rows.py` (device_kind: of the AOT chip) and of `Tile` and `Splash`
 in `tile_program.py` (the latter with "splash_" before it, null in our rows), and
 
-- kernel, ours or splash, and libtpu, the compiler's version;
+- kernel, ours, splash or tokamax, and libtpu, the compiler's version;
 - bodies, how many were counted, and bundles, of all of them;
 - kernels, the name and the bundles of each kernel in that sum;
 - mxu_bound, the bundles that the MXU's work would fill by itself, and mxu_share;
@@ -65,7 +70,9 @@ from tools.lib.tpu_compiler.bundles import (
     read_schedule,
     tile_body,
 )
+from tools.lib.tpu_compiler.splash_tiles import list_splashes
 from tools.lib.tpu_compiler.tile_program import (
+    SPLASHES,
     Compiled,
     Splash,
     Tile,
@@ -76,52 +83,8 @@ from training.pods import ENVIRONMENT, PODS
 
 PROGRAM = "tools.lib.tpu_compiler.tile_program"
 
-SHAPES = (
-    (512, 512, 256),
-    (512, 512, 512),
-    (512, 1024, 256),
-    (512, 1024, 512),
-    (512, 1024, 1024),
-    (1024, 1024, 256),
-    (1024, 1024, 512),
-    (1024, 1024, 1024),
-)
-"""Tiles of splash attention to choose from: block_q, block_k, compute_k."""
-
-Shape = tuple[int, int, int]
-
-BEST: dict[str, dict[tuple[str, str, bool], Shape]] = {
-    "forward": {
-        ("v4", "causal", False): (512, 512, 512),
-        ("v5e", "causal", False): (512, 1024, 512),
-        ("v5p", "causal", False): (1024, 1024, 256),
-        ("v6e", "causal", False): (1024, 1024, 512),
-        ("v4", "full", False): (1024, 1024, 256),
-        ("v5e", "full", False): (1024, 1024, 1024),
-        ("v5p", "full", False): (512, 1024, 1024),
-        ("v6e", "full", False): (1024, 1024, 256),
-    },
-    "backward": {
-        ("v4", "causal", False): (1024, 1024, 512),
-        ("v5e", "causal", False): (1024, 1024, 256),
-        ("v5p", "causal", False): (512, 1024, 1024),
-        ("v6e", "causal", False): (1024, 1024, 1024),
-        ("v4", "full", False): (512, 1024, 512),
-        ("v5e", "full", False): (1024, 1024, 256),
-        ("v5p", "full", False): (1024, 1024, 256),
-        ("v6e", "full", False): (1024, 1024, 1024),
-        ("v4", "causal", True): (512, 1024, 256),
-        ("v5e", "causal", True): (1024, 1024, 512),
-        ("v5p", "causal", True): (1024, 1024, 1024),
-        ("v6e", "causal", True): (1024, 1024, 1024),
-        ("v4", "full", True): (512, 1024, 256),
-        ("v5e", "full", True): (1024, 1024, 512),
-        ("v5p", "full", True): (1024, 1024, 512),
-        ("v6e", "full", True): (1024, 1024, 512),
-    },
-}
-"""By chip, mask and is_fused, the one of `SHAPES` with the fewest bundles for 1024 x
-1024 x 128 in bfloat16, found with --splash all and libtpu 0.0.48.1."""
+OPTIONS = [one.name for one in dataclasses.fields(Splash) if one.name != "kernel"]
+"""Of splash attention, in rows with "splash_" before them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +111,10 @@ class Measurement:
         bundles = sum(count.values())
         bound = self.bodies * sum(body.mxu_bound for body in bodies.values())
         splash = self.variant if isinstance(self.variant, Splash) else None
-        fields = [field.name for field in dataclasses.fields(Splash)]
         return make_row(
-            {"kernel": "splash" if splash else "ours"},
+            {"kernel": splash.kernel if splash else "ours"},
             self.tile,
-            {f"splash_{name}": getattr(splash, name, None) for name in fields},
+            {f"splash_{name}": getattr(splash, name, None) for name in OPTIONS},
             {"libtpu": self.compiled.libtpu, "bodies": self.bodies, "bundles": bundles},
             {"kernels": " + ".join(f"{name} {n:g}" for name, n in count.items())},
             {"mxu_bound": bound, "mxu_share": bound / bundles},
@@ -170,8 +132,10 @@ def _key(unit: str) -> str:
     return unit.lower().replace(":", "_")
 
 
-def measure(tile: Tile, variant: Variant) -> Measurement:
+def measure(tile: Tile, variant: Variant, python: str = sys.executable) -> Measurement:
     """Compiles splash attention, or our kernel, in a process of its own.
+
+    python: of the environment that it runs in.
 
     Raises:
       ValueError: it does not compile, or without the kernels that it should have.
@@ -182,7 +146,7 @@ def measure(tile: Tile, variant: Variant) -> Measurement:
             "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
         }
         done = subprocess.run(
-            [sys.executable, "-m", PROGRAM, write_request(tile, variant)],
+            [python, "-m", PROGRAM, write_request(tile, variant)],
             cwd=ROOT,
             env=os.environ | ENVIRONMENT | environment,
             capture_output=True,
@@ -218,33 +182,12 @@ def read_dump(folder: Path, kernel: str) -> Schedule:
     return read_schedule((folder / found[0][0]).read_text(), used.read_text())
 
 
-def splash_shapes(tile: Tile, chosen: str, key: tuple[str, str, bool]) -> list[Shape]:
-    """Returns the tiles of splash attention to compile, none larger than `tile`.
-
-    chosen: "all", or "best" for the one in `BEST`.
-    key: chip, mask, and whether one backward kernel does it all.
-    """
-    shapes = SHAPES if chosen == "all" else [BEST[tile.direction].get(key, SHAPES[4])]
-    limits = tile.block_q, tile.block_k, tile.block_k
-    return sorted({tuple(map(min, shape, limits)) for shape in shapes})
-
-
-def list_splashes(tile: Tile, masks: Sequence[str], chosen: str) -> list[Splash]:
-    """Returns the variants of splash attention that a tile is compared with."""
-    return [
-        Splash(mask, is_fused, *shape)
-        for mask in masks
-        for is_fused in ([False] if tile.direction == "forward" else [False, True])
-        for shape in splash_shapes(tile, chosen, (tile.chip, mask, is_fused))
-    ]
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Formats rows as text."""
     units = [name.removeprefix("slots_") for name in rows[0] if "slots_" in name]
     titles = "bundles", "MXU bound", "MXU", "spills", "VMEM MiB"
     lines = [
-        f"{'chip':5}{'kernel':28}{'tile':16}"
+        f"{'chip':6}{'kernel':32}{'tile':20}"
         + "".join(f"{title:>10}" for title in titles)
         + "  "
         + " ".join(f"{unit.split('_')[-1]:>5}" for unit in units)
@@ -256,7 +199,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             for unit in units
         )
         lines.append(
-            f"{row['chip']:5}{_name(row):28}{_shape(row):16}{row['bundles']:10.0f}"
+            f"{row['chip']:6}{_name(row):32}{_shape(row):20}{row['bundles']:10.0f}"
             f"{row['mxu_bound']:10.0f}{row['mxu_share']:10.1%}{spills:10.0f}"
             f"{row['vmem_bytes'] / 2**20:10.1f}  "
             + " ".join(f"{share:5.0%}" for share in use)
@@ -270,10 +213,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _name(row: dict[str, Any]) -> str:
     if row["kernel"] == "ours":
         return "ours"
-    kernels = {"forward": "", "backward": ", two kernels"}[row["direction"]]
-    return (
-        f"splash {row['splash_mask']}{', fused' if row['splash_is_fused'] else kernels}"
-    )
+    options = {name: row[f"splash_{name}"] for name in OPTIONS}
+    splash = Splash(kernel=row["kernel"], **options)
+    is_cut = row["direction"] == "backward" and not splash.is_fused
+    return splash.name + ", two kernels" * is_cut
 
 
 def _shape(row: dict[str, Any]) -> str:
@@ -309,7 +252,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--chips", nargs="+", default=["v5e"], choices=tuple(PODS))
     add("--direction", default="forward", choices=("forward", "backward"))
-    add("--kernels", nargs="+", default=["ours", "splash"], choices=("ours", "splash"))
+    kernels = "ours", "splash", "tokamax"
+    add("--kernels", nargs="+", default=list(kernels[:2]), choices=kernels)
     add("--masks", nargs="+", default=["causal", "full"], choices=("causal", "full"))
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     sizes = {
@@ -332,6 +276,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of its own tiles: the best one known, or every one (default: best)",
     )
     parser.add_argument(
+        "--python",
+        default=sys.executable,
+        help="that of an environment with tools/tokamax.txt (default: this one)",
+    )
+    parser.add_argument(
         "--regions", type=at_least(1), help="list regions of at least N bundles"
     )
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
@@ -349,11 +298,13 @@ def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:
     measured, failures = [], []
     for tile in _tiles(chosen):
         variants: list[Variant] = [None] if "ours" in chosen.kernels else []
-        if "splash" in chosen.kernels:
-            variants += list_splashes(tile, chosen.masks, chosen.splash)
+        peers = [kernel for kernel in SPLASHES if kernel in chosen.kernels]
+        variants += list_splashes(tile, peers, chosen.masks, chosen.splash)
         for variant in variants:
+            is_apart = getattr(variant, "kernel", None) == "tokamax"
+            python = chosen.python if is_apart else sys.executable
             try:
-                measured.append(measure(tile, variant))
+                measured.append(measure(tile, variant, python))
             except ValueError as error:
                 failures.append(str(error))
     return measured, failures

@@ -1,9 +1,12 @@
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from kernels.tpu.block_sizes import TPU_FORWARD
 from tools.lib.tpu_compiler.tile_program import (
+    SPLASHES,
     Splash,
     Tile,
     make_program,
@@ -67,8 +70,40 @@ def test_splash_program_has_the_kernels_and_shapes_of_the_direction():
     assert describe("backward", 1, FUSED) == (dkv, [k, k, k, k])
 
 
+def test_tokamax_is_given_the_options_of_the_variant(monkeypatch):
+    """Stands in for the package, which has an environment of its own."""
+    given = {}
+
+    def make_splash_mha(mask, config, q_seq_shards):
+        given.update(config, mask=mask, shards=q_seq_shards)
+        return lambda q, k, v: q
+
+    kernel = SimpleNamespace(SplashConfig=dict, make_splash_mha=make_splash_mha)
+    masks = SimpleNamespace(CausalMask=lambda shape: ("causal", shape), FullMask=None)
+    for name, module in ("kernel", kernel), ("mask", masks):
+        name = f"{SPLASHES['tokamax']}.splash_attention_{name}"
+        monkeypatch.setitem(sys.modules, name, module)
+    way = Splash("causal", True, 512, 1024, 256, "tokamax", True, 0.0)
+    program = make_program(make_tile("backward", soft_cap=50.0), way)
+    assert program.kernels == ("splash_mha_dkv_no_residuals",)
+    assert given == {
+        "mask": ("causal", (2048, 2048)),
+        "shards": 1,
+        "block_q": 512,
+        "block_kv": 1024,
+        "block_kv_compute": 256,
+        "block_q_dkv": 512,
+        "block_kv_dkv": 1024,
+        "block_kv_dkv_compute": 256,
+        "attn_logits_soft_cap": 50.0,
+        "use_experimental_scheduler": True,
+        "max_logit_const": 0.0,
+    }
+
+
 def test_request_is_read_as_it_was_written():
     tile = make_tile("backward", group=2, soft_cap=50.0)
     blocks = dataclasses.replace(TPU_FORWARD["v6e"], rows=128)
-    for way in (None, blocks, FUSED):
+    tokamax = dataclasses.replace(FUSED, kernel="tokamax", max_logit=0.0)
+    for way in (None, blocks, FUSED, tokamax):
         assert read_request(write_request(tile, way)) == (tile, way)

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -10,8 +11,9 @@ from kernels.tpu.block_sizes import TPU_FORWARD
 from tests.tools.test_bundles import make_texts
 from tools import tpu_schedule
 from tools.lib.tpu_compiler.bundles import read_schedule, tile_body
+from tools.lib.tpu_compiler.splash_tiles import BEST, SHAPES, list_splashes
 from tools.lib.tpu_compiler.tile_program import Compiled, Splash, Tile
-from tools.tpu_schedule import BEST, SHAPES, Measurement, list_splashes, measure
+from tools.tpu_schedule import Measurement, measure
 
 SPLASH = Splash("causal", False, 512, 1024, 512)
 
@@ -69,24 +71,41 @@ def test_row_counts_the_bodies_that_make_up_the_tile():
     assert (cut["block_q"], cut["bundles"]) == (1024, 8)
 
 
-def test_best_tile_of_splash_is_known_for_every_way_of_running_it():
-    ways = itertools.product(("forward", "backward"), ("v4", "v5e", "v5p", "v6e"))
+@pytest.mark.parametrize(
+    ("kernel", "chips"),
+    [("splash", ("v4", "v5e", "v5p", "v6e")), ("tokamax", ("v5e", "v5p", "v6e"))],
+)
+def test_best_tile_is_known_for_every_way_of_running_splash(kernel, chips):
+    ways = itertools.product(("forward", "backward"), chips)
     for direction, chip in ways:
         tile = make_tile(direction, chip)
-        for splash in list_splashes(tile, ("causal", "full"), "best"):
+        for splash in list_splashes(tile, [kernel], ("causal", "full"), "best"):
             shape = splash.block_q, splash.block_k, splash.compute_k
-            assert BEST[direction][chip, splash.mask, splash.is_fused] == shape
+            assert BEST[direction][splash.name][chip] == shape in SHAPES[kernel]
 
 
 def test_splash_is_compiled_with_tiles_no_larger_than_the_one_asked_for():
-    every = list_splashes(make_tile(), ("full",), "all")
-    assert [(s.block_q, s.block_k, s.compute_k) for s in every] == list(SHAPES)
-    smaller = list_splashes(make_tile("backward", block=512), ("causal",), "all")
-    assert smaller == [
+    every = list_splashes(make_tile(), ["splash"], ("full",), "all")
+    assert [(s.block_q, s.block_k, s.compute_k) for s in every] == [*SHAPES["splash"]]
+    tile = make_tile("backward", block=512)
+    assert list_splashes(tile, ["splash"], ("causal",), "all") == [
         Splash("causal", is_fused, 512, 512, compute_k)
         for is_fused in (False, True)
         for compute_k in (256, 512)
     ]
+    # Those of tokamax may have twice as many rows and keys.
+    largest = list_splashes(tile, ["tokamax"], ("causal",), "all")[-1]
+    assert largest == Splash("causal", True, 1024, 1024, 1024, "tokamax")
+
+
+def test_tokamax_has_one_backward_kernel_and_options_forward():
+    def names(direction):
+        tile = make_tile(direction)
+        return [s.name for s in list_splashes(tile, ["tokamax"], ["full"], "best")]
+
+    assert names("backward") == ["tokamax full, fused"]
+    options = "", ", LP", ", no maximum", ", LP, no maximum"
+    assert names("forward") == [f"tokamax full{option}" for option in options]
 
 
 def test_dump_of_exactly_one_kernel_of_the_name_is_read(tmp_path):
@@ -105,21 +124,34 @@ def test_dump_of_exactly_one_kernel_of_the_name_is_read(tmp_path):
 def test_program_writes_what_compiled_and_tells_what_did_not(
     tmp_path, monkeypatch, capsys
 ):
-    def pretend(tile, splash):
+    pythons = []
+
+    def pretend(tile, splash, python):
         if splash is None:
             raise ValueError("ours does not compile: VMEM")
+        pythons.append((splash.kernel, python))
         return make_measurement(tile, splash)
 
     monkeypatch.setattr(tpu_schedule, "measure", pretend)
     path = tmp_path / "rows.json"
     arguments = "--chips", "v5e", "v6e", "--regions", "2", "--output", str(path)
-    assert tpu_schedule.main(arguments) == 1
+    kernels = "--kernels", "ours", "splash", "tokamax", "--python", "other/python"
+    assert tpu_schedule.main((*arguments, *kernels)) == 1
     rows = json.loads(path.read_text())
-    expected = list(itertools.product(("v5e", "v6e"), ("causal", "full")))
-    assert [(row["chip"], row["splash_mask"]) for row in rows] == expected
+    found = [(row["chip"], row["kernel"], row["splash_mask"]) for row in rows]
+    assert found == [
+        (chip, kernel, mask)
+        for chip in ("v5e", "v6e")
+        for kernel, options in (("splash", 1), ("tokamax", 4))
+        for mask in ("causal", "full")
+        for _ in range(options)
+    ]
+    apart = ("splash", sys.executable), ("tokamax", "other/python")
+    assert set(pythons) == set(apart)
     assert rows[0]["device_kind"] == "TPU v5 lite"
     assert rows[0]["jax"] == jax.__version__ and "commit" in rows[0]
     shown = capsys.readouterr()
     assert shown.err == "error: ours does not compile: VMEM\n" * 2
     assert "0x0 to     0x2:      2 bundles, 0 loops; MXU 6, XLU 0, VALU 1" in shown.out
-    assert "v6e  splash full" in shown.out and "75.0%" in shown.out
+    assert "v6e   splash full" in shown.out and "75.0%" in shown.out
+    assert "v6e   tokamax causal, LP, no maximum" in shown.out

@@ -1,4 +1,4 @@
-"""Compiles attention on a few tiles for an AOT topology: ours, or JAX's splash.
+"""Compiles attention on a few tiles for an AOT topology: ours, or splash attention.
 
 `tpu_schedule.py` runs this as a program, once for every kernel, as the compiler's dump
 flags hold for a whole process:
@@ -9,6 +9,7 @@ compiles the request of `write_request`, and prints `Compiled` as JSON.
 """
 
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import re
@@ -20,16 +21,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel,
-    splash_attention_mask,
-)
 from jax.sharding import Mesh
 
 from kernels.block_sizes import BlockSizes
 from kernels.tpu import launch
 from kernels.tpu.block_sizes import TpuBlocks
 from training.pods import compile_for, tpu_devices
+
+SPLASHES = {
+    "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
+    "tokamax": "tokamax._src.ops.experimental.tpu.splash_attention",
+}
+"""Packages of splash attention: JAX's and tokamax's."""
 
 KV_HEADS = 2
 """One for each core of a megacore."""
@@ -71,10 +74,14 @@ class Tile:
 class Splash:
     """Options of splash attention.
 
-    mask: "full", or "causal", which it computes and applies in every tile.
-    is_fused: whether one backward kernel makes dq, dk and dv.
+    mask: "full", or "causal", which JAX's computes and applies in every tile.
+    is_fused: whether one backward kernel makes dq, dk and dv; tokamax has no other.
     block_q, block_k: its own tile.
     compute_k: keys of the tile that are worked on at a time.
+    kernel: of `SPLASHES`.
+    has_lp_scheduler: whether the compiler is asked for its scheduler by linear
+      programming (tokamax, forward).
+    max_logit: constant that takes the place of the row maxima (tokamax).
     """
 
     mask: str
@@ -82,6 +89,18 @@ class Splash:
     block_q: int
     block_k: int
     compute_k: int
+    kernel: str = "splash"
+    has_lp_scheduler: bool = False
+    max_logit: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is, less its tile."""
+        parts = [f"{self.kernel} {self.mask}"]
+        parts += ["fused"] if self.is_fused else []
+        parts += ["LP"] if self.has_lp_scheduler else []
+        parts += ["no maximum"] if self.max_logit is not None else []
+        return ", ".join(parts)
 
 
 Variant = Splash | TpuBlocks | None
@@ -139,27 +158,38 @@ def our_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
 def splash_program(tile: Tile, splash: Splash) -> Program:
     """Builds that of splash attention; backward, the forward kernel is in it too."""
     tokens, heads = tile.length, tile.group * KV_HEADS
-    masks = {
-        "causal": splash_attention_mask.CausalMask,
-        "full": splash_attention_mask.FullMask,
-    }
-    q, k = splash.block_q, splash.block_k
-    sizes = {"block_q": q, "block_kv": k, "block_kv_compute": splash.compute_k}
-    sizes |= {f"{name}_dkv": size for name, size in sizes.items() if "comp" not in name}
-    sizes |= {"block_kv_dkv_compute": splash.compute_k}
+    kernel, masks = (
+        importlib.import_module(f"{SPLASHES[splash.kernel]}.splash_attention_{name}")
+        for name in ("kernel", "mask")
+    )
+    shape = q, k, compute = splash.block_q, splash.block_k, splash.compute_k
+    # Backward, the forward kernel is not counted, and has to fit.
+    limit = 1024 if tile.direction == "backward" else tokens
+    names = "block_q", "block_kv", "block_kv_compute"
+    sizes = {name: min(size, limit) for name, size in zip(names, shape, strict=True)}
+    sizes |= {"block_q_dkv": q, "block_kv_dkv": k, "block_kv_dkv_compute": compute}
     if not splash.is_fused:
         sizes |= {"block_q_dq": q, "block_kv_dq": k}
-    attend = splash_attention_kernel.make_splash_mha(
-        splash_attention_mask.MultiHeadMask(
-            [masks[splash.mask]((tokens, tokens))] * heads
-        ),
-        block_sizes=splash_attention_kernel.BlockSizes(
-            **sizes, use_fused_bwd_kernel=splash.is_fused
-        ),
-        head_shards=1,
-        attn_logits_soft_cap=tile.soft_cap,
-        q_seq_shards=1,
-    )
+    mask = {"causal": masks.CausalMask, "full": masks.FullMask}[splash.mask]
+    mask, cap = mask((tokens, tokens)), {"attn_logits_soft_cap": tile.soft_cap}
+    if splash.kernel == "splash":
+        attend = kernel.make_splash_mha(
+            masks.MultiHeadMask([mask] * heads),
+            block_sizes=kernel.BlockSizes(
+                **sizes, use_fused_bwd_kernel=splash.is_fused
+            ),
+            head_shards=1,
+            q_seq_shards=1,
+            **cap,
+        )
+    else:
+        config = kernel.SplashConfig(
+            **sizes,
+            **cap,
+            use_experimental_scheduler=splash.has_lp_scheduler,
+            max_logit_const=splash.max_logit,
+        )
+        attend = kernel.make_splash_mha(mask, config=config, q_seq_shards=1)
     q = jax.ShapeDtypeStruct((heads, tokens, tile.head_dim), tile.dtype)
     k = jax.ShapeDtypeStruct((KV_HEADS, tokens, tile.head_dim), tile.dtype)
     if tile.direction == "forward":
