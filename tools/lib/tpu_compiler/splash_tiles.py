@@ -88,7 +88,7 @@ TOKAMAX: dict[str, dict[str, dict[str, Shape]]] = {
             "v6e": (2048, 2048, 1024),
         },
         ", LP": {
-            "v5e": (2048, 2048, 512),
+            "v5e": (1024, 2048, 1024),
             "v5p": (1024, 2048, 1024),
             "v6e": (1024, 2048, 512),
         },
@@ -98,7 +98,7 @@ TOKAMAX: dict[str, dict[str, dict[str, Shape]]] = {
             "v6e": (2048, 2048, 1024),
         },
         ", LP, no maximum": {
-            "v5e": (2048, 1024, 1024),
+            "v5e": (1024, 2048, 1024),
             "v5p": (2048, 2048, 512),
             "v6e": (2048, 2048, 1024),
         },
@@ -111,7 +111,8 @@ TOKAMAX: dict[str, dict[str, dict[str, Shape]]] = {
         },
     },
 }
-"""The same of tokamax, by options; found under a causal mask, with either the same."""
+"""The same of tokamax, by options: the best under a causal mask that fit with none too.
+Up to 2 % shorter on a v5e with LP, but too large without a mask: 2048 x 1024 x 1024."""
 
 for _direction, _options in TOKAMAX.items():
     for _mask in ("causal", "full"):
