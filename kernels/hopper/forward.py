@@ -49,7 +49,7 @@ from .shared import (
     constant,
     kernel,
     load,
-    mask,
+    masked,
     one_plus_tanh,
     tiled_smem,
     wait_for_last_arrivals,
@@ -361,7 +361,7 @@ class Consumer(NamedTuple):
             s = one_plus_tanh(s, self.tile.tanh_scale, self.tile.ops)
 
         is_full = (full[0] <= j) & (j < full[1])
-        s = lax.cond(is_full, lambda s: s, lambda s: mask(s, j * block_k, 1, bounds), s)
+        s = lax.cond(is_full, lambda s: s, lambda s: masked(s, j * block_k, bounds), s)
         new_m = jnp.maximum(m, s.max(axis=1) * scale)  # [64]
         alpha = jnp.exp2(m - new_m)  # [64]
         p = jnp.exp2(s * scale - broadcast_cols(new_m, block_k))  # [64, block_k]

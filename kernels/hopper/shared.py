@@ -106,6 +106,21 @@ def mask(
     return jnp.where(in_interval(k_start, k, k_end), s, fill)
 
 
+def masked(s: jax.Array, first_key: jax.Array, bounds: Any) -> jax.Array:
+    """Returns `mask` of keys along the columns, by one comparison a score.
+
+    It is k - k_start < k_end - k_start, of unsigned numbers; counted in SASS, it saves
+    the forward a third of the mask. In the backward it spills, or saves nothing.
+    """
+    k_start, k_end = bounds  # [64] each
+    offset = (first_key - k_start).astype(jnp.uint32)
+    count = jnp.maximum(k_end - k_start, 0).astype(jnp.uint32)
+    layout = plgpu.Layout.WGMMA
+    k = plgpu.broadcasted_iota(jnp.uint32, s.shape, 1, layout=layout)
+    offset, count = (broadcast_cols(x, s.shape[1]) for x in (offset, count))
+    return jnp.where(k + offset < count, s, -jnp.inf)
+
+
 @dataclass(frozen=True)
 class NativeOps:
     """WGMMAs that read an operand in registers, and TMA that adds.
