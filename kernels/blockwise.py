@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .block_sizes import BlockSizes
-from .merge import Partial, merge
-from .precision import gradient_factors, product, soft_capped
+from .merge import Partial, added, merge
+from .precision import product, soft_capped
 from .tile_layout import Tiling
 from .tile_ranges import TileRanges, key_ranges, query_ranges
 
@@ -119,6 +119,7 @@ def backward(
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
+    dkv: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes gradients of the attention to these keys: see `reference`."""
     tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
@@ -126,10 +127,12 @@ def backward(
     queries, bounds, scores = (q, do, lse, delta), (k_start, k_end), (scale, soft_cap)
 
     def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return backward_tiles(tiling, ranges, queries, (k, v), bounds, scores, dq)
+        gradients = backward_tiles(tiling, ranges, queries, (k, v), bounds, scores)
+        return dq + gradients[0], *added(dkv, gradients[1:])
 
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return dq, jnp.zeros(k.shape, tiling.dtype), jnp.zeros(v.shape, tiling.dtype)
+        dk, dv = dkv or [jnp.zeros(x.shape, tiling.dtype) for x in (k, v)]
+        return dq, dk, dv
 
     return lax.cond(_any(ranges), compute, skip)
 
@@ -141,15 +144,13 @@ def backward_tiles(
     keys: tuple[jax.Array, jax.Array],
     bounds: tuple[jax.Array, jax.Array],
     scores: tuple[float, float | None],
-    dq: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the backward pass over given query tiles of each key tile.
+    """Computes dq, dk and dv over given query tiles of each key tile.
 
     queries: q, do, lse and delta. keys: k and v. scores: scale and soft_cap.
     """
     scale, soft_cap = scores
     k_starts, k_ends = (tiling.split_bounds(bound) for bound in bounds)
-    before, after = gradient_factors(scale, keys[0].dtype)
 
     def one_head(q_tiles, do_tiles, lse_tiles, delta_tiles, k_tiles, v_tiles):
         def key_tile(dq_tiles, place):
@@ -171,8 +172,7 @@ def backward_tiles(
                     p = jnp.where(tiling.mask(bounds, j).T, p, 0)
                 dv += product("sr,rd->sd", p.astype(q_i.dtype), do_i)  # (block_k, D)
                 dp = product("sd,rd->sr", v_j, do_i)  # (block_k, R)
-                ds = p * (dp - delta_tiles[row, i]) * slope
-                ds = (before * ds).astype(q_i.dtype)
+                ds = (p * (dp - delta_tiles[row, i]) * slope).astype(q_i.dtype)
                 dk += product("sr,rd->sd", ds, q_i)  # (block_k, D)
                 partial = product("ds,sr->dr", k_j_t, ds)  # (D, R)
                 return dq_tiles.at[row, i].add(partial), dk, dv
@@ -193,9 +193,8 @@ def backward_tiles(
     query_tiles = tiling.split_queries(q), tiling.split_queries(do)
     row_tiles = tiling.split_rows(lse), tiling.split_rows(delta)
     key_tiles = (tiling.split_keys(x) for x in keys)
-    partial, dk, dv = _for_each_head(one_head, *query_tiles, *row_tiles, *key_tiles)
-    dq, dk = dq + after * tiling.join_queries(partial), after * tiling.join_keys(dk)
-    return dq, dk, tiling.join_keys(dv)
+    dq, dk, dv = _for_each_head(one_head, *query_tiles, *row_tiles, *key_tiles)
+    return tiling.join_queries(dq), tiling.join_keys(dk), tiling.join_keys(dv)
 
 
 def _for_each_head(one_head: Callable, *tiles: jax.Array) -> tuple[jax.Array, ...]:

@@ -263,4 +263,5 @@ def _reference_head(q, k, v, do, d_lse, sinks, k_start, k_end, *, soft_cap):
         **scores,
         dq=jnp.zeros(q.shape, lse.dtype),
     )
+    dq, dk = scores["scale"] * dq, scores["scale"] * dk
     return out, lse, dq.astype(q.dtype), dk, dv, d_sinks

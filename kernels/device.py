@@ -11,3 +11,7 @@ def device_kind() -> str:
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     return (described or jax.devices()[0]).device_kind
+
+
+def is_tpu() -> bool:
+    return device_kind().startswith("TPU")

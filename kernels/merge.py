@@ -34,6 +34,11 @@ def _weight(gap: jax.Array) -> jax.Array:
     return jnp.swapaxes(jax.nn.sigmoid(gap), 1, 2)[..., None]
 
 
+def added(sums: Partial | None, gradients: Partial) -> Partial:
+    """Adds gradients to those so far, if any: dk and dv, or any pair of arrays."""
+    return jax.tree.map(jnp.add, sums, gradients) if sums else gradients
+
+
 def merge_over(axis_name: str | tuple[str, ...], partial: Partial) -> Partial:
     """Merges the partial results of the devices along mesh axes; all get the result.
 

@@ -17,16 +17,6 @@ def accumulator_type(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def gradient_factors(scale: float, dtype: jnp.dtype) -> tuple[float, float]:
-    """Returns the factors on ds before it is rounded to `dtype`, and on dq, dk after.
-
-    The scale is one of the two: the second in float16, whose small numbers have few
-    digits, and where it is too small or too large for float32.
-    """
-    is_ordinary = scale == 0 or 2.0**-64 <= abs(scale) <= 2.0**64
-    return (scale, 1.0) if is_ordinary and dtype != jnp.float16 else (1.0, scale)
-
-
 def soft_capped(
     s: jax.Array, soft_cap: float | None
 ) -> tuple[jax.Array, jax.Array | float]:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from .block_sizes import BlockSizes
 from .masks import in_interval
-from .merge import Partial, merge
-from .precision import gradient_factors, product, soft_capped
+from .merge import Partial, added, merge
+from .precision import product, soft_capped
 
 
 def forward(
@@ -64,6 +64,7 @@ def backward(
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
+    dkv: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes gradients of the attention to these keys (FlashAttention, 2205.14135).
 
@@ -72,9 +73,11 @@ def backward(
     lse: (B, H, T), of the whole result, over all keys of the ring.
     delta: (B, H, T), the sum over D of do · out, less the gradient of lse if any.
     dq: (B, T, H, D) float32, to which the partial gradient of these keys is added.
+    dkv: dk and dv (B, S, K, D) float32, to which that of these queries is; or zeros.
 
     Returns:
-      dq (B, T, H, D), dk and dv (B, S, K, D): float32.
+      dq (B, T, H, D), dk and dv (B, S, K, D): float32. The factor `scale` of dq and dk
+      is left to the end of a ring.
     """
     del block_sizes
     s, mask, slope = _scores(q, k, k_start, k_end, scale, soft_cap)  # (B, K, G, T, S)
@@ -83,13 +86,11 @@ def backward(
     q, do = q.reshape(rows), do.reshape(rows)  # (B, T, K, G, D)
     p = _probabilities(s, lse.reshape(grouped), mask)  # (B, K, G, T, S)
     dp = product("btkgd,bskd->bkgts", do, v)
-    before, after = gradient_factors(scale, q.dtype)
-    ds = p * (dp - delta.reshape(grouped)[..., None]) * slope
-    ds = (before * ds).astype(q.dtype)
+    ds = (p * (dp - delta.reshape(grouped)[..., None]) * slope).astype(q.dtype)
     dv = product("bkgts,btkgd->bskd", p.astype(q.dtype), do)  # (B, S, K, D)
-    dk = after * product("bkgts,btkgd->bskd", ds, q)  # (B, S, K, D)
-    partial = after * product("bkgts,bskd->btkgd", ds, k)  # (B, T, K, G, D)
-    return dq + partial.reshape(dq.shape), dk, dv
+    dk = product("bkgts,btkgd->bskd", ds, q)  # (B, S, K, D)
+    partial = product("bkgts,bskd->btkgd", ds, k)  # (B, T, K, G, D)
+    return dq + partial.reshape(dq.shape), *added(dkv, (dk, dv))
 
 
 def _scores(

@@ -118,6 +118,11 @@ class Tiling(NamedTuple):
         x = x.transpose(0, 1, 4, 2, 3, 5)  # (M, B/M, K, tiles, block_k, D)
         return x.reshape(m, -1, tiles, self.block_k, depth)
 
+    def split_key_heads(self, x: jax.Array) -> jax.Array:
+        """Cuts (B, S, K, D) to (M, X, key tiles * block_k, D), as `split_heads`."""
+        x = _pad(x, 1, self.key_tiles * self.block_k).transpose(0, 2, 1, 3)
+        return x.reshape(self.bound_rows, -1, *x.shape[2:])
+
     def join_keys(self, x: jax.Array) -> jax.Array:
         """Joins (M, X, key tiles, block_k, D) to (B, S, K, D)."""
         x = x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])

@@ -42,13 +42,14 @@ def device_program(
     backend: Backend,
     soft_cap: float | None = None,
     keep_tail: bool = False,
+    takes_turns: bool = False,
 ) -> Run:
     """Builds the program of each device, forward and backward, on its shards."""
 
     def run(q, k, v, do, d_lse, k_start, k_end, sinks):
         scale = q.shape[-1] ** -0.5
         sizes = "ring", ring_size, LAYOUTS[layout_name], scale
-        this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail)
+        this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail, takes_turns)
         results, pull = jax.vjp(
             lambda *arrays: ring.attend(this_ring, *arrays, k_start, k_end),
             *(q, k, v, sinks),
@@ -67,11 +68,14 @@ def sharded_ring(
     backend: Backend,
     soft_cap: float | None = None,
     keep_tail: bool = False,
+    takes_turns: bool = False,
 ) -> Run:
     """Builds a ring of as many devices."""
     specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring"), SINKS: P()}
     return jax.shard_map(
-        device_program(ring_size, layout_name, backend, soft_cap, keep_tail),
+        device_program(
+            ring_size, layout_name, backend, soft_cap, keep_tail, takes_turns
+        ),
         mesh=ring_mesh(ring_size),
         in_specs=tuple(specs[axis] for axis in OPERANDS),
         out_specs=tuple(specs[axis] for axis in RESULTS),
@@ -92,12 +96,12 @@ class OneAfterTheOther:
 
         return step(operands, carry)
 
-    def backward(self, *operands, dq, **options):
+    def backward(self, *operands, dq, dkv, **options):
         @sequential_vmap
-        def step(operands, dq):
-            return self.backend.backward(*operands, dq=dq, **options)
+        def step(operands, sums):
+            return self.backend.backward(*operands, **sums, **options)
 
-        return step(operands, dq)
+        return step(operands, {"dq": dq, "dkv": dkv})
 
 
 def one_device_ring(

@@ -33,6 +33,7 @@ class Step(NamedTuple):
     k_start: np.ndarray
     k_end: np.ndarray
     carry: Partial | None
+    dkv: tuple[np.ndarray, np.ndarray] | None
 
     def astype(self, dtype: jnp.dtype) -> "Step":
         """Casts operands of matmuls to `dtype`, and sums to its accumulator's type."""
@@ -40,8 +41,11 @@ class Step(NamedTuple):
         types = dict.fromkeys(("q", "k", "v", "do"), dtype)
         types |= dict.fromkeys(("delta", "dq"), wide)
         cast = {name: jnp.asarray(getattr(self, name), types[name]) for name in types}
-        carry = self.carry and tuple(jnp.asarray(x, wide) for x in self.carry)
-        return self._replace(**cast, carry=carry)
+        carry, dkv = (
+            pair and tuple(jnp.asarray(x, wide) for x in pair)
+            for pair in (self.carry, self.dkv)
+        )
+        return self._replace(**cast, carry=carry, dkv=dkv)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class StepCase:
     """Shapes and options of an attention step.
 
     group: query heads of a key/value head. bound_rows: 1, or batch rows with bounds of
-      their own. has_carry: whether other keys came before. sizes: None for a default.
+      their own. has_carry: whether other keys, and to these other
+      queries, came before. sizes: None for a default.
     """
 
     queries: int
@@ -104,6 +109,7 @@ class StepCase:
             dq=normal(*q, dtype=jnp.float32),
             **self._bounds(rng),
             carry=carry if self.has_carry else None,
+            dkv=(normal(*keys), normal(*keys)) if self.has_carry else None,
         )
 
     def abstract(self, dtype: jnp.dtype) -> Step:
@@ -118,8 +124,9 @@ class StepCase:
         out = array(self.queries, heads, self.head_dim, dtype=wide)
         row = array(heads, self.queries, dtype=wide)
         bound = jax.ShapeDtypeStruct((self.bound_rows, self.queries), jnp.int32)
-        carry = (out, row) if self.has_carry else None
-        return Step(q, k, k, q, row, out, bound, bound, carry)
+        dk = array(self.keys, self.kv_heads, self.head_dim, dtype=wide)
+        sums = ((out, row), (dk, dk)) if self.has_carry else (None, None)
+        return Step(q, k, k, q, row, out, bound, bound, *sums)
 
     def _bounds(self, rng: Generator) -> dict[str, np.ndarray]:
         """Draws wide intervals, some empty, in the first row and any in the others."""
@@ -152,11 +159,11 @@ def run_backward(
     **cap: float,
 ) -> Arrays:
     """Returns (dq, dk, dv), by default as if the whole result had an lse of 0."""
-    q, k, v, do, delta, dq, k_start, k_end, _ = step
+    q, k, v, do, delta, dq, k_start, k_end, _, dkv = step
     lse = jnp.zeros_like(delta) if lse is None else lse
     given = q, k, v, do, lse, delta, k_start, k_end
     options = {"scale": scale, "block_sizes": sizes, **cap}
-    return backend.backward(*given, dq=dq, **options)
+    return backend.backward(*given, dq=dq, dkv=dkv, **options)
 
 
 def run(
@@ -188,9 +195,10 @@ shared = functools.cache(compiled)
 
 
 def answer(results: Arrays, step: Step) -> Answer:
-    """Returns results in float64, of dq what the step added."""
+    """Returns results in float64, of gradients what the step added."""
     out, lse, dq, dk, dv = (np.asarray(x, np.float64) for x in results)
-    return Answer(out, lse, dq - step.dq, dk, dv)
+    sums = step.dkv or (0, 0)
+    return Answer(out, lse, dq - step.dq, dk - sums[0], dv - sums[1])
 
 
 def truth(case: StepCase, step: Step, dtype: jnp.dtype = jnp.float64) -> Answer:

@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from kernels import masks
-from kernels import ring as ring_steps
+from kernels import masks, ring, ring_steps
 from kernels.ring import Ring
 from tasks import programs
 from tests.hard_rows import HardRows
@@ -44,19 +43,19 @@ def drop_windows(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_sinks_twice(patch: pytest.MonkeyPatch) -> None:
-    merge = ring_steps.merge
-    patch.setattr(ring_steps, "merge", lambda sink, all: merge(sink, merge(sink, all)))
+    merge = ring.merge
+    patch.setattr(ring, "merge", lambda sink, all: merge(sink, merge(sink, all)))
 
 
 def give_nan_to_rows_that_see_nothing(patch: pytest.MonkeyPatch) -> None:
-    attend = ring_steps._attend_rows
+    attend = ring._attend_rows
 
     def faulty(*arguments: Any) -> tuple:
         out, lse = attend(*arguments)
         is_empty = jnp.isneginf(lse).swapaxes(1, 2)[..., None]
         return jnp.where(is_empty, jnp.nan, out), lse
 
-    patch.setattr(ring_steps, "_attend_rows", faulty)
+    patch.setattr(ring, "_attend_rows", faulty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +71,18 @@ class Stale:
 
 def read_stale_keys_backward(patch: pytest.MonkeyPatch) -> None:
     """Those of the first ring step."""
-    steps = ring_steps._backward_steps
+    steps = ring.backward_steps
 
-    def faulty(ring: Ring, fixed: tuple, kv: tuple, visible: Any) -> tuple:
-        stale = dataclasses.replace(ring, backend=Stale(ring.backend, kv))
-        return steps(stale, fixed, kv, visible)
+    def faulty(this: Ring, rows: tuple, kv: tuple, visible: Any) -> tuple:
+        stale = dataclasses.replace(this, backend=Stale(this.backend, kv))
+        return steps(stale, rows, kv, visible)
 
-    patch.setattr(ring_steps, "_backward_steps", faulty)
+    patch.setattr(ring, "backward_steps", faulty)
 
 
 def forget_gradients_of_other_shards(patch: pytest.MonkeyPatch) -> None:
     """Keys get those of the last ring steps only."""
-    patch.setattr(ring_steps, "_add", lambda dkv, partial: partial)
+    patch.setattr(ring_steps, "added", lambda dkv, partial: partial)
 
 
 FORWARD = attend_to_own_shards, count_the_wrong_shard, drop_windows

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from data.batch import Batch
-from kernels import layouts
-from kernels import ring as ring_steps
+from kernels import layouts, ring_steps
 from models import losses
 from tests.hard_rows import (
     MOST,

@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..block_sizes import BlockSizes
 from ..device import device_kind
-from ..merge import Partial
-from ..precision import LOG2_E, exponent_factors, gradient_factors
+from ..merge import Partial, added
+from ..precision import LOG2_E, exponent_factors
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
@@ -196,6 +196,7 @@ def backward(
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
+    dkv: tuple[jax.Array, jax.Array] | None = None,
     launch: Launch = Launch(),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of the attention to these keys: see `reference`.
@@ -214,7 +215,6 @@ def backward(
     if launch.interpret is None:
         _check_gpu()
     d = _padded_head_size(q)
-    before, after = gradient_factors(scale, q.dtype)
     length, keys = q.shape[1], k.shape[1]
     more_q, more_k = -length % BLOCK_Q, -keys % BLOCK_K
     if soft_cap is not None and keys <= BLOCK_K:
@@ -227,20 +227,17 @@ def backward(
         v=_padded(v, more_k, d),
         # P of rows after the end is 0.
         lse=jnp.pad(_exponents(lse, soft_cap), row, constant_values=jnp.inf),
-        delta=jnp.pad(delta * before, row),
+        delta=jnp.pad(delta, row),
         k_start=_padded_bound(k_start, more_q),
         k_end=_padded_bound(k_end, more_q),
     )
-    factors = before, *exponent_factors(scale, soft_cap)
+    factors = 1.0, *exponent_factors(scale, soft_cap)
     names = "scale", "exponent_scale", "tanh_scale"
     constants = dict(zip(names, factors, strict=True), ops=launch.ops)
-    dq_sum = _padded(dq if after == 1 else jnp.zeros_like(dq), more_q, d)
-    dq_sum, dk, dv = _gradients(step, constants, dq_sum, launch)
-    gradients = dq_sum[:, :length], dk[:, :keys], dv[:, :keys]
-    dq_sum, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-    if after == 1:
-        return dq_sum, dk, dv
-    return dq + after * dq_sum, after * dk, dv
+    dq, dk, dv = _gradients(step, constants, _padded(dq, more_q, d), launch)
+    gradients = dq[:, :length], dk[:, :keys], dv[:, :keys]
+    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
+    return dq, *added(dkv, (dk, dv))
 
 
 def _gradients(

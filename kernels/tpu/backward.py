@@ -46,11 +46,10 @@ class Operands(NamedTuple):
     min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks], SMEM.
     k, v: [M, X, key tiles, block_k, D].
     q, do: [M, X, G, query tiles * block_q, D], left in HBM, and so the next three.
-    lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R]. With an lse that is
-      smaller by log2(factor), P, dq, dk and dv come out times that factor. dq and dk
-      come out times limit^2 of a soft cap.
+    lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R].
     row_bounds: k_start and k_end: int32 [M, query tiles, 2, R].
-    dq: float32, as q: what is accumulated already.
+    dq: float32 accumulators, as q or the last two axes swapped, left in HBM.
+    dkv: dk and dv so far, [M, X, key tiles * block_k, D] or swapped; or nothing.
     """
 
     query_tile_ranges: TileRanges
@@ -63,6 +62,7 @@ class Operands(NamedTuple):
     lse_delta: jax.Array
     row_bounds: jax.Array
     dq: jax.Array
+    dkv: tuple[jax.Array, jax.Array] | tuple[()]
 
 
 class Scratch(NamedTuple):
@@ -115,7 +115,7 @@ class Memory(NamedTuple):
         scratch = Scratch.shapes(blocks.stacked_rows, depth, row.dtype, STREAMED)
         k = pltpu.VMEM((blocks.block_k, depth), row.dtype)
         dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
-        pipelined = {"k": k, "v": k, "dk": dk, "dv": dk}
+        pipelined = {"k": k, "v": k, "dkv": (dk, dk), "dkv so far": (dk, dk)}
         scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
         held = 2 * buffer_bytes(pipelined) + scores
         held += buffer_bytes((scratch.q, scratch.do))
@@ -156,7 +156,12 @@ def backward_call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, heads, key_tiles),
-            in_specs=[k_block, k_block, hbm, hbm, hbm, hbm, hbm],
+            in_specs=[
+                k_block,
+                k_block,
+                *[hbm] * 5,
+                (dk_block, dk_block) if operands.dkv else (),
+            ],
             out_specs=(hbm, dk_block, dk_block),
             scratch_shapes=[
                 Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles, orientation)
@@ -167,7 +172,11 @@ def backward_call(
             dk,
             dk,
         ),
-        input_output_aliases={flat_index(operands, "dq"): 0},
+        # A block of dk or dv is read before its sum is written in its place.
+        input_output_aliases={
+            flat_index(operands, "dq") + number: number
+            for number in range(1 + len(operands.dkv))
+        },
         **options,
     )
     return call(*operands)
@@ -213,7 +222,8 @@ def _kernel(
     do_hbm_ref: jax.Ref,  # [M, X, G, query tiles * block_q, D]
     lse_delta_hbm_ref: jax.Ref,  # [M, X, query tiles, 2, R]
     row_bounds_hbm_ref: jax.Ref,  # [M, query tiles, 2, R]
-    dq_in_hbm_ref: jax.Ref,  # as q; the next one is the same memory
+    dq_in_hbm_ref: jax.Ref,  # as q; the same memory as dq_hbm_ref
+    dkv_ref: tuple[jax.Ref, jax.Ref] | tuple[()],  # as dk_ref
     dq_hbm_ref: jax.Ref,
     dk_ref: jax.Ref,  # [block_k, D]
     dv_ref: jax.Ref,  # [block_k, D]
@@ -241,8 +251,9 @@ def _kernel(
         semaphores=scratch.dq_semaphores,
     )
     keys = KeyTile(k=k_ref, v=v_ref, dk=dk_ref, dv=dv_ref)
-    dk_ref[...] = jnp.zeros_like(dk_ref)  # [block_k, D]
-    dv_ref[...] = jnp.zeros_like(dv_ref)  # [block_k, D]
+    for number, sum_ref in enumerate((dk_ref, dv_ref)):
+        so_far = dkv_ref[number][...] if dkv_ref else jnp.zeros_like(sum_ref)
+        sum_ref[...] = so_far  # [block_k, D], or swapped
 
     def prefetch(i: jax.Array) -> None:
         copies.start(i)
@@ -335,7 +346,7 @@ def _add_gradients(
     do = queries.do[rows, :]  # [rows, D]
     lse = queries.lse_delta[pl.ds(0, 1), rows]  # [1, rows]
     delta = queries.lse_delta[pl.ds(1, 1), rows]  # [1, rows]
-    s = config.scores(keys.k[...], q)  # S^T [keys, rows]
+    s, slope = config.scores_and_slope(keys.k[...], q)  # S^T [keys, rows]
     p = jnp.exp2(s - lse)  # P^T [keys, rows]
     if first_key is not None:
         k_start = queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
@@ -344,8 +355,8 @@ def _add_gradients(
         p = jnp.where(in_interval(k_start, key, k_end), p, 0.0)  # [keys, rows]
     keys.dv[...] += config.product(p.astype(q.dtype), do, NN)  # as dv, and so on
     dp = matmul(keys.v[...], do, NT)  # dP^T [keys, rows]
-    if config.soft_cap:
-        p *= config.soft_cap.slope(s)  # [keys, rows]
+    if slope is not None:
+        p *= slope  # [keys, rows]
     ds = (p * (dp - delta)).astype(q.dtype)  # dS^T [keys, rows]
     dq_ref = config.orientation.at(queries.dq, rows)
     dq_ref[...] += config.product(ds, keys.k[...], TN)

@@ -5,20 +5,18 @@ from the intervals of keys that queries attend to, and runs the kernels of `forw
 and `backward`. Letters of shapes: see `kernels.tpu`.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..block_sizes import BlockSizes
-from ..merge import Partial
-from ..precision import LOG2_E, gradient_factors
+from ..merge import Partial, added
+from ..precision import LOG2_E
 from ..tile_layout import Tiling
 from ..tile_ranges import key_ranges, query_ranges
 from . import backward as backward_kernel
@@ -73,7 +71,7 @@ def forward(
         for any tiles, or for the bounds of all of them; or a soft cap out of range.
     """
     chip = _checked_chip(launch.chip, q.dtype)
-    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype, False)
+    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype)
     offset = cap.offset / LOG2_E if cap else 0.0
     wanted = launch.blocks, block_sizes
     cut = cut_forward(chip, q, k, carry is not None, *wanted, is_capped=bool(cap))
@@ -122,6 +120,7 @@ def backward(
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
+    dkv: tuple[jax.Array, jax.Array] | None = None,
     launch: Launch = Launch(),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of the attention to these keys: see `reference`.
@@ -129,8 +128,7 @@ def backward(
     block_sizes, launch, and what is raised: as in `forward`.
     """
     chip = _checked_chip(launch.chip, q.dtype)
-    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype, True)
-    offset, square = (cap.offset, cap.limit**2) if cap else (0.0, 1.0)
+    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype)
     wanted = launch.blocks, block_sizes
     cut, is_dq_resident = cut_backward(chip, q, k, *wanted, is_capped=bool(cap))
     k, v = cut.repeat_heads(k), cut.repeat_heads(v)
@@ -138,31 +136,32 @@ def backward(
     k_start, k_end = _pad_rows(tiling, k_start), _pad_rows(tiling, k_end)
     ranges = query_ranges(k_start, k_end, tiling.block_q, tiling.block_k, k.shape[1])
     min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
-    # dS = scale P (dP - delta): |scale| comes into P with lse, and is divided out of
-    # dv; its sign comes with k. A scale that is no ordinary number is applied `after`.
-    # Under a soft cap dS comes out times `square`.
-    before, after = (abs(x) for x in gradient_factors(scale, q.dtype))
-    sign, factor = np.sign(scale).astype(k.dtype), (before or 1.0) / square
-    lse = _lse_in_base_2(lse, math.log2(factor) + offset)
+    lse = _lse_in_base_2(lse, cap.offset if cap else 0.0)
     lse = tiling.split_rows(lse)  # [M, X, query tiles, R]
     delta = tiling.split_rows(delta)  # [M, X, query tiles, R]
-    dq_kernel = dq if after == 1 else jnp.zeros_like(dq)
+    accumulates = dkv is not None and cut.stacks == 1
     operands = backward_kernel.Operands(
         query_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * key tiles]
         min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
         max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
-        k=tiling.split_keys(_operand(k * sign, chip)),  # [M, X, key tiles, block_k, D]
+        k=tiling.split_keys(_operand(k, chip)),  # [M, X, key tiles, block_k, D]
         v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
         q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
         do=tiling.split_heads(_operand(do, chip)),  # as q
         lse_delta=jnp.stack((lse, delta), 3),  # [M, X, query tiles, 2, R]
         row_bounds=_stack_bounds(tiling, k_start, k_end),  # [M, query tiles, 2, R]
-        dq=cut.orientation.swap(tiling.split_heads(_pad_lanes(dq_kernel, chip))),
+        dq=cut.orientation.swap(tiling.split_heads(_pad_lanes(dq, chip))),
+        dkv=tuple(
+            cut.orientation.swap(tiling.split_key_heads(_pad_lanes(x, chip)))
+            for x in dkv
+        )
+        if accumulates
+        else (),
     )
     _check_smem(chip, (operands.query_tile_ranges, min_k_start, max_k_end))
-    dq_kernel, dk, dv = backward_kernel.backward_call(
+    gradients = backward_kernel.backward_call(
         TileConfig(
-            cut.blocks, abs(scale) * LOG2_E, _precision(q.dtype), cap, cut.orientation
+            cut.blocks, scale * LOG2_E, _precision(q.dtype), cap, cut.orientation
         ),
         operands,
         is_dq_resident,
@@ -170,13 +169,11 @@ def backward(
         cost_estimate=_cost(tiling, q.shape[-1], 5, operands),
         interpret=launch.interpret,
     )
-    depth = q.shape[-1]
-    dq_kernel, dk, dv = map(cut.orientation.swap, (dq_kernel, dk, dv))
-    dq_kernel = tiling.join_heads(dq_kernel)[..., :depth]  # (B, T, H, D)
-    dk = cut.sum_heads(tiling.join_keys(dk)[..., :depth])  # (B, S, K, D)
-    dv = cut.sum_heads(tiling.join_keys(dv)[..., :depth])  # (B, S, K, D)
-    dq = dq_kernel if after == 1 else dq + after * dq_kernel
-    return dq, dk * (after * np.sign(scale)), dv / factor
+    dq, dk, dv = (cut.orientation.swap(x) for x in gradients)
+    dk, dv = (cut.sum_heads(tiling.join_keys(x)) for x in (dk, dv))  # (B, S, K, D)
+    gradients = tiling.join_heads(dq), dk, dv  # dq (B, T, H, D)
+    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
+    return dq, *((dk, dv) if accumulates else added(dkv, (dk, dv)))
 
 
 def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:

@@ -17,50 +17,52 @@ class SoftCap(NamedTuple):
     """Caps scores: s becomes limit * tanh(s / limit).
 
     limit: log2(e) times the soft cap, as scores are exponents of 2.
-    offset: what scores come out less: `limit`, or 0 where that is faster.
     has_tanh: whether the chip's own tanh is exact, as from v6e on. On older ones XLA's
-      tests allow it an error of 5e-4. There tanh(x) is 1 - 2 / (1 + exp(2 x)), whose 1
-      the offset takes away: a subtraction less for the VPU.
+      tests allow it an error of 5e-4. There tanh(x) is 1 - 2 r, r = 1 / (1 + exp(2 x)),
+      and scores come out less `limit`: a subtraction less for the VPU.
     newton_steps: of that reciprocal.
     """
 
     limit: float
-    offset: float
     has_tanh: bool
     newton_steps: int
 
     @classmethod
-    def of(
-        cls, soft_cap: float, chip: pltpu.TpuInfo, dtype: jnp.dtype, has_slope: bool
-    ) -> "SoftCap":
-        """Returns the cap for a chip.
-
-        dtype: of q, whose digits it keeps. has_slope: whether `slope` is needed.
+    def of(cls, soft_cap: float, chip: pltpu.TpuInfo, dtype: jnp.dtype) -> "SoftCap":
+        """Returns the cap for a chip. dtype: of q, whose digits it keeps.
 
         Raises:
-          NotImplementedError: its square, or its error, is too large.
+          NotImplementedError: its slope, or its error, is too large.
         """
         if not 2**-10 <= soft_cap <= 2**10:
             raise NotImplementedError(
                 f"soft_cap must be from 1/1024 to 1024 on a TPU, got {soft_cap}: name "
                 "another implementation, or leave out a cap that no score reaches"
             )
-        limit, has_tanh = soft_cap * LOG2_E, chip.generation >= 6
-        offset = 0.0 if has_tanh and not has_slope else limit
-        return cls(limit, offset, has_tanh, 2 if dtype == jnp.float32 else 1)
+        steps = 2 if dtype == jnp.float32 else 1
+        return cls(soft_cap * LOG2_E, chip.generation >= 6, steps)
 
-    def apply(self, scale: float, x: jax.Array) -> jax.Array:
-        """Returns capped scores, less `offset`, of products x: [m, n], float32."""
+    @property
+    def offset(self) -> float:
+        """What scores come out less."""
+        return 0.0 if self.has_tanh else self.limit
+
+    def bend(self, scale: float, x: jax.Array) -> jax.Array:
+        """Returns tanh, or r, of products x times scale: [m, n], float32."""
         scale /= self.limit
         if self.has_tanh:
-            return self.limit * jnp.tanh(scale * x) - self.offset
+            return jnp.tanh(scale * x)
         # At most 2^100: a Newton step from 1 / inf gives nan.
         exp = jnp.exp2(jnp.minimum(2 * LOG2_E * scale * x, 100.0))  # [m, n]
-        return -2 * self.limit * reciprocal(1.0 + exp, self.newton_steps)
+        return reciprocal(1.0 + exp, self.newton_steps)
 
-    def slope(self, s: jax.Array) -> jax.Array:
-        """Returns limit^2 (1 - tanh^2) at capped scores s less `limit`: [m, n]."""
-        return s * (-2 * self.limit - s)
+    def scores(self, bent: jax.Array) -> jax.Array:
+        """Returns capped scores, less `offset`."""
+        return (self.limit if self.has_tanh else -2 * self.limit) * bent
+
+    def slope(self, bent: jax.Array) -> jax.Array:
+        """Returns 1 - tanh^2."""
+        return 1.0 - bent * bent if self.has_tanh else 4.0 * bent * (1.0 - bent)
 
 
 class TileConfig(NamedTuple):
@@ -81,8 +83,17 @@ class TileConfig(NamedTuple):
 
     def scores(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Returns scaled and capped scores: [m, D], [n, D] -> [m, n], float32."""
+        return self.scores_and_slope(a, b)[0]
+
+    def scores_and_slope(
+        self, a: jax.Array, b: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns scores, and the slope of their soft cap if there is one."""
         x = dot(a, b, NT, self.precision)
-        return self.soft_cap.apply(self.scale, x) if self.soft_cap else self.scale * x
+        if not self.soft_cap:
+            return self.scale * x, None
+        bent = self.soft_cap.bend(self.scale, x)
+        return self.soft_cap.scores(bent), self.soft_cap.slope(bent)
 
     def product(
         self, a: jax.Array, b: jax.Array, contracted: tuple[int, int]

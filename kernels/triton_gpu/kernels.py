@@ -150,7 +150,6 @@ def backward_dkv(q, k, v, do, lse, delta, bounds, ranges, dk, dv, sizes: tl.cons
             dk_j, dv_j = add_dkv(
                 dk_j, dv_j, k_j, v_j, q_i, do_i, lse_i, delta_i, None, False, sizes
             )
-    dk_j *= sizes.scale
     store_result(dk, dk_j, batch, kv_head, key, key_rows)
     store_result(dv, dv_j, batch, kv_head, key, key_rows)
 
@@ -215,7 +214,7 @@ def backward_dq(
         v_j = load_tile(v, batch, kv_head, j * sizes.block_k, False, key_rows)  # [K, d]
         acc = add_dq(acc, q_i, do_i, lse_i, delta_i, k_j, v_j, None, False, sizes)
     dq_i = load_result(dq_carry, batch, head, row, query_rows)  # [Q, d]
-    dq_i += acc * sizes.scale
+    dq_i += acc
     store_result(dq, dq_i, batch, head, row, query_rows)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
 from ..block_sizes import BlockSizes
-from ..merge import Partial
+from ..merge import Partial, added
 from ..precision import exponent_factors
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from .block_sizes import KernelBlocks, TritonBlocks, chosen_blocks, padded_depth
@@ -58,7 +58,6 @@ class Sizes:
     kv_heads: int
     depth: int
     bound_rows: int
-    scale: float
     scale_log2: float
     tanh_scale: float | None
     block_q: int
@@ -191,7 +190,7 @@ def forward(
         q = -q
     # A scale of 0 would turn the -inf of masked scores into nan; one as small as this
     # makes all weights equal too.
-    scales = scale, max(abs(scale_log2), SMALLEST), tanh_scale
+    scales = max(abs(scale_log2), SMALLEST), tanh_scale
     sizes = _measured(q, k, k_start, scales, blocks, carry is not None)
     bounds = _stacked(k_start, k_end)
     ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
@@ -233,6 +232,7 @@ def backward(
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
     dq: jax.Array,
+    dkv: tuple[jax.Array, jax.Array] | None = None,
     launch: Launch = Launch(),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of the attention to these keys: see `reference`.
@@ -249,7 +249,7 @@ def backward(
     )
 
     dkv_blocks = blocks.backward_dkv.with_tiles(block_sizes)
-    scales = scale, *exponent_factors(scale, soft_cap)
+    scales = exponent_factors(scale, soft_cap)
     sizes = _measured(q, k, k_start, scales, dkv_blocks)
     ranges = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
     ranges = _with_whole_tiles(ranges, sizes.queries // sizes.block_q)
@@ -277,7 +277,7 @@ def backward(
         blocks=dq_blocks,
         capability=capability,
     )
-    return dq, dk, dv
+    return dq, *added(dkv, (dk, dv))
 
 
 def _checked_capability(capability: int | None, q: jax.Array) -> int:
@@ -320,15 +320,15 @@ def _measured(
     q: jax.Array,
     k: jax.Array,
     k_start: jax.Array,
-    scales: tuple[float, float, float | None],
+    scales: tuple[float, float | None],
     blocks: TritonBlocks,
     has_carry: bool = False,
 ) -> Sizes:
     """Returns a problem and its tiles as the kernels take them.
 
-    scales: scale, scale_log2 and tanh_scale.
+    scales: scale_log2 and tanh_scale.
     """
-    scale, scale_log2, tanh_scale = scales
+    scale_log2, tanh_scale = scales
     return Sizes(
         queries=q.shape[1],
         keys=k.shape[1],
@@ -336,7 +336,6 @@ def _measured(
         kv_heads=k.shape[2],
         depth=q.shape[3],
         bound_rows=k_start.shape[0],
-        scale=float(scale),
         scale_log2=float(scale_log2),
         tanh_scale=tanh_scale,
         block_q=blocks.block_q,

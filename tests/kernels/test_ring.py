@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import blockwise, masks, reference, ring
+from kernels import blockwise, masks, reference, ring, ring_steps
 from kernels import layouts as layout
 from kernels.cases import (
     BFLOAT16_RATIO,
@@ -27,10 +27,16 @@ from kernels.cases import (
 )
 from kernels.one_device import attention
 from kernels.ring_attention import make_ring_attention
-from tests.rings import compiled_ring, ring_mesh, sharded_ring, solve_on_ring
+from tests.rings import Make, compiled_ring, ring_mesh, sharded_ring, solve_on_ring
 from tests.simulated import BACKENDS
 
-tail_ring = functools.partial(sharded_ring, keep_tail=True)
+
+@functools.cache  # so that equal rings are compiled once
+def ring_of(implementation: str, keep_tail: bool) -> Make:
+    """Returns rings that go back at once, of "blockwise", or in turns."""
+    options = {"keep_tail": keep_tail, "takes_turns": implementation != "blockwise"}
+    return functools.partial(sharded_ring, **options)
+
 
 GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
 """Their rings are in `test_gpu_ring`."""
@@ -75,7 +81,7 @@ def test_ring_in_float32_matches_one_device_in_float64(
 ):
     problem = Problem.of(rng, case)
     step = BACKENDS[implementation]
-    make = tail_ring if keep_tail else sharded_ring
+    make = ring_of(implementation, keep_tail)
     answer = solve_on_ring(case, problem, step, jnp.float32, make)
     errors = answer.errors(solve(problem, jnp.float64))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
@@ -140,7 +146,7 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(
     "layout_name, ring_size, loop_unroll",
     [
         pytest.param("zigzag", 4, 1, marks=pytest.mark.slow),
-        ("striped", 5, ring.LOOP_UNROLL),
+        ("striped", 5, ring_steps.LOOP_UNROLL),
     ],
 )
 def test_ring_as_a_loop_equals_the_unrolled_ring(
@@ -150,8 +156,8 @@ def test_ring_as_a_loop_equals_the_unrolled_ring(
     case = Case(ring_size, layout_name, "documents", 4, 93, 16)
     problem = Problem.of(rng, case)
     unrolled = solve_on_ring(case, problem, reference, jnp.float32)
-    monkeypatch.setattr(ring, "UNROLLED_STEPS", 2)
-    monkeypatch.setattr(ring, "LOOP_UNROLL", loop_unroll)
+    monkeypatch.setattr(ring_steps, "UNROLLED_STEPS", 2)
+    monkeypatch.setattr(ring_steps, "LOOP_UNROLL", loop_unroll)
     compiled_ring.cache_clear()
     looped = solve_on_ring(case, problem, reference, jnp.float32)
     compiled_ring.cache_clear()
@@ -203,7 +209,7 @@ def test_ring_over_part_of_a_mesh_matches_one_device(keep_tail, rng):
 def test_heads_are_padded_where_they_travel_between_tpus(
     kind, ring_size, padded, monkeypatch
 ):
-    monkeypatch.setattr(ring, "device_kind", lambda: kind)
+    monkeypatch.setattr(ring_steps, "is_tpu", lambda: kind.startswith("TPU"))
     this_ring = ring.Ring("ring", ring_size, layout.Striped(), 1.0, blockwise)
     read = jax.eval_shape(this_ring.as_read, jnp.ones((1, 8, 2, 100)))
     assert read.shape == (1, 8, 2, padded)
@@ -214,7 +220,7 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
     case = Case(2, "striped", "documents", 2, 93, 100, heads=2)
     problem = Problem.of(rng, case)
     as_they_are = solve_on_ring(case, problem, reference, jnp.float32)
-    monkeypatch.setattr(ring, "device_kind", lambda: "TPU v4")
+    monkeypatch.setattr(ring_steps, "is_tpu", lambda: True)
     compiled_ring.cache_clear()
     as_read = solve_on_ring(case, problem, reference, jnp.float32)
     compiled_ring.cache_clear()
@@ -225,7 +231,9 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
 def test_halves_of_the_queries_have_the_intervals_of_all(queries, rng):
     bounds = np.sort(rng.integers(0, 6, (2, 3, queries)), axis=2)
     bounds[1] = np.maximum(*bounds)
-    early, late = (np.array(half) for half in ring.halves(tuple(bounds), length=5))
+    early, late = (
+        np.array(half) for half in ring_steps.halves(tuple(bounds), length=5)
+    )
     middle = queries // 2
     np.testing.assert_array_equal(early[..., :middle], bounds[..., :middle])
     np.testing.assert_array_equal(late[..., middle:], bounds[..., middle:])

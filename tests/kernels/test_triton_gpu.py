@@ -72,7 +72,8 @@ TILE = 16
 TOKENS = 2**24
 """Of 256 numbers each: 32 bits do not count that many."""
 
-FAR = Sizes(TILE, TILE, 1, 1, 256, 1, 0.1, 0.1 * LOG2_E, None, TILE, TILE)
+SCALE = 0.1
+FAR = Sizes(TILE, TILE, 1, 1, 256, 1, SCALE * LOG2_E, None, TILE, TILE)
 LAST = np.array([TOKENS // TILE - 1, *[TOKENS // TILE] * 3], np.int32)
 """Ranges of one tile, which is partial."""
 
@@ -93,7 +94,7 @@ def far_step(
 
 def test_keys_at_the_end_of_a_long_sequence_are_found(rng):
     (q, k, v, _), seen = far_step(rng)
-    want = reference.forward(q, k, v, *seen, scale=FAR.scale)
+    want = reference.forward(q, k, v, *seen, scale=SCALE)
     bounds = np.stack(seen) + np.int32(TOKENS - TILE)
     nothing, out, lse = np.zeros(1, np.float32), *(np.zeros_like(x) for x in want)
     near = [there(x) for x in (bounds, LAST, nothing, nothing, out, lse)]
@@ -105,10 +106,10 @@ def test_keys_at_the_end_of_a_long_sequence_are_found(rng):
 
 def test_queries_at_the_end_of_a_long_sequence_are_found(rng):
     (q, k, v, do), seen = far_step(rng)
-    _, lse = reference.forward(q, k, v, *seen, scale=FAR.scale)
+    _, lse = reference.forward(q, k, v, *seen, scale=SCALE)
     rows = np.asarray(lse), np.ones_like(lse)
     given = q, k, v, do, *rows, *seen
-    _, *want = reference.backward(*given, scale=FAR.scale, dq=np.zeros_like(q))
+    _, *want = reference.backward(*given, scale=SCALE, dq=np.zeros_like(q))
     # Memory that is nowhere written is nowhere taken.
     all_lse, all_delta = (np.zeros((1, 1, TOKENS), np.float32) for _ in range(2))
     bounds = np.zeros((2, 1, TOKENS), np.int32)

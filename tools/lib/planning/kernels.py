@@ -152,7 +152,8 @@ class Launched:
             rows = self.blocks.heads * self.blocks.block_q
             sizes = self.itemsize + FLOAT32 * (1 + self.goes_on)  # q, out, carry
         else:
-            rows, sizes = self.blocks.block_k, 2 * (self.itemsize + FLOAT32)
+            rows = self.blocks.block_k
+            sizes = 2 * (self.itemsize + 2 * FLOAT32)  # k, v; dk, dv in and out
         return work.tiles * self._tile_bytes + work.programs * rows * sizes * self.depth
 
     @property

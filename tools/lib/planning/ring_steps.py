@@ -237,7 +237,7 @@ def works(
 
 
 def halves(bounds: Bounds, keys: int) -> list[Bounds]:
-    """Returns the bounds of both halves of the queries, as `kernels.ring.halves`."""
+    """Returns bounds of both halves of the queries: `kernels.ring_steps.halves`."""
     rows = bounds.k_start.shape[1]
     early = np.arange(rows) < rows // 2
     return [
