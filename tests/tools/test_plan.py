@@ -80,11 +80,13 @@ def test_parts_of_the_memory_are_those_of_the_sizes_and_add_up(plan):
 
 def test_all_transfers_hide_behind_kernels(plan):
     sent, found = RING - 1, plan.transfers
-    # Keys and values in both directions, their gradients in one, and home.
-    assert found.hidden == LAYERS * (4 * sent + 2 * RING)
+    # Keys and values in both directions, their gradients in one, and home; backward
+    # those of each half of the heads, which take turns.
+    assert found.hidden == LAYERS * (2 * sent + 2 * (2 * sent + 2 * RING))
     assert found.hidden_bytes == LAYERS * (sent * (2 + 2) + RING * 2 * 2) * KEYS_BYTES
     assert (found.exposed, found.exposed_bytes) == (0, 0)
-    assert found.kernels == LAYERS * (2 * RING + 1)  # home is in halves backward
+    # Backward, home is in halves, and each of these in two halves of the heads.
+    assert found.kernels == LAYERS * (RING + 2 * (RING + 1))
 
 
 def test_collectives_hold_the_transfers_and_the_gathers_of_parameters(plan):
