@@ -327,7 +327,7 @@ class Consumer(NamedTuple):
             # Drains dP(n); dV(n) stays in flight.
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # [64, block_q]
             delta = load(smem.lse_delta.at[stage, 1], WGMMA_COL)  # [block_q]
-            ds = weight * (dp * tile.scale - broadcast_rows(delta, ROWS))
+            ds = weight * (dp - broadcast_rows(delta, ROWS))
             return ds.astype(dtype)
 
         return pl.run_scoped(scores, acc, *([] if self.dq is None else [acc]))

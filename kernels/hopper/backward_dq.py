@@ -53,7 +53,6 @@ class QueryTile(NamedTuple):
 
     block_k: keys of a tile.
     k_stages, v_stages: tiles of K (2 at least) and of V in SMEM.
-    scale: factor on dS.
     exponent_scale: factor on scores, for exponents of 2.
     tanh_scale: scores are 1 + tanh(tanh_scale Q Kᵀ), or Q Kᵀ if it is None.
     ops: of the GPU, or emulated.
@@ -62,7 +61,6 @@ class QueryTile(NamedTuple):
     block_k: int
     k_stages: int
     v_stages: int
-    scale: float
     exponent_scale: float
     tanh_scale: float | None
     ops: NativeOps
@@ -74,7 +72,7 @@ class Operands(NamedTuple):
     live: int32 (M, T / 128, 2), half-open range of key tiles that are not empty.
     full: int32 (M, T / 64, 2), those that need no mask; M is B or 1.
     k_start, k_end: int32 (M, T), visible keys of each query.
-    lse, delta: float32 (B, H, T): for exponents of 2, and times `scale`.
+    lse, delta: float32 (B, H, T): lse for exponents of 2.
     q, do: (B, T, H, D). k, v: (B, S, K, D).
     """
 
@@ -317,7 +315,7 @@ class Consumer(NamedTuple):
             # Drains dP(n).
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)  # [64, block_k]
             plgpu.barrier_arrive(smem.v_empty.at[v_stage])
-            return (weight * (dp * tile.scale - delta)).astype(smem.q.dtype)
+            return (weight * (dp - delta)).astype(smem.q.dtype)
 
         return pl.run_scoped(scores, acc)
 

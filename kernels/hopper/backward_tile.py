@@ -25,7 +25,6 @@ class BackwardTile(NamedTuple):
       has half of the columns, and both compute all of P; then there is no dq.
     block_q: queries of a tile. With dq, block_q · d is twice 64 · 64.
     q_stages, do_stages: tiles of Q and of dO in SMEM.
-    scale: factor on dS.
     exponent_scale: factor on scores, for exponents of 2.
     tanh_scale: scores are 1 + tanh(tanh_scale K Qᵀ), or K Qᵀ if it is None.
     ops: of the GPU, or emulated.
@@ -35,7 +34,6 @@ class BackwardTile(NamedTuple):
     block_q: int
     q_stages: int
     do_stages: int
-    scale: float
     exponent_scale: float
     tanh_scale: float | None
     ops: NativeOps
@@ -63,7 +61,7 @@ class Operands(NamedTuple):
     full: int32 (M, S / 64, 2), those that need no mask; M is B or 1.
     k, v: (B, S, K, D). q, do: (B, T, H, D).
     lse_delta: float32 (B, H, T / block_q, 2, block_q): lse for exponents of 2, and
-      delta times `scale`.
+      delta.
     bounds: int32 (M, T / block_q, 2, block_q): k_start and k_end.
     """
 

@@ -169,7 +169,7 @@ def forward(
 class Step(NamedTuple):
     """Operands of the backward kernels, in whole tiles.
 
-    lse: for exponents of 2. delta: times the kernels' `scale`.
+    lse: for exponents of 2.
     """
 
     q: jax.Array  # [B, T, H, d]
@@ -231,8 +231,8 @@ def backward(
         k_start=_padded_bound(k_start, more_q),
         k_end=_padded_bound(k_end, more_q),
     )
-    factors = 1.0, *exponent_factors(scale, soft_cap)
-    names = "scale", "exponent_scale", "tanh_scale"
+    names = "exponent_scale", "tanh_scale"
+    factors = exponent_factors(scale, soft_cap)
     constants = dict(zip(names, factors, strict=True), ops=launch.ops)
     dq, dk, dv = _gradients(step, constants, _padded(dq, more_q, d), launch)
     gradients = dq[:, :length], dk[:, :keys], dv[:, :keys]
