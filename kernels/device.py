@@ -14,4 +14,5 @@ def device_kind() -> str:
 
 
 def is_tpu() -> bool:
+    """Returns whether it is a TPU."""
     return device_kind().startswith("TPU")

@@ -118,6 +118,8 @@ class Ring:
 def forward_steps(
     ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int
 ) -> Pair:
+    """Returns out (B, T, H, D) and lse (B, H, T) in float32. length: of a shard."""
+
     def compute(step, kv, carry):
         source = (ring.shard() - step) % ring.size
         bounds = ring.slots(source, visible, length)

@@ -53,8 +53,8 @@ class StepCase:
     """Shapes and options of an attention step.
 
     group: query heads of a key/value head. bound_rows: 1, or batch rows with bounds of
-      their own. has_carry: whether other keys, and to these other
-      queries, came before. sizes: None for a default.
+      their own. has_carry: whether other keys came before, and other queries to these
+      keys. sizes: None for a default.
     """
 
     queries: int

@@ -92,9 +92,7 @@ def forward(
     )
     _check_smem(chip, (operands.key_tile_ranges, min_k_start, max_k_end))
     out, lse = forward_kernel.forward_call(
-        TileConfig(
-            cut.blocks, scale * LOG2_E, _precision(q.dtype), cap, cut.orientation
-        ),
+        _tile_config(cut, scale, q.dtype, cap),
         operands,
         compiler_params=_compiler_params(chip, cut.blocks, "parallel"),
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
@@ -139,7 +137,6 @@ def backward(
     lse = _lse_in_base_2(lse, cap.offset if cap else 0.0)
     lse = tiling.split_rows(lse)  # [M, X, query tiles, R]
     delta = tiling.split_rows(delta)  # [M, X, query tiles, R]
-    accumulates = dkv is not None and cut.stacks == 1
     operands = backward_kernel.Operands(
         query_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * key tiles]
         min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
@@ -151,18 +148,11 @@ def backward(
         lse_delta=jnp.stack((lse, delta), 3),  # [M, X, query tiles, 2, R]
         row_bounds=_stack_bounds(tiling, k_start, k_end),  # [M, query tiles, 2, R]
         dq=cut.orientation.swap(tiling.split_heads(_pad_lanes(dq, chip))),
-        dkv=tuple(
-            cut.orientation.swap(tiling.split_key_heads(_pad_lanes(x, chip)))
-            for x in dkv
-        )
-        if accumulates
-        else (),
+        dkv=_split_dkv(cut, tiling, chip, dkv),
     )
     _check_smem(chip, (operands.query_tile_ranges, min_k_start, max_k_end))
     gradients = backward_kernel.backward_call(
-        TileConfig(
-            cut.blocks, scale * LOG2_E, _precision(q.dtype), cap, cut.orientation
-        ),
+        _tile_config(cut, scale, q.dtype, cap),
         operands,
         is_dq_resident,
         compiler_params=_compiler_params(chip, cut.blocks, "arbitrary"),
@@ -173,7 +163,7 @@ def backward(
     dk, dv = (cut.sum_heads(tiling.join_keys(x)) for x in (dk, dv))  # (B, S, K, D)
     gradients = tiling.join_heads(dq), dk, dv  # dq (B, T, H, D)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-    return dq, *((dk, dv) if accumulates else added(dkv, (dk, dv)))
+    return dq, *((dk, dv) if operands.dkv else added(dkv, (dk, dv)))
 
 
 def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:
@@ -292,6 +282,26 @@ def _split_carry(
         out=cut.orientation.swap(tiling.split_heads(_pad_lanes(out, chip))),
         lse=cut.packed(lse),
     )
+
+
+def _split_dkv(
+    cut: Cut,
+    tiling: Tiling,
+    chip: pltpu.TpuInfo,
+    dkv: tuple[jax.Array, jax.Array] | None,
+) -> tuple[jax.Array, ...]:
+    """Returns dk and dv so far for the kernel; none where stacks share their keys."""
+    if dkv is None or cut.stacks > 1:
+        return ()
+    heads = (tiling.split_key_heads(_pad_lanes(x, chip)) for x in dkv)
+    return tuple(map(cut.orientation.swap, heads))  # [M, X, S, D] each, or swapped
+
+
+def _tile_config(
+    cut: Cut, scale: float, dtype: jnp.dtype, cap: SoftCap | None
+) -> TileConfig:
+    precision = _precision(dtype)
+    return TileConfig(cut.blocks, scale * LOG2_E, precision, cap, cut.orientation)
 
 
 def _precision(dtype: jnp.dtype) -> lax.Precision:

@@ -38,9 +38,9 @@ not overflow before their sum shows it.
 class SoftmaxState(NamedTuple):
     """Online softmax of a query tile, in VMEM: see `Orientation` for shapes.
 
-    m: numbers of rows: their maxima, or older ones (see above).
-    l: 2 x sums of the exponentials, not reduced.
-    acc: 2 accumulators of P V.
+    m: [R, 128] or [1, R], numbers of rows: their maxima, or older ones (see above).
+    l: 2 x [R, 128] or [8, R], sums of the exponentials, not reduced.
+    acc: 2 x [R, D] or [D, R], accumulators of P V.
 
     A full tile reads one version of l and acc and writes the other.
     """
@@ -97,8 +97,8 @@ def full_tile(
 ) -> jax.Array:
     """Attends to a tile without a mask and without updating m.
 
-    The tile is cut into sub-tiles n of [rows, cols], software-pipelined so that the MXU
-    does not wait for the VPU:
+    The tile is cut into sub-tiles n of [rows, cols] ([cols, rows] where rows lie along
+    the lanes), software-pipelined so that the MXU does not wait for the VPU:
 
         MXU    S(n + ahead) = Q K^T         acc += P(n - behind) V
         VPU                   P(n) = exp2(S(n) - m), l += P(n)
@@ -121,14 +121,15 @@ def full_tile(
         rows, c = subtiles[n]
         q = q_ref[rows, :]  # [rows, D]
         k = k_ref[pl.ds(c, cols), :]  # [cols, D]
-        return config.scores(*orientation.ordered(q, k))
+        return config.scores(*orientation.ordered(q, k))  # [rows, cols], or swapped
 
     def pv(n: int, p: jax.Array, acc: jax.Array | None) -> jax.Array:
         rows, c = subtiles[n]
         if c == 0:
             acc = orientation.at(state.acc.at[src], rows)[...]
         v = v_ref[pl.ds(c, cols), :]  # [cols, D]
-        acc = acc + config.product(p, v, (orientation.keys_axis, 0))
+        more = config.product(p, v, (orientation.keys_axis, 0))
+        acc = acc + more  # [rows, D], or swapped
         if c == last:
             orientation.at(state.acc.at[1 - src], rows)[...] = acc
         return acc
@@ -141,17 +142,18 @@ def full_tile(
     for n, (rows, c) in enumerate(subtiles):
         if n + ahead < len(subtiles):
             s_queue.append(qk(n + ahead))
-        m = orientation.widen(orientation.at(state.m, rows)[...], cols)
-        p = jnp.exp2(s_queue.popleft() - m)  # as S
+        m = orientation.widen(orientation.at(state.m, rows)[...], cols)  # meets S
+        p = jnp.exp2(s_queue.popleft() - m)  # [rows, cols], or swapped
         if c == 0:
             l = orientation.at(state.l.at[src], rows)[...]
-        l = l + fold(jnp.add, p, orientation.keys_axis)
+        l = l + fold(jnp.add, p, orientation.keys_axis)  # [rows, 128], or [8, rows]
         p_queue.append((n, p.astype(v_ref.dtype)))
         if len(p_queue) > config.blocks.behind:
             acc = pv(*p_queue.popleft(), acc)
         if c == last:
             orientation.at(state.l.at[1 - src], rows)[...] = l
-            max_l = jnp.maximum(max_l, fold(jnp.maximum, l, orientation.axis))
+            folded = fold(jnp.maximum, l, orientation.axis)  # [8, 128]
+            max_l = jnp.maximum(max_l, folded)
     while p_queue:
         acc = pv(*p_queue.popleft(), acc)
     return jnp.max(max_l)
@@ -178,17 +180,19 @@ def exact_tile(
 
     def masked_scores(c: int) -> jax.Array:
         k = k_ref[pl.ds(c, cols), :]  # [cols, D]
-        return mask(config.scores(*orientation.ordered(q, k)), c)
+        s = config.scores(*orientation.ordered(q, k))  # [rows, cols], or swapped
+        return mask(s, c)
 
     scores = [masked_scores(c) for c in columns]
     state.update_max(scores, orientation)
     l, acc = state.l[...], state.acc[...]
     m = orientation.widen(state.m[...], cols)
     for c, s in zip(columns, scores, strict=True):
-        p = jnp.exp2(s - m)  # as S
-        l = l + fold(jnp.add, p, orientation.keys_axis)
+        p = jnp.exp2(s - m)  # [rows, cols], or swapped
+        l = l + fold(jnp.add, p, orientation.keys_axis)  # [rows, 128], or [8, rows]
         v = v_ref[pl.ds(c, cols), :]  # [cols, D]
         p = p.astype(v_ref.dtype)
-        acc = acc + config.product(p, v, (orientation.keys_axis, 0))
+        more = config.product(p, v, (orientation.keys_axis, 0))
+        acc = acc + more  # [rows, D], or swapped
     state.l[...] = l
     state.acc[...] = acc

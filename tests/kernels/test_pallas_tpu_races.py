@@ -17,7 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.cases import FLOAT32_TOLERANCE, Answer
 from kernels.tpu.backward_dq import Streamed
 from kernels.tpu.dma import DoubleBuffer, start_all
-from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, SimulatedTpu
+from kernels.tpu.launch import Launch
+from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, V6E, SimulatedTpu
 from tests.steps import Step, StepCase, answer, compiled, run_backward, truth
 
 # Four query tiles and three key tiles of two heads: every buffer is used again. Later,
@@ -26,7 +27,7 @@ FIRST_STEP = StepCase(1024, 768, group=1, kv_heads=2, batch=1)
 LATER_STEP = dataclasses.replace(FIRST_STEP, queries=512, group=2, has_carry=True)
 
 
-def simulated(copies: str, vmem: int) -> SimulatedTpu:
+def simulated(copies: str, vmem: int, chip: pltpu.TpuInfo = CHIP) -> SimulatedTpu:
     memory = pltpu.InterpretParams(
         detect_races=True,
         # Copies with a clock of their own. By default all copies share one: no races.
@@ -34,11 +35,11 @@ def simulated(copies: str, vmem: int) -> SimulatedTpu:
         uninitialized_memory="nan",
         dma_execution_mode=copies,
     )
-    launch = SimulatedTpu().with_vmem(vmem).launch
+    chip = dataclasses.replace(chip, vmem_capacity_bytes=vmem)
     # Tiles are copied whole: fewer sub-tiles are less to simulate.
     sizes = {"rows": 256, "exact_rows": 256, "live_columns": 256}
     blocks = dataclasses.replace(SMALL_BLOCKS, **sizes, ahead=0, behind=0)
-    return SimulatedTpu(dataclasses.replace(launch, blocks=blocks, interpret=memory))
+    return SimulatedTpu(Launch(chip, blocks, memory))
 
 
 def simulate(case: StepCase, step: Step, backend: SimulatedTpu) -> Answer:
@@ -51,17 +52,26 @@ LATER = LATER_STEP, SMALL_VMEM
 
 
 @pytest.mark.parametrize(
-    "case, vmem, copies",
+    "case, vmem, chip, copies",
     [
-        pytest.param(*FIRST, "eager", id="first ring step, dq in VMEM, eager"),
-        pytest.param(*LATER, "on_wait", id="later ring step, dq in HBM, on_wait"),
-        pytest.param(*FIRST, "on_wait", marks=pytest.mark.slow, id="first, on_wait"),
-        pytest.param(*LATER, "eager", marks=pytest.mark.slow, id="later, eager"),
+        pytest.param(*FIRST, CHIP, "eager", id="first ring step, dq in VMEM, eager"),
+        pytest.param(*LATER, V6E, "on_wait", id="later, dq in HBM, v6e, on_wait"),
+        *(
+            pytest.param(*step, chip, copies, marks=pytest.mark.slow)
+            for step, chip, copies in (
+                (FIRST, CHIP, "on_wait"),
+                (FIRST, V6E, "eager"),
+                (LATER, V6E, "eager"),
+                (LATER, CHIP, "eager"),
+                (LATER, CHIP, "on_wait"),
+            )
+        ),
     ],
 )
-def test_no_copy_races_or_comes_too_late(case, vmem, copies, capfd, rng):
-    step = case.draw(rng)
-    errors = simulate(case, step, simulated(copies, vmem)).errors(truth(case, step))
+def test_no_copy_races_or_comes_too_late(case, vmem, chip, copies, capfd, rng):
+    """On a v6e with dq's rows along the lanes."""
+    step, backend = case.draw(rng), simulated(copies, vmem, chip)
+    errors = simulate(case, step, backend).errors(truth(case, step))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
     assert "RACE DETECTED" not in capfd.readouterr().out
 
