@@ -19,6 +19,7 @@ import functools
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -280,7 +281,9 @@ def silence_writers() -> None:
 
     On a full disk Orbax logs the stacks of all its threads, asyncio those of abandoned
     tasks, and threads of tensorstore and TensorBoard end with stacks of their own.
+    Coroutines that were about to write warn when Python ends.
     """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in "absl", "asyncio":
         logging.getLogger(name).setLevel(logging.CRITICAL)
     show_ignored, show_ended = sys.unraisablehook, threading.excepthook
