@@ -5,10 +5,13 @@ block_q rows, G query heads. Batch rows that share their bounds are folded into 
 heads: M rows of bounds, and X = B / M · K heads in each.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .block_sizes import BlockSizes
 from .masks import in_interval
@@ -75,19 +78,30 @@ class Tiling(NamedTuple):
 
     def split_queries(self, x: jax.Array) -> jax.Array:
         """Cuts (B, T, H, D) to (M, X, query tiles, R, D), zeros after the end."""
-        x = _pad(x, 1, self.query_tiles * self.block_q)
-        m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
-        x = x.reshape(m, -1, tiles, self.block_q, self.kv_heads, self.group, depth)
-        x = x.transpose(0, 1, 4, 2, 5, 3, 6)  # (M, B/M, K, tiles, G, block_q, D)
-        return x.reshape(m, -1, tiles, self.group * self.block_q, depth)
+        x = self.split_heads(x)
+        x = x.reshape(*x.shape[:3], self.query_tiles, self.block_q, -1)
+        x = x.swapaxes(2, 3)  # (M, X, tiles, G, block_q, D)
+        return x.reshape(*x.shape[:3], self.group * self.block_q, -1)
 
     def join_queries(self, x: jax.Array) -> jax.Array:
         """Joins (M, X, query tiles, R, D) to (B, T, H, D)."""
-        m, tiles, depth = self.bound_rows, self.query_tiles, x.shape[-1]
-        x = x.reshape(m, -1, self.kv_heads, tiles, self.group, self.block_q, depth)
-        x = x.transpose(0, 1, 3, 5, 2, 4, 6)  # (M, B/M, tiles, block_q, K, G, D)
-        x = x.reshape(self.batch, -1, self.kv_heads * self.group, depth)
-        return x[:, : self.length]
+        x = x.reshape(*x.shape[:3], self.group, self.block_q, -1).swapaxes(2, 3)
+        return self.join_heads(x.reshape(*x.shape[:3], -1, x.shape[-1]))
+
+    def split_columns(self, x: jax.Array) -> jax.Array:
+        """Cuts (B, T, H, D) to (M, X, D, query tiles, R), zeros after the end."""
+        x = _pad(x, 1, self.query_tiles * self.block_q).transpose(0, 2, 3, 1)
+        tiles = self.group, x.shape[2], self.query_tiles, self.block_q
+        x = x.reshape(self.bound_rows, -1, *tiles)
+        x = jnp.moveaxis(x, 2, 4)  # (M, X, D, tiles, G, block_q)
+        return x.reshape(*x.shape[:4], -1)
+
+    def join_columns(self, x: jax.Array) -> jax.Array:
+        """Joins (M, X, D, query tiles, R) to (B, T, H, D)."""
+        x = x.reshape(*x.shape[:4], self.group, self.block_q)
+        x = jnp.moveaxis(x, 4, 2)  # (M, X, G, D, tiles, block_q)
+        x = x.reshape(self.batch, self.kv_heads * self.group, x.shape[3], -1)
+        return x.transpose(0, 3, 1, 2)[:, : self.length]
 
     def split_heads(self, x: jax.Array) -> jax.Array:
         """Cuts (B, T, H, D) to (M, X, G, query tiles * block_q, D), padded with zeros.
@@ -112,11 +126,8 @@ class Tiling(NamedTuple):
 
     def split_keys(self, x: jax.Array) -> jax.Array:
         """Cuts (B, S, K, D) to (M, X, key tiles, block_k, D), zeros after the end."""
-        x = _pad(x, 1, self.key_tiles * self.block_k)
-        m, tiles, depth = self.bound_rows, self.key_tiles, x.shape[-1]
-        x = x.reshape(m, -1, tiles, self.block_k, self.kv_heads, depth)
-        x = x.transpose(0, 1, 4, 2, 3, 5)  # (M, B/M, K, tiles, block_k, D)
-        return x.reshape(m, -1, tiles, self.block_k, depth)
+        x = self.split_key_heads(x)
+        return x.reshape(*x.shape[:2], self.key_tiles, self.block_k, -1)
 
     def split_key_heads(self, x: jax.Array) -> jax.Array:
         """Cuts (B, S, K, D) to (M, X, key tiles * block_k, D), as `split_heads`."""
@@ -133,6 +144,44 @@ class Tiling(NamedTuple):
         bound = _pad(bound, 1, self.query_tiles * self.block_q)
         bound = bound.reshape(self.bound_rows, self.query_tiles, self.block_q)
         return jnp.tile(bound, (1, 1, self.group))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["shape"]
+)
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles (lines, tiles, …) of which a loop reads and writes one at a time.
+
+    numbers: (lines * tiles, numbers of a tile). A CPU copies one long row twice as fast
+      as many short ones.
+    shape: of a line, (tiles, …).
+    """
+
+    numbers: jax.Array
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tiles: jax.Array) -> "Tiles":
+        lines, length = tiles.shape[:2]
+        return cls(tiles.reshape(lines * length, -1), tiles.shape[1:])
+
+    def joined(self) -> jax.Array:
+        """Returns (lines, tiles, …)."""
+        return self.numbers.reshape(-1, *self.shape)
+
+    def read(self, line: jax.Array, i: jax.Array) -> jax.Array:
+        """Returns tile i of a line."""
+        place = line * self.shape[0] + i
+        tile = lax.dynamic_index_in_dim(self.numbers, place)
+        # Without the barrier XLA copies it in its shape all the same.
+        return lax.optimization_barrier(tile).reshape(self.shape[1:])
+
+    def write(self, line: jax.Array, i: jax.Array, tile: jax.Array) -> "Tiles":
+        """Returns the tiles with another one as tile i of a line."""
+        place, row = line * self.shape[0] + i, tile.reshape(-1)
+        numbers = lax.dynamic_update_index_in_dim(self.numbers, row, place, 0)
+        return Tiles(numbers, self.shape)
 
 
 def _pad(x: jax.Array, axis: int, length: int) -> jax.Array:
