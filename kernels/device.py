@@ -16,3 +16,8 @@ def device_kind() -> str:
 def is_tpu() -> bool:
     """Returns whether it is a TPU."""
     return device_kind().startswith("TPU")
+
+
+def is_cpu() -> bool:
+    """Returns whether it is a CPU."""
+    return device_kind() == "cpu"

@@ -10,7 +10,8 @@ dv follow their keys and values around the ring, and home:
                 what has arrived, dk and dv of the other one travel
 
 so that every transfer overlaps a kernel. Half of the local block's queries are deferred
-to overlap the last transfer.
+to overlap the last transfer. On CPUs, which would wait in any case, dk and dv of each
+step arrive before it, and it adds to them in place.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from jax import lax
 from jax.experimental import layout as memory_layout
 
 from .backends import Backend
-from .device import is_tpu
+from .device import is_cpu, is_tpu
 from .layouts import Array, Layout
 from .masks import Visible
 from .merge import added
@@ -38,6 +39,15 @@ not copied back into one."""
 
 LANES = 128
 """A TPU's memory pads the last dimension of arrays to a multiple of this."""
+
+HEADS_FIRST = 0, 2, 1, 3
+"""Order of axes (B, L, H, D) as (B, H, L, D)."""
+
+TOKENS_LAST = 0, 2, 3, 1
+"""Of the same as (B, H, D, L), in which dq is summed."""
+
+TOKENS_SECOND = 0, 3, 1, 2
+"""Of that as (B, L, H, D) again."""
 
 Pair = tuple[jax.Array, jax.Array]
 Bounds = tuple[Array, Array]
@@ -58,7 +68,8 @@ class Ring:
     soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
     keep_tail: as in `ring_attention.make_ring_attention`.
     takes_turns: whether the backward pass computes the heads in halves (see above), as
-      it should where a backend adds to dk and dv in place. On TPUs, unless given.
+      it should where a backend adds to dk and dv in place. If not given, it does on
+      TPUs, and takes the way of CPUs there (see above).
     """
 
     axis_name: str | tuple[str, ...] | None
@@ -88,7 +99,14 @@ class Ring:
     def rotate(self, arrays: Any) -> Any:
         """Sends the arrays to the next device of the ring."""
         neighbours = [(d, (d + 1) % self.size) for d in range(self.size)]
-        return lax.ppermute(arrays, self.axis_name, neighbours)
+        arrays = lax.ppermute(_ordered(arrays, HEADS_FIRST), self.axis_name, neighbours)
+        return _ordered(arrays, HEADS_FIRST)
+
+    def barrier(self, arrays: Any, dq: Any = None) -> tuple[Any, Any]:
+        """Returns both as they are, once all of them are computed."""
+        held = _ordered(arrays, HEADS_FIRST), _ordered(dq, TOKENS_LAST)
+        arrays, dq = lax.optimization_barrier(held)
+        return _ordered(arrays, HEADS_FIRST), _ordered(dq, TOKENS_SECOND)
 
     def as_read(self, x: jax.Array) -> jax.Array:
         """Lays out (B, L, H, D) as a TPU's kernels read it: (B, H, L, D) in memory.
@@ -129,7 +147,7 @@ def forward_steps(
         arriving = ring.rotate(kv)
         carry = compute(step, kv, carry)
         # Without the barrier XLA may start all transfers at once, or late.
-        return lax.optimization_barrier((arriving, carry))
+        return ring.barrier((arriving, carry))[0]
 
     if ring.size == 1:
         return compute(0, kv, None)
@@ -153,6 +171,9 @@ def backward_steps(
     if ring.size == 1:
         dq, (dk, dv) = _add_gradients(ring, rows, kv, bounds(0), _zeros(rows), None)
         return dq, dk, dv
+    if ring.takes_turns is None and is_cpu():
+        dq, (dk, dv) = _backward_in_place(ring, rows, kv, bounds)
+        return dq, dk, dv
     takes_turns = is_tpu() if ring.takes_turns is None else ring.takes_turns
     if kv_heads == 1 or not takes_turns:
         dq, (dk, dv) = _backward_at_once(ring, rows, kv, bounds)
@@ -171,9 +192,7 @@ def _backward_at_once(ring: Ring, rows: Rows, kv: Pair, bounds: Callable):
         # The gradients summed so far for these keys follow them, one step behind.
         arriving, dkv = ring.rotate(kv), ring.rotate(dkv)
         dq, partial = _add_gradients(ring, rows, kv, bounds(step), dq, None)
-        arriving, dkv, dq, partial = lax.optimization_barrier(
-            (arriving, dkv, dq, partial)
-        )
+        (arriving, dkv, partial), dq = ring.barrier((arriving, dkv, partial), dq)
         return arriving, dq, added(dkv, partial)
 
     # The local block is computed in halves: the first half of the queries overlaps the
@@ -181,15 +200,32 @@ def _backward_at_once(ring: Ring, rows: Rows, kv: Pair, bounds: Callable):
     early, late = halves(bounds(0), length)
     arriving = ring.rotate(kv)
     dq, dkv = _add_gradients(ring, rows, kv, early, _zeros(rows), None)
-    state = lax.optimization_barrier((arriving, dq, dkv))
+    (arriving, dkv), dq = ring.barrier((arriving, dkv), dq)
+    state = arriving, dq, dkv
     visiting, dq, dkv = _loop(1, ring.size - 1, step_and_rotate, state)
     last = bounds(ring.size - 1)
     for keys, seen in (visiting, last), (kv, late):
         dkv = ring.rotate(dkv)
         dq, partial = _add_gradients(ring, rows, keys, seen, dq, None)
-        dkv, dq, partial = lax.optimization_barrier((dkv, dq, partial))
+        (dkv, partial), dq = ring.barrier((dkv, partial), dq)
         dkv = added(dkv, partial)
     return dq, dkv
+
+
+def _backward_in_place(ring: Ring, rows: Rows, kv: Pair, bounds: Callable):
+    """Does the same on CPUs: dk and dv travel with their keys."""
+
+    def step_and_rotate(step, kv, dq, dkv):
+        arriving = ring.rotate(kv)
+        dq, dkv = _add_gradients(ring, rows, kv, bounds(step), dq, dkv)
+        (arriving, dkv), dq = ring.barrier((arriving, dkv), dq)
+        return arriving, dq, ring.rotate(dkv)
+
+    state = step_and_rotate(0, kv, _zeros(rows), None)
+    visiting, dq, dkv = _loop(1, ring.size - 1, step_and_rotate, state)
+    last = bounds(ring.size - 1)
+    dq, dkv = _add_gradients(ring, rows, visiting, last, dq, dkv)
+    return dq, ring.rotate(dkv)
 
 
 def _backward_in_turns(
@@ -234,6 +270,18 @@ def _add_gradients(
     options = {**ring.scores, "dq": dq, "dkv": dkv}
     dq, dk, dv = ring.backend.backward(q, *kv, *others, *bounds, **options)
     return dq, (dk, dv)
+
+
+def _ordered(arrays: Any, order: tuple[int, ...]) -> Any:
+    """Reorders the axes of arrays (B, L, H, D) for a CPU, and of those only.
+
+    Elsewhere XLA orders in memory what travels as the kernels read it. On a CPU, the
+    memory of what is sent, or waits at a barrier, is in the order of its axes: without
+    another one each ring step would transpose what it reads and what it returns.
+    """
+    if not is_cpu():
+        return arrays
+    return jax.tree.map(lambda x: x.transpose(order) if x.ndim == 4 else x, arrays)
 
 
 def _zeros(rows: Rows) -> jax.Array:

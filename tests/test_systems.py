@@ -253,7 +253,7 @@ def test_nothing_puts_striped_tokens_back_into_order(systems):
 def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(systems, name):
     found = collectives(systems(name).compiled)
     permute = "collective-permute"
-    shard = (ROWS, CONTEXT_TOKENS // RING_SIZE, 2, 8)  # 2 of the 4 heads are K heads
+    shard = (ROWS, 2, CONTEXT_TOKENS // RING_SIZE, 8)  # 2 of the 4 heads are K heads
     # Layers are scanned, so the program has each hop of a layer once.
     hops = {key: times for key, times in found.items() if key[0] == permute}
     assert hops == {(permute, "f32", shard): 2 * FORWARD_HOPS + BACKWARD_HOPS}

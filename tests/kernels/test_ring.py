@@ -33,9 +33,9 @@ from tests.simulated import BACKENDS
 
 @functools.cache  # so that equal rings are compiled once
 def ring_of(implementation: str, keep_tail: bool) -> Make:
-    """Returns rings that go back at once, of "blockwise", or in turns."""
-    options = {"keep_tail": keep_tail, "takes_turns": implementation != "blockwise"}
-    return functools.partial(sharded_ring, **options)
+    """Returns rings that go back in turns; of "blockwise" at once, or as on a CPU."""
+    takes_turns = implementation != "blockwise" or (None if keep_tail else False)
+    return functools.partial(sharded_ring, keep_tail=keep_tail, takes_turns=takes_turns)
 
 
 GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
@@ -267,7 +267,7 @@ def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
     def backward(q, k, v):
         return jax.vjp(forward, q, k, v)[1](q)
 
-    local = f"1x{64 // ring_size}x2x16x"
+    local = f"1x2x{64 // ring_size}x16x"  # heads first, as a CPU's tiles are cut
     steps = ring_size - 1
     rotations = permuted_shapes(lowered(forward, *shapes))
     assert rotations == [local + "bf16"] * 2 * steps
@@ -276,6 +276,28 @@ def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
     assert sorted(rotations) == sorted(
         [local + "bf16"] * 4 * steps + [local + "f32"] * 2 * (steps and ring_size)
     )
+
+
+def written_shards(ring_size: int) -> int:
+    """Counts what a ring on a CPU, there and back, writes as large as a shard.
+
+    Beside what arrives, and what the loops over its tiles write in place.
+    """
+    attend = make_ring_attention(ring_mesh(ring_size), layout=layout.Striped())
+    length, heads, depth = 256, 2, 16  # two tiles of queries and of keys
+    x = jax.ShapeDtypeStruct((1, length * ring_size, heads, depth), jnp.float32)
+    forward = functools.partial(attend, visible=masks.causal())
+    program = jax.jit(lambda q, k, v: jax.vjp(forward, q, k, v)[1](q))
+    text = program.lower(x, x, x).compile().as_text()
+    entry = text[text.index("\nENTRY") :]
+    written = re.findall(r" = f32\[([\d,]+)\]\S* (?:fusion|copy|transpose)\(", entry)
+    sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in written]
+    return sum(size >= length * heads * depth for size in sizes)
+
+
+def test_ring_steps_on_a_cpu_move_no_shard():
+    """Shards are cut into tiles, and results joined, once a ring."""
+    assert 0 < written_shards(2) == written_shards(4)
 
 
 def rotations_of_gradient(layout_name: str, keep_tail: bool, *saved: str) -> list[str]:
@@ -309,7 +331,7 @@ def test_saved_tail_leaves_half_of_the_keys_to_travel_again(layout_name):
     """Twice forward with half of the queries, and never again with the others."""
     names = "attention_out", "attention_lse"
     rotations = rotations_of_gradient(layout_name, True, *names)
-    whole, half, gradient = "1x16x2x16xbf16", "1x8x2x16xbf16", "1x16x2x16xf32"
+    whole, half, gradient = "1x2x16x16xbf16", "1x2x8x16xbf16", "1x2x16x16xf32"
     keys = 2 * 3
     assert rotations.count(half) == 2 * keys
     assert rotations.count(whole) == 2 * keys
