@@ -129,7 +129,10 @@ class StepCase:
         return Step(q, k, k, q, row, out, bound, bound, *sums)
 
     def _bounds(self, rng: Generator) -> dict[str, np.ndarray]:
-        """Draws wide intervals, some empty, in the first row and any in the others."""
+        """Draws wide intervals, some empty, in the first row and any in the others.
+
+        The last query of the first row sees a quarter of the keys or more.
+        """
         bounds = self.bound_rows, self.queries
         k_start = rng.integers(0, self.keys + 1, bounds)
         k_end = rng.integers(0, self.keys + 1, bounds)
@@ -138,6 +141,7 @@ class StepCase:
         k_start, k_end = (
             np.sort(x).clip(0, self.keys).astype(np.int32) for x in (k_start, k_end)
         )
+        k_end[0, -1] = max(k_end[0, -1], -(-3 * self.keys // 4))
         return {"k_start": k_start, "k_end": k_end}
 
 
