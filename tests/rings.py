@@ -141,9 +141,14 @@ def compiled_ring(
     soft_cap: float | None,
     is_short: bool,
 ) -> Run:
-    """Compiles the program of `sharded_ring` or `one_device_ring`."""
+    """Compiles the program of `sharded_ring` or `one_device_ring`.
+
+    What is rounded stays so: gradients are those of the out that is returned.
+    """
     program = make(ring_size, layout_name, backend, soft_cap)
-    return jax.jit(program, compiler_options=QUICK if is_short else THOROUGH)
+    options = QUICK if is_short else THOROUGH
+    options = {**options, "xla_allow_excess_precision": False}
+    return jax.jit(program, compiler_options=options)
 
 
 def solve_on_ring(
