@@ -3,20 +3,24 @@
 A program owns key tile j and loops over its live query tiles i in order, with five
 matmuls a tile (FlashAttention-2, 2307.08691, algorithm 2):
 
-    HBM    Q, dO, (lse, delta), bounds of tile i + 1, and its dQ if that is streamed
+    HBM    Q, dO, (lse, delta), bounds of the next tile, and its dQ: see `backward_dq`
              | DMA, started before tile i is computed
-    VMEM   buffers (i + 1) & 1 fill, while the units read buffers i & 1
-             | drained by `DoubleBuffer.wait` at the start of iteration i
+    VMEM   buffers (n + 1) & 1 fill, while the units read buffers n & 1
+             | drained by `DoubleBuffer.wait` at the start of the next iteration
     MXU    S^T = K Q^T    dV += P^T dO    dP^T = V dO^T      dQ += dS K    dK += dS^T Q
     VPU         P^T = exp2(S^T - lse)         dS^T = P^T (dP^T - delta)
                                               times the slope of a soft cap, if any
     HBM    dK, dV of tile j: Pallas double-buffers them, as K and V, a block a program
 
+The next tile is i + 1 or, in a program's last iteration, the first one of the next
+program of the head. n counts the iterations so chained. Only the copies of a chain's
+first tile are waited for with nothing to compute: once a head, if no key tile is empty.
+
 Scores are transposed, [keys, rows], so that lse and delta, one number a row, lie along
 the lanes and are broadcast over the sublanes for nothing.
 
 dQ is accumulated in float32 in HBM, in place, or in VMEM where all tiles of a head fit
-there: see `backward_dq`.
+there.
 """
 
 import functools
@@ -24,19 +28,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..masks import in_interval
 from ..tile_ranges import TileRanges
 from .backward_dq import STREAMED, Resident, Streamed
+from .backward_tile import BackwardTile, KeyTile, QueryTile
 from .block_sizes import TpuBlocks
 from .bounds import SubBlockBounds
 from .dma import DoubleBuffer, StackedTiles, Tiles
+from .neighbours import Neighbours
 from .orientation import UPRIGHT, Orientation
 from .tile_config import TileConfig
-from .vector import NN, NT, TN, buffer_bytes, dot, flat_index
+from .vector import buffer_bytes, flat_index
 
 
 class Operands(NamedTuple):
@@ -44,6 +48,7 @@ class Operands(NamedTuple):
 
     query_tile_ranges: 4 x [M * key tiles], SMEM.
     min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks], SMEM.
+    first_ends: of `diagonal.first_ends`, [M * query tiles], SMEM.
     k, v: [M, X, key tiles, block_k, D].
     q, do: [M, X, G, query tiles * block_q, D], left in HBM, and so the next three.
     lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R].
@@ -55,6 +60,7 @@ class Operands(NamedTuple):
     query_tile_ranges: TileRanges
     min_k_start: jax.Array
     max_k_end: jax.Array
+    first_ends: jax.Array
     k: jax.Array
     v: jax.Array
     q: jax.Array
@@ -75,6 +81,8 @@ class Scratch(NamedTuple):
     semaphores: jax.Ref  # [q, do, lse_delta and row_bounds, 2]
     dq: jax.Ref  # [query tiles or STREAMED, R, D], or the last two swapped
     dq_semaphores: jax.Ref  # [in and out, STREAMED]
+    visited: jax.Ref  # [1]: visits of the chain so far, see `backward_dq`
+    stored: jax.Ref  # [1]: dq tiles of the head on their way out
 
     @classmethod
     def shapes(
@@ -94,6 +102,8 @@ class Scratch(NamedTuple):
             semaphores=pltpu.SemaphoreType.DMA((4, 2)),
             dq=pltpu.VMEM((dq_tiles, *orientation.ordered(rows, depth)), jnp.float32),
             dq_semaphores=pltpu.SemaphoreType.DMA((2, STREAMED)),
+            visited=pltpu.SMEM((1,), jnp.int32),
+            stored=pltpu.SMEM((1,), jnp.int32),
         )
 
 
@@ -154,7 +164,7 @@ def backward_call(
         functools.partial(_kernel, config, Resident if is_dq_resident else Streamed),
         name="flash_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(batch, heads, key_tiles),
             in_specs=[
                 k_block,
@@ -182,40 +192,13 @@ def backward_call(
     return call(*operands)
 
 
-class QueryTile(NamedTuple):
-    """A query tile in VMEM."""
-
-    q: jax.Ref  # [R, D]
-    do: jax.Ref  # [R, D]
-    lse_delta: jax.Ref  # [2, R]
-    row_bounds: jax.Ref  # [2, R]: k_start, k_end
-    dq: jax.Ref  # [R, D], or swapped: accumulator
-
-
-class KeyTile(NamedTuple):
-    """A key tile in VMEM, or some keys of it."""
-
-    k: jax.Ref  # [keys, D]
-    v: jax.Ref  # [keys, D]
-    dk: jax.Ref  # [keys, D], or swapped: accumulator, as the next
-    dv: jax.Ref
-
-    def at(self, keys: pl.Slice, orientation: Orientation) -> "KeyTile":
-        """Returns some keys."""
-        return KeyTile(
-            k=self.k.at[keys, :],
-            v=self.v.at[keys, :],
-            dk=orientation.at(self.dk, keys),
-            dv=orientation.at(self.dv, keys),
-        )
-
-
 def _kernel(
     config: TileConfig,
     dq_type: type[Resident] | type[Streamed],
-    ranges_ref: TileRanges,  # SMEM, as in `Operands`, and so the next two
+    ranges_ref: TileRanges,  # SMEM, as in `Operands`, and so the next three
     min_k_start_ref: jax.Ref,
     max_k_end_ref: jax.Ref,
+    first_ends_ref: jax.Ref,
     k_ref: jax.Ref,  # [block_k, D]
     v_ref: jax.Ref,  # [block_k, D]
     q_hbm_ref: jax.Ref,  # [M, X, G, query tiles * block_q, D]
@@ -233,7 +216,8 @@ def _kernel(
     batch, head, j = (pl.program_id(axis) for axis in range(3))
     key_tile = batch * pl.num_programs(2) + j
     ranges = jax.tree.map(lambda bound_ref: bound_ref[key_tile], ranges_ref)
-    live_begin, live_end = ranges.live_begin, ranges.live_end
+    near = Neighbours.of(ranges_ref, key_tile - j)
+    before, here, after = near
     copies = DoubleBuffer(
         sources=(
             StackedTiles(q_hbm_ref.at[batch, head]),
@@ -245,38 +229,51 @@ def _kernel(
         semaphores=scratch.semaphores,
     )
     dq = dq_type(
+        near=near,
         buffer=scratch.dq,
         source=StackedTiles(dq_in_hbm_ref.at[batch, head], config.orientation),
         target=StackedTiles(dq_hbm_ref.at[batch, head], config.orientation),
         semaphores=scratch.dq_semaphores,
+        stored=scratch.stored,
     )
     keys = KeyTile(k=k_ref, v=v_ref, dk=dk_ref, dv=dv_ref)
+    block_q = q_hbm_ref.shape[3] // row_bounds_hbm_ref.shape[1]
+    goes_on = dq.chains(before, here)
+    visited = jnp.where(goes_on, scratch.visited[0], 0)  # in this chain before
+
+    def prefetch(i: jax.Array, n: jax.Array, is_first: jax.Array) -> None:
+        copies.start(i, n & 1)
+        dq.prefetch(i, n, is_first)
+
+    @pl.when(here.is_live & ~goes_on)
+    def _():
+        prefetch(here.begin, jnp.int32(0), jnp.bool(True))
+
     for number, sum_ref in enumerate((dk_ref, dv_ref)):
         so_far = dkv_ref[number][...] if dkv_ref else jnp.zeros_like(sum_ref)
         sum_ref[...] = so_far  # [block_k, D], or swapped
 
-    def prefetch(i: jax.Array) -> None:
-        copies.start(i)
-        dq.prefetch(i, live_begin)
-
-    dq.begin()
-    pl.when(live_begin < live_end)(lambda: prefetch(live_begin))
-
-    @pl.loop(live_begin, live_end)
+    @pl.loop(here.begin, here.end)
     def _(i):
-        # Into the buffers that iteration i - 1 has read.
-        pl.when(i + 1 < live_end)(lambda: prefetch(i + 1))
-        # Drains tile i, started by the last iteration, or before the loop.
-        q_ref, do_ref, lse_delta_ref, row_bounds_ref = copies.wait(i)
+        n = visited + i - here.begin
+        is_last = i + 1 == here.end
+        following = jnp.where(is_last, after.begin, i + 1)
+        seen = jnp.where(is_last, here.end, before.end)
+
+        # Into the buffers that visit n - 1 has read.
+        @pl.when(~is_last | dq.chains(here, after))
+        def _():
+            prefetch(following, n + 1, following >= seen)
+
+        # Drains tile i, started by the last visit, or before the loop.
+        q_ref, do_ref, lse_delta_ref, row_bounds_ref = copies.wait(i, n & 1)
         queries = QueryTile(
             q=q_ref,
             do=do_ref,
             lse_delta=lse_delta_ref,
             row_bounds=row_bounds_ref,
-            dq=dq.wait(i),
+            dq=dq.wait(i, n),
         )
-        is_full = (ranges.full_begin <= i) & (i < ranges.full_end)
-        pl.when(is_full)(lambda: full_tile(keys, queries, config))
         query_tile = batch * row_bounds_hbm_ref.shape[1] + i
         sub_blocks = row_bounds_hbm_ref.shape[3] // config.blocks.exact_rows
         bounds = SubBlockBounds(
@@ -285,79 +282,11 @@ def _kernel(
             offset=query_tile * sub_blocks,
         )
         first_key = j * k_ref.shape[0]
-        pl.when(~is_full)(
-            lambda: partial_tile(keys, queries, first_key, bounds, config)
-        )
-        dq.store(i)
+        tile = BackwardTile(keys, queries, first_key, bounds, block_q, config)
+        is_full = (ranges.full_begin <= i) & (i < ranges.full_end)
+        tile.add_gradients(is_full, first_ends_ref[query_tile] - first_key)
+        dq.store(i, n)
 
-    dq.end(live_begin, live_end)
-
-
-def full_tile(keys: KeyTile, queries: QueryTile, config: TileConfig) -> None:
-    """Adds the gradients of a tile without a mask."""
-    rows = config.blocks.rows
-    for r in range(0, queries.q.shape[0], rows):
-        _add_gradients(keys, queries, pl.ds(r, rows), None, config)
-
-
-def partial_tile(
-    keys: KeyTile,
-    queries: QueryTile,
-    first_key: jax.Array,
-    bounds: SubBlockBounds,
-    config: TileConfig,
-) -> None:
-    """Adds the gradients of a masked tile, of the live granules of each sub-block.
-
-    first_key: of the tile. bounds: of the query tile.
-    """
-    exact_rows, granule = config.blocks.exact_rows, config.blocks.live_columns
-    block_k = keys.k.shape[0]
-
-    @pl.loop(0, queries.q.shape[0] // exact_rows)
-    def _(block):
-        rows = pl.ds(pl.multiple_of(block * exact_rows, exact_rows), exact_rows)
-        begin, count = bounds.live_granules(block, first_key, block_k, granule)
-        begin = pl.multiple_of(begin * granule, granule)
-
-        def add(width: int) -> None:
-            live = keys.at(pl.ds(begin, width), config.orientation)
-            _add_gradients(live, queries, rows, first_key + begin, config)
-
-        # Shapes are static: one branch for each number of live granules.
-        for live in range(1, block_k // granule + 1):
-            pl.when(count == live)(functools.partial(add, live * granule))
-
-
-def _add_gradients(
-    keys: KeyTile,
-    queries: QueryTile,
-    rows: pl.Slice,
-    first_key: jax.Array | None,
-    config: TileConfig,
-) -> None:
-    """Adds the gradients of some rows and keys; masked if `first_key` is given.
-
-    Each matmul is issued once its operands are there, and dQ before dK: issued any
-    earlier, more of them wait in registers, and spill.
-    """
-    matmul = functools.partial(dot, precision=config.precision)
-    q = queries.q[rows, :]  # [rows, D]
-    do = queries.do[rows, :]  # [rows, D]
-    lse = queries.lse_delta[pl.ds(0, 1), rows]  # [1, rows]
-    delta = queries.lse_delta[pl.ds(1, 1), rows]  # [1, rows]
-    s, slope = config.scores_and_slope(keys.k[...], q)  # S^T [keys, rows]
-    p = jnp.exp2(s - lse)  # P^T [keys, rows]
-    if first_key is not None:
-        k_start = queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
-        k_end = queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
-        key = first_key + lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
-        p = jnp.where(in_interval(k_start, key, k_end), p, 0.0)  # [keys, rows]
-    keys.dv[...] += config.product(p.astype(q.dtype), do, NN)  # as dv, and so on
-    dp = matmul(keys.v[...], do, NT)  # dP^T [keys, rows]
-    if slope is not None:
-        p *= slope  # [keys, rows]
-    ds = (p * (dp - delta)).astype(q.dtype)  # dS^T [keys, rows]
-    dq_ref = config.orientation.at(queries.dq, rows)
-    dq_ref[...] += config.product(ds, keys.k[...], TN)
-    keys.dk[...] += config.product(ds, q, NN)
+    visits = visited + here.end - here.begin
+    scratch.visited[0] = visits
+    dq.end(visits)

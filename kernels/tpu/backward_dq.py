@@ -1,113 +1,140 @@
 """Accumulates dQ in the TPU backward kernel: in VMEM, or streamed through it.
 
-Both have the same five methods, which the kernel calls in this order: `begin`, and in
-each iteration `prefetch` (of the next tile), `wait`, `store`; then `end`.
+A visit is an iteration of the kernel: a key tile with a query tile. Visits of a head
+form chains, also from one key tile to the next: in each visit of a chain, the copies
+for the next one are started. Visit n of a chain has dQ
 
-    Resident    HBM -> VMEM at the first key tile of a head, VMEM -> HBM at the last
-    Streamed    tile i: HBM -> buffer i % 3   during iteration i - 1
-                        added to              in iteration i
-                        buffer i % 3 -> HBM   during iteration i + 1
+    Resident    HBM -> VMEM              during visit n - 1, if it is the tile's first
+                added to                 in visit n
+                VMEM -> HBM              from visit n on, if it is the tile's last
+    Streamed    HBM -> buffer n % 3      during visit n - 1
+                added to                 in visit n
+                buffer n % 3 -> HBM      during visit n + 1
+
+HBM holds the sum so far, in place: a tile that nobody visits stays there as it is.
+
+Both have the same methods. `chains` says where chains go on. The kernel calls for each
+visit `prefetch` (in the visit before), `wait` and `store`, and for each key tile `end`.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from .dma import StackedTiles, copies_in, copies_out, start_all, wait_all
+from .neighbours import LiveTiles, Neighbours
 
 STREAMED = 3
 """Buffers of a streamed dQ: one arrives, one is added to, one leaves."""
 
 
 class Resident(NamedTuple):
-    """dQ that stays in VMEM from the first key tile of a head to the last."""
+    """dQ that stays in VMEM from a tile's first visit to the end of its head."""
 
+    near: Neighbours
     buffer: jax.Ref  # [query tiles, R, D]
     source: StackedTiles
     target: StackedTiles
     semaphores: jax.Ref  # [in and out, STREAMED]
+    stored: jax.Ref  # [1]: tiles of the head on their way out
 
-    def begin(self) -> None:
-        @pl.when(pl.program_id(2) == 0)
-        def _():
-            self._move(functools.partial(copies_in, self.source), 0)
+    @staticmethod
+    def chains(first: LiveTiles, second: LiveTiles) -> jax.Array:
+        """Says whether the last visit of a key tile prefetches the next one's first."""
+        return first.is_live & second.is_live
 
-    def prefetch(self, i: jax.Array, first: jax.Array) -> None:
-        pass
+    def prefetch(self, i: jax.Array, n: jax.Array, is_first: jax.Array) -> None:
+        """Starts to read tile i if visit n is its first one."""
+        pl.when(is_first)(lambda: start_all(self._incoming(i, n)))
 
-    def wait(self, i: jax.Array) -> jax.Ref:
-        """Returns tile i, [R, D]: nothing is on its way."""
+    def wait(self, i: jax.Array, n: jax.Array) -> jax.Ref:
+        """Drains what `prefetch(i, n)` started; returns tile i, [R, D]."""
+        is_first = i >= self.near.before.end
+        pl.when(is_first)(lambda: wait_all(self._incoming(i, n)))
         return self.buffer.at[i]
 
-    def store(self, i: jax.Array) -> None:
-        pass
+    def store(self, i: jax.Array, n: jax.Array) -> None:
+        """Starts to write tile i after its last visit; drained by the last `end`."""
+        is_last = i < self.near.after.begin
+        pl.when(is_last)(lambda: start_all(self._outgoing(i)))
 
-    def end(self, first: jax.Array, end: jax.Array) -> None:
-        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def end(self, visits: jax.Array) -> None:
+        """Drains the stores of all tiles, at the last key tile of a head."""
+        j, (begin, end) = pl.program_id(2), self.near.here
+        before = jnp.where(j == 0, 0, self.stored[0])
+        stored = before + jnp.minimum(end, self.near.after.begin) - begin
+        self.stored[0] = stored
+
+        @pl.when(j == pl.num_programs(2) - 1)
         def _():
-            self._move(functools.partial(copies_out, self.target), 1)
+            pl.loop(0, stored)(lambda _: wait_all(self._outgoing(0)))  # one of them
 
-    def _move(self, copies: Callable[..., list], direction: int) -> None:
-        """Starts the copies of all tiles, then drains them."""
-        semaphore = self.semaphores.at[direction, 0]
+    def _incoming(self, i: jax.Array, n: jax.Array) -> list:
+        semaphore = self.semaphores.at[0, n & 1]
+        return copies_in(self.source, i, self.buffer.at[i], semaphore)
 
-        @pl.loop(0, self.buffer.shape[0])
-        def _(i):
-            start_all(copies(i, self.buffer.at[i], semaphore))
-
-        @pl.loop(0, self.buffer.shape[0])
-        def _(i):
-            wait_all(copies(i, self.buffer.at[i], semaphore))
+    def _outgoing(self, i: jax.Array) -> list:
+        semaphore = self.semaphores.at[1, 0]
+        return copies_out(self.target, i, self.buffer.at[i], semaphore)
 
 
 class Streamed(NamedTuple):
     """dQ in HBM, of which one tile at a time is added to in VMEM."""
 
+    near: Neighbours
     buffer: jax.Ref  # [STREAMED, R, D]
     source: StackedTiles  # the same memory as the target
     target: StackedTiles
     semaphores: jax.Ref  # [in and out, STREAMED]
+    stored: jax.Ref
 
-    def begin(self) -> None:
-        pass
+    @staticmethod
+    def chains(first: LiveTiles, second: LiveTiles) -> jax.Array:
+        """Says whether the last visit of a key tile prefetches the next one's first.
 
-    def prefetch(self, i: jax.Array, first: jax.Array) -> None:
-        """Starts to read tile i. first: the first tile of the loop."""
+        Not if that tile is one of the first's last two: it may not have been written.
+        """
+        is_written = second.begin + STREAMED <= first.end
+        is_new = second.begin >= first.end
+        return Resident.chains(first, second) & (is_written | is_new)
 
-        # The buffer is free once tile i - 3, stored two iterations ago, has left it.
-        @pl.when(i - STREAMED >= first)
+    def prefetch(self, i: jax.Array, n: jax.Array, is_first: jax.Array) -> None:
+        """Starts to read tile i for visit n."""
+        # The buffer is free once what visit n - 3 stored has left it.
+        pl.when(n >= STREAMED)(lambda: wait_all(self._outgoing(i, n)))
+        start_all(self._incoming(i, n))
+
+    def wait(self, i: jax.Array, n: jax.Array) -> jax.Ref:
+        """Drains what `prefetch(i, n)` started; returns tile i, [R, D]."""
+        wait_all(self._incoming(i, n))
+        return self.buffer.at[lax.rem(n, STREAMED)]
+
+    def store(self, i: jax.Array, n: jax.Array) -> None:
+        """Starts to write tile i; drained by the prefetch of visit n + 3, or `end`."""
+        start_all(self._outgoing(i, n))
+
+    def end(self, visits: jax.Array) -> None:
+        """Drains the last three stores of a chain, if it ends here.
+
+        The next key tile may read these tiles again. visits: of the chain.
+        """
+
+        @pl.when(~self.chains(self.near.here, self.near.after))
         def _():
-            wait_all(self._outgoing(i - STREAMED))
+            @pl.loop(jnp.maximum(visits - STREAMED, 0), visits)
+            def _(n):
+                wait_all(self._outgoing(0, n))  # of this size, whichever tile it was
 
-        start_all(self._incoming(i))
-
-    def wait(self, i: jax.Array) -> jax.Ref:
-        """Drains what `prefetch(i)` started; returns tile i, [R, D]."""
-        wait_all(self._incoming(i))
-        return self.buffer.at[i % STREAMED]
-
-    def store(self, i: jax.Array) -> None:
-        """Starts to write tile i; drained by `prefetch(i + 3)`, or by `end`."""
-        start_all(self._outgoing(i))
-
-    def end(self, first: jax.Array, end: jax.Array) -> None:
-        """Drains the last three stores: the next key tile reads these tiles again."""
-
-        @pl.loop(jnp.maximum(first, end - STREAMED), end)
-        def _(i):
-            wait_all(self._outgoing(i))
-
-    def _incoming(self, i: jax.Array) -> list:
-        slot = i % STREAMED
+    def _incoming(self, i: jax.Array, n: jax.Array) -> list:
+        slot = lax.rem(n, STREAMED)
         buffer = self.buffer.at[slot]
         # From the target, which aliases the source: earlier key tiles have added to it.
         return copies_in(self.target, i, buffer, self.semaphores.at[0, slot])
 
-    def _outgoing(self, i: jax.Array) -> list:
-        slot = i % STREAMED
+    def _outgoing(self, i: jax.Array, n: jax.Array) -> list:
+        slot = lax.rem(n, STREAMED)
         buffer = self.buffer.at[slot]
         return copies_out(self.target, i, buffer, self.semaphores.at[1, slot])

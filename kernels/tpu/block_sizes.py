@@ -23,8 +23,10 @@ class TpuBlocks:
 
     stacked_rows: rows of a query tile, over all query heads of a key/value head.
     block_k: keys of a tile.
-    ahead: sub-tiles by which S = QKᵀ is issued before its softmax (forward).
+    ahead: sub-tiles by which S = QKᵀ is issued before its softmax (forward), or
+      sub-blocks between the stages of one (backward).
     behind: sub-tiles by which PV is issued after its softmax (forward).
+    diagonal_ahead, diagonal_behind: the same in a diagonal tile.
     has_lp_scheduler: whether the compiler schedules by a linear program.
     """
 
@@ -34,6 +36,8 @@ class TpuBlocks:
     columns: int
     ahead: int
     behind: int
+    diagonal_ahead: int = 0
+    diagonal_behind: int = 0
     exact_rows: int = 256
     live_columns: int = 256
     has_lp_scheduler: bool = False
@@ -111,32 +115,34 @@ class TpuBlocks:
 
 # The fewest bundles (cycles of the static schedule) for a full tile, 1024 x 1024 x 128
 # in bfloat16, found by `python -m tools.tune_block_sizes` with libtpu 0.0.48.1.
-# Columns: stacked_rows, block_k, rows, columns, ahead, behind.
+# Columns: stacked_rows, block_k, rows, columns, ahead, behind, and these two of a
+# diagonal tile.
 TPU_FORWARD = {
-    "v3": TpuBlocks(512, 512, 512, 128, 1, 2),
-    "v4": TpuBlocks(1024, 1024, 512, 256, 0, 0),
-    "v5e": TpuBlocks(1024, 1024, 512, 128, 1, 2),
-    "v5p": TpuBlocks(1024, 1024, 1024, 128, 2, 2),
-    "v6e": TpuBlocks(1024, 1024, 512, 256, 1, 1),
+    "v3": TpuBlocks(512, 512, 512, 128, 1, 2, 1, 2),
+    "v4": TpuBlocks(1024, 1024, 512, 256, 0, 0, 0, 0),
+    "v5e": TpuBlocks(1024, 1024, 512, 128, 1, 2, 1, 2),
+    "v5p": TpuBlocks(1024, 1024, 1024, 128, 2, 2, 2, 2),
+    "v6e": TpuBlocks(1024, 1024, 512, 256, 1, 1, 3, 2),
 }
 
 TPU_BACKWARD = {
-    "v3": TpuBlocks(512, 512, 256, 512, 0, 0),
-    "v4": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
-    "v5e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
-    "v5p": TpuBlocks(1024, 1024, 1024, 1024, 0, 0),
-    "v6e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0, has_lp_scheduler=True),
+    "v3": TpuBlocks(512, 512, 256, 512, 0, 0, 1),
+    "v4": TpuBlocks(1024, 1024, 512, 1024, 0, 0, 1),
+    "v5e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0, 2),
+    "v5p": TpuBlocks(1024, 1024, 1024, 1024, 0, 0, 2),
+    "v6e": TpuBlocks(1024, 1024, 512, 1024, 1, 0, 2, has_lp_scheduler=True),
+    "7x": TpuBlocks(1024, 1024, 1024, 1024, 0, 0, 2, has_lp_scheduler=True),
 }
 
 # The same under a soft cap, found with --soft-cap 50 among a dozen candidates a chip.
 TPU_FORWARD_CAPPED = TPU_FORWARD | {
     "v5e": TpuBlocks(1024, 1024, 256, 128, 1, 2),
     "v5p": TpuBlocks(1024, 1024, 512, 128, 1, 2),
-    "v6e": TpuBlocks(1024, 1024, 512, 256, 1, 1),
+    "v6e": TpuBlocks(1024, 1024, 512, 256, 1, 1, diagonal_ahead=3, diagonal_behind=2),
 }
 
 TPU_BACKWARD_CAPPED = TPU_BACKWARD | {
-    "v4": TpuBlocks(1024, 1024, 128, 1024, 0, 0),
-    "v5p": TpuBlocks(1024, 1024, 256, 1024, 0, 0),
-    "v6e": TpuBlocks(1024, 1024, 512, 1024, 0, 0),
+    "v4": TpuBlocks(1024, 1024, 128, 1024, 0, 0, 1),
+    "v5p": TpuBlocks(1024, 1024, 256, 1024, 0, 0, 2),
+    "v6e": TpuBlocks(1024, 1024, 512, 1024, 0, 0, 2),
 }

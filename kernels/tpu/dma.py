@@ -80,7 +80,7 @@ def wait_all(copies: list) -> None:
 
 
 class DoubleBuffer(NamedTuple):
-    """Two VMEM buffers for each array of which tiles are read; tile n uses n & 1.
+    """Two VMEM buffers, slots 0 and 1, for each array of which tiles are read.
 
     sources: tiles in HBM.
     buffers: [2, ...] in VMEM, one for each source.
@@ -91,17 +91,16 @@ class DoubleBuffer(NamedTuple):
     buffers: tuple[jax.Ref, ...]
     semaphores: jax.Ref
 
-    def start(self, tile: jax.Array) -> None:
-        """Starts the copies of a tile; the tile before the last one must be done."""
-        start_all(self._copies(tile))
+    def start(self, tile: jax.Array, slot: jax.Array) -> None:
+        """Starts the copies of a tile; what is in the slot must be done with."""
+        start_all(self._copies(tile, slot))
 
-    def wait(self, tile: jax.Array) -> tuple[jax.Ref, ...]:
-        """Drains the copies that `start(tile)` started; returns the tile's buffers."""
-        wait_all(self._copies(tile))
-        return tuple(buffer.at[tile & 1] for buffer in self.buffers)
+    def wait(self, tile: jax.Array, slot: jax.Array) -> tuple[jax.Ref, ...]:
+        """Drains what `start(tile, slot)` started; returns the tile's buffers."""
+        wait_all(self._copies(tile, slot))
+        return tuple(buffer.at[slot] for buffer in self.buffers)
 
-    def _copies(self, tile: jax.Array) -> list:
-        slot = tile & 1
+    def _copies(self, tile: jax.Array, slot: jax.Array) -> list:
         return [  # one a source, or one a stacked head
             copy
             for number, (source, buffer) in enumerate(

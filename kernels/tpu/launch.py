@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -20,6 +21,7 @@ from ..precision import LOG2_E
 from ..tile_layout import Tiling
 from ..tile_ranges import key_ranges, query_ranges
 from . import backward as backward_kernel
+from . import diagonal
 from . import forward as forward_kernel
 from .block_sizes import (
     TPU_BACKWARD,
@@ -82,6 +84,7 @@ def forward(
     min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
     operands = forward_kernel.Operands(
         key_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * query tiles]
+        first_ends=_first_ends(tiling, cut.blocks, k_start, k_end),
         min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
         max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
         row_bounds=cut.packed(_stack_bounds(tiling, k_start, k_end)),
@@ -90,11 +93,17 @@ def forward(
         v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
         carry=_split_carry(cut, tiling, chip, carry, offset),
     )
-    _check_smem(chip, (operands.key_tile_ranges, min_k_start, max_k_end))
+    _check_smem(chip, (ranges, operands.first_ends, min_k_start, max_k_end))
+    # The cores of a chip share out heads, or where there is one, its query tiles.
+    heads = q.shape[0] * k.shape[2]
+    is_in_order = heads % chip.num_cores == 0
     out, lse = forward_kernel.forward_call(
         _tile_config(cut, scale, q.dtype, cap),
         operands,
-        compiler_params=_compiler_params(chip, cut.blocks, "parallel"),
+        is_in_order,
+        compiler_params=_compiler_params(
+            chip, cut.blocks, "arbitrary" if is_in_order else "parallel"
+        ),
         cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
         interpret=launch.interpret,
     )
@@ -141,6 +150,7 @@ def backward(
         query_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * key tiles]
         min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
         max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
+        first_ends=_first_ends(tiling, cut.blocks, k_start, k_end),
         k=tiling.split_keys(_operand(k, chip)),  # [M, X, key tiles, block_k, D]
         v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
         q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
@@ -150,7 +160,7 @@ def backward(
         dq=cut.orientation.swap(tiling.split_heads(_pad_lanes(dq, chip))),
         dkv=_split_dkv(cut, tiling, chip, dkv),
     )
-    _check_smem(chip, (operands.query_tile_ranges, min_k_start, max_k_end))
+    _check_smem(chip, (ranges, operands.first_ends, min_k_start, max_k_end))
     gradients = backward_kernel.backward_call(
         _tile_config(cut, scale, q.dtype, cap),
         operands,
@@ -250,8 +260,12 @@ def _lse_in_base_2(lse: jax.Array, less: float) -> jax.Array:
 
 
 def _pad_rows(tiling: Tiling, bound: jax.Array) -> jax.Array:
-    """Repeats the last row's bound after the end: (M, T) -> [M, whole query tiles]."""
+    """Repeats the last row's bound after the end: (M, T) -> [M, whole query tiles].
+
+    Bounds are kept within the keys: the compiled kernels do not check what they copy.
+    """
     more = tiling.query_tiles * tiling.block_q - bound.shape[1]
+    bound = jnp.clip(bound, 0, tiling.keys)
     return jnp.pad(bound, ((0, 0), (0, more)), mode="edge")
 
 
@@ -263,6 +277,22 @@ def _sub_block_bounds(
     min_k_start = tiling.split_bounds(k_start).reshape(shape).min(axis=-1)
     max_k_end = tiling.split_bounds(k_end).reshape(shape).max(axis=-1)
     return min_k_start.ravel(), max_k_end.ravel()
+
+
+def _first_ends(
+    tiling: Tiling,
+    blocks: TpuBlocks,
+    k_start: jax.Array,
+    k_end: jax.Array,
+) -> jax.Array:
+    """Returns `diagonal.first_ends` of all query tiles, [M * query tiles]."""
+    ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
+    shape = tiling.bound_rows, tiling.query_tiles, tiling.block_q
+    bounds = k_start.reshape(shape), k_end.reshape(shape)
+    rows, granule = np.arange(tiling.block_q), diagonal.granule(blocks)
+    return diagonal.first_ends(
+        granule, tiling.block_k, ranges, bounds, rows.astype(np.int32)
+    ).ravel()
 
 
 def _stack_bounds(tiling: Tiling, k_start: jax.Array, k_end: jax.Array) -> jax.Array:
@@ -336,6 +366,7 @@ def _compiler_params(
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", tiles),
         vmem_limit_bytes=vmem_limit(chip),
+        disable_bounds_checks=True,
         flags={"XLA_TPU_FORCE_LP_LLO_SCHEDULER": blocks.has_lp_scheduler},
     )
 

@@ -11,6 +11,7 @@ Row sums are kept lane by lane (or sublane by sublane), and reduced when a row i
 """
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .diagonal import Strip
 from .orientation import Orientation
 from .tile_config import TileConfig
 from .vector import LANES, SUBLANES, fold
@@ -75,30 +77,52 @@ class SoftmaxState(NamedTuple):
 
     def update_max(self, s: list[jax.Array], orientation: Orientation) -> None:
         """Raises m to the maxima of s, scores of these rows, and rescales l and acc."""
-        folded = functools.reduce(
-            jnp.maximum, [fold(jnp.maximum, part, orientation.keys_axis) for part in s]
-        )  # as l
         m_prev = self.m[...]  # numbers of rows, as m and alpha
-        keys = orientation.keys_axis
-        m = jnp.maximum(m_prev, folded.max(axis=keys, keepdims=True))
+        m = jnp.maximum(m_prev, row_maxima(s, orientation))
         alpha = jnp.exp2(m_prev - m)
         self.m[...] = m
         self.l[...] *= alpha
-        self.acc[...] *= orientation.widen(alpha, self.acc.shape[keys])
+        width = self.acc.shape[orientation.keys_axis]
+        self.acc[...] *= orientation.widen(alpha, width)
 
 
-def full_tile(
+class Start(NamedTuple):
+    """What the softmax of some rows starts from: rows -> their l, acc so far.
+
+    has_max: whether m is set; else it becomes the maximum of the masked sub-tiles.
+    """
+
+    l: Callable[[pl.Slice], jax.Array]
+    acc: Callable[[pl.Slice], jax.Array]
+    has_max: bool
+
+
+class Course(NamedTuple):
+    """How `lazy_tile` goes through a tile.
+
+    pipeline: sub-tiles ahead and behind.
+    mask: (scores, rows, first key) -> scores, -inf where masked.
+    start: instead of the version of the state that is read.
+    """
+
+    strips: list[Strip]
+    pipeline: tuple[int, int]
+    mask: Callable[[jax.Array, pl.Slice, int], jax.Array] | None = None
+    start: Start | None = None
+
+
+def lazy_tile(
     q_ref: jax.Ref,  # [R, D]
-    k_ref: jax.Ref,  # [block_k, D]
-    v_ref: jax.Ref,  # [block_k, D]
+    kv_refs: tuple[jax.Ref, jax.Ref],  # [block_k, D] each
     state: SoftmaxState,
     src: jax.Array,
+    course: Course,
     config: TileConfig,
 ) -> jax.Array:
-    """Attends to a tile without a mask and without updating m.
+    """Attends to a tile without updating m.
 
-    The tile is cut into sub-tiles n of [rows, cols] ([cols, rows] where rows lie along
-    the lanes), software-pipelined so that the MXU does not wait for the VPU:
+    Its sub-tiles n of [rows, cols] ([cols, rows] where rows lie along the lanes) are
+    software-pipelined so that the MXU does not wait for the VPU:
 
         MXU    S(n + ahead) = Q K^T         acc += P(n - behind) V
         VPU                   P(n) = exp2(S(n) - m), l += P(n)
@@ -107,56 +131,73 @@ def full_tile(
 
     Returns:
       The largest l of any row and lane. If it is above SUM_LIMIT, version 1 - src is
-      void, and the caller runs `exact_tile` from version src instead.
+      void, and the caller runs `exact_tile` instead.
     """
-    cols, orientation = config.blocks.columns, config.orientation
-    last = k_ref.shape[0] - cols
-    subtiles = [
-        (pl.ds(r, config.blocks.rows), c)
-        for r in range(0, q_ref.shape[0], config.blocks.rows)
-        for c in range(0, last + 1, cols)
-    ]
+    k_ref, v_ref = kv_refs
+    orientation = config.orientation
+    ahead, behind = course.pipeline
+    subtiles = [(strip, c) for strip in course.strips for c in strip.columns]
+    read = course.start or Start(
+        lambda rows: orientation.at(state.l.at[src], rows)[...],
+        lambda rows: orientation.at(state.acc.at[src], rows)[...],
+        has_max=True,
+    )
 
     def qk(n: int) -> jax.Array:
-        rows, c = subtiles[n]
-        q = q_ref[rows, :]  # [rows, D]
-        k = k_ref[pl.ds(c, cols), :]  # [cols, D]
-        return config.scores(*orientation.ordered(q, k))  # [rows, cols], or swapped
+        strip, c = subtiles[n]
+        q = q_ref[strip.rows, :]  # [rows, D]
+        k = k_ref[pl.ds(c, strip.width), :]  # [cols, D]
+        s = config.scores(*orientation.ordered(q, k))  # [rows, cols], or swapped
+        is_masked = c in strip.columns[: strip.masked]
+        return course.mask(s, strip.rows, c) if is_masked else s
 
     def pv(n: int, p: jax.Array, acc: jax.Array | None) -> jax.Array:
-        rows, c = subtiles[n]
-        if c == 0:
-            acc = orientation.at(state.acc.at[src], rows)[...]
-        v = v_ref[pl.ds(c, cols), :]  # [cols, D]
-        more = config.product(p, v, (orientation.keys_axis, 0))
-        acc = acc + more  # [rows, D], or swapped
-        if c == last:
+        (rows, columns, width, _), c = subtiles[n]
+        if c == columns[0]:
+            acc = read.acc(rows)
+        v = v_ref[pl.ds(c, width), :]  # [cols, D]
+        acc = acc + config.product(p, v, (orientation.keys_axis, 0))
+        if c == columns[-1]:
             orientation.at(state.acc.at[1 - src], rows)[...] = acc
-        return acc
+        return acc  # [rows, D], or swapped
 
-    ahead = min(config.blocks.ahead, len(subtiles))
-    s_queue = deque(qk(n) for n in range(ahead))  # S(n) ... S(n + ahead - 1)
+    s_queue = deque()  # S(n) ... S(n + ahead)
     p_queue = deque()  # P(n - behind) ... P(n)
+    coming = iter(range(len(subtiles)))  # of which S is to be issued
     l = acc = None
     max_l = jnp.zeros((SUBLANES, LANES), jnp.float32)  # [8, 128]
-    for n, (rows, c) in enumerate(subtiles):
-        if n + ahead < len(subtiles):
-            s_queue.append(qk(n + ahead))
-        m = orientation.widen(orientation.at(state.m, rows)[...], cols)  # meets S
+    for n, ((rows, columns, width, masked), c) in enumerate(subtiles):
+        is_first = c == columns[0]
+        needed = max(1 + ahead, masked if is_first else 0) - len(s_queue)
+        s_queue.extend(map(qk, itertools.islice(coming, needed)))
+        m_ref = orientation.at(state.m, rows)
+        if is_first and not read.has_max:
+            s = list(s_queue)[:masked]
+            m_ref[...] = jnp.broadcast_to(row_maxima(s, orientation), m_ref.shape)
+        m = orientation.widen(m_ref[...], width)  # meets S
         p = jnp.exp2(s_queue.popleft() - m)  # [rows, cols], or swapped
-        if c == 0:
-            l = orientation.at(state.l.at[src], rows)[...]
+        if is_first:
+            l = read.l(rows)
         l = l + fold(jnp.add, p, orientation.keys_axis)  # [rows, 128], or [8, rows]
         p_queue.append((n, p.astype(v_ref.dtype)))
-        if len(p_queue) > config.blocks.behind:
+        if len(p_queue) > behind:
             acc = pv(*p_queue.popleft(), acc)
-        if c == last:
+        if c == columns[-1]:
             orientation.at(state.l.at[1 - src], rows)[...] = l
             folded = fold(jnp.maximum, l, orientation.axis)  # [8, 128]
             max_l = jnp.maximum(max_l, folded)
     while p_queue:
         acc = pv(*p_queue.popleft(), acc)
     return jnp.max(max_l)
+
+
+def row_maxima(s: list[jax.Array], orientation: Orientation) -> jax.Array:
+    """Returns maxima of the rows of s, at least NOTHING: [rows, 1] or [1, rows]."""
+    axis = orientation.keys_axis
+    folded = functools.reduce(
+        jnp.maximum, [fold(jnp.maximum, part, axis) for part in s]
+    )  # as l
+    return jnp.maximum(folded.max(axis=axis, keepdims=True), NOTHING)
 
 
 def exact_tile(

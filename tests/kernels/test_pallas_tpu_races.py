@@ -7,6 +7,7 @@ without an order between them are reported.
 
 import collections
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,35 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.cases import FLOAT32_TOLERANCE, Answer
-from kernels.tpu.backward_dq import Streamed
+from kernels.tpu import backward_dq
+from kernels.tpu.backward_dq import Resident, Streamed
 from kernels.tpu.dma import DoubleBuffer, start_all
 from kernels.tpu.launch import Launch
 from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, V6E, SimulatedTpu
-from tests.steps import Step, StepCase, answer, compiled, run_backward, truth
+from tests.steps import Step, StepCase, answer, compiled, run_backward, shared, truth
 
 # Four query tiles and three key tiles of two heads: every buffer is used again. Later,
 # each tile has the rows of two query heads, which are copied one by one.
 FIRST_STEP = StepCase(1024, 768, group=1, kv_heads=2, batch=1)
 LATER_STEP = dataclasses.replace(FIRST_STEP, queries=512, group=2, has_carry=True)
+
+
+RING_STEP = StepCase(1024, 1024, group=1, kv_heads=2, batch=1)
+INDEX = np.arange(1024, dtype=np.int32)[None]
+NONE, ALL = np.zeros_like(INDEX), np.full_like(INDEX, 1024)
+BOUNDS = {
+    "own shard": (NONE, INDEX + 1),
+    "striped, from a later shard": (NONE, INDEX),
+    "from an earlier shard": (NONE, ALL),
+    "from a later shard": (NONE, NONE),
+    "window": (np.maximum(INDEX - 299, 0), INDEX + 1),
+    "documents": (INDEX // 300 * 300, INDEX + 1),
+    "documents of a tile": (INDEX // 256 * 256, INDEX + 1),
+    "rows without keys, keys without rows": (
+        np.where(INDEX < 512, INDEX // 4, 512),
+        np.where(INDEX < 768, np.minimum(256, INDEX), INDEX + 1),
+    ),
+}
 
 
 def simulated(copies: str, vmem: int, chip: pltpu.TpuInfo = CHIP) -> SimulatedTpu:
@@ -42,13 +62,23 @@ def simulated(copies: str, vmem: int, chip: pltpu.TpuInfo = CHIP) -> SimulatedTp
     return SimulatedTpu(Launch(chip, blocks, memory))
 
 
-def simulate(case: StepCase, step: Step, backend: SimulatedTpu) -> Answer:
-    results = compiled(backend, case.scale)(step.astype(jnp.float32))
+def simulate(
+    case: StepCase, step: Step, backend: SimulatedTpu, program=compiled
+) -> Answer:
+    results = program(backend, case.scale)(step.astype(jnp.float32))
     return answer(jax.block_until_ready(results), step)
 
 
-FIRST = FIRST_STEP, CHIP.vmem_capacity_bytes
-LATER = LATER_STEP, SMALL_VMEM
+def bounded(step: Step, name: str) -> Step:
+    k_start, k_end = BOUNDS[name]
+    return step._replace(k_start=k_start, k_end=k_end)
+
+
+IN_VMEM, IN_HBM = CHIP.vmem_capacity_bytes, SMALL_VMEM
+"""Vector memory where a head's dq fits, or does not."""
+
+FIRST = FIRST_STEP, IN_VMEM
+LATER = LATER_STEP, IN_HBM
 
 
 @pytest.mark.parametrize(
@@ -76,109 +106,164 @@ def test_no_copy_races_or_comes_too_late(case, vmem, chip, copies, capfd, rng):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def buffers_without_waiting(self: DoubleBuffer, tile: jax.Array) -> tuple[jax.Ref, ...]:
-    return tuple(buffer.at[tile & 1] for buffer in self.buffers)
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize(
+    "copies", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("vmem", [IN_VMEM, IN_HBM], ids=["VMEM", "HBM"])
+def test_no_copy_races_or_comes_too_late_at_any_bounds(name, copies, vmem, capfd, rng):
+    step, backend = bounded(RING_STEP.draw(rng), name), simulated(copies, vmem)
+    errors = simulate(RING_STEP, step, backend, shared).errors(truth(RING_STEP, step))
+    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def buffers_without_waiting(
+    self: DoubleBuffer, tile: jax.Array, slot: jax.Array
+) -> tuple[jax.Ref, ...]:
+    return tuple(buffer.at[slot] for buffer in self.buffers)
+
+
+def tile_without_waiting(self: Resident, i: jax.Array, n: jax.Array) -> jax.Ref:
+    return self.buffer.at[i]
+
+
+def streamed_tile_without_waiting(
+    self: Streamed, i: jax.Array, n: jax.Array
+) -> jax.Ref:
+    return self.buffer.at[n % backward_dq.STREAMED]
 
 
 def prefetch_into_an_outgoing_buffer(
-    self: Streamed, i: jax.Array, first: jax.Array
+    self: Streamed, i: jax.Array, n: jax.Array, is_first: jax.Array
 ) -> None:
-    start_all(self._incoming(i))
+    start_all(self._incoming(i, n))
 
 
-def end_without_waiting(self: Streamed, first: jax.Array, end: jax.Array) -> None:
+def end_without_waiting(self: Resident | Streamed, visits: jax.Array) -> None:
     pass
 
 
 breaking = pytest.mark.parametrize(
-    "owner, method, broken",
+    "owner, method, broken, vmem",
     [
-        (DoubleBuffer, "wait", buffers_without_waiting),
-        (Streamed, "prefetch", prefetch_into_an_outgoing_buffer),
-        (Streamed, "end", end_without_waiting),
+        (DoubleBuffer, "wait", buffers_without_waiting, IN_HBM),
+        (Resident, "wait", tile_without_waiting, IN_VMEM),
+        (Resident, "end", end_without_waiting, IN_VMEM),
+        (Streamed, "wait", streamed_tile_without_waiting, IN_HBM),
+        (Streamed, "prefetch", prefetch_into_an_outgoing_buffer, IN_HBM),
+        (Streamed, "end", end_without_waiting, IN_HBM),
+        # Reads tiles that the key tile before has not written yet.
+        (Streamed, "chains", staticmethod(Resident.chains), IN_HBM),
     ],
 )
 
 
 @breaking
 def test_copies_that_nobody_waits_for_are_reported(
-    owner, method, broken, monkeypatch, capfd, rng
+    owner, method, broken, vmem, monkeypatch, capfd, rng
 ):
-    """Shows that the test above can fail."""
+    """Shows that the tests above can fail."""
     monkeypatch.setattr(owner, method, broken)
-    program = compiled(
-        simulated("eager", SMALL_VMEM), FIRST_STEP.scale, run=run_backward
-    )
-    jax.block_until_ready(program(FIRST_STEP.draw(rng).astype(jnp.float32)))
+    program = compiled(simulated("eager", vmem), RING_STEP.scale, run=run_backward)
+    step = bounded(RING_STEP.draw(rng), "own shard")
+    jax.block_until_ready(program(step.astype(jnp.float32)))
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
 @pytest.mark.slow
 @breaking
 def test_copies_that_nobody_waits_for_come_too_late(
-    owner, method, broken, monkeypatch, rng
+    owner, method, broken, vmem, monkeypatch, rng
 ):
     monkeypatch.setattr(owner, method, broken)
-    step = FIRST_STEP.draw(rng)
-    got = simulate(FIRST_STEP, step, simulated("on_wait", SMALL_VMEM))
-    assert not got.errors(truth(FIRST_STEP, step))["dq"] < 0.1
+    step = bounded(RING_STEP.draw(rng), "own shard")
+    got = simulate(RING_STEP, step, simulated("on_wait", vmem))
+    assert not got.errors(truth(RING_STEP, step))["dq"] < 0.1
 
 
-RING_STEP = StepCase(1024, 1024, group=1, kv_heads=2, batch=1)
-INDEX = np.arange(1024, dtype=np.int32)[None]
-NONE, ALL = np.zeros_like(INDEX), np.full_like(INDEX, 1024)
-BOUNDS = {
-    "own shard": (NONE, INDEX + 1),
-    "striped, from a later shard": (NONE, INDEX),
-    "from an earlier shard": (NONE, ALL),
-    "from a later shard": (NONE, NONE),
-    "window": (np.maximum(INDEX - 299, 0), INDEX + 1),
-    "documents": (INDEX // 300 * 300, INDEX + 1),
-}
 FORWARD, BACKWARD = 2, 4  # arrays in the kernel's double buffer
+IN, OUT = "_incoming", "_outgoing"  # of dq
 
 
-@pytest.fixture(scope="module")
-def copied_tiles():
-    """Returns step -> the tiles that each method was called for, by direction."""
+class Copies(list):
+    """Those of one tile of dq."""
+
+    def __init__(self, copies: list, way: str, tile: jax.Array):
+        super().__init__(copies)
+        self.way, self.tile = way, tile
+
+
+@pytest.fixture(scope="module", params=[IN_VMEM, IN_HBM], ids=["VMEM", "HBM"])
+def copied_tiles(request):
+    """Returns step -> the tiles started and waited for, by array, and where dq is."""
     calls = collections.defaultdict(list)
+
+    def record(key: tuple[str, int | str], tile: jax.Array) -> None:
+        jax.debug.callback(lambda tile: calls[key].append(int(tile)), tile)
 
     def recorded(name: str):
         method = getattr(DoubleBuffer, name)
 
-        def record(self: DoubleBuffer, tile: jax.Array):
-            called = calls[name, len(self.sources)]
-            jax.debug.callback(lambda tile: called.append(int(tile)), tile)
-            return method(self, tile)
+        def run(self: DoubleBuffer, tile: jax.Array, slot: jax.Array):
+            record((name, len(self.sources)), tile)
+            return method(self, tile, slot)
 
-        return record
+        return run
+
+    def recorded_all(name: str):
+        method = getattr(backward_dq, f"{name}_all")
+
+        def run(copies: Copies) -> None:
+            record((name, copies.way), copies.tile)
+            method(copies)
+
+        return run
+
+    def tagged(owner: type[Resident | Streamed], way: str):
+        method = getattr(owner, way)
+
+        def build(self: Resident | Streamed, i: jax.Array, *n: jax.Array) -> Copies:
+            return Copies(method(self, i, *n), way, i)
+
+        return build
 
     with pytest.MonkeyPatch.context() as patch:
         for name in "start", "wait":
             patch.setattr(DoubleBuffer, name, recorded(name))
+            patch.setattr(backward_dq, f"{name}_all", recorded_all(name))
+        for owner, way in itertools.product((Resident, Streamed), (IN, OUT)):
+            patch.setattr(owner, way, tagged(owner, way))
         program = (
-            compiled(SimulatedTpu(), RING_STEP.scale)
+            compiled(SimulatedTpu().with_vmem(request.param), RING_STEP.scale)
             .lower(RING_STEP.draw(np.random.default_rng(0)).astype(jnp.float32))
             .compile()
         )
 
-    def run(step: Step) -> dict[tuple[str, int], list[int]]:
+    def run(step: Step) -> dict[tuple[str, int | str], list[int]]:
         for called in calls.values():
             called.clear()
         jax.block_until_ready(program(step.astype(jnp.float32)))
         jax.effects_barrier()
         return calls
 
-    return run
+    return run, request.param == IN_VMEM
 
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_tile_is_copied_once_for_each_live_tile_and_no_other(name, copied_tiles, rng):
+    """But a tile of dq in VMEM once in a head, if it is live at all."""
     start, stop = BOUNDS[name]
     visible = (start[0, :, None] <= INDEX) & (INDEX < stop[0, :, None])
     live = visible.reshape(4, 256, 4, 256).any(axis=(1, 3))  # (query tiles, key tiles)
-    calls = copied_tiles(RING_STEP.draw(rng)._replace(k_start=start, k_end=stop))
-    for method in "start", "wait":
-        for direction, axis in ((FORWARD, 0), (BACKWARD, 1)):
-            copied = np.bincount(calls[method, direction], minlength=4)
-            np.testing.assert_array_equal(copied, RING_STEP.kv_heads * live.sum(axis))
+    run, is_resident = copied_tiles
+    calls = run(bounded(RING_STEP.draw(rng), name))
+    dq = live.any(1) if is_resident else live.sum(1)
+    expected = {FORWARD: live.sum(0), BACKWARD: live.sum(1), IN: dq, OUT: dq}
+    for array, tiles in expected.items():
+        copied = np.bincount(calls["start", array], minlength=4)
+        np.testing.assert_array_equal(copied, RING_STEP.kv_heads * tiles)
+        # To wait for a tile of dq on its way out, any of its size is named.
+        waited = calls["wait", array]
+        assert len(waited) == copied.sum()
+        assert array == OUT or sorted(waited) == sorted(calls["start", array])

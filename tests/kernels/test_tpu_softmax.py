@@ -1,5 +1,6 @@
 """Conditional rescale: right whatever the scores do, exact where it has to be."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -11,7 +12,7 @@ import pytest
 
 from kernels import reference
 from kernels.merge import Partial
-from kernels.tpu import forward as tpu_forward
+from kernels.tpu import query_tile
 from kernels.tpu.softmax import SUM_LIMIT
 from tests.simulated_tpu import SimulatedTpu
 from tests.steps import Step, StepCase, compiled, run_forward
@@ -33,6 +34,16 @@ LEVELS = {
     "jumping": (0, 400, -400, 100),
     "below a carry": (-300, -300, -300, -200),
 }
+
+
+CAUSAL = StepCase(KEY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1)
+CAUSAL_CASES = {
+    "own keys": (CAUSAL, 1),
+    "visiting keys": (dataclasses.replace(CAUSAL, has_carry=True), 0),
+    "two heads": (dataclasses.replace(CAUSAL, group=2, has_carry=True), 0),
+    "four heads": (dataclasses.replace(CAUSAL, group=4, has_carry=True), 1),
+}
+"""And the keys that the first query sees."""
 
 
 def step_at_levels(
@@ -108,22 +119,68 @@ def test_rising_scores_overflow_where_no_limit_is_set(monkeypatch, rng):
         for name in ("level", "rising")
     )
     expected = PROGRAMS["first ring step"](ordinary)
-    monkeypatch.setattr(tpu_forward, "SUM_LIMIT", math.inf)
+    monkeypatch.setattr(query_tile, "SUM_LIMIT", math.inf)
     run = program(SimulatedTpu())
     assert not any(np.isfinite(x).any() for x in run(rising))
     assert (errors(run(ordinary), expected) < 1e-6).all()
 
 
+def causal_step(
+    rng: np.random.Generator, name: str, levels: tuple[float, ...] = LEVELS["level"]
+) -> Step:
+    """Draws a step of which every query sees one key more than the one before."""
+    case, first_end = CAUSAL_CASES[name]
+    step = step_at_levels(rng, case, levels, attends_to_all=False)
+    end = np.arange(case.queries, dtype=np.int32)[None] + first_end
+    return step._replace(k_start=np.zeros_like(end), k_end=end)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("name", CAUSAL_CASES)
+def test_diagonals_give_the_exact_softmax_whatever_the_scores_do(name, levels, rng):
+    step = causal_step(rng, name, LEVELS[levels])
+    truth = true_results(step)
+    run = PROGRAMS["first ring step"]
+    found = errors(run(step.astype(jnp.float32)), truth)
+    allowed = errors(REFERENCE(step.astype(jnp.float32)), truth)
+    assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
+
+
+@pytest.mark.parametrize("name", CAUSAL_CASES)
+def test_causal_steps_need_no_exact_tiles(name, run_and_count, rng):
+    step = causal_step(rng, name)
+    if step.carry:  # of rows that have seen their own key
+        step.carry[1][...] = np.abs(step.k).max()
+    assert run_and_count(step)[1] == 0
+    # Where a query sees one key less, its tile is no diagonal one.
+    step.k_end[0, TILE + 1] -= 1
+    assert run_and_count(step)[1] > 0
+
+
+def test_a_diagonal_is_computed_exactly_where_its_scores_rise(run_and_count, rng):
+    """Above those of its masked keys, whose maximum is m, or above a carry's."""
+    for name in "own keys", "visiting keys":
+        step = causal_step(rng, name)
+        step.q[..., 0] = 1
+        step.k[:, 0, :, 0] = 400  # of the first key alone
+        results, tiles = run_and_count(step)
+        truth = true_results(step)
+        allowed = errors(REFERENCE(step.astype(jnp.float32)), truth)
+        assert (errors(results, truth) <= 2 * allowed + 1e-6).all()
+        # One in each query tile, of the key tile that holds the first key.
+        assert tiles > 0
+
+
 @pytest.fixture
 def run_and_count(monkeypatch):
     """Returns step -> (its results, the number of tiles computed exactly)."""
-    count, exact_tile = itertools.count(), tpu_forward.exact_tile
+    count, exact_tile = itertools.count(), query_tile.exact_tile
 
     def counted(*operands):
         jax.debug.callback(lambda: next(count))
         exact_tile(*operands)
 
-    monkeypatch.setattr(tpu_forward, "exact_tile", counted)
+    monkeypatch.setattr(query_tile, "exact_tile", counted)
     run = program(SimulatedTpu())
 
     def run_and_count(step: Step) -> tuple[Partial, int]:
@@ -138,7 +195,7 @@ def run_and_count(monkeypatch):
 def test_full_and_exact_tiles_agree(run_and_count, monkeypatch, rng):
     step = step_at_levels(rng, CASES["first ring step"], LEVELS["level"])
     expected = PROGRAMS["first ring step"](step.astype(jnp.float32))
-    monkeypatch.setattr(tpu_forward, "SUM_LIMIT", 0.0)
+    monkeypatch.setattr(query_tile, "SUM_LIMIT", 0.0)
     exact, tiles = run_and_count(step)
     assert tiles == QUERY_TILES * KEY_TILES
     assert (errors(exact, expected) < 1e-6).all()
