@@ -130,6 +130,8 @@ def test_parts_are_read_from_the_nesting_of_a_kernel():
     schedule = read(
         ("LB", 1, "} /* Start region 1", 0),  # of the grid
         ("", 1, "%1 = vld", 0),
+        ("", 1, branch(11), 0),  # sets the sums
+        ("PF", 1, "} /* Start region 11", 0),
         ("", 1, branch(2), 0),  # loads masks
         ("", 1, "%2 = vadd", 0),
         ("PF", 1, "} /* Start region 2", 0),
@@ -139,6 +141,10 @@ def test_parts_are_read_from_the_nesting_of_a_kernel():
         ("", 2, branch(5), 40),  # a full tile
         ("", 2, "%3 = vpop", 0),
         ("PF", 2, "} /* Start region 5", 0),
+        ("", 2, branch(10), 30),  # a diagonal tile
+        ("", 2, "%6 = vpop", 0),
+        ("", 2, "%7 = vpop", 0),
+        ("PF", 2, "} /* Start region 10", 0),
         ("", 2, branch(6), 0),  # a partial tile
         ("LB", 3, "} /* Start region 7", 0),  # of its sub-blocks
         ("", 3, branch(8), 10),
@@ -153,12 +159,14 @@ def test_parts_are_read_from_the_nesting_of_a_kernel():
         ("", 1, branch(1), 0),
     )
     assert read_parts(schedule) == Parts(
-        begin=3,
+        begin=4,
+        init=1,
         masks=2,
         end=2,
-        tile=4 + 1 + BRANCH,
+        tile=5 + 1 + BRANCH,
         first=0,
         full=2,
+        diagonal=3,
         partial=2,
         turn=3 + BRANCH,
         live=(1, 2),

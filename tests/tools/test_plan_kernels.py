@@ -48,14 +48,14 @@ def per_pair(chip, length, direction="forward", **fields):
 
 def test_full_tiles_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
     fast = Kernels.of(V5E)
-    # 3972 bundles at 1.5 GHz would beat the peak: 2 products of 1024 x 1024 x 128.
+    # 3877 bundles at 1.5 GHz would beat the peak: 2 products of 1024 x 1024 x 128.
     assert fast.seconds["forward"] == pytest.approx(4 * 128 / 197e12)
     slower, seconds = Kernels.of(V4), 4144 / 4096 * 4 * 128 / 275e12
     assert slower.seconds["forward"] == pytest.approx(seconds, rel=0.03)
-    assert "forward 4135, backward 10240" in slower.source
+    assert "forward 4142, backward 10240" in slower.source
     # A v6e's two products of 1024 x 1024 x 128 take 1024 bundles at its peak.
     wide = Kernels.of(V6E).seconds["forward"]
-    assert wide == pytest.approx(1829 / 1024 * 4 * 128 / 918e12, rel=4e-3)
+    assert wide == pytest.approx(1831 / 1024 * 4 * 128 / 918e12, rel=1e-3)
 
 
 @pytest.mark.parametrize("chip", [V3, H200])
@@ -73,20 +73,21 @@ def test_short_shards_take_longer_for_a_pair_than_full_tiles(chip):
     for direction in PRODUCTS:
         found = [per_pair(chip, 2**n, direction) for n in range(10, 19)]
         assert found == sorted(found, reverse=True)
-        assert 1 < found[-1] < 1.05 and found[2] > 1.2
+        assert 1 < found[-1] < 1.05 and found[2] > 1.1
 
 
 def test_known_tiles_and_programs_of_a_v5e():
-    """Read by hand in the schedule: see results/2026-11-21-tpu-schedules.md."""
+    """Read by hand in the schedule, as loops over sub-blocks took 3479 and 7384."""
     parts = read_kernel_parts()
     forward, backward = (
         parts["TPU v5 lite", direction, True] for direction in PRODUCTS
     )
-    assert forward.begin + forward.masks == pytest.approx(1084, rel=0.1)
-    assert forward.end == pytest.approx(603, rel=0.05)
-    for part, diagonal in (forward, 3479), (backward, 7384):
+    assert forward.begin + forward.init == pytest.approx(628, rel=0.01)
+    assert forward.end == pytest.approx(624, rel=0.01)
+    for part, loops, area in (forward, 3479, 2424), (backward, 7384, 5512):
         turns = part.partial + 4 * part.turn + sum(part.live)
-        assert turns == pytest.approx(diagonal, rel=0.03)
+        assert turns == pytest.approx(loops, rel=0.04)
+        assert area < part.diagonal < 1.15 * area
 
 
 def test_sum_of_the_parts_is_that_of_kernels_compiled_at_every_length():
@@ -131,7 +132,7 @@ def _line(row):
     return row["chip"], row["direction"], row["source"], row["length"]
 
 
-def test_first_copies_and_a_resident_dq_are_waited_for():
+def test_first_copies_of_a_head_and_its_last_dq_are_waited_for():
     def waited(direction, length=4096):
         kernel = Launched.of(
             "v5e", direction, False, (1, length, 8, 128), (length, 8), "bfloat16"
@@ -141,10 +142,11 @@ def test_first_copies_and_a_resident_dq_are_waited_for():
         return kernel.goes_on, kernel.waited_bytes(found)
 
     tile = 2 * 1024 * 128 * 2  # of keys and values, or queries and their gradients
-    assert waited("forward") == (False, 4 * tile)
-    assert waited("backward") == (True, 4 * tile + 2 * 4096 * 128 * 4)
-    streamed = tile + 2 * 1024 * 128 * 4
-    assert waited("backward", 2**17) == (False, 128 * streamed)
+    assert waited("forward") == (False, tile)
+    dq = 1024 * 128 * 4
+    assert waited("backward") == (True, tile + 2 * dq)
+    # The last two key tiles begin with a tile whose dq the one before still writes.
+    assert waited("backward", 2**17) == (False, 3 * (tile + 2 * dq))
 
 
 def test_wide_heads_take_as_many_products_as_they_have_passes():
@@ -173,7 +175,7 @@ def test_packed_documents_take_less_than_one_and_more_than_their_pairs():
     pairs = [visible_pairs(documents, 2**17) for documents in ((), (2**13,))]
     assert pairs[0] / pairs[1] == pytest.approx(16, rel=1e-3)
     # Each of 16 tiles of queries still has one diagonal tile.
-    assert 5 < whole / packed < 8
+    assert 9 < whole / packed < 11
 
 
 def test_half_of_the_queries_is_a_ring_of_its_own():
@@ -195,7 +197,7 @@ def test_odd_lengths_have_more_and_smaller_granules():
     ]
     assert found[:3] == sorted(found[:3]) and found[3:] == sorted(found[3:])
     kernel = Launched.of("v5e", "forward", False, (1, 640, 8, 128), (640, 8), "float32")
-    assert kernel.blocks == Blocks(1, 640, 640, 128, 128)
+    assert kernel.blocks == Blocks(1, 640, 640, 128, 128, 128)
 
 
 def test_a_lone_key_head_leaves_a_core_of_two_idle():
@@ -205,9 +207,11 @@ def test_a_lone_key_head_leaves_a_core_of_two_idle():
 
     one, two = times(V5P, "backward")
     assert one == two
-    for chip, direction in (V5P, "forward"), (V5E, "backward"):
-        one, two = times(chip, direction)
-        assert 2 * one == pytest.approx(two)
+    one, two = times(V5E, "backward")
+    assert 2 * one == pytest.approx(two)
+    # Forward the cores share out its query tiles, and each waits for its first copy.
+    one, two = times(V5P, "forward")
+    assert 1 < 2 * one / two < 1.15
 
 
 def test_table_has_a_line_for_each_kernel_and_a_column_for_each_length():
@@ -237,7 +241,7 @@ def test_sum_of_the_parts_is_that_of_a_kernel_compiled_now(direction):
     for source in tpu_kernel_parts.sources(tile).values():
         found = tpu_kernel_parts.compare(measured, source)
         assert found["estimated"] == pytest.approx(found["bundles"], rel=0.05)
-        assert found["bundles"] > 1.2 * found["full_tiles"]
+        assert found["bundles"] > 1.1 * found["full_tiles"]
         # 36 of 64 sub-tiles are live, and 2049 / 4096 of the pairs.
         assert found["full_tiles"] / found["ideal"] == pytest.approx(1.125, rel=1e-3)
         took = found["bundles"] + found["waited_bundles"]

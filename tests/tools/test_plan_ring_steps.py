@@ -1,5 +1,7 @@
 """Programs, tiles and sub-blocks of a ring step, against masks looked at in full."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,41 @@ def test_work_is_that_of_the_masks(layout, documents, mask, blocks):
             assert found.live == (ranges.work() > 0).sum()
             # Tiles without visible pairs have no live granules.
             assert found.granules[1:] == tuple(granules[1:])
+
+
+@pytest.mark.parametrize("documents", [(), (700,), (512, 1024)])
+@pytest.mark.parametrize("layout", [Contiguous(), Striped(), Striped(4), Zigzag()])
+@pytest.mark.parametrize("heads, block_q", [(1, 512), (2, 256), (8, 64)])
+def test_diagonal_tiles_have_one_key_more_in_each_row(
+    layout, documents, heads, block_q
+):
+    blocks = Blocks(heads, block_q, 512, 128, 128, 128)
+    others = dataclasses.replace(blocks, diagonal=None)
+    sequence = Sequence(layout, 4, 1536, documents)
+    for device, source in ((0, 0), (3, 1), (0, 2)):
+        bounds = sequence.bounds(device, source, blocks.piece)
+        start, end = rows(sequence, device, source)
+        line = np.arange(block_q)
+        count = 0
+        for i in range(1536 // block_q):
+            lo, hi = (bound[0, i * block_q :][:block_q] for bound in (start, end))
+            first = hi[0] // 512 * 512
+            # The first row's last key lies in a granule whose rest holds the others'.
+            fits = hi[0] % 128 + min(block_q, 128) <= 129
+            is_aligned = (hi[0] - first) // 128 % max(1, block_q // 128) == 0
+            count += bool(
+                (hi - hi[0] == line).all() and lo[-1] <= first and fits and is_aligned
+            )
+        for direction in ("forward", "backward"):
+            found = work(direction, bounds, blocks, 1536)
+            plain = work(direction, bounds, others, 1536)
+            assert found.diagonal == count and plain.diagonal == 0
+            assert found.tiles == plain.tiles
+            assert found.partial_tiles == plain.partial_tiles - count
+            live = sum(n * number for n, number in enumerate(found.granules))
+            every = sum(n * number for n, number in enumerate(plain.granules))
+            assert live + found.diagonal_granules == every
+    assert count > 0 or documents or layout != Striped()
 
 
 def test_rows_after_the_end_repeat_the_last_one():

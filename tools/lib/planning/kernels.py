@@ -2,8 +2,8 @@
 
 A TPU kernel takes the bundles of its parts (programs, tiles, sub-blocks of partial
 tiles; read from compiled kernels by tools/tpu_kernel_parts.py) as often as the bounds
-of a ring step say. To that comes what it waits for: each program's first copy, and a
-dq that stays in VMEM on its way in and out.
+of a ring step say. To that comes what it waits for: the first copies of a head, and its
+last dq on the way out.
 
 Nothing here is measured on the device; latencies of copies are not known.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from data.document_mask import DocumentMask
-from kernels.tpu import launch
+from kernels.tpu import diagonal, launch
 from tasks import base, batch_rows
 from tasks.execution import local_tokens
 from tasks.mask import document_mask
@@ -46,6 +46,9 @@ LANES = 128
 SUB_BLOCK = 256
 """Rows and keys of the granules of a partial tile that the parts are of."""
 
+ON_DIAGONAL = 10
+"""Live granules of the diagonal tile that the parts are of."""
+
 PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products of a tile."""
 
@@ -65,7 +68,7 @@ class Launched:
     goes_on: forward, whether there is a carry; backward, whether dq stays in VMEM.
     stacks: of a key/value head. depth: of a head, padded. passes: of it through a
       matrix unit, whose columns it may not fill. shape: queries and keys.
-    cores: of the chip.
+    cores: of the chip. is_in_order: whether the programs of a head run on one core.
     """
 
     direction: str
@@ -77,6 +80,7 @@ class Launched:
     itemsize: int
     shape: tuple[int, int]
     cores: int
+    is_in_order: bool
 
     @classmethod
     @functools.cache
@@ -100,16 +104,18 @@ class Launched:
             cut, goes_on = launch.cut_backward(info, q, k)
         pieces = cut.blocks.exact_rows, cut.blocks.live_columns
         sizes = cut.sizes.block_q, cut.sizes.block_k
+        cores = version.num_physical_tensor_cores_per_chip
         return cls(
             direction,
             goes_on,
-            Blocks(cut.heads, *sizes, *pieces),
+            Blocks(cut.heads, *sizes, *pieces, diagonal.granule(cut.blocks)),
             cut.stacks,
             padded(q_shape[3]),
             -(-q_shape[3] // info.mxu_column_size),
             q.dtype.itemsize,
             (q_shape[1], keys[0]),
-            version.num_physical_tensor_cores_per_chip,
+            cores,
+            direction == "backward" or q_shape[0] * keys[1] * cut.stacks % cores == 0,
         )
 
     def bundles(self, work: Work, parts: Parts) -> float:
@@ -127,8 +133,12 @@ class Launched:
         live = np.interp(columns, known, (0, *parts.live))
         sub_blocks = parts.first * work.first + float(live @ work.granules)
         tiles = full * work.full_tiles + blocks.exact_rows / SUB_BLOCK * sub_blocks
+        granule = blocks.exact_rows * blocks.live_columns / SUB_BLOCK**2
+        tiles += parts.diagonal / ON_DIAGONAL * granule * work.diagonal_granules
+        programs = (parts.begin + parts.end) * work.programs
+        programs += parts.init * (work.programs - work.diagonal)
         return (
-            (parts.begin + parts.end) * width * lines / TILE * work.programs
+            programs * width * lines / TILE
             + parts.masks * stacked / TILE * work.partial
             + parts.tile * work.tiles
             + self.passes * tiles
@@ -137,14 +147,17 @@ class Launched:
         )
 
     def waited_bytes(self, work: Work) -> float:
-        """Returns the bytes that a stack waits for: first copies, and a dq in VMEM."""
-        waited = work.live * self._tile_bytes
-        if self.direction == "backward" and self.goes_on:
-            blocks = self.blocks
-            calls = work.programs / -(-self.shape[1] // blocks.block_k)
-            rows = -(-self.shape[0] // blocks.block_q) * blocks.block_q * blocks.heads
-            waited += calls * 2 * rows * self.depth * FLOAT32
-        return waited
+        """Returns the bytes that a stack waits for: first copies, and the last dq."""
+        if self.direction == "forward":
+            return (work.cold if self.is_in_order else work.live) * self._tile_bytes
+        dq = self.blocks.heads * self.blocks.block_q * self.depth * FLOAT32
+        if self.goes_on:
+            first = self._tile_bytes + dq
+            return work.cold * first + bool(work.live) * self._calls(work) * dq
+        return (work.cold + work.broken) * self._tile_bytes
+
+    def _calls(self, work: Work) -> float:
+        return work.programs / -(-self.shape[1] // self.blocks.block_k)
 
     def moved_bytes(self, work: Work) -> float:
         """Returns the bytes of all copies that may overlap the work of a stack."""
@@ -154,7 +167,14 @@ class Launched:
         else:
             rows = self.blocks.block_k
             sizes = 2 * (self.itemsize + 2 * FLOAT32)  # k, v; dk, dv in and out
-        return work.tiles * self._tile_bytes + work.programs * rows * sizes * self.depth
+        moved = (
+            work.tiles * self._tile_bytes + work.programs * rows * sizes * self.depth
+        )
+        if self.direction == "backward" and self.goes_on:  # dq, in and out
+            queries = -(-self.shape[0] // self.blocks.block_q) * self.blocks.block_q
+            dq = 2 * FLOAT32 * queries * self.blocks.heads * self.depth
+            moved += self._calls(work) * dq
+        return moved
 
     @property
     def _tile_bytes(self) -> int:

@@ -16,6 +16,8 @@ import numpy as np
 from data.document_mask import DocumentMask
 from kernels.layouts import Layout
 from kernels.tile_ranges import TileRanges, key_ranges, query_ranges
+from kernels.tpu.backward_dq import STREAMED
+from kernels.tpu.diagonal import first_ends
 
 CAUSAL = DocumentMask()
 
@@ -37,6 +39,7 @@ class Blocks:
     """Pieces of a kernel's tile, as in `TpuBlocks`.
 
     heads: query heads whose rows are stacked in a tile of heads * block_q rows.
+    diagonal: `kernels.tpu.diagonal.granule`, if the kernel has code for such tiles.
     """
 
     heads: int
@@ -44,6 +47,7 @@ class Blocks:
     block_k: int
     exact_rows: int
     live_columns: int
+    diagonal: int | None = None
 
     @property
     def piece(self) -> int:
@@ -56,21 +60,29 @@ class Work:
     """What a kernel does for one key/value head, or several kernels together.
 
     programs: of the grid. live, partial: those with live, and with partial, tiles.
-    full_tiles, partial_tiles: in all. first: sub-blocks of full tiles that are a row's
-      first tile. granules: sub-blocks of partial tiles by number of live granules.
+    cold: live ones whose first copies no other one starts. broken: other ones whose
+      first copies wait for a streamed dq of the one before.
+    full_tiles, diagonal, partial_tiles: in all; a query tile has at most one diagonal.
+    first: sub-blocks of full tiles that are a row's first tile.
+    diagonal_granules: live ones of sub-blocks of diagonal tiles, in all.
+    granules: sub-blocks of partial tiles by number of live granules.
     """
 
     programs: int
     live: int
     partial: int
+    cold: int
+    broken: int
     full_tiles: int
+    diagonal: int
     partial_tiles: int
     first: int
+    diagonal_granules: int
     granules: tuple[int, ...]
 
     @property
     def tiles(self) -> int:
-        return self.full_tiles + self.partial_tiles
+        return self.full_tiles + self.diagonal + self.partial_tiles
 
     def __add__(self, other: "Work") -> "Work":
         granules = map(sum, zip(self.granules, other.granules, strict=True))
@@ -252,22 +264,45 @@ def work(direction: str, bounds: Bounds, blocks: Blocks, keys: int) -> Work:
     # Like the launch, up to whole query tiles.
     more = -bounds.k_start.shape[1] % edges
     bounds = Bounds(*(np.pad(b, ((0, 0), (0, more)), mode="edge") for b in bounds))
+    by_query = key_ranges(*bounds, edges, blocks.block_k)
+    is_diagonal = _first_ends(bounds, blocks, by_query)[0] >= 0
     if direction == "forward":
-        ranges = key_ranges(*bounds, edges, blocks.block_k)
+        ranges = by_query
         query, key = _partial_tiles(ranges)
     else:
         ranges = query_ranges(*bounds, edges, blocks.block_k, keys)
         key, query = _partial_tiles(ranges)
-    live, full = ranges.work(), ranges.full_end - ranges.full_begin
-    is_first = (full > 0) & (ranges.full_end == ranges.live_end)
+    diagonal = np.flatnonzero(is_diagonal), by_query.full_end[0][is_diagonal]
+    other = ~(is_diagonal[query] & (key == by_query.full_end[0][query]))
+    query, key = query[other], key[other]
+    live, full = (x[0] for x in (ranges.work(), ranges.full_end - ranges.full_begin))
+    is_first = (full > 0) & (ranges.full_end == ranges.live_end)[0]
+    on_diagonal = _granules(bounds, blocks, *diagonal)
+    chained = (live[:-1] > 0) & (live[1:] > 0)  # as in `kernels.tpu.neighbours`
+    begin, end = ranges.live_begin[0, 1:], ranges.live_end[0, :-1]
+    is_unwritten = (begin < end) & (end < begin + STREAMED)
     return Work(
         programs=live.size,
         live=int((live > 0).sum()),
-        partial=int((live > full).sum()),
+        partial=np.unique(query if direction == "forward" else key).size,
+        cold=int((live > 0).sum()) - int(chained.sum()),
+        broken=int((chained & is_unwritten).sum()),
         full_tiles=int(full.sum()),
-        partial_tiles=int((live - full).sum()),
+        diagonal=int(is_diagonal.sum()),
+        partial_tiles=query.size,
         first=int(is_first.sum()) * blocks.heads * blocks.block_q // blocks.exact_rows,
+        diagonal_granules=sum(n * count for n, count in enumerate(on_diagonal)),
         granules=_granules(bounds, blocks, query, key),
+    )
+
+
+def _first_ends(bounds: Bounds, blocks: Blocks, ranges: TileRanges) -> np.ndarray:
+    """Returns `diagonal.first_ends` by the edges of pieces, (1, query tiles)."""
+    first = np.arange(0, blocks.block_q, blocks.piece)
+    rows = np.stack((first, first + blocks.piece - 1), 1).ravel()
+    start, end = (bound.reshape(1, -1, rows.size) for bound in bounds)
+    return np.asarray(
+        first_ends(blocks.diagonal, blocks.block_k, ranges, (start, end), rows)
     )
 
 

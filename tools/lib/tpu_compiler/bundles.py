@@ -225,23 +225,27 @@ BRANCH = 5
 class Parts:
     """Bundles of the parts of one of our TPU kernels, before any stalls.
 
-    A program takes `begin`, `masks` if it has partial tiles, its tiles, and `end`. A
-    tile takes `tile`, and `full`, or `partial` and for each sub-block of it `turn` and
-    what `live` says of its number of live granules.
+    A program takes `begin`, `init` unless it has a diagonal tile, `masks` if it has
+    other partial tiles, its tiles, and `end`. A tile takes `tile`, and `full`, or
+    `diagonal`, or `partial` and for each sub-block of it `turn` and what `live` says of
+    its number of live granules.
 
     begin, end: with what only some programs do, and a turn of each loop in them.
-    masks: loading the bounds of the rows (forward).
+    init: of the sums (forward). masks: loading the bounds of the rows (forward).
     tile: starting the next copy, waiting for this one.
     first: a sub-block's first look at its first full tile; 0 where there is a carry.
+    diagonal: a tile of one head.
     live: for 1, 2 ... granules.
     """
 
     begin: int
+    init: int
     masks: int
     end: int
     tile: int
     first: int
     full: int
+    diagonal: int
     partial: int
     turn: int
     live: tuple[int, ...]
@@ -296,6 +300,51 @@ class Nest:
                 yield from inner.descend()
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """Loops and branches of one of our kernels.
+
+    way: from the whole kernel down to the loop over tiles.
+    begins: what only some programs begin with: `Parts.init` and `Parts.masks`.
+    full, diagonals, partial: kinds of tiles; a partial one has a loop over sub-blocks.
+    """
+
+    way: tuple[Nest, ...]
+    begins: tuple[Nest | None, Nest | None]
+    full: Nest
+    diagonals: tuple[Nest, ...]
+    partial: Nest
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Kernel":
+        """Finds them.
+
+        Raises:
+          ValueError: the kernel is not built like ours.
+        """
+        way, body = list(Nest.of(schedule).descend()), tile_body(schedule)
+        tiles = way[-1]
+        full = [nest for nest in tiles.working if nest.span.holds(body.place)]
+        *diagonals, partial = [nest for nest in tiles.working if nest not in full] or [
+            None
+        ]
+        if len(way) < 3 or len(full) != 1 or partial is None:
+            raise ValueError(
+                "a kernel of ours has a branch for full and one for masked tiles"
+            )
+        # A first copy from VMEM, where short operands lie, has branches in it.
+        begins = [
+            nest
+            for outer in way[:-1]
+            for nest in outer.inner
+            if nest.span.end <= tiles.span.begin
+            and nest.used["VSTORE"]
+            and not nest.inner
+        ]
+        known = tuple(begins) if len(begins) == 2 and diagonals else (None, None)
+        return cls(tuple(way), known, full[0], tuple(diagonals), partial)
+
+
 def read_parts(schedule: Schedule) -> Parts:
     """Reads the parts of a kernel from the nesting of its loops and branches.
 
@@ -304,38 +353,30 @@ def read_parts(schedule: Schedule) -> Parts:
     Raises:
       ValueError: the kernel is not built like ours.
     """
-    way, body = list(Nest.of(schedule).descend()), tile_body(schedule)
-    tiles = way[-1]
-    full = [nest for nest in tiles.working if nest.span.holds(body.place)]
-    masked = [nest for nest in tiles.working if nest not in full]
-    if len(way) < 3 or not len(full) == len(masked) == 1:
-        raise ValueError(
-            "a kernel of ours has a branch for full and one for masked tiles"
-        )
-    sub_blocks = list(masked[0].descend())[-1]
-    looks = [nest for nest in full[0].working if nest.span.end <= body.place.begin]
+    body = tile_body(schedule)
+    kernel = Kernel.of(schedule)
+    sub_blocks = list(kernel.partial.descend())[-1]
+    looks = [nest for nest in kernel.full.working if nest.span.end <= body.place.begin]
+    tiles = kernel.way[-1]
     around = [
         region
         for region in schedule.regions
-        if way[1].span.holds(region) and not tiles.span.holds(region)
+        if kernel.way[1].span.holds(region) and not tiles.span.holds(region)
     ]
     begin = sum(region.bundles for region in around if region.begin < tiles.span.begin)
-    masks = sum(
-        nest.span.bundles
-        for outer in way[:-1]
-        for nest in outer.inner
-        if nest.span.end <= tiles.span.begin and nest.used["VALU"]
-    )
+    init, masks = (nest.span.bundles if nest else 0 for nest in kernel.begins)
     return Parts(
-        begin=begin - masks,
+        begin=begin - init - masks,
+        init=init,
         masks=masks,
         end=sum(region.bundles for region in around) - begin,
         tile=tiles.own
         + BRANCH
         + sum(nest.span.bundles for nest in tiles.inner if not nest.used["MXU"]),
         first=sum(list(nest.descend())[-1].own + BRANCH for nest in looks),
-        full=full[0].own,
-        partial=masked[0].own,
+        full=kernel.full.own,
+        diagonal=sum(nest.own for nest in kernel.diagonals[:1]),
+        partial=kernel.partial.own,
         turn=sub_blocks.own + BRANCH,
         live=tuple(nest.own for nest in sub_blocks.working),
     )

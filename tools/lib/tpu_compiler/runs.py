@@ -3,26 +3,26 @@
 Slow and simple, for checking the planner: every row of every tile is looked at.
 """
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from tools.lib.tpu_compiler.bundles import BRANCH, Nest, Schedule, tile_body
+from tools.lib.tpu_compiler.bundles import BRANCH, Kernel, Nest, Schedule, tile_body
 
 
 @dataclass(frozen=True)
 class Tiles:
     """Tiles of a head, by direct inspection of its bounds.
 
-    lines: for each program, whether each of its live tiles is full, in the order of
-      the loop. granules: of sub-blocks of partial tiles, by number of live granules.
-    query_tiles: of the head.
+    lines: for each program, the kinds of its live tiles, "full", "diagonal" or
+      "partial", in the order of the loop.
+    granules: of sub-blocks of partial tiles, by number of live granules.
     """
 
-    lines: tuple[tuple[bool, ...], ...]
+    lines: tuple[tuple[str, ...], ...]
     granules: Counter[int]
-    query_tiles: int
 
     @classmethod
     def of(
@@ -33,7 +33,7 @@ class Tiles:
         by_key: whether a program is a key tile.
         """
         number = -(-k_start.size // tile)
-        kinds: dict[tuple[int, int], bool] = {}
+        kinds: dict[tuple[int, int], str] = {}
         granules: Counter[int] = Counter()
         for i in range(number):
             lo, hi = (bound[i * tile :][:tile] for bound in (k_start, k_end))
@@ -43,8 +43,11 @@ class Tiles:
                 end = hi.clip(first, first + tile) - first
                 if not (begin < end).any():
                     continue
-                kinds[i, j] = bool((end - begin == tile).all())
-                if not kinds[i, j]:
+                kinds[i, j] = "full" if (end - begin == tile).all() else "partial"
+                is_line = hi - hi[0] == np.arange(tile)
+                if is_line.all() and not begin.any() and end[0] <= 1:
+                    kinds[i, j] = "diagonal"
+                if kinds[i, j] == "partial":
                     for rows in range(0, tile, piece):
                         low = begin[rows : rows + piece].min() // piece
                         granules[-(-end[rows : rows + piece].max() // piece) - low] += 1
@@ -55,49 +58,55 @@ class Tiles:
             else tuple(kinds[key] for j in numbers[::-1] if (key := (line, j)) in kinds)
             for line in numbers
         )
-        return cls(tuple(lines), granules, number)
+        return cls(tuple(lines), granules)
 
 
 def run_bundles(schedule: Schedule, tiles: Tiles) -> int:
     """Returns the bundles that a kernel of ours runs for a head, before any stalls."""
-    way = list(Nest.of(schedule).descend())
+    kernel = Kernel.of(schedule)
+    way = kernel.way
     live = [line for line in tiles.lines if line]
+    cold = sum(  # programs whose first copy the one before has not started
+        bool(line) and not before
+        for before, line in itertools.pairwise(((), *tiles.lines))
+    )
+    begins = (  # what only some programs begin with, and how many
+        (kernel.begins[0], sum("diagonal" not in line for line in tiles.lines)),
+        (kernel.begins[1], sum("partial" in line for line in tiles.lines)),
+    )
     depth = min(r.depth for r in schedule.regions if r.inside == way[-1].span)
     total = 0
     for outer in way[1 if depth > 1 else 0 : -1]:  # of one program, there is no loop
         total += outer.own * len(tiles.lines)
-        aside = [nest for nest in outer.inner if not nest.used["MXU"]]
-        for nest in aside:
-            is_whole = len(nest.inner) > 1 and nest in (aside[0], aside[-1])
-            if nest.used["VALU"]:  # loads the bounds of rows
-                total += nest.own * sum(not all(line) for line in tiles.lines)
-            elif is_whole and live and len(aside) > 2:  # moves a whole dq
-                total += nest.own + _turns(nest, tiles.query_tiles)
-            else:  # a first copy
-                total += nest.span.bundles * len(live)
-    return total + _tile_bundles(schedule, way[-1], tiles)
+        for nest in outer.inner:
+            runs = [count for begin, count in begins if begin == nest]
+            if runs:
+                total += nest.own * runs[0]
+            elif not nest.used["MXU"]:
+                is_copy = nest.span.end <= way[-1].span.begin
+                total += nest.span.bundles * (cold if is_copy else len(live))
+    return total + _tile_bundles(schedule, kernel, tiles, cold)
 
 
-def _tile_bundles(schedule: Schedule, loop: Nest, tiles: Tiles) -> int:
-    every = [is_full for line in tiles.lines for is_full in line]
-    firsts = sum(line[0] for line in tiles.lines if line)
-    body = tile_body(schedule).place
-    total = (loop.own + BRANCH) * len(every)
+def _tile_bundles(schedule: Schedule, kernel: Kernel, tiles: Tiles, cold: int) -> int:
+    every = Counter(kind for line in tiles.lines for kind in line)
+    firsts = sum(line[0] == "full" for line in tiles.lines if line)
+    body, loop = tile_body(schedule).place, kernel.way[-1]
+    total = (loop.own + BRANCH) * every.total()
+    total += kernel.full.own * every["full"]
+    total += sum(nest.own for nest in kernel.diagonals) * every["diagonal"]
+    total += kernel.partial.own * every["partial"]
     for nest in loop.inner:
         if not nest.used["MXU"]:  # starts the next copy
-            programs = sum(bool(line) for line in tiles.lines)
-            total += nest.span.bundles * (len(every) - programs)
-        elif nest.span.holds(body):
-            total += nest.own * sum(every)
-            looks = (look for look in nest.working if look.span.end <= body.begin)
-            total += sum(look.own + _turns(look, SUB_BLOCKS) for look in looks) * firsts
-        else:
-            total += nest.own * (len(every) - sum(every))
-            turn = list(nest.descend())[-1]
-            total += (turn.own + BRANCH) * tiles.granules.total()
-            for number, branch in enumerate(turn.working, 1):
-                total += branch.own * tiles.granules[number]
-    return total
+            total += nest.span.bundles * (every.total() - cold)
+    looks = (look for look in kernel.full.working if look.span.end <= body.begin)
+    total += sum(look.own + _turns(look, SUB_BLOCKS) for look in looks) * firsts
+    turn = list(kernel.partial.descend())[-1]
+    total += (turn.own + BRANCH) * tiles.granules.total()
+    return total + sum(
+        branch.own * tiles.granules[number]
+        for number, branch in enumerate(turn.working, 1)
+    )
 
 
 SUB_BLOCKS = 4
