@@ -6,10 +6,11 @@
 Needs no TPU. Compiles each chip's kernels with tiles of 1024 x 1024 x 128 in bfloat16:
 forward with and without a carry, backward with dq in VMEM and streamed through it.
 
-With --check it compiles them at these shard lengths instead, adds up all regions as
-often as they run in a ring step (striped, the last of 8 devices on the first one's keys
-and, without a carry, on its own), and compares with what the parts in
-results/tpu/kernel_parts.json give, and with the live area. Stalls are in neither.
+With --check it compiles them at these shard lengths instead, of so many heads that XLA
+leaves their operands in HBM, adds up all regions as often as they run in a ring step
+(striped, the last of 8 devices on the first one's keys and, without a carry, on its
+own), and compares with what the parts in results/tpu/kernel_parts.json give, and with
+the live area. Stalls are in neither.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` in
 `tools/lib/benchmarks/rows.py` and of `Tile` in `tools/lib/tpu_compiler/tile_program.py`
@@ -45,26 +46,29 @@ from tools.lib.planning import ring_steps
 from tools.lib.planning.kernels import Kernels, Launched, read_kernel_parts
 from tools.lib.tpu_compiler.bundles import read_parts, tile_body
 from tools.lib.tpu_compiler.runs import Tiles, run_bundles
-from tools.lib.tpu_compiler.tile_program import KV_HEADS, Tile
+from tools.lib.tpu_compiler.tile_program import Tile
 from tools.tpu_schedule import Measurement, measure
 from training import chips
 
 CHIPS = "v4", "v5e", "v5p", "v6e"
 RING = 8
 LONG, LONGEST = 2**15, 2**17
-"""Lengths of the kernels whose parts are read: operands of shorter ones would lie in
-VMEM, which in training they do not. At the longest, dq is streamed on every chip."""
+"""Lengths of the kernels whose parts are read: operands of two heads of shorter ones
+would lie in VMEM. At the longest, dq is streamed on every chip."""
 
 
 def tile(chip: str, direction: str, length: int, has_carry: bool) -> Tile:
-    """Returns the tile to compile."""
-    sizes = 1024, 1024, 128
-    return Tile(chip, direction, *sizes, "bfloat16", 1, length, has_carry)
+    """Returns the tile to compile, of as many heads as keep operands in HBM."""
+    sizes, heads = (1024, 1024, 128), 2 * max(1, LONG // length)
+    return Tile(
+        chip, direction, *sizes, "bfloat16", 1, length, has_carry, kv_heads=heads
+    )
 
 
 def launched(tile: Tile) -> Launched:
     """Returns the kernel as the planner cuts it."""
-    shape, keys = (1, tile.length, KV_HEADS, tile.head_dim), (tile.length, KV_HEADS)
+    keys = tile.length, tile.kv_heads
+    shape = 1, *keys, tile.head_dim
     return Launched.of(
         tile.chip, tile.direction, tile.has_carry, shape, keys, tile.dtype
     )

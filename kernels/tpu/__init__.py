@@ -1,8 +1,10 @@
 """Flash attention on a TPU, v3 and later (drawn in docs/kernels/tpu.md).
 
 - launch: `forward` and `backward`, which split the operands and run the kernels.
-- forward, softmax: the kernel of out and lse, and its online softmax.
-- backward, backward_dq: the kernel of dq, dk and dv, and where dq is accumulated.
+- forward, query_tile, softmax: the kernel of out and lse, and its online softmax.
+- backward, backward_tile, backward_dq: the kernel of dq, dk and dv, the gradients of a
+  tile, and where dq is accumulated.
+- diagonal: causal diagonal tiles. neighbours: the programs before and after one.
 - bounds: visible keys of rows and of sub-blocks: masks and live granules.
 - orientation: which way scores and accumulators lie in vector registers.
 - dma: copies between HBM and VMEM, and double buffers.

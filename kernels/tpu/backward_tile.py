@@ -81,7 +81,7 @@ class BackwardTile(NamedTuple):
         pl.when(is_full)(self._add_full)
         granule = diagonal.granule(blocks)
         for base in diagonal.bases(granule, self.block_q, blocks.block_k):
-            is_base = first_end // blocks.live_columns == base
+            is_base = diagonal.has_base(blocks, self.block_q, first_end, base)
             pl.when(is_diagonal & is_base)(
                 functools.partial(self._add_diagonal, base, first_end)
             )

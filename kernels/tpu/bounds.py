@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 from ..masks import in_interval
 from .orientation import Orientation, strips
+from .vector import whole
 
 
 class SubBlockBounds(NamedTuple):
@@ -32,8 +33,8 @@ class SubBlockBounds(NamedTuple):
         """
         k_start = self.min_k_start[self.offset + block]
         k_end = self.max_k_end[self.offset + block]
-        begin = jnp.clip(k_start - first_key, 0, keys) // granule
-        end = pl.cdiv(jnp.clip(k_end - first_key, 0, keys), granule)
+        begin = whole(jnp.clip(k_start - first_key, 0, keys), granule)
+        end = whole(jnp.clip(k_end - first_key, 0, keys) + granule - 1, granule)
         return begin, end - begin
 
 

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from ..masks import Array
 from ..tile_ranges import TileRanges
 from .block_sizes import TpuBlocks
+from .vector import whole
 
 
 class Strip(NamedTuple):
@@ -49,6 +50,18 @@ def bases(granule: int | None, block_q: int, block_k: int) -> tuple[int, ...]:
         return ()
     step = max(1, block_q // granule)
     return tuple(range(0, block_k // granule - step + 1, step))
+
+
+def has_base(
+    blocks: TpuBlocks, block_q: int, first_end: jax.Array, base: int
+) -> jax.Array:
+    """Says whether a diagonal tile has this one of `bases`, by its first row's k_end.
+
+    first_end: of `first_ends`, less the tile's first key.
+    """
+    if len(bases(granule(blocks), block_q, blocks.block_k)) == 1:
+        return jnp.bool(True)
+    return whole(first_end, blocks.live_columns) == base
 
 
 def strips(blocks: TpuBlocks, block_q: int, base: int) -> list[Strip]:

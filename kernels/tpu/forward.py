@@ -8,9 +8,12 @@ first, with K and V double-buffered by hand:
     VMEM   K, V buffer (n + 1) & 1 fills, while the units read buffer n & 1
              | drained by `DoubleBuffer.wait` at the start of the next iteration
     MXU    S = Q K^T       acc += P V            of sub-tiles, pipelined:
-    VPU         P = exp2(S - m), l += P          see `softmax.full_tile`
+    VPU         P = exp2(S - m), l += P          see `softmax.lazy_tile`
 
-Pallas itself double-buffers q, the bounds, the carry, out and lse, a block a program.
+The next tile is j - 1 or, in a program's last iteration, the first one of the next
+program of the head; n counts the iterations so chained. Pallas itself double-buffers
+q, the bounds, the carry, out and lse, a block a program.
+
 In causal attention the last live key tile holds each row's own key, so every row
 attends to some key in the first iteration, and has an m for the others.
 """

@@ -78,7 +78,7 @@ class QueryTile(NamedTuple):
         blocks = self.config.blocks
         granule = diagonal.granule(blocks)
         for base in diagonal.bases(granule, self.block_q, blocks.block_k):
-            is_base = self._diagonal_end // blocks.live_columns == base
+            is_base = diagonal.has_base(blocks, self.block_q, self._diagonal_end, base)
             pl.when(is_diagonal & is_base)(
                 functools.partial(self._attend_diagonal, base, src, kv_refs)
             )

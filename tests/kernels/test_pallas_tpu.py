@@ -16,8 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backends import Backend
+from kernels.cases import FLOAT32_TOLERANCE
 from kernels.tpu import launch as pallas_tpu
 from kernels.tpu.backward_dq import STREAMED
+from kernels.tpu.backward_tile import BackwardTile
 from kernels.tpu.bounds import RowBounds
 from kernels.tpu.cut import Cut
 from kernels.tpu.launch import Launch
@@ -30,7 +32,16 @@ from tests.simulated_tpu import (
     SimulatedTpu,
     on_chip,
 )
-from tests.steps import PASSES, StepCase, assert_true, compiled, run, run_backward
+from tests.steps import (
+    PASSES,
+    StepCase,
+    answer,
+    assert_true,
+    compiled,
+    run,
+    run_backward,
+    truth,
+)
 
 
 @pytest.mark.parametrize(
@@ -209,3 +220,41 @@ def test_cost_counts_the_products_of_all_queries_with_all_keys(launches):
     for cost in costs.values():
         assert cost.transcendentals == scores
         assert cost.bytes_accessed >= 4 * 2 * 100 * (8 * 257 + 2 * 2 * 700)
+
+
+@pytest.mark.parametrize(
+    "group, chip",
+    [
+        (1, V6E),
+        *(pytest.param(*it, marks=pytest.mark.slow) for it in ((1, CHIP), (2, V6E))),
+        (4, CHIP),
+    ],
+)
+def test_causal_gradients_are_exact_and_need_no_partial_tiles(
+    group, chip, monkeypatch, rng
+):
+    """Of the own keys and of those of a later shard, striped."""
+    partial = []
+    add_partial = BackwardTile._add_partial
+
+    def counted(tile: BackwardTile) -> None:
+        jax.debug.callback(lambda: partial.append(1))
+        add_partial(tile)
+
+    monkeypatch.setattr(BackwardTile, "_add_partial", counted)
+    case = StepCase(512, 512, group, kv_heads=2, batch=1, has_carry=True)
+    program = compiled(SimulatedTpu(Launch(chip, SMALL_BLOCKS, True)), case.scale)
+    step, index = case.draw(rng), np.arange(512, dtype=np.int32)[None]
+    for first_end in (1, 0):
+        step = step._replace(k_start=np.zeros_like(index), k_end=index + first_end)
+        results = jax.block_until_ready(program(step.astype(jnp.float32)))
+        errors = answer(results, step).errors(truth(case, step))
+        assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+        jax.effects_barrier()
+        assert not partial
+    step.k_end[0, 300] += 1
+    step.k_end[0, 301:] += 2
+    errors = answer(program(step.astype(jnp.float32)), step).errors(truth(case, step))
+    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+    jax.effects_barrier()
+    assert partial

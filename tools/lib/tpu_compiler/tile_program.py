@@ -34,9 +34,6 @@ SPLASHES = {
 }
 """Packages of splash attention: JAX's and tokamax's."""
 
-KV_HEADS = 2
-"""One for each core of a megacore."""
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -50,6 +47,7 @@ class Tile:
     length: tokens, queries and keys alike.
     has_carry: whether our forward kernel goes on from a partial result.
     soft_cap: of the scores, if any, of splash too.
+    kv_heads: one for each core of a megacore, or more.
     """
 
     chip: str
@@ -62,6 +60,7 @@ class Tile:
     length: int
     has_carry: bool = False
     soft_cap: float | None = None
+    kv_heads: int = 2
 
     def __post_init__(self):
         if self.length % self.block_q or self.length % self.block_k:
@@ -127,9 +126,9 @@ class Compiled:
 
 def our_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
     """Builds the program of `kernels.tpu.launch`."""
-    tokens, heads = tile.length, tile.group * KV_HEADS
+    tokens, heads = tile.length, tile.group * tile.kv_heads
     q = jax.ShapeDtypeStruct((1, tokens, heads, tile.head_dim), tile.dtype)
-    k = jax.ShapeDtypeStruct((1, tokens, KV_HEADS, tile.head_dim), tile.dtype)
+    k = jax.ShapeDtypeStruct((1, tokens, tile.kv_heads, tile.head_dim), tile.dtype)
     bound = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     row = jax.ShapeDtypeStruct((1, heads, tokens), jnp.float32)
     dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
@@ -160,7 +159,7 @@ def our_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
 
 def splash_program(tile: Tile, splash: Splash) -> Program:
     """Builds that of splash attention; backward, the forward kernel is in it too."""
-    tokens, heads = tile.length, tile.group * KV_HEADS
+    tokens, heads = tile.length, tile.group * tile.kv_heads
     kernel, masks = (
         importlib.import_module(f"{SPLASHES[splash.kernel]}.splash_attention_{name}")
         for name in ("kernel", "mask")
@@ -194,7 +193,7 @@ def splash_program(tile: Tile, splash: Splash) -> Program:
         )
         attend = kernel.make_splash_mha(mask, config=config, q_seq_shards=1)
     q = jax.ShapeDtypeStruct((heads, tokens, tile.head_dim), tile.dtype)
-    k = jax.ShapeDtypeStruct((KV_HEADS, tokens, tile.head_dim), tile.dtype)
+    k = jax.ShapeDtypeStruct((tile.kv_heads, tokens, tile.head_dim), tile.dtype)
     if tile.direction == "forward":
         return Program(attend, (q, k, k), ("splash_mha_fwd_no_residuals",))
     kernels = ("splash_mha_dkv_no_residuals", "splash_mha_dq_no_residuals")
