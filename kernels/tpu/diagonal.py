@@ -128,7 +128,9 @@ def first_ends(
         (k_end == k_end[..., :1] + rows).all(axis=-1)
         & (k_start[..., -1] <= first_key)
         & (ranges.full_end + 1 == ranges.live_end)
-        & (base[..., None] == np.array(known)).any(axis=-1)
+        & (known[0] <= base)
+        & (base <= known[-1])
+        & (base % max(1, block_q // granule) == 0)
         & (more + min(block_q, granule) <= granule + 1)
     )
     xp = jnp if isinstance(k_end, jax.Array) else np
