@@ -32,7 +32,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tile_ranges import TileRanges
-from .backward_dq import STREAMED, Resident, Streamed
+from . import diagonal
+from .backward_dq import STREAMED, VISITED, Resident, Streamed
 from .backward_tile import BackwardTile, KeyTile, QueryTile
 from .block_sizes import TpuBlocks
 from .bounds import SubBlockBounds
@@ -48,7 +49,7 @@ class Operands(NamedTuple):
 
     query_tile_ranges: 4 x [M * key tiles], SMEM.
     min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks], SMEM.
-    first_ends: of `diagonal.first_ends`, [M * query tiles], SMEM.
+    first_ends: none, or of `diagonal.first_ends`, [M * query tiles], SMEM.
     k, v: [M, X, key tiles, block_k, D].
     q, do: [M, X, G, query tiles * block_q, D], left in HBM, and so the next three.
     lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R].
@@ -60,7 +61,7 @@ class Operands(NamedTuple):
     query_tile_ranges: TileRanges
     min_k_start: jax.Array
     max_k_end: jax.Array
-    first_ends: jax.Array
+    first_ends: tuple[jax.Array, ...]
     k: jax.Array
     v: jax.Array
     q: jax.Array
@@ -81,8 +82,7 @@ class Scratch(NamedTuple):
     semaphores: jax.Ref  # [q, do, lse_delta and row_bounds, 2]
     dq: jax.Ref  # [query tiles or STREAMED, R, D], or the last two swapped
     dq_semaphores: jax.Ref  # [in and out, STREAMED]
-    visited: jax.Ref  # [1]: visits of the chain so far, see `backward_dq`
-    stored: jax.Ref  # [1]: dq tiles of the head on their way out
+    counts: jax.Ref  # [2], SMEM: see `backward_dq`
 
     @classmethod
     def shapes(
@@ -102,8 +102,7 @@ class Scratch(NamedTuple):
             semaphores=pltpu.SemaphoreType.DMA((4, 2)),
             dq=pltpu.VMEM((dq_tiles, *orientation.ordered(rows, depth)), jnp.float32),
             dq_semaphores=pltpu.SemaphoreType.DMA((2, STREAMED)),
-            visited=pltpu.SMEM((1,), jnp.int32),
-            stored=pltpu.SMEM((1,), jnp.int32),
+            counts=pltpu.SMEM((2,), jnp.int32),
         )
 
 
@@ -198,7 +197,7 @@ def _kernel(
     ranges_ref: TileRanges,  # SMEM, as in `Operands`, and so the next three
     min_k_start_ref: jax.Ref,
     max_k_end_ref: jax.Ref,
-    first_ends_ref: jax.Ref,
+    first_ends_ref: tuple[jax.Ref, ...],
     k_ref: jax.Ref,  # [block_k, D]
     v_ref: jax.Ref,  # [block_k, D]
     q_hbm_ref: jax.Ref,  # [M, X, G, query tiles * block_q, D]
@@ -234,12 +233,12 @@ def _kernel(
         source=StackedTiles(dq_in_hbm_ref.at[batch, head], config.orientation),
         target=StackedTiles(dq_hbm_ref.at[batch, head], config.orientation),
         semaphores=scratch.dq_semaphores,
-        stored=scratch.stored,
+        counts=scratch.counts,
     )
     keys = KeyTile(k=k_ref, v=v_ref, dk=dk_ref, dv=dv_ref)
     block_q = q_hbm_ref.shape[3] // row_bounds_hbm_ref.shape[1]
     goes_on = dq.chains(before, here)
-    visited = jnp.where(goes_on, scratch.visited[0], 0)  # in this chain before
+    visited = jnp.where(goes_on, scratch.counts[VISITED], 0)  # in this chain before
 
     def prefetch(i: jax.Array, n: jax.Array, is_first: jax.Array) -> None:
         copies.start(i, n & 1)
@@ -282,11 +281,13 @@ def _kernel(
             offset=query_tile * sub_blocks,
         )
         first_key = j * k_ref.shape[0]
-        tile = BackwardTile(keys, queries, first_key, bounds, block_q, config)
+        granule = diagonal.granule(config.blocks) if first_ends_ref else None
+        tile = BackwardTile(keys, queries, first_key, bounds, block_q, granule, config)
+        first_end = first_ends_ref[0][query_tile] if first_ends_ref else jnp.int32(-1)
         is_full = (ranges.full_begin <= i) & (i < ranges.full_end)
-        tile.add_gradients(is_full, first_ends_ref[query_tile] - first_key)
+        tile.add_gradients(is_full, first_end - first_key)
         dq.store(i, n)
 
     visits = visited + here.end - here.begin
-    scratch.visited[0] = visits
+    scratch.counts[VISITED] = visits
     dq.end(visits)

@@ -30,6 +30,9 @@ from .neighbours import LiveTiles, Neighbours
 STREAMED = 3
 """Buffers of a streamed dQ: one arrives, one is added to, one leaves."""
 
+VISITED, STORED = 0, 1
+"""Places in SMEM: visits of the chain so far; tiles of the head on their way out."""
+
 
 class Resident(NamedTuple):
     """dQ that stays in VMEM from a tile's first visit to the end of its head."""
@@ -39,7 +42,7 @@ class Resident(NamedTuple):
     source: StackedTiles
     target: StackedTiles
     semaphores: jax.Ref  # [in and out, STREAMED]
-    stored: jax.Ref  # [1]: tiles of the head on their way out
+    counts: jax.Ref  # [2], SMEM: at VISITED and STORED
 
     @staticmethod
     def chains(first: LiveTiles, second: LiveTiles) -> jax.Array:
@@ -64,9 +67,9 @@ class Resident(NamedTuple):
     def end(self, visits: jax.Array) -> None:
         """Drains the stores of all tiles, at the last key tile of a head."""
         j, (begin, end) = pl.program_id(2), self.near.here
-        before = jnp.where(j == 0, 0, self.stored[0])
+        before = jnp.where(j == 0, 0, self.counts[STORED])
         stored = before + jnp.minimum(end, self.near.after.begin) - begin
-        self.stored[0] = stored
+        self.counts[STORED] = stored
 
         @pl.when(j == pl.num_programs(2) - 1)
         def _():
@@ -89,7 +92,7 @@ class Streamed(NamedTuple):
     source: StackedTiles  # the same memory as the target
     target: StackedTiles
     semaphores: jax.Ref  # [in and out, STREAMED]
-    stored: jax.Ref
+    counts: jax.Ref
 
     @staticmethod
     def chains(first: LiveTiles, second: LiveTiles) -> jax.Array:

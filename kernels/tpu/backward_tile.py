@@ -62,6 +62,7 @@ class BackwardTile(NamedTuple):
     """A key tile with a query tile.
 
     first_key: of the key tile. bounds: of the query tile. block_q: rows of a head.
+    granule: of diagonal tiles, if there are any.
     """
 
     keys: KeyTile
@@ -69,6 +70,7 @@ class BackwardTile(NamedTuple):
     first_key: jax.Array
     bounds: SubBlockBounds
     block_q: int
+    granule: int | None
     config: TileConfig
 
     def add_gradients(self, is_full: jax.Array, first_end: jax.Array) -> None:
@@ -79,9 +81,9 @@ class BackwardTile(NamedTuple):
         blocks = self.config.blocks
         is_diagonal = (first_end >= 0) & (first_end < blocks.block_k)
         pl.when(is_full)(self._add_full)
-        granule = diagonal.granule(blocks)
-        for base in diagonal.bases(granule, self.block_q, blocks.block_k):
-            is_base = diagonal.has_base(blocks, self.block_q, first_end, base)
+        known = diagonal.bases(self.granule, self.block_q, blocks.block_k)
+        for base in known:
+            is_base = diagonal.has_base(known, self.granule, first_end, base)
             pl.when(is_diagonal & is_base)(
                 functools.partial(self._add_diagonal, base, first_end)
             )

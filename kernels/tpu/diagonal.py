@@ -53,15 +53,14 @@ def bases(granule: int | None, block_q: int, block_k: int) -> tuple[int, ...]:
 
 
 def has_base(
-    blocks: TpuBlocks, block_q: int, first_end: jax.Array, base: int
+    known: tuple[int, ...], granule: int, first_end: jax.Array, base: int
 ) -> jax.Array:
-    """Says whether a diagonal tile has this one of `bases`, by its first row's k_end.
+    """Says whether a diagonal tile has this base, by its first row's k_end.
 
-    first_end: of `first_ends`, less the tile's first key.
+    known: all `bases`. first_end: of `first_ends`, less the tile's first key.
     """
-    if len(bases(granule(blocks), block_q, blocks.block_k)) == 1:
-        return jnp.bool(True)
-    return whole(first_end, blocks.live_columns) == base
+    is_only = len(known) == 1
+    return jnp.bool(True) if is_only else whole(first_end, granule) == base
 
 
 def strips(blocks: TpuBlocks, block_q: int, base: int) -> list[Strip]:

@@ -27,13 +27,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tile_ranges import TileRanges
+from . import diagonal
 from .block_sizes import TpuBlocks
 from .bounds import RowBounds, SubBlockBounds
 from .cut import Cut
 from .dma import DoubleBuffer, Tiles
 from .neighbours import Neighbours
 from .orientation import Orientation
-from .query_tile import Carry, QueryTile, stack_heads
+from .query_tile import VISITED, Carry, QueryTile, stack_heads
 from .softmax import SoftmaxState
 from .tile_config import TileConfig
 from .vector import buffer_bytes, flat_index
@@ -43,7 +44,7 @@ class Operands(NamedTuple):
     """Arrays that the forward kernel reads.
 
     key_tile_ranges: 4 x [M * query tiles], SMEM.
-    first_ends: of `diagonal.first_ends`, [M * query tiles], SMEM.
+    first_ends: none, or of `diagonal.first_ends`, [M * query tiles], SMEM.
     min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks], SMEM.
     row_bounds: k_start and k_end, `Orientation.packed`, [M, query tiles, 2, ...].
     q: [M, X, G, query tiles * block_q, D].
@@ -51,7 +52,7 @@ class Operands(NamedTuple):
     """
 
     key_tile_ranges: TileRanges
-    first_ends: jax.Array
+    first_ends: tuple[jax.Array, ...]
     min_k_start: jax.Array
     max_k_end: jax.Array
     row_bounds: jax.Array
@@ -68,8 +69,7 @@ class Scratch(NamedTuple):
     v: jax.Ref  # [2, block_k, D]
     semaphores: jax.Ref  # [k and v, 2]
     state: SoftmaxState
-    is_exact: jax.Ref  # [1], SMEM
-    visited: jax.Ref  # [1], SMEM: key tiles of the chain of programs so far
+    counts: jax.Ref  # [2], SMEM: see `query_tile`
     bounds: RowBounds
     q: jax.Ref | tuple[()]  # [R, D], where several heads are stacked
 
@@ -91,8 +91,7 @@ class Scratch(NamedTuple):
             v=pltpu.VMEM(keys, dtype),
             semaphores=pltpu.SemaphoreType.DMA((2, 2)),
             state=SoftmaxState.shapes(rows, depth, orientation),
-            is_exact=pltpu.SMEM((1,), jnp.int32),
-            visited=pltpu.SMEM((1,), jnp.int32),
+            counts=pltpu.SMEM((2,), jnp.int32),
             bounds=RowBounds(k_start=bound, k_end=bound),
             q=pltpu.VMEM((rows, depth), dtype) if group > 1 else (),
         )
@@ -179,7 +178,7 @@ def _kernel(
     config: TileConfig,
     is_in_order: bool,
     ranges_ref: TileRanges,  # SMEM, as in `Operands`, and so the next three
-    first_ends_ref: jax.Ref,
+    first_ends_ref: tuple[jax.Ref, ...],
     min_k_start_ref: jax.Ref,
     max_k_end_ref: jax.Ref,
     bounds_ref: jax.Ref,  # [2, ...], packed
@@ -199,7 +198,9 @@ def _kernel(
     before, here, after = Neighbours.of(ranges_ref, query_tile - i)
     is_prefetched = before.is_live & here.is_live & is_in_order
     goes_on = here.is_live & after.is_live & is_in_order
-    visited = jnp.where(is_prefetched, scratch.visited[0], 0)  # before, in this chain
+    visited = jnp.where(
+        is_prefetched, scratch.counts[VISITED], 0
+    )  # before, in this chain
     kv = DoubleBuffer(
         sources=(Tiles(k_hbm_ref.at[batch, head]), Tiles(v_hbm_ref.at[batch, head])),
         buffers=(scratch.k, scratch.v),
@@ -215,12 +216,13 @@ def _kernel(
     work = QueryTile(
         config=config,
         ranges=ranges,
-        first_end=first_ends_ref[query_tile],
+        first_end=first_ends_ref[0][query_tile] if first_ends_ref else jnp.int32(-1),
+        granule=diagonal.granule(config.blocks) if first_ends_ref else None,
         block_q=q_ref.shape[1],
         q=stacked_q_ref,
         carry=carry_ref,
         state=scratch.state,
-        is_exact=scratch.is_exact,
+        counts=scratch.counts,
         packed_bounds=bounds_ref,
         bounds=scratch.bounds,
         sub_blocks=SubBlockBounds(
@@ -244,5 +246,5 @@ def _kernel(
         # Drains K(j), V(j), started by the last iteration, or before the loop.
         work.attend(j, *kv.wait(j, slot))
 
-    scratch.visited[0] = visited + here.end - here.begin
+    scratch.counts[VISITED] = visited + here.end - here.begin
     work.finish(out_ref, lse_ref)

@@ -84,7 +84,7 @@ def forward(
     min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
     operands = forward_kernel.Operands(
         key_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * query tiles]
-        first_ends=_first_ends(tiling, cut.blocks, k_start, k_end),
+        first_ends=_first_ends(tiling, cut.blocks, chip, k_start, k_end),
         min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
         max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
         row_bounds=cut.packed(_stack_bounds(tiling, k_start, k_end)),
@@ -150,7 +150,7 @@ def backward(
         query_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * key tiles]
         min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
         max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
-        first_ends=_first_ends(tiling, cut.blocks, k_start, k_end),
+        first_ends=_first_ends(tiling, cut.blocks, chip, k_start, k_end),
         k=tiling.split_keys(_operand(k, chip)),  # [M, X, key tiles, block_k, D]
         v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
         q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
@@ -282,17 +282,26 @@ def _sub_block_bounds(
 def _first_ends(
     tiling: Tiling,
     blocks: TpuBlocks,
+    chip: pltpu.TpuInfo,
     k_start: jax.Array,
     k_end: jax.Array,
-) -> jax.Array:
-    """Returns `diagonal.first_ends` of all query tiles, [M * query tiles]."""
+) -> tuple[jax.Array, ...]:
+    """Returns `diagonal.first_ends` of all query tiles, [M * query tiles].
+
+    None where SMEM may not hold them beside the other bounds of tiles.
+    """
+    tiles = tiling.bound_rows * max(tiling.query_tiles, tiling.key_tiles)
+    numbers = 5 + 2 * blocks.stacked_rows // blocks.exact_rows
+    if 4 * numbers * tiles > _smem_bytes(chip):
+        return ()
     ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
     shape = tiling.bound_rows, tiling.query_tiles, tiling.block_q
     bounds = k_start.reshape(shape), k_end.reshape(shape)
     rows, granule = np.arange(tiling.block_q), diagonal.granule(blocks)
-    return diagonal.first_ends(
+    ends = diagonal.first_ends(
         granule, tiling.block_k, ranges, bounds, rows.astype(np.int32)
-    ).ravel()
+    )
+    return (ends.ravel(),)
 
 
 def _stack_bounds(tiling: Tiling, k_start: jax.Array, k_end: jax.Array) -> jax.Array:
@@ -344,9 +353,9 @@ def _check_smem(chip: pltpu.TpuInfo, bounds: Any) -> None:
     """Refuses bounds of more tiles than SMEM holds.
 
     Raises:
-      NotImplementedError: the compiler, which takes 1 KiB, would not find room.
+      NotImplementedError: the compiler would not find room.
     """
-    needed, limit = buffer_bytes(bounds), chip.smem_capacity_bytes - 2**10
+    needed, limit = buffer_bytes(bounds), _smem_bytes(chip)
     if needed > limit:
         raise NotImplementedError(
             f"the bounds of all tiles take {needed / 2**10:.1f} KiB, more than the "
@@ -354,6 +363,11 @@ def _check_smem(chip: pltpu.TpuInfo, bounds: Any) -> None:
             f"{chip.chip_version}: shard the sequence, or a batch of rows with bounds "
             "of their own, over more devices"
         )
+
+
+def _smem_bytes(chip: pltpu.TpuInfo) -> int:
+    """Returns the bytes of SMEM for bounds: counts and the compiler take 2 KiB."""
+    return chip.smem_capacity_bytes - 2**11
 
 
 def _compiler_params(

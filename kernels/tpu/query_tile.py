@@ -30,6 +30,10 @@ from .softmax import (
 from .tile_config import TileConfig
 from .vector import LANES, reciprocal
 
+IS_EXACT, VISITED = 0, 1
+"""Places in SMEM: whether a tile must be computed again, exactly; and the key tiles of
+the chain of programs so far."""
+
 
 class Carry(NamedTuple):
     """A partial result over other keys: rows that have attended to none have NOTHING.
@@ -47,19 +51,20 @@ class QueryTile(NamedTuple):
 
     config: TileConfig
     ranges: TileRanges  # of this query tile
-    first_end: jax.Array  # see `diagonal.first_ends`
+    first_end: jax.Array  # of `diagonal.first_ends`
+    granule: int | None  # of diagonal tiles, if there are any
     block_q: int
     q: jax.Ref  # [R, D]
     carry: Carry | tuple[()]
     state: SoftmaxState
-    is_exact: jax.Ref  # [1], SMEM: whether a tile must be computed again, exactly
+    counts: jax.Ref  # [2], SMEM: at IS_EXACT and VISITED
     packed_bounds: jax.Ref  # [2, ...]
     bounds: RowBounds  # filled where there are partial tiles
     sub_blocks: SubBlockBounds
 
     def begin(self) -> None:
         """Sets what the first tile reads; a diagonal one reads the carry itself."""
-        self.is_exact[0] = 0
+        self.counts[IS_EXACT] = 0
         pl.when(self.first_end < 0)(lambda: self._init(0))
         full_begin, full_end = self.ranges.full_begin, self._lazy_end
         has_partial = (self.ranges.live_begin < full_begin) | (
@@ -75,17 +80,17 @@ class QueryTile(NamedTuple):
         is_diagonal = (self.first_end >= 0) & (j == ranges.full_end)
         is_lazy = is_full | is_diagonal
         pl.when(is_full)(lambda: self._attend_full(j, src, kv_refs))
-        blocks = self.config.blocks
-        granule = diagonal.granule(blocks)
-        for base in diagonal.bases(granule, self.block_q, blocks.block_k):
-            is_base = diagonal.has_base(blocks, self.block_q, self._diagonal_end, base)
+        granule, block_k = self.granule, self.config.blocks.block_k
+        known = diagonal.bases(granule, self.block_q, block_k)
+        for base in known:
+            is_base = diagonal.has_base(known, granule, self._diagonal_end, base)
             pl.when(is_diagonal & is_base)(
                 functools.partial(self._attend_diagonal, base, src, kv_refs)
             )
 
-        @pl.when(~is_lazy | (self.is_exact[0] != 0))
+        @pl.when(~is_lazy | (self.counts[IS_EXACT] != 0))
         def _():
-            self.is_exact[0] = 0
+            self.counts[IS_EXACT] = 0
             # Partial tiles write the version that they read.
             dst = jnp.where(is_lazy, 1 - src, src)
             self._attend_exactly(j, dst, kv_refs)
@@ -240,7 +245,7 @@ class QueryTile(NamedTuple):
 
         @pl.when(max_l > SUM_LIMIT)
         def _():
-            self.is_exact[0] = 1
+            self.counts[IS_EXACT] = 1
             restore()
             self._load_bounds()
 

@@ -123,7 +123,7 @@ class TestTpu(BackendSuite):
         ),
         "more tiles than scalar memory holds": Refusal(
             NotImplementedError,
-            r"bounds of all tiles take 18\.0 KiB, more than the 15\.0 KiB .*v3: shard",
+            r"bounds of all tiles take 16\.0 KiB, more than the 14\.0 KiB .*v3: shard",
             queries=2**18,
             heads=1,
             head_dim=128,

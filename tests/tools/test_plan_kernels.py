@@ -100,7 +100,8 @@ def test_sum_of_the_parts_is_that_of_kernels_compiled_at_every_length():
         )
         if (direction, source) == ("backward", "own"):
             continue  # two kernels, each of half of the queries
-        shape, keys = (1, length, 2, 128), (length, 2)
+        keys = length, row["kv_heads"]
+        shape = 1, *keys, 128
         kernel = Launched.of(
             row["chip"], direction, row["has_carry"], shape, keys, "bfloat16"
         )
@@ -126,6 +127,33 @@ def test_short_shards_cost_more_than_their_visible_pairs():
         found = [row["over_ideal"] for row in line]
         assert found == [n / row["ideal"] for n, row in zip(took, line, strict=True)]
         assert found == sorted(found, reverse=True) and found[-1] > 1.09
+
+
+LIMITS = {  # of bundles over those of the live area, at 1, 2, 4, 8 and 16 Ki tokens
+    "forward": {
+        "v4": (1.63, 1.36, 1.2, 1.11, 1.06),
+        "others": (1.5, 1.3, 1.15, 1.1, 1.06),
+    },
+    "backward": {"others": (1.5, 1.3, 1.15, 1.1, 1.06)},
+}
+
+
+@pytest.mark.parametrize("direction", LIMITS)
+def test_causal_ring_steps_take_little_more_than_their_live_area(direction):
+    """On another device's keys, in sub-tiles of 256 x 256, of which half are live."""
+    rows = json.loads((PARTS.parent / "kernel_checks.json").read_text())
+    steps = [
+        row
+        for row in sorted(rows, key=_line)
+        if (row["direction"], row["source"]) == (direction, "visiting")
+        and row["length"] <= 16384
+    ]
+    assert len(steps) == 4 * 5
+    for line in itertools.batched(steps, 5):
+        limits = LIMITS[direction]
+        found = [row["bundles"] / row["full_tiles"] for row in line]
+        most = limits.get(line[0]["chip"], limits["others"])
+        assert all(map(float.__le__, found, most)), (line[0]["chip"], found)
 
 
 def _line(row):
