@@ -114,7 +114,8 @@ def test_sum_of_the_parts_is_that_of_kernels_compiled_at_every_length():
         assert bundles == pytest.approx(row["bundles"], rel=0.04), row
         least = bundles / kernels[kind].chip.bundles_per_second
         seconds = kernels[kind].call_seconds(kernel, found)
-        assert 0.999 * least < seconds < 1.7 * least
+        # A v6e's backward at 1 Ki waits for 1.5 MiB, four fifths of its work.
+        assert 0.999 * least < seconds < 1.9 * least
 
 
 def test_short_shards_cost_more_than_their_visible_pairs():
@@ -131,7 +132,7 @@ def test_short_shards_cost_more_than_their_visible_pairs():
 
 LIMITS = {  # of bundles over those of the live area, at 1, 2, 4, 8 and 16 Ki tokens
     "forward": {
-        "v4": (1.63, 1.36, 1.2, 1.11, 1.06),
+        "v4": (1.64, 1.37, 1.2, 1.11, 1.06),
         "others": (1.5, 1.3, 1.15, 1.1, 1.06),
     },
     "backward": {"others": (1.5, 1.3, 1.15, 1.1, 1.06)},
