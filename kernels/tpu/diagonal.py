@@ -1,4 +1,4 @@
-"""Diagonal tiles: partial ones of a known shape, for which the forward kernel has code.
+"""Diagonal tiles: partial ones of a known shape, for which both kernels have code.
 
 In causal attention the last live tile of each query tile is one: every row attends to
 one key more than the row before. Which pieces of it are full, masked and empty is known

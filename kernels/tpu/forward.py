@@ -198,9 +198,8 @@ def _kernel(
     before, here, after = Neighbours.of(ranges_ref, query_tile - i)
     is_prefetched = before.is_live & here.is_live & is_in_order
     goes_on = here.is_live & after.is_live & is_in_order
-    visited = jnp.where(
-        is_prefetched, scratch.counts[VISITED], 0
-    )  # before, in this chain
+    # Of the chain before this program.
+    visited = jnp.where(is_prefetched, scratch.counts[VISITED], 0)
     kv = DoubleBuffer(
         sources=(Tiles(k_hbm_ref.at[batch, head]), Tiles(v_hbm_ref.at[batch, head])),
         buffers=(scratch.k, scratch.v),

@@ -95,8 +95,7 @@ def forward(
     )
     _check_smem(chip, (ranges, operands.first_ends, min_k_start, max_k_end))
     # The cores of a chip share out heads, or where there is one, its query tiles.
-    heads = q.shape[0] * k.shape[2]
-    is_in_order = heads % chip.num_cores == 0
+    is_in_order = q.shape[0] * k.shape[2] % chip.num_cores == 0
     out, lse = forward_kernel.forward_call(
         _tile_config(cut, scale, q.dtype, cap),
         operands,
@@ -143,9 +142,8 @@ def backward(
     k_start, k_end = _pad_rows(tiling, k_start), _pad_rows(tiling, k_end)
     ranges = query_ranges(k_start, k_end, tiling.block_q, tiling.block_k, k.shape[1])
     min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
-    lse = _lse_in_base_2(lse, cap.offset if cap else 0.0)
-    lse = tiling.split_rows(lse)  # [M, X, query tiles, R]
-    delta = tiling.split_rows(delta)  # [M, X, query tiles, R]
+    lse = tiling.split_rows(_lse_in_base_2(lse, cap.offset if cap else 0.0))
+    delta = tiling.split_rows(delta)  # [M, X, query tiles, R], as lse
     operands = backward_kernel.Operands(
         query_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * key tiles]
         min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
