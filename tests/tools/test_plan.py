@@ -117,7 +117,9 @@ def test_packed_documents_are_less_work_in_the_same_program(step, compiled, plan
         packed = Plan.of(packed)
     pairs = 4 * (CONTEXT // 4) * (CONTEXT // 4 + 1) / 2
     assert packed.work.model_flops == train_flops(MODEL, CONTEXT, pairs)
-    assert packed.estimate.attention < plan.estimate.attention
+    assert packed.work.model_flops < plan.work.model_flops
+    # A shard is one tile, a diagonal for one document, a loop over pieces for several.
+    assert packed.estimate.attention != plan.estimate.attention
     assert packed.estimate.products == plan.estimate.products
     assert "2,048 tokens in documents of 512, remat" in describe(packed)[1]
     assert "documents" not in describe(plan)[1]

@@ -78,8 +78,8 @@ def test_ring_hides_where_a_device_has_tokens_enough():
     short = Ring.of(config_7b(2**21), partition(), V4)
     assert any(outlasting(short, kernels))
     times = [ring.kernel_seconds(kernels, "forward") for ring in (short, long)]
-    # 16 times the pairs; but the short one is mostly partial tiles and programs.
-    assert 10 * times[0] < times[1] < 12 * times[0]
+    # 16 times the pairs; but the short one is mostly diagonal tiles and programs.
+    assert 12 * times[0] < times[1] < 14 * times[0]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it(
     assert found[TRANSFER].exposed_bytes == 0  # what outlasts its kernel counts there
 
 
-@pytest.mark.parametrize(("context", "ring"), [(2**23, 128), (2**22, 64)])
+@pytest.mark.parametrize(("context", "ring"), [(2**23, 128), (2**22, 128)])
 def test_best_mesh_fits_hides_its_ring_and_takes_the_least_time(context, ring):
     found = suggestions(config_7b(context), 512, V4)
     assert found[0].mesh == {"data": 1, "fsdp": 1, "ring": ring, "tensor": 512 // ring}
