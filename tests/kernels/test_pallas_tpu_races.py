@@ -21,7 +21,16 @@ from kernels.tpu.backward_dq import Resident, Streamed
 from kernels.tpu.dma import DoubleBuffer, start_all
 from kernels.tpu.launch import Launch
 from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, V6E, SimulatedTpu
-from tests.steps import Step, StepCase, answer, compiled, run_backward, shared, truth
+from tests.steps import (
+    Step,
+    StepCase,
+    answer,
+    compiled,
+    run_backward,
+    run_forward,
+    shared,
+    truth,
+)
 
 # Four query tiles and three key tiles of two heads: every buffer is used again. Later,
 # each tile has the rows of two query heads, which are copied one by one.
@@ -166,6 +175,16 @@ def test_copies_that_nobody_waits_for_are_reported(
     """Shows that the tests above can fail."""
     monkeypatch.setattr(owner, method, broken)
     program = compiled(simulated("eager", vmem), RING_STEP.scale, run=run_backward)
+    step = bounded(RING_STEP.draw(rng), "own shard")
+    jax.block_until_ready(program(step.astype(jnp.float32)))
+    assert "RACE DETECTED" in capfd.readouterr().out
+
+
+def test_keys_that_nobody_waits_for_are_reported(monkeypatch, capfd, rng):
+    """Forward, where programs start the copies of the next ones."""
+    monkeypatch.setattr(DoubleBuffer, "wait", buffers_without_waiting)
+    backend = simulated("eager", IN_VMEM)
+    program = compiled(backend, RING_STEP.scale, run=run_forward)
     step = bounded(RING_STEP.draw(rng), "own shard")
     jax.block_until_ready(program(step.astype(jnp.float32)))
     assert "RACE DETECTED" in capfd.readouterr().out
