@@ -145,4 +145,5 @@ TPU_BACKWARD_CAPPED = TPU_BACKWARD | {
     "v4": TpuBlocks(1024, 1024, 128, 1024, 0, 0, 1),
     "v5p": TpuBlocks(1024, 1024, 256, 1024, 1, 0, 2),
     "v6e": TpuBlocks(1024, 1024, 256, 1024, 1, 0, 2),
+    "7x": TpuBlocks(1024, 1024, 256, 1024, 1, 0, 2),
 }
