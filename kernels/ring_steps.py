@@ -1,13 +1,13 @@
 """Steps of a ring: what a device computes in each, and what travels meanwhile.
 
-In each step, keys and values are sent to the next device while those that have arrived
-are attended to (Ring Attention, 2310.01889). In the backward pass dq stays, and dk and
-dv follow their keys and values around the ring, and home:
+In each step, pieces of keys and values are sent on while those that have arrived are
+attended to (Ring Attention, 2310.01889): see `schedule`. In the backward pass dq stays,
+and dk and dv follow their keys and values around the ring, and home:
 
+    in turns    the pieces in two halves: while one is computed, and added in place to
+                what has arrived, dk and dv of the other one travel
     at once     keys of the next step, and dk, dv of the last one, travel during a step;
                 what it computes is added to those that have arrived, in XLA
-    in turns    the heads in two halves: while one is computed, and added in place to
-                what has arrived, dk and dv of the other one travel
 
 so that every transfer overlaps a kernel. Half of the local block's queries are deferred
 to overlap the last transfer. On CPUs, which would wait in any case, dk and dv of each
@@ -15,20 +15,17 @@ step arrive before it, and it adds to them in place.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import layout as memory_layout
 
-from .backends import Backend
 from .device import is_cpu, is_tpu
-from .layouts import Array, Layout
 from .masks import Visible
 from .merge import added
+from .ring_device import Bounds, Pair, Ring
+from .schedule import Piece, Schedule, Walk
 
 UNROLLED_STEPS = 16
 """Rings with more steps are compiled as a loop: its compile time does not grow."""
@@ -37,123 +34,19 @@ LOOP_UNROLL = 2
 """Ring steps in an iteration of that loop: keys alternate between two buffers, and are
 not copied back into one."""
 
-LANES = 128
-"""A TPU's memory pads the last dimension of arrays to a multiple of this."""
-
-HEADS_FIRST = 0, 2, 1, 3
-"""Order of axes (B, L, H, D) as (B, H, L, D)."""
-
-TOKENS_LAST = 0, 2, 3, 1
-"""Of the same as (B, H, D, L), in which dq is summed."""
-
-TOKENS_SECOND = 0, 3, 1, 2
-"""Of that as (B, L, H, D) again."""
-
-Pair = tuple[jax.Array, jax.Array]
-Bounds = tuple[Array, Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
 
-
-@dataclass(frozen=True)
-class Ring:
-    """Static parameters of a ring.
-
-    axis_name: mesh axis around which keys and values travel, or axes that make up one
-      ring; None for a ring of one.
-    size: devices in the ring.
-    layout: which indices a shard holds.
-    scale: factor on the scores.
-    backend: the attention step (see `backends`).
-    soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
-    keep_tail: as in `ring_attention.make_ring_attention`.
-    takes_turns: whether the backward pass computes the heads in halves (see above), as
-      it should where a backend adds to dk and dv in place. If not given, it does on
-      TPUs, and takes the way of CPUs there (see above).
-    """
-
-    axis_name: str | tuple[str, ...] | None
-    size: int
-    layout: Layout
-    scale: float
-    backend: Backend
-    soft_cap: float | None = None
-    keep_tail: bool = False
-    takes_turns: bool | None = None
-
-    @property
-    def scores(self) -> dict[str, float | None]:
-        """Returns the backends' arguments of what becomes of q · k."""
-        return {"scale": self.scale, "soft_cap": self.soft_cap}
-
-    def shard(self) -> jax.Array | int:
-        """Returns the number of the shard that this device's queries belong to."""
-        return lax.axis_index(self.axis_name) if self.size > 1 else 0
-
-    def slots(self, shard: jax.Array | int, visible: Visible, length: int) -> Bounds:
-        """Returns the interval [k_start, k_end) of visible slots of a shard."""
-        k_start = self.layout.count(shard, visible.k_start, self.size, length)
-        k_end = self.layout.count(shard, visible.k_end, self.size, length)
-        return k_start, k_end  # as visible, (B or 1, L)
-
-    def rotate(self, arrays: Any) -> Any:
-        """Sends the arrays to the next device of the ring."""
-        neighbours = [(d, (d + 1) % self.size) for d in range(self.size)]
-        arrays = lax.ppermute(_ordered(arrays, HEADS_FIRST), self.axis_name, neighbours)
-        return _ordered(arrays, HEADS_FIRST)
-
-    def barrier(self, arrays: Any, dq: Any = None) -> tuple[Any, Any]:
-        """Returns both as they are, once all of them are computed."""
-        held = _ordered(arrays, HEADS_FIRST), _ordered(dq, TOKENS_LAST)
-        arrays, dq = lax.optimization_barrier(held)
-        return _ordered(arrays, HEADS_FIRST), _ordered(dq, TOKENS_SECOND)
-
-    def as_read(self, x: jax.Array) -> jax.Array:
-        """Lays out (B, L, H, D) as a TPU's kernels read it: (B, H, L, D) in memory.
-
-        D is padded to a multiple of 128, which it takes in a TPU's memory anyway. An
-        array sent like this arrives like this; otherwise each ring step would transpose
-        and pad it. On other devices, and in a ring of one, x is returned unchanged.
-        """
-        if self.size == 1 or not is_tpu():
-            return x
-        return self.heads_first(
-            jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[-1] % LANES),))
-        )
-
-    def heads_first(self, x: jax.Array) -> jax.Array:
-        """Lays out (B, L, H, D) as (B, H, L, D) in a TPU's memory.
-
-        Kernels may leave results as (B, H, D, L). What is made of them must not ask
-        for queries like that, which would be copied before each ring.
-        """
-        if self.size == 1 or not is_tpu():
-            return x
-        layout = memory_layout.Layout(major_to_minor=(0, 2, 1, 3))
-        return memory_layout.with_layout_constraint(x, layout)
+Sums = Pair | None
+Step = jax.Array | int
 
 
 def forward_steps(
     ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int
 ) -> Pair:
     """Returns out (B, T, H, D) and lse (B, H, T) in float32. length: of a shard."""
-
-    def compute(step, kv, carry):
-        source = (ring.shard() - step) % ring.size
-        bounds = ring.slots(source, visible, length)
-        return ring.backend.forward(q, *kv, *bounds, **ring.scores, carry=carry)
-
-    def step_and_rotate(step, kv, carry):
-        arriving = ring.rotate(kv)
-        carry = compute(step, kv, carry)
-        # Without the barrier XLA may start all transfers at once, or late.
-        return ring.barrier((arriving, carry))[0]
-
-    if ring.size == 1:
-        return compute(0, kv, None)
-    state = step_and_rotate(0, kv, None)
-    state = _loop(1, ring.size - 1, step_and_rotate, state)
-    return compute(ring.size - 1, *state)
+    pieces = Pieces.of(ring, kv, visible, length)
+    return _run(lambda pieces: _Forward(pieces, q), pieces)
 
 
 def backward_steps(
@@ -163,142 +56,292 @@ def backward_steps(
 
     visible: key indices [k_start, k_end) of each query.
     """
-    length, kv_heads = kv[0].shape[1:3]
-
-    def bounds(step):
-        return ring.slots((ring.shard() - step) % ring.size, visible, length)
-
-    if ring.size == 1:
-        dq, (dk, dv) = _add_gradients(ring, rows, kv, bounds(0), _zeros(rows), None)
-        return dq, dk, dv
-    if ring.takes_turns is None and is_cpu():
-        dq, (dk, dv) = _backward_in_place(ring, rows, kv, bounds)
-        return dq, dk, dv
-    takes_turns = is_tpu() if ring.takes_turns is None else ring.takes_turns
-    if kv_heads == 1 or not takes_turns:
-        dq, (dk, dv) = _backward_at_once(ring, rows, kv, bounds)
-        return dq, dk, dv
-    halves_of_heads = _cut_heads(rows, kv, kv_heads // 2)
-    dq, dkv = _backward_in_turns(ring, *halves_of_heads, bounds)
-    joined = (jnp.concatenate(x, axis=2) for x in (dq, *zip(*dkv, strict=True)))
-    dq, dk, dv = map(ring.heads_first, joined)
-    return dq, dk, dv
-
-
-def _backward_at_once(ring: Ring, rows: Rows, kv: Pair, bounds: Callable):
     length = kv[0].shape[1]
-
-    def step_and_rotate(step, kv, dq, dkv):
-        # The gradients summed so far for these keys follow them, one step behind.
-        arriving, dkv = ring.rotate(kv), ring.rotate(dkv)
-        dq, partial = _add_gradients(ring, rows, kv, bounds(step), dq, None)
-        (arriving, dkv, partial), dq = ring.barrier((arriving, dkv, partial), dq)
-        return arriving, dq, added(dkv, partial)
-
-    # The local block is computed in halves: the first half of the queries overlaps the
-    # first transfer of keys, the second half the transfer of dk and dv to their owner.
-    early, late = halves(bounds(0), length)
-    arriving = ring.rotate(kv)
-    dq, dkv = _add_gradients(ring, rows, kv, early, _zeros(rows), None)
-    (arriving, dkv), dq = ring.barrier((arriving, dkv), dq)
-    state = arriving, dq, dkv
-    visiting, dq, dkv = _loop(1, ring.size - 1, step_and_rotate, state)
-    last = bounds(ring.size - 1)
-    for keys, seen in (visiting, last), (kv, late):
-        dkv = ring.rotate(dkv)
-        dq, partial = _add_gradients(ring, rows, keys, seen, dq, None)
-        (dkv, partial), dq = ring.barrier((dkv, partial), dq)
-        dkv = added(dkv, partial)
-    return dq, dkv
+    takes_turns = is_tpu() if ring.takes_turns is None else ring.takes_turns
+    pieces = Pieces.of(ring, kv, visible, length, turns=1 + takes_turns)
+    adds_late = not is_cpu() or ring.takes_turns is False
+    return _run(lambda pieces: _Backward(pieces, rows, adds_late), pieces)
 
 
-def _backward_in_place(ring: Ring, rows: Rows, kv: Pair, bounds: Callable):
-    """Does the same on CPUs: dk and dv travel with their keys."""
-
-    def step_and_rotate(step, kv, dq, dkv):
-        arriving = ring.rotate(kv)
-        dq, dkv = _add_gradients(ring, rows, kv, bounds(step), dq, dkv)
-        (arriving, dkv), dq = ring.barrier((arriving, dkv), dq)
-        return arriving, dq, ring.rotate(dkv)
-
-    state = step_and_rotate(0, kv, _zeros(rows), None)
-    visiting, dq, dkv = _loop(1, ring.size - 1, step_and_rotate, state)
-    last = bounds(ring.size - 1)
-    dq, dkv = _add_gradients(ring, rows, visiting, last, dq, dkv)
-    return dq, ring.rotate(dkv)
+def _run(one_way: Callable, pieces: "Pieces") -> tuple[jax.Array, ...]:
+    """Runs all steps; of a ring that counts them, as many as there are."""
+    ring = pieces.ring
+    if ring.size == 1:
+        return one_way(pieces).run_alone()
+    if not ring.route.is_counted:
+        return one_way(pieces).run()
+    count = ring.count(pieces.visible, pieces.length)
+    counted = one_way(replace(pieces, count=count))
+    return lax.cond(count > 0, counted.run, counted.run_alone)
 
 
-def _backward_in_turns(
-    ring: Ring, rows: tuple[Rows, Rows], kv: tuple[Pair, Pair], bounds: Callable
-):
-    """Does the same with two halves of the heads: pairs of all that was one."""
-    length = kv[0][0].shape[1]
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of a ring's keys and values, on this device.
 
-    def turns(seen, kv, dq, dkv, sends_keys=False, is_last=False):
-        # dk and dv of the first half are here. While it is computed, those of the
-        # second travel; and each half's keys, which are needed in the next step.
-        kv_one, kv_two = kv
-        one, two = dkv
-        two = two and ring.rotate(two)
-        arriving_one = sends_keys and ring.rotate(kv_one)
-        dq_one, one = _add_gradients(ring, rows[0], kv_one, seen, dq[0], one)
-        two, kv_two, arriving_one, dq_one, one = lax.optimization_barrier(
-            (two, kv_two, arriving_one, dq_one, one)
-        )
-        one = one if is_last else ring.rotate(one)
-        arriving_two = sends_keys and ring.rotate(kv_two)
-        dq_two, two = _add_gradients(ring, rows[1], kv_two, seen, dq[1], two)
-        return lax.optimization_barrier(
-            ((arriving_one, arriving_two), (dq_one, dq_two), (one, two))
-        )
-
-    def step_and_rotate(step, kv, dq, dkv):
-        return turns(bounds(step), kv, dq, dkv, sends_keys=True)
-
-    early, late = halves(bounds(0), length)
-    zeros = tuple(map(_zeros, rows))
-    state = turns(early, kv, zeros, (None, None), sends_keys=True)
-    visiting, dq, dkv = _loop(1, ring.size - 1, step_and_rotate, state)
-    _, dq, dkv = turns(bounds(ring.size - 1), visiting, dq, dkv)
-    return turns(late, kv, dq, dkv, is_last=True)[1:]
-
-
-def _add_gradients(
-    ring: Ring, rows: Rows, kv: Pair, bounds: Bounds, dq: jax.Array, dkv: Pair | None
-) -> tuple[jax.Array, Pair]:
-    q, *others = rows
-    options = {**ring.scores, "dq": dq, "dkv": dkv}
-    dq, dk, dv = ring.backend.backward(q, *kv, *others, *bounds, **options)
-    return dq, (dk, dv)
-
-
-def _ordered(arrays: Any, order: tuple[int, ...]) -> Any:
-    """Reorders the axes of arrays (B, L, H, D) for a CPU, and of those only.
-
-    Elsewhere XLA orders in memory what travels as the kernels read it. On a CPU, the
-    memory of what is sent, or waits at a barrier, is in the order of its axes: without
-    another one each ring step would transpose what it reads and what it returns.
+    visible: key indices of each query. length: of a shard, tokens.
+    count: steps after the first, where the program counts them.
     """
-    if not is_cpu():
-        return arrays
-    return jax.tree.map(lambda x: x.transpose(order) if x.ndim == 4 else x, arrays)
+
+    ring: Ring
+    schedule: Schedule
+    kv: Pair
+    visible: Visible
+    length: int
+    count: jax.Array | None = None
+
+    @classmethod
+    def of(
+        cls, ring: Ring, kv: Pair, visible: Visible, length: int, turns: int = 1
+    ) -> "Pieces":
+        """Cuts keys and values (B, S, K, D). turns: of a device in each step."""
+        slots, heads = kv[0].shape[1:3]
+        schedule = ring.route.schedule(ring.size, heads, slots, turns)
+        return cls(ring, schedule, kv, visible, length)
+
+    def __iter__(self):
+        return iter(self.schedule.pieces)
+
+    def cut(self) -> list[Pair]:
+        """Returns the pieces of this device's shard."""
+        return [tuple(_cut(x, piece) for x in self.kv) for piece in self]
+
+    def group(self, number: int) -> int:
+        """Returns the number of a piece's head group."""
+        return self.schedule.heads.index(self.schedule.pieces[number].heads)
+
+    def of_queries(self, x: jax.Array, axis: int) -> list[jax.Array]:
+        """Cuts an array with an axis of query heads into the head groups."""
+        each = x.shape[axis] // self.kv[0].shape[2]
+        ends = [each * end for _, end in self.schedule.heads]
+        return jnp.split(x, ends[:-1], axis) if len(ends) > 1 else [x]
+
+    def bounds(self, piece: Piece, step: Step) -> Bounds:
+        """Returns the slots of a piece that each query sees in a step."""
+        place = piece.place(step)
+        shard = self.ring.source(piece.walk, place)
+        begin, end = piece.slots
+        bounds = self.ring.slots(shard, self.visible, self.length)
+        if self.ring.route.counts_both_ways and piece.first:
+            # Opposite shards come both ways: this one is empty.
+            is_new = 2 * place < self.ring.size
+            bounds = bounds[0], jnp.where(is_new, bounds[1], bounds[0])
+        if begin == 0 and end == self.kv[0].shape[1]:
+            return bounds
+        k_start, k_end = ((x - begin).clip(0, end - begin) for x in bounds)
+        return k_start, k_end
+
+    def sent(self, number: int, kv: Pair, step: int) -> Pair | None:
+        """Sends a piece to where it is attended to after a step, if anywhere."""
+        piece = self.schedule.pieces[number]
+        if kv is None or step >= piece.last:
+            return None
+        return self.ring.hop(kv, piece.walk, piece.hops(step))
+
+
+class _Forward:
+    """Attends to the pieces: a partial result of each head group."""
+
+    def __init__(self, pieces: Pieces, q: jax.Array):
+        self.pieces, self.q = pieces, pieces.of_queries(q, axis=2)
+
+    def run(self) -> Pair:
+        """Goes through all steps."""
+        state = tuple(self.pieces.cut()), (None,) * len(self.q)
+        _, partial = _steps(self.pieces, self.step, state)
+        return self._joined(partial)
+
+    def run_alone(self) -> Pair:
+        """Attends to the local shard."""
+        return self._joined(
+            self._attended(0, 0, self.pieces.cut(), [None] * len(self.q))
+        )
+
+    def step(self, role: int, step: Step, kv: tuple, partial: tuple) -> tuple:
+        """Takes a step, which has the transfers and pieces of the step `role`."""
+        ring, numbers = self.pieces.ring, range(len(kv))
+        arriving = tuple(self.pieces.sent(i, kv[i], role) for i in numbers)
+        partial = self._attended(role, step, kv, partial)
+        if role == self.pieces.schedule.last:
+            return (None,) * len(kv), partial
+        # Without the barrier XLA may start all transfers at once, or late.
+        return ring.barrier((arriving, partial))[0]
+
+    def _attended(self, role: int, step: Step, kv: tuple, partial: tuple) -> tuple:
+        pieces, partial = self.pieces, list(partial)
+        for number, piece in enumerate(pieces):
+            if piece.first <= role <= piece.last:
+                group, bounds = pieces.group(number), pieces.bounds(piece, step)
+                operands = self.q[group], *kv[number], *bounds
+                options = {**pieces.ring.scores, "carry": partial[group]}
+                partial[group] = pieces.ring.backend.forward(*operands, **options)
+        return tuple(partial)
+
+    def _joined(self, partial: tuple) -> Pair:
+        out, lse = zip(*partial, strict=True)
+        return _join(out, 2), _join(lse, 1)
+
+
+class _Backward:
+    """Computes the gradients of all pieces, which go home.
+
+    adds_late: whether, in a single turn, what a step computes is added after it to what
+      has arrived meanwhile; else it arrives before.
+    """
+
+    def __init__(self, pieces: Pieces, rows: Rows, adds_late: bool):
+        cut = map(pieces.of_queries, rows, (2, 2, 1, 1))
+        self.rows: list[Rows] = list(zip(*cut, strict=True))
+        self.pieces, self.turns = pieces, pieces.schedule.turns
+        self.adds_late = adds_late and len(self.turns) == 1
+        self.is_cut = adds_late or len(self.turns) > 1  # the local block, in halves
+
+    def run(self) -> tuple[jax.Array, ...]:
+        """Goes through all steps."""
+        own = tuple(self.pieces.cut())
+        state = own, tuple(map(_zeros, self.rows)), self._first_sums(own)
+        _, dq, dkv = _steps(self.pieces, self.step, state)
+        late = self.pieces.schedule.last + 1
+        _, dq, dkv = self.step(late, late, own, dq, dkv)
+        return self._joined(dq, dkv)
+
+    def _first_sums(self, own: tuple[Pair, ...]) -> tuple[Sums, ...]:
+        """Returns zeros for pieces that a loop of unknown length starts with."""
+        if self.pieces.count is None:
+            return (None,) * len(own)
+        dtype = self.rows[0][2].dtype
+        return tuple(
+            tuple(jnp.zeros(x.shape, dtype) for x in kv) if piece.first else None
+            for piece, kv in zip(self.pieces, own, strict=True)
+        )
+
+    def run_alone(self) -> tuple[jax.Array, ...]:
+        """Computes the gradients of the local shard."""
+        own, dq = self.pieces.cut(), list(map(_zeros, self.rows))
+        dkv: list[Sums] = [None] * len(own)
+        for number, piece in enumerate(self.pieces):
+            if piece.first == 0:
+                bounds = self.pieces.bounds(piece, 0)
+                dq, dkv[number] = self._added(number, own[number], bounds, dq, None)
+        return self._joined(dq, dkv)
+
+    def step(self, role: int, step: Step, kv: tuple, dq: tuple, dkv: tuple) -> tuple:
+        """Takes a step, which has the transfers and pieces of the step `role`.
+
+        The one after the last is that of the local block's second half.
+        """
+        pieces, dq, dkv = self.pieces, list(dq), list(dkv)
+        arriving: list[Pair | None] = [None] * len(kv)
+        for turn, mine in enumerate(self.turns):
+            # The gradients of the turn before travel: in the first turn, of a step ago.
+            moved = self._moved(self.turns[turn - 1], role - (turn == 0), step, dkv)
+            if not self.adds_late:
+                dkv = [moved.get(i, sums) for i, sums in enumerate(dkv)]
+                moved = {}
+            computed = dict.fromkeys(mine)
+            for i in mine:
+                arriving[i] = pieces.sent(i, kv[i], role)
+                computed[i] = self._bounds(pieces.schedule.pieces[i], role, step)
+            for i, bounds in computed.items():
+                if bounds is not None:
+                    sums = None if i in moved else dkv[i]
+                    dq, dkv[i] = self._added(i, kv[i], bounds, dq, sums)
+                elif i in moved:
+                    dkv[i] = None
+            # With the keys of turns to come, which else would leave before it.
+            kv = tuple(None if i in mine else pair for i, pair in enumerate(kv))
+            (arriving, kv, dkv, moved), dq = pieces.ring.barrier(
+                (arriving, kv, dkv, moved), dq
+            )
+            for i, sums in moved.items():
+                dkv[i] = added(sums, dkv[i]) if dkv[i] else sums
+        return tuple(arriving), tuple(dq), tuple(dkv)
+
+    def _moved(
+        self, numbers: tuple[int, ...], role: int, step: Step, dkv: list[Sums]
+    ) -> dict[int, Pair]:
+        """Sends gradients of pieces, computed in a step, to the next visit, or home."""
+        ring, moved, home = self.pieces.ring, {}, {}
+        walks = {i: self.pieces.schedule.pieces[i].walk for i in numbers}
+        for i in numbers:
+            piece, sums = self.pieces.schedule.pieces[i], dkv[i]
+            if sums is None or not 0 <= role <= piece.last or piece.last == 0:
+                continue
+            if role < piece.last:
+                moved[i] = ring.hop(sums, piece.walk, piece.hops(role))
+            elif not ring.route.is_counted:
+                moved[i] = ring.hop(sums, piece.walk, -piece.place(role))
+            else:
+                home[i] = sums
+
+        def back(_: Step, home: dict[int, Pair]) -> dict[int, Pair]:
+            return {i: ring.hop(sums, walks[i], -1) for i, sums in home.items()}
+
+        if home:  # one device after the other, as many as there are
+            moved |= lax.fori_loop(0, self.pieces.count, back, home)
+        return moved
+
+    def _bounds(self, piece: Piece, role: int, step: Step) -> Bounds | None:
+        """Returns what each query sees of a piece in a step, if it is attended to."""
+        is_late = role > self.pieces.schedule.last
+        if not (piece.first <= role <= piece.last or is_late and piece.first == 0):
+            return None
+        if 0 < role and not is_late:
+            return self.pieces.bounds(piece, step)
+        if not self.is_cut:
+            return None if is_late else self.pieces.bounds(piece, 0)
+        length = piece.slots[1] - piece.slots[0]
+        return halves(self.pieces.bounds(piece, 0), length)[is_late]
+
+    def _added(
+        self, number: int, kv: Pair, bounds: Bounds, dq: list, dkv: Sums
+    ) -> tuple[list, Pair]:
+        """Adds the gradients of some queries and a piece to those so far."""
+        ring, group = self.pieces.ring, self.pieces.group(number)
+        q, *others = self.rows[group]
+        options = {**ring.scores, "dq": dq[group], "dkv": dkv}
+        operands = q, *kv, *others, *bounds
+        dq = list(dq)
+        dq[group], dk, dv = ring.backend.backward(*operands, **options)
+        return dq, (dk, dv)
+
+    def _joined(self, dq: tuple, dkv: tuple) -> tuple[jax.Array, ...]:
+        """Joins the gradients of head groups, and of the pieces of each."""
+        of_group: list[list[tuple[Piece, Pair]]] = [[] for _ in dq]
+        for number, (piece, sums) in enumerate(zip(self.pieces, dkv, strict=True)):
+            if sums is not None:
+                of_group[self.pieces.group(number)].append((piece, sums))
+        dk, dv = zip(*map(_joined_pieces, of_group), strict=True)
+        results = _join(dq, 2), _join(dk, 2), _join(dv, 2)
+        if len(dq) == 1:
+            return results
+        return tuple(map(self.pieces.ring.heads_first, results))
+
+
+def _joined_pieces(pieces: list[tuple[Piece, Pair]]) -> Pair:
+    """Joins pieces by slots, and adds those that have only visited other devices."""
+    own = [sums for piece, sums in pieces if piece.first == 0]
+    sums = tuple(_join(parts, 1) for parts in zip(*own, strict=True))
+    length = sums[0].shape[1]
+    for piece, more in pieces:
+        if piece.first:
+            begin, end = piece.slots
+            around = (0, 0), (begin, length - end), (0, 0), (0, 0)
+            sums = added(sums, tuple(jnp.pad(x, around) for x in more))
+    return sums
+
+
+def _join(parts: tuple[jax.Array, ...], axis: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+def _cut(x: jax.Array, piece: Piece) -> jax.Array:
+    """Cuts a piece from a shard (B, S, K, D)."""
+    return x[:, slice(*piece.slots), slice(*piece.heads)]
 
 
 def _zeros(rows: Rows) -> jax.Array:
     return jnp.zeros(rows[0].shape, rows[2].dtype)  # (B, L, H, D)
-
-
-def _cut_heads(
-    rows: Rows, kv: Pair, kv_head: int
-) -> tuple[tuple[Rows, Rows], tuple[Pair, Pair]]:
-    """Cuts operands in two at a key/value head, and its first query head."""
-    head = rows[0].shape[2] // kv[0].shape[2] * kv_head
-    axes = 2, 2, 1, 1
-    cut = [jnp.split(x, [head], axis) for x, axis in zip(rows, axes, strict=True)]
-    keys = [jnp.split(x, [kv_head], 2) for x in kv]
-    first, second = zip(*cut, strict=True)
-    k, v = keys
-    return (first, second), ((k[0], v[0]), (k[1], v[1]))
 
 
 def halves(bounds: Bounds, length: int) -> tuple[Pair, Pair]:
@@ -307,20 +350,42 @@ def halves(bounds: Bounds, length: int) -> tuple[Pair, Pair]:
     bounds: (B, L) each, within [0, length]. The other half's are empty, at the end of
     the keys or at their start, so that bounds do not decrease along the queries.
     """
-    first = np.arange(bounds[0].shape[1]) < bounds[0].shape[1] // 2
+    queries = bounds[0].shape[1]
+    first = jnp.arange(queries) < queries // 2
     k_start, k_end = bounds
     early = jnp.where(first, k_start, length), jnp.where(first, k_end, length)
     late = jnp.where(first, 0, k_start), jnp.where(first, 0, k_end)
     return early, late
 
 
+def _steps(pieces: Pieces, body: Callable, state: tuple) -> tuple:
+    """Runs `state = body(role, step, *state)` for all steps of a schedule.
+
+    Steps of one role have the same transfers and pieces.
+    """
+    count = pieces.count
+    if count is not None:  # whose roles are: the first, those between, the last
+        state = body(0, 0, *state)
+        state = lax.fori_loop(1, count, lambda i, state: body(1, i, *state), state)
+        return body(2, count, *state)
+    begin = 0
+    for alone in pieces.schedule.alone:
+        state = _loop(begin, alone, body, state)
+        state = body(alone, alone, *state)
+        begin = alone + 1
+    return state
+
+
 def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
-    """Runs `state = body(step, *state)` for the ring steps first … end - 1."""
+    """Runs the ring steps first … end - 1, of one role."""
     if end - first < UNROLLED_STEPS:
         for step in range(first, end):
-            state = body(step, *state)
+            state = body(step, step, *state)
         return state
     steps = jnp.arange(first, end, dtype=jnp.int32)
     return lax.scan(
-        lambda state, step: (body(step, *state), None), state, steps, unroll=LOOP_UNROLL
+        lambda state, step: (body(first, step, *state), None),
+        state,
+        steps,
+        unroll=LOOP_UNROLL,
     )[0]

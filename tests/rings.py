@@ -15,6 +15,7 @@ from kernels import layouts as layout
 from kernels import ring
 from kernels.backends import Backend
 from kernels.cases import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
+from kernels.schedule import Route
 
 Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]
@@ -42,14 +43,15 @@ def device_program(
     backend: Backend,
     soft_cap: float | None = None,
     keep_tail: bool = False,
-    takes_turns: bool = False,
+    takes_turns: bool | None = False,
+    route: Route = Route(),
 ) -> Run:
     """Builds the program of each device, forward and backward, on its shards."""
 
     def run(q, k, v, do, d_lse, k_start, k_end, sinks):
         scale = q.shape[-1] ** -0.5
         sizes = "ring", ring_size, LAYOUTS[layout_name], scale
-        this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail, takes_turns)
+        this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail, takes_turns, route)
         results, pull = jax.vjp(
             lambda *arrays: ring.attend(this_ring, *arrays, k_start, k_end),
             *(q, k, v, sinks),
@@ -68,13 +70,14 @@ def sharded_ring(
     backend: Backend,
     soft_cap: float | None = None,
     keep_tail: bool = False,
-    takes_turns: bool = False,
+    takes_turns: bool | None = False,
+    route: Route = Route(),
 ) -> Run:
     """Builds a ring of as many devices."""
     specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring"), SINKS: P()}
     return jax.shard_map(
         device_program(
-            ring_size, layout_name, backend, soft_cap, keep_tail, takes_turns
+            ring_size, layout_name, backend, soft_cap, keep_tail, takes_turns, route
         ),
         mesh=ring_mesh(ring_size),
         in_specs=tuple(specs[axis] for axis in OPERANDS),

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import blockwise, masks, reference, ring, ring_steps
+from kernels import blockwise, masks, reference, ring, ring_device, ring_steps
 from kernels import layouts as layout
 from kernels.cases import (
     BFLOAT16_RATIO,
@@ -209,7 +209,7 @@ def test_ring_over_part_of_a_mesh_matches_one_device(keep_tail, rng):
 def test_heads_are_padded_where_they_travel_between_tpus(
     kind, ring_size, padded, monkeypatch
 ):
-    monkeypatch.setattr(ring_steps, "is_tpu", lambda: kind.startswith("TPU"))
+    monkeypatch.setattr(ring_device, "is_tpu", lambda: kind.startswith("TPU"))
     this_ring = ring.Ring("ring", ring_size, layout.Striped(), 1.0, blockwise)
     read = jax.eval_shape(this_ring.as_read, jnp.ones((1, 8, 2, 100)))
     assert read.shape == (1, 8, 2, padded)
@@ -220,7 +220,7 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
     case = Case(2, "striped", "documents", 2, 93, 100, heads=2)
     problem = Problem.of(rng, case)
     as_they_are = solve_on_ring(case, problem, reference, jnp.float32)
-    monkeypatch.setattr(ring_steps, "is_tpu", lambda: True)
+    monkeypatch.setattr(ring_device, "is_tpu", lambda: True)
     compiled_ring.cache_clear()
     as_read = solve_on_ring(case, problem, reference, jnp.float32)
     compiled_ring.cache_clear()

@@ -1,0 +1,276 @@
+"""Schedules: which piece of a shard's keys and values is where, in each step of a ring.
+
+A *piece* is some heads, or some slots, of every shard. It visits devices along a
+*walk*: a permutation of the ring's devices, each of which hands it to the next one. A
+ring is its pieces: all that it sends and computes follows from them, and `ring_steps`
+runs them without knowing why they are as they are:
+
+    one way       all of a shard visits every device
+    both ways     half of the heads, or of the slots, goes the other way round
+    cycles        as many pieces as there are disjoint cycles through the devices, twice
+    neighbours    slots that others read visit those devices only, and fly home
+
+Everything here is NumPy and Python, known when a program is traced.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from .reads import TILE, Read, Span, are_few, runs
+
+Cycles = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Cyclic orders of the devices of a ring: each hands its piece to the next in it.
+
+    cycles: of one length; every device is in one of them.
+    """
+
+    cycles: Cycles
+
+    @classmethod
+    def around(cls, ring_size: int) -> "Walk":
+        """Returns the walk in the order of the devices' numbers."""
+        return cls((tuple(range(ring_size)),))
+
+    @property
+    def length(self) -> int:
+        return len(self.cycles[0])
+
+    def back(self) -> "Walk":
+        """Returns the same walk the other way round."""
+        return Walk(tuple((c[0], *reversed(c[1:])) for c in self.cycles))
+
+    def pairs(self, hops: int) -> list[tuple[int, int]]:
+        """Returns (from, to) of every device, so many hops further."""
+        return [
+            (device, cycle[(place + hops) % len(cycle)])
+            for cycle in self.cycles
+            for place, device in enumerate(cycle)
+        ]
+
+    def sources(self, hops: int) -> np.ndarray:
+        """Returns whose piece each device has after so many hops, int32 (N,)."""
+        found = np.empty(len(self.cycles) * self.length, np.int32)
+        for device, to in self.pairs(hops):
+            found[to] = device
+        return found
+
+    @functools.cached_property
+    def stride(self) -> int:
+        """How far each number is from the last, if alike: 1, or -1; else 0."""
+        numbers = tuple(range(self.length))
+        ways = {(numbers,): 1, ((0, *numbers[:0:-1]),): -1}
+        return ways.get(self.cycles, 0)
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Place of each device in its cycle, and the cycle's number: int32 (2, N)."""
+        found = np.empty((2, len(self.cycles) * self.length), np.int32)
+        for number, cycle in enumerate(self.cycles):
+            found[0, list(cycle)] = range(self.length)
+            found[1, list(cycle)] = number
+        return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of every shard's keys and values, and the devices that it visits.
+
+    heads: of the key/value heads. slots: of a shard's.
+    visits: hops along the walk, from its own device, after which it is attended to;
+      one a ring step. From 0 on if its own device attends to it as a piece too.
+    """
+
+    heads: Span
+    slots: Span
+    walk: Walk
+    visits: range
+
+    @property
+    def last(self) -> int:
+        """Ring step of its last visit."""
+        return len(self.visits) - 1 + self.first
+
+    @property
+    def first(self) -> int:
+        """Ring step of its first visit: 0, or 1 if it only visits others."""
+        return min(self.visits.start, 1)
+
+    def place(self, step: jax.Array | int) -> jax.Array | int:
+        """Returns the hops from its own device to that of a step."""
+        if isinstance(step, int) and step < self.first:
+            return 0
+        return self.visits.start + step - self.first
+
+    def hops(self, step: int) -> int:
+        """Returns the hops to the device of the next step."""
+        return int(self.place(step + 1) - self.place(step))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The pieces of a ring, and in which order a device computes them in a step.
+
+    turns: numbers of the pieces computed one after another; while those of one turn
+      are, the gradients of the turn before travel.
+    """
+
+    pieces: tuple[Piece, ...]
+    turns: tuple[tuple[int, ...], ...]
+
+    @property
+    def heads(self) -> tuple[Span, ...]:
+        """The head groups of the pieces, in order."""
+        return tuple(sorted({piece.heads for piece in self.pieces}))
+
+    @property
+    def last(self) -> int:
+        """The last ring step."""
+        return max(piece.last for piece in self.pieces)
+
+    @property
+    def alone(self) -> list[int]:
+        """Steps that are like no other: those between two of them are alike."""
+        begins = {piece.first for piece in self.pieces}
+        return sorted({0, *begins, *(piece.last for piece in self.pieces)})
+
+    def steps(self) -> Iterator["Step"]:
+        """Yields what is sent and what is attended to in each step, forward."""
+        for step in range(self.last + 1):
+            sends, attends = {}, {}
+            for number, piece in enumerate(self.pieces):
+                if piece.first <= step <= piece.last:
+                    attends[number] = piece.walk.sources(piece.place(step))
+                if step < piece.last:
+                    sends[number] = piece.walk.pairs(piece.hops(step))
+            yield Step(sends, attends)
+
+
+class Step(NamedTuple):
+    """What happens in a step of a schedule, by the pieces' numbers.
+
+    sends: (from, to) of every device. attends: whose piece each attends to, (N,).
+    """
+
+    sends: dict[int, list[tuple[int, int]]]
+    attends: dict[int, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Ways that keys and values take around a ring, and how far.
+
+    walks: that parts of a shard take; none for one way, in the order of the devices.
+    reads: what devices read of other shards, where it is known; None for all.
+    is_counted: whether a ring ends where its bounds show no device anything further,
+      which its program counts. counts_both_ways: pieces go both ways, to meet at most;
+      else one way round.
+    """
+
+    walks: tuple[Walk, ...] = ()
+    reads: tuple[Read, ...] | None = None
+    is_counted: bool = False
+    counts_both_ways: bool = False
+
+    def schedule(
+        self, ring_size: int, heads: int, slots: int, turns: int = 1
+    ) -> Schedule:
+        """Returns the pieces of a ring of shards (B, slots, heads, D), and their ways.
+
+        turns: in which a device computes each step.
+        """
+        if ring_size == 1:
+            return whole((Walk.around(1),), heads, slots, turns=1)
+        if self.is_counted:
+            walk = Walk.around(ring_size)
+            ways = (walk, walk.back()) if self.counts_both_ways else (walk,)
+            return counted(ways, heads, slots, turns)
+        if self.reads is not None and are_few(self.reads, ring_size, slots):
+            return neighbours(self.reads, ring_size, heads, slots, turns)
+        return whole(self.walks or (Walk.around(ring_size),), heads, slots, turns)
+
+
+def whole(walks: Sequence[Walk], heads: int, slots: int, turns: int) -> Schedule:
+    """Returns the ring in which all of every shard visits every device.
+
+    walks: that pieces take, each of which has as much of a shard as the others, or
+      nearly; fewer of them where that sends no less over each.
+    heads: key/value heads of a device, cut if they suffice, else the slots of a shard.
+    turns: in which a device computes, if heads or slots suffice.
+    """
+    by_heads = heads >= max(len(walks), turns)
+    unit = 1 if by_heads else math.gcd(slots, TILE)
+    cut = heads if by_heads else slots // unit
+    least = -(-cut // len(walks)) or 1
+    walks = walks[: max(1, -(-cut // least))]
+    parts = len(walks) * (turns if by_heads and cut >= len(walks) * turns else 1)
+    parts = min(max(parts, turns), max(cut, 1))
+    pieces = tuple(
+        Piece(
+            heads=span if by_heads else (0, heads),
+            slots=(0, slots) if by_heads else (span[0] * unit, span[1] * unit),
+            walk=walks[number % len(walks)],
+            visits=range(walks[0].length),
+        )
+        for number, span in enumerate(spans_of(cut, parts))
+    )
+    spans = spans_of(len(pieces), min(turns, len(pieces)))
+    return Schedule(pieces, tuple(tuple(range(*span)) for span in spans))
+
+
+def neighbours(
+    reads: Sequence[Read], ring_size: int, heads: int, slots: int, turns: int
+) -> Schedule:
+    """Returns the ring in which shards visit the devices that read them, and no others.
+
+    Successive ones are visited by one piece, which goes the shorter way.
+    """
+    walk, ways = Walk.around(ring_size), runs(reads)
+    parts = (
+        min(heads, turns) if max((len(way) for way, _ in ways), default=0) > 1 else 1
+    )
+    pieces = []
+    for span in spans_of(heads, parts):
+        pieces.append(Piece(span, (0, slots), walk, range(1)))
+        for visits, read in ways:
+            back = range(ring_size - visits[-1], ring_size - visits[0] + 1)
+            is_back = back.start < visits.start
+            way = walk.back() if is_back else walk
+            pieces.append(Piece(span, read, way, back if is_back else visits))
+    return Schedule(tuple(pieces), _turns(len(pieces), parts))
+
+
+def counted(walks: Sequence[Walk], heads: int, slots: int, turns: int) -> Schedule:
+    """Returns the ring whose pieces visit as many devices as a program counts.
+
+    walks: one, or one each way. Steps of the result stand for the first, all between,
+    and the last.
+    """
+    parts = min(heads, turns)
+    pieces = tuple(
+        Piece(span, (0, slots), walk, range(min(number, 1), 3))
+        for span in spans_of(heads, parts)
+        for number, walk in enumerate(walks)
+    )
+    return Schedule(pieces, _turns(len(pieces), parts))
+
+
+def spans_of(size: int, parts: int) -> list[Span]:
+    """Cuts a range into parts of nearly one size, the longer ones first."""
+    ends = [-(-size * i // parts) for i in range(parts + 1)]
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+def _turns(pieces: int, parts: int) -> tuple[tuple[int, ...], ...]:
+    """Groups the numbers of pieces in one turn a part; of one part, one each."""
+    spans = spans_of(pieces, parts if parts > 1 else pieces)
+    return tuple(tuple(range(*span)) for span in spans)
