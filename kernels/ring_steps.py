@@ -14,8 +14,10 @@ to overlap the last transfer. On CPUs, which would wait in any case, dk and dv o
 step arrive before it, and it adds to them in place.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from .device import is_cpu, is_tpu
 from .masks import Visible
 from .merge import added
 from .ring_device import Bounds, Pair, Ring
-from .schedule import Piece, Schedule, Walk
+from .schedule import Piece, Schedule
 
 UNROLLED_STEPS = 16
 """Rings with more steps are compiled as a loop: its compile time does not grow."""
@@ -131,12 +133,42 @@ class Pieces:
         k_start, k_end = ((x - begin).clip(0, end - begin) for x in bounds)
         return k_start, k_end
 
-    def sent(self, number: int, kv: Pair, step: int) -> Pair | None:
-        """Sends a piece to where it is attended to after a step, if anywhere."""
-        piece = self.schedule.pieces[number]
-        if kv is None or step >= piece.last:
-            return None
-        return self.ring.hop(kv, piece.walk, piece.hops(step))
+    def sent(
+        self, kv: Sequence[Pair | None], role: int, moment: "Moment"
+    ) -> dict[tuple[int, int], jax.Array]:
+        """Sends arrays to where they are attended to in the next step, if anywhere."""
+        pieces = self.schedule.pieces
+        return {
+            (i, array): self.ring.hop(
+                kv[i][array], pieces[i].walk, pieces[i].hops(role)
+            )
+            for i in moment.mine
+            for array in moment.arrays
+            if role < pieces[i].last
+        }
+
+
+class Moment(NamedTuple):
+    """A part of a turn, with a barrier behind it.
+
+    mine: pieces of the turn. computed: those that are attended to in this part.
+    arrays: of keys and values, and of their gradients, that travel meanwhile.
+    """
+
+    mine: Sequence[int]
+    computed: Sequence[int]
+    arrays: Sequence[int]
+
+
+def moments(mine: Sequence[int], computed: Sequence[int]) -> list[Moment]:
+    """Cuts a turn in two where it has several kernels: one array travels in each.
+
+    Of a transfer that several kernels have to hide, XLA believes that the last will do.
+    """
+    half = -(-len(computed) // 2)
+    if len(computed) < 2:
+        return [Moment(mine, computed, (0, 1))]
+    return [Moment(mine, computed[:half], (0,)), Moment(mine, computed[half:], (1,))]
 
 
 class _Forward:
@@ -153,28 +185,36 @@ class _Forward:
 
     def run_alone(self) -> Pair:
         """Attends to the local shard."""
-        return self._joined(
-            self._attended(0, 0, self.pieces.cut(), [None] * len(self.q))
-        )
+        own = [i for i, piece in enumerate(self.pieces) if piece.first == 0]
+        nothing = (None,) * len(self.q)
+        return self._joined(self._attended(own, 0, self.pieces.cut(), nothing))
 
     def step(self, role: int, step: Step, kv: tuple, partial: tuple) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`."""
-        ring, numbers = self.pieces.ring, range(len(kv))
-        arriving = tuple(self.pieces.sent(i, kv[i], role) for i in numbers)
-        partial = self._attended(role, step, kv, partial)
-        if role == self.pieces.schedule.last:
-            return (None,) * len(kv), partial
-        # Without the barrier XLA may start all transfers at once, or late.
-        return ring.barrier((arriving, partial))[0]
+        pieces, arriving, is_last = self.pieces, {}, role == self.pieces.schedule.last
+        computed = [i for i, p in enumerate(pieces) if p.first <= role <= p.last]
+        for moment in moments(range(len(kv)), computed):
+            arriving |= pieces.sent(kv, role, moment)
+            partial = self._attended(moment.computed, step, kv, partial)
+            if not is_last:
+                # Without the barrier XLA may start all transfers at once, or late.
+                kept = kv if moment.arrays == (0,) else None
+                held = arriving, kept, partial
+                (arriving, kept, partial), _ = pieces.ring.barrier(held)
+                kv = kept or kv
+        return _paired(arriving, len(kv)), partial
 
-    def _attended(self, role: int, step: Step, kv: tuple, partial: tuple) -> tuple:
+    def _attended(
+        self, numbers: Sequence[int], step: Step, kv: Sequence, partial: Sequence
+    ) -> tuple:
         pieces, partial = self.pieces, list(partial)
-        for number, piece in enumerate(pieces):
-            if piece.first <= role <= piece.last:
-                group, bounds = pieces.group(number), pieces.bounds(piece, step)
-                operands = self.q[group], *kv[number], *bounds
-                options = {**pieces.ring.scores, "carry": partial[group]}
-                partial[group] = pieces.ring.backend.forward(*operands, **options)
+        for i in numbers:
+            group = pieces.group(i)
+            bounds = pieces.bounds(pieces.schedule.pieces[i], step)
+            options = {**pieces.ring.scores, "carry": partial[group]}
+            partial[group] = pieces.ring.backend.forward(
+                self.q[group], *kv[i], *bounds, **options
+            )
         return tuple(partial)
 
     def _joined(self, partial: tuple) -> Pair:
@@ -230,52 +270,60 @@ class _Backward:
 
         The one after the last is that of the local block's second half.
         """
-        pieces, dq, dkv = self.pieces, list(dq), list(dkv)
-        arriving: list[Pair | None] = [None] * len(kv)
+        pieces, dq, arriving = self.pieces, list(dq), {}
+        dkv = [sums and list(sums) for sums in dkv]
         for turn, mine in enumerate(self.turns):
-            # The gradients of the turn before travel: in the first turn, of a step ago.
-            moved = self._moved(self.turns[turn - 1], role - (turn == 0), step, dkv)
-            if not self.adds_late:
-                dkv = [moved.get(i, sums) for i, sums in enumerate(dkv)]
-                moved = {}
-            computed = dict.fromkeys(mine)
-            for i in mine:
-                arriving[i] = pieces.sent(i, kv[i], role)
-                computed[i] = self._bounds(pieces.schedule.pieces[i], role, step)
-            for i, bounds in computed.items():
-                if bounds is not None:
-                    sums = None if i in moved else dkv[i]
-                    dq, dkv[i] = self._added(i, kv[i], bounds, dq, sums)
-                elif i in moved:
-                    dkv[i] = None
-            # With the keys of turns to come, which else would leave before it.
-            kv = tuple(None if i in mine else pair for i, pair in enumerate(kv))
-            (arriving, kv, dkv, moved), dq = pieces.ring.barrier(
-                (arriving, kv, dkv, moved), dq
-            )
-            for i, sums in moved.items():
-                dkv[i] = added(sums, dkv[i]) if dkv[i] else sums
-        return tuple(arriving), tuple(dq), tuple(dkv)
+            bounds = {
+                i: self._bounds(pieces.schedule.pieces[i], role, step) for i in mine
+            }
+            computed = [i for i in mine if bounds[i] is not None]
+            for moment in self._moments(mine, computed):
+                # Gradients of the turn before travel: in the first turn, of a step ago.
+                before = self.turns[turn - 1], role - (turn == 0)
+                moved = self._moved(*before, dkv, moment.arrays)
+                arriving |= pieces.sent(kv, role, moment)
+                if not self.adds_late:
+                    moved = _placed(moved, dkv)
+                for i in moment.computed:
+                    sums = None if (i, 0) in moved else dkv[i]
+                    dq, dkv[i] = self._added(i, kv[i], bounds[i], dq, sums)
+                # With keys that leave later, and else would before it.
+                is_over = moment.computed[-1:] == computed[-1:]
+                kv = [None if is_over and i in mine else x for i, x in enumerate(kv)]
+                held = arriving, kv, dkv, moved
+                (arriving, kv, dkv, moved), dq = pieces.ring.barrier(held, dq)
+                for (i, array), sums in moved.items():
+                    here = dkv[i][array] if i in computed else None
+                    dkv[i][array] = sums if here is None else sums + here
+        dkv = tuple(sums and tuple(sums) for sums in dkv)
+        return _paired(arriving, len(kv)), tuple(dq), dkv
+
+    def _moments(self, mine: Sequence[int], computed: Sequence[int]) -> list[Moment]:
+        """Cuts a turn; not if it waits for its own gradients."""
+        if len(self.turns) == 1:
+            return [Moment(mine, computed, (0, 1))]
+        return moments(mine, computed)
 
     def _moved(
-        self, numbers: tuple[int, ...], role: int, step: Step, dkv: list[Sums]
-    ) -> dict[int, Pair]:
+        self, numbers: Sequence[int], role: int, dkv: list, arrays: Sequence[int]
+    ) -> dict[tuple[int, int], jax.Array]:
         """Sends gradients of pieces, computed in a step, to the next visit, or home."""
         ring, moved, home = self.pieces.ring, {}, {}
         walks = {i: self.pieces.schedule.pieces[i].walk for i in numbers}
-        for i in numbers:
+        for i, array in itertools.product(numbers, arrays):
             piece, sums = self.pieces.schedule.pieces[i], dkv[i]
             if sums is None or not 0 <= role <= piece.last or piece.last == 0:
                 continue
             if role < piece.last:
-                moved[i] = ring.hop(sums, piece.walk, piece.hops(role))
+                moved[i, array] = ring.hop(sums[array], walks[i], piece.hops(role))
             elif not ring.route.is_counted:
-                moved[i] = ring.hop(sums, piece.walk, -piece.place(role))
+                hops = -piece.place(role)
+                moved[i, array] = ring.hop(sums[array], walks[i], hops)
             else:
-                home[i] = sums
+                home[i, array] = sums[array]
 
-        def back(_: Step, home: dict[int, Pair]) -> dict[int, Pair]:
-            return {i: ring.hop(sums, walks[i], -1) for i, sums in home.items()}
+        def back(_: Step, home: dict) -> dict:
+            return {key: ring.hop(x, walks[key[0]], -1) for key, x in home.items()}
 
         if home:  # one device after the other, as many as there are
             moved |= lax.fori_loop(0, self.pieces.count, back, home)
@@ -295,15 +343,15 @@ class _Backward:
 
     def _added(
         self, number: int, kv: Pair, bounds: Bounds, dq: list, dkv: Sums
-    ) -> tuple[list, Pair]:
+    ) -> tuple[list, list]:
         """Adds the gradients of some queries and a piece to those so far."""
         ring, group = self.pieces.ring, self.pieces.group(number)
         q, *others = self.rows[group]
-        options = {**ring.scores, "dq": dq[group], "dkv": dkv}
+        options = {**ring.scores, "dq": dq[group], "dkv": dkv and tuple(dkv)}
         operands = q, *kv, *others, *bounds
         dq = list(dq)
         dq[group], dk, dv = ring.backend.backward(*operands, **options)
-        return dq, (dk, dv)
+        return dq, [dk, dv]
 
     def _joined(self, dq: tuple, dkv: tuple) -> tuple[jax.Array, ...]:
         """Joins the gradients of head groups, and of the pieces of each."""
@@ -329,6 +377,21 @@ def _joined_pieces(pieces: list[tuple[Piece, Pair]]) -> Pair:
             around = (0, 0), (begin, length - end), (0, 0), (0, 0)
             sums = added(sums, tuple(jnp.pad(x, around) for x in more))
     return sums
+
+
+def _placed(arrays: dict[tuple[int, int], jax.Array], pairs: list) -> dict:
+    """Puts arrays by (piece, which of its two) into lists; returns what remains."""
+    for (i, array), x in arrays.items():
+        pairs[i][array] = x
+    return {}
+
+
+def _paired(arrays: dict[tuple[int, int], jax.Array], pieces: int) -> tuple:
+    """Returns the pair of each piece, or None."""
+    return tuple(
+        (arrays[i, 0], arrays[i, 1]) if (i, 0) in arrays else None
+        for i in range(pieces)
+    )
 
 
 def _join(parts: tuple[jax.Array, ...], axis: int) -> jax.Array:

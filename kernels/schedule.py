@@ -195,7 +195,7 @@ class Route:
             ways = (walk, walk.back()) if self.counts_both_ways else (walk,)
             return counted(ways, heads, slots, turns)
         if self.reads is not None and are_few(self.reads, ring_size, slots):
-            return neighbours(self.reads, ring_size, heads, slots, turns)
+            return neighbours(self.reads, ring_size, heads, slots)
         return whole(self.walks or (Walk.around(ring_size),), heads, slots, turns)
 
 
@@ -228,25 +228,20 @@ def whole(walks: Sequence[Walk], heads: int, slots: int, turns: int) -> Schedule
 
 
 def neighbours(
-    reads: Sequence[Read], ring_size: int, heads: int, slots: int, turns: int
+    reads: Sequence[Read], ring_size: int, heads: int, slots: int
 ) -> Schedule:
     """Returns the ring in which shards visit the devices that read them, and no others.
 
     Successive ones are visited by one piece, which goes the shorter way.
     """
-    walk, ways = Walk.around(ring_size), runs(reads)
-    parts = (
-        min(heads, turns) if max((len(way) for way, _ in ways), default=0) > 1 else 1
-    )
-    pieces = []
-    for span in spans_of(heads, parts):
-        pieces.append(Piece(span, (0, slots), walk, range(1)))
-        for visits, read in ways:
-            back = range(ring_size - visits[-1], ring_size - visits[0] + 1)
-            is_back = back.start < visits.start
-            way = walk.back() if is_back else walk
-            pieces.append(Piece(span, read, way, back if is_back else visits))
-    return Schedule(tuple(pieces), _turns(len(pieces), parts))
+    walk, whole_shard = Walk.around(ring_size), (0, slots)
+    pieces = [Piece((0, heads), whole_shard, walk, range(1))]
+    for visits, read in runs(reads):
+        back = range(ring_size - visits[-1], ring_size - visits[0] + 1)
+        is_back = back.start < visits.start
+        way = walk.back() if is_back else walk
+        pieces.append(Piece((0, heads), read, way, back if is_back else visits))
+    return Schedule(tuple(pieces), (tuple(range(len(pieces))),))
 
 
 def counted(walks: Sequence[Walk], heads: int, slots: int, turns: int) -> Schedule:

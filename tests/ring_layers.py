@@ -11,6 +11,7 @@ from jax.stages import Compiled
 from kernels import layouts as layout
 from kernels import masks, ring
 from kernels.backends import Backend
+from kernels.schedule import Route
 from training.pods import compile_for
 
 HEADS, HEAD_DIM, LAYERS = 2, 128, 2
@@ -19,7 +20,11 @@ Attend = Callable[..., jax.Array]
 
 
 def striped_attention(
-    mesh: Mesh, backend: Backend, tokens: int, keep_tail: bool = False
+    mesh: Mesh,
+    backend: Backend,
+    tokens: int,
+    keep_tail: bool = False,
+    route: Route = Route(),
 ) -> Attend:
     """Causal attention of global q, k and v, (1, N * tokens, H, D), on a striped ring.
 
@@ -31,7 +36,7 @@ def striped_attention(
     index = layout.order(layout.Striped(), mesh.size, length)
     bounds = [jnp.asarray(bound) for bound in masks.causal()(index, length)]
     sizes = "ring", mesh.size, layout.Striped(), HEAD_DIM**-0.5
-    this_ring = ring.Ring(*sizes, backend, keep_tail=keep_tail)
+    this_ring = ring.Ring(*sizes, backend, keep_tail=keep_tail, route=route)
     attend = jax.shard_map(
         lambda q, k, v, *bounds: ring.attend(this_ring, q, k, v, None, *bounds)[0],
         mesh=mesh,
@@ -67,13 +72,15 @@ def layers_gradient(
     dtype=jnp.bfloat16,
     kv_heads=HEADS,
     keep_tail=False,
+    route: Route = Route(),
+    heads=HEADS,
 ) -> tuple[Attend, tuple[jax.ShapeDtypeStruct, ...]]:
     """The gradient of LAYERS scanned layers, and what to compile it for.
 
     Layers save what the ring gives. Arguments as of `striped_attention`; kv_heads: that
-    the HEADS query heads share.
+    the query heads share.
     """
-    attend = striped_attention(mesh, backend, tokens, keep_tail)
+    attend = striped_attention(mesh, backend, tokens, keep_tail, route)
     names = "attention_out", "attention_lse"
     saved = jax.checkpoint_policies.save_only_these_names(*names)
 
@@ -86,5 +93,5 @@ def layers_gradient(
         out, _ = jax.lax.scan(layer, x, weights)
         return jnp.square(out.astype(jnp.float32)).sum()
 
-    x = sharded_array(mesh, tokens, HEADS, dtype=dtype)
+    x = sharded_array(mesh, tokens, heads, dtype=dtype)
     return jax.grad(loss), (x, jax.ShapeDtypeStruct((LAYERS, HEAD_DIM), dtype))
