@@ -44,7 +44,7 @@ def lines(order: str, rings: str) -> Iterator[str]:
 
 
 def shares(order: str) -> list[float]:
-    """Returns the hidden share of each transfer of a schedule, by the order of dones."""
+    """Returns the hidden shares of a schedule's transfers, in the order of dones."""
     rings = 'source_target_pairs={{0,1},{1,0}}, metadata={op_name="ring/ppermute"}'
     body = '%flash_forward.0 = f32[4]{0} custom-call(%x), custom_call_target="triton"'
     text = "\n  ".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *lines(order, rings)])
