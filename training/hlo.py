@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from training.hiding import Transfer, hidden_shares
 from training.hlo_instructions import (
     COLLECTIVES,
     TRANSFER,
@@ -35,6 +36,7 @@ _FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 _FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'
 _FUSED_PRODUCT = "async_collective_fusion"
 _FUSED_SCATTER = "all-reduce-scatter"
+_NAME = re.compile(r"%([\w.-]+)")
 
 
 class Fused(enum.Enum):
@@ -55,8 +57,9 @@ class Collective:
       (g - 1) / g · n, twice that for an all-reduce, and n for a permute.
     group: devices that it spans; 2 or more.
     times: that a run of the program runs it.
-    is_hidden: whether a kernel runs between its start and its done, or it is fused with
-      a product.
+    hidden_share: of a ring's transfer, how much of its step's kernels run between its
+      start and its done (see `hiding`). Of others, 1 if any kernel runs there, or if
+      they are fused with a product; else 0.
     is_asynchronous: whether it has a start and a done, or is fused.
     """
 
@@ -65,8 +68,13 @@ class Collective:
     bytes_sent: float
     group: int
     times: int
-    is_hidden: bool
+    hidden_share: float
     is_asynchronous: bool
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it runs during all the kernels that it could."""
+        return self.hidden_share == 1
 
     @property
     def total_bytes(self) -> float:
@@ -80,11 +88,13 @@ class Program:
 
     computations: by name, each in its order.
     bounds: by name of a loop's condition, the bound of its counter.
+    operands: of all instructions of computations with transfers, by names, in order.
     """
 
     entry: str
     computations: dict[str, tuple[Instruction, ...]]
     bounds: dict[str, int] = field(default_factory=dict)
+    operands: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str, devices: int) -> "Program":
@@ -97,6 +107,7 @@ class Program:
         """
         computations: dict[str, list[Instruction]] = {}
         bounds: dict[str, int] = {}
+        operands: dict[str, dict[str, list[str]]] = {}
         fused: dict[str, Fused] = {}
         entry = name = ""
         lines: list[str] = []
@@ -104,12 +115,14 @@ class Program:
             head = HEAD.match(line)
             if head:
                 name, lines = head[2], []
-                computations[name] = []
+                computations[name], operands[name] = [], {}
                 if name.startswith(_FUSED_PRODUCT):
                     fused[name] = Fused.PRODUCT
                 entry = name if head[1] else entry
             elif name:
                 lines.append(line)
+                result, *used = _NAME.findall(line) or [""]
+                operands[name][result] = used
                 instruction = read_instruction(line, devices)
                 if instruction:
                     computations[name].append(instruction)
@@ -126,7 +139,12 @@ class Program:
         frozen = {
             name: tuple(_offloaded(found, frozen)) for name, found in frozen.items()
         }
-        return cls(entry, frozen, bounds)
+        with_transfers = {
+            name: operands[name]
+            for name, found in frozen.items()
+            if any(one.kind == TRANSFER and one.phase == "start" for one in found)
+        }
+        return cls(entry, frozen, bounds, with_transfers)
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns a loop's trip count; None if that is not in the program.
@@ -211,28 +229,52 @@ class Program:
                 yield instruction.kernel[0].upper()
 
     def _in_computation(self, name: str, times: int) -> Iterator[Collective]:
-        started: dict[str, tuple[Instruction, int]] = {}
-        kernels = 0
-        for instruction in self.computations.get(name, ()):
-            if instruction.kind in ("loop", "call"):
-                kernels += self._has_kernel(instruction)
-            elif instruction.kind == "kernel":
-                kernels += 1
-            elif instruction.phase == "start":
-                started[instruction.name] = instruction, kernels
-            elif instruction.phase == "done":
-                start, before = started.get(
-                    instruction.first_operand, (instruction, kernels)
-                )
-                done = dataclasses.replace(instruction, kind=start.kind)
-                yield _collective(done, start.group, times, kernels > before)
-            else:
-                is_hidden = instruction.phase == "fused"
-                yield _collective(instruction, instruction.group, times, is_hidden)
+        instructions = self.computations.get(name, ())
+        kernels = [n for n, one in enumerate(instructions) if self._has_kernel(one)]
+        loops = [place for place in kernels if instructions[place].kind == "loop"]
+        started: dict[str, tuple[int, Instruction]] = {}
+        found: list[tuple[Instruction, int, Transfer]] = []
+        available = self._available(name)
+        for place, one in enumerate(instructions):
+            if one.kind in ("loop", "call", "kernel"):
+                continue
+            if one.phase == "start":
+                started[one.name] = place, one
+                continue
+            begin, start = place, one
+            if one.phase == "done":
+                begin, start = started.get(one.first_operand, (place, one))
+            transfer = Transfer(begin, place, available.get(start.name, -1))
+            found.append(
+                (dataclasses.replace(one, kind=start.kind), start.group, transfer)
+            )
+        rings = [moved for result, _, moved in found if result.kind == TRANSFER]
+        shares = hidden_shares(kernels, loops, rings)
+        share_of = dict(zip(rings, shares, strict=True))
+        for result, group, moved in found:
+            is_beside = any(moved.start < place < moved.done for place in kernels)
+            share = share_of.get(moved, float(is_beside or result.phase == "fused"))
+            yield _collective(result, group, times, share)
+
+    def _available(self, name: str) -> dict[str, int]:
+        """Returns the last kernel or done that each instruction depends on.
+
+        By names of instructions; the places of what they depend on, -1 for nothing.
+        """
+        events = {
+            one.name: place
+            for place, one in enumerate(self.computations.get(name, ()))
+            if one.phase == "done" or self._has_kernel(one)
+        }
+        found: dict[str, int] = {}
+        for result, used in self.operands.get(name, {}).items():
+            last = max((found.get(operand, -1) for operand in used), default=-1)
+            found[result] = events.get(result, last)
+        return found
 
     def _has_kernel(self, instruction: Instruction) -> bool:
-        return any(
-            inner.kind == "kernel" or self._has_kernel(inner)
+        return instruction.kind == "kernel" or any(
+            self._has_kernel(inner)
             for called in instruction.called
             for inner in self.computations.get(called, ())
         )
@@ -300,7 +342,7 @@ def _offloaded(
 
 
 def _collective(
-    result: Instruction, group: int, times: int, is_hidden: bool
+    result: Instruction, group: int, times: int, hidden_share: float
 ) -> Collective:
     """Makes a collective from the instruction that has its result."""
     factor = {
@@ -311,7 +353,7 @@ def _collective(
     }.get(result.kind, 1)
     sent, is_asynchronous = factor * result.size, result.phase != ""
     return Collective(
-        result.name, result.kind, sent, group, times, is_hidden, is_asynchronous
+        result.name, result.kind, sent, group, times, hidden_share, is_asynchronous
     )
 
 

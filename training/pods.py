@@ -143,6 +143,12 @@ PODS = {
 of each chip. A v3 pod is a torus only as a whole."""
 
 
+def find_generation(device_kind: str) -> Generation | None:
+    """Returns the generation of TPUs that report this `jax.Device.device_kind`."""
+    chip = chips.find(device_kind)
+    return PODS.get(chip.name.removeprefix("TPU ").lower()) if chip else None
+
+
 def tpu_devices(topology: str, devices: int = 1) -> list[jax.Device]:
     """Returns the devices of an AOT topology of TPUs.
 

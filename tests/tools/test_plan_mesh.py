@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tools.lib.planning.estimate import (
 from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring, layer_masks
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
-from tools.lib.planning.plan import kinds
+from tools.lib.planning.plan import kinds, transfers
 from tools.lib.planning.ring_steps import Sequence
 from tools.lib.planning.roofline import Work
 from tools.plan_pod import read_config
@@ -237,11 +238,11 @@ def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
 
 def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it():
     gathers = [
-        Collective(name, "all-gather", 90e9, 4, 2, name == "short", name != "alone")
-        for name in ("alone", "short", "long")
+        Collective(name, "all-gather", 90e9, 4, 2, share, name != "alone")
+        for name, share in (("alone", 0.0), ("short", 1.0), ("long", 0.0))
     ]
-    fused = Collective("fused", "all-gather", 90e9, 4, 2, True, True)
-    sent = Collective("ring", TRANSFER, 45e9, 4, 1, True, True)
+    fused = Collective("fused", "all-gather", 90e9, 4, 2, 1.0, True)
+    sent = Collective("ring", TRANSFER, 45e9, 4, 1, 1.0, True)
     assert synchronous_seconds([*gathers, fused, sent], V4) == {"alone": 1.0}
     # At 45 GB/s one way and 90 GB/s both ways.
     beside = {"short": 0.25, "long": 2.0, "ring": 0.1}
@@ -249,6 +250,15 @@ def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it(
     assert found["all-gather"].exposed_bytes == pytest.approx(2 * 90e9 * (1 + 0.75))
     assert found["all-gather"].synchronous_bytes == 2 * 90e9
     assert found[TRANSFER].exposed_bytes == 0  # what outlasts its kernel counts there
+
+
+def test_a_transfer_is_exposed_by_the_kernels_of_its_step_that_it_misses():
+    late = Collective("late", TRANSFER, 45e9, 4, 3, 0.25, True)
+    (found,) = kinds([late], {"late": 0.1}, V4)
+    assert (found.exposed_bytes, found.synchronous_bytes) == (0.75 * 3 * 45e9, 0)
+    with mock.patch.object(Program, "collectives", lambda program: [late]):
+        moved = transfers(program("forward"))
+    assert (moved.hidden, moved.exposed, moved.exposed_share) == (0, 3, 0.75)
 
 
 @pytest.mark.parametrize(("context", "ring"), [(2**23, 128), (2**22, 128)])

@@ -9,7 +9,8 @@ import pytest
 from tools.lib.planning.estimate import Estimate
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.plan import Kind, Plan, Transfers
-from tools.lib.planning.text import bar, compare, describe, seconds, size
+from tools.lib.planning.text import RING_NAME, bar, compare, describe, seconds, size
+from training.hlo import TRANSFER
 from training.metrics import StepWork
 
 GIB = 2**30
@@ -66,7 +67,8 @@ def test_columns_of_what_is_sent_say_what_they_hold():
 def test_hidden_transfers_that_devices_wait_for_are_explained():
     text = " ".join(" ".join(line) for line in cells(PLAN))
     assert "hidden: a kernel or a product runs between start and end" in text
-    assert "what of the ring outlasts its kernel is waited for" in text
+    assert "of the ring's all kernels of a step" in text
+    assert "what outlasts its kernel is waited for" in text
 
 
 def test_parts_of_the_step_are_listed_with_their_shares():
@@ -144,6 +146,7 @@ def test_what_is_no_plan_is_refused(change, message, tmp_path):
 
 
 ALONE = dataclasses.replace(GATHERED, synchronous_bytes=0)
+LATE = dataclasses.replace(ALONE, name=TRANSFER)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +154,14 @@ ALONE = dataclasses.replace(GATHERED, synchronous_bytes=0)
     [
         (GATHERED, 0, "pallas_tpu attention has no kernel that could hide it"),
         (ALONE, 9, "nothing that takes long enough runs beside it"),
+        (LATE, 9, "not beside all kernels of its ring step"),
     ],
 )
 def test_what_is_exposed_says_why(kind, kernels, why):
     transfers = dataclasses.replace(PLAN.transfers, kernels=kernels)
     plan = dataclasses.replace(PLAN, transfers=transfers, collectives=(kind,))
-    assert row(plan, "all-gather")[-1] == why
+    name = RING_NAME if kind is LATE else kind.name
+    assert row(plan, name)[-1] == why
 
 
 def test_no_transfers_and_loops_that_were_counted_once_are_told():

@@ -141,7 +141,7 @@ def test_kernels_are_counted_in_loops_and_fusions_and_nothing_else_is_one(progra
     assert program.kernels() == {"backward": 6, "forward": 1 + 2}
 
 
-def test_a_transfer_is_hidden_if_a_kernel_stands_between_its_start_and_done(program):
+def test_a_transfer_is_hidden_if_its_kernel_stands_between_its_start_and_done(program):
     found = [c for c in program.collectives() if c.kind == "collective-permute"]
     by_times = sorted((c.times, c.is_hidden, c.bytes_sent) for c in found)
     size = 4 * 8 * 2

@@ -33,8 +33,9 @@ class Transfers:
 
     Those in a loop count once an iteration.
 
-    hidden, exposed: transfers that overlap a kernel, and those that do not.
-    hidden_bytes, exposed_bytes: bytes that the device sends with them.
+    hidden, exposed: transfers that overlap all kernels of their ring step, and others.
+    hidden_bytes: bytes that the device sends, by the share of these kernels that each
+      transfer overlaps; exposed_bytes: the rest.
     kernels: runs of attention kernels in a step.
     """
 
@@ -56,9 +57,9 @@ class Kind:
     """The collectives of one kind in a step; those in loops count once an iteration.
 
     bytes_sent: bytes that each device sends (see `hlo.Collective`).
-    exposed_bytes: those of them that overlap no kernel and no product, by their times;
-      synchronous_bytes: and that cannot, because their collectives are not
-      asynchronous.
+    exposed_bytes: those of them that overlap no kernel and no product, by their times,
+      or by the kernels of a ring step that a transfer misses; synchronous_bytes: and
+      that cannot, because their collectives are not asynchronous.
     """
 
     name: str
@@ -200,13 +201,11 @@ def _read(kind: Any, value: Any) -> Any:
 def transfers(program: Program) -> Transfers:
     """Sums the transfers of all rings of the program."""
     found = [c for c in program.collectives() if c.kind == TRANSFER]
-    hidden = [c for c in found if c.is_hidden]
-    exposed = [c for c in found if not c.is_hidden]
     return Transfers(
-        hidden=sum(c.times for c in hidden),
-        exposed=sum(c.times for c in exposed),
-        hidden_bytes=sum(c.total_bytes for c in hidden),
-        exposed_bytes=sum(c.total_bytes for c in exposed),
+        hidden=sum(c.times for c in found if c.is_hidden),
+        exposed=sum(c.times for c in found if not c.is_hidden),
+        hidden_bytes=sum(c.hidden_share * c.total_bytes for c in found),
+        exposed_bytes=sum((1 - c.hidden_share) * c.total_bytes for c in found),
         kernels=program.kernels().total(),
     )
 
@@ -221,8 +220,8 @@ def kinds(
 
     def exposed(one: Collective) -> float:
         is_ring = one.kind == TRANSFER  # which is timed with its kernels
-        if one.is_hidden and (is_ring or one.name not in beside):
-            return 0.0
+        if one.hidden_share and (is_ring or one.name not in beside):
+            return (1 - one.hidden_share) * one.total_bytes
         hidden = beside.get(one.name, 0.0) * bytes_per_second(chip, one.kind)
         return one.times * max(0.0, one.bytes_sent - hidden)
 

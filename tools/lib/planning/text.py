@@ -18,8 +18,8 @@ SENT = "{:26s} {:>9s}  {:>11s}  {:>11s}  {:>8s}  {:>11s}  {:>8s}  {}"
 
 LEGEND = (
     "  time: of all bytes on a link. exposed: devices wait for all of it. hidden: a",
-    "  kernel or a product runs between start and end; what of the ring outlasts its",
-    "  kernel is waited for, and in the estimate below.",
+    "  kernel or a product runs between start and end, of the ring's all kernels of a",
+    "  step; what outlasts its kernel is waited for, and in the estimate below.",
 )
 
 PARTS = {
@@ -118,6 +118,8 @@ def _why_exposed(plan: Plan, kind: Kind) -> str:
     if not plan.transfers.kernels:
         return f"{plan.implementation} attention has no kernel that could hide it"
     alone = kind.synchronous_bytes
+    if not alone and kind.name == TRANSFER:
+        return "not beside all kernels of its ring step"
     if not alone:
         return "nothing that takes long enough runs beside it"
     if alone == kind.exposed_bytes:

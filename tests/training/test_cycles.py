@@ -1,0 +1,144 @@
+"""Ways of a ring around a torus that share no link."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from training.cycles import Walk, cycles_of_torus, disjoint_cycles
+from training.mesh import MESH_AXES, MeshShape, make_mesh
+from training.pods import h200_devices, tpu_devices
+from training.torus import Shape, is_closed, place
+
+RING = MESH_AXES.index("ring")
+TORI = (4, 4), (16, 16), (4, 12), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 16)
+
+
+def assert_disjoint(walks: tuple[Walk, ...], places: np.ndarray, shape: Shape) -> None:
+    """Checks walks over chips at these places (N, axes) of a torus of this shape."""
+    links = set()
+    for walk in walks:
+        assert sorted(walk) == list(range(len(places)))
+        here = places[list(walk)]
+        there = np.roll(here, -1, axis=0)
+        apart = (here - there) % shape
+        assert (np.minimum(apart, shape - apart).sum(axis=1) == 1).all()
+        ends = zip(here.tolist(), there.tolist(), strict=True)
+        links |= {frozenset(map(tuple, pair)) for pair in ends}
+    assert len(links) == len(walks) * len(places)  # none twice
+
+
+@pytest.mark.parametrize("shape", TORI, ids=str)
+def test_a_torus_has_as_many_disjoint_cycles_as_axes(shape):
+    walks = cycles_of_torus(shape)
+    assert len(walks) == len(shape)
+    chips = np.array(list(np.ndindex(shape)))
+    assert_disjoint(walks, chips, np.array(shape))
+
+
+@pytest.mark.timeout(60)
+def test_cycles_of_a_torus_of_4096_chips_are_found_in_seconds():
+    shape = (16, 16, 16)
+    chips = np.array(list(np.ndindex(shape)))
+    assert_disjoint(cycles_of_torus(shape), chips, np.array(shape))
+
+
+@pytest.mark.parametrize(
+    "pod, shape, cycles",
+    [
+        ("v4:4x4x4", MeshShape(ring=64), 3),
+        ("v4:4x4x4", MeshShape(fsdp=4, ring=16), 2),  # 4 x 4 of them
+        ("v4:4x4x4", MeshShape(ring=16, tensor=4), 2),
+        ("v5p:4x4x8", MeshShape(ring=128), 3),
+        ("v5e:16x16", MeshShape(ring=256), 2),
+        ("v6e:16x16", MeshShape(ring=256), 2),
+        ("tpu7x:4x4x4", MeshShape(ring=64, tensor=2), 3),  # a core of each chip
+    ],
+    ids=str,
+)
+def test_rings_of_a_mesh_have_the_cycles_of_their_torus(pod, shape, cycles):
+    devices = make_mesh(shape, tpu_devices(pod)).devices
+    walks = disjoint_cycles(devices, RING)
+    assert len(walks) == cycles
+    assert all(walk[0] == 0 for walk in walks)
+    for line in np.moveaxis(devices, RING, -1).reshape(-1, shape.ring):
+        places = np.array([place(device) for device in line])
+        sides = np.array([len(set(side)) for side in places.T])
+        assert math.prod(sides) == shape.ring
+        assert_disjoint(walks, places, sides)
+
+
+@pytest.mark.parametrize("pod", ["v4:4x4x4", "v5e:16x16"])
+def test_no_cycle_shares_no_link_with_the_order_of_a_mesh(pod):
+    """That takes every link between two layers, and no other cycle could cross."""
+    devices = tpu_devices(pod)
+    line = make_mesh(MeshShape(ring=len(devices)), devices).devices.reshape(-1)
+    places = np.array([place(device) for device in line])
+    steps = np.stack([places, np.roll(places, -1, axis=0)])
+    is_between = (steps.min(axis=0) == 0) & (steps.max(axis=0) == 1)
+    between = (is_between & (np.ptp(steps, axis=0) == 1)).sum(axis=0)
+    lengths = np.ptp(places, axis=0) + 1
+    assert len(places) in (between * lengths).tolist()
+
+
+def test_a_ring_of_two_axes_of_a_mesh_has_cycles_too():
+    mesh = make_mesh(MeshShape(ring_outer=2, ring=32), tpu_devices("v4:4x4x4"))
+    line = mesh.devices.reshape(-1)
+    places = np.array([place(device) for device in line])
+    walks = disjoint_cycles(line, 0)
+    assert len(walks) == 3
+    assert_disjoint(walks, places, np.array([4, 4, 4, 1]))
+
+
+@pytest.mark.parametrize(
+    "pod, shape",
+    [
+        ("v5e:8x8", MeshShape(ring=64)),  # has no links from end to end
+        ("v5e:2x4", MeshShape(ring=8)),
+        ("v4:2x2x4", MeshShape(ring=16)),
+        ("v5e:16x16", MeshShape(fsdp=2, ring=128)),  # of which one axis is closed
+        ("v5e:16x16", MeshShape(fsdp=16, ring=16)),
+        ("v4:4x4x4", MeshShape(fsdp=2, ring=32)),  # 4 x 4 x 2
+        ("v3:4x4", MeshShape(ring=32)),
+        ("tpu7x:4x4x4", MeshShape(ring=128)),  # two cores of each chip
+    ],
+    ids=str,
+)
+def test_a_ring_that_is_no_torus_is_its_only_cycle(pod, shape):
+    devices = make_mesh(shape, tpu_devices(pod)).devices
+    assert is_closed(devices, RING)
+    assert disjoint_cycles(devices, RING) == (tuple(range(shape.ring)),)
+
+
+def test_devices_that_know_no_place_are_one_cycle():
+    for devices in (jax.devices(), h200_devices(8)):
+        line = np.array(devices)
+        assert disjoint_cycles(line, 0) == (tuple(range(8)),)
+
+
+def test_lines_that_lie_differently_are_one_cycle():
+    mesh = make_mesh(MeshShape(fsdp=4, ring=16), tpu_devices("v4:4x4x4"))
+    *others, last = mesh.devices.reshape(4, 16)
+    assert len(disjoint_cycles(np.stack([*others, last]), 1)) == 2
+    turned = np.stack([*others, np.roll(last, 1)])
+    assert disjoint_cycles(turned, 1) == (tuple(range(16)),)
+
+
+def test_a_ring_through_several_slices_is_one_cycle():
+    class Elsewhere:
+        def __init__(self, device, slice_index):
+            self.coords, self.device_kind = device.coords, device.device_kind
+            self.slice_index = slice_index
+
+    slices = ([Elsewhere(d, n) for d in tpu_devices("v4:4x4x4")] for n in range(2))
+    one, other = map(np.array, slices)
+    assert disjoint_cycles(np.stack([one, other]), 0) == ((0, 1),)
+    assert disjoint_cycles(np.concatenate([one, other]), 0) == (tuple(range(128)),)
+    assert len(disjoint_cycles(np.stack([one, other]), 1)) == 3
+    # Halves of either lie as a whole slice does.
+    halves = [
+        [d for d in one if d.coords[2] < 2],
+        [d for d in other if d.coords[2] > 1],
+    ]
+    assert disjoint_cycles(np.concatenate(halves), 0) == (tuple(range(64)),)
