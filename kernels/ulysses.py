@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .masks import Array
 from .precision import accumulator_type
 
 Pair = tuple[jax.Array, jax.Array]
@@ -64,8 +65,8 @@ def over_heads(
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
-    k_start: jax.Array,
-    k_end: jax.Array,
+    k_start: Array,
+    k_end: Array,
 ) -> Pair:
     """Calls `ring.attend` with whole shards of some heads, in `shard_map`.
 

@@ -25,11 +25,17 @@ from kernels.cases import (
     Problem,
     solve,
 )
+from kernels.compiler import compiler_options
+from kernels.hopper import launch as hopper
 from kernels.one_device import attention
 from kernels.ring_attention import make_ring_attention
+from kernels.tpu import launch as pallas_tpu
 from kernels.ulysses import Heads, over_heads, share_heads
 from tests.rings import ARRAY, OPERANDS, RESULTS, ROW, SINKS, Make, Run, solve_on_ring
 from tests.simulated import BACKENDS
+from training.hlo import TRANSFER, Program
+from training.mesh import MeshShape, make_mesh
+from training.pods import compile_for, h200_devices, tpu_devices
 
 AXES = "ring", "ulysses"
 
@@ -272,3 +278,33 @@ def test_what_does_not_fit_the_axis_is_refused():
     message = r"20 tokens .* 2 shards of Zigzag\(\) in 4 slices each: pad it to 24, a"
     with pytest.raises(ValueError, match=message):
         build(ulysses_axis="ulysses")(x, x, x, masks.causal())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "h200"])
+def test_transfers_of_a_ring_of_four_over_ulysses_overlap_its_kernels(chip):
+    """Compiled for the chip; all-to-alls are q, k, v, out, and their gradients."""
+    is_tpu, devices = chip == "v5e", 8
+    found = tpu_devices(chip, devices) if is_tpu else h200_devices(devices)
+    mesh = make_mesh(MeshShape(ring=4, ulysses=2), found)
+    attend = make_ring_attention(
+        mesh,
+        layout=layout.Striped(),
+        implementation=pallas_tpu if is_tpu else hopper,
+        ulysses_axis="ulysses",
+    )
+
+    def loss(q, k, v):
+        return jnp.square(attend(q, k, v, masks.causal()).astype(jnp.float32)).sum()
+
+    sharding = NamedSharding(mesh, P(None, AXES))
+    shapes = [(1, 2048 * devices, heads, 128) for heads in (8, 4, 4)]
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in shapes]
+    options = compiler_options(mesh.devices.flat[0].device_kind)
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=options)
+    text = compile_for(mesh, gradient, *arrays).as_text()
+    found = Program.parse(text, devices).collectives()
+    swaps = [one for one in found if one.kind == "all-to-all"]
+    rotations = [one for one in found if one.kind == TRANSFER]
+    assert len(swaps) == 8 and any(one.is_asynchronous for one in swaps)
+    assert len(rotations) >= 3 + 4 and all(one.is_hidden for one in rotations)
