@@ -178,6 +178,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.data = 1
     config.mesh.fsdp = 1
     config.mesh.ring = -1
+    config.mesh.ulysses = 1
     config.mesh.tensor = 1
 
     config.data = ml_collections.ConfigDict()

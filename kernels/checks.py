@@ -204,11 +204,17 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
 
 
 class Axes(NamedTuple):
-    """Mesh axes of the ring, of the batch, and of the heads if any."""
+    """Mesh axes of the ring, of the batch, and of the heads and Ulysses if any."""
 
     ring: tuple[str, ...]
     batch: tuple[str, ...]
     heads: str | None
+    ulysses: str | None = None
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Axes of the sequence: shards of the ring, and slices of each shard."""
+        return self.ring if self.ulysses is None else (*self.ring, self.ulysses)
 
 
 def checked_axes(
@@ -216,29 +222,32 @@ def checked_axes(
     ring_axes: str | tuple[str, ...],
     batch_axes: str | tuple[str, ...] | None,
     head_axis: str | None,
+    ulysses_axis: str | None = None,
 ) -> Axes:
     """Returns the axes that the sequence, the batch and the heads are sharded over.
 
     batch_axes, head_axis: None for those of "data" and "fsdp", and "tensor", that the
-      mesh has and the ring does not use.
+      mesh has and the sequence does not use.
 
     Raises:
       ValueError: the mesh lacks one of them, or one is named twice.
     """
     ring = (ring_axes,) if isinstance(ring_axes, str) else tuple(ring_axes)
-    rest = [axis for axis in mesh.axis_names if axis not in ring]
+    rest = [axis for axis in mesh.axis_names if axis not in (*ring, ulysses_axis)]
     if batch_axes is None:
         batch_axes = tuple(axis for axis in ("data", "fsdp") if axis in rest)
     batch = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     if head_axis is None and "tensor" in rest and "tensor" not in batch:
         head_axis = "tensor"
-    named = *ring, *batch, *(() if head_axis is None else (head_axis,))
+    axes = Axes(ring, batch, head_axis, ulysses_axis)
+    named = *axes.tokens, *batch, *(() if head_axis is None else (head_axis,))
     if not set(named) <= set(mesh.axis_names) or len(set(named)) < len(named):
+        ulysses = "" if ulysses_axis is None else f", {ulysses_axis=}"
         raise ValueError(
-            f"ring_axes={ring}, batch_axes={batch} and {head_axis=} must be different "
-            f"axes of the mesh {dict(mesh.shape)}"
+            f"ring_axes={ring}, batch_axes={batch} and {head_axis=}{ulysses} must be "
+            f"different axes of the mesh {dict(mesh.shape)}"
         )
-    return Axes(ring, batch, head_axis)
+    return axes
 
 
 def check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:

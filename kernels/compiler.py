@@ -7,7 +7,7 @@ def compiler_options(device_kind: str) -> dict[str, str]:
     On TPUs, the scheduler starts transfers only when they are waited for in a loop that
     it estimates to exceed the memory. It overestimates (7B on v3 left half of the
     memory), so its limit is a tenth more than the memory. v3 needs an option of its own
-    to start any ahead.
+    to start any ahead, and all of them one for the all-to-alls of `ulysses`.
 
     On GPUs, the scheduler has one collective in flight by default, and overlaps further
     gathers of parameters with attention instead of the ring's transfers.
@@ -18,6 +18,7 @@ def compiler_options(device_kind: str) -> dict[str, str]:
     options = {}
     if device_kind.startswith("TPU"):
         options["xla_tpu_scheduler_percent_shared_memory_limit"] = "110"
+        options["xla_tpu_enable_async_all_to_all"] = "true"
     if device_kind == "TPU v3":
         options["xla_enable_async_collective_permute"] = "true"
     if device_kind.startswith("NVIDIA"):

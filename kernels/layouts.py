@@ -12,6 +12,7 @@ Everything here takes and returns NumPy arrays or JAX arrays, and `shard` may be
 (`lax.axis_index`).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -144,14 +145,27 @@ def unpermute(x: Array, layout: Layout, ring_size: int, axis: int = 1) -> Array:
     return _take(x, np.argsort(order(layout, ring_size, x.shape[axis])), axis)
 
 
-def padded_length(layout: Layout, ring_size: int, length: int) -> int:
-    """Returns the smallest length from `length` on that the layout can shard."""
-    divisor = layout.divisor(ring_size)
-    return -(-length // divisor) * divisor
+def divisor(layout: Layout, ring_size: int, slices: int = 1) -> int:
+    """Returns the number that a sequence's length must be a multiple of.
+
+    slices: equal ones into which each shard is cut in its turn (see `ulysses`).
+    """
+    return math.lcm(layout.divisor(ring_size), ring_size * slices)
 
 
-def check_length(layout: Layout, ring_size: int, length: int) -> None:
+def padded_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -> int:
+    """Returns the smallest length from `length` on that can be sharded.
+
+    slices: as in `divisor`.
+    """
+    step = divisor(layout, ring_size, slices)
+    return -(-length // step) * step
+
+
+def check_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -> None:
     """Checks that a sequence can be cut into the shards of a layout.
+
+    slices: as in `divisor`.
 
     Raises:
       ValueError: the layout or ring size is not one, or `length` does not divide.
@@ -163,12 +177,14 @@ def check_length(layout: Layout, ring_size: int, length: int) -> None:
         )
     whole_number("ring_size", ring_size, 1)
     whole_number("the sequence's length", length, 0)
-    divisor = layout.divisor(ring_size)
-    if length % divisor:
+    step = divisor(layout, ring_size, slices)
+    if length % step:
+        cut = f" in {slices} slices each" if slices > 1 else ""
         raise ValueError(
             f"a sequence of {length} tokens does not divide into {ring_size} shards "
-            f"of {layout}: pad it to {padded_length(layout, ring_size, length)}, a "
-            f"multiple of {divisor} (see layouts.padded_length and masks.padding)"
+            f"of {layout}{cut}: pad it to "
+            f"{padded_length(layout, ring_size, length, slices)}, a multiple of {step} "
+            "(see layouts.padded_length and masks.padding)"
         )
 
 

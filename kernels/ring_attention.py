@@ -25,6 +25,7 @@ from .checks import (
 from .layouts import Layout, check_length, order
 from .masks import Mask, Visible, full
 from .ring import Ring, attend
+from .ulysses import over_heads
 
 
 def ring_attention(
@@ -41,12 +42,14 @@ def ring_attention(
     soft_cap: float | None = None,
     implementation: str | Backend | None = None,
     keep_tail: bool = False,
+    ulysses_axis: str | None = None,
 ) -> jax.Array:
     """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
 
     Arguments and result as in `ring.attend`, q in the order of `layout`; `scale`,
     `sinks`, `soft_cap` and `implementation` as in `one_device.attention`, `keep_tail`
-    as in `make_ring_attention`. The gradient of the sinks is that of this device's
+    and `ulysses_axis`, whose devices hold a shard's slots in slices, as in
+    `make_ring_attention`. The gradient of the sinks is that of this device's
     queries; `shard_map` adds up the devices'. Bounds do not say which tokens are
     padding: all operands must be finite, or see `Mask.fill_padding`. Decreasing bounds
     are not refused here, as they are traced: see `checks.check_increasing`.
@@ -57,8 +60,10 @@ def ring_attention(
     """
     check_operands(q, k, v)
     size = lax.axis_size(axis_name)
-    check_length(layout, size, size * k.shape[1])
-    visible = checked_bounds(q, Visible(k_start, k_end), size * k.shape[1])
+    slices = 1 if ulysses_axis is None else lax.axis_size(ulysses_axis)
+    num_keys = size * slices * k.shape[1]
+    check_length(layout, size, num_keys, slices)
+    visible = checked_bounds(q, Visible(k_start, k_end), num_keys)
     scale = checked_scale(scale, q.shape[-1])
     soft_cap = checked_soft_cap(soft_cap)
     sinks = checked_sinks(sinks, q)
@@ -73,7 +78,8 @@ def ring_attention(
     if is_checked and sinks is not None:
         sinks = lax.pcast(sinks, _missing(sinks, q), to="varying")
     ring = Ring(axis_name, size, layout, scale, backend, soft_cap, keep_tail)
-    return attend(ring, q, k, v, sinks, *visible)[0]
+    on_ring = functools.partial(attend, ring)
+    return over_heads(on_ring, ulysses_axis, q, k, v, sinks, *visible)[0]
 
 
 def _missing(x: jax.Array, like: jax.Array) -> tuple[str, ...]:
@@ -93,6 +99,7 @@ def make_ring_attention(
     soft_cap: float | None = None,
     implementation: str | Backend | None = None,
     keep_tail: bool = False,
+    ulysses_axis: str | None = None,
 ) -> Callable[..., jax.Array]:
     """Builds ring attention on global arrays.
 
@@ -105,6 +112,8 @@ def make_ring_attention(
       a ring of their own, over the first half of the keys, that it reruns: a quarter of
       a causal, striped ring. For causal masks: an early query that sees a key of the
       last halves gets nan. Without such halves all is saved: see `layouts.front_slots`.
+    ulysses_axis: axis over which each shard's slots are cut in their order, and whose
+      devices share out its heads in the ring: see `ulysses`.
 
     Returns:
       attend(q, k, v, visible, *, sinks=None) -> out: q (B, T, H, D), k and v (B, S, K,
@@ -116,12 +125,13 @@ def make_ring_attention(
       ValueError: the mesh has no such axes; from attend, shapes that cannot be sharded,
         or decreasing bounds whose values are known.
     """
-    axes = checked_axes(mesh, ring_axes, batch_axes, head_axis)
+    axes = checked_axes(mesh, ring_axes, batch_axes, head_axis, ulysses_axis)
     check_order(mesh, axes.ring)
     check_implementation(implementation)  # here, and not when compiling
     checked_scale(scale, head_size=1)
     checked_soft_cap(soft_cap)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
+    slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
     local = functools.partial(
         ring_attention,
@@ -131,6 +141,7 @@ def make_ring_attention(
         soft_cap=soft_cap,
         implementation=implementation,
         keep_tail=keep_tail,
+        ulysses_axis=ulysses_axis,
     )
 
     def attend(
@@ -143,6 +154,8 @@ def make_ring_attention(
     ) -> jax.Array:
         check_operands(q, k, v)
         sinks = checked_sinks(sinks, q)
+        for x in (q, k):
+            check_length(layout, ring_size, x.shape[1], slices)
         queries, keys = (order(layout, ring_size, x.shape[1]) for x in (q, k))
         check_shards("rows", "B", k.shape[0], axes.batch, mesh)
         heads = () if axes.heads is None else (axes.heads,)
@@ -169,9 +182,9 @@ def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Arr
         visible: Visible,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        array = PartitionSpec(axes.batch, axes.ring, axes.heads, None)
+        array = PartitionSpec(axes.batch, axes.tokens, axes.heads, None)
         rows = None if visible.k_start.shape[0] == 1 else axes.batch
-        bound = PartitionSpec(rows, axes.ring)
+        bound = PartitionSpec(rows, axes.tokens)
         in_specs = {"q": array, "k": array, "v": array}
         in_specs |= {
             "k_start": bound,

@@ -181,15 +181,18 @@ def mesh_shape(config: ml_collections.ConfigDict, devices: int) -> MeshShape:
         attention system cannot use; the message lists every field to change.
     """
     shape = MeshShape(**config.mesh).fill(devices)
-    if shape.ring > 1 and not attention_system(config).sharded:
-        fsdp = shape.fsdp * shape.ring  # the ring's devices shard the batch instead
+    sharding = shape.ring * shape.ulysses
+    if sharding > 1 and not attention_system(config).sharded:
+        fsdp = shape.fsdp * sharding  # their devices shard the batch instead
         parts = config.train.microbatches * shape.data * fsdp
         rows = -(-config.data.batch_rows // max(parts, 1)) * parts
-        change = {"mesh.ring": 1, "mesh.fsdp": fsdp}
+        change = {"mesh.ulysses": 1} if shape.ulysses > 1 else {}
+        change |= {"mesh.ring": 1, "mesh.fsdp": fsdp}
         change |= {"data.batch_rows": rows} if rows != config.data.batch_rows else {}
+        ulysses = f" and ulysses of {shape.ulysses}" if shape.ulysses > 1 else ""
         raise ValueError(
             f"{config.attention=} does not shard the sequence, but the mesh has a ring "
-            f"of {shape.ring}: set "
+            f"of {shape.ring}{ulysses}: set "
             + ", ".join(f"config.{name}={value}" for name, value in change.items())
             + ", or config.attention=striped"
         )
@@ -233,10 +236,11 @@ def ring_attention(
     attend = make_ring_attention(
         partition.mesh,
         layout=system.layout,
-        ring_axes=partition.axes("sequence"),
+        ring_axes=partition.axes("ring"),
         **scores(config),
         implementation=system.implementation or config.implementation or None,
         keep_tail=config.remat == "tail",
+        ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
     )
 
     def attend_within(

@@ -18,8 +18,8 @@ def batch_shape(
     Its `config.data.context_tokens`, and padding up to what the layout can shard.
     """
     layout, tokens = attention_system(config).layout, config.data.context_tokens
-    slots = padded_length(layout, row_parts(config, partition), tokens)
-    return config.data.batch_rows, slots
+    parts = row_parts(config, partition), tokens, partition.slices
+    return config.data.batch_rows, padded_length(layout, *parts)
 
 
 def row_parts(config: ml_collections.ConfigDict, partition: Partition) -> int:
@@ -33,9 +33,10 @@ def describe_padding(config: ml_collections.ConfigDict, partition: Partition) ->
     if slots == tokens:
         return ""
     layout, ring = attention_system(config).layout, partition.ring_size
+    slices = f" in {partition.slices} slices each" if partition.slices > 1 else ""
     return (
         f"rows: of {tokens:,} tokens, padded to {slots:,} for {layout} on a ring of "
-        f"{ring}: {1 - tokens / slots:.2%} of their slots are empty"
+        f"{ring}{slices}: {1 - tokens / slots:.2%} of their slots are empty"
     )
 
 

@@ -99,8 +99,8 @@ def kept_of(config: ml_collections.ConfigDict, partition: Partition) -> Kept:
 def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
     """Returns the tokens of a microbatch on a device."""
     rows, columns = batch_shape(config, partition)
-    shards = partition.shards("batch") * partition.ring_size * config.train.microbatches
-    return rows * columns // shards
+    shards = partition.shards("batch") * partition.shards("sequence")
+    return rows * columns // (shards * config.train.microbatches)
 
 
 def _choose_chunk(

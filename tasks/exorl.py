@@ -21,6 +21,7 @@ from data.batch import Block
 from data.chains import ChainBatch, Chains, hold_out
 from data.text import InOrder, TextBatches
 from data.trajectory_file import TrajectoryFile, top_episodes
+from kernels import layouts
 from kernels.layouts import Layout, Striped
 from kernels.masks import Visible
 from models.abstract import Model
@@ -111,9 +112,8 @@ def batch_sharding(
     """
     batch_rows.batch_sharding(config, partition)
     rows, steps = batch_shape(config)
-    divisor = TOKENS_OF_A_STEP * step_layout(config).divisor(
-        batch_rows.row_parts(config, partition)
-    )
+    parts = batch_rows.row_parts(config, partition), partition.slices
+    divisor = TOKENS_OF_A_STEP * layouts.divisor(step_layout(config), *parts)
     agent, tokens = config.agent, config.data.context_tokens
     chain = TOKENS_OF_A_STEP * agent.chain_length * agent.episode_steps
     needed = -(-max(chain, tokens) // divisor) * divisor

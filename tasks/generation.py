@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kernels import masks
 from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
-from kernels.layouts import order, padded_length
+from kernels.layouts import divisor, order, padded_length
 from models import decode
 from models.abstract import Model, joined
 from models.cache import EMPTY, Cache, cut, empty_cache
@@ -78,7 +78,8 @@ def generator(
     mesh, ring = partition.mesh, partition.ring_size
     if cache_tokens < 1:
         raise ValueError(f"a cache of {cache_tokens} tokens must have at least 1")
-    slots = padded_length(layout, ring, cache_tokens)
+    members = partition.shards("sequence")  # that share out the cache
+    slots = padded_length(layout, ring, cache_tokens, partition.slices)
     prefill, step = _programs(config, partition, sampling)
     sizes, dtype = config.model, jnp.dtype(config.compute_dtype)
     shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
@@ -96,18 +97,18 @@ def generator(
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
     heads = sizes.num_heads // partition.shards("heads")
-    scores = slots // ring * heads * -(-rows // partition.shards("batch"))
-    block = 0 if document_mask(config).prefix else _block(scores, slots // ring)
+    scores = slots // members * heads * -(-rows // partition.shards("batch"))
+    block = 0 if document_mask(config).prefix else _block(scores, slots // members)
     return Generator(
         empty=jax.jit(
-            functools.partial(empty_cache, shape, dtype, ring), out_shardings=cache
+            functools.partial(empty_cache, shape, dtype, members), out_shardings=cache
         ),
         prefill=compile_program(prefill),
         step=compile_program(step),
         cut=jax.jit(cut, out_shardings=cache, donate_argnums=0),
         place=place,
         order=lambda length: order(layout, ring, length),
-        divisor=layout.divisor(ring),
+        divisor=divisor(layout, ring, partition.slices),
         rows=rows,
         slots=slots,
         block=block,

@@ -155,11 +155,19 @@ def compiled_ring(
 
 
 def solve_on_ring(
-    case: Case, problem: Problem, backend: Backend, dtype: jnp.dtype, make=sharded_ring
+    case: Case,
+    problem: Problem,
+    backend: Backend,
+    dtype: jnp.dtype,
+    make: Make = sharded_ring,
+    slices: int = 1,
 ) -> Answer:
-    """Pads with rubbish, permutes, runs the ring, and undoes both."""
+    """Pads with rubbish, permutes, runs the ring, and undoes both.
+
+    slices: of each shard, on as many devices (see `kernels.ulysses`).
+    """
     order = LAYOUTS[case.layout], case.ring_size
-    padded = layout.padded_length(*order, case.length)
+    padded = layout.padded_length(*order, case.length, slices)
 
     def shard(x, axis, dtype, rubbish=1e4):
         widths = [(0, 0)] * x.ndim

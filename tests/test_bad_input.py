@@ -31,6 +31,8 @@ def refusal(config: Any) -> str:
 # Fields that are wrong => what the message must contain: values and remedies.
 BAD_CONFIGS = """\
 mesh.fsdp=3 => fsdp 3 | 8 devices | change config.mesh
+mesh.ulysses=3 => ulysses 3 | 8 devices | change config.mesh
+mesh.ulysses=0 => config.mesh.ulysses=0 | at least 1
 mesh.ring=1 mesh.tensor=4 => 2 config.model.num_kv_heads | tensor (4 | change config
 model.num_kv_heads=0 => num_kv_heads=0 | at least
 model.head_dim=7 => head_dim=7 | even
@@ -114,6 +116,8 @@ attention=flash => attention='flash' | vanilla, memory_efficient, blockwise, rin
 striped
 attention=vanilla => config.attention='vanilla' | a ring of 4 | \
 set config.mesh.ring=1, config.mesh.fsdp=8, config.data.batch_rows=8
+attention=vanilla mesh.ring=2 mesh.ulysses=2 => config.attention='vanilla' | \
+a ring of 2 and ulysses of 2 | set config.mesh.ulysses=1, config.mesh.ring=1, config.m
 optimizer.warmup_steps=30 => lower config.optimizer.warmup_steps | \
 config.optimizer.warmup_steps=30 config.train.steps=20
 rope_scaling.factor=4.0 => config.rope_scaling.factor=4.0 | \

@@ -112,11 +112,11 @@ class System:
 
 def make_system(name: str, corpus: Path, **overrides: Any) -> System:
     axes = (f"mesh__{axis}" for axis in ("data", "fsdp", "ring", "tensor"))
-    overrides |= dict(zip(axes, MESHES[name], strict=True), attention=name)
+    fields = dict(zip(axes, MESHES[name], strict=True), attention=name)
     # Less than a device's tokens, so that there is more than one chunk.
-    overrides |= {"feed_forward_chunk_tokens": 16, "loss_chunk_tokens": 16}
-    overrides |= {"data__context_tokens": CONTEXT_TOKENS}
-    config = small_config(corpus, Path("unused"), **overrides)
+    fields |= {"feed_forward_chunk_tokens": 16, "loss_chunk_tokens": 16}
+    fields |= {"data__context_tokens": CONTEXT_TOKENS}
+    config = small_config(corpus, Path("unused"), **fields | overrides)
     partition = base.partition(config, jax.devices())
     model = text.model(config, partition)
     loss_of_batch = text.loss_function(config, model, partition)
@@ -181,6 +181,17 @@ def test_curve_and_first_gradients_are_vanillas(systems, parameters, truth, name
 
     curve, true_curve = ([step[0] for step in steps] for steps in (found, truth))
     assert np.mean(true_curve[-5:]) < true_curve[0] - 1
+    np.testing.assert_allclose(curve, true_curve, rtol=1e-5)
+
+
+def test_ulysses_beneath_the_ring_gives_vanillas_curve(corpus, parameters, truth):
+    """Heads and tokens over 2 devices each, tokens in the order of a ring of 2."""
+    system = make_system("striped", corpus, mesh__ring=2, mesh__ulysses=2)
+    found = list(descend(system, parameters))
+    assert_same(found[0][1], truth[0][1], 1e-6)
+    true_losses = layout.permute(truth[0][2], layout.Striped(), 2)
+    assert_same(found[0][2], true_losses, 1e-6)
+    curve, true_curve = ([step[0] for step in steps] for steps in (found, truth))
     np.testing.assert_allclose(curve, true_curve, rtol=1e-5)
 
 

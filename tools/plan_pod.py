@@ -38,6 +38,7 @@ from typing import Any
 import jax
 import ml_collections
 
+from kernels import layouts
 from models.remat import NEXT
 from tasks import base, batch_rows
 from tasks.command_line import Parser, as_program, at_least, read_config
@@ -89,9 +90,10 @@ def find_max_context(
     Raises:
       ValueError: something in the config is wrong, or nothing fits.
     """
-    ring = base.partition(config, pod.devices).ring_size
-    divisor = base.attention_system(config).layout.divisor(ring)
-    unit = divisor * max(1, LEAST_STEP // (divisor // ring))
+    layout = base.attention_system(config).layout
+    partition = base.partition(config, pod.devices)
+    divisor = layouts.divisor(layout, partition.ring_size, partition.slices)
+    unit = divisor * max(1, LEAST_STEP // (divisor // partition.ring_size))
     search, first = Search(unit, _limit(pod)), config.data.context_tokens
 
     def change(context: int) -> str:

@@ -1,8 +1,10 @@
 """Builds the device mesh; RULES says what is sharded over which of its axes.
 
 Axes: `data` and `fsdp` share out the batch, `ring` the sequence, `tensor` heads, the
-feed-forward's width and the vocabulary. Parameters and optimizer state are sharded over
-`fsdp` and `ring` together: a ring of 1024 chips must not hold 1024 copies of a model.
+feed-forward's width and the vocabulary. `ulysses` cuts each shard of the ring in slices
+of its tokens, and for attention in heads. Parameters and optimizer state are sharded
+over `fsdp`, `ring` and `ulysses` together: a ring of 1024 chips must not hold 1024
+copies of a model.
 Where a ring is too large to share out a model's hidden size (3200 divides by 128, and
 not by 512), it is two axes of the mesh, and `ring_outer` counts the copies.
 """
@@ -20,20 +22,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from training.slices import lay_out
 from training.torus import Groups, pairs_along
 
-MESH_AXES = ("data", "fsdp", "ring", "tensor")
-"""Axes that a config names."""
+MESH_AXES = ("data", "fsdp", "ring", "ulysses", "tensor")
+"""Axes that a config names. A mesh has no `ulysses` of one device."""
 
 RULES: dict[str, tuple[str, ...]] = {
     # of activations
     "batch": ("data", "fsdp"),
-    "sequence": ("ring_outer", "ring"),
+    "sequence": ("ring_outer", "ring", "ulysses"),
+    "ring": ("ring_outer", "ring"),  # the shards to which a layout assigns tokens
     # of activations and parameters
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     # of parameters
-    "embed": ("fsdp", "ring"),
+    "embed": ("fsdp", "ring", "ulysses"),
 }
 """Logical axis -> mesh axes, those of them that the mesh has.
 
@@ -67,9 +70,10 @@ class MeshShape:
     ring: int = 1
     tensor: int = 1
     ring_outer: int = 1
+    ulysses: int = 1
 
     def __post_init__(self):
-        sizes = (self.data, self.fsdp, self.ring, self.tensor)
+        sizes = tuple(getattr(self, axis) for axis in MESH_AXES)
         if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
             said = ", ".join(f"{a}={n}" for a, n in zip(MESH_AXES, sizes, strict=True))
             raise ValueError(
@@ -100,11 +104,12 @@ class MeshShape:
         """Returns this shape (without -1), with a ring that can share out parameters.
 
         embed: size of their axis of that name. The inner ring is as large as divides
-        what fsdp leaves of it.
+        what fsdp and ulysses leave of it.
         """
-        if embed % self.fsdp:
+        others = self.fsdp * self.ulysses
+        if embed % others:
             return self
-        inner = math.gcd(self.ring, embed // self.fsdp)
+        inner = math.gcd(self.ring, embed // others)
         outer = self.ring_outer * self.ring // inner
         return dataclasses.replace(self, ring_outer=outer, ring=inner)
 
@@ -112,8 +117,9 @@ class MeshShape:
     def axes(self) -> dict[str, int]:
         """Axes of the mesh, and how many devices each has."""
         outer = {"ring_outer": self.ring_outer} if self.ring_outer > 1 else {}
-        ends = {"ring": self.ring, "tensor": self.tensor}
-        return {"data": self.data, "fsdp": self.fsdp} | outer | ends
+        ulysses = {"ulysses": self.ulysses} if self.ulysses != 1 else {}
+        ring, tensor = {"ring": self.ring}, {"tensor": self.tensor}
+        return {"data": self.data, "fsdp": self.fsdp} | outer | ring | ulysses | tensor
 
     def abstract_mesh(self) -> AbstractMesh:
         """Makes a mesh of devices that need not be there."""
@@ -124,12 +130,14 @@ class MeshShape:
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     """Makes a mesh of all the devices, laid out by `slices.lay_out`.
 
+    `ulysses` and `tensor` lie together, as one axis of neighbours.
+
     Raises:
       ValueError: the shape does not match the devices, or not their slices.
     """
     axes = shape.fill(len(devices)).axes
-    outer = axes.get("ring_outer", 1)
-    whole = (axes["data"], axes["fsdp"], outer * axes["ring"], axes["tensor"])
+    outer, inner = axes.get("ring_outer", 1), axes.get("ulysses", 1) * axes["tensor"]
+    whole = axes["data"], axes["fsdp"], outer * axes["ring"], inner
     laid_out = lay_out(whole, devices, ring_parts=outer)
     types = (AxisType.Auto,) * len(axes)
     return Mesh(laid_out.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
@@ -146,15 +154,20 @@ class Partition:
 
     @property
     def ring_size(self) -> int:
-        """Devices that share out a sequence."""
-        return self.shards("sequence")
+        """Shards of a sequence to which a layout assigns its tokens."""
+        return self.shards("ring")
+
+    @property
+    def slices(self) -> int:
+        """Slices of each of these shards, one a device: devices of `ulysses`."""
+        return self.shards("sequence") // self.ring_size
 
     @property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis that a config names."""
-        return {axis: self.mesh.shape[axis] for axis in MESH_AXES} | {
-            "ring": self.ring_size
-        }
+        shape = self.mesh.shape
+        named = {axis: shape[axis] for axis in MESH_AXES if axis in shape}
+        return named | {"ring": self.ring_size}
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         """Returns the axes of this mesh that RULES gives to a logical axis."""

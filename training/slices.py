@@ -17,6 +17,7 @@ from jax.experimental import mesh_utils
 from training.torus import in_boxes, is_closed, ring_along
 
 AXES = ("data", "fsdp", "ring", "tensor")
+"""The last is of neighbours: a mesh's `ulysses` and `tensor` are one axis here."""
 FSDP, RING = AXES.index("fsdp"), AXES.index("ring")
 
 Shape = tuple[int, int, int, int]
@@ -74,7 +75,7 @@ def across_slices(shape: Shape, num_slices: int) -> Shape:
         raise ValueError(
             f"the mesh {sizes} cannot be shared out over {num_slices} slices: make "
             f"data, fsdp or ring in config.mesh a multiple of {num_slices}; tensor "
-            "stays inside of a slice"
+            "(times ulysses) stays inside of a slice"
         )
     data, fsdp, ring, tensor = across
     return data, fsdp, ring, tensor

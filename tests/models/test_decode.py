@@ -88,6 +88,7 @@ def generated(
     [
         ("striped", MeshShape(ring=4)),
         ("ring", MeshShape(ring=8)),
+        ("striped", MeshShape(ring=2, ulysses=2)),
         ("striped", MeshShape(fsdp=2, ring=2, tensor=2)),
         pytest.param("striped", MeshShape(), marks=slow),
         pytest.param("striped", MeshShape(ring=2), marks=slow),

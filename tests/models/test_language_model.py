@@ -183,6 +183,10 @@ def test_loss_and_its_slopes_are_those_of_the_family_written_out(family, rng):
         ("striped", MeshShape(fsdp=2, ring=4)),
         ("striped", MeshShape(fsdp=2, ring_outer=2, ring=2)),
         ("zigzag", MeshShape(data=2, ring=2, tensor=2)),
+        # More devices than key/value heads, and half of a query head for each.
+        ("striped", MeshShape(ring=1, ulysses=8)),
+        pytest.param("zigzag", MeshShape(fsdp=2, ring=2, ulysses=2), marks=slow),
+        pytest.param("striped", MeshShape(ring=2, ulysses=2, tensor=2), marks=slow),
         pytest.param("ring", MeshShape(data=2, ring=2, tensor=2), marks=slow),
         pytest.param("zigzag", MeshShape(ring=4), marks=slow),
         pytest.param("ring", MeshShape(ring=2), marks=slow),

@@ -261,11 +261,16 @@ def test_a_transfer_is_exposed_by_the_kernels_of_its_step_that_it_misses():
     assert (moved.hidden, moved.exposed, moved.exposed_share) == (0, 3, 0.75)
 
 
-@pytest.mark.parametrize(("context", "ring"), [(2**23, 128), (2**22, 128)])
-def test_best_mesh_fits_hides_its_ring_and_takes_the_least_time(context, ring):
+@pytest.mark.parametrize(("context", "tensor"), [(2**23, 1), (2**22, 2)])
+def test_best_mesh_fits_hides_its_ring_and_takes_the_least_time(context, tensor):
     found = suggestions(config_7b(context), 512, V4)
-    assert found[0].mesh == {"data": 1, "fsdp": 1, "ring": ring, "tensor": 512 // ring}
+    best = {"data": 1, "fsdp": 1, "ring": 32, "ulysses": 16 // tensor, "tensor": tensor}
+    assert found[0].mesh == best
     assert found[0].fits and found[0].hiding > 1
+    # Without Ulysses, what was the best before there was one.
+    plain = next(one for one in found if "ulysses" not in one.mesh)
+    assert plain.mesh == {"data": 1, "fsdp": 1, "ring": 128, "tensor": 4}
+    assert plain.hiding < found[0].hiding and plain.seconds > found[0].seconds
     # One row, and 32 heads: nothing else divides.
     assert all(one.mesh["data"] == one.mesh["fsdp"] == 1 for one in found)
     assert max(one.mesh["tensor"] for one in found) == 32
@@ -290,8 +295,8 @@ def test_suggestions_are_printed_and_written(tmp_path, capsys):
     plan_pod.main([*config, *options, f"--output={output}"])
     rows = json.loads(output.read_text())
     printed = capsys.readouterr().out.splitlines()
-    first = [int(size) for size in printed[1].split()[:4]]
-    assert first == [rows[0]["mesh"][axis] for axis in MESH_AXES]
+    first = [int(size) for size in printed[1].split()[: len(MESH_AXES)]]
+    assert first == [rows[0]["mesh"].get(axis, 1) for axis in MESH_AXES]
     assert {np.prod(list(row["mesh"].values())) for row in rows} == {8}
     found = suggestions(read_config(config), 8, H200, (4096,))
     assert rows == [dataclasses.asdict(one) for one in found]

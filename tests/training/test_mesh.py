@@ -41,6 +41,8 @@ def real(**sizes: int) -> Partition:
         (MeshShape(data=-1, ring=4, tensor=2), MeshShape(data=3, ring=4, tensor=2)),
         (MeshShape(fsdp=-1, ring=24), MeshShape(fsdp=1, ring=24)),
         (MeshShape(2, 3, 1, 4), MeshShape(2, 3, 1, 4)),
+        (MeshShape(ring=-1, ulysses=4), MeshShape(ring=6, ulysses=4)),
+        (MeshShape(ring=3, ulysses=-1), MeshShape(ring=3, ulysses=8)),
     ],
     ids=str,
 )
@@ -73,6 +75,11 @@ def test_shape_that_does_not_match_the_devices_is_refused_with_both_counts(
         (MeshShape(fsdp=8, ring=64), 3200, MeshShape(fsdp=8, ring=16, ring_outer=4)),
         (MeshShape(ring=3, tensor=2), 64, MeshShape(ring=1, ring_outer=3, tensor=2)),
         (MeshShape(fsdp=3, ring=8), 64, MeshShape(fsdp=3, ring=8)),
+        (
+            MeshShape(ring=256, ulysses=2),
+            3200,
+            MeshShape(ring=64, ring_outer=4, ulysses=2),
+        ),
     ],
     ids=str,
 )
@@ -85,7 +92,7 @@ def test_ring_is_cut_where_it_cannot_share_out_the_parameters(shape, embed, cut)
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"ring": 0}, {"tensor": -2}, {"data": -1, "fsdp": -1}]
+    "sizes", [{"ring": 0}, {"tensor": -2}, {"data": -1, "fsdp": -1}, {"ulysses": 0}]
 )
 def test_impossible_axes_are_refused_by_name(sizes):
     named = ".*".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -96,11 +103,25 @@ def test_impossible_axes_are_refused_by_name(sizes):
 def test_mesh_holds_every_device_once_and_leaves_sharding_to_the_compiler():
     mesh = make_mesh(MeshShape(fsdp=2, ring=-1), jax.devices())
     assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "ring": 4, "tensor": 1}
-    assert mesh.axis_names == MESH_AXES
+    assert mesh.axis_names == tuple(axis for axis in MESH_AXES if axis != "ulysses")
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert sorted(d.id for d in mesh.devices.flat) == [d.id for d in jax.devices()]
     with pytest.raises(ValueError, match="does not match the 8 devices"):
         make_mesh(MeshShape(ring=3), jax.devices())
+
+
+def test_ulysses_cuts_the_shards_of_the_ring_in_slices_of_neighbours():
+    partition = real(ring=2, ulysses=2, tensor=2)
+    assert partition.mesh.axis_names == ("data", "fsdp", "ring", "ulysses", "tensor")
+    assert (partition.ring_size, partition.slices) == (2, 2)
+    assert partition.sizes["ring"] == partition.sizes["ulysses"] == 2
+    assert partition.axes("sequence") == ("ring", "ulysses")
+    assert partition.mesh_axes("embed", 8) == ("fsdp", "ring", "ulysses")
+    mesh = make_mesh(MeshShape(ring=8, ulysses=4, tensor=2), tpu_devices("v5e:8x8"))
+    first, *others = mesh.devices.reshape(8, 8)  # 8 boxes of 2 x 4 chips
+    for box in (first, *others):
+        sides = zip(*(device.coords for device in box), strict=True)
+        assert sorted(len(set(side)) for side in sides) == [1, 2, 4]
 
 
 OF_120 = {"data": 2, "fsdp": 3, "ring": 4, "tensor": 5}

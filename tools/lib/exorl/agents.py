@@ -108,7 +108,7 @@ def actor(
     if config.agent.method == "perceptron":
         program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
         return CloningActor(functools.partial(program, parameters))
-    ring, sizes = partition.ring_size, config.model
+    ring, sizes = partition.shards("sequence"), config.model
     # Every step puts its tokens at one member of the ring.
     steps = -(-episodes * config.agent.episode_steps // ring) * ring
     slots = TOKENS_OF_A_STEP * steps

@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from data.document_mask import DocumentMask
 from kernels.tpu import diagonal, launch
+from kernels.ulysses import share_heads
 from tasks import base, batch_rows
 from tasks.execution import local_tokens
 from tasks.mask import document_mask
@@ -315,16 +316,23 @@ class Ring:
         """
         model, shape = config.model, partition.mesh.shape
         length = batch_rows.batch_shape(config, partition)[1] // partition.ring_size
-        tokens = local_tokens(config, partition)
+        # Devices of a Ulysses axis have whole shards in the ring, of some of the heads.
+        tokens, devices = local_tokens(config, partition), partition.slices
+        tokens *= devices
+        way = share_heads(
+            model.num_heads // shape["tensor"],
+            model.num_kv_heads // shape["tensor"],
+            devices,
+        )
         layout = base.attention_system(config).layout
         is_tpu = chip.name.startswith("TPU")
         sent = padded(model.head_dim) if is_tpu else model.head_dim
-        numbers = 2 * tokens * (model.num_kv_heads // shape["tensor"]) * sent
+        numbers = 2 * tokens * (way.kv_heads // devices) * sent
         return cls(
             sequence=Sequence(layout, partition.ring_size, length, documents, mask),
             rows=tokens // length,
-            heads=model.num_heads // shape["tensor"],
-            kv_heads=model.num_kv_heads // shape["tensor"],
+            heads=way.heads // devices,
+            kv_heads=way.kv_heads // devices,
             head_dim=model.head_dim,
             dtype=config.compute_dtype,
             keys_bytes=numbers * jnp.dtype(config.compute_dtype).itemsize,

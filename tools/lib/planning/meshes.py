@@ -11,11 +11,16 @@ then those whose attention kernels and exposed communication take the least time
   rows are sent for each of K: so L·H/K must reach a bound, which is the chip's FLOP/s
   over its link's bytes a second times a factor of the kernel.
 - Exposed are the gathers of parameters and the scattering of their gradients over
-  (fsdp, ring), the sums over data and tensor, the ring step that returns gradients to
-  their owners, and of a ring that is not hidden what outlasts the kernels.
+  (fsdp, ring, ulysses), the sums over data and tensor, the all-to-alls over ulysses,
+  the ring step that returns gradients to their owners, and of a ring that is not hidden
+  what outlasts the kernels.
+
+A Ulysses axis of U devices makes a shard of the ring U times as long: L is that of the
+ring. It must divide a device's query heads here, so that none are computed in vain.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,7 +39,7 @@ from tools.lib.planning.memory import (
     saved_bytes,
 )
 from training.chips import Chip
-from training.mesh import MeshShape, Partition
+from training.mesh import MESH_AXES, MeshShape, Partition
 
 LAYER_ARRAYS, RING_ARRAYS = 6, 7
 """float32 arrays of the size of the queries: the most in compiled steps on TPUs.
@@ -89,7 +94,7 @@ def suggestions(
         except ValueError:
             continue
     if not found:
-        suggestion(config, _partition(config, 1, 1, devices, 1), chip)
+        suggestion(config, _partition(config, 1, 1, devices, 1, 1), chip)
     return sorted(found, key=lambda one: one.rank)
 
 
@@ -105,8 +110,10 @@ def suggestion(
       ValueError: something does not divide over it.
     """
     system, ring_size = base.attention_system(config), partition.ring_size
-    if ring_size > 1 and not system.sharded:
+    if partition.shards("sequence") > 1 and not system.sharded:
         raise ValueError(f"{config.attention=} has no ring of {ring_size}")
+    if config.model.num_heads % (partition.mesh.shape["tensor"] * partition.slices):
+        raise ValueError(f"{config.model.num_heads=} do not divide over {partition}")
     TASKS[config.task].batch_sharding(config, partition)  # before a model is built
     task = make_task(config, partition)
     optimizer, _ = base.make_optimizer(config, task.model)
@@ -119,7 +126,7 @@ def suggestion(
     passes, kernels = ring_passes(config, partition, chip, documents), Kernels.of(chip)
     rings = {ring for _, ring, direction in passes if direction == "backward"}
     hiding = None
-    if partition.ring_size > 1:
+    if ring_size > 1:
         hiding = min(
             ring.kernel_seconds(kernels, direction)
             / ring.transfer_seconds(chip, direction)
@@ -185,6 +192,11 @@ def exposed_bytes(
     again = 0 if config.remat in ("everything", "products") else 2
     activations = local_tokens(config, partition) * model.hidden_size * itemsize
     sent += model.num_layers * (4 + again) * activations * _all_reduced(tensor)
+    # q, out, k and v forward, again, and their gradients.
+    heads = 2 * (ring.heads + ring.kv_heads) * partition.slices * model.head_dim
+    swapped = local_tokens(config, partition) * heads * itemsize
+    passes = 3 if again else 2
+    sent += model.num_layers * passes * swapped * _exchanged(partition.slices, tensor)
     if ring.steps > 1:
         sent += model.num_layers * ring.keys_bytes
     return sent * config.train.microbatches
@@ -195,15 +207,27 @@ def _all_reduced(devices: int) -> float:
     return 2 * (devices - 1) / devices
 
 
+def _exchanged(devices: int, tensor: int) -> float:
+    """Returns the bytes over a link for every byte that a device has in an all-to-all.
+
+    Of s devices along a side of their box, which they fill with those of tensor, the
+    two in the middle pass on what each half sends to the other: s / 4 of an array.
+    """
+    if devices == 1:
+        return 0.0
+    side = 2 ** math.ceil(math.log2(devices * tensor) / 2)
+    return max((devices - 1) / devices, side / 4)
+
+
 def _factorisations(devices: int) -> Iterator[tuple[int, ...]]:
-    """Yields every mesh shape of this many devices."""
+    """Yields every mesh shape of this many devices, as of MESH_AXES."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    for data, fsdp, ring in itertools.product(divisors, repeat=3):
-        if devices % (data * fsdp * ring) == 0:
-            yield data, fsdp, ring, devices // (data * fsdp * ring)
+    for sizes in itertools.product(divisors, repeat=len(MESH_AXES) - 1):
+        if devices % math.prod(sizes) == 0:
+            yield *sizes, devices // math.prod(sizes)
 
 
 def _partition(config: ml_collections.ConfigDict, *sizes: int) -> Partition:
     """Returns a partition over abstract devices, cut as `base.partition` does."""
-    shape = MeshShape(*sizes).cut_ring(config.model.hidden_size)
-    return Partition(shape.abstract_mesh())
+    shape = MeshShape(**dict(zip(MESH_AXES, sizes, strict=True)))
+    return Partition(shape.cut_ring(config.model.hidden_size).abstract_mesh())

@@ -196,14 +196,18 @@ def _exposed_bytes(plan: Plan) -> float:
 def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
     """Returns the lines printed for suggested meshes."""
     lines = [
-        f"{'data':>5s} {'fsdp':>5s} {'ring':>5s} {'tensor':>6s}  {'memory':>11s}  "
+        " ".join(f"{axis:>{len(axis) + 1}s}" for axis in MESH_AXES)
+        + f"  {'memory':>11s}  "
         f"fits  {'kernel / transfer':>17s}  {'exposed':>11s}  {'seconds':>9s}"
     ]
     for one in found:
-        sizes = [one.mesh[axis] for axis in MESH_AXES]
+        sizes = [one.mesh.get(axis, 1) for axis in MESH_AXES]
         hiding = "no ring" if one.hiding is None else f"{one.hiding:.2f}"
         lines.append(
-            "{:5d} {:5d} {:5d} {:6d}".format(*sizes)
+            " ".join(
+                f"{size:{len(axis) + 1}d}"
+                for axis, size in zip(MESH_AXES, sizes, strict=True)
+            )
             + f"  {size(one.memory):>11s}  {'yes' if one.fits else 'no':4s}  "
             f"{hiding:>17s}  {size(one.exposed_bytes):>11s}  "
             f"{seconds(one.seconds):>9s}"

@@ -18,7 +18,7 @@ from flax import nnx
 
 from data.tokenizer import Tokenizer
 from kernels import masks
-from kernels.layouts import order
+from kernels.layouts import divisor, order
 from models import decode
 from models.cache import EMPTY
 from models.decode import NOTHING, Generator
@@ -146,7 +146,9 @@ def forced(
         program=jax.jit(_program(config, partition, allowed_tokens)),
         rows=rows,
         order=functools.partial(order, layout, ring),
-        padded=functools.partial(_power_of_two, layout.divisor(ring)),
+        padded=functools.partial(
+            _power_of_two, divisor(layout, ring, partition.slices)
+        ),
         place=place,
     )
 
