@@ -17,6 +17,7 @@ its place first (`Mask.fill_padding`).
 Pictures show a sequence of 4 tokens: rows are queries, columns are keys, 1 is visible.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,10 +59,12 @@ class Mask:
     bounds: (query indices int32 (B or 1, T), number of keys) -> (k_start, k_end), each
       an integer or an array that broadcasts against the indices.
     real_lengths: tokens from any of them on are padding.
+    parts: masks that this one intersects; none if it is no intersection.
     """
 
     bounds: Callable[[Array, int], tuple[int | Array, int | Array]]
     real_lengths: tuple[int | Array, ...] = field(default=(), compare=False)
+    parts: tuple["Mask", ...] = field(default=(), compare=False)
 
     def __call__(self, index: Array, key_length: int) -> Visible:
         """Returns bounds (1 or B, T) of the queries at `index`, (T,) or (B, T).
@@ -82,6 +85,19 @@ class Mask:
         bounds = self.bounds(index, keys)
         _, *bounds = _namespace(index).broadcast_arrays(index, *bounds)  # (B or 1, T)
         return Visible(*(bound.astype(index.dtype) for bound in bounds))
+
+    def outline(self, index: np.ndarray, key_length: int) -> Visible:
+        """Returns bounds (B or 1, T) that are known while a program is traced.
+
+        They hold those of the mask: of an intersection, its parts that are known.
+        """
+        if self.parts:
+            found = (part.outline(index, key_length) for part in self.parts)
+            return functools.reduce(Visible.__and__, found)
+        try:
+            return self(index, key_length)
+        except jax.errors.TracerArrayConversionError:  # made of traced arrays
+            return full()(index, key_length)
 
     def fill_padding(
         self, x: jax.Array, index: Array, value: float = 0, axis: int = 1
@@ -111,7 +127,8 @@ class Mask:
         def bounds(index: Array, keys: int) -> tuple[Array, Array]:
             return self(index, keys) & other(index, keys)
 
-        return Mask(bounds, self.real_lengths + other.real_lengths)
+        parts = (self.parts or (self,)) + (other.parts or (other,))
+        return Mask(bounds, self.real_lengths + other.real_lengths, parts)
 
     __rand__ = __and__
 

@@ -14,7 +14,7 @@ Span = tuple[int, int]
 TILE = 128
 """Shards are cut at multiples of so many slots, where they are longer than two."""
 
-EVERY_ROW = 1 << 26
+EVERY_ROW = 1 << 22
 """Rows times shards up to which the bounds of each row are looked at."""
 
 

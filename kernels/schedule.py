@@ -22,7 +22,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from .reads import TILE, Read, Span, are_few, runs
+from .layouts import Contiguous, Layout, order
+from .masks import Visible
+from .reads import TILE, Read, Span, are_few, reads_of, runs
 
 Cycles = tuple[tuple[int, ...], ...]
 
@@ -181,6 +183,31 @@ class Route:
     is_counted: bool = False
     counts_both_ways: bool = False
 
+    @classmethod
+    def within(
+        cls,
+        outline: Visible,
+        layout: Layout,
+        ring_size: int,
+        *,
+        walks: tuple[Walk, ...] = (),
+        is_counted: bool = False,
+    ) -> "Route":
+        """Returns the route of a mask that shows no more than `outline`.
+
+        outline: bounds (B or 1, T) of the queries in layout order.
+        is_counted: whether the program counts what is left of that.
+        """
+        reads = reads_of(outline, layout, ring_size)
+        slots = outline.k_start.shape[1] // ring_size
+        if not is_counted or are_few(reads, ring_size, slots):
+            return cls(walks, reads)
+        index = order(layout, ring_size, ring_size * slots)
+        is_one_way = (
+            isinstance(layout, Contiguous) and (outline.k_end <= index + 1).all()
+        )
+        return cls(walks, None, is_counted, not is_one_way)
+
     def schedule(
         self, ring_size: int, heads: int, slots: int, turns: int = 1
     ) -> Schedule:
@@ -269,3 +296,30 @@ def _turns(pieces: int, parts: int) -> tuple[tuple[int, ...], ...]:
     """Groups the numbers of pieces in one turn a part; of one part, one each."""
     spans = spans_of(pieces, parts if parts > 1 else pieces)
     return tuple(tuple(range(*span)) for span in spans)
+
+
+def default_walks(ring_size: int) -> tuple[Walk, ...]:
+    """Returns both ways round the ring in the order of its devices' numbers."""
+    walk = Walk.around(ring_size)
+    return walk, walk.back()
+
+
+def checked_walks(
+    walks: Sequence[Sequence[int]] | None, ring_size: int
+) -> tuple[Walk, ...] | None:
+    """Returns an argument of `make_ring_attention`.
+
+    Raises:
+      ValueError: there are none, or one has not every device once.
+    """
+    if walks is None:
+        return None
+    for walk in walks:
+        if sorted(walk) != list(range(ring_size)):
+            raise ValueError(
+                f"each of walks must have the devices 0 … {ring_size - 1} of the ring "
+                f"once, in any order, got {list(walk)[:8]} … ({len(walk)} in all)"
+            )
+    if not walks:
+        raise ValueError("walks must be None or have one walk or more, got none")
+    return tuple(Walk((tuple(map(int, walk)),)) for walk in walks)
