@@ -128,7 +128,8 @@ def make_ring_attention(
       their numbers along `ring_axes`, each once. None for both ways round the mesh's
       order between TPUs, else one way.
     count_steps: the ring ends where the bounds show no device anything further, which
-      costs a small reduction: for packed documents in a contiguous or zigzag layout.
+      costs a small reduction: for packed documents in a contiguous or zigzag layout
+      (stripes of any document are everywhere).
       Without it, shards are left out that no device reads by what is known of the
       mask when it is traced: of a `window`, all but the neighbours.
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from .layouts import Contiguous, Layout, order
+from .layouts import Contiguous, Layout, Striped, order
 from .masks import Visible
 from .reads import TILE, Read, Span, are_few, reads_of, runs
 
@@ -200,7 +200,8 @@ class Route:
         """
         reads = reads_of(outline, layout, ring_size)
         slots = outline.k_start.shape[1] // ring_size
-        if not is_counted or are_few(reads, ring_size, slots):
+        is_spread = isinstance(layout, Striped)  # any document is on all devices
+        if not is_counted or is_spread or are_few(reads, ring_size, slots):
             return cls(walks, reads)
         index = order(layout, ring_size, ring_size * slots)
         is_one_way = (
