@@ -212,7 +212,9 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
     if options.suggest:
         found = suggestions(config, pod.devices, pod.chip, documents)
         print("\n".join(describe_meshes(found[:MOST_MESHES], pod.chip)))
-        value: Any = [one.row() for one in found]
+        what = {"topology": pod.topology, "documents": documents}
+        what |= {"rows": config.data.batch_rows, "context": config.data.context_tokens}
+        value: Any = [what | one.row() for one in found]
     else:
         if options.find_max_context:
             plan = find_max_context(config, pod, documents)

@@ -340,7 +340,9 @@ def test_suggestions_are_printed_and_written(tmp_path, capsys):
     assert first == [rows[0]["mesh"].get(axis, 1) for axis in MESH_AXES]
     assert {np.prod(list(row["mesh"].values())) for row in rows} == {8}
     found = suggestions(read_config(config), 8, H200, (4096,))
-    assert rows == [one.row() for one in found]
+    what = {"topology": "h200:1x1x8", "documents": [4096], "rows": 8}
+    what["context"] = read_config(config).data.context_tokens
+    assert rows == [what | one.row() for one in found]
     cells = [re.split(r"\s{2,}", line) for line in printed[:13]]
     routes = [one.route for one in found[:12]]
     assert [line[-1] for line in cells] == ["route", *routes]
