@@ -14,10 +14,10 @@ to overlap the last transfer. On CPUs, which would wait in any case, dk and dv o
 step arrive before it, and it adds to them in place.
 """
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
 
 Sums = Pair | None
+Arrays = dict[int, Pair]
+"""Keys and values, or their gradients, by the numbers of pieces."""
 Step = jax.Array | int
 
 
@@ -133,42 +135,14 @@ class Pieces:
         k_start, k_end = ((x - begin).clip(0, end - begin) for x in bounds)
         return k_start, k_end
 
-    def sent(
-        self, kv: Sequence[Pair | None], role: int, moment: "Moment"
-    ) -> dict[tuple[int, int], jax.Array]:
-        """Sends arrays to where they are attended to in the next step, if anywhere."""
+    def sent(self, numbers: Sequence[int], kv: Sequence, role: int) -> Arrays:
+        """Sends pieces to where they are attended to in the next step, if anywhere."""
         pieces = self.schedule.pieces
         return {
-            (i, array): self.ring.hop(
-                kv[i][array], pieces[i].walk, pieces[i].hops(role)
-            )
-            for i in moment.mine
-            for array in moment.arrays
+            i: self.ring.hop(kv[i], pieces[i].walk, pieces[i].hops(role))
+            for i in numbers
             if role < pieces[i].last
         }
-
-
-class Moment(NamedTuple):
-    """A part of a turn, with a barrier behind it.
-
-    mine: pieces of the turn. computed: those that are attended to in this part.
-    arrays: of keys and values, and of their gradients, that travel meanwhile.
-    """
-
-    mine: Sequence[int]
-    computed: Sequence[int]
-    arrays: Sequence[int]
-
-
-def moments(mine: Sequence[int], computed: Sequence[int]) -> list[Moment]:
-    """Cuts a turn in two where it has several kernels: one array travels in each.
-
-    Of a transfer that several kernels have to hide, XLA believes that the last will do.
-    """
-    half = -(-len(computed) // 2)
-    if len(computed) < 2:
-        return [Moment(mine, computed, (0, 1))]
-    return [Moment(mine, computed[:half], (0,)), Moment(mine, computed[half:], (1,))]
 
 
 class _Forward:
@@ -185,37 +159,44 @@ class _Forward:
 
     def run_alone(self) -> Pair:
         """Attends to the local shard."""
-        own = [i for i, piece in enumerate(self.pieces) if piece.first == 0]
-        nothing = (None,) * len(self.q)
-        return self._joined(self._attended(own, 0, self.pieces.cut(), nothing))
+        pieces, nothing = self.pieces, (None,) * len(self.q)
+        own = {i: pieces.bounds(p, 0) for i, p in enumerate(pieces) if p.first == 0}
+        return self._joined(self._attended(own, pieces.cut(), nothing, is_one=False))
 
-    def step(self, role: int, step: Step, kv: tuple, partial: tuple) -> tuple:
+    def step(self, role: int, step: Step, kv: Sequence, partial: Sequence) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`."""
-        pieces, arriving, is_last = self.pieces, {}, role == self.pieces.schedule.last
-        computed = [i for i, p in enumerate(pieces) if p.first <= role <= p.last]
-        for moment in moments(range(len(kv)), computed):
-            arriving |= pieces.sent(kv, role, moment)
-            partial = self._attended(moment.computed, step, kv, partial)
-            if not is_last:
-                # Without the barrier XLA may start all transfers at once, or late.
-                kept = kv if moment.arrays == (0,) else None
-                held = arriving, kept, partial
-                (arriving, kept, partial), _ = pieces.ring.barrier(held)
-                kv = kept or kv
-        return _paired(arriving, len(kv)), partial
+        pieces = self.pieces
+        bounds = {
+            i: pieces.bounds(piece, step)
+            for i, piece in enumerate(pieces)
+            if piece.first <= role <= piece.last
+        }
+        arriving = pieces.sent(range(len(kv)), kv, role)
+        partial = self._attended(bounds, kv, partial, is_one=bool(arriving))
+        arriving = [arriving.get(i) for i in range(len(kv))]
+        if role < pieces.schedule.last:
+            # Without the barrier XLA may start all transfers at once, or late.
+            (arriving, partial), _ = pieces.ring.barrier((arriving, partial))
+        return arriving, partial
 
     def _attended(
-        self, numbers: Sequence[int], step: Step, kv: Sequence, partial: Sequence
-    ) -> tuple:
-        pieces, partial = self.pieces, list(partial)
-        for i in numbers:
-            group = pieces.group(i)
-            bounds = pieces.bounds(pieces.schedule.pieces[i], step)
-            options = {**pieces.ring.scores, "carry": partial[group]}
-            partial[group] = pieces.ring.backend.forward(
-                self.q[group], *kv[i], *bounds, **options
-            )
-        return tuple(partial)
+        self, bounds: dict[int, Bounds], kv: Sequence, partial: Sequence, is_one: bool
+    ) -> list[Pair | None]:
+        """Attends to pieces. is_one: as one instruction, where they are several."""
+        pieces, ring = self.pieces, self.pieces.ring
+
+        def attend(partial: Sequence) -> list[Pair | None]:
+            partial = list(partial)
+            for i, seen in bounds.items():
+                group = pieces.group(i)
+                options = {**ring.scores, "carry": partial[group]}
+                operands = self.q[group], *kv[i], *seen
+                partial[group] = ring.backend.forward(*operands, **options)
+            return partial
+
+        if is_one and len(bounds) > 1:
+            return _where_seen(bounds, attend, partial)
+        return attend(partial)
 
     def _joined(self, partial: tuple) -> Pair:
         out, lse = zip(*partial, strict=True)
@@ -257,73 +238,58 @@ class _Backward:
 
     def run_alone(self) -> tuple[jax.Array, ...]:
         """Computes the gradients of the local shard."""
-        own, dq = self.pieces.cut(), list(map(_zeros, self.rows))
-        dkv: list[Sums] = [None] * len(own)
-        for number, piece in enumerate(self.pieces):
-            if piece.first == 0:
-                bounds = self.pieces.bounds(piece, 0)
-                dq, dkv[number] = self._added(number, own[number], bounds, dq, None)
-        return self._joined(dq, dkv)
+        pieces, own = self.pieces, self.pieces.cut()
+        bounds = {i: pieces.bounds(p, 0) for i, p in enumerate(pieces) if p.first == 0}
+        dq = list(map(_zeros, self.rows))
+        return self._joined(*self._added(bounds, own, dq, [None] * len(own)))
 
-    def step(self, role: int, step: Step, kv: tuple, dq: tuple, dkv: tuple) -> tuple:
+    def step(
+        self, role: int, step: Step, kv: Sequence, dq: Sequence, dkv: Sequence
+    ) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`.
 
         The one after the last is that of the local block's second half.
         """
-        pieces, dq, arriving = self.pieces, list(dq), {}
-        dkv = [sums and list(sums) for sums in dkv]
+        pieces, arriving = self.pieces, {}
         for turn, mine in enumerate(self.turns):
             bounds = {
                 i: self._bounds(pieces.schedule.pieces[i], role, step) for i in mine
             }
-            computed = [i for i in mine if bounds[i] is not None]
-            for moment in self._moments(mine, computed):
-                # Gradients of the turn before travel: in the first turn, of a step ago.
-                before = self.turns[turn - 1], role - (turn == 0)
-                moved = self._moved(*before, dkv, moment.arrays)
-                arriving |= pieces.sent(kv, role, moment)
-                if not self.adds_late:
-                    moved = _placed(moved, dkv)
-                for i in moment.computed:
-                    sums = None if (i, 0) in moved else dkv[i]
-                    dq, dkv[i] = self._added(i, kv[i], bounds[i], dq, sums)
-                # With keys that leave later, and else would before it.
-                is_over = moment.computed[-1:] == computed[-1:]
-                kv = [None if is_over and i in mine else x for i, x in enumerate(kv)]
-                held = arriving, kv, dkv, moved
-                (arriving, kv, dkv, moved), dq = pieces.ring.barrier(held, dq)
-                for (i, array), sums in moved.items():
-                    here = dkv[i][array] if i in computed else None
-                    dkv[i][array] = sums if here is None else sums + here
-        dkv = tuple(sums and tuple(sums) for sums in dkv)
-        return _paired(arriving, len(kv)), tuple(dq), dkv
+            bounds = {i: seen for i, seen in bounds.items() if seen is not None}
+            # Gradients of the turn before travel: in the first turn, of a step ago.
+            moved = self._moved(self.turns[turn - 1], role - (turn == 0), dkv)
+            arriving |= pieces.sent(mine, kv, role)
+            dkv = [None if i in moved else sums for i, sums in enumerate(dkv)]
+            if not self.adds_late:
+                dkv, moved = [moved.get(i, sums) for i, sums in enumerate(dkv)], {}
+            dq, dkv = self._added(bounds, kv, dq, dkv)
+            # With keys of later turns, which would leave before it.
+            kv = [None if i in mine else pair for i, pair in enumerate(kv)]
+            held = arriving, kv, dkv, moved
+            (arriving, kv, dkv, moved), dq = pieces.ring.barrier(held, dq)
+            dkv = [
+                added(moved[i], sums) if i in moved and sums else moved.get(i, sums)
+                for i, sums in enumerate(dkv)
+            ]
+        return [arriving.get(i) for i in range(len(kv))], dq, dkv
 
-    def _moments(self, mine: Sequence[int], computed: Sequence[int]) -> list[Moment]:
-        """Cuts a turn; not if it waits for its own gradients."""
-        if len(self.turns) == 1:
-            return [Moment(mine, computed, (0, 1))]
-        return moments(mine, computed)
-
-    def _moved(
-        self, numbers: Sequence[int], role: int, dkv: list, arrays: Sequence[int]
-    ) -> dict[tuple[int, int], jax.Array]:
+    def _moved(self, numbers: Sequence[int], role: int, dkv: Sequence) -> Arrays:
         """Sends gradients of pieces, computed in a step, to the next visit, or home."""
         ring, moved, home = self.pieces.ring, {}, {}
         walks = {i: self.pieces.schedule.pieces[i].walk for i in numbers}
-        for i, array in itertools.product(numbers, arrays):
+        for i in numbers:
             piece, sums = self.pieces.schedule.pieces[i], dkv[i]
             if sums is None or not 0 <= role <= piece.last or piece.last == 0:
                 continue
             if role < piece.last:
-                moved[i, array] = ring.hop(sums[array], walks[i], piece.hops(role))
+                moved[i] = ring.hop(sums, walks[i], piece.hops(role))
             elif not ring.route.is_counted:
-                hops = -piece.place(role)
-                moved[i, array] = ring.hop(sums[array], walks[i], hops)
+                moved[i] = ring.hop(sums, walks[i], -piece.place(role))
             else:
-                home[i, array] = sums[array]
+                home[i] = sums
 
-        def back(_: Step, home: dict) -> dict:
-            return {key: ring.hop(x, walks[key[0]], -1) for key, x in home.items()}
+        def back(_: Step, home: Arrays) -> Arrays:
+            return {i: ring.hop(sums, walks[i], -1) for i, sums in home.items()}
 
         if home:  # one device after the other, as many as there are
             moved |= lax.fori_loop(0, self.pieces.count, back, home)
@@ -342,16 +308,25 @@ class _Backward:
         return halves(self.pieces.bounds(piece, 0), length)[is_late]
 
     def _added(
-        self, number: int, kv: Pair, bounds: Bounds, dq: list, dkv: Sums
+        self, bounds: dict[int, Bounds], kv: Sequence, dq: Sequence, dkv: Sequence
     ) -> tuple[list, list]:
-        """Adds the gradients of some queries and a piece to those so far."""
-        ring, group = self.pieces.ring, self.pieces.group(number)
-        q, *others = self.rows[group]
-        options = {**ring.scores, "dq": dq[group], "dkv": dkv and tuple(dkv)}
-        operands = q, *kv, *others, *bounds
-        dq = list(dq)
-        dq[group], dk, dv = ring.backend.backward(*operands, **options)
-        return dq, [dk, dv]
+        """Adds the gradients of queries and pieces to those so far."""
+        pieces, ring = self.pieces, self.pieces.ring
+
+        def add(sums: tuple[Sequence, Sequence]) -> tuple[list, list]:
+            dq, dkv = map(list, sums)
+            for i, seen in bounds.items():
+                group = pieces.group(i)
+                q, *others = self.rows[group]
+                options = {**ring.scores, "dq": dq[group], "dkv": dkv[i]}
+                operands = q, *kv[i], *others, *seen
+                dq[group], *pair = ring.backend.backward(*operands, **options)
+                dkv[i] = tuple(pair)
+            return dq, dkv
+
+        if len(bounds) > 1 and ring.size > 1:
+            return _where_seen(bounds, add, (dq, dkv))
+        return add((dq, dkv))
 
     def _joined(self, dq: tuple, dkv: tuple) -> tuple[jax.Array, ...]:
         """Joins the gradients of head groups, and of the pieces of each."""
@@ -379,19 +354,30 @@ def _joined_pieces(pieces: list[tuple[Piece, Pair]]) -> Pair:
     return sums
 
 
-def _placed(arrays: dict[tuple[int, int], jax.Array], pairs: list) -> dict:
-    """Puts arrays by (piece, which of its two) into lists; returns what remains."""
-    for (i, array), x in arrays.items():
-        pairs[i][array] = x
-    return {}
+def _where_seen(bounds: dict[int, Bounds], run: Callable, sums: Any) -> Any:
+    """Runs several kernels on sums so far, if any query sees anything.
 
-
-def _paired(arrays: dict[tuple[int, int], jax.Array], pieces: int) -> tuple:
-    """Returns the pair of each piece, or None."""
-    return tuple(
-        (arrays[i, 0], arrays[i, 1]) if (i, 0) in arrays else None
-        for i in range(pieces)
+    Then they are one instruction for XLA. Of a transfer beside several it believes that
+    the last kernel will hide it, and would start it after the others.
+    """
+    results = jax.eval_shape(run, sums)
+    is_seen = functools.reduce(
+        jnp.logical_or, (jnp.any(jnp.less(*seen)) for seen in bounds.values())
     )
+
+    def unseen(sums: Any) -> Any:
+        """Fills in what is not there yet: out and gradients of 0, lse of -inf."""
+        given = dict(jax.tree_util.tree_flatten_with_path(sums)[0])
+        paths, structure = jax.tree_util.tree_flatten_with_path(results)
+        found = [
+            given[path]
+            if path in given
+            else jnp.full(x.shape, -jnp.inf if x.ndim == 3 else 0, x.dtype)
+            for path, x in paths
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    return lax.cond(is_seen, run, unseen, sums)
 
 
 def _join(parts: tuple[jax.Array, ...], axis: int) -> jax.Array:
