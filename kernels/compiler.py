@@ -1,7 +1,7 @@
 """XLA options with which the transfers of a ring overlap compute."""
 
 TRANSFERS = 32
-"""In flight on a TPU: backward on six walks, four arrays of each of two turns are 24."""
+"""In flight on a TPU: backward on six walks, twelve arrays of each of two turns."""
 
 
 def compiler_options(device_kind: str) -> dict[str, str]:

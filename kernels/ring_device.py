@@ -84,6 +84,11 @@ class Ring:
         members = jnp.asarray(walk.cycles, jnp.int32)
         return members[cycle, (place - hops) % walk.length]
 
+    def come_from(self, device: jax.Array | int, turn: Any, outer: int) -> jax.Array:
+        """Returns whose arrays a device has after so many hops of an outer ring."""
+        inner = self.size // outer
+        return (device // inner - turn) % outer * inner + device % inner
+
     def hop(self, arrays: Any, walk: Walk, hops: int = 1) -> Any:
         """Sends the arrays so many devices further along a walk."""
         arrays = _ordered(arrays, HEADS_FIRST)

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .device import is_cpu, is_tpu
 from .masks import Visible
 from .merge import added
 from .ring_device import Bounds, Pair, Ring
@@ -45,46 +44,13 @@ Arrays = dict[int, Pair]
 Step = jax.Array | int
 
 
-def forward_steps(
-    ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int
-) -> Pair:
-    """Returns out (B, T, H, D) and lse (B, H, T) in float32. length: of a shard."""
-    pieces = Pieces.of(ring, kv, visible, length)
-    return _run(lambda pieces: _Forward(pieces, q), pieces)
-
-
-def backward_steps(
-    ring: Ring, rows: Rows, kv: Pair, visible: Visible
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq, dk and dv, float32; of dq and dk without the factor `scale`.
-
-    visible: key indices [k_start, k_end) of each query.
-    """
-    length = kv[0].shape[1]
-    takes_turns = is_tpu() if ring.takes_turns is None else ring.takes_turns
-    pieces = Pieces.of(ring, kv, visible, length, turns=1 + takes_turns)
-    adds_late = not is_cpu() or ring.takes_turns is False
-    return _run(lambda pieces: _Backward(pieces, rows, adds_late), pieces)
-
-
-def _run(one_way: Callable, pieces: "Pieces") -> tuple[jax.Array, ...]:
-    """Runs all steps; of a ring that counts them, as many as there are."""
-    ring = pieces.ring
-    if ring.size == 1:
-        return one_way(pieces).run_alone()
-    if not ring.route.is_counted:
-        return one_way(pieces).run()
-    count = ring.count(pieces.visible, pieces.length)
-    counted = one_way(replace(pieces, count=count))
-    return lax.cond(count > 0, counted.run, counted.run_alone)
-
-
 @dataclass(frozen=True)
 class Pieces:
     """The pieces of a ring's keys and values, on this device.
 
     visible: key indices of each query. length: of a shard, tokens.
     count: steps after the first, where the program counts them.
+    turn: of an outer ring, how many devices its arrays have come so far.
     """
 
     ring: Ring
@@ -93,6 +59,7 @@ class Pieces:
     visible: Visible
     length: int
     count: jax.Array | None = None
+    turn: Step = 0
 
     @classmethod
     def of(
@@ -102,6 +69,18 @@ class Pieces:
         slots, heads = kv[0].shape[1:3]
         schedule = ring.route.schedule(ring.size, heads, slots, turns)
         return cls(ring, schedule, kv, visible, length)
+
+    @property
+    def steps_apart(self) -> list[int]:
+        """Returns the roles that a program has once: of a long ring, few."""
+        if self.schedule.last < UNROLLED_STEPS:
+            return list(range(self.schedule.last + 1))
+        return self.schedule.alone
+
+    def at(self, turn: Step, kv: Pair, visible: Visible | None = None) -> "Pieces":
+        """Returns the pieces of a turn of an outer ring, which begins with these."""
+        visible = self.visible if visible is None else visible
+        return replace(self, turn=turn, kv=kv, visible=visible)
 
     def __iter__(self):
         return iter(self.schedule.pieces)
@@ -124,6 +103,8 @@ class Pieces:
         """Returns the slots of a piece that each query sees in a step."""
         place = piece.place(step)
         shard = self.ring.source(piece.walk, place)
+        if self.schedule.outer > 1:
+            shard = self.ring.come_from(shard, self.turn, self.schedule.outer)
         begin, end = piece.slots
         bounds = self.ring.slots(shard, self.visible, self.length)
         if self.ring.route.counts_both_ways and piece.first:
@@ -144,8 +125,17 @@ class Pieces:
             if role < pieces[i].last
         }
 
+    def sent_out(self, parts: Sequence, role: int) -> Sequence:
+        """Sends the part of a step along the outer ring."""
+        apart = self.steps_apart
+        if not parts or role not in apart:
+            return parts
+        number, walk = apart.index(role), self.schedule.outer_walk
+        sent = self.ring.hop(parts[number], walk)
+        return (*parts[:number], sent, *parts[number + 1 :])
 
-class _Forward:
+
+class Forward:
     """Attends to the pieces: a partial result of each head group."""
 
     def __init__(self, pieces: Pieces, q: jax.Array):
@@ -153,17 +143,26 @@ class _Forward:
 
     def run(self) -> Pair:
         """Goes through all steps."""
-        state = tuple(self.pieces.cut()), (None,) * len(self.q)
-        _, partial = _steps(self.pieces, self.step, state)
-        return self._joined(partial)
+        return self.joined(self.go((None,) * len(self.q), ())[0])
+
+    def go(self, partial: Sequence, parts: Sequence) -> tuple[Sequence, Sequence]:
+        """Goes through all steps, from the partial result of each head group.
+
+        parts: what an outer ring sends meanwhile, one a step.
+        """
+        state = tuple(self.pieces.cut()), partial, parts
+        _, partial, parts = run_steps(self.pieces, self.step, state)
+        return partial, parts
 
     def run_alone(self) -> Pair:
         """Attends to the local shard."""
         pieces, nothing = self.pieces, (None,) * len(self.q)
         own = {i: pieces.bounds(p, 0) for i, p in enumerate(pieces) if p.first == 0}
-        return self._joined(self._attended(own, pieces.cut(), nothing, is_one=False))
+        return self.joined(self._attended(own, pieces.cut(), nothing, is_one=False))
 
-    def step(self, role: int, step: Step, kv: Sequence, partial: Sequence) -> tuple:
+    def step(
+        self, role: int, step: Step, kv: Sequence, partial: Sequence, parts: Sequence
+    ) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`."""
         pieces = self.pieces
         bounds = {
@@ -172,12 +171,14 @@ class _Forward:
             if piece.first <= role <= piece.last
         }
         arriving = pieces.sent(range(len(kv)), kv, role)
+        parts = pieces.sent_out(parts, role)
         partial = self._attended(bounds, kv, partial, is_one=bool(arriving))
         arriving = [arriving.get(i) for i in range(len(kv))]
-        if role < pieces.schedule.last:
+        if role < pieces.schedule.last or parts:
             # Without the barrier XLA may start all transfers at once, or late.
-            (arriving, partial), _ = pieces.ring.barrier((arriving, partial))
-        return arriving, partial
+            held = arriving, partial, parts
+            (arriving, partial, parts), _ = pieces.ring.barrier(held)
+        return arriving, partial, parts
 
     def _attended(
         self, bounds: dict[int, Bounds], kv: Sequence, partial: Sequence, is_one: bool
@@ -198,12 +199,13 @@ class _Forward:
             return _where_seen(bounds, attend, partial)
         return attend(partial)
 
-    def _joined(self, partial: tuple) -> Pair:
+    def joined(self, partial: Sequence) -> Pair:
+        """Joins the partial results of head groups."""
         out, lse = zip(*partial, strict=True)
         return _join(out, 2), _join(lse, 1)
 
 
-class _Backward:
+class Backward:
     """Computes the gradients of all pieces, which go home.
 
     adds_late: whether, in a single turn, what a step computes is added after it to what
@@ -219,12 +221,24 @@ class _Backward:
 
     def run(self) -> tuple[jax.Array, ...]:
         """Goes through all steps."""
+        dq, dkv, _ = self.go(self.zeros(), ())
+        return self.joined(dq), *dkv
+
+    def zeros(self) -> list[jax.Array]:
+        """Returns the dq of each head group before all steps."""
+        return list(map(_zeros, self.rows))
+
+    def go(self, dq: Sequence, parts: Sequence) -> tuple[Sequence, Pair, Sequence]:
+        """Goes through all steps, and adds to the dq of each head group.
+
+        parts: what an outer ring sends meanwhile, one a step.
+        """
         own = tuple(self.pieces.cut())
-        state = own, tuple(map(_zeros, self.rows)), self._first_sums(own)
-        _, dq, dkv = _steps(self.pieces, self.step, state)
+        state = own, dq, self._first_sums(own), parts
+        _, dq, dkv, parts = run_steps(self.pieces, self.step, state)
         late = self.pieces.schedule.last + 1
-        _, dq, dkv = self.step(late, late, own, dq, dkv)
-        return self._joined(dq, dkv)
+        _, dq, dkv, parts = self.step(late, late, own, dq, dkv, parts)
+        return dq, self._joined_keys(dkv), parts
 
     def _first_sums(self, own: tuple[Pair, ...]) -> tuple[Sums, ...]:
         """Returns zeros for pieces that a loop of unknown length starts with."""
@@ -240,17 +254,25 @@ class _Backward:
         """Computes the gradients of the local shard."""
         pieces, own = self.pieces, self.pieces.cut()
         bounds = {i: pieces.bounds(p, 0) for i, p in enumerate(pieces) if p.first == 0}
-        dq = list(map(_zeros, self.rows))
-        return self._joined(*self._added(bounds, own, dq, [None] * len(own)))
+        dq = self.zeros()
+        dq, dkv = self._added(bounds, own, dq, [None] * len(own))
+        return self.joined(dq), *self._joined_keys(dkv)
 
     def step(
-        self, role: int, step: Step, kv: Sequence, dq: Sequence, dkv: Sequence
+        self,
+        role: int,
+        step: Step,
+        kv: Sequence,
+        dq: Sequence,
+        dkv: Sequence,
+        parts: Sequence,
     ) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`.
 
         The one after the last is that of the local block's second half.
         """
         pieces, arriving = self.pieces, {}
+        parts = pieces.sent_out(parts, role)
         for turn, mine in enumerate(self.turns):
             bounds = {
                 i: self._bounds(pieces.schedule.pieces[i], role, step) for i in mine
@@ -265,13 +287,14 @@ class _Backward:
             dq, dkv = self._added(bounds, kv, dq, dkv)
             # With keys of later turns, which would leave before it.
             kv = [None if i in mine else pair for i, pair in enumerate(kv)]
-            held = arriving, kv, dkv, moved
-            (arriving, kv, dkv, moved), dq = pieces.ring.barrier(held, dq)
+            held = arriving, kv, dkv, moved, parts
+            held, dq = pieces.ring.barrier(held, dq)
+            arriving, kv, dkv, moved, parts = held
             dkv = [
                 added(moved[i], sums) if i in moved and sums else moved.get(i, sums)
                 for i, sums in enumerate(dkv)
             ]
-        return [arriving.get(i) for i in range(len(kv))], dq, dkv
+        return [arriving.get(i) for i in range(len(kv))], dq, dkv, parts
 
     def _moved(self, numbers: Sequence[int], role: int, dkv: Sequence) -> Arrays:
         """Sends gradients of pieces, computed in a step, to the next visit, or home."""
@@ -328,17 +351,29 @@ class _Backward:
             return _where_seen(bounds, add, (dq, dkv))
         return add((dq, dkv))
 
-    def _joined(self, dq: tuple, dkv: tuple) -> tuple[jax.Array, ...]:
-        """Joins the gradients of head groups, and of the pieces of each."""
-        of_group: list[list[tuple[Piece, Pair]]] = [[] for _ in dq]
-        for number, (piece, sums) in enumerate(zip(self.pieces, dkv, strict=True)):
-            if sums is not None:
-                of_group[self.pieces.group(number)].append((piece, sums))
-        dk, dv = zip(*map(_joined_pieces, of_group), strict=True)
-        results = _join(dq, 2), _join(dk, 2), _join(dv, 2)
-        if len(dq) == 1:
-            return results
-        return tuple(map(self.pieces.ring.heads_first, results))
+    def joined(self, dq: Sequence) -> jax.Array:
+        """Joins the dq of head groups."""
+        return dq[0] if len(dq) == 1 else self.pieces.ring.heads_first(_join(dq, 2))
+
+    def _joined_keys(self, dkv: Sequence) -> Pair:
+        """Joins the dk and dv of head groups, and of the pieces of each."""
+        groups = range(len(self.pieces.schedule.heads))
+        found = [
+            _joined_pieces(
+                [
+                    (piece, sums)
+                    for i, (piece, sums) in enumerate(
+                        zip(self.pieces, dkv, strict=True)
+                    )
+                    if sums is not None and self.pieces.group(i) == group
+                ]
+            )
+            for group in groups
+        ]
+        dk, dv = (_join(parts, 2) for parts in zip(*found, strict=True))
+        if len(groups) == 1:
+            return dk, dv
+        return self.pieces.ring.heads_first(dk), self.pieces.ring.heads_first(dv)
 
 
 def _joined_pieces(pieces: list[tuple[Piece, Pair]]) -> Pair:
@@ -407,7 +442,7 @@ def halves(bounds: Bounds, length: int) -> tuple[Pair, Pair]:
     return early, late
 
 
-def _steps(pieces: Pieces, body: Callable, state: tuple) -> tuple:
+def run_steps(pieces: Pieces, body: Callable, state: tuple) -> tuple:
     """Runs `state = body(role, step, *state)` for all steps of a schedule.
 
     Steps of one role have the same transfers and pieces.
@@ -419,22 +454,25 @@ def _steps(pieces: Pieces, body: Callable, state: tuple) -> tuple:
         return body(2, count, *state)
     begin = 0
     for alone in pieces.schedule.alone:
-        state = _loop(begin, alone, body, state)
+        alike = functools.partial(body, begin)
+        state = looped(begin, alone, alike, state)
         state = body(alone, alone, *state)
         begin = alone + 1
     return state
 
 
-def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
-    """Runs the ring steps first … end - 1, of one role."""
-    if end - first < UNROLLED_STEPS:
+def looped(first: int, end: int, body: Callable, state: tuple, steps: int = 1) -> tuple:
+    """Runs `state = body(step, *state)` for first … end - 1, unrolled if they are few.
+
+    steps: of a ring in each.
+    """
+    if (end - first) * steps < UNROLLED_STEPS:
         for step in range(first, end):
-            state = body(step, step, *state)
+            state = body(step, *state)
         return state
-    steps = jnp.arange(first, end, dtype=jnp.int32)
     return lax.scan(
-        lambda state, step: (body(first, step, *state), None),
+        lambda state, step: (body(step, *state), None),
         state,
-        steps,
-        unroll=LOOP_UNROLL,
+        jnp.arange(first, end, dtype=jnp.int32),
+        unroll=LOOP_UNROLL if steps == 1 else 1,
     )[0]

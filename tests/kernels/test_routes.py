@@ -44,14 +44,21 @@ def routes(case: Case) -> dict[str, Route]:
     order = LAYOUTS[case.layout], case.ring_size
     padded = layouts.padded_length(*order, case.length)
     in_order = [layouts.permute(bound, *order) for bound in case.visible(padded)]
-    found = reads.reads_of(masks.Visible(*in_order), *order)
+    visible = masks.Visible(*in_order)
+    found = reads.reads_of(visible, *order)
     return {
         "both": Route(both_ways(cycles(case.ring_size)[:1])),
         "cycles": Route(both_ways(cycles(case.ring_size))),
         "reads": Route(reads=found),
         "counted": COUNTED,
         "counted_both": COUNTED_BOTH_WAYS,
+        "levels": Route(both_ways(cycles(case.ring_size)[:1]), outer=slow(case)),
     }
+
+
+def slow(case: Case) -> int:
+    """Returns the rings of a ring of two levels: the most, but of one device each."""
+    return max(n for n in (1, 2, 4) if case.ring_size % n == 0 and n < case.ring_size)
 
 
 @functools.cache  # so that equal rings are compiled once
@@ -84,6 +91,8 @@ def each_case(*quick: tuple[Case, str]):
     (Case(8, "contiguous", "documents", 2, 257, 16, heads=4), "counted"),
     (Case(5, "zigzag", "documents", 2, 93, 16, heads=2), "counted_both"),
     (Case(2, "striped4", "none", 4, 31, 64, heads=4), "both"),
+    (Case(8, "striped", "documents", 2, 61, 16, heads=4), "levels"),
+    (Case(4, "zigzag", "causal", 2, 61, 16, "sinks-cap", heads=2), "levels"),
 )
 def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
     problem = Problem.of(rng, case)
