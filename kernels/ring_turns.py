@@ -19,9 +19,11 @@ from .device import is_cpu, is_tpu
 from .masks import Visible
 from .merge import added
 from .ring_device import Pair, Ring
-from .ring_steps import Backward, Forward, Pieces, Rows, halves, looped
+from .ring_pieces import Pieces, looped
+from .ring_steps import Backward, Forward, Rows, halves
 
-Arrays = tuple[jax.Array, ...]
+Arrays = tuple[Any, ...]
+"""Of one shape but for their types: keys, values and sums of gradients."""
 
 
 def forward_steps(
@@ -51,7 +53,7 @@ def backward_steps(
     return _run(backward, pieces)
 
 
-def _run(one_way: Callable, pieces: Pieces) -> tuple[jax.Array, ...]:
+def _run(one_way: Callable, pieces: Pieces) -> Any:
     """Runs all steps; of a ring that counts them, as many as there are."""
     ring = pieces.ring
     if ring.size == 1:
@@ -79,7 +81,7 @@ def _forward_turns(pieces: Pieces, q: jax.Array) -> Pair:
     return Forward(pieces, q).joined(partial)
 
 
-def _backward_turns(backward: Callable, pieces: Pieces) -> tuple[jax.Array, ...]:
+def _backward_turns(backward: Callable, pieces: Pieces) -> Any:
     """Returns dq, dk and dv, float32.
 
     backward: makes the steps of pieces.
@@ -88,7 +90,7 @@ def _backward_turns(backward: Callable, pieces: Pieces) -> tuple[jax.Array, ...]
     last = pieces.schedule.outer - 1
 
     def turn(
-        number: Any, kv: Pair, dq: Sequence, sums: Pair | None, sends: bool = True
+        number: Any, kv: Any, dq: Sequence, sums: Any, sends: bool = True
     ) -> tuple:
         arrays = (kv if sends else ()) + (sums or ())
         one: Backward = backward(pieces.at(number, kv))
@@ -125,6 +127,6 @@ def _cut(arrays: Arrays, parts: int) -> tuple[Arrays, ...]:
     return tuple(zip(*(jnp.split(x, ends, axis=1) for x in arrays), strict=True))
 
 
-def _whole(parts: Sequence[Arrays]) -> Arrays:
+def _whole(parts: Sequence[Arrays]) -> Any:
     """Undoes `_cut`."""
     return tuple(jnp.concatenate(xs, axis=1) for xs in zip(*parts, strict=True))

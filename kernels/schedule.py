@@ -74,9 +74,10 @@ class Walk:
     @functools.cached_property
     def stride(self) -> int:
         """How far each number is from the last, if alike: 1, or -1; else 0."""
-        numbers = tuple(range(self.length))
-        ways = {(numbers,): 1, ((0, *numbers[:0:-1]),): -1}
-        return ways.get(self.cycles, 0)
+        around = Walk.around(self.length)
+        if self == around:
+            return 1
+        return -1 if self == around.back() else 0
 
     @functools.cached_property
     def places(self) -> np.ndarray:
@@ -167,7 +168,8 @@ class Schedule:
             sends, attends = {}, {}
             for number, piece in enumerate(self.pieces):
                 if piece.first <= step <= piece.last:
-                    attends[number] = piece.walk.sources(piece.place(step))
+                    place = piece.visits.start + step - piece.first
+                    attends[number] = piece.walk.sources(place)
                 if step < piece.last:
                     sends[number] = piece.walk.pairs(piece.hops(step))
             yield Step(sends, attends)
@@ -242,6 +244,10 @@ class Route:
             inner = Walk.within(ring_size // self.outer, self.outer)
             walks = (inner, inner.back())[: len(walks)]
         return replace(whole(walks, heads, slots, turns), outer=self.outer)
+
+
+ONE_WAY = Route()
+"""All of each shard from each device to the next."""
 
 
 def whole(walks: Sequence[Walk], heads: int, slots: int, turns: int) -> Schedule:

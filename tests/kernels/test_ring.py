@@ -12,7 +12,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import blockwise, masks, reference, ring, ring_device, ring_steps
+from kernels import (
+    blockwise,
+    masks,
+    reference,
+    ring,
+    ring_device,
+    ring_pieces,
+    ring_steps,
+)
 from kernels import layouts as layout
 from kernels.cases import (
     BFLOAT16_RATIO,
@@ -146,7 +154,7 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(
     "layout_name, ring_size, loop_unroll",
     [
         pytest.param("zigzag", 4, 1, marks=pytest.mark.slow),
-        ("striped", 5, ring_steps.LOOP_UNROLL),
+        ("striped", 5, ring_pieces.LOOP_UNROLL),
     ],
 )
 def test_ring_as_a_loop_equals_the_unrolled_ring(
@@ -156,8 +164,8 @@ def test_ring_as_a_loop_equals_the_unrolled_ring(
     case = Case(ring_size, layout_name, "documents", 4, 93, 16)
     problem = Problem.of(rng, case)
     unrolled = solve_on_ring(case, problem, reference, jnp.float32)
-    monkeypatch.setattr(ring_steps, "UNROLLED_STEPS", 2)
-    monkeypatch.setattr(ring_steps, "LOOP_UNROLL", loop_unroll)
+    monkeypatch.setattr(ring_pieces, "UNROLLED_STEPS", 2)
+    monkeypatch.setattr(ring_pieces, "LOOP_UNROLL", loop_unroll)
     compiled_ring.cache_clear()
     looped = solve_on_ring(case, problem, reference, jnp.float32)
     compiled_ring.cache_clear()

@@ -1,25 +1,21 @@
 """Tests the ways that pieces take around a ring: what they send, and what it gives."""
 
-import dataclasses
 import functools
 import math
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from kernels import layouts, masks, reads, reference
 from kernels.cases import (
-    BFLOAT16_RATIO,
     COVERING,
     FLOAT32_TOLERANCE,
     LAYOUTS,
-    MASKS,
     Case,
     Problem,
     solve,
 )
-from kernels.schedule import Route, Schedule, Walk
+from kernels.schedule import Route, Walk
 from tests.rings import Make, sharded_ring, solve_on_ring
 
 COUNTED = Route(is_counted=True)
