@@ -189,16 +189,18 @@ def make_ring_attention(
         check_shards("rows", "B", k.shape[0], axes.batch, mesh)
         heads = () if axes.heads is None else (axes.heads,)
         check_shards("key/value heads", "K", k.shape[2], heads, mesh)
-        mask, within = full(), full() if within is None else within
+        mask, limit = full(), within
         if isinstance(visible, Mask):
-            mask = visible
-            within, visible = within & mask, mask(jnp.asarray(queries), k.shape[1])
+            mask = limit = visible if within is None else visible & within
+            visible = mask(jnp.asarray(queries), k.shape[1])
         visible = checked_bounds(q, visible, k.shape[1], queries)
+        if mask is not limit and limit is not None:
+            visible &= limit(jnp.asarray(queries), k.shape[1])
         q = mask.fill_padding(q, queries)
         k, v = (mask.fill_padding(x, keys) for x in (k, v))
         short = None
         if ring_size > 1 and not keep_tail:
-            outline = within.outline(queries, k.shape[1])
+            outline = (limit or mask).outline(queries, k.shape[1])
             short = Route.within(outline, layout, ring_size, count_steps)
         route = short or Route(ways, outer=outer)
         on_shards = functools.partial(local, route=route)
