@@ -25,6 +25,7 @@ from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
 from models.execution import Execution
 from models.sizes import LanguageModelConfig
+from tasks import corpora
 from tasks.config_errors import names_fields
 from tasks.mask import document_mask
 from training import chips
@@ -246,7 +247,7 @@ def ring_attention(
         keep_tail=config.remat == "tail",
         ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
         walks=ring_walks(partition),
-        count_steps=packs_documents(config),
+        count_steps=counts_steps(config, partition),
     )
 
     def attend_within(
@@ -271,9 +272,26 @@ def ring_attention(
     return attend_within
 
 
-def packs_documents(config: ml_collections.ConfigDict) -> bool:
-    """Returns whether rows hold several documents, so that a ring may end early."""
-    return config.task == "text" and config.data.rows != "documents"
+def counts_steps(config: ml_collections.ConfigDict, partition: Partition) -> bool:
+    """Returns whether rings end where a batch's documents do, as they count them.
+
+    They do where the documents of the config's corpora are so short that it always
+    saves bytes: gradients come home one device after another then, and shards of a
+    zigzag layout go both ways.
+    """
+    layout, ring = attention_system(config).layout, partition.ring_size
+    if config.task != "text" or config.data.rows == "documents":
+        return False
+    # Rings side by side must not end at different steps: see docs/limits.md.
+    if isinstance(layout, layouts.Striped) or partition.shards("batch") > 1:
+        return False
+    longest = corpora.longest_document(config)
+    if longest is None:
+        return False
+    ways = 2 if isinstance(layout, layouts.Zigzag) else 1
+    chunk = config.data.context_tokens // ring // ways or 1
+    hops = -(-(longest - 1) // chunk)  # of keys and values twice, and of gradients
+    return ways * 8 * hops < 4 * (ring - 1) + 2 * ring
 
 
 def abstract_state(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import ml_collections
+import numpy as np
 
 from data import token_file
 from data.corpus import prepare_standard_library
@@ -92,3 +93,19 @@ def rows(
     check_alike(corpora)
     counts = [plan.rows for plan in plans]
     return MixedRows(plans), MixedOrder(counts, shares(found, counts), order)
+
+
+def longest_document(config: ml_collections.ConfigDict) -> int | None:
+    """Returns the tokens of the longest document trained on; None if none is known.
+
+    Known are those of corpora that the config names and that can be read; what is wrong
+    with others is found where their rows are.
+    """
+    found = []
+    for name in named(config):
+        try:
+            corpus = TokenFile.open(Path(name), "train")
+        except (FileNotFoundError, ValueError):
+            return None
+        found.append(np.diff(corpus.starts, append=corpus.tokens.size).max())
+    return int(max(found)) if found else None

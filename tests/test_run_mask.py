@@ -9,7 +9,7 @@ import pytest
 
 from data.batch import Batch
 from data.document_mask import DocumentMask
-from kernels.layouts import order, permute, unpermute
+from kernels.layouts import permute, unpermute
 from kernels.masks import Visible
 from tasks import base, text
 from tests.runs import small_config
@@ -156,7 +156,6 @@ def test_windows_of_a_run_and_of_its_layers_send_to_neighbours_only(corpus):
     for mask, window in itertools.product(("causal", "window(7)"), (None, 5)):
         for attention in ("ring", "zigzag"):
             config = small_config(corpus, "", mask=mask, attention=attention)
-            config.data.rows = "documents"  # those that are packed are counted
             shape, length = (1, 320, 2, 8), 320
             q, bound = np.zeros(shape, np.float32), np.zeros((1, length), np.int32)
             operands = q, q, q, bound, bound
