@@ -7,7 +7,7 @@ import pytest
 
 from data.token_file import TokenFileWriter
 from data.tokenizer import ByteTokenizer
-from tasks import base, corpora
+from tasks import base, corpora, layout_advice
 from tests.runs import small_config
 from tests.small_llama import partition_of
 from training.mesh import MeshShape
@@ -59,3 +59,43 @@ def test_rings_of_short_documents_are_counted(directory, fields, mesh, is_counte
         config = small_config(directory / str(longest), "", **fields)
         wanted = is_counted and longest == 20
         assert base.counts_steps(config, partition_of(mesh)) == wanted
+
+
+@pytest.mark.parametrize(
+    "windows, counted, wanted",
+    [
+        (0.0, (), ("striped",)),
+        (0.5, (), ("striped",)),
+        (5 / 6, (), ("zigzag", "ring")),
+        (1.0, ("ring",), ("zigzag", "ring")),
+        (0.0, ("ring",), ("ring",)),
+        (0.5, ("ring", "zigzag"), ("ring", "zigzag")),
+    ],
+)
+def test_layouts_suit_windows_then_short_documents_then_long_ones(
+    windows, counted, wanted
+):
+    assert layout_advice.suited(windows, counted)[0] == wanted
+
+
+@pytest.mark.parametrize(
+    "longest, fields, advised",
+    [
+        (300, {}, ""),
+        (20, {}, "ring"),
+        (20, {"attention": "zigzag"}, ""),
+        (20, {"remat": "tail"}, ""),  # takes stripes
+        (300, {"attention": "ring"}, "striped"),
+        (300, {"mask": "window(9)"}, "zigzag"),
+        (300, {"model__layer_pattern": "wwf", "model__window": 9}, "zigzag"),
+        (300, {"model__layer_pattern": "wf", "model__window": 9}, ""),
+    ],
+)
+def test_a_run_says_which_layout_suits_better(directory, longest, fields, advised):
+    fields = {"data__context_tokens": 320, **fields}
+    config = small_config(directory / str(longest), "", **fields)
+    line = layout_advice.describe(config, partition_of(MeshShape(ring=8)))
+    assert line.startswith(f"layout: config.attention={advised} may") or not advised
+    assert bool(line) == bool(advised)
+    alone = small_config(directory / str(longest), "", **fields)
+    assert layout_advice.describe(alone, partition_of(MeshShape())) == ""
