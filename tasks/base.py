@@ -273,25 +273,11 @@ def ring_attention(
 
 
 def counts_steps(config: ml_collections.ConfigDict, partition: Partition) -> bool:
-    """Returns whether rings end where a batch's documents do, as they count them.
-
-    They do where the documents of the config's corpora are so short that it always
-    saves bytes: gradients come home one device after another then, and shards of a
-    zigzag layout go both ways.
-    """
-    layout, ring = attention_system(config).layout, partition.ring_size
-    if config.task != "text" or config.data.rows == "documents":
-        return False
+    """Returns whether rings end where a batch's documents do, as they count them."""
     # Rings side by side must not end at different steps: see docs/limits.md.
-    if isinstance(layout, layouts.Striped) or partition.shards("batch") > 1:
-        return False
-    longest = corpora.longest_document(config)
-    if longest is None:
-        return False
-    ways = 2 if isinstance(layout, layouts.Zigzag) else 1
-    chunk = config.data.context_tokens // ring // ways or 1
-    hops = -(-(longest - 1) // chunk)  # of keys and values twice, and of gradients
-    return ways * 8 * hops < 4 * (ring - 1) + 2 * ring
+    is_alone = partition.shards("batch") == 1
+    layout = attention_system(config).layout
+    return is_alone and corpora.reads_few_shards(config, layout, partition.ring_size)
 
 
 def abstract_state(
