@@ -27,7 +27,7 @@ import jax
 import ml_collections
 
 from data.text import iterate
-from tasks import base, batch_rows, config_checks, run_config
+from tasks import base, batch_rows, config_checks, layout_advice, run_config
 from tasks.base import Data, Task
 from tasks.command_line import Parser, as_program, read_config
 from tasks.config_errors import names_fields
@@ -91,8 +91,9 @@ def train(
     if task.model.frozen_shapes:
         parameters += f", of adapters {task.num_trained:,}"
     say(f"model: {parameters}, {config.attention} attention; {task.execution}")
-    if padding := batch_rows.describe_padding(config, partition):
-        say(padding)
+    for describe in batch_rows.describe_padding, layout_advice.describe:
+        if line := describe(config, partition):
+            say(line)
 
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:

@@ -51,6 +51,15 @@ class DocumentMask:
         prefix = first + np.minimum(self.prefix, end - first)
         return k_start, np.minimum(np.maximum(index + 1, prefix), end)
 
+    def within(self) -> Mask:
+        """Returns a mask of indices alone that shows all that this one does.
+
+        Whatever the documents are; keys outside of it need not travel in a ring.
+        """
+        if self.prefix:  # of any document, so tokens ahead
+            return masks.full()
+        return masks.window(self.window) if self.window else masks.causal()
+
     def of_prompts(self, lengths: Array) -> Mask:
         """Returns the mask of rows that each begin a document, their prompt first.
 

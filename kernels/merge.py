@@ -10,6 +10,8 @@ result over both sets exactly (Ring Attention's running max and sum in another f
 A row without visible keys has out = 0 and lse = -inf, and changes nothing.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -34,8 +36,8 @@ def _weight(gap: jax.Array) -> jax.Array:
     return jnp.swapaxes(jax.nn.sigmoid(gap), 1, 2)[..., None]
 
 
-def added(sums: Partial | None, gradients: Partial) -> Partial:
-    """Adds gradients to those so far, if any: dk and dv, or any pair of arrays."""
+def added(sums: Any, gradients: Any) -> Any:
+    """Adds gradients to those so far, if any: dk and dv, or any two trees alike."""
     return jax.tree.map(jnp.add, sums, gradients) if sums else gradients
 
 

@@ -18,6 +18,7 @@ from .checks import (
     check_shards,
     checked_axes,
     checked_bounds,
+    checked_outer,
     checked_scale,
     checked_sinks,
     checked_soft_cap,
@@ -110,6 +111,7 @@ def make_ring_attention(
     ulysses_axis: str | None = None,
     walks: Sequence[Sequence[int]] | None = None,
     count_steps: bool = False,
+    slow_axis: str | None = None,
 ) -> Callable[..., jax.Array]:
     """Builds ring attention on global arrays.
 
@@ -133,6 +135,9 @@ def make_ring_attention(
       Without it, shards are left out that no device reads by what is known of the
       mask when it is traced: of a `window`, all but the neighbours.
 
+    slow_axis: the first of ring_axes, if its links are slower, as between hosts: shards
+      go round each ring of the other axes, and once meanwhile from each to the next.
+
     Returns:
       attend(q, k, v, visible, *, sinks=None, within=None) -> out: q (B, T, H, D), k and
       v (B, S, K, D), in layout order along T and S (see `layouts.permute`); `visible` a
@@ -155,6 +160,7 @@ def make_ring_attention(
     ways = checked_walks(walks, ring_size)
     if ways is None:
         ways = default_walks(ring_size) if is_tpu() else ()
+    outer = checked_outer(mesh, axes.ring, slow_axis, ring_size)
     local = functools.partial(
         ring_attention,
         axis_name=axes.ring,
@@ -183,18 +189,20 @@ def make_ring_attention(
         check_shards("rows", "B", k.shape[0], axes.batch, mesh)
         heads = () if axes.heads is None else (axes.heads,)
         check_shards("key/value heads", "K", k.shape[2], heads, mesh)
-        mask, within = full(), full() if within is None else within
+        mask, limit = full(), within
         if isinstance(visible, Mask):
-            mask = visible
-            within, visible = within & mask, mask(jnp.asarray(queries), k.shape[1])
+            mask = limit = visible if within is None else visible & within
+            visible = mask(jnp.asarray(queries), k.shape[1])
         visible = checked_bounds(q, visible, k.shape[1], queries)
+        if mask is not limit and limit is not None:
+            visible &= limit(jnp.asarray(queries), k.shape[1])
         q = mask.fill_padding(q, queries)
         k, v = (mask.fill_padding(x, keys) for x in (k, v))
-        route = Route(ways)
-        if ring_size > 1:
-            outline = within.outline(queries, k.shape[1])
-            options = {"walks": ways, "is_counted": count_steps}
-            route = Route.within(outline, layout, ring_size, **options)
+        short = None
+        if ring_size > 1 and not keep_tail:
+            outline = (limit or mask).outline(queries, k.shape[1])
+            short = Route.within(outline, layout, ring_size, count_steps)
+        route = short or Route(ways, outer=outer)
         on_shards = functools.partial(local, route=route)
         out = _over_mesh(on_shards, mesh, axes)(q, k, v, visible, sinks)
         return mask.fill_padding(out, queries)

@@ -12,7 +12,7 @@ from .backends import Backend
 from .device import is_cpu, is_tpu
 from .layouts import Array, Layout
 from .masks import Visible
-from .schedule import Route, Walk
+from .schedule import ONE_WAY, Route, Walk
 
 LANES = 128
 """A TPU's memory pads the last dimension of arrays to a multiple of this."""
@@ -56,7 +56,7 @@ class Ring:
     soft_cap: float | None = None
     keep_tail: bool = False
     takes_turns: bool | None = None
-    route: Route = Route()
+    route: Route = ONE_WAY
 
     @property
     def scores(self) -> dict[str, float | None]:
@@ -83,6 +83,11 @@ class Ring:
         place, cycle = jnp.asarray(walk.places)[:, shard]
         members = jnp.asarray(walk.cycles, jnp.int32)
         return members[cycle, (place - hops) % walk.length]
+
+    def come_from(self, device: jax.Array | int, turn: Any, outer: int) -> jax.Array:
+        """Returns whose arrays a device has after so many hops of an outer ring."""
+        inner = self.size // outer
+        return (device // inner - turn) % outer * inner + device % inner
 
     def hop(self, arrays: Any, walk: Walk, hops: int = 1) -> Any:
         """Sends the arrays so many devices further along a walk."""

@@ -14,164 +14,26 @@ to overlap the last transfer. On CPUs, which would wait in any case, dk and dv o
 step arrive before it, and it adds to them in place.
 """
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .device import is_cpu, is_tpu
-from .masks import Visible
 from .merge import added
-from .ring_device import Bounds, Pair, Ring
-from .schedule import Piece, Schedule
-
-UNROLLED_STEPS = 16
-"""Rings with more steps are compiled as a loop: its compile time does not grow."""
-
-LOOP_UNROLL = 2
-"""Ring steps in an iteration of that loop: keys alternate between two buffers, and are
-not copied back into one."""
+from .ring_device import Bounds, Pair
+from .ring_pieces import Arrays, Pieces, Step, run_steps
+from .schedule import Piece
 
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
 
 Sums = Pair | None
-Step = jax.Array | int
 
 
-def forward_steps(
-    ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int
-) -> Pair:
-    """Returns out (B, T, H, D) and lse (B, H, T) in float32. length: of a shard."""
-    pieces = Pieces.of(ring, kv, visible, length)
-    return _run(lambda pieces: _Forward(pieces, q), pieces)
-
-
-def backward_steps(
-    ring: Ring, rows: Rows, kv: Pair, visible: Visible
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns dq, dk and dv, float32; of dq and dk without the factor `scale`.
-
-    visible: key indices [k_start, k_end) of each query.
-    """
-    length = kv[0].shape[1]
-    takes_turns = is_tpu() if ring.takes_turns is None else ring.takes_turns
-    pieces = Pieces.of(ring, kv, visible, length, turns=1 + takes_turns)
-    adds_late = not is_cpu() or ring.takes_turns is False
-    return _run(lambda pieces: _Backward(pieces, rows, adds_late), pieces)
-
-
-def _run(one_way: Callable, pieces: "Pieces") -> tuple[jax.Array, ...]:
-    """Runs all steps; of a ring that counts them, as many as there are."""
-    ring = pieces.ring
-    if ring.size == 1:
-        return one_way(pieces).run_alone()
-    if not ring.route.is_counted:
-        return one_way(pieces).run()
-    count = ring.count(pieces.visible, pieces.length)
-    counted = one_way(replace(pieces, count=count))
-    return lax.cond(count > 0, counted.run, counted.run_alone)
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The pieces of a ring's keys and values, on this device.
-
-    visible: key indices of each query. length: of a shard, tokens.
-    count: steps after the first, where the program counts them.
-    """
-
-    ring: Ring
-    schedule: Schedule
-    kv: Pair
-    visible: Visible
-    length: int
-    count: jax.Array | None = None
-
-    @classmethod
-    def of(
-        cls, ring: Ring, kv: Pair, visible: Visible, length: int, turns: int = 1
-    ) -> "Pieces":
-        """Cuts keys and values (B, S, K, D). turns: of a device in each step."""
-        slots, heads = kv[0].shape[1:3]
-        schedule = ring.route.schedule(ring.size, heads, slots, turns)
-        return cls(ring, schedule, kv, visible, length)
-
-    def __iter__(self):
-        return iter(self.schedule.pieces)
-
-    def cut(self) -> list[Pair]:
-        """Returns the pieces of this device's shard."""
-        return [tuple(_cut(x, piece) for x in self.kv) for piece in self]
-
-    def group(self, number: int) -> int:
-        """Returns the number of a piece's head group."""
-        return self.schedule.heads.index(self.schedule.pieces[number].heads)
-
-    def of_queries(self, x: jax.Array, axis: int) -> list[jax.Array]:
-        """Cuts an array with an axis of query heads into the head groups."""
-        each = x.shape[axis] // self.kv[0].shape[2]
-        ends = [each * end for _, end in self.schedule.heads]
-        return jnp.split(x, ends[:-1], axis) if len(ends) > 1 else [x]
-
-    def bounds(self, piece: Piece, step: Step) -> Bounds:
-        """Returns the slots of a piece that each query sees in a step."""
-        place = piece.place(step)
-        shard = self.ring.source(piece.walk, place)
-        begin, end = piece.slots
-        bounds = self.ring.slots(shard, self.visible, self.length)
-        if self.ring.route.counts_both_ways and piece.first:
-            # Opposite shards come both ways: this one is empty.
-            is_new = 2 * place < self.ring.size
-            bounds = bounds[0], jnp.where(is_new, bounds[1], bounds[0])
-        if begin == 0 and end == self.kv[0].shape[1]:
-            return bounds
-        k_start, k_end = ((x - begin).clip(0, end - begin) for x in bounds)
-        return k_start, k_end
-
-    def sent(
-        self, kv: Sequence[Pair | None], role: int, moment: "Moment"
-    ) -> dict[tuple[int, int], jax.Array]:
-        """Sends arrays to where they are attended to in the next step, if anywhere."""
-        pieces = self.schedule.pieces
-        return {
-            (i, array): self.ring.hop(
-                kv[i][array], pieces[i].walk, pieces[i].hops(role)
-            )
-            for i in moment.mine
-            for array in moment.arrays
-            if role < pieces[i].last
-        }
-
-
-class Moment(NamedTuple):
-    """A part of a turn, with a barrier behind it.
-
-    mine: pieces of the turn. computed: those that are attended to in this part.
-    arrays: of keys and values, and of their gradients, that travel meanwhile.
-    """
-
-    mine: Sequence[int]
-    computed: Sequence[int]
-    arrays: Sequence[int]
-
-
-def moments(mine: Sequence[int], computed: Sequence[int]) -> list[Moment]:
-    """Cuts a turn in two where it has several kernels: one array travels in each.
-
-    Of a transfer that several kernels have to hide, XLA believes that the last will do.
-    """
-    half = -(-len(computed) // 2)
-    if len(computed) < 2:
-        return [Moment(mine, computed, (0, 1))]
-    return [Moment(mine, computed[:half], (0,)), Moment(mine, computed[half:], (1,))]
-
-
-class _Forward:
+class Forward:
     """Attends to the pieces: a partial result of each head group."""
 
     def __init__(self, pieces: Pieces, q: jax.Array):
@@ -179,50 +41,69 @@ class _Forward:
 
     def run(self) -> Pair:
         """Goes through all steps."""
-        state = tuple(self.pieces.cut()), (None,) * len(self.q)
-        _, partial = _steps(self.pieces, self.step, state)
-        return self._joined(partial)
+        return self.joined(self.go((None,) * len(self.q), ())[0])
+
+    def go(self, partial: Sequence, parts: Sequence) -> tuple[Sequence, Sequence]:
+        """Goes through all steps, from the partial result of each head group.
+
+        parts: what an outer ring sends meanwhile, one a step.
+        """
+        state = tuple(self.pieces.cut()), partial, parts
+        _, partial, parts = run_steps(self.pieces, self.step, state)
+        return partial, parts
 
     def run_alone(self) -> Pair:
         """Attends to the local shard."""
-        own = [i for i, piece in enumerate(self.pieces) if piece.first == 0]
-        nothing = (None,) * len(self.q)
-        return self._joined(self._attended(own, 0, self.pieces.cut(), nothing))
+        pieces, nothing = self.pieces, (None,) * len(self.q)
+        own = {i: pieces.bounds(p, 0) for i, p in enumerate(pieces) if p.first == 0}
+        return self.joined(self._attended(own, pieces.cut(), nothing, is_one=False))
 
-    def step(self, role: int, step: Step, kv: tuple, partial: tuple) -> tuple:
+    def step(
+        self, role: int, step: Step, kv: Sequence, partial: Sequence, parts: Sequence
+    ) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`."""
-        pieces, arriving, is_last = self.pieces, {}, role == self.pieces.schedule.last
-        computed = [i for i, p in enumerate(pieces) if p.first <= role <= p.last]
-        for moment in moments(range(len(kv)), computed):
-            arriving |= pieces.sent(kv, role, moment)
-            partial = self._attended(moment.computed, step, kv, partial)
-            if not is_last:
-                # Without the barrier XLA may start all transfers at once, or late.
-                kept = kv if moment.arrays == (0,) else None
-                held = arriving, kept, partial
-                (arriving, kept, partial), _ = pieces.ring.barrier(held)
-                kv = kept or kv
-        return _paired(arriving, len(kv)), partial
+        pieces = self.pieces
+        bounds = {
+            i: pieces.bounds(piece, step)
+            for i, piece in enumerate(pieces)
+            if piece.first <= role <= piece.last
+        }
+        arriving = pieces.sent(range(len(kv)), kv, role)
+        parts = pieces.sent_out(parts, role)
+        partial = self._attended(bounds, kv, partial, is_one=bool(arriving))
+        arriving = [arriving.get(i) for i in range(len(kv))]
+        if role < pieces.schedule.last or parts:
+            # Without the barrier XLA may start all transfers at once, or late.
+            held = arriving, partial, parts
+            (arriving, partial, parts), _ = pieces.ring.barrier(held)
+        return arriving, partial, parts
 
     def _attended(
-        self, numbers: Sequence[int], step: Step, kv: Sequence, partial: Sequence
-    ) -> tuple:
-        pieces, partial = self.pieces, list(partial)
-        for i in numbers:
-            group = pieces.group(i)
-            bounds = pieces.bounds(pieces.schedule.pieces[i], step)
-            options = {**pieces.ring.scores, "carry": partial[group]}
-            partial[group] = pieces.ring.backend.forward(
-                self.q[group], *kv[i], *bounds, **options
-            )
-        return tuple(partial)
+        self, bounds: dict[int, Bounds], kv: Sequence, partial: Sequence, is_one: bool
+    ) -> list[Pair | None]:
+        """Attends to pieces. is_one: as one instruction, where they are several."""
+        pieces, ring = self.pieces, self.pieces.ring
 
-    def _joined(self, partial: tuple) -> Pair:
+        def attend(partial: Sequence) -> list[Pair | None]:
+            partial = list(partial)
+            for i, seen in bounds.items():
+                group = pieces.group(i)
+                options = {**ring.scores, "carry": partial[group]}
+                operands = self.q[group], *kv[i], *seen
+                partial[group] = ring.backend.forward(*operands, **options)
+            return partial
+
+        if is_one and len(bounds) > 1:
+            return _where_seen(bounds, attend, partial)
+        return attend(partial)
+
+    def joined(self, partial: Sequence) -> Pair:
+        """Joins the partial results of head groups."""
         out, lse = zip(*partial, strict=True)
         return _join(out, 2), _join(lse, 1)
 
 
-class _Backward:
+class Backward:
     """Computes the gradients of all pieces, which go home.
 
     adds_late: whether, in a single turn, what a step computes is added after it to what
@@ -238,12 +119,24 @@ class _Backward:
 
     def run(self) -> tuple[jax.Array, ...]:
         """Goes through all steps."""
+        dq, dkv, _ = self.go(self.zeros(), ())
+        return self.joined(dq), *dkv
+
+    def zeros(self) -> list[jax.Array]:
+        """Returns the dq of each head group before all steps."""
+        return list(map(_zeros, self.rows))
+
+    def go(self, dq: Sequence, parts: Sequence) -> tuple[Sequence, Pair, Sequence]:
+        """Goes through all steps, and adds to the dq of each head group.
+
+        parts: what an outer ring sends meanwhile, one a step.
+        """
         own = tuple(self.pieces.cut())
-        state = own, tuple(map(_zeros, self.rows)), self._first_sums(own)
-        _, dq, dkv = _steps(self.pieces, self.step, state)
+        state = own, dq, self._first_sums(own), parts
+        _, dq, dkv, parts = run_steps(self.pieces, self.step, state)
         late = self.pieces.schedule.last + 1
-        _, dq, dkv = self.step(late, late, own, dq, dkv)
-        return self._joined(dq, dkv)
+        _, dq, dkv, parts = self.step(late, late, own, dq, dkv, parts)
+        return dq, self._joined_keys(dkv), parts
 
     def _first_sums(self, own: tuple[Pair, ...]) -> tuple[Sums, ...]:
         """Returns zeros for pieces that a loop of unknown length starts with."""
@@ -251,79 +144,75 @@ class _Backward:
             return (None,) * len(own)
         dtype = self.rows[0][2].dtype
         return tuple(
-            tuple(jnp.zeros(x.shape, dtype) for x in kv) if piece.first else None
-            for piece, kv in zip(self.pieces, own, strict=True)
+            (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+            if piece.first
+            else None
+            for piece, (k, v) in zip(self.pieces, own, strict=True)
         )
 
     def run_alone(self) -> tuple[jax.Array, ...]:
         """Computes the gradients of the local shard."""
-        own, dq = self.pieces.cut(), list(map(_zeros, self.rows))
-        dkv: list[Sums] = [None] * len(own)
-        for number, piece in enumerate(self.pieces):
-            if piece.first == 0:
-                bounds = self.pieces.bounds(piece, 0)
-                dq, dkv[number] = self._added(number, own[number], bounds, dq, None)
-        return self._joined(dq, dkv)
+        pieces, own = self.pieces, self.pieces.cut()
+        bounds = {i: pieces.bounds(p, 0) for i, p in enumerate(pieces) if p.first == 0}
+        dq = self.zeros()
+        dq, dkv = self._added(bounds, own, dq, [None] * len(own))
+        return self.joined(dq), *self._joined_keys(dkv)
 
-    def step(self, role: int, step: Step, kv: tuple, dq: tuple, dkv: tuple) -> tuple:
+    def step(
+        self,
+        role: int,
+        step: Step,
+        kv: Sequence,
+        dq: Sequence,
+        dkv: Sequence,
+        parts: Sequence,
+    ) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`.
 
         The one after the last is that of the local block's second half.
         """
-        pieces, dq, arriving = self.pieces, list(dq), {}
-        dkv = [sums and list(sums) for sums in dkv]
+        pieces, arriving = self.pieces, {}
+        parts = pieces.sent_out(parts, role)
         for turn, mine in enumerate(self.turns):
             bounds = {
                 i: self._bounds(pieces.schedule.pieces[i], role, step) for i in mine
             }
-            computed = [i for i in mine if bounds[i] is not None]
-            for moment in self._moments(mine, computed):
-                # Gradients of the turn before travel: in the first turn, of a step ago.
-                before = self.turns[turn - 1], role - (turn == 0)
-                moved = self._moved(*before, dkv, moment.arrays)
-                arriving |= pieces.sent(kv, role, moment)
-                if not self.adds_late:
-                    moved = _placed(moved, dkv)
-                for i in moment.computed:
-                    sums = None if (i, 0) in moved else dkv[i]
-                    dq, dkv[i] = self._added(i, kv[i], bounds[i], dq, sums)
-                # With keys that leave later, and else would before it.
-                is_over = moment.computed[-1:] == computed[-1:]
-                kv = [None if is_over and i in mine else x for i, x in enumerate(kv)]
-                held = arriving, kv, dkv, moved
-                (arriving, kv, dkv, moved), dq = pieces.ring.barrier(held, dq)
-                for (i, array), sums in moved.items():
-                    here = dkv[i][array] if i in computed else None
-                    dkv[i][array] = sums if here is None else sums + here
-        dkv = tuple(sums and tuple(sums) for sums in dkv)
-        return _paired(arriving, len(kv)), tuple(dq), dkv
+            bounds = {i: seen for i, seen in bounds.items() if seen is not None}
+            # Gradients of the turn before travel: in the first turn, of a step ago.
+            moved = self._moved(self.turns[turn - 1], role - (turn == 0), dkv)
+            arriving |= pieces.sent(mine, kv, role)
+            dkv = [None if i in moved else sums for i, sums in enumerate(dkv)]
+            if not self.adds_late:
+                dkv, moved = [moved.get(i, sums) for i, sums in enumerate(dkv)], {}
+            dq, dkv = self._added(bounds, kv, dq, dkv)
+            # With keys of later turns, which would leave before it.
+            kv = [None if i in mine else pair for i, pair in enumerate(kv)]
+            held = arriving, kv, dkv, moved, parts
+            held, dq = pieces.ring.barrier(held, dq)
+            arriving, kv, dkv, moved, parts = held
+            dkv = [
+                added(moved[i], sums) if i in moved and sums else moved.get(i, sums)
+                for i, sums in enumerate(dkv)
+            ]
+        return [arriving.get(i) for i in range(len(kv))], dq, dkv, parts
 
-    def _moments(self, mine: Sequence[int], computed: Sequence[int]) -> list[Moment]:
-        """Cuts a turn; not if it waits for its own gradients."""
-        if len(self.turns) == 1:
-            return [Moment(mine, computed, (0, 1))]
-        return moments(mine, computed)
-
-    def _moved(
-        self, numbers: Sequence[int], role: int, dkv: list, arrays: Sequence[int]
-    ) -> dict[tuple[int, int], jax.Array]:
+    def _moved(self, numbers: Sequence[int], role: int, dkv: Sequence) -> Arrays:
         """Sends gradients of pieces, computed in a step, to the next visit, or home."""
         ring, moved, home = self.pieces.ring, {}, {}
         walks = {i: self.pieces.schedule.pieces[i].walk for i in numbers}
-        for i, array in itertools.product(numbers, arrays):
+        for i in numbers:
             piece, sums = self.pieces.schedule.pieces[i], dkv[i]
             if sums is None or not 0 <= role <= piece.last or piece.last == 0:
                 continue
             if role < piece.last:
-                moved[i, array] = ring.hop(sums[array], walks[i], piece.hops(role))
+                moved[i] = ring.hop(sums, walks[i], piece.hops(role))
             elif not ring.route.is_counted:
-                hops = -piece.place(role)
-                moved[i, array] = ring.hop(sums[array], walks[i], hops)
+                moved[i] = ring.hop(sums, walks[i], -piece.visits[-1])
             else:
-                home[i, array] = sums[array]
+                home[i] = sums
 
-        def back(_: Step, home: dict) -> dict:
-            return {key: ring.hop(x, walks[key[0]], -1) for key, x in home.items()}
+        def back(_: Step, home: Arrays) -> Arrays:
+            return {i: ring.hop(sums, walks[i], -1) for i, sums in home.items()}
 
         if home:  # one device after the other, as many as there are
             moved |= lax.fori_loop(0, self.pieces.count, back, home)
@@ -342,65 +231,92 @@ class _Backward:
         return halves(self.pieces.bounds(piece, 0), length)[is_late]
 
     def _added(
-        self, number: int, kv: Pair, bounds: Bounds, dq: list, dkv: Sums
+        self, bounds: dict[int, Bounds], kv: Sequence, dq: Sequence, dkv: Sequence
     ) -> tuple[list, list]:
-        """Adds the gradients of some queries and a piece to those so far."""
-        ring, group = self.pieces.ring, self.pieces.group(number)
-        q, *others = self.rows[group]
-        options = {**ring.scores, "dq": dq[group], "dkv": dkv and tuple(dkv)}
-        operands = q, *kv, *others, *bounds
-        dq = list(dq)
-        dq[group], dk, dv = ring.backend.backward(*operands, **options)
-        return dq, [dk, dv]
+        """Adds the gradients of queries and pieces to those so far."""
+        pieces, ring = self.pieces, self.pieces.ring
 
-    def _joined(self, dq: tuple, dkv: tuple) -> tuple[jax.Array, ...]:
-        """Joins the gradients of head groups, and of the pieces of each."""
-        of_group: list[list[tuple[Piece, Pair]]] = [[] for _ in dq]
-        for number, (piece, sums) in enumerate(zip(self.pieces, dkv, strict=True)):
-            if sums is not None:
-                of_group[self.pieces.group(number)].append((piece, sums))
-        dk, dv = zip(*map(_joined_pieces, of_group), strict=True)
-        results = _join(dq, 2), _join(dk, 2), _join(dv, 2)
-        if len(dq) == 1:
-            return results
-        return tuple(map(self.pieces.ring.heads_first, results))
+        def add(sums: tuple[Sequence, Sequence]) -> tuple[list, list]:
+            dq, dkv = map(list, sums)
+            for i, seen in bounds.items():
+                group = pieces.group(i)
+                q, *others = self.rows[group]
+                options = {**ring.scores, "dq": dq[group], "dkv": dkv[i]}
+                operands = q, *kv[i], *others, *seen
+                dq[group], *pair = ring.backend.backward(*operands, **options)
+                dkv[i] = tuple(pair)
+            return dq, dkv
+
+        if len(bounds) > 1 and ring.size > 1:
+            return _where_seen(bounds, add, (dq, dkv))
+        return add((dq, dkv))
+
+    def joined(self, dq: Sequence) -> jax.Array:
+        """Joins the dq of head groups."""
+        return dq[0] if len(dq) == 1 else self.pieces.ring.heads_first(_join(dq, 2))
+
+    def _joined_keys(self, dkv: Sequence) -> Pair:
+        """Joins the dk and dv of head groups, and of the pieces of each."""
+        groups = range(len(self.pieces.schedule.heads))
+        found = [
+            _joined_pieces(
+                [
+                    (piece, sums)
+                    for i, (piece, sums) in enumerate(
+                        zip(self.pieces, dkv, strict=True)
+                    )
+                    if sums is not None and self.pieces.group(i) == group
+                ]
+            )
+            for group in groups
+        ]
+        dk, dv = (_join(parts, 2) for parts in zip(*found, strict=True))
+        if len(groups) == 1:
+            return dk, dv
+        return self.pieces.ring.heads_first(dk), self.pieces.ring.heads_first(dv)
 
 
 def _joined_pieces(pieces: list[tuple[Piece, Pair]]) -> Pair:
     """Joins pieces by slots, and adds those that have only visited other devices."""
     own = [sums for piece, sums in pieces if piece.first == 0]
-    sums = tuple(_join(parts, 1) for parts in zip(*own, strict=True))
-    length = sums[0].shape[1]
+    dk, dv = (_join(parts, 1) for parts in zip(*own, strict=True))
     for piece, more in pieces:
         if piece.first:
             begin, end = piece.slots
-            around = (0, 0), (begin, length - end), (0, 0), (0, 0)
-            sums = added(sums, tuple(jnp.pad(x, around) for x in more))
-    return sums
+            around = (0, 0), (begin, dk.shape[1] - end), (0, 0), (0, 0)
+            more_dk, more_dv = (jnp.pad(x, around) for x in more)
+            dk, dv = dk + more_dk, dv + more_dv
+    return dk, dv
 
 
-def _placed(arrays: dict[tuple[int, int], jax.Array], pairs: list) -> dict:
-    """Puts arrays by (piece, which of its two) into lists; returns what remains."""
-    for (i, array), x in arrays.items():
-        pairs[i][array] = x
-    return {}
+def _where_seen(bounds: dict[int, Bounds], run: Callable, sums: Any) -> Any:
+    """Runs several kernels on sums so far, if any query sees anything.
 
-
-def _paired(arrays: dict[tuple[int, int], jax.Array], pieces: int) -> tuple:
-    """Returns the pair of each piece, or None."""
-    return tuple(
-        (arrays[i, 0], arrays[i, 1]) if (i, 0) in arrays else None
-        for i in range(pieces)
+    Then they are one instruction for XLA. Of a transfer beside several it believes that
+    the last kernel will hide it, and would start it after the others.
+    """
+    results = jax.eval_shape(run, sums)
+    is_seen = functools.reduce(
+        jnp.logical_or, (jnp.any(jnp.less(*seen)) for seen in bounds.values())
     )
 
+    def unseen(sums: Any) -> Any:
+        """Fills in what is not there yet: out and gradients of 0, lse of -inf."""
+        given = dict(jax.tree_util.tree_flatten_with_path(sums)[0])
+        paths, structure = jax.tree_util.tree_flatten_with_path(results)
+        found = [
+            given[path]
+            if path in given
+            else jnp.full(x.shape, -jnp.inf if x.ndim == 3 else 0, x.dtype)
+            for path, x in paths
+        ]
+        return jax.tree.unflatten(structure, found)
 
-def _join(parts: tuple[jax.Array, ...], axis: int) -> jax.Array:
+    return lax.cond(is_seen, run, unseen, sums)
+
+
+def _join(parts: Sequence[jax.Array], axis: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
-
-
-def _cut(x: jax.Array, piece: Piece) -> jax.Array:
-    """Cuts a piece from a shard (B, S, K, D)."""
-    return x[:, slice(*piece.slots), slice(*piece.heads)]
 
 
 def _zeros(rows: Rows) -> jax.Array:
@@ -419,36 +335,3 @@ def halves(bounds: Bounds, length: int) -> tuple[Pair, Pair]:
     early = jnp.where(first, k_start, length), jnp.where(first, k_end, length)
     late = jnp.where(first, 0, k_start), jnp.where(first, 0, k_end)
     return early, late
-
-
-def _steps(pieces: Pieces, body: Callable, state: tuple) -> tuple:
-    """Runs `state = body(role, step, *state)` for all steps of a schedule.
-
-    Steps of one role have the same transfers and pieces.
-    """
-    count = pieces.count
-    if count is not None:  # whose roles are: the first, those between, the last
-        state = body(0, 0, *state)
-        state = lax.fori_loop(1, count, lambda i, state: body(1, i, *state), state)
-        return body(2, count, *state)
-    begin = 0
-    for alone in pieces.schedule.alone:
-        state = _loop(begin, alone, body, state)
-        state = body(alone, alone, *state)
-        begin = alone + 1
-    return state
-
-
-def _loop(first: int, end: int, body: Callable, state: tuple) -> tuple:
-    """Runs the ring steps first … end - 1, of one role."""
-    if end - first < UNROLLED_STEPS:
-        for step in range(first, end):
-            state = body(step, step, *state)
-        return state
-    steps = jnp.arange(first, end, dtype=jnp.int32)
-    return lax.scan(
-        lambda state, step: (body(first, step, *state), None),
-        state,
-        steps,
-        unroll=LOOP_UNROLL,
-    )[0]

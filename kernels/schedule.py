@@ -16,7 +16,7 @@ Everything here is NumPy and Python, known when a program is traced.
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -42,6 +42,11 @@ class Walk:
     def around(cls, ring_size: int) -> "Walk":
         """Returns the walk in the order of the devices' numbers."""
         return cls((tuple(range(ring_size)),))
+
+    @classmethod
+    def within(cls, size: int, rings: int) -> "Walk":
+        """Returns the same in each of so many rings of successive devices."""
+        return cls(tuple(tuple(range(i * size, i * size + size)) for i in range(rings)))
 
     @property
     def length(self) -> int:
@@ -69,9 +74,10 @@ class Walk:
     @functools.cached_property
     def stride(self) -> int:
         """How far each number is from the last, if alike: 1, or -1; else 0."""
-        numbers = tuple(range(self.length))
-        ways = {(numbers,): 1, ((0, *numbers[:0:-1]),): -1}
-        return ways.get(self.cycles, 0)
+        around = Walk.around(self.length)
+        if self == around:
+            return 1
+        return -1 if self == around.back() else 0
 
     @functools.cached_property
     def places(self) -> np.ndarray:
@@ -124,10 +130,21 @@ class Schedule:
 
     turns: numbers of the pieces computed one after another; while those of one turn
       are, the gradients of the turn before travel.
+    outer: rings of successive devices that the pieces go around; between them, all of
+      a shard goes from each to the next while its pieces go around once.
     """
 
     pieces: tuple[Piece, ...]
     turns: tuple[tuple[int, ...], ...]
+    outer: int = 1
+
+    @property
+    def outer_walk(self) -> Walk:
+        """The walk from each ring to the next."""
+        walk = self.pieces[0].walk
+        devices = len(walk.cycles) * walk.length
+        inner = devices // self.outer
+        return Walk(tuple(tuple(range(i, devices, inner)) for i in range(inner)))
 
     @property
     def heads(self) -> tuple[Span, ...]:
@@ -151,7 +168,8 @@ class Schedule:
             sends, attends = {}, {}
             for number, piece in enumerate(self.pieces):
                 if piece.first <= step <= piece.last:
-                    attends[number] = piece.walk.sources(piece.place(step))
+                    place = piece.visits.start + step - piece.first
+                    attends[number] = piece.walk.sources(place)
                 if step < piece.last:
                     sends[number] = piece.walk.pairs(piece.hops(step))
             yield Step(sends, attends)
@@ -176,38 +194,35 @@ class Route:
     is_counted: whether a ring ends where its bounds show no device anything further,
       which its program counts. counts_both_ways: pieces go both ways, to meet at most;
       else one way round.
+    outer: rings of successive devices in which all is sent around, and from one to the
+      next while it is: see `Schedule`.
     """
 
     walks: tuple[Walk, ...] = ()
     reads: tuple[Read, ...] | None = None
     is_counted: bool = False
     counts_both_ways: bool = False
+    outer: int = 1
 
     @classmethod
     def within(
-        cls,
-        outline: Visible,
-        layout: Layout,
-        ring_size: int,
-        *,
-        walks: tuple[Walk, ...] = (),
-        is_counted: bool = False,
-    ) -> "Route":
-        """Returns the route of a mask that shows no more than `outline`.
+        cls, outline: Visible, layout: Layout, ring_size: int, is_counted: bool
+    ) -> "Route | None":
+        """Returns the route of a mask that shows no more than `outline`; None for all.
 
         outline: bounds (B or 1, T) of the queries in layout order.
         is_counted: whether the program counts what is left of that.
         """
         reads = reads_of(outline, layout, ring_size)
         slots = outline.k_start.shape[1] // ring_size
-        is_spread = isinstance(layout, Striped)  # any document is on all devices
-        if not is_counted or is_spread or are_few(reads, ring_size, slots):
-            return cls(walks, reads)
+        if are_few(reads, ring_size, slots):
+            return cls(reads=reads)
+        if not is_counted or isinstance(layout, Striped):  # documents are everywhere
+            return None
         index = order(layout, ring_size, ring_size * slots)
-        is_one_way = (
-            isinstance(layout, Contiguous) and (outline.k_end <= index + 1).all()
-        )
-        return cls(walks, None, is_counted, not is_one_way)
+        is_causal = bool((outline.k_end <= index + 1).all())
+        is_one_way = isinstance(layout, Contiguous) and is_causal
+        return cls(is_counted=True, counts_both_ways=not is_one_way)
 
     def schedule(
         self, ring_size: int, heads: int, slots: int, turns: int = 1
@@ -222,9 +237,17 @@ class Route:
             walk = Walk.around(ring_size)
             ways = (walk, walk.back()) if self.counts_both_ways else (walk,)
             return counted(ways, heads, slots, turns)
-        if self.reads is not None and are_few(self.reads, ring_size, slots):
+        if self.reads is not None:
             return neighbours(self.reads, ring_size, heads, slots)
-        return whole(self.walks or (Walk.around(ring_size),), heads, slots, turns)
+        walks = self.walks or (Walk.around(ring_size),)
+        if self.outer > 1:
+            inner = Walk.within(ring_size // self.outer, self.outer)
+            walks = (inner, inner.back())[: len(walks)]
+        return replace(whole(walks, heads, slots, turns), outer=self.outer)
+
+
+ONE_WAY = Route()
+"""All of each shard from each device to the next."""
 
 
 def whole(walks: Sequence[Walk], heads: int, slots: int, turns: int) -> Schedule:

@@ -25,9 +25,12 @@ from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
 from models.execution import Execution
 from models.sizes import LanguageModelConfig
+from tasks import corpora
 from tasks.config_errors import names_fields
+from tasks.mask import document_mask
 from training import chips
 from training import optimizer as optimizers
+from training.cycles import ring_walks
 from training.guard import GuardSettings
 from training.layerwise import STACKED
 from training.mesh import Axes, MeshShape, Partition, make_mesh
@@ -226,13 +229,15 @@ def ring_attention(
     """Builds the config's attention on the mesh.
 
     Returns:
-      As of `make_ring_attention`, with one more keyword: `window`, the tokens that a
-      query sees of those that `visible` shows it, its own included.
+      attend(q, k, v, visible, *, window=None, sinks=None), else as that of
+      `make_ring_attention`. visible: a mask; or the bounds of rows of the run's data,
+      which show nothing but what `config.mask` does. window: the tokens that a query
+      sees of those, its own included.
 
     Raises:
-      ValueError: an unknown implementation.
+      ValueError: an unknown implementation, or mask.
     """
-    system = attention_system(config)
+    system, of_run = attention_system(config), document_mask(config).within()
     attend = make_ring_attention(
         partition.mesh,
         layout=system.layout,
@@ -241,6 +246,8 @@ def ring_attention(
         implementation=system.implementation or config.implementation or None,
         keep_tail=config.remat == "tail",
         ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
+        walks=ring_walks(partition),
+        count_steps=counts_steps(config, partition),
     )
 
     def attend_within(
@@ -251,15 +258,26 @@ def ring_attention(
         window: int | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        within = of_run if isinstance(visible, Visible) else None
         if window is not None:
-            within = masks.window(window)
-            if isinstance(visible, Visible):
+            of_layer = masks.window(window)
+            if within is None:
+                visible &= of_layer
+            else:
                 index = layouts.order(system.layout, partition.ring_size, q.shape[1])
-                within = within(jnp.asarray(index), k.shape[1])
-            visible &= within
-        return attend(q, k, v, visible, sinks=sinks)
+                visible &= of_layer(jnp.asarray(index), k.shape[1])
+                within &= of_layer
+        return attend(q, k, v, visible, sinks=sinks, within=within)
 
     return attend_within
+
+
+def counts_steps(config: ml_collections.ConfigDict, partition: Partition) -> bool:
+    """Returns whether rings end where a batch's documents do, as they count them."""
+    # Rings side by side must not end at different steps: see docs/limits.md.
+    is_alone = partition.shards("batch") == 1
+    layout = attention_system(config).layout
+    return is_alone and corpora.reads_few_shards(config, layout, partition.ring_size)
 
 
 def abstract_state(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import ml_collections
+import numpy as np
 
 from data import token_file
 from data.corpus import prepare_standard_library
@@ -11,6 +12,7 @@ from data.text import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer
 from data.versioned import digest
+from kernels.layouts import Layout, Striped, Zigzag
 from tasks.config_errors import names_fields
 from tasks.mask import document_mask
 
@@ -92,3 +94,38 @@ def rows(
     check_alike(corpora)
     counts = [plan.rows for plan in plans]
     return MixedRows(plans), MixedOrder(counts, shares(found, counts), order)
+
+
+def longest_document(config: ml_collections.ConfigDict) -> int | None:
+    """Returns the tokens of the longest document trained on; None if none is known.
+
+    Known are those of corpora that the config names and that can be read; what is wrong
+    with others is found where their rows are.
+    """
+    found = []
+    for name in named(config):
+        try:
+            corpus = TokenFile.open(Path(name), "train")
+        except (FileNotFoundError, ValueError):
+            return None
+        found.append(np.diff(corpus.starts, append=corpus.tokens.size).max())
+    return int(max(found)) if found else None
+
+
+def reads_few_shards(
+    config: ml_collections.ConfigDict, layout: Layout, ring_size: int
+) -> bool:
+    """Returns whether a ring that ends where documents do always sends fewer bytes.
+
+    By the longest document of the config's corpora. Gradients come home one device
+    after another then, and shards of a zigzag layout go both ways.
+    """
+    is_packed = config.task == "text" and config.data.rows != "documents"
+    longest = longest_document(config) if is_packed else None
+    if longest is None or isinstance(layout, Striped):
+        return False
+    ways = 2 if isinstance(layout, Zigzag) else 1
+    chunk = config.data.context_tokens // ring_size // ways or 1
+    hops = -(-(longest - 1) // chunk)
+    # Keys and values forward, and backward; gradients there, and home.
+    return ways * hops * (2 + 2 + 2 + 2) < 2 * (2 * (ring_size - 1) + ring_size)

@@ -11,7 +11,7 @@ from jax.stages import Compiled
 from kernels import layouts as layout
 from kernels import masks, ring
 from kernels.backends import Backend
-from kernels.schedule import Route
+from kernels.schedule import ONE_WAY, Route
 from training.pods import compile_for
 
 HEADS, HEAD_DIM, LAYERS = 2, 128, 2
@@ -24,7 +24,7 @@ def striped_attention(
     backend: Backend,
     tokens: int,
     keep_tail: bool = False,
-    route: Route = Route(),
+    route: Route = ONE_WAY,
 ) -> Attend:
     """Causal attention of global q, k and v, (1, N * tokens, H, D), on a striped ring.
 
@@ -72,7 +72,7 @@ def layers_gradient(
     dtype=jnp.bfloat16,
     kv_heads=HEADS,
     keep_tail=False,
-    route: Route = Route(),
+    route: Route = ONE_WAY,
     heads=HEADS,
 ) -> tuple[Attend, tuple[jax.ShapeDtypeStruct, ...]]:
     """The gradient of LAYERS scanned layers, and what to compile it for.

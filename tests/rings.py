@@ -15,7 +15,7 @@ from kernels import layouts as layout
 from kernels import ring
 from kernels.backends import Backend
 from kernels.cases import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
-from kernels.schedule import Route
+from kernels.schedule import ONE_WAY, Route
 
 Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]
@@ -44,7 +44,7 @@ def device_program(
     soft_cap: float | None = None,
     keep_tail: bool = False,
     takes_turns: bool | None = False,
-    route: Route = Route(),
+    route: Route = ONE_WAY,
 ) -> Run:
     """Builds the program of each device, forward and backward, on its shards."""
 
@@ -71,7 +71,7 @@ def sharded_ring(
     soft_cap: float | None = None,
     keep_tail: bool = False,
     takes_turns: bool | None = False,
-    route: Route = Route(),
+    route: Route = ONE_WAY,
 ) -> Run:
     """Builds a ring of as many devices."""
     specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring"), SINKS: P()}

@@ -1,12 +1,16 @@
 """The mask of a run and its model's windows: what a step counts, and what it reads."""
 
 import itertools
+import re
 
+import jax
 import numpy as np
 import pytest
 
 from data.batch import Batch
-from kernels.layouts import permute
+from data.document_mask import DocumentMask
+from kernels.layouts import permute, unpermute
+from kernels.masks import Visible
 from tasks import base, text
 from tests.runs import small_config
 from tests.small_llama import partition_of
@@ -96,3 +100,77 @@ def test_rows_of_every_layout_have_the_runs_mask(corpus, attention):
                 whole = permute(getattr(plain, name), layout, 4)
                 wanted = whole[slice(*block.rows), slice(*block.columns)]
                 np.testing.assert_array_equal(part, wanted, err_msg=name)
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "window(1)", "prefix(64)"])
+def test_what_a_ring_may_send_holds_all_that_documents_show(mask, rng):
+    """Keys outside of it would not be attended to."""
+    run, length = DocumentMask.parse(mask), 64
+    index = np.arange(length, dtype=np.int32)
+    outer = Visible(*(bound[0] for bound in run.within()(index, length)))
+    edges = [rng.choice(np.arange(1, length), n, replace=False) for n in (0, 3, 20)]
+    for starts in (np.sort(np.append(0, more)) for more in edges):
+        document = np.searchsorted(starts, index, side="right") - 1
+        ends = np.append(starts[1:], length)
+        k_start, k_end = run.bounds(index, starts[document], ends[document])
+        assert (outer.k_start <= k_start).all() and (k_end <= outer.k_end).all()
+
+
+def attended(config, shape: MeshShape, operands, window: int | None):
+    """Returns the program of the config's attention, and its operands in its order."""
+    partition, layout = partition_of(shape), base.attention_system(config).layout
+    attend = base.ring_attention(config, partition)
+
+    def program(q, k, v, k_start, k_end):
+        return attend(q, k, v, visible=Visible(k_start, k_end), window=window)
+
+    return jax.jit(program), [permute(x, layout, shape.ring) for x in operands]
+
+
+@pytest.mark.parametrize("attention", ["ring", "striped", "zigzag"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_rings_attention_to_packed_rows_is_one_devices(
+    corpus, rng, attention, mask, window
+):
+    """Of bounds that only the running program knows, as those of batches."""
+    config = small_config(corpus, "", mask=mask, implementation="reference")
+    one, ring = MeshShape(), MeshShape(ring=8)
+    config.attention = "vanilla"
+    rows = whole_batch(text.batches(config, partition_of(one), "train")[0])
+    shape = *rows.tokens.shape, 2, 8
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
+    operands = q, k, v, rows.k_start, rows.k_end
+    program, arrays = attended(config, one, operands, window)
+    want = program(*arrays)
+    config.attention = attention
+    program, arrays = attended(config, ring, operands, window)
+    got = unpermute(program(*arrays), base.attention_system(config).layout, 8)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    assert np.abs(want).max() > 1
+
+
+def test_windows_of_a_run_and_of_its_layers_send_to_neighbours_only(corpus):
+    """Also where documents are known to the running program alone."""
+    sent = {}
+    for mask, window in itertools.product(("causal", "window(7)"), (None, 5)):
+        for attention in ("ring", "zigzag"):
+            config = small_config(corpus, "", mask=mask, attention=attention)
+            shape, length = (1, 320, 2, 8), 320
+            q, bound = np.zeros(shape, np.float32), np.zeros((1, length), np.int32)
+            operands = q, q, q, bound, bound
+            program, arrays = attended(config, MeshShape(ring=8), operands, window)
+            found = program.lower(*arrays).as_text()
+            found = re.findall(r"collective_permute.*-> tensor<1x2x(\d+)x8xf32>", found)
+            sent[attention, mask, window] = sum(map(int, found))
+    whole = 2 * 7 * 40  # slots of keys and of values
+    assert sent == {
+        ("ring", "causal", None): whole,
+        ("zigzag", "causal", None): whole,
+        ("ring", "causal", 5): 2 * 4,
+        ("zigzag", "causal", 5): 2 * 2 * 4,
+        ("ring", "window(7)", None): 2 * 6,
+        ("zigzag", "window(7)", None): 2 * 2 * 6,
+        ("ring", "window(7)", 5): 2 * 4,
+        ("zigzag", "window(7)", 5): 2 * 2 * 4,
+    }

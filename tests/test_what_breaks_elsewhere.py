@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from data.batch import Batch
-from kernels import layouts, ring_steps
+from kernels import layouts, ring_pieces
 from models import losses
 from tests.hard_rows import (
     MOST,
@@ -50,7 +50,7 @@ every_ring = pytest.mark.parametrize("ring, attention", each_ring())
 @pytest.fixture(scope="module", autouse=True)
 def small_programs() -> Iterator[None]:
     """Compiles rings of more than 3 as loops; validations have parts by position."""
-    loops = mock.patch.multiple(ring_steps, UNROLLED_STEPS=2, LOOP_UNROLL=1)
+    loops = mock.patch.multiple(ring_pieces, UNROLLED_STEPS=2, LOOP_UNROLL=1)
     with loops, mock.patch.object(losses, "FIRST_BOUND", 4):
         yield
 

@@ -12,7 +12,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import blockwise, masks, reference, ring, ring_device, ring_steps
+from kernels import (
+    blockwise,
+    masks,
+    reference,
+    ring,
+    ring_device,
+    ring_pieces,
+    ring_steps,
+)
 from kernels import layouts as layout
 from kernels.cases import (
     BFLOAT16_RATIO,
@@ -146,7 +154,7 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(
     "layout_name, ring_size, loop_unroll",
     [
         pytest.param("zigzag", 4, 1, marks=pytest.mark.slow),
-        ("striped", 5, ring_steps.LOOP_UNROLL),
+        ("striped", 5, ring_pieces.LOOP_UNROLL),
     ],
 )
 def test_ring_as_a_loop_equals_the_unrolled_ring(
@@ -156,8 +164,8 @@ def test_ring_as_a_loop_equals_the_unrolled_ring(
     case = Case(ring_size, layout_name, "documents", 4, 93, 16)
     problem = Problem.of(rng, case)
     unrolled = solve_on_ring(case, problem, reference, jnp.float32)
-    monkeypatch.setattr(ring_steps, "UNROLLED_STEPS", 2)
-    monkeypatch.setattr(ring_steps, "LOOP_UNROLL", loop_unroll)
+    monkeypatch.setattr(ring_pieces, "UNROLLED_STEPS", 2)
+    monkeypatch.setattr(ring_pieces, "LOOP_UNROLL", loop_unroll)
     compiled_ring.cache_clear()
     looped = solve_on_ring(case, problem, reference, jnp.float32)
     compiled_ring.cache_clear()
@@ -276,6 +284,50 @@ def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
     assert sorted(rotations) == sorted(
         [local + "bf16"] * 4 * steps + [local + "f32"] * 2 * (steps and ring_size)
     )
+
+
+@pytest.mark.parametrize(
+    "layout_name, neighbours", [("contiguous", 1), ("zigzag", 2), ("striped", None)]
+)
+@pytest.mark.parametrize("mask", ["known", "bounds"])
+def test_a_window_sends_what_is_read_of_the_neighbours(layout_name, neighbours, mask):
+    """By a mask of traced documents, or bounds within a mask; stripes send all."""
+    layout_of = LAYOUTS[layout_name]
+    attend = make_ring_attention(ring_mesh(8), layout=layout_of)
+
+    def forward(q, k, v, ids):
+        if mask == "known":
+            return attend(q, k, v, masks.documents(ids) & masks.window(32))
+        index = layout.order(layout_of, 8, 1024)
+        bounds = masks.documents(ids)(jnp.asarray(index), 1024)
+        return attend(q, k, v, bounds, within=masks.window(32))
+
+    arrays = [jax.ShapeDtypeStruct((1, 1024, 4, 16), jnp.bfloat16)] * 3
+    ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    sent = permuted_shapes(jax.jit(forward).lower(*arrays, ids).as_text())
+    if neighbours is None:
+        assert sent == ["1x4x128x16xbf16"] * 14
+    else:
+        assert sent == ["1x4x31x16xbf16"] * 2 * neighbours
+
+
+def test_bounds_are_cut_to_what_the_ring_is_told_to_send(rng):
+    """Keys outside of `within` are not attended to, whatever the bounds show."""
+    q, k, v = (jnp.float32(x) for x in rng.standard_normal((3, 1, 64, 2, 8)))
+    out = {}
+    for layout_name in ("contiguous", "striped"):
+        layout_of = LAYOUTS[layout_name]
+        attend = make_ring_attention(
+            ring_mesh(4), layout=layout_of, implementation="reference"
+        )
+        index = layout.order(layout_of, 4, 64)
+        operands = (layout.permute(x, layout_of, 4) for x in (q, k, v))
+        bounds = masks.causal()(index, 64)
+        found = attend(*operands, bounds, within=masks.window(9))
+        out[layout_name] = layout.unpermute(np.asarray(found), layout_of, 4)
+    want = attention(q, k, v, visible=masks.window(9), implementation="reference")
+    for found in out.values():
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 def written_shards(ring_size: int) -> int:

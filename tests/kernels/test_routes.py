@@ -1,9 +1,9 @@
 """Tests the ways that pieces take around a ring: what they send, and what it gives."""
 
-import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,11 +14,11 @@ from kernels.cases import (
     COVERING,
     FLOAT32_TOLERANCE,
     LAYOUTS,
-    MASKS,
     Case,
     Problem,
     solve,
 )
+from kernels.ring_device import Ring
 from kernels.schedule import Route, Schedule, Walk
 from tests.rings import Make, sharded_ring, solve_on_ring
 
@@ -44,14 +44,21 @@ def routes(case: Case) -> dict[str, Route]:
     order = LAYOUTS[case.layout], case.ring_size
     padded = layouts.padded_length(*order, case.length)
     in_order = [layouts.permute(bound, *order) for bound in case.visible(padded)]
-    found = reads.reads_of(masks.Visible(*in_order), *order)
+    visible = masks.Visible(*in_order)
+    found = reads.reads_of(visible, *order)
     return {
         "both": Route(both_ways(cycles(case.ring_size)[:1])),
         "cycles": Route(both_ways(cycles(case.ring_size))),
         "reads": Route(reads=found),
         "counted": COUNTED,
         "counted_both": COUNTED_BOTH_WAYS,
+        "levels": Route(both_ways(cycles(case.ring_size)[:1]), outer=slow(case)),
     }
+
+
+def slow(case: Case) -> int:
+    """Returns the rings of a ring of two levels: the most, but of one device each."""
+    return max(n for n in (1, 2, 4) if case.ring_size % n == 0 and n < case.ring_size)
 
 
 @functools.cache  # so that equal rings are compiled once
@@ -84,6 +91,8 @@ def each_case(*quick: tuple[Case, str]):
     (Case(8, "contiguous", "documents", 2, 257, 16, heads=4), "counted"),
     (Case(5, "zigzag", "documents", 2, 93, 16, heads=2), "counted_both"),
     (Case(2, "striped4", "none", 4, 31, 64, heads=4), "both"),
+    (Case(8, "striped", "documents", 2, 61, 16, heads=4), "levels"),
+    (Case(4, "zigzag", "causal", 2, 61, 16, "sinks-cap", heads=2), "levels"),
 )
 def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
     problem = Problem.of(rng, case)
@@ -95,3 +104,128 @@ def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
         answer = solve_on_ring(case, problem, reference, jnp.float32, make)
         errors = answer.errors(truth)
         assert max(errors.values()) <= FLOAT32_TOLERANCE, (takes_turns, errors)
+
+
+@pytest.mark.parametrize("ring_size", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_error_in_bfloat16_is_that_of_one_device_on_every_route(ring_size, rng):
+    case = Case(ring_size, "zigzag", "causal", 4, 256, 64)
+    problem = Problem.of(rng, case, jnp.bfloat16)
+    truth = solve(problem, jnp.float64)
+    allowed = solve(problem, jnp.bfloat16).errors(truth)
+    for name in ("both", "levels", "counted_both"):
+        make = ring_of(routes(case)[name], takes_turns=True)
+        answer = solve_on_ring(case, problem, reference, jnp.bfloat16, make)
+        for result, error in answer.errors(truth).items():
+            assert error <= BFLOAT16_RATIO * allowed[result] + 1e-6, (name, result)
+
+
+def link_loads(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """Numbers of a shard, (heads x slots), that go over each link in a forward pass."""
+    loads: dict[tuple[int, int], int] = {}
+    for step in schedule.steps():
+        for number, pairs in step.sends.items():
+            piece = schedule.pieces[number]
+            size = np.prod([end - begin for begin, end in (piece.heads, piece.slots)])
+            for pair in pairs:
+                loads[pair] = loads.get(pair, 0) + int(size)
+    return loads
+
+
+def test_walks_share_out_the_bytes_of_each_link():
+    """Walks of strides 1, 2 and 3 both ways around 7 devices: no two share a link."""
+    heads, slots = 12, 128
+    one = link_loads(Route().schedule(7, heads, slots))
+    assert len(one) == 7
+    for walks in (1, 2, 3):
+        route = Route(both_ways(cycles(7)[:walks]))
+        loads = link_loads(route.schedule(7, heads, slots))
+        assert len(loads) == 7 * 2 * walks
+        assert {2 * walks * load for load in loads.values()} == set(one.values())
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_every_piece_of_every_shard_visits_every_device_once(heads, turns):
+    for walks in (1, 2, 4, 6):
+        route = Route(both_ways(cycles(7))[:walks])
+        schedule = route.schedule(7, heads, 48, turns)
+        seen = np.zeros((7, 7, heads, 48), int)  # device, shard, head, slot
+        for step in schedule.steps():
+            for number, sources in step.attends.items():
+                piece = schedule.pieces[number]
+                part = slice(*piece.heads), slice(*piece.slots)
+                for device, source in enumerate(sources):
+                    seen[device, source][part] += 1
+        assert (seen == 1).all()
+        used = {piece.walk for piece in schedule.pieces}
+        most = max(link_loads(schedule).values())
+        assert most <= 6 * 48 * -(-heads // walks) if heads >= walks else 6 * 48
+        assert len(used) <= walks
+        assert sorted(i for turn in schedule.turns for i in turn) == list(
+            range(len(schedule.pieces))
+        )
+
+
+def layout_bounds(layout_name: str, ring_size: int, length: int, mask: masks.Mask):
+    index = layouts.order(LAYOUTS[layout_name], ring_size, length)
+    return mask(index, length)
+
+
+@pytest.mark.parametrize("ring_size", [4, 8, 64])
+@pytest.mark.parametrize(
+    "layout_name, window, shards", [("contiguous", 1024, 1), ("zigzag", 1024, 2)]
+)
+def test_a_window_sends_its_slots_to_the_neighbours_alone(
+    layout_name, ring_size, window, shards
+):
+    """Each neighbour's last slots, in whole tiles: 1023 of 1024; no dead transfer."""
+    slots = 4096
+    layout, mask = LAYOUTS[layout_name], masks.window(window)
+    visible = layout_bounds(layout_name, ring_size, ring_size * slots, mask)
+    route = Route.within(visible, layout, ring_size, is_counted=False)
+    assert route is not None
+    schedule = route.schedule(ring_size, 1, slots)
+    assert_no_dead_transfer(schedule, layout, ring_size, slots, visible)
+    loads = link_loads(schedule)
+    assert len(loads) == shards * ring_size  # one neighbour, or one on each side
+    assert set(loads.values()) == {1024}
+
+
+def assert_no_dead_transfer(schedule, layout, ring_size, slots, visible):
+    """Everything that is sent is attended to by some device."""
+    k_start, k_end = (np.reshape(x, (ring_size, slots)) for x in visible)
+    for step in schedule.steps():
+        for number, sources in step.attends.items():
+            begin, end = schedule.pieces[number].slots
+            counts = [
+                layout.count(sources[:, None], bound, ring_size, slots).clip(begin, end)
+                for bound in (k_start, k_end)
+            ]
+            assert (counts[0] < counts[1]).any(), (number, step)
+
+
+@pytest.mark.parametrize("tokens", [4, 16, 48, 64])
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
+def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tokens):
+    """Of up to 64 Ki tokens in a row of 1 Mi on 64 devices, at uneven places."""
+    ring_size, length = 64, 1 << 20
+    starts = np.unique(np.append(0, np.arange(7777, length, tokens << 10)))
+    layout = LAYOUTS[layout_name]
+    visible = layout_bounds(layout_name, ring_size, length, masks.documents_at(starts))
+    both_ways = layout_name == "zigzag"
+    route = Route(is_counted=True, counts_both_ways=both_ways)
+    ring = Ring("ring", ring_size, layout, 1.0, reference, route=route)
+    shards = masks.Visible(
+        *(jnp.asarray(bound).reshape(ring_size, 1, -1) for bound in visible)
+    )
+    slots = length // ring_size
+
+    def count(k_start, k_end):
+        return ring.count(masks.Visible(k_start, k_end), slots)
+
+    found = np.asarray(jax.vmap(count, axis_name="ring")(*shards))
+    chunk = slots // 2 if both_ways else slots
+    spans = np.append(starts[1:], length) - 1
+    longest = int((spans // chunk - starts // chunk).max())
+    assert (found == longest).all()
+    assert longest == -(-tokens // (chunk >> 10))

@@ -17,6 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from kernels.compiler import compiler_options
+from kernels.schedule import Route, Walk, default_walks
 from kernels.tpu import launch as pallas_tpu
 from tests.ring_layers import (
     HEAD_DIM,
@@ -26,6 +27,7 @@ from tests.ring_layers import (
     striped_attention,
 )
 from tests.steps import PASSES, StepCase
+from training.cycles import disjoint_cycles
 from training.hlo import TRANSFER, Program
 from training.pods import compile_for, tpu_devices
 from training.torus import ring_along
@@ -58,32 +60,46 @@ def copies_of_shards(program: str, size: int) -> list[int]:
 
 @functools.cache
 def compiled_layers(
-    chip: str, ring_size: int, length: int, kv_heads: int, keep_tail: bool = False
+    chip: str,
+    ring_size: int,
+    length: int,
+    kv_heads: int,
+    keep_tail: bool = False,
+    walks: tuple[Walk, ...] = (),
 ) -> str:
-    """Compiles the gradients of two scanned layers that save the ring's out and lse."""
+    """Compiles the gradients of two scanned layers that save the ring's out and lse.
+
+    walks: both ways round if not given.
+    """
     devices = np.array(tpu_devices(chip, ring_size)[:ring_size])
-    mesh = Mesh(ring_along(devices, 0), ("ring",))
-    sizes = {"kv_heads": kv_heads, "keep_tail": keep_tail}
-    gradient, inputs = layers_gradient(mesh, pallas_tpu, length, **sizes)
+    mesh = Mesh(devices if walks else ring_along(devices, 0), ("ring",))
+    sizes = {
+        "kv_heads": kv_heads,
+        "keep_tail": keep_tail,
+        "heads": max(HEADS, kv_heads),
+    }
+    route = Route(walks or default_walks(ring_size))
+    gradient, inputs = layers_gradient(mesh, pallas_tpu, length, route=route, **sizes)
     options = compiler_options(mesh.devices.flat[0].device_kind)
     program = jax.jit(gradient, compiler_options=options)
     return compile_for(mesh, program, *inputs).as_text()
 
 
 def overlapped_forward(ring_size: int) -> str:
-    """Returns the order: k and v leave before a ring step's kernel, arrive after it."""
-    return "ssFdd" * (ring_size - 1) + "F"
+    """Returns the order: k and v of both halves leave before a step's two kernels."""
+    return "ssssFFdddd" * (ring_size - 1) + "FF"
 
 
 def overlapped_backward(ring_size: int, kv_heads: int) -> str:
-    """Returns the order: as forward, dk and dv one kernel behind.
+    """Returns the order: as forward, dk and dv one turn behind.
 
-    That is a ring step, or half of one where the heads take turns. Half of the local
-    queries are deferred, to overlap the last transfer.
+    A turn is a half that goes one way round, or half of both where there are heads for
+    it. Half of the local queries are deferred, to overlap the last transfer.
     """
-    if kv_heads == 1:
-        return "ssBdd" + "ssssBdddd" * (ring_size - 2) + "ssBdd" * 2
-    return "ssBdd" + "ssssBdddd" * (2 * ring_size - 3) + "ssBdd" * 3 + "B"
+    n = 1 if kv_heads < 4 else 2
+    s, d, kernels = "ss" * n, "dd" * n, "B" * n
+    keys, both = f"{s}{kernels}{d}", f"{s * 2}{kernels}{d * 2}"
+    return keys + both * (2 * ring_size - 3) + keys * 3 + kernels
 
 
 def assert_transfers_overlap(program: str, ring_size: int, kv_heads: int) -> None:
@@ -102,6 +118,7 @@ def slow(*values):
         slow("v5e", 1),
         ("v6e", HEADS),
         *(slow(chip, n) for chip in ("v3", "v4", "v5p") for n in (1, HEADS)),
+        *(slow(chip, 4) for chip in ("v3", *CHIPS)),
     ],
 )
 def test_every_transfer_overlaps_the_kernel_of_its_ring_step(chip, kv_heads):
@@ -129,8 +146,8 @@ def test_every_transfer_of_the_ring_that_runs_again_is_hidden(chip, ring_size):
     program = compiled_layers(chip, ring_size, TOKENS, 1, True)
     found = Program.parse(program, ring_size).collectives()
     transfers = [c for c in found if c.kind == TRANSFER]
-    layers, forward = 2, 2 * (ring_size - 1)
-    expected = 4 * forward + 2 * ring_size  # thrice forward; the backward; dk and dv
+    layers, forward = 2, 4 * (ring_size - 1)
+    expected = 4 * forward + 4 * ring_size  # thrice forward; the backward; dk and dv
     assert sum(t.times for t in transfers) == layers * expected
     assert all(t.is_hidden for t in transfers)
 
@@ -141,8 +158,8 @@ def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
     program = Program.parse(compiled_layers(chip, 32, TOKENS, HEADS), 32)
     layers = 2
     transfers = [c for c in program.collectives() if c.kind == TRANSFER]
-    # Backward those of each half of the heads.
-    assert sum(t.times for t in transfers) == layers * (31 * 2 + 31 * 4 + 32 * 4)
+    # Those of each half of the heads.
+    assert sum(t.times for t in transfers) == layers * (31 * 4 + 31 * 4 + 32 * 4)
     assert all(t.is_hidden for t in transfers)
 
 
@@ -174,6 +191,26 @@ def test_keys_in_another_order_are_reordered_once(head_dim):
     program = compile_for(mesh, jax.jit(attend_to_tokens_last), x, x, x).as_text()
     [copies] = copies_of_shards(program, TOKENS * HEADS * 128)
     assert 0 < copies <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("length", [2048, 4096, 8192, 16384])
+@pytest.mark.parametrize(
+    "topology", ["v4:4x4x4", "v5e:16x16", "v5p:4x4x4", "v6e:16x16"]
+)
+def test_transfers_on_disjoint_cycles_span_all_kernels_of_their_turn(topology, length):
+    """On four walks, or on as many of six as the eight key heads divide over evenly."""
+    devices = np.array(tpu_devices(topology))
+    cycles = disjoint_cycles(devices, 0)
+    assert len(cycles) == len(topology.split(":")[1].split("x"))
+    walks = tuple(way for c in cycles for way in (Walk((c,)), Walk((c,)).back()))
+    text = compiled_layers(topology, devices.size, length, 8, walks=walks)
+    program = Program.parse(text, devices.size)
+    transfers = [c for c in program.collectives() if c.kind == TRANSFER]
+    assert transfers and all(t.hidden_share == 1 for t in transfers)
+    for order in program.orders():
+        assert re.fullmatch(r"(s+(F{4}|B{4})d+)+(F{4}|B{4})?", order), order
 
 
 @pytest.mark.slow

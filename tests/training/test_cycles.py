@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from training.cycles import Walk, cycles_of_torus, disjoint_cycles
-from training.mesh import MESH_AXES, MeshShape, make_mesh
+from training.cycles import Walk, cycles_of_torus, disjoint_cycles, ring_walks
+from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 from training.pods import h200_devices, tpu_devices
 from training.torus import Shape, is_closed, place
 
@@ -142,3 +142,33 @@ def test_a_ring_through_several_slices_is_one_cycle():
         [d for d in other if d.coords[2] > 1],
     ]
     assert disjoint_cycles(np.concatenate(halves), 0) == (tuple(range(64)),)
+
+
+@pytest.mark.parametrize(
+    "pod, shape, cycles",
+    [
+        ("v4:4x4x4", MeshShape(ring=64), 3),
+        ("v4:4x4x4", MeshShape(ring_outer=2, ring=32), 3),
+        ("v4:4x4x4", MeshShape(fsdp=4, ring=16), 2),
+        ("v4:4x4x4", MeshShape(ring=8, ulysses=2, tensor=4), 0),
+        ("v5e:4x4", MeshShape(ring=16), 0),  # no axis is closed
+    ],
+    ids=str,
+)
+def test_the_walks_of_a_ring_are_its_cycles_both_ways_round(pod, shape, cycles):
+    walks = ring_walks(Partition(make_mesh(shape, tpu_devices(pod))))
+    if not cycles:
+        assert walks is None
+        return
+    size = shape.ring * shape.ring_outer
+    assert len(walks) == 2 * cycles
+    pairs = [set(zip(w, np.roll(w, -1).tolist(), strict=True)) for w in walks]
+    assert len(set.union(*pairs)) == len(walks) * size  # no link twice in one direction
+    assert pairs[1] == {(there, here) for here, there in pairs[0]}
+
+
+@pytest.mark.parametrize("shape", [MeshShape(ring=4), MeshShape(data=2, ring=2)])
+def test_devices_that_have_no_torus_leave_the_walks_to_the_library(shape):
+    devices = jax.devices()[: shape.data * shape.ring]
+    assert ring_walks(Partition(make_mesh(shape, devices))) is None
+    assert ring_walks(Partition(shape.abstract_mesh())) is None
