@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +203,8 @@ def make_ring_attention(
         if ring_size > 1 and not keep_tail:
             outline = (limit or mask).outline(queries, k.shape[1])
             short = Route.within(outline, layout, ring_size, count_steps)
-        route = short or Route(ways, outer=outer)
+        others = tuple(name for name in mesh.axis_names if name not in axes.ring)
+        route = replace(short or Route(ways, outer=outer), beside=others)
         on_shards = functools.partial(local, route=route)
         out = _over_mesh(on_shards, mesh, axes)(q, k, v, visible, sinks)
         return mask.fill_padding(out, queries)

@@ -196,6 +196,8 @@ class Route:
       else one way round.
     outer: rings of successive devices in which all is sent around, and from one to the
       next while it is: see `Schedule`.
+    beside: mesh axes of other rings, which count the same: rings that run side by side
+      must not send different numbers of times.
     """
 
     walks: tuple[Walk, ...] = ()
@@ -203,6 +205,7 @@ class Route:
     is_counted: bool = False
     counts_both_ways: bool = False
     outer: int = 1
+    beside: tuple[str, ...] = ()
 
     @classmethod
     def within(

@@ -12,10 +12,16 @@ from tools.lib.planning.kernels import (
     PRODUCTS,
     Kernels,
     Launched,
-    Ring,
     read_kernel_parts,
 )
-from tools.lib.planning.ring_steps import Blocks, Sequence, visible_pairs, work, works
+from tools.lib.planning.ring import Ring
+from tools.lib.planning.ring_steps import (
+    Blocks,
+    Sequence,
+    visible_pairs,
+    work,
+    work_on,
+)
 from tools.tpu_schedule import measure
 from training import chips
 
@@ -43,7 +49,8 @@ def per_pair(chip, length, direction="forward", **fields):
     """Seconds of a visible pair, by those of a full tile."""
     ring, kernels = make_ring(length, **fields), Kernels.of(chip)
     pairs = ring.heads * length**2 / 2
-    return ring.kernel_seconds(kernels, direction) / pairs / kernels.seconds[direction]
+    seconds = ring.times(kernels, direction).kernels / ring.steps
+    return seconds / pairs / kernels.seconds[direction]
 
 
 def test_full_tiles_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
@@ -63,7 +70,7 @@ def test_kernels_without_parts_take_an_assumed_share(chip):
     kernels = Kernels.of(chip)
     assert kernels.seconds["forward"] == 2 * 2 * 128 / (0.6 * chip.peak_flops)
     assert "assumed" in kernels.source
-    seconds = make_ring(1024, size=1).kernel_seconds(kernels, "forward")
+    seconds = make_ring(1024, size=1).times(kernels, "forward").kernels
     # 10 of 16 sub-tiles are live.
     assert seconds == 8 * 10 * 256**2 * kernels.seconds["forward"]
 
@@ -169,7 +176,7 @@ def test_first_copies_of_a_head_and_its_last_dq_are_waited_for():
             "v5e", direction, False, (1, length, 8, 128), (length, 8), "bfloat16"
         )
         sequence = Sequence(Striped(), 1, length)
-        ((_, (found, *_)),) = works(sequence, kernel.blocks, direction)
+        found = work_on(sequence, kernel.blocks, direction, (0, 0))
         return kernel.goes_on, kernel.waited_bytes(found)
 
     tile = 2 * 1024 * 128 * 2  # of keys and values, or queries and their gradients
@@ -185,9 +192,9 @@ def test_wide_heads_take_as_many_products_as_they_have_passes():
 
     def ratio(chip, direction):
         narrow, wide = (
-            make_ring(2**16, size=2, head_dim=n).kernel_seconds(
-                Kernels.of(chip), direction
-            )
+            make_ring(2**16, size=2, head_dim=n)
+            .times(Kernels.of(chip), direction)
+            .kernels
             for n in (128, 256)
         )
         return wide / narrow
@@ -200,7 +207,7 @@ def test_wide_heads_take_as_many_products_as_they_have_passes():
 def test_packed_documents_take_less_than_one_and_more_than_their_pairs():
     kernels = Kernels.of(V5E)
     whole, packed = (
-        make_ring(2**14, documents=documents).kernel_seconds(kernels, "forward")
+        make_ring(2**14, documents=documents).times(kernels, "forward").kernels
         for documents in ((), (2**13,))
     )
     pairs = [visible_pairs(documents, 2**17) for documents in ((), (2**13,))]
@@ -212,7 +219,7 @@ def test_packed_documents_take_less_than_one_and_more_than_their_pairs():
 def test_half_of_the_queries_is_a_ring_of_its_own():
     kernels, ring = Kernels.of(V5E), make_ring(2**15, size=4)
     times = [
-        part.kernel_seconds(kernels, "forward")
+        part.times(kernels, "forward").kernels
         for part in (ring, ring.part("front"), ring.part("tail"))
     ]
     assert times[1] + times[2] == pytest.approx(times[0], rel=0.01)
@@ -222,7 +229,7 @@ def test_half_of_the_queries_is_a_ring_of_its_own():
 
 def test_odd_lengths_have_more_and_smaller_granules():
     found = [
-        make_ring(length, size=1).kernel_seconds(Kernels.of(V5E), direction)
+        make_ring(length, size=1).times(Kernels.of(V5E), direction).kernels
         for direction in PRODUCTS
         for length in (512, 640, 768)
     ]
@@ -234,7 +241,7 @@ def test_odd_lengths_have_more_and_smaller_granules():
 def test_a_lone_key_head_leaves_a_core_of_two_idle():
     def times(chip, direction):
         rings = (make_ring(2**14, heads=4 * n, kv_heads=n) for n in (1, 2))
-        return [ring.kernel_seconds(Kernels.of(chip), direction) for ring in rings]
+        return [ring.times(Kernels.of(chip), direction).kernels for ring in rings]
 
     one, two = times(V5P, "backward")
     assert one == two

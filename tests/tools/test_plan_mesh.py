@@ -1,7 +1,7 @@
 """Suggested meshes, and the estimate's parts, without compiling anything."""
 
-import dataclasses
 import json
+import re
 from unittest import mock
 
 import numpy as np
@@ -21,16 +21,18 @@ from tools.lib.planning.estimate import (
     ring_passes,
     synchronous_seconds,
 )
-from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring, layer_masks
+from tools.lib.planning.kernels import PRODUCTS, Kernels
 from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import kinds, transfers
+from tools.lib.planning.ring import Ring, layer_masks
 from tools.lib.planning.ring_steps import Sequence
 from tools.lib.planning.roofline import Work
 from tools.plan_pod import read_config
 from training import chips
 from training.hlo import TRANSFER, Collective, Instruction, Program
 from training.mesh import MESH_AXES, MeshShape, Partition
+from training.pods import aot_pod
 
 # From ml_collections, whenever it reads a config's file.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -68,17 +70,20 @@ def test_kernels_without_schedules_take_an_assumed_share(chip):
 
 def outlasting(ring: Ring, kernels: Kernels) -> list[float]:
     """Seconds of transfers after their kernels, forward and backward."""
-    return [ring.outlasting_seconds(V4, kernels, direction) for direction in PRODUCTS]
+    return [ring.times(kernels, direction).outlasting for direction in PRODUCTS]
 
 
 def test_ring_hides_where_a_device_has_tokens_enough():
     kernels = Kernels.of(V4)
     long = Ring.of(config_7b(), partition(), V4)
-    assert not any(outlasting(long, kernels))
+    forward, backward = outlasting(long, kernels)
+    # Backward, the first step has half of the local queries: a quarter of the pairs.
+    first = long.times(kernels, "backward").kernels / (4 * 512)
+    assert forward == 0 < backward < first and long.hiding(kernels) > 2
     assert long.keys_bytes == 2 * 16384 * 4096 * 2
     short = Ring.of(config_7b(2**21), partition(), V4)
     assert any(outlasting(short, kernels))
-    times = [ring.kernel_seconds(kernels, "forward") for ring in (short, long)]
+    times = [ring.times(kernels, "forward").kernels for ring in (short, long)]
     # 16 times the pairs; but the short one is mostly diagonal tiles and programs.
     assert 12 * times[0] < times[1] < 14 * times[0]
 
@@ -149,34 +154,31 @@ def test_layers_see_what_the_runs_mask_and_their_window_show():
         assert not any(one.prefix for one in windows)
 
 
-def test_transfers_that_no_window_reads_are_waited_for():
+def test_each_kind_of_layers_takes_its_time_on_its_own_route():
     config, mesh = config_7b(2**21, **WINDOWS), partition(ring=64, tensor=8)
     kernels = Kernels.of(V4)
     ring = Ring.of(config, mesh, V4, mask=DocumentMask(window=1024))
-    steps = ring.step_seconds(kernels, "forward")
-    transfer = ring.transfer_seconds(V4, "forward")
-    first, *others = (seconds for _, seconds in steps)
-    # Home, and a neighbour on each side; the rest are programs without tiles.
-    assert len(steps) == 64 and first > others[0] > others[1] > 0
-    assert others[1] == others[-2] and others[1] < transfer
-    waited = sum(max(0, transfer - s) for s in (first, *others[:-1]))
-    got = ring.outlasting_seconds(V4, kernels, "forward")
-    assert got == pytest.approx(waited)
-    found = Attention.of(config, mesh, V4, program("forward", "backward"))
     full = Ring.of(config, mesh, V4)
-    assert found.outlasting == pytest.approx(
-        sum(
-            layers * one.outlasting_seconds(V4, kernels, direction)
-            for layers, one in ((24, ring), (8, full))
-            for direction in PRODUCTS
-        )
-    )
+    # Home, and a neighbour on each side; whole shards would have 64 steps.
+    assert [ring.once(direction).steps for direction in PRODUCTS] == [2, 3]
+    assert full.once("forward").steps == 33  # zigzag, both ways to the middle
+    found = Attention.of(config, mesh, V4, program("forward", "backward"))
+    kinds = (24, ring), (8, full)
+    times = [
+        {d: layers * np.array(one.times(kernels, d)[:3]) for d in PRODUCTS}
+        for layers, one in kinds
+    ]
+    total = {d: sum(one[d] for one in times) for d in PRODUCTS}
+    assert found.outlasting == pytest.approx(sum(one[2] for one in total.values()))
     for number, direction in enumerate(PRODUCTS):
-        seconds = [64 * r.kernel_seconds(kernels, direction) for r in (ring, full)]
-        total = 24 * seconds[0] + 8 * seconds[1]
-        assert found.kernels[direction] == pytest.approx(total)
+        seconds, _, _ = total[direction]
+        assert found.kernels[direction] == pytest.approx(seconds)
         # As long as where it is shortest: 32 layers, 2 runs in this program.
-        assert found.by_name[f"k{number}"] == pytest.approx(32 * min(seconds) / 2)
+        each = [
+            one[direction][0] / layers
+            for one, (layers, _) in zip(times, kinds, strict=True)
+        ]
+        assert found.by_name[f"k{number}"] == pytest.approx(32 * min(each) / 2)
 
 
 def test_saved_by_layers_follows_the_policy():
@@ -221,11 +223,11 @@ def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
     found = Attention.of(config, partition(), V4, program(*kernels))
     ring, speed = Ring.of(config, partition(), V4), Kernels.of(V4)
     for direction, times in (("forward", 2), ("backward", 1)):  # remat runs it again
-        seconds = times * 32 * 512 * ring.kernel_seconds(speed, direction)
+        seconds = times * 32 * ring.times(speed, direction).kernels
         assert found.kernels[direction] == pytest.approx(seconds)
     assert found.by_name["k0"] == found.by_name["k1"] == found.kernels["forward"] / 4
     assert found.by_name["k2"] == found.kernels["backward"] / 2
-    assert found.outlasting == 0
+    assert found.outlasting == 32 * ring.times(speed, "backward").outlasting
     assert "forward 2 x for each backward" in found.assumption
     assert Attention.of(config_7b(2**21), partition(), V4, program(*kernels)).outlasting
     capped = config_7b(**{"model.attention_soft_cap": 50.0})
@@ -261,25 +263,64 @@ def test_a_transfer_is_exposed_by_the_kernels_of_its_step_that_it_misses():
     assert (moved.hidden, moved.exposed, moved.exposed_share) == (0, 3, 0.75)
 
 
-@pytest.mark.parametrize(("context", "tensor"), [(2**23, 1), (2**22, 2)])
-def test_best_mesh_fits_hides_its_ring_and_takes_the_least_time(context, tensor):
+@pytest.mark.parametrize("context", [2**22, 2**23])
+def test_best_mesh_fits_and_takes_the_least_time(context):
     found = suggestions(config_7b(context), 512, V4)
-    best = {"data": 1, "fsdp": 1, "ring": 32, "ulysses": 16 // tensor, "tensor": tensor}
-    assert found[0].mesh == best
     assert found[0].fits and found[0].hiding > 1
-    # Without Ulysses, what was the best before there was one.
-    plain = next(one for one in found if "ulysses" not in one.mesh)
-    assert plain.mesh == {"data": 1, "fsdp": 1, "ring": 128, "tensor": 4}
-    assert plain.hiding < found[0].hiding and plain.seconds > found[0].seconds
     # One row, and 32 heads: nothing else divides.
     assert all(one.mesh["data"] == one.mesh["fsdp"] == 1 for one in found)
     assert max(one.mesh["tensor"] for one in found) == 32
     fits = [one.fits for one in found]
     assert fits == sorted(fits, reverse=True) and not all(fits)
-    hidden = [one.hiding >= 1 for one in found if one.fits]
-    assert hidden == sorted(hidden, reverse=True)
-    seconds = [one.seconds for one in found if one.fits and one.hiding >= 1]
+    seconds = [one.seconds for one in found if one.fits]
     assert seconds == sorted(seconds)
+    for one in found:
+        waits = one.ring_waits + one.other_waits
+        assert one.seconds == pytest.approx(one.attention + one.products + waits)
+
+
+def test_suggestions_go_the_ways_that_the_pods_links_have():
+    pod = aot_pod("v4:4x4x4")
+    found = suggestions(config_7b(2**20), pod.devices, pod.chip)
+    ways = {one.mesh["ring"]: one.route.split(":")[0] for one in found[::-1]}
+    assert ways[64] == "3 cycles" and ways[16] == "2 cycles" and ways[2] == "one way"
+    assert ways[8] == ways[32] == "both ways"
+    # Of abstract devices no cycles are known.
+    abstract = suggestions(config_7b(2**20), 64, pod.chip)
+    routes = [one.route for one in abstract if one.mesh["ring"] == 64]
+    assert all(route.startswith("both ways: hides from") for route in routes)
+    ring = next(one for one in found if one.mesh["ring"] == 64)
+    assert list(ring.routes) == ["one way", "both ways", "3 cycles"]
+    assert ring.routes["3 cycles"] == ring.attention + ring.ring_waits
+    # Of 32 heads six walks get pieces of two and three, which two cores share out.
+    assert ring.routes["both ways"] < ring.routes["3 cycles"]
+    assert ring.route.startswith("3 cycles: hides from 1.")
+    assert "both ways would take" in ring.route
+
+
+def test_a_route_that_would_be_faster_is_told():
+    """Backward, pieces of one head on a chip of two cores; forward they share tiles."""
+    pod = aot_pod("v5p:4x4x4")
+    config = config_7b(2**18, **{"model.num_kv_heads": 8})
+    found = suggestions(config, pod.devices, pod.chip)
+    ring = next(one for one in found if one.mesh["ring"] == 64)
+    told = re.fullmatch(r"2 cycles: .*; both ways would take (\d+)%", ring.route)
+    spent = ring.attention + ring.ring_waits
+    assert int(told[1]) == round(100 * ring.routes["both ways"] / spent) < 70
+    assert ring.seconds > found[0].seconds
+
+
+def test_rows_that_count_their_steps_end_with_their_documents():
+    config = config_7b(2**20, attention="zigzag", **{"model.num_kv_heads": 8})
+    meshes = (suggestions(config, 64, V4, lengths) for lengths in ((), (2**16,)))
+    whole, packed = (
+        next(one for one in found if one.mesh["ring"] == 64) for found in meshes
+    )
+    assert whole.route.startswith("32 of 63 steps, both ways")
+    assert packed.route.startswith("7 of 63 steps, both ways: the longest document")
+    assert packed.ring_waits < whole.ring_waits / 4
+    # Home from the middle of the ring, gradients wait longer than all else gains.
+    assert "both ways would take" in whole.route
 
 
 def test_where_no_mesh_divides_the_reason_is_told():
@@ -299,4 +340,10 @@ def test_suggestions_are_printed_and_written(tmp_path, capsys):
     assert first == [rows[0]["mesh"].get(axis, 1) for axis in MESH_AXES]
     assert {np.prod(list(row["mesh"].values())) for row in rows} == {8}
     found = suggestions(read_config(config), 8, H200, (4096,))
-    assert rows == [dataclasses.asdict(one) for one in found]
+    what = {"topology": "h200:1x1x8", "documents": [4096], "rows": 8}
+    what["context"] = read_config(config).data.context_tokens
+    assert rows == [what | one.row() for one in found]
+    cells = [re.split(r"\s{2,}", line) for line in printed[:13]]
+    routes = [one.route for one in found[:12]]
+    assert [line[-1] for line in cells] == ["route", *routes]
+    assert any(one.route.startswith("one way: hides from") for one in found)

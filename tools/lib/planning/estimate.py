@@ -13,7 +13,8 @@ import ml_collections
 
 from models.remat import RERUN
 from tasks.execution import execution
-from tools.lib.planning.kernels import COUNTED, PRODUCTS, Kernels, Ring, layer_masks
+from tools.lib.planning.kernels import COUNTED, PRODUCTS, Kernels
+from tools.lib.planning.ring import Ring, layer_masks
 from tools.lib.planning.roofline import Work
 from training.chips import Chip
 from training.hlo import TRANSFER, Collective, Program
@@ -25,12 +26,13 @@ class Exposed:
     """Communication of a device in a step that overlaps nothing.
 
     ring_bytes: ring transfers; ring_share: their share of all ring transfers.
-    other_bytes: other collectives.
+    other_bytes: other collectives. ways: links that the ring's transfers share.
     """
 
     ring_bytes: float
     ring_share: float
     other_bytes: float
+    ways: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ class Attention:
       their kernels have ended, if all of them do.
     by_name: the mean of a run of each kernel of the program, of the kind of layers in
       which it is the shortest.
+    ways: links of a device that the rings' transfers share, the fewest of any ring.
     """
 
     kernels: dict[str, float]
     outlasting: float
     by_name: dict[str, float]
     assumption: str
+    ways: int = 1
 
     @classmethod
     def of(
@@ -64,12 +68,13 @@ class Attention:
             return cls({}, 0.0, {}, "attention is among the other instructions")
         kernels, outlasting = Kernels.of(chip), 0.0
         spent, areas, layers = Counter(), Counter(), Counter()
-        for times, ring, direction in ring_passes(config, partition, chip, documents):
-            kernel, mask = ring.kernel_seconds(kernels, direction), ring.sequence.mask
-            spent[direction, mask] += times * ring.steps * kernel
+        passes = ring_passes(config, partition, chip, documents)
+        for times, ring, direction in passes:
+            found, mask = ring.times(kernels, direction), ring.sequence.mask
+            spent[direction, mask] += times * found.kernels
             areas[direction] += times * ring.area
             layers[mask] += times * (direction == "backward")
-            outlasting += times * ring.outlasting_seconds(chip, kernels, direction)
+            outlasting += times * found.outlasting
         seconds = {name: sum(spent[name, mask] for mask in layers) for name in PRODUCTS}
         shortest = {
             name: layers.total() * min(spent[name, m] / layers[m] for m in layers)
@@ -90,6 +95,7 @@ class Attention:
             f"ring forward {again:.3g} x for each backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16")
             + ("; soft caps take no time" if config.model.attention_soft_cap else ""),
+            ways=min(max(1, len(ring.once(way).ways)) for _, ring, way in passes),
         )
 
 
@@ -156,13 +162,15 @@ def ring_passes(
     ]
 
 
-def bytes_per_second(chip: Chip, kind: str) -> float:
+def bytes_per_second(chip: Chip, kind: str, ways: int = 1) -> float:
     """Returns the bandwidth of a device for collectives of one kind.
 
-    The ring goes one way; others use both directions of a TPU's links.
+    Those but the ring's use both directions of a TPU's links.
+    ways: links that a ring's transfers share, on TPUs.
     """
-    is_both = kind != TRANSFER and chip.name.startswith("TPU")
-    return chip.interconnect_bytes_per_second * (2 if is_both else 1)
+    is_tpu = chip.name.startswith("TPU")
+    links = (ways if kind == TRANSFER else 2) if is_tpu else 1
+    return chip.interconnect_bytes_per_second * links
 
 
 def synchronous_seconds(
@@ -188,7 +196,8 @@ def estimate(
 
     work: of the program's instructions on one of them.
     """
-    link, others = bytes_per_second(chip, TRANSFER), bytes_per_second(chip, "other")
+    ways = communication.ways
+    link, others = (bytes_per_second(chip, kind, ways) for kind in (TRANSFER, "other"))
     ring_waits = communication.ring_bytes / link
     ring_waits += attention.outlasting * (1 - communication.ring_share)
     parts = {
@@ -208,8 +217,8 @@ def estimate(
             "other instructions as compiled: products at all of "
             f"{chip.peak_flops / 1e12:.0f} TFLOP/s, operands and results at "
             f"{chip.hbm_bytes_per_second / 1e9:.0f} GB/s, whichever takes longer",
-            f"a device sends {link / 1e9:.0f} GB/s of ring transfers, "
-            f"{others / 1e9:.0f} GB/s of other collectives",
+            f"a device sends {link / 1e9:.0f} GB/s of ring transfers, over "
+            f"{ways} links, {others / 1e9:.0f} GB/s of other collectives",
             "latencies, stalls and arithmetic but products are not counted",
         ),
     )

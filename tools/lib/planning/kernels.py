@@ -16,23 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from data.document_mask import DocumentMask
 from kernels.tpu import diagonal, launch
-from kernels.ulysses import share_heads
-from tasks import base, batch_rows
-from tasks.execution import local_tokens
-from tasks.mask import document_mask
-from tasks.task import TASKS
 from tools.lib.benchmarks.rows import ROOT
-from tools.lib.planning.ring_steps import CAUSAL, Blocks, Sequence, Work, works
+from tools.lib.planning.ring_steps import Blocks, Work
 from tools.lib.tpu_compiler.bundles import Parts
 from training.chips import Chip
-from training.mesh import Partition
 
 PARTS = ROOT / "results" / "tpu" / "kernel_parts.json"
 """Rows of tools/tpu_kernel_parts.py."""
@@ -268,138 +259,3 @@ def at_peak(parts: Parts, direction: str, chip: Chip) -> Parts:
         full=max(parts.full, least),
         live=tuple(max(bundles, n * granule) for n, bundles in live),
     )
-
-
-def layer_masks(config: ml_collections.ConfigDict) -> list[DocumentMask]:
-    """Returns what the queries of each layer see: of the run's mask, its window."""
-    mask = document_mask(config)
-
-    def within(window: int) -> DocumentMask:
-        return DocumentMask(window=min(window, mask.window or window))
-
-    kinds = TASKS[config.task].sizes(config).layer_kinds
-    return [within(kind.window) if kind.window else mask for kind in kinds]
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Work and communication of a device in one step of one layer's ring.
-
-    sequence: what the ring is of; rows: of the batch, on this device.
-    heads, kv_heads: query and key/value heads of the device; head_dim: of each.
-    keys_bytes: bytes of the keys and values sent; gradients_bytes: of their gradients.
-      TPUs send heads in whole LANES.
-    """
-
-    sequence: Sequence
-    rows: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    keys_bytes: int
-    gradients_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        config: ml_collections.ConfigDict,
-        partition: Partition,
-        chip: Chip,
-        documents: tuple[int, ...] = (),
-        mask: DocumentMask = CAUSAL,
-    ) -> "Ring":
-        """Computes it for a config on a mesh of this chip.
-
-        documents: lengths of those packed in a row, repeated; none for one document.
-        mask: of the layer: see `layer_masks`.
-        """
-        model, shape = config.model, partition.mesh.shape
-        length = batch_rows.batch_shape(config, partition)[1] // partition.ring_size
-        # Devices of a Ulysses axis have whole shards in the ring, of some of the heads.
-        tokens, devices = local_tokens(config, partition), partition.slices
-        tokens *= devices
-        way = share_heads(
-            model.num_heads // shape["tensor"],
-            model.num_kv_heads // shape["tensor"],
-            devices,
-        )
-        layout = base.attention_system(config).layout
-        is_tpu = chip.name.startswith("TPU")
-        sent = padded(model.head_dim) if is_tpu else model.head_dim
-        numbers = 2 * tokens * (way.kv_heads // devices) * sent
-        return cls(
-            sequence=Sequence(layout, partition.ring_size, length, documents, mask),
-            rows=tokens // length,
-            heads=way.heads // devices,
-            kv_heads=way.kv_heads // devices,
-            head_dim=model.head_dim,
-            dtype=config.compute_dtype,
-            keys_bytes=numbers * jnp.dtype(config.compute_dtype).itemsize,
-            gradients_bytes=numbers * FLOAT32,
-        )
-
-    @property
-    def steps(self) -> int:
-        """Devices in the ring."""
-        return self.sequence.ring_size
-
-    @property
-    def area(self) -> float:
-        """Query-key pairs of all rows: see `Sequence.area`."""
-        return self.rows * self.sequence.area
-
-    def part(self, name: str) -> "Ring":
-        """Returns the ring of the "front" or the "tail" of the queries."""
-        sequence = replace(self.sequence, part=name)
-        keys_bytes = self.keys_bytes * sequence.keys // sequence.length
-        return replace(self, sequence=sequence, keys_bytes=keys_bytes)
-
-    def kernel_seconds(self, kernels: Kernels, direction: str) -> float:
-        """Returns the time of a ring step's kernel, the mean over the steps."""
-        steps = self.step_seconds(kernels, direction)
-        return sum(weight * seconds for weight, seconds in steps)
-
-    def step_seconds(
-        self, kernels: Kernels, direction: str
-    ) -> list[tuple[float, float]]:
-        """Returns (weight, time of the kernel) of ring steps: `Sequence.sampled`'s."""
-        if not kernels.parts:
-            heads = self.rows * self.heads * padded(self.head_dim) / LANES
-            pair = heads * kernels.seconds[direction]
-            return [(weight, pairs * pair) for weight, pairs in self.sequence.areas]
-        found = []
-        for step in range(self.sequence.sampled_steps):
-            kernel = Launched.of(
-                kernels.chip.name.removeprefix("TPU "),
-                direction,
-                step > 0,
-                (self.rows, len(self.sequence.queries), self.heads, self.head_dim),
-                (self.sequence.keys, self.kv_heads),
-                self.dtype,
-            )
-            weight, devices = works(self.sequence, kernel.blocks, direction)[step]
-            stacks = self.rows * self.kv_heads * kernel.stacks
-            if direction == "backward":  # whose heads are shared out to the cores
-                stacks = -(-stacks // kernel.cores) * kernel.cores
-            slowest = max(kernels.call_seconds(kernel, work) for work in devices)
-            found.append((weight, stacks * slowest))
-        return found
-
-    def transfer_seconds(self, chip: Chip, direction: str) -> float:
-        """Returns the time of the transfer that overlaps it."""
-        size = self.keys_bytes
-        if direction == "backward":
-            size += self.gradients_bytes
-        return size / chip.interconnect_bytes_per_second if self.steps > 1 else 0.0
-
-    def outlasting_seconds(self, chip: Chip, kernels: Kernels, direction: str) -> float:
-        """Returns how long transfers last after their kernels, in all ring steps.
-
-        The last step has none. Every shard is sent on, also where a window sees none.
-        """
-        transfer = self.transfer_seconds(chip, direction)
-        steps = self.step_seconds(kernels, direction)
-        more = [(weight, max(0.0, transfer - seconds)) for weight, seconds in steps]
-        total = self.steps * sum(weight * seconds for weight, seconds in more)
-        return total - more[-1][1]

@@ -1,29 +1,27 @@
 """Suggests meshes by a rule of thumb, without compiling anything.
 
 Of the meshes over which the model and the rows divide, first those in which the step
-should fit, then those whose ring transfers are hidden by its kernels,
-then those whose attention kernels and exposed communication take the least time.
+should fit, then those that take the least time.
 
 - It fits if parameters, optimizer, what layers save (`memory`) and a workspace by
   `workspace_bytes` leave SPARE_SHARE of the chip.
-- A ring is hidden if a step's kernel lasts as long as its transfer. Of L tokens,
-  H query and K key/value heads, the kernel computes L²/2 pairs for each of H, and 2·L
-  rows are sent for each of K: so L·H/K must reach a bound, which is the chip's FLOP/s
-  over its link's bytes a second times a factor of the kernel.
+- A ring takes the route that it would take on these devices: see `routes`. What its
+  transfers outlast the kernels beside them is waited for.
 - Exposed are the gathers of parameters and the scattering of their gradients over
-  (fsdp, ring, ulysses), the sums over data and tensor, the all-to-alls over ulysses,
-  the ring step that returns gradients to their owners, and of a ring that is not hidden
-  what outlasts the kernels.
+  (fsdp, ring, ulysses), the sums over data and tensor, and all-to-alls over ulysses.
+  All but the last use both directions of a TPU's links.
 
-A Ulysses axis of U devices makes a shard of the ring U times as long: L is that of the
-ring. It must divide a device's query heads here, so that none are computed in vain.
+A Ulysses axis of U devices makes a shard of the ring U times as long. It must divide a
+device's query heads here, so that none are computed in vain.
 """
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_collections
 
@@ -31,15 +29,18 @@ from tasks import base
 from tasks.execution import local_tokens
 from tasks.frozen import abstract_frozen
 from tasks.task import TASKS, make_task
-from tools.lib.planning.estimate import ring_passes
-from tools.lib.planning.kernels import PRODUCTS, Kernels, Ring
+from tools.lib.planning.choice import Choice
+from tools.lib.planning.estimate import bytes_per_second, ring_passes
+from tools.lib.planning.kernels import Kernels
 from tools.lib.planning.memory import (
     SPARE_SHARE,
     device_bytes,
     saved_bytes,
 )
+from tools.lib.planning.ring import Ring
 from training.chips import Chip
-from training.mesh import MESH_AXES, MeshShape, Partition
+from training.hlo import TRANSFER
+from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 
 LAYER_ARRAYS, RING_ARRAYS = 6, 7
 """float32 arrays of the size of the queries: the most in compiled steps on TPUs.
@@ -53,48 +54,63 @@ class Suggestion:
     """A mesh, and its figures.
 
     memory: estimated bytes on a device. fits: whether that leaves enough spare.
-    hiding: time of a ring step's kernel over that of its transfer, in the worse
-      direction and in the layers with the shortest; None without a ring.
-    exposed_bytes: bytes that a device sends in a step while nothing is computed.
-    seconds: estimated time of those, and of the step's attention kernels.
+    hiding: the least that kernels last over the ring transfers beside them, in the
+      worse direction and in the layers with the shortest; None without transfers.
+    route: that the ring takes, and why; routes: seconds of attention and of what it
+      waits for, by each route that the ring could take: see `Choice`.
+    attention, ring_waits, other_waits: seconds of the kernels of a step, of ring
+      transfers that outlast them, and of other exposed communication.
+    products: other matrix products at the chip's peak, each once.
     """
 
     mesh: dict[str, int]
     memory: float
     fits: bool
     hiding: float | None
-    exposed_bytes: float
-    seconds: float
+    route: str
+    routes: dict[str, float]
+    attention: float
+    ring_waits: float
+    other_waits: float
+    products: float
 
     @property
-    def rank(self) -> tuple[bool, bool, float, float]:
+    def seconds(self) -> float:
+        return self.attention + self.ring_waits + self.other_waits + self.products
+
+    def row(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        return asdict(self) | {"seconds": self.seconds}
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
         """Sort key; smaller is better."""
-        is_hidden = self.hiding is None or self.hiding >= 1
-        return not self.fits, not is_hidden, self.seconds, self.memory
+        return not self.fits, self.seconds, self.memory
 
 
 def suggestions(
     config: ml_collections.ConfigDict,
-    devices: int,
+    devices: int | Sequence[jax.Device],
     chip: Chip,
     documents: tuple[int, ...] = (),
 ) -> list[Suggestion]:
-    """Returns every mesh of this many devices that the config can have, best first.
+    """Returns every mesh of these devices that the config can have, best first.
 
+    devices: of a pod; if only their number is given, rings have no disjoint cycles.
     documents: lengths of those packed in a row, repeated; none for one document.
 
     Raises:
       ValueError: there is none; the message says what is wrong with one ring of all.
     """
-    found = []
-    for sizes in _factorisations(devices):
-        partition = _partition(config, *sizes)
+    found, number = [], devices if isinstance(devices, int) else len(devices)
+    for sizes in _factorisations(number):
         try:
+            partition = _partition(config, devices, *sizes)
             found.append(suggestion(config, partition, chip, documents))
         except ValueError:
             continue
     if not found:
-        suggestion(config, _partition(config, 1, 1, devices, 1, 1), chip)
+        suggestion(config, _partition(config, number, 1, 1, number, 1, 1), chip)
     return sorted(found, key=lambda one: one.rank)
 
 
@@ -104,7 +120,7 @@ def suggestion(
     chip: Chip,
     documents: tuple[int, ...] = (),
 ) -> Suggestion:
-    """Estimates memory and exposed communication of a mesh.
+    """Estimates memory and time of a mesh.
 
     Raises:
       ValueError: something does not divide over it.
@@ -123,32 +139,22 @@ def suggestion(
     memory = device_bytes(held) + workspace_bytes(config, partition, parameters)
     if config.remat != "offload":
         memory += saved_bytes(config, partition)
-    passes, kernels = ring_passes(config, partition, chip, documents), Kernels.of(chip)
-    rings = {ring for _, ring, direction in passes if direction == "backward"}
-    hiding = None
-    if ring_size > 1:
-        hiding = min(
-            ring.kernel_seconds(kernels, direction)
-            / ring.transfer_seconds(chip, direction)
-            for ring, direction in itertools.product(rings, PRODUCTS)
-        )
-    link = chip.interconnect_bytes_per_second
-    exposed = exposed_bytes(config, partition, rings.pop(), parameters)
-    exposed += link * sum(
-        times * ring.outlasting_seconds(chip, kernels, direction)
-        for times, ring, direction in passes
-    )
-    attention = sum(
-        times * ring.steps * ring.kernel_seconds(kernels, direction)
-        for times, ring, direction in passes
-    )
+    passes = ring_passes(config, partition, chip, documents)
+    choice = Choice.of(passes, Kernels.of(chip))
+    ring = passes[0][1]
+    tokens = config.data.batch_rows * config.data.context_tokens
+    products = task.work(tokens, 0).model_flops
     return Suggestion(
         mesh=partition.sizes,
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
-        hiding=hiding,
-        exposed_bytes=exposed,
-        seconds=attention + exposed / link,
+        hiding=choice.hiding,
+        route=choice.route,
+        routes=choice.routes,
+        attention=choice.kernels,
+        ring_waits=choice.outlasting,
+        other_waits=exposed_seconds(config, partition, ring, parameters, chip),
+        products=products / (partition.mesh.size * chip.peak_flops),
     )
 
 
@@ -172,15 +178,16 @@ def workspace_bytes(
     return (arrays * queries + state) / tensor
 
 
-def exposed_bytes(
+def exposed_seconds(
     config: ml_collections.ConfigDict,
     partition: Partition,
     ring: Ring,
     parameters: int,
+    chip: Chip,
 ) -> float:
-    """Returns the bytes that a device sends in a step and that overlap no kernel.
+    """Returns the seconds of a step in which devices wait for others than the ring's.
 
-    ring: of any kind of layers, which all send as much.
+    ring: of any kind of layers, which all have as many heads.
     """
     model, shape = config.model, partition.mesh.shape
     itemsize = jnp.dtype(config.compute_dtype).itemsize
@@ -196,10 +203,10 @@ def exposed_bytes(
     heads = 2 * (ring.heads + ring.kv_heads) * partition.slices * model.head_dim
     swapped = local_tokens(config, partition) * heads * itemsize
     passes = 3 if again else 2
-    sent += model.num_layers * passes * swapped * _exchanged(partition.slices, tensor)
-    if ring.steps > 1:
-        sent += model.num_layers * ring.keys_bytes
-    return sent * config.train.microbatches
+    swapped *= model.num_layers * passes * _exchanged(partition.slices, tensor)
+    rates = (bytes_per_second(chip, kind) for kind in ("other", TRANSFER))
+    seconds = sum(x / rate for x, rate in zip((sent, swapped), rates, strict=True))
+    return seconds * config.train.microbatches
 
 
 def _all_reduced(devices: int) -> float:
@@ -227,7 +234,12 @@ def _factorisations(devices: int) -> Iterator[tuple[int, ...]]:
             yield *sizes, devices // math.prod(sizes)
 
 
-def _partition(config: ml_collections.ConfigDict, *sizes: int) -> Partition:
-    """Returns a partition over abstract devices, cut as `base.partition` does."""
+def _partition(
+    config: ml_collections.ConfigDict, devices: int | Sequence[jax.Device], *sizes: int
+) -> Partition:
+    """Returns a partition over these devices, cut as `base.partition` does."""
     shape = MeshShape(**dict(zip(MESH_AXES, sizes, strict=True)))
-    return Partition(shape.cut_ring(config.model.hidden_size).abstract_mesh())
+    shape = shape.cut_ring(config.model.hidden_size)
+    if isinstance(devices, int):
+        return Partition(shape.abstract_mesh())
+    return Partition(make_mesh(shape, devices))

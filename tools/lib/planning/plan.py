@@ -37,6 +37,7 @@ class Transfers:
     hidden_bytes: bytes that the device sends, by the share of these kernels that each
       transfer overlaps; exposed_bytes: the rest.
     kernels: runs of attention kernels in a step.
+    ways: links of a device that they share.
     """
 
     hidden: int
@@ -44,6 +45,7 @@ class Transfers:
     hidden_bytes: float
     exposed_bytes: float
     kernels: int
+    ways: int = 1
 
     @property
     def exposed_share(self) -> float:
@@ -118,7 +120,8 @@ class Plan:
         )
         known = attention.by_name | synchronous_seconds(moved, chip)
         roofline = Roofline(text, program, chip, known)
-        ring, found = transfers(program), kinds(moved, roofline.beside, chip)
+        ring = transfers(program, attention.ways)
+        found = kinds(moved, roofline.beside, chip)
         return cls(
             topology=step.pod.topology,
             device_kind=devices[0].device_kind,
@@ -145,6 +148,7 @@ class Plan:
                     sum(k.exposed_bytes for k in found if k.name == TRANSFER),
                     ring.exposed_share,
                     sum(k.exposed_bytes for k in found if k.name != TRANSFER),
+                    ring.ways,
                 ),
             ),
             compile_seconds=seconds,
@@ -198,8 +202,8 @@ def _read(kind: Any, value: Any) -> Any:
     return value
 
 
-def transfers(program: Program) -> Transfers:
-    """Sums the transfers of all rings of the program."""
+def transfers(program: Program, ways: int = 1) -> Transfers:
+    """Sums the transfers of all rings of the program. ways: of `Transfers`."""
     found = [c for c in program.collectives() if c.kind == TRANSFER]
     return Transfers(
         hidden=sum(c.times for c in found if c.is_hidden),
@@ -207,6 +211,7 @@ def transfers(program: Program) -> Transfers:
         hidden_bytes=sum(c.hidden_share * c.total_bytes for c in found),
         exposed_bytes=sum((1 - c.hidden_share) * c.total_bytes for c in found),
         kernels=program.kernels().total(),
+        ways=ways,
     )
 
 

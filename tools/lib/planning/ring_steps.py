@@ -5,9 +5,8 @@ their edges in every piece of a tile are computed, as bounds do not decrease.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,6 +102,7 @@ class Sequence:
     mask: of the queries of a document.
     part: "front" for the first half of a shard's queries on the first half of the keys,
       "tail" for the second on all; see `make_ring_attention`'s keep_tail.
+    span: slots [begin, end) of a shard's keys, of a piece; None for all of that.
     """
 
     layout: Layout
@@ -111,6 +111,7 @@ class Sequence:
     documents: tuple[int, ...] = ()
     mask: DocumentMask = CAUSAL
     part: str = "whole"
+    span: tuple[int, int] | None = None
 
     @property
     def queries(self) -> range:
@@ -122,16 +123,27 @@ class Sequence:
     @property
     def keys(self) -> int:
         """Slots of a shard's keys."""
-        return self.length // 2 if self.part == "front" else self.length
+        begin, end = self.slots
+        return end - begin
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Those slots, [begin, end)."""
+        half = self.length // 2 if self.part == "front" else self.length
+        return self.span or (0, half)
 
     def bounds(self, device: int, source: int, piece: int) -> Bounds:
         """Returns the bounds of a device's rows on the keys of another, by pieces."""
         shape = self.ring_size, self.length
-        token = _edges(self, device, piece)
-        spans = document_spans(self.documents, token, math.prod(shape))
-        visible = self.mask.bounds(token, *spans)
+        visible = self.visible(_edges(self, device, piece))
         slots = (self.layout.count(source, bound, *shape) for bound in visible)
-        return Bounds(*(np.minimum(slot, self.keys) for slot in slots))
+        begin, end = self.slots
+        return Bounds(*(slot.clip(begin, end) - begin for slot in slots))
+
+    def visible(self, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens [k_start, k_end) that some tokens see."""
+        total = self.ring_size * self.length
+        return self.mask.bounds(token, *document_spans(self.documents, token, total))
 
     @property
     def area(self) -> float:
@@ -140,45 +152,50 @@ class Sequence:
 
     @functools.cached_property
     def areas(self) -> list[tuple[float, float]]:
-        """(weight, query-key pairs of the slowest device) of ring steps: see `sampled`.
+        """(weight, query-key pairs of the slowest device) of ring steps, one way round.
 
-        Those of live sub-tiles of SUB_TILE rows and keys.
+        Of the first, the middle and the last device; of all steps where windows see few
+        of them. The weights sum to 1.
         """
-        sub = min(SUB_TILE, len(self.queries), self.keys)
-
-        def pairs(device: int, source: int) -> float:
-            tiles = key_ranges(*self.bounds(device, source, sub), 2, sub).work().sum()
-            return float(min(tiles * sub**2, len(self.queries) * self.keys))
-
+        size = self.ring_size
+        alone = range(size) if self.mask.window else (0,)
         return [
-            (weight, max(itertools.starmap(pairs, steps)))
-            for weight, steps in self.sampled()
+            (
+                steps / size,
+                max(pairs(self, at, (at - step) % size) for at in self.devices),
+            )
+            for step, steps in sampled(size, alone)
         ]
 
     @property
-    def sampled_steps(self) -> int:
-        """Ring steps that `sampled` yields; all where windows see few of them."""
-        return (
-            self.ring_size
-            if self.mask.window
-            else min(self.ring_size, 1 + SAMPLED_STEPS)
-        )
+    def devices(self) -> list[int]:
+        """The first, the middle and the last device."""
+        return sorted({0, self.ring_size // 2, self.ring_size - 1})
 
-    def sampled(self) -> Iterator[tuple[float, list[tuple[int, int]]]]:
-        """Yields (weight, (device, source) of each sampled device) of ring steps.
 
-        The first, the middle and the last device, and `sampled_steps` of the steps, the
-        first and the last among them. The weights sum to 1.
-        """
-        size = self.ring_size
-        devices = sorted({0, size // 2, size - 1})
-        count = self.sampled_steps - 1
-        others = np.unique(np.linspace(1, size - 1, count).astype(int))
-        steps = [(0, 1.0)] if size == 1 else [(0, 1 / size)]
-        if size > 1:
-            steps += [(int(step), (1 - 1 / size) / len(others)) for step in others]
-        for step, weight in steps:
-            yield weight, [(device, (device - step) % size) for device in devices]
+def sampled(steps: int, alone: Iterable[int] = (0,)) -> list[tuple[int, float]]:
+    """Returns some of so many ring steps, and how many each stands for.
+
+    alone: steps that stand for themselves; of the others SAMPLED_STEPS, evenly.
+    """
+    apart = {step: 1.0 for step in alone}
+    others = np.array([step for step in range(steps) if step not in apart], int)
+    if not others.size:
+        return list(apart.items())
+    few = np.unique(others[np.linspace(0, others.size - 1, SAMPLED_STEPS).astype(int)])
+    return [*apart.items(), *((int(one), others.size / few.size) for one in few)]
+
+
+@functools.cache
+def pairs(sequence: Sequence, device: int, source: int) -> float:
+    """Counts the query-key pairs of a device on the keys of another.
+
+    Those of live sub-tiles of SUB_TILE rows and keys.
+    """
+    queries, keys = len(sequence.queries), sequence.keys
+    sub = min(SUB_TILE, queries, keys)
+    bounds = sequence.bounds(device, source, sub)
+    return float(min(key_ranges(*bounds, 2, sub).work().sum() * sub**2, queries * keys))
 
 
 @functools.cache
@@ -227,25 +244,21 @@ def visible_pairs(
 
 
 @functools.cache
-def works(
-    sequence: Sequence, blocks: Blocks, direction: str
-) -> tuple[tuple[float, tuple[Work, ...]], ...]:
-    """Returns (weight, work of each sampled device) of the ring's steps.
+def work_on(
+    sequence: Sequence,
+    blocks: Blocks,
+    direction: str,
+    ends: tuple[int, int],
+    half: int | None = None,
+) -> Work:
+    """Counts the work of a device on a shard's keys.
 
-    Backward, the local block is computed in halves.
+    ends: numbers of both. half: of the queries that it attends with, if not with all.
     """
-
-    def of_step(device: int, source: int) -> Work:
-        bounds = sequence.bounds(device, source, blocks.piece)
-        is_cut = direction == "backward" and sequence.ring_size > 1 and device == source
-        calls = halves(bounds, sequence.keys) if is_cut else [bounds]
-        found = (work(direction, call, blocks, sequence.keys) for call in calls)
-        return functools.reduce(Work.__add__, found)
-
-    return tuple(
-        (weight, tuple(itertools.starmap(of_step, steps)))
-        for weight, steps in sequence.sampled()
-    )
+    bounds = sequence.bounds(*ends, blocks.piece)
+    if half is not None:
+        bounds = halves(bounds, sequence.keys)[half]
+    return work(direction, bounds, blocks, sequence.keys)
 
 
 def halves(bounds: Bounds, keys: int) -> list[Bounds]:

@@ -17,7 +17,7 @@ SENT = "{:26s} {:>9s}  {:>11s}  {:>11s}  {:>8s}  {:>11s}  {:>8s}  {}"
 """Format of a row of communication."""
 
 LEGEND = (
-    "  time: of all bytes on a link. exposed: devices wait for all of it. hidden: a",
+    "  time: of all bytes on all links. exposed: devices wait for all of it. hidden: a",
     "  kernel or a product runs between start and end, of the ring's all kernels of a",
     "  step; what outlasts its kernel is waited for, and in the estimate below.",
 )
@@ -98,7 +98,7 @@ def _sent_lines(plan: Plan) -> list[str]:
 
 
 def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
-    rate = bytes_per_second(chip, kind.name)
+    rate = bytes_per_second(chip, kind.name, plan.transfers.ways)
     exposed, why = ("none", ""), "all hidden"
     if kind.exposed_bytes:
         exposed = size(kind.exposed_bytes), seconds(kind.exposed_bytes / rate)
@@ -195,29 +195,30 @@ def _exposed_bytes(plan: Plan) -> float:
 
 def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
     """Returns the lines printed for suggested meshes."""
-    lines = [
-        " ".join(f"{axis:>{len(axis) + 1}s}" for axis in MESH_AXES)
-        + f"  {'memory':>11s}  "
-        f"fits  {'kernel / transfer':>17s}  {'exposed':>11s}  {'seconds':>9s}"
-    ]
+    axes = [f"{axis:>{len(axis) + 1}s}" for axis in MESH_AXES]
+    row = "{}  {:>10s}  {:4s}" + "  {:>9s}" * 5 + "  {}"
+    head = "memory", "fits", "attention", "products", "ring", "others", "step", "route"
+    lines = [row.format(" ".join(axes), *head)]
     for one in found:
         sizes = [one.mesh.get(axis, 1) for axis in MESH_AXES]
-        hiding = "no ring" if one.hiding is None else f"{one.hiding:.2f}"
+        pairs = zip(MESH_AXES, sizes, strict=True)
+        spent = one.attention, one.products, one.ring_waits, one.other_waits
         lines.append(
-            " ".join(
-                f"{size:{len(axis) + 1}d}"
-                for axis, size in zip(MESH_AXES, sizes, strict=True)
+            row.format(
+                " ".join(f"{size:{len(axis) + 1}d}" for axis, size in pairs),
+                size(one.memory),
+                "yes" if one.fits else "no",
+                *map(seconds, (*spent, one.seconds)),
+                one.route,
             )
-            + f"  {size(one.memory):>11s}  {'yes' if one.fits else 'no':4s}  "
-            f"{hiding:>17s}  {size(one.exposed_bytes):>11s}  "
-            f"{seconds(one.seconds):>9s}"
         )
     return lines + [
-        "rule of thumb, best first, nothing compiled (see tools.lib.planning.meshes)",
+        "rule of thumb, best first, estimated and nothing compiled: "
+        "tools.lib.planning.meshes",
         f"memory: of a device; fits in {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
-        "kernel / transfer: times of a ring step; transfers are hidden at 1 or more",
-        "exposed: bytes that a device sends in a step while nothing is computed",
-        "seconds: of those, and of the step's attention kernels",
+        "products: others, once; ring, others: waits; step: all of these, at least",
+        "hides from: tokens of a shard, ulysses times a device's, from which kernels",
+        "  last as long as the transfers beside them, with one document in a row",
     ]
 
 
