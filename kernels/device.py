@@ -18,6 +18,11 @@ def is_tpu() -> bool:
     return device_kind().startswith("TPU")
 
 
+def kernel_cores() -> int:
+    """Returns how many cores share out the heads of a kernel."""
+    return 2 if device_kind() in ("TPU v4", "TPU v5", "TPU v5p") else 1
+
+
 def is_cpu() -> bool:
     """Returns whether it is a CPU."""
     return device_kind() == "cpu"

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from .checks import (
     checked_sinks,
     checked_soft_cap,
 )
-from .device import is_tpu
+from .device import is_tpu, kernel_cores
 from .layouts import Layout, check_length, order
 from .masks import Mask, Visible, full
 from .ring import Ring, attend
@@ -84,7 +85,8 @@ def ring_attention(
     if is_checked and sinks is not None:
         sinks = lax.pcast(sinks, _missing(sinks, q), to="varying")
     if route is None:
-        route = Route(default_walks(size) if is_tpu() else ())
+        walks = default_walks(size) if is_tpu() else ()
+        route = Route(walks, cores=kernel_cores())
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
     ring = Ring(*sizes, route=route)
     on_ring = functools.partial(attend, ring)
@@ -202,7 +204,9 @@ def make_ring_attention(
         if ring_size > 1 and not keep_tail:
             outline = (limit or mask).outline(queries, k.shape[1])
             short = Route.within(outline, layout, ring_size, count_steps)
-        route = short or Route(ways, outer=outer)
+        others = tuple(name for name in mesh.axis_names if name not in axes.ring)
+        known = {"beside": others, "cores": kernel_cores()}
+        route = replace(short or Route(ways, outer=outer), **known)
         on_shards = functools.partial(local, route=route)
         out = _over_mesh(on_shards, mesh, axes)(q, k, v, visible, sinks)
         return mask.fill_padding(out, queries)

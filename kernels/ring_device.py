@@ -98,7 +98,8 @@ class Ring:
     def count(self, visible: Visible, length: int) -> jax.Array:
         """Counts the steps after which no device reads a shard that has not come yet.
 
-        The same number on all devices. length: of a shard.
+        The same number on all devices of the ring, and of those beside it.
+        length: of a shard.
         """
         shards = jnp.arange(self.size, dtype=jnp.int32)
         bounds = self.slots(shards[:, None, None], visible, length)  # (N, B or 1, L)
@@ -106,7 +107,9 @@ class Ring:
         hops = (self.shard() - shards) % self.size
         if self.route.counts_both_ways:
             hops = jnp.minimum(hops, self.size - hops)
-        return lax.pmax(jnp.max(jnp.where(is_read, hops, 0)), self.axis_name)
+        ring = (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+        most = jnp.max(jnp.where(is_read, hops, 0))
+        return lax.pmax(most, (*(ring or ()), *self.route.beside))
 
     def barrier(self, arrays: Any, dq: Any = None) -> tuple[Any, Any]:
         """Returns both as they are, once all of them are computed."""

@@ -211,11 +211,15 @@ class Backward:
             else:
                 home[i] = sums
 
-        def back(_: Step, home: Arrays) -> Arrays:
-            return {i: ring.hop(sums, walks[i], -1) for i, sums in home.items()}
+        def walked(hop: int, _: Step, home: Arrays) -> Arrays:
+            return {i: ring.hop(sums, walks[i], hop) for i, sums in home.items()}
 
-        if home:  # one device after the other, as many as there are
-            moved |= lax.fori_loop(0, self.pieces.count, back, home)
+        if home:  # from device to device, back or on, whichever way is shorter
+            count, size = self.pieces.count, ring.size
+            back = jnp.where(2 * count <= size, count, 0)
+            on = jnp.where(2 * count <= size, 0, size - count)
+            home = lax.fori_loop(0, back, functools.partial(walked, -1), home)
+            moved |= lax.fori_loop(0, on, functools.partial(walked, 1), home)
         return moved
 
     def _bounds(self, piece: Piece, role: int, step: Step) -> Bounds | None:

@@ -196,6 +196,9 @@ class Route:
       else one way round.
     outer: rings of successive devices in which all is sent around, and from one to the
       next while it is: see `Schedule`.
+    cores: of a device, which share out the heads of a piece.
+    beside: mesh axes of other rings, which count the same: rings that run side by side
+      must not send different numbers of times.
     """
 
     walks: tuple[Walk, ...] = ()
@@ -203,6 +206,8 @@ class Route:
     is_counted: bool = False
     counts_both_ways: bool = False
     outer: int = 1
+    cores: int = 1
+    beside: tuple[str, ...] = ()
 
     @classmethod
     def within(
@@ -243,36 +248,41 @@ class Route:
         if self.outer > 1:
             inner = Walk.within(ring_size // self.outer, self.outer)
             walks = (inner, inner.back())[: len(walks)]
-        return replace(whole(walks, heads, slots, turns), outer=self.outer)
+        return replace(whole(walks, heads, slots, turns, self.cores), outer=self.outer)
 
 
 ONE_WAY = Route()
 """All of each shard from each device to the next."""
 
 
-def whole(walks: Sequence[Walk], heads: int, slots: int, turns: int) -> Schedule:
+def whole(
+    walks: Sequence[Walk], heads: int, slots: int, turns: int, cores: int = 1
+) -> Schedule:
     """Returns the ring in which all of every shard visits every device.
 
     walks: that pieces take, each of which has as much of a shard as the others, or
       nearly; fewer of them where that sends no less over each.
-    heads: key/value heads of a device, cut if they suffice, else the slots of a shard.
+    heads: key/value heads of a device, cut if they suffice for two walks and the turns,
+      else the slots of a shard.
     turns: in which a device computes, if heads or slots suffice.
+    cores: that share out the heads of a piece: so many are not cut apart.
     """
-    by_heads = heads >= max(len(walks), turns)
-    unit = 1 if by_heads else math.gcd(slots, TILE)
-    cut = heads if by_heads else slots // unit
+    together = math.gcd(heads, cores)
+    by_heads = heads // together >= max(min(len(walks), 2), turns)
+    unit = together if by_heads else math.gcd(slots, TILE)
+    cut = (heads if by_heads else slots) // unit
     least = -(-cut // len(walks)) or 1
     walks = walks[: max(1, -(-cut // least))]
     parts = len(walks) * (turns if by_heads and cut >= len(walks) * turns else 1)
     parts = min(max(parts, turns), max(cut, 1))
     pieces = tuple(
         Piece(
-            heads=span if by_heads else (0, heads),
-            slots=(0, slots) if by_heads else (span[0] * unit, span[1] * unit),
+            heads=(begin * unit, end * unit) if by_heads else (0, heads),
+            slots=(0, slots) if by_heads else (begin * unit, end * unit),
             walk=walks[number % len(walks)],
             visits=range(walks[0].length),
         )
-        for number, span in enumerate(spans_of(cut, parts))
+        for number, (begin, end) in enumerate(spans_of(cut, parts))
     )
     spans = spans_of(len(pieces), min(turns, len(pieces)))
     return Schedule(pieces, tuple(tuple(range(*span)) for span in spans))

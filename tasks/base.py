@@ -274,10 +274,8 @@ def ring_attention(
 
 def counts_steps(config: ml_collections.ConfigDict, partition: Partition) -> bool:
     """Returns whether rings end where a batch's documents do, as they count them."""
-    # Rings side by side must not end at different steps: see docs/limits.md.
-    is_alone = partition.shards("batch") == 1
     layout = attention_system(config).layout
-    return is_alone and corpora.reads_few_shards(config, layout, partition.ring_size)
+    return corpora.reads_few_shards(config, layout, partition.ring_size)
 
 
 def abstract_state(

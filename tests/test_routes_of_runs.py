@@ -53,9 +53,8 @@ class Route:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its rings are: of one row group, in which documents lie together."""
-        is_alone = self.ring * self.ulysses == 8
-        return self.counts and is_alone and self.attention != "striped"
+        """Whether its rings are: those in which documents lie together."""
+        return self.counts and self.attention != "striped"
 
     @property
     def whole(self) -> int:

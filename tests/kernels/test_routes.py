@@ -144,11 +144,13 @@ def test_walks_share_out_the_bytes_of_each_link():
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("turns", [1, 2])
-def test_every_piece_of_every_shard_visits_every_device_once(heads, turns):
+@pytest.mark.parametrize("turns, cores", [(1, 1), (2, 1), (2, 2)])
+def test_every_piece_of_every_shard_visits_every_device_once(heads, turns, cores):
     for walks in (1, 2, 4, 6):
-        route = Route(both_ways(cycles(7))[:walks])
+        route = Route(both_ways(cycles(7))[:walks], cores=cores)
         schedule = route.schedule(7, heads, 48, turns)
+        if heads % cores == 0:  # none of them leaves a core without a head
+            assert all((end - begin) % cores == 0 for begin, end in schedule.heads)
         seen = np.zeros((7, 7, heads, 48), int)  # device, shard, head, slot
         for step in schedule.steps():
             for number, sources in step.attends.items():
@@ -159,7 +161,12 @@ def test_every_piece_of_every_shard_visits_every_device_once(heads, turns):
         assert (seen == 1).all()
         used = {piece.walk for piece in schedule.pieces}
         most = max(link_loads(schedule).values())
-        assert most <= 6 * 48 * -(-heads // walks) if heads >= walks else 6 * 48
+        together = math.gcd(heads, cores)
+        units = heads // together
+        if units >= max(min(walks, 2), turns):
+            assert most == 6 * 48 * together * -(-units // walks)
+        else:
+            assert most == 6 * heads * 16 * -(-3 // walks)  # slots in tiles of 16
         assert len(used) <= walks
         assert sorted(i for turn in schedule.turns for i in turn) == list(
             range(len(schedule.pieces))

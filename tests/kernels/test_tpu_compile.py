@@ -168,13 +168,10 @@ def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
     [slow("v5e", 4, 1), ("v5e", 32, HEADS), ("v6e", 4, HEADS), slow("v6e", 32, HEADS)],
 )
 def test_ring_steps_copy_no_shard(chip, ring_size, kv_heads):
-    """Neither into the kernel's order, nor to make room for what arrives.
-
-    On v6e the forward pass transposes what it returns, after its last step.
-    """
+    """Neither into the kernel's order, nor to make room for what arrives."""
     program = compiled_layers(chip, ring_size, TOKENS, kv_heads)
     copies = copies_of_shards(program, TOKENS * kv_heads * HEAD_DIM)
-    assert len(copies) >= 2 and sum(copies) == (chip == "v6e"), copies
+    assert len(copies) >= 2 and not any(copies), copies
 
 
 @pytest.mark.parametrize("head_dim", [128, 100])

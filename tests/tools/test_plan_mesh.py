@@ -292,22 +292,20 @@ def test_suggestions_go_the_ways_that_the_pods_links_have():
     ring = next(one for one in found if one.mesh["ring"] == 64)
     assert list(ring.routes) == ["one way", "both ways", "3 cycles"]
     assert ring.routes["3 cycles"] == ring.attention + ring.ring_waits
-    # Of 32 heads six walks get pieces of two and three, which two cores share out.
-    assert ring.routes["both ways"] < ring.routes["3 cycles"]
-    assert ring.route.startswith("3 cycles: hides from 1.")
-    assert "both ways would take" in ring.route
+    assert ring.routes["3 cycles"] < ring.routes["one way"]
+    assert ring.route == "3 cycles: hides from 2.9 Ki"
 
 
 def test_a_route_that_would_be_faster_is_told():
-    """Backward, pieces of one head on a chip of two cores; forward they share tiles."""
+    """Two heads do not suffice for four ways: slots are cut, and kernels slower."""
     pod = aot_pod("v5p:4x4x4")
-    config = config_7b(2**18, **{"model.num_kv_heads": 8})
+    config = config_7b(2**16, remat="attention", **{"model.num_kv_heads": 8})
     found = suggestions(config, pod.devices, pod.chip)
-    ring = next(one for one in found if one.mesh["ring"] == 64)
-    told = re.fullmatch(r"2 cycles: .*; both ways would take (\d+)%", ring.route)
+    mesh = {"data": 1, "fsdp": 1, "ring": 16, "ulysses": 4, "tensor": 1}
+    ring = next(one for one in found if one.mesh == mesh)
+    told = re.fullmatch(r"2 cycles: .*; one way would take (\d+)%", ring.route)
     spent = ring.attention + ring.ring_waits
-    assert int(told[1]) == round(100 * ring.routes["both ways"] / spent) < 70
-    assert ring.seconds > found[0].seconds
+    assert int(told[1]) == round(100 * ring.routes["one way"] / spent) < 95
 
 
 def test_rows_that_count_their_steps_end_with_their_documents():

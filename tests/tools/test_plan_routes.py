@@ -18,7 +18,7 @@ from tasks import base, corpora
 from tests.pages import PAGES
 from tests.rings import ring_mesh
 from tools.lib.planning.kernels import Kernels
-from tools.lib.planning.ring import Ring, counts_steps
+from tools.lib.planning.ring import Ring, cores_of, counts_steps
 from tools.lib.planning.ring_steps import Sequence, document_spans
 from tools.lib.planning.routes import Load, Pass, counted_steps, route_of
 from tools.lib.planning.thresholds import KI, ROUTES, threshold
@@ -28,7 +28,7 @@ from training.mesh import MeshShape, Partition
 
 LENGTH, DEPTH = 512, 8
 CAUSAL = DocumentMask()
-V5P, H200 = map(chips.find, ("TPU v5", "NVIDIA H200"))
+V5P, V6E, H200 = map(chips.find, ("TPU v5", "TPU v6 lite", "NVIDIA H200"))
 
 
 def cycles(size: int, strides: tuple[int, ...]) -> tuple[Walk, ...]:
@@ -169,7 +169,7 @@ def test_the_planner_counts_where_a_run_with_such_documents_does(
 ):
     flags = f"--config.attention={attention}", "--config.data.context_tokens=65536"
     config, found = read_config(["--config=configs/tiny.py", *flags]), set()
-    for fsdp, size, longest in itertools.product((1, 2), (4, 16), (100, 9000, 30000)):
+    for fsdp, size, longest in itertools.product((1, 2), (4, 16), (100, 9000, 60000)):
         mesh = Partition(MeshShape(fsdp=fsdp, ring=size).abstract_mesh())
         monkeypatch.setattr(corpora, "longest_document", lambda _, n=longest: n)
         expected = base.counts_steps(config, mesh)
@@ -241,11 +241,11 @@ def test_links_carry_half_a_shard_both_ways_and_two_thirds_where_turns_are_unlik
     assert fullest(default_walks(2), 2, 8, "forward") == 1
 
 
-def ring_of(walks, kv_heads=8, length=2048, turns=2, size=64):
+def ring_of(walks, kv_heads=8, length=2048, turns=2, size=64, cores=1):
     sent = 2 * length * kv_heads * 128 * 2
     sequence = Sequence(layouts.Striped(), size, length)
     shape = 1, 32, kv_heads, 128, "bfloat16"
-    return Ring(sequence, *shape, sent, 2 * sent, Route(walks), turns)
+    return Ring(sequence, *shape, sent, 2 * sent, Route(walks, cores=cores), turns)
 
 
 def test_both_ways_hide_between_tpus_and_gain_nothing_over_a_switch():
@@ -260,12 +260,14 @@ def test_both_ways_hide_between_tpus_and_gain_nothing_over_a_switch():
     assert ring_of(default_walks(2), size=2).describe() == "one way"
 
 
-def test_lone_heads_of_many_pieces_leave_a_core_of_two_idle_backward():
-    kernels = Kernels.of(V5P)
-    both, six = default_walks(64), cycles(64, (1, 3, 5))
+def test_pieces_of_one_head_would_leave_a_core_of_two_idle_backward():
+    kernels, six = Kernels.of(V5P), cycles(64, (1, 3, 5))
     assert ring_of(six).describe() == "2 cycles"  # four ways, for eight heads
-    seconds = [ring_of(w).times(kernels, "backward").kernels for w in (both, six)]
-    assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.1)
+    rings = [ring_of(default_walks(64)), *(ring_of(six, cores=n) for n in (2, 1))]
+    both, pairs, lone = (ring.times(kernels, "backward").kernels for ring in rings)
+    assert pairs == pytest.approx(both)
+    assert lone == pytest.approx(2 * both, rel=0.1)
+    assert [cores_of(chip) for chip in (V5P, V6E, H200)] == [2, 1, 1]
 
 
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():

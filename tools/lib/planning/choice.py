@@ -84,7 +84,9 @@ class _Known:
 
 def on(ring: Ring, walks: tuple[Walk, ...]) -> Ring:
     """Returns a ring of whole shards on these walks; as it is, if it sends less."""
-    return replace(ring, route=Route(walks), count=None) if is_free(ring) else ring
+    if not is_free(ring):
+        return ring
+    return replace(ring, route=Route(walks, cores=ring.route.cores), count=None)
 
 
 def is_free(ring: Ring) -> bool:

@@ -43,6 +43,7 @@ from tools.lib.planning.routes import (
 from training.chips import Chip
 from training.cycles import ring_walks
 from training.mesh import Partition
+from training.pods import find_generation
 
 LONGEST = 2**18
 """Tokens of a shard up to which `Ring.hides_from` looks."""
@@ -122,6 +123,7 @@ class Ring:
         if config.remat != "tail":
             counts = counts_steps(config, partition, documents)
             route = route_of(layout, size, length, mask, walks, counts)
+        route = replace(route, cores=cores_of(chip))
         sequence = Sequence(layout, size, length, documents, mask)
         sent = padded(model.head_dim) if is_tpu else model.head_dim
         numbers = 2 * tokens * (way.kv_heads // devices) * sent
@@ -299,6 +301,12 @@ def layer_masks(config: ml_collections.ConfigDict) -> list[DocumentMask]:
     return [within(kind.window) if kind.window else mask for kind in kinds]
 
 
+def cores_of(chip: Chip) -> int:
+    """Returns how many cores share out a kernel's heads: `device.kernel_cores`."""
+    generation = find_generation(chip.device_kinds[0])
+    return 2 if generation and generation.is_megacore else 1
+
+
 def counts_steps(
     config: ml_collections.ConfigDict,
     partition: Partition,
@@ -313,7 +321,7 @@ def counts_steps(
         return base.counts_steps(config, partition)
     layout, size = base.attention_system(config).layout, partition.ring_size
     is_packed = config.task == "text" and config.data.rows != "documents"
-    if not is_packed or isinstance(layout, Striped) or partition.shards("batch") > 1:
+    if not is_packed or isinstance(layout, Striped):
         return False
     ways = 2 if isinstance(layout, Zigzag) else 1
     chunk = config.data.context_tokens // size // ways or 1
