@@ -8,7 +8,7 @@ that one that would be faster is told.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kernels.schedule import Route, Walk
+from kernels.schedule import Route, Walk, default_walks
 from tools.lib.planning.kernels import Kernels
 from tools.lib.planning.ring import Ring, Times
 from tools.lib.planning.thresholds import KI, hides_from, of_one_row
@@ -41,7 +41,8 @@ class Choice:
         spent, outlasting = known.seconds(passes)
         routes = {}
         if cut := next(filter(is_free, rings), None):
-            ways = cut.route.walks
+            # A ring that counts has no walks; only TPUs take turns.
+            ways = cut.route.walks or default_walks(cut.steps)[: cut.turns]
             for walks in dict.fromkeys(((), ways[:2], ways)):
                 other = [(count, on(ring, walks), way) for count, ring, way in passes]
                 routes[on(cut, walks).describe()] = sum(known.seconds(other))
@@ -83,7 +84,9 @@ class _Known:
 
 def on(ring: Ring, walks: tuple[Walk, ...]) -> Ring:
     """Returns a ring of whole shards on these walks; as it is, if it sends less."""
-    return replace(ring, route=Route(walks), count=None) if is_free(ring) else ring
+    if not is_free(ring):
+        return ring
+    return replace(ring, route=Route(walks, cores=ring.route.cores), count=None)
 
 
 def is_free(ring: Ring) -> bool:

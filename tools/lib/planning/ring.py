@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import ml_collections
 
 from data.document_mask import DocumentMask
-from kernels.layouts import order
+from kernels.device import kernel_cores
+from kernels.layouts import Striped, Zigzag, order
 from kernels.masks import Visible
-from kernels.schedule import Route, default_walks
+from kernels.schedule import ONE_WAY, Route, checked_walks, default_walks
 from kernels.ulysses import share_heads
 from tasks import base, batch_rows
 from tasks.execution import local_tokens
@@ -38,10 +39,10 @@ from tools.lib.planning.routes import (
     Pass,
     counted_steps,
     describe,
-    ring_walks,
     route_of,
 )
 from training.chips import Chip
+from training.cycles import ring_walks
 from training.mesh import Partition
 
 LONGEST = 2**18
@@ -86,7 +87,7 @@ class Ring:
     dtype: str
     keys_bytes: float
     gradients_bytes: float
-    route: Route = Route()
+    route: Route = ONE_WAY
     turns: int = 1
     count: int | None = None
 
@@ -116,8 +117,13 @@ class Ring:
         )
         layout, size = base.attention_system(config).layout, partition.ring_size
         is_tpu = chip.name.startswith("TPU")
-        walks = ring_walks(partition) or (default_walks(size) if is_tpu else ())
-        route = route_of(layout, size, length, mask, walks, packs_documents(config))
+        walks = checked_walks(ring_walks(partition), size)
+        walks = walks or (default_walks(size) if is_tpu else ())
+        route = Route(walks)
+        if config.remat != "tail":
+            counts = counts_steps(config, partition, documents)
+            route = route_of(layout, size, length, mask, walks, counts)
+        route = replace(route, cores=kernel_cores(chip.device_kinds[0]))
         sequence = Sequence(layout, size, length, documents, mask)
         sent = padded(model.head_dim) if is_tpu else model.head_dim
         numbers = 2 * tokens * (way.kv_heads // devices) * sent
@@ -295,9 +301,26 @@ def layer_masks(config: ml_collections.ConfigDict) -> list[DocumentMask]:
     return [within(kind.window) if kind.window else mask for kind in kinds]
 
 
-def packs_documents(config: ml_collections.ConfigDict) -> bool:
-    """Returns whether rows hold several documents, so that a ring may end early."""
-    return config.task == "text" and config.data.rows != "documents"
+def counts_steps(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    documents: tuple[int, ...] = (),
+) -> bool:
+    """Returns whether the run's rings end where its documents do.
+
+    documents: lengths of those packed in a row, by which it is decided as in
+      `corpora.reads_few_shards`; none for what the config's corpora have.
+    """
+    if not documents:
+        return base.counts_steps(config, partition)
+    layout, size = base.attention_system(config).layout, partition.ring_size
+    is_packed = config.task == "text" and config.data.rows != "documents"
+    if not is_packed or isinstance(layout, Striped) or partition.shards("batch") > 1:
+        return False
+    ways = 2 if isinstance(layout, Zigzag) else 1
+    chunk = config.data.context_tokens // size // ways or 1
+    hops = -(-(max(documents) - 1) // chunk)
+    return ways * hops * 8 < 2 * (2 * (size - 1) + size)
 
 
 def _count(route: Route, sequence: Sequence) -> int | None:

@@ -2,9 +2,9 @@
 
 A `Pass` lists what `kernels.ring_steps` runs for a schedule: parts of its steps, one
 after another, with the kernels of each and the arrays that travel meanwhile. Both take
-pieces, turns and visits from the schedule, and cut a turn by `moments`; a test counts
-what a traced ring sends. Nothing here knows chips: a link is one direction between two
-neighbours on a walk.
+pieces, turns and visits from the schedule; a test counts what a traced ring sends.
+Nothing here knows chips: a link is one direction between two neighbours on a walk.
+Rings of two levels are not here.
 """
 
 import functools
@@ -14,17 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jax.sharding import Mesh
-
 from data.document_mask import DocumentMask
-from kernels import masks
-from kernels.layouts import Layout, Striped, order
+from kernels.layouts import Layout, order
 from kernels.masks import Visible
 from kernels.reads import reads_of
-from kernels.ring_steps import Moment, moments
 from kernels.schedule import Piece, Route, Schedule, Walk
-from training.cycles import disjoint_cycles
-from training.mesh import Partition
 
 
 class Attended(NamedTuple):
@@ -40,15 +34,14 @@ class Attended(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Arrays of a piece on their way.
+    """Both arrays of a piece on their way.
 
-    piece: its number. hops: along its walk, negative for back. arrays: how many of the
-      two. is_gradient: whether they are dk and dv; else k and v.
+    piece: its number. hops: along its walk, negative for back. is_gradient: whether
+      they are dk and dv; else k and v.
     """
 
     piece: int
     hops: int
-    arrays: int
     is_gradient: bool
 
 
@@ -132,58 +125,53 @@ class Pass:
         if self.is_alone:
             yield Part(tuple(Attended(number, 0) for number in numbers), ())
         elif self.direction == "forward":
-            computed = [i for i in numbers if self._visits(i, step)]
-            for moment in moments(numbers, computed):
-                yield Part(self._attended(moment, step), self._keys(moment, step))
+            yield Part(self._attended(numbers, step), self._keys(numbers, step))
         else:
             yield from self._backward(step)
 
     def _backward(self, step: int) -> Iterator[Part]:
         turns = self.schedule.turns
         for turn, mine in enumerate(turns):
-            computed = [i for i in mine if self._visits(i, step)]
-            cut = [Moment(mine, computed, (0, 1))]
-            for moment in moments(mine, computed) if len(turns) > 1 else cut:
-                role = step - (turn == 0)
-                moved = self._gradients(turns[turn - 1], role, len(moment.arrays))
-                alone = [one for one in moved if self._comes_home(one.piece, role)]
-                if self.is_counted and alone:
-                    yield Part((), tuple(alone))  # a loop, which nothing overlaps
-                    moved = [one for one in moved if one not in alone]
-                sent = (*self._keys(moment, step), *moved)
-                yield Part(self._attended(moment, step), sent)
+            role = step - (turn == 0)
+            moved = self._gradients(turns[turn - 1], role)
+            alone = [one for one in moved if self._comes_home(one.piece, role)]
+            if self.is_counted and alone:
+                yield Part((), tuple(alone))  # a loop, which nothing overlaps
+                moved = [one for one in moved if one not in alone]
+            yield Part(self._attended(mine, step), (*self._keys(mine, step), *moved))
 
     def _visits(self, number: int, step: int) -> bool:
         piece = self.schedule.pieces[number]
         is_late = step > self.schedule.last
         return piece.first <= step <= piece.last or (is_late and piece.first == 0)
 
-    def _attended(self, moment: Moment, step: int) -> tuple[Attended, ...]:
+    def _attended(self, numbers: Sequence[int], step: int) -> tuple[Attended, ...]:
         late = step > self.schedule.last
         is_local = self.direction == "backward" and (step == 0 or late)
         half = int(late) if is_local else None
         pieces = self.schedule.pieces
         return tuple(
             Attended(i, 0 if late else int(pieces[i].place(step)), half)
-            for i in moment.computed
+            for i in numbers
+            if self._visits(i, step)
         )
 
-    def _keys(self, moment: Moment, step: int) -> tuple[Sent, ...]:
+    def _keys(self, numbers: Sequence[int], step: int) -> tuple[Sent, ...]:
         pieces = self.schedule.pieces
         return tuple(
-            Sent(i, pieces[i].hops(step), len(moment.arrays), False)
-            for i in moment.mine
+            Sent(i, pieces[i].hops(step), False)
+            for i in numbers
             if step < pieces[i].last
         )
 
-    def _gradients(self, numbers: Sequence[int], role: int, arrays: int) -> list[Sent]:
+    def _gradients(self, numbers: Sequence[int], role: int) -> list[Sent]:
         pieces, found = self.schedule.pieces, []
         for i in numbers:
             first = 0 if self.is_counted else pieces[i].first
             if pieces[i].last and first <= role <= pieces[i].last:
                 is_home = self._comes_home(i, role)
-                hops = -pieces[i].place(role) if is_home else pieces[i].hops(role)
-                found.append(Sent(i, int(hops), arrays, True))
+                hops = -pieces[i].visits[-1] if is_home else pieces[i].hops(role)
+                found.append(Sent(i, hops, True))
         return found
 
     def _comes_home(self, number: int, role: int) -> bool:
@@ -208,7 +196,7 @@ class Pass:
             hops, walk = one.hops % piece.walk.length, piece.walk
             if 2 * hops > walk.length:
                 hops, walk = walk.length - hops, walk.back()
-            share = hops * self.share(piece) * one.arrays / 2
+            share = hops * self.share(piece)
             load = Load(0.0, share) if one.is_gradient else Load(share, 0.0)
             found[walk] = found.get(walk, Load(0.0, 0.0)) + load
         return found
@@ -217,27 +205,8 @@ class Pass:
         """Returns what a device sends during a part, however far."""
         found = Counter()
         for one in part.sent:
-            share = self.share(self.schedule.pieces[one.piece]) * one.arrays / 2
-            found[one.is_gradient] += share
+            found[one.is_gradient] += self.share(self.schedule.pieces[one.piece])
         return Load(float(found[False]), float(found[True]))
-
-
-def ring_walks(partition: Partition) -> tuple[Walk, ...]:
-    """Returns the disjoint cycles of a ring's torus, both ways; () if there are none.
-
-    Those of abstract devices are not known.
-    """
-    mesh = partition.mesh
-    if not isinstance(mesh, Mesh):
-        return ()
-    first, *others = (mesh.axis_names.index(axis) for axis in partition.axes("ring"))
-    devices, shape = mesh.devices, mesh.devices.shape
-    line = *shape[:first], partition.ring_size, *shape[first + 1 + len(others) :]
-    cycles = disjoint_cycles(devices.reshape(line), first)
-    if len(cycles) < 2:
-        return ()
-    walks = (Walk((cycle,)) for cycle in cycles)
-    return tuple(way for walk in walks for way in (walk, walk.back()))
 
 
 @functools.cache
@@ -253,14 +222,12 @@ def route_of(
 
     length: of a shard. mask: of the layer; its documents are not known when traced.
     """
-    is_counted = is_counted and not isinstance(layout, Striped)
     if ring_size == 1 or not (mask.window or is_counted):
         return Route(walks)  # all is read, whatever the layout
-    within = masks.window(mask.window) if mask.window else masks.causal()
-    within = masks.full() if mask.prefix else within
-    outline = within(order(layout, ring_size, ring_size * length), ring_size * length)
-    options = {"walks": walks, "is_counted": is_counted}
-    return Route.within(outline, layout, ring_size, **options)
+    outline = mask.within()(
+        order(layout, ring_size, ring_size * length), ring_size * length
+    )
+    return Route.within(outline, layout, ring_size, is_counted) or Route(walks)
 
 
 def counted_steps(
