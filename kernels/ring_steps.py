@@ -214,8 +214,8 @@ class Backward:
         def walked(hop: int, _: Step, home: Arrays) -> Arrays:
             return {i: ring.hop(sums, walks[i], hop) for i, sums in home.items()}
 
-        if home:  # from device to device, back or on, whichever way is shorter
-            count, size = self.pieces.count, ring.size
+        count, size = self.pieces.count, ring.size
+        if count is not None and home:  # from device to device, the shorter way
             back = jnp.where(2 * count <= size, count, 0)
             on = jnp.where(2 * count <= size, 0, size - count)
             home = lax.fori_loop(0, back, functools.partial(walked, -1), home)

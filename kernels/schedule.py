@@ -241,7 +241,7 @@ class Route:
         if self.is_counted:
             walk = Walk.around(ring_size)
             ways = (walk, walk.back()) if self.counts_both_ways else (walk,)
-            return counted(ways, heads, slots, turns)
+            return counted(ways, heads, slots, turns, self.cores)
         if self.reads is not None:
             return neighbours(self.reads, ring_size, heads, slots)
         walks = self.walks or (Walk.around(ring_size),)
@@ -305,16 +305,19 @@ def neighbours(
     return Schedule(tuple(pieces), (tuple(range(len(pieces))),))
 
 
-def counted(walks: Sequence[Walk], heads: int, slots: int, turns: int) -> Schedule:
+def counted(
+    walks: Sequence[Walk], heads: int, slots: int, turns: int, cores: int = 1
+) -> Schedule:
     """Returns the ring whose pieces visit as many devices as a program counts.
 
     walks: one, or one each way. Steps of the result stand for the first, all between,
     and the last.
     """
-    parts = min(heads, turns)
+    unit = math.gcd(heads, cores)
+    parts = min(heads // unit, turns)
     pieces = tuple(
-        Piece(span, (0, slots), walk, range(min(number, 1), 3))
-        for span in spans_of(heads, parts)
+        Piece((begin * unit, end * unit), (0, slots), walk, range(min(number, 1), 3))
+        for begin, end in spans_of(heads // unit, parts)
         for number, walk in enumerate(walks)
     )
     return Schedule(pieces, _turns(len(pieces), parts))

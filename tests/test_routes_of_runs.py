@@ -151,9 +151,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(x.nbytes)
         return x
 
-    def counted(ring: Ring, x: jax.Array, walk: Any, hops: int = 1) -> jax.Array:
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return hop(ring, jax.pure_callback(count, like, x), walk, hops)
+    def seen(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def counted(ring: Ring, arrays: Any, walk: Any, hops: int = 1) -> Any:
+        return hop(ring, jax.tree.map(seen, arrays), walk, hops)
 
     monkeypatch.setattr(Ring, "hop", counted)
     return found

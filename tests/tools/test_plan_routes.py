@@ -11,6 +11,7 @@ import pytest
 
 from data.document_mask import DocumentMask
 from kernels import layouts, ring_steps, ring_turns
+from kernels.device import kernel_cores
 from kernels.masks import Visible
 from kernels.ring_device import Ring as DeviceRing
 from kernels.schedule import Route, Walk, default_walks
@@ -18,7 +19,7 @@ from tasks import base, corpora
 from tests.pages import PAGES
 from tests.rings import ring_mesh
 from tools.lib.planning.kernels import Kernels
-from tools.lib.planning.ring import Ring, cores_of, counts_steps
+from tools.lib.planning.ring import Ring, counts_steps
 from tools.lib.planning.ring_steps import Sequence, document_spans
 from tools.lib.planning.routes import Load, Pass, counted_steps, route_of
 from tools.lib.planning.thresholds import KI, ROUTES, threshold
@@ -267,7 +268,11 @@ def test_pieces_of_one_head_would_leave_a_core_of_two_idle_backward():
     both, pairs, lone = (ring.times(kernels, "backward").kernels for ring in rings)
     assert pairs == pytest.approx(both)
     assert lone == pytest.approx(2 * both, rel=0.1)
-    assert [cores_of(chip) for chip in (V5P, V6E, H200)] == [2, 1, 1]
+    assert [kernel_cores(chip.device_kinds[0]) for chip in (V5P, V6E, H200)] == [
+        2,
+        1,
+        1,
+    ]
 
 
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():

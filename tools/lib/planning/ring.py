@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from data.document_mask import DocumentMask
+from kernels.device import kernel_cores
 from kernels.layouts import Striped, Zigzag, order
 from kernels.masks import Visible
 from kernels.schedule import ONE_WAY, Route, checked_walks, default_walks
@@ -43,7 +44,6 @@ from tools.lib.planning.routes import (
 from training.chips import Chip
 from training.cycles import ring_walks
 from training.mesh import Partition
-from training.pods import find_generation
 
 LONGEST = 2**18
 """Tokens of a shard up to which `Ring.hides_from` looks."""
@@ -123,7 +123,7 @@ class Ring:
         if config.remat != "tail":
             counts = counts_steps(config, partition, documents)
             route = route_of(layout, size, length, mask, walks, counts)
-        route = replace(route, cores=cores_of(chip))
+        route = replace(route, cores=kernel_cores(chip.device_kinds[0]))
         sequence = Sequence(layout, size, length, documents, mask)
         sent = padded(model.head_dim) if is_tpu else model.head_dim
         numbers = 2 * tokens * (way.kv_heads // devices) * sent
@@ -299,12 +299,6 @@ def layer_masks(config: ml_collections.ConfigDict) -> list[DocumentMask]:
 
     kinds = TASKS[config.task].sizes(config).layer_kinds
     return [within(kind.window) if kind.window else mask for kind in kinds]
-
-
-def cores_of(chip: Chip) -> int:
-    """Returns how many cores share out a kernel's heads: `device.kernel_cores`."""
-    generation = find_generation(chip.device_kinds[0])
-    return 2 if generation and generation.is_megacore else 1
 
 
 def counts_steps(

@@ -7,10 +7,11 @@ import functools
 import itertools
 from dataclasses import replace
 
+from kernels.device import kernel_cores
 from kernels.layouts import Striped
 from kernels.schedule import Route, Walk, default_walks
 from tools.lib.planning.kernels import FLOAT32, LANES, Kernels
-from tools.lib.planning.ring import Ring, cores_of
+from tools.lib.planning.ring import Ring
 from tools.lib.planning.ring_steps import Sequence
 from training.chips import Chip
 from training.cycles import cycles_of_torus
@@ -43,7 +44,7 @@ def threshold(chip: Chip, route: str, kv_heads: int) -> float | None:
         dtype="bfloat16",
         keys_bytes=numbers * BFLOAT16,
         gradients_bytes=numbers * FLOAT32,
-        route=Route(walks, cores=cores_of(chip)),
+        route=Route(walks, cores=kernel_cores(chip.device_kinds[0])),
         turns=1 + chip.name.startswith("TPU"),
     )
     return hides_from(ring, chip)
