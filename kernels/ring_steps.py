@@ -180,16 +180,20 @@ class Backward:
             bounds = {i: seen for i, seen in bounds.items() if seen is not None}
             # Gradients of the turn before travel: in the first turn, of a step ago.
             moved = self._moved(self.turns[turn - 1], role - (turn == 0), dkv)
-            arriving |= pieces.sent(mine, kv, role)
+            sent = pieces.sent(mine, kv, role)
+            arriving |= sent
+            waits = moved and len(self.turns) == 1 and not self.adds_late
+            is_beside = sent or parts or (moved and not waits)
             dkv = [None if i in moved else sums for i, sums in enumerate(dkv)]
             if not self.adds_late:
                 dkv, moved = [moved.get(i, sums) for i, sums in enumerate(dkv)], {}
             dq, dkv = self._added(bounds, kv, dq, dkv)
             # With keys of later turns, which would leave before it.
             kv = [None if i in mine else pair for i, pair in enumerate(kv)]
-            held = arriving, kv, dkv, moved, parts
-            held, dq = pieces.ring.barrier(held, dq)
-            arriving, kv, dkv, moved, parts = held
+            if is_beside:
+                held = arriving, kv, dkv, moved, parts
+                held, dq = pieces.ring.barrier(held, dq)
+                arriving, kv, dkv, moved, parts = held
             dkv = [
                 added(moved[i], sums) if i in moved and sums else moved.get(i, sums)
                 for i, sums in enumerate(dkv)
