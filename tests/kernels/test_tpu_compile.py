@@ -122,8 +122,14 @@ def slow(*values):
     ],
 )
 def test_every_transfer_overlaps_the_kernel_of_its_ring_step(chip, kv_heads):
-    """And the layer's backward does not run the forward ring again."""
-    assert_transfers_overlap(compiled_layers(chip, 4, TOKENS, kv_heads), 4, kv_heads)
+    """And the layer's backward does not run the forward ring again.
+
+    No shard is copied, into the kernels' order or to make room for what arrives.
+    """
+    program = compiled_layers(chip, 4, TOKENS, kv_heads)
+    assert_transfers_overlap(program, 4, kv_heads)
+    copies = copies_of_shards(program, TOKENS * kv_heads * HEAD_DIM)
+    assert len(copies) >= 2 and not any(copies), copies
 
 
 @pytest.mark.slow
@@ -152,26 +158,17 @@ def test_every_transfer_of_the_ring_that_runs_again_is_hidden(chip, ring_size):
     assert all(t.is_hidden for t in transfers)
 
 
-@pytest.mark.parametrize("chip", [slow("v4"), "v5e"])
+@pytest.mark.parametrize("chip", [slow("v4"), "v5e", slow("v6e")])
 def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
-    """On v5e only if the ring goes from neighbour to neighbour."""
-    program = Program.parse(compiled_layers(chip, 32, TOKENS, HEADS), 32)
+    """On v5e only if the ring goes from neighbour to neighbour. No shard is copied."""
+    text = compiled_layers(chip, 32, TOKENS, HEADS)
+    assert not any(copies_of_shards(text, TOKENS * HEADS * HEAD_DIM))
+    program = Program.parse(text, 32)
     layers = 2
     transfers = [c for c in program.collectives() if c.kind == TRANSFER]
     # Those of each half of the heads.
     assert sum(t.times for t in transfers) == layers * (31 * 4 + 31 * 4 + 32 * 4)
     assert all(t.is_hidden for t in transfers)
-
-
-@pytest.mark.parametrize(
-    "chip, ring_size, kv_heads",
-    [slow("v5e", 4, 1), ("v5e", 32, HEADS), ("v6e", 4, HEADS), slow("v6e", 32, HEADS)],
-)
-def test_ring_steps_copy_no_shard(chip, ring_size, kv_heads):
-    """Neither into the kernel's order, nor to make room for what arrives."""
-    program = compiled_layers(chip, ring_size, TOKENS, kv_heads)
-    copies = copies_of_shards(program, TOKENS * kv_heads * HEAD_DIM)
-    assert len(copies) >= 2 and not any(copies), copies
 
 
 @pytest.mark.parametrize("head_dim", [128, 100])
