@@ -1,5 +1,6 @@
 """Reads: which slots of other shards the devices of a ring attend to."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,7 +40,8 @@ def reads_of(visible: Visible, layout: Layout, ring_size: int) -> tuple[Read, ..
     shape = rows, ring_size, length
     k_start, k_end = (np.reshape(bound, shape) for bound in visible)
     if k_start.size * ring_size > EVERY_ROW:
-        tile = np.gcd(length // 2, TILE) if length > 1 else 1
+        # Of bounds that do not decrease, along either half of a shard (see `Zigzag`).
+        tile = math.gcd(length, length // 2, TILE)
         k_start, k_end = k_start[..., ::tile], k_end[..., tile - 1 :: tile]
     found = []
     for offset in range(1, ring_size):

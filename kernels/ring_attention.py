@@ -133,10 +133,9 @@ def make_ring_attention(
       order between TPUs, else one way.
     count_steps: the ring ends where the bounds show no device anything further, which
       costs a small reduction: for packed documents in a contiguous or zigzag layout
-      (stripes of any document are everywhere).
-      Without it, shards are left out that no device reads by what is known of the
-      mask when it is traced: of a `window`, all but the neighbours.
-
+      (stripes of any document are everywhere). Without it, shards are left out that
+      no device reads by what is known of the mask when it is traced: of a `window`, all
+      but the neighbours.
     slow_axis: the first of ring_axes, if its links are slower, as between hosts: shards
       go round each ring of the other axes, and once meanwhile from each to the next.
 

@@ -70,7 +70,7 @@ class Forward:
         }
         arriving = pieces.sent(range(len(kv)), kv, role)
         parts = pieces.sent_out(parts, role)
-        partial = self._attended(bounds, kv, partial, is_one=bool(arriving))
+        partial = self._attended(bounds, kv, partial, is_one=bool(arriving or parts))
         arriving = [arriving.get(i) for i in range(len(kv))]
         if role < pieces.schedule.last or parts:
             # Without the barrier XLA may start all transfers at once, or late.

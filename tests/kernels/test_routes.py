@@ -197,6 +197,24 @@ def test_a_window_sends_its_slots_to_the_neighbours_alone(
     assert set(loads.values()) == {1024}
 
 
+@pytest.mark.parametrize("length", [1, 57, 128, 254, 256])
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped4"])
+def test_reads_of_tiles_hold_those_of_rows(layout_name, length, monkeypatch):
+    """Long sequences are looked at by tiles, which may say more but never less."""
+    layout, ring_size = LAYOUTS[layout_name], 6
+    length = layouts.padded_length(layout, ring_size, length * ring_size)
+    for window in (1, 3, 300):
+        visible = layout_bounds(layout_name, ring_size, length, masks.window(window))
+        every = dict(reads.reads_of(visible, layout, ring_size))
+        monkeypatch.setattr(reads, "EVERY_ROW", 0)
+        tiles = dict(reads.reads_of(visible, layout, ring_size))
+        monkeypatch.undo()
+        for offset, (begin, end) in every.items():
+            assert tiles[offset][0] <= begin < end <= tiles[offset][1]
+        if layout_name != "striped4" and length >= 128 * ring_size:
+            assert tiles == every  # whole tiles
+
+
 def assert_no_dead_transfer(schedule, layout, ring_size, slots, visible):
     """Everything that is sent is attended to by some device."""
     k_start, k_end = (np.reshape(x, (ring_size, slots)) for x in visible)
