@@ -222,6 +222,11 @@ def scores(config: ml_collections.ConfigDict) -> dict[str, float | None]:
     }
 
 
+BOTH_WAYS_HIDE = 8192
+"""Tokens of a shard, times query heads of a key head, from which transfers both ways
+round are hidden on every TPU: the largest of docs/meshes.md, rounded up."""
+
+
 @names_fields
 def ring_attention(
     config: ml_collections.ConfigDict, partition: Partition
@@ -246,7 +251,7 @@ def ring_attention(
         implementation=system.implementation or config.implementation or None,
         keep_tail=config.remat == "tail",
         ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
-        walks=ring_walks(partition),
+        walks=walks(config, partition),
         count_steps=counts_steps(config, partition),
     )
 
@@ -270,6 +275,18 @@ def ring_attention(
         return attend(q, k, v, visible, sinks=sinks, within=within)
 
     return attend_within
+
+
+def walks(
+    config: ml_collections.ConfigDict, partition: Partition
+) -> Sequence[Sequence[int]] | None:
+    """Returns the walks of a ring: on cycles only where both ways do not hide it.
+
+    They make more kernels, which are smaller and longer to compile.
+    """
+    group = config.model.num_heads // config.model.num_kv_heads
+    tokens = config.data.context_tokens // partition.ring_size
+    return ring_walks(partition) if tokens * group < BOTH_WAYS_HIDE else None
 
 
 def counts_steps(config: ml_collections.ConfigDict, partition: Partition) -> bool:

@@ -281,12 +281,13 @@ def test_best_mesh_fits_and_takes_the_least_time(context):
 
 def test_suggestions_go_the_ways_that_the_pods_links_have():
     pod = aot_pod("v4:4x4x4")
-    found = suggestions(config_7b(2**20), pod.devices, pod.chip)
+    found = suggestions(config_7b(2**18), pod.devices, pod.chip)
     ways = {one.mesh["ring"]: one.route.split(":")[0] for one in found[::-1]}
-    assert ways[64] == "3 cycles" and ways[16] == "2 cycles" and ways[2] == "one way"
-    assert ways[8] == ways[32] == "both ways"
+    assert ways[64] == "3 cycles" and ways[2] == "one way"
+    # Both ways hide the transfers of longer shards, and a box of 2 x 4 x 4 has none.
+    assert ways[8] == ways[16] == ways[32] == "both ways"
     # Of abstract devices no cycles are known.
-    abstract = suggestions(config_7b(2**20), 64, pod.chip)
+    abstract = suggestions(config_7b(2**18), 64, pod.chip)
     routes = [one.route for one in abstract if one.mesh["ring"] == 64]
     assert all(route.startswith("both ways: hides from") for route in routes)
     ring = next(one for one in found if one.mesh["ring"] == 64)
@@ -297,15 +298,15 @@ def test_suggestions_go_the_ways_that_the_pods_links_have():
 
 
 def test_a_route_that_would_be_faster_is_told():
-    """Two heads do not suffice for four ways: slots are cut, and kernels slower."""
+    """One head, of a device: slots are cut in two, and short kernels are slower."""
     pod = aot_pod("v5p:4x4x4")
-    config = config_7b(2**16, remat="attention", **{"model.num_kv_heads": 8})
+    config = config_7b(2**15, remat="attention", **{"model.num_kv_heads": 8})
     found = suggestions(config, pod.devices, pod.chip)
-    mesh = {"data": 1, "fsdp": 1, "ring": 16, "ulysses": 4, "tensor": 1}
+    mesh = {"data": 1, "fsdp": 1, "ring": 8, "tensor": 8}
     ring = next(one for one in found if one.mesh == mesh)
-    told = re.fullmatch(r"2 cycles: .*; one way would take (\d+)%", ring.route)
+    told = re.fullmatch(r"both ways: .*; one way would take (\d+)%", ring.route)
     spent = ring.attention + ring.ring_waits
-    assert int(told[1]) == round(100 * ring.routes["one way"] / spent) < 95
+    assert told and int(told[1]) == round(100 * ring.routes["one way"] / spent) < 100
 
 
 def test_rows_that_count_their_steps_end_with_their_documents():

@@ -42,7 +42,6 @@ from tools.lib.planning.routes import (
     route_of,
 )
 from training.chips import Chip
-from training.cycles import ring_walks
 from training.mesh import Partition
 
 LONGEST = 2**18
@@ -117,7 +116,7 @@ class Ring:
         )
         layout, size = base.attention_system(config).layout, partition.ring_size
         is_tpu = chip.name.startswith("TPU")
-        walks = checked_walks(ring_walks(partition), size)
+        walks = checked_walks(base.walks(config, partition), size)
         walks = walks or (default_walks(size) if is_tpu else ())
         route = Route(walks)
         if config.remat != "tail":
