@@ -32,6 +32,8 @@ SIZES = {
     "model__layer_pattern": "wf",
     "model__window": 5,
     "data__batch_rows": len(ROWS),
+    # Rows have every mask, each by its own bounds: of a run, this shows the most.
+    "mask": "prefix(1)",
     "feed_forward_chunk_tokens": 1000,
     "loss_chunk_tokens": 1000,
     "implementation": "reference",
