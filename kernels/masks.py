@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .known import known, whole_number
+from .mask_checks import check_covered, check_signed, checked_ids, checked_length
 
 Array = jax.Array | np.ndarray
 
@@ -76,7 +77,7 @@ class Mask:
         if not isinstance(index, Array) or index.ndim not in (1, 2):
             kind = f"{type(index).__name__} {np.shape(index)}"
             raise ValueError(f"query indices must be (T,) or (B, T), got {kind}")
-        _check_signed("query indices", index)
+        check_signed("query indices", index)
         if index.dtype.itemsize < 4:
             index = index.astype(np.int32)
         index = index[None] if index.ndim == 1 else index
@@ -197,7 +198,7 @@ def prefix(length: int | Array) -> Mask:
     Raises:
       ValueError: the length is not a signed integer of that shape, or is negative.
     """
-    length = _checked_length("prefix length", length)
+    length = checked_length("prefix length", length)
 
     def bounds(index: Array, keys: int) -> tuple[int, Array]:
         xp = _namespace(index)
@@ -225,7 +226,7 @@ def padding(real_length: int | Array) -> Mask:
     Raises:
       ValueError: the length is not a signed integer of that shape, or is negative.
     """
-    real_length = _checked_length("padding real_length", real_length)
+    real_length = checked_length("padding real_length", real_length)
 
     def bounds(index: Array, keys: int) -> tuple[Array, int | Array]:
         del keys
@@ -253,7 +254,7 @@ def segments(ids: Array) -> Mask:
         somewhere (checked where values are known, that is, outside of `jit`); from the
         mask, they are fewer than the tokens of the sequence.
     """
-    ids = _checked_ids(ids)
+    ids = checked_ids(ids)
     xp = _namespace(ids)
     places = xp.arange(ids.shape[-1], dtype=xp.int32)
     edge = ids[:, 1:] != ids[:, :-1]
@@ -264,7 +265,7 @@ def segments(ids: Array) -> Mask:
     end = _running(xp.minimum, ends[:, ::-1])[:, ::-1]  # (B, T), where it ends
 
     def bounds(index: Array, keys: int) -> tuple[Array, Array]:
-        _check_covered(index, keys, ids.shape[-1])
+        check_covered(index, keys, ids.shape[-1])
         namespace = _namespace(index)
         rows = max(index.shape[0], first.shape[0])
         index = namespace.broadcast_to(index, (rows, index.shape[1]))
@@ -325,7 +326,7 @@ def documents_at(starts: np.ndarray) -> Mask:
         )
 
     def bounds(index: Array, keys: int) -> tuple[Array, Array]:
-        _check_covered(index, keys)
+        check_covered(index, keys)
         xp = _namespace(index)
         first = xp.asarray(_as_index(starts, index))
         document = xp.searchsorted(first, index, side="right") - 1
@@ -358,58 +359,3 @@ def _as_index(value: int | Array, index: Array) -> int | Array:
         values = known(value)  # as JAX wraps 64 bits around where it does not have them
         value = (value if values is None else values).clip(max=most)
     return value.astype(index.dtype)
-
-
-def _check_signed(name: str, array: Array) -> None:
-    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
-        raise ValueError(f"{name} must be signed integers, got {array.dtype}")
-
-
-def _checked_length(name: str, length: int | Array) -> int | Array:
-    """Returns one number, or (B, 1) of them, and checks them where they are known."""
-    if not isinstance(length, Array):
-        return whole_number(name, length, 0)
-    _check_signed(name, length)
-    if length.ndim and length.shape[1:] != (1,):
-        raise ValueError(
-            f"{name} must be one number, or (B, 1) for one in each row, got "
-            f"{length.shape}: give (B,) as lengths[:, None]"
-        )
-    values = known(length)
-    if values is not None and values.size:
-        whole_number(name, int(values.min()), 0)
-    return length
-
-
-def _check_covered(index: Array, keys: int, ids: int | None = None) -> None:
-    """Refuses negative indices, and fewer ids than tokens."""
-    tokens, values = max(keys, index.shape[1]), known(index)
-    if values is not None and values.size:
-        whole_number("the first query index", int(values.min()), 0)
-        tokens = max(tokens, int(values.max()) + 1)
-    if ids is not None and tokens > ids:
-        raise ValueError(
-            f"document ids must cover the sequence of {tokens} tokens, got {ids} ids: "
-            "give every token one, padding that of the last document"
-        )
-
-
-def _checked_ids(ids: Array) -> Array:
-    if not isinstance(ids, jax.Array):
-        ids = np.asarray(ids)
-    if ids.ndim not in (1, 2):
-        raise ValueError(f"document ids must be (T,) or (B, T), got {ids.shape=}")
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"document ids must be integers, got {ids.dtype}")
-    values = known(ids)
-    if values is not None:
-        values = np.atleast_2d(values)
-        rows, places = np.nonzero(values[:, 1:] < values[:, :-1])
-        if rows.size:
-            row, place = int(rows[0]), int(places[0])
-            raise ValueError(
-                f"document ids must not decrease: row {row} has "
-                f"{values[row, place]} at {place} and {values[row, place + 1]} after "
-                "it; number the documents of a row in the order in which they come"
-            )
-    return ids[None] if ids.ndim == 1 else ids

@@ -28,7 +28,7 @@ from .device import is_tpu, kernel_cores
 from .layouts import Layout, check_length, order
 from .masks import Mask, Visible, full
 from .ring import Ring, attend
-from .schedule import Route, checked_walks, default_walks
+from .schedule import Route, Walk, checked_walks, default_walks
 from .ulysses import over_heads
 
 
@@ -84,13 +84,20 @@ def ring_attention(
         )
     if is_checked and sinks is not None:
         sinks = lax.pcast(sinks, _missing(sinks, q), to="varying")
-    if route is None:
-        walks = default_walks(size) if is_tpu() else ()
-        route = Route(walks, cores=kernel_cores())
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
-    ring = Ring(*sizes, route=route)
+    ring = Ring(*sizes, route=route or whole_route(size))
     on_ring = functools.partial(attend, ring)
     return over_heads(on_ring, ulysses_axis, q, k, v, sinks, *visible)[0]
+
+
+def whole_route(ring_size: int, walks: tuple[Walk, ...] | None = None) -> Route:
+    """Returns the route of whole shards, for the devices that are compiled for.
+
+    walks: that parts of them take; None for both ways round between TPUs, else one.
+    """
+    if walks is None:
+        walks = default_walks(ring_size) if is_tpu() else ()
+    return Route(walks, cores=kernel_cores())
 
 
 def _missing(x: jax.Array, like: jax.Array) -> tuple[str, ...]:
@@ -159,8 +166,6 @@ def make_ring_attention(
     slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
     ways = checked_walks(walks, ring_size)
-    if ways is None:
-        ways = default_walks(ring_size) if is_tpu() else ()
     outer = checked_outer(mesh, axes.ring, slow_axis, ring_size)
     local = functools.partial(
         ring_attention,
@@ -204,8 +209,8 @@ def make_ring_attention(
             outline = (limit or mask).outline(queries, k.shape[1])
             short = Route.within(outline, layout, ring_size, count_steps)
         others = tuple(name for name in mesh.axis_names if name not in axes.ring)
-        known = {"beside": others, "cores": kernel_cores()}
-        route = replace(short or Route(ways, outer=outer), **known)
+        route = short or replace(whole_route(ring_size, ways), outer=outer)
+        route = replace(route, beside=others, cores=kernel_cores())
         on_shards = functools.partial(local, route=route)
         out = _over_mesh(on_shards, mesh, axes)(q, k, v, visible, sinks)
         return mask.fill_padding(out, queries)

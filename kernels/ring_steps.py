@@ -32,6 +32,9 @@ Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 Sums = Pair | None
 
+LSE_RANK = 3
+"""Axes of lse (B, H, L); out, and all gradients, have four."""
+
 
 class Forward:
     """Attends to the pieces: a partial result of each head group."""
@@ -315,7 +318,7 @@ def _where_seen(bounds: dict[int, Bounds], run: Callable, sums: Any) -> Any:
         found = [
             given[path]
             if path in given
-            else jnp.full(x.shape, -jnp.inf if x.ndim == 3 else 0, x.dtype)
+            else jnp.full(x.shape, -jnp.inf if x.ndim == LSE_RANK else 0, x.dtype)
             for path, x in paths
         ]
         return jax.tree.unflatten(structure, found)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 from jax.sharding import NamedSharding
 
@@ -263,15 +262,9 @@ def ring_attention(
         window: int | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        within = of_run if isinstance(visible, Visible) else None
+        within = of_run if isinstance(visible, Visible) else masks.full()
         if window is not None:
-            of_layer = masks.window(window)
-            if within is None:
-                visible &= of_layer
-            else:
-                index = layouts.order(system.layout, partition.ring_size, q.shape[1])
-                visible &= of_layer(jnp.asarray(index), k.shape[1])
-                within &= of_layer
+            within &= masks.window(window)
         return attend(q, k, v, visible, sinks=sinks, within=within)
 
     return attend_within
@@ -289,10 +282,15 @@ def walks(
     return ring_walks(partition) if tokens * group < BOTH_WAYS_HIDE else None
 
 
-def counts_steps(config: ml_collections.ConfigDict, partition: Partition) -> bool:
-    """Returns whether rings end where a batch's documents do, as they count them."""
+def counts_steps(
+    config: ml_collections.ConfigDict, partition: Partition, longest: int | None = None
+) -> bool:
+    """Returns whether rings end where a batch's documents do, as they count them.
+
+    longest: tokens of a document; None for those of the config's corpora.
+    """
     layout = attention_system(config).layout
-    return corpora.reads_few_shards(config, layout, partition.ring_size)
+    return corpora.reads_few_shards(config, layout, partition.ring_size, longest)
 
 
 def abstract_state(

@@ -113,16 +113,22 @@ def longest_document(config: ml_collections.ConfigDict) -> int | None:
 
 
 def reads_few_shards(
-    config: ml_collections.ConfigDict, layout: Layout, ring_size: int
+    config: ml_collections.ConfigDict,
+    layout: Layout,
+    ring_size: int,
+    longest: int | None = None,
 ) -> bool:
     """Returns whether a ring that ends where documents do always sends fewer bytes.
 
-    By the longest document of the config's corpora. Gradients come home one device
-    after another then, and shards of a zigzag layout go both ways.
+    longest: tokens of a document; None for those of the config's corpora. Gradients
+      come home one device after another then, and shards of a zigzag layout go both
+      ways.
     """
     is_packed = config.task == "text" and config.data.rows != "documents"
-    longest = longest_document(config) if is_packed else None
-    if longest is None or isinstance(layout, Striped):
+    if not is_packed or isinstance(layout, Striped):
+        return False
+    longest = longest or longest_document(config)
+    if longest is None:
         return False
     ways = 2 if isinstance(layout, Zigzag) else 1
     chunk = config.data.context_tokens // ring_size // ways or 1

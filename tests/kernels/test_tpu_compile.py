@@ -17,6 +17,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from kernels.compiler import compiler_options
+from kernels.layouts import Striped
+from kernels.masks import causal
+from kernels.ring_attention import make_ring_attention
 from kernels.schedule import Route, Walk, default_walks
 from kernels.tpu import launch as pallas_tpu
 from tests.ring_layers import (
@@ -106,6 +109,23 @@ def assert_transfers_overlap(program: str, ring_size: int, kv_heads: int) -> Non
     orders = Program.parse(program, ring_size).orders()
     backward = overlapped_backward(ring_size, kv_heads)
     assert sorted(orders) == sorted([backward, overlapped_forward(ring_size)])
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+def test_rings_of_tpus_that_are_not_here_go_both_ways(chip):
+    """As on the chip: built on a CPU, they know it when they are traced."""
+    mesh = Mesh(np.array(tpu_devices(chip, 4)[:4]), ("ring",))
+    attend = make_ring_attention(mesh, layout=Striped(), implementation="reference")
+    x = sharded_array(mesh, TOKENS, 4)
+
+    def run(x):
+        return attend(x, x, x, causal())
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(run).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    pattern = r"stablehlo\.collective_permute.*: \(tensor<([^>]*)>\)"
+    sent = re.findall(pattern, text)
+    assert sent == [f"1x{TOKENS}x2x{HEAD_DIM}xbf16"] * 2 * 2 * 3
 
 
 def slow(*values):

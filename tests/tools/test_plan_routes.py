@@ -15,17 +15,14 @@ from kernels.device import kernel_cores
 from kernels.masks import Visible
 from kernels.ring_device import Ring as DeviceRing
 from kernels.schedule import Route, Walk, default_walks
-from tasks import base, corpora
 from tests.pages import PAGES
 from tests.rings import ring_mesh
 from tools.lib.planning.kernels import Kernels
-from tools.lib.planning.ring import Ring, counts_steps
+from tools.lib.planning.ring import Ring
 from tools.lib.planning.ring_steps import Sequence, document_spans
 from tools.lib.planning.routes import Load, Pass, counted_steps, route_of
 from tools.lib.planning.thresholds import KI, ROUTES, threshold
-from tools.plan_pod import read_config
 from training import chips
-from training.mesh import MeshShape, Partition
 
 LENGTH, DEPTH = 512, 8
 CAUSAL = DocumentMask()
@@ -171,22 +168,6 @@ def test_counted_steps_are_those_that_the_ring_counts(layout, documents):
     )
     known = Visible(*(np.asarray(bound)[None] for bound in visible))
     assert counted_steps(route, known, layout, size) == int(jax.jit(count)(bounds))
-
-
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-@pytest.mark.parametrize("attention", ["ring", "zigzag", "striped"])
-def test_the_planner_counts_where_a_run_with_such_documents_does(
-    attention, monkeypatch
-):
-    flags = f"--config.attention={attention}", "--config.data.context_tokens=65536"
-    config, found = read_config(["--config=configs/tiny.py", *flags]), set()
-    for fsdp, size, longest in itertools.product((1, 2), (4, 16), (100, 9000, 60000)):
-        mesh = Partition(MeshShape(fsdp=fsdp, ring=size).abstract_mesh())
-        monkeypatch.setattr(corpora, "longest_document", lambda _, n=longest: n)
-        expected = base.counts_steps(config, mesh)
-        assert counts_steps(config, mesh, (50, longest)) == expected
-        found.add(expected)
-    assert found == ({False} if attention == "striped" else {False, True})
 
 
 def test_a_counted_ring_sends_for_its_steps_and_brings_gradients_home_alone():

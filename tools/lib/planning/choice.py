@@ -1,8 +1,8 @@
 """Choice: the route that the rings of a step take, beside the others that they could.
 
-A ring takes disjoint cycles where its torus has them, else both ways round between
-TPUs, and one way between GPUs. What it takes is estimated; and so are the others, so
-that one that would be faster is told.
+A ring goes both ways round between TPUs, or on disjoint cycles where its torus has
+them and its shards are short, and one way between GPUs. What it takes is estimated;
+and so are the others, to name one that would be faster.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tools.lib.planning.ring import Ring, Times
 from tools.lib.planning.thresholds import KI, hides_from, of_one_row
 
 FASTER = 0.99
-"""Share of a route's time from which on another one is told."""
+"""Share of a route's time from which on another one is named."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import ml_collections
 
 from data.document_mask import DocumentMask
 from kernels.device import kernel_cores
-from kernels.layouts import Striped, Zigzag, order
+from kernels.layouts import order
 from kernels.masks import Visible
 from kernels.schedule import ONE_WAY, Route, checked_walks, default_walks
 from kernels.ulysses import share_heads
@@ -120,7 +120,8 @@ class Ring:
         walks = walks or (default_walks(size) if is_tpu else ())
         route = Route(walks)
         if config.remat != "tail":
-            counts = counts_steps(config, partition, documents)
+            longest = max(documents, default=None)
+            counts = base.counts_steps(config, partition, longest)
             route = route_of(layout, size, length, mask, walks, counts)
         route = replace(route, cores=kernel_cores(chip.device_kinds[0]))
         sequence = Sequence(layout, size, length, documents, mask)
@@ -298,28 +299,6 @@ def layer_masks(config: ml_collections.ConfigDict) -> list[DocumentMask]:
 
     kinds = TASKS[config.task].sizes(config).layer_kinds
     return [within(kind.window) if kind.window else mask for kind in kinds]
-
-
-def counts_steps(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    documents: tuple[int, ...] = (),
-) -> bool:
-    """Returns whether the run's rings end where its documents do.
-
-    documents: lengths of those packed in a row, by which it is decided as in
-      `corpora.reads_few_shards`; none for what the config's corpora have.
-    """
-    if not documents:
-        return base.counts_steps(config, partition)
-    layout, size = base.attention_system(config).layout, partition.ring_size
-    is_packed = config.task == "text" and config.data.rows != "documents"
-    if not is_packed or isinstance(layout, Striped):
-        return False
-    ways = 2 if isinstance(layout, Zigzag) else 1
-    chunk = config.data.context_tokens // size // ways or 1
-    hops = -(-(max(documents) - 1) // chunk)
-    return ways * hops * 8 < 2 * (2 * (size - 1) + size)
 
 
 def _count(route: Route, sequence: Sequence) -> int | None:
