@@ -13,16 +13,16 @@ Span = tuple[int, int]
 """Half-open range [begin, end)."""
 
 TILE = 128
-"""Shards are cut at multiples of so many slots, where they are longer than two."""
+"""Slots at whose multiples shards are cut, where they are longer than two."""
 
 EVERY_ROW = 1 << 22
 """Rows times shards up to which the bounds of each row are looked at."""
 
 
 class Read(NamedTuple):
-    """What devices read of the shard so many places before their own.
+    """What devices read of a shard before their own.
 
-    offset: places, 1 … N - 1. slots: the least span that holds what any device reads.
+    offset: how many places before, 1 … N - 1. slots: the least span that holds what any device reads.
     """
 
     offset: int

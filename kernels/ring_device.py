@@ -74,7 +74,7 @@ class Ring:
         return k_start, k_end  # as visible, (B or 1, L)
 
     def source(self, walk: Walk, hops: jax.Array | int) -> jax.Array | int:
-        """Returns whose piece is here after so many hops of a walk."""
+        """Returns whose piece is here after a number of hops of a walk."""
         shard = self.shard()
         if walk.stride:
             return (shard - walk.stride * hops) % self.size
@@ -85,12 +85,12 @@ class Ring:
         return members[cycle, (place - hops) % walk.length]
 
     def come_from(self, device: jax.Array | int, turn: Any, outer: int) -> jax.Array:
-        """Returns whose arrays a device has after so many hops of an outer ring."""
+        """Returns whose arrays a device has in a turn of an outer ring."""
         inner = self.size // outer
         return (device // inner - turn) % outer * inner + device % inner
 
     def hop(self, arrays: Any, walk: Walk, hops: int = 1) -> Any:
-        """Sends the arrays so many devices further along a walk."""
+        """Sends the arrays a number of devices further along a walk."""
         arrays = _ordered(arrays, HEADS_FIRST)
         arrays = lax.ppermute(arrays, self.axis_name, walk.pairs(hops))
         return _ordered(arrays, HEADS_FIRST)

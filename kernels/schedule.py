@@ -45,7 +45,7 @@ class Walk:
 
     @classmethod
     def within(cls, size: int, rings: int) -> "Walk":
-        """Returns the same in each of so many rings of successive devices."""
+        """Returns the same in each of several rings of successive devices."""
         return cls(tuple(tuple(range(i * size, i * size + size)) for i in range(rings)))
 
     @property
@@ -57,7 +57,7 @@ class Walk:
         return Walk(tuple((c[0], *reversed(c[1:])) for c in self.cycles))
 
     def pairs(self, hops: int) -> list[tuple[int, int]]:
-        """Returns (from, to) of every device, so many hops further."""
+        """Returns (from, to) of every device, a number of hops further."""
         return [
             (device, cycle[(place + hops) % len(cycle)])
             for cycle in self.cycles
@@ -65,7 +65,7 @@ class Walk:
         ]
 
     def sources(self, hops: int) -> np.ndarray:
-        """Returns whose piece each device has after so many hops, int32 (N,)."""
+        """Returns whose piece each device has after a number of hops, int32 (N,)."""
         found = np.empty(len(self.cycles) * self.length, np.int32)
         for device, to in self.pairs(hops):
             found[to] = device
@@ -265,7 +265,7 @@ def whole(
     heads: key/value heads of a device, cut if they suffice for two walks and the turns,
       else the slots of a shard.
     turns: in which a device computes, if heads or slots suffice.
-    cores: that share out the heads of a piece: so many are not cut apart.
+    cores: that share out the heads of a piece, which are not cut apart.
     """
     together = math.gcd(heads, cores)
     by_heads = heads // together >= max(min(len(walks), 2), turns)
