@@ -1,5 +1,7 @@
 """XLA options with which the transfers of a ring overlap compute."""
 
+from .device import rings_both_ways
+
 TRANSFERS = 32
 """In flight on a TPU: backward on six walks, twelve arrays of each of two turns."""
 
@@ -10,8 +12,8 @@ def compiler_options(device_kind: str) -> dict[str, str]:
     On TPUs, the scheduler starts transfers only when they are waited for in a loop that
     it estimates to exceed the memory. It overestimates (7B on v3 left half of the
     memory), so its limit is a tenth more than the memory. v3 needs an option of its own
-    to start any ahead, and all of them one for the all-to-alls of `ulysses`, and one to
-    have the transfers of many pieces in flight: by default there are five.
+    to start any ahead, and all of them one for the all-to-alls of `ulysses`, and where
+    rings go both ways one for the transfers of many pieces: by default there are five.
 
     On GPUs, the scheduler has one collective in flight by default, and overlaps further
     gathers of parameters with attention instead of the ring's transfers.
@@ -23,6 +25,7 @@ def compiler_options(device_kind: str) -> dict[str, str]:
     if device_kind.startswith("TPU"):
         options["xla_tpu_scheduler_percent_shared_memory_limit"] = "110"
         options["xla_tpu_enable_async_all_to_all"] = "true"
+    if rings_both_ways(device_kind):
         options["xla_max_concurrent_async_collective_permutes"] = str(TRANSFERS)
     if device_kind == "TPU v3":
         options["xla_enable_async_collective_permute"] = "true"

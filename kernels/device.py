@@ -26,6 +26,16 @@ def kernel_cores(kind: str | None = None) -> int:
     return 2 if (kind or device_kind()) in ("TPU v4", "TPU v5", "TPU v5p") else 1
 
 
+def rings_both_ways(kind: str | None = None) -> bool:
+    """Returns whether rings of these devices go both ways round by themselves.
+
+    Between TPUs, but for v3: its kibibyte of semaphores is too little for a step of a
+    model whose ring sends so many pieces at a time. kind: as of `kernel_cores`.
+    """
+    kind = kind or device_kind()
+    return kind.startswith("TPU") and kind != "TPU v3"
+
+
 def is_cpu() -> bool:
     """Returns whether it is a CPU."""
     return device_kind() == "cpu"

@@ -22,7 +22,8 @@ EVERY_ROW = 1 << 22
 class Read(NamedTuple):
     """What devices read of a shard before their own.
 
-    offset: how many places before, 1 … N - 1. slots: the least span that holds what any device reads.
+    offset: how many places before, 1 … N - 1. slots: the least span that holds what any
+      device reads.
     """
 
     offset: int

@@ -24,7 +24,7 @@ from .checks import (
     checked_sinks,
     checked_soft_cap,
 )
-from .device import is_tpu, kernel_cores
+from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order
 from .masks import Mask, Visible, full
 from .ring import Ring, attend
@@ -55,7 +55,7 @@ def ring_attention(
     `sinks`, `soft_cap` and `implementation` as in `one_device.attention`, `keep_tail`
     and `ulysses_axis`, whose devices hold a shard's slots in slices, as in
     `make_ring_attention`; `route`, the ways that keys and values take, by itself half
-    of them each way round between TPUs, else all one way. The gradient of the sinks is
+    of them each way round between TPUs (but v3), else one. The gradient of the sinks is
     that of this device's queries; `shard_map` adds up the devices'. Bounds do not say
     which tokens are padding: all operands must be finite, or see `Mask.fill_padding`.
     Decreasing bounds are not refused here, as they are traced: see
@@ -93,10 +93,10 @@ def ring_attention(
 def whole_route(ring_size: int, walks: tuple[Walk, ...] | None = None) -> Route:
     """Returns the route of whole shards, for the devices that are compiled for.
 
-    walks: that parts of them take; None for both ways round between TPUs, else one.
+    walks: that parts of them take; None for those of `rings_both_ways`, else one way.
     """
     if walks is None:
-        walks = default_walks(ring_size) if is_tpu() else ()
+        walks = default_walks(ring_size) if rings_both_ways() else ()
     return Route(walks, cores=kernel_cores())
 
 
@@ -137,7 +137,7 @@ def make_ring_attention(
       devices share out its heads in the ring: see `ulysses`.
     walks: orders in which the ring's devices hand on equal parts of keys and values:
       their numbers along `ring_axes`, each once. None for both ways round the mesh's
-      order between TPUs, else one way.
+      order between TPUs (but v3), else one way.
     count_steps: the ring ends where the bounds show no device anything further, which
       costs a small reduction: for packed documents in a contiguous or zigzag layout
       (stripes of any document are everywhere). Without it, shards are left out that

@@ -17,6 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from kernels.compiler import compiler_options
+from kernels.device import rings_both_ways
 from kernels.layouts import Striped
 from kernels.masks import causal
 from kernels.ring_attention import make_ring_attention
@@ -72,7 +73,7 @@ def compiled_layers(
 ) -> str:
     """Compiles the gradients of two scanned layers that save the ring's out and lse.
 
-    walks: both ways round if not given.
+    walks: those that a ring of the chip takes if not given.
     """
     devices = np.array(tpu_devices(chip, ring_size)[:ring_size])
     mesh = Mesh(devices if walks else ring_along(devices, 0), ("ring",))
@@ -81,34 +82,38 @@ def compiled_layers(
         "keep_tail": keep_tail,
         "heads": max(HEADS, kv_heads),
     }
-    route = Route(walks or default_walks(ring_size))
+    kind = mesh.devices.flat[0].device_kind
+    around = default_walks(ring_size) if rings_both_ways(kind) else ()
+    route = Route(walks or around)
     gradient, inputs = layers_gradient(mesh, pallas_tpu, length, route=route, **sizes)
-    options = compiler_options(mesh.devices.flat[0].device_kind)
-    program = jax.jit(gradient, compiler_options=options)
+    program = jax.jit(gradient, compiler_options=compiler_options(kind))
     return compile_for(mesh, program, *inputs).as_text()
 
 
-def overlapped_forward(ring_size: int) -> str:
-    """Returns the order: k and v of both halves leave before a step's two kernels."""
-    return "ssssFFdddd" * (ring_size - 1) + "FF"
+def overlapped_forward(ring_size: int, ways: int = 2) -> str:
+    """Returns the order: k and v of each half leave before all kernels of a step."""
+    step = "ss" * ways + "F" * ways + "dd" * ways
+    return step * (ring_size - 1) + "F" * ways
 
 
-def overlapped_backward(ring_size: int, kv_heads: int) -> str:
+def overlapped_backward(ring_size: int, kv_heads: int, ways: int = 2) -> str:
     """Returns the order: as forward, dk and dv one turn behind.
 
     A turn is a half that goes one way round, or half of both where there are heads for
     it. Half of the local queries are deferred, to overlap the last transfer.
     """
-    n = 1 if kv_heads < 4 else 2
+    n = 1 if kv_heads < 4 else ways
     s, d, kernels = "ss" * n, "dd" * n, "B" * n
     keys, both = f"{s}{kernels}{d}", f"{s * 2}{kernels}{d * 2}"
     return keys + both * (2 * ring_size - 3) + keys * 3 + kernels
 
 
-def assert_transfers_overlap(program: str, ring_size: int, kv_heads: int) -> None:
+def assert_transfers_overlap(
+    program: str, ring_size: int, kv_heads: int, ways: int = 2
+) -> None:
     orders = Program.parse(program, ring_size).orders()
-    backward = overlapped_backward(ring_size, kv_heads)
-    assert sorted(orders) == sorted([backward, overlapped_forward(ring_size)])
+    backward = overlapped_backward(ring_size, kv_heads, ways)
+    assert sorted(orders) == sorted([backward, overlapped_forward(ring_size, ways)])
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p"])
@@ -147,9 +152,10 @@ def test_every_transfer_overlaps_the_kernel_of_its_ring_step(chip, kv_heads):
     No shard is copied, into the kernels' order or to make room for what arrives.
     """
     program = compiled_layers(chip, 4, TOKENS, kv_heads)
-    assert_transfers_overlap(program, 4, kv_heads)
+    assert_transfers_overlap(program, 4, kv_heads, 1 if chip == "v3" else 2)
     copies = copies_of_shards(program, TOKENS * kv_heads * HEAD_DIM)
-    assert len(copies) >= 2 and not any(copies), copies
+    # A v3 computes in float32, to which it converts what arrives.
+    assert len(copies) >= 2 and (chip == "v3" or not any(copies)), copies
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from data.document_mask import DocumentMask
-from kernels.device import kernel_cores
+from kernels.device import kernel_cores, rings_both_ways
 from kernels.layouts import order
 from kernels.masks import Visible
 from kernels.schedule import ONE_WAY, Route, checked_walks, default_walks
@@ -117,13 +117,14 @@ class Ring:
         layout, size = base.attention_system(config).layout, partition.ring_size
         is_tpu = chip.name.startswith("TPU")
         walks = checked_walks(base.walks(config, partition), size)
-        walks = walks or (default_walks(size) if is_tpu else ())
+        kind = chip.device_kinds[0]
+        walks = walks or (default_walks(size) if rings_both_ways(kind) else ())
         route = Route(walks)
         if config.remat != "tail":
             longest = max(documents, default=None)
             counts = base.counts_steps(config, partition, longest)
             route = route_of(layout, size, length, mask, walks, counts)
-        route = replace(route, cores=kernel_cores(chip.device_kinds[0]))
+        route = replace(route, cores=kernel_cores(kind))
         sequence = Sequence(layout, size, length, documents, mask)
         sent = padded(model.head_dim) if is_tpu else model.head_dim
         numbers = 2 * tokens * (way.kv_heads // devices) * sent
