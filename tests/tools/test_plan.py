@@ -80,13 +80,14 @@ def test_parts_of_the_memory_are_those_of_the_sizes_and_add_up(plan):
 
 def test_all_transfers_hide_behind_kernels(plan):
     sent, found = RING - 1, plan.transfers
-    # Keys and values in both directions, their gradients in one, and home; backward
-    # those of each half of the heads, which take turns.
-    assert found.hidden == LAYERS * (2 * sent + 2 * (2 * sent + 2 * RING))
+    # A half of the heads goes each way: keys and values there and back again for the
+    # backward pass, their gradients with them, and home.
+    assert found.ways == 2
+    assert found.hidden == LAYERS * 2 * (2 * sent + 2 * sent + 2 * RING)
     assert found.hidden_bytes == LAYERS * (sent * (2 + 2) + RING * 2 * 2) * KEYS_BYTES
     assert (found.exposed, found.exposed_bytes) == (0, 0)
-    # Backward, home is in halves, and each of these in two halves of the heads.
-    assert found.kernels == LAYERS * (RING + 2 * (RING + 1))
+    # Each half has its own kernel in each step, and one more before it is home.
+    assert found.kernels == LAYERS * 2 * (RING + RING + 1)
 
 
 def test_collectives_hold_the_transfers_and_the_gathers_of_parameters(plan):
