@@ -3,9 +3,11 @@
 A directory:
 
     index.json   format version, what was packed and how, and figures of every episode
-    steps.npy    float32: observation, action and reward of every step
+    steps.npy    float32: observation, action, what to do and reward of every step
 
-Step t of an episode is the observation, the action taken there, and its reward.
+Step t of an episode is the observation, the action taken there, and its reward; where
+they are known, between these the action that should have been taken. Episodes may be of
+different worlds, which have their own dynamics or rewards, and are numbered.
 Episodes follow each other; where all have T steps, `steps.npy` is (episodes, T,
 columns), and (steps, columns) otherwise. index.json has its size and SHA-256. Opening a
 file of any size reads no steps.
@@ -45,9 +47,10 @@ class TrajectoryFile:
     """Packed episodes.
 
     steps: float32 (steps of all episodes, columns), on disk: observation, action,
-      reward.
+      target if `has_targets`, reward.
     offsets: int64 (episodes + 1,), where each episode starts, and where the last ends.
     returns: float64 (episodes,), sums of rewards.
+    worlds: int64 (episodes,), the world of each episode; 0 where there is one.
     observation_mean, observation_std: float32 (observation size,), over all steps.
     index: all of index.json.
     """
@@ -56,6 +59,7 @@ class TrajectoryFile:
     steps: StoredArray
     offsets: np.ndarray
     returns: np.ndarray
+    worlds: np.ndarray
     observation_mean: np.ndarray
     observation_std: np.ndarray
     index: Mapping[str, Any]
@@ -78,15 +82,22 @@ class TrajectoryFile:
                 whole_number("a length", steps, least=1)
             lengths = np.array(index["lengths"], np.int64)
             returns = _numbers(index, "returns", np.float64)
+            worlds = index.get("worlds", [0] * len(lengths))
+            for world in worlds:
+                whole_number("a world", world)
+            worlds = np.array(worlds, np.int64)
             mean = _numbers(index, "observation_mean", np.float32)
             std = _numbers(index, "observation_std", np.float32)
             columns = index["observation_size"] + index["action_size"] + 1
+            if _flag(index, "has_targets"):
+                columns += index["action_size"]
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{directory / INDEX} does not describe trajectories "
                 f"({type(error).__name__}: {error}): {REMEDY}"
             ) from error
-        fitting = len(lengths) == len(returns) and lengths.size and std.min() >= 0
+        episodes = {len(lengths), len(returns), len(worlds)}
+        fitting = len(episodes) == 1 and lengths.size and std.min() >= 0
         if not fitting or not len(mean) == len(std) == index["observation_size"]:
             raise ValueError(f"{directory / INDEX} contradicts itself: {REMEDY}")
         path = directory / STEPS
@@ -94,7 +105,7 @@ class TrajectoryFile:
         rows = int(lengths.sum()), columns
         steps = StoredArray(path, np.dtype(np.float32), rows, offset=HEADER_BYTES)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        return cls(directory, steps, offsets, returns, mean, std, index)
+        return cls(directory, steps, offsets, returns, worlds, mean, std, index)
 
     def read(self, places: np.ndarray) -> np.ndarray:
         """Reads the steps at these places, int of any shape: float32 (..., columns).
@@ -126,6 +137,11 @@ class TrajectoryFile:
     @property
     def action_size(self) -> int:
         return self.index["action_size"]
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether the steps say what should have been done there."""
+        return self.index.get("has_targets", False)
 
     @property
     def action_repeat(self) -> int:
@@ -214,7 +230,8 @@ class TrajectoryWriter:
     about: dict[str, Any]
     lengths: list[int] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
-    _sizes: tuple[int, int] = (0, 0)
+    worlds: list[int] = field(default_factory=list)
+    _sizes: tuple[int, ...] = ()
     _moments: _Moments = field(default_factory=_Moments)
 
     def __enter__(self) -> "TrajectoryWriter":
@@ -225,31 +242,49 @@ class TrajectoryWriter:
         return self
 
     def write(
-        self, observation: np.ndarray, action: np.ndarray, reward: np.ndarray
+        self,
+        observation: np.ndarray,
+        action: np.ndarray,
+        reward: np.ndarray,
+        *,
+        target: np.ndarray | None = None,
+        world: int = 0,
     ) -> None:
         """Appends an episode of T steps: (T, observation), (T, action) and (T,).
+
+        target: what should have been done, in the form of the actions; for all episodes
+          or none. world: number of the world that the episode is of, from 0.
 
         Raises:
           ValueError: the shapes are not these, or the sizes those of the episodes
             before; there are no steps; or a number is not finite.
         """
-        shapes = observation.shape, action.shape, reward.shape
-        if [len(shape) for shape in shapes] != [2, 2, 1] or (
-            len({shape[0] for shape in shapes}) > 1 or 0 in (*shapes[0], *shapes[1])
+        parts = observation, action, *([] if target is None else [target])
+        shapes = *(part.shape for part in parts), reward.shape
+        if (
+            [len(shape) for shape in shapes] != [2] * len(parts) + [1]
+            or len({shape[0] for shape in shapes}) > 1
+            or 0 in (*shapes[0], *shapes[1])
+            or len({shape[1] for shape in shapes[1:-1]}) > 1
         ):
+            aim = "" if target is None else f", {target.shape=}"
             raise ValueError(
                 f"episode {len(self.lengths)} has {observation.shape=}, {action.shape=}"
-                f", {reward.shape=}: give (T, observation), (T, action) and (T,), and "
-                "at least one of each"
+                f"{aim}, {reward.shape=}: give (T, observation), (T, action)"
+                f"{aim and ' twice'} and (T,), and at least one of each"
             )
-        sizes = observation.shape[1], action.shape[1]
+        if world < 0:
+            raise ValueError(
+                f"{world=} of episode {len(self.lengths)} must be 0 or more"
+            )
+        sizes = tuple(part.shape[1] for part in parts)
         if self.lengths and sizes != self._sizes:
             raise ValueError(
                 f"episode {len(self.lengths)} has observations and actions of {sizes}, "
                 f"those before of {self._sizes}: pack one domain at a time"
             )
         self._sizes = sizes
-        rows = np.column_stack([observation, action, reward]).astype("<f4")
+        rows = np.column_stack([*parts, reward]).astype("<f4")
         if not np.isfinite(rows).all():
             raise ValueError(
                 f"episode {len(self.lengths)} has numbers that are not finite in "
@@ -258,6 +293,7 @@ class TrajectoryWriter:
         self._file.write(rows.tobytes())
         self.lengths.append(len(rows))
         self.returns.append(float(rows[:, -1].sum(dtype=np.float64)))
+        self.worlds.append(int(world))
         self._moments.add(rows[:, : self._sizes[0]])
 
     def __exit__(self, kind: type | None, error: object, trace: object) -> None:
@@ -279,10 +315,12 @@ class TrajectoryWriter:
             **self.about,
             "observation_size": self._sizes[0],
             "action_size": self._sizes[1],
+            "has_targets": len(self._sizes) > 2,
             "observation_mean": self._moments.mean.tolist(),
             "observation_std": self._moments.std.tolist(),
             "lengths": self.lengths,
             "returns": self.returns,
+            "worlds": self.worlds,
             FILES: {STEPS: describe_file(self._new.partial / STEPS)},
         }
         (self._new.partial / INDEX).write_text(json.dumps(index, indent=1) + "\n")
@@ -312,6 +350,14 @@ def _numbers(index: Mapping[str, Any], name: str, dtype: type) -> np.ndarray:
     if max(map(abs, found), default=0) > most:
         raise ValueError(f"{name} has a number above {most}")
     return np.array(found, dtype)
+
+
+def _flag(index: Mapping[str, Any], name: str) -> bool:
+    """Reads a truth value of the description; False where it is not."""
+    found = index.get(name, False)
+    if type(found) is not bool:
+        raise ValueError(f"{name}={found!r} must be true or false")
+    return found
 
 
 def _read_index(directory: Path) -> dict[str, Any]:
