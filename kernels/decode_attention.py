@@ -3,18 +3,21 @@
 Every device of the ring computes the attention of all new queries to the slots that it
 holds, and the partial results are merged: the data sent is as large as the queries, not
 as the cache. The mask is computed from the index of the token in each slot, so that
-slots may be filled in any order, and rows of a batch may differ in length.
+slots may be filled in any order, and rows of a batch may differ in length. Of a cache
+that is not full, no more than twice the slots that are taken are read.
 
 Caches are stacks of layers: (Y, B, S, K, D), Y layers and S slots in all, of which each
 device holds S / N. They are written in place where the compiler can reuse them.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -31,6 +34,9 @@ from .known import known
 from .masks import Visible, in_interval
 from .merge import Partial, merge, merge_over
 from .precision import accumulator_type, product, soft_capped
+
+FEWEST_SLOTS = 128
+"""Slots of a device that are always read: fewer would save nothing."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +179,20 @@ class CachedAttention:
             layer: jax.Array,
             sinks: jax.Array,
         ) -> jax.Array:
-            k, v = (
-                lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
-                for x in (keys, values)
-            )
-            k_start, k_end = (bound[..., None] for bound in bounds)  # (B, m, 1)
-            mask = in_interval(k_start, index[:, None], k_end)  # (B, m, S / N)
-            partial = _partial(q, k, v, mask, scale, soft_cap)
-            out, lse = merge_over(self._axes.ring, partial)
+            def of_first(slots: int) -> Partial:
+                rows, _, heads, depth = keys.shape[1:]
+                start, shape = (layer, 0, 0, 0, 0), (1, rows, slots, heads, depth)
+                k, v = (lax.dynamic_slice(x, start, shape)[0] for x in (keys, values))
+                k_start, k_end = (bound[..., None] for bound in bounds)  # (B, m, 1)
+                # (B, m, slots)
+                mask = in_interval(k_start, index[:, None, :slots], k_end)
+                return _partial(q, k, v, mask, scale, soft_cap)
+
+            sizes = _sizes(index.shape[1])
+            live = _live_slots(index, bounds[1])
+            branch = (live > np.array(sizes[:-1], np.int32)).sum(dtype=jnp.int32)
+            branches = [functools.partial(of_first, size) for size in sizes]
+            out, lse = merge_over(self._axes.ring, lax.switch(branch, branches))
             sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, m)
             out, _ = merge((jnp.zeros((), out.dtype), sink), (out, lse))
             return out.astype(q.dtype)
@@ -246,6 +258,23 @@ def _check_place(name: str, place: jax.Array | int, stop: int) -> None:
         raise ValueError(
             f"{name} must be from 0 to {stop - 1} in this cache, got {value}"
         )
+
+
+def _sizes(slots: int) -> list[int]:
+    """Returns numbers of slots, growing twofold to all, of which the least is read."""
+    sizes = [slots]
+    while sizes[0] > FEWEST_SLOTS:
+        sizes.insert(0, -(-sizes[0] // 2))
+    return sizes
+
+
+def _live_slots(index: jax.Array, k_end: jax.Array) -> jax.Array:
+    """Counts slots up to the last that a query may see: int32 scalar.
+
+    index: int32 (B, S / N). k_end: int32 (B, m).
+    """
+    count = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
+    return jnp.where(index < k_end.max(), count, 0).max(initial=0)
 
 
 def _partial(

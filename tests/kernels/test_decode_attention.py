@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import masks, reference
+from kernels import decode_attention, masks, reference
 from kernels.cases import QUICK
 from kernels.decode_attention import CachedAttention
 from kernels.masks import Visible
@@ -98,6 +98,27 @@ def test_members_that_hold_nothing_change_nothing(rng):
     problem.visible = Visible(*np.array([[[0] * NEW] * 2, [[4, 5, 6]] * 2], np.int32))
     got = problem.attended(attend, 0)
     np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("live", [0, 1, 3, 4, 5, 11, 12])
+def test_slots_behind_the_live_ones_are_not_read(ring, live, rng, monkeypatch):
+    """They hold NaN, from twice the live ones on; 3 slots are always read."""
+    monkeypatch.setattr(decode_attention, "FEWEST_SLOTS", 3)
+    problem, mine = Problem(rng), SLOTS // ring
+    problem.index[:] = EMPTY
+    problem.index[:, :live] = np.arange(live)
+    ends = np.full((BATCH, NEW), live, np.int32)
+    problem.visible = Visible(np.zeros_like(ends), ends)
+    want = problem.expected(0)
+    read = min(size for size in (3, 6, 12, 24) if size >= live)
+    stacks = (problem.keys, problem.values)
+    shards = [x.reshape(LAYERS, BATCH, ring, mine, -1) for x in stacks]
+    for stack in shards:
+        stack[:, :, 0, read:] = np.nan
+        stack[:, :, 1:, 3:] = np.nan
+    attend = jax.jit(CachedAttention(mesh_of(ring)).attend, compiler_options=QUICK)
+    np.testing.assert_allclose(problem.attended(attend, 0), want, atol=1e-5)
 
 
 def test_a_row_is_not_moved_by_what_is_in_free_slots(rng):
