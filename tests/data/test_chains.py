@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from data.batch import Block
-from data.chains import ChainBatch, Chains, hold_out
+from data.chains import ChainBatch, Chains, hold_out, of_step_before
 from data.text import InOrder, TextBatches
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.layouts import Contiguous, Striped, Zigzag, order
@@ -171,7 +171,7 @@ def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
 def test_arrays_have_the_shapes_and_types_of_a_batch(file):
     batches = make_batches(make_chains(file, multiple=8))
     (batch,) = batches[0].values()
-    columns = {"observations": (4,), "actions": (2,)}
+    columns = {"observations": (4,), "actions": (2,), "targets": (2,)}
     for name, array in batch._asdict().items():
         is_whole = name in ("timesteps", "ranks", "positions")
         assert array.dtype == (np.int32 if is_whole else np.float32), name
@@ -206,33 +206,115 @@ def test_chains_have_no_end(file):
 
 
 def test_a_twentieth_is_held_out_one_at_least_and_never_all():
-    train, held_out = hold_out(200)
+    one_world = np.zeros(200, int)
+    train, held_out = hold_out(one_world)
     assert (len(train), len(held_out)) == (190, 10)
     assert sorted([*train, *held_out]) == list(range(200))
     assert held_out.tolist() == sorted(held_out) and np.diff(held_out).max() > 1
-    np.testing.assert_array_equal(hold_out(200)[1], held_out)
-    assert (hold_out(200, seed=1)[1] != held_out).any()
-    assert [len(part) for part in hold_out(2)] == [1, 1]
-    assert [len(part) for part in hold_out(3, 0.99)] == [1, 2]
+    np.testing.assert_array_equal(hold_out(one_world)[1], held_out)
+    assert (hold_out(one_world, seed=1)[1] != held_out).any()
+    assert [len(part) for part in hold_out(one_world[:2])] == [1, 1]
+    assert [len(part) for part in hold_out(one_world[:3], 0.99)] == [1, 2]
+
+
+def test_of_many_worlds_whole_ones_are_held_out():
+    worlds = np.random.default_rng(3).permutation(np.repeat(np.arange(20), 7))
+    train, held_out = hold_out(worlds, 0.2)
+    assert sorted([*train, *held_out]) == list(range(140))
+    assert len(set(worlds[held_out])) == 4 and len(held_out) == 28
+    assert not set(worlds[held_out]) & set(worlds[train])
+    with pytest.raises(ValueError, match=r"share=1 of 140 episodes"):
+        hold_out(worlds, 1)
 
 
 @pytest.mark.parametrize(("episodes", "share"), [(1, 0.5), (10, 0), (10, 1), (10, 2)])
 def test_what_cannot_be_held_out_is_refused(episodes, share):
     with pytest.raises(ValueError, match=f"share={share} of {episodes} episodes"):
-        hold_out(episodes, share)
+        hold_out(np.zeros(episodes, int), share)
 
 
 def test_chains_stay_within_their_episodes(file):
-    train, held_out = hold_out(30, 0.2)
+    train, held_out = hold_out(file.worlds, 0.2)
     chains = Chains(file, held_out, 4, seed=0)
     drawn = {int(episode) for row in range(40) for episode in chains.chain(row)}
     assert drawn == set(held_out.tolist()) and not drawn & set(train.tolist())
 
 
+def make_worlds(directory, worlds=5, episodes=9, steps=4):
+    """Episodes that count up, of worlds in turn; targets are half of the actions."""
+    with TrajectoryWriter(directory / "run", {}) as writer:
+        for number in range(worlds * episodes):
+            rows = number + np.arange(steps)[:, None] / steps
+            target = rows / 200
+            reward = rows[:, 0] / 50
+            world = number % worlds
+            writer.write(rows, rows / 100, reward, target=target, world=world)
+    return TrajectoryFile.open(directory / "run")
+
+
+def test_a_chain_is_of_one_world(tmp_path):
+    file = make_worlds(tmp_path)
+    assert file.has_targets and file.worlds.tolist() == list(range(5)) * 9
+    chains = Chains(file, np.flatnonzero(file.worlds != 2), 3, seed=0)
+    of_chains = [set(file.worlds[chains.chain(row)]) for row in range(60)]
+    assert all(len(worlds) == 1 for worlds in of_chains)
+    assert set.union(*of_chains) == {0, 1, 3, 4}
+    with pytest.raises(ValueError, match="chain of 10 .* 9 different"):
+        Chains(file, np.arange(45), 10, seed=0)
+
+
+def test_what_was_learnt_is_read_in_its_order_and_whole(tmp_path):
+    file = make_worlds(tmp_path)
+    chains = make_chains(file, 3, order="learnt")
+    places = set()
+    for row in range(60):
+        of_world = chains.chain(row) // 5  # places in the world's history
+        assert (of_world // 3).tolist() == [0, 1, 2]
+        places |= set(of_world.tolist())
+    assert places == set(range(9))
+
+
+def test_targets_are_predicted_in_the_place_of_actions(tmp_path):
+    file = make_worlds(tmp_path)
+    plain, best = (
+        read_row(make_chains(file, predict=name)) for name in ("actions", "targets")
+    )
+    np.testing.assert_array_equal(plain.targets, plain.actions)
+    np.testing.assert_array_equal(best.actions, plain.actions)
+    np.testing.assert_allclose(best.targets, best.actions / 2)
+    assert best.targets.any()
+
+
+def test_tokens_of_whole_steps_have_what_came_of_the_step_before(tmp_path):
+    file = make_worlds(tmp_path)
+    plain, shifted = (
+        make_chains(file, multiple=5, of_step_before=before) for before in (0, 1)
+    )
+    now, before = read_row(plain), read_row(shifted)
+    real = now.loss_weights > 0
+    for place in np.flatnonzero(real):
+        begins = now.timesteps[place] == 0
+        reward = 0 if begins else now.rewards[place - 1]
+        action = 0 * now.actions[place] if begins else now.actions[place - 1]
+        assert before.rewards[place] == reward
+        np.testing.assert_array_equal(before.actions[place], action)
+    assert not before.completions.any() and not before.rewards[~real].any()
+    for name in ("observations", "targets", "returns_to_go", "loss_weights"):
+        np.testing.assert_array_equal(getattr(before, name), getattr(now, name))
+    # And any columns of it, in any order, are the same.
+    index = np.array([5, 2, 9, 0], np.int32)
+    assert_same_batch(shifted.read(0, index), ChainBatch(*(x[index] for x in before)))
+    whole = ChainBatch(*(x[real][None] for x in now))
+    wanted = ChainBatch(*(x[real][None] for x in before))
+    assert_same_batch(of_step_before(whole), wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"order": "best"}, "order='best' must be one of ascending, drawn"),
+        ({"order": "best"}, "order='best' must be one of ascending, drawn, learnt"),
+        ({"predict": "all"}, "predict='all' must be one of actions, targets"),
+        ({"predict": "targets"}, "does not say which actions were best"),
         ({"loss_on": "first"}, "loss_on='first' must be one of all, last"),
         ({"multiple": 0}, "multiple=0 must be at least 1 step"),
         ({"chain_length": 0}, "chain of 0 episodes .*at least 1"),

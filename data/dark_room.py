@@ -1,0 +1,138 @@
+"""Dark Room: a grid where only the goal gives a reward, and only the place is seen.
+
+Each goal is a world of its own, and nothing but what happened there tells which one it
+is. Sizes: those of Decision-Pretrained Transformer (2306.14892),
+AD-eps (2312.12275).
+
+Places are int (…, 2), row and column. Actions are numbers of `MOVES`, or one-hot.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MOVES = np.array([[0, 0], [0, 1], [1, 0], [0, -1], [-1, 0]])
+"""Stay, right, down, left, up; walls hold."""
+
+
+@dataclass(frozen=True)
+class DarkRoom:
+    """A room of size x size cells; an episode of `steps` begins at `start`.
+
+    A step gives 1 if it ends at the goal, and else 0.
+    """
+
+    size: int
+    steps: int
+    start: tuple[int, int]
+
+    @property
+    def goals(self) -> np.ndarray:
+        """All cells, each the goal of the world of its number: (size^2, 2)."""
+        return np.indices((self.size, self.size)).reshape(2, -1).T
+
+    def move(self, places: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        """Returns the places (…, 2) where actions, int (…,), lead."""
+        return np.clip(places + MOVES[actions], 0, self.size - 1)
+
+    def best_actions(self, places: np.ndarray, goals: np.ndarray) -> np.ndarray:
+        """Returns what leads to goals (…, 2) soonest: along the rows' axis first."""
+        rows, columns = np.moveaxis(goals - places, -1, 0)
+        along_row = np.where(columns > 0, 1, np.where(columns < 0, 3, 0))
+        return np.where(rows > 0, 2, np.where(rows < 0, 4, along_row))
+
+    def best_return(self, goals: np.ndarray) -> np.ndarray:
+        """Returns what an agent that knows its goal gets: int (…,), of goals (…, 2)."""
+        distance = np.abs(goals - np.array(self.start)).sum(axis=-1)
+        return np.clip(self.steps + 1 - np.maximum(distance, 1), 0, None)
+
+    def random_return(self) -> np.ndarray:
+        """Returns the expected return of evenly drawn actions: (size^2,) of all goals.
+
+        It is how often each cell is reached, from the exact distribution over places.
+        """
+        share = np.zeros(self.size**2)
+        share[np.ravel_multi_index(self.start, (self.size, self.size))] = 1
+        actions = np.arange(len(MOVES))
+        ends = self.move(self.goals[:, None], actions)  # (cells, actions, 2)
+        ends = ends[..., 0] * self.size + ends[..., 1]
+        total = np.zeros_like(share)
+        for _ in range(self.steps):
+            arriving = np.repeat(share / len(MOVES), len(MOVES))
+            share = np.bincount(ends.ravel(), arriving, len(share))
+            total += share
+        return total
+
+
+ROOMS = {"10x10": DarkRoom(10, 100, (0, 0)), "9x9": DarkRoom(9, 20, (4, 4))}
+"""Of Decision-Pretrained Transformer and of AD-eps."""
+
+
+def one_hot(actions: np.ndarray) -> np.ndarray:
+    """Returns actions, int (…,), as float32 (…, actions)."""
+    return np.eye(len(MOVES), dtype=np.float32)[actions]
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What an episode is recorded by: the way to an aim, or chance.
+
+    aims: (E, 2), cells that are walked to. epsilon: (E,), chance of an evenly drawn
+    action in a step.
+    """
+
+    aims: np.ndarray
+    epsilon: np.ndarray
+
+
+def history(goals: np.ndarray, progress: np.ndarray) -> Behaviour:
+    """Returns behaviours from evenly drawn actions to the best, as AD-eps has them.
+
+    goals: (E, 2). progress: (E,), 0 to 1, how much was learnt: chance falls to 0.
+    """
+    return Behaviour(goals, 1 - progress)
+
+
+def exploration(
+    room: DarkRoom, goals: np.ndarray, rng: np.random.Generator
+) -> Behaviour:
+    """Returns behaviours of all kinds, most of which know nothing of their goal.
+
+    A tenth walks to the goal, the rest to cells drawn evenly; with a chance of other
+    actions that is drawn evenly from 0 to 1. Where more find the goal, what is left to
+    explore after many episodes in vain is seldom learnt.
+    """
+    elsewhere = room.goals[rng.integers(room.size**2, size=len(goals))]
+    knows = rng.random((len(goals), 1)) < 0.1
+    return Behaviour(np.where(knows, goals, elsewhere), rng.random(len(goals)))
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Episodes of E worlds: places (E, T, 2); actions, best ones, rewards (E, T)."""
+
+    places: np.ndarray
+    actions: np.ndarray
+    best_actions: np.ndarray
+    rewards: np.ndarray
+
+
+def record(
+    room: DarkRoom,
+    goals: np.ndarray,
+    behaviour: Behaviour,
+    rng: np.random.Generator,
+) -> Recorded:
+    """Records an episode of each of E worlds at once; goals: (E, 2)."""
+    places = np.broadcast_to(np.array(room.start), goals.shape)
+    seen, done, best, rewards = [], [], [], []
+    for _ in range(room.steps):
+        drawn = rng.integers(len(MOVES), size=len(goals))
+        wanted = room.best_actions(places, behaviour.aims)
+        actions = np.where(rng.random(len(goals)) < behaviour.epsilon, drawn, wanted)
+        seen.append(places)
+        done.append(actions)
+        best.append(room.best_actions(places, goals))
+        places = room.move(places, actions)
+        rewards.append((places == goals).all(axis=-1))
+    return Recorded(*(np.stack(part, axis=1) for part in (seen, done, best, rewards)))

@@ -1,0 +1,58 @@
+"""What agents in Dark Room are compared with: who knows the goal, chance, a learner.
+
+The learner has a table of values for each world (Q-learning), and nothing before it.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from data.dark_room import MOVES, ROOMS, DarkRoom
+from data.trajectory_file import TrajectoryFile
+
+LEARNING_RATE, DISCOUNT, EPSILON = 0.5, 0.95, 0.1
+OPTIMISM = 1.0
+"""First values of the table: what was not tried is worth a try."""
+
+
+def references(
+    file: TrajectoryFile, worlds: np.ndarray, episodes: int
+) -> dict[str, Any]:
+    """Returns mean returns over worlds (E,): oracle, random, and tabular by episode.
+
+    Empty for a domain where they are not known.
+    """
+    if file.index["domain"] != "dark_room":
+        return {}
+    room = ROOMS[file.index["task"]]
+    goals = room.goals[worlds]
+    return {
+        "oracle": float(room.best_return(goals).mean()),
+        "random": float(room.random_return()[worlds].mean()),
+        "tabular": tabular_returns(room, goals, episodes).mean(axis=0).tolist(),
+    }
+
+
+def tabular_returns(
+    room: DarkRoom, goals: np.ndarray, episodes: int, seed: int = 0
+) -> np.ndarray:
+    """Returns what Q-learning gets in worlds of goals (E, 2), (E, episodes)."""
+    rng, rows = np.random.default_rng(seed), np.arange(len(goals))
+    values = np.full((len(goals), room.size**2, len(MOVES)), OPTIMISM)
+    returns = np.zeros((len(goals), episodes))
+    for episode in range(episodes):
+        places = np.broadcast_to(np.array(room.start), goals.shape)
+        for _ in range(room.steps):
+            cells = places[:, 0] * room.size + places[:, 1]
+            known = values[rows, cells]  # (E, actions)
+            likeliest = (known + 1e-6 * rng.random(known.shape)).argmax(axis=-1)
+            drawn = rng.integers(len(MOVES), size=len(goals))
+            actions = np.where(rng.random(len(goals)) < EPSILON, drawn, likeliest)
+            places = room.move(places, actions)
+            rewards = (places == goals).all(axis=-1)
+            following = values[rows, places[:, 0] * room.size + places[:, 1]]
+            best = rewards + DISCOUNT * following.max(axis=-1)
+            step = LEARNING_RATE * (best - values[rows, cells, actions])
+            values[rows, cells, actions] += step
+            returns[:, episode] += rewards
+    return returns

@@ -1,0 +1,102 @@
+"""Makes trajectories of Dark Room, every goal a world of its own, in seconds.
+
+    python -m tools.make_dark_room --room 10x10 --recorded exploration \\
+        --output trajectories/dark_room/10x10
+    python -m tools.make_dark_room --room 9x9 --recorded history --episodes 1000 \\
+        --output trajectories/dark_room/9x9
+
+What is written is packed already: a trajectory file for task "exorl", which knows the
+best action of every step. Kinds of records are
+
+    exploration   walks to cells drawn evenly, a tenth of them to the goal, with any
+                  share of chance: for Decision-Pretrained Transformers
+    history       of each goal what a learner would have done, from chance alone to no
+                  chance after 90 % of the episodes: for Algorithm Distillation
+
+The same seed makes the same files.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.dark_room import ROOMS, Recorded, exploration, history, one_hot, record
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from tasks.command_line import Parser, as_program, at_least
+
+KINDS = ("exploration", "history")
+LEARNT_BY = 0.9
+"""Share of a history after which nothing is left to chance, as in AD-eps."""
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--room", choices=list(ROOMS), required=True, help="its size")
+    add("--recorded", choices=KINDS, required=True)
+    add("--output", required=True, type=Path, help="directory of the trajectories")
+    add(
+        "--episodes",
+        default=300,
+        type=at_least(2),
+        help="of each goal (default: %(default)s)",
+    )
+    add("--seed", default=0, type=at_least(0), help="default: %(default)s")
+    return parser.parse_args(arguments)
+
+
+def make(
+    room_name: str, kind: str, episodes: int, seed: int, directory: Path
+) -> TrajectoryFile:
+    """Records `episodes` of every goal of a room, and packs them.
+
+    Raises:
+      FileExistsError: something has that name already; it is not touched.
+    """
+    room, rng = ROOMS[room_name], np.random.default_rng(seed)
+    progress = np.minimum(np.arange(episodes) / (LEARNT_BY * (episodes - 1)), 1)
+    about = {"domain": "dark_room", "task": room_name, "recorded": kind, "seed": seed}
+    about["described_worlds"] = [{"goal": goal.tolist()} for goal in room.goals]
+    with TrajectoryWriter(directory, about) as writer:
+        for world, goal in enumerate(room.goals):
+            goals = np.repeat(goal[None], episodes, axis=0)
+            by_kind = {
+                "exploration": lambda goals=goals: exploration(room, goals, rng),
+                "history": lambda goals=goals: history(goals, progress),
+            }
+            _write(writer, record(room, goals, by_kind[kind](), rng), world)
+    return TrajectoryFile.open(directory)
+
+
+def _write(writer: TrajectoryWriter, recorded: Recorded, world: int) -> None:
+    actions, best = one_hot(recorded.actions), one_hot(recorded.best_actions)
+    for number, places in enumerate(recorded.places):
+        writer.write(
+            places,
+            actions[number],
+            recorded.rewards[number],
+            target=best[number],
+            world=world,
+        )
+
+
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    chosen = _arguments(arguments)
+    file = make(
+        chosen.room, chosen.recorded, chosen.episodes, chosen.seed, chosen.output
+    )
+    best = ROOMS[chosen.room].best_return(ROOMS[chosen.room].goals).mean()
+    print(
+        f"{len(file.returns):,} episodes of {len(set(file.worlds))} worlds, "
+        f"{file.lengths.sum():,} steps; mean return {file.returns.mean():.2f}, the "
+        f"best possible {best:.2f}; written to {file.directory}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
