@@ -111,8 +111,19 @@ def get_config() -> ml_collections.ConfigDict:
     config.agent.episode_steps = 1000
     # Episodes in a context.
     config.agent.chain_length = 4
+    # Tokens of a step: 4, its return to go, state, action and reward; or 1, of all that
+    # is known before the action: then action and reward are those of the step before.
+    config.agent.step_tokens = 4
+    # "continuous", in [-1, 1], or "discrete", one of action_size.
+    config.agent.action_kind = "continuous"
+    # Whether the return that is left to reach is read.
+    config.agent.reads_returns = True
     # Returns are divided by it.
     config.agent.return_scale = 1000.0
+    # Whether positions turn queries and keys (RoPE). Without, only the causal mask
+    # orders what is read, contexts may be longer than those that were trained on, and
+    # config.rope_scaling says nothing.
+    config.agent.reads_positions = True
     # Whether tokens embed the rank of their episode in its chain.
     config.agent.rank_embedding = False
 
@@ -195,12 +206,15 @@ def get_config() -> ml_collections.ConfigDict:
     # steps that is trained on, of the episodes of the highest returns.
     config.data.held_out_share = 0.05
     config.data.top_share = 1.0
-    # Order of a chain's episodes, "ascending" by return or as they are "drawn"; and
-    # whose actions are supervised: "all", or those of the "last" episode of a chain.
+    # Order of a chain's episodes: "ascending" by return, as they are "drawn", or as
+    # they were "learnt" by one who tried; whose actions are supervised: "all", or those
+    # of the "last" episode of a chain; and what is predicted: the "actions" that were
+    # taken, or "targets", the best in their place.
     config.data.chain_order = "ascending"
     config.data.loss_on = "all"
-    # Tokens in a row, which are padded to what the ring can shard; of a chain, four for
-    # each step, padded to it at the end.
+    config.data.predict = "actions"
+    # Tokens in a row, which are padded to what the ring can shard; of a chain, those of
+    # its steps, padded to it at the end.
     config.data.context_tokens = 4096
     # Rows of context_tokens in a step, over all devices.
     config.data.batch_rows = 8

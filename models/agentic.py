@@ -4,13 +4,18 @@ The Agentic Transformer (2305.16554) reads several episodes of a task, one after
 other; with one episode it is a Decision Transformer (2106.01345). Every step of the
 environment is four tokens: the return that is left to reach, the state, the action, and
 the reward with the mark of an episode that reached its target. What is continuous stays
-so. The hidden state of the state's token gives the action.
+so. The hidden state of the state's token gives the action. Or it is one token, of all
+that is known before the action: the sum of these four, of which action and reward are
+those of the step before. So Decision-Pretrained Transformers (2306.14892) read
+transitions, and it is a quarter of the tokens.
 
-Letters: B batch, S steps (in any order: their positions come with them), T = 4S tokens,
-E hidden size, A action size. The steps are sharded: each device makes the tokens
-of its own, so that no sequence is gathered, and no token is apart from its step.
+Letters: B batch, S steps (in any order: their positions come with them), M tokens of a
+step (4 or 1), T = M S tokens, E hidden size, A action size. The steps are sharded: each
+device makes the tokens of its own, so that no sequence is gathered, and no token is
+apart from its step.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,9 +32,12 @@ from models.execution import Execution, Partition
 from models.layers import INITIAL_STDDEV, matrix
 from models.sizes import DecoderConfig
 
-TOKENS_OF_A_STEP = 4
+PARTS_OF_A_STEP = 4
+"""Return, state, action, reward: a token each, or all in one."""
+STEP_TOKENS = (PARTS_OF_A_STEP, 1)
 STATE, ACTION = 1, 2
-"""Token indices of the state and the action in a step."""
+"""Token indices of the state and the action in a step of four."""
+ACTION_KINDS = ("continuous", "discrete")
 
 STEP = ("batch", "sequence")
 
@@ -59,6 +67,10 @@ class AgentConfig(DecoderConfig):
 
     episode_steps: most steps of an episode. chain_length: episodes in a context.
     return_scale: returns are divided by it.
+    step_tokens: tokens of a step: 4, or 1 of all that is known before the action.
+    action_kind: "continuous", in [-1, 1]; or "discrete": one-hot, of which logits are
+      predicted.
+    reads_returns: whether the return that is left to reach is read, or 0.
     rank_embedding: whether a token encodes the place of its episode in the chain: then
       a model need not look at the episodes before to act better in later ones.
     """
@@ -68,12 +80,26 @@ class AgentConfig(DecoderConfig):
     episode_steps: int = field(kw_only=True)
     chain_length: int = field(kw_only=True)
     return_scale: float = field(kw_only=True)
+    step_tokens: int = field(default=PARTS_OF_A_STEP, kw_only=True)
+    action_kind: str = field(default=ACTION_KINDS[0], kw_only=True)
+    reads_returns: bool = field(default=True, kw_only=True)
     rank_embedding: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
+        if self.step_tokens not in STEP_TOKENS:
+            raise ValueError(f"step_tokens={self.step_tokens} must be 4 or 1")
+        check_action_kind(self.action_kind)
         if not self.return_scale > 0:
             raise ValueError(f"return_scale={self.return_scale} must be above 0")
+
+
+def check_action_kind(kind: str) -> None:
+    """Raises ValueError if there is no such kind of actions."""
+    if kind not in ACTION_KINDS:
+        raise ValueError(
+            f"action_kind={kind!r} must be one of {', '.join(ACTION_KINDS)}"
+        )
 
 
 class LayerNorm(nnx.Module):
@@ -122,7 +148,7 @@ class Agent(Decoder):
             return matrix(rngs, (rows, embed), (None, None), small)
 
         # One row for each of the four: also the bias of its embedding.
-        self.modality_embedding = table(TOKENS_OF_A_STEP)
+        self.modality_embedding = table(PARTS_OF_A_STEP)
         self.timestep_embedding = table(config.episode_steps)
         if config.rank_embedding:
             self.rank_embedding = table(config.chain_length)
@@ -133,7 +159,7 @@ class Agent(Decoder):
         self.action_bias = nnx.Param(bias, axes=(None,))
 
     def __call__(self, steps: Steps, attend: Attend) -> jax.Array:
-        """Predicts actions in [-1, 1], float32 (B, S, A).
+        """Predicts actions in [-1, 1], or their logits, float32 (B, S, A).
 
         attend: causal, in the order of the steps' tokens (see `token_index`).
         """
@@ -145,16 +171,19 @@ class Agent(Decoder):
         """Returns indices of tokens in the chain, int32 (B, T), from those of steps."""
 
         def local(positions: jax.Array) -> jax.Array:
-            place = jnp.arange(TOKENS_OF_A_STEP, dtype=jnp.int32)
-            index = TOKENS_OF_A_STEP * positions[..., None] + place
-            return index.reshape(len(positions), -1)  # (B, 4S)
+            place = jnp.arange(tokens, dtype=jnp.int32)
+            index = tokens * positions[..., None] + place
+            return index.reshape(len(positions), -1)  # (B, M S)
+
+        tokens = self.config.step_tokens
 
         return self.partition.over_shards(local, [STEP], STEP)(positions)
 
     def embed(self, steps: Steps) -> jax.Array:
         """Embeds the steps' tokens, (B, T, E) in the compute type."""
+        scale = self.config.return_scale if self.config.reads_returns else jnp.inf
         arrays = (
-            steps.returns_to_go / self.config.return_scale,
+            steps.returns_to_go / scale,
             steps.observations,
             steps.actions,
             jnp.stack([steps.rewards, steps.completions], axis=-1),
@@ -174,7 +203,8 @@ class Agent(Decoder):
         parameters = *linears, self.modality_embedding, norm.scale, norm.bias, *tables
 
         partition, dtype = self.partition, self.execution.compute_dtype
-        chunk = self.execution.feed_forward_chunk // TOKENS_OF_A_STEP
+        count = self.config.step_tokens
+        chunk = self.execution.feed_forward_chunk // count
 
         def local(*arguments: jax.Array) -> jax.Array:
             arguments = [partition.vary(argument) for argument in arguments]
@@ -187,6 +217,8 @@ class Agent(Decoder):
                 # (steps, 4, E)
                 x = jnp.stack([value @ weight for value, weight in values], axis=1)
                 x += modality
+                if count == 1:
+                    x = x.sum(axis=1, keepdims=True)
                 places = (timesteps, ranks)[: len(tables)]
                 for place, table in zip(places, rows, strict=True):
                     x += jnp.take(table, place, axis=0, mode="clip")[:, None]
@@ -205,17 +237,48 @@ class Agent(Decoder):
         return call(*arrays, *(parameter[...] for parameter in parameters))
 
     def actions(self, hidden: jax.Array) -> jax.Array:
-        """Maps hidden states (B, T, E) to actions in [-1, 1], float32 (B, S, A)."""
+        """Maps hidden states (B, T, E) to what is predicted, float32 (B, S, A)."""
+        tokens, kind = self.config.step_tokens, self.config.action_kind
 
         def local(hidden: jax.Array, head: jax.Array, bias: jax.Array) -> jax.Array:
             rows, _, embed = hidden.shape
-            # (B, S, E)
-            states = hidden.reshape(rows, -1, TOKENS_OF_A_STEP, embed)[:, :, STATE]
-            return jnp.tanh(states.astype(jnp.float32) @ head + bias)
+            steps = hidden.reshape(rows, -1, tokens, embed)
+            states = steps[:, :, min(STATE, tokens - 1)]  # (B, S, E)
+            return bounded(states.astype(jnp.float32) @ head + bias, kind)
 
         names = (*STEP, None), self.action_head.axes, self.action_bias.axes
         call = self.partition.over_shards(local, names, (*STEP, None))
         return call(hidden, self.action_head[...], self.action_bias[...])
+
+
+def bounded(values: jax.Array, action_kind: str) -> jax.Array:
+    """Returns actions in [-1, 1] of any values; logits stay as they are."""
+    return jnp.tanh(values) if action_kind == "continuous" else values
+
+
+def read(
+    agent: Agent,
+    steps: Steps,
+    count: int,
+    cache: Cache,
+    attend: Attend,
+    operations: CacheOperations,
+) -> Cache:
+    """Returns an empty cache filled with steps (B, S), which are over, for `act`.
+
+    steps: in layout order. count: how many of them are no padding.
+    attend: attention of the tokens to themselves, under `visible`.
+    """
+    tokens = agent.config.step_tokens
+    # What came of the last step comes with the next one.
+    known = tokens * count - (tokens - ACTION if tokens > 1 else 0)
+    index = agent.token_index(steps.positions)
+    real = index < known
+    bound = jnp.where(real, index + 1, 0)
+    attend = functools.partial(attend, visible=(jnp.zeros_like(bound), bound))
+    index = jnp.where(real, index, EMPTY)
+    _, cache = caches.fill(agent, agent.embed(steps), index, cache, attend, operations)
+    return cache
 
 
 def act(
@@ -226,14 +289,17 @@ def act(
     agent: in a `StationaryPartition`.
     steps: the step before, with its action, reward and completion, and the present one,
       whose action and reward are not read: (B, 2) each. A row at its first step has
-      none before it, at position -1.
-    cache: of all tokens up to the state of the step before; gets four more.
+      none before it, at position -1. Where a step is one token, the present one, which
+      has them: (B, 1).
+    cache: of all tokens up to the state of the step before; gets those up to the
+      present one.
     """
-    new = slice(ACTION, ACTION + TOKENS_OF_A_STEP)
+    tokens = agent.config.step_tokens
+    new = slice(ACTION, ACTION + tokens) if tokens > 1 else slice(None)
     index = agent.token_index(steps.positions)[:, new]
     index = jnp.where(index < 0, EMPTY, index)
     x = agent.embed(steps)[:, new]
     x, cache = caches.append(agent, x, index, cache, operations)
     hidden = agent.norm(x)[:, -1:]  # of the present state
-    state = jnp.repeat(hidden, TOKENS_OF_A_STEP, axis=1)
+    state = jnp.repeat(hidden, tokens, axis=1)
     return agent.actions(state)[:, 0], cache

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.agentic import ACTION_KINDS, bounded, check_action_kind
 from models.execution import Partition
 from models.layers import matrix
 
@@ -14,16 +15,25 @@ STEP = ("batch", "sequence", None)
 
 @dataclass(frozen=True)
 class ClonerConfig:
-    """Sizes of a model. chain_length: episodes in a row of the batch."""
+    """Sizes of a model.
+
+    chain_length: episodes in a row of the batch. action_kind: as an agent's.
+    """
 
     hidden_size: int
     num_layers: int
     observation_size: int
     action_size: int
     chain_length: int
+    action_kind: str = ACTION_KINDS[0]
 
     def __post_init__(self):
-        sizes = {size.name: getattr(self, size.name) for size in fields(self)}
+        check_action_kind(self.action_kind)
+        sizes = {
+            size.name: getattr(self, size.name)
+            for size in fields(self)
+            if size.type is int
+        }
         wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
         if wrong:
             raise ValueError(f"model sizes must be at least 1: {', '.join(wrong)}")
@@ -33,7 +43,7 @@ class Cloner(nnx.Module):
     """A perceptron of `num_layers` hidden layers; every device has all of it."""
 
     def __init__(self, config: ClonerConfig, partition: Partition, *, rngs: nnx.Rngs):
-        self.partition = partition
+        self.partition, self.action_kind = partition, config.action_kind
         wide = config.hidden_size
 
         def weights(*shape: int) -> nnx.Param:
@@ -50,7 +60,8 @@ class Cloner(nnx.Module):
         self.output, self.output_bias = weights(wide, size), bias(size)
 
     def __call__(self, observations: jax.Array) -> jax.Array:
-        """Maps observations (B, S, their size) to actions in [-1, 1], (B, S, A)."""
+        """Maps observations (B, S, their size) to what is predicted, (B, S, A)."""
+        kind = self.action_kind
         parameters = (
             self.input,
             self.input_bias,
@@ -65,7 +76,7 @@ class Cloner(nnx.Module):
             x = jax.nn.relu(x @ first + first_bias)
             for number in range(len(hidden)):
                 x = jax.nn.relu(x @ hidden[number] + hidden_bias[number])
-            return jnp.tanh(x @ last + last_bias)
+            return bounded(x @ last + last_bias, kind)
 
         names = STEP, *(parameter.axes for parameter in parameters)
         call = self.partition.over_shards(local, names, STEP)

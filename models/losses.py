@@ -164,24 +164,29 @@ def _negative_log_likelihood(
 
 def action_errors(
     predicted: jax.Array,
-    actions: jax.Array,
+    targets: jax.Array,
     weights: jax.Array,
     ranks: jax.Array,
     *,
+    action_kind: str,
     chain_length: int,
     partition: Partition,
 ) -> jax.Array:
-    """Sums weighted squared errors by rank of the episode: float32 (chain_length,).
+    """Sums weighted errors of actions by rank of the episode: float32 (chain_length,).
 
-    predicted, actions: float32 (B, S, A), of steps in any order; an error is the mean
-      over A.
+    predicted, targets: float32 (B, S, A), of steps in any order. An error of
+      "continuous" actions is the mean square over A; of "discrete" ones, of which
+      logits are predicted, the cross-entropy with the targets, in nats.
     weights: float32 (B, S). ranks: int32 (B, S), from 0.
     """
 
     def local(
-        predicted: jax.Array, actions: jax.Array, weights: jax.Array, ranks: jax.Array
+        predicted: jax.Array, targets: jax.Array, weights: jax.Array, ranks: jax.Array
     ) -> jax.Array:
-        errors = jnp.square(predicted - actions).mean(axis=-1)  # (b, s)
+        if action_kind == "discrete":
+            errors = -(targets * jax.nn.log_softmax(predicted)).sum(axis=-1)  # (b, s)
+        else:
+            errors = jnp.square(predicted - targets).mean(axis=-1)
         return partition.total(
             sums_by_rank(weights * errors, ranks, chain_length), ("batch", "sequence")
         )
@@ -189,7 +194,7 @@ def action_errors(
     step = ("batch", "sequence")
     names = (*step, None), (*step, None), step, step
     call = partition.over_shards(local, names, (None,))
-    return call(predicted, actions, weights, ranks)
+    return call(predicted, targets, weights, ranks)
 
 
 def sums_by_rank(values: jax.Array, ranks: jax.Array, chain_length: int) -> jax.Array:

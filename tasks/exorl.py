@@ -1,6 +1,6 @@
 """The task "exorl": an agent trained on chains of packed trajectories.
 
-A batch's columns are environment steps; each is four tokens of the context.
+A batch's columns are environment steps; each is four tokens of the context, or one.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from kernels import layouts
 from kernels.layouts import Layout, Striped
 from kernels.masks import Visible
 from models.abstract import Model
-from models.agentic import TOKENS_OF_A_STEP, Agent, AgentConfig
+from models.agentic import Agent, AgentConfig
 from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
 from models.losses import action_errors, sums_by_rank
@@ -38,8 +38,21 @@ from training.mesh import Partition
 from training.metrics import StepWork
 from training.step import Counts, mean_pairs
 
-DATA_FIELDS = "trajectories", "held_out_share", "top_share", "chain_order", "loss_on"
+DATA_FIELDS = (
+    "trajectories",
+    "held_out_share",
+    "top_share",
+    "chain_order",
+    "loss_on",
+    "predict",
+)
 """Fields of config.data that only this task reads."""
+UNTURNED = RopeScaling("linear", factor=1e9)
+"""Angles of RoPE that are nothing at any place."""
+UNITS = {
+    "continuous": "squared error of actions",
+    "discrete": "cross-entropy of actions, in nats",
+}
 METHODS = ("transformer", "perceptron")
 HELD_OUT_SEED = 0
 """Seed of the validation chains, the same in all runs."""
@@ -65,7 +78,7 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
         loss_function(config, agent, partition),
         count(config),
         [f"rank_{rank}" for rank in range(1, config.agent.chain_length + 1)],
-        unit="squared error of actions",
+        unit=UNITS[agent.config.action_kind],
     )
     return Task(
         model=agent,
@@ -87,17 +100,21 @@ def step_layout(config: ml_collections.ConfigDict) -> Layout:
     layout = base.attention_system(config).layout
     if not isinstance(layout, Striped):
         return layout
-    if layout.granule % TOKENS_OF_A_STEP:
+    tokens = config.agent.step_tokens
+    if layout.granule % tokens:
         raise ValueError(
-            f"{config.stripe_granule=} cuts the {TOKENS_OF_A_STEP} tokens of a step: "
-            f"make it a multiple of {TOKENS_OF_A_STEP}"
+            f"{config.stripe_granule=} cuts the {tokens} tokens of a step: "
+            f"make it a multiple of {tokens}"
         )
-    return Striped(layout.granule // TOKENS_OF_A_STEP)
+    return Striped(layout.granule // tokens)
 
 
 def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
     """Returns rows and steps of the global batch."""
-    return config.data.batch_rows, config.data.context_tokens // TOKENS_OF_A_STEP
+    return (
+        config.data.batch_rows,
+        config.data.context_tokens // config.agent.step_tokens,
+    )
 
 
 @names_fields
@@ -113,9 +130,9 @@ def batch_sharding(
     batch_rows.batch_sharding(config, partition)
     rows, steps = batch_shape(config)
     parts = batch_rows.row_parts(config, partition), partition.slices
-    divisor = TOKENS_OF_A_STEP * layouts.divisor(step_layout(config), *parts)
     agent, tokens = config.agent, config.data.context_tokens
-    chain = TOKENS_OF_A_STEP * agent.chain_length * agent.episode_steps
+    divisor = agent.step_tokens * layouts.divisor(step_layout(config), *parts)
+    chain = agent.step_tokens * agent.chain_length * agent.episode_steps
     needed = -(-max(chain, tokens) // divisor) * divisor
     if tokens != needed:
         raise ValueError(
@@ -138,6 +155,7 @@ def abstract_batch(
     sizes = {
         "observations": (config.agent.observation_size,),
         "actions": (config.agent.action_size,),
+        "targets": (config.agent.action_size,),
     }
     types = dict.fromkeys(("timesteps", "ranks", "positions"), jnp.int32)
 
@@ -162,11 +180,12 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
     if agent.method == "perceptron":
         layers = config.model.hidden_size, config.model.num_layers
         ends = agent.observation_size, agent.action_size
-        return ClonerConfig(*layers, *ends, agent.chain_length)
+        return ClonerConfig(*layers, *ends, agent.chain_length, agent.action_kind)
     given = config.model.to_dict() | agent.to_dict()
     known = {field.name for field in dataclasses.fields(AgentConfig)}
     fields = {name: value for name, value in given.items() if name in known}
-    return AgentConfig(**fields, rope_scaling=RopeScaling(**config.rope_scaling))
+    scaling = RopeScaling(**config.rope_scaling) if agent.reads_positions else UNTURNED
+    return AgentConfig(**fields, rope_scaling=scaling)
 
 
 @names_fields
@@ -194,7 +213,7 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
 def predictions(
     config: ml_collections.ConfigDict, model: Model, partition: Partition
 ) -> Callable[[Any, ChainBatch], jax.Array]:
-    """Builds (parameters, batch in layout order) -> actions, [B, S, A].
+    """Builds (parameters, batch in layout order) -> what is predicted, [B, S, A].
 
     Raises:
       ValueError: an unknown implementation.
@@ -226,9 +245,10 @@ def loss_function(
     def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
         return action_errors(
             predict(parameters, batch),
-            batch.actions,
+            batch.targets,
             batch.loss_weights,
             batch.ranks,
+            action_kind=model.config.action_kind,
             chain_length=config.agent.chain_length,
             partition=partition,
         )
@@ -239,6 +259,7 @@ def loss_function(
 def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
     """Builds batch -> `Counts`; a perceptron's tokens are steps."""
     chain_length = config.agent.chain_length
+    tokens = config.agent.step_tokens
     windows = [kind.window for kind in getattr(sizes(config), "layer_kinds", ())]
 
     def counts(batch: ChainBatch) -> Counts:
@@ -249,11 +270,11 @@ def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
         if not windows:
             return Counts(steps, jnp.zeros((), jnp.float32), weights)
         # The token at index i attends to i + 1 tokens, itself included.
-        index = TOKENS_OF_A_STEP * batch.positions[..., None]  # (B, S, 1)
-        seen = index + np.arange(1, TOKENS_OF_A_STEP + 1, dtype=np.int32)
-        seen = jnp.where(is_real[..., None], seen, 0)  # (B, S, 4)
+        index = tokens * batch.positions[..., None]  # (B, S, 1)
+        seen = index + np.arange(1, tokens + 1, dtype=np.int32)
+        seen = jnp.where(is_real[..., None], seen, 0)  # (B, S, tokens of a step)
         pairs = mean_pairs(seen, seen, windows)
-        return Counts(TOKENS_OF_A_STEP * steps, pairs, weights)
+        return Counts(tokens * steps, pairs, weights)
 
     return counts
 
@@ -271,7 +292,8 @@ def step_work(
         return lambda tokens, pairs: StepWork(
             int(tokens), 6.0 * size * tokens, 6.0 * size * rows * steps
         )
-    paper_flops = paper_train_flops(model.config, rows, TOKENS_OF_A_STEP * steps)
+    tokens = config.agent.step_tokens * steps
+    paper_flops = paper_train_flops(model.config, rows, tokens)
 
     def work(tokens: float, pairs: float) -> StepWork:
         model_flops = layers_train_flops(model.config, tokens, pairs)
@@ -336,7 +358,7 @@ def episodes(
     Raises:
       ValueError: a share that leaves none.
     """
-    training, held_out = hold_out(len(file.returns), config.data.held_out_share)
+    training, held_out = hold_out(file.worlds, config.data.held_out_share)
     numbers = training if split == "train" else held_out
     if config.data.top_share == 1:
         return numbers
@@ -365,6 +387,8 @@ def batches(
         config.seed if split == "train" else HELD_OUT_SEED,
         order=config.data.chain_order,
         loss_on=config.data.loss_on,
+        predict=config.data.predict,
+        of_step_before=config.agent.step_tokens == 1,
         multiple=steps,
     )
     blocks = host_blocks(sharding, (rows, steps))

@@ -38,6 +38,16 @@ SMALL = {
 }
 
 
+ONE_TOKEN = {
+    "agent__step_tokens": 1,
+    "agent__action_kind": "discrete",
+    "agent__reads_returns": False,
+    "agent__reads_positions": False,
+    "data__context_tokens": 16,
+}
+"""Fields of an agent that reads a step as one token and predicts logits."""
+
+
 def config_of(**overrides: Any) -> ConfigDict:
     """`configs/exorl_tiny.py`, made small; `__` in a field's name for the dot."""
     config = exorl_tiny.get_config()
@@ -64,6 +74,7 @@ def chains_of(file: TrajectoryFile, config: ConfigDict, **options: Any) -> Chain
     rows, steps = exorl.batch_shape(config)
     episodes = np.arange(len(file.returns))
     length = config.agent.chain_length
+    options["of_step_before"] = config.agent.step_tokens == 1
     chains = Chains(file, episodes, length, seed=1, multiple=steps, **options)
     index = np.arange(steps, dtype=np.int32)
     read = [chains.read(row, index) for row in range(rows)]

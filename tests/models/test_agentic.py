@@ -9,7 +9,13 @@ import pytest
 
 from data.chains import ChainBatch
 from data.trajectory_file import TrajectoryFile
-from tests.small_agent import EPISODE_STEPS, Run, chains_of, make_trajectories
+from tests.small_agent import (
+    EPISODE_STEPS,
+    ONE_TOKEN,
+    Run,
+    chains_of,
+    make_trajectories,
+)
 from tests.small_llama import assert_same
 from training.mesh import MeshShape
 
@@ -55,6 +61,61 @@ def test_losses_and_gradients_are_those_of_one_device(batch, shape, attention):
     assert_same(run.losses_and_gradients(batch), want, 1e-5)
     assert (want[0] > 0).all()
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(want[1]))
+
+
+@pytest.fixture(scope="module")
+def discrete(file: TrajectoryFile) -> ChainBatch:
+    """Chains of one-hot targets, as an agent of one token a step reads them."""
+    batch = chains_of(file, one_device(**ONE_TOKEN).config)
+    likelier = batch.targets.argmax(axis=-1)
+    return batch._replace(targets=np.eye(2, dtype=np.float32)[likelier])
+
+
+@pytest.mark.parametrize(("shape", "attention"), MESHES)
+def test_agents_of_one_token_a_step_are_those_of_one_device(discrete, shape, attention):
+    losses, gradients = one_device(**ONE_TOKEN).losses_and_gradients(discrete)
+    run = Run(shape, attention=attention, **ONE_TOKEN)
+    found, of_ring = run.losses_and_gradients(discrete)
+    for unread in (gradients, of_ring):
+        assert not jax.tree.leaves(unread.pop("return_embedding"))[0].any()
+    assert_same((found, of_ring), (losses, gradients), 1e-5)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
+
+
+def test_logits_have_the_cross_entropy_of_their_targets(discrete):
+    run = one_device(**ONE_TOKEN)
+    logits = run.actions(discrete).astype(np.float64)
+    nats = np.log(np.exp(logits).sum(axis=-1)) - (logits * discrete.targets).sum(
+        axis=-1
+    )
+    by_rank = (
+        (nats * discrete.loss_weights)[:, :REAL].reshape(2, 2, -1).sum(axis=(0, 2))
+    )
+    losses, _ = run.losses_and_gradients(discrete)
+    np.testing.assert_allclose(losses, by_rank, rtol=1e-5)
+    bounded = one_device(**ONE_TOKEN | {"agent__action_kind": "continuous"})
+    np.testing.assert_allclose(bounded.actions(discrete), np.tanh(logits), atol=1e-6)
+
+
+def test_without_positions_a_layer_reads_a_set(discrete):
+    """The last step does not know in which order the others came."""
+    one_layer = ONE_TOKEN | {"model__num_layers": 1}
+    run, last = one_device(**one_layer), REAL - 1
+    order = np.random.default_rng(5).permutation(last)
+    shuffled = jax.tree.map(np.copy, discrete)
+    for name in ("observations", "actions", "rewards", "timesteps"):
+        getattr(shuffled, name)[:, :last] = getattr(discrete, name)[:, order]
+    before, after = (run.actions(batch)[:, last] for batch in (discrete, shuffled))
+    np.testing.assert_allclose(after, before, atol=1e-5)
+    ordered = one_device(**one_layer | {"agent__reads_positions": True})
+    before, after = (ordered.actions(batch)[:, last] for batch in (discrete, shuffled))
+    assert np.abs(after - before).max() > 1e-3
+
+
+def test_returns_that_are_not_read_change_nothing(discrete):
+    run = one_device(**ONE_TOKEN)
+    other = discrete._replace(returns_to_go=discrete.returns_to_go + 3)
+    np.testing.assert_array_equal(run.actions(other), run.actions(discrete))
 
 
 def test_losses_by_rank_are_those_of_the_predictions(batch, rng):

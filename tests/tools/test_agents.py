@@ -4,11 +4,18 @@ import jax
 import numpy as np
 import pytest
 
-from data.chains import STD_FLOOR
+from data.chains import STD_FLOOR, of_step_before
 from tasks import exorl
 from tests import small_agent
-from tests.small_agent import ACTION_SIZE, EPISODE_STEPS, OBSERVATION_SIZE, ROWS, Run
-from tools.lib.exorl.agents import Play, actor
+from tests.small_agent import (
+    ACTION_SIZE,
+    EPISODE_STEPS,
+    OBSERVATION_SIZE,
+    ONE_TOKEN,
+    ROWS,
+    Run,
+)
+from tools.lib.exorl.agents import Choice, Play, actor
 from tools.lib.exorl.scenes import Outcome, Recording
 from training.mesh import MeshShape
 
@@ -47,9 +54,17 @@ def agent(run):
     return actor(run.config, run.partition, run.parameters, rows=ROWS, episodes=2)
 
 
-def played(agent, file, forgetful=False, scenes=None):
+@pytest.fixture(scope="module")
+def one_token():
+    """An agent of one token a step, which takes the likeliest action."""
+    run = Run(MeshShape(ring=4), attention="striped", **ONE_TOKEN)
+    sizes = {"rows": ROWS, "episodes": 2, "temperature": 0.0}
+    return actor(run.config, run.partition, run.parameters, **sizes)
+
+
+def played(agent, file, forgets="nothing", scenes=None, prompt=0):
     scenes = scenes or [(Toy(), 0), (Toy(), 1)]
-    return Play(agent, file, TARGET).play(scenes, forgetful)
+    return Play(agent, file, TARGET).play(scenes, forgets, prompt)
 
 
 def whole_forward(steps, **overrides):
@@ -74,8 +89,79 @@ def test_cached_actions_are_those_of_the_teacher_forced_forward(agent, file):
     assert np.abs(want).max() > 0.3 and want.std() > 0.1
 
 
+def test_an_agent_of_one_token_a_step_does_what_its_forward_says(one_token, file):
+    steps = played(one_token, file).steps
+    logits = whole_forward(of_step_before(steps), **ONE_TOKEN)
+    np.testing.assert_array_equal(steps.actions.argmax(-1), logits.argmax(-1))
+    assert (steps.actions.sum(axis=-1) == 1).all()
+    assert 0.2 < steps.actions[..., 0].mean() < 0.8
+    margin = np.abs(logits[..., 0] - logits[..., 1])
+    assert np.median(margin) > 1e-2  # so that the cache's error would not show
+
+
+@pytest.mark.parametrize("fields", [{}, ONE_TOKEN], ids=["four tokens", "one token"])
+@pytest.mark.parametrize("attention", ["ring", "striped"])
+def test_a_prompt_read_at_once_is_one_seen_step_by_step(file, fields, attention):
+    run = Run(MeshShape(ring=4), attention=attention, **fields)
+    agent = actor(run.config, run.partition, run.parameters, rows=ROWS, episodes=2)
+    predicted, program = [], agent.program
+    agent.program = lambda *arguments: kept(predicted, program(*arguments))
+    steps = played(agent, file).steps
+    want = np.stack(predicted[EPISODE_STEPS:], axis=1)
+    predicted.clear()
+    first = jax.tree.map(lambda x: x[:, :EPISODE_STEPS], steps)
+    agent.forget()
+    agent.read(first)
+    for place in range(EPISODE_STEPS, 2 * EPISODE_STEPS):
+        step = jax.tree.map(lambda x, place=place: x[:, place], steps)
+        agent.act(step)
+        agent.learn(step)
+    np.testing.assert_allclose(np.stack(predicted, axis=1), want, atol=1e-4)
+    assert np.abs(want).max() > 0.3
+    shared = agent._cache.filled.nbytes  # which all devices have
+    sharded = sum(x.nbytes for x in agent._cache) - shared
+    assert agent.device_bytes == sharded / 4 + shared
+
+
+def kept(predicted, result):
+    predicted.append(np.asarray(result[0]))
+    return result
+
+
+def test_a_prompt_is_of_drawn_actions_and_changes_what_follows(one_token, file):
+    alone = played(one_token, file, scenes=[(Toy(), 1)]).steps.actions
+    outcome = played(one_token, file, prompt=1)
+    drawn, own = np.split(outcome.steps.actions, 2, axis=1)
+    assert 0.1 < drawn[..., 0].mean() < 0.9
+    assert outcome.returns.shape == (ROWS, 2) and (own != alone).any()
+
+
+def test_who_forgets_every_step_sees_the_present_alone(one_token, file):
+    steps = played(one_token, file, "step").steps
+    for place in range(EPISODE_STEPS):
+        step = jax.tree.map(lambda x, place=place: x[:, place : place + 1], steps)
+        happened = ("actions", "rewards", "completions")
+        nothing = {name: np.zeros_like(getattr(step, name)) for name in happened}
+        alone = step._replace(**nothing)
+        logits = whole_forward(alone, **ONE_TOKEN)[:, 0]
+        np.testing.assert_array_equal(
+            steps.actions[:, place].argmax(-1), logits.argmax(-1)
+        )
+
+
+def test_temperature_is_that_of_what_is_drawn():
+    logits = np.tile(np.log([0.7, 0.2, 0.1]), (20_000, 1))
+    for temperature, want in ((1, [0.7, 0.2, 0.1]), (2, None), (0, [1, 0, 0])):
+        choose = Choice(True, temperature, np.random.default_rng(0))
+        root = np.sqrt([0.7, 0.2, 0.1])
+        want = root / root.sum() if want is None else want
+        np.testing.assert_allclose(choose(logits).mean(axis=0), want, atol=0.01)
+    actions = np.array([[0.3, -0.2]])
+    assert Choice(False, 1, np.random.default_rng(0))(actions) is actions
+
+
 def test_an_empty_context_begins_anew_with_every_episode(agent, file):
-    steps = played(agent, file, forgetful=True).steps
+    steps = played(agent, file, "episode").steps
     short = {"agent__chain_length": 1, "data__context_tokens": 4 * EPISODE_STEPS}
     for episode in range(2):
         part = slice(episode * EPISODE_STEPS, (episode + 1) * EPISODE_STEPS)
@@ -127,7 +213,7 @@ def test_a_perceptron_acts_alike_in_every_context(file):
     run = Run(MeshShape(ring=2), attention="striped", agent__method="perceptron")
     parameters = small_agent.drawn(run.model, run.partition)
     agent = actor(run.config, run.partition, parameters, rows=ROWS, episodes=2)
-    own, empty = played(agent, file), played(agent, file, forgetful=True)
+    own, empty = played(agent, file), played(agent, file, "episode")
     np.testing.assert_array_equal(own.returns, empty.returns)
     assert np.abs(own.steps.actions).max() <= 1
 

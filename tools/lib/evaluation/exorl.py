@@ -1,9 +1,11 @@
-"""Rolls out an agent in dm_control: several episodes in one context, and controls.
+"""Rolls out an agent: several episodes in one context, and controls.
 
     python -m tools.evaluate exorl --workdir=runs/exorl_tiny/cartpole/at \\
         --output results/cpu/exorl_cartpole_at.json
     python -m tools.evaluate exorl --workdir=runs/exorl_tiny/walker/at \\
         --other trajectories/walker/es_replay/run --environments 8 --episodes 4 ...
+    python -m tools.evaluate exorl --workdir=runs/icrl_dark_room/10x10/dpt \\
+        --environments 20 --episodes 6 --temperature 2 ...
 
 The newest checkpoint of config.workdir acts in the environments of the trajectories'
 task, in lock-step, and every episode is conditioned on the best return of the
@@ -15,6 +17,15 @@ trajectories (times --target). Contexts are:
     recorded  held-out episodes of the trajectories, ascending; then one of the agent's
     other     the same of any trajectories of another task (--other)
 
+Where trajectories are of many worlds, agents act in those held out, and there are
+
+    none      every step begins with an empty context
+    other     the agent's own episodes in another world; then one in the row's
+    random_N  N episodes of actions drawn evenly, read at once through the ring; then
+              one of the agent's (--random N ...)
+
+and no `recorded`.
+
 Papers report the best of n episodes; first, last and mean are given too, with their
 bootstrap intervals (95 %) over the environments. Seeds of all episodes are written, and
 equal for all agents and contexts. `tools.figures returns` draws what is written.
@@ -22,8 +33,10 @@ equal for all agents and contexts. `tools.figures returns` draws what is written
 
 import argparse
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +44,6 @@ import jax
 import ml_collections
 import numpy as np
 
-from data import environments
 from data.chains import Chains
 from data.trajectory_file import TrajectoryFile
 from tasks import base, exorl
@@ -39,24 +51,26 @@ from tasks.command_line import Parser, as_program, at_least
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Play, actor
-from tools.lib.exorl.scenes import Recording, Scene, Stage
+from tools.lib.exorl.references import references
+from tools.lib.exorl.scenes import Recording, Scene, stage, versions
 from tools.lib.exorl.scores import scores
 from tools.lib.files import write_json
 
 
-def scenes(
-    stage: Stage, file: TrajectoryFile, recorded: np.ndarray, episodes: int
-) -> list[tuple[Scene, int]]:
-    """Returns the episodes of a context, each by its number in its scene.
+@dataclass(frozen=True)
+class Context:
+    """Episodes in a context, in their order.
 
-    file, recorded: what goes before, (E, episodes) numbers; then one episode is acted,
-      and all of them are where nothing goes before.
+    scenes: each by its number in its scene. before: how many at the beginning are not
+    what is asked for, but of `source`. drawn: how many at the beginning
+    are of drawn actions. forgets: before what the context is emptied, of FORGETS.
     """
-    if not recorded.shape[1]:
-        return [(stage, number) for number in range(episodes)]
-    recording = Recording(file, recorded)
-    before = [(recording, number) for number in range(recorded.shape[1])]
-    return [*before, (stage, 0)]
+
+    scenes: list[tuple[Scene, int]]
+    source: str
+    before: int = 0
+    drawn: int = 0
+    forgets: str = "nothing"
 
 
 def chains_without_the_best(
@@ -71,47 +85,97 @@ def chains_without_the_best(
     return np.stack([chains.chain(row)[:-1] for row in range(rows)])
 
 
-Recorded = tuple[TrajectoryFile, np.ndarray]
-"""Trajectories, and the numbers of those in a context, (E, episodes)."""
-
-
-def contexts(
-    config: ml_collections.ConfigDict, options: argparse.Namespace
-) -> tuple[TrajectoryFile, dict[str, Recorded]]:
-    """Returns the trajectories, and what is recorded in each context.
-
-    Raises:
-      ValueError, FileNotFoundError: something in the options or the config is wrong.
-    """
+def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
+    """Raises ValueError if something in the options or the config is wrong."""
     if not options.target > 0:
         raise ValueError(f"--target must be above 0, got {options.target}")
+    if not 0 <= options.temperature < math.inf:
+        raise ValueError(
+            "--temperature must be 0 (the likeliest action) or more, got "
+            f"{options.temperature}"
+        )
     if config.task != "exorl":
         raise ValueError(
             f'config.task must be "exorl", got {config.task!r}: give such a config'
         )
-    file = exorl.trajectories(config)
-    is_single = config.agent.chain_length == 1
-    if is_single and options.other:
+    agent = config.agent
+    if agent.chain_length == 1 and options.other:
         raise ValueError("--other is for agents of several episodes in a context")
-    if not is_single and options.episodes > config.agent.chain_length:
+    if agent.chain_length == 1 or not agent.reads_positions:
+        return
+    if options.episodes > agent.chain_length:
         raise ValueError(
             f"--episodes {options.episodes} are more than the agent was trained with: "
             f"{config.agent.chain_length=}"
         )
-    size = options.environments, options.episodes
-    nothing = file, np.zeros((options.environments, 0), int)
-    if is_single:
-        return file, {"empty": nothing}
+
+
+def world_contexts(
+    file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray, random: Sequence[int]
+) -> dict[str, Context]:
+    """Returns contexts of many worlds, int (E,).
+
+    seeds: (E, episodes). random: numbers of episodes of drawn actions in a context.
+    """
+    episodes, task = seeds.shape[1], _task(file)
+    own, other = (stage(file, order, seeds) for order in (worlds, np.roll(worlds, 1)))
+    numbers = [(own, number) for number in range(episodes)]
+    elsewhere = [(other, number) for number in range(episodes - 1)]
+    found = {
+        "own": Context(numbers, task),
+        "empty": Context(numbers, task, forgets="episode"),
+        "none": Context(numbers, task, forgets="step"),
+        "other": Context([*elsewhere, numbers[-1]], task, episodes - 1),
+    }
+    for count in random:
+        drawn = [numbers[number % episodes] for number in range(count)]
+        found[f"random_{count}"] = Context([*drawn, numbers[-1]], task, count, count)
+    return found
+
+
+def contexts(
+    config: ml_collections.ConfigDict,
+    options: argparse.Namespace,
+    file: TrajectoryFile,
+    worlds: np.ndarray,
+    seeds: np.ndarray,
+) -> dict[str, Context]:
+    """Returns the contexts by name; worlds: int (E,), seeds: int (E, episodes).
+
+    Raises:
+      ValueError, FileNotFoundError: something in the options or the config is wrong.
+    """
+    (rows, episodes), single = seeds.shape, "empty"
+    if worlds.any():
+        found = world_contexts(file, worlds, seeds, options.random)
+        return {single: found[single]} if config.agent.chain_length == 1 else found
+    acting = stage(file, worlds, seeds)
+    numbers = [(acting, number) for number in range(episodes)]
+
+    def recorded(file: TrajectoryFile, among: np.ndarray) -> Context:
+        chains = chains_without_the_best(file, among, rows, episodes)
+        count, recording = chains.shape[1], Recording(file, chains)
+        before = [(recording, number) for number in range(count)]
+        # Where nothing goes before, all episodes are acted.
+        then = numbers[:1] if count else numbers
+        return Context([*before, *then], _task(file), count)
+
+    found = {single: Context(numbers, _task(file), forgets="episode")}
+    if config.agent.chain_length == 1:
+        return found
+    found = {"own": Context(numbers, _task(file)), **found}
     held_out = exorl.episodes(config, file, "validation")
-    recorded = file, chains_without_the_best(file, held_out, *size)
-    found = {"own": nothing, "empty": nothing, "recorded": recorded}
+    found["recorded"] = recorded(file, held_out)
     if options.other:
         changed = config.copy_and_resolve_references()
         changed.data.trajectories = str(options.other)
         other = exorl.trajectories(changed)
-        every = np.arange(len(other.returns))
-        found["other"] = other, chains_without_the_best(other, every, *size)
-    return file, found
+        found["other"] = recorded(other, np.arange(len(other.returns)))
+    return found
+
+
+def _task(file: TrajectoryFile) -> str:
+    return f"{file.index['domain']} {file.index['task']}"
 
 
 def evaluate(
@@ -122,56 +186,70 @@ def evaluate(
     """Returns what is written: returns and scores by context, and their origin.
 
     Raises:
-      ValueError, FileNotFoundError: as `contexts`, or there is no checkpoint.
+      ValueError, FileNotFoundError: as `check` and `contexts`, or there is no
+        checkpoint.
       ImportError: dm_control is missing.
     """
-    file, needed = contexts(config, options)
-    rows, episodes = options.environments, options.episodes
-    task = file.index["domain"], file.index["task"]
+    check(config, options)
+    file = exorl.trajectories(config)
+    size = options.environments, options.episodes
+    seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
+    held_out = exorl.episodes(config, file, "validation")
+    worlds = np.resize(np.unique(file.worlds[held_out]), size[0])
+    needed = contexts(config, options, file, worlds, seeds)
     partition = base.partition(config, jax.devices())
     model = exorl.model(config, partition)
     fingerprint = exorl.fingerprint(model, file)
     parameters, step = newest_parameters(config, partition, model, fingerprint)
-    agent = actor(config, partition, parameters, rows=rows, episodes=episodes)
-    rng = np.random.default_rng(options.seed)
-    seeds = rng.integers(2**31, size=(rows, episodes))
-    stage = Stage(
-        [environments.Environment(*task) for _ in range(rows)],
-        seeds,
-        file.action_repeat,
+    agent = actor(
+        config,
+        partition,
+        parameters,
+        rows=size[0],
+        episodes=max([size[1], *(count + 1 for count in options.random)]),
+        temperature=options.temperature,
     )
     target = options.target * float(file.returns.max())
     play = Play(agent, file, target)
-    say(f"step {step} of {config.workdir} on {' '.join(task)}, target {target:.1f}")
+    say(f"step {step} of {config.workdir} on {_task(file)}, target {target:.1f}")
+    outcomes = {
+        name: _outcome(name, context, play, say) for name, context in needed.items()
+    }
     environment = Environment.of(partition.mesh.devices.flatten())
-    outcomes = {}
-    for context, (source, recorded) in needed.items():
-        start = time.monotonic()
-        plan = scenes(stage, source, recorded, episodes)
-        returns = play.play(plan, context == "empty").returns
-        own = returns[:, recorded.shape[1] :]
-        seconds = time.monotonic() - start
-        outcomes[context] = {
-            "trajectories": f"{source.index['domain']} {source.index['task']}",
-            "returns": own.round(4).tolist(),
-            "recorded_returns": returns[:, : recorded.shape[1]].round(4).tolist(),
-            "scores": scores(own),
-            "target_hit_rate": float((own >= target).mean()),
-            "seconds": round(seconds, 1),
-        }
-        by_episode = " ".join(f"{value:.1f}" for value in own.mean(axis=0))
-        say(f"{context:9s} mean return by episode: {by_episode} ({seconds:.0f} s)")
     return {
         "config": config.to_dict(),
         "step": step,
-        "task": " ".join(task),
+        "task": _task(file),
         "target": target,
+        "temperature": options.temperature,
         "action_repeat": file.action_repeat,
         "data_returns": _quantiles(file),
+        "references": references(file, worlds, size[1]),
         "seeds": seeds.tolist(),
-        "versions": {"jax": jax.__version__, **environments.versions()},
+        "versions": {"jax": jax.__version__, **versions(file)},
         "environment": dataclasses.asdict(environment),
         "contexts": outcomes,
+    }
+
+
+def _outcome(
+    name: str, context: Context, play: Play, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Plays a context and returns its returns and scores."""
+    start, before = time.monotonic(), context.before
+    returns = play.play(context.scenes, context.forgets, context.drawn).returns
+    own = returns[:, before:]
+    seconds = time.monotonic() - start
+    by_episode = " ".join(f"{value:.1f}" for value in own.mean(axis=0))
+    say(f"{name:9s} mean return by episode: {by_episode} ({seconds:.0f} s)")
+    return {
+        "trajectories": context.source,
+        "returns": own.round(4).tolist(),
+        "recorded_returns": returns[:, :before].round(4).tolist(),
+        "scores": scores(own),
+        "target_hit_rate": float((own >= play.target).mean()),
+        "cache_bytes_a_device": play.actor.device_bytes,
+        "seconds": round(seconds, 1),
     }
 
 
@@ -193,6 +271,13 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         help="in a context (default: %(default)s)",
     )
     add("--target", type=float, default=1.0, help="share of the data's best return")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="of discrete actions; 0: the likeliest (default: %(default)s)",
+    )
+    add("--random", type=at_least(1), nargs="*", default=[], metavar="N")
     add("--other", type=Path, help="trajectories of another task, for its context")
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
     return parser.parse_known_args(arguments)

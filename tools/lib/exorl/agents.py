@@ -12,20 +12,31 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data.chains import STD_FLOOR, ChainBatch
+from data.chains import STD_FLOOR, ChainBatch, of_step_before
 from data.trajectory_file import TrajectoryFile
 from kernels.decode_attention import CachedAttention
+from kernels.layouts import padded_length, permute
 from models import agentic
-from models.agentic import TOKENS_OF_A_STEP
 from models.cache import Cache, empty_cache
 from tasks import base, exorl
 from tasks.generation import cache_shardings
 from tools.lib.exorl.scenes import Scene
 from training.mesh import Partition, StationaryPartition
 
+FORGETS = "nothing", "episode", "step"
+"""Before what a context is emptied."""
+
 
 class Actor(Protocol):
-    """Chooses actions, for E rows at a time."""
+    """Chooses actions, for E rows at a time.
+
+    device_bytes: bytes that its context takes on the device that holds the most.
+    """
+
+    choose: "Choice"
+
+    @property
+    def device_bytes(self) -> int: ...
 
     def forget(self) -> None:
         """Begins an empty context."""
@@ -39,20 +50,80 @@ class Actor(Protocol):
     def learn(self, done: ChainBatch) -> None:
         """Takes the present steps with what was done and what came of it."""
 
+    def read(self, done: ChainBatch) -> None:
+        """Takes all steps of whole episodes, (E, S) each, into an empty context."""
+
 
 @dataclass
-class CloningActor:
-    """Sees the present alone. program: from observations (E, 1, …) to actions."""
+class Choice:
+    """Makes actions of what is predicted, (E, A).
 
-    program: Callable[[jax.Array], jax.Array]
+    is_discrete: whether logits of one-hot actions are predicted.
+    temperature: what logits are divided by before an action is drawn; at 0 it is the
+      likeliest.
+    rng: of what is drawn.
+    """
+
+    is_discrete: bool
+    temperature: float
+    rng: np.random.Generator
+
+    def __call__(self, predicted: np.ndarray) -> np.ndarray:
+        if not self.is_discrete:
+            return predicted
+        logits = predicted.astype(np.float64)
+        if self.temperature:
+            logits = logits / self.temperature + self.rng.gumbel(size=logits.shape)
+        chosen = logits.argmax(axis=-1)
+        return np.eye(logits.shape[-1], dtype=np.float32)[chosen]
+
+
+@dataclass
+class Chance:
+    """Draws actions evenly, of the trajectories' kind."""
+
+    file: TrajectoryFile
+    choose: Choice
+    device_bytes: int = 0
 
     def forget(self) -> None:
         """Has nothing to forget."""
 
     def act(self, present: ChainBatch) -> np.ndarray:
-        return np.asarray(self.program(present.observations[:, None]))[:, 0]
+        size, rng = present.actions.shape, self.choose.rng
+        if self.choose.is_discrete:
+            return np.eye(size[1], dtype=np.float32)[
+                rng.integers(size[1], size=size[0])
+            ]
+        return rng.uniform(-1, 1, size).astype(np.float32)
 
     def learn(self, done: ChainBatch) -> None:
+        """Does not learn."""
+
+    def read(self, done: ChainBatch) -> None:
+        """Does not learn."""
+
+
+@dataclass
+class CloningActor:
+    """Sees the present alone. program: from observations (E, 1, …) to predictions."""
+
+    program: Callable[[jax.Array], jax.Array]
+    choose: Choice
+    device_bytes: int = 0
+
+    def forget(self) -> None:
+        """Has nothing to forget."""
+
+    def act(self, present: ChainBatch) -> np.ndarray:
+        return self.choose(
+            np.asarray(self.program(present.observations[:, None]))[:, 0]
+        )
+
+    def learn(self, done: ChainBatch) -> None:
+        """Does not learn."""
+
+    def read(self, done: ChainBatch) -> None:
         """Does not learn."""
 
 
@@ -60,12 +131,18 @@ class CloningActor:
 class ContextActor:
     """Sees all since it last forgot, through a KV cache that is sharded over the ring.
 
-    empty: () -> cache. program: (steps (E, 2), cache) -> (actions (E, A), cache), see
-    `agentic.act`; takes the cache's place.
+    empty: () -> cache. program: (steps (E, 2) or (E, 1), cache) -> (predictions (E, A),
+    cache), see `agentic.act`; takes the cache's place.
+    fill: (steps (E, S), empty cache) -> cache of them.
+    choose: makes actions of predictions.
+    has_one_token: whether a step is one token, with the reward of the step before.
     """
 
     empty: Callable[[], Cache]
     program: Callable[[ChainBatch, Cache], tuple[jax.Array, Cache]]
+    fill: Callable[[ChainBatch, Cache], Cache]
+    choose: Choice
+    has_one_token: bool
     _cache: Cache | None = None
     _before: ChainBatch | None = None
     _position: int = 0
@@ -74,18 +151,50 @@ class ContextActor:
         self._cache, self._before, self._position = self.empty(), None, 0
 
     def act(self, present: ChainBatch) -> np.ndarray:
-        before = present if self._before is None else self._before
-        pairs = zip(before, present, strict=True)
-        steps = ChainBatch(*(np.stack(pair, axis=1) for pair in pairs))
-        places = np.array([self._position - 1, self._position], np.int32)
+        before = self._nothing(present) if self._before is None else self._before
+        if self.has_one_token:
+            steps = jax.tree.map(lambda x: x[:, None], _after(before, present))
+        else:
+            steps = jax.tree.map(lambda *x: np.stack(x, axis=1), before, present)
+        end, count = self._position + 1, steps.positions.shape[1]
+        places = np.arange(end - count, end, dtype=np.int32)
         positions = np.broadcast_to(places, steps.positions.shape)
         steps = steps._replace(positions=positions)
-        actions, self._cache = self.program(steps, self._cache)
-        return np.asarray(actions)
+        predicted, self._cache = self.program(steps, self._cache)
+        return self.choose(np.asarray(predicted))
+
+    @staticmethod
+    def _nothing(present: ChainBatch) -> ChainBatch:
+        """Returns steps that stand before the first ones, and are not read."""
+        return jax.tree.map(np.zeros_like, present)
 
     def learn(self, done: ChainBatch) -> None:
         self._before = done
         self._position += 1
+
+    def read(self, done: ChainBatch) -> None:
+        self._before = jax.tree.map(lambda x: x[:, -1], done)
+        self._position = done.timesteps.shape[1]
+        known = of_step_before(done) if self.has_one_token else done
+        self._cache = self.fill(known, self._cache)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the cache on the device that holds the most."""
+        held: dict[jax.Device, int] = {}
+        for shard in (x for a in self._cache for x in a.addressable_shards):
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+        return max(held.values())
+
+
+def _after(before: ChainBatch, present: ChainBatch) -> ChainBatch:
+    """Returns the present steps with what came of the step before in their episode."""
+    same = present.timesteps > 0
+    return present._replace(
+        actions=np.where(same[:, None], before.actions, 0),
+        rewards=np.where(same, before.rewards, 0),
+        completions=np.zeros_like(present.completions),
+    )
 
 
 def actor(
@@ -95,23 +204,28 @@ def actor(
     *,
     rows: int,
     episodes: int,
+    temperature: float = 1.0,
+    seed: int = 0,
 ) -> Actor:
     """Returns the config's agent with its parameters, for E rows.
 
-    episodes: that a context has to hold.
+    episodes: that a context has to hold. temperature, seed: of discrete actions, see
+      `Choice`.
 
     Raises:
       ValueError: rows or heads do not divide over the mesh.
     """
     few_steps = StationaryPartition(partition.mesh)
     model = exorl.model(config, few_steps)
+    is_discrete = config.agent.action_kind == "discrete"
+    choice = Choice(is_discrete, temperature, np.random.default_rng(seed))
     if config.agent.method == "perceptron":
         program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
-        return CloningActor(functools.partial(program, parameters))
+        return CloningActor(functools.partial(program, parameters), choice)
     ring, sizes = partition.shards("sequence"), config.model
     # Every step puts its tokens at one member of the ring.
     steps = -(-episodes * config.agent.episode_steps // ring) * ring
-    slots = TOKENS_OF_A_STEP * steps
+    slots = config.agent.step_tokens * steps
     shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
     cache = cache_shardings(partition, shape)
     ring_axes, scores = partition.axes("sequence"), base.scores(config)
@@ -128,8 +242,55 @@ def actor(
     dtype = jnp.dtype(config.compute_dtype)
     empty = functools.partial(empty_cache, shape, dtype, ring)
     return ContextActor(
-        jax.jit(empty, out_shardings=cache), functools.partial(program, parameters)
+        jax.jit(empty, out_shardings=cache),
+        functools.partial(program, parameters),
+        functools.partial(_reader(config, partition, operations, cache), parameters),
+        choice,
+        config.agent.step_tokens == 1,
     )
+
+
+def _reader(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    operations: CachedAttention,
+    cache: Cache,
+) -> Callable[[Any, ChainBatch, Cache], Cache]:
+    """Builds (parameters, steps in order, empty cache) -> cache, through the ring.
+
+    cache: its shardings.
+    """
+    model, attend = (
+        exorl.model(config, partition),
+        base.ring_attention(config, partition),
+    )
+    layout, ring = exorl.step_layout(config), partition.ring_size
+
+    def fill(parameters: Any, steps: ChainBatch, count: int, cache: Cache) -> Cache:
+        agent = nnx.merge(model.structure, parameters)
+        return agentic.read(agent, steps, count, cache, attend, operations)
+
+    program = jax.jit(fill, static_argnums=2, donate_argnums=3, out_shardings=cache)
+
+    def read(parameters: Any, steps: ChainBatch, cache: Cache) -> Cache:
+        count = steps.timesteps.shape[1]
+        columns = padded_length(layout, ring, count, partition.slices)
+
+        def padded(x: np.ndarray) -> np.ndarray:
+            return np.pad(x, [(0, 0), (0, columns - count)] + [(0, 0)] * (x.ndim - 2))
+
+        def place(x: np.ndarray) -> jax.Array:
+            names = ("batch", "sequence") + (None,) * (x.ndim - 2)
+            sharding = partition.sharding(names, x.shape)
+            return jax.device_put(permute(x, layout, ring), sharding)
+
+        steps = jax.tree.map(padded, steps)
+        places = np.arange(columns, dtype=np.int32)
+        places = np.broadcast_to(places, steps.positions.shape)
+        placed = jax.tree.map(place, steps._replace(positions=places))
+        return program(parameters, placed, count, cache)
+
+    return read
 
 
 class Played(NamedTuple):
@@ -155,28 +316,44 @@ class Play:
     target: float
     _done: list[ChainBatch] = field(default_factory=list)
 
-    def play(self, scenes: Iterable[tuple[Scene, int]], forgetful: bool) -> Played:
+    def play(
+        self,
+        scenes: Iterable[tuple[Scene, int]],
+        forgets: str = "nothing",
+        prompt: int = 0,
+    ) -> Played:
         """Plays episodes of scenes, each named by its number in its scene.
 
-        forgetful: whether every episode begins with an empty context.
+        forgets: one of FORGETS: before what the context is emptied.
+        prompt: how many of the first episodes are of actions drawn evenly, and are read
+          at once when they are over.
         """
         self.actor.forget()
         self._done, returns = [], []
+        chance = Chance(self.file, self.actor.choose)
         for rank, (scene, number) in enumerate(scenes):
-            if forgetful:
+            if forgets == "episode":
                 self.actor.forget()
-            returns.append(self._episode(scene, number, rank))
-        steps = ChainBatch(
-            *(np.stack(x, axis=1) for x in zip(*self._done, strict=True))
-        )
-        return Played(np.stack(returns, axis=1), steps)
+            actor = chance if rank < prompt else self.actor
+            if prompt and rank == prompt:
+                self.actor.read(self._steps())
+            returns.append(self._episode(actor, (scene, number), rank, forgets))
+        return Played(np.stack(returns, axis=1), self._steps())
 
-    def _episode(self, scene: Scene, number: int, rank: int) -> np.ndarray:
+    def _steps(self) -> ChainBatch:
+        return jax.tree.map(lambda *x: np.stack(x, axis=1), *self._done)
+
+    def _episode(
+        self, actor: Actor, episode: tuple[Scene, int], rank: int, forgets: str
+    ) -> np.ndarray:
+        scene, number = episode
         observations, total, last = scene.begin(number), 0.0, False
         timestep = 0
         while not last:
+            if forgets == "step":
+                actor.forget()
             present = self._present(observations, self.target - total, timestep, rank)
-            observations, actions, rewards, last = scene.step(self.actor.act(present))
+            observations, actions, rewards, last = scene.step(actor.act(present))
             total = total + rewards
             reached = (total >= self.target) & last
             done = present._replace(
@@ -185,7 +362,7 @@ class Play:
                 completions=reached.astype(np.float32),
                 loss_weights=np.ones(len(rewards), np.float32),
             )
-            self.actor.learn(done)
+            actor.learn(done)
             self._done.append(done)
             timestep += 1
         return total
@@ -204,6 +381,7 @@ class Play:
             actions=np.zeros((rows, self.file.action_size), np.float32),
             rewards=zeros,
             completions=zeros,
+            targets=np.zeros((rows, self.file.action_size), np.float32),
             timesteps=whole(timestep),
             ranks=whole(rank),
             positions=whole(len(self._done)),

@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from data import environments
+from data.dark_room import ROOMS, DarkRoom, one_hot
 from data.environments import Environment
 from data.trajectory_file import TrajectoryFile
 
@@ -73,6 +75,27 @@ class Stage:
 
 
 @dataclass
+class DarkRoomStage:
+    """Dark Room, with a goal in each row (E, 2); all rows step at once."""
+
+    room: DarkRoom
+    goals: np.ndarray
+
+    def begin(self, number: int) -> np.ndarray:
+        self._places = np.broadcast_to(np.array(self.room.start), self.goals.shape)
+        self._left = self.room.steps
+        return self._places.astype(np.float32)
+
+    def step(self, actions: np.ndarray) -> Outcome:
+        chosen = np.argmax(actions, axis=-1)
+        self._places = self.room.move(self._places, chosen)
+        self._left -= 1
+        rewards = (self._places == self.goals).all(axis=-1).astype(np.float64)
+        places = self._places.astype(np.float32)
+        return Outcome(places, one_hot(chosen), rewards, self._left == 0)
+
+
+@dataclass
 class Recording:
     """Packed episodes, which go as they went, whatever is done.
 
@@ -95,12 +118,29 @@ class Recording:
 
     def step(self, actions: np.ndarray) -> Outcome:
         done = self.file.read(self._places)[:, self.file.observation_size :]
+        actions = done[:, : self.file.action_size]
         self._left -= 1
         last = self._left == 0
         if not last:
             self._places = self._places + 1
         rewards = done[:, -1].astype(np.float64)
-        return Outcome(self._observations(), done[:, :-1], rewards, last)
+        return Outcome(self._observations(), actions, rewards, last)
 
     def _observations(self) -> np.ndarray:
         return self.file.read(self._places)[:, : self.file.observation_size]
+
+
+def stage(file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray) -> Scene:
+    """Returns where agents act in the trajectories' task.
+
+    worlds: int (E,), of the rows. seeds: int (E, episodes), of the beginnings.
+    """
+    domain, task = file.index["domain"], file.index["task"]
+    if domain == "dark_room":
+        return DarkRoomStage(ROOMS[task], ROOMS[task].goals[worlds])
+    return Stage([Environment(domain, task) for _ in worlds], seeds, file.action_repeat)
+
+
+def versions(file: TrajectoryFile) -> dict[str, str]:
+    """Returns the versions of the simulator that the trajectories' task needs."""
+    return {} if file.index["domain"] == "dark_room" else environments.versions()
