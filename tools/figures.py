@@ -16,6 +16,8 @@ rates    rows of bench_kernels, bench_attention and bench_original as TFLOP/s of
 losses   losses by position, of `evaluate loss`; several files, a curve for each
 lines    heat maps of `evaluate line-retrieval`, without --names by the runs' folders
 returns  returns by episode of `evaluate exorl`
+worlds   the same where it was in many worlds, by episode and by what was read before;
+         a file for each agent and seed
 
 The pictures of the papers' tables are drawn by tools.paper_tables.
 """
@@ -30,7 +32,7 @@ from kernels.masks import causal
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import read_rows
 from tools.lib.benchmarks.work import critical_path
-from tools.lib.figures import lines, losses, rates, returns, work
+from tools.lib.figures import lines, losses, rates, returns, work, worlds
 from tools.lib.figures.style import write_picture
 from tools.lib.files import write_json
 
@@ -74,6 +76,10 @@ def _returns(chosen: argparse.Namespace) -> None:
     write_picture(chosen.output, returns.curves(returns.read(chosen.results)))
 
 
+def _worlds(chosen: argparse.Namespace) -> None:
+    write_picture(chosen.output, worlds.curves(worlds.read(chosen.results)))
+
+
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     pictures = parser.add_subparsers(required=True, metavar="PICTURE")
@@ -98,6 +104,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     picture = add(_returns, "PNG to write")
     picture.add_argument(
         "results", nargs="+", metavar="[NAME=]FILE", help="one for each agent"
+    )
+    picture = add(_worlds, "PNG to write")
+    picture.add_argument(
+        "results", nargs="+", type=Path, help="for each agent and seed"
     )
     return parser.parse_args(arguments)
 

@@ -133,6 +133,18 @@ def test_intervals_hold_the_mean_and_are_as_wide_as_theory_has_it():
     assert interval(np.full(5, 3.0)) == {"mean": 3.0, "low": 3.0, "high": 3.0}
 
 
+def test_intervals_of_several_runs_draw_runs_too():
+    """Runs that differ more than their environments make them wide."""
+    rng = np.random.default_rng(4)
+    runs = np.array([[0.0], [4.0], [8.0]]) + rng.normal(0, 0.1, (3, 50))
+    found = interval(runs)
+    assert found["mean"] == pytest.approx(4, abs=0.1)
+    # Three draws of 0, 4, 8: 1 of 27 is all 0, and as many all 8.
+    assert found["low"] < 0.5 and found["high"] > 7.5
+    alike = interval(np.tile(runs[:1], (3, 1)))
+    assert alike["high"] - alike["low"] < 0.2
+
+
 def test_scores_of_returns_made_by_hand():
     found = scores(np.array([[1.0, 5.0, 3.0], [2.0, 0.0, 4.0]]))
     means = {name: score["mean"] for name, score in found.items()}

@@ -14,7 +14,7 @@ from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal, full, window
 from tools import figures
 from tools.lib.benchmarks.peers import PEERS
-from tools.lib.figures import work
+from tools.lib.figures import work, worlds
 from tools.lib.figures.lines import heat_maps
 from tools.lib.figures.rates import OTHERS, bar, bars
 from tools.lib.figures.returns import CONTEXTS, TARGET, colours_of, curve, curves, read
@@ -247,6 +247,7 @@ def test_curves_are_means_and_begin_after_what_was_recorded():
 
 
 AGENTS_BY_CONFIG = {
+    "Algorithm Distillation": {"order": "learnt"},
     "Agentic Transformer": {},
     UNSORTED: {"order": "drawn"},
     "Decision Transformer": {"chain_length": 1},
@@ -297,3 +298,45 @@ def test_results_that_make_no_picture_are_refused(contents, said, tmp_path):
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=said):
         read([str(path) for path in paths])
+
+
+def in_worlds(returns, seed=0, **contexts):
+    """What `evaluate exorl` writes of an agent in many worlds."""
+    contexts = {name: outcome["own"] for name, outcome in contexts.items()}
+    known = {"oracle": 20.0, "random": 0.5, "tabular": [1.0, 2.0]}
+    whole = results(contexts=own(returns) | contexts, references=known)
+    whole["config"] = whole["config"] | {"seed": seed}
+    whole["config"]["data"] = {"chain_order": "drawn", "predict": "targets"}
+    return whole
+
+
+def written(directory, *contents):
+    paths = [directory / f"{number}.json" for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_text(json.dumps(content))
+    return paths
+
+
+def test_runs_of_several_seeds_make_one_curve(tmp_path):
+    read_before = {"random_10": own([[8.0], [9.0]]), "random_4": own([[5.0], [6.0]])}
+    one = in_worlds([[1.0, 9.0], [3.0, 7.0]], 0, **read_before)
+    two = in_worlds([[2.0, 5.0], [4.0, 5.0]], 1, **read_before)
+    tasks = worlds.read(written(tmp_path, one, two))
+    figure = worlds.curves(tasks)
+    left, right = figure.axes
+    lines = {line.get_label(): line for line in left.lines}
+    name = "Decision-Pretrained Transformer"
+    drawn = lines[f"{name}, own episodes before"]
+    assert drawn.get_xydata().tolist() == [[1, 2.5], [2, 6.5]]
+    assert lines["knows the world"].get_ydata()[0] == 20
+    assert lines["Q-learning from nothing"].get_ydata()[-1] == 2
+    by_length = {line.get_label(): line for line in right.lines}[name]
+    assert by_length.get_xydata().tolist() == [[4, 5.5], [10, 8.5]]
+
+
+def test_worlds_that_make_no_picture_are_refused(tmp_path):
+    same = in_worlds([[1.0]]), in_worlds([[2.0]])
+    with pytest.raises(ValueError, match=r"1\.json: Decision-Pre.* seed 0 in walk is"):
+        worlds.read(written(tmp_path, *same))
+    with pytest.raises(ValueError, match=r"0\.json holds no results .*KeyError"):
+        worlds.read(written(tmp_path, results()))

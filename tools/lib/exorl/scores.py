@@ -15,10 +15,18 @@ SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """Returns the mean of values (E,), and the 95 % bounds of bootstrap means."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
+    """Returns the mean of values (E,), and the 95 % bounds of bootstrap means.
+
+    values: or (R, E), of R runs in the same environments: both are drawn, runs and
+      environments, in a resample.
+    """
+    rng, values = np.random.default_rng(seed), np.atleast_2d(values)
+    runs, size = values.shape
+    drawn = rng.integers(size, size=(RESAMPLES, size))
+    of_runs = rng.integers(runs, size=(RESAMPLES, runs))
+    pairs = zip(of_runs, drawn, strict=True)
+    means = [values[np.ix_(some, others)].mean() for some, others in pairs]
+    low, high = np.percentile(means, [2.5, 97.5])
     return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
 
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from data.json_text import parse_json
 from tools.lib.exorl.scores import interval
-from tools.lib.figures.style import AGENTS, GREY, INK, OCHRE, PALE_BLUE, PINK, style
+from tools.lib.figures.style import AGENTS, GREY, INK, PALE_BLUE, style
 
 CONTEXTS = {
     "own": ("own episodes before it", "-"),
@@ -24,7 +24,7 @@ CONTEXTS = {
 }
 """Words and line style of each context."""
 
-SPARE = OCHRE, PINK, PALE_BLUE
+SPARE = GREY, INK, PALE_BLUE
 """For agents of names outside of AGENTS."""
 
 TARGET = "return that agents are conditioned on"
@@ -39,7 +39,12 @@ def agent(results: Results) -> str:
         return "behaviour cloning"
     if results["config"]["agent"]["chain_length"] == 1:
         return "Decision Transformer"
-    is_sorted = results["config"]["data"]["chain_order"] == "ascending"
+    data = results["config"]["data"]
+    if data.get("predict") == "targets":
+        return "Decision-Pretrained Transformer"
+    if data["chain_order"] == "learnt":
+        return "Algorithm Distillation"
+    is_sorted = data["chain_order"] == "ascending"
     return "Agentic Transformer" + ("" if is_sorted else ", unsorted chains")
 
 

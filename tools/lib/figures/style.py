@@ -36,6 +36,8 @@ AGENTS = {
     "Agentic Transformer, unsorted chains": ORANGE,
     "behaviour cloning": GREEN,
     "Decision Transformer": VIOLET,
+    "Decision-Pretrained Transformer": OCHRE,
+    "Algorithm Distillation": PINK,
 }
 
 MODELS = {

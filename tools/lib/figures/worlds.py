@@ -1,0 +1,145 @@
+"""Returns of agents in worlds that they were not trained on, by what they have read.
+
+From files that `evaluate exorl` wrote, one for each agent and seed. Left: episode by
+episode. Right: after episodes of drawn actions, by their number. Bands are bootstrap
+intervals (95 %) over worlds and seeds.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from data.json_text import parse_json
+from tools.lib.exorl.scores import interval
+from tools.lib.figures.returns import agent, colours_of
+from tools.lib.figures.style import GREY, INK, style
+
+LOOKS = {
+    "own": ("own episodes before", "-"),
+    "empty": ("emptied before every episode", "--"),
+    "none": ("emptied before every step", ":"),
+    "other": ("own of another world before", "x"),
+}
+"""Words and look of each context, left."""
+RANDOM = "random_"
+Runs = list[dict[str, Any]]
+"""Results of one agent in one task, of several seeds."""
+
+
+def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
+    """Returns results by task and agent.
+
+    Raises:
+      ValueError: a file holds no results in many worlds, or two are of one seed.
+    """
+    found: dict[str, dict[str, Runs]] = {}
+    for file in files:
+        try:
+            results = parse_json(Path(file).read_text())
+            runs = found.setdefault(results["task"], {}).setdefault(agent(results), [])
+            seeds = [run["config"]["seed"] for run in runs]
+            seed = results["config"]["seed"]
+            for outcome in results["contexts"].values():
+                np.array(outcome["returns"], float)
+            results["references"]["oracle"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file} holds no results of tools.evaluate exorl in many worlds "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if seed in seeds:
+            raise ValueError(
+                f"{file}: {agent(results)} with seed {seed} in {results['task']} is "
+                "there already: give one file for each seed"
+            )
+        runs.append(results)
+    return found
+
+
+def returns_of(runs: Runs, context: str) -> np.ndarray:
+    """Returns what the agents got, (seeds, E, episodes)."""
+    return np.array([run["contexts"][context]["returns"] for run in runs], float)
+
+
+def bounds(returns: np.ndarray) -> np.ndarray:
+    """Returns low, mean and high of returns (seeds, E, episodes): (3, episodes)."""
+    found = [interval(column) for column in np.moveaxis(returns, -1, 0)]
+    return np.array([[b[part] for b in found] for part in ("low", "mean", "high")])
+
+
+def curves(tasks: dict[str, dict[str, Runs]]) -> Figure:
+    """Draws two panels for each task."""
+    names = list(dict.fromkeys(name for runs in tasks.values() for name in runs))
+    colours = colours_of(names)
+    size = (11.2, 5.2 * len(tasks))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(tasks), 2, squeeze=False)
+    for (left, right), (task, agents) in zip(panels, tasks.items(), strict=True):
+        _by_episode(left, task, agents, colours)
+        _by_context(right, agents, colours)
+    figure.suptitle(
+        "Returns in held-out worlds; bands and bars: 95 % over worlds and seeds",
+        color=INK,
+        fontsize=12,
+    )
+    return figure
+
+
+def _by_episode(
+    axes: Axes, task: str, agents: dict[str, Runs], colours: dict[str, str]
+) -> None:
+    for name, runs in agents.items():
+        for context, (words, look) in LOOKS.items():
+            if context not in runs[0]["contexts"]:
+                continue
+            low, mean, high = bounds(returns_of(runs, context))
+            before = len(runs[0]["contexts"][context]["recorded_returns"][0])
+            episodes = before + np.arange(1, len(mean) + 1)
+            label, colour = f"{name}, {words}", colours[name]
+            axes.plot(episodes, mean, look, color=colour, label=label, markersize=7)
+            if look == "x":
+                errors = [mean - low, high - mean]
+                axes.errorbar(episodes, mean, errors, color=colour, fmt="none", lw=1)
+            else:
+                axes.fill_between(episodes, low, high, color=colour, alpha=0.12, lw=0)
+    _references(axes, agents, with_learner=True)
+    style(axes, title=task, x="episode", y="return")
+    _legend(axes)
+
+
+def _by_context(axes: Axes, agents: dict[str, Runs], colours: dict[str, str]) -> None:
+    for name, runs in agents.items():
+        contexts = [c for c in runs[0]["contexts"] if c.startswith(RANDOM)]
+        counts = sorted(int(context.removeprefix(RANDOM)) for context in contexts)
+        if not counts:
+            continue
+        each = [bounds(returns_of(runs, f"{RANDOM}{count}"))[:, 0] for count in counts]
+        low, mean, high = np.array(each).T
+        axes.plot(counts, mean, "o-", color=colours[name], label=name)
+        axes.fill_between(counts, low, high, color=colours[name], alpha=0.12, lw=0)
+        axes.set_xscale("log")
+    _references(axes, agents, with_learner=False)
+    title, x = "one episode, after others' of drawn actions", "episodes in the context"
+    style(axes, title=title, x=x, y="return")
+    _legend(axes)
+
+
+def _references(axes: Axes, agents: dict[str, Runs], *, with_learner: bool) -> None:
+    """Draws who knows the world, chance, and a learner with a table, in grey."""
+    known = next(iter(agents.values()))[0]["references"]
+    axes.axhline(known["oracle"], color=GREY, ls="--", lw=1, label="knows the world")
+    axes.axhline(known["random"], color=GREY, ls=":", lw=1, label="random actions")
+    if with_learner and "tabular" in known:
+        learner = known["tabular"]
+        episodes = range(1, len(learner) + 1)
+        axes.plot(episodes, learner, color=GREY, lw=1, label="Q-learning from nothing")
+
+
+def _legend(axes: Axes) -> None:
+    axes.set_ylim(bottom=0)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 1}
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, **below)
