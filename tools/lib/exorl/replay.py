@@ -230,6 +230,16 @@ def origin(program: str, recipe: Any) -> dict[str, Any]:
     }
 
 
+def describe(buffer: Buffer) -> str:
+    """Describes what was made in a few lines."""
+    meta = json.loads((buffer.directory / "meta.json").read_text())
+    lines = []
+    for what, returns in meta["returns"].items():
+        row = ", ".join(f"{name} {value:.1f}" for name, value in returns.items())
+        lines.append(f"{what}: returns {row}")
+    return "\n".join([*lines, f"written to {buffer.directory}"])
+
+
 def quantiles(returns: np.ndarray) -> dict[str, float]:
     """Returns the quantiles of returns by name, for a meta.json."""
     values = np.percentile(returns, QUANTILES).round(3).tolist()
