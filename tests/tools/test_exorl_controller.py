@@ -8,8 +8,8 @@ from tools.lib.exorl.rollouts import Attempt, roll_out
 
 WORLDS = [
     HiddenPhysics(),
-    # Weak, heavy and long; strong, light and short: the ends of the ranges.
-    HiddenPhysics(-1, 0.5, 2.0, 2.0, 1.5),
+    # Weak, heavy and long; strong, light and short.
+    HiddenPhysics(-1, 0.7, 1.6, 1.6, 1.4),
     HiddenPhysics(1, 2.0, 0.5, 0.5, 0.6),
     *(HiddenPhysics.draw(np.random.default_rng([9, n])) for n in range(3)),
 ]

@@ -20,6 +20,8 @@ WEIGHTS, FORCE_WEIGHT = np.array([1.4, 4.0, 0.35, 0.1]), 0.01
 # Acceleration of the cart that the swing asks for: at most, in m/s² for each radian a
 # second of the pole's own frequency; and back, for each metre and m/s from the middle.
 SWING, SPRING, DAMPING = 2.8, 1.5, 1.85
+# And how many times what the motor can do: beyond, a weak one never brings it back.
+REACH = 2.0
 # How soon it asks for the most, as energy grows that is missing or too much.
 SHARPNESS = 17.0
 # Cosine of the angle from which the regulator may take over; and how many times what
@@ -31,13 +33,12 @@ def controller(world: HiddenPhysics, action_repeat: int) -> Policy:
     """Returns the policy that knows the world, for actions held for so many steps."""
     body = _Body.of(world)
     gains = body.regulator(action_repeat)
-    most = CATCH * abs(world.force)
 
     def act(observation: np.ndarray) -> np.ndarray:
         position, cosine, sine, speed, spin = observation.tolist()
         angle = np.arctan2(sine, cosine)
         force = -gains @ (position, angle, speed, spin)
-        if cosine < UPRIGHT or abs(force) > most:
+        if cosine < UPRIGHT or abs(force) > CATCH * body.force:
             force = body.swing(position, cosine, sine, speed, spin)
         return np.array([force / world.force])
 
@@ -51,6 +52,7 @@ class _Body:
     mass: of cart and pole. first, second: of the pole, about its hinge.
     """
 
+    force: float
     mass: float
     first: float
     second: float
@@ -64,6 +66,7 @@ class _Body:
         square = (1 - ball) * (3 * RADIUS**2 + length**2) / 12
         square += ball * (2 * RADIUS**2 / 5 + length**2 / 4 + 3 * RADIUS * length / 8)
         return cls(
+            force=abs(world.force),
             mass=world.cart_mass * CART_MASS + pole,
             first=pole * length / 2,
             second=pole * (square + length**2 / 4),
@@ -90,7 +93,8 @@ class _Body:
         rate = np.sqrt(weight / self.second)
         # As shares of that of standing over that of lying level.
         missing = 1 - cosine - (spin / rate) ** 2 / 2
-        push = -SWING * rate * np.tanh(SHARPNESS * missing * spin / rate * cosine)
+        most = min(SWING * rate, REACH * self.force / self.mass)
+        push = -most * np.tanh(SHARPNESS * missing * spin / rate * cosine)
         push -= SPRING * position + DAMPING * speed
         # What the pole's turning does to the cart is taken away.
         turn = (weight * sine - self.first * cosine * push) / self.second
