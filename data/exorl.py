@@ -43,6 +43,10 @@ RELABELLINGS: dict[str, Callable[[Environment, Episode], np.ndarray]] = {
     "exorl": exorl_rewards,
 }
 
+# From hidden physics and the steps that an action is held for to what, in a world like
+# that, should be done: from an observation to an action, cut to [-1, 1] here.
+Expert = Callable[[HiddenPhysics, int], Callable[[np.ndarray], np.ndarray]]
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -81,7 +85,11 @@ class Selection:
 
 
 def pack(
-    buffer: Buffer, task: str, cache: Path, selection: Selection | None = None
+    buffer: Buffer,
+    task: str,
+    cache: Path,
+    selection: Selection | None = None,
+    expert: Expert | None = None,
 ) -> TrajectoryFile:
     """Packs a buffer's episodes for a task: `cache`/domain/algorithm/task.
 
@@ -94,6 +102,7 @@ def pack(
       task: whose rewards are computed (see `environments.tasks`).
       cache: where packed trajectories are kept.
       selection: which episodes are taken; `Selection()` unless it is given.
+      expert: says what should have been done, of cart-poles alone; None: it is not.
 
     Raises:
       BadEpisode: a file is not an episode of the domain, or of another model of it.
@@ -107,7 +116,6 @@ def pack(
     refuse_existing(directory)
     _check_task(buffer.domain, task, selection)
     files = [_Files(world, selection) for world in buffer.worlds()]
-    hidden = [_hidden(world) for world in buffer.worlds()]
     about = {
         "domain": buffer.domain,
         "algorithm": buffer.algorithm,
@@ -115,24 +123,22 @@ def pack(
         "relabelling": selection.relabelling,
         "action_repeat": selection.action_repeat,
         "generator": _generator(buffer),
-        "worlds_described": [one and one.describe() for one in hidden],
+        "worlds_described": [some.hidden and some.hidden.describe() for some in files],
         "versions": _versions(selection),
     }
-    largest = 0.0
     with (
         tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None) as bar,
         TrajectoryWriter(directory, about) as writer,
     ):
-        for number, (some, physics) in enumerate(zip(files, hidden, strict=True)):
-            environment = None
-            if selection.relabelling != "stored":
-                environment = Environment(buffer.domain, task, physics)
-            for episode, rewards in some.read(environment):
-                joined = _joined(episode, rewards, selection.action_repeat)
-                writer.write(*joined, world=number)
-                difference = np.abs(rewards - episode.reward[1:, 0]).max()
-                largest = max(largest, float(difference))
+        for number, some in enumerate(files):
+            world = some.hidden or HiddenPhysics()
+            act = expert and expert(world, selection.action_repeat)
+            for episode, rewards in some.read(task):
+                steps = _joined(episode, rewards, selection.action_repeat)
+                target = act and np.clip([act(seen) for seen in steps[0]], -1, 1)
+                writer.write(*steps, target=target, world=number)
                 bar.update(episode.steps)
+        largest = max(some.largest for some in files)
         writer.about["largest_difference_from_stored"] = largest
         writer.about["sources"] = [row for some in files for row in some.good]
         writer.about["bad_files"] = [row for some in files for row in some.bad]
@@ -201,21 +207,26 @@ def _generator(buffer: Buffer) -> dict[str, Any] | None:
 
 
 class _Files:
-    """A buffer's files, of which those within the selection's limits are read.
+    """A world's files, of which those within the selection's limits are read.
 
+    hidden: physics of the world; None where they are dm_control's.
     good: name, size, digest and steps of each episode. bad: name and reason.
+    largest: difference of a reward from the stored one.
     """
 
     def __init__(self, buffer: Buffer, selection: Selection):
         self._buffer, self._selection = buffer, selection
         self._paths = buffer.scan()
+        self.hidden = _hidden(buffer)
+        self.largest = 0.0
         self.good: list[dict[str, Any]] = []
         self.bad: list[dict[str, str]] = []
 
-    def read(
-        self, environment: Environment | None
-    ) -> Iterator[tuple[Episode, np.ndarray]]:
-        """Yields the good episodes, each with its rewards, float (T,)."""
+    def read(self, task: str) -> Iterator[tuple[Episode, np.ndarray]]:
+        """Yields the good episodes, each with its rewards of a task, float (T,)."""
+        environment = None
+        if self._selection.relabelling != "stored":
+            environment = Environment(self._buffer.domain, task, self.hidden)
         taken, most = 0, self._selection.max_transitions
         for path in self._paths:
             try:
@@ -232,13 +243,20 @@ class _Files:
                 self._skip(error)
                 continue
             taken += steps
-            self.good.append(_source(path, steps))
+            self.good.append({"file": self._name(path), **_source(path, steps)})
+            difference = np.abs(rewards - episode.reward[1:, 0]).max()
+            self.largest = max(self.largest, float(difference))
             yield episode, rewards
         self._check_share(len(self.good) + len(self.bad))
 
+    def _name(self, path: Path) -> str:
+        """Returns a file's name, behind that of the world that it is of."""
+        world = self._buffer.algorithm.partition("/")[2]
+        return Path(world, path.name).as_posix()
+
     def _skip(self, error: BadEpisode) -> None:
         logging.getLogger(__name__).warning("skipped %s", error)
-        self.bad.append({"file": error.path.name, "reason": error.reason})
+        self.bad.append({"file": self._name(error.path), "reason": error.reason})
         self._check_share(len(self._paths))
 
     def _check_share(self, files: int) -> None:
@@ -277,7 +295,6 @@ def _joined(
 
 def _source(path: Path, steps: int) -> dict[str, Any]:
     return {
-        "file": path.name,
         "bytes": path.stat().st_size,
         "sha256": digest(path),
         "steps": steps,

@@ -122,7 +122,8 @@ def test_worlds_are_packed_by_their_numbers(worlds, tmp_path):
     both = pack(worlds, "balance", tmp_path / "cache")
     assert both.worlds.tolist() == [0, 1]
     assert [w["strength"] for w in both.index["worlds_described"]] == [0.5, 2.0]
-    assert [source["steps"] for source in both.index["sources"]] == [20, 20]
+    sources = [source["file"] for source in both.index["sources"]]
+    assert sources == ["world_000/episode_0_20.npz", "world_001/episode_0_20.npz"]
     second = pack(worlds.worlds()[1], "balance", tmp_path / "cache")
     assert second.directory == both.directory.parent / "world_001" / "balance"
     assert second.index["worlds_described"] == both.index["worlds_described"][1:]

@@ -10,6 +10,7 @@ from data.episodes import Buffer
 from data.exorl import Selection, pack
 from data.hidden_physics import HiddenPhysics
 from tests.processes import run_program
+from tools.lib.exorl.controller import controller
 from tools.lib.exorl.policies import Noise
 from tools.lib.exorl.worlds import Grade, WorldsRecipe, make
 
@@ -57,6 +58,22 @@ def test_described_worlds_do_what_was_recorded(worlds, tmp_path):
         for _ in range(10):
             seen = environment.step(row[5:6]).observation
         np.testing.assert_allclose(seen, after[:5], atol=1e-5)
+
+
+def test_what_should_have_been_done_is_packed_where_asked_for(worlds, tmp_path):
+    held = Selection("stored", action_repeat=10)
+    file = pack(worlds, "swingup", tmp_path, held, controller)
+    assert file.has_targets
+    plain = pack(worlds, "swingup", tmp_path / "plain", held)
+    assert not plain.has_targets
+    steps = file.steps[:]
+    np.testing.assert_array_equal(np.delete(steps, 6, axis=1), plain.steps[:])
+    described = HiddenPhysics.of(file.index["worlds_described"][1])
+    act, row = controller(described, 10), steps[file.offsets[7] + 30]
+    assert row[6] == pytest.approx(np.clip(act(row[:5]), -1, 1)[0])
+    # The last of a history does nearly that.
+    last = steps[file.offsets[4] : file.offsets[5]]
+    assert np.corrcoef(last[:, 5], last[:, 6])[0, 1] > 0.8
 
 
 def test_histories_go_from_noise_to_one_that_knows_its_world(worlds):
