@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import environments
-from data.environments import Environment, check_task
+from data.environments import Environment, check_simulator, check_task
 from data.episodes import (
     DOMAINS,
     BadEpisode,
@@ -20,9 +20,15 @@ from data.episodes import (
     read_episode,
     steps_of,
 )
+from data.hidden_physics import HiddenPhysics
 from data.json_text import read_json_object
 from data.new_directory import refuse_existing
-from data.relabel import exact_rewards, exorl_rewards, observation_error
+from data.relabel import (
+    exact_rewards,
+    exorl_rewards,
+    observation_error,
+    physics_error,
+)
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 
 # ExoRL's own loader keeps the first million of up to ten.
@@ -37,6 +43,10 @@ RELABELLINGS: dict[str, Callable[[Environment, Episode], np.ndarray]] = {
     "exorl": exorl_rewards,
 }
 
+# From hidden physics and the steps that an action is held for to what, in a world like
+# that, should be done: from an observation to an action, cut to [-1, 1] here.
+Expert = Callable[[HiddenPhysics, int], Callable[[np.ndarray], np.ndarray]]
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -45,9 +55,10 @@ class Selection:
     relabelling: "exact", rewards as the environment gives them; "exorl", as ExoRL's
       own code computes them; "stored", those in the files, whatever they were for.
     on_bad: "error", or "skip" for up to 1 % of the files.
-    max_transitions: whole episodes are taken, in the order of their numbers, as long as
-      they have no more steps than this in all, and one at least.
-    tolerance: largest difference of an observation from what physics makes it.
+    max_transitions: whole episodes are taken of each world, in the order of their
+      numbers, as long as they have no more steps than this, and one at least.
+    tolerance: largest difference of an observation from what physics makes it, and of
+      physics from what a world's hidden physics make of those before.
     action_repeat: steps of the environment that are packed as one, whose reward is
       their sum; their actions must be equal.
     """
@@ -74,17 +85,24 @@ class Selection:
 
 
 def pack(
-    buffer: Buffer, task: str, cache: Path, selection: Selection | None = None
+    buffer: Buffer,
+    task: str,
+    cache: Path,
+    selection: Selection | None = None,
+    expert: Expert | None = None,
 ) -> TrajectoryFile:
     """Packs a buffer's episodes for a task: `cache`/domain/algorithm/task.
 
-    One file is read at a time. Where an episode is bad, nothing is left behind.
+    Of worlds, if it has any, which are numbered: what is hidden in them is in their
+    meta.json, and goes to `worlds_described`. One file is read at a time. Where an
+    episode is bad, nothing is left behind.
 
     Args:
       buffer: where the episodes lie.
       task: whose rewards are computed (see `environments.tasks`).
       cache: where packed trajectories are kept.
       selection: which episodes are taken; `Selection()` unless it is given.
+      expert: says what should have been done, of cart-poles alone; None: it is not.
 
     Raises:
       BadEpisode: a file is not an episode of the domain, or of another model of it.
@@ -96,7 +114,8 @@ def pack(
     selection = selection or Selection()
     directory = Path(cache) / buffer.domain / buffer.algorithm / task
     refuse_existing(directory)
-    environment = _environment(buffer.domain, task, selection)
+    _check_task(buffer.domain, task, selection)
+    files = [_Files(world, selection) for world in buffer.worlds()]
     about = {
         "domain": buffer.domain,
         "algorithm": buffer.algorithm,
@@ -104,17 +123,25 @@ def pack(
         "relabelling": selection.relabelling,
         "action_repeat": selection.action_repeat,
         "generator": _generator(buffer),
-        "versions": _versions(environment),
+        "worlds_described": [some.hidden and some.hidden.describe() for some in files],
+        "versions": _versions(selection),
     }
-    files = _Files(buffer, selection)
-    largest = 0.0
-    with TrajectoryWriter(directory, about) as writer:
-        for episode, rewards in files.read(environment):
-            writer.write(*_joined(episode, rewards, selection.action_repeat))
-            difference = np.abs(rewards - episode.reward[1:, 0]).max()
-            largest = max(largest, float(difference))
+    with (
+        tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None) as bar,
+        TrajectoryWriter(directory, about) as writer,
+    ):
+        for number, some in enumerate(files):
+            world = some.hidden or HiddenPhysics()
+            act = expert and expert(world, selection.action_repeat)
+            for episode, rewards in some.read(task):
+                steps = _joined(episode, rewards, selection.action_repeat)
+                target = act and np.clip([act(seen) for seen in steps[0]], -1, 1)
+                writer.write(*steps, target=target, world=number)
+                bar.update(episode.steps)
+        largest = max(some.largest for some in files)
         writer.about["largest_difference_from_stored"] = largest
-        writer.about |= {"sources": files.good, "bad_files": files.bad}
+        writer.about["sources"] = [row for some in files for row in some.good]
+        writer.about["bad_files"] = [row for some in files for row in some.bad]
     return TrajectoryFile.open(directory)
 
 
@@ -141,10 +168,11 @@ def describe(trajectories: TrajectoryFile) -> str:
     )
 
 
-def _environment(domain: str, task: str, selection: Selection) -> Environment | None:
-    """Returns what computes the rewards; None where the stored ones are taken."""
+def _check_task(domain: str, task: str, selection: Selection) -> None:
+    """Checks that there are rewards for the task, computed or stored."""
     if selection.relabelling != "stored":
-        return Environment(domain, task)
+        check_task(domain, task)
+        return check_simulator()
     if DOMAINS[domain].reward != 1:
         raise ValueError(
             f"{domain} stores {DOMAINS[domain].reward} rewards a step, for as many "
@@ -154,12 +182,17 @@ def _environment(domain: str, task: str, selection: Selection) -> Environment | 
         check_task(domain, task)
     elif not task.isidentifier():
         raise ValueError(f"{task=} must be the plain name of a task")
-    return None
 
 
-def _versions(environment: Environment | None) -> dict[str, str]:
-    simulator = {} if environment is None else environments.versions()
+def _versions(selection: Selection) -> dict[str, str]:
+    simulator = environments.versions() if selection.relabelling != "stored" else {}
     return {"numpy": np.__version__, **simulator}
+
+
+def _hidden(world: Buffer) -> HiddenPhysics | None:
+    """Returns what is hidden in a world; None where it is dm_control's."""
+    described = (_generator(world) or {}).get("hidden_physics")
+    return None if described is None else HiddenPhysics.of(described)
 
 
 def _generator(buffer: Buffer) -> dict[str, Any] | None:
@@ -174,46 +207,56 @@ def _generator(buffer: Buffer) -> dict[str, Any] | None:
 
 
 class _Files:
-    """A buffer's files, of which those within the selection's limits are read.
+    """A world's files, of which those within the selection's limits are read.
 
+    hidden: physics of the world; None where they are dm_control's.
     good: name, size, digest and steps of each episode. bad: name and reason.
+    largest: difference of a reward from the stored one.
     """
 
     def __init__(self, buffer: Buffer, selection: Selection):
         self._buffer, self._selection = buffer, selection
         self._paths = buffer.scan()
+        self.hidden = _hidden(buffer)
+        self.largest = 0.0
         self.good: list[dict[str, Any]] = []
         self.bad: list[dict[str, str]] = []
 
-    def read(
-        self, environment: Environment | None
-    ) -> Iterator[tuple[Episode, np.ndarray]]:
-        """Yields the good episodes, each with its rewards, float (T,)."""
+    def read(self, task: str) -> Iterator[tuple[Episode, np.ndarray]]:
+        """Yields the good episodes, each with its rewards of a task, float (T,)."""
+        environment = None
+        if self._selection.relabelling != "stored":
+            environment = Environment(self._buffer.domain, task, self.hidden)
         taken, most = 0, self._selection.max_transitions
-        with tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None) as bar:
-            for path in self._paths:
-                try:
-                    # By its name, so that no file is read in vain.
-                    steps = steps_of(path)
-                    if self.good and taken + steps > most:
-                        break
-                    episode = read_episode(path, self._buffer.domain)
-                    _check_repeats(episode, self._selection.action_repeat)
-                    rewards = _rewards(episode, environment, self._selection)
-                except BadEpisode as error:
-                    if self._selection.on_bad == "error":
-                        raise
-                    self._skip(error)
-                    continue
-                taken += steps
-                bar.update(steps)
-                self.good.append(_source(path, steps))
-                yield episode, rewards
+        for path in self._paths:
+            try:
+                # By its name, so that no file is read in vain.
+                steps = steps_of(path)
+                if self.good and taken + steps > most:
+                    break
+                episode = read_episode(path, self._buffer.domain)
+                _check_repeats(episode, self._selection.action_repeat)
+                rewards = _rewards(episode, environment, self._selection)
+            except BadEpisode as error:
+                if self._selection.on_bad == "error":
+                    raise
+                self._skip(error)
+                continue
+            taken += steps
+            self.good.append({"file": self._name(path), **_source(path, steps)})
+            difference = np.abs(rewards - episode.reward[1:, 0]).max()
+            self.largest = max(self.largest, float(difference))
+            yield episode, rewards
         self._check_share(len(self.good) + len(self.bad))
+
+    def _name(self, path: Path) -> str:
+        """Returns a file's name, behind that of the world that it is of."""
+        world = self._buffer.algorithm.partition("/")[2]
+        return Path(world, path.name).as_posix()
 
     def _skip(self, error: BadEpisode) -> None:
         logging.getLogger(__name__).warning("skipped %s", error)
-        self.bad.append({"file": error.path.name, "reason": error.reason})
+        self.bad.append({"file": self._name(error.path), "reason": error.reason})
         self._check_share(len(self._paths))
 
     def _check_share(self, files: int) -> None:
@@ -252,7 +295,6 @@ def _joined(
 
 def _source(path: Path, steps: int) -> dict[str, Any]:
     return {
-        "file": path.name,
         "bytes": path.stat().st_size,
         "sha256": digest(path),
         "steps": steps,
@@ -266,6 +308,7 @@ def _rewards(
         return episode.reward[1:, 0]
     try:
         error = observation_error(environment, episode)
+        moved = physics_error(environment, episode) if environment.hidden else 0.0
         rewards = RELABELLINGS[selection.relabelling](environment, episode)
     except ValueError as refusal:
         raise BadEpisode(episode.path, str(refusal)) from refusal
@@ -275,5 +318,12 @@ def _rewards(
             f"observations are {error:.3g} off from what {environment.domain}'s "
             f"physics makes them, more than {selection.tolerance}: the file is of "
             "another domain or another version of its model",
+        )
+    if not moved <= selection.tolerance:
+        raise BadEpisode(
+            episode.path,
+            f"physics are {moved:.3g} off from what {environment.hidden} makes of "
+            f"those before, more than {selection.tolerance}: the file is of another "
+            "world than its meta.json",
         )
     return rewards

@@ -60,6 +60,7 @@ MORE = {
     f"{TOOL}prepare_lines": ["--train-tokens=20000"],
     f"{TOOL}make_exorl --domain walker": WALKER,
     f"{TOOL}make_exorl --domain cartpole": ["--episodes=60", "--search-episodes=64"],
+    f"{TOOL}make_worlds": ["--worlds=2", "--episodes=2"],
     f"{TOOL}evaluate ruler": ["--tasks=fwe", "--lengths=500", "--samples=1"],
     f"{TOOL}evaluate loss": ["--batches=1"],
     f"{TOOL}evaluate exorl": ["--environments=2", "--episodes=2"],

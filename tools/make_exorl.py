@@ -14,15 +14,13 @@ task; tools/pack_exorl.py computes the others'. The same seed makes the same fil
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.episodes import Buffer
 from tasks.command_line import Parser, as_program, at_least, share
-from tools.lib.exorl.replay import SEARCH_EPISODES, TASKS, Recipe, make
+from tools.lib.exorl.replay import SEARCH_EPISODES, TASKS, Recipe, describe, make
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,18 +54,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _describe(buffer: Buffer) -> str:
-    meta = json.loads((buffer.directory / "meta.json").read_text())
-    lines = [
-        f"{task}: returns {_row(meta['returns'][task])}" for task in meta["returns"]
-    ]
-    return "\n".join([*lines, f"written to {buffer.directory}"])
-
-
-def _row(quantiles: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.1f}" for name, value in quantiles.items())
-
-
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
@@ -83,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action_repeat=chosen.action_repeat,
     )
     buffer = make(recipe, chosen.output, chosen.processes)
-    print(_describe(buffer))
+    print(describe(buffer))
 
 
 if __name__ == "__main__":

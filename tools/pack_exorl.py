@@ -5,7 +5,8 @@
 
 reads DATASETS/walker/rnd/buffer/*.npz, as ExoRL's archives lie when they are unzipped
 (https://dl.fbaipublicfiles.com/exorl/DOMAIN/ALGORITHM.zip), and writes
-CACHE/walker/rnd/run/.
+CACHE/walker/rnd/run/. The worlds of tools/make_worlds.py, DATASETS/cartpole/worlds/*,
+become one file, CACHE/cartpole/worlds/swingup/.
 """
 
 import argparse
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from data.episodes import DOMAINS, Buffer
 from data.exorl import MAX_TRANSITIONS, ON_BAD, RELABELLINGS, Selection, describe, pack
+from data.hidden_physics import DOMAIN
 from tasks.command_line import Parser, as_program, at_least
+from tools.lib.exorl.controller import controller
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -23,7 +26,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--root", required=True, type=Path, help="directory of data sets")
     add("--domain", required=True, choices=list(DOMAINS))
-    add("--algorithm", required=True, help="rnd, proto, …, or es_replay")
+    add("--algorithm", required=True, help="rnd, proto, …, es_replay or worlds")
     add("--task", required=True, help="whose rewards are computed: run, swingup, …")
     add("--cache", required=True, type=Path, help="directory of packed trajectories")
     add(
@@ -59,7 +62,15 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=at_least(1),
         help="steps that actions were held for, which become one (default: 1)",
     )
-    return parser.parse_args(arguments)
+    add(
+        "--targets",
+        action="store_true",
+        help="pack too what a controller that knows the world would do, for cart-poles",
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.targets and chosen.domain != DOMAIN:
+        parser.error(f"--targets are known of {DOMAIN} alone, not of {chosen.domain}")
+    return chosen
 
 
 @as_program
@@ -74,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen.action_repeat,
     )
     buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
-    trajectories = pack(buffer, chosen.task, chosen.cache, selection)
+    expert = controller if chosen.targets else None
+    trajectories = pack(buffer, chosen.task, chosen.cache, selection, expert)
     print(describe(trajectories))
 
 

@@ -7,6 +7,7 @@ import pytest
 from data.environments import Environment
 from data.episodes import BadEpisode, Buffer, digest, read_episode, write_episode
 from data.exorl import Selection, describe, pack
+from data.hidden_physics import HiddenPhysics
 from data.trajectory_file import TrajectoryFile
 from tests.episodes import made_up, made_up_buffer, rolled_out
 
@@ -60,6 +61,7 @@ def test_index_says_what_was_packed(real, tmp_path):
     assert (index["domain"], index["algorithm"]) == ("cartpole", "random")
     assert (index["task"], index["relabelling"]) == ("balance", "exact")
     assert index["generator"] == meta and index["bad_files"] == []
+    assert index["worlds"] == [0, 0, 0] and index["worlds_described"] == [None]
     assert index["versions"]["dm_control"] == "1.0.50"
     assert set(index["versions"]) == {"dm_control", "mujoco", "numpy"}
 
@@ -97,6 +99,56 @@ def test_observations_that_physics_do_not_make_are_refused(real, tmp_path):
     assert not list((tmp_path / "cache").glob("**/*.npy"))
     loose = pack(real, "balance", tmp_path / "loose", Selection(tolerance=0.1))
     assert len(loose.returns) == 3
+
+
+@pytest.fixture
+def worlds(tmp_path):
+    """Worlds of a weak and of a strong motor, of 20 steps each."""
+    buffer = Buffer(tmp_path / "data", "cartpole", "worlds")
+    for number, strength in enumerate((0.5, 2.0)):
+        hidden = HiddenPhysics(strength=strength)
+        folder = buffer.directory / f"world_{number:03d}" / "buffer"
+        folder.mkdir(parents=True)
+        meta = json.dumps({"hidden_physics": hidden.describe()})
+        (folder.parent / "meta.json").write_text(meta)
+        environment = Environment("cartpole", "balance", hidden)
+        write_episode(rolled_out(folder / "episode_0_20.npz", environment, 20))
+    return buffer
+
+
+def test_worlds_are_packed_by_their_numbers(worlds, tmp_path):
+    names = [world.algorithm for world in worlds.worlds()]
+    assert names == ["worlds/world_000", "worlds/world_001"]
+    both = pack(worlds, "balance", tmp_path / "cache")
+    assert both.worlds.tolist() == [0, 1]
+    assert [w["strength"] for w in both.index["worlds_described"]] == [0.5, 2.0]
+    sources = [source["file"] for source in both.index["sources"]]
+    assert sources == ["world_000/episode_0_20.npz", "world_001/episode_0_20.npz"]
+    second = pack(worlds.worlds()[1], "balance", tmp_path / "cache")
+    assert second.directory == both.directory.parent / "world_001" / "balance"
+    assert second.index["worlds_described"] == both.index["worlds_described"][1:]
+    np.testing.assert_array_equal(second.steps[:], both.steps[:][20:])
+    few = Selection(max_transitions=20)
+    assert len(pack(worlds, "balance", tmp_path / "few", few).returns) == 2
+
+
+def test_episodes_of_another_world_are_refused(worlds, tmp_path):
+    one, other = (world.directory / "meta.json" for world in worlds.worlds())
+    other.write_text(one.read_text())
+    match = r"world_001/.*physics are 0\.\d+ off .*strength=0\.5.*another world"
+    with pytest.raises(BadEpisode, match=match):
+        pack(worlds, "balance", tmp_path / "cache")
+    assert len(pack(worlds, "balance", tmp_path / "any", STORED).returns) == 2
+    other.write_text(json.dumps({"hidden_physics": {"strength": 0}}))
+    with pytest.raises(ValueError, match="strength=0 must be a number above 0"):
+        pack(worlds, "balance", tmp_path / "cache")
+
+
+def test_a_world_that_is_missing_is_refused(worlds, tmp_path):
+    first = worlds.worlds()[0].directory
+    first.rename(first.with_name("world_007"))
+    with pytest.raises(FileNotFoundError, match="no directory .*world_000"):
+        pack(worlds, "balance", tmp_path / "cache")
 
 
 def test_made_up_physics_are_no_walker(tmp_path):

@@ -55,6 +55,10 @@ CASES = {
     f"make_exorl {NEW} --domain cartpole --action-repeat 1001": "the 1000 steps",
     f"make_exorl {NEW} --domain cartpole --search-episodes 0": "at least 1, got 0",
     "make_exorl --domain cartpole --output {garbage}/x --episodes 1": "{garbage}",
+    f"make_worlds {NEW} --action-repeat 1001": "the 1000 steps",
+    "pack_exorl --root {full} --domain walker --algorithm rnd --task run --cache {new} "
+    "--targets": "--targets are known of cartpole alone, not of walker",
+    f"make_worlds {NEW} --worlds 0": "at least 1, got 0",
     "pack_exorl --root {full} --domain walker --algorithm rnd --task run --cache {new}"
     " --tolerance nan": "at least 0, got nan",
     "figures rates {new} --output {full}/x.png": "{new}",

@@ -2,11 +2,7 @@
 
 import json
 import platform
-import shutil
-import uuid
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,8 @@ from data import environments
 from data.environments import Environment
 from data.episodes import DOMAINS, Buffer
 from data.exorl import QUANTILES
-from data.new_directory import refuse_existing
 from tools.lib.exorl.policies import Linear, Noise, PolicyFamily, SwingUp
-from tools.lib.exorl.rollouts import MOST_STEPS, Attempt, Roller, roll_out
+from tools.lib.exorl.rollouts import MOST_STEPS, Attempt, Roller, new_data, roll_out
 from tools.lib.exorl.search import Found, search, stratify
 
 ALGORITHM = "es_replay"
@@ -102,30 +97,12 @@ def make(recipe: Recipe, output: Path, processes: int) -> Buffer:
       ValueError: there are no processes, or too few policies below the cap.
       ImportError: dm_control is missing.
     """
-    if processes < 1:
-        raise ValueError(f"{processes=} must be at least 1")
     buffer = Buffer(output, recipe.domain, ALGORITHM)
-    refuse_existing(buffer.directory)
-    environments.check_simulator()
-    buffer.directory.parent.mkdir(parents=True, exist_ok=True)
-    name = f".{ALGORITHM}.{uuid.uuid4().hex}.partial"
-    partial = buffer.directory.with_name(name)
-    (partial / "buffer").mkdir(parents=True)
     where, repeat = (recipe.domain, recipe.tasks[0]), recipe.action_repeat
-    try:
-        if processes == 1:
-            meta = _fill(recipe, partial, Roller(*where, 1, map, repeat))
-        else:
-            # A process that is forked would hold the locks of JAX's threads.
-            spawn = get_context("spawn")
-            with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
-                meta = _fill(
-                    recipe, partial, Roller(*where, processes, pool.map, repeat)
-                )
-        (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        partial.rename(buffer.directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_data(buffer.directory, processes) as (folder, map_batches):
+        (folder / "buffer").mkdir()
+        meta = _fill(recipe, folder, Roller(*where, processes, map_batches, repeat))
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return buffer
 
 
@@ -223,16 +200,10 @@ def _meta(
         for task in recipe.tasks
     }
     return {
-        "generator": "tools/make_exorl.py of Annulus: no data of ExoRL",
-        "recipe": asdict(recipe),
+        **origin("tools/make_exorl.py", recipe),
         "stored_task": recipe.tasks[0],
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            **environments.versions(),
-        },
-        "search_returns": {t: _quantiles(found[t].returns) for t in recipe.tasks},
-        "returns": {t: _quantiles(of_task[t]) for t in recipe.tasks if of_task[t].size},
+        "search_returns": {t: quantiles(found[t].returns) for t in recipe.tasks},
+        "returns": {t: quantiles(of_task[t]) for t in recipe.tasks if of_task[t].size},
         "episodes": [
             {
                 "episode": number,
@@ -246,6 +217,30 @@ def _meta(
     }
 
 
-def _quantiles(returns: np.ndarray) -> dict[str, float]:
+def origin(program: str, recipe: Any) -> dict[str, Any]:
+    """Returns what made a data set, for its meta.json; recipe: a dataclass."""
+    return {
+        "generator": f"{program} of Annulus: no data of ExoRL",
+        "recipe": asdict(recipe),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            **environments.versions(),
+        },
+    }
+
+
+def describe(buffer: Buffer) -> str:
+    """Describes what was made in a few lines."""
+    meta = json.loads((buffer.directory / "meta.json").read_text())
+    lines = []
+    for what, returns in meta["returns"].items():
+        row = ", ".join(f"{name} {value:.1f}" for name, value in returns.items())
+        lines.append(f"{what}: returns {row}")
+    return "\n".join([*lines, f"written to {buffer.directory}"])
+
+
+def quantiles(returns: np.ndarray) -> dict[str, float]:
+    """Returns the quantiles of returns by name, for a meta.json."""
     values = np.percentile(returns, QUANTILES).round(3).tolist()
     return {f"{q}%": value for q, value in zip(QUANTILES, values, strict=True)}

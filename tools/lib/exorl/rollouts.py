@@ -1,21 +1,25 @@
 """Episodes rolled out in dm_control, by policies and noise, in many processes."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import batched
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from data.environments import Environment
+from data.environments import Environment, check_simulator
 from data.episodes import DOMAINS, Episode, write_episode
+from data.new_directory import NewDirectory
 from data.relabel import exact_rewards
-from tools.lib.exorl.policies import Noise, PolicyFamily
+from tools.lib.exorl.policies import Noise, Policy, PolicyFamily
 
 # What a process does with one environment, which takes as long to make as an episode.
 ATTEMPTS_AT_A_TIME = 16
@@ -86,24 +90,53 @@ class Roller:
         return returns
 
 
+@contextlib.contextmanager
+def new_data(directory: Path, processes: int) -> Iterator[tuple[Path, Map]]:
+    """Yields a folder that takes the directory's name when the block ends, and a map.
+
+    processes: how many the map has.
+
+    Raises:
+      FileExistsError: there is such a data set already; it is not touched.
+      ValueError: there are no processes.
+      ImportError: dm_control is missing.
+    """
+    if processes < 1:
+        raise ValueError(f"{processes=} must be at least 1")
+    check_simulator()
+    new = NewDirectory(directory)
+    try:
+        if processes == 1:
+            yield new.partial, map
+        else:
+            # A process that is forked would hold the locks of JAX's threads.
+            spawn = get_context("spawn")
+            with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+                yield new.partial, pool.map
+        new.appear()
+    finally:
+        new.remove()
+
+
 def roll_out(
     environment: Environment,
-    family: PolicyFamily | None,
+    act: Policy | None,
     attempt: Attempt,
     action_repeat: int = 1,
 ) -> Episode:
     """Rolls out one episode, with the rewards of the environment's task.
 
-    action_repeat: steps that every action is held for; all of them are in the episode.
+    Args:
+      environment: where.
+      act: what the attempt's noise is added to; None: to nothing.
+      attempt: of which the noise, the seed and the path are taken.
+      action_repeat: steps that every action is held for; all are in the episode.
     """
     size = DOMAINS[environment.domain].action
     noise = np.zeros((MOST_STEPS, size))
     if attempt.noise is not None:
         rng = np.random.default_rng(attempt.seed)
         noise = attempt.noise.draw(rng, MOST_STEPS, size)
-    act = None
-    if attempt.parameters is not None:
-        act = family.policy(attempt.parameters)
     observations = [environment.reset(attempt.seed)]
     actions, rewards = [np.zeros(size, np.float32)], [0.0]
     physics = [environment.physics()]
@@ -144,7 +177,10 @@ def _roll_batch(
     environments = {task: Environment(domain, task) for task in tasks}
     returns = []
     for attempt in attempts:
-        episode = roll_out(environments[attempt.task], family, attempt, action_repeat)
+        act = None
+        if attempt.parameters is not None:
+            act = family.policy(attempt.parameters)
+        episode = roll_out(environments[attempt.task], act, attempt, action_repeat)
         returns.append(float(episode.reward.sum(dtype=np.float64)))
         if attempt.stem is None or returns[-1] > attempt.limit:
             continue

@@ -1,0 +1,107 @@
+"""What differs between cart-poles, and is in no observation.
+
+One who acts has to find it out by acting: which way the motor pushes, and how hard;
+what cart and pole weigh, and how long the pole is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from data.json_text import is_number
+
+DOMAIN = "cartpole"
+# Of dm_control's model: newtons at an action of 1, kilograms, and metres.
+FORCE, CART_MASS, POLE_MASS, POLE_LENGTH = 10.0, 1.0, 0.1, 1.0
+# From which shares of these are drawn, evenly in their logarithms.
+RANGES = {
+    "strength": (0.5, 2.0),
+    "cart_mass": (0.5, 2.0),
+    "pole_mass": (0.5, 2.0),
+    "pole_length": (0.6, 1.5),
+}
+
+
+@dataclass(frozen=True)
+class HiddenPhysics:
+    """The hidden physics of a cart-pole, as shares of dm_control's; 1 is as there.
+
+    direction: 1, or -1 where the motor pushes the other way.
+    strength: of the motor. cart_mass, pole_mass, pole_length: what they say.
+
+    Raises:
+      ValueError: a field is not what it has to be.
+    """
+
+    direction: int = 1
+    strength: float = 1.0
+    cart_mass: float = 1.0
+    pole_mass: float = 1.0
+    pole_length: float = 1.0
+
+    def __post_init__(self):
+        if self.direction not in (-1, 1):
+            raise ValueError(f"{self.direction=} must be 1 or -1")
+        for name in RANGES:
+            value = getattr(self, name)
+            if not is_number(value) or not value > 0:
+                raise ValueError(
+                    f"{name}={value!r} must be a number above 0; 1 is usual"
+                )
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator) -> "HiddenPhysics":
+        """Draws a direction evenly, and the others from `RANGES`."""
+        direction = int(rng.choice([-1, 1]))
+        shares = {
+            name: float(np.exp(rng.uniform(*np.log(limits))))
+            for name, limits in RANGES.items()
+        }
+        return cls(direction, **shares)
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> "HiddenPhysics":
+        """Returns the physics that `describe` described.
+
+        Raises:
+          ValueError: it is no such description.
+        """
+        try:
+            return cls(**described)
+        except TypeError as error:
+            raise ValueError(
+                f"{described!r} is no hidden physics ({error}): give "
+                f"{', '.join(cls().describe())}"
+            ) from error
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the fields, for JSON."""
+        return asdict(self)
+
+    @property
+    def force(self) -> float:
+        """Newtons on the cart at an action of 1; below 0 for the other direction."""
+        return self.direction * self.strength * FORCE
+
+    def model(self, xml: bytes) -> bytes:
+        """Returns dm_control's model of the cart-pole with these physics put in.
+
+        The simulator's compiler then derives what follows from them, as inertia.
+        """
+        root = ElementTree.fromstring(xml)
+        places = {
+            ".//motor": {"gear": self.force},
+            ".//geom[@name='cart']": {"mass": self.cart_mass * CART_MASS},
+            ".//default[@class='pole']/geom": {
+                "mass": self.pole_mass * POLE_MASS,
+                "fromto": f"0 0 0 0 0 {self.pole_length * POLE_LENGTH!r}",
+            },
+        }
+        for path, values in places.items():
+            for name, value in values.items():
+                [element] = root.findall(path)
+                element.set(name, str(value))
+        return ElementTree.tostring(root)
