@@ -78,11 +78,12 @@ class Behaviour:
     """What an episode is recorded by: the way to an aim, or chance.
 
     aims: (E, 2), cells that are walked to. epsilon: (E,), chance of an evenly drawn
-    action in a step.
+    action in a step. wanders: (E,), whether another aim is drawn where one is reached.
     """
 
     aims: np.ndarray
     epsilon: np.ndarray
+    wanders: np.ndarray
 
 
 def history(goals: np.ndarray, progress: np.ndarray) -> Behaviour:
@@ -90,7 +91,7 @@ def history(goals: np.ndarray, progress: np.ndarray) -> Behaviour:
 
     goals: (E, 2). progress: (E,), 0 to 1, how much was learnt: chance falls to 0.
     """
-    return Behaviour(goals, 1 - progress)
+    return Behaviour(goals, 1 - progress, np.zeros(len(goals), bool))
 
 
 def exploration(
@@ -98,13 +99,14 @@ def exploration(
 ) -> Behaviour:
     """Returns behaviours of all kinds, most of which know nothing of their goal.
 
-    A tenth walks to the goal, the rest to cells drawn evenly; with a chance of other
-    actions that is drawn evenly from 0 to 1. Where more find the goal, what is left to
-    explore after many episodes in vain is seldom learnt.
+    A tenth walks to the goal, the rest from one cell to another, drawn evenly; with a
+    chance of other actions that is drawn evenly from 0 to 1. Where more found the goal,
+    or fewer cells were seen, what is left to explore would be seldom learnt.
     """
     elsewhere = room.goals[rng.integers(room.size**2, size=len(goals))]
     knows = rng.random((len(goals), 1)) < 0.1
-    return Behaviour(np.where(knows, goals, elsewhere), rng.random(len(goals)))
+    aims = np.where(knows, goals, elsewhere)
+    return Behaviour(aims, rng.random(len(goals)), ~knows[:, 0])
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,14 @@ def record(
 ) -> Recorded:
     """Records an episode of each of E worlds at once; goals: (E, 2)."""
     places = np.broadcast_to(np.array(room.start), goals.shape)
+    aims = behaviour.aims
     seen, done, best, rewards = [], [], [], []
     for _ in range(room.steps):
         drawn = rng.integers(len(MOVES), size=len(goals))
-        wanted = room.best_actions(places, behaviour.aims)
+        elsewhere = room.goals[rng.integers(room.size**2, size=len(goals))]
+        leaves = behaviour.wanders & (places == aims).all(axis=-1)
+        aims = np.where(leaves[:, None], elsewhere, aims)
+        wanted = room.best_actions(places, aims)
         actions = np.where(rng.random(len(goals)) < behaviour.epsilon, drawn, wanted)
         seen.append(places)
         done.append(actions)

@@ -87,11 +87,16 @@ class AgentConfig(DecoderConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.step_tokens not in STEP_TOKENS:
-            raise ValueError(f"step_tokens={self.step_tokens} must be 4 or 1")
+        check_step_tokens(self.step_tokens)
         check_action_kind(self.action_kind)
         if not self.return_scale > 0:
             raise ValueError(f"return_scale={self.return_scale} must be above 0")
+
+
+def check_step_tokens(step_tokens: int) -> None:
+    """Raises ValueError if a step cannot be of so many tokens."""
+    if step_tokens not in STEP_TOKENS:
+        raise ValueError(f"{step_tokens=} must be 4, or 1 of a whole step")
 
 
 def check_action_kind(kind: str) -> None:

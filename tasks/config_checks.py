@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from data.chains import LOSS_ON, ORDERS
+from data.chains import LOSS_ON, ORDERS, PREDICTED
 from data.text import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
@@ -107,6 +107,7 @@ def _names(config: ml_collections.ConfigDict) -> None:
         "data.rows": ROW_PLANS,
         "data.chain_order": ORDERS,
         "data.loss_on": LOSS_ON,
+        "data.predict": PREDICTED,
         "lora.base_dtype": COMPUTE_DTYPES,
     }
     found = []

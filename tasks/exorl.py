@@ -6,7 +6,6 @@ A batch's columns are environment steps; each is four tokens of the context, or 
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,21 +15,20 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from data import trajectory_file
 from data.batch import Block
-from data.chains import ChainBatch, Chains, hold_out
+from data.chains import ChainBatch, Chains
 from data.text import InOrder, TextBatches
-from data.trajectory_file import TrajectoryFile, top_episodes
+from data.trajectory_file import TrajectoryFile
 from kernels import layouts
 from kernels.layouts import Layout, Striped
 from kernels.masks import Visible
 from models.abstract import Model
-from models.agentic import Agent, AgentConfig
+from models.agentic import Agent, AgentConfig, check_step_tokens
 from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
 from models.losses import action_errors, sums_by_rank
 from models.rope import RopeScaling
-from tasks import base, batch_rows, execution
+from tasks import base, batch_rows, execution, trajectories
 from tasks.base import Data, Objective, Task
 from tasks.config_errors import names_fields
 from training.feed import host_blocks
@@ -58,6 +56,9 @@ HELD_OUT_SEED = 0
 """Seed of the validation chains, the same in all runs."""
 
 
+identify = trajectories.identify
+
+
 def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     """Builds the task; reads no data.
 
@@ -67,7 +68,7 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     agent = model(config, partition)
 
     def open_data() -> Data:
-        file = trajectories(config)
+        file = trajectories.opened(config)
         return Data(
             batches=batches(config, partition, file, "train"),
             validation=validation_batches(config, partition, file),
@@ -91,16 +92,18 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     )
 
 
+@names_fields
 def step_layout(config: ml_collections.ConfigDict) -> Layout:
     """Returns the layout of steps whose tokens lie in the config's layout.
 
     Raises:
-      ValueError: the layout would cut a step.
+      ValueError: the layout would cut a step, or this has no such number of tokens.
     """
     layout = base.attention_system(config).layout
     if not isinstance(layout, Striped):
         return layout
     tokens = config.agent.step_tokens
+    check_step_tokens(tokens)
     if layout.granule % tokens:
         raise ValueError(
             f"{config.stripe_granule=} cuts the {tokens} tokens of a step: "
@@ -109,12 +112,16 @@ def step_layout(config: ml_collections.ConfigDict) -> Layout:
     return Striped(layout.granule // tokens)
 
 
+@names_fields
 def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
-    """Returns rows and steps of the global batch."""
-    return (
-        config.data.batch_rows,
-        config.data.context_tokens // config.agent.step_tokens,
-    )
+    """Returns rows and steps of the global batch.
+
+    Raises:
+      ValueError: a step has no such number of tokens.
+    """
+    tokens = config.agent.step_tokens
+    check_step_tokens(tokens)
+    return config.data.batch_rows, config.data.context_tokens // tokens
 
 
 @names_fields
@@ -302,70 +309,6 @@ def step_work(
     return work
 
 
-def directory(config: ml_collections.ConfigDict) -> Path:
-    """Returns the directory of the packed trajectories.
-
-    Raises:
-      ValueError: the config names none.
-    """
-    if not config.data.trajectories:
-        raise ValueError(
-            'config.data.trajectories="" names no trajectories: give the directory '
-            "that tools/pack_exorl.py made"
-        )
-    return Path(config.data.trajectories)
-
-
-def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
-    """Returns the data's field, its digest, and a note of what was not compared.
-
-    Raises:
-      FileNotFoundError, ValueError: there are no trajectories, or they are damaged.
-    """
-    where, compare = directory(config), config.data.compare_digests
-    return "data.trajectories", *trajectory_file.identify(where, compare=compare)
-
-
-@names_fields
-def trajectories(config: ml_collections.ConfigDict) -> TrajectoryFile:
-    """Opens the packed trajectories.
-
-    Raises:
-      FileNotFoundError, ValueError: they are missing or damaged, or do not match the
-        config.
-    """
-    file = TrajectoryFile.open(directory(config))
-    agent, longest = config.agent, int(file.lengths.max())
-    for name in ("observation_size", "action_size"):
-        if agent[name] != getattr(file, name):
-            raise ValueError(
-                f"config.agent.{name}={agent[name]}, but {file.directory} has "
-                f"{getattr(file, name)}: set the config to that"
-            )
-    if longest > agent.episode_steps:
-        raise ValueError(
-            f"{config.agent.episode_steps=}, but {file.directory} has an episode of "
-            f"{longest} steps: set the config to that, and context_tokens to hold it"
-        )
-    return file
-
-
-def episodes(
-    config: ml_collections.ConfigDict, file: TrajectoryFile, split: str
-) -> np.ndarray:
-    """Returns the numbers of the episodes used of a split ("train", "validation").
-
-    Raises:
-      ValueError: a share that leaves none.
-    """
-    training, held_out = hold_out(file.worlds, config.data.held_out_share)
-    numbers = training if split == "train" else held_out
-    if config.data.top_share == 1:
-        return numbers
-    lengths, returns = file.lengths[numbers], file.returns[numbers]
-    return np.sort(numbers[top_episodes(returns, lengths, config.data.top_share)])
-
-
 @names_fields
 def batches(
     config: ml_collections.ConfigDict,
@@ -382,7 +325,7 @@ def batches(
     rows, steps = batch_shape(config)
     chains = Chains(
         file,
-        episodes(config, file, split),
+        trajectories.episodes(config, file, split),
         config.agent.chain_length,
         config.seed if split == "train" else HELD_OUT_SEED,
         order=config.data.chain_order,

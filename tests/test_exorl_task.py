@@ -12,7 +12,7 @@ import pytest
 import train
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.cases import QUICK
-from tasks import base, exorl
+from tasks import base, exorl, trajectories
 from tasks.generation import newest_parameters
 from tasks.task import make_task
 from tests.curves import layout
@@ -148,10 +148,10 @@ def test_tokens_and_pairs_are_those_of_real_steps(file):
 
 def test_the_best_episodes_are_chosen_among_those_trained_on(file):
     config = config_of(data__top_share=0.5)
-    training = exorl.episodes(config_of(), file, "train")
-    held_out = exorl.episodes(config_of(), file, "validation")
+    training = trajectories.episodes(config_of(), file, "train")
+    held_out = trajectories.episodes(config_of(), file, "validation")
     assert sorted([*training, *held_out]) == list(range(len(file.returns)))
-    best = exorl.episodes(config, file, "train")
+    best = trajectories.episodes(config, file, "train")
     assert len(best) == len(training) // 2 and set(best) <= set(training)
     others = np.setdiff1d(training, best)
     assert file.returns[best].min() > file.returns[others].max()

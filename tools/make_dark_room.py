@@ -8,7 +8,7 @@
 What is written is packed already: a trajectory file for task "exorl", which knows the
 best action of every step. Kinds of records are
 
-    exploration   walks to cells drawn evenly, a tenth of them to the goal, with any
+    exploration   walks from cell to cell, drawn evenly; a tenth to the goal, with any
                   share of chance: for Decision-Pretrained Transformers
     history       of each goal what a learner would have done, from chance alone to no
                   chance after 90 % of the episodes: for Algorithm Distillation
@@ -59,7 +59,7 @@ def make(
     room, rng = ROOMS[room_name], np.random.default_rng(seed)
     progress = np.minimum(np.arange(episodes) / (LEARNT_BY * (episodes - 1)), 1)
     about = {"domain": "dark_room", "task": room_name, "recorded": kind, "seed": seed}
-    about["described_worlds"] = [{"goal": goal.tolist()} for goal in room.goals]
+    about["worlds_described"] = [{"goal": goal.tolist()} for goal in room.goals]
     with TrajectoryWriter(directory, about) as writer:
         for world, goal in enumerate(room.goals):
             goals = np.repeat(goal[None], episodes, axis=0)

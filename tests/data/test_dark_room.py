@@ -51,7 +51,7 @@ def test_files_have_worlds_targets_and_histories_that_rise(tmp_path):
     file = make("9x9", "history", 30, 0, tmp_path / "history")
     assert len(file.returns) == 81 * 30 and file.has_targets
     np.testing.assert_array_equal(file.worlds, np.repeat(np.arange(81), 30))
-    assert file.index["described_worlds"][10] == {"goal": [1, 1]}
+    assert file.index["worlds_described"][10] == {"goal": [1, 1]}
     by_progress = file.returns.reshape(81, 30).mean(axis=0)
     assert by_progress[:5].mean() < 2 and by_progress[28:].mean() > 16.5
     steps = file.steps[:].reshape(-1, 20, 2 + 5 + 5 + 1)

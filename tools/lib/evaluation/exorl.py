@@ -46,7 +46,7 @@ import numpy as np
 
 from data.chains import Chains
 from data.trajectory_file import TrajectoryFile
-from tasks import base, exorl
+from tasks import base, exorl, trajectories
 from tasks.command_line import Parser, as_program, at_least
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
@@ -164,12 +164,12 @@ def contexts(
     if config.agent.chain_length == 1:
         return found
     found = {"own": Context(numbers, _task(file)), **found}
-    held_out = exorl.episodes(config, file, "validation")
+    held_out = trajectories.episodes(config, file, "validation")
     found["recorded"] = recorded(file, held_out)
     if options.other:
         changed = config.copy_and_resolve_references()
         changed.data.trajectories = str(options.other)
-        other = exorl.trajectories(changed)
+        other = trajectories.opened(changed)
         found["other"] = recorded(other, np.arange(len(other.returns)))
     return found
 
@@ -191,10 +191,10 @@ def evaluate(
       ImportError: dm_control is missing.
     """
     check(config, options)
-    file = exorl.trajectories(config)
+    file = trajectories.opened(config)
     size = options.environments, options.episodes
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
-    held_out = exorl.episodes(config, file, "validation")
+    held_out = trajectories.episodes(config, file, "validation")
     worlds = np.resize(np.unique(file.worlds[held_out]), size[0])
     needed = contexts(config, options, file, worlds, seeds)
     partition = base.partition(config, jax.devices())

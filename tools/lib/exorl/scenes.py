@@ -9,6 +9,7 @@ import numpy as np
 from data import environments
 from data.dark_room import ROOMS, DarkRoom, one_hot
 from data.environments import Environment
+from data.hidden_physics import HiddenPhysics
 from data.trajectory_file import TrajectoryFile
 
 
@@ -138,7 +139,12 @@ def stage(file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray) -> Scene:
     domain, task = file.index["domain"], file.index["task"]
     if domain == "dark_room":
         return DarkRoomStage(ROOMS[task], ROOMS[task].goals[worlds])
-    return Stage([Environment(domain, task) for _ in worlds], seeds, file.action_repeat)
+    described = file.index.get("worlds_described") or {}
+    hidden = [described[world] if described else None for world in worlds]
+    environments = [
+        Environment(domain, task, HiddenPhysics.of(each)) for each in hidden
+    ]
+    return Stage(environments, seeds, file.action_repeat)
 
 
 def versions(file: TrajectoryFile) -> dict[str, str]:

@@ -1,0 +1,75 @@
+"""The trajectories of a config of task "exorl", and which episodes of them are used."""
+
+from pathlib import Path
+
+import ml_collections
+import numpy as np
+
+from data import trajectory_file
+from data.chains import hold_out
+from data.trajectory_file import TrajectoryFile, top_episodes
+from tasks.config_errors import names_fields
+
+
+def directory(config: ml_collections.ConfigDict) -> Path:
+    """Returns the directory of the packed trajectories.
+
+    Raises:
+      ValueError: the config names none.
+    """
+    if not config.data.trajectories:
+        raise ValueError(
+            'config.data.trajectories="" names no trajectories: give the directory '
+            "that tools/pack_exorl.py made"
+        )
+    return Path(config.data.trajectories)
+
+
+def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
+    """Returns the data's field, its digest, and a note of what was not compared.
+
+    Raises:
+      FileNotFoundError, ValueError: there are no trajectories, or they are damaged.
+    """
+    where, compare = directory(config), config.data.compare_digests
+    return "data.trajectories", *trajectory_file.identify(where, compare=compare)
+
+
+@names_fields
+def opened(config: ml_collections.ConfigDict) -> TrajectoryFile:
+    """Opens the packed trajectories.
+
+    Raises:
+      FileNotFoundError, ValueError: they are missing or damaged, or do not match the
+        config.
+    """
+    file = TrajectoryFile.open(directory(config))
+    agent, longest = config.agent, int(file.lengths.max())
+    for name in ("observation_size", "action_size"):
+        if agent[name] != getattr(file, name):
+            raise ValueError(
+                f"config.agent.{name}={agent[name]}, but {file.directory} has "
+                f"{getattr(file, name)}: set the config to that"
+            )
+    if longest > agent.episode_steps:
+        raise ValueError(
+            f"{config.agent.episode_steps=}, but {file.directory} has an episode of "
+            f"{longest} steps: set the config to that, and context_tokens to hold it"
+        )
+    return file
+
+
+def episodes(
+    config: ml_collections.ConfigDict, file: TrajectoryFile, split: str
+) -> np.ndarray:
+    """Returns the numbers of the episodes used of a split ("train", "validation").
+
+    Raises:
+      ValueError: a share that leaves none.
+    """
+    training, held_out = hold_out(file.worlds, config.data.held_out_share)
+    numbers = training if split == "train" else held_out
+    if config.data.top_share == 1:
+        return numbers
+    lengths, returns = file.lengths[numbers], file.returns[numbers]
+    return np.sort(numbers[top_episodes(returns, lengths, config.data.top_share)])
