@@ -139,10 +139,11 @@ def stage(file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray) -> Scene:
     domain, task = file.index["domain"], file.index["task"]
     if domain == "dark_room":
         return DarkRoomStage(ROOMS[task], ROOMS[task].goals[worlds])
-    described = file.index.get("worlds_described") or {}
+    described = file.index.get("worlds_described")
     hidden = [described[world] if described else None for world in worlds]
     environments = [
-        Environment(domain, task, HiddenPhysics.of(each)) for each in hidden
+        Environment(domain, task, HiddenPhysics.of(each) if each else None)
+        for each in hidden
     ]
     return Stage(environments, seeds, file.action_repeat)
 

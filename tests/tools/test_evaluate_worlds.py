@@ -1,0 +1,126 @@
+"""Agents in worlds that were held out: what they read, what is written, refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from configs import icrl_dark_room
+from data.chains import hold_out
+from data.dark_room import ROOMS
+from data.hidden_physics import HiddenPhysics
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from tasks import base, exorl
+from tests.small_agent import drawn
+from tools.lib.evaluation.exorl import main
+from tools.lib.exorl.scenes import stage
+from tools.make_dark_room import make
+from training.weights import save_parameters
+
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+EPISODES, ROWS = 2, 20
+SMALL = {"model.hidden_size": 16, "model.feed_forward_size": 24, "model.num_layers": 2}
+SMALL |= {"model.head_dim": 8, "implementation": "reference", "simulated_devices": 0}
+SMALL |= {"agent.chain_length": EPISODES, "data.context_tokens": EPISODES * 20}
+SMALL |= {"data.batch_rows": 8, "mesh.data": 2, "mesh.ring": 4}
+NAME = "9x9/dpt"
+
+
+def flags(directory: Path, *options: str) -> list[str]:
+    fields = SMALL | {"workdir": f"{directory}/run"}
+    fields |= {"data.trajectories": f"{directory}/trajectories"}
+    arguments = [f"--config.{name}={value}" for name, value in fields.items()]
+    size = ["--environments", str(ROWS), "--episodes", str(EPISODES)]
+    config = f"--config=configs/icrl_dark_room.py:{NAME}"
+    return [config, *arguments, *size, *options]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A room's trajectories, and parameters of an agent that was not trained."""
+    directory = tmp_path_factory.mktemp("agent")
+    file = make("9x9", "exploration", EPISODES, 0, directory / "trajectories")
+    config = icrl_dark_room.get_config(NAME)
+    config.update_from_flattened_dict(SMALL)
+    partition = base.partition(config, jax.devices())
+    model = exorl.model(config, partition)
+    fingerprint = exorl.fingerprint(model, file)
+    save_parameters(directory / "run", drawn(model, partition), fingerprint)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def results(directory: Path) -> dict:
+    output = directory / "results.json"
+    options = "--random", "3", "1", "--output", str(output)
+    assert main(flags(directory, *options)) == 0
+    return json.loads(output.read_text())
+
+
+def test_contexts_begin_alike_and_hold_what_they_say(results):
+    found = results["contexts"]
+    names = ["own", "empty", "none", "other", "random_3", "random_1"]
+    assert list(found) == names
+    returns = {name: np.array(found[name]["returns"]) for name in names}
+    before = [np.array(found[n]["recorded_returns"]).shape[1] for n in names]
+    assert before == [0, 0, 0, EPISODES - 1, 3, 1]
+    assert returns["own"].shape == returns["none"].shape == (ROWS, EPISODES)
+    assert returns["other"].shape == returns["random_3"].shape == (ROWS, 1)
+    assert all((0 <= r).all() and (r <= 20).all() for r in returns.values())
+    # Drawn episodes are as chance has it: 0.25 on average of all goals.
+    drawn_ones = np.array(found["random_3"]["recorded_returns"])
+    assert drawn_ones.mean() < 2
+    # A device has a half of the rows, and a quarter of the longest context.
+    rows, slots = ROWS // 2, (3 + 1) * 20 // 4
+    numbers = 2 * 2 * rows * slots * 2 * 8 + rows * slots + 4  # keys, values, index
+    assert {outcome["cache_bytes_a_device"] for outcome in found.values()} == {
+        4 * numbers
+    }
+
+
+def test_worlds_are_those_held_out_and_beside_their_references(directory, results):
+    file, room = TrajectoryFile.open(directory / "trajectories"), ROOMS["9x9"]
+    _, held_out = hold_out(file.worlds, 0.2)
+    worlds = np.resize(np.unique(file.worlds[held_out]), ROWS)
+    assert len(set(worlds)) == 16
+    known = results["references"]
+    assert known["oracle"] == room.best_return(room.goals[worlds]).mean()
+    assert known["random"] == pytest.approx(room.random_return()[worlds].mean())
+    assert len(known["tabular"]) == EPISODES
+    assert results["versions"] == {"jax": jax.__version__}
+
+
+BAD = {
+    "--temperature -1": "--temperature must be 0 (the likeliest action) or more",
+    "--random 0": "--random: must be a whole number",
+    "--config.agent.step_tokens=2": "config.agent.step_tokens=2 must be 4, or 1",
+    "--config.agent.action_kind=some": "config.agent.action_kind='some' must be one of",
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_input_is_refused_with_one_line(directory, tmp_path, capsys, options):
+    output = tmp_path / "x.json"
+    arguments = flags(directory, *options.split(), "--output", str(output))
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and BAD[options] in error
+    assert not output.exists()
+
+
+def test_the_worlds_of_a_stage_are_those_described(tmp_path):
+    worlds = [HiddenPhysics(direction=1), None, HiddenPhysics(direction=-1)]
+    about = {"domain": "cartpole", "task": "swingup"}
+    about["worlds_described"] = [each and each.describe() for each in worlds]
+    with TrajectoryWriter(tmp_path / "worlds", about) as writer:
+        writer.write(np.zeros((2, 5)), np.zeros((2, 1)), np.zeros(2))
+    file = TrajectoryFile.open(tmp_path / "worlds")
+    acting = stage(file, np.array([2, 1, 0]), np.full((3, 1), 7))
+    first = acting.begin(0)
+    assert (first == first[0]).all()
+    moved = acting.step(np.ones((3, 1), np.float32)).observations
+    pushed = moved[:, 3] - first[:, 3]  # the cart's velocity
+    assert pushed[0] < 0 < pushed[1] and pushed[1] == pushed[2]
