@@ -15,7 +15,8 @@ from tests.small_agent import (
     ROWS,
     Run,
 )
-from tools.lib.exorl.agents import Choice, Play, actor
+from tools.lib.exorl.agents import Choice, actor
+from tools.lib.exorl.play import Play
 from tools.lib.exorl.scenes import Outcome, Recording
 from training.mesh import MeshShape
 

@@ -50,7 +50,8 @@ from tasks import base, exorl, trajectories
 from tasks.command_line import Parser, as_program, at_least
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
-from tools.lib.exorl.agents import Play, actor
+from tools.lib.exorl.agents import actor
+from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
 from tools.lib.exorl.scenes import Recording, Scene, stage, versions
 from tools.lib.exorl.scores import scores
@@ -238,14 +239,16 @@ def _outcome(
     """Plays a context and returns its returns and scores."""
     start, before = time.monotonic(), context.before
     returns = play.play(context.scenes, context.forgets, context.drawn).returns
-    own = returns[:, before:]
+    own, others = returns[:, before:], returns[:, :before]
+    if context.drawn:  # up to a thousand, and alike
+        others = others.mean(axis=1, keepdims=True)
     seconds = time.monotonic() - start
     by_episode = " ".join(f"{value:.1f}" for value in own.mean(axis=0))
     say(f"{name:9s} mean return by episode: {by_episode} ({seconds:.0f} s)")
     return {
         "trajectories": context.source,
         "returns": own.round(4).tolist(),
-        "recorded_returns": returns[:, :before].round(4).tolist(),
+        "recorded_returns": others.round(4).tolist(),
         "scores": scores(own),
         "target_hit_rate": float((own >= play.target).mean()),
         "cache_bytes_a_device": play.actor.device_bytes,

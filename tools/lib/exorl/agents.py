@@ -1,9 +1,9 @@
-"""From a config of task "exorl" to what acts: its programs, and an agent at work."""
+"""From a config of task "exorl" to what acts: its programs and its context."""
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data.chains import STD_FLOOR, ChainBatch, of_step_before
-from data.trajectory_file import TrajectoryFile
+from data.chains import ChainBatch, of_step_before
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import padded_length, permute
 from models import agentic
 from models.cache import Cache, empty_cache
 from tasks import base, exorl
 from tasks.generation import cache_shardings
-from tools.lib.exorl.scenes import Scene
 from training.mesh import Partition, StationaryPartition
-
-FORGETS = "nothing", "episode", "step"
-"""Before what a context is emptied."""
 
 
 class Actor(Protocol):
@@ -76,32 +71,6 @@ class Choice:
             logits = logits / self.temperature + self.rng.gumbel(size=logits.shape)
         chosen = logits.argmax(axis=-1)
         return np.eye(logits.shape[-1], dtype=np.float32)[chosen]
-
-
-@dataclass
-class Chance:
-    """Draws actions evenly, of the trajectories' kind."""
-
-    file: TrajectoryFile
-    choose: Choice
-    device_bytes: int = 0
-
-    def forget(self) -> None:
-        """Has nothing to forget."""
-
-    def act(self, present: ChainBatch) -> np.ndarray:
-        size, rng = present.actions.shape, self.choose.rng
-        if self.choose.is_discrete:
-            return np.eye(size[1], dtype=np.float32)[
-                rng.integers(size[1], size=size[0])
-            ]
-        return rng.uniform(-1, 1, size).astype(np.float32)
-
-    def learn(self, done: ChainBatch) -> None:
-        """Does not learn."""
-
-    def read(self, done: ChainBatch) -> None:
-        """Does not learn."""
 
 
 @dataclass
@@ -291,99 +260,3 @@ def _reader(
         return program(parameters, placed, count, cache)
 
     return read
-
-
-class Played(NamedTuple):
-    """Episodes that went by.
-
-    returns: float64 (E, episodes). steps: all of them, in their order, (E, S, …) each.
-    """
-
-    returns: np.ndarray
-    steps: ChainBatch
-
-
-@dataclass
-class Play:
-    """Episodes of E rows, one after the other, conditioned on a return.
-
-    file: what the agent's observations are standardised by.
-    target: the return that every episode is conditioned on.
-    """
-
-    actor: Actor
-    file: TrajectoryFile
-    target: float
-    _done: list[ChainBatch] = field(default_factory=list)
-
-    def play(
-        self,
-        scenes: Iterable[tuple[Scene, int]],
-        forgets: str = "nothing",
-        prompt: int = 0,
-    ) -> Played:
-        """Plays episodes of scenes, each named by its number in its scene.
-
-        forgets: one of FORGETS: before what the context is emptied.
-        prompt: how many of the first episodes are of actions drawn evenly, and are read
-          at once when they are over.
-        """
-        self.actor.forget()
-        self._done, returns = [], []
-        chance = Chance(self.file, self.actor.choose)
-        for rank, (scene, number) in enumerate(scenes):
-            if forgets == "episode":
-                self.actor.forget()
-            actor = chance if rank < prompt else self.actor
-            if prompt and rank == prompt:
-                self.actor.read(self._steps())
-            returns.append(self._episode(actor, (scene, number), rank, forgets))
-        return Played(np.stack(returns, axis=1), self._steps())
-
-    def _steps(self) -> ChainBatch:
-        return jax.tree.map(lambda *x: np.stack(x, axis=1), *self._done)
-
-    def _episode(
-        self, actor: Actor, episode: tuple[Scene, int], rank: int, forgets: str
-    ) -> np.ndarray:
-        scene, number = episode
-        observations, total, last = scene.begin(number), 0.0, False
-        timestep = 0
-        while not last:
-            if forgets == "step":
-                actor.forget()
-            present = self._present(observations, self.target - total, timestep, rank)
-            observations, actions, rewards, last = scene.step(actor.act(present))
-            total = total + rewards
-            reached = (total >= self.target) & last
-            done = present._replace(
-                actions=actions.astype(np.float32),
-                rewards=rewards.astype(np.float32),
-                completions=reached.astype(np.float32),
-                loss_weights=np.ones(len(rewards), np.float32),
-            )
-            actor.learn(done)
-            self._done.append(done)
-            timestep += 1
-        return total
-
-    def _present(
-        self, observations: np.ndarray, left: np.ndarray, timestep: int, rank: int
-    ) -> ChainBatch:
-        rows = len(observations)
-        zeros = np.zeros(rows, np.float32)
-        whole = functools.partial(np.full, rows, dtype=np.int32)
-        scale = self.file.observation_std + STD_FLOOR
-        standard = (observations - self.file.observation_mean) / scale
-        return ChainBatch(
-            returns_to_go=np.broadcast_to(left, rows).astype(np.float32),
-            observations=standard.astype(np.float32),
-            actions=np.zeros((rows, self.file.action_size), np.float32),
-            rewards=zeros,
-            completions=zeros,
-            targets=np.zeros((rows, self.file.action_size), np.float32),
-            timesteps=whole(timestep),
-            ranks=whole(rank),
-            positions=whole(len(self._done)),
-            loss_weights=zeros,
-        )

@@ -1,0 +1,139 @@
+"""Episodes that agents play, one after the other, in contexts of all kinds."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from data.chains import STD_FLOOR, ChainBatch
+from data.trajectory_file import TrajectoryFile
+from tools.lib.exorl.agents import Actor, Choice
+from tools.lib.exorl.scenes import Scene
+
+FORGETS = "nothing", "episode", "step"
+"""Before what a context is emptied."""
+
+
+@dataclass
+class Chance:
+    """Draws actions evenly, of the trajectories' kind."""
+
+    file: TrajectoryFile
+    choose: Choice
+    device_bytes: int = 0
+
+    def forget(self) -> None:
+        """Has nothing to forget."""
+
+    def act(self, present: ChainBatch) -> np.ndarray:
+        size, rng = present.actions.shape, self.choose.rng
+        if self.choose.is_discrete:
+            return np.eye(size[1], dtype=np.float32)[
+                rng.integers(size[1], size=size[0])
+            ]
+        return rng.uniform(-1, 1, size).astype(np.float32)
+
+    def learn(self, done: ChainBatch) -> None:
+        """Does not learn."""
+
+    def read(self, done: ChainBatch) -> None:
+        """Does not learn."""
+
+
+class Played(NamedTuple):
+    """Episodes that went by.
+
+    returns: float64 (E, episodes). steps: all of them, in their order, (E, S, …) each.
+    """
+
+    returns: np.ndarray
+    steps: ChainBatch
+
+
+@dataclass
+class Play:
+    """Episodes of E rows, one after the other, conditioned on a return.
+
+    file: what the agent's observations are standardised by.
+    target: the return that every episode is conditioned on.
+    """
+
+    actor: Actor
+    file: TrajectoryFile
+    target: float
+    _done: list[ChainBatch] = field(default_factory=list)
+
+    def play(
+        self,
+        scenes: Iterable[tuple[Scene, int]],
+        forgets: str = "nothing",
+        prompt: int = 0,
+    ) -> Played:
+        """Plays episodes of scenes, each named by its number in its scene.
+
+        forgets: one of FORGETS: before what the context is emptied.
+        prompt: how many of the first episodes are of actions drawn evenly, and are read
+          at once when they are over.
+        """
+        self.actor.forget()
+        self._done, returns = [], []
+        chance = Chance(self.file, self.actor.choose)
+        for rank, (scene, number) in enumerate(scenes):
+            if forgets == "episode":
+                self.actor.forget()
+            actor = chance if rank < prompt else self.actor
+            if prompt and rank == prompt:
+                self.actor.read(self._steps())
+            returns.append(self._episode(actor, (scene, number), rank, forgets))
+        return Played(np.stack(returns, axis=1), self._steps())
+
+    def _steps(self) -> ChainBatch:
+        return jax.tree.map(lambda *x: np.stack(x, axis=1), *self._done)
+
+    def _episode(
+        self, actor: Actor, episode: tuple[Scene, int], rank: int, forgets: str
+    ) -> np.ndarray:
+        scene, number = episode
+        observations, total, last = scene.begin(number), 0.0, False
+        timestep = 0
+        while not last:
+            if forgets == "step":
+                actor.forget()
+            present = self._present(observations, self.target - total, timestep, rank)
+            observations, actions, rewards, last = scene.step(actor.act(present))
+            total = total + rewards
+            reached = (total >= self.target) & last
+            done = present._replace(
+                actions=actions.astype(np.float32),
+                rewards=rewards.astype(np.float32),
+                completions=reached.astype(np.float32),
+                loss_weights=np.ones(len(rewards), np.float32),
+            )
+            actor.learn(done)
+            self._done.append(done)
+            timestep += 1
+        return total
+
+    def _present(
+        self, observations: np.ndarray, left: np.ndarray, timestep: int, rank: int
+    ) -> ChainBatch:
+        rows = len(observations)
+        zeros = np.zeros(rows, np.float32)
+        whole = functools.partial(np.full, rows, dtype=np.int32)
+        scale = self.file.observation_std + STD_FLOOR
+        standard = (observations - self.file.observation_mean) / scale
+        return ChainBatch(
+            returns_to_go=np.broadcast_to(left, rows).astype(np.float32),
+            observations=standard.astype(np.float32),
+            actions=np.zeros((rows, self.file.action_size), np.float32),
+            rewards=zeros,
+            completions=zeros,
+            targets=np.zeros((rows, self.file.action_size), np.float32),
+            timesteps=whole(timestep),
+            ranks=whole(rank),
+            positions=whole(len(self._done)),
+            loss_weights=zeros,
+        )
