@@ -93,8 +93,18 @@ def test_worlds_are_those_held_out_and_beside_their_references(directory, result
     assert results["versions"] == {"jax": jax.__version__}
 
 
+def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path):
+    output = tmp_path / "some.json"
+    options = "--contexts", "empty", "--random", "1", "--output", str(output)
+    assert main(flags(directory, *options)) == 0
+    found = json.loads(output.read_text())["contexts"]
+    assert list(found) == ["empty", "random_1"]
+    assert np.array(found["empty"]["returns"]).shape == (ROWS, EPISODES)
+
+
 BAD = {
     "--temperature -1": "--temperature must be 0 (the likeliest action) or more",
+    "--contexts mine": "--contexts mine: give some of own, empty, none, other",
     "--random 0": "--random: must be a whole number",
     "--config.agent.step_tokens=2": "config.agent.step_tokens=2 must be 4, or 1",
     "--config.agent.action_kind=some": "config.agent.action_kind='some' must be one of",

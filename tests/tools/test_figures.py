@@ -334,9 +334,18 @@ def test_runs_of_several_seeds_make_one_curve(tmp_path):
     assert by_length.get_xydata().tolist() == [[4, 5.5], [10, 8.5]]
 
 
+def test_contexts_of_one_run_may_be_in_files_of_their_own(tmp_path):
+    one, two = in_worlds([[1.0]]), in_worlds([[2.0]], random_4=own([[5.0]]))
+    del two["contexts"]["own"]
+    (run,) = worlds.read(written(tmp_path, one, two))["walk"].popitem()[1]
+    assert list(run["contexts"]) == ["own", "random_4"]
+
+
 def test_worlds_that_make_no_picture_are_refused(tmp_path):
     same = in_worlds([[1.0]]), in_worlds([[2.0]])
-    with pytest.raises(ValueError, match=r"1\.json: Decision-Pre.* seed 0 in walk is"):
+    with pytest.raises(
+        ValueError, match=r"1\.json: Decision-P.* seed 0 in walk has own"
+    ):
         worlds.read(written(tmp_path, *same))
     with pytest.raises(ValueError, match=r"0\.json holds no results .*KeyError"):
         worlds.read(written(tmp_path, results()))

@@ -175,6 +175,23 @@ def contexts(
     return found
 
 
+def asked(found: dict[str, Context], names: Sequence[str] | None) -> dict[str, Context]:
+    """Returns the contexts of these names, and those after drawn episodes; None: all.
+
+    Raises:
+      ValueError: there is no such context, or none is left.
+    """
+    if names is None:
+        return found
+    chosen = {name: c for name, c in found.items() if c.drawn or name in names}
+    unknown = [name for name in names if name not in found]
+    if unknown or not chosen:
+        raise ValueError(
+            f"--contexts {' '.join(names)}: give some of {', '.join(found)}"
+        )
+    return chosen
+
+
 def _task(file: TrajectoryFile) -> str:
     return f"{file.index['domain']} {file.index['task']}"
 
@@ -197,7 +214,7 @@ def evaluate(
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
     held_out = trajectories.episodes(config, file, "validation")
     worlds = np.resize(np.unique(file.worlds[held_out]), size[0])
-    needed = contexts(config, options, file, worlds, seeds)
+    needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
     partition = base.partition(config, jax.devices())
     model = exorl.model(config, partition)
     fingerprint = exorl.fingerprint(model, file)
@@ -280,6 +297,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         default=1.0,
         help="of discrete actions; 0: the likeliest (default: %(default)s)",
     )
+    add("--contexts", nargs="*", metavar="NAME", help="default: all that there are")
     add("--random", type=at_least(1), nargs="*", default=[], metavar="N")
     add("--other", type=Path, help="trajectories of another task, for its context")
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")

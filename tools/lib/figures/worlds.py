@@ -1,6 +1,6 @@
 """Returns of agents in worlds that they were not trained on, by what they have read.
 
-From files that `evaluate exorl` wrote, one for each agent and seed. Left: episode by
+From files that `evaluate exorl` wrote, for each agent and seed; contexts may be apart. Left: episode by
 episode. Right: after episodes of drawn actions, by their number. Bands are bootstrap
 intervals (95 %) over worlds and seeds.
 """
@@ -34,15 +34,19 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
     """Returns results by task and agent.
 
     Raises:
-      ValueError: a file holds no results in many worlds, or two are of one seed.
+      ValueError: a file holds no results in many worlds, or two have one context of
+        one seed.
     """
     found: dict[str, dict[str, Runs]] = {}
     for file in files:
         try:
             results = parse_json(Path(file).read_text())
             runs = found.setdefault(results["task"], {}).setdefault(agent(results), [])
-            seeds = [run["config"]["seed"] for run in runs]
             seed = results["config"]["seed"]
+            same = [run for run in runs if run["config"]["seed"] == seed]
+            both = [
+                c for run in same for c in run["contexts"] if c in results["contexts"]
+            ]
             for outcome in results["contexts"].values():
                 np.array(outcome["returns"], float)
             results["references"]["oracle"]
@@ -51,12 +55,15 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
                 f"{file} holds no results of tools.evaluate exorl in many worlds "
                 f"({type(error).__name__}: {error})"
             ) from error
-        if seed in seeds:
+        if both:
             raise ValueError(
-                f"{file}: {agent(results)} with seed {seed} in {results['task']} is "
-                "there already: give one file for each seed"
+                f"{file}: {agent(results)} with seed {seed} in {results['task']} has "
+                f"{', '.join(both)} already: give each context of a seed once"
             )
-        runs.append(results)
+        if same:
+            same[0]["contexts"] |= results["contexts"]
+        else:
+            runs.append(results)
     return found
 
 
