@@ -16,8 +16,8 @@ import ml_collections
 
 from configs import base
 
-# room: (steps of an episode, episodes in a context, best return)
-_ROOMS = {"10x10": (100, 6, 100.0), "9x9": (20, 20, 20.0)}
+# room: (steps of an episode, episodes in a context, best return, updates)
+_ROOMS = {"10x10": (100, 6, 100.0, 4000), "9x9": (20, 20, 20.0, 1000)}
 # agent: (recorded, order, predicted, reads returns, episodes, share of the steps)
 _AGENTS = {
     "dpt": ("exploration", "drawn", "targets", False, None, 1.0),
@@ -38,7 +38,7 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     if name not in _NAMES:
         raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
     room, agent = name.split("/")
-    steps, episodes, best = _ROOMS[room]
+    steps, episodes, best, updates = _ROOMS[room]
     recorded, order, predicted, reads_returns, own_episodes, share = _AGENTS[agent]
     episodes = own_episodes or episodes
     config = base.get_config().unlock()
@@ -80,7 +80,7 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     config.optimizer.warmup_steps = 100
     config.optimizer.weight_decay = 1e-4
     config.optimizer.beta2 = 0.99
-    config.train.steps = 2000
+    config.train.steps = updates
     config.train.log_every_steps = 100
     config.train.validate_every_steps = 500
     config.train.validation_batches = 4

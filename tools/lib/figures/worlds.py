@@ -1,8 +1,8 @@
 """Returns of agents in worlds that they were not trained on, by what they have read.
 
-From files that `evaluate exorl` wrote, for each agent and seed; contexts may be apart. Left: episode by
-episode. Right: after episodes of drawn actions, by their number. Bands are bootstrap
-intervals (95 %) over worlds and seeds.
+From files that `evaluate exorl` wrote, for each agent and seed; contexts may be in
+files of their own. Left: episode by episode. Right: after episodes of drawn actions, by
+their number. Bands are bootstrap intervals (95 %) over worlds and seeds.
 """
 
 from collections.abc import Sequence
@@ -44,9 +44,8 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
             runs = found.setdefault(results["task"], {}).setdefault(agent(results), [])
             seed = results["config"]["seed"]
             same = [run for run in runs if run["config"]["seed"] == seed]
-            both = [
-                c for run in same for c in run["contexts"] if c in results["contexts"]
-            ]
+            there = {context for run in same for context in run["contexts"]}
+            both = sorted(there & set(results["contexts"]))
             for outcome in results["contexts"].values():
                 np.array(outcome["returns"], float)
             results["references"]["oracle"]
