@@ -189,9 +189,8 @@ class Chains:
             begins = timesteps == 0
             _, actions, _, rewards = self._steps(np.where(begins, steps, steps - 1))
             actions[begins], rewards[begins] = 0, 0
-            reached = np.zeros_like(
-                reached
-            )  # the step before is never an episode's last
+            # The step before is never the last of an episode.
+            reached = np.zeros_like(reached)
         batch = ChainBatch(
             returns_to_go=best - self._rewards_before(chain)[places],
             observations=observations,
