@@ -4,7 +4,7 @@ Every device of the ring computes the attention of all new queries to the slots 
 holds, and the partial results are merged: the data sent is as large as the queries, not
 as the cache. The mask is computed from the index of the token in each slot, so that
 slots may be filled in any order, and rows of a batch may differ in length. Of a cache
-that is not full, no more than twice the slots that are taken are read.
+that is not full, a few tokens read no more than twice the slots that are taken.
 
 Caches are stacks of layers: (Y, B, S, K, D), Y layers and S slots in all, of which each
 device holds S / N. They are written in place where the compiler can reuse them.
@@ -37,6 +37,8 @@ from .precision import accumulator_type, product, soft_capped
 
 FEWEST_SLOTS = 128
 """Slots of a device that are always read: fewer would save nothing."""
+FEW_TOKENS = 8
+"""New tokens that read live slots alone; for more, branches take memory of their own."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,8 @@ class CachedAttention:
                 mask = in_interval(k_start, index[:, None, :slots], k_end)
                 return _partial(q, k, v, mask, scale, soft_cap)
 
-            sizes = _sizes(index.shape[1])
+            few = q.shape[1] <= FEW_TOKENS
+            sizes = _sizes(index.shape[1]) if few else [index.shape[1]]
             live = _live_slots(index, bounds[1])
             branch = (live > np.array(sizes[:-1], np.int32)).sum(dtype=jnp.int32)
             branches = [functools.partial(of_first, size) for size in sizes]
