@@ -38,7 +38,7 @@ from .precision import accumulator_type, product, soft_capped
 FEWEST_SLOTS = 128
 """Slots of a device that are always read: fewer would save nothing."""
 FEW_TOKENS = 8
-"""New tokens that read live slots alone; for more, branches take memory of their own."""
+"""New tokens that read live slots alone; for more, branches take memory themselves."""
 
 
 @dataclass(frozen=True)
