@@ -181,21 +181,9 @@ class CachedAttention:
             layer: jax.Array,
             sinks: jax.Array,
         ) -> jax.Array:
-            def of_first(slots: int) -> Partial:
-                rows, _, heads, depth = keys.shape[1:]
-                start, shape = (layer, 0, 0, 0, 0), (1, rows, slots, heads, depth)
-                k, v = (lax.dynamic_slice(x, start, shape)[0] for x in (keys, values))
-                k_start, k_end = (bound[..., None] for bound in bounds)  # (B, m, 1)
-                # (B, m, slots)
-                mask = in_interval(k_start, index[:, None, :slots], k_end)
-                return _partial(q, k, v, mask, scale, soft_cap)
-
-            few = q.shape[1] <= FEW_TOKENS
-            sizes = _sizes(index.shape[1]) if few else [index.shape[1]]
-            live = _live_slots(index, bounds[1])
-            branch = (live > np.array(sizes[:-1], np.int32)).sum(dtype=jnp.int32)
-            branches = [functools.partial(of_first, size) for size in sizes]
-            out, lse = merge_over(self._axes.ring, lax.switch(branch, branches))
+            score = functools.partial(_partial, scale=scale, soft_cap=soft_cap)
+            partial = _of_live_slots(q, (keys, values), index, bounds, layer, score)
+            out, lse = merge_over(self._axes.ring, partial)
             sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, m)
             out, _ = merge((jnp.zeros((), out.dtype), sink), (out, lse))
             return out.astype(q.dtype)
@@ -261,6 +249,35 @@ def _check_place(name: str, place: jax.Array | int, stop: int) -> None:
         raise ValueError(
             f"{name} must be from 0 to {stop - 1} in this cache, got {value}"
         )
+
+
+def _of_live_slots(
+    q: jax.Array,
+    stacks: tuple[jax.Array, jax.Array],
+    index: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    layer: jax.Array,
+    score: Callable[..., Partial],
+) -> Partial:
+    """Returns attention of q (B, m, H, D) to a device's slots: live ones if m is small.
+
+    stacks: keys and values, (Y, B, S / N, K, D). index: int32 (B, S / N). bounds: int32
+      (B, m) each. score: (q, k, v, mask) -> attention and its lse.
+    """
+
+    def of_first(slots: int) -> Partial:
+        _, rows, _, heads, depth = stacks[0].shape
+        start, shape = (layer, 0, 0, 0, 0), (1, rows, slots, heads, depth)
+        k, v = (lax.dynamic_slice(x, start, shape)[0] for x in stacks)
+        k_start, k_end = (bound[..., None] for bound in bounds)  # (B, m, 1)
+        mask = in_interval(k_start, index[:, None, :slots], k_end)  # (B, m, slots)
+        return score(q, k, v, mask)
+
+    few = q.shape[1] <= FEW_TOKENS
+    sizes = _sizes(index.shape[1]) if few else [index.shape[1]]
+    live = _live_slots(index, bounds[1])
+    branch = (live > np.array(sizes[:-1], np.int32)).sum(dtype=jnp.int32)
+    return lax.switch(branch, [functools.partial(of_first, size) for size in sizes])
 
 
 def _sizes(slots: int) -> list[int]:

@@ -14,7 +14,7 @@ from data.hidden_physics import HiddenPhysics
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base, exorl
 from tests.small_agent import drawn
-from tools.lib.evaluation.exorl import main
+from tools.lib.evaluation.exorl import main, world_contexts
 from tools.lib.exorl.scenes import stage
 from tools.make_dark_room import make
 from training.weights import save_parameters
@@ -102,7 +102,20 @@ def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path):
     assert np.array(found["empty"]["returns"]).shape == (ROWS, EPISODES)
 
 
+def test_the_other_world_is_never_the_rows_own(directory):
+    """Also where there are more rows than worlds."""
+    file, worlds = TrajectoryFile.open(directory / "trajectories"), np.array([3, 8, 70])
+    seeds = np.zeros((5, 2), int)
+    (before, _), (after, _) = world_contexts(file, worlds, seeds, [])["other"].scenes
+    own = ROOMS["9x9"].goals[[3, 8, 70, 3, 8]]
+    np.testing.assert_array_equal(after.goals, own)
+    assert (before.goals != own).any(axis=1).all()
+    assert "other" not in world_contexts(file, worlds[:1], seeds, [])
+
+
 BAD = {
+    "--other x": "--other is for trajectories of one world",
+    "--config.agent.reads_positions=True --random 2": "--random 2 are more than",
     "--temperature -1": "--temperature must be 0 (the likeliest action) or more",
     "--contexts mine": "--contexts mine: give some of own, empty, none, other",
     "--random 0": "--random: must be a whole number",

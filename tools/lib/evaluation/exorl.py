@@ -102,11 +102,16 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
     agent = config.agent
     if agent.chain_length == 1 and options.other:
         raise ValueError("--other is for agents of several episodes in a context")
-    if agent.chain_length == 1 or not agent.reads_positions:
+    if agent.chain_length == 1 and options.random:
+        raise ValueError("--random is for agents of several episodes in a context")
+    if agent.chain_length == 1 or not (agent.reads_positions or agent.rank_embedding):
         return
-    if options.episodes > agent.chain_length:
+    longest = max([options.episodes, *(count + 1 for count in options.random)])
+    if longest > agent.chain_length:
+        option = "--episodes" if longest == options.episodes else "--random"
+        given = longest - (option == "--random")
         raise ValueError(
-            f"--episodes {options.episodes} are more than the agent was trained with: "
+            f"{option} {given} are more than the agent was trained with: "
             f"{config.agent.chain_length=}"
         )
 
@@ -114,20 +119,24 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
 def world_contexts(
     file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray, random: Sequence[int]
 ) -> dict[str, Context]:
-    """Returns contexts of many worlds, int (E,).
+    """Returns contexts of rows that are of these worlds, int (n,), in turn.
 
     seeds: (E, episodes). random: numbers of episodes of drawn actions in a context.
     """
-    episodes, task = seeds.shape[1], _task(file)
-    own, other = (stage(file, order, seeds) for order in (worlds, np.roll(worlds, 1)))
+    (rows, episodes), task = seeds.shape, _task(file)
+    own, other = (
+        stage(file, np.resize(order, rows), seeds)
+        for order in (worlds, np.roll(worlds, 1))
+    )
     numbers = [(own, number) for number in range(episodes)]
     elsewhere = [(other, number) for number in range(episodes - 1)]
     found = {
         "own": Context(numbers, task),
         "empty": Context(numbers, task, forgets="episode"),
         "none": Context(numbers, task, forgets="step"),
-        "other": Context([*elsewhere, numbers[-1]], task, episodes - 1),
     }
+    if len(worlds) > 1:
+        found["other"] = Context([*elsewhere, numbers[-1]], task, episodes - 1)
     for count in random:
         drawn = [numbers[number % episodes] for number in range(count)]
         found[f"random_{count}"] = Context([*drawn, numbers[-1]], task, count, count)
@@ -141,16 +150,22 @@ def contexts(
     worlds: np.ndarray,
     seeds: np.ndarray,
 ) -> dict[str, Context]:
-    """Returns the contexts by name; worlds: int (E,), seeds: int (E, episodes).
+    """Returns the contexts by name; worlds: int (n,), of the rows in turn.
+
+    seeds: int (E, episodes).
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
     (rows, episodes), single = seeds.shape, "empty"
-    if worlds.any():
+    if (file.worlds != file.worlds[0]).any():
+        if options.other:
+            raise ValueError("--other is for trajectories of one world: leave it out")
         found = world_contexts(file, worlds, seeds, options.random)
         return {single: found[single]} if config.agent.chain_length == 1 else found
-    acting = stage(file, worlds, seeds)
+    if options.random:
+        raise ValueError("--random is for trajectories of many worlds: leave it out")
+    acting = stage(file, np.resize(worlds, rows), seeds)
     numbers = [(acting, number) for number in range(episodes)]
 
     def recorded(file: TrajectoryFile, among: np.ndarray) -> Context:
@@ -213,7 +228,7 @@ def evaluate(
     size = options.environments, options.episodes
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
     held_out = trajectories.episodes(config, file, "validation")
-    worlds = np.resize(np.unique(file.worlds[held_out]), size[0])
+    worlds = np.unique(file.worlds[held_out])
     needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
     partition = base.partition(config, jax.devices())
     model = exorl.model(config, partition)
@@ -226,6 +241,7 @@ def evaluate(
         rows=size[0],
         episodes=max([size[1], *(count + 1 for count in options.random)]),
         temperature=options.temperature,
+        seed=options.seed,
     )
     target = options.target * float(file.returns.max())
     play = Play(agent, file, target)
@@ -242,7 +258,7 @@ def evaluate(
         "temperature": options.temperature,
         "action_repeat": file.action_repeat,
         "data_returns": _quantiles(file),
-        "references": references(file, worlds, size[1]),
+        "references": references(file, np.resize(worlds, size[0]), size[1]),
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **versions(file)},
         "environment": dataclasses.asdict(environment),
