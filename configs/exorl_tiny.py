@@ -15,7 +15,7 @@ Expected: see results/2026-11-21-in-context-rl.md.
 
 import ml_collections
 
-from configs import base
+from configs.small_agent import get_small_agent
 
 # domain: (task, observation size, action size)
 _DOMAINS = {"cartpole": ("swingup", 5, 1), "walker": ("stand", 24, 6)}
@@ -39,8 +39,7 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     domain, method = name.split("/")
     task, observation_size, action_size = _DOMAINS[domain]
     model, chain_length, rows, share, steps = _METHODS[method]
-    config = base.get_config().unlock()
-    config.task = "exorl"
+    config = get_small_agent(layers=3)
     config.workdir = f"runs/exorl_tiny/{name}"
     config.simulated_devices = 4
     config.stripe_granule = 4  # whole steps
@@ -50,15 +49,6 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     config.agent.action_size = action_size
     config.agent.episode_steps = 200  # 1000 of the environment, five at a time
     config.agent.chain_length = chain_length
-    config.model.hidden_size = 64
-    config.model.feed_forward_size = 176
-    config.model.num_layers = 3
-    config.model.num_heads = 2
-    config.model.num_kv_heads = 2
-    config.model.head_dim = 32
-    config.compute_dtype = "float32"
-    config.remat = "everything"
-
     config.mesh.ring = 4
 
     config.data.trajectories = f"trajectories/{domain}/es_replay/{task}"
@@ -67,14 +57,11 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     config.data.top_share = share
 
     config.optimizer.peak_lr = 1e-3
-    config.optimizer.end_lr = 1e-4
     config.optimizer.warmup_steps = 20
-    config.optimizer.weight_decay = 1e-4
     config.optimizer.beta2 = 0.999
     config.train.steps = steps
     config.train.log_every_steps = 10
     config.train.validate_every_steps = 100
     config.train.validation_batches = 2
     config.checkpoint.save_every_steps = 100
-    config.checkpoint.keep = 1
     return config.lock()

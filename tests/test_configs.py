@@ -10,7 +10,15 @@ import ml_collections
 import pytest
 
 from configs import base as base_config
-from configs import exorl_tiny, families, fine_tune, llama_sizes, pod
+from configs import (
+    exorl_tiny,
+    families,
+    fine_tune,
+    icrl_dark_room,
+    llama_sizes,
+    pod,
+    small_agent,
+)
 from kernels.layouts import check_length
 from models.adapters import Lora
 from models.remat import REMAT_POLICIES
@@ -106,14 +114,23 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
         assert f"{config.data.context_tokens:,} tokens" in text
 
 
-def test_every_tiny_agent_is_a_config():
-    for name in exorl_tiny._NAMES:
-        config = exorl_tiny.get_config(name)
+@pytest.mark.parametrize(
+    ("stem", "names", "episodes"),
+    [
+        ("exorl_tiny", exorl_tiny._NAMES, {"at": 4}),
+        ("icrl_dark_room", icrl_dark_room._NAMES[:5], {"dpt": 6, "ad": 6, "at": 6}),
+        ("icrl_dark_room", icrl_dark_room._NAMES[5:], {"dpt": 20, "ad": 20, "at": 20}),
+        ("icrl_cartpole", small_agent.AGENTS, {"dpt": 4, "ad": 4, "at": 4}),
+    ],
+)
+def test_every_small_agent_is_a_config(stem, names, episodes):
+    for name in names:
+        config = MODULES[stem].get_config(name)
         model = exorl.model(config, partition_of(config))
-        assert model.config.chain_length == (4 if name.endswith("/at") else 1)
-        assert config.workdir == f"runs/exorl_tiny/{name}"
-    with pytest.raises(ValueError, match="'hopper/at' is not one of cartpole/at"):
-        exorl_tiny.get_config("hopper/at")
+        assert model.config.chain_length == episodes.get(name.split("/")[-1], 1)
+        assert config.workdir == f"runs/{stem}/{name}"
+    with pytest.raises(ValueError, match="'hopper/at' is not one of "):
+        MODULES[stem].get_config("hopper/at")
 
 
 @each_text
