@@ -27,9 +27,9 @@ class PositionParts:
     bounds: tuple[int, ...]
 
     @classmethod
-    def within(cls, context_tokens: int) -> "PositionParts":
-        """Returns bounds at 256, 1 Ki, 4 Ki, … below `context_tokens`."""
-        bounds, bound = [], FIRST_BOUND
+    def within(cls, context_tokens: int, first: int = FIRST_BOUND) -> "PositionParts":
+        """Returns bounds at first, 4 first, 16 first, … below `context_tokens`."""
+        bounds, bound = [], first
         while bound < context_tokens:
             bounds.append(bound)
             bound *= FACTOR
@@ -162,42 +162,59 @@ def _negative_log_likelihood(
     return share * (jnp.log(everywhere) + highest) - jnp.where(mine, chosen, 0)
 
 
+@dataclass(frozen=True)
+class RankParts:
+    """Parts of a loss by the episode's place in its chain, from 0.
+
+    chain_length: how many.
+    """
+
+    chain_length: int
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parts."""
+        return [f"rank_{rank}" for rank in range(1, self.chain_length + 1)]
+
+    def sums(self, values: jax.Array, ranks: jax.Array) -> jax.Array:
+        """Sums values over the steps of each rank: (chain_length,).
+
+        values: of any shape. ranks: int32, of the same.
+        """
+        of_rank = ranks[..., None] == jnp.arange(self.chain_length, dtype=jnp.int32)
+        of_part = jnp.where(of_rank, values[..., None], 0)
+        return of_part.reshape(-1, self.chain_length).sum(0)
+
+
 def action_errors(
     predicted: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
-    ranks: jax.Array,
+    places: jax.Array,
     *,
     action_kind: str,
-    chain_length: int,
+    parts: RankParts | PositionParts,
     partition: Partition,
 ) -> jax.Array:
-    """Sums weighted errors of actions by rank of the episode: float32 (chain_length,).
+    """Sums weighted errors of actions of each part: float32 (parts,).
 
     predicted, targets: float32 (B, S, A), of steps in any order. An error of
       "continuous" actions is the mean square over A; of "discrete" ones, of which
       logits are predicted, the cross-entropy with the targets, in nats.
-    weights: float32 (B, S). ranks: int32 (B, S), from 0.
+    weights: float32 (B, S). places: int32 (B, S), what the parts are by.
     """
 
     def local(
-        predicted: jax.Array, targets: jax.Array, weights: jax.Array, ranks: jax.Array
+        predicted: jax.Array, targets: jax.Array, weights: jax.Array, places: jax.Array
     ) -> jax.Array:
         if action_kind == "discrete":
             errors = -(targets * jax.nn.log_softmax(predicted)).sum(axis=-1)  # (b, s)
         else:
             errors = jnp.square(predicted - targets).mean(axis=-1)
-        return partition.total(
-            sums_by_rank(weights * errors, ranks, chain_length), ("batch", "sequence")
-        )
+        sums = parts.sums(weights * errors, places)
+        return partition.total(sums, ("batch", "sequence"))
 
     step = ("batch", "sequence")
     names = (*step, None), (*step, None), step, step
     call = partition.over_shards(local, names, (None,))
-    return call(predicted, targets, weights, ranks)
-
-
-def sums_by_rank(values: jax.Array, ranks: jax.Array, chain_length: int) -> jax.Array:
-    """Sums values (B, S) of each rank, int32 (B, S): (chain_length,)."""
-    of_rank = ranks[..., None] == jnp.arange(chain_length, dtype=jnp.int32)
-    return jnp.where(of_rank, values[..., None], 0).sum(axis=(0, 1))
+    return call(predicted, targets, weights, places)

@@ -26,7 +26,7 @@ from models.abstract import Model
 from models.agentic import Agent, AgentConfig, check_step_tokens
 from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
-from models.losses import action_errors, sums_by_rank
+from models.losses import PositionParts, RankParts, action_errors
 from models.rope import RopeScaling
 from tasks import base, batch_rows, execution, trajectories
 from tasks.base import Data, Objective, Task
@@ -52,6 +52,8 @@ UNITS = {
     "discrete": "cross-entropy of actions, in nats",
 }
 METHODS = ("transformer", "perceptron")
+FIRST_BOUND = 4
+"""Steps of a context in the first part of the held-out loss."""
 HELD_OUT_SEED = 0
 """Seed of the validation chains, the same in all runs."""
 
@@ -75,21 +77,41 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
             fingerprint=fingerprint(agent, file),
         )
 
-    by_rank = Objective(
-        loss_function(config, agent, partition),
-        count(config),
-        [f"rank_{rank}" for rank in range(1, config.agent.chain_length + 1)],
-        unit=UNITS[agent.config.action_kind],
-    )
     return Task(
         model=agent,
         execution=execution.execution(config, partition),
         batch_like=abstract_batch(config, partition),
-        objective=by_rank,
-        held_out=by_rank,
+        objective=_by_rank(config, agent, partition),
+        held_out=_by_place(config, agent, partition),
         work=step_work(config, agent),
         open_data=open_data,
     )
+
+
+def _by_rank(
+    config: ml_collections.ConfigDict, model: Model, partition: Partition
+) -> Objective:
+    """Builds the loss by the rank of an episode in its chain."""
+    parts = RankParts(config.agent.chain_length)
+    loss_sums = loss_function(config, model, partition)
+    unit = UNITS[model.config.action_kind]
+    return Objective(loss_sums, count(config), parts.names, unit)
+
+
+def _by_place(
+    config: ml_collections.ConfigDict, model: Model, partition: Partition
+) -> Objective:
+    """Builds the loss by how many steps of the context go before."""
+    parts = PositionParts.within(batch_shape(config)[1], FIRST_BOUND)
+    by_rank = count(config)
+
+    def counts(batch: ChainBatch) -> Counts:
+        weights = parts.sums(batch.loss_weights, batch.positions)
+        return by_rank(batch)._replace(weights=weights)
+
+    loss_sums = loss_function(config, model, partition, parts)
+    unit = UNITS[model.config.action_kind]
+    return Objective(loss_sums, counts, parts.names, unit)
 
 
 @names_fields
@@ -240,23 +262,27 @@ def predictions(
 
 
 def loss_function(
-    config: ml_collections.ConfigDict, model: Model, partition: Partition
+    config: ml_collections.ConfigDict,
+    model: Model,
+    partition: Partition,
+    by_place: PositionParts | None = None,
 ) -> Callable[[Any, ChainBatch], jax.Array]:
-    """Builds (parameters, batch in layout order) -> summed losses by rank.
+    """Builds (parameters, batch in layout order) -> summed losses by rank, or place.
 
     Raises:
       ValueError: an unknown implementation.
     """
     predict = predictions(config, model, partition)
+    parts = by_place or RankParts(config.agent.chain_length)
 
     def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
         return action_errors(
             predict(parameters, batch),
             batch.targets,
             batch.loss_weights,
-            batch.ranks,
+            batch.positions if by_place else batch.ranks,
             action_kind=model.config.action_kind,
-            chain_length=config.agent.chain_length,
+            parts=parts,
             partition=partition,
         )
 
@@ -265,7 +291,7 @@ def loss_function(
 
 def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
     """Builds batch -> `Counts`; a perceptron's tokens are steps."""
-    chain_length = config.agent.chain_length
+    parts = RankParts(config.agent.chain_length)
     tokens = config.agent.step_tokens
     windows = [kind.window for kind in getattr(sizes(config), "layer_kinds", ())]
 
@@ -273,7 +299,7 @@ def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
         # Where all else is 0, only the first step of a chain is not padding.
         is_real = (batch.timesteps > 0) | (batch.ranks > 0) | (batch.positions == 0)
         steps = is_real.sum(dtype=jnp.float32)
-        weights = sums_by_rank(batch.loss_weights, batch.ranks, chain_length)
+        weights = parts.sums(batch.loss_weights, batch.ranks)
         if not windows:
             return Counts(steps, jnp.zeros((), jnp.float32), weights)
         # The token at index i attends to i + 1 tokens, itself included.

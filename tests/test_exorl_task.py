@@ -75,19 +75,23 @@ def undisturbed(file: TrajectoryFile, tmp_path_factory: Any) -> tuple:
     return workdir, said, train.train(config_in(workdir, file), said.append)
 
 
-def test_losses_fall_and_ranks_have_curves_of_their_own(undisturbed):
+def test_losses_fall_and_have_curves_by_rank_and_by_place(undisturbed):
     workdir, said, last = undisturbed
     tags = read_scalars(workdir / "tensorboard")
-    steps = {"train": [*range(1, STEPS + 1)], "validation": [MIDDLE, STEPS]}
-    for split, expected in steps.items():
-        names = ("loss", "loss_rank_1", "loss_rank_2")
-        losses, *ranks = (dict(tags[f"{split}/{name}"]) for name in names)
-        assert sorted(losses) == expected
+    # Two episodes of 7 steps, of which the first 4 steps are a part.
+    expected = {
+        "train": ([*range(1, STEPS + 1)], {"rank_1": 7, "rank_2": 7}),
+        "validation": ([MIDDLE, STEPS], {"from_0": 4, "from_4": 10}),
+    }
+    for split, (steps, counts) in expected.items():
+        losses = dict(tags[f"{split}/loss"])
+        parts = [dict(tags[f"{split}/loss_{name}"]) for name in counts]
+        assert sorted(losses) == steps
         for step, loss in losses.items():
-            # Episodes of one length weigh the same.
-            mean = np.mean([of_rank[step] for of_rank in ranks])
+            of_parts = [part[step] for part in parts]
+            mean = np.average(of_parts, weights=list(counts.values()))
             assert loss == pytest.approx(mean, rel=1e-5)
-        assert ranks[0] != ranks[1]
+        assert parts[0] != parts[1]
     curve = dict(tags["train/loss"])
     assert curve[STEPS] < curve[1] and last["step"] == STEPS
     assert any("striped attention" in line for line in said)

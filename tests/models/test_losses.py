@@ -226,6 +226,7 @@ def test_a_context_has_the_parts_that_it_reaches() -> None:
     names = ["from_0", "from_256", "from_1024", "from_4096"]
     for tokens, count in ((256, 1), (257, 2), (9000, 4)):
         assert PositionParts.within(tokens).names == names[:count]
+    assert PositionParts.within(17, first=4).names == ["from_0", "from_4", "from_16"]
 
 
 def test_sums_are_those_of_the_tokens_between_bounds(rng: np.random.Generator) -> None:
