@@ -15,6 +15,7 @@ from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base, exorl
 from tests.small_agent import drawn
 from tools.lib.evaluation.exorl import main, world_contexts
+from tools.lib.exorl.references import references
 from tools.lib.exorl.scenes import stage
 from tools.make_dark_room import make
 from training.weights import save_parameters
@@ -93,13 +94,17 @@ def test_worlds_are_those_held_out_and_beside_their_references(directory, result
     assert results["versions"] == {"jax": jax.__version__}
 
 
-def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path):
+def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path, results):
+    """And in worlds that were trained on, where that is asked for."""
     output = tmp_path / "some.json"
-    options = "--contexts", "empty", "--random", "1", "--output", str(output)
-    assert main(flags(directory, *options)) == 0
-    found = json.loads(output.read_text())["contexts"]
-    assert list(found) == ["empty", "random_1"]
-    assert np.array(found["empty"]["returns"]).shape == (ROWS, EPISODES)
+    options = "--contexts", "empty", "--random", "1", "--trained"
+    assert main(flags(directory, *options, "--output", str(output))) == 0
+    found = json.loads(output.read_text())
+    assert list(found["contexts"]) == ["empty", "random_1"]
+    returns = found["contexts"]["empty"]["returns"]
+    assert np.array(returns).shape == (ROWS, EPISODES)
+    assert found["worlds"] == "trained on" and results["worlds"] == "held out"
+    assert found["references"]["oracle"] != results["references"]["oracle"]
 
 
 def test_the_other_world_is_never_the_rows_own(directory):
@@ -134,16 +139,27 @@ def test_bad_input_is_refused_with_one_line(directory, tmp_path, capsys, options
     assert not output.exists()
 
 
+def cart_poles(directory: Path, worlds: list[HiddenPhysics | None]) -> TrajectoryFile:
+    about = {"domain": "cartpole", "task": "swingup", "action_repeat": 10}
+    about["worlds_described"] = [each and each.describe() for each in worlds]
+    with TrajectoryWriter(directory / "worlds", about) as writer:
+        writer.write(np.zeros((2, 5)), np.zeros((2, 1)), np.zeros(2))
+    return TrajectoryFile.open(directory / "worlds")
+
+
 def test_the_worlds_of_a_stage_are_those_described(tmp_path):
     worlds = [HiddenPhysics(direction=1), None, HiddenPhysics(direction=-1)]
-    about = {"domain": "cartpole", "task": "swingup"}
-    about["worlds_described"] = [each and each.describe() for each in worlds]
-    with TrajectoryWriter(tmp_path / "worlds", about) as writer:
-        writer.write(np.zeros((2, 5)), np.zeros((2, 1)), np.zeros(2))
-    file = TrajectoryFile.open(tmp_path / "worlds")
+    file = cart_poles(tmp_path, worlds)
     acting = stage(file, np.array([2, 1, 0]), np.full((3, 1), 7))
     first = acting.begin(0)
     assert (first == first[0]).all()
     moved = acting.step(np.ones((3, 1), np.float32)).observations
     pushed = moved[:, 3] - first[:, 3]  # the cart's velocity
     assert pushed[0] < 0 < pushed[1] and pushed[1] == pushed[2]
+
+
+def test_who_knows_a_cart_pole_swings_it_up_and_chance_does_not(tmp_path):
+    file = cart_poles(tmp_path, [HiddenPhysics(1), HiddenPhysics(-1, pole_length=1.3)])
+    known = references(file, np.array([1, 0]), np.full((2, 1), 7))
+    assert list(known) == ["oracle", "random"]
+    assert known["oracle"] > 700 and known["random"] < 200

@@ -17,7 +17,8 @@ trajectories (times --target). Contexts are:
     recorded  held-out episodes of the trajectories, ascending; then one of the agent's
     other     the same of any trajectories of another task (--other)
 
-Where trajectories are of many worlds, agents act in those held out, and there are
+Where trajectories are of many worlds, agents act in those held out (--trained: in those
+trained on), and there are
 
     none      every step begins with an empty context
     other     the agent's own episodes in another world; then one in the row's
@@ -227,8 +228,8 @@ def evaluate(
     file = trajectories.opened(config)
     size = options.environments, options.episodes
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
-    held_out = trajectories.episodes(config, file, "validation")
-    worlds = np.unique(file.worlds[held_out])
+    split = "train" if options.trained else "validation"
+    worlds = np.unique(file.worlds[trajectories.episodes(config, file, split)])
     needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
     partition = base.partition(config, jax.devices())
     model = exorl.model(config, partition)
@@ -256,9 +257,10 @@ def evaluate(
         "task": _task(file),
         "target": target,
         "temperature": options.temperature,
+        "worlds": "trained on" if options.trained else "held out",
         "action_repeat": file.action_repeat,
         "data_returns": _quantiles(file),
-        "references": references(file, np.resize(worlds, size[0]), size[1]),
+        "references": references(file, np.resize(worlds, size[0]), seeds),
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **versions(file)},
         "environment": dataclasses.asdict(environment),
@@ -317,6 +319,11 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--random", type=at_least(1), nargs="*", default=[], metavar="N")
     add("--other", type=Path, help="trajectories of another task, for its context")
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
+    add(
+        "--trained",
+        action="store_true",
+        help="act in worlds that were trained on, as to choose a temperature",
+    )
     return parser.parse_known_args(arguments)
 
 

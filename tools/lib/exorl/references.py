@@ -1,14 +1,19 @@
-"""What agents in Dark Room are compared with: who knows the goal, chance, a learner.
+"""What agents in many worlds are compared with: who knows the world, chance, a learner.
 
-The learner has a table of values for each world (Q-learning), and nothing before it.
+In Dark Room, the learner has a table of values for each world (Q-learning), and nothing
+before it. In cart-poles who knows the world is the controller that recorded them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from data.dark_room import MOVES, ROOMS, DarkRoom
+from data.hidden_physics import HiddenPhysics
 from data.trajectory_file import TrajectoryFile
+from tools.lib.exorl.controller import controller
+from tools.lib.exorl.scenes import Scene, stage
 
 LEARNING_RATE, DISCOUNT, EPSILON = 0.5, 0.95, 0.1
 OPTIMISM = 1.0
@@ -16,21 +21,48 @@ OPTIMISM = 1.0
 
 
 def references(
-    file: TrajectoryFile, worlds: np.ndarray, episodes: int
+    file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray
 ) -> dict[str, Any]:
     """Returns mean returns over worlds (E,): oracle, random, and tabular by episode.
 
-    Empty for a domain where they are not known.
+    Empty for trajectories of one world. Tabular is for Dark Room, where the others
+    are exact. In cart-poles an episode is played in each row.
+
+    seeds: int (E, episodes), of the episodes' beginnings.
     """
-    if file.index["domain"] != "dark_room":
+    if file.index["domain"] == "dark_room":
+        room = ROOMS[file.index["task"]]
+        goals = room.goals[worlds]
+        tabular = tabular_returns(room, goals, seeds.shape[1])
+        return {
+            "oracle": float(room.best_return(goals).mean()),
+            "random": float(room.random_return()[worlds].mean()),
+            "tabular": tabular.mean(axis=0).tolist(),
+        }
+    described = file.index.get("worlds_described")
+    if not described:
         return {}
-    room = ROOMS[file.index["task"]]
-    goals = room.goals[worlds]
+    repeat, scene = file.action_repeat, stage(file, worlds, seeds)
+    known = [controller(HiddenPhysics.of(described[w]), repeat) for w in worlds]
+    rng, size = np.random.default_rng(0), (len(worlds), file.action_size)
+
+    def knowing(observations: np.ndarray) -> np.ndarray:
+        pairs = zip(known, observations, strict=True)
+        return np.stack([np.clip(act(seen), -1, 1) for act, seen in pairs])
+
     return {
-        "oracle": float(room.best_return(goals).mean()),
-        "random": float(room.random_return()[worlds].mean()),
-        "tabular": tabular_returns(room, goals, episodes).mean(axis=0).tolist(),
+        "oracle": _mean_return(scene, knowing),
+        "random": _mean_return(scene, lambda _: rng.uniform(-1, 1, size)),
     }
+
+
+def _mean_return(scene: Scene, act: Callable[[np.ndarray], np.ndarray]) -> float:
+    """Plays the first episode of each row, and returns the mean of their returns."""
+    observations, total, last = scene.begin(0), 0.0, False
+    while not last:
+        observations, _, rewards, last = scene.step(act(observations))
+        total += rewards.mean()
+    return float(total)
 
 
 def tabular_returns(
