@@ -37,6 +37,11 @@ class ClonerConfig:
         wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
         if wrong:
             raise ValueError(f"model sizes must be at least 1: {', '.join(wrong)}")
+        if self.num_layers < 2:
+            # The deeper ones are one parameter, which a checkpoint needs elements of.
+            raise ValueError(
+                f"num_layers={self.num_layers} of a perceptron: at least 2"
+            )
 
 
 class Cloner(nnx.Module):

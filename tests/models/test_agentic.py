@@ -185,6 +185,12 @@ def test_returns_count_relative_to_their_scale(batch):
     )
 
 
+def test_a_perceptron_of_one_layer_is_refused():
+    """A checkpoint of it could not be read: a parameter would have no elements."""
+    with pytest.raises(ValueError, match="num_layers=1 of a perceptron: at least 2"):
+        one_device(agent__method="perceptron", model__num_layers=1)
+
+
 def test_a_perceptron_sees_the_present_alone(batch):
     run = Run(MeshShape(ring=2), attention="striped", agent__method="perceptron")
     whole = one_device(agent__method="perceptron")

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Agents that learn in context, from nothing to a picture, in one command: makes the
+# data, trains every agent with every seed, lets them act in worlds that were held out,
+# and draws it. What is there already is not made again, so a run that was cut goes on.
+#
+# Usage: [OUT=folder] [AGENTS="dpt ad"] [SEEDS="0 1 2"] [PYTHON=python] [FLAGS=...]
+#        bash tools/in_context.sh 10x10 | 9x9 | cartpole
+#
+# OUT (runs/in_context/WHERE) gets a working directory and AGENT_SEED.json for each
+# agent and seed, and returns.png. FLAGS go to training and evaluation, to try it in a
+# small size: FLAGS="--config.train.steps=200". Agents: dpt, ad, at, dt, bc.
+set -euo pipefail
+cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+WHERE=${1:?give 10x10, 9x9 or cartpole}
+OUT=${OUT:-runs/in_context/$WHERE}
+PYTHON=${PYTHON:-python}
+read -ra FLAGS <<<"${FLAGS:-}"
+
+# Make the data of an agent, if there are none.
+data() {
+    if [ "$WHERE" = cartpole ]; then
+        [ -e datasets/cartpole/worlds ] || "$PYTHON" -m tools.make_worlds \
+            --worlds 200 --episodes 12 --action-repeat 10 --output datasets
+        [ -e trajectories/cartpole/worlds/swingup ] || "$PYTHON" -m tools.pack_exorl \
+            --root datasets --domain cartpole --algorithm worlds --task swingup \
+            --action-repeat 10 --targets --cache trajectories
+        return
+    fi
+    local kind=history
+    [ "$1" = dpt ] && kind=exploration
+    local made=trajectories/dark_room/$WHERE/$kind
+    [ -e "$made" ] || "$PYTHON" -m tools.make_dark_room \
+        --room "$WHERE" --recorded "$kind" --output "$made"
+}
+
+# Rows, episodes, and a temperature at which explorers of this room find their goals,
+# chosen in worlds that were trained on.
+case $WHERE in
+10x10) config=icrl_dark_room.py:10x10/ play=(20 10) warm=3 ;;
+9x9) config=icrl_dark_room.py:9x9/ play=(16 40) warm=2 ;;
+cartpole) config=icrl_cartpole.py: play=(40 6) warm=1 ;;
+*) echo "error: $WHERE is none of 10x10, 9x9, cartpole" >&2 && exit 1 ;;
+esac
+
+mkdir -p "$OUT"
+rows=()
+for seed in ${SEEDS:-0 1 2}; do
+    for agent in ${AGENTS:-dpt ad at dt bc}; do
+        data "$agent"
+        run=$OUT/${agent}_$seed
+        given=(--config="configs/$config$agent" --config.workdir="$run"
+            --config.seed="$seed" "${FLAGS[@]}")
+        rows+=("$run.json")
+        [ -e "$run.json" ] && continue
+        "$PYTHON" train.py "${given[@]}"
+        temperature=1
+        [ "$agent" = dpt ] && temperature=$warm
+        "$PYTHON" -m tools.evaluate exorl "${given[@]}" --environments "${play[0]}" \
+            --episodes "${play[1]}" --temperature "$temperature" --output "$run.json"
+    done
+done
+"$PYTHON" -m tools.figures worlds "${rows[@]}" --output "$OUT/returns.png"
