@@ -71,6 +71,14 @@ def test_contexts_begin_alike_and_hold_what_they_say(results):
     assert returns["own"].shape == returns["none"].shape == (ROWS, EPISODES)
     assert returns["other"].shape == returns["random_3"].shape == (ROWS, 1)
     assert all((0 <= r).all() and (r <= 20).all() for r in returns.values())
+    above = results["own_last_over"]
+    assert list(above) == ["first", *names[1:]]
+    last = returns["own"][:, -1]
+    assert above["none"]["mean"] == pytest.approx(
+        (last - returns["none"][:, -1]).mean()
+    )
+    gained = (last - returns["own"][:, 0]).mean()
+    assert above["first"]["low"] <= above["first"]["mean"] == pytest.approx(gained)
     # Drawn episodes are as chance has it: 0.25 on average of all goals.
     drawn_ones = np.array(found["random_3"]["recorded_returns"])
     assert drawn_ones.mean() < 2
@@ -101,6 +109,7 @@ def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path, resul
     assert main(flags(directory, *options, "--output", str(output))) == 0
     found = json.loads(output.read_text())
     assert list(found["contexts"]) == ["empty", "random_1"]
+    assert found["own_last_over"] == {}
     returns = found["contexts"]["empty"]["returns"]
     assert np.array(returns).shape == (ROWS, EPISODES)
     assert found["worlds"] == "trained on" and results["worlds"] == "held out"

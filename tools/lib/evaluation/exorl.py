@@ -28,8 +28,9 @@ trained on), and there are
 and no `recorded`.
 
 Papers report the best of n episodes; first, last and mean are given too, with their
-bootstrap intervals (95 %) over the environments. Seeds of all episodes are written, and
-equal for all agents and contexts. `tools.figures returns` draws what is written.
+bootstrap intervals (95 %) over the environments, as is what the last own episode got
+above the first, and above that of other contexts, row by row. Seeds of all episodes are
+written, and equal for all agents and contexts. `tools.figures` draws it.
 """
 
 import argparse
@@ -55,7 +56,7 @@ from tools.lib.exorl.agents import actor
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
 from tools.lib.exorl.scenes import Recording, Scene, stage, versions
-from tools.lib.exorl.scores import scores
+from tools.lib.exorl.scores import interval, scores
 from tools.lib.files import write_json
 
 
@@ -265,7 +266,21 @@ def evaluate(
         "versions": {"jax": jax.__version__, **versions(file)},
         "environment": dataclasses.asdict(environment),
         "contexts": outcomes,
+        "own_last_over": _own_last_over(outcomes),
     }
+
+
+def _own_last_over(outcomes: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns what the last own episode got above others, row by row, with intervals.
+
+    Others are the first own one, and the last of each other context.
+    """
+    last = {name: np.array(found["returns"])[:, -1] for name, found in outcomes.items()}
+    if "own" not in last:
+        return {}
+    others = {name: values for name, values in last.items() if name != "own"}
+    others = {"first": np.array(outcomes["own"]["returns"])[:, 0]} | others
+    return {name: interval(last["own"] - values) for name, values in others.items()}
 
 
 def _outcome(
