@@ -58,6 +58,8 @@ MORE = {
     f"{TOOL}prepare_text": ["--validation-fraction=0.3"],
     f"{TOOL}prepare_chat": ["--context-tokens=256"],
     f"{TOOL}prepare_lines": ["--train-tokens=20000"],
+    "bash tools/in_context.sh": [*STEPS],
+    f"{TRAIN}icrl_dark_room.py": STEPS,
     f"{TOOL}make_exorl --domain walker": WALKER,
     f"{TOOL}make_exorl --domain cartpole": ["--episodes=60", "--search-episodes=64"],
     f"{TOOL}make_worlds": ["--worlds=2", "--episodes=2"],

@@ -3,19 +3,22 @@
 # data, trains every agent with every seed, lets them act in worlds that were held out,
 # and draws it. What is there already is not made again, so a run that was cut goes on.
 #
-# Usage: [OUT=folder] [AGENTS="dpt ad"] [SEEDS="0 1 2"] [PYTHON=python] [FLAGS=...]
-#        bash tools/in_context.sh 10x10 | 9x9 | cartpole
+# Usage: [OUT=folder] [PYTHON=python] bash tools/in_context.sh WHERE AGENTS SEEDS [FLAG ...]
+#        bash tools/in_context.sh 9x9 dpt,ad,at,dt,bc 0,1,2
 #
-# OUT (runs/in_context/WHERE) gets a working directory and AGENT_SEED.json for each
-# agent and seed, and returns.png. FLAGS go to training and evaluation, to try it in a
-# small size: FLAGS="--config.train.steps=200". Agents: dpt, ad, at, dt, bc.
+# WHERE is 10x10 or 9x9, rooms, or cartpole. OUT (runs/in_context/WHERE) gets a working
+# directory and AGENT_SEED.json for each agent and seed, and returns.png. FLAGs go to
+# training and evaluation, to try it in a small size: --config.train.steps=200.
 set -euo pipefail
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-WHERE=${1:?give 10x10, 9x9 or cartpole}
+[ $# -ge 3 ] || { sed -n 's/^# Usage: //p' "$0" >&2 && exit 1; }
+WHERE=$1
+read -ra agents <<<"${2//,/ }"
+read -ra seeds <<<"${3//,/ }"
+shift 3
 OUT=${OUT:-runs/in_context/$WHERE}
 PYTHON=${PYTHON:-python}
-read -ra FLAGS <<<"${FLAGS:-}"
 
 # Make the data of an agent, if there are none.
 data() {
@@ -45,12 +48,12 @@ esac
 
 mkdir -p "$OUT"
 rows=()
-for seed in ${SEEDS:-0 1 2}; do
-    for agent in ${AGENTS:-dpt ad at dt bc}; do
+for seed in "${seeds[@]}"; do
+    for agent in "${agents[@]}"; do
         data "$agent"
         run=$OUT/${agent}_$seed
         given=(--config="configs/$config$agent" --config.workdir="$run"
-            --config.seed="$seed" "${FLAGS[@]}")
+            --config.seed="$seed" "$@")
         rows+=("$run.json")
         [ -e "$run.json" ] && continue
         "$PYTHON" train.py "${given[@]}"
