@@ -334,6 +334,15 @@ def test_runs_of_several_seeds_make_one_curve(tmp_path):
     assert by_length.get_xydata().tolist() == [[4, 5.5], [10, 8.5]]
 
 
+def test_what_one_seed_alone_has_is_drawn_and_no_panel_of_what_none_has(tmp_path):
+    own_alone = in_worlds([[1.0, 9.0]]), in_worlds([[3.0, 5.0]], 1)
+    assert len(worlds.curves(worlds.read(written(tmp_path, *own_alone))).axes) == 1
+    read_by_one = own_alone[0], in_worlds([[3.0, 5.0]], 1, random_4=own([[6.0]]))
+    left, right = worlds.curves(worlds.read(written(tmp_path, *read_by_one))).axes
+    assert left.lines[0].get_ydata().tolist() == [2, 7]
+    assert right.lines[0].get_xydata().tolist() == [[4, 6]]
+
+
 def test_contexts_of_one_run_may_be_in_files_of_their_own(tmp_path):
     one, two = in_worlds([[1.0]]), in_worlds([[2.0]], random_4=own([[5.0]]))
     del two["contexts"]["own"]

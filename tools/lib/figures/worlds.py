@@ -67,8 +67,9 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
 
 
 def returns_of(runs: Runs, context: str) -> np.ndarray:
-    """Returns what the agents got, (seeds, E, episodes)."""
-    return np.array([run["contexts"][context]["returns"] for run in runs], float)
+    """Returns what the agents got, (seeds that have the context, E, episodes)."""
+    there = [run["contexts"] for run in runs if context in run["contexts"]]
+    return np.array([found[context]["returns"] for found in there], float)
 
 
 def bounds(returns: np.ndarray) -> np.ndarray:
@@ -78,15 +79,18 @@ def bounds(returns: np.ndarray) -> np.ndarray:
 
 
 def curves(tasks: dict[str, dict[str, Runs]]) -> Figure:
-    """Draws two panels for each task."""
+    """Draws a panel for each task, and one of what was read, if any agent did."""
     names = list(dict.fromkeys(name for runs in tasks.values() for name in runs))
     colours = colours_of(names)
-    size = (11.2, 5.2 * len(tasks))
+    groups = [runs for agents in tasks.values() for runs in agents.values()]
+    columns = 2 if any(map(_read_counts, groups)) else 1
+    size = (5.6 * columns, 5.2 * len(tasks))
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(tasks), 2, squeeze=False)
-    for (left, right), (task, agents) in zip(panels, tasks.items(), strict=True):
-        _by_episode(left, task, agents, colours)
-        _by_context(right, agents, colours)
+    panels = figure.subplots(len(tasks), columns, squeeze=False)
+    for row, (task, agents) in zip(panels, tasks.items(), strict=True):
+        _by_episode(row[0], task, agents, colours)
+        for right in row[1:]:
+            _by_context(right, agents, colours)
     figure.suptitle(
         "Returns in held-out worlds; bands and bars: 95 % over worlds and seeds",
         color=INK,
@@ -100,10 +104,11 @@ def _by_episode(
 ) -> None:
     for name, runs in agents.items():
         for context, (words, look) in LOOKS.items():
-            if context not in runs[0]["contexts"]:
+            found = [r["contexts"][context] for r in runs if context in r["contexts"]]
+            if not found:
                 continue
             low, mean, high = bounds(returns_of(runs, context))
-            before = len(runs[0]["contexts"][context]["recorded_returns"][0])
+            before = len(found[0]["recorded_returns"][0])
             episodes = before + np.arange(1, len(mean) + 1)
             label, colour = f"{name}, {words}", colours[name]
             axes.plot(episodes, mean, look, color=colour, label=label, markersize=7)
@@ -117,10 +122,15 @@ def _by_episode(
     _legend(axes)
 
 
+def _read_counts(runs: Runs) -> list[int]:
+    """Returns of how many drawn episodes there are contexts, increasing."""
+    contexts = {c for run in runs for c in run["contexts"] if c.startswith(RANDOM)}
+    return sorted(int(context.removeprefix(RANDOM)) for context in contexts)
+
+
 def _by_context(axes: Axes, agents: dict[str, Runs], colours: dict[str, str]) -> None:
     for name, runs in agents.items():
-        contexts = [c for c in runs[0]["contexts"] if c.startswith(RANDOM)]
-        counts = sorted(int(context.removeprefix(RANDOM)) for context in contexts)
+        counts = _read_counts(runs)
         if not counts:
             continue
         each = [bounds(returns_of(runs, f"{RANDOM}{count}"))[:, 0] for count in counts]
