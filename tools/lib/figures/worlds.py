@@ -92,7 +92,7 @@ def curves(tasks: dict[str, dict[str, Runs]]) -> Figure:
         for right in row[1:]:
             _by_context(right, agents, colours)
     figure.suptitle(
-        "Returns in held-out worlds; bands and bars: 95 % over worlds and seeds",
+        "Returns in held-out worlds; 95 % over worlds and seeds",
         color=INK,
         fontsize=12,
     )
@@ -102,6 +102,7 @@ def curves(tasks: dict[str, dict[str, Runs]]) -> Figure:
 def _by_episode(
     axes: Axes, task: str, agents: dict[str, Runs], colours: dict[str, str]
 ) -> None:
+    drawn = {}
     for name, runs in agents.items():
         for context, (words, look) in LOOKS.items():
             found = [r["contexts"][context] for r in runs if context in r["contexts"]]
@@ -110,13 +111,16 @@ def _by_episode(
             low, mean, high = bounds(returns_of(runs, context))
             before = len(found[0]["recorded_returns"][0])
             episodes = before + np.arange(1, len(mean) + 1)
-            label, colour = f"{name}, {words}", colours[name]
+            label, colour = name if context == "own" else None, colours[name]
             axes.plot(episodes, mean, look, color=colour, label=label, markersize=7)
+            drawn[words] = look
             if look == "x":
                 errors = [mean - low, high - mean]
                 axes.errorbar(episodes, mean, errors, color=colour, fmt="none", lw=1)
             else:
                 axes.fill_between(episodes, low, high, color=colour, alpha=0.12, lw=0)
+    for words, look in drawn.items():
+        axes.plot([], [], look, color=INK, label=words)
     _references(axes, agents, with_learner=True)
     style(axes, title=task, x="episode", y="return")
     _legend(axes)
