@@ -337,6 +337,11 @@ def test_runs_of_several_seeds_make_one_curve(tmp_path):
 
 def test_what_one_seed_alone_has_is_drawn_and_no_panel_of_what_none_has(tmp_path):
     own_alone = in_worlds([[1.0, 9.0]]), in_worlds([[3.0, 5.0]], 1)
+    emptied_alone = in_worlds([[1.0]], empty=own([[1.0]]))
+    del emptied_alone["contexts"]["own"]
+    (axes,) = worlds.curves(worlds.read(written(tmp_path, emptied_alone))).axes
+    named = [line.get_label() for line in axes.lines][:2]
+    assert named == ["Decision-Pretrained Transformer", "emptied before every episode"]
     assert len(worlds.curves(worlds.read(written(tmp_path, *own_alone))).axes) == 1
     read_by_one = own_alone[0], in_worlds([[3.0, 5.0]], 1, random_4=own([[6.0]]))
     left, right = worlds.curves(worlds.read(written(tmp_path, *read_by_one))).axes

@@ -104,6 +104,7 @@ def _by_episode(
 ) -> None:
     drawn = {}
     for name, runs in agents.items():
+        label = name  # of its first line alone; looks are named below
         for context, (words, look) in LOOKS.items():
             found = [r["contexts"][context] for r in runs if context in r["contexts"]]
             if not found:
@@ -111,9 +112,9 @@ def _by_episode(
             low, mean, high = bounds(returns_of(runs, context))
             before = len(found[0]["recorded_returns"][0])
             episodes = before + np.arange(1, len(mean) + 1)
-            label, colour = name if context == "own" else None, colours[name]
+            colour = colours[name]
             axes.plot(episodes, mean, look, color=colour, label=label, markersize=7)
-            drawn[words] = look
+            label, drawn[words] = None, look
             if look == "x":
                 errors = [mean - low, high - mean]
                 axes.errorbar(episodes, mean, errors, color=colour, fmt="none", lw=1)
