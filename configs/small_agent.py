@@ -11,8 +11,8 @@ AGENTS = {
     "dt": ("transformer", "ascending", "actions", True, 1.0),
     "bc": ("perceptron", "ascending", "actions", False, 0.1),
 }
-"""Model, order of episodes, what is predicted, whether returns are read, share of the
-steps: of the best episodes of a world. dt and bc read one episode."""
+"""Model, order of episodes, what is predicted, whether returns are read, and the share
+of the steps, those of the best episodes. dt and bc read one episode."""
 
 
 def get_small_agent(layers: int) -> ml_collections.ConfigDict:

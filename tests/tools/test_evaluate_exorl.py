@@ -104,6 +104,8 @@ def test_results_are_drawn(written, tmp_path):
 BAD = {
     "--episodes 3": "--episodes 3 are more than the agent was trained with",
     "--environments 0": "--environments: must be a whole number",
+    "--random 1": "--random is for trajectories of many worlds: leave it out",
+    "--trained": "--trained is for trajectories of many worlds: leave it out",
     "--target 0": "--target must be above 0, got 0.0",
     "--config.agent.chain_length=1 --other x": "--other is for agents of",
     "--config.agent.action_size=2": "action_size=2, but",

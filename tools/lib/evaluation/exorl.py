@@ -165,8 +165,11 @@ def contexts(
             raise ValueError("--other is for trajectories of one world: leave it out")
         found = world_contexts(file, worlds, seeds, options.random)
         return {single: found[single]} if config.agent.chain_length == 1 else found
-    if options.random:
-        raise ValueError("--random is for trajectories of many worlds: leave it out")
+    for option in ("random", "trained"):
+        if getattr(options, option):
+            raise ValueError(
+                f"--{option} is for trajectories of many worlds: leave it out"
+            )
     acting = stage(file, np.resize(worlds, rows), seeds)
     numbers = [(acting, number) for number in range(episodes)]
 
@@ -258,7 +261,8 @@ def evaluate(
         "task": _task(file),
         "target": target,
         "temperature": options.temperature,
-        "worlds": "trained on" if options.trained else "held out",
+        "worlds": np.resize(worlds, size[0]).tolist(),
+        "trained_on": options.trained,
         "action_repeat": file.action_repeat,
         "data_returns": _quantiles(file),
         "references": references(file, np.resize(worlds, size[0]), seeds),
