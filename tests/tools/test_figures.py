@@ -349,6 +349,13 @@ def test_what_one_seed_alone_has_is_drawn_and_no_panel_of_what_none_has(tmp_path
     assert right.lines[0].get_xydata().tolist() == [[4, 6]]
 
 
+def test_rows_of_one_world_are_one(tmp_path):
+    """Means and intervals are those of worlds, whose rows are not independent."""
+    run = in_worlds([[1.0], [3.0], [8.0], [2.0]]) | {"worlds": [7, 7, 5, 7]}
+    (runs,) = worlds.read(written(tmp_path, run))["walk"].values()
+    assert worlds.returns_of(runs, "own").tolist() == [[[8], [2]]]
+
+
 def test_contexts_of_one_run_may_be_in_files_of_their_own(tmp_path):
     one, two = in_worlds([[1.0]]), in_worlds([[2.0]], random_4=own([[5.0]]))
     del two["contexts"]["own"]

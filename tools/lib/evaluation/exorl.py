@@ -28,9 +28,10 @@ trained on), and there are
 and no `recorded`.
 
 Papers report the best of n episodes; first, last and mean are given too, with their
-bootstrap intervals (95 %) over the environments, as is what the last own episode got
-above the first, and above that of other contexts, row by row. Seeds of all episodes are
-written, and equal for all agents and contexts. `tools.figures` draws it.
+bootstrap intervals (95 %) over the worlds, or the environments of one. So is what the
+last own episode got above the first, and above that of other contexts, row by row.
+Seeds of all episodes are written, and equal for all agents and contexts.
+`tools.figures` draws it.
 """
 
 import argparse
@@ -56,7 +57,7 @@ from tools.lib.exorl.agents import actor
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
 from tools.lib.exorl.scenes import Recording, Scene, stage, versions
-from tools.lib.exorl.scores import interval, scores
+from tools.lib.exorl.scores import interval, of_worlds, scores
 from tools.lib.files import write_json
 
 
@@ -251,8 +252,11 @@ def evaluate(
     target = options.target * float(file.returns.max())
     play = Play(agent, file, target)
     say(f"step {step} of {config.workdir} on {_task(file)}, target {target:.1f}")
+    # Where there is one world, rows are independent.
+    rows = np.resize(worlds, size[0]) if len(worlds) > 1 else np.arange(size[0])
     outcomes = {
-        name: _outcome(name, context, play, say) for name, context in needed.items()
+        name: _outcome(name, context, play, rows, say)
+        for name, context in needed.items()
     }
     environment = Environment.of(partition.mesh.devices.flatten())
     return {
@@ -270,27 +274,39 @@ def evaluate(
         "versions": {"jax": jax.__version__, **versions(file)},
         "environment": dataclasses.asdict(environment),
         "contexts": outcomes,
-        "own_last_over": _own_last_over(outcomes),
+        "own_last_over": _own_last_over(outcomes, rows),
     }
 
 
-def _own_last_over(outcomes: dict[str, Any]) -> dict[str, dict[str, float]]:
+def _own_last_over(
+    outcomes: dict[str, Any], worlds: np.ndarray
+) -> dict[str, dict[str, float]]:
     """Returns what the last own episode got above others, row by row, with intervals.
 
     Others are the first own one, and the last of each other context.
+
+    worlds: int (E,), of the rows.
     """
-    last = {name: np.array(found["returns"])[:, -1] for name, found in outcomes.items()}
+    returns = {
+        name: of_worlds(np.array(found["returns"]), worlds)
+        for name, found in outcomes.items()
+    }
+    last = {name: values[:, -1] for name, values in returns.items()}
     if "own" not in last:
         return {}
     others = {name: values for name, values in last.items() if name != "own"}
-    others = {"first": np.array(outcomes["own"]["returns"])[:, 0]} | others
+    others = {"first": returns["own"][:, 0]} | others
     return {name: interval(last["own"] - values) for name, values in others.items()}
 
 
 def _outcome(
-    name: str, context: Context, play: Play, say: Callable[[str], None]
+    name: str,
+    context: Context,
+    play: Play,
+    worlds: np.ndarray,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Plays a context and returns its returns and scores."""
+    """Plays a context and returns its returns and scores; worlds: (E,), of its rows."""
     start, before = time.monotonic(), context.before
     returns = play.play(context.scenes, context.forgets, context.drawn).returns
     own, others = returns[:, before:], returns[:, :before]
@@ -303,7 +319,7 @@ def _outcome(
         "trajectories": context.source,
         "returns": own.round(4).tolist(),
         "recorded_returns": others.round(4).tolist(),
-        "scores": scores(own),
+        "scores": scores(of_worlds(own, worlds)),
         "target_hit_rate": float((own >= play.target).mean()),
         "cache_bytes_a_device": play.actor.device_bytes,
         "seconds": round(seconds, 1),

@@ -30,6 +30,15 @@ def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
     return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
 
 
+def of_worlds(returns: np.ndarray, worlds: np.ndarray) -> np.ndarray:
+    """Returns the mean of the rows of each world, (worlds, n), of returns (E, n).
+
+    Rows of one world are not independent, and would make intervals too narrow.
+    """
+    each = [returns[worlds == world].mean(axis=0) for world in np.unique(worlds)]
+    return np.stack(each)
+
+
 def scores(returns: np.ndarray) -> dict[str, dict[str, float]]:
     """Returns every score of returns (E, n), each with its interval."""
     return {name: interval(score(returns)) for name, score in SCORES.items()}

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data.json_text import parse_json
-from tools.lib.exorl.scores import interval
+from tools.lib.exorl.scores import interval, of_worlds
 from tools.lib.figures.returns import agent, colours_of
 from tools.lib.figures.style import GREY, INK, style
 
@@ -67,9 +67,15 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
 
 
 def returns_of(runs: Runs, context: str) -> np.ndarray:
-    """Returns what the agents got, (seeds that have the context, E, episodes)."""
-    there = [run["contexts"] for run in runs if context in run["contexts"]]
-    return np.array([found[context]["returns"] for found in there], float)
+    """Returns what the agents got, (seeds that have the context, worlds, episodes)."""
+    found = []
+    for run in runs:
+        if context in run["contexts"]:
+            returns = np.array(run["contexts"][context]["returns"], float)
+            # Rows that do not say their worlds are of one each.
+            worlds = np.array(run.get("worlds", range(len(returns))))
+            found.append(of_worlds(returns, worlds))
+    return np.array(found)
 
 
 def bounds(returns: np.ndarray) -> np.ndarray:
