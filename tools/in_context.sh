@@ -37,12 +37,11 @@ data() {
         --room "$WHERE" --recorded "$kind" --output "$made"
 }
 
-# Rows, episodes, and a temperature at which explorers of this room find their goals,
-# chosen in worlds that were trained on.
+# Rows and episodes.
 case $WHERE in
-10x10) config=icrl_dark_room.py:10x10/ play=(20 10) warm=3 ;;
-9x9) config=icrl_dark_room.py:9x9/ play=(16 40) warm=2 ;;
-cartpole) config=icrl_cartpole.py: play=(40 6) warm=1 ;;
+10x10) config=icrl_dark_room.py:10x10/ play=(100 10) ;;
+9x9) config=icrl_dark_room.py:9x9/ play=(16 40) ;;
+cartpole) config=icrl_cartpole.py: play=(40 6) ;;
 *) echo "error: $WHERE is none of 10x10, 9x9, cartpole" >&2 && exit 1 ;;
 esac
 
@@ -57,8 +56,9 @@ for seed in "${seeds[@]}"; do
         rows+=("$run.json")
         [ -e "$run.json" ] && continue
         "$PYTHON" train.py "${given[@]}"
+        # Explores best of those tried, in both rooms' worlds that were trained on.
         temperature=1
-        [ "$agent" = dpt ] && temperature=$warm
+        [ "$agent" = dpt ] && temperature=2
         "$PYTHON" -m tools.evaluate exorl "${given[@]}" --environments "${play[0]}" \
             --episodes "${play[1]}" --temperature "$temperature" --output "$run.json"
     done
