@@ -31,7 +31,7 @@ Runs = list[dict[str, Any]]
 
 
 def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
-    """Returns results by task and agent.
+    """Returns results by task and agent, with the mean of the rows of each world.
 
     Raises:
       ValueError: a file holds no results in many worlds, or two have one context of
@@ -47,7 +47,10 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
             there = {context for run in same for context in run["contexts"]}
             both = sorted(there & set(results["contexts"]))
             for outcome in results["contexts"].values():
-                np.array(outcome["returns"], float)
+                returns = np.array(outcome["returns"], float)
+                # Rows that do not say their worlds are of one each.
+                of_rows = np.array(results.get("worlds", range(len(returns))))
+                outcome["returns"] = of_worlds(returns, of_rows)
             results["references"]["oracle"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -68,14 +71,8 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
 
 def returns_of(runs: Runs, context: str) -> np.ndarray:
     """Returns what the agents got, (seeds that have the context, worlds, episodes)."""
-    found = []
-    for run in runs:
-        if context in run["contexts"]:
-            returns = np.array(run["contexts"][context]["returns"], float)
-            # Rows that do not say their worlds are of one each.
-            worlds = np.array(run.get("worlds", range(len(returns))))
-            found.append(of_worlds(returns, worlds))
-    return np.array(found)
+    there = [run["contexts"] for run in runs if context in run["contexts"]]
+    return np.array([found[context]["returns"] for found in there], float)
 
 
 def bounds(returns: np.ndarray) -> np.ndarray:
