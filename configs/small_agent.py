@@ -16,7 +16,7 @@ of the steps, those of the best episodes. dt and bc read one episode."""
 
 
 def get_small_agent(layers: int) -> ml_collections.ConfigDict:
-    """Returns the config of an agent of width 64 and so many layers, not locked."""
+    """Returns the config of an agent of width 64 with these layers, not locked."""
     config = base.get_config().unlock()
     config.task = "exorl"
     config.model.hidden_size = 64
