@@ -17,7 +17,7 @@ import ml_collections
 from configs.small_agent import AGENTS, learns_in_context
 
 # room: (steps of an episode, episodes in a context, best return, updates)
-_ROOMS = {"10x10": (100, 6, 100.0, 4000), "9x9": (20, 20, 20.0, 1000)}
+_ROOMS = {"10x10": (100, 6, 100.0, 6000), "9x9": (20, 40, 20.0, 3000)}
 _NAMES = [f"{room}/{agent}" for room in _ROOMS for agent in AGENTS]
 
 

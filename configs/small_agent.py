@@ -46,7 +46,9 @@ def learns_in_context(
     method, order, predicted, reads_returns, share = AGENTS[agent]
     episodes = 1 if agent in ("dt", "bc") else episodes
     config = get_small_agent(layers=4)
-    config.simulated_devices = 1
+    # A core works on a half of the rows: 1.6 times the updates of one device's threads.
+    config.simulated_devices = 2
+    config.mesh.data = 2
     config.mesh.ring = 1
     config.agent.method = method
     config.agent.episode_steps = steps
