@@ -10,9 +10,9 @@ those of the step before. So Decision-Pretrained Transformers (2306.14892) read
 transitions, and it is a quarter of the tokens.
 
 Letters: B batch, S steps (in any order: their positions come with them), M tokens of a
-step (4 or 1), T = M S tokens, E hidden size, A action size. The steps are sharded: each
-device makes the tokens of its own, so that no sequence is gathered, and no token is
-apart from its step.
+step (4 or 1), T = M S tokens, E hidden size, A action size, P numbers predicted of a
+step. The steps are sharded: each device makes the tokens of its own, so that no
+sequence is gathered, and no token is apart from its step.
 """
 
 import functools
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import cache as caches
+from models.actions import BINS, KINDS, Actions
 from models.attention import Attend
 from models.cache import EMPTY, Cache, CacheOperations
 from models.chunks import scan_chunks
@@ -37,7 +38,6 @@ PARTS_OF_A_STEP = 4
 STEP_TOKENS = (PARTS_OF_A_STEP, 1)
 STATE, ACTION = 1, 2
 """Token indices of the state and the action in a step of four."""
-ACTION_KINDS = ("continuous", "discrete")
 
 STEP = ("batch", "sequence")
 
@@ -68,8 +68,7 @@ class AgentConfig(DecoderConfig):
     episode_steps: most steps of an episode. chain_length: episodes in a context.
     return_scale: returns are divided by it.
     step_tokens: tokens of a step: 4, or 1 of all that is known before the action.
-    action_kind: "continuous", in [-1, 1]; or "discrete": one-hot, of which logits are
-      predicted.
+    action_kind, action_bins: see `Actions`.
     reads_returns: whether the return that is left to reach is read, or 0.
     rank_embedding: whether a token encodes the place of its episode in the chain: then
       a model need not look at the episodes before to act better in later ones.
@@ -81,30 +80,28 @@ class AgentConfig(DecoderConfig):
     chain_length: int = field(kw_only=True)
     return_scale: float = field(kw_only=True)
     step_tokens: int = field(default=PARTS_OF_A_STEP, kw_only=True)
-    action_kind: str = field(default=ACTION_KINDS[0], kw_only=True)
+    action_kind: str = field(default=KINDS[0], kw_only=True)
+    action_bins: int = field(default=BINS, kw_only=True)
     reads_returns: bool = field(default=True, kw_only=True)
     rank_embedding: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
         check_step_tokens(self.step_tokens)
-        check_action_kind(self.action_kind)
         if not self.return_scale > 0:
             raise ValueError(f"return_scale={self.return_scale} must be above 0")
+        _ = self.actions  # are checked
+
+    @property
+    def actions(self) -> Actions:
+        """The kind of actions."""
+        return Actions(self.action_kind, self.action_size, self.action_bins)
 
 
 def check_step_tokens(step_tokens: int) -> None:
     """Raises ValueError if a step cannot be of so many tokens."""
     if step_tokens not in STEP_TOKENS:
         raise ValueError(f"{step_tokens=} must be 4, or 1 of a whole step")
-
-
-def check_action_kind(kind: str) -> None:
-    """Raises ValueError if there is no such kind of actions."""
-    if kind not in ACTION_KINDS:
-        raise ValueError(
-            f"action_kind={kind!r} must be one of {', '.join(ACTION_KINDS)}"
-        )
 
 
 class LayerNorm(nnx.Module):
@@ -158,13 +155,13 @@ class Agent(Decoder):
         if config.rank_embedding:
             self.rank_embedding = table(config.chain_length)
         self.embedding_norm = LayerNorm(embed, config.norm_epsilon)
-        head = (embed, config.action_size)
+        head = (embed, config.actions.predicted_size)
         self.action_head = matrix(rngs, head, (None, None), small)
-        bias = jnp.zeros(config.action_size, jnp.float32)
+        bias = jnp.zeros(head[1:], jnp.float32)
         self.action_bias = nnx.Param(bias, axes=(None,))
 
     def __call__(self, steps: Steps, attend: Attend) -> jax.Array:
-        """Predicts actions in [-1, 1], or their logits, float32 (B, S, A).
+        """Predicts actions in [-1, 1], or their logits, float32 (B, S, P).
 
         attend: causal, in the order of the steps' tokens (see `token_index`).
         """
@@ -242,23 +239,18 @@ class Agent(Decoder):
         return call(*arrays, *(parameter[...] for parameter in parameters))
 
     def actions(self, hidden: jax.Array) -> jax.Array:
-        """Maps hidden states (B, T, E) to what is predicted, float32 (B, S, A)."""
-        tokens, kind = self.config.step_tokens, self.config.action_kind
+        """Maps hidden states (B, T, E) to what is predicted, float32 (B, S, P)."""
+        tokens, actions = self.config.step_tokens, self.config.actions
 
         def local(hidden: jax.Array, head: jax.Array, bias: jax.Array) -> jax.Array:
             rows, _, embed = hidden.shape
             steps = hidden.reshape(rows, -1, tokens, embed)
             states = steps[:, :, min(STATE, tokens - 1)]  # (B, S, E)
-            return bounded(states.astype(jnp.float32) @ head + bias, kind)
+            return actions.bounded(states.astype(jnp.float32) @ head + bias)
 
         names = (*STEP, None), self.action_head.axes, self.action_bias.axes
         call = self.partition.over_shards(local, names, (*STEP, None))
         return call(hidden, self.action_head[...], self.action_bias[...])
-
-
-def bounded(values: jax.Array, action_kind: str) -> jax.Array:
-    """Returns actions in [-1, 1] of any values; logits stay as they are."""
-    return jnp.tanh(values) if action_kind == "continuous" else values
 
 
 def read(
@@ -289,7 +281,7 @@ def read(
 def act(
     agent: Agent, steps: Steps, cache: Cache, operations: CacheOperations
 ) -> tuple[jax.Array, Cache]:
-    """Returns the next action of each row, float32 (B, A), and the new cache.
+    """Returns what is predicted of each row, float32 (B, P), and the new cache.
 
     agent: in a `StationaryPartition`.
     steps: the step before, with its action, reward and completion, and the present one,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.agentic import ACTION_KINDS, bounded, check_action_kind
+from models.actions import BINS, KINDS, Actions
 from models.execution import Partition
 from models.layers import matrix
 
@@ -17,7 +17,8 @@ STEP = ("batch", "sequence", None)
 class ClonerConfig:
     """Sizes of a model.
 
-    chain_length: episodes in a row of the batch. action_kind: as an agent's.
+    chain_length: episodes in a row of the batch. action_kind, action_bins: see
+      `Actions`.
     """
 
     hidden_size: int
@@ -25,10 +26,11 @@ class ClonerConfig:
     observation_size: int
     action_size: int
     chain_length: int
-    action_kind: str = ACTION_KINDS[0]
+    action_kind: str = KINDS[0]
+    action_bins: int = BINS
 
     def __post_init__(self):
-        check_action_kind(self.action_kind)
+        _ = self.actions  # are checked
         sizes = {
             size.name: getattr(self, size.name)
             for size in fields(self)
@@ -43,12 +45,17 @@ class ClonerConfig:
                 f"num_layers={self.num_layers} of a perceptron: at least 2"
             )
 
+    @property
+    def actions(self) -> Actions:
+        """The kind of actions."""
+        return Actions(self.action_kind, self.action_size, self.action_bins)
+
 
 class Cloner(nnx.Module):
     """A perceptron of `num_layers` hidden layers; every device has all of it."""
 
     def __init__(self, config: ClonerConfig, partition: Partition, *, rngs: nnx.Rngs):
-        self.partition, self.action_kind = partition, config.action_kind
+        self.partition, self.predicted = partition, config.actions
         wide = config.hidden_size
 
         def weights(*shape: int) -> nnx.Param:
@@ -61,12 +68,11 @@ class Cloner(nnx.Module):
         self.input, self.input_bias = weights(config.observation_size, wide), bias(wide)
         deeper = config.num_layers - 1
         self.hidden, self.hidden_bias = weights(deeper, wide, wide), bias(deeper, wide)
-        size = config.action_size
+        size = config.actions.predicted_size
         self.output, self.output_bias = weights(wide, size), bias(size)
 
     def __call__(self, observations: jax.Array) -> jax.Array:
-        """Maps observations (B, S, their size) to what is predicted, (B, S, A)."""
-        kind = self.action_kind
+        """Maps observations (B, S, their size) to what is predicted, (B, S, P)."""
         parameters = (
             self.input,
             self.input_bias,
@@ -81,7 +87,7 @@ class Cloner(nnx.Module):
             x = jax.nn.relu(x @ first + first_bias)
             for number in range(len(hidden)):
                 x = jax.nn.relu(x @ hidden[number] + hidden_bias[number])
-            return bounded(x @ last + last_bias, kind)
+            return self.predicted.bounded(x @ last + last_bias)
 
         names = STEP, *(parameter.axes for parameter in parameters)
         call = self.partition.over_shards(local, names, STEP)

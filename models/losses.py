@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from models.actions import Actions
 from models.chunks import scan_chunks
 from models.execution import Partition
 from models.logits import PLAIN, Logits
@@ -192,25 +193,20 @@ def action_errors(
     weights: jax.Array,
     places: jax.Array,
     *,
-    action_kind: str,
+    actions: Actions,
     parts: RankParts | PositionParts,
     partition: Partition,
 ) -> jax.Array:
     """Sums weighted errors of actions of each part: float32 (parts,).
 
-    predicted, targets: float32 (B, S, A), of steps in any order. An error of
-      "continuous" actions is the mean square over A; of "discrete" ones, of which
-      logits are predicted, the cross-entropy with the targets, in nats.
+    predicted: float32 (B, S, P), of steps in any order. targets: (B, S, A).
     weights: float32 (B, S). places: int32 (B, S), what the parts are by.
     """
 
     def local(
         predicted: jax.Array, targets: jax.Array, weights: jax.Array, places: jax.Array
     ) -> jax.Array:
-        if action_kind == "discrete":
-            errors = -(targets * jax.nn.log_softmax(predicted)).sum(axis=-1)  # (b, s)
-        else:
-            errors = jnp.square(predicted - targets).mean(axis=-1)
+        errors = actions.errors(predicted, targets)  # (b, s)
         sums = parts.sums(weights * errors, places)
         return partition.total(sums, ("batch", "sequence"))
 

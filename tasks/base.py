@@ -46,7 +46,7 @@ from training.step import (
 from training.update import Optimizer
 
 PARTS = {field.name for field in dataclasses.fields(LanguageModelConfig)}
-PARTS = PARTS - {"rope_theta", "norm_epsilon"} | {"truncate"}
+PARTS = PARTS - {"rope_theta", "norm_epsilon"} | {"truncate", "action_bins"}
 """Fields that a fingerprint leaves out where they have their default."""
 
 

@@ -47,10 +47,6 @@ DATA_FIELDS = (
 """Fields of config.data that only this task reads."""
 UNTURNED = RopeScaling("linear", factor=1e9)
 """Angles of RoPE that are nothing at any place."""
-UNITS = {
-    "continuous": "squared error of actions",
-    "discrete": "cross-entropy of actions, in nats",
-}
 METHODS = ("transformer", "perceptron")
 FIRST_BOUND = 4
 """Steps of a context in the first part of the held-out loss."""
@@ -94,7 +90,7 @@ def _by_rank(
     """Builds the loss by the rank of an episode in its chain."""
     parts = RankParts(config.agent.chain_length)
     loss_sums = loss_function(config, model, partition)
-    unit = UNITS[model.config.action_kind]
+    unit = model.config.actions.unit
     return Objective(loss_sums, count(config), parts.names, unit)
 
 
@@ -110,7 +106,7 @@ def _by_place(
         return by_rank(batch)._replace(weights=weights)
 
     loss_sums = loss_function(config, model, partition, parts)
-    unit = UNITS[model.config.action_kind]
+    unit = model.config.actions.unit
     return Objective(loss_sums, counts, parts.names, unit)
 
 
@@ -208,8 +204,8 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
         raise ValueError(f"{config.agent.method=} must be one of {', '.join(METHODS)}")
     if agent.method == "perceptron":
         layers = config.model.hidden_size, config.model.num_layers
-        ends = agent.observation_size, agent.action_size
-        return ClonerConfig(*layers, *ends, agent.chain_length, agent.action_kind)
+        ends = agent.observation_size, agent.action_size, agent.chain_length
+        return ClonerConfig(*layers, *ends, agent.action_kind, agent.action_bins)
     given = config.model.to_dict() | agent.to_dict()
     known = {field.name for field in dataclasses.fields(AgentConfig)}
     fields = {name: value for name, value in given.items() if name in known}
@@ -242,7 +238,7 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
 def predictions(
     config: ml_collections.ConfigDict, model: Model, partition: Partition
 ) -> Callable[[Any, ChainBatch], jax.Array]:
-    """Builds (parameters, batch in layout order) -> what is predicted, [B, S, A].
+    """Builds (parameters, batch in layout order) -> what is predicted, [B, S, P].
 
     Raises:
       ValueError: an unknown implementation.
@@ -281,7 +277,7 @@ def loss_function(
             batch.targets,
             batch.loss_weights,
             batch.positions if by_place else batch.ranks,
-            action_kind=model.config.action_kind,
+            actions=model.config.actions,
             parts=parts,
             partition=partition,
         )

@@ -105,7 +105,9 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
     rows, steps = exorl.batch_shape(config)
     assert batch.observations.shape == (rows, steps, agent.observation_size)
     assert steps >= agent.chain_length * agent.episode_steps
-    assert model.shapes["action_head"].shape[1] == agent.action_size
+    of_a_number = agent.action_bins if agent.action_kind == "binned" else 1
+    size = agent.action_size * of_a_number
+    assert model.shapes["action_head"].shape[1] == size
     assert base.optimizer_settings(config).total_steps == config.train.steps
     text = MODULES[name].__doc__
     if "parameters:" in text:
@@ -119,7 +121,7 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
     [
         ("exorl_tiny", exorl_tiny._NAMES, {"at": 4}),
         ("icrl_dark_room", icrl_dark_room._NAMES[:5], {"dpt": 6, "ad": 6, "at": 6}),
-        ("icrl_dark_room", icrl_dark_room._NAMES[5:], {"dpt": 20, "ad": 20, "at": 20}),
+        ("icrl_dark_room", icrl_dark_room._NAMES[5:], {"dpt": 40, "ad": 40, "at": 40}),
         ("icrl_cartpole", small_agent.AGENTS, {"dpt": 4, "ad": 4, "at": 4}),
     ],
 )

@@ -58,7 +58,7 @@ for seed in "${seeds[@]}"; do
         "$PYTHON" train.py "${given[@]}"
         # Explores best of those tried, in both rooms' worlds that were trained on.
         temperature=1
-        [ "$agent" = dpt ] && temperature=2
+        [ "$agent" = dpt ] && [ "$WHERE" != cartpole ] && temperature=2
         "$PYTHON" -m tools.evaluate exorl "${given[@]}" --environments "${play[0]}" \
             --episodes "${play[1]}" --temperature "$temperature" --output "$run.json"
     done

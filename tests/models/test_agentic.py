@@ -97,6 +97,27 @@ def test_logits_have_the_cross_entropy_of_their_targets(discrete):
     np.testing.assert_allclose(bounded.actions(discrete), np.tanh(logits), atol=1e-6)
 
 
+BINNED = ONE_TOKEN | {"agent__action_kind": "binned", "agent__action_bins": 5}
+
+
+def test_binned_actions_have_the_cross_entropy_of_their_nearest_values(file):
+    """Losses of each number of an action add up; beyond the ends are the ends."""
+    run = one_device(**BINNED)
+    chains = chains_of(file, run.config)
+    chains = chains._replace(targets=1.5 * chains.targets)
+    logits = run.actions(chains).astype(np.float64)
+    logits = logits.reshape(*logits.shape[:2], -1, 5)  # (B, S, A, K)
+    values = np.linspace(-1, 1, 5)
+    nearest = np.abs(chains.targets[..., None] - values).argmin(axis=-1)
+    assert (np.bincount(nearest.reshape(-1)) > 0).all()
+    assert np.abs(chains.targets).max() > 1.25
+    chosen = np.take_along_axis(logits, nearest[..., None], axis=-1)[..., 0]
+    nats = (np.log(np.exp(logits).sum(axis=-1)) - chosen).sum(axis=-1)
+    by_rank = (nats * chains.loss_weights)[:, :REAL].reshape(2, 2, -1).sum(axis=(0, 2))
+    losses, _ = run.losses_and_gradients(chains)
+    np.testing.assert_allclose(losses, by_rank, rtol=1e-5)
+
+
 def test_without_positions_a_layer_reads_a_set(discrete):
     """The last step does not know in which order the others came."""
     one_layer = ONE_TOKEN | {"model__num_layers": 1}

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from data.chains import STD_FLOOR, of_step_before
+from models.actions import Actions
 from tasks import exorl
 from tests import small_agent
 from tests.small_agent import (
@@ -150,15 +151,29 @@ def test_who_forgets_every_step_sees_the_present_alone(one_token, file):
         )
 
 
+def choice(actions: Actions, temperature: float = 1) -> Choice:
+    return Choice(actions, temperature, np.random.default_rng(0))
+
+
 def test_temperature_is_that_of_what_is_drawn():
     logits = np.tile(np.log([0.7, 0.2, 0.1]), (20_000, 1))
     for temperature, want in ((1, [0.7, 0.2, 0.1]), (2, None), (0, [1, 0, 0])):
-        choose = Choice(True, temperature, np.random.default_rng(0))
+        choose = choice(Actions("discrete", 3, 2), temperature)
         root = np.sqrt([0.7, 0.2, 0.1])
         want = root / root.sum() if want is None else want
         np.testing.assert_allclose(choose(logits).mean(axis=0), want, atol=0.01)
     actions = np.array([[0.3, -0.2]])
-    assert Choice(False, 1, np.random.default_rng(0))(actions) is actions
+    assert choice(Actions("continuous", 2, 2))(actions) is actions
+
+
+def test_binned_actions_are_drawn_number_by_number():
+    shares = np.array([[0.5, 0.0, 0.5], [0.1, 0.2, 0.7]])  # (A, K)
+    logits = np.log(np.maximum(shares, 1e-9)).reshape(1, -1)
+    drawn = choice(Actions("binned", 2, 3))(np.tile(logits, (20_000, 1)))
+    assert drawn.shape == (20_000, 2)
+    found = (drawn[..., None] == [-1, 0, 1]).mean(axis=0)
+    np.testing.assert_allclose(found, shares, atol=0.01)
+    assert choice(Actions("binned", 2, 3), 0)(logits).tolist()[0][1] == 1
 
 
 def test_an_empty_context_begins_anew_with_every_episode(agent, file):

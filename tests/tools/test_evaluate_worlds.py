@@ -135,6 +135,7 @@ BAD = {
     "--contexts mine": "--contexts mine: give some of own, empty, none, other",
     "--random 0": "--random: must be a whole number",
     "--config.agent.step_tokens=2": "config.agent.step_tokens=2 must be 4, or 1",
+    "--config.agent.action_bins=1": "config.agent.action_bins=1 must be at least 2",
     "--config.agent.action_kind=some": "config.agent.action_kind='some' must be one of",
 }
 

@@ -348,7 +348,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         "--temperature",
         type=float,
         default=1.0,
-        help="of discrete actions; 0: the likeliest (default: %(default)s)",
+        help="of drawn actions; 0: the likeliest (default: %(default)s)",
     )
     add("--contexts", nargs="*", metavar="NAME", help="default: all that there are")
     add("--random", type=at_least(1), nargs="*", default=[], metavar="N")

@@ -16,6 +16,7 @@ from data.chains import ChainBatch, of_step_before
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import padded_length, permute
 from models import agentic
+from models.actions import Actions
 from models.cache import Cache, empty_cache
 from tasks import base, exorl
 from tasks.generation import cache_shardings
@@ -51,25 +52,29 @@ class Actor(Protocol):
 
 @dataclass
 class Choice:
-    """Makes actions of what is predicted, (E, A).
+    """Makes actions (E, A) of what is predicted, (E, P).
 
-    is_discrete: whether logits of one-hot actions are predicted.
     temperature: what logits are divided by before an action is drawn; at 0 it is the
       likeliest.
     rng: of what is drawn.
     """
 
-    is_discrete: bool
+    actions: Actions
     temperature: float
     rng: np.random.Generator
 
     def __call__(self, predicted: np.ndarray) -> np.ndarray:
-        if not self.is_discrete:
+        kind, bins = self.actions.kind, self.actions.bins
+        if kind == "continuous":
             return predicted
         logits = predicted.astype(np.float64)
+        if kind == "binned":
+            logits = logits.reshape(len(logits), -1, bins)  # (E, A, K)
         if self.temperature:
             logits = logits / self.temperature + self.rng.gumbel(size=logits.shape)
         chosen = logits.argmax(axis=-1)
+        if kind == "binned":
+            return np.linspace(-1, 1, bins, dtype=np.float32)[chosen]
         return np.eye(logits.shape[-1], dtype=np.float32)[chosen]
 
 
@@ -178,7 +183,7 @@ def actor(
 ) -> Actor:
     """Returns the config's agent with its parameters, for E rows.
 
-    episodes: that a context has to hold. temperature, seed: of discrete actions, see
+    episodes: that a context has to hold. temperature, seed: of drawn actions, see
       `Choice`.
 
     Raises:
@@ -186,8 +191,8 @@ def actor(
     """
     few_steps = StationaryPartition(partition.mesh)
     model = exorl.model(config, few_steps)
-    is_discrete = config.agent.action_kind == "discrete"
-    choice = Choice(is_discrete, temperature, np.random.default_rng(seed))
+    actions = model.config.actions
+    choice = Choice(actions, temperature, np.random.default_rng(seed))
     if config.agent.method == "perceptron":
         program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
         return CloningActor(functools.partial(program, parameters), choice)

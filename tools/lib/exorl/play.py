@@ -30,7 +30,7 @@ class Chance:
 
     def act(self, present: ChainBatch) -> np.ndarray:
         size, rng = present.actions.shape, self.choose.rng
-        if self.choose.is_discrete:
+        if self.choose.actions.kind == "discrete":
             return np.eye(size[1], dtype=np.float32)[
                 rng.integers(size[1], size=size[0])
             ]
