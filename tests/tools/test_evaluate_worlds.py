@@ -16,7 +16,7 @@ from tasks import base, exorl
 from tests.small_agent import drawn
 from tools.lib.evaluation.exorl import main, world_contexts
 from tools.lib.exorl.references import references
-from tools.lib.exorl.scenes import stage
+from tools.lib.exorl.stages import stage
 from tools.make_dark_room import make
 from training.weights import save_parameters
 
@@ -167,6 +167,19 @@ def test_the_worlds_of_a_stage_are_those_described(tmp_path):
     moved = acting.step(np.ones((3, 1), np.float32)).observations
     pushed = moved[:, 3] - first[:, 3]  # the cart's velocity
     assert pushed[0] < 0 < pushed[1] and pushed[1] == pushed[2]
+
+
+def test_processes_that_share_rows_do_what_one_does(tmp_path, rng):
+    file = cart_poles(tmp_path, [HiddenPhysics(-1, pole_mass=2.0), None])
+    rows = np.array([0, 1, 0]), rng.integers(99, size=(3, 2))
+    alone, shared = (stage(file, *rows, processes) for processes in (1, 2))
+    np.testing.assert_array_equal(shared.begin(1), alone.begin(1))
+    for number in range(100):
+        actions = rng.uniform(-1, 1, (3, 1)).astype(np.float32)
+        want, found = alone.step(actions), shared.step(actions)
+        jax.tree.map(np.testing.assert_array_equal, found, want)
+        assert found.last == (number == 99)
+    assert (want.observations[0] != want.observations[2]).any()
 
 
 def test_who_knows_a_cart_pole_swings_it_up_and_chance_does_not(tmp_path):

@@ -37,6 +37,7 @@ Seeds of all episodes are written, and equal for all agents and contexts.
 import argparse
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,8 +57,9 @@ from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import actor
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
-from tools.lib.exorl.scenes import Recording, Scene, stage, versions
+from tools.lib.exorl.scenes import Recording, Scene, versions
 from tools.lib.exorl.scores import interval, of_worlds, scores
+from tools.lib.exorl.stages import stage
 from tools.lib.files import write_json
 
 
@@ -120,15 +122,20 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
 
 
 def world_contexts(
-    file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray, random: Sequence[int]
+    file: TrajectoryFile,
+    worlds: np.ndarray,
+    seeds: np.ndarray,
+    random: Sequence[int],
+    processes: int = 1,
 ) -> dict[str, Context]:
     """Returns contexts of rows that are of these worlds, int (n,), in turn.
 
     seeds: (E, episodes). random: numbers of episodes of drawn actions in a context.
+    processes: see `stage`.
     """
     (rows, episodes), task = seeds.shape, _task(file)
     own, other = (
-        stage(file, np.resize(order, rows), seeds)
+        stage(file, np.resize(order, rows), seeds, processes)
         for order in (worlds, np.roll(worlds, 1))
     )
     numbers = [(own, number) for number in range(episodes)]
@@ -164,14 +171,14 @@ def contexts(
     if (file.worlds != file.worlds[0]).any():
         if options.other:
             raise ValueError("--other is for trajectories of one world: leave it out")
-        found = world_contexts(file, worlds, seeds, options.random)
+        found = world_contexts(file, worlds, seeds, options.random, options.processes)
         return {single: found[single]} if config.agent.chain_length == 1 else found
     for option in ("random", "trained"):
         if getattr(options, option):
             raise ValueError(
                 f"--{option} is for trajectories of many worlds: leave it out"
             )
-    acting = stage(file, np.resize(worlds, rows), seeds)
+    acting = stage(file, np.resize(worlds, rows), seeds, options.processes)
     numbers = [(acting, number) for number in range(episodes)]
 
     def recorded(file: TrajectoryFile, among: np.ndarray) -> Context:
@@ -252,8 +259,9 @@ def evaluate(
     target = options.target * float(file.returns.max())
     play = Play(agent, file, target)
     say(f"step {step} of {config.workdir} on {_task(file)}, target {target:.1f}")
+    of_rows = np.resize(worlds, size[0])
     # Where there is one world, rows are independent.
-    rows = np.resize(worlds, size[0]) if len(worlds) > 1 else np.arange(size[0])
+    rows = of_rows if len(worlds) > 1 else np.arange(size[0])
     outcomes = {
         name: _outcome(name, context, play, rows, say)
         for name, context in needed.items()
@@ -265,11 +273,11 @@ def evaluate(
         "task": _task(file),
         "target": target,
         "temperature": options.temperature,
-        "worlds": np.resize(worlds, size[0]).tolist(),
+        "worlds": of_rows.tolist(),
         "trained_on": options.trained,
         "action_repeat": file.action_repeat,
         "data_returns": _quantiles(file),
-        "references": references(file, np.resize(worlds, size[0]), seeds),
+        "references": references(file, of_rows, seeds, options.processes),
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **versions(file)},
         "environment": dataclasses.asdict(environment),
@@ -354,6 +362,12 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--random", type=at_least(1), nargs="*", default=[], metavar="N")
     add("--other", type=Path, help="trajectories of another task, for its context")
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
+    add(
+        "--processes",
+        type=at_least(1),
+        default=os.cpu_count(),
+        help="that step dm_control, default: one for each core (%(default)s)",
+    )
     add(
         "--trained",
         action="store_true",

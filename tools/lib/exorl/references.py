@@ -13,7 +13,8 @@ from data.dark_room import MOVES, ROOMS, DarkRoom
 from data.hidden_physics import HiddenPhysics
 from data.trajectory_file import TrajectoryFile
 from tools.lib.exorl.controller import controller
-from tools.lib.exorl.scenes import Scene, stage
+from tools.lib.exorl.scenes import Scene
+from tools.lib.exorl.stages import stage
 
 LEARNING_RATE, DISCOUNT, EPSILON = 0.5, 0.95, 0.1
 OPTIMISM = 1.0
@@ -21,14 +22,14 @@ OPTIMISM = 1.0
 
 
 def references(
-    file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray
+    file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray, processes: int = 1
 ) -> dict[str, Any]:
     """Returns mean returns over worlds (E,): oracle, random, and tabular by episode.
 
     Empty for trajectories of one world. Tabular is for Dark Room, where the others
     are exact. In cart-poles an episode is played in each row.
 
-    seeds: int (E, episodes), of the episodes' beginnings.
+    seeds: int (E, episodes), of the episodes' beginnings. processes: see `stage`.
     """
     if file.index["domain"] == "dark_room":
         room = ROOMS[file.index["task"]]
@@ -42,7 +43,7 @@ def references(
     described = file.index.get("worlds_described")
     if not described:
         return {}
-    repeat, scene = file.action_repeat, stage(file, worlds, seeds)
+    repeat, scene = file.action_repeat, stage(file, worlds, seeds, processes)
     known = [controller(HiddenPhysics.of(described[w]), repeat) for w in worlds]
     rng, size = np.random.default_rng(0), (len(worlds), file.action_size)
 

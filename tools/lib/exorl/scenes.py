@@ -7,9 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from data import environments
-from data.dark_room import ROOMS, DarkRoom, one_hot
+from data.dark_room import DarkRoom, one_hot
 from data.environments import Environment
-from data.hidden_physics import HiddenPhysics
 from data.trajectory_file import TrajectoryFile
 
 
@@ -59,9 +58,9 @@ class Stage:
             *(self._held(environment, action) for environment, action in pairs),
             strict=True,
         )
-        if len(set(ends)) > 1:
-            raise ValueError(f"episodes of one task end at different steps: {ends}")
-        return Outcome(np.stack(observations), actions, np.array(rewards), ends[0])
+        return Outcome(
+            np.stack(observations), actions, np.array(rewards), same_end(ends)
+        )
 
     def _held(
         self, environment: Environment, action: np.ndarray
@@ -73,6 +72,17 @@ class Stage:
             if step.last:
                 break
         return step.observation, reward, step.last
+
+
+def same_end(ends: Sequence[bool]) -> bool:
+    """Returns whether all episodes end here.
+
+    Raises:
+      ValueError: some do, and others do not.
+    """
+    if len(set(ends)) > 1:
+        raise ValueError(f"episodes of one task end at different steps: {ends}")
+    return ends[0]
 
 
 @dataclass
@@ -129,23 +139,6 @@ class Recording:
 
     def _observations(self) -> np.ndarray:
         return self.file.read(self._places)[:, : self.file.observation_size]
-
-
-def stage(file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray) -> Scene:
-    """Returns where agents act in the trajectories' task.
-
-    worlds: int (E,), of the rows. seeds: int (E, episodes), of the beginnings.
-    """
-    domain, task = file.index["domain"], file.index["task"]
-    if domain == "dark_room":
-        return DarkRoomStage(ROOMS[task], ROOMS[task].goals[worlds])
-    described = file.index.get("worlds_described")
-    hidden = [described[world] if described else None for world in worlds]
-    environments = [
-        Environment(domain, task, HiddenPhysics.of(each) if each else None)
-        for each in hidden
-    ]
-    return Stage(environments, seeds, file.action_repeat)
 
 
 def versions(file: TrajectoryFile) -> dict[str, str]:
