@@ -168,8 +168,7 @@ class CachedAttention:
         _check_place("layer", layer, keys.shape[0])
         scale = checked_scale(self.scale, q.shape[-1])
         soft_cap = checked_soft_cap(self.soft_cap)
-        sinks = checked_sinks(sinks, q)
-        if sinks is None:
+        if (sinks := checked_sinks(sinks, q)) is None:
             sinks = jnp.full(q.shape[2], -jnp.inf, accumulator_type(q.dtype))
 
         def local(
@@ -188,8 +187,8 @@ class CachedAttention:
             out, _ = merge((jnp.zeros((), out.dtype), sink), (out, lse))
             return out.astype(q.dtype)
 
-        stack, rows = self._stack(keys), PartitionSpec(self._axes.batch)
-        queries = self._whole(keys)
+        stack, queries = self._stack(keys), self._whole(keys)
+        rows = PartitionSpec(self._axes.batch)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
         specs = queries, stack, stack, slots, rows, PartitionSpec(), heads
