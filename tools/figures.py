@@ -17,7 +17,7 @@ losses   losses by position, of `evaluate loss`; several files, a curve for each
 lines    heat maps of `evaluate line-retrieval`, without --names by the runs' folders
 returns  returns by episode of `evaluate exorl`
 worlds   the same where it was in many worlds, by episode and by what was read before;
-         a file for each agent and seed
+         a file for each agent and seed. Its numbers are printed, in Markdown
 
 The pictures of the papers' tables are drawn by tools.paper_tables.
 """
@@ -32,7 +32,7 @@ from kernels.masks import causal
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import read_rows
 from tools.lib.benchmarks.work import critical_path
-from tools.lib.figures import lines, losses, rates, returns, work, worlds
+from tools.lib.figures import lines, losses, rates, returns, work, world_table, worlds
 from tools.lib.figures.style import write_picture
 from tools.lib.files import write_json
 
@@ -77,7 +77,9 @@ def _returns(chosen: argparse.Namespace) -> None:
 
 
 def _worlds(chosen: argparse.Namespace) -> None:
-    write_picture(chosen.output, worlds.curves(worlds.read(chosen.results)))
+    tasks = worlds.read(chosen.results)
+    print(world_table.table(tasks))
+    write_picture(chosen.output, worlds.curves(tasks))
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -14,7 +14,8 @@ from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal, full, window
 from tools import figures
 from tools.lib.benchmarks.peers import PEERS
-from tools.lib.figures import work, worlds
+from tools.lib.exorl.scores import interval
+from tools.lib.figures import work, world_table, worlds
 from tools.lib.figures.lines import heat_maps
 from tools.lib.figures.rates import OTHERS, bar, bars
 from tools.lib.figures.returns import CONTEXTS, TARGET, colours_of, curve, curves, read
@@ -333,6 +334,28 @@ def test_runs_of_several_seeds_make_one_curve(tmp_path):
     assert lines["Q-learning from nothing"].get_ydata()[-1] == 2
     by_length = {line.get_label(): line for line in right.lines}[name]
     assert by_length.get_xydata().tolist() == [[4, 5.5], [10, 8.5]]
+
+
+def test_numbers_are_those_of_the_picture_and_differences_row_by_row(tmp_path):
+    played = np.array([[[1.0, 9.0], [3.0, 7.0]], [[2.0, 5.0], [4.0, 5.0]]])
+    rows = []
+    for seed, returns in enumerate(played):
+        other = {"own": own([[4.0], [1.0]])["own"] | {"recorded_returns": [[0], [0]]}}
+        rows.append(in_worlds(returns.tolist(), seed, other=other))
+    text = world_table.table(worlds.read(written(tmp_path, *rows)))
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    cells = {words.rpartition("seeds, ")[2]: rest for words, *rest in lines}
+    assert lines[0] == ["walk", "1", "2"]
+
+    def told(values):
+        return "{mean:.1f} ({low:.1f} to {high:.1f})".format(**interval(values))
+
+    assert cells["own episodes before"] == [told(played[..., n]) for n in (0, 1)]
+    gained = told(played[..., 1] - played[..., 0])
+    assert cells["own above the first"] == ["0.0 (0.0 to 0.0)", gained]
+    above = told(played[..., 1] - [4.0, 1.0])
+    assert cells["own above own of another world before"] == ["", above]
+    assert cells["knows the world"][-1] == "20.0"
 
 
 def test_what_one_seed_alone_has_is_drawn_and_no_panel_of_what_none_has(tmp_path):
