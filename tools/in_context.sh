@@ -7,8 +7,9 @@
 #        bash tools/in_context.sh 9x9 dpt,ad,at,dt,bc 0,1,2
 #
 # WHERE is 10x10 or 9x9, rooms, or cartpole. OUT (runs/in_context/WHERE) gets a working
-# directory and AGENT_SEED.json for each agent and seed, and returns.png. FLAGs go to
-# training and evaluation, to try it in a small size: --config.train.steps=200.
+# directory and AGENT_SEED.json for each agent and seed, and returns.png. Explorers of
+# rooms read episodes of drawn actions too, on a ring of 8: AGENT_SEED_read.json. FLAGs go
+# to training and evaluation, to try it in a small size: --config.train.steps=200.
 set -euo pipefail
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -37,13 +38,20 @@ data() {
         --room "$WHERE" --recorded "$kind" --output "$made"
 }
 
-# Rows and episodes.
+# Rows and episodes, and those that are read before one.
 case $WHERE in
-10x10) config=icrl_dark_room.py:10x10/ play=(100 10) ;;
-9x9) config=icrl_dark_room.py:9x9/ play=(16 40) ;;
-cartpole) config=icrl_cartpole.py: play=(40 6) ;;
+10x10) config=icrl_dark_room.py:10x10/ play=(100 10) read=(1 2 4 8 16) ;;
+9x9) config=icrl_dark_room.py:9x9/ play=(16 40) read=(4 16 64 250 1000) ;;
+cartpole) config=icrl_cartpole.py: play=(40 6) read=() ;;
 *) echo "error: $WHERE is none of 10x10, 9x9, cartpole" >&2 && exit 1 ;;
 esac
+
+# Let an agent act: FILE ROWS EPISODES [FLAG ...], if the file is not there.
+act() {
+    rows+=("$1")
+    [ -e "$1" ] || "$PYTHON" -m tools.evaluate exorl "${given[@]}" --output "$1" \
+        --environments "$2" --episodes "$3" "${@:4}"
+}
 
 mkdir -p "$OUT"
 rows=()
@@ -53,14 +61,15 @@ for seed in "${seeds[@]}"; do
         run=$OUT/${agent}_$seed
         given=(--config="configs/$config$agent" --config.workdir="$run"
             --config.seed="$seed" "$@")
-        rows+=("$run.json")
-        [ -e "$run.json" ] && continue
-        "$PYTHON" train.py "${given[@]}"
+        [ -e "$run.json" ] || "$PYTHON" train.py "${given[@]}"
+        if [ "$agent" != dpt ] || [ "$WHERE" = cartpole ]; then
+            act "$run.json" "${play[@]}"
+            continue
+        fi
         # Explores best of those tried, in both rooms' worlds that were trained on.
-        temperature=1
-        [ "$agent" = dpt ] && [ "$WHERE" != cartpole ] && temperature=2
-        "$PYTHON" -m tools.evaluate exorl "${given[@]}" --environments "${play[0]}" \
-            --episodes "${play[1]}" --temperature "$temperature" --output "$run.json"
+        act "$run.json" "${play[@]}" --temperature 2
+        act "${run}_read.json" "${play[0]}" 1 --contexts --random "${read[@]}" \
+            --config.simulated_devices=8 --config.mesh.data=1 --config.mesh.ring=8
     done
 done
 "$PYTHON" -m tools.figures worlds "${rows[@]}" --output "$OUT/returns.png"
