@@ -16,8 +16,8 @@ import ml_collections
 
 from configs.small_agent import AGENTS, learns_in_context
 
-# room: (steps of an episode, episodes in a context, best return, updates)
-_ROOMS = {"10x10": (100, 6, 100.0, 6000), "9x9": (20, 40, 20.0, 3000)}
+# room: (rows and columns, steps of an episode, episodes in a context, updates)
+_ROOMS = {"10x10": (20, 100, 6, 3000), "9x9": (18, 20, 40, 3000)}
 _NAMES = [f"{room}/{agent}" for room in _ROOMS for agent in AGENTS]
 
 
@@ -30,14 +30,14 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     if name not in _NAMES:
         raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
     room, agent = name.split("/")
-    steps, episodes, best, updates = _ROOMS[room]
+    seen, steps, episodes, updates = _ROOMS[room]
     recorded = "exploration" if agent == "dpt" else "history"
     config = learns_in_context(agent, steps, episodes)
     config.workdir = f"runs/icrl_dark_room/{name}"
-    config.agent.observation_size = 2
+    config.agent.observation_size = seen
     config.agent.action_size = 5
     config.agent.action_kind = "discrete"
-    config.agent.return_scale = best
+    config.agent.return_scale = float(steps)
     config.data.trajectories = f"trajectories/dark_room/{room}/{recorded}"
     config.train.steps = updates
     return config.lock()

@@ -31,6 +31,16 @@ class DarkRoom:
         """All cells, each the goal of the world of its number: (size^2, 2)."""
         return np.indices((self.size, self.size)).reshape(2, -1).T
 
+    def observe(self, places: np.ndarray) -> np.ndarray:
+        """Returns what is seen in places (…, 2), float32 (…, 2 size).
+
+        Row and column are one-hot: a model then need not learn first to tell places
+        apart by two numbers, before it can say which of them were seen.
+        """
+        return np.eye(self.size, dtype=np.float32)[places].reshape(
+            *places.shape[:-1], 2 * self.size
+        )
+
     def move(self, places: np.ndarray, actions: np.ndarray) -> np.ndarray:
         """Returns the places (…, 2) where actions, int (…,), lead."""
         return np.clip(places + MOVES[actions], 0, self.size - 1)

@@ -23,7 +23,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dark_room import ROOMS, Recorded, exploration, history, one_hot, record
+from data.dark_room import (
+    ROOMS,
+    DarkRoom,
+    Recorded,
+    exploration,
+    history,
+    one_hot,
+    record,
+)
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks.command_line import Parser, as_program, at_least
 
@@ -71,15 +79,17 @@ def make(
                 goals = np.repeat(goal[None], TRIED * episodes, axis=0)
                 tried = record(room, goals, exploration(room, goals, rng), rng)
                 done = tried.mostly_in_vain(episodes)
-            _write(writer, done, world)
+            _write(writer, room, done, world)
     return TrajectoryFile.open(directory)
 
 
-def _write(writer: TrajectoryWriter, recorded: Recorded, world: int) -> None:
+def _write(
+    writer: TrajectoryWriter, room: DarkRoom, recorded: Recorded, world: int
+) -> None:
     actions, best = one_hot(recorded.actions), one_hot(recorded.best_actions)
     for number, places in enumerate(recorded.places):
         writer.write(
-            places,
+            room.observe(places),
             actions[number],
             recorded.rewards[number],
             target=best[number],

@@ -70,9 +70,14 @@ def test_files_have_worlds_targets_and_histories_that_rise(tmp_path):
     assert file.index["worlds_described"][10] == {"goal": [1, 1]}
     by_progress = file.returns.reshape(81, 30).mean(axis=0)
     assert by_progress[:5].mean() < 2 and by_progress[28:].mean() > 16.5
-    steps = file.steps[:].reshape(-1, 20, 2 + 5 + 5 + 1)
-    assert (steps[..., 2:7].sum(axis=-1) == 1).all()
-    np.testing.assert_array_equal(steps[29::30, :, 2:7], steps[29::30, :, 7:12])
+    steps = file.steps[:].reshape(-1, 20, 18 + 5 + 5 + 1)
+    row, column, action, best, _ = np.split(steps, [9, 18, 23, 28], axis=-1)
+    assert all((x.sum(axis=-1) == 1).all() for x in (row, column, action))
+    assert (row[:, 0, 4] == 1).all() and (column[:, 0, 4] == 1).all()
+    goes_down = action[:, :-1, 2] == 1  # in the first axis
+    moved = row[:, 1:].argmax(axis=-1) - row[:, :-1].argmax(axis=-1)
+    assert (moved[goes_down] >= 0).all() and (moved[goes_down] == 1).any()
+    np.testing.assert_array_equal(action[29::30], best[29::30])
     assert one_hot(np.array([3])).tolist() == [[0, 0, 0, 1, 0]]
 
 

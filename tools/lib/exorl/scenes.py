@@ -95,15 +95,15 @@ class DarkRoomStage:
     def begin(self, number: int) -> np.ndarray:
         self._places = np.broadcast_to(np.array(self.room.start), self.goals.shape)
         self._left = self.room.steps
-        return self._places.astype(np.float32)
+        return self.room.observe(self._places)
 
     def step(self, actions: np.ndarray) -> Outcome:
         chosen = np.argmax(actions, axis=-1)
         self._places = self.room.move(self._places, chosen)
         self._left -= 1
         rewards = (self._places == self.goals).all(axis=-1).astype(np.float64)
-        places = self._places.astype(np.float32)
-        return Outcome(places, one_hot(chosen), rewards, self._left == 0)
+        seen = self.room.observe(self._places)
+        return Outcome(seen, one_hot(chosen), rewards, self._left == 0)
 
 
 @dataclass
