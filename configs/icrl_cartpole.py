@@ -33,7 +33,9 @@ def get_config(name: str = "dpt") -> ml_collections.ConfigDict:
     config.workdir = f"runs/icrl_cartpole/{name}"
     config.agent.observation_size = 5
     config.agent.action_size = 1
-    config.agent.action_kind = "binned"
+    if name != "dpt":
+        # Who does what learners did has to explore as they did, and not as their mean.
+        config.agent.action_kind = "binned"
     config.agent.return_scale = 1000.0
     config.data.trajectories = "trajectories/cartpole/worlds/swingup"
     config.train.steps = 1500

@@ -59,16 +59,27 @@ def opened(config: ml_collections.ConfigDict) -> TrajectoryFile:
     return file
 
 
-def episodes(
+def of_split(
     config: ml_collections.ConfigDict, file: TrajectoryFile, split: str
 ) -> np.ndarray:
-    """Returns the numbers of the episodes used of a split ("train", "validation").
+    """Returns the numbers of all episodes of a split ("train", "validation").
 
     Raises:
       ValueError: a share that leaves none.
     """
     training, held_out = hold_out(file.worlds, config.data.held_out_share)
-    numbers = training if split == "train" else held_out
+    return training if split == "train" else held_out
+
+
+def episodes(
+    config: ml_collections.ConfigDict, file: TrajectoryFile, split: str
+) -> np.ndarray:
+    """Returns the numbers of a split's episodes that are read: the best, or all.
+
+    Raises:
+      ValueError: a share that leaves none.
+    """
+    numbers = of_split(config, file, split)
     if config.data.top_share == 1:
         return numbers
     lengths, returns = file.lengths[numbers], file.returns[numbers]

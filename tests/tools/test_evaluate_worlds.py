@@ -150,6 +150,13 @@ def test_bad_input_is_refused_with_one_line(directory, tmp_path, capsys, options
     assert not output.exists()
 
 
+def test_who_reads_the_best_episodes_alone_acts_in_all_worlds(directory, tmp_path):
+    output = tmp_path / "results.json"
+    best = "--config.data.top_share=0.01", "--contexts", "own"
+    assert main(flags(directory, *best, "--output", str(output))) == 0
+    assert len(set(json.loads(output.read_text())["worlds"])) == 16
+
+
 def cart_poles(directory: Path, worlds: list[HiddenPhysics | None]) -> TrajectoryFile:
     about = {"domain": "cartpole", "task": "swingup", "action_repeat": 10}
     about["worlds_described"] = [each and each.describe() for each in worlds]

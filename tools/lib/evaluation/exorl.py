@@ -241,7 +241,8 @@ def evaluate(
     size = options.environments, options.episodes
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
     split = "train" if options.trained else "validation"
-    worlds = np.unique(file.worlds[trajectories.episodes(config, file, split)])
+    # Also those of which an agent reads no episode, as none was among the best.
+    worlds = np.unique(file.worlds[trajectories.of_split(config, file, split)])
     needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
     partition = base.partition(config, jax.devices())
     model = exorl.model(config, partition)
