@@ -66,8 +66,8 @@ for seed in "${seeds[@]}"; do
             act "$run.json" "${play[@]}"
             continue
         fi
-        # Explores best of those tried, in both rooms' worlds that were trained on.
-        act "$run.json" "${play[@]}" --temperature 2
+        # Explores best of those tried, in worlds that were trained on.
+        act "$run.json" "${play[@]}" --temperature 2 --hold 5
         act "${run}_read.json" "${play[0]}" 1 --contexts --random "${read[@]}" \
             --config.simulated_devices=8 --config.mesh.data=1 --config.mesh.ring=8
     done

@@ -166,6 +166,19 @@ def test_temperature_is_that_of_what_is_drawn():
     assert choice(Actions("continuous", 2, 2))(actions) is actions
 
 
+def test_noise_may_be_held_for_several_actions():
+    choose = choice(Actions("discrete", 4, 2))
+    choose.hold = 3
+    drawn = np.stack([choose(np.zeros((500, 4))).argmax(-1) for _ in range(6)])
+    for three in (drawn[:3], drawn[3:]):
+        assert (three == three[0]).all()
+    assert (drawn[0] != drawn[3]).mean() > 0.6
+    # What is certain is done, whatever was drawn before.
+    sure = np.eye(4)[[2]].repeat(500, axis=0) * 100
+    assert (choose(np.zeros((500, 4))).argmax(-1) != 2).any()
+    assert (choose(sure).argmax(-1) == 2).all()
+
+
 def test_binned_actions_are_drawn_number_by_number():
     shares = np.array([[0.5, 0.0, 0.5], [0.1, 0.2, 0.7]])  # (A, K)
     logits = np.log(np.maximum(shares, 1e-9)).reshape(1, -1)

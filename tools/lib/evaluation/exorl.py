@@ -255,6 +255,7 @@ def evaluate(
         rows=size[0],
         episodes=max([size[1], *(count + 1 for count in options.random)]),
         temperature=options.temperature,
+        hold=options.hold,
         seed=options.seed,
     )
     target = options.target * float(file.returns.max())
@@ -274,6 +275,7 @@ def evaluate(
         "task": _task(file),
         "target": target,
         "temperature": options.temperature,
+        "hold": options.hold,
         "worlds": of_rows.tolist(),
         "trained_on": options.trained,
         "action_repeat": file.action_repeat,
@@ -358,6 +360,13 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         type=float,
         default=1.0,
         help="of drawn actions; 0: the likeliest (default: %(default)s)",
+    )
+    add(
+        "--hold",
+        type=at_least(1),
+        default=1,
+        help="actions that one draw's noise is for: to explore in one direction "
+        "(default: %(default)s)",
     )
     add("--contexts", nargs="*", metavar="NAME", help="default: all that there are")
     add("--random", type=at_least(1), nargs="*", default=[], metavar="N")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -57,11 +57,15 @@ class Choice:
     temperature: what logits are divided by before an action is drawn; at 0 it is the
       likeliest.
     rng: of what is drawn.
+    hold: actions that one draw's noise is for: who explores goes on in one direction.
     """
 
     actions: Actions
     temperature: float
     rng: np.random.Generator
+    hold: int = 1
+    _noise: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    _drawn: int = 0
 
     def __call__(self, predicted: np.ndarray) -> np.ndarray:
         kind, bins = self.actions.kind, self.actions.bins
@@ -71,7 +75,10 @@ class Choice:
         if kind == "binned":
             logits = logits.reshape(len(logits), -1, bins)  # (E, A, K)
         if self.temperature:
-            logits = logits / self.temperature + self.rng.gumbel(size=logits.shape)
+            if self._drawn % self.hold == 0:
+                self._noise = self.rng.gumbel(size=logits.shape)
+            self._drawn += 1
+            logits = logits / self.temperature + self._noise
         chosen = logits.argmax(axis=-1)
         if kind == "binned":
             return np.linspace(-1, 1, bins, dtype=np.float32)[chosen]
@@ -179,11 +186,12 @@ def actor(
     rows: int,
     episodes: int,
     temperature: float = 1.0,
+    hold: int = 1,
     seed: int = 0,
 ) -> Actor:
     """Returns the config's agent with its parameters, for E rows.
 
-    episodes: that a context has to hold. temperature, seed: of drawn actions, see
+    episodes: that a context has to hold. temperature, hold, seed: of drawn actions, see
       `Choice`.
 
     Raises:
@@ -192,7 +200,7 @@ def actor(
     few_steps = StationaryPartition(partition.mesh)
     model = exorl.model(config, few_steps)
     actions = model.config.actions
-    choice = Choice(actions, temperature, np.random.default_rng(seed))
+    choice = Choice(actions, temperature, np.random.default_rng(seed), hold)
     if config.agent.method == "perceptron":
         program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
         return CloningActor(functools.partial(program, parameters), choice)
