@@ -347,13 +347,13 @@ def test_numbers_are_those_of_the_picture_and_differences_row_by_row(tmp_path):
     cells = {words.rpartition("seeds, ")[2]: rest for words, *rest in lines}
     assert lines[0] == ["walk", "1", "2"]
 
-    def told(values):
+    def cell(values):
         return "{mean:.1f} ({low:.1f} to {high:.1f})".format(**interval(values))
 
-    assert cells["own episodes before"] == [told(played[..., n]) for n in (0, 1)]
-    gained = told(played[..., 1] - played[..., 0])
+    assert cells["own episodes before"] == [cell(played[..., n]) for n in (0, 1)]
+    gained = cell(played[..., 1] - played[..., 0])
     assert cells["own above the first"] == ["0.0 (0.0 to 0.0)", gained]
-    above = told(played[..., 1] - [4.0, 1.0])
+    above = cell(played[..., 1] - [4.0, 1.0])
     assert cells["own above own of another world before"] == ["", above]
     assert cells["knows the world"][-1] == "20.0"
 

@@ -246,17 +246,17 @@ def evaluate(
     needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
     partition = base.partition(config, jax.devices())
     model = exorl.model(config, partition)
-    fingerprint = exorl.fingerprint(model, file)
-    parameters, step = newest_parameters(config, partition, model, fingerprint)
+    like = partition, model, exorl.fingerprint(model, file)
+    parameters, step = newest_parameters(config, *like)
+    drawn = {name: getattr(options, name) for name in ("temperature", "hold")}
     agent = actor(
         config,
         partition,
         parameters,
         rows=size[0],
         episodes=max([size[1], *(count + 1 for count in options.random)]),
-        temperature=options.temperature,
-        hold=options.hold,
         seed=options.seed,
+        **drawn,
     )
     target = options.target * float(file.returns.max())
     play = Play(agent, file, target)
@@ -264,18 +264,14 @@ def evaluate(
     of_rows = np.resize(worlds, size[0])
     # Where there is one world, rows are independent.
     rows = of_rows if len(worlds) > 1 else np.arange(size[0])
-    outcomes = {
-        name: _outcome(name, context, play, rows, say)
-        for name, context in needed.items()
-    }
+    outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}
     environment = Environment.of(partition.mesh.devices.flatten())
     return {
         "config": config.to_dict(),
         "step": step,
         "task": _task(file),
         "target": target,
-        "temperature": options.temperature,
-        "hold": options.hold,
+        **drawn,
         "worlds": of_rows.tolist(),
         "trained_on": options.trained,
         "action_repeat": file.action_repeat,

@@ -12,7 +12,7 @@ from tools.lib.exorl.scores import interval
 from tools.lib.figures.worlds import LOOKS, RANDOM, Runs, returns_of
 
 EPISODES = 1, 2, 4, 6, 10, 20, 40
-"""Those that are told, besides the last one."""
+"""Those that are shown, besides the last one."""
 
 
 def table(tasks: dict[str, dict[str, Runs]]) -> str:
@@ -27,16 +27,16 @@ def _of_task(task: str, agents: dict[str, Runs]) -> str:
         title = f"{name}, {seeds} seed{'s' * (seeds > 1)}"
         rows |= {f"{title}, {words}": found for words, found in _rows(runs)}
     last = max(found.shape[-1] for found in rows.values())
-    told = [*(episode for episode in EPISODES if episode < last), last]
+    shown = [*(episode for episode in EPISODES if episode < last), last]
     cells = {
-        words: [_cell(found, episode - 1) for episode in told]
+        words: [_cell(found, episode - 1) for episode in shown]
         for words, found in rows.items()
     }
-    lines = [[task, *map(str, told)], ["---", *["--:"] * len(told)]]
+    lines = [[task, *map(str, shown)], ["---", *["--:"] * len(shown)]]
     lines += [[words, *each] for words, each in cells.items()]
     known = next(iter(agents.values()))[0]["references"]
     for name, words in (("oracle", "knows the world"), ("random", "random")):
-        lines.append([words, *[""] * (len(told) - 1), f"{known[name]:.1f}"])
+        lines.append([words, *[""] * (len(shown) - 1), f"{known[name]:.1f}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -51,11 +51,11 @@ def _rows(runs: Runs) -> Iterator[tuple[str, np.ndarray]]:
         yield words, found
         if own is None or own.shape[:2] != found.shape[:2]:
             continue
-        shown = min(own.shape[-1], found.shape[-1])
+        both = min(own.shape[-1], found.shape[-1])
         if context == "own":
             yield "own above the first", own - own[..., :1]
         else:
-            yield f"own above {words}", own[..., :shown] - found[..., :shown]
+            yield f"own above {words}", own[..., :both] - found[..., :both]
     for context in sorted(there, key=lambda name: (len(name), name)):
         if context.startswith(RANDOM):
             count = context.removeprefix(RANDOM)
