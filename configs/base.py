@@ -114,9 +114,8 @@ def get_config() -> ml_collections.ConfigDict:
     # Tokens of a step: 4, its return to go, state, action and reward; or 1, of all that
     # is known before the action: then action and reward are those of the step before.
     config.agent.step_tokens = 4
-    # "continuous", in [-1, 1], of which the mean is predicted; "binned", the same, of
-    # which logits of so many values of each number are; or "discrete", one of
-    # action_size.
+    # "continuous", in [-1, 1], of which the mean is predicted; "binned", the same, with
+    # logits of action_bins values of each number; or "discrete", one of action_size.
     config.agent.action_kind = "continuous"
     config.agent.action_bins = 21
     # Whether the return that is left to reach is read.

@@ -32,11 +32,7 @@ class DarkRoom:
         return np.indices((self.size, self.size)).reshape(2, -1).T
 
     def observe(self, places: np.ndarray) -> np.ndarray:
-        """Returns what is seen in places (…, 2), float32 (…, 2 size).
-
-        Row and column are one-hot: a model then need not learn first to tell places
-        apart by two numbers, before it can say which of them were seen.
-        """
+        """Returns what is seen in places (…, 2): row, column one-hot, (…, 2 size)."""
         return np.eye(self.size, dtype=np.float32)[places].reshape(
             *places.shape[:-1], 2 * self.size
         )
@@ -133,9 +129,9 @@ class Recorded:
     rewards: np.ndarray
 
     def mostly_in_vain(self, count: int) -> "Recorded":
-        """Returns so many of the episodes, FOUND of those that find the goal, or more.
+        """Returns `count` episodes: the share FOUND of those that find the goal.
 
-        More where too few do not. With all of them most goals would have been found
+        Or more, where too few do not. With all of them most goals would have been found
         after an episode or two, and how to look on would be seldom learnt.
         """
         finds = self.rewards.any(axis=1)

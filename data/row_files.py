@@ -184,7 +184,7 @@ def _parquet(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
     with ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
         existing = _existing(path, file.schema_arrow.names, columns)
         number = 0
-        # Without threads, which would still read when one of them has found damage.
+        # Without threads: one may still read when another has found damage.
         read = {"columns": existing, "use_threads": False}
         for batch in file.iter_batches(ROWS_AT_A_TIME, **read):
             for row in batch.to_pylist():

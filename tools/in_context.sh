@@ -66,7 +66,7 @@ for seed in "${seeds[@]}"; do
             act "$run.json" "${play[@]}"
             continue
         fi
-        # Explores best of those tried, in worlds that were trained on.
+        # Explores as well as any that were tried, in 10x10, on goals trained on.
         act "$run.json" "${play[@]}" --temperature 2 --hold 5
         act "${run}_read.json" "${play[0]}" 1 --contexts --random "${read[@]}" \
             --config.simulated_devices=8 --config.mesh.data=1 --config.mesh.ring=8
