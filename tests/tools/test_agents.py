@@ -1,10 +1,12 @@
 """Agents at work: the cache, the record of what they did, and who sees what."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
 
-from data.chains import STD_FLOOR, of_step_before
+from data.chains import STD_FLOOR, ChainBatch, of_step_before
 from models.actions import Actions
 from tasks import exorl
 from tests import small_agent
@@ -64,9 +66,17 @@ def one_token():
     return actor(run.config, run.partition, run.parameters, **sizes)
 
 
+class Played(NamedTuple):
+    """Returns (rows, episodes), and all steps, (rows, steps, …) each."""
+
+    returns: np.ndarray
+    steps: ChainBatch
+
+
 def played(agent, file, forgets="nothing", scenes=None, prompt=0):
     scenes = scenes or [(Toy(), 0), (Toy(), 1)]
-    return Play(agent, file, TARGET).play(scenes, forgets, prompt)
+    play = Play(agent, file, TARGET)
+    return Played(play.play(scenes, forgets, prompt), play.steps())
 
 
 def whole_forward(steps, **overrides):

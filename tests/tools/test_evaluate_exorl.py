@@ -47,6 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("agent")
     rng = np.random.default_rng(0)
     about = {"domain": "cartpole", "task": "swingup", "action_repeat": REPEAT}
+    about["worlds_described"] = [None]  # as what is packed of ExoRL has it
     with TrajectoryWriter(directory / "trajectories", about) as writer:
         for _ in range(12):
             actions = rng.uniform(-1, 1, (4, 1))
@@ -106,7 +107,8 @@ BAD = {
     "--environments 0": "--environments: must be a whole number",
     "--random 1": "--random is for trajectories of many worlds: leave it out",
     "--trained": "--trained is for trajectories of many worlds: leave it out",
-    "--target 0": "--target must be above 0, got 0.0",
+    "--target 0": "--target must be a number above 0, got 0.0",
+    "--target inf": "--target must be a number above 0, got inf",
     "--config.agent.chain_length=1 --other x": "--other is for agents of",
     "--config.agent.action_size=2": "action_size=2, but",
     "--config.agent.return_scale=8": "return_scale: saved 7.0, this run 8.0",
@@ -147,8 +149,10 @@ def test_intervals_of_several_runs_draw_runs_too():
     assert alike["high"] - alike["low"] < 0.2
 
 
-def test_scores_of_returns_made_by_hand():
-    found = scores(np.array([[1.0, 5.0, 3.0], [2.0, 0.0, 4.0]]))
+@pytest.mark.parametrize("worlds", [[0, 1], [7, 7]], ids=["two", "one"])
+def test_scores_of_returns_made_by_hand(worlds):
+    """Also of two rows in one world, whose best ones are of different episodes."""
+    found = scores(np.array([[1.0, 5.0, 3.0], [2.0, 0.0, 4.0]]), np.array(worlds))
     means = {name: score["mean"] for name, score in found.items()}
     assert means == {"best_of_n": 4.5, "last": 3.5, "mean": 2.5, "first": 1.5}
 

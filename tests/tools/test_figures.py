@@ -366,6 +366,18 @@ def test_what_one_seed_alone_has_is_drawn_and_no_panel_of_what_none_has(tmp_path
     named = [line.get_label() for line in axes.lines][:2]
     assert named == ["Decision-Pretrained Transformer", "emptied before every episode"]
     assert len(worlds.curves(worlds.read(written(tmp_path, *own_alone))).axes) == 1
+    emptied_alone["config"]["seed"] = 2
+    two_and_one = written(tmp_path, *own_alone, emptied_alone)
+    first = [
+        row.split(" | ")[0]
+        for row in world_table.table(worlds.read(two_and_one)).splitlines()
+    ]
+    name = "| Decision-Pretrained Transformer"
+    assert first[2:-2] == [
+        f"{name}, 2 seeds, own episodes before",
+        f"{name}, 2 seeds, own above the first",
+        f"{name}, 1 seed, emptied before every episode",
+    ]
     read_by_one = own_alone[0], in_worlds([[3.0, 5.0]], 1, random_4=own([[6.0]]))
     left, right = worlds.curves(worlds.read(written(tmp_path, *read_by_one))).axes
     assert left.lines[0].get_ydata().tolist() == [2, 7]
@@ -392,5 +404,15 @@ def test_worlds_that_make_no_picture_are_refused(tmp_path):
         ValueError, match=r"1\.json: Decision-P.* seed 0 in walk has own"
     ):
         worlds.read(written(tmp_path, *same))
+    trained = in_worlds([[1.0]]) | {"trained_on": True}
+    longer, elsewhere = in_worlds([[1.0, 2.0]], 1), in_worlds([[1.0]], 1)
+    elsewhere["worlds"] = [3]
+    for files, said in (
+        ((trained,), "its worlds were trained on: leave out --trained"),
+        ((same[0], longer), "2 episodes of 'own', 1 in another file"),
+        ((same[0], elsewhere), "its worlds are not those of the other files"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            worlds.read(written(tmp_path, *files))
     with pytest.raises(ValueError, match=r"0\.json holds no results .*KeyError"):
         worlds.read(written(tmp_path, results()))

@@ -57,6 +57,7 @@ from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import actor
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
+from tools.lib.exorl.replay import quantiles
 from tools.lib.exorl.scenes import Recording, Scene, versions
 from tools.lib.exorl.scores import interval, of_worlds, scores
 from tools.lib.exorl.stages import stage
@@ -69,7 +70,7 @@ class Context:
 
     scenes: each by its number in its scene. before: how many at the beginning are not
     what is asked for, but of `source`. drawn: how many at the beginning
-    are of drawn actions. forgets: before what the context is emptied, of FORGETS.
+    are of drawn actions. forgets: before what the context is emptied (see `Play.play`).
     """
 
     scenes: list[tuple[Scene, int]]
@@ -93,8 +94,8 @@ def chains_without_the_best(
 
 def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
     """Raises ValueError if something in the options or the config is wrong."""
-    if not options.target > 0:
-        raise ValueError(f"--target must be above 0, got {options.target}")
+    if not 0 < options.target < math.inf:
+        raise ValueError(f"--target must be a number above 0, got {options.target}")
     if not 0 <= options.temperature < math.inf:
         raise ValueError(
             "--temperature must be 0 (the likeliest action) or more, got "
@@ -185,9 +186,7 @@ def contexts(
         chains = chains_without_the_best(file, among, rows, episodes)
         count, recording = chains.shape[1], Recording(file, chains)
         before = [(recording, number) for number in range(count)]
-        # Where nothing goes before, all episodes are acted.
-        then = numbers[:1] if count else numbers
-        return Context([*before, *then], _task(file), count)
+        return Context([*before, numbers[-1]], _task(file), count)
 
     found = {single: Context(numbers, _task(file), forgets="episode")}
     if config.agent.chain_length == 1:
@@ -241,8 +240,10 @@ def evaluate(
     size = options.environments, options.episodes
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
     split = "train" if options.trained else "validation"
-    # Also those of which an agent reads no episode, as none was among the best.
+    # Also those of which an agent reads no episode, as none was among the best. In any
+    # order: Dark Room's neighbours have numbers next to each other.
     worlds = np.unique(file.worlds[trajectories.of_split(config, file, split)])
+    worlds = np.random.default_rng(exorl.HELD_OUT_SEED).permutation(worlds)
     needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
     partition = base.partition(config, jax.devices())
     model = exorl.model(config, partition)
@@ -275,7 +276,7 @@ def evaluate(
         "worlds": of_rows.tolist(),
         "trained_on": options.trained,
         "action_repeat": file.action_repeat,
-        "data_returns": _quantiles(file),
+        "data_returns": quantiles(file.returns),
         "references": references(file, of_rows, seeds, options.processes),
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **versions(file)},
@@ -315,7 +316,7 @@ def _outcome(
 ) -> dict[str, Any]:
     """Plays a context and returns its returns and scores; worlds: (E,), of its rows."""
     start, before = time.monotonic(), context.before
-    returns = play.play(context.scenes, context.forgets, context.drawn).returns
+    returns = play.play(context.scenes, context.forgets, context.drawn)
     own, others = returns[:, before:], returns[:, :before]
     if context.drawn:  # up to a thousand, and alike
         others = others.mean(axis=1, keepdims=True)
@@ -326,17 +327,11 @@ def _outcome(
         "trajectories": context.source,
         "returns": own.round(4).tolist(),
         "recorded_returns": others.round(4).tolist(),
-        "scores": scores(of_worlds(own, worlds)),
+        "scores": scores(own, worlds),
         "target_hit_rate": float((own >= play.target).mean()),
         "cache_bytes_a_device": play.actor.device_bytes,
         "seconds": round(seconds, 1),
     }
-
-
-def _quantiles(file: TrajectoryFile) -> dict[str, float]:
-    marks = (0, 50, 90, 100)
-    values = np.percentile(file.returns, marks).round(2).tolist()
-    return {f"{mark}%": value for mark, value in zip(marks, values, strict=True)}
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

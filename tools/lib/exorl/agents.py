@@ -86,26 +86,29 @@ class Choice:
 
 
 @dataclass
-class CloningActor:
-    """Sees the present alone. program: from observations (E, 1, …) to predictions."""
+class WithoutContext:
+    """Sees the present alone, so that there is nothing to forget, learn or read."""
 
-    program: Callable[[jax.Array], jax.Array]
     choose: Choice
-    device_bytes: int = 0
+    device_bytes: int = field(default=0, init=False)
 
     def forget(self) -> None:
-        """Has nothing to forget."""
+        """Does nothing, as the others do."""
+
+    def learn(self, done: ChainBatch) -> None: ...
+
+    def read(self, done: ChainBatch) -> None: ...
+
+
+@dataclass
+class CloningActor(WithoutContext):
+    """Clones what was done. program: from observations (E, 1, …) to predictions."""
+
+    program: Callable[[jax.Array], jax.Array]
 
     def act(self, present: ChainBatch) -> np.ndarray:
-        return self.choose(
-            np.asarray(self.program(present.observations[:, None]))[:, 0]
-        )
-
-    def learn(self, done: ChainBatch) -> None:
-        """Does not learn."""
-
-    def read(self, done: ChainBatch) -> None:
-        """Does not learn."""
+        predicted = self.program(present.observations[:, None])
+        return self.choose(np.asarray(predicted)[:, 0])
 
 
 @dataclass
@@ -203,7 +206,7 @@ def actor(
     choice = Choice(actions, temperature, np.random.default_rng(seed), hold)
     if config.agent.method == "perceptron":
         program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
-        return CloningActor(functools.partial(program, parameters), choice)
+        return CloningActor(choice, functools.partial(program, parameters))
     ring, sizes = partition.shards("sequence"), config.model
     # Every step puts its tokens at one member of the ring.
     steps = -(-episodes * config.agent.episode_steps // ring) * ring
@@ -242,10 +245,8 @@ def _reader(
 
     cache: its shardings.
     """
-    model, attend = (
-        exorl.model(config, partition),
-        base.ring_attention(config, partition),
-    )
+    model = exorl.model(config, partition)
+    attend = base.ring_attention(config, partition)
     layout, ring = exorl.step_layout(config), partition.ring_size
 
     def fill(parameters: Any, steps: ChainBatch, count: int, cache: Cache) -> Cache:

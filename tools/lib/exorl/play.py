@@ -3,30 +3,19 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from data.chains import STD_FLOOR, ChainBatch
 from data.trajectory_file import TrajectoryFile
-from tools.lib.exorl.agents import Actor, Choice
+from tools.lib.exorl.agents import Actor, WithoutContext
 from tools.lib.exorl.scenes import Scene
-
-FORGETS = "nothing", "episode", "step"
-"""Before what a context is emptied."""
 
 
 @dataclass
-class Chance:
-    """Draws actions evenly, of the trajectories' kind."""
-
-    file: TrajectoryFile
-    choose: Choice
-    device_bytes: int = 0
-
-    def forget(self) -> None:
-        """Has nothing to forget."""
+class Chance(WithoutContext):
+    """Draws actions evenly, of the kind that is to be chosen."""
 
     def act(self, present: ChainBatch) -> np.ndarray:
         size, rng = present.actions.shape, self.choose.rng
@@ -35,22 +24,6 @@ class Chance:
                 rng.integers(size[1], size=size[0])
             ]
         return rng.uniform(-1, 1, size).astype(np.float32)
-
-    def learn(self, done: ChainBatch) -> None:
-        """Does not learn."""
-
-    def read(self, done: ChainBatch) -> None:
-        """Does not learn."""
-
-
-class Played(NamedTuple):
-    """Episodes that went by.
-
-    returns: float64 (E, episodes). steps: all of them, in their order, (E, S, …) each.
-    """
-
-    returns: np.ndarray
-    steps: ChainBatch
 
 
 @dataclass
@@ -71,26 +44,28 @@ class Play:
         scenes: Iterable[tuple[Scene, int]],
         forgets: str = "nothing",
         prompt: int = 0,
-    ) -> Played:
-        """Plays episodes of scenes, each named by its number in its scene.
+    ) -> np.ndarray:
+        """Plays episodes of scenes, and returns their returns: float64 (E, episodes).
 
-        forgets: one of FORGETS: before what the context is emptied.
+        scenes: each episode by its number in its scene.
+        forgets: before what the context is emptied: an "episode", a "step", "nothing".
         prompt: how many of the first episodes are of actions drawn evenly, and are read
           at once when they are over.
         """
         self.actor.forget()
         self._done, returns = [], []
-        chance = Chance(self.file, self.actor.choose)
+        chance = Chance(self.actor.choose)
         for rank, (scene, number) in enumerate(scenes):
             if forgets == "episode":
                 self.actor.forget()
             actor = chance if rank < prompt else self.actor
             if prompt and rank == prompt:
-                self.actor.read(self._steps())
+                self.actor.read(self.steps())
             returns.append(self._episode(actor, (scene, number), rank, forgets))
-        return Played(np.stack(returns, axis=1), self._steps())
+        return np.stack(returns, axis=1)
 
-    def _steps(self) -> ChainBatch:
+    def steps(self) -> ChainBatch:
+        """Returns the steps played since the context was begun, (E, S, …) each."""
         return jax.tree.map(lambda *x: np.stack(x, axis=1), *self._done)
 
     def _episode(

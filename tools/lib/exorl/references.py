@@ -14,6 +14,7 @@ from data.hidden_physics import HiddenPhysics
 from data.trajectory_file import TrajectoryFile
 from tools.lib.exorl.controller import controller
 from tools.lib.exorl.scenes import Scene
+from tools.lib.exorl.scores import of_worlds
 from tools.lib.exorl.stages import stage
 
 LEARNING_RATE, DISCOUNT, EPSILON = 0.5, 0.95, 0.1
@@ -24,27 +25,28 @@ OPTIMISM = 1.0
 def references(
     file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray, processes: int = 1
 ) -> dict[str, Any]:
-    """Returns mean returns over worlds (E,): oracle, random, and tabular by episode.
+    """Returns mean returns over worlds: oracle, random, and tabular by episode.
 
-    Empty for trajectories of one world. Tabular is for Dark Room, where the others
-    are exact. In cart-poles an episode is played in each row.
+    Empty where no world is described. Tabular is for Dark Room, where the others are
+    exact. In cart-poles an episode is played in each row.
 
-    seeds: int (E, episodes), of the episodes' beginnings. processes: see `stage`.
+    worlds: int (E,), of the rows, which may have one in common. seeds: int (E,
+      episodes), of the episodes' beginnings. processes: see `stage`.
     """
     if file.index["domain"] == "dark_room":
         room = ROOMS[file.index["task"]]
         goals = room.goals[worlds]
         tabular = tabular_returns(room, goals, seeds.shape[1])
         return {
-            "oracle": float(room.best_return(goals).mean()),
-            "random": float(room.random_return()[worlds].mean()),
-            "tabular": tabular.mean(axis=0).tolist(),
+            "oracle": float(of_worlds(room.best_return(goals), worlds).mean()),
+            "random": float(room.random_return()[np.unique(worlds)].mean()),
+            "tabular": of_worlds(tabular, worlds).mean(axis=0).tolist(),
         }
-    described = file.index.get("worlds_described")
-    if not described:
+    described = file.index.get("worlds_described") or []
+    if not any(described):
         return {}
     repeat, scene = file.action_repeat, stage(file, worlds, seeds, processes)
-    known = [controller(HiddenPhysics.of(described[w]), repeat) for w in worlds]
+    known = [controller(HiddenPhysics.of(described[w] or {}), repeat) for w in worlds]
     rng, size = np.random.default_rng(0), (len(worlds), file.action_size)
 
     def knowing(observations: np.ndarray) -> np.ndarray:
@@ -52,18 +54,21 @@ def references(
         return np.stack([np.clip(act(seen), -1, 1) for act, seen in pairs])
 
     return {
-        "oracle": _mean_return(scene, knowing),
-        "random": _mean_return(scene, lambda _: rng.uniform(-1, 1, size)),
+        name: float(of_worlds(_returns(scene, act), worlds).mean())
+        for name, act in (
+            ("oracle", knowing),
+            ("random", lambda _: rng.uniform(-1, 1, size)),
+        )
     }
 
 
-def _mean_return(scene: Scene, act: Callable[[np.ndarray], np.ndarray]) -> float:
-    """Plays the first episode of each row, and returns the mean of their returns."""
-    observations, total, last = scene.begin(0), 0.0, False
+def _returns(scene: Scene, act: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Plays the first episode of each row, and returns their returns (E,)."""
+    observations, total, last = scene.begin(0), np.zeros(()), False
     while not last:
         observations, _, rewards, last = scene.step(act(observations))
-        total += rewards.mean()
-    return float(total)
+        total = total + rewards
+    return total
 
 
 def tabular_returns(

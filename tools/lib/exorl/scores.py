@@ -32,7 +32,7 @@ def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
 
 
 def of_worlds(returns: np.ndarray, worlds: np.ndarray) -> np.ndarray:
-    """Returns the mean of the rows of each world, (worlds, n), of returns (E, n).
+    """Returns the mean of the rows of each world, (worlds, …), of returns (E, …).
 
     Rows of one world are not independent, and would make intervals too narrow.
     """
@@ -40,6 +40,12 @@ def of_worlds(returns: np.ndarray, worlds: np.ndarray) -> np.ndarray:
     return np.stack(each)
 
 
-def scores(returns: np.ndarray) -> dict[str, dict[str, float]]:
-    """Returns every score of returns (E, n), each with its interval."""
-    return {name: interval(score(returns)) for name, score in SCORES.items()}
+def scores(returns: np.ndarray, worlds: np.ndarray) -> dict[str, dict[str, float]]:
+    """Returns every score of returns (E, n), each with its interval over worlds (E,).
+
+    Rows are scored before their mean is taken: the best of a mean is not the mean best.
+    """
+    return {
+        name: interval(of_worlds(score(returns), worlds))
+        for name, score in SCORES.items()
+    }

@@ -23,9 +23,9 @@ def table(tasks: dict[str, dict[str, Runs]]) -> str:
 def _of_task(task: str, agents: dict[str, Runs]) -> str:
     rows = {}
     for name, runs in agents.items():
-        seeds = len({run["config"]["seed"] for run in runs})
-        title = f"{name}, {seeds} seed{'s' * (seeds > 1)}"
-        rows |= {f"{title}, {words}": found for words, found in _rows(runs)}
+        for words, found in _rows(runs):
+            seeds = f"{len(found)} seed{'s' * (len(found) > 1)}"
+            rows[f"{name}, {seeds}, {words}"] = found
     last = max(found.shape[-1] for found in rows.values())
     shown = [*(episode for episode in EPISODES if episode < last), last]
     cells = {
@@ -43,19 +43,19 @@ def _of_task(task: str, agents: dict[str, Runs]) -> str:
 def _rows(runs: Runs) -> Iterator[tuple[str, np.ndarray]]:
     """Yields words and numbers (seeds, worlds, episodes), NaN where there are none."""
     there = {context for run in runs for context in run["contexts"]}
-    own = _returns(runs, "own") if "own" in there else None
     for context, (words, _) in LOOKS.items():
         if context not in there:
             continue
-        found = _returns(runs, context)
-        yield words, found
-        if own is None or own.shape[:2] != found.shape[:2]:
+        yield words, _returns(runs, context)
+        both = [run for run in runs if {"own", context} <= run["contexts"].keys()]
+        if not both:
             continue
-        both = min(own.shape[-1], found.shape[-1])
+        own, found = _returns(both, "own"), _returns(both, context)
         if context == "own":
             yield "own above the first", own - own[..., :1]
         else:
-            yield f"own above {words}", own[..., :both] - found[..., :both]
+            last = min(own.shape[-1], found.shape[-1])
+            yield f"own above {words}", own[..., :last] - found[..., :last]
     for context in sorted(there, key=lambda name: (len(name), name)):
         if context.startswith(RANDOM):
             count = context.removeprefix(RANDOM)

@@ -34,8 +34,8 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
     """Returns results by task and agent, with the mean of the rows of each world.
 
     Raises:
-      ValueError: a file holds no results in many worlds, or two have one context of
-        one seed.
+      ValueError: a file holds no results in many worlds that were held out; or it has
+        a context that was there for its seed, or other worlds or episodes than another.
     """
     found: dict[str, dict[str, Runs]] = {}
     for file in files:
@@ -51,7 +51,11 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
                 # Rows that do not say their worlds are of one each.
                 of_rows = np.array(results.get("worlds", range(len(returns))))
                 outcome["returns"] = of_worlds(returns, of_rows)
+            results["worlds"] = np.unique(of_rows).tolist()
             results["references"]["oracle"]
+            if results.get("trained_on"):
+                raise ValueError("its worlds were trained on: leave out --trained")
+            _check_alike(results, runs)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{file} holds no results of tools.evaluate exorl in many worlds "
@@ -67,6 +71,19 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
         else:
             runs.append(results)
     return found
+
+
+def _check_alike(results: dict[str, Any], runs: Runs) -> None:
+    """Raises ValueError if results have other worlds or episodes than those before."""
+    for run in runs:
+        if results["worlds"] != run["worlds"]:
+            raise ValueError("its worlds are not those of the other files")
+        for name in results["contexts"].keys() & run["contexts"].keys():
+            one, other = (
+                x["contexts"][name]["returns"].shape[1] for x in (results, run)
+            )
+            if one != other:
+                raise ValueError(f"{one} episodes of {name!r}, {other} in another file")
 
 
 def returns_of(runs: Runs, context: str) -> np.ndarray:
