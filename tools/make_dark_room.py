@@ -1,9 +1,9 @@
 """Makes trajectories of Dark Room, every goal a world of its own, in seconds.
 
     python -m tools.make_dark_room --room 10x10 --recorded exploration \\
-        --output trajectories/dark_room/10x10
-    python -m tools.make_dark_room --room 9x9 --recorded history --episodes 1000 \\
-        --output trajectories/dark_room/9x9
+        --output trajectories/dark_room/10x10/exploration
+    python -m tools.make_dark_room --room 9x9 --recorded history \\
+        --output trajectories/dark_room/9x9/history
 
 What is written is packed already: a trajectory file for task "exorl", which knows the
 best action of every step. Kinds of records are
@@ -38,6 +38,8 @@ from tasks.command_line import Parser, as_program, at_least
 KINDS = ("exploration", "history")
 TRIED = 4
 """Explorers' episodes that are recorded for each that is kept."""
+STEPS = 30_000
+"""Of each goal, where the number of episodes is not given."""
 LEARNT_BY = 0.9
 """Share of a history after which nothing is left to chance, as in AD-eps."""
 
@@ -48,12 +50,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--room", choices=list(ROOMS), required=True, help="its size")
     add("--recorded", choices=KINDS, required=True)
     add("--output", required=True, type=Path, help="directory of the trajectories")
-    add(
-        "--episodes",
-        default=300,
-        type=at_least(2),
-        help="of each goal (default: %(default)s)",
-    )
+    episodes = f"of each goal (default: those of {STEPS:,} steps)"
+    add("--episodes", type=at_least(2), help=episodes)
     add("--seed", default=0, type=at_least(0), help="default: %(default)s")
     return parser.parse_args(arguments)
 
@@ -101,10 +99,10 @@ def _write(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    file = make(
-        chosen.room, chosen.recorded, chosen.episodes, chosen.seed, chosen.output
-    )
-    best = ROOMS[chosen.room].best_return(ROOMS[chosen.room].goals).mean()
+    room = ROOMS[chosen.room]
+    episodes = chosen.episodes or STEPS // room.steps
+    file = make(chosen.room, chosen.recorded, episodes, chosen.seed, chosen.output)
+    best = room.best_return(room.goals).mean()
     print(
         f"{len(file.returns):,} episodes of {len(set(file.worlds))} worlds, "
         f"{file.lengths.sum():,} steps; mean return {file.returns.mean():.2f}, the "
