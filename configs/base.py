@@ -122,9 +122,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.agent.reads_returns = True
     # Returns are divided by it.
     config.agent.return_scale = 1000.0
-    # Whether positions turn queries and keys (RoPE). Without, only the causal mask
-    # orders what is read, contexts may be longer than those that were trained on, and
-    # config.rope_scaling says nothing.
+    # Whether positions turn queries and keys (RoPE). Without, only the causal mask and
+    # the time in an episode order what is read, contexts may be longer than those that
+    # were trained on, and config.rope_scaling says nothing.
     config.agent.reads_positions = True
     # Whether tokens embed the rank of their episode in its chain.
     config.agent.rank_embedding = False
@@ -202,7 +202,7 @@ def get_config() -> ml_collections.ConfigDict:
     # "packed" rows of many documents, cut where a row ends; "whole" documents, as many
     # as fit (for chats); or "documents": one in each row.
     config.data.rows = "packed"
-    # Of task "exorl": directory made by tools/pack_exorl.py.
+    # Of task "exorl": directory made by tools/pack_exorl.py or make_dark_room.py.
     config.data.trajectories = ""
     # Share of its episodes that are held out for validation; then, the share of the
     # steps that is trained on, of the episodes of the highest returns.

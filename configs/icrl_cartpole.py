@@ -13,7 +13,7 @@ at (Agentic Transformer), dt (Decision Transformer) or bc (behaviour cloning of 
   python train.py --config=configs/icrl_cartpole.py:AGENT
 (python train.py --config=configs/icrl_cartpole.py is dpt), then `tools.evaluate exorl`.
 Hardware: none, a CPU.
-Expected: see docs/in_context_rl.md.
+Expected: see results/2026-11-25-in-context-worlds.md.
 """
 
 import ml_collections

@@ -9,7 +9,7 @@ Transformer), dt (Decision Transformer) or bc (behaviour cloning of the best 10 
 (python train.py --config=configs/icrl_dark_room.py is 10x10/dpt), then
 `tools.evaluate exorl`.
 Hardware: none, a CPU.
-Expected: see docs/in_context_rl.md.
+Expected: see results/2026-11-25-in-context-worlds.md.
 """
 
 import ml_collections

@@ -38,8 +38,9 @@ def learns_in_context(
 ) -> ml_collections.ConfigDict:
     """Returns the config of one of AGENTS, not locked.
 
-    A step is a token that says all that is known before the action, places are in no
-    token, and whole worlds are held out. An update reads 9,600 steps.
+    A step is a token that says all that is known before the action, and nothing of its
+    place in the context but the time in its episode; whole worlds are held out. An
+    update reads 9,600 steps.
 
     steps: of an episode. episodes: in a context, where the agent reads several.
     """

@@ -37,7 +37,7 @@ from data.versioned import (
 VERSION = 1
 INDEX = "index.json"
 STEPS = "steps.npy"
-REMEDY = "pack the episodes again with tools/pack_exorl.py"
+REMEDY = "make them again: tools/pack_exorl.py, or tools/make_dark_room.py"
 # What NumPy's header takes for any array of three axes; it keeps room to grow.
 HEADER_BYTES = 128
 

@@ -20,7 +20,7 @@ def directory(config: ml_collections.ConfigDict) -> Path:
     if not config.data.trajectories:
         raise ValueError(
             'config.data.trajectories="" names no trajectories: give the directory '
-            "that tools/pack_exorl.py made"
+            "that tools/pack_exorl.py or tools/make_dark_room.py made"
         )
     return Path(config.data.trajectories)
 

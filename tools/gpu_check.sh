@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU, in one call of under ten minutes: the tests that
+# Everything that needs one NVIDIA GPU, in one call of about ten minutes: the tests that
 # run the GPU kernels on the device (rings of all covering cases, and the door, in each
 # type; the other tests of these kernels interpret or only compile them), the benchmark
 # of kernels beside their peers, the steps of a ring on one GPU, and short training runs.

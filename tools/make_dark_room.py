@@ -8,8 +8,8 @@
 What is written is packed already: a trajectory file for task "exorl", which knows the
 best action of every step. Kinds of records are
 
-    exploration   walks from cell to cell, drawn evenly; a tenth to the goal, with any
-                  share of chance: for Decision-Pretrained Transformers
+    exploration   walks from cell to cell, drawn evenly; a twentieth to the goal, with
+                  any share of chance: for Decision-Pretrained Transformers
     history       of each goal what a learner would have done, from chance alone to no
                   chance after 90 % of the episodes: for Algorithm Distillation
 

@@ -138,6 +138,7 @@ BAD = {
     "--config.agent.reads_positions=True --random 2": "--random 2 are more than",
     "--temperature -1": "--temperature must be 0 (the likeliest action) or more",
     "--contexts mine": "--contexts mine: give some of own, empty, none, other",
+    "--environments 19": "19 environments do not divide over the batch's 2",
     "--random 0": "--random: must be a whole number",
     "--config.agent.step_tokens=2": "config.agent.step_tokens=2 must be 4, or 1",
     "--config.agent.action_bins=1": "config.agent.action_bins=1 must be at least 2",

@@ -240,10 +240,10 @@ def evaluate(
     size = options.environments, options.episodes
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
     split = "train" if options.trained else "validation"
-    # Also those of which an agent reads no episode, as none was among the best. In any
-    # order: Dark Room's neighbours have numbers next to each other.
+    # Also those of which an agent reads no episode, as none was among the best.
     worlds = np.unique(file.worlds[trajectories.of_split(config, file, split)])
-    worlds = np.random.default_rng(exorl.HELD_OUT_SEED).permutation(worlds)
+    # Dark Room's neighbours have numbers next to each other.
+    np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)
     needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
     partition = base.partition(config, jax.devices())
     model = exorl.model(config, partition)
@@ -262,9 +262,8 @@ def evaluate(
     target = options.target * float(file.returns.max())
     play = Play(agent, file, target)
     say(f"step {step} of {config.workdir} on {_task(file)}, target {target:.1f}")
-    of_rows = np.resize(worlds, size[0])
-    # Where there is one world, rows are independent.
-    rows = of_rows if len(worlds) > 1 else np.arange(size[0])
+    of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
+    rows = np.arange(size[0]) if one_world else of_rows  # that depend on each other
     outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}
     environment = Environment.of(partition.mesh.devices.flatten())
     return {

@@ -207,6 +207,12 @@ def actor(
     if config.agent.method == "perceptron":
         program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
         return CloningActor(choice, functools.partial(program, parameters))
+    parts = partition.shards("batch")
+    if rows % parts:
+        raise ValueError(
+            f"{rows} environments do not divide over the batch's {parts} shards: act "
+            f"in {-(-rows // parts) * parts}, or change config.mesh"
+        )
     ring, sizes = partition.shards("sequence"), config.model
     # Every step puts its tokens at one member of the ring.
     steps = -(-episodes * config.agent.episode_steps // ring) * ring
