@@ -36,8 +36,6 @@ from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks.command_line import Parser, as_program, at_least
 
 KINDS = ("exploration", "history")
-TRIED = 4
-"""Explorers' episodes that are recorded for each that is kept."""
 LEARNT_BY = 0.9
 """Share of a history after which nothing is left to chance, as in AD-eps."""
 
@@ -72,14 +70,12 @@ def make(
     about["worlds_described"] = [{"goal": goal.tolist()} for goal in room.goals]
     with TrajectoryWriter(directory, about) as writer:
         for world, goal in enumerate(room.goals):
+            goals = np.repeat(goal[None], episodes, axis=0)
             if kind == "history":
-                goals = np.repeat(goal[None], episodes, axis=0)
-                done = record(room, goals, history(goals, progress), rng)
+                behaviour = history(goals, progress)
             else:
-                goals = np.repeat(goal[None], TRIED * episodes, axis=0)
-                tried = record(room, goals, exploration(room, goals, rng), rng)
-                done = tried.mostly_in_vain(episodes)
-            _write(writer, room, done, world)
+                behaviour = exploration(room, goals, rng)
+            _write(writer, room, record(room, goals, behaviour, rng), world)
     return TrajectoryFile.open(directory)
 
 
