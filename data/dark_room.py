@@ -74,10 +74,6 @@ ROOMS = {"10x10": DarkRoom(10, 100, (0, 0)), "9x9": DarkRoom(9, 20, (4, 4))}
 """Of Decision-Pretrained Transformer and of AD-eps."""
 
 
-FOUND = 0.4
-"""Share of explorers' episodes that is kept, of those that find the goal."""
-
-
 def one_hot(actions: np.ndarray) -> np.ndarray:
     """Returns actions, int (…,), as float32 (…, actions)."""
     return np.eye(len(MOVES), dtype=np.float32)[actions]
@@ -127,19 +123,6 @@ class Recorded:
     actions: np.ndarray
     best_actions: np.ndarray
     rewards: np.ndarray
-
-    def mostly_in_vain(self, count: int) -> "Recorded":
-        """Returns `count` episodes: the share FOUND of those that find the goal.
-
-        Or more, where too few do not. With all of them most goals would have been found
-        after an episode or two, and how to look on would be seldom learnt.
-        """
-        finds = self.rewards.any(axis=1)
-        found, vain = np.flatnonzero(finds), np.flatnonzero(~finds)
-        fewest = round(FOUND * finds.mean() * count)
-        vain = vain[: count - fewest]
-        kept = np.concatenate([vain, found[: count - len(vain)]])
-        return Recorded(*(part[kept] for part in vars(self).values()))
 
 
 def record(

@@ -8,8 +8,8 @@
 What is written is packed already: a trajectory file for task "exorl", which knows the
 best action of every step. Kinds of records are
 
-    exploration   walks from cell to cell, drawn evenly; a twentieth to the goal, with
-                  any share of chance: for Decision-Pretrained Transformers
+    exploration   walks from cell to cell, drawn evenly; a tenth to the goal, with any
+                  share of chance: for Decision-Pretrained Transformers
     history       of each goal what a learner would have done, from chance alone to no
                   chance after 90 % of the episodes: for Algorithm Distillation
 
@@ -36,8 +36,6 @@ from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks.command_line import Parser, as_program, at_least
 
 KINDS = ("exploration", "history")
-TRIED = 4
-"""Explorers' episodes that are recorded for each that is kept."""
 STEPS = 30_000
 """Of each goal, where the number of episodes is not given."""
 LEARNT_BY = 0.9
@@ -70,14 +68,12 @@ def make(
     about["worlds_described"] = [{"goal": goal.tolist()} for goal in room.goals]
     with TrajectoryWriter(directory, about) as writer:
         for world, goal in enumerate(room.goals):
+            goals = np.repeat(goal[None], episodes, axis=0)
             if kind == "history":
-                goals = np.repeat(goal[None], episodes, axis=0)
-                done = record(room, goals, history(goals, progress), rng)
+                behaviour = history(goals, progress)
             else:
-                goals = np.repeat(goal[None], TRIED * episodes, axis=0)
-                tried = record(room, goals, exploration(room, goals, rng), rng)
-                done = tried.mostly_in_vain(episodes)
-            _write(writer, room, done, world)
+                behaviour = exploration(room, goals, rng)
+            _write(writer, room, record(room, goals, behaviour, rng), world)
     return TrajectoryFile.open(directory)
 
 

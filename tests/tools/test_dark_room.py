@@ -47,22 +47,6 @@ def test_places_follow_from_moves_and_walls_hold():
     np.testing.assert_array_equal(best.sum(axis=-1), np.maximum(nearer - 1, 0))
 
 
-def test_explorers_look_mostly_in_vain():
-    """So that what is left to explore is learnt; where none does, all are kept."""
-    room, rng = ROOMS["10x10"], np.random.default_rng(4)
-    for goal in ((9, 9), (4, 5), (0, 0)):
-        goals = np.repeat([goal], 400, axis=0)
-        seen = record(room, goals, exploration(room, goals, rng), rng)
-        kept = seen.mostly_in_vain(100)
-        assert kept.places.shape == (100, 100, 2) and kept.rewards.shape == (100, 100)
-        before, after = (x.rewards.any(axis=1).mean() for x in (seen, kept))
-        assert after == pytest.approx(0.4 * before, abs=0.005)
-        rows = {row.tobytes() for row in seen.places}
-        assert all(row.tobytes() in rows for row in kept.places)
-    best = record(room, goals, history(goals, np.ones(400)), rng)
-    assert best.mostly_in_vain(100).rewards.any(axis=1).all()
-
-
 def test_files_have_worlds_targets_and_histories_that_rise(tmp_path):
     file = make("9x9", "history", 30, 0, tmp_path / "history")
     assert len(file.returns) == 81 * 30 and file.has_targets
