@@ -41,7 +41,7 @@ data() {
 # Rows and episodes, and those that are read before one.
 case $WHERE in
 10x10) config=icrl_dark_room.py:10x10/ play=(100 10) read=(1 2 4 8 16) ;;
-9x9) config=icrl_dark_room.py:9x9/ play=(16 40) read=(4 16 64 250 1000) ;;
+9x9) config=icrl_dark_room.py:9x9/ play=(48 40) read=(4 16 64 250 1000) ;;
 cartpole) config=icrl_cartpole.py: play=(40 6) read=() ;;
 *) echo "error: $WHERE is none of 10x10, 9x9, cartpole" >&2 && exit 1 ;;
 esac
