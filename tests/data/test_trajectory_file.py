@@ -101,7 +101,7 @@ def test_missing_files_are_named(tmp_path):
         TrajectoryFile.open(tmp_path)
     directory = write(tmp_path / "run", some_episodes([4]))
     (directory / "steps.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=r"steps\.npy is missing: pack"):
+    with pytest.raises(FileNotFoundError, match=r"steps\.npy is missing: make them"):
         TrajectoryFile.open(directory)
 
 
