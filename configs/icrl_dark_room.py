@@ -17,7 +17,7 @@ import ml_collections
 from configs.small_agent import AGENTS, learns_in_context
 
 # room: (rows and columns, steps of an episode, episodes in a context, updates)
-_ROOMS = {"10x10": (20, 100, 6, 3000), "9x9": (18, 20, 20, 3000)}
+_ROOMS = {"10x10": (20, 100, 6, 3000), "9x9": (18, 20, 20, 1000)}
 _NAMES = [f"{room}/{agent}" for room in _ROOMS for agent in AGENTS]
 
 

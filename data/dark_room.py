@@ -81,38 +81,37 @@ def one_hot(actions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What an episode is recorded by: the way to an aim, or chance.
+    """What an episode is recorded by: walks from aim to aim, and chance.
 
-    aims: (E, 2), cells that are walked to. epsilon: (E,), chance of an evenly drawn
-    action in a step. wanders: (E,), whether another aim is drawn where one is reached.
+    strays: (E,), chance that the next aim is a cell drawn evenly and not the goal; aims
+      are drawn at the beginning, and where one is reached.
+    epsilon: (E,), chance of an evenly drawn action in a step.
     """
 
-    aims: np.ndarray
+    strays: np.ndarray
     epsilon: np.ndarray
-    wanders: np.ndarray
 
 
-def history(goals: np.ndarray, progress: np.ndarray) -> Behaviour:
-    """Returns behaviours from evenly drawn actions to the best, as AD-eps has them.
+def history(progress: np.ndarray) -> Behaviour:
+    """Returns behaviours of who learns: more and more walks are to the goal.
 
-    goals: (E, 2). progress: (E,), 0 to 1, how much was learnt: chance falls to 0.
+    As in AD-eps, but who errs walks on to another cell (as in 2006.01782), and not a
+    step: histories of single steps at random teach nobody to look elsewhere.
+
+    progress: (E,), 0 to 1, how much was learnt: what strays falls to none.
     """
-    return Behaviour(goals, 1 - progress, np.zeros(len(goals), bool))
+    return Behaviour(1 - progress, np.zeros(len(progress)))
 
 
-def exploration(
-    room: DarkRoom, goals: np.ndarray, rng: np.random.Generator
-) -> Behaviour:
+def exploration(episodes: int, rng: np.random.Generator) -> Behaviour:
     """Returns behaviours of all kinds, most of which know nothing of their goal.
 
     A tenth walks to the goal, the rest from one cell to another, drawn evenly; with a
     chance of other actions that is drawn evenly from 0 to 1. Where more found the goal,
     or fewer cells were seen, what is left to explore would be seldom learnt.
     """
-    elsewhere = room.goals[rng.integers(room.size**2, size=len(goals))]
-    knows = rng.random((len(goals), 1)) < 0.1
-    aims = np.where(knows, goals, elsewhere)
-    return Behaviour(aims, rng.random(len(goals)), ~knows[:, 0])
+    strays = (rng.random(episodes) >= 0.1).astype(float)
+    return Behaviour(strays, rng.random(episodes))
 
 
 @dataclass(frozen=True)
@@ -133,18 +132,20 @@ def record(
 ) -> Recorded:
     """Records an episode of each of E worlds at once; goals: (E, 2)."""
     places = np.broadcast_to(np.array(room.start), goals.shape)
-    aims = behaviour.aims
+    arrived, aims = np.ones(len(goals), bool), places
     seen, done, best, rewards = [], [], [], []
     for _ in range(room.steps):
         drawn = rng.integers(len(MOVES), size=len(goals))
         elsewhere = room.goals[rng.integers(room.size**2, size=len(goals))]
-        leaves = behaviour.wanders & (places == aims).all(axis=-1)
-        aims = np.where(leaves[:, None], elsewhere, aims)
+        strays = rng.random(len(goals)) < behaviour.strays
+        following = np.where(strays[:, None], elsewhere, goals)
+        aims = np.where(arrived[:, None], following, aims)
         wanted = room.best_actions(places, aims)
         actions = np.where(rng.random(len(goals)) < behaviour.epsilon, drawn, wanted)
         seen.append(places)
         done.append(actions)
         best.append(room.best_actions(places, goals))
         places = room.move(places, actions)
+        arrived = (places == aims).all(axis=-1)
         rewards.append((places == goals).all(axis=-1))
     return Recorded(*(np.stack(part, axis=1) for part in (seen, done, best, rewards)))

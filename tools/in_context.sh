@@ -38,11 +38,13 @@ data() {
         --room "$WHERE" --recorded "$kind" --output "$made"
 }
 
-# Rows and episodes, and those that are read before one.
+# Rows and episodes, and those that are read before one. How to draw in rooms was chosen
+# on goals that were trained on.
+imitate=(--temperature 0.7) explore=(--temperature 2 --hold 5)
 case $WHERE in
 10x10) config=icrl_dark_room.py:10x10/ play=(100 10) read=(1 2 4 8 16) ;;
 9x9) config=icrl_dark_room.py:9x9/ play=(48 40) read=(4 16 64 250 1000) ;;
-cartpole) config=icrl_cartpole.py: play=(40 6) read=() ;;
+cartpole) config=icrl_cartpole.py: play=(40 6) read=() imitate=() explore=() ;;
 *) echo "error: $WHERE is none of 10x10, 9x9, cartpole" >&2 && exit 1 ;;
 esac
 
@@ -62,13 +64,13 @@ for seed in "${seeds[@]}"; do
         given=(--config="configs/$config$agent" --config.workdir="$run"
             --config.seed="$seed" "$@")
         [ -e "$run.json" ] || "$PYTHON" train.py "${given[@]}"
-        if [ "$agent" != dpt ] || [ "$WHERE" = cartpole ]; then
-            act "$run.json" "${play[@]}"
+        if [ "$agent" != dpt ]; then
+            act "$run.json" "${play[@]}" "${imitate[@]}"
             continue
         fi
-        # Explores as well as any that were tried, in 10x10, on goals trained on.
-        act "$run.json" "${play[@]}" --temperature 2 --hold 5
-        act "${run}_read.json" "${play[0]}" 1 --contexts --random "${read[@]}" \
+        act "$run.json" "${play[@]}" "${explore[@]}"
+        [ ${#read[@]} = 0 ] || act "${run}_read.json" "${play[0]}" 1 --contexts \
+            --random "${read[@]}" \
             --config.simulated_devices=8 --config.mesh.data=1 --config.mesh.ring=8
     done
 done

@@ -10,8 +10,9 @@ best action of every step. Kinds of records are
 
     exploration   walks from cell to cell, drawn evenly; a tenth to the goal, with any
                   share of chance: for Decision-Pretrained Transformers
-    history       of each goal what a learner would have done, from chance alone to no
-                  chance after 90 % of the episodes: for Algorithm Distillation
+    history       of each goal what a learner would have done: walks to any cells at
+                  first, to the goal alone after 90 % of the episodes: for Algorithm
+                  Distillation
 
 The same seed makes the same files.
 """
@@ -39,7 +40,7 @@ KINDS = ("exploration", "history")
 STEPS = 30_000
 """Of each goal, where the number of episodes is not given."""
 LEARNT_BY = 0.9
-"""Share of a history after which nothing is left to chance, as in AD-eps."""
+"""Share of a history after which no walk strays, as in AD-eps."""
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -69,10 +70,8 @@ def make(
     with TrajectoryWriter(directory, about) as writer:
         for world, goal in enumerate(room.goals):
             goals = np.repeat(goal[None], episodes, axis=0)
-            if kind == "history":
-                behaviour = history(goals, progress)
-            else:
-                behaviour = exploration(room, goals, rng)
+            learns = kind == "history"
+            behaviour = history(progress) if learns else exploration(episodes, rng)
             _write(writer, room, record(room, goals, behaviour, rng), world)
     return TrajectoryFile.open(directory)
 

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from data.dark_room import MOVES, ROOMS, exploration, history, one_hot, record
+from data.dark_room import (
+    MOVES,
+    ROOMS,
+    Behaviour,
+    exploration,
+    history,
+    one_hot,
+    record,
+)
 from data.trajectory_file import TrajectoryFile
 from tools.lib.exorl.references import tabular_returns
 from tools.make_dark_room import main, make
@@ -21,12 +29,13 @@ def test_end_points_are_those_of_the_papers(name, worst, best):
 @pytest.mark.parametrize("name", ROOMS)
 def test_the_best_and_chance_get_what_is_computed(name):
     room, rng = ROOMS[name], np.random.default_rng(1)
-    best = record(room, room.goals, history(room.goals, np.ones(len(room.goals))), rng)
+    best = record(room, room.goals, history(np.ones(len(room.goals))), rng)
     returns = best.rewards.sum(axis=1)
     np.testing.assert_array_equal(returns, room.best_return(room.goals))
     np.testing.assert_array_equal(best.actions, best.best_actions)
     goals = np.repeat(room.goals, 400, axis=0)
-    drawn = record(room, goals, history(goals, np.zeros(len(goals))), rng)
+    chance = Behaviour(np.zeros(len(goals)), np.ones(len(goals)))
+    drawn = record(room, goals, chance, rng)
     mean = drawn.rewards.sum(axis=1).reshape(-1, 400).mean(axis=1)
     # Neighbours of the start are reached most, so in shares of the largest.
     expected = room.random_return()
@@ -36,7 +45,7 @@ def test_the_best_and_chance_get_what_is_computed(name):
 def test_places_follow_from_moves_and_walls_hold():
     room, rng = ROOMS["9x9"], np.random.default_rng(2)
     goals = room.goals[rng.integers(81, size=50)]
-    seen = record(room, goals, exploration(room, goals, rng), rng)
+    seen = record(room, goals, exploration(len(goals), rng), rng)
     assert (seen.places[:, 0] == 4).all()
     nexts = np.clip(seen.places + MOVES[seen.actions], 0, 8)
     np.testing.assert_array_equal(seen.places[:, 1:], nexts[:, :-1])
@@ -45,6 +54,20 @@ def test_places_follow_from_moves_and_walls_hold():
     nearer = np.abs(goals[:, None] - seen.places).sum(axis=-1)
     best = np.abs(goals[:, None] - room.move(seen.places, seen.best_actions))
     np.testing.assert_array_equal(best.sum(axis=-1), np.maximum(nearer - 1, 0))
+
+
+def test_who_strays_walks_to_cells_all_over_the_room_without_a_detour():
+    room, rng = ROOMS["9x9"], np.random.default_rng(3)
+    goals = np.repeat(room.goals, 100, axis=0)
+    walks = record(room, goals, history(np.zeros(len(goals))), rng)
+    ends = np.ravel_multi_index(np.moveaxis(walks.places[:, -1], -1, 0), (9, 9))
+    assert len(set(ends)) == 81
+    # Nearly a new cell a step, where single steps at random see half as many.
+    cells = np.mean([len(np.unique(places, axis=0)) for places in walks.places])
+    assert cells > 12
+    halfway = record(room, goals, history(np.full(len(goals), 0.5)), rng)
+    means = [each.rewards.sum(axis=1).mean() for each in (walks, halfway)]
+    assert means[0] < 1 < means[1] < 10
 
 
 def test_files_have_worlds_targets_and_histories_that_rise(tmp_path):
