@@ -39,7 +39,7 @@ data() {
 }
 
 # Rows and episodes, and those that are read before one. How to draw in rooms was chosen
-# on goals that were trained on.
+# on goals that were trained on: to imitate in 9x9, to explore in 10x10.
 imitate=(--temperature 0.7) explore=(--temperature 2 --hold 5)
 case $WHERE in
 10x10) config=icrl_dark_room.py:10x10/ play=(100 10) read=(1 2 4 8 16) ;;
