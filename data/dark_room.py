@@ -95,8 +95,8 @@ class Behaviour:
 def history(progress: np.ndarray) -> Behaviour:
     """Returns behaviours of who learns: more and more walks are to the goal.
 
-    As in AD-eps, but who errs walks on to another cell (as in 2006.01782), and not a
-    step: histories of single steps at random teach nobody to look elsewhere.
+    As in AD-eps, but who errs walks to another cell (errors that last: 2006.01782), and
+    not one step: histories of steps at random teach nobody to look elsewhere.
 
     progress: (E,), 0 to 1, how much was learnt: what strays falls to none.
     """

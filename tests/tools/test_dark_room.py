@@ -56,18 +56,22 @@ def test_places_follow_from_moves_and_walls_hold():
     np.testing.assert_array_equal(best.sum(axis=-1), np.maximum(nearer - 1, 0))
 
 
-def test_who_strays_walks_to_cells_all_over_the_room_without_a_detour():
+def test_who_strays_walks_all_over_the_room_and_sees_more_than_chance_does():
     room, rng = ROOMS["9x9"], np.random.default_rng(3)
     goals = np.repeat(room.goals, 100, axis=0)
-    walks = record(room, goals, history(np.zeros(len(goals))), rng)
+    none, all_ = np.zeros(len(goals)), np.ones(len(goals))
+    walks = record(room, goals, history(none), rng)
+    chance = record(room, goals, Behaviour(none, all_), rng)
     ends = np.ravel_multi_index(np.moveaxis(walks.places[:, -1], -1, 0), (9, 9))
     assert len(set(ends)) == 81
-    # Nearly a new cell a step, where single steps at random see half as many.
-    cells = np.mean([len(np.unique(places, axis=0)) for places in walks.places])
-    assert cells > 12
+    by_walks, by_chance = (
+        np.mean([len(np.unique(places, axis=0)) for places in recorded.places])
+        for recorded in (walks, chance)
+    )
+    assert by_walks > 1.5 * by_chance  # 18.0 cells of an episode, and 10.2
     halfway = record(room, goals, history(np.full(len(goals), 0.5)), rng)
     means = [each.rewards.sum(axis=1).mean() for each in (walks, halfway)]
-    assert means[0] < 1 < means[1] < 10
+    assert means[0] < 0.5 and 1.5 < means[1] < 4  # 0.25 and 2.4 of 16.5
 
 
 def test_files_have_worlds_targets_and_histories_that_rise(tmp_path):
