@@ -23,6 +23,8 @@ from data.trajectory_file import TrajectoryFile
 ORDERS = ("ascending", "drawn", "learnt")
 PREDICTED = ("actions", "targets")
 LOSS_ON = ("all", "last")
+# Of a history that was learnt, where the last chain begins, if it has few episodes.
+LATEST_BEGIN = 0.8
 # Added to standard deviations, as the Decision Transformer does.
 STD_FLOOR = 1e-6
 
@@ -96,7 +98,9 @@ class Chains:
     seed: with k, of what is drawn.
     order: "ascending" by return, ties by the episode's number; as they were "drawn",
       for a model that must not learn that later is better; or as they were "learnt":
-      one of each n-th of the world's episodes, in their order.
+      one of each n-th of the world's episodes, in their order, and every second chain
+      of those after one of the first 80 %: who has learnt more than fits in a context
+      has to know how it goes on.
     loss_on: "all" steps, or those of the "last" trajectory of a chain, its best.
     predict: the "actions" that were taken, or the "targets" in their place.
     of_step_before: whether actions, rewards and completions are those of the step
@@ -163,7 +167,9 @@ class Chains:
         rng, worlds = np.random.default_rng([self.seed, row]), self._of_worlds
         of_world = worlds[rng.integers(len(worlds)) if len(worlds) > 1 else 0]
         if self.order == "learnt":
-            edges = np.linspace(0, len(of_world), self.chain_length + 1).astype(int)
+            spare = len(of_world) - self.chain_length
+            begin = spare * max(0, rng.uniform(-LATEST_BEGIN, LATEST_BEGIN))
+            edges = np.linspace(begin, len(of_world), self.chain_length + 1).astype(int)
             return of_world[rng.integers(edges[:-1], edges[1:])]
         chain = rng.choice(of_world, self.chain_length, replace=False)
         if self.order == "ascending":
