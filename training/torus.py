@@ -107,7 +107,7 @@ def in_boxes(
     lengths = tuple(map(len, sides))
     if math.prod(lengths) != len(places) or len(set(places)) != len(places):
         return None
-    every = _cuts(lengths, tuple(shape), axis)
+    every = _boxes(lengths, tuple(shape), axis)
     cuts = min(every, default=None, key=lambda cuts: _extents(cuts, axis))
     if cuts is None:
         return None
@@ -126,26 +126,37 @@ def in_boxes(
     return grid.transpose(order).reshape(shape)
 
 
-def _cuts(
+def _boxes(
     lengths: Sequence[int], shape: Shape, axis: int
 ) -> Iterator[tuple[Shape, ...]]:
     """Lists the ways to cut each side over the mesh's axes, with boxes along `axis`."""
-    for cuts in itertools.product(*(_factors(n, len(shape)) for n in lengths)):
+    for cuts in _cuts(lengths, shape):
         box = [cut[axis] for cut in cuts]
         is_wide = any(n % 2 == 0 for n in box) and sum(n > 1 for n in box) > 1
-        if (is_wide or shape[axis] == 2) and all(
-            math.prod(parts) == n
-            for parts, n in zip(zip(*cuts, strict=True), shape, strict=True)
-        ):
+        if is_wide or shape[axis] == 2:
             yield cuts
 
 
-def _factors(number: int, parts: int) -> list[Shape]:
-    """Lists the ordered ways to write a number as a product of so many factors."""
-    if parts == 1:
-        return [(number,)]
-    dividing = (n for n in range(1, number + 1) if number % n == 0)
-    return [(n, *rest) for n in dividing for rest in _factors(number // n, parts - 1)]
+def _cuts(lengths: Sequence[int], shape: Shape) -> Iterator[tuple[Shape, ...]]:
+    """Lists the ways to cut each side into factors whose products are the shape."""
+    if not lengths:
+        if math.prod(shape) == 1:
+            yield ()
+        return
+    for cut in _factors(lengths[0], shape):
+        left = tuple(n // m for n, m in zip(shape, cut, strict=True))
+        yield from ((cut, *rest) for rest in _cuts(lengths[1:], left))
+
+
+def _factors(number: int, shape: Shape) -> Iterator[Shape]:
+    """Lists the ways to write a number as a product of factors of those of `shape`."""
+    if not shape:
+        if number == 1:
+            yield ()
+        return
+    common = math.gcd(number, shape[0])
+    for n in (n for n in range(1, common + 1) if common % n == 0):
+        yield from ((n, *rest) for rest in _factors(number // n, shape[1:]))
 
 
 def _extents(cuts: Sequence[Shape], axis: int) -> tuple[int, ...]:

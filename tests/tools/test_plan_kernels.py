@@ -286,6 +286,7 @@ def test_sum_of_the_parts_is_that_of_a_kernel_compiled_now(direction):
         assert found["over_ideal"] == pytest.approx(took / found["ideal"])
 
 
+@pytest.mark.slow
 def test_backward_on_the_own_keys_runs_twice_as_the_ring_does():
     tile = tpu_kernel_parts.tile("v5e", "backward", 1024, False)
     assert tpu_kernel_parts.sources(tile) == {"visiting": 0, "own": 7}
