@@ -213,6 +213,9 @@ def get_config() -> ml_collections.ConfigDict:
     # of the "last" episode of a chain; and what is predicted: the "actions" that were
     # taken, or "targets", the best in their place.
     config.data.chain_order = "ascending"
+    # Of histories as they were "learnt", up to which share every second chain begins
+    # later than at the beginning; 0: none does.
+    config.data.latest_begin = 0.0
     config.data.loss_on = "all"
     config.data.predict = "actions"
     # Tokens in a row, which are padded to what the ring can shard; of a chain, those of

@@ -39,5 +39,8 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     config.agent.action_kind = "discrete"
     config.agent.return_scale = float(steps)
     config.data.trajectories = f"trajectories/dark_room/{room}/{recorded}"
+    if agent == "ad":
+        # Else it falls back as soon as it has acted longer than its contexts were.
+        config.data.latest_begin = 0.8
     config.train.steps = updates
     return config.lock()

@@ -23,8 +23,6 @@ from data.trajectory_file import TrajectoryFile
 ORDERS = ("ascending", "drawn", "learnt")
 PREDICTED = ("actions", "targets")
 LOSS_ON = ("all", "last")
-# Of a history that was learnt, where the last chain begins, if it has few episodes.
-LATEST_BEGIN = 0.8
 # Added to standard deviations, as the Decision Transformer does.
 STD_FLOOR = 1e-6
 
@@ -98,9 +96,10 @@ class Chains:
     seed: with k, of what is drawn.
     order: "ascending" by return, ties by the episode's number; as they were "drawn",
       for a model that must not learn that later is better; or as they were "learnt":
-      one of each n-th of the world's episodes, in their order, and every second chain
-      of those after one of the first 80 %: who has learnt more than fits in a context
-      has to know how it goes on.
+      one of each n-th of the world's episodes, in their order.
+    latest_begin: of what is learnt, up to which share of the episodes that a chain can
+      do without every second chain begins later than at the first: 0 to 1. Who has
+      learnt for longer than a context was has to know how it goes on.
     loss_on: "all" steps, or those of the "last" trajectory of a chain, its best.
     predict: the "actions" that were taken, or the "targets" in their place.
     of_step_before: whether actions, rewards and completions are those of the step
@@ -117,6 +116,7 @@ class Chains:
     chain_length: int
     seed: int
     order: str = "ascending"
+    latest_begin: float = 0.0
     loss_on: str = "all"
     predict: str = "actions"
     of_step_before: bool = False
@@ -130,6 +130,8 @@ class Chains:
                     f"{name}={getattr(self, name)!r} must be one of "
                     f"{', '.join(options)}"
                 )
+        if not 0 <= self.latest_begin <= 1:
+            raise ValueError(f"{self.latest_begin=} must be a share from 0 to 1")
         if self.multiple < 1:
             raise ValueError(f"{self.multiple=} must be at least 1 step")
         if self.predict == "targets" and not self.trajectories.has_targets:
@@ -167,8 +169,8 @@ class Chains:
         rng, worlds = np.random.default_rng([self.seed, row]), self._of_worlds
         of_world = worlds[rng.integers(len(worlds)) if len(worlds) > 1 else 0]
         if self.order == "learnt":
-            spare = len(of_world) - self.chain_length
-            begin = spare * max(0, rng.uniform(-LATEST_BEGIN, LATEST_BEGIN))
+            spare, latest = len(of_world) - self.chain_length, self.latest_begin
+            begin = spare * max(0, rng.uniform(-latest, latest)) if latest else 0
             edges = np.linspace(begin, len(of_world), self.chain_length + 1).astype(int)
             return of_world[rng.integers(edges[:-1], edges[1:])]
         chain = rng.choice(of_world, self.chain_length, replace=False)

@@ -206,6 +206,8 @@ def _shares(config: ml_collections.ConfigDict) -> None:
         raise ValueError(f"{config.data.held_out_share=} must be above 0 and below 1")
     if not 0 < data.top_share <= 1:
         raise ValueError(f"{config.data.top_share=} must be above 0, and at most 1")
+    if not 0 <= data.latest_begin <= 1:
+        raise ValueError(f"{config.data.latest_begin=} must be from 0 to 1")
     if not config.agent.return_scale < math.inf:
         raise ValueError(f"{config.agent.return_scale=} must be a finite number")
 

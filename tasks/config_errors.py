@@ -15,6 +15,7 @@ OTHER_NAMES = {
     "loss_chunk": "config.loss_chunk_tokens",
     "last_layers": "config.remat_budget_gib",
     "order": "config.data.chain_order",
+    "latest_begin": "config.data.latest_begin",
     "kv_heads": "config.model.num_kv_heads",
 }
 """Fields of a config, by what they are called in what is made of it."""

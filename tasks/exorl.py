@@ -41,6 +41,7 @@ DATA_FIELDS = (
     "held_out_share",
     "top_share",
     "chain_order",
+    "latest_begin",
     "loss_on",
     "predict",
 )
@@ -351,6 +352,7 @@ def batches(
         config.agent.chain_length,
         config.seed if split == "train" else HELD_OUT_SEED,
         order=config.data.chain_order,
+        latest_begin=config.data.latest_begin,
         loss_on=config.data.loss_on,
         predict=config.data.predict,
         of_step_before=config.agent.step_tokens == 1,

@@ -12,7 +12,6 @@ walked like the others: rows there and back, which is closed where the torus is,
 is along 16 chips of v5e and v6e and along multiples of 4 of v4 and v5p.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 

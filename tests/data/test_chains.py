@@ -266,16 +266,14 @@ def test_a_chain_is_of_one_world(tmp_path):
 def test_what_was_learnt_is_read_in_its_order_and_whole(tmp_path):
     file = make_worlds(tmp_path)
     chains = make_chains(file, 3, order="learnt")
-    # Places in the world's history, (400, 3).
-    places = np.stack([chains.chain(row) // 5 for row in range(400)])
-    assert (np.diff(places) > 0).all() and set(places.flat) == set(range(9))
-    in_thirds = (places // 3 == [0, 1, 2]).all(axis=1)
-    assert 200 < in_thirds.sum() < 300
+    # Places in the world's history, (60, 3).
+    places = np.stack([chains.chain(row) // 5 for row in range(60)])
+    assert (places // 3 == [0, 1, 2]).all() and set(places.flat) == set(range(9))
 
 
 def test_what_was_learnt_is_read_from_anywhere_to_the_end(tmp_path):
     file = make_worlds(tmp_path, worlds=2, episodes=100, steps=1)
-    chains = make_chains(file, 10, order="learnt")
+    chains = make_chains(file, 10, order="learnt", latest_begin=0.8)
     places = np.stack([chains.chain(row) // 2 for row in range(400)])
     # Half of the chains begin at the beginning, no chain in the last fifth.
     assert 0.5 < (places[:, 0] < 10).mean() < 0.65
@@ -324,6 +322,7 @@ def test_tokens_of_whole_steps_have_what_came_of_the_step_before(tmp_path):
     ("options", "match"),
     [
         ({"order": "best"}, "order='best' must be one of ascending, drawn, learnt"),
+        ({"latest_begin": 1.1}, "latest_begin=1.1 must be a share from 0 to 1"),
         ({"predict": "all"}, "predict='all' must be one of actions, targets"),
         ({"predict": "targets"}, "does not say which actions were best"),
         ({"loss_on": "first"}, "loss_on='first' must be one of all, last"),
