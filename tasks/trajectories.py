@@ -1,6 +1,8 @@
 """The trajectories of a config of task "exorl", and which episodes of them are used."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_collections
 import numpy as np
@@ -69,6 +71,31 @@ def of_split(
     """
     training, held_out = hold_out(file.worlds, config.data.held_out_share)
     return training if split == "train" else held_out
+
+
+def check_trained(
+    config: ml_collections.ConfigDict, settings: Mapping[str, Any]
+) -> None:
+    """Refuses other trajectories, or others held out, than an agent was trained with.
+
+    settings: that its parameters were saved with; empty where they are not known.
+
+    Raises:
+      ValueError: one differs, with both values.
+    """
+    field, digest, _ = identify(config)
+    share = "data.held_out_share"
+    for name, given in (
+        (share, config.data.held_out_share),
+        (f"{field}.contents", digest),
+    ):
+        trained = settings.get(name, given)
+        if trained != given:
+            raise ValueError(
+                f"config.{name}={given}, but {config.workdir} was trained with "
+                f"{trained}: what is held out here may be what it was trained on; set "
+                "it back"
+            )
 
 
 def episodes(

@@ -25,6 +25,7 @@ from tests.small_agent import (
     make_trajectories,
 )
 from training.metrics import read_scalars
+from training.weights import SavedParameters
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -133,6 +134,22 @@ def test_parameters_of_a_run_are_refused_for_other_trajectories(undisturbed, fil
         parameters_in(undisturbed[0], file, mean_off_by=0.1)
 
 
+def test_a_run_is_refused_where_others_are_held_out_or_data_differ(
+    undisturbed, file, tmp_path
+):
+    """Else what was trained on would be evaluated as held out."""
+    workdir = undisturbed[0]
+    settings = SavedParameters(workdir).settings
+    trajectories.check_trained(config_in(workdir, file), settings)
+    trajectories.check_trained(config_in(workdir, file, data__held_out_share=0.5), {})
+    split = config_in(workdir, file, data__held_out_share=0.5)
+    with pytest.raises(ValueError, match=r"held_out_share=0\.5, but .* with 0\.3: wha"):
+        trajectories.check_trained(split, settings)
+    others = make_trajectories(tmp_path, episodes=13)
+    with pytest.raises(ValueError, match=r"trajectories\.contents=\w+, but .* with "):
+        trajectories.check_trained(config_in(workdir, others), settings)
+
+
 def test_tokens_and_pairs_are_those_of_real_steps(file):
     config = config_of(data__loss_on="last")
     batch = chains_of(file, config, loss_on="last")
@@ -176,6 +193,7 @@ REFUSALS = [
     ("data.held_out_share", 0.05, TOO_FEW),
     ("agent.return_scale", 0.0, "return_scale=0.0 must be"),
     ("data.chain_order", "sorted", "order='sorted'"),
+    ("data.latest_begin", -0.1, "latest_begin=-0.1 must be from 0 to 1"),
 ]
 
 

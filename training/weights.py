@@ -15,9 +15,11 @@ import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
 from training.manager import absolute
+from training.record import SETTINGS
 from training.stored_step import (
     FINGERPRINT,
     LEAVES,
+    RECORD,
     DamagedStep,
     StoredStep,
     briefs,
@@ -39,10 +41,12 @@ class SavedParameters:
 
     step: number of updates that made them; 0 for imported ones.
     fingerprint: of their model, as it was saved (see `Checkpoints`).
+    settings: of the run that saved them, by dotted name; empty where it kept none.
     """
 
     step: int
     fingerprint: dict[str, Any]
+    settings: dict[str, Any]
 
     def __init__(self, workdir: str | Path):
         """Reads what there is, but no array.
@@ -76,6 +80,7 @@ class SavedParameters:
         except DamagedStep as damage:
             raise self._refusal(damage) from damage
         self.fingerprint = self._meta[FINGERPRINT]
+        self.settings = self._meta.get(RECORD, {}).get(SETTINGS, {})
 
     @property
     def digest(self) -> str:

@@ -8,15 +8,16 @@ import jax
 import numpy as np
 import pytest
 
+from data.chains import hold_out
 from data.environments import Environment
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
 from tasks import base, exorl
 from tests.small_agent import SMALL, config_of, drawn
 from tools import figures
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.scenes import Stage
 from tools.lib.exorl.scores import interval, scores
-from training.weights import save_parameters
+from training.weights import SavedParameters, save_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
@@ -78,7 +79,12 @@ def test_returns_and_scores_are_written_by_context(directory, written):
     assert results["config"]["data"]["trajectories"] == f"{directory}/trajectories"
     assert list(results["contexts"]) == ["own", "empty", "recorded", "other"]
     file = TrajectoryFile.open(directory / "trajectories")
-    assert results["target"] == file.returns.max()
+    training, _ = hold_out(file.worlds, SMALL["data.held_out_share"])
+    assert results["target"] == file.returns[training].max()
+    saved = SavedParameters(directory / "run")
+    assert saved.settings == {}
+    assert results["digests"]["parameters"] == saved.digest
+    assert results["digests"]["trajectories"] == identify(file.directory)[0]
     for name, outcome in results["contexts"].items():
         returns = np.array(outcome["returns"])
         is_recorded = name in ("recorded", "other")

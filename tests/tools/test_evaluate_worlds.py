@@ -14,7 +14,8 @@ from data.hidden_physics import HiddenPhysics
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base, exorl
 from tests.small_agent import drawn
-from tools.lib.evaluation.exorl import main, world_contexts
+from tools.lib.evaluation.exorl import main
+from tools.lib.exorl.contexts import world_contexts
 from tools.lib.exorl.references import references
 from tools.lib.exorl.stages import stage
 from tools.make_dark_room import make
@@ -131,6 +132,8 @@ def test_the_other_world_is_never_the_rows_own(directory):
     np.testing.assert_array_equal(after.goals, own)
     assert (before.goals != own).any(axis=1).all()
     assert "other" not in world_contexts(file, worlds[:1], seeds, [])
+    # Nor is it where no episode is before the one that counts.
+    assert "other" not in world_contexts(file, worlds, seeds[:, :1], [])
 
 
 BAD = {

@@ -8,8 +8,8 @@
         --environments 20 --episodes 6 --temperature 2 ...
 
 The newest checkpoint of config.workdir acts in the environments of the trajectories'
-task, in lock-step, and every episode is conditioned on the best return of the
-trajectories (times --target). Contexts are:
+task, in lock-step, and every episode is conditioned on the best return that was trained
+on (times --target). Contexts are:
 
     own       the agent's own episodes, one after the other, in one context
     empty     every episode begins with an empty context: what is gained by context
@@ -40,7 +40,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,48 +47,21 @@ import jax
 import ml_collections
 import numpy as np
 
-from data.chains import Chains
 from data.trajectory_file import TrajectoryFile
 from tasks import base, exorl, trajectories
 from tasks.command_line import Parser, as_program, at_least
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
-from tools.lib.exorl.agents import actor
+from tools.lib.exorl.agents import Actor, actor
+from tools.lib.exorl.contexts import Context, asked, contexts, task_name
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
 from tools.lib.exorl.replay import quantiles
-from tools.lib.exorl.scenes import Recording, Scene, versions
+from tools.lib.exorl.scenes import versions
 from tools.lib.exorl.scores import interval, of_worlds, scores
-from tools.lib.exorl.stages import stage
 from tools.lib.files import write_json
-
-
-@dataclass(frozen=True)
-class Context:
-    """Episodes in a context, in their order.
-
-    scenes: each by its number in its scene. before: how many at the beginning are not
-    what is asked for, but of `source`. drawn: how many at the beginning
-    are of drawn actions. forgets: before what the context is emptied (see `Play.play`).
-    """
-
-    scenes: list[tuple[Scene, int]]
-    source: str
-    before: int = 0
-    drawn: int = 0
-    forgets: str = "nothing"
-
-
-def chains_without_the_best(
-    file: TrajectoryFile, episodes: np.ndarray, rows: int, length: int
-) -> np.ndarray:
-    """Returns chains of episodes without the best of each: (rows, length - 1).
-
-    Raises:
-      ValueError: there are too few.
-    """
-    chains = Chains(file, episodes, length, exorl.HELD_OUT_SEED)
-    return np.stack([chains.chain(row)[:-1] for row in range(rows)])
+from training.mesh import Partition
+from training.weights import SavedParameters
 
 
 def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
@@ -122,107 +94,6 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
         )
 
 
-def world_contexts(
-    file: TrajectoryFile,
-    worlds: np.ndarray,
-    seeds: np.ndarray,
-    random: Sequence[int],
-    processes: int = 1,
-) -> dict[str, Context]:
-    """Returns contexts of rows that are of these worlds, int (n,), in turn.
-
-    seeds: (E, episodes). random: numbers of episodes of drawn actions in a context.
-    processes: see `stage`.
-    """
-    (rows, episodes), task = seeds.shape, _task(file)
-    own, other = (
-        stage(file, np.resize(order, rows), seeds, processes)
-        for order in (worlds, np.roll(worlds, 1))
-    )
-    numbers = [(own, number) for number in range(episodes)]
-    elsewhere = [(other, number) for number in range(episodes - 1)]
-    found = {
-        "own": Context(numbers, task),
-        "empty": Context(numbers, task, forgets="episode"),
-        "none": Context(numbers, task, forgets="step"),
-    }
-    if len(worlds) > 1:
-        found["other"] = Context([*elsewhere, numbers[-1]], task, episodes - 1)
-    for count in random:
-        drawn = [numbers[number % episodes] for number in range(count)]
-        found[f"random_{count}"] = Context([*drawn, numbers[-1]], task, count, count)
-    return found
-
-
-def contexts(
-    config: ml_collections.ConfigDict,
-    options: argparse.Namespace,
-    file: TrajectoryFile,
-    worlds: np.ndarray,
-    seeds: np.ndarray,
-) -> dict[str, Context]:
-    """Returns the contexts by name; worlds: int (n,), of the rows in turn.
-
-    seeds: int (E, episodes).
-
-    Raises:
-      ValueError, FileNotFoundError: something in the options or the config is wrong.
-    """
-    (rows, episodes), single = seeds.shape, "empty"
-    if (file.worlds != file.worlds[0]).any():
-        if options.other:
-            raise ValueError("--other is for trajectories of one world: leave it out")
-        found = world_contexts(file, worlds, seeds, options.random, options.processes)
-        return {single: found[single]} if config.agent.chain_length == 1 else found
-    for option in ("random", "trained"):
-        if getattr(options, option):
-            raise ValueError(
-                f"--{option} is for trajectories of many worlds: leave it out"
-            )
-    acting = stage(file, np.resize(worlds, rows), seeds, options.processes)
-    numbers = [(acting, number) for number in range(episodes)]
-
-    def recorded(file: TrajectoryFile, among: np.ndarray) -> Context:
-        chains = chains_without_the_best(file, among, rows, episodes)
-        count, recording = chains.shape[1], Recording(file, chains)
-        before = [(recording, number) for number in range(count)]
-        return Context([*before, numbers[-1]], _task(file), count)
-
-    found = {single: Context(numbers, _task(file), forgets="episode")}
-    if config.agent.chain_length == 1:
-        return found
-    found = {"own": Context(numbers, _task(file)), **found}
-    held_out = trajectories.episodes(config, file, "validation")
-    found["recorded"] = recorded(file, held_out)
-    if options.other:
-        changed = config.copy_and_resolve_references()
-        changed.data.trajectories = str(options.other)
-        other = trajectories.opened(changed)
-        found["other"] = recorded(other, np.arange(len(other.returns)))
-    return found
-
-
-def asked(found: dict[str, Context], names: Sequence[str] | None) -> dict[str, Context]:
-    """Returns the contexts of these names, and those after drawn episodes; None: all.
-
-    Raises:
-      ValueError: there is no such context, or none is left.
-    """
-    if names is None:
-        return found
-    chosen = {name: c for name, c in found.items() if c.drawn or name in names}
-    unknown = [name for name in names if name not in found]
-    if unknown or not chosen:
-        raise ValueError(
-            f"--contexts {' '.join(names)}: give some of {', '.join(found)}"
-        )
-    return chosen
-
-
-def _task(file: TrajectoryFile) -> str:
-    return f"{file.index['domain']} {file.index['task']}"
-
-
 def evaluate(
     config: ml_collections.ConfigDict,
     options: argparse.Namespace,
@@ -246,32 +117,23 @@ def evaluate(
     np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)
     needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
     partition = base.partition(config, jax.devices())
-    model = exorl.model(config, partition)
-    like = partition, model, exorl.fingerprint(model, file)
-    parameters, step = newest_parameters(config, *like)
-    drawn = {name: getattr(options, name) for name in ("temperature", "hold")}
-    agent = actor(
-        config,
-        partition,
-        parameters,
-        rows=size[0],
-        episodes=max([size[1], *(count + 1 for count in options.random)]),
-        seed=options.seed,
-        **drawn,
-    )
-    target = options.target * float(file.returns.max())
+    agent, origin = _agent(config, options, file, partition)
+    trained = file.returns[trajectories.of_split(config, file, "train")]
+    target = options.target * float(trained.max())
     play = Play(agent, file, target)
-    say(f"step {step} of {config.workdir} on {_task(file)}, target {target:.1f}")
+    step, task = origin["step"], task_name(file)
+    say(f"step {step} of {config.workdir} on {task}, target {target:.1f}")
     of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
     rows = np.arange(size[0]) if one_world else of_rows  # that depend on each other
     outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}
     environment = Environment.of(partition.mesh.devices.flatten())
     return {
         "config": config.to_dict(),
-        "step": step,
-        "task": _task(file),
+        **origin,
+        "task": task,
         "target": target,
-        **drawn,
+        "temperature": options.temperature,
+        "hold": options.hold,
         "worlds": of_rows.tolist(),
         "trained_on": options.trained,
         "action_repeat": file.action_repeat,
@@ -283,6 +145,35 @@ def evaluate(
         "contexts": outcomes,
         "own_last_over": _own_last_over(outcomes, rows),
     }
+
+
+def _agent(
+    config: ml_collections.ConfigDict,
+    options: argparse.Namespace,
+    file: TrajectoryFile,
+    partition: Partition,
+) -> tuple[Actor, dict[str, Any]]:
+    """Returns the newest checkpoint, as it acts, and what tells it from others."""
+    saved = SavedParameters(config.workdir)
+    trajectories.check_trained(config, saved.settings)
+    model = exorl.model(config, partition)
+    like = partition, model, exorl.fingerprint(model, file)
+    parameters, step = newest_parameters(config, *like)
+    found = actor(
+        config,
+        partition,
+        parameters,
+        rows=options.environments,
+        episodes=max([options.episodes, *(count + 1 for count in options.random)]),
+        seed=options.seed,
+        temperature=options.temperature,
+        hold=options.hold,
+    )
+    digests = {
+        "parameters": saved.digest,
+        "trajectories": trajectories.identify(config)[1],
+    }
+    return found, {"step": step, "digests": digests}
 
 
 def _own_last_over(
