@@ -285,6 +285,7 @@ NO_RESULTS = r"0\.json holds no results "
         ([results(contexts=own([[np.nan]]))], r"of shape \(1, 1\) must be finite"),
         ([results(contexts=own([[1, 2], [3]]))], NO_RESULTS + ".*ValueError"),
         ([results(contexts={"dream": 7})], NO_RESULTS),
+        ([results(contexts={"none": 7})], NO_RESULTS + ".*use `tools.figures worlds`"),
         ([{"task": "walk"}], NO_RESULTS + ".*'config'"),
         ([results(), results()], r"1\.json, walk: Agentic .* is there already; draw"),
         (
@@ -398,6 +399,26 @@ def test_contexts_of_one_run_may_be_in_files_of_their_own(tmp_path):
     assert list(run["contexts"]) == ["own", "random_4"]
 
 
+def test_settings_of_older_programs_are_todays_defaults(tmp_path):
+    old, new = in_worlds([[1.0]]), in_worlds([[3.0]], 1)
+    new["config"]["data"]["latest_begin"] = 0.0
+    (runs,) = worlds.read(written(tmp_path, old, new))["walk"].values()
+    assert len(runs) == 2
+    new["config"]["data"]["latest_begin"] = 0.8
+    with pytest.raises(ValueError, match=r"latest_begin is 0\.8, in another file 0\.0"):
+        worlds.read(written(tmp_path, old, new))
+
+
+def test_references_are_those_of_the_longest_curve(tmp_path):
+    """Also of files of one seed, whatever comes first."""
+    long, short = in_worlds([[1.0]]), in_worlds([[1.0]], random_4=own([[5.0]]))
+    del short["contexts"]["own"]
+    short["references"] = short["references"] | {"tabular": [1.0]}
+    for files in (long, short), (short, long):
+        agents = worlds.read(written(tmp_path, *files))["walk"]
+        assert worlds.references(agents)["tabular"] == [1.0, 2.0]
+
+
 def test_worlds_that_make_no_picture_are_refused(tmp_path):
     same = in_worlds([[1.0]]), in_worlds([[2.0]])
     with pytest.raises(
@@ -407,9 +428,35 @@ def test_worlds_that_make_no_picture_are_refused(tmp_path):
     trained = in_worlds([[1.0]]) | {"trained_on": True}
     longer, elsewhere = in_worlds([[1.0, 2.0]], 1), in_worlds([[1.0]], 1)
     elsewhere["worlds"] = [3]
+    agent_elsewhere = in_worlds([[1.0]], 1)
+    agent_elsewhere["worlds"], agent_elsewhere["config"]["data"] = (
+        [3],
+        {"chain_order": "learnt"},
+    )
+    narrow = in_worlds([[1.0]], 1)
+    narrow["config"]["model"] = {"hidden_size": 8}
+    digests = {"trajectories": "a", "parameters": "b"}
+    one, two = (in_worlds([[1.0]], seed) | {"digests": digests} for seed in (0, 1))
+    again = in_worlds([[1.0]], random_4=own([[5.0]]))
+    del again["contexts"]["own"]
     for files, said in (
+        ((same[0], agent_elsewhere), "its worlds are not those of the other files"),
+        ((same[0], narrow), r"model\.hidden_size is 8, in another file \d+"),
+        ((same[0], in_worlds([[1.0]], 1) | {"step": 7}), "step is 7, in another file"),
+        (
+            (same[0], in_worlds([[1.0]], 1) | {"temperature": 2.0}),
+            r"'own' is 0 \+ 1 episodes, temperature 2.0 held for 1, in .* 1.0 h",
+        ),
+        (
+            (one, two | {"digests": digests | {"trajectories": "c"}}),
+            "its trajectories are not those of another file",
+        ),
+        (
+            (one, again | {"digests": digests | {"parameters": "c"}}),
+            "its parameters are not those of another file",
+        ),
         ((trained,), "its worlds were trained on: leave out --trained"),
-        ((same[0], longer), "2 episodes of 'own', 1 in another file"),
+        ((same[0], longer), r"'own' is 0 \+ 2 episodes, .* file 0 \+ 1 ep"),
         ((same[0], elsewhere), "its worlds are not those of the other files"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -64,6 +64,8 @@ def read(files: Sequence[str]) -> dict[str, dict[str, Results]]:
         try:
             results = parse_json(text)
             name = named or agent(results)
+            if "none" in results["contexts"]:
+                raise ValueError("in many worlds: use `tools.figures worlds`")
             runs = found.setdefault(results["task"], {})
             for context, outcome in results["contexts"].items():
                 curve(outcome), CONTEXTS[context]

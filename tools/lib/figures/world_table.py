@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tools.lib.exorl.scores import interval
-from tools.lib.figures.worlds import LOOKS, RANDOM, Runs, returns_of
+from tools.lib.figures.worlds import LOOKS, RANDOM, Runs, references, returns_of
 
 EPISODES = 1, 2, 4, 6, 10, 20, 40
 """Those that are shown, besides the last one."""
@@ -34,7 +34,7 @@ def _of_task(task: str, agents: dict[str, Runs]) -> str:
     }
     lines = [[task, *map(str, shown)], ["---", *["--:"] * len(shown)]]
     lines += [[words, *each] for words, each in cells.items()]
-    known = next(iter(agents.values()))[0]["references"]
+    known = references(agents)
     for name, words in (("oracle", "knows the world"), ("random", "random")):
         lines.append([words, *[""] * (len(shown) - 1), f"{known[name]:.1f}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

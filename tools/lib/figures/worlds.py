@@ -9,14 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_collections
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from configs import base
 from data.json_text import parse_json
+from tasks import exorl
+from tasks.config_errors import fields_by_name
 from tools.lib.exorl.scores import interval, of_worlds
 from tools.lib.figures.returns import agent, colours_of
 from tools.lib.figures.style import GREY, INK, style
+from training.stored_step import differences
 
 LOOKS = {
     "own": ("own episodes before", "-"),
@@ -26,6 +31,13 @@ LOOKS = {
 }
 """Words and look of each context, left."""
 RANDOM = "random_"
+TRAINED_BY = (
+    *(f"data.{name}" for name in exorl.DATA_FIELDS if name != "trajectories"),
+    "data.batch_rows",
+    "data.context_tokens",
+    "train.steps",
+)
+"""Fields that make an agent, besides those of its model and optimizer."""
 Runs = list[dict[str, Any]]
 """Results of one agent in one task, of several seeds."""
 
@@ -34,56 +46,110 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
     """Returns results by task and agent, with the mean of the rows of each world.
 
     Raises:
-      ValueError: a file holds no results in many worlds that were held out; or it has
-        a context that was there for its seed, or other worlds or episodes than another.
+      ValueError: a file holds no results in many worlds that were held out; it has a
+        context that was there for its seed; or it differs from another in what would
+        make their means mean nothing.
     """
     found: dict[str, dict[str, Runs]] = {}
     for file in files:
         try:
-            results = parse_json(Path(file).read_text())
-            runs = found.setdefault(results["task"], {}).setdefault(agent(results), [])
+            results = _of_worlds(parse_json(Path(file).read_text()))
+            agents = found.setdefault(results["task"], {})
+            runs = agents.setdefault(agent(results), [])
+            _check_alike(results, runs, [run for r in agents.values() for run in r])
             seed = results["config"]["seed"]
             same = [run for run in runs if run["config"]["seed"] == seed]
-            there = {context for run in same for context in run["contexts"]}
-            both = sorted(there & set(results["contexts"]))
-            for outcome in results["contexts"].values():
-                returns = np.array(outcome["returns"], float)
-                # Rows that do not say their worlds are of one each.
-                of_rows = np.array(results.get("worlds", range(len(returns))))
-                outcome["returns"] = of_worlds(returns, of_rows)
-            results["worlds"] = np.unique(of_rows).tolist()
-            results["references"]["oracle"]
-            if results.get("trained_on"):
-                raise ValueError("its worlds were trained on: leave out --trained")
-            _check_alike(results, runs)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{file} holds no results of tools.evaluate exorl in many worlds "
-                f"({type(error).__name__}: {error})"
+                f"{file} holds no results of tools.evaluate exorl in many worlds, or "
+                f"not of the kind of the other files ({type(error).__name__}: {error})"
             ) from error
-        if both:
+        there = {context for run in same for context in run["contexts"]}
+        if both := sorted(there & set(results["contexts"])):
             raise ValueError(
                 f"{file}: {agent(results)} with seed {seed} in {results['task']} has "
                 f"{', '.join(both)} already: give each context of a seed once"
             )
-        if same:
-            same[0]["contexts"] |= results["contexts"]
-        else:
+        if not same:
             runs.append(results)
+            continue
+        same[0]["contexts"] |= results["contexts"]
+        both = [same[0]["references"], results["references"]]
+        same[0]["references"] = max(both, key=_learnt)
     return found
 
 
-def _check_alike(results: dict[str, Any], runs: Runs) -> None:
-    """Raises ValueError if results have other worlds or episodes than those before."""
+def _of_worlds(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns results with the mean of the rows of each world, and how each was drawn.
+
+    Raises:
+      ValueError, KeyError, TypeError: they are none in worlds that were held out.
+    """
+    for outcome in results["contexts"].values():
+        returns = np.array(outcome["returns"], float)
+        # Rows that do not say their worlds are of one each.
+        of_rows = np.array(results.get("worlds", range(len(returns))))
+        outcome["returns"] = of_worlds(returns, of_rows)
+        drawn = results.get("temperature", 1.0), results.get("hold", 1)
+        outcome["drawn"] = "temperature {} held for {}".format(*drawn)
+    results["worlds"] = np.unique(of_rows).tolist()
+    results["references"]["oracle"]
+    if results.get("trained_on"):
+        raise ValueError("its worlds were trained on: leave out --trained")
+    return results
+
+
+def _check_alike(results: dict[str, Any], runs: Runs, others: Runs) -> None:
+    """Refuses results that no mean can be taken of with those before.
+
+    runs: of the same agent. others: of the same task.
+
+    Raises:
+      ValueError: other worlds, or of the agent other settings, data or episodes.
+    """
+    if any(run["worlds"] != results["worlds"] for run in others):
+        raise ValueError("its worlds are not those of the other files")
     for run in runs:
-        if results["worlds"] != run["worlds"]:
-            raise ValueError("its worlds are not those of the other files")
+        for name, (old, new) in differences(_settings(run), _settings(results)).items():
+            raise ValueError(f"{name} is {new}, in another file {old}")
+        digests = [x["digests"] for x in (run, results) if "digests" in x]
+        is_same = run["config"]["seed"] == results["config"]["seed"]
+        for name in ("trajectories", *["parameters"] * is_same):
+            if len({of_file[name] for of_file in digests}) > 1:
+                raise ValueError(f"its {name} are not those of another file")
         for name in results["contexts"].keys() & run["contexts"].keys():
-            one, other = (
-                x["contexts"][name]["returns"].shape[1] for x in (results, run)
-            )
-            if one != other:
-                raise ValueError(f"{one} episodes of {name!r}, {other} in another file")
+            new, old = (_played(x["contexts"][name]) for x in (results, run))
+            if new != old:
+                raise ValueError(f"{name!r} is {new}, in another file {old}")
+
+
+def _settings(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns what makes an agent, by name; of older programs with today's defaults."""
+    given = fields_by_name(ml_collections.ConfigDict(results["config"]))
+    fields = fields_by_name(base.get_config()) | given
+    found = {
+        name: value
+        for name, value in fields.items()
+        if name.split(".")[0] in ("agent", "model", "optimizer") or name in TRAINED_BY
+    }
+    return found | {"step": results.get("step")}
+
+
+def _played(outcome: dict[str, Any]) -> str:
+    """Says how many episodes were played, and how."""
+    before, played = len(outcome["recorded_returns"][0]), outcome["returns"].shape[1]
+    return f"{before} + {played} episodes, {outcome['drawn']}"
+
+
+def _learnt(references: dict[str, Any]) -> int:
+    """Returns of how many episodes references have what a learner gets."""
+    return len(references.get("tabular", ()))
+
+
+def references(agents: dict[str, Runs]) -> dict[str, Any]:
+    """Returns what a task's agents are compared with, for as long as any has it."""
+    found = [run["references"] for runs in agents.values() for run in runs]
+    return max(found, key=_learnt)
 
 
 def returns_of(runs: Runs, context: str) -> np.ndarray:
@@ -171,7 +237,7 @@ def _by_context(axes: Axes, agents: dict[str, Runs], colours: dict[str, str]) ->
 
 def _references(axes: Axes, agents: dict[str, Runs], *, with_learner: bool) -> None:
     """Draws who knows the world, chance, and a learner with a table, in grey."""
-    known = next(iter(agents.values()))[0]["references"]
+    known = references(agents)
     axes.axhline(known["oracle"], color=GREY, ls="--", lw=1, label="knows the world")
     axes.axhline(known["random"], color=GREY, ls=":", lw=1, label="random actions")
     if with_learner and "tabular" in known:
