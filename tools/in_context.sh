@@ -5,12 +5,16 @@
 #
 # Usage: [OUT=folder] [PYTHON=python] bash tools/in_context.sh WHERE AGENTS SEEDS [FLAG ...]
 #        bash tools/in_context.sh 9x9 dpt,ad,at,dt,bc 0,1,2
+#        OUT=runs/small bash tools/in_context.sh 9x9 dpt 0 --config.train.steps=200
 #
 # WHERE is 10x10 or 9x9, rooms, or cartpole. OUT (runs/in_context/WHERE) gets a working
 # directory and AGENT_SEED.json for each agent and seed, and returns.png. Explorers of
 # rooms read episodes of drawn actions too, on a ring of 8: AGENT_SEED_read.json. FLAGs go
-# to training and evaluation, to try it in a small size: --config.train.steps=200.
+# to training and evaluation, and are the same for all that is in OUT.
 set -euo pipefail
+# Those of the caller's folder stay so.
+[ -z "${OUT:-}" ] || OUT=$(realpath -m -- "$OUT")
+[[ ${PYTHON:=python} != */* ]] || PYTHON=$(realpath -ms -- "$PYTHON")
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 [ $# -ge 3 ] || { sed -n 's/^# Usage: //p' "$0" >&2 && exit 1; }
@@ -19,10 +23,16 @@ read -ra agents <<<"${2//,/ }"
 read -ra seeds <<<"${3//,/ }"
 shift 3
 OUT=${OUT:-runs/in_context/$WHERE}
-PYTHON=${PYTHON:-python}
 
-# Make the data of an agent, if there are none.
+# Make the data of an agent, if there are none; of two at once, one makes them.
 data() {
+    exec 9<tools/in_context.sh
+    ! command -v flock >/dev/null || flock 9
+    make_data "$1"
+    exec 9<&-
+}
+
+make_data() {
     if [ "$WHERE" = cartpole ]; then
         [ -e datasets/cartpole/worlds ] || "$PYTHON" -m tools.make_worlds \
             --worlds 200 --episodes 12 --action-repeat 10 --output datasets
@@ -51,11 +61,17 @@ esac
 # Let an agent act: FILE ROWS EPISODES [FLAG ...], if the file is not there.
 act() {
     rows+=("$1")
-    [ -e "$1" ] || "$PYTHON" -m tools.evaluate exorl "${given[@]}" --output "$1" \
+    [ ! -e "$1" ] || { echo "$1 is there, and is kept" && return; }
+    "$PYTHON" -m tools.evaluate exorl "${given[@]}" --output "$1" \
         --environments "$2" --episodes "$3" "${@:4}"
 }
 
 mkdir -p "$OUT"
+[ -e "$OUT/flags" ] || printf '%s\n' "$*" >"$OUT/flags"
+[ "$(cat "$OUT/flags")" = "$*" ] || {
+    echo "error: what is in $OUT was made with the flags '$(cat "$OUT/flags")': give" \
+        "these, or another OUT" >&2 && exit 1
+}
 rows=()
 for seed in "${seeds[@]}"; do
     for agent in "${agents[@]}"; do
