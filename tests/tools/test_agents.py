@@ -148,6 +148,33 @@ def test_a_prompt_is_of_drawn_actions_and_changes_what_follows(one_token, file):
     assert outcome.returns.shape == (ROWS, 2) and (own != alone).any()
 
 
+@pytest.mark.parametrize("fields", [{}, ONE_TOKEN], ids=["four tokens", "one token"])
+def test_a_window_holds_the_last_episodes_as_if_they_were_all(file, fields):
+    """Positions and ranks begin anew, so that who reads them can act on and on."""
+    run = Run(MeshShape(ring=4), attention="striped", **fields)
+    sizes = {"rows": ROWS, "episodes": 2, "temperature": 0.0}
+    agent = actor(run.config, run.partition, run.parameters, **sizes)
+    scenes = [(Toy(), number) for number in range(4)]
+    play = Play(agent, file, TARGET, window=2)
+    returns, steps = play.play(scenes), play.steps()
+    assert returns.shape == (ROWS, 4)
+    assert steps.ranks[0].tolist() == [0] * EPISODE_STEPS + [1] * EPISODE_STEPS
+    assert steps.positions[0].tolist() == list(range(2 * EPISODE_STEPS))
+    last = slice(EPISODE_STEPS, 2 * EPISODE_STEPS)
+    if fields:
+        steps, wanted = of_step_before(steps), steps.actions.argmax(-1)
+        logits = whole_forward(steps, **ONE_TOKEN)
+        np.testing.assert_array_equal(wanted[:, last], logits.argmax(-1)[:, last])
+    else:
+        want = whole_forward(steps)
+        np.testing.assert_allclose(steps.actions[:, last], want[:, last], atol=1e-4)
+    # All four in one context are another one.
+    sizes["episodes"] = 4
+    longer = actor(run.config, run.partition, run.parameters, **sizes)
+    apart = Play(longer, file, TARGET).play(scenes)
+    np.testing.assert_array_equal(returns[:, :2], apart[:, :2])
+
+
 def test_who_forgets_every_step_sees_the_present_alone(one_token, file):
     steps = played(one_token, file, "step").steps
     for place in range(EPISODE_STEPS):

@@ -116,6 +116,7 @@ BAD = {
     "--target 0": "--target must be a number above 0, got 0.0",
     "--target inf": "--target must be a number above 0, got inf",
     "--config.agent.chain_length=1 --other x": "--other is for agents of",
+    "--config.agent.chain_length=1 --window 2": "--window is for agents of",
     "--config.agent.action_size=2": "action_size=2, but",
     "--config.agent.return_scale=8": "return_scale: saved 7.0, this run 8.0",
     "--config.data.held_out_share=0.05": "chain of 2 episodes cannot be made",

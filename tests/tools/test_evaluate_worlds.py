@@ -123,6 +123,26 @@ def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path, resul
     assert found["references"]["oracle"] != results["references"]["oracle"]
 
 
+def test_a_window_is_written_and_lets_who_reads_positions_act_on(
+    directory, tmp_path, capsys
+):
+    output = tmp_path / "long.json"
+    longer = "--episodes", "3", "--contexts", "own", "--output", str(output)
+    assert main(flags(directory, *longer, "--window", "2")) == 0
+    found = json.loads(output.read_text())
+    assert found["window"] == 2
+    assert np.array(found["contexts"]["own"]["returns"]).shape == (ROWS, 3)
+    longer += ("--config.agent.reads_positions=True",)
+    output.unlink()
+    capsys.readouterr()
+    for window, said in (
+        ([], "--episodes 3 are more than the agent was trained with"),
+        (["--window", "2"], "belong to another model"),
+    ):
+        assert main(flags(directory, *longer, *window)) == 1
+        assert said in capsys.readouterr().err
+
+
 def test_the_other_world_is_never_the_rows_own(directory):
     """Also where there are more rows than worlds."""
     file, worlds = TrajectoryFile.open(directory / "trajectories"), np.array([3, 8, 70])
@@ -139,6 +159,7 @@ def test_the_other_world_is_never_the_rows_own(directory):
 BAD = {
     "--other x": "--other is for trajectories of one world",
     "--config.agent.reads_positions=True --random 2": "--random 2 are more than",
+    "--window 1": "--window: must be a whole number",
     "--temperature -1": "--temperature must be 0 (the likeliest action) or more",
     "--contexts mine": "--contexts mine: give some of own, empty, none, other",
     "--environments 19": "19 environments do not divide over the batch's 2",

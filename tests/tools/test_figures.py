@@ -445,7 +445,7 @@ def test_worlds_that_make_no_picture_are_refused(tmp_path):
         ((same[0], in_worlds([[1.0]], 1) | {"step": 7}), "step is 7, in another file"),
         (
             (same[0], in_worlds([[1.0]], 1) | {"temperature": 2.0}),
-            r"'own' is 0 \+ 1 episodes, temperature 2.0 held for 1, in .* 1.0 h",
+            r"'own' is 0 \+ 1 episodes, temperature 2.0 held for 1, win.* 1.0 h",
         ),
         (
             (one, two | {"digests": digests | {"trajectories": "c"}}),

@@ -78,20 +78,29 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
             f'config.task must be "exorl", got {config.task!r}: give such a config'
         )
     agent = config.agent
-    if agent.chain_length == 1 and options.other:
-        raise ValueError("--other is for agents of several episodes in a context")
-    if agent.chain_length == 1 and options.random:
-        raise ValueError("--random is for agents of several episodes in a context")
+    for option in ("other", "random", "window"):
+        if agent.chain_length == 1 and getattr(options, option):
+            raise ValueError(
+                f"--{option} is for agents of several episodes in a context"
+            )
     if agent.chain_length == 1 or not (agent.reads_positions or agent.rank_embedding):
         return
-    longest = max([options.episodes, *(count + 1 for count in options.random)])
+    longest = _longest(options)
     if longest > agent.chain_length:
-        option = "--episodes" if longest == options.episodes else "--random"
-        given = longest - (option == "--random")
+        is_drawn = longest - 1 in options.random
+        option, given = (
+            ("--random", longest - 1) if is_drawn else ("--episodes", longest)
+        )
         raise ValueError(
             f"{option} {given} are more than the agent was trained with: "
             f"{config.agent.chain_length=}"
         )
+
+
+def _longest(options: argparse.Namespace) -> int:
+    """Returns the most episodes in a context."""
+    own = min(options.episodes, options.window or options.episodes)
+    return max([own, *(count + 1 for count in options.random)])
 
 
 def evaluate(
@@ -120,7 +129,7 @@ def evaluate(
     agent, origin = _agent(config, options, file, partition)
     trained = file.returns[trajectories.of_split(config, file, "train")]
     target = options.target * float(trained.max())
-    play = Play(agent, file, target)
+    play = Play(agent, file, target, options.window)
     step, task = origin["step"], task_name(file)
     say(f"step {step} of {config.workdir} on {task}, target {target:.1f}")
     of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
@@ -134,6 +143,7 @@ def evaluate(
         "target": target,
         "temperature": options.temperature,
         "hold": options.hold,
+        "window": options.window,
         "worlds": of_rows.tolist(),
         "trained_on": options.trained,
         "action_repeat": file.action_repeat,
@@ -164,7 +174,7 @@ def _agent(
         partition,
         parameters,
         rows=options.environments,
-        episodes=max([options.episodes, *(count + 1 for count in options.random)]),
+        episodes=_longest(options),
         seed=options.seed,
         temperature=options.temperature,
         hold=options.hold,
@@ -248,6 +258,12 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         default=1,
         help="actions that one draw's noise is for: to explore in one direction "
         "(default: %(default)s)",
+    )
+    add(
+        "--window",
+        type=at_least(2),
+        help="episodes in a context at most, of which the last are read again "
+        "(default: all)",
     )
     add("--contexts", nargs="*", metavar="NAME", help="default: all that there are")
     add("--random", type=at_least(1), nargs="*", default=[], metavar="N")

@@ -32,11 +32,13 @@ class Play:
 
     file: what the agent's observations are standardised by.
     target: the return that every episode is conditioned on.
+    window: episodes in a context at most, the last ones; None for all.
     """
 
     actor: Actor
     file: TrajectoryFile
     target: float
+    window: int | None = None
     _done: list[ChainBatch] = field(default_factory=list)
 
     def play(
@@ -50,12 +52,17 @@ class Play:
         scenes: each episode by its number in its scene.
         forgets: before what the context is emptied: an "episode", a "step", "nothing".
         prompt: how many of the first episodes are of actions drawn evenly, and are read
-          at once when they are over.
+          at once when they are over; no window is for these.
         """
         self.actor.forget()
         self._done, returns = [], []
         chance = Chance(self.actor.choose)
-        for rank, (scene, number) in enumerate(scenes):
+        slides = self.window and forgets == "nothing" and not prompt
+        for played, (scene, number) in enumerate(scenes):
+            rank = played
+            if slides and played >= self.window:
+                self._drop_the_first()
+                rank = self.window - 1
             if forgets == "episode":
                 self.actor.forget()
             actor = chance if rank < prompt else self.actor
@@ -67,6 +74,18 @@ class Play:
     def steps(self) -> ChainBatch:
         """Returns the steps played since the context was begun, (E, S, …) each."""
         return jax.tree.map(lambda *x: np.stack(x, axis=1), *self._done)
+
+    def _drop_the_first(self) -> None:
+        """Begins the context anew with all of its episodes but the first."""
+        kept = (step for step in self._done if step.ranks[0])
+        self._done = [
+            step._replace(
+                ranks=step.ranks - 1, positions=np.full_like(step.positions, place)
+            )
+            for place, step in enumerate(kept)
+        ]
+        self.actor.forget()
+        self.actor.read(self.steps())
 
     def _episode(
         self, actor: Actor, episode: tuple[Scene, int], rank: int, forgets: str

@@ -91,7 +91,8 @@ def _of_worlds(results: dict[str, Any]) -> dict[str, Any]:
         of_rows = np.array(results.get("worlds", range(len(returns))))
         outcome["returns"] = of_worlds(returns, of_rows)
         drawn = results.get("temperature", 1.0), results.get("hold", 1)
-        outcome["drawn"] = "temperature {} held for {}".format(*drawn)
+        drawn += (results.get("window"),)
+        outcome["drawn"] = "temperature {} held for {}, window {}".format(*drawn)
     results["worlds"] = np.unique(of_rows).tolist()
     results["references"]["oracle"]
     if results.get("trained_on"):
