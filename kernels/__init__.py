@@ -73,9 +73,11 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
-    globals()[name] = value
-    return value
+    place = _LAZY[name]
+    module = importlib.import_module(place, __name__)
+    # All of its names, or the submodule `ring_attention` stands for the function.
+    globals().update({n: getattr(module, n) for n in _LAZY if _LAZY[n] == place})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -46,6 +46,27 @@ for given, expected in zip(on_ring, gradient(one)(q, k, v), strict=True):
 """
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from annulus import make_ring_attention, ring_attention",
+        "from annulus import *",
+        "import annulus as a; a.make_ring_attention; ring_attention = a.ring_attention",
+    ],
+)
+def test_functions_are_not_hidden_by_the_files_that_they_are_in(imports, tmp_path):
+    (tmp_path / "annulus").symlink_to(ROOT / "kernels")
+    program = f"{imports}\nassert callable(ring_attention)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def run_outside(packages: Path, python: str = sys.executable) -> None:
     """Runs the program where neither the root nor its folders can be imported."""
     done = subprocess.run(
