@@ -221,13 +221,13 @@ def checked_axes(
     mesh: Mesh,
     ring_axes: str | tuple[str, ...],
     batch_axes: str | tuple[str, ...] | None,
-    head_axis: str | None,
+    head_axis: str | tuple[()] | None,
     ulysses_axis: str | None = None,
 ) -> Axes:
     """Returns the axes that the sequence, the batch and the heads are sharded over.
 
-    batch_axes, head_axis: None for those of "data" and "fsdp", and "tensor", that the
-      mesh has and the sequence does not use.
+    batch_axes, head_axis: () for none; None for those of "data" and "fsdp", and
+      "tensor", that the mesh has and the sequence does not use.
 
     Raises:
       ValueError: the mesh lacks one of them, or one is named twice.
@@ -239,8 +239,8 @@ def checked_axes(
     batch = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     if head_axis is None and "tensor" in rest and "tensor" not in batch:
         head_axis = "tensor"
-    axes = Axes(ring, batch, head_axis, ulysses_axis)
-    named = *axes.tokens, *batch, *(() if head_axis is None else (head_axis,))
+    axes = Axes(ring, batch, head_axis or None, ulysses_axis)
+    named = *axes.tokens, *batch, *((head_axis,) if head_axis else ())
     if not set(named) <= set(mesh.axis_names) or len(set(named)) < len(named):
         ulysses = "" if ulysses_axis is None else f", {ulysses_axis=}"
         raise ValueError(

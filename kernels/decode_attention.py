@@ -33,6 +33,7 @@ from .checks import (
 from .known import known
 from .masks import Visible, in_interval
 from .merge import Partial, merge, merge_over
+from .placement import placed
 from .precision import accumulator_type, product, soft_capped
 
 FEWEST_SLOTS = 128
@@ -55,7 +56,7 @@ class CachedAttention:
     mesh: Mesh
     ring_axes: str | tuple[str, ...] = ("ring",)
     batch_axes: str | tuple[str, ...] | None = None
-    head_axis: str | None = None
+    head_axis: str | tuple[()] | None = None
     scale: float | None = None
     soft_cap: float | None = None
 
@@ -146,9 +147,10 @@ class CachedAttention:
     ) -> jax.Array:
         """Computes attention of q (B, m, H, D) to a layer of the cache: as q.
 
-        keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
-        visible: k_start, k_end int32 (B, m), half-open interval of the key indices that
-          each query attends to; an empty one gives zeros.
+        keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot;
+          of a free one the largest int32, which no query sees and which is not read.
+        visible: k_start, k_end int32 (B or 1, m), half-open interval of the key indices
+          that each query attends to; an empty one gives zeros.
         sinks: (H,), as in `one_device.attention`.
 
         All slots must be finite, free ones too: see `masks`.
@@ -160,6 +162,7 @@ class CachedAttention:
             q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
         )
         check_visible(q, visible)
+        bounds = tuple(jnp.broadcast_to(bound, q.shape[:2]) for bound in visible)
         if keys.shape != values.shape or index.shape != keys.shape[1:3]:
             raise ValueError(
                 "keys and values must be (Y, B, S, K, D) and index (B, S), got "
@@ -193,7 +196,7 @@ class CachedAttention:
         heads = PartitionSpec(self._axes.heads)
         specs = queries, stack, stack, slots, rows, PartitionSpec(), heads
         call = self._over_mesh(local, specs, queries)
-        return call(q, keys, values, index, tuple(visible), layer, sinks)
+        return call(q, keys, values, index, bounds, layer, sinks)
 
     @property
     def _axes(self) -> Axes:
@@ -218,13 +221,14 @@ class CachedAttention:
         out_specs: PartitionSpec,
     ) -> Callable[..., jax.Array]:
         # Every axis is in the specs but those over which the results are equal.
-        return jax.shard_map(
+        sharded = jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
         )
+        return lambda *operands: sharded(*placed(self.mesh, in_specs, operands))
 
 
 def _check_new(stack: jax.Array, new: jax.Array, layer: jax.Array) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from . import reference
 from .backends import Backend, check_implementation, choose
@@ -27,6 +27,7 @@ from .checks import (
 from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order
 from .masks import Mask, Visible, full
+from .placement import placed
 from .ring import Ring, attend
 from .schedule import Route, Walk, checked_walks, default_walks
 from .ulysses import over_heads
@@ -112,7 +113,7 @@ def make_ring_attention(
     layout: Layout,
     ring_axes: str | tuple[str, ...] = ("ring",),
     batch_axes: str | tuple[str, ...] | None = None,
-    head_axis: str | None = None,
+    head_axis: str | tuple[()] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     implementation: str | Backend | None = None,
@@ -125,8 +126,8 @@ def make_ring_attention(
     """Builds ring attention on global arrays.
 
     mesh: has `ring_axes`, which make up one ring, in the mesh's order.
-    batch_axes, head_axis: axes that batch and heads are sharded over; None for those of
-      "data" and "fsdp", and "tensor", that the mesh has.
+    batch_axes, head_axis: axes that batch and heads are sharded over, () for none; None
+      for those of "data" and "fsdp", and "tensor", that the mesh has.
     layout, scale, soft_cap, implementation: as in `ring_attention`.
     keep_tail: a checkpoint that saves "attention_out" and "attention_lse" saves those
       of the last half of each shard's queries (BurstEngine, 2509.19836); the others are
@@ -249,9 +250,6 @@ def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Arr
             out_specs=array,
             check_vma=False,
         )
-        if AxisType.Explicit in mesh.axis_types:  # as those of jax.make_mesh are
-            shardings = {n: NamedSharding(mesh, spec) for n, spec in in_specs.items()}
-            operands = jax.tree.map(jax.reshard, operands, shardings)
-        return sharded(operands)
+        return sharded(placed(mesh, in_specs, operands))
 
     return run

@@ -81,6 +81,22 @@ def test_attention_is_the_oracles_whatever_slot_a_key_is_in(ring, tensor, rng):
         assert (np.asarray(got)[-1, -1] == 0).all()
 
 
+def test_a_mesh_of_explicit_axes_and_bounds_of_all_rows_will_do(rng):
+    """As `jax.make_mesh` makes them, and a mask gives bounds of one row."""
+    problem, shape = Problem(rng), (2, 2)
+    mesh = jax.make_mesh(shape, ("data", "ring"), devices=jax.devices()[:4])
+    cached = CachedAttention(mesh)
+    ends = np.array([[5, 6, 7]], np.int32)
+    arrays = problem.q, problem.keys, problem.values, problem.index
+    alike = Visible(np.zeros_like(ends), ends)
+    got = jax.jit(cached.attend)(*arrays, alike, np.int32(0))
+    problem.visible = Visible(*(np.repeat(bound, BATCH, 0) for bound in alike))
+    np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
+    new = problem.values[0, :, :4]
+    filled = np.asarray(cached.fill(problem.keys, new, 1))
+    np.testing.assert_array_equal(filled[1, :, :2], new[:, :2])
+
+
 def test_bfloat16_is_as_near_as_one_rounding_allows(rng):
     problem, (_, _, attend) = Problem(rng, jnp.bfloat16), programs(4, 1)
     got = problem.attended(attend, 1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
@@ -179,6 +179,22 @@ def test_operands_that_do_not_suit_the_ring_are_refused(
     q, kv = (jnp.ones(x if isinstance(x, tuple) else (1, x, 2, 8)) for x in (q, kv))
     with pytest.raises(ValueError, match=words):
         attend(q, kv, kv, visible)
+
+
+def test_heads_that_a_mesh_axis_does_not_divide_need_not_be_sharded(rng):
+    """Also where one axis of the mesh is explicit and one is not."""
+    kinds = AxisType.Explicit, AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("ring", "tensor"), axis_types=kinds)
+    attend = make_ring_attention(
+        mesh, layout=layout.Striped(), head_axis=(), implementation="reference"
+    )
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 8, h, 8)), "float32") for h in (4, 1, 1))
+    striped = (layout.permute(x, layout.Striped(), 4) for x in (q, k, v))
+    got = jax.jit(attend, static_argnums=3)(*striped, masks.causal())
+    want = attention(q, k, v, visible=masks.causal(), implementation="reference")
+    np.testing.assert_allclose(
+        layout.unpermute(np.asarray(got), layout.Striped(), 4), want, atol=1e-5
+    )
 
 
 def test_bounds_beyond_the_keys_reach_all_of_them():
