@@ -72,6 +72,11 @@ def ring_attention(
     num_keys = size * slices * k.shape[1]
     check_length(layout, size, num_keys, slices)
     visible = checked_bounds(q, Visible(k_start, k_end), num_keys)
+    if keep_tail and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"keep_tail=True needs as many keys as queries, got shards of {k.shape[1]} "
+            f"and {q.shape[1]} slots: leave it out"
+        )
     scale = checked_scale(scale, q.shape[-1])
     soft_cap = checked_soft_cap(soft_cap)
     sinks = checked_sinks(sinks, q)
@@ -206,7 +211,9 @@ def make_ring_attention(
         q = mask.fill_padding(q, queries)
         k, v = (mask.fill_padding(x, keys) for x in (k, v))
         short = None
-        if ring_size > 1 and not keep_tail:
+        # What shards read is known where those of queries are those of keys.
+        is_self = q.shape[1] == k.shape[1]
+        if ring_size > 1 and not keep_tail and is_self:
             outline = (limit or mask).outline(queries, k.shape[1])
             short = Route.within(outline, layout, ring_size, count_steps)
         others = tuple(name for name in mesh.axis_names if name not in axes.ring)

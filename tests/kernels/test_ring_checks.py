@@ -181,6 +181,13 @@ def test_operands_that_do_not_suit_the_ring_are_refused(
         attend(q, kv, kv, visible)
 
 
+def test_tails_are_kept_only_of_as_many_queries_as_keys():
+    x, keys = (jax.ShapeDtypeStruct((1, n, 2, 8), jnp.float32) for n in (8, 16))
+    attend = make_ring_attention(ring_mesh(4), layout=layout.Striped(), keep_tail=True)
+    with pytest.raises(ValueError, match="keep_tail=True needs .* shards of 4 and 2 s"):
+        jax.eval_shape(lambda *x: attend(*x, masks.causal()), x, keys, keys)
+
+
 def test_heads_that_a_mesh_axis_does_not_divide_need_not_be_sharded(rng):
     """Also where one axis of the mesh is explicit and one is not."""
     kinds = AxisType.Explicit, AxisType.Auto

@@ -18,9 +18,11 @@ from kernels.cases import (
     Problem,
     solve,
 )
+from kernels.one_device import attention
+from kernels.ring_attention import make_ring_attention
 from kernels.ring_device import Ring
 from kernels.schedule import Route, Schedule, Walk
-from tests.rings import Make, sharded_ring, solve_on_ring
+from tests.rings import Make, ring_mesh, sharded_ring, solve_on_ring
 
 COUNTED = Route(is_counted=True)
 COUNTED_BOTH_WAYS = Route(is_counted=True, counts_both_ways=True)
@@ -253,3 +255,25 @@ def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tok
     longest = int((spans // chunk - starts // chunk).max())
     assert (found == longest).all()
     assert longest == -(-tokens // (chunk >> 10))
+
+
+@pytest.mark.parametrize("lengths", [(8, 24), (24, 8)])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_where_keys_are_not_as_many_as_queries_no_shard_is_left_out(name, lengths, rng):
+    """What is known of a mask says which shards are read only where they are alike."""
+    layout, mesh = LAYOUTS[name], ring_mesh(4)
+    q, k, v = (
+        rng.standard_normal((1, length, 2, 8)).astype(np.float32)
+        for length in (lengths[0], lengths[1], lengths[1])
+    )
+    ids = np.sort(rng.integers(0, 4, (1, 24))).astype(np.int32)
+    seen = masks.window(3), masks.documents(ids), masks.causal() & masks.padding(7)
+    attend = make_ring_attention(
+        mesh, layout=layout, implementation="reference", count_steps=True
+    )
+    shards = [layouts.permute(x, layout, 4) for x in (q, k, v)]
+    on_ring = jax.jit(lambda *x: [attend(*x, mask) for mask in seen])(*shards)
+    for mask, out in zip(seen, on_ring, strict=True):
+        want = attention(q, k, v, visible=mask, implementation="reference")
+        out = layouts.unpermute(out, layout, 4)
+        np.testing.assert_allclose(out, want, atol=1e-5)
