@@ -23,7 +23,11 @@ from data.skipped import BadRow, Skipped, stop_at
 from data.summary import Summary
 from data.token_file import TokenFileWriter
 
-TOO_LONG = ("truncate", "split")
+TOO_LONG = {
+    "truncate": "--too-long split, or a larger --context-tokens,",
+    "split": "a larger --context-tokens",
+}
+"""What becomes of long conversations, and what would keep more of them."""
 # Encoded together: enough for every core, and little enough to hold in memory.
 CONVERSATIONS_AT_A_TIME = 64
 LEAST_HELD_OUT = 32
@@ -60,13 +64,20 @@ class ChatEncoder:
         self.template = template
         self.context = context_tokens
         self._splits = too_long == "split"
+        self._why_cut = (
+            f"longer than {context_tokens} tokens ({TOO_LONG[too_long]} keeps more)"
+        )
 
     def encode(
-        self, conversations: Sequence[Conversation]
+        self,
+        conversations: Sequence[Conversation],
+        on_cut: Callable[[BadRow, int], None] = lambda row, tokens: None,
     ) -> list[list[Document] | BadRow]:
         """Returns the documents of each conversation, without unsupervised ones.
 
         A bad row is a conversation that the template refuses.
+
+        on_cut: called for every other one of which a part is lost, with its tokens.
         """
         together = self.template.documents([c.messages for c in conversations])
         found: list[list[Document] | BadRow] = []
@@ -78,7 +89,12 @@ class ChatEncoder:
                 documents = self._parts(conversation)
             cut = [Document(*(a[: self.context] for a in whole)) for whole in documents]
             # A document's first token is not a target.
-            found.append([part for part in cut if part.is_supervised[1:].any()])
+            kept = [part for part in cut if part.is_supervised[1:].any()]
+            found.append(kept)
+            lost = sum(part.tokens.size for part in documents)
+            lost -= sum(part.tokens.size for part in kept)
+            if kept and lost:
+                on_cut(BadRow(conversation.where, self._why_cut), lost)
         return found
 
     def _parts(self, conversation: Conversation) -> list[Document]:
@@ -157,7 +173,8 @@ def prepare_chats(
         if not keep_markup:
             check_markup(summary.markup, conversations)
         writer.add_sources(file.path for file in found.files)
-        conversations = _write(_encoded(found, encoder), holdout, summary, skip)
+        encoded = _encoded(found, encoder, summary.add_cut)
+        conversations = _write(encoded, holdout, summary, skip)
         rows = conversations + summary.skipped.total()
         if not conversations:
             raise ValueError(
@@ -208,13 +225,13 @@ def _write(
 
 
 def _encoded(
-    inputs: Inputs, encoder: ChatEncoder
+    inputs: Inputs, encoder: ChatEncoder, cut: Callable[[BadRow, int], None]
 ) -> Iterator[tuple[Conversation, str | None, list[Document] | BadRow]]:
     rows = read_conversations(inputs.files)
     good = ((row, split) for row, split in rows if isinstance(row, Conversation))
     # Silent where standard error is not a terminal.
     shown = tqdm(good, desc="encoding", unit=" conversations", disable=None)
     for some in batched(shown, CONVERSATIONS_AT_A_TIME):
-        documents = encoder.encode([conversation for conversation, _ in some])
+        documents = encoder.encode([conversation for conversation, _ in some], cut)
         for (conversation, split), its_own in zip(some, documents, strict=True):
             yield conversation, split, its_own

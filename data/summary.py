@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from data.input_files import Inputs
-from data.skipped import Skipped
+from data.skipped import BadRow, Skipped
 from data.token_file import SplitCounts, TokenFileWriter
 
 
@@ -17,6 +17,8 @@ class Summary:
     rows: how many rows there were, and of what, in words; "": documents are rows.
     inputs: whose files were read, or left out; None: it is made of none.
     skipped: rows and files that are no documents.
+    cut: rows that are too long, of which a part is lost.
+    lost: tokens of these parts.
     markup: documents with markup that is learned as text.
     """
 
@@ -25,7 +27,14 @@ class Summary:
     supervised: Counter[str] = field(default_factory=Counter)
     rows: str = ""
     skipped: Skipped = field(default_factory=Skipped)
+    cut: Skipped = field(default_factory=Skipped)
+    lost: int = 0
     markup: Skipped = field(default_factory=Skipped)
+
+    def add_cut(self, row: BadRow, tokens: int) -> None:
+        """Counts a row of which so many tokens are lost."""
+        self.cut.add(row)
+        self.lost += tokens
 
     @property
     def counts(self) -> dict[str, SplitCounts]:
@@ -54,5 +63,6 @@ class Summary:
         )
         lines += self.inputs.lines() if self.inputs else []
         lines += self.skipped.lines("skipped")
+        lines += self.cut.lines(f"cut, {self.lost:,} tokens lost")
         lines += self.markup.lines("markup, learned as text")
         return "\n".join([*lines, f"written to {self.writer.directory}"])

@@ -213,6 +213,32 @@ def test_bad_rows_are_reported_counted_and_skipped(tmp_path):
     assert "skipped: 1, no reply within the context; first " in str(summary)
 
 
+BEGIN, LONG = f"S USER: a ASSISTANT: b{END}", f"USER: b ASSISTANT: {'x' * 90}{END}"
+
+
+@pytest.mark.parametrize(
+    "too_long, cut, more",
+    [
+        ("truncate", f"{BEGIN}{LONG}USER: c ASSISTANT: d{END}", "--too-long split"),
+        ("split", f"S {LONG}", "a larger --context-tokens"),
+    ],
+)
+def test_what_is_cut_off_is_counted(tmp_path, too_long, cut, more):
+    """But not of bad rows."""
+    talks = ["ab"], ["ab", ("b", "x" * 90), "cd"], [("q" * 90, "not in the context")]
+    found = [talk(*exchanges).messages for exchanges in talks]
+    source = write(tmp_path / "in.json", [{"messages": turns} for turns in found])
+
+    def said(name, context):
+        made = encoder(context, too_long)
+        output = tmp_path / name
+        return str(prepare_chats([source], output, made, on_bad_row=lambda row: None))
+
+    why = f"{len(cut) - 45} tokens lost: 1, longer than 45 tokens ({more}"
+    assert f"\ncut, {why}" in said("out", 45)
+    assert "tokens lost" not in said("whole", 1000)
+
+
 def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):
     source = write(tmp_path / "in.json", bad_rows())
     output = tmp_path / "out"
