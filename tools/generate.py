@@ -164,7 +164,7 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
 
     Raises:
       ValueError, FileNotFoundError: there is no such tokenizer or corpus, or it has
-        tokens that the model's vocabulary lacks.
+        tokens that the model's vocabulary lacks; or nothing says which it is.
     """
     corpus = None
     if spec is None:
@@ -172,6 +172,13 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
         for directory in [*corpora.named(config)][:1]:  # all have the same
             corpus = TokenFile.open(Path(directory), "train")
             spec = corpus.tokenizer
+        size = 0 if corpus else config.model.vocab_size
+        if size >= ByteTokenizer.vocab_size + text.VOCAB_MULTIPLE:
+            raise ValueError(
+                f"{config.workdir} names no corpus to take a tokenizer of, and "
+                f"config.model.vocab_size={size} is not that of bytes: give the "
+                "directory that imported weights came in (--tokenizer), or bytes"
+            )
     tokenizer = open_tokenizer(spec)
     if corpus and int(corpus.tokens[:1][0]) not in tokenizer.begin_of_document:
         tokenizer.begin_of_document = ()

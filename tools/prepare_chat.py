@@ -16,10 +16,9 @@ from configs import tiny
 from data.chat import TOO_LONG, ChatEncoder, prepare_chats
 from data.chat_format import FORMATS
 from data.chat_template import OWN, open_template
-from data.tokenizer import open_tokenizer
 from data.tokenizer_files import read_chat_template
 from tasks.command_line import as_program, at_least
-from tools.lib.prepare_arguments import input_options, input_parser
+from tools.lib.prepare_arguments import chosen_tokenizer, input_options, input_parser
 from tools.lib.train_command import train_command
 
 WITHOUT = "vicuna"
@@ -54,7 +53,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    tokenizer = open_tokenizer(chosen.tokenizer)
+    tokenizer = chosen_tokenizer(chosen)
     has_own = tokenizer.path and read_chat_template(tokenizer.path.parent) is not None
     name = chosen.template or (OWN if has_own else WITHOUT)
     encoder = ChatEncoder(

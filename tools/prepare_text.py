@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 from configs import tiny
 from data.corpus import prepare
-from data.tokenizer import open_tokenizer
 from tasks.command_line import as_program
-from tools.lib.prepare_arguments import input_options, input_parser
+from tools.lib.prepare_arguments import chosen_tokenizer, input_options, input_parser
 from tools.lib.train_command import train_command
 
 
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary = prepare(
         chosen.inputs,
         chosen.output,
-        open_tokenizer(chosen.tokenizer),
+        chosen_tokenizer(chosen),
         text_field=chosen.text_field,
         **input_options(chosen),
     )

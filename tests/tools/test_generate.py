@@ -193,6 +193,18 @@ def test_prompts_begin_as_the_documents_of_the_corpus(tmp_path):
     assert writer.encode("the mat")[0][0] == 0  # a tokenizer that is named decides
 
 
+def test_imported_weights_want_their_tokenizer_named(tmp_path):
+    for vocab_size in (0, 257, 264):
+        config = small_config("", tmp_path, model__vocab_size=vocab_size)
+        assert find_tokenizer(config, None).name == "bytes"
+    config = small_config("", tmp_path, model__vocab_size=304)
+    with pytest.raises(
+        ValueError, match="vocab_size=304 is not .*came in .--tokenizer"
+    ):
+        find_tokenizer(config, None)
+    assert find_tokenizer(config, "bytes").name == "bytes"
+
+
 def test_a_chat_goes_on_with_what_was_said(tmp_path):
     """Prompts are what training has before the replies; replies end with their turn."""
     specials = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<stop>"

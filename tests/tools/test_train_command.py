@@ -116,8 +116,10 @@ def test_imported_weights_are_fine_tuned_on_what_was_prepared(
     talks = [row | {"text": "Wo? " * 300} for row in rows(90)]
     source.write_text("\n".join(map(json.dumps, talks)))
     is_chat = program is prepare_chat
-    options = ["--output", str(corpus), "--tokenizer", subwords]
-    options += ["--context-tokens", "256"] * is_chat
+    options = ["--output", str(corpus), *["--context-tokens", "256"] * is_chat]
+    assert program.main([str(source), *options, "--weights", str(weights)]) == 1
+    assert "the directory that they came in (--tokenizer)" in capsys.readouterr().err
+    options += ["--tokenizer", subwords]
     assert program.main([str(source), *options, "--weights", "nowhere"]) == 1
     assert "nowhere holds no imported weights" in capsys.readouterr().err
     assert not corpus.exists()

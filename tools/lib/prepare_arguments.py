@@ -11,7 +11,7 @@ from configs import fine_tune
 from data.input_files import EVERY_FILE
 from data.row_files import FORMATS
 from data.skipped import BadRow, stop_at
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from tasks.command_line import Parser, share
 
 MOST_REPORTED = 20
@@ -30,9 +30,8 @@ def input_parser(description: str | None, what: str) -> Parser:
     add("--output", required=True, type=Path, help="directory to write, a new one")
     add(
         "--tokenizer",
-        default=ByteTokenizer.name,
-        help='"bytes" (the default), or a path: tokenizer.json, SentencePiece .model, '
-        "or their directory",
+        help='"bytes" (the default without --weights), or a path: tokenizer.json, '
+        "SentencePiece .model, or their directory",
     )
     add(
         "--weights",
@@ -69,6 +68,20 @@ def input_parser(description: str | None, what: str) -> Parser:
         help=f"learn markup as text though most of the {what} have it",
     )
     return parser
+
+
+def chosen_tokenizer(chosen: argparse.Namespace) -> Tokenizer:
+    """Opens the tokenizer that the parsed arguments name, or that of bytes.
+
+    Raises:
+      ValueError, FileNotFoundError: as `open_tokenizer`, or weights have none named.
+    """
+    if chosen.weights and chosen.tokenizer is None:
+        raise ValueError(
+            f"--weights {chosen.weights} do not say what their tokenizer is: give the "
+            "directory that they came in (--tokenizer)"
+        )
+    return open_tokenizer(chosen.tokenizer or ByteTokenizer.name)
 
 
 def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
