@@ -7,10 +7,11 @@ A row (see data/row_files.py) is one of
     {"messages": [{"role": "user", "content": "…"},
                   {"role": "assistant", "content": "…"}, …]}
 
-with a turn from "system" (or "developer") before all others, if any; a content may be
-a list of {"type": "text", "text": "…"}. As in FastChat, an assistant's turn before the
-first of the user is left out, and so is a last one of the user that has no reply. Rows
-with calls of tools or with anything else that cannot be learned are no conversations.
+with a turn from "system" (or "developer") before all others, if any, or its words
+beside the turns, as "system" or "system_prompt"; a content may be a list of
+{"type": "text", "text": "…"}. As in FastChat, an assistant's turn before the first of
+the user is left out, and so is a last one of the user that has no reply. Rows with
+calls of tools or with anything else that cannot be learned are no conversations.
 """
 
 import json
@@ -52,11 +53,18 @@ OPENAI = TurnFormat(
         "assistant": "assistant",
     },
 )
-FIELDS = ("id", "conversations", "messages", "tools", "functions")
+SYSTEM = ("system", "system_prompt")
+"""Fields of a row, beside its turns, with the words of the system."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+UNLEARNED = ("tools", "functions", *MEDIA)
+"""Fields of a row with what would be left out."""
+FIELDS = ("id", "conversations", "messages", *SYSTEM, *UNLEARNED)
 """Fields of a row that are read."""
-UNSAID = ("tool_calls", "function_call", "tool_call_id", "audio", "refusal")
+UNSAID = ("tool_calls", "function_call", "tool_call_id", "refusal", *MEDIA)
 UNSAID += ("reasoning_content", "reasoning", "thinking")
 """Fields of a turn with what is not in its words, and would be left out."""
+LEARNED = ("weight", "train", "loss")
+"""Fields of a turn that are 0 or false where it is not to be learned."""
 ID_LETTERS = 80
 
 
@@ -122,17 +130,19 @@ def parse_conversation(row: Any, where: str) -> Conversation | BadRow:
         return BadRow(where, "both conversations and messages")
     if not formats or not isinstance(row[formats[0].turns], list):
         return BadRow(where, "no list of conversations or messages")
-    if any(row.get(n) not in (None, "", "[]", []) for n in ("tools", "functions")):
-        return BadRow(where, "tools, which are not learned")
-    turns = row[formats[0].turns]
-    if not turns:
+    unlearned = [n for n in UNLEARNED if row.get(n) not in (None, "", "[]", [])]
+    if unlearned:
+        return BadRow(where, f"a row with {unlearned[0]}, which is not learned")
+    if not row[formats[0].turns]:
         return BadRow(where, "no turns")
     said = []
-    for number, turn in enumerate(turns, 1):
+    for place, turn in _turns(row, formats[0]):
         role, words = _turn(turn, formats[0])
         if role is None:
-            return BadRow(f"{where}, turn {number}", words)
+            return BadRow(f"{where}, {place}", words)
         said.append((role, words))
+    if [role for role, _ in said].count("system") > 1:
+        return BadRow(where, "more than one prompt of the system")
     system = said.pop(0)[1] if said[0][0] == "system" else None
     if said and said[0][0] == "assistant":
         said.pop(0)
@@ -149,6 +159,15 @@ def parse_conversation(row: Any, where: str) -> Conversation | BadRow:
     return Conversation(where, system, exchanges)
 
 
+def _turns(row: dict[str, Any], its_format: TurnFormat) -> Iterator[tuple[str, Any]]:
+    """Yields where each turn is, and the turn; first what is beside the others."""
+    for name in SYSTEM:
+        if row.get(name):
+            yield name, {its_format.role: "system", its_format.content: row[name]}
+    for number, turn in enumerate(row[its_format.turns], 1):
+        yield f"turn {number}", turn
+
+
 def _turn(turn: Any, its_format: TurnFormat) -> tuple[str | None, str]:
     """Returns who speaks and the words; or None, and what is wrong with the turn."""
     if not isinstance(turn, dict):
@@ -160,7 +179,8 @@ def _turn(turn: Any, its_format: TurnFormat) -> tuple[str | None, str]:
     unsaid = [name for name in UNSAID if turn.get(name)]
     if unsaid:
         return None, f"a turn with {unsaid[0]}, which is not learned"
-    if turn.get("weight") == 0 and its_format.roles[role] == "assistant":
+    is_learned = all(turn.get(name) not in (0, "0") for name in LEARNED)
+    if its_format.roles[role] == "assistant" and not is_learned:
         return None, "a reply of weight 0, and all are learned"
     words = _words(value)
     if words is None:

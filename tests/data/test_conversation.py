@@ -32,6 +32,25 @@ def test_turns_become_exchanges():
     assert parse(row(*HELLO), "f").system is None
 
 
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_words_of_the_system_may_lie_beside_the_turns(name):
+    found = row(*HELLO, **{name: "Be kind.", "images": [], "audio": None, "other": 1})
+    assert parse(found, "f") == parse(row(("system", "Be kind."), *HELLO), "f")
+    assert parse(row(*HELLO, **{name: ""}), "f") == parse(row(*HELLO), "f")
+
+
+def reply(**fields):
+    """Turns of which the last has these fields too."""
+    found = row(*HELLO)
+    found["conversations"][1] |= fields
+    return found
+
+
+def test_a_reply_that_is_learned_may_say_so():
+    found = reply(weight=1, train=True, loss=None)
+    assert parse(found, "f") == parse(row(*HELLO), "f")
+
+
 def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
     turns = [("gpt", "First?"), *HELLO, ("human", "Bye")]
     assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
@@ -60,6 +79,15 @@ def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
         (row(*HELLO, ("system", "No.")), "f", "system speaks where human should"),
         (row(("human", "Hello?")), "f", "no reply of gpt"),
         (row(("system", "Be kind.")), "f", "no reply of gpt"),
+        (row(*HELLO, system=[7]), "f, system", "a turn that says int, not text"),
+        (row(("system", "a"), *HELLO, system="b"), "f", "more than one prompt"),
+        (row(*HELLO, system="a", system_prompt="b"), "f", "more than one prompt"),
+        (row(*HELLO, image="x.png"), "f", "a row with image, which is not learned"),
+        (row(*HELLO, videos=["x.mp4"]), "f", "a row with videos, which is not"),
+        (reply(audios=["x.wav"]), "f, turn 2", "a turn with audios, which is not"),
+        (reply(weight="0"), "f, turn 2", "a reply of weight 0"),
+        (reply(train=False), "f, turn 2", "a reply of weight 0"),
+        (reply(loss=False), "f, turn 2", "a reply of weight 0"),
     ],
 )
 def test_bad_rows_are_named_with_their_reason(bad, where, reason):

@@ -138,7 +138,7 @@ CHATS: list[tuple[Any, str, str]] = [
     (
         ("in.jsonl", as_lines([{"messages": CHAT, "tools": [{"name": "sum"}]}])),
         "",
-        ":1: tools, which are not learned",
+        ":1: a row with tools, which is not learned",
     ),
     (
         ("in.jsonl", as_lines([{"messages": CHAT, "conversations": CHAT}])),
