@@ -153,7 +153,8 @@ def export_model(
     Raises:
       FileNotFoundError, ValueError: there is no checkpoint, it is not a language
         model's, no family (or not that of `original`) has such a model, `dtype` does
-        not hold its numbers, or adapters belong to something else.
+        not hold its numbers, adapters belong to something else, or alone they would
+        not be the model.
       FileExistsError: `directory` is not empty.
     """
     check_absent(directory)
@@ -167,6 +168,7 @@ def export_model(
     elif adapter_only:
         raise ValueError(f"{workdir} holds no adapters: export it without --adapter")
     if adapter_only:
+        source.check_sizes(config)
         name, base_model = adapters.CONFIG, original and str(original)
         fields = adapters.config_fields(config.lora, base_model)
         model, file_bytes = source.model, sys.maxsize

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tasks import run_config
+from tasks import frozen, run_config, text
 from tasks.generation import restored_parameters
 from tests.small_llama import partition_of
 from tests.tools import hf_models
@@ -17,6 +17,7 @@ from tests.tools.test_trained_adapters import DIRECTORY
 from tools.convert_hf import export_model, import_adapter, import_model, main
 from tools.lib.hf import adapters
 from training.mesh import MeshShape, Partition
+from training.weights import save_parameters
 
 slow = pytest.mark.slow
 RING, CUBE = MeshShape(ring=4), MeshShape(fsdp=2, ring=2, tensor=2)
@@ -130,6 +131,28 @@ def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
     export_model(
         config.workdir, tmp_path / "out", partition, weights=str(moved), **FILE
     )
+
+
+def test_an_adapter_of_a_model_that_the_run_changed_is_exported_merged_only(
+    runs, tmp_path
+):
+    config, partition = run_of(runs, "llama_scaled")
+    parameters = adapters.Adapted(config, partition).parameters
+    changed = {"rope_scaling.factor": 4.0, "may_change": ("rope_scaling",)}
+    changed |= {"workdir": str(tmp_path / "run")}
+    config.update_from_flattened_dict(changed)
+    model = text.model(config, partition)
+    fingerprint = text.fingerprint(model) | frozen.identify(config, model)
+    save_parameters(config.workdir, parameters, fingerprint)
+    run_config.write(config)
+    said = r"\(rope_scaling.factor: saved 8.0, this run 4.0\): export it merged, wi"
+    with pytest.raises(ValueError, match=said) as caught:
+        options = FILE | {"adapter_only": True}
+        export_model(config.workdir, tmp_path / "out", partition, **options)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    export_model(config.workdir, tmp_path / "out", partition, **FILE)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["rope_scaling"]["factor"] == 4.0
 
 
 @pytest.mark.parametrize(

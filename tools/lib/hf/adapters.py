@@ -3,6 +3,7 @@
 There A is (rank, inputs) and B (outputs, rank), all heads in one axis, for each layer.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,9 +16,12 @@ from flax import traverse_util
 from data.json_text import short
 from models.abstract import Model
 from models.adapters import FACTORS, TARGETS, Lora
+from models.sizes import LanguageModelConfig
 from tasks import frozen, text
+from tasks.base import identity
 from tools.lib.hf.names import weight_at
 from training.mesh import Partition
+from training.stored_step import differences, leaves, listed
 from training.weights import SavedParameters
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -158,6 +162,22 @@ class Adapted:
         like = frozen.abstract_parameters(model.shapes, model.axes, partition)
         self.parameters = saved.restore(like)
         self._base = SavedParameters(config.init_from)
+
+    def check_sizes(self, config: LanguageModelConfig) -> None:
+        """Refuses a model of which PEFT's files would not say all.
+
+        config: of the model that the adapters make of their weights.
+
+        Raises:
+          ValueError: it differs from that of the weights.
+        """
+        ours = identity(dataclasses.replace(config, lora=Lora()))
+        found = differences(leaves(self._base.fingerprint["model"]), leaves(ours))
+        if found:
+            raise ValueError(
+                "an adapter does not say how its model differs from the weights "
+                f"({listed(found, '; ')}): export it merged, without --adapter"
+            )
 
     def restore(self, abstract: Any) -> Any:
         """Reads parameters with their adapters added in; as of `SavedParameters`.
