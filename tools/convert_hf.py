@@ -29,6 +29,7 @@ from absl import logging
 from flax import traverse_util
 
 from configs import base
+from data.document_mask import DocumentMask
 from data.json_text import read_json_object
 from models.abstract import Model
 from models.adapters import Lora
@@ -160,7 +161,7 @@ def export_model(
     check_absent(directory)
     kept = {} if original is None else _read_config(original, CONFIG)
     source = SavedParameters(workdir)
-    config = _saved_sizes(source, workdir)
+    config = _with_mask(_saved_sizes(source, workdir), source)
     if config.lora.rank:
         run = run_config.read(workdir)
         run.init_from = weights or run.init_from
@@ -208,6 +209,26 @@ def _saved_sizes(saved: SavedParameters, workdir: str) -> LanguageModelConfig:
         raise ValueError(
             f"the parameters in {workdir} are no language model's: {error}"
         ) from error
+
+
+def _with_mask(
+    config: LanguageModelConfig, saved: SavedParameters
+) -> LanguageModelConfig:
+    """Returns the sizes with the mask of the run, which a model has in its layers.
+
+    Raises:
+      ValueError: no model has such a mask.
+    """
+    mask = saved.settings.get("mask", "causal")
+    window = DocumentMask.parse(mask).window
+    if window and not config.layer_pattern:
+        return dataclasses.replace(config, layer_pattern="w", window=window)
+    if mask != "causal":
+        raise ValueError(
+            f"config.json cannot say config.mask={mask!r} of the run, with "
+            f"{config.layer_pattern=}: only a window of all layers is exported"
+        )
+    return config
 
 
 def model_of(config: LanguageModelConfig, partition: Partition) -> Model:

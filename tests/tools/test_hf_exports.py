@@ -1,0 +1,70 @@
+"""What exports say of the run that made a model, beside its sizes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.sizes import LanguageModelConfig
+from tasks import frozen, run_config, text
+from tests.small_llama import partition_of
+from tests.tools import hf_models
+from tools.convert_hf import import_model, main
+from tools.lib.hf.config import model_config
+from training.checkpoint import Checkpoints
+from training.mesh import MeshShape
+from training.record import SETTINGS
+from training.weights import PARAMETERS, SavedParameters
+
+LLAMA = hf_models.DIRECTORY / "llama"
+
+
+def run_of(
+    directory: Path, settings: dict[str, Any], model: str = "llama", **fields: Any
+) -> str:
+    """The workdir of a run with these settings, its model with these fields."""
+    weights, workdir = directory / "weights", directory / "run"
+    partition = partition_of(MeshShape(fsdp=8))
+    import_model(hf_models.DIRECTORY / model, weights, partition)
+    config = run_config.read(str(weights))
+    config.update_from_flattened_dict(fields)
+    made = text.model(config, partition)
+    like = frozen.abstract_parameters(made.shapes, made.axes, partition)
+    fingerprint = text.fingerprint(made)
+    with Checkpoints(
+        workdir / "checkpoints", keep=1, fingerprint=fingerprint
+    ) as checkpoints:
+        checkpoints.record = {SETTINGS: settings}
+        checkpoints.save(1, {PARAMETERS: SavedParameters(weights).restore(like)})
+    return str(workdir)
+
+
+def written(directory: Path) -> tuple[dict[str, Any], LanguageModelConfig]:
+    """config.json of an export, and the model that it describes."""
+    fields = json.loads((directory / "config.json").read_text())
+    return fields, model_config(fields)
+
+
+def test_a_window_of_the_run_is_one_of_every_layer(tmp_path, capsys):
+    run, out = run_of(tmp_path, {"mask": "window(8)"}), tmp_path / "out"
+    assert main(["export", run, str(out)]) == 0
+    fields, config = written(out)
+    assert fields["model_type"] == "mistral" and fields["sliding_window"] == 8
+    assert (config.layer_pattern, config.window) == ("w", 8)
+    # LLaMA has no windows.
+    command = ["export", run, str(tmp_path / "like"), "--like", str(LLAMA)]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert "cannot be written as llama: layer_pattern='w', there ''; window=8" in error
+
+
+@pytest.mark.parametrize(
+    ("mask", "model"), [("prefix(4)", "llama"), ("window(8)", "gemma2")]
+)
+def test_a_mask_that_no_model_has_is_not_exported(tmp_path, capsys, mask, model):
+    run, out = run_of(tmp_path, {"mask": mask}, model), tmp_path / "out"
+    assert main(["export", run, str(out)]) == 1
+    error = capsys.readouterr().err
+    assert f"config.json cannot say config.mask='{mask}' of the run" in error
+    assert error.count("\n") == 1 and not out.exists()
