@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,8 +154,7 @@ def export_model(
     Raises:
       FileNotFoundError, ValueError: there is no checkpoint, it is not a language
         model's, no family (or not that of `original`) has such a model, `dtype` does
-        not hold its numbers, adapters belong to something else, or alone they would
-        not be the model.
+        not hold its numbers, or adapters belong to something else or say too little.
       FileExistsError: `directory` is not empty.
     """
     check_absent(directory)
@@ -166,10 +165,8 @@ def export_model(
         run = run_config.read(workdir)
         run.init_from = weights or run.init_from
         source = adapters.Adapted(run, partition)
-    elif adapter_only:
-        raise ValueError(f"{workdir} holds no adapters: export it without --adapter")
     if adapter_only:
-        source.check_sizes(config)
+        _check_alone(source, config, workdir, kept)
         name, base_model = adapters.CONFIG, original and str(original)
         fields = adapters.config_fields(config.lora, base_model)
         model, file_bytes = source.model, sys.maxsize
@@ -190,6 +187,23 @@ def export_model(
         (writer.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
         if original:
             _copy_companions(original, writer.partial)
+
+
+def _check_alone(
+    source: SavedParameters | adapters.Adapted,
+    config: LanguageModelConfig,
+    workdir: str,
+    original: Mapping[str, Any],
+) -> None:
+    """Raises ValueError where PEFT's files would not say all of the model."""
+    if not isinstance(source, adapters.Adapted):
+        raise ValueError(f"{workdir} holds no adapters: export it without --adapter")
+    if original.get("model_type") == multimodal.MODEL_TYPE:
+        raise ValueError(
+            f"layers of model_type={multimodal.MODEL_TYPE!r}, with images, have other "
+            "names than the adapters': export it merged, without --adapter"
+        )
+    source.check_sizes(config)
 
 
 def _copy_companions(original: Path, directory: Path) -> None:

@@ -155,6 +155,16 @@ def test_an_adapter_of_a_model_that_the_run_changed_is_exported_merged_only(
     assert written["rope_scaling"]["factor"] == 4.0
 
 
+def test_adapters_alone_are_not_written_as_of_a_model_with_images(runs, tmp_path):
+    config, partition = run_of(runs, "gemma3")
+    like = {"model_type": "gemma3", "text_config": hf_models.fields("gemma3")}
+    (tmp_path / "config.json").write_text(json.dumps(like))
+    options = FILE | {"original": tmp_path, "adapter_only": True}
+    with pytest.raises(ValueError, match="with images, .*: export it merged, wit"):
+        export_model(config.workdir, tmp_path / "out", partition, **options)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [
