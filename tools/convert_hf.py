@@ -136,10 +136,11 @@ def export_model(
     original: Path | None = None,
     weights: str | None = None,
     adapter_only: bool = False,
-) -> None:
+) -> str:
     """Writes the parameters of a run's newest checkpoint as a published model.
 
-    One parameter (all layers of it) is read at a time. Adapters are added in.
+    One parameter (all layers of it) is read at a time. Adapters are added in. Returns
+    what of `original` was changed, in words; or "".
 
     Args:
       workdir: of a run, or imported weights.
@@ -161,6 +162,7 @@ def export_model(
     kept = {} if original is None else _read_config(original, CONFIG)
     source = SavedParameters(workdir)
     config = _with_mask(_saved_sizes(source, workdir), source)
+    tokens = source.settings.get("data.context_tokens", 0)
     if config.lora.rank:
         run = run_config.read(workdir)
         run.init_from = weights or run.init_from
@@ -174,19 +176,18 @@ def export_model(
         tensors = adapters.to_tensors(source.parameters, model)
     else:
         config = dataclasses.replace(config, lora=Lora())
-        name, fields = CONFIG, hf_config.config_fields(config, dtype, kept)
+        name, fields = CONFIG, hf_config.config_fields(config, dtype, kept, tokens)
         model = model_of(config, partition)
         shapes = stored_shapes(weights_of(model), model)
         tensors = _tensors(source, weights_of(model), model, partition)
-    itemsize = np.dtype(dtype).itemsize
-    sizes = {name: itemsize * math.prod(shape) for name, shape in shapes.items()}
+    sizes = {n: np.dtype(dtype).itemsize * math.prod(s) for n, s in shapes.items()}
     whole = adapters.TENSORS if adapter_only else WHOLE
     with TensorFilesWriter(directory, sizes, file_bytes, whole) as writer:
         for tensor_name, tensor in tensors:
             writer.write(tensor_name, _narrowed(tensor, dtype, tensor_name))
         (writer.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
-        if original:
-            _copy_companions(original, writer.partial)
+        _copy_companions(original, writer.partial)
+    return "" if adapter_only else hf_config.context_change(fields, kept)
 
 
 def _check_alone(
@@ -206,8 +207,8 @@ def _check_alone(
     source.check_sizes(config)
 
 
-def _copy_companions(original: Path, directory: Path) -> None:
-    for pattern in COMPANIONS:
+def _copy_companions(original: Path | None, directory: Path) -> None:
+    for pattern in COMPANIONS if original else ():
         for file in sorted(filter(Path.is_file, original.glob(pattern))):
             shutil.copyfile(file, directory / file.name)
 
@@ -359,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"written to {chosen.workdir}; to fine-tune it, with adapters:")
         print(f"  python train.py --config={file} --config.data.corpus=CORPUS")
         return 0
-    export_model(
+    changed = export_model(
         chosen.workdir,
         chosen.directory,
         partition,
@@ -369,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         weights=chosen.weights,
         adapter_only=chosen.adapter,
     )
-    print(f"written to {chosen.directory}")
+    print(f"written to {chosen.directory}{changed and f'; {changed}'}")
     return 0
 
 

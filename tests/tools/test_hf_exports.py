@@ -68,3 +68,34 @@ def test_a_mask_that_no_model_has_is_not_exported(tmp_path, capsys, mask, model)
     error = capsys.readouterr().err
     assert f"config.json cannot say config.mask='{mask}' of the run" in error
     assert error.count("\n") == 1 and not out.exists()
+
+
+YARN = {
+    "rope_scaling.rope_type": "yarn",
+    "rope_scaling.factor": 4.0,
+    "rope_scaling.original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_scaling.rope_type": "linear", "rope_scaling.factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "longest"),
+    [
+        (48, {}, 64),  # the original's
+        (128, {}, 128),
+        (256, LINEAR, 256),
+        (512, YARN, 256),  # else transformers 4 would take another factor
+    ],
+)
+def test_the_longest_context_is_that_of_the_run(
+    tmp_path, capsys, tokens, changes, longest
+):
+    run = run_of(tmp_path, {"data.context_tokens": tokens}, **changes)
+    for like in [], ["--like", str(LLAMA)]:
+        out = tmp_path / f"out{len(like)}"
+        assert main(["export", run, str(out), *like]) == 0
+        said = capsys.readouterr().out
+        wanted = longest if like or changes else tokens
+        assert written(out)[0]["max_position_embeddings"] == wanted
+        change = f"max_position_embeddings={longest}, which is 64 in the original"
+        assert (change in said) == bool(like and longest != 64)

@@ -22,6 +22,7 @@ _SIZES = {
     "num_attention_heads": "num_heads",
 }
 _THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+LONGEST = "max_position_embeddings"
 # Fields that older and newer versions write in the place of ours.
 _REPLACED = ("dtype", "torch_dtype", "architectures", "model_type")
 
@@ -76,13 +77,17 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
 
 
 def config_fields(
-    config: LanguageModelConfig, dtype: str, original: Mapping[str, Any]
+    config: LanguageModelConfig,
+    dtype: str,
+    original: Mapping[str, Any],
+    context_tokens: int = 0,
 ) -> dict[str, Any]:
     """Returns the `config.json` of a model, of the first family that has it.
 
     dtype: of the tensors, such as "bfloat16".
     original: fields of another config.json, whose family it is to be, for what the
-      model does not know: the longest context, ids of special tokens.
+      model does not know, such as ids of special tokens.
+    context_tokens: that the model was trained with here; 0 where it was not.
 
     Raises:
       ValueError: the family, or without an original any, has no such model; or the
@@ -95,6 +100,7 @@ def config_fields(
         wrong = _complaints(original, families[0])
         if wrong:
             raise ValueError(f"config.json of the original: {'; '.join(wrong)}")
+    longest = _longest(config, original.get(LONGEST) or 0, context_tokens)
     lacking = {}
     for family in families:
         written = _written(config, family)
@@ -105,12 +111,28 @@ def config_fields(
                 **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
                 **_kept(original),
                 **_as_original(written, original, config),
+                **({LONGEST: longest} if longest else {}),
                 "torch_dtype": dtype,
             }
     nearest = min(lacking, key=lambda kind: len(lacking[kind]))
     among = "" if original else " (the nearest family)"
     other = "; ".join(lacking[nearest])
     raise ValueError(f"the model cannot be written as {nearest}{among}: {other}")
+
+
+def context_change(fields: Mapping[str, Any], original: Mapping[str, Any]) -> str:
+    """Says how the longest context differs from that of an original; "" for equal."""
+    now, before = fields.get(LONGEST), text_fields(original).get(LONGEST)
+    same = not original or now == before
+    return "" if same else f"{LONGEST}={now}, which is {before} in the original"
+
+
+def _longest(config: LanguageModelConfig, original: int, context_tokens: int) -> int:
+    """Returns the longest context, in tokens; 0 if it is not known."""
+    scaling = config.rope_scaling
+    if scaling.rope_type == "yarn":  # whose factor transformers 4 takes from it
+        return round(scaling.factor * scaling.original_max_position_embeddings)
+    return max(original, context_tokens)
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
