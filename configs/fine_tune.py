@@ -3,7 +3,8 @@
 Command: python train.py --config=configs/fine_tune.py:WEIGHTS
   --config.data.corpus=CORPUS
 WEIGHTS is a workdir by tools/convert_hf.py, whose model this is; CORPUS of chats, by
-tools/prepare_chat.py. All parameters: --config.lora.rank=0, and a lower learning rate.
+tools/prepare_chat.py. All parameters: --config.lora.rank=0 and a lower
+--config.optimizer.peak_lr, such as 1e-5.
 Hardware: one device, or all of a host in a ring.
 Expected: the loss falls within 20 steps. It has run with small weights only; see
 docs/fine-tuning.md.
@@ -36,6 +37,8 @@ def get_config(weights: str = "") -> ml_collections.ConfigDict:
     """
     config = base.get_config().unlock()
     config.update_from_flattened_dict(LORA)
+    # A tenth of whatever peak_lr is set to, unless it is set itself.
+    config.optimizer.end_lr = config.optimizer.get_ref("peak_lr") / 10
     config.workdir = "runs/fine_tune"
     if weights:
         try:

@@ -239,6 +239,10 @@ def test_weights_are_fine_tuned_in_their_own_sizes(tmp_path):
     assert config.init_from == source.workdir and config.lora.rank == 16
     assert config.workdir == "runs/fine_tune/gemma"
     config_checks.check(config, 1)
+    assert config.optimizer.end_lr == 2e-5
+    config.optimizer.peak_lr = 1e-5  # of all parameters, and a tenth at the end
+    assert config.optimizer.end_lr == pytest.approx(1e-6)
+    config_checks.check(config, 1)
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')  # a published model's
     for wrong in "nowhere", str(tmp_path):
         with pytest.raises(ValueError, match=f"{wrong} holds no imported weights: imp"):
