@@ -4,6 +4,7 @@ The contents of a step are in `training/stored_step.py`.
 """
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from training.hosts import first_says, wait_for_all
 from training.manager import Newest, open_manager
 from training.stored_step import (
     FINGERPRINT,
+    PARAMETERS,
     RECORD,
     DamagedStep,
     StoredStep,
@@ -31,6 +33,8 @@ from training.workdir import make_writable
 
 DAMAGED = "damaged"
 """Directory for damaged steps, beside the good ones."""
+LISTED = 8
+"""Arrays that do not fit a state, of which an error names the first."""
 
 
 class Checkpoints:
@@ -348,11 +352,21 @@ def _check_leaves(
             f"{homeless[0] or 'the whole'} of abstract_state has no sharding: give a "
             "jax.ShapeDtypeStruct with one for every array"
         )
-    found = differences(saved_briefs(meta), briefs(wanted))
+    saved = saved_briefs(meta)
+    found = differences(saved, briefs(wanted))
+    if found and all(name.startswith(f"{PARAMETERS}.") for name in saved):
+        raise ValueError(
+            f"{stored} holds imported weights and not a run: name them in "
+            "config.init_from (adapters: export them merged, and import that), and "
+            "choose another workdir"
+        )
     if found:
+        first = dict(itertools.islice(found.items(), LISTED))
+        more = len(found) - len(first)
         raise ValueError(
             f"{stored} does not fit the train state; use another workdir, or the"
-            f" model and optimizer it was saved with:\n  {listed(found)}"
+            f" model and optimizer it was saved with:\n  {listed(first)}"
+            + (f"\n  and {more} more" if more else "")
         )
 
 

@@ -28,6 +28,8 @@ STATE, META = "state", "meta"
 FINGERPRINT, LEAVES, CHECKSUM = "fingerprint", "leaves", "crc32"
 RECORD = "record"
 """Key of the run's record (see `training/record.py`); absent in older steps."""
+PARAMETERS = "params"
+"""Name of the parameters in a saved train state."""
 
 WAITS = (1.0, 4.0, 15.0)
 """Seconds before what could not be read is tried again."""

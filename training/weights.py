@@ -19,6 +19,7 @@ from training.record import SETTINGS
 from training.stored_step import (
     FINGERPRINT,
     LEAVES,
+    PARAMETERS,
     RECORD,
     DamagedStep,
     StoredStep,
@@ -28,9 +29,6 @@ from training.stored_step import (
     listed,
     saved_briefs,
 )
-
-PARAMETERS = "params"
-"""Their name in a saved train state."""
 
 FLOATS = "float32", "bfloat16"
 """Types of parameters, which are read as either."""

@@ -15,7 +15,8 @@ from tools.lib.hf.config import model_config
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape
 from training.record import SETTINGS
-from training.weights import PARAMETERS, SavedParameters
+from training.stored_step import PARAMETERS
+from training.weights import SavedParameters
 
 LLAMA = hf_models.DIRECTORY / "llama"
 

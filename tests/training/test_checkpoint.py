@@ -2,6 +2,7 @@
 
 import collections
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.runs import assert_equal_bits
-from training.checkpoint import Checkpoints
+from training.checkpoint import LISTED, Checkpoints
 from training.optimizer import OptimizerSettings, make_optimizer
 
 FINGERPRINT = {"model": {"layers": 3, "width": 16}, "vocabulary": 32, "heads": (4, 2)}
@@ -219,6 +220,12 @@ def test_every_leaf_of_another_shape_is_named(step_1, tmp_path):
     message = "\n".join(lines)
     assert "optimizer_state.1.0.mu.layers.feed_forward: saved" in message
     assert "count" not in message
+
+
+def test_of_many_leaves_some_are_named(step_1, tmp_path):
+    many = {f"other{n}": jnp.zeros(2) for n in range(40)}
+    lines = refusal(tmp_path, abstract(init_state()._replace(optimizer_state=many)))
+    assert len(lines) == LISTED + 1 and re.fullmatch(r"  and \d\d more", lines[-1])
 
 
 def test_leaf_of_another_dtype_is_refused_and_not_cast(step_1, tmp_path):

@@ -75,6 +75,19 @@ def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_pat
     assert_equal_bits(restored, wanted)
 
 
+def test_a_run_does_not_go_on_from_parameters_alone(workdir):
+    before = content(workdir)
+    state = {"params": parameters(), "optimizer_state": {"mu": parameters()}}
+    with Checkpoints(
+        workdir / "checkpoints", keep=1, fingerprint=FINGERPRINT
+    ) as checkpoints:
+        with pytest.raises(ValueError, match="holds imported weights and not a") as no:
+            checkpoints.restore(on_mesh(state))
+    said = str(no.value)
+    assert "config.init_from" in said and "\n" not in said and "mu" not in said
+    assert content(workdir) == before
+
+
 def test_parameters_of_another_model_are_refused_by_field(workdir):
     saved = SavedParameters(workdir)
     saved.check_model(FINGERPRINT)
