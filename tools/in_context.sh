@@ -49,11 +49,13 @@ make_data() {
 }
 
 # Rows and episodes, and those that are read before one. How to draw in rooms was chosen
-# on goals that were trained on: to imitate in 9x9, to explore in 10x10.
-imitate=(--temperature 0.7) explore=(--temperature 2 --hold 5)
+# on goals that were trained on: to imitate in 9x9, to explore in 10x10. Who distils reads
+# no more episodes than it was trained with.
+imitate=(--temperature 0.7) explore=(--temperature 2 --hold 5) distil=()
 case $WHERE in
 10x10) config=icrl_dark_room.py:10x10/ play=(100 10) read=(1 2 4 8 16) ;;
-9x9) config=icrl_dark_room.py:9x9/ play=(48 40) read=(4 16 64 250 1000) ;;
+9x9) config=icrl_dark_room.py:9x9/ play=(48 40) read=(4 16 64 250 1000)
+    distil=(--window 20) ;;
 cartpole) config=icrl_cartpole.py: play=(40 6) read=() imitate=() explore=() ;;
 *) echo "error: $WHERE is none of 10x10, 9x9, cartpole" >&2 && exit 1 ;;
 esac
@@ -81,7 +83,9 @@ for seed in "${seeds[@]}"; do
             --config.seed="$seed" "$@")
         [ -e "$run.json" ] || "$PYTHON" train.py "${given[@]}"
         if [ "$agent" != dpt ]; then
-            act "$run.json" "${play[@]}" "${imitate[@]}"
+            how=("${imitate[@]}")
+            [ "$agent" != ad ] || how+=("${distil[@]}")
+            act "$run.json" "${play[@]}" "${how[@]}"
             continue
         fi
         act "$run.json" "${play[@]}" "${explore[@]}"

@@ -58,6 +58,8 @@ def test_it_makes_data_trains_acts_and_draws_each_agent(place):
     # Data are made once, the explorer's and the imitators'.
     first = [made, *seed[:3], made, *seed[3:]]
     assert programs(commands) == [*first, *seed, "tools.figures worlds"]
+    acted = [line for line in commands if acts in line]
+    assert ["--window 20" in x for x in acted] == ["9x9/ad" in x for x in acted]
     drawn = [f"{place}/out/{n}.json" for n in ("dpt_0", "dpt_0_read", "ad_0", "dpt_1")]
     assert commands[-1].startswith(f"-m tools.figures worlds {' '.join(drawn)}")
 
