@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from . import reference
 from .backends import Backend, choose
 from .checks import (
     check_operands,
@@ -13,6 +14,7 @@ from .checks import (
 )
 from .layouts import Contiguous
 from .masks import Mask, Visible, causal, full
+from .placement import check_local
 from .ring import Ring, attend
 
 
@@ -89,6 +91,8 @@ def attention_with_lse(
     soft_cap = checked_soft_cap(soft_cap)
     sinks = checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
+    if backend is not reference:
+        check_local("attention", q, k, v)
     ring = Ring(None, 1, Contiguous(), scale, backend, soft_cap)
     queries, keys = (jnp.arange(x.shape[1], dtype=jnp.int32) for x in (q, k))
     mask = full()

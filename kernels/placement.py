@@ -1,5 +1,6 @@
-"""Operands of `jax.shard_map` on meshes of explicit axes, as of `jax.make_mesh`."""
+"""Where operands lie: over explicit axes, as of `jax.make_mesh`, or in `shard_map`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,3 +29,36 @@ def placed(mesh: Mesh, specs: Any, operands: Any) -> Any:
         return isinstance(x, PartitionSpec)
 
     return jax.tree.map(place, specs, operands, is_leaf=is_spec)
+
+
+def check_local(name: str, *operands: jax.Array) -> None:
+    """Refuses operands that no loop or kernel of one device can take.
+
+    name: of the function that was called.
+
+    Raises:
+      ValueError: `shard_map` checks how they vary over the mesh, or explicit axes shard
+        them.
+    """
+    types = [jax.typeof(x) for x in operands]
+    if any(kind.manual_axis_type.varying for kind in types):
+        raise ValueError(
+            f"{name} must run in jax.shard_map(..., check_vma=False), or with "
+            "implementation='reference': loops and kernels cannot declare how their "
+            "results vary over the mesh"
+        )
+    sharded = {name for kind in types for name in _axes(kind.sharding)}
+    if sharded:
+        raise ValueError(
+            f"{name} is of one device, and its operands are sharded over "
+            f"{', '.join(sorted(sharded))}: use make_ring_attention(mesh, "
+            "layout=Contiguous(), ring_axes=()), or implementation='reference'"
+        )
+
+
+def _axes(sharding: NamedSharding) -> Iterator[str]:
+    """Lists the mesh axes of more than one device that an array is sharded over."""
+    for names in sharding.spec:
+        for name in (names,) if isinstance(names, str) else names or ():
+            if sharding.mesh.shape[name] > 1:
+                yield name

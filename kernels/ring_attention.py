@@ -27,7 +27,7 @@ from .checks import (
 from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order
 from .masks import Mask, Visible, full
-from .placement import placed
+from .placement import check_local, placed
 from .ring import Ring, attend
 from .schedule import Route, Walk, checked_walks, default_walks
 from .ulysses import over_heads
@@ -81,15 +81,10 @@ def ring_attention(
     soft_cap = checked_soft_cap(soft_cap)
     sinks = checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
-    is_checked = any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v))
-    if is_checked and backend is not reference:
-        raise ValueError(
-            "ring_attention must run in jax.shard_map(..., check_vma=False), or with "
-            "implementation='reference': loops and kernels cannot declare how their "
-            "results vary over the mesh"
-        )
-    if is_checked and sinks is not None:
-        sinks = lax.pcast(sinks, _missing(sinks, q), to="varying")
+    if backend is not reference:
+        check_local("ring_attention", q, k, v)
+    if sinks is not None and (missing := _missing(sinks, q)):
+        sinks = lax.pcast(sinks, missing, to="varying")
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
     ring = Ring(*sizes, route=route or whole_route(size))
     on_ring = functools.partial(attend, ring)

@@ -11,12 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from kernels import backends as backend
 from kernels import masks
 from kernels.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, Answer, Problem, solve
+from kernels.layouts import Contiguous
 from kernels.masks import Visible
 from kernels.one_device import attention, attention_with_lse
+from kernels.ring_attention import make_ring_attention
 from tests.simulated import BACKENDS
 
 # Lengths that leave a rest in any tile. All bounds (B, T): one shape to compile.
@@ -333,3 +337,23 @@ def test_without_jax_triton_other_gpus_run_loops(monkeypatch):
     monkeypatch.setattr(backend, "device_kind", lambda: "NVIDIA L4")
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     assert backend.choose(None, jnp.float32) is backend.IMPLEMENTATIONS["blockwise"]
+
+
+def test_operands_over_a_mesh_are_refused_where_loops_cannot_take_them(rng):
+    """With the call that can, whose values are those of one device."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    x = jnp.asarray(rng.standard_normal((2, 8, 2, 8)), jnp.float32)
+    rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+    blockwise = functools.partial(attention, implementation="blockwise")
+    mapped = jax.shard_map(
+        blockwise, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    with pytest.raises(ValueError, match="attention must run in .*check_vma=False"):
+        mapped(*3 * [rows])
+    with pytest.raises(ValueError, match="sharded over data: use make_ring_attention"):
+        jax.jit(blockwise)(*3 * [rows])
+    attend = make_ring_attention(
+        mesh, layout=Contiguous(), ring_axes=(), implementation="blockwise"
+    )
+    got = jax.jit(attend, static_argnums=3)(*3 * [rows], masks.causal())
+    np.testing.assert_allclose(got, blockwise(x, x, x), atol=1e-6)
