@@ -271,7 +271,8 @@ def read(
     known = tokens * count - (tokens - ACTION if tokens > 1 else 0)
     index = agent.token_index(steps.positions)
     real = index < known
-    bound = jnp.where(real, index + 1, 0)
+    # Bounds may not fall: padding sees all that is real, and is not kept.
+    bound = jnp.minimum(index + 1, known)
     attend = functools.partial(attend, visible=(jnp.zeros_like(bound), bound))
     index = jnp.where(real, index, EMPTY)
     _, cache = caches.fill(agent, agent.embed(steps), index, cache, attend, operations)

@@ -111,7 +111,11 @@ def test_an_agent_of_one_token_a_step_does_what_its_forward_says(one_token, file
     assert np.median(margin) > 1e-2  # so that the cache's error would not show
 
 
-@pytest.mark.parametrize("fields", [{}, ONE_TOKEN], ids=["four tokens", "one token"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, ONE_TOKEN, ONE_TOKEN | {"implementation": "blockwise"}],
+    ids=["four tokens", "one token", "in tiles"],
+)
 @pytest.mark.parametrize("attention", ["ring", "striped"])
 def test_a_prompt_read_at_once_is_one_seen_step_by_step(file, fields, attention):
     run = Run(MeshShape(ring=4), attention=attention, **fields)
