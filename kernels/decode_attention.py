@@ -3,8 +3,9 @@
 Every device of the ring computes the attention of all new queries to the slots that it
 holds, and the partial results are merged: the data sent is as large as the queries, not
 as the cache. The mask is computed from the index of the token in each slot, so that
-slots may be filled in any order, and rows of a batch may differ in length. Of a cache
-that is not full, a few tokens read no more than twice the slots that are taken.
+slots may be filled in any order, and rows of a batch may differ in length. Free slots
+have the largest int32 as index, which no query sees. Of a cache that is not full, a few
+tokens read no more than twice the slots that are taken.
 
 Caches are stacks of layers: (Y, B, S, K, D), Y layers and S slots in all, of which each
 device holds S / N. They are written in place where the compiler can reuse them.
@@ -147,8 +148,7 @@ class CachedAttention:
     ) -> jax.Array:
         """Computes attention of q (B, m, H, D) to a layer of the cache: as q.
 
-        keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot;
-          of a free one the largest int32, which no query sees and which is not read.
+        keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
         visible: k_start, k_end int32 (B or 1, m), half-open interval of the key indices
           that each query attends to; an empty one gives zeros.
         sinks: (H,), as in `one_device.attention`.
@@ -162,7 +162,6 @@ class CachedAttention:
             q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
         )
         check_visible(q, visible)
-        bounds = tuple(jnp.broadcast_to(bound, q.shape[:2]) for bound in visible)
         if keys.shape != values.shape or index.shape != keys.shape[1:3]:
             raise ValueError(
                 "keys and values must be (Y, B, S, K, D) and index (B, S), got "
@@ -191,12 +190,12 @@ class CachedAttention:
             return out.astype(q.dtype)
 
         stack, queries = self._stack(keys), self._whole(keys)
-        rows = PartitionSpec(self._axes.batch)
+        rows = PartitionSpec(self._axes.batch if len(visible[0]) > 1 else None)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
         specs = queries, stack, stack, slots, rows, PartitionSpec(), heads
         call = self._over_mesh(local, specs, queries)
-        return call(q, keys, values, index, bounds, layer, sinks)
+        return call(q, keys, values, index, tuple(visible), layer, sinks)
 
     @property
     def _axes(self) -> Axes:

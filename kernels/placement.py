@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def placed(mesh: Mesh, specs: Any, operands: Any) -> Any:
-    """Returns operands as `shard_map` wants them: over explicit axes it moves nothing.
+    """Returns operands sharded as `shard_map` wants them over explicit axes.
 
     specs: a `PartitionSpec` for each of the operands, or for each tree of them.
     """
