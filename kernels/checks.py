@@ -259,24 +259,6 @@ def check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
         )
 
 
-def checked_outer(
-    mesh: Mesh, ring_axes: tuple[str, ...], slow_axis: str | None, ring_size: int
-) -> int:
-    """Returns the rings that an axis of slow links joins: 1 without one.
-
-    Raises:
-      ValueError: it is not the first of several axes of the ring.
-    """
-    if slow_axis is None:
-        return 1
-    if slow_axis not in ring_axes[:1] or len(ring_axes) == 1:
-        raise ValueError(
-            f"{slow_axis=} must be the first of two or more ring_axes, got {ring_axes}"
-        )
-    size = mesh.shape[slow_axis]
-    return 1 if size == ring_size else size
-
-
 def check_shards(
     what: str, letter: str, size: int, axes: tuple[str, ...], mesh: Mesh
 ) -> None:

@@ -22,7 +22,7 @@ from .masks import Visible
 from .merge import merge
 from .precision import product
 from .ring_device import Pair, Ring
-from .ring_turns import backward_steps, forward_steps
+from .ring_steps import backward_steps, forward_steps
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

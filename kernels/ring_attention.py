@@ -19,7 +19,6 @@ from .checks import (
     check_shards,
     checked_axes,
     checked_bounds,
-    checked_outer,
     checked_scale,
     checked_sinks,
     checked_soft_cap,
@@ -121,7 +120,6 @@ def make_ring_attention(
     ulysses_axis: str | None = None,
     walks: Sequence[Sequence[int]] | None = None,
     count_steps: bool = False,
-    slow_axis: str | None = None,
 ) -> Callable[..., jax.Array]:
     """Builds ring attention on global arrays.
 
@@ -144,8 +142,6 @@ def make_ring_attention(
       (stripes of any document are everywhere). Without it, shards are left out that
       no device reads by what is known of the mask when it is traced: of a `window`, all
       but the neighbours.
-    slow_axis: the first of ring_axes, if its links are slower, as between hosts: shards
-      go round each ring of the other axes, and once meanwhile from each to the next.
 
     Returns:
       attend(q, k, v, visible, *, sinks=None, within=None) -> out: q (B, T, H, D), k and
@@ -167,7 +163,6 @@ def make_ring_attention(
     slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
     ways = checked_walks(walks, ring_size)
-    outer = checked_outer(mesh, axes.ring, slow_axis, ring_size)
     local = functools.partial(
         ring_attention,
         axis_name=axes.ring,
@@ -212,7 +207,7 @@ def make_ring_attention(
             outline = (limit or mask).outline(queries, k.shape[1])
             short = Route.within(outline, layout, ring_size, count_steps)
         others = tuple(name for name in mesh.axis_names if name not in axes.ring)
-        route = short or replace(whole_route(ring_size, ways), outer=outer)
+        route = short or whole_route(ring_size, ways)
         route = replace(route, beside=others, cores=kernel_cores())
         on_shards = functools.partial(local, route=route)
         out = _over_mesh(on_shards, mesh, axes)(q, k, v, visible, sinks)

@@ -80,14 +80,8 @@ class Ring:
             return (shard - walk.stride * hops) % self.size
         if isinstance(hops, int):
             return jnp.asarray(walk.sources(hops))[shard]
-        place, cycle = jnp.asarray(walk.places)[:, shard]
-        members = jnp.asarray(walk.cycles, jnp.int32)
-        return members[cycle, (place - hops) % walk.length]
-
-    def come_from(self, device: jax.Array | int, turn: Any, outer: int) -> jax.Array:
-        """Returns whose arrays a device has in a turn of an outer ring."""
-        inner = self.size // outer
-        return (device // inner - turn) % outer * inner + device % inner
+        place = jnp.asarray(walk.places)[shard]
+        return jnp.asarray(walk.devices, jnp.int32)[(place - hops) % walk.length]
 
     def hop(self, arrays: Any, walk: Walk, hops: int = 1) -> Any:
         """Sends the arrays a number of devices further along a walk."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ class Pieces:
 
     visible: key indices of each query. length: of a shard, tokens.
     count: steps after the first, where the program counts them.
-    turn: of an outer ring, how many devices its arrays have come so far.
     """
 
     ring: Ring
@@ -39,7 +38,6 @@ class Pieces:
     visible: Visible
     length: int
     count: jax.Array | None = None
-    turn: Step = 0
 
     @classmethod
     def of(
@@ -49,18 +47,6 @@ class Pieces:
         slots, heads = kv[0].shape[1:3]
         schedule = ring.route.schedule(ring.size, heads, slots, turns)
         return cls(ring, schedule, kv, visible, length)
-
-    @property
-    def steps_apart(self) -> list[int]:
-        """Returns the roles that a program has once: of a long ring, few."""
-        if self.schedule.last < UNROLLED_STEPS:
-            return list(range(self.schedule.last + 1))
-        return self.schedule.alone
-
-    def at(self, turn: Step, kv: Pair, visible: Visible | None = None) -> "Pieces":
-        """Returns the pieces of a turn of an outer ring, which begins with these."""
-        visible = self.visible if visible is None else visible
-        return replace(self, turn=turn, kv=kv, visible=visible)
 
     def __iter__(self):
         return iter(self.schedule.pieces)
@@ -84,8 +70,6 @@ class Pieces:
         """Returns the slots of a piece that each query sees in a step."""
         place = piece.place(step)
         shard = self.ring.source(piece.walk, place)
-        if self.schedule.outer > 1:
-            shard = self.ring.come_from(shard, self.turn, self.schedule.outer)
         begin, end = piece.slots
         bounds = self.ring.slots(shard, self.visible, self.length)
         if self.ring.route.counts_both_ways and piece.first:
@@ -106,15 +90,6 @@ class Pieces:
             if role < pieces[i].last
         }
 
-    def sent_out(self, parts: Sequence, role: int) -> Sequence:
-        """Sends the part of a step along the outer ring."""
-        apart = self.steps_apart
-        if not parts or role not in apart:
-            return parts
-        number, walk = apart.index(role), self.schedule.outer_walk
-        sent = self.ring.hop(parts[number], walk)
-        return (*parts[:number], sent, *parts[number + 1 :])
-
 
 def run_steps(pieces: Pieces, body: Callable, state: tuple) -> tuple:
     """Runs `state = body(role, step, *state)` for all steps of a schedule.
@@ -129,18 +104,15 @@ def run_steps(pieces: Pieces, body: Callable, state: tuple) -> tuple:
     begin = 0
     for alone in pieces.schedule.alone:
         alike = functools.partial(body, begin)
-        state = looped(begin, alone, alike, state)
+        state = _looped(begin, alone, alike, state)
         state = body(alone, alone, *state)
         begin = alone + 1
     return state
 
 
-def looped(first: int, end: int, body: Callable, state: tuple, steps: int = 1) -> tuple:
-    """Runs `state = body(step, *state)` for first … end - 1, unrolled if they are few.
-
-    steps: of a ring in each.
-    """
-    if (end - first) * steps < UNROLLED_STEPS:
+def _looped(first: int, end: int, body: Callable, state: tuple) -> tuple:
+    """Runs `state = body(step, *state)` for first … end - 1, unrolled if few."""
+    if end - first < UNROLLED_STEPS:
         for step in range(first, end):
             state = body(step, *state)
         return state
@@ -148,7 +120,7 @@ def looped(first: int, end: int, body: Callable, state: tuple, steps: int = 1) -
         lambda state, step: (body(step, *state), None),
         state,
         jnp.arange(first, end, dtype=jnp.int32),
-        unroll=LOOP_UNROLL if steps == 1 else 1,
+        unroll=LOOP_UNROLL,
     )[0]
 
 

@@ -16,14 +16,17 @@ step arrive before it, and it adds to them in place.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .device import is_cpu, is_tpu
+from .masks import Visible
 from .merge import added
-from .ring_device import Bounds, Pair
+from .ring_device import Bounds, Pair, Ring
 from .ring_pieces import Arrays, Pieces, Step, run_steps
 from .schedule import Piece
 
@@ -36,6 +39,38 @@ LSE_RANK = 3
 """Axes of lse (B, H, L); out, and all gradients, have four."""
 
 
+def forward_steps(
+    ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int
+) -> Pair:
+    """Returns out (B, T, H, D) and lse (B, H, T) in float32. length: of a shard."""
+    return _run(lambda pieces: Forward(pieces, q), Pieces.of(ring, kv, visible, length))
+
+
+def backward_steps(
+    ring: Ring, rows: Rows, kv: Pair, visible: Visible
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns dq, dk and dv, float32; of dq and dk without the factor `scale`.
+
+    visible: key indices [k_start, k_end) of each query.
+    """
+    takes_turns = is_tpu() if ring.takes_turns is None else ring.takes_turns
+    adds_late = not is_cpu() or ring.takes_turns is False
+    pieces = Pieces.of(ring, kv, visible, kv[0].shape[1], turns=1 + takes_turns)
+    return _run(lambda pieces: Backward(pieces, rows, adds_late), pieces)
+
+
+def _run(one_way: Callable, pieces: Pieces) -> Any:
+    """Runs all steps; of a ring that counts them, as many as there are."""
+    ring = pieces.ring
+    if ring.size == 1:
+        return one_way(pieces).run_alone()
+    if not ring.route.is_counted:
+        return one_way(pieces).run()
+    count = ring.count(pieces.visible, pieces.length)
+    counted = one_way(replace(pieces, count=count))
+    return lax.cond(count > 0, counted.run, counted.run_alone)
+
+
 class Forward:
     """Attends to the pieces: a partial result of each head group."""
 
@@ -44,26 +79,16 @@ class Forward:
 
     def run(self) -> Pair:
         """Goes through all steps."""
-        return self.joined(self.go((None,) * len(self.q), ())[0])
-
-    def go(self, partial: Sequence, parts: Sequence) -> tuple[Sequence, Sequence]:
-        """Goes through all steps, from the partial result of each head group.
-
-        parts: what an outer ring sends meanwhile, one a step.
-        """
-        state = tuple(self.pieces.cut()), partial, parts
-        _, partial, parts = run_steps(self.pieces, self.step, state)
-        return partial, parts
+        state = tuple(self.pieces.cut()), (None,) * len(self.q)
+        return self._joined(run_steps(self.pieces, self.step, state)[1])
 
     def run_alone(self) -> Pair:
         """Attends to the local shard."""
         pieces, nothing = self.pieces, (None,) * len(self.q)
         own = {i: pieces.bounds(p, 0) for i, p in enumerate(pieces) if p.first == 0}
-        return self.joined(self._attended(own, pieces.cut(), nothing, is_one=False))
+        return self._joined(self._attended(own, pieces.cut(), nothing, is_one=False))
 
-    def step(
-        self, role: int, step: Step, kv: Sequence, partial: Sequence, parts: Sequence
-    ) -> tuple:
+    def step(self, role: int, step: Step, kv: Sequence, partial: Sequence) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`."""
         pieces = self.pieces
         bounds = {
@@ -72,14 +97,12 @@ class Forward:
             if piece.first <= role <= piece.last
         }
         arriving = pieces.sent(range(len(kv)), kv, role)
-        parts = pieces.sent_out(parts, role)
-        partial = self._attended(bounds, kv, partial, is_one=bool(arriving or parts))
+        partial = self._attended(bounds, kv, partial, is_one=bool(arriving))
         arriving = [arriving.get(i) for i in range(len(kv))]
-        if role < pieces.schedule.last or parts:
+        if role < pieces.schedule.last:
             # Without the barrier XLA may start all transfers at once, or late.
-            held = arriving, partial, parts
-            (arriving, partial, parts), _ = pieces.ring.barrier(held)
-        return arriving, partial, parts
+            (arriving, partial), _ = pieces.ring.barrier((arriving, partial))
+        return arriving, partial
 
     def _attended(
         self, bounds: dict[int, Bounds], kv: Sequence, partial: Sequence, is_one: bool
@@ -100,7 +123,7 @@ class Forward:
             return _where_seen(bounds, attend, partial)
         return attend(partial)
 
-    def joined(self, partial: Sequence) -> Pair:
+    def _joined(self, partial: Sequence) -> Pair:
         """Joins the partial results of head groups."""
         out, lse = zip(*partial, strict=True)
         return _join(out, 2), _join(lse, 1)
@@ -122,24 +145,16 @@ class Backward:
 
     def run(self) -> tuple[jax.Array, ...]:
         """Goes through all steps."""
-        dq, dkv, _ = self.go(self.zeros(), ())
-        return self.joined(dq), *dkv
-
-    def zeros(self) -> list[jax.Array]:
-        """Returns the dq of each head group before all steps."""
-        return list(map(_zeros, self.rows))
-
-    def go(self, dq: Sequence, parts: Sequence) -> tuple[Sequence, Pair, Sequence]:
-        """Goes through all steps, and adds to the dq of each head group.
-
-        parts: what an outer ring sends meanwhile, one a step.
-        """
-        own = tuple(self.pieces.cut())
-        state = own, dq, self._first_sums(own), parts
-        _, dq, dkv, parts = run_steps(self.pieces, self.step, state)
+        dq, own = self._zeros(), tuple(self.pieces.cut())
+        state = own, dq, self._first_sums(own)
+        _, dq, dkv = run_steps(self.pieces, self.step, state)
         late = self.pieces.schedule.last + 1
-        _, dq, dkv, parts = self.step(late, late, own, dq, dkv, parts)
-        return dq, self._joined_keys(dkv), parts
+        _, dq, dkv = self.step(late, late, own, dq, dkv)
+        return self._joined(dq), *self._joined_keys(dkv)
+
+    def _zeros(self) -> list[jax.Array]:
+        """Returns the dq of each head group before all steps, (B, L, H, D)."""
+        return [jnp.zeros(q.shape, lse.dtype) for q, _, lse, _ in self.rows]
 
     def _first_sums(self, own: tuple[Pair, ...]) -> tuple[Sums, ...]:
         """Returns zeros for pieces that a loop of unknown length starts with."""
@@ -157,25 +172,17 @@ class Backward:
         """Computes the gradients of the local shard."""
         pieces, own = self.pieces, self.pieces.cut()
         bounds = {i: pieces.bounds(p, 0) for i, p in enumerate(pieces) if p.first == 0}
-        dq = self.zeros()
-        dq, dkv = self._added(bounds, own, dq, [None] * len(own))
-        return self.joined(dq), *self._joined_keys(dkv)
+        dq, dkv = self._added(bounds, own, self._zeros(), [None] * len(own))
+        return self._joined(dq), *self._joined_keys(dkv)
 
     def step(
-        self,
-        role: int,
-        step: Step,
-        kv: Sequence,
-        dq: Sequence,
-        dkv: Sequence,
-        parts: Sequence,
+        self, role: int, step: Step, kv: Sequence, dq: Sequence, dkv: Sequence
     ) -> tuple:
         """Takes a step, which has the transfers and pieces of the step `role`.
 
         The one after the last is that of the local block's second half.
         """
         pieces, arriving = self.pieces, {}
-        parts = pieces.sent_out(parts, role)
         for turn, mine in enumerate(self.turns):
             bounds = {
                 i: self._bounds(pieces.schedule.pieces[i], role, step) for i in mine
@@ -186,7 +193,7 @@ class Backward:
             sent = pieces.sent(mine, kv, role)
             arriving |= sent
             waits = moved and len(self.turns) == 1 and not self.adds_late
-            is_beside = sent or parts or (moved and not waits)
+            is_beside = sent or (moved and not waits)
             dkv = [None if i in moved else sums for i, sums in enumerate(dkv)]
             if not self.adds_late:
                 dkv, moved = [moved.get(i, sums) for i, sums in enumerate(dkv)], {}
@@ -194,14 +201,13 @@ class Backward:
             # With keys of later turns, which would leave before it.
             kv = [None if i in mine else pair for i, pair in enumerate(kv)]
             if is_beside:
-                held = arriving, kv, dkv, moved, parts
-                held, dq = pieces.ring.barrier(held, dq)
-                arriving, kv, dkv, moved, parts = held
+                held, dq = pieces.ring.barrier((arriving, kv, dkv, moved), dq)
+                arriving, kv, dkv, moved = held
             dkv = [
                 added(moved[i], sums) if i in moved and sums else moved.get(i, sums)
                 for i, sums in enumerate(dkv)
             ]
-        return [arriving.get(i) for i in range(len(kv))], dq, dkv, parts
+        return [arriving.get(i) for i in range(len(kv))], dq, dkv
 
     def _moved(self, numbers: Sequence[int], role: int, dkv: Sequence) -> Arrays:
         """Sends gradients of pieces, computed in a step, to the next visit, or home."""
@@ -262,7 +268,7 @@ class Backward:
             return _where_seen(bounds, add, (dq, dkv))
         return add((dq, dkv))
 
-    def joined(self, dq: Sequence) -> jax.Array:
+    def _joined(self, dq: Sequence) -> jax.Array:
         """Joins the dq of head groups."""
         return dq[0] if len(dq) == 1 else self.pieces.ring.heads_first(_join(dq, 2))
 
@@ -328,10 +334,6 @@ def _where_seen(bounds: dict[int, Bounds], run: Callable, sums: Any) -> Any:
 
 def _join(parts: Sequence[jax.Array], axis: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
-
-
-def _zeros(rows: Rows) -> jax.Array:
-    return jnp.zeros(rows[0].shape, rows[2].dtype)  # (B, L, H, D)
 
 
 def halves(bounds: Bounds, length: int) -> tuple[Pair, Pair]:

@@ -16,7 +16,7 @@ Everything here is NumPy and Python, known when a program is traced.
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -26,50 +26,36 @@ from .layouts import Contiguous, Layout, Striped, order
 from .masks import Visible
 from .reads import TILE, Read, Span, are_few, reads_of, runs
 
-Cycles = tuple[tuple[int, ...], ...]
-
 
 @dataclass(frozen=True)
 class Walk:
-    """Cyclic orders of the devices of a ring: each hands its piece to the next in it.
+    """Cyclic order of the devices of a ring: each hands its piece to the next in it."""
 
-    cycles: of one length; every device is in one of them.
-    """
-
-    cycles: Cycles
+    devices: tuple[int, ...]
 
     @classmethod
     def around(cls, ring_size: int) -> "Walk":
         """Returns the walk in the order of the devices' numbers."""
-        return cls((tuple(range(ring_size)),))
-
-    @classmethod
-    def within(cls, size: int, rings: int) -> "Walk":
-        """Returns the same in each of several rings of successive devices."""
-        return cls(tuple(tuple(range(i * size, i * size + size)) for i in range(rings)))
+        return cls(tuple(range(ring_size)))
 
     @property
     def length(self) -> int:
-        return len(self.cycles[0])
+        return len(self.devices)
 
     def back(self) -> "Walk":
         """Returns the same walk the other way round."""
-        return Walk(tuple((c[0], *reversed(c[1:])) for c in self.cycles))
+        return Walk((self.devices[0], *reversed(self.devices[1:])))
 
     def pairs(self, hops: int) -> list[tuple[int, int]]:
         """Returns (from, to) of every device, a number of hops further."""
         return [
-            (device, cycle[(place + hops) % len(cycle)])
-            for cycle in self.cycles
-            for place, device in enumerate(cycle)
+            (device, self.devices[(place + hops) % self.length])
+            for place, device in enumerate(self.devices)
         ]
 
     def sources(self, hops: int) -> np.ndarray:
         """Returns whose piece each device has after a number of hops, int32 (N,)."""
-        found = np.empty(len(self.cycles) * self.length, np.int32)
-        for device, to in self.pairs(hops):
-            found[to] = device
-        return found
+        return np.array(self.devices, np.int32)[(self.places - hops) % self.length]
 
     @functools.cached_property
     def stride(self) -> int:
@@ -81,12 +67,8 @@ class Walk:
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """Place of each device in its cycle, and the cycle's number: int32 (2, N)."""
-        found = np.empty((2, len(self.cycles) * self.length), np.int32)
-        for number, cycle in enumerate(self.cycles):
-            found[0, list(cycle)] = range(self.length)
-            found[1, list(cycle)] = number
-        return found
+        """Place of each device in the walk, int32 (N,)."""
+        return np.argsort(self.devices).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -130,21 +112,10 @@ class Schedule:
 
     turns: numbers of the pieces computed one after another; while those of one turn
       are, the gradients of the turn before travel.
-    outer: rings of successive devices that the pieces go around; between them, all of
-      a shard goes from each to the next while its pieces go around once.
     """
 
     pieces: tuple[Piece, ...]
     turns: tuple[tuple[int, ...], ...]
-    outer: int = 1
-
-    @property
-    def outer_walk(self) -> Walk:
-        """The walk from each ring to the next."""
-        walk = self.pieces[0].walk
-        devices = len(walk.cycles) * walk.length
-        inner = devices // self.outer
-        return Walk(tuple(tuple(range(i, devices, inner)) for i in range(inner)))
 
     @property
     def heads(self) -> tuple[Span, ...]:
@@ -194,8 +165,6 @@ class Route:
     is_counted: whether a ring ends where its bounds show no device anything further,
       which its program counts. counts_both_ways: pieces go both ways, to meet at most;
       else one way round.
-    outer: rings of successive devices in which all is sent around, and from one to the
-      next while it is: see `Schedule`.
     cores: of a device, which share out the heads of a piece.
     beside: mesh axes of other rings, which count the same: rings that run side by side
       must not send different numbers of times.
@@ -205,7 +174,6 @@ class Route:
     reads: tuple[Read, ...] | None = None
     is_counted: bool = False
     counts_both_ways: bool = False
-    outer: int = 1
     cores: int = 1
     beside: tuple[str, ...] = ()
 
@@ -245,10 +213,7 @@ class Route:
         if self.reads is not None:
             return neighbours(self.reads, ring_size, heads, slots)
         walks = self.walks or (Walk.around(ring_size),)
-        if self.outer > 1:
-            inner = Walk.within(ring_size // self.outer, self.outer)
-            walks = (inner, inner.back())[: len(walks)]
-        return replace(whole(walks, heads, slots, turns, self.cores), outer=self.outer)
+        return whole(walks, heads, slots, turns, self.cores)
 
 
 ONE_WAY = Route()
@@ -359,4 +324,4 @@ def checked_walks(
             )
     if not walks:
         raise ValueError("walks must be None or have one walk or more, got none")
-    return tuple(Walk((tuple(map(int, walk)),)) for walk in walks)
+    return tuple(Walk(tuple(map(int, walk))) for walk in walks)

@@ -49,8 +49,8 @@ every_ring = pytest.mark.parametrize("ring, attention", each_ring())
 
 @pytest.fixture(scope="module", autouse=True)
 def small_programs() -> Iterator[None]:
-    """Compiles rings of more than 3 as loops; validations have parts by position."""
-    loops = mock.patch.multiple(ring_pieces, UNROLLED_STEPS=2, LOOP_UNROLL=1)
+    """Compiles rings of more than 4 as loops; validations have parts by position."""
+    loops = mock.patch.multiple(ring_pieces, UNROLLED_STEPS=3, LOOP_UNROLL=1)
     with loops, mock.patch.object(losses, "FIRST_BOUND", 4):
         yield
 

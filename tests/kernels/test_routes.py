@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import layouts, masks, reads, reference
+from kernels import layouts, masks, reads, reference, ring_pieces
 from kernels.cases import (
     BFLOAT16_RATIO,
     COVERING,
@@ -22,7 +22,7 @@ from kernels.one_device import attention
 from kernels.ring_attention import make_ring_attention
 from kernels.ring_device import Ring
 from kernels.schedule import Route, Schedule, Walk
-from tests.rings import Make, ring_mesh, sharded_ring, solve_on_ring
+from tests.rings import Make, compiled_ring, ring_mesh, sharded_ring, solve_on_ring
 
 COUNTED = Route(is_counted=True)
 COUNTED_BOTH_WAYS = Route(is_counted=True, counts_both_ways=True)
@@ -32,7 +32,7 @@ def cycles(ring_size: int) -> list[Walk]:
     """Returns walks of different strides, which have all devices where prime to N."""
     strides = [n for n in range(1, ring_size // 2 + 1) if math.gcd(n, ring_size) == 1]
     return [
-        Walk((tuple(i * stride % ring_size for i in range(ring_size)),))
+        Walk(tuple(i * stride % ring_size for i in range(ring_size)))
         for stride in strides or [1]
     ]
 
@@ -54,13 +54,7 @@ def routes(case: Case) -> dict[str, Route]:
         "reads": Route(reads=found),
         "counted": COUNTED,
         "counted_both": COUNTED_BOTH_WAYS,
-        "levels": Route(both_ways(cycles(case.ring_size)[:1]), outer=slow(case)),
     }
-
-
-def slow(case: Case) -> int:
-    """Returns the rings of a ring of two levels: the most, but of one device each."""
-    return max(n for n in (1, 2, 4) if case.ring_size % n == 0 and n < case.ring_size)
 
 
 @functools.cache  # so that equal rings are compiled once
@@ -93,7 +87,6 @@ def each_case(*quick: tuple[Case, str]):
     (Case(8, "contiguous", "documents", 2, 257, 16, heads=4), "counted"),
     (Case(5, "zigzag", "documents", 2, 93, 16, heads=2), "counted_both"),
     (Case(2, "striped4", "none", 4, 31, 64, heads=4), "both"),
-    (Case(4, "zigzag", "causal", 2, 61, 16, "sinks-cap", heads=2), "levels"),
 )
 def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
     problem = Problem.of(rng, case)
@@ -107,13 +100,38 @@ def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
         assert max(errors.values()) <= FLOAT32_TOLERANCE, (takes_turns, errors)
 
 
+@pytest.mark.parametrize(
+    "layout_name, name, takes_turns",
+    [
+        ("striped", "both", True),
+        ("striped", "cycles", False),
+        ("contiguous", "reads", True),
+        ("contiguous", "counted", None),
+    ],
+)
+def test_rings_as_loops_equal_those_that_are_unrolled(
+    layout_name, name, takes_turns, monkeypatch, rng
+):
+    """As many steps unrolled as in a run; loops have a step left over."""
+    case = Case(5, layout_name, "documents", 2, 93, 16, heads=8)
+    problem, make = Problem.of(rng, case), ring_of(routes(case)[name], takes_turns)
+    unrolled = solve_on_ring(case, problem, reference, jnp.float32, make)
+    errors = unrolled.errors(solve(problem, jnp.float64))
+    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+    monkeypatch.setattr(ring_pieces, "UNROLLED_STEPS", 2)
+    compiled_ring.cache_clear()
+    looped = solve_on_ring(case, problem, reference, jnp.float32, make)
+    compiled_ring.cache_clear()
+    assert max(looped.errors(unrolled).values()) < 1e-6
+
+
 @pytest.mark.parametrize("ring_size", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_error_in_bfloat16_is_that_of_one_device_on_every_route(ring_size, rng):
     case = Case(ring_size, "zigzag", "causal", 4, 256, 64)
     problem = Problem.of(rng, case, jnp.bfloat16)
     truth = solve(problem, jnp.float64)
     allowed = solve(problem, jnp.bfloat16).errors(truth)
-    for name in ("both", "levels", "counted_both"):
+    for name in ("both", "counted_both"):
         make = ring_of(routes(case)[name], takes_turns=True)
         answer = solve_on_ring(case, problem, reference, jnp.bfloat16, make)
         for result, error in answer.errors(truth).items():

@@ -224,7 +224,7 @@ def test_transfers_on_disjoint_cycles_span_all_kernels_of_their_turn(topology, l
     devices = np.array(tpu_devices(topology))
     cycles = disjoint_cycles(devices, 0)
     assert len(cycles) == len(topology.split(":")[1].split("x"))
-    walks = tuple(way for c in cycles for way in (Walk((c,)), Walk((c,)).back()))
+    walks = tuple(way for c in cycles for way in (Walk(c), Walk(c).back()))
     text = compiled_layers(topology, devices.size, length, 8, walks=walks)
     program = Program.parse(text, devices.size)
     transfers = [c for c in program.collectives() if c.kind == TRANSFER]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data.document_mask import DocumentMask
-from kernels import layouts, ring_steps, ring_turns
+from kernels import layouts, ring_steps
 from kernels.device import kernel_cores
 from kernels.masks import Visible
 from kernels.ring_device import Ring as DeviceRing
@@ -31,7 +31,7 @@ V5P, V6E, H200 = map(chips.find, ("TPU v5", "TPU v6 lite", "NVIDIA H200"))
 
 def cycles(size: int, strides: tuple[int, ...]) -> tuple[Walk, ...]:
     """Walks of these strides, prime to the size, each both ways."""
-    walks = [Walk((tuple(i * n % size for i in range(size)),)) for n in strides]
+    walks = [Walk(tuple(i * n % size for i in range(size))) for n in strides]
     return tuple(way for walk in walks for way in (walk, walk.back()))
 
 
@@ -64,7 +64,7 @@ def traced(route, size, heads, direction, turns, monkeypatch):
     """Returns (kernels, transfers) between the barriers of a ring that is traced."""
     found = Recorder()
     monkeypatch.setattr(DeviceRing, "hop", lambda *of: found.hop(*of))
-    monkeypatch.setattr(ring_turns, "is_cpu", lambda: False)
+    monkeypatch.setattr(ring_steps, "is_cpu", lambda: False)
     monkeypatch.setattr(ring_steps, "_where_seen", lambda _, run, sums: run(sums))
     monkeypatch.setattr(DeviceRing, "barrier", lambda *of: found.barrier(*of))
     layout = layouts.Striped()
@@ -74,8 +74,8 @@ def traced(route, size, heads, direction, turns, monkeypatch):
 
     def run(q, kv, rows, visible):
         if direction == "forward":
-            return ring_turns.forward_steps(ring, q, (kv, kv), visible, LENGTH)
-        return ring_turns.backward_steps(ring, (q, q, rows, rows), (kv, kv), visible)
+            return ring_steps.forward_steps(ring, q, (kv, kv), visible, LENGTH)
+        return ring_steps.backward_steps(ring, (q, q, rows, rows), (kv, kv), visible)
 
     q, kv = (
         jax.ShapeDtypeStruct((1, LENGTH, n, DEPTH), "bfloat16") for n in (8, heads)

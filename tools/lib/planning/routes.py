@@ -4,7 +4,6 @@ A `Pass` lists what `kernels.ring_steps` runs for a schedule: parts of its steps
 after another, with the kernels of each and the arrays that travel meanwhile. Both take
 pieces, turns and visits from the schedule; a test counts what a traced ring sends.
 Nothing here knows chips: a link is one direction between two neighbours on a walk.
-Rings of two levels are not here.
 """
 
 import functools

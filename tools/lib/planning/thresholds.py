@@ -65,6 +65,6 @@ def of_one_row(ring: Ring) -> Ring:
 
 def _on_cycles(torus: tuple[int, ...]) -> tuple[int, tuple[Walk, ...]]:
     """Returns the chips of a torus, and its disjoint cycles both ways."""
-    walks = [Walk((cycle,)) for cycle in cycles_of_torus(torus)]
+    walks = [Walk(cycle) for cycle in cycles_of_torus(torus)]
     ways = itertools.chain.from_iterable((walk, walk.back()) for walk in walks)
-    return len(walks[0].cycles[0]), tuple(ways)
+    return walks[0].length, tuple(ways)
