@@ -136,12 +136,18 @@ def order(
 
 
 def permute(x: Array, layout: Layout, ring_size: int, axis: int = 1) -> Array:
-    """Puts a sequence into layout order, so that equal slices of it are the shards."""
+    """Puts a sequence into layout order, so that equal slices of it are the shards.
+
+    Raises:
+      ValueError: x has no such axis, or its length does not divide into shards.
+    """
+    axis = _checked_axis(x, axis)
     return _take(x, order(layout, ring_size, x.shape[axis]), axis)
 
 
 def unpermute(x: Array, layout: Layout, ring_size: int, axis: int = 1) -> Array:
     """Undoes `permute`."""
+    axis = _checked_axis(x, axis)
     return _take(x, np.argsort(order(layout, ring_size, x.shape[axis])), axis)
 
 
@@ -172,8 +178,8 @@ def check_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -
     """
     if isinstance(layout, type) or not hasattr(layout, "divisor"):
         raise ValueError(
-            "layout must be an object of kernels.layouts, as Striped(), Contiguous() "
-            f"or Zigzag(), got {layout!r}"
+            "layout must be a layout, as Striped(), Contiguous() or Zigzag(), got "
+            f"{layout!r}"
         )
     whole_number("ring_size", ring_size, 1)
     whole_number("the sequence's length", length, 0)
@@ -184,7 +190,7 @@ def check_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -
             f"a sequence of {length} tokens does not divide into {ring_size} shards "
             f"of {layout}{cut}: pad it to "
             f"{padded_length(layout, ring_size, length, slices)}, a multiple of {step} "
-            "(see layouts.padded_length and masks.padding)"
+            "(see padded_length and the mask padding)"
         )
 
 
@@ -203,6 +209,16 @@ def front_slots(layout: Layout, ring_size: int, shard_length: int) -> int:
 def _slots(shard: Number, shard_length: int) -> Array:
     xp = jnp if isinstance(shard, jax.Array) else np
     return xp.arange(shard_length, dtype=xp.int32)
+
+
+def _checked_axis(x: Array, axis: int) -> int:
+    """Returns an axis counted from the first."""
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{axis=} must be the tokens' axis of an array {x.shape}: give axis=0 for "
+            "tokens alone, (T,)"
+        )
+    return axis % x.ndim
 
 
 def _take(x: Array, indices: np.ndarray, axis: int) -> Array:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
 from kernels import masks
@@ -163,6 +165,16 @@ def test_sequences_are_along_the_second_axis_by_default():
     np.testing.assert_array_equal(layout.unpermute(permuted, Striped(), 3), x)
 
 
+def test_axes_count_from_the_last_on_explicit_meshes_too():
+    mesh = jax.make_mesh((2,), ("ring",), devices=jax.devices()[:2])
+    lse = np.arange(48).reshape(2, 3, 8)  # (B, H, T)
+    placed = jax.device_put(lse, NamedSharding(mesh, P(None, None, "ring")))
+    for x in lse, placed:
+        permuted = layout.permute(x, Striped(), 2, axis=-1)
+        np.testing.assert_array_equal(permuted, layout.permute(lse, Striped(), 2, 2))
+        np.testing.assert_array_equal(layout.unpermute(permuted, Striped(), 2, -1), x)
+
+
 @each_layout
 @each_ring
 def test_padded_length_is_the_smallest_that_the_layout_can_shard(kind, ring_size):
@@ -200,6 +212,8 @@ def test_length_that_does_not_divide_is_refused_with_the_one_that_does(
         (lambda: layout.permute(np.ones((1, 8)), "striped", 2), "got 'striped'"),
         (lambda: layout.permute(np.zeros((1, 13)), Contiguous(), 4), "pad it to 16"),
         (lambda: layout.unpermute(np.zeros((1, 13)), Contiguous(), 4), "pad it to 16"),
+        (lambda: layout.permute(np.ones(8), Striped(), 2), r"\(8,\): give axis=0"),
+        (lambda: layout.unpermute(np.ones((1, 8)), Striped(), 2, -3), "axis=-3 must"),
         (lambda: layout.order(Striped, 2, 8), r"as Striped\(\).*got <class"),
     ],
 )
