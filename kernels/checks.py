@@ -14,6 +14,8 @@ from .masks import Array, Visible
 from .precision import accumulator_type
 
 TYPES = "float16", "bfloat16", "float32", "float64"
+LEAST, MOST = (float(x) for x in (np.finfo("f4").tiny, np.finfo("f4").max))
+"""Normal float32 numbers: kernels compute scores in it."""
 
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -56,15 +58,16 @@ def checked_scale(scale: float | None, head_size: int) -> float:
     """Returns the factor on the scores, 1/sqrt(D) unless given.
 
     Raises:
-      ValueError: it is not one finite number that is known while tracing.
+      ValueError: it is not one number, finite in float32 and known while tracing.
     """
     if scale is None:
         return head_size**-0.5
     number = _known_number(scale)
-    if not math.isfinite(number):
+    if not abs(number) <= MOST:
         raise ValueError(
-            f"scale must be one finite number that is known while tracing, got "
-            f"{scale!s:.60}: multiply q by one that is not"
+            "scale must be one finite number that is known while tracing, at most "
+            f"{MOST:.4g} (float32), got {scale!s:.60}: multiply q by one that "
+            "is not"
         )
     return number
 
@@ -72,7 +75,8 @@ def checked_scale(scale: float | None, head_size: int) -> float:
 def _known_number(value: Any) -> float:
     """Returns one number; nan for anything else, and where it is traced."""
     try:
-        return math.nan if np.ndim(value) or value is True else float(value)
+        is_one = np.ndim(value) == 0 and not isinstance(value, bool | str | bytes)
+        return float(value) if is_one else math.nan
     except (TypeError, ValueError):
         return math.nan
 
@@ -81,15 +85,17 @@ def checked_soft_cap(soft_cap: float | None) -> float | None:
     """Returns the cap on the scores, if any.
 
     Raises:
-      ValueError: it is not one finite number above 0 that is known while tracing.
+      ValueError: it is not one number above 0, normal in float32 and known while
+        tracing.
     """
     if soft_cap is None:
         return None
     number = _known_number(soft_cap)
-    if not 0 < number < math.inf:
+    if not LEAST <= number <= MOST:
         raise ValueError(
             "soft_cap must be one finite number above 0 that is known while tracing, "
-            f"or None for no cap, got {soft_cap!s:.60}"
+            f"from {LEAST:.4g} to {MOST:.4g} (float32), or None for no "
+            f"cap, got {soft_cap!s:.60}"
         )
     return number
 
@@ -121,8 +127,8 @@ def check_visible(q: jax.Array, visible: Visible) -> Visible:
     if not is_pair or not all(isinstance(bound, Array) for bound in visible):
         kind = getattr(visible, "__name__", type(visible).__name__)
         raise ValueError(
-            "visible must be a mask, as masks.causal() with its parentheses, or (for a "
-            f"cache always) masks.Visible of two arrays, got {kind}"
+            "visible must be a mask, as causal() with its parentheses, or (for a cache "
+            f"always) Visible of two arrays, got {kind}"
         )
     visible = Visible(*visible)
     allowed = (q.shape[:2], (1, q.shape[1]))
@@ -152,13 +158,13 @@ def checked_bounds(
         the sequence (checked where values are known, that is, outside of `jit`).
     """
     visible = check_visible(q, visible)
-    visible = Visible(*(_clipped(bound, num_keys) for bound in visible))
+    visible = Visible(*(clipped(bound, num_keys) for bound in visible))
     if all(isinstance(bound, np.ndarray) for bound in visible):
         check_increasing(visible, index)
     return Visible(*map(jnp.asarray, visible))
 
 
-def _clipped(bound: Array, num_keys: int) -> Array:
+def clipped(bound: Array, num_keys: int) -> Array:
     """Clips a bound to [0, num_keys]: int32, and in NumPy where it is known."""
     values = known(bound)
     if values is not None:
@@ -168,12 +174,18 @@ def _clipped(bound: Array, num_keys: int) -> Array:
     return jnp.clip(bound, 0, num_keys).astype(jnp.int32)
 
 
+def decreases(visible: Visible) -> tuple[jax.Array, jax.Array]:
+    """Returns whether bounds in natural order decrease in each row: bool (B or 1,)."""
+    return tuple((bound[:, 1:] < bound[:, :-1]).any(axis=1) for bound in visible)
+
+
 def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
     """Checks that bounds do not decrease along the sequence, also while tracing.
 
     `attention` and `make_ring_attention` do where values are known. Under `jit` they do
     not, and decreasing bounds give wrong results. This makes it an error there too:
-    call it in a function, and pass that to `checkify.checkify`.
+    call it in a function, and pass that to `checkify.checkify`. For a ring see also
+    `make_ring_attention(..., check_masks=True)`.
 
     visible: bounds (B or 1, T).
     index: of each query in the sequence, (T,), where they are not in order, as on a
@@ -240,6 +252,11 @@ def checked_axes(
     if head_axis is None and "tensor" in rest and "tensor" not in batch:
         head_axis = "tensor"
     axes = Axes(ring, batch, head_axis or None, ulysses_axis)
+    if missing := [axis for axis in ring if axis not in mesh.axis_names]:
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} has no axis {missing[0]!r}: name the axis of "
+            'the sequence, as in ring_axes="context", or ring_axes=() for none'
+        )
     named = *axes.tokens, *batch, *((head_axis,) if head_axis else ())
     if not set(named) <= set(mesh.axis_names) or len(set(named)) < len(named):
         ulysses = "" if ulysses_axis is None else f", {ulysses_axis=}"

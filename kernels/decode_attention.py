@@ -30,6 +30,7 @@ from .checks import (
     checked_scale,
     checked_sinks,
     checked_soft_cap,
+    clipped,
 )
 from .known import known
 from .masks import Visible, in_interval
@@ -37,6 +38,8 @@ from .merge import Partial, merge, merge_over
 from .placement import placed
 from .precision import accumulator_type, product, soft_capped
 
+MOST_TOKENS = np.iinfo(np.int32).max
+"""Index of free slots, so that no query sees them: bounds are clipped to it."""
 FEWEST_SLOTS = 128
 """Slots of a device that are always read: fewer would save nothing."""
 FEW_TOKENS = 8
@@ -161,7 +164,7 @@ class CachedAttention:
         check_operands(
             q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
         )
-        check_visible(q, visible)
+        bounds = tuple(clipped(x, MOST_TOKENS) for x in check_visible(q, visible))
         if keys.shape != values.shape or index.shape != keys.shape[1:3]:
             raise ValueError(
                 "keys and values must be (Y, B, S, K, D) and index (B, S), got "
@@ -190,12 +193,12 @@ class CachedAttention:
             return out.astype(q.dtype)
 
         stack, queries = self._stack(keys), self._whole(keys)
-        rows = PartitionSpec(self._axes.batch if len(visible[0]) > 1 else None)
+        rows = PartitionSpec(self._axes.batch if len(bounds[0]) > 1 else None)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
         specs = queries, stack, stack, slots, rows, PartitionSpec(), heads
         call = self._over_mesh(local, specs, queries)
-        return call(q, keys, values, index, tuple(visible), layer, sinks)
+        return call(q, keys, values, index, bounds, layer, sinks)
 
     @property
     def _axes(self) -> Axes:

@@ -140,7 +140,7 @@ def test_bounds_that_decrease_beyond_the_keys_are_not():
 @pytest.mark.parametrize(
     "visible, words",
     [
-        (masks.causal, r"masks.causal\(\) with its parentheses.*got causal"),
+        (masks.causal, r"as causal\(\) with its parentheses.*got causal"),
         (np.ones((8, 8), bool), "must be a mask.*got ndarray"),
         (None, "must be a mask.*got NoneType"),
         (Visible([[0] * 8], [[8] * 8]), "Visible of two arrays, got Visible"),
@@ -165,7 +165,9 @@ def test_scale_may_be_any_number_that_is_known(implementation):
 
 
 @pytest.mark.parametrize(
-    "scale", [np.nan, np.inf, True, "large", 1j, np.array([0.3]), "traced"], ids=repr
+    "scale",
+    [np.nan, np.inf, -1e39, True, "large", "1", 1j, np.array([0.3]), "traced"],
+    ids=repr,
 )
 def test_scale_that_is_no_finite_number_is_refused(scale):
     x = jnp.ones((1, 8, 2, 8))

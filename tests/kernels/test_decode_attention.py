@@ -97,6 +97,16 @@ def test_a_mesh_of_explicit_axes_and_bounds_of_all_rows_will_do(rng):
     np.testing.assert_array_equal(filled[1, :, :2], new[:, :2])
 
 
+def test_bounds_beyond_int32_reach_all_keys(rng):
+    """As in `attention`; wrapped around, they would be empty."""
+    problem, cached = Problem(rng), CachedAttention(mesh_of(4))
+    far = np.full((BATCH, problem.q.shape[1]), 2**40)
+    problem.visible = Visible(-far, far)
+    got = problem.attended(cached.attend, 0)
+    problem.visible = Visible(0 * far, 0 * far + np.array(LENGTHS)[:, None])
+    np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
+
+
 def test_bfloat16_is_as_near_as_one_rounding_allows(rng):
     problem, (_, _, attend) = Problem(rng, jnp.bfloat16), programs(4, 1)
     got = problem.attended(attend, 1)
@@ -245,7 +255,7 @@ def test_operands_of_a_cache_that_do_not_fit_together_are_refused(
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"ring_axes": ("data",)}, r"ring_axes=\('data',\).*must be different axes"),
+        ({"ring_axes": ("data",)}, "has no axis 'data': name the axis of"),
         ({"ring_axes": ()}, "ring_axes must be at least one axis"),
         ({"batch_axes": "data"}, r"batch_axes=\('data',\).*must be different axes"),
         ({"head_axis": "ring"}, "head_axis='ring' must be different axes"),

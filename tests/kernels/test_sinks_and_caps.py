@@ -130,9 +130,17 @@ def test_sinks_of_a_mesh_get_the_gradient_of_all_its_devices(kind, rng):
 def test_rows_that_see_nothing_see_their_sink(rng):
     q, k, v, sinks = operands(rng)
     nothing = Visible(*np.zeros((2, 1, TOKENS), np.int32))
-    out, lse = attention_with_lse(q, k, v, visible=nothing, sinks=sinks)
+    sinks[0] = -np.inf  # none
+    (out, lse), pull = jax.vjp(
+        lambda sinks: attention_with_lse(q, k, v, visible=nothing, sinks=sinks),
+        jnp.asarray(sinks),
+    )
     np.testing.assert_array_equal(out, 0)
     np.testing.assert_allclose(lse, np.broadcast_to(sinks[:, None], lse.shape))
+    (d_sinks,) = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    want = np.full(HEADS, ROWS * TOKENS)  # lse is the sink
+    want[0] = 0
+    np.testing.assert_allclose(d_sinks, want)
 
 
 def test_sinks_of_minus_infinity_are_none(rng):
@@ -198,7 +206,9 @@ def test_shard_map_that_checks_how_values_vary_takes_sinks(rng):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.parametrize("soft_cap", [0, -1.0, np.inf, np.nan, True, "x", [30.0]])
+@pytest.mark.parametrize(
+    "soft_cap", [0, -1.0, np.inf, np.nan, 1e39, 1e-39, True, "x", "30", [30.0]]
+)
 def test_caps_that_are_none_are_refused(soft_cap):
     words = "soft_cap must be one finite number above 0 .* got " + re.escape(
         str(soft_cap)
