@@ -60,11 +60,14 @@ class Mask:
     bounds: (query indices int32 (B or 1, T), number of keys) -> (k_start, k_end), each
       an integer or an array that broadcasts against the indices.
     real_lengths: tokens from any of them on are padding.
+    decreases: bool (B or 1,) each: whether the traced ids of a row decrease, which
+      nothing else checks; see `make_ring_attention(..., check_masks=True)`.
     parts: masks that this one intersects; none if it is no intersection.
     """
 
     bounds: Callable[[Array, int], tuple[int | Array, int | Array]]
     real_lengths: tuple[int | Array, ...] = field(default=(), compare=False)
+    decreases: tuple[jax.Array, ...] = field(default=(), compare=False)
     parts: tuple["Mask", ...] = field(default=(), compare=False)
 
     def __call__(self, index: Array, key_length: int) -> Visible:
@@ -128,8 +131,9 @@ class Mask:
         def bounds(index: Array, keys: int) -> tuple[Array, Array]:
             return self(index, keys) & other(index, keys)
 
+        lengths = self.real_lengths + other.real_lengths
         parts = (self.parts or (self,)) + (other.parts or (other,))
-        return Mask(bounds, self.real_lengths + other.real_lengths, parts)
+        return Mask(bounds, lengths, self.decreases + other.decreases, parts)
 
     __rand__ = __and__
 
@@ -259,6 +263,9 @@ def segments(ids: Array) -> Mask:
     places = xp.arange(ids.shape[-1], dtype=xp.int32)
     edge = ids[:, 1:] != ids[:, :-1]
     yes = xp.ones_like(ids[:, :1], dtype=bool)
+    decreases = ()
+    if known(ids) is None:
+        decreases = ((ids[:, 1:] < ids[:, :-1]).any(axis=1),)
     starts = xp.where(xp.concatenate([yes, edge], axis=1), places, 0)
     ends = xp.where(xp.concatenate([edge, yes], axis=1), places + 1, ids.shape[-1])
     first = _running(xp.maximum, starts)  # (B, T), where the token's segment starts
@@ -278,7 +285,7 @@ def segments(ids: Array) -> Mask:
 
         return at(first), namespace.minimum(at(end), keys)
 
-    return Mask(bounds)
+    return Mask(bounds, decreases=decreases)
 
 
 def documents(ids: Array) -> Mask:
@@ -294,45 +301,6 @@ def documents(ids: Array) -> Mask:
     Arguments and errors as in `segments`.
     """
     return causal() & segments(ids)
-
-
-def documents_at(starts: np.ndarray) -> Mask:
-    """Builds the mask of `documents` from the index at which each document begins.
-
-    `documents_at([0, 3])`:
-
-        1 0 0 0
-        1 1 0 0
-        1 1 1 0
-        0 0 0 1
-
-    starts: int (documents,), increasing, the first of them 0. Documents that start
-      after the end of a sequence have no tokens in it. This form needs no array of the
-      sequence's length, so a host can build the bounds of its own shard alone.
-
-    Raises:
-      ValueError: the starts are not integers, do not begin with 0 or do not increase.
-    """
-    starts = np.asarray(starts)
-    if starts.ndim != 1 or starts.size and not np.issubdtype(starts.dtype, np.integer):
-        raise ValueError(
-            "document starts must be integers (documents,), got "
-            f"{starts.dtype} {starts.shape}"
-        )
-    if starts.size == 0 or starts[0] != 0 or (starts[1:] <= starts[:-1]).any():
-        raise ValueError(
-            f"document starts must increase from 0, got {starts[:8]} … "
-            f"({starts.size} in all)"
-        )
-
-    def bounds(index: Array, keys: int) -> tuple[Array, Array]:
-        check_covered(index, keys)
-        xp = _namespace(index)
-        first = xp.asarray(_as_index(starts, index))
-        document = xp.searchsorted(first, index, side="right") - 1
-        return first[document], xp.minimum(index + 1, keys)
-
-    return Mask(bounds)
 
 
 def _namespace(array: Array) -> Any:

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,10 @@ from .checks import (
     checked_scale,
     checked_sinks,
     checked_soft_cap,
+    decreases,
 )
 from .device import kernel_cores, rings_both_ways
-from .layouts import Layout, check_length, order
+from .layouts import Layout, check_length, order, unpermute
 from .masks import Mask, Visible, full
 from .placement import check_local, placed
 from .ring import Ring, attend
@@ -48,12 +50,13 @@ def ring_attention(
     keep_tail: bool = False,
     ulysses_axis: str | None = None,
     route: Route | None = None,
-) -> jax.Array:
+    with_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
 
     Arguments and result as in `ring.attend`, q in the order of `layout`; `scale`,
-    `sinks`, `soft_cap` and `implementation` as in `one_device.attention`, `keep_tail`
-    and `ulysses_axis`, whose devices hold a shard's slots in slices, as in
+    `sinks`, `soft_cap` and `implementation` as in `one_device.attention`, `keep_tail`,
+    `with_lse` and `ulysses_axis`, whose devices hold a shard's slots in slices, as in
     `make_ring_attention`; `route`, the ways that keys and values take, by itself half
     of them each way round between TPUs (but v3), else one. The gradient of the sinks is
     that of this device's queries; `shard_map` adds up the devices'. Bounds do not say
@@ -87,7 +90,8 @@ def ring_attention(
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
     ring = Ring(*sizes, route=route or whole_route(size))
     on_ring = functools.partial(attend, ring)
-    return over_heads(on_ring, ulysses_axis, q, k, v, sinks, *visible)[0]
+    out, lse = over_heads(on_ring, ulysses_axis, q, k, v, sinks, *visible)
+    return (out, lse) if with_lse else out
 
 
 def whole_route(ring_size: int, walks: tuple[Walk, ...] | None = None) -> Route:
@@ -120,7 +124,9 @@ def make_ring_attention(
     ulysses_axis: str | None = None,
     walks: Sequence[Sequence[int]] | None = None,
     count_steps: bool = False,
-) -> Callable[..., jax.Array]:
+    with_lse: bool = False,
+    check_masks: bool = False,
+) -> Callable[..., Any]:
     """Builds ring attention on global arrays.
 
     mesh: has `ring_axes`, which make up one ring, in the mesh's order.
@@ -142,13 +148,19 @@ def make_ring_attention(
       (stripes of any document are everywhere). Without it, shards are left out that
       no device reads by what is known of the mask when it is traced: of a `window`, all
       but the neighbours.
+    with_lse: attend returns (out, lse), lse (B, H, T) in the order of q, as in
+      `one_device.attention_with_lse`.
+    check_masks: under `jit`, where values are not known, rows whose bounds or ids
+      decrease along the sequence give nan, also as gradients, instead of wrong numbers:
+      bounds in natural order, ids in layout order. It costs a gather of the bounds.
 
     Returns:
       attend(q, k, v, visible, *, sinks=None, within=None) -> out: q (B, T, H, D), k and
       v (B, S, K, D), in layout order along T and S (see `layouts.permute`); `visible` a
       mask of `masks`, or bounds (B or 1, T) in the order of q, and sinks (H,), as in
       `one_device.attention`; within, a mask that shows all that bounds do, for a ring
-      that sends no more than it shows: keys outside of it are not attended to.
+      that sends no more than it shows: keys outside of it are not attended to. Outside
+      of `jit` it compiles once for each mask, shape and type.
 
     Raises:
       ValueError: the mesh has no such axes, or walks are none; from attend, shapes that
@@ -172,7 +184,14 @@ def make_ring_attention(
         implementation=implementation,
         keep_tail=keep_tail,
         ulysses_axis=ulysses_axis,
+        with_lse=with_lse,
     )
+
+    @functools.cache
+    def compiled(route: Route) -> Callable[..., Any]:
+        on_shards = functools.partial(local, route=route)
+        # Inlined, so that the same program is traced under a `jit` as without this.
+        return jax.jit(_over_mesh(on_shards, mesh, axes, with_lse), inline=True)
 
     def attend(
         q: jax.Array,
@@ -182,7 +201,7 @@ def make_ring_attention(
         *,
         sinks: jax.Array | None = None,
         within: Mask | None = None,
-    ) -> jax.Array:
+    ) -> Any:
         check_operands(q, k, v)
         sinks = checked_sinks(sinks, q)
         for x in (q, k):
@@ -209,14 +228,33 @@ def make_ring_attention(
         others = tuple(name for name in mesh.axis_names if name not in axes.ring)
         route = short or whole_route(ring_size, ways)
         route = replace(route, beside=others, cores=kernel_cores())
-        on_shards = functools.partial(local, route=route)
-        out = _over_mesh(on_shards, mesh, axes)(q, k, v, visible, sinks)
-        return mask.fill_padding(out, queries)
+        results = compiled(route)(q, k, v, visible, sinks)
+        if check_masks:
+            in_order = Visible(*(unpermute(x, layout, ring_size) for x in visible))
+            results = _poisoned(results, (*mask.decreases, *decreases(in_order)))
+        if not with_lse:
+            return mask.fill_padding(results, queries)
+        out, lse = results
+        lse = mask.fill_padding(lse, queries, -jnp.inf, axis=2)
+        return mask.fill_padding(out, queries), lse
 
     return attend
 
 
-def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Array]:
+def _poisoned(results: Any, is_wrong: Sequence[jax.Array]) -> Any:
+    """Multiplies rows, and so their gradients, by nan where any is true: (B or 1,)."""
+    row = functools.reduce(jnp.logical_or, is_wrong)
+    factor = jnp.where(row, jnp.nan, 1)  # (B or 1,)
+
+    def poison(x: jax.Array) -> jax.Array:
+        return x * factor.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
+
+    return jax.tree.map(poison, results)
+
+
+def _over_mesh(
+    local: Callable, mesh: Mesh, axes: Axes, with_lse: bool
+) -> Callable[..., Any]:
     """Maps `ring_attention` over the shards of global q, k, v, bounds and sinks."""
 
     def run(
@@ -225,8 +263,9 @@ def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Arr
         v: jax.Array,
         visible: Visible,
         sinks: jax.Array | None,
-    ) -> jax.Array:
+    ) -> Any:
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads, None)
+        lse = PartitionSpec(axes.batch, axes.heads, axes.tokens)
         rows = None if visible.k_start.shape[0] == 1 else axes.batch
         bound = PartitionSpec(rows, axes.tokens)
         in_specs = {"q": array, "k": array, "v": array}
@@ -244,7 +283,7 @@ def _over_mesh(local: Callable, mesh: Mesh, axes: Axes) -> Callable[..., jax.Arr
             lambda operands: local(**operands),
             mesh=mesh,
             in_specs=(in_specs,),
-            out_specs=array,
+            out_specs=(array, lse) if with_lse else array,
             check_vma=False,
         )
         return sharded(placed(mesh, in_specs, operands))

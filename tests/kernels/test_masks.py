@@ -16,7 +16,6 @@ QUERIES = 23
 TOKENS = 30
 INDEX = np.arange(QUERIES, dtype=np.int32)
 IDS = np.sort(np.random.default_rng(0).integers(-2, 4, (2, TOKENS)), 1).astype(np.int32)
-STARTS = np.flatnonzero(np.diff(IDS[0], prepend=IDS[0, 0] - 1))
 LENGTHS = np.array([[5], [19]], np.int32)
 
 # A mask, and whether key j is visible to query i of row b.
@@ -43,10 +42,6 @@ MASKS = {
     "documents": (
         masks.documents(IDS),
         lambda b, i, j: (IDS[b, i] == IDS[b, j]) & (j <= i),
-    ),
-    "documents at": (
-        masks.documents_at(STARTS),
-        lambda b, i, j: (IDS[0, i] == IDS[0, j]) & (j <= i),
     ),
 }
 
@@ -135,17 +130,6 @@ def test_shared_bounds_are_not_repeated_over_the_batch():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_documents_by_id_and_by_start_are_the_same(seed):
-    rng = np.random.default_rng(seed)
-    begins = rng.random(TOKENS) < 0.3
-    ids = np.cumsum(begins * rng.integers(1, 5, TOKENS))
-    starts = np.flatnonzero(np.diff(ids, prepend=-1))
-    got, want = masks.documents_at(starts), masks.documents(ids)
-    index = np.arange(TOKENS, dtype=np.int32)
-    assert_equal_bounds(got(index, TOKENS), want(index, TOKENS))
-
-
 def test_ids_that_are_traced_are_trusted():
     @jax.jit
     def bounds(ids, index):
@@ -190,8 +174,6 @@ ROWS_OF_FOUR = np.array([3, 1, 2, 4])
         (lambda: masks.segments(IDS + 0.5), "ids must be integers, got float64"),
         (lambda: masks.documents(np.array([0, np.nan, 1])), "must be integers, got fl"),
         (lambda: masks.documents(IDS > 0), "ids must be integers, got bool"),
-        (lambda: masks.documents_at([0.0, 2.5]), r"integers.*got float64 \(2,\)"),
-        (lambda: masks.documents_at([[0, 3]]), r"integers.*got int64 \(1, 2\)"),
         (lambda: masks.causal()(np.uint32(INDEX), 30), "signed integers, got uint32"),
         (lambda: masks.causal()(np.float32(INDEX), 30), "signed integers, got float32"),
         (lambda: masks.causal()([0, 1], 30), r"\(T,\) or \(B, T\), got list \(2,\)"),
@@ -199,7 +181,6 @@ ROWS_OF_FOUR = np.array([3, 1, 2, 4])
         (lambda: masks.causal()(INDEX, 2.5), "key_length must be a whole.*got 2.5"),
         (lambda: masks.causal()(INDEX, -3), "key_length=-3 must be at least 0"),
         (lambda: masks.documents(IDS)(INDEX - 1, 30), "index=-1 must be at least 0"),
-        (lambda: masks.documents_at(STARTS)(INDEX - 1, 30), "index=-1 must be at l"),
         (lambda: masks.causal() & masks.causal, "must join two masks.*got causal$"),
         (lambda: masks.causal & masks.causal(), "must join two masks.*got causal$"),
     ],
@@ -233,9 +214,6 @@ def test_ids_that_do_not_cover_the_sequence_are_refused(build, index, array):
         ("full", masks.prefix(np.array([[HUGE]]))),
         ("causal", masks.causal() & masks.padding(HUGE)),
         ("causal", masks.causal() & masks.padding(np.array([[HUGE]]))),
-        ("documents at", masks.documents_at([*STARTS, HUGE])),
-        ("documents at", masks.documents_at(np.uint8(STARTS))),
-        ("documents at", masks.documents_at(np.uint64([*STARTS, 2**31 + 5, HUGE]))),
         ("documents", masks.documents(np.int64(IDS) + HUGE)),
         ("documents", masks.documents(np.uint64(np.int64(IDS) + HUGE))),
     ],
@@ -260,10 +238,3 @@ def test_decreasing_ids_are_refused_with_their_place(build, array):
 def test_ids_of_another_rank_are_refused(shape):
     with pytest.raises(ValueError, match=r"\(T,\) or \(B, T\), got ids.shape="):
         masks.documents(np.zeros(shape, np.int32))
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
-@pytest.mark.parametrize("starts", [[], [1, 4], [0, 4, 4], [0, 5, 3]])
-def test_document_starts_that_do_not_increase_from_zero_are_refused(starts, dtype):
-    with pytest.raises(ValueError, match=f"increase from 0.*{len(starts)} in all"):
-        masks.documents_at(np.array(starts, dtype))

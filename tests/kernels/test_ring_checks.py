@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import layouts as layout
 from kernels import masks
 from kernels.masks import Visible
-from kernels.one_device import attention
+from kernels.one_device import attention, attention_with_lse
 from kernels.ring_attention import make_ring_attention, ring_attention
 from tests.rings import ring_mesh
 
@@ -35,7 +35,7 @@ def test_axes_of_the_batch_are_those_that_the_ring_leaves():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"ring_axes": ("sp",)}, r"ring_axes=\('sp',\).*must be different axes of the"),
+        ({"ring_axes": ("sp",)}, r"'ring': 4} has no axis 'sp': name .*ring_axes="),
         ({"ring_axes": ("ring", "ring")}, "must be different axes"),
         (
             {"ring_axes": ("ring", "data")},
@@ -147,6 +147,86 @@ def bounds_of(*shapes):
 
 CAUSAL, SHORT = masks.causal(), bounds_of((1, 4), (1, 4))
 OTHER_ROWS, UNLIKE = bounds_of((3, 8), (3, 8)), bounds_of((1, 8), (2, 8))
+
+
+def wrong_masks():
+    """Masks that are wrong in row 1 of 2, and right ones: of a striped ring of 4."""
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, 16)))
+    natural = masks.documents(ids)(np.arange(16), 16)
+    right = Visible(*(layout.permute(x, layout.Striped(), 4) for x in natural))
+    decreasing = Visible(*(x.copy() for x in right))
+    decreasing.k_end[1, 7] = 0  # of token 13: a query that sees nothing
+    mixed = [
+        np.stack([good[0], bad[1]]) for good, bad in zip(right, natural, strict=True)
+    ]
+    permuted = np.stack([ids[0], layout.permute(ids, layout.Striped(), 4)[1]])
+    yield pytest.param(decreasing, right, id="bounds that decrease")
+    yield pytest.param(Visible(*mixed), right, id="bounds in natural order")
+    yield pytest.param(permuted, ids, id="ids in layout order")
+
+
+@pytest.mark.parametrize("wrong, right", list(wrong_masks()))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_masks_that_decrease_under_jit_give_nan_where_asked_for(wrong, right, kind):
+    """In their rows alone, and in the gradients; right ones change nothing."""
+    mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(kind,) * 2)
+    x = jax.random.normal(jax.random.key(0), (2, 16, 2, 8))
+
+    def run(visible, **options):
+        attend = make_ring_attention(
+            mesh, layout=layout.Striped(), implementation="reference", **options
+        )
+
+        def loss(x, seen):
+            seen = seen if isinstance(seen, Visible) else masks.documents(seen)
+            out = attend(x, x, x, seen)
+            return (out**2).sum(), out
+
+        return jax.jit(jax.grad(loss, has_aux=True))(x, visible)
+
+    for found, want in zip(run(right, check_masks=True), run(right), strict=True):
+        np.testing.assert_array_equal(found, want)
+    for found, want in zip(run(wrong, check_masks=True), run(wrong), strict=True):
+        (found, other), (want, _) = np.asarray(found), np.asarray(want)
+        np.testing.assert_array_equal(found, want)
+        assert np.isnan(other).all()
+
+
+def test_lse_of_a_ring_is_that_of_one_device(rng):
+    """And its gradient; in padding it is that of a query that sees nothing."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "tensor"))
+    order, mask = (layout.Zigzag(), 2), masks.causal() & masks.padding(14)
+    attend = make_ring_attention(mesh, layout=order[0], with_lse=True)
+    q, k, v = np.float32(rng.normal(size=(3, 2, 16, 2, 8)))
+
+    def on_ring(*qkv):
+        out, lse = attend(*(layout.permute(x, *order) for x in qkv), mask)
+        return layout.unpermute(out, *order), layout.unpermute(lse, *order, axis=-1)
+
+    def total(attend, *qkv):
+        out, lse = attend(*qkv)
+        return (out**2).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum(), (out, lse)
+
+    one = functools.partial(attention_with_lse, visible=mask)
+    found, want = (
+        jax.jit(jax.grad(functools.partial(total, x), (0, 1, 2), has_aux=True))(q, k, v)
+        for x in (on_ring, one)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_ring_outside_of_jit_is_compiled_once():
+    attend = make_ring_attention(ring_mesh(4), layout=layout.Striped())
+    x = jnp.ones((1, 64, 2, 8))
+    lowered = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **__: lowered.append(name) if "jaxpr_to_mlir" in name else None
+    )
+    for steps in range(3):
+        lowered.clear()
+        attend(x, x, x + steps, masks.causal() & masks.window(40))
+    assert not lowered
 
 
 @pytest.mark.parametrize(
