@@ -5,8 +5,8 @@ here and passed down: `train` reads from top to bottom as a run goes, and hands 
 the loop of `training/loop.py`. Run the same command again to resume; or, as a run keeps
 its config, python train.py --workdir=DIR, with what is to change (--config.x.y=...).
 
-Exit codes: 0 the run is complete, 75 it was stopped (SIGTERM, Ctrl-C) and has saved,
-70 a step hung or another process was lost, 1 an error.
+Exit codes: 0 the run is complete, 75 it was stopped (SIGTERM, SIGHUP, Ctrl-C) and has
+saved, 70 a step hung or another process was lost, 1 an error.
 """
 
 import signal
@@ -46,7 +46,7 @@ from training.profiler import Profiler
 from training.report import Losses, Report
 from training.sinks import FILE, JsonLines, Sink, Sinks, WandbSink, check_wandb
 from training.watchdog import Watchdog
-from training.workdir import locked, make_writable
+from training.workdir import check_shared, locked, make_writable
 
 PREEMPTED = 75
 """Exit code: try again (EX_TEMPFAIL of sysexits.h)."""
@@ -100,6 +100,7 @@ def train(
             stack.enter_context(locked(config.workdir, say))
             if "tensorboard" in config.metrics:
                 make_writable(f"{config.workdir}/tensorboard")
+        check_shared(config.workdir)
         stop = stack.enter_context(stop_notice())
         guard = base.guard_settings(config)
         watchdog = Watchdog(guard.first_step_seconds, guard.step_seconds)
@@ -156,7 +157,8 @@ def train(
             stop=stop,
         )
         step = loop.run(state, batches, first_step)
-    where = f"checkpoint and curves in {config.workdir}; {goodput}"
+        saved = "checkpoint" if checkpoints.latest_step() == step else "no checkpoint"
+    where = f"{saved} and curves in {config.workdir}; {goodput}"
     if step < last_step:
         raise Preempted(f"step {step} of {last_step}, {where}")
     say(f"done: step {last_step}, {where}")
@@ -307,10 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     config = read_config(rest)
     silence_writers()
     base.simulate_devices(config)
-    if config.hosts.coordinator or not config.simulated_devices:
-        _connect(config)
-    is_first = jax.process_index() == 0
     try:
+        if config.hosts.coordinator or not config.simulated_devices:
+            _connect(config)
+        is_first = jax.process_index() == 0
         # Flushed: what ends a run that hangs does not empty buffers.
         train(config, functools.partial(print, flush=True) if is_first else _silent)
     except Preempted as stopped:

@@ -38,7 +38,7 @@ def identify(config: ml_collections.ConfigDict, model: Model) -> dict[str, str]:
             "tools/convert_hf.py, which merges them, and import that"
         )
     saved.check_model({"model": sizes}, config.may_change)
-    return {BASE: f"step {saved.step} with digest {saved.digest}"}
+    return {BASE: str(saved)}
 
 
 def abstract_frozen(model: Model, partition: Partition) -> Any:

@@ -14,6 +14,8 @@ import ml_collections
 from configs import base
 from data.json_text import parse_json, short
 from tasks.config_errors import fields_by_name
+from training.record import PINNED, RUN
+from training.stored_step import is_named
 from training.workdir import place_of, replace_text
 
 FILE = "config.json"
@@ -27,6 +29,9 @@ def write(
 ) -> None:
     """Writes the config into its workdir, whole or not at all.
 
+    Of `may_change` it leaves out what this start alone was allowed: another run, and
+    other data.
+
     settings: of the run (see `run_settings`), for what the config left open, as the
       vocabulary: then no tool needs the corpus to know it.
 
@@ -37,6 +42,12 @@ def write(
     said = {name: settings[name] for name in fields if name in (settings or ())}
     with kept.unlocked():
         kept.update_from_flattened_dict(said)
+        pinned = [RUN, *(name for name in fields if is_named(name, PINNED))]
+        kept.may_change = tuple(
+            name
+            for name in config.may_change
+            if not any(is_named(field, [name]) for field in pinned)
+        )
         del kept.workdir
         del kept.hosts.index
     written = json.dumps(kept.to_dict(), indent=2) + "\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import grow_context
+from configs import base, grow_context
 from tasks import run_config
 from tasks.command_line import read_config
 from tasks.config_errors import fields_by_name
@@ -42,6 +42,15 @@ def test_flags_are_on_top_and_the_workdir_is_where_the_file_is(tmp_path):
     assert (read.mesh.ring, read.model.vocab_size) == (2, 264)
     assert [path.name for path in moved.iterdir()] == ["config.json"]
     assert (moved / "config.json").read_text().startswith('{\n  "agent": {\n')
+
+
+def test_another_run_and_other_data_are_allowed_to_one_start_alone(tmp_path):
+    """What another model is allowed stays: each start compares it with its base."""
+    config = base.get_config()
+    config.workdir = str(tmp_path)
+    config.may_change = "seed", "data.context_tokens", "data", "run", "rope_theta"
+    run_config.write(config)
+    assert run_config.read(str(tmp_path)).may_change == ("rope_theta",)
 
 
 def test_what_an_older_program_had_not_has_its_default(tmp_path):

@@ -7,6 +7,7 @@ import socket
 
 import jax
 import numpy as np
+from jax._src.distributed import global_state  # its store has no public name
 from jax.experimental import multihost_utils
 
 from training.peers import join
@@ -35,8 +36,8 @@ def connect(
       lost_seconds: after which one that is silent is lost.
 
     Raises:
-      ValueError: a part is missing or makes no sense; the port is in use; or the first
-        process was given another count.
+      ValueError: a part is missing or makes no sense; the port is in use; or processes
+        were given different counts, on all of them alike.
     """
     times = {"start_seconds": start_seconds, "lost_seconds": lost_seconds}
     for name, seconds in times.items():
@@ -68,11 +69,7 @@ def connect(
         process_id=index,
         **options,
     )
-    if jax.process_count() != count:
-        raise ValueError(
-            f"hosts: {count=} must be that of the first process, which was given "
-            f"{jax.process_count()}"
-        )
+    _check_counts(count, index, start_seconds)
 
 
 def _check_place(coordinator: str, count: int, index: int) -> None:
@@ -95,6 +92,25 @@ def _check_place(coordinator: str, count: int, index: int) -> None:
                 f"hosts: {coordinator=}: the first process cannot listen on that port: "
                 f"{error.strerror}; is it another run's? Give all processes a free one"
             ) from error
+
+
+def _check_counts(count: int, index: int, seconds: int) -> None:
+    """Refuses counts that differ; on all processes, before their devices connect.
+
+    Devices of processes with different counts wait for each other until a timeout.
+    """
+    store, name = global_state.client, "annulus/count"
+    store.key_value_set(f"{name}/{index}", str(count))
+    if index == 0:
+        places = (f"{name}/{other}" for other in range(count))
+        given = [store.blocking_key_value_get(x, seconds * 1000) for x in places]
+        store.key_value_set(name, ", ".join(given))
+    found = store.blocking_key_value_get(name, seconds * 1000).split(", ")
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"hosts: count must be the same on every process, got {', '.join(found)} "
+            f"on processes 0 to {len(found) - 1}"
+        )
 
 
 def all_agree(is_true: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Requests to stop a run soon: SIGTERM or Ctrl-C, to any of its processes."""
+"""Requests to stop a run soon: SIGTERM, SIGHUP or Ctrl-C, to any of its processes."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ class SignalNotice:
         return self._requested
 
     def __enter__(self) -> Self:
-        for number in signal.SIGTERM, signal.SIGINT:
+        for number in signal.SIGTERM, signal.SIGHUP, signal.SIGINT:
             self._handlers[number] = signal.signal(number, self._take)
         return self
 
@@ -55,16 +55,17 @@ class SignalNotice:
 class SharedNotice:
     """A signal to any process; JAX makes all of them stop at the same call.
 
-    JAX handles SIGTERM, so Ctrl-C is forwarded as that. The call is the first that no
-    process has made yet. JAX waits for exactly the number that it is given, so calls
-    are counted here, from the first of the process. Steps would not do: a run that
-    resumes at 1000 never makes step 1, on which processes agree that have made none.
+    JAX handles SIGTERM, so SIGHUP and Ctrl-C are forwarded as that. The call is the
+    first that no process has made yet. JAX waits for exactly the number that it is
+    given, so calls are counted here, from the first of the process. Steps would not do:
+    a run that resumes at 1000 never makes step 1, on which processes agree that have
+    made none.
     """
 
     def __init__(self) -> None:
         self._calls = 0
         self._requested = False
-        self._handler: Any = signal.SIG_DFL
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def requested(self) -> bool:
         if not self._requested:
@@ -73,12 +74,14 @@ class SharedNotice:
         return self._requested
 
     def __enter__(self) -> Self:
-        self._handler = signal.signal(signal.SIGINT, self._forward)
+        for number in signal.SIGHUP, signal.SIGINT:
+            self._handlers[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Leaves SIGTERM to JAX."""
-        signal.signal(signal.SIGINT, self._handler)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _forward(self, *_: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

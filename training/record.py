@@ -4,9 +4,11 @@ Every checkpoint holds it, so a resumed run finds what has changed since; and th
 processes of a run compare theirs before they compute anything.
 """
 
+import hashlib
 import json
 import secrets
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +21,8 @@ RUN, SETTINGS = "run", "settings"
 PLACES = ("data.corpus", "data.trajectories")
 """Settings that are places of data; `contents` identifies the data."""
 
-_PINNED = ("seed", "data")
+PINNED = ("seed", "data")
 """Settings that decide which data a step reads."""
-
 
 _PLAIN = {
     "optimizer.name": "adamw",
@@ -91,7 +92,7 @@ def _compare(
     refused = {
         name: change
         for name, change in changes.items()
-        if is_named(name, _PINNED)
+        if is_named(name, PINNED)
         and not is_named(name, may_change)
         and name not in PLACES
         and name in saved  # by an older program, which had no such field
@@ -123,7 +124,7 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
     Raises:
       ValueError, OSError: those of `make`, on any process; or the processes have other
-        settings, by field. On all of them alike.
+        settings, by field, or run other sources. On all of them alike.
     """
     settings, error = {}, None
     try:
@@ -133,7 +134,8 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if jax.process_count() == 1:
         replies = []
     else:
-        own = {"error": error and str(error), SETTINGS: settings}
+        compared = settings | {"program": _program()}
+        own = {"error": error and str(error), SETTINGS: compared}
         replies = [json.loads(text) for text in tell_all(json.dumps(own))]
     if error is not None:
         raise error
@@ -142,6 +144,25 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"process {index}: {process['error']}")
     _check_alike([process[SETTINGS] for process in replies])
     return settings
+
+
+def check_alike(facts: Mapping[str, str]) -> None:
+    """Refuses processes of a run that differ in a fact; all of them must call this.
+
+    Raises:
+      ValueError: names the facts, and who has which; on all processes alike.
+    """
+    if jax.process_count() > 1:
+        _check_alike([json.loads(text) for text in tell_all(json.dumps(dict(facts)))])
+
+
+def _program() -> str:
+    """Returns a digest of the sources that a run imports, and the version of JAX."""
+    root, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for folder in ("kernels", "models", "data", "training", "tasks"):
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return f"sources {digest.hexdigest()[:16]}, jax {jax.__version__}"
 
 
 def _check_alike(settings: list[dict[str, Any]]) -> None:
@@ -161,7 +182,7 @@ def _check_alike(settings: list[dict[str, Any]]) -> None:
     if unlike:
         raise ValueError(
             f"the processes of this run differ in {'; '.join(unlike)}: start the same "
-            "command, with the same data, on every host"
+            "command, with the same program and data, on every host"
         )
 
 

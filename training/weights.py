@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
 from training.manager import absolute
-from training.record import SETTINGS
+from training.record import SETTINGS, check_alike
 from training.stored_step import (
     FINGERPRINT,
     LEAVES,
@@ -54,7 +54,8 @@ class SavedParameters:
 
         Raises:
           FileNotFoundError: there is no checkpoint.
-          ValueError: it was not saved by a run of ours, or is damaged.
+          ValueError: it was not saved by a run of ours, or is damaged; or processes of
+            a run, which all call this, find other parameters there.
           OSError: it could not be read, several times.
         """
         self._workdir = workdir
@@ -79,6 +80,10 @@ class SavedParameters:
             raise self._refusal(damage) from damage
         self.fingerprint = self._meta[FINGERPRINT]
         self.settings = self._meta.get(RECORD, {}).get(SETTINGS, {})
+        check_alike({f"the parameters of {workdir}": str(self)})
+
+    def __str__(self) -> str:
+        return f"step {self.step} with digest {self.digest}"
 
     @property
     def digest(self) -> str:

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+import jax
 from etils import epath
+
+from training.hosts import tell_all
 
 LOCK = "lock"
 """Name of the lock file; it remains after a run that was killed."""
@@ -100,6 +103,30 @@ def locked(directory: str, say: Callable[[str], None] = print) -> Iterator[None]
         except OSError as error:
             raise OSError(f"nothing can be written to {path}: {error}") from error
         yield
+
+
+def check_shared(directory: str) -> None:
+    """Refuses a directory that is not the same on all processes of a run.
+
+    All of them must call this, the first while it holds the lock. Buckets pass.
+
+    Raises:
+      ValueError: a process does not see the lock of the first; on all of them alike.
+    """
+    if jax.process_count() == 1 or is_bucket(directory):
+        return
+    path = Path(directory) / LOCK
+
+    def locks() -> list[str]:
+        return tell_all(path.read_text() if path.is_file() else "")
+
+    first = locks()[0]  # before which the others may look too early
+    if others := [index for index, lock in enumerate(locks()) if lock != first]:
+        raise ValueError(
+            f"config.workdir={directory} on process {others[0]} is not the directory "
+            "that process 0 has locked: give one that all hosts share, or a bucket "
+            "(gs://BUCKET/RUN)"
+        )
 
 
 def _take(path: Path, say: Callable[[str], None]) -> TextIO:

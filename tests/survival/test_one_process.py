@@ -41,6 +41,9 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
     run: Small, undisturbed: Small, truth: Any, send: Callable[..., None]
 ) -> None:
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(Preempted, match=f"step 6 of {STEPS}, no checkpoint and curves"):
+        run.train_and(on("step  5", send), checkpoint__save_every_steps=0)
+    assert run.steps() == set()
     with pytest.raises(Preempted, match=f"step 6 of {STEPS}, checkpoint and curves in"):
         run.train_and(on("step  5", send))
     assert run.steps() == {"4", "6"}

@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from tests.processes import Processes, run_program
 
 NEVER_LOOKS = """
@@ -30,12 +32,13 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def test_a_second_ctrl_c_ends_a_process_at_once() -> None:
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGHUP])
+def test_a_second_ctrl_c_ends_a_process_at_once(first: signal.Signals) -> None:
     with Processes([["-c", NEVER_LOOKS]]) as one:
         (process,) = one.running
-        for line in "ready", "stopped":
+        for line, number in ("ready", first), ("stopped", signal.SIGINT):
             one.wait_for(line)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
         assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
 
 

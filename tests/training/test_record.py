@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.corpus import prepare
@@ -12,6 +13,7 @@ from data.tokenizer import ByteTokenizer
 from tests.processes import Processes, free_port
 from tests.runs import prepare_corpus
 from training import record
+from training.weights import save_parameters
 
 ADAMW = {
     "optimizer.name": "adamw",
@@ -60,24 +62,35 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(before, now, said)
 
 # Says for each case what the processes agree on, or what they say that differs.
 PROGRAM = """
-import json, sys
+import contextlib, json, os, sys
 from pathlib import Path
 import jax
 from tasks.task import run_settings
 from tests.runs import small_config
-from training import hosts, record
+from training import hosts, record, workdir
+from training.weights import SavedParameters
 
-port, index, corpus, cases = sys.argv[1:]
+port, index, directory, corpus, cases = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 2)
 hosts.connect(f"localhost:{port}", 2, int(index))
-for field, values in json.loads(cases):
-    config = small_config(Path(corpus), Path("none"), **{field: values[int(index)]})
+
+def say(settle):
     try:
-        found = record.agreed(lambda: run_settings(config, print))
-        said = f"agreed, {found['seed']=}"
+        said = f"agreed, {settle()}"
     except (ValueError, OSError) as error:
         said = str(error)
     print("said", json.dumps(said), flush=True)
+
+for field, values in json.loads(cases):
+    config = small_config(Path(corpus), Path("none"), **{field: values[int(index)]})
+    say(lambda: record.agreed(lambda: run_settings(config, print))["seed"])
+os.chdir(f"{directory}/host{index}")  # where both have files of the same names
+say(lambda: SavedParameters("weights"))
+for run in "run", "../shared":
+    with workdir.locked(run) if index == "0" else contextlib.nullcontext():
+        say(lambda: workdir.check_shared(run))
+record._program = lambda: f"sources {index}"
+say(lambda: record.agreed(dict))
 """
 
 DIFFERENT = [
@@ -99,8 +112,14 @@ def test_processes_that_differ_refuse_together_by_field(tmp_path: Path) -> None:
     prepare([tmp_path / "documents"], tmp_path / "other", ByteTokenizer())
     alike = [("data__corpus", (str(corpus), same)), ("data__threads", (1, 4))]
     data = [("data__corpus", (str(corpus), place)) for place in (other, gone)]
+    for index in range(2):
+        weights = {"w": np.full(3, index, np.float32)}
+        save_parameters(tmp_path / f"host{index}" / "weights", weights, {})
+        (tmp_path / f"host{index}" / "run").mkdir()
+    (tmp_path / "host1" / "run" / "lock").write_text("of a run that was killed")
     cases, port = json.dumps([*DIFFERENT, *alike, *data]), str(free_port())
-    programs = [["-c", PROGRAM, port, str(i), str(corpus), cases] for i in range(2)]
+    rest = port, tmp_path, corpus, cases
+    programs = [["-c", PROGRAM, rest[0], str(i), *rest[1:]] for i in range(2)]
     with Processes(programs) as two:
         results = two.finish()
     assert [code for code, _, _ in results] == [0, 0], results
@@ -108,14 +127,20 @@ def test_processes_that_differ_refuse_together_by_field(tmp_path: Path) -> None:
         [json.loads(line) for line in re.findall(r"^said (.*)$", said, re.MULTILINE)]
         for _, said, _ in results
     )
-    *of_fields, moved, threads, replaced, missing = first
+    *of_fields, moved, threads, replaced, missing = first[:-4]
     for (field, values), said in zip(DIFFERENT, of_fields, strict=True):
         name, (one, two) = field.replace("__", "."), map(json.dumps, values)
         assert said.startswith(
             f"the processes of this run differ in {name}: {one} on process 0, {two} on "
             "process 1: start the same command"
         )
-    assert moved == threads == "agreed, found['seed']=0"
+    assert moved == threads == "agreed, 0"
     assert "differ in data.corpus.contents: " in replaced
     assert missing.startswith(f"process 1: there is no corpus {gone}")
-    assert second == [*first[:-1], missing.removeprefix("process 1: ")]
+    unlike, apart, together, sources = first[-4:]
+    words = "differ in the parameters of weights: .step 0 with digest .* on process 0, "
+    assert re.search(words + ".step 0 with digest .* on process 1: ", unlike)
+    assert apart.startswith("config.workdir=run on process 1 is not the directory")
+    assert together == "agreed, None"
+    assert 'differ in program: "sources 0" on process 0, "sources 1" on' in sources
+    assert second == [*first[:-5], missing.removeprefix("process 1: "), *first[-4:]]
