@@ -174,7 +174,7 @@ def clipped(bound: Array, num_keys: int) -> Array:
     return jnp.clip(bound, 0, num_keys).astype(jnp.int32)
 
 
-def decreases(visible: Visible) -> tuple[jax.Array, jax.Array]:
+def decreases(visible: Visible) -> tuple[Array, ...]:
     """Returns whether bounds in natural order decrease in each row: bool (B or 1,)."""
     return tuple((bound[:, 1:] < bound[:, :-1]).any(axis=1) for bound in visible)
 

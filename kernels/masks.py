@@ -67,7 +67,7 @@ class Mask:
 
     bounds: Callable[[Array, int], tuple[int | Array, int | Array]]
     real_lengths: tuple[int | Array, ...] = field(default=(), compare=False)
-    decreases: tuple[jax.Array, ...] = field(default=(), compare=False)
+    decreases: tuple[Array, ...] = field(default=(), compare=False)
     parts: tuple["Mask", ...] = field(default=(), compare=False)
 
     def __call__(self, index: Array, key_length: int) -> Visible:

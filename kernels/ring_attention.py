@@ -27,11 +27,15 @@ from .checks import (
 )
 from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order, unpermute
-from .masks import Mask, Visible, full
+from .masks import Array, Mask, Visible, full
 from .placement import check_local, placed
 from .ring import Ring, attend
 from .schedule import Route, Walk, checked_walks, default_walks
 from .ulysses import over_heads
+
+
+_COMPILED_ONCE = functools.partial(jax.jit, inline=True)
+"""Compiles outside of `jit`; under one, the same program is traced as without it."""
 
 
 def ring_attention(
@@ -190,8 +194,7 @@ def make_ring_attention(
     @functools.cache
     def compiled(route: Route) -> Callable[..., Any]:
         on_shards = functools.partial(local, route=route)
-        # Inlined, so that the same program is traced under a `jit` as without this.
-        return jax.jit(_over_mesh(on_shards, mesh, axes, with_lse), inline=True)
+        return _COMPILED_ONCE(_over_mesh(on_shards, mesh, axes, with_lse))
 
     def attend(
         q: jax.Array,
@@ -241,7 +244,7 @@ def make_ring_attention(
     return attend
 
 
-def _poisoned(results: Any, is_wrong: Sequence[jax.Array]) -> Any:
+def _poisoned(results: Any, is_wrong: Sequence[Array]) -> Any:
     """Multiplies rows, and so their gradients, by nan where any is true: (B or 1,)."""
     row = functools.reduce(jnp.logical_or, is_wrong)
     factor = jnp.where(row, jnp.nan, 1)  # (B or 1,)
