@@ -33,7 +33,6 @@ from .ring import Ring, attend
 from .schedule import Route, Walk, checked_walks, default_walks
 from .ulysses import over_heads
 
-
 _COMPILED_ONCE = functools.partial(jax.jit, inline=True)
 """Compiles outside of `jit`; under one, the same program is traced as without it."""
 
