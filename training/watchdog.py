@@ -11,10 +11,9 @@ from typing import Self, TextIO
 HUNG = 70
 """Exit code: a step took too long (EX_SOFTWARE of sysexits.h). Start the run again."""
 
-_GRACE_SECONDS = 10
-"""After which the process is ended by a thread that needs no interpreter: with code 1,
-and only where whatever hangs holds the interpreter's lock."""
-
+_TICK = 1.0
+"""Seconds between two looks at the clock. A look that comes late counts as two ticks: a
+suspended process (SIGSTOP, a scheduler) hangs no longer than it runs."""
 
 _FOR_EVER = 1e9
 """Seconds; no timer takes many more."""
@@ -47,7 +46,8 @@ class Watchdog:
         self._clock = clock
         self._begun: float | None = None
         self._longest = 0.0
-        self._timer: threading.Timer | None = None
+        self._timer: threading.Thread | None = None
+        self._cancelled = threading.Event()
 
     def pause(self) -> None:
         """Notes that something that may take long begins."""
@@ -66,17 +66,24 @@ class Watchdog:
     def _arm(self, seconds: float) -> None:
         self._disarm()
         if 0 < seconds < _FOR_EVER:
-            self._timer = threading.Timer(seconds, self._end, [seconds])
-            self._timer.daemon = True
-            self._timer.start()
-            faulthandler.dump_traceback_later(
-                seconds + _GRACE_SECONDS, exit=True, file=self._file
+            watched = seconds, self._cancelled
+            self._timer = threading.Thread(
+                target=self._watch, args=watched, daemon=True
             )
+            self._timer.start()
 
     def _disarm(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        if self._timer:
-            self._timer.cancel()
+        self._cancelled.set()
+        self._cancelled = threading.Event()
+
+    def _watch(self, seconds: float, cancelled: threading.Event) -> None:
+        left = seconds
+        while left > 0:
+            begun = self._clock()
+            if cancelled.wait(min(left, _TICK)):
+                return
+            left -= min(self._clock() - begun, 2 * _TICK)
+        self._end(seconds)
 
     def _end(self, seconds: float) -> None:
         print(

@@ -1,10 +1,12 @@
 """A run that hangs ends with its stacks; a slow one does not."""
 
+import signal
 import tempfile
+import time
 
 import pytest
 
-from tests.processes import run_program
+from tests.processes import Processes, run_program
 from training.watchdog import HUNG, Watchdog
 
 HANGS = """
@@ -44,6 +46,20 @@ def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(
     assert (code, said) == (HUNG, "so far\n")
     assert "nothing happened for 0.3 s" in errors
     assert "in step_that_hangs" in errors
+
+
+def test_a_process_that_was_suspended_goes_on() -> None:
+    """For longer than its limit, which it still keeps afterwards."""
+    with Processes([["-c", HANGS.format(first=50, usual=3, steps=3)]]) as one:
+        (process,) = one.running
+        one.wait_for("so far")
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        ((code, _, errors),) = one.finish(timeout=50)
+    assert code == HUNG and "nothing happened for 3 s" in errors
 
 
 class Armed(Watchdog):
