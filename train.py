@@ -15,8 +15,8 @@ if __name__ == "__main__":  # Ctrl-C while the rest is imported shows no stack
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
-import functools
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -29,7 +29,7 @@ import ml_collections
 from data.text import iterate
 from tasks import base, batch_rows, config_checks, layout_advice, run_config
 from tasks.base import Data, Task
-from tasks.command_line import Parser, as_program, read_config
+from tasks.command_line import Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
 from tasks.frozen import read_frozen
 from tasks.programs import compile_programs, first_state
@@ -50,6 +50,9 @@ from training.workdir import check_shared, locked, make_writable
 
 PREEMPTED = 75
 """Exit code: try again (EX_TEMPFAIL of sysexits.h)."""
+
+LATE_SECONDS = 20
+"""After which a process ends that has nothing to do."""
 
 
 def train(
@@ -313,15 +316,22 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         if config.hosts.coordinator or not config.simulated_devices:
             _connect(config)
         is_first = jax.process_index() == 0
-        # Flushed: what ends a run that hangs does not empty buffers.
-        train(config, functools.partial(print, flush=True) if is_first else _silent)
+        train(config, say if is_first else _silent)
     except Preempted as stopped:
-        print(f"preempted: {stopped}", file=sys.stderr)
+        say(f"preempted: {stopped}", sys.stderr)
         return PREEMPTED
     except Exception as error:
         peers.leave(error)
         raise
 
 
+def end(code: int) -> None:
+    """Ends the process: threads of Orbax may wait minutes for a save that failed."""
+    late = threading.Timer(LATE_SECONDS, os._exit, [code])
+    late.daemon = True
+    late.start()
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

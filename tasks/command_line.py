@@ -5,6 +5,7 @@ What `train.py` and the tools share. A program is a function `main(arguments)` u
 """
 
 import argparse
+import contextlib
 import difflib
 import functools
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import ml_collections
@@ -65,13 +67,38 @@ def as_program(main: Main) -> Callable[[Sequence[str] | None], int]:
             )
         except KeyboardInterrupt:
             return _end("interrupted", 130)
+        finally:
+            _flush()
 
     return run
 
 
+def say(line: str, file: TextIO | None = None) -> None:
+    """Prints a line to stdout, or a file; a full disk or closed pipe ends no program.
+
+    What cannot be printed, as the escape codes of a file's name, is written as Python
+    writes it.
+    """
+    line = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in line)
+    # Flushed: what ends a run that hangs does not empty buffers.
+    with contextlib.suppress(OSError):
+        print(line, file=file, flush=True)
+
+
 def _end(error: object, status: int = 1) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    say(f"error: {' '.join(str(error).split())}", sys.stderr)
     return status
+
+
+def _flush() -> None:
+    """Lets what no stream takes go: Python would end with 120 for it."""
+    for stream in sys.stdout, sys.stderr:
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), stream.fileno())
 
 
 def platforms(root: Path, environment: Mapping[str, str]) -> str | None:

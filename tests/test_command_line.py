@@ -1,9 +1,20 @@
 """How programs begin and end: silent where nothing is wrong, one line where it is."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from tasks.command_line import as_program, at_least, platforms, read_config, share
-from tests.processes import run_program
+from tasks.command_line import (
+    as_program,
+    at_least,
+    platforms,
+    read_config,
+    say,
+    share,
+)
+from tests.processes import ROOT, run_program
 
 # Each asks JAX for devices, as early as it does, and takes seconds.
 PROGRAMS = {
@@ -105,6 +116,44 @@ def test_an_error_is_one_line(error, status, capsys):
     assert end_by(error) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"error: {' '.join(str(error).split()) or 'interrupted'}"
+
+
+def test_names_are_printed_without_their_escape_codes(capsys):
+    end_by(FileNotFoundError(2, "no such file", "a\x1b[31mé\x07b"))
+    say("corpora/\x1b]0;title\x07: 3 documents")
+    said = capsys.readouterr()
+    assert said.err == "error: [Errno 2] no such file: 'a\\x1b[31mé\\x07b'\n"
+    assert said.out == "corpora/\\x1b]0;title\\x07: 3 documents\n"
+
+
+@pytest.mark.parametrize("output", ["/dev/full", "closed pipe"])
+def test_what_cannot_be_printed_ends_no_program(output, tmp_path):
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (
+        "from tasks.command_line import as_program, say\n"
+        "import pathlib\n"
+        "@as_program\n"
+        "def main(_):\n"
+        "    say('a line')\n"
+        "    pathlib.Path('saved').touch()\n"
+        "    return 75\n"
+        "sys.exit(main())"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (
+        open("/dev/full", "wb")
+        if output == "/dev/full"
+        else os.fdopen(writer, "wb") as out
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (75, "")
+    assert (tmp_path / "saved").exists()
 
 
 def test_an_error_of_the_program_itself_has_its_trace():

@@ -28,6 +28,7 @@ from training.stored_step import (
     listed,
     make_meta,
     saved_briefs,
+    tried_again,
 )
 from training.workdir import make_writable
 
@@ -92,7 +93,9 @@ class Checkpoints:
         self._half_saved: set[int] = set()
         make_writable(directory)  # Orbax, where it cannot, waits for it for minutes
         self._newest = Newest(keep)
-        self._manager = open_manager(directory, self._newest, cleans=True)
+        self._manager = tried_again(
+            directory, lambda: open_manager(directory, self._newest, cleans=True), sleep
+        )
 
     @property
     def directory(self) -> Path:

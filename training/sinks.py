@@ -142,10 +142,10 @@ def _before(lines: str, first_step: int) -> Iterator[str]:
     """Yields the whole lines of steps before this one."""
     for line in lines.splitlines(keepends=True):
         try:
-            step = json.loads(line)["step"]
-        except (ValueError, LookupError, TypeError):  # cut off by a kill
+            is_before = json.loads(line)["step"] < first_step
+        except (ValueError, LookupError, TypeError, RecursionError):  # cut off, damaged
             continue
-        if line.endswith("\n") and step < first_step:
+        if line.endswith("\n") and is_before:
             yield line
 
 

@@ -167,11 +167,7 @@ class StoredStep:
                     raise error if is_ours else kind(f"{self}: so says another process")
             if wait is not None:
                 self.sleep(wait)
-        raise OSError(
-            f"{self} cannot be read ({1 + len(WAITS)} attempts), which is no sign of "
-            "damage; nothing was changed. Run the same command again when it can be: "
-            f"{error or 'so says another process'}"
-        ) from error
+        raise OSError(_unreadable(self, error)) from error
 
     @contextlib.contextmanager
     def _reading(self, item: str) -> Iterator[None]:
@@ -202,9 +198,9 @@ class StoredStep:
 
     def _check(self, meta: Any) -> None:
         if not isinstance(meta, dict) or meta.keys().isdisjoint({LEAVES, CHECKSUM}):
-            raise ValueError(
-                f"{self} was not saved by this trainer (no {CHECKSUM!r} in its meta "
-                "data): use another workdir"
+            raise DamagedStep(
+                f"{self.directory / META} has no {CHECKSUM!r}: it was replaced, or not "
+                "saved by this trainer"
             )
         rest = {name: value for name, value in meta.items() if name != CHECKSUM}
         if _checksum(rest) != meta.get(CHECKSUM) or rest.get("step") != self.step:
@@ -225,6 +221,32 @@ class StoredStep:
         if gaps:
             raise DamagedStep(f"{self.directory / STATE}: {gaps[0]} is missing")
         return state
+
+
+def tried_again[T](what: object, act: Callable[[], T], sleep: Callable) -> T:
+    """Returns `act()`, on this process; tries again after each of WAITS.
+
+    what: that is read. sleep: waits for this many seconds.
+
+    Raises:
+      OSError: the last attempt's, with what to do.
+    """
+    for wait in WAITS:
+        with contextlib.suppress(OSError):
+            return act()
+        sleep(wait)
+    try:
+        return act()
+    except OSError as error:
+        raise OSError(_unreadable(what, error)) from error
+
+
+def _unreadable(what: object, error: Exception | None) -> str:
+    return (
+        f"{what} cannot be read ({1 + len(WAITS)} attempts), which is no sign of "
+        "damage; nothing was changed. Run the same command again when it can be: "
+        f"{error or 'so says another process'}"
+    )
 
 
 def _attempt[T](read: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -14,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
+from training.hosts import all_agree
 from training.manager import absolute
 from training.record import SETTINGS, check_alike
 from training.stored_step import (
@@ -32,6 +33,14 @@ from training.stored_step import (
 
 FLOATS = "float32", "bfloat16"
 """Types of parameters, which are read as either."""
+
+
+ROTATED = 5
+"""Times that the newest step is looked for, where a run deletes those it replaces."""
+
+
+class Rotated(OSError):
+    """A run has deleted a step while it was read."""
 
 
 class SavedParameters:
@@ -59,28 +68,40 @@ class SavedParameters:
           OSError: it could not be read, several times.
         """
         self._workdir = workdir
-        directory = absolute(f"{workdir}/checkpoints")
-        if isinstance(directory, Path) and not directory.is_dir():
-            raise FileNotFoundError(f"{workdir} has no checkpoints to read")
-        with ocp.CheckpointManager(
-            directory,
-            options=ocp.CheckpointManagerOptions(
-                create=False, enable_async_checkpointing=False
-            ),
-        ) as manager:
-            step = manager.latest_step()
-            directory = manager.directory
-        if step is None:
-            raise FileNotFoundError(f"{workdir} has no checkpoints to read")
-        self.step = step
-        self._stored = StoredStep(step, directory / str(step))
-        try:
-            self._meta = self._stored.meta()
-        except DamagedStep as damage:
-            raise self._refusal(damage) from damage
+        self._open()
+        check_alike({f"the parameters of {workdir}": str(self)})
+
+    def _open(self) -> None:
+        """Finds the newest step, and reads its meta data."""
+        for attempt in range(1, 1 + ROTATED):
+            self._stored = self._newest()
+            self.step = self._stored.step
+            try:
+                self._meta = self._stored.meta()
+                break
+            except DamagedStep as damage:
+                if attempt == ROTATED or not self._is_old():
+                    raise self._refusal(damage) from damage
         self.fingerprint = self._meta[FINGERPRINT]
         self.settings = self._meta.get(RECORD, {}).get(SETTINGS, {})
-        check_alike({f"the parameters of {workdir}": str(self)})
+
+    def _newest(self) -> StoredStep:
+        directory = absolute(f"{self._workdir}/checkpoints")
+        if isinstance(directory, Path) and not directory.is_dir():
+            raise FileNotFoundError(f"{self._workdir} has no checkpoints to read")
+        options = ocp.CheckpointManagerOptions(
+            create=False, enable_async_checkpointing=False
+        )
+        for _ in range(ROTATED):  # a list may miss the new step, and the old one too
+            with ocp.CheckpointManager(directory, options=options) as manager:
+                step = manager.latest_step()
+            if step is not None:
+                return StoredStep(step, manager.directory / str(step))
+        raise FileNotFoundError(f"{self._workdir} has no checkpoints to read")
+
+    def _is_old(self) -> bool:
+        """Returns whether a run has saved another step since, and may delete this."""
+        return not all_agree(self._newest().step == self.step)
 
     def __str__(self) -> str:
         return f"step {self.step} with digest {self.digest}"
@@ -120,6 +141,8 @@ class SavedParameters:
         """Reads parameters onto the shardings of `abstract`; equal to the last bit.
 
         Or rounded to its types, where those were saved in others: then one at a time.
+        Of the newest step now, where a run has deleted the one that was found: `step`
+        says which.
 
         abstract: `jax.ShapeDtypeStruct` with a sharding for each parameter to read; a
           part of the parameters' tree, or the whole.
@@ -129,6 +152,14 @@ class SavedParameters:
             by name; or if one is missing, not as it was saved, or not finite.
           OSError: they could not be read, several times.
         """
+        for _ in range(ROTATED - 1):
+            try:
+                return self._restore(abstract)
+            except Rotated:
+                self._open()
+        return self._restore(abstract)
+
+    def _restore(self, abstract: Any) -> Any:
         saved = saved_briefs(self._meta)
 
         def as_saved(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -159,6 +190,8 @@ class SavedParameters:
         try:
             return self._stored.read({PARAMETERS: part}, self._meta)[PARAMETERS]
         except DamagedStep as damage:
+            if self._is_old():
+                raise Rotated(str(self._stored)) from damage
             raise self._refusal(damage) from damage
 
     def _refusal(self, damage: DamagedStep) -> ValueError:

@@ -38,8 +38,12 @@ def replace_text(path: Path, text: str) -> None:
       OSError: it cannot be written; what was there before still is.
     """
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    new.replace(path)
+    try:
+        new.write_text(text)
+        new.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names none
+        raise
 
 
 def make_writable(directory: str | Path) -> None:

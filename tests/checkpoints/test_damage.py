@@ -157,12 +157,7 @@ def test_no_flipped_bit_of_any_file_gives_wrong_weights(
         place, bit = int(rng.integers(file.stat().st_size)), int(rng.integers(8))
         flip(file, place, bit)
         with checkpoints(directory, told) as saved:
-            try:
-                restored, meta = saved.restore(abstract(state(0)))
-            except ValueError as error:
-                # A key of the JSON may be one that only another program would write.
-                assert "not saved by this trainer" in str(error), (file, place, bit)
-                continue
+            restored, meta = saved.restore(abstract(state(0)))
         assert_equal_bits(restored, state(meta["step"]))
         taken.append(meta["step"])
         assert ("30" in {p.name for p in directory.iterdir()}) == (meta["step"] == 30)

@@ -18,6 +18,7 @@ from tests.checkpoints.small_state import (
     content,
     state,
 )
+from training.manager import Manager
 
 pytestmark = LEAVES_COROUTINES
 
@@ -97,6 +98,23 @@ def test_what_could_not_be_read_is_tried_again_and_stays(
             saved.restore(abstract(state(0)))
     assert "\n" not in str(caught.value) and waits[2:] == [1, 4, 15]
     assert content(directory) == before and not told
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOENT])
+def test_a_list_that_could_not_be_read_is_read_again(
+    directory: Path, told: Told, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    find, waits, errors = Manager._load_checkpoint_infos, [], 2 * [code]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if errors:
+            raise OSError(errors.pop(), os.strerror(code))
+        return find(*args, **options)
+
+    monkeypatch.setattr(Manager, "_load_checkpoint_infos", failing)
+    with checkpoints(directory, told, sleep=waits.append) as saved:
+        assert_restores(saved, 30)
+    assert not errors and waits == [1, 4]
 
 
 def test_too_many_open_files_are_waited_out(directory: Path, told: Told) -> None:

@@ -254,6 +254,31 @@ def test_a_run_that_hangs_ends_with_the_stacks_and_goes_on(
     run.assert_goes_on(4, truth)
 
 
+CANNOT_MAKE = """
+import errno, os, sys
+import train
+from etils import epath
+
+make = type(epath.Path("/")).mkdir
+
+def fail(path, *args, **options):
+    if "/8.orbax-checkpoint-tmp" in str(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return make(path, *args, **options)
+
+type(epath.Path("/")).mkdir = fail
+train.end(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_save_that_could_not_begin_holds_no_run_at_its_end(run: Small) -> None:
+    """Threads of Orbax wait for it for five minutes."""
+    code, said, _ = run_program("-c", CANNOT_MAKE, *run.flags(), timeout=150)
+    assert code == 0 and "WARNING: step 8 was NOT saved" in said
+    assert run.steps() == {"4", "12"}
+
+
 def test_goodput_accounts_for_every_second(undisturbed: Small) -> None:
     curves = read_scalars(undisturbed.workdir / "tensorboard")
     kinds = {tag for tag in curves if tag.startswith("goodput/")}

@@ -54,8 +54,15 @@ def test_a_resumed_run_replaces_the_lines_from_its_first_step(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("end", ['{"step": 3, "lo', '{"step": 3}', "\n", "\xff"])
-def test_a_line_cut_off_by_a_kill_hides_no_other(tmp_path, end):
+@pytest.mark.parametrize(
+    "end",
+    [
+        *('{"step": 3, "lo', '{"step": 3}', "\n", "\xff"),
+        *('{"step": null}\n', 100_000 * "[" + "\n"),
+    ],
+    ids=range(6),
+)
+def test_a_line_that_a_kill_or_a_fault_left_hides_no_other(tmp_path, end):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2, 1.0)
     path.write_bytes(path.read_bytes() + end.encode("latin-1"))

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.checkpoints.small_state import content
 from tests.runs import assert_equal_bits
 from training.checkpoint import Checkpoints
+from training.stored_step import StoredStep
 from training.weights import SavedParameters, save_parameters
 
 FINGERPRINT = {"model": {"layers": 3, "rope_theta": 1e4, "scaling": {"factor": 2.0}}}
@@ -162,3 +163,27 @@ def test_parameters_that_cannot_be_used_are_not_saved(tmp_path, parameters, mess
     with pytest.raises(ValueError, match=message):
         save_parameters(tmp_path, parameters, FINGERPRINT)
     assert not content(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["_read_meta", "_read_arrays"])
+def test_of_a_run_that_rotates_the_newest_step_is_read(tmp_path, monkeypatch, moment):
+    """The step that was found is deleted while it is read, and a newer one is there."""
+    options = {"keep": 1, "fingerprint": FINGERPRINT}
+    with Checkpoints(tmp_path / "checkpoints", **options) as run:
+        run.save(1, {"params": {"w": np.full(8, 1, np.float32)}})
+    read, seen = getattr(StoredStep, moment), []
+
+    def rotated(stored, *arguments):
+        seen.append(stored.step)
+        if seen == [1]:
+            with Checkpoints(tmp_path / "checkpoints", **options) as run:
+                run.save(2, {"params": {"w": np.full(8, 2, np.float32)}})
+            assert not stored.directory.exists()
+        return read(stored, *arguments)
+
+    monkeypatch.setattr(StoredStep, moment, rotated)
+    saved = SavedParameters(tmp_path)
+    mesh = NamedSharding(Mesh(np.array(jax.devices()), ("fsdp",)), PartitionSpec())
+    like = jax.ShapeDtypeStruct((8,), np.float32, sharding=mesh)
+    np.testing.assert_array_equal(saved.restore({"w": like})["w"], np.full(8, 2))
+    assert saved.step == 2

@@ -7,12 +7,15 @@ import re
 import signal
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.processes import Processes
 from training import workdir
-from training.workdir import LOCK, locked, make_writable
+from training.workdir import LOCK, locked, make_writable, replace_text
+
+FULL = "No space left on device"
 
 HOLDS = """
 import sys, time
@@ -93,6 +96,12 @@ def test_a_place_that_cannot_be_written_to_is_one_line(
     with pytest.raises(OSError, match="Permission denied"):
         make_writable(tmp_path)
     assert file.read_text() == "of mine"
+
+
+def test_a_full_disk_is_named_by_its_path() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full/config"):
+        with mock.patch.object(Path, "write_text", side_effect=OSError(28, FULL)):
+            replace_text(Path("/dev/full/config.json"), "{}")
 
 
 @pytest.mark.parametrize("name", ["", " ", "~/run", "~"])
