@@ -27,6 +27,8 @@ Message = Mapping[str, str]
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Letters that are none. One of them is put into names of special tokens in words."""
+MOST_MADE = 1 << 24
+"""Letters, items or bits that a template may make by one product or power."""
 OWN = "own"
 """Name of the template that a tokenizer or a corpus comes with."""
 
@@ -79,9 +81,10 @@ class ChatTemplate:
         self.name, self.source, self.tokenizer = name, source, tokenizer
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # also of Python, which it is compiled to
             raise ValueError(
-                f"the chat template {name} is not Jinja: {_line(error)}"
+                f"the chat template {name} is not Jinja: {_line(error)}; choose "
+                "another template"
             ) from error
         self._names, self._special = _patterns(tokenizer)
         self._end_name = self._end()
@@ -353,6 +356,24 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Bounds products and powers, as the sandbox of jinja2 bounds ranges."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        size = 0
+        for one, other in (left, right), (right, left):
+            if isinstance(one, str | list | tuple) and isinstance(other, int):
+                size = len(one) * other
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length()
+            size = bits * right if operator == "**" else bits + right.bit_length()
+        if size > MOST_MADE:
+            raise OverflowError(f"{operator} makes more than {MOST_MADE} letters")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """Returns what published templates are written for."""
 
@@ -362,7 +383,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],

@@ -129,9 +129,9 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
     A document ends with the token that the files beside it name, or else with the first
-    of `END_OF_DOCUMENT_NAMES` in the vocabulary. Truncation and padding that the file
-    asks for are switched off: documents are encoded whole. The name of a special token
-    in a text is text like any other.
+    of `END_OF_DOCUMENT_NAMES` in the vocabulary. Truncation, padding and dropout that
+    the file asks for are switched off: documents are encoded whole, and always alike.
+    The name of a special token in a text is text like any other.
 
     Raises:
       ValueError: the file is not a tokenizer, has no token that ends a document, or
@@ -152,6 +152,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        if getattr(self._tokenizer.model, "dropout", None) is not None:
+            self._tokenizer.model.dropout = None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # The number of entries is too small where the ids have gaps.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -230,11 +232,14 @@ class HuggingFaceTokenizer:
     def _naming_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the library raises nothing narrower
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
             line = " ".join(str(error).split())
             raise ValueError(
                 f"{self.path} cannot encode a text ({line}): add the token that it "
-                "lacks to its vocabulary, or take another tokenizer"
+                "lacks to its vocabulary, simplify its patterns, or take another "
+                "tokenizer"
             ) from error
 
     def _loses_letters(self, vocabulary: Mapping[str, int]) -> bool:

@@ -320,6 +320,18 @@ def test_conversations_are_told_apart_where_one_is_refused(tmp_path):
     "source, complaint",
     [
         ("{% if %}", "template x is not Jinja: Expected an expression"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "x is not Jinja: .* recursion"),
+        (
+            "{% for a in a %}" * 50 + "{% endfor %}" * 50,
+            "x is not Jinja: too many stat",
+        ),
+        (
+            "{{ 'a' * 20000000 }}",
+            r"refuses the conversation: \* makes more than 16777216",
+        ),
+        ("{{ 20000000 * [1] }}", r"\* makes more than 16777216 letters"),
+        ("{{ 9999 ** 9999999 }}", r"\*\* makes more than 16777216 letters"),
+        ("{{ 2 ** 8388607 * 2 ** 8388608 }}", r" \* makes more than 16777216 letters"),
         ("{{ raise_exception('no') }}", "x refuses the conversation: no"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' .* is unsafe"),

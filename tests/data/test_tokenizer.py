@@ -330,6 +330,27 @@ def test_tokenizers_that_do_not_know_every_letter_are_refused(
     assert str(caught.value).isprintable()
 
 
+def test_patterns_beyond_the_library_s_limits_are_refused_in_a_line(tmp_path):
+    path = make_hugging_face(tmp_path / "tokenizer.json")
+    found = json.loads(path.read_text())
+    slow = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+b"), "isolated")
+    found["pre_tokenizer"] = json.loads(slow.__getstate__())
+    path.write_text(json.dumps(found))
+    tokenizer = open_tokenizer(str(path))
+    for encode in tokenizer.encode, lambda text: tokenizer.encode_all([text]):
+        with pytest.raises(ValueError, match=f"{FAILS}retry-limit.*simplify its pat"):
+            encode("a" * 40)
+
+
+def test_texts_are_encoded_alike_whatever_dropout_the_file_has(tmp_path):
+    path = make_hugging_face(tmp_path / "tokenizer.json")
+    expected = open_tokenizer(str(path)).encode(TEXT)
+    found = json.loads(path.read_text())
+    found["model"]["dropout"] = 1.0
+    path.write_text(json.dumps(found))
+    np.testing.assert_array_equal(open_tokenizer(str(path)).encode(TEXT), expected)
+
+
 def test_ids_that_no_corpus_holds_are_refused(tmp_path):
     path = make_hugging_face(tmp_path / "tokenizer.json")
     found = json.loads(path.read_text())
