@@ -11,6 +11,8 @@ from typing import Any
 
 MOST_READ = 1 << 16
 """Letters of a list that are read at a time, where its values are not longer."""
+MOST_OF_ONE = 1 << 30
+"""Bytes of a text, a line or a value of a list, each of which is held whole."""
 SPACES = re.compile(r"[ \t\n\r]*")
 MOST_BYTES = 1 << 26
 """Limit of a file that describes others; those of the largest models have a few MB."""
@@ -61,7 +63,9 @@ def iterate_list(read: Callable[[int], str]) -> Iterator[Any]:
                     break
             if not more:
                 raise ValueError(f"its value {number} is not JSON, or cut short")
-            more = read(max(MOST_READ, len(text)))
+            check_size(len(text), f"its value {number}")
+            room = MOST_OF_ONE + 1 - len(text)
+            more = read(min(max(MOST_READ, len(text)), room))
             text += more
         yield value
         text, number = rest(end), number + 1
@@ -70,6 +74,15 @@ def iterate_list(read: Callable[[int], str]) -> Iterator[Any]:
             text = rest(1)
     if not text.startswith("]") or rest(1):
         raise ValueError(f"it does not end behind its {number} values")
+
+
+def check_size(size: int, what: str) -> None:
+    """Raises ValueError if a text, a line or a value has more than `MOST_OF_ONE`."""
+    if size > MOST_OF_ONE:
+        raise ValueError(
+            f"{what} has more than {MOST_OF_ONE:,} bytes, and is held whole: split it "
+            "into several rows or files"
+        )
 
 
 @contextlib.contextmanager

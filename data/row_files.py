@@ -2,18 +2,19 @@
 
 All but Parquet and Arrow's file format, whose ends are read first, may be compressed,
 and so may texts: `.gz` or `.zst` behind the ending. Memory holds a row, a record batch
-or pages of a row group, whatever the size of the file.
+or pages of a row group, whatever the size of the file; and a row that is longer than
+`MOST_OF_ONE`, as a small file may unpack to, is refused.
 """
 
 import contextlib
 import csv
 import io
-import sys
 from collections.abc import Collection, Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
-from data.json_text import iterate_list, parse_json, short
+from data.json_text import MOST_OF_ONE, check_size, iterate_list, parse_json, short
 from data.skipped import BadRow
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -137,11 +138,20 @@ def _first_letter(path: Path) -> bytes:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with open_bytes(path) as lines:
-        for number, line in enumerate(lines, 1):
+    with open_bytes(path) as file:
+        for where, line in _lines(path, file):
             if line.strip():
-                where = f"{path}:{number}"
                 yield where, _parsed(where, line)
+
+
+def _lines[T: (str, bytes)](path: Path, file: IO[T]) -> Iterator[tuple[str, T]]:
+    """Yields where each line is, and the line; refuses one beyond `MOST_OF_ONE`."""
+    for number in count(1):
+        where, line = f"{path}:{number}", file.readline(MOST_OF_ONE + 1)
+        check_size(len(line), where)
+        if not line:
+            return
+        yield where, line
 
 
 def _parsed(where: str, line: bytes) -> Any:
@@ -160,8 +170,9 @@ def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
 def _separated(
     path: Path, columns: Collection[str], separator: str
 ) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(sys.maxsize)  # of 128 KiB otherwise: documents are longer
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as lines:
+    csv.field_size_limit(MOST_OF_ONE)  # of 128 KiB otherwise: documents are longer
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
+        lines = (line for _, line in _lines(path, file))
         rows = csv.reader(lines, delimiter=separator, strict=True)
         header = next(rows, [])
         if len({*header}) < len(header):

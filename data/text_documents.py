@@ -4,8 +4,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from data.input_files import InputFile
-from data.json_text import short
-from data.row_files import FORMATS, SEPARATORS, ending, naming, open_bytes, read_rows
+from data.json_text import check_size, short
+from data.row_files import (
+    BUFFER_BYTES,
+    FORMATS,
+    SEPARATORS,
+    ending,
+    naming,
+    open_bytes,
+    read_rows,
+)
 from data.skipped import BadRow
 
 AMBIGUOUS = (".json", *SEPARATORS)
@@ -63,8 +71,11 @@ def _has_rows(file: InputFile, text_field: str) -> bool:
 
 def _whole(file: InputFile) -> TextDocument:
     where = str(file.path)
+    found = bytearray()
     with naming(file.path), open_bytes(file.path) as content:
-        found = content.read()
+        while part := content.read(BUFFER_BYTES):
+            found += part
+            check_size(len(found), where)
     try:
         text = found.decode("utf-8")
     except UnicodeDecodeError:

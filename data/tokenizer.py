@@ -320,7 +320,8 @@ class SentencePieceTokenizer:
 
 def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     """Returns a text's ids after those that begin a document, int32 (n,)."""
-    return np.array([*tokenizer.begin_of_document, *ids], np.int32)
+    begin = np.array(tokenizer.begin_of_document, np.int32)
+    return np.concatenate([begin, ids], dtype=np.int32)
 
 
 def open_tokenizer(spec: str) -> Tokenizer:

@@ -9,11 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data import json_text
+from data import json_text, row_files
 from data.corpus import prepare
+from data.input_files import InputFile
 from data.json_text import iterate_list
 from data.row_files import read_rows
 from data.skipped import BadRow
+from data.text_documents import read_documents
 from data.tokenizer import ByteTokenizer
 from tests import tables
 from tests.fuzzing import damaged, fuzz
@@ -110,6 +112,27 @@ def test_of_a_record_batch_few_rows_are_python_s_at_a_time(tmp_path):
     content = tables.as_arrow(random_texts(3000), batch=1 << 20)
     source = tables.compress(tmp_path / "rows.arrow", content)
     assert peak_of_reading(source) < 1.1 * len(content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.txt", "a.txt.gz", "rows.jsonl.gz", "rows.json", "lines.json", "rows.csv"],
+)
+def test_what_is_too_long_to_be_held_is_refused(tmp_path, monkeypatch, name):
+    """As a text that a small file unpacks to."""
+    rows = [{"text": "long " * 800}]
+    write = tables.FORMATS.get(name, lambda rows: rows[0]["text"].encode())
+    source = tables.compress(tmp_path / name, write(rows))
+    monkeypatch.setattr(json_text, "MOST_READ", 16)
+    for most in 9999, 3999:
+        monkeypatch.setattr(json_text, "MOST_OF_ONE", most)
+        monkeypatch.setattr(row_files, "MOST_OF_ONE", most)
+        found = read_documents([InputFile(source, None, True)], "text")
+        if most == 9999:
+            assert [document.text for document in found] == [rows[0]["text"]]
+    match = f"^{source}.* has more than 3,999 bytes, .* several rows or files"
+    with pytest.raises(ValueError, match=match):
+        list(found)
 
 
 @pytest.mark.parametrize("most_read", [1, 2, 7, 1 << 16])
