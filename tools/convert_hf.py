@@ -31,6 +31,7 @@ from flax import traverse_util
 from configs import base
 from data.document_mask import DocumentMask
 from data.json_text import read_json_object
+from data.new_directory import refuse_existing
 from models.abstract import Model
 from models.adapters import Lora
 from models.rope import RopeScaling
@@ -41,12 +42,7 @@ from tools.lib.hf import adapters, multimodal
 from tools.lib.hf import config as hf_config
 from tools.lib.hf.names import Weight, stored_shapes, weights_of
 from tools.lib.hf.reading import check_tensors, load
-from tools.lib.hf.tensor_files import (
-    WHOLE,
-    TensorFiles,
-    TensorFilesWriter,
-    check_absent,
-)
+from tools.lib.hf.tensor_files import WHOLE, TensorFiles, TensorFilesWriter
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
 
@@ -78,7 +74,7 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> Imported:
         ours, or a tensor is missing, unknown or of another shape; nothing is written.
       FileExistsError: `workdir` is not empty.
     """
-    check_absent(workdir)
+    refuse_existing(workdir)
     fields = _read_config(source, CONFIG)
     config = hf_config.model_config(fields)
     with TensorFiles(source) as files:
@@ -110,7 +106,7 @@ def import_adapter(
         of ours, or does not fit the model; nothing is written.
       FileExistsError: `workdir` is not empty.
     """
-    check_absent(workdir)
+    refuse_existing(workdir)
     fields = _read_config(source, adapters.CONFIG)
     with TensorFiles(source, adapters.TENSORS) as files:
         lora = adapters.read_lora(fields, [*files.shapes])
@@ -158,7 +154,7 @@ def export_model(
         not hold its numbers, or adapters belong to something else or say too little.
       FileExistsError: `directory` is not empty.
     """
-    check_absent(directory)
+    refuse_existing(directory)
     kept = {} if original is None else _read_config(original, CONFIG)
     source = SavedParameters(workdir)
     config = _with_mask(_saved_sizes(source, workdir), source)

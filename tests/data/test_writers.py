@@ -1,5 +1,7 @@
 """Writers of corpora and of trajectories: files appear whole or not at all."""
 
+import socket
+
 import numpy as np
 import pytest
 
@@ -99,6 +101,25 @@ def test_the_slower_of_two_writers_is_refused(tmp_path, kind):
             write(kind, tmp_path / "new", 6)
     assert kind.size(tmp_path / "new") == 6
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+@each_kind
+def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_has_is_not(
+    tmp_path, kind
+):
+    host = socket.gethostname()
+    others = {f".new2.{host}.0.partial", ".new.elsewhere.0.partial", f".new.{host}.0"}
+    for name in others:
+        (tmp_path / name).mkdir()
+    new = tmp_path / "new"
+    stopped = pytest.raises(KeyboardInterrupt)
+    with stopped, kind.open(new) as alive, kind.open(new) as dead:
+        dead._new._locked.close()  # as the kernel does
+        write(kind, new, 6)
+        found = {path.name for path in tmp_path.iterdir()}
+        assert found == {"new", alive._new.partial.name, *others}
+        raise KeyboardInterrupt
+    assert kind.size(new) == 6
 
 
 @each_kind

@@ -5,8 +5,6 @@ directory that appears whole or not at all.
 """
 
 import json
-import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from data.json_text import parse_json, read_json_object, short
+from data.new_directory import NewDirectory, refuse_existing
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -146,7 +145,7 @@ class TensorFilesWriter:
         """
         if file_bytes < 1:
             raise ValueError(f"{file_bytes=} must be at least 1")
-        check_absent(directory)
+        refuse_existing(directory)
         self._directory, self._whole = directory, whole
         self._bytes = dict(tensor_bytes)
         self._plan = _plan(tensor_bytes, file_bytes)
@@ -156,13 +155,10 @@ class TensorFilesWriter:
     @property
     def partial(self) -> Path:
         """Returns where the files are until the block ends."""
-        return self._partial
+        return self._new.partial
 
     def __enter__(self) -> "TensorFilesWriter":
-        self._directory.parent.mkdir(parents=True, exist_ok=True)
-        name = f".{self._directory.name}.{uuid.uuid4().hex}.partial"
-        self._partial = self._directory.with_name(name)
-        self._partial.mkdir()
+        self._new = NewDirectory(self._directory)
         return self
 
     def write(self, name: str, tensor: np.ndarray) -> None:
@@ -175,7 +171,7 @@ class TensorFilesWriter:
         file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         file = self._whole if files == 1 else file
         # transformers refuses files that do not say this.
-        save_file(self._held, self._partial / file, metadata={"format": "pt"})
+        save_file(self._held, self.partial / file, metadata={"format": "pt"})
         self._map |= dict.fromkeys(self._held, file)
         self._held.clear()
 
@@ -184,7 +180,7 @@ class TensorFilesWriter:
             if kind is None:
                 self._finish()
         finally:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._new.remove()
 
     def _finish(self) -> None:
         missing = self._bytes.keys() - self._map.keys()
@@ -197,17 +193,8 @@ class TensorFilesWriter:
                 "metadata": {"total_size": sum(self._bytes.values())},
                 "weight_map": self._map,
             }
-            (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        self._partial.rename(self._directory)
-
-
-def check_absent(directory: Path) -> None:
-    """Raises FileExistsError if there is something at `directory` already."""
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise FileExistsError(
-            f"{directory} already exists and is left as it is: remove it or choose "
-            "another output"
-        )
+            (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        self._new.appear()
 
 
 def _plan(tensor_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
