@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.json_text import read_json_object
+from data.new_directory import refuse_bucket
 from data.row_files import FORMATS, TABLES, check_beginning, ending
 from data.skipped import BadRow, Skipped
 
@@ -105,6 +106,7 @@ def _check_inputs(inputs: Sequence[Path]) -> None:
     for path, times in Counter(inputs).items():
         if times > 1:
             raise ValueError(f"input {path} is given {times} times: name it once")
+        refuse_bucket(path)
         if not path.exists():
             raise FileNotFoundError(f"input {path} does not exist")
         if not path.is_dir() and not path.is_file():

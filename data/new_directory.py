@@ -1,6 +1,7 @@
-"""Directories that appear whole or not at all."""
+"""Directories of data: new ones appear whole or not at all, and none is in a bucket."""
 
 import contextlib
+import difflib
 import fcntl
 import glob
 import os
@@ -21,6 +22,7 @@ class NewDirectory:
 
     Raises:
       FileExistsError: `path` exists and is not empty; nothing in it is touched.
+      ValueError: it is in a bucket.
     """
 
     def __init__(self, path: Path, index: str | None = None):
@@ -75,7 +77,11 @@ def refuse_existing(directory: Path, index: str | None = None) -> None:
     """Raises FileExistsError if there is something at `directory`.
 
     index: the file with which it is called a corpus.
+
+    Raises:
+      ValueError: it is in a bucket.
     """
+    refuse_bucket(directory)
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     is_corpus = index is not None and (directory / index).exists()
@@ -83,3 +89,30 @@ def refuse_existing(directory: Path, index: str | None = None) -> None:
     raise FileExistsError(
         f"{directory} {what} and is left as it is: remove it or choose another output"
     )
+
+
+def refuse_missing(directory: Path, index: str) -> None:
+    """Raises FileNotFoundError if there is no corpus, which has the file `index`."""
+    refuse_bucket(directory)
+    if (directory / index).is_file():
+        return
+    near = [path.parent.name for path in directory.parent.glob(f"*/{index}")]
+    near = difflib.get_close_matches(directory.name, near, n=1)
+    why = f"; {directory.with_name(near[0])} is one" if near else ""
+    why = f", it has no {index}" if directory.exists() else why
+    texts = directory if directory.exists() else "TEXTS"
+    raise FileNotFoundError(
+        f"there is no corpus {directory}{why}: give the directory of one, or make one: "
+        f"python -m tools.prepare_text {texts} --output CORPUS"
+    )
+
+
+def refuse_bucket(path: Path) -> None:
+    """Raises ValueError for a path that was "gs://…", unless there is such a folder."""
+    scheme, *rest = path.parts or [""]
+    if rest and scheme.endswith(":") and not path.exists():
+        raise ValueError(
+            f"{scheme}//{'/'.join(rest)} is in a bucket, and data are read from and "
+            "written to file systems: copy it to a disk of every host, or mount the "
+            "bucket there (as with gcsfuse), and give that path"
+        )

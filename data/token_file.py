@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from data.json_text import short
-from data.new_directory import NewDirectory
+from data.new_directory import NewDirectory, refuse_missing
 from data.sources import Sources, write_sources
 from data.stored_array import StoredArray
 from data.tokenizer import Tokenizer
@@ -337,10 +337,7 @@ class TokenFileWriter:
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"there is no corpus {directory}: {REMEDY} --output {directory}"
-        )
+    refuse_missing(directory, META)
     return read_versioned(
         directory / META, VERSION, what="this is not a corpus", remedy=REMEDY
     )

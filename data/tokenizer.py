@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from data.new_directory import refuse_bucket
 from data.tokenizer_files import (
     TOKENIZER_CONFIG,
     read_begin,
@@ -339,6 +340,7 @@ def open_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
     path = Path(spec)
+    refuse_bucket(path)
     if path.is_dir():
         inside = [path / f"tokenizer{ending}" for ending in kinds]
         path = next((file for file in inside if file.is_file()), None)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from data.json_text import is_number
-from data.new_directory import NewDirectory
+from data.new_directory import NewDirectory, refuse_bucket
 from data.stored_array import StoredArray
 from data.versioned import (
     FILES,
@@ -361,6 +361,7 @@ def _flag(index: Mapping[str, Any], name: str) -> bool:
 
 
 def _read_index(directory: Path) -> dict[str, Any]:
+    refuse_bucket(directory)
     if not directory.is_dir():
         raise FileNotFoundError(f"there are no trajectories {directory}: {REMEDY}")
     return read_versioned(

@@ -59,9 +59,9 @@ def run_settings(
     left_out = (*_OF_A_HOST, *_UNREAD[config.task])
     fields = fields_by_name(config)
     read = {name: fields[name] for name in fields if not is_named(name, left_out)}
+    field, digest, unread = TASKS[config.task].identify(config)
     if config.task == "text":
         read["model.vocab_size"] = text.vocab_size(config)
-    field, digest, unread = TASKS[config.task].identify(config)
     if unread:
         say(f"data: {unread}")
     return json.loads(json.dumps(read | {f"{field}.contents": digest}))

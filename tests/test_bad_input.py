@@ -42,6 +42,7 @@ remat=tail attention=ring => config.remat='tail' | Contiguous | config.attention
 remat=tail attention=zigzag => config.remat='tail' | Zigzag | config.remat=attention
 implementation=cuda => implementation='cuda' | blockwise
 data.corpus=a:1,b => config.data.corpus='a:1,b' | weights for some only | "a:0.7,b:0.3"
+data.corpus=gs://a/b:0.7 => gs://a/b is in a bucket | or mount the bucket
 data.rows=lines => rows='lines' | packed, documents
 data.rows=whole => row of 80 | take a longer context
 mask=slide(4) => config.mask='slide(4)' | "prefix(N)" | as in "window(4096)"
@@ -156,10 +157,17 @@ def test_a_good_config_would_be_compiled(corpus, tmp_path):
         train.train(config, lambda line: None)
 
 
-def test_a_missing_corpus_is_refused(tmp_path):
-    message = refusal(small_config(tmp_path / "nowhere", tmp_path / "run"))
-    assert f"no corpus {tmp_path / 'nowhere'}" in message
-    assert "tools/prepare_text.py" in message
+def test_a_missing_corpus_is_refused(corpus, tmp_path):
+    shutil.copytree(corpus, tmp_path / "books")
+    (tmp_path / "texts").mkdir()
+    make = "or make one: python -m tools.prepare_text"
+    for name, why in {
+        "boks": f"; {tmp_path}/books is one: give the directory of one, {make} TEXTS ",
+        "texts": f", it has no meta.json: give the directory of one, {make} {tmp_path}",
+    }.items():
+        message = refusal(small_config(tmp_path / name, tmp_path / "run"))
+        assert message.startswith(f"there is no corpus {tmp_path / name}{why}")
+        assert message.endswith(" --output CORPUS")
 
 
 def test_a_damaged_corpus_is_refused(corpus, tmp_path):

@@ -177,7 +177,7 @@ def test_corpus_keeps_its_tokenizer(tmp_path):
 def test_missing_files_are_named(tmp_path, name):
     with pytest.raises(FileNotFoundError, match="there is no corpus .*prepare_text"):
         TokenFile.open(tmp_path / "nowhere", "train")
-    with pytest.raises(FileNotFoundError, match=r"meta\.json is missing"):
+    with pytest.raises(FileNotFoundError, match=r"it has no meta\.json"):
         TokenFile.open(tmp_path, "train")
     directory = write_masked(tmp_path / "corpus", ([5, 6], [True, False]))
     (directory / f"train.{name}.bin").unlink()

@@ -386,3 +386,5 @@ def test_damaged_and_missing_files_are_named(tmp_path, name):
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match='"gpt2" is not known: give "bytes"'):
         open_tokenizer("gpt2")
+    with pytest.raises(ValueError, match="^gs://a/tokenizer.json is in a bucket"):
+        open_tokenizer("gs://a/tokenizer.json")

@@ -97,6 +97,8 @@ def test_episodes_of_other_shapes_are_refused(tmp_path, shapes):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no trajectories .*pack_exorl"):
         TrajectoryFile.open(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="^gs://a/b is in a bucket"):
+        TrajectoryFile.open("gs://a/b")
     with pytest.raises(FileNotFoundError, match=r"index\.json is missing"):
         TrajectoryFile.open(tmp_path)
     directory = write(tmp_path / "run", some_episodes([4]))

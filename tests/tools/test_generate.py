@@ -269,7 +269,7 @@ BAD = {
     "--prompt x --system Short": "--system is of a chat | --chat",
     f"--prompt {'x' * 70} --chat vicuna --system S": "of 89 tokens | cache of 80",
     "--tokenizer gpt2": '"gpt2" is not known | tokenizer.json',
-    "--config.data.corpus=nowhere": "no corpus nowhere | prepare_text.py",
+    "--config.data.corpus=nowhere": "no corpus nowhere | prepare_text",
     "--config.model.vocab_size=200": "257 tokens | vocab_size=200 | --tokenizer",
     "--max-tokens 0": "--max-tokens: must be | at least 1, got 0",
     "--seed -1": "--seed: must be | at least 0, got -1",

@@ -25,6 +25,8 @@ NEW = "--output {new}"
 # a file, {garbage}/x a path below a file.
 CASES = {
     f"prepare_text {{new}} {NEW}": "input {new} does not exist",
+    f"prepare_text gs://a/b.txt {NEW}": "gs://a/b.txt is in a bucket",
+    "prepare_text {text.txt} --output gs://a/b": "gs://a/b is in a bucket",
     f"prepare_text {{garbage}} {NEW}": "is not UTF-8 text, nor",
     f"prepare_text {{full}} {NEW} --pattern *.md": "there is no text in {full}",
     "prepare_text {text.txt} --output {full}": "{full} already exists",
