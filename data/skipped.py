@@ -14,7 +14,7 @@ class BadRow:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
+        return f"{printable(self.where)}: {self.reason}"
 
 
 @dataclass
@@ -51,3 +51,8 @@ def stop_at(row: BadRow) -> None:
     raise ValueError(
         f"{row}: mend or remove it, or leave out all such (--bad-rows skip)"
     )
+
+
+def printable(text: str) -> str:
+    """Escapes letters of file names that a terminal would obey, or cannot show."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

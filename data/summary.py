@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from data.input_files import Inputs
-from data.skipped import BadRow, Skipped
+from data.skipped import BadRow, Skipped, printable
 from data.token_file import SplitCounts, TokenFileWriter
 
 
@@ -65,4 +65,5 @@ class Summary:
         lines += self.skipped.lines("skipped")
         lines += self.cut.lines(f"cut, {self.lost:,} tokens lost")
         lines += self.markup.lines("markup, learned as text")
-        return "\n".join([*lines, f"written to {self.writer.directory}"])
+        lines.append(f"written to {self.writer.directory}")
+        return "\n".join(map(printable, lines))

@@ -98,16 +98,15 @@ def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
 
 
 def test_many_bad_rows_are_named_in_part_and_counted(tmp_path, capsys):
-    source = tmp_path / "in.jsonl"
+    source = tmp_path / "in\x1b[31m\udcff.jsonl"
     source.write_text('{"text": null}\n' * 30 + '{"text": "a"}\n{"text": "b"}\n')
     arguments = [str(source), "--output", str(tmp_path / "out"), "--bad-rows", "skip"]
     assert prepare_text.main(arguments) == 0
     out, err = capsys.readouterr()
+    said = str(tmp_path / r"in\x1b[31m\udcff.jsonl")
     lines = err.splitlines()
-    assert len(lines) == 21 and lines[19].startswith(f"skipped {source}:20: field 'tex")
-    assert (
-        f"\nskipped: 30, field 'text' is NoneType, no text; first {source}:1\n" in out
-    )
+    assert len(lines) == 21 and lines[19].startswith(f"skipped {said}:20: field 'tex")
+    assert f"\nskipped: 30, field 'text' is NoneType, no text; first {said}:1\n" in out
 
 
 def test_chats_have_the_template_that_is_named(tmp_path):
