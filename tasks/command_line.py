@@ -21,6 +21,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from data.skipped import printable
 from tasks import run_config
 
 Main = Callable[[Sequence[str] | None], int | None]
@@ -76,10 +77,9 @@ def as_program(main: Main) -> Callable[[Sequence[str] | None], int]:
 def say(line: str, file: TextIO | None = None) -> None:
     """Prints a line to stdout, or a file; a full disk or closed pipe ends no program.
 
-    What cannot be printed, as the escape codes of a file's name, is written as Python
-    writes it.
+    Escape codes, as of a file's name, are written as Python writes them.
     """
-    line = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in line)
+    line = "\n".join(map(printable, line.split("\n")))
     # Flushed: what ends a run that hangs does not empty buffers.
     with contextlib.suppress(OSError):
         print(line, file=file, flush=True)
