@@ -7,6 +7,7 @@ import glob
 import os
 import shutil
 import socket
+import sys
 import uuid
 from pathlib import Path
 
@@ -57,7 +58,10 @@ class NewDirectory:
             raise
 
     def remove(self) -> None:
-        """Removes the sibling, where it has not appeared."""
+        """Removes the sibling, where it has not appeared; an error gets its path."""
+        error = sys.exception()
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(self._path)  # a full disk names none
         shutil.rmtree(self.partial, ignore_errors=True)
         self._locked.close()
 

@@ -1,5 +1,7 @@
 """Writers of corpora and of trajectories: files appear whole or not at all."""
 
+import errno
+import os
 import socket
 
 import numpy as np
@@ -72,6 +74,9 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path, kind, error):
         with kind.open(tmp_path / "new") as writer:
             kind.put(writer, 4)
             raise error
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/new'"):
+        with kind.open(tmp_path / "new"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(ValueError, match=kind.nothing):
         with kind.open(tmp_path / "new"):
             pass
