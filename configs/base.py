@@ -159,8 +159,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.lora.alpha = 16.0
     # Matrices that have one.
     config.lora.targets = "q,k,v,o,gate,up,down"
-    # Type in which frozen matrices are held: "bfloat16" or "float32".
-    config.lora.base_dtype = "bfloat16"
+    # Type in which frozen matrices are held: "bfloat16", "float32", or "" for that of
+    # compute_dtype, in which they are multiplied.
+    config.lora.base_dtype = ""
 
     # Type of activations and matrix products: "bfloat16" or "float32". Parameters
     # that are trained, and what updates them: see config.optimizer.

@@ -108,7 +108,7 @@ def _names(config: ml_collections.ConfigDict) -> None:
         "data.chain_order": ORDERS,
         "data.loss_on": LOSS_ON,
         "data.predict": PREDICTED,
-        "lora.base_dtype": COMPUTE_DTYPES,
+        "lora.base_dtype": ("", *COMPUTE_DTYPES),
     }
     found = []
     for name, choices in known.items():

@@ -71,5 +71,11 @@ def read_frozen(
         return {}
     saved = SavedParameters(config.init_from)
     frozen = saved.restore(abstract_frozen(model, partition))
-    say(f"frozen parameters: of step {saved.step} of {config.init_from}")
+    line = f"frozen parameters: of step {saved.step} of {config.init_from}"
+    if saved.rounded:
+        line += (
+            f", {saved.rounded} matrices rounded to bfloat16 ({config.compute_dtype=} "
+            f"{config.lora.base_dtype=})"
+        )
+    say(line)
     return frozen

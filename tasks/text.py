@@ -125,7 +125,7 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
         build,
         partition,
         trained=nnx.LoRAParam if record.lora.rank else nnx.Param,
-        frozen_dtype=jnp.dtype(config.lora.base_dtype),
+        frozen_dtype=jnp.dtype(config.lora.base_dtype or config.compute_dtype),
     )
 
 

@@ -107,7 +107,7 @@ lora.targets=q,w => config.lora.targets='q,w' | q,k,v,o,gate,up,down
 lora.targets= => config.lora.targets='' | separated by commas
 lora.targets=q,q => config.lora.targets='q,q' | each once
 lora.alpha=0.0 => config.lora.alpha=0.0 | above 0
-lora.base_dtype=int4 => config.lora.base_dtype='int4' | bfloat16, float32
+lora.base_dtype=int4 => config.lora.base_dtype='int4' | "", bfloat16, float32
 init_from=gs://a/b => config.init_from='gs://
 model.num_kv_heads=3 => config.model.num_heads=4 | config.model.num_kv_heads=3 | \
 multiple

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
@@ -49,8 +50,10 @@ class SavedParameters:
     step: number of updates that made them; 0 for imported ones.
     fingerprint: of their model, as it was saved (see `Checkpoints`).
     settings: of the run that saved them, by dotted name; empty where it kept none.
+    rounded: how many of those read last have other values in the types asked for.
     """
 
+    rounded: int = 0
     step: int
     fingerprint: dict[str, Any]
     settings: dict[str, Any]
@@ -179,11 +182,12 @@ class SavedParameters:
             return self._read(stored)
         like, tree = jax.tree.flatten(abstract)
         alone = [None] * len(like)
-        parameters = []
+        self.rounded, parameters = 0, []
         for number, leaf in enumerate(jax.tree.leaves(stored)):
             one = alone[:number] + [leaf] + alone[number + 1 :]
             (read,) = jax.tree.leaves(self._read(jax.tree.unflatten(tree, one)))
             parameters.append(read.astype(like[number].dtype))
+            self.rounded += not _is_equal(read, parameters[-1])
         return jax.tree.unflatten(tree, parameters)
 
     def _read(self, part: Any) -> Any:
@@ -199,6 +203,12 @@ class SavedParameters:
             f"step {self.step} of {self._workdir} is damaged: {damage}. Nothing was "
             "changed; move that step away to read the one before it, if there is one"
         )
+
+
+@jax.jit
+def _is_equal(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns whether all values of two arrays are the same, whatever their types."""
+    return (x.astype(jnp.float32) == other.astype(jnp.float32)).all()
 
 
 def save_parameters(

@@ -77,6 +77,29 @@ def test_logits_are_pefts_and_those_of_the_merged_export(runs, tmp_path, name):
     np.testing.assert_allclose(found, got, atol=1e-5)
 
 
+def test_what_has_no_adapter_is_exported_as_it_was_imported(runs, tmp_path):
+    """Whatever type the run holds it in; a line says that it rounds."""
+    config, partition = run_of(runs, "llama_gqa")
+    for compute, words in (
+        ("bfloat16", " matrices rounded to bfloat16 ("),
+        ("float32", ""),
+    ):
+        config.update({"compute_dtype": compute, "lora": {"base_dtype": ""}})
+        said = []
+        frozen.read_frozen(
+            config, text.model(config, partition), partition, said.append
+        )
+        assert words in said[0] and ("rounded" in said[0]) == bool(words)
+        run_config.write(config)
+        export_model(config.workdir, tmp_path / compute, partition, **FILE)
+        found = load_file(tmp_path / compute / "model.safetensors")
+        files = (hf_models.DIRECTORY / "llama_gqa").glob("*.safetensors")
+        imported = {n: x for file in files for n, x in load_file(file).items()}
+        assert found.keys() == imported.keys()
+        for tensor in (name for name in found if "_proj" not in name):
+            np.testing.assert_array_equal(found[tensor], imported[tensor], tensor)
+
+
 @pytest.mark.parametrize("name", ["llama_scaled", "gemma3"])
 def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path, name):
     config, partition = run_of(runs, name)

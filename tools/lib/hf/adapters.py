@@ -182,17 +182,14 @@ class Adapted:
     def restore(self, abstract: Any) -> Any:
         """Reads parameters with their adapters added in; as of `SavedParameters`.
 
-        The frozen ones are rounded as in the run.
+        The frozen ones are as they were imported.
         """
         base = traverse_util.flatten_dict(self._base.restore(abstract))
-        held = traverse_util.flatten_dict(self.model.frozen_shapes)
         own = traverse_util.flatten_dict(self.parameters)
-        for path, wide in base.items():
-            weight = wide.astype(held[path].dtype).astype(wide.dtype)
+        for path, weight in base.items():
             factors = [own.get((*path[:-1], f"{path[-1]}_{end}")) for end in FACTORS]
             if factors[0] is not None:
-                weight = _merge(weight, *factors, self.model.config.lora.scale)
-            base[path] = weight
+                base[path] = _merge(weight, *factors, self.model.config.lora.scale)
         return traverse_util.unflatten_dict(base)
 
 
