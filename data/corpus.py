@@ -65,7 +65,7 @@ def prepare(
       inputs: files and directories; hidden files in a directory are left out.
       output: a directory that does not exist yet, or is empty.
       tokenizer: makes the tokens.
-      validation_fraction: about this share of the documents is held out, and at least
+      validation_fraction: about this share of characters is held out, and at least
         one (and never all) where two documents differ; if no files are held out. None:
         2 %, and of small corpora up to 10 %, for `LEAST_HELD_OUT`.
       text_field: which field of a row is the document.

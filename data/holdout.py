@@ -4,9 +4,13 @@ So copies of one text never come to lie on both sides, whatever else is in a cor
 """
 
 import hashlib
-import heapq
+
+import numpy as np
 
 END = 1 << 64
+BINS = 1 << 16
+"""Marks of texts are counted in so many ranges; most texts of a small corpus have one
+of their own."""
 FRACTION = 0.02
 """Share that is held out where none is asked for."""
 LARGEST_SHARE = 0.1
@@ -17,9 +21,9 @@ class Holdout:
     """Splits texts, after `add` was called with all of them."""
 
     def __init__(self, fraction: float | None = None, least: int = 0):
-        """Holds out about this share of the texts.
+        """Holds out about this share of the characters of all texts.
 
-        At least one is held out, and never all, where two texts differ.
+        At least one text is held out, and never all, where two differ.
 
         Args:
           fraction: the share; None: `FRACTION`, and of small corpora more.
@@ -31,27 +35,18 @@ class Holdout:
         """
         if fraction is not None and not 0 < fraction < 1:
             raise ValueError(f"validation_fraction={fraction} must be between 0 and 1")
-        self._wanted = int((fraction or FRACTION) * END)
-        self._wanted_size = least if fraction is None else 0
+        self._share = fraction or FRACTION
+        self._wanted = least if fraction is None else 0
+        self._sums = np.zeros((2, BINS), np.int64)  # characters and texts of each range
         self._least, self._most = END, 0
-        self._count = self._size = 0
-        # The texts of the smallest marks: (-mark, size), just enough of them.
-        self._first: list[tuple[int, int]] = []
-        self._first_size = 0
         self._found: int | None = None
 
     def add(self, text: str) -> None:
         """Adds one text."""
         mark = _mark(text)
         self._least, self._most = min(self._least, mark), max(self._most, mark)
-        self._count, self._size = self._count + 1, self._size + len(text)
+        self._sums[:, mark * BINS // END] += len(text), 1
         self._found = None
-        heapq.heappush(self._first, (-mark, len(text)))
-        self._first_size += len(text)
-        while self._first_size - self._first[0][1] >= self._wanted_size:
-            self._first_size -= heapq.heappop(self._first)[1]
-            if not self._first:
-                break
 
     def split(self, text: str) -> str:
         """Returns "train" or "validation"."""
@@ -63,13 +58,13 @@ class Holdout:
         """Returns the mark below which texts are held out."""
         if self._least >= self._most:
             return 0
-        cut, size = max(self._wanted, self._least + 1), 0
-        most = int(LARGEST_SHARE * self._count)
-        for negative, length in sorted(self._first, reverse=True)[:most]:
-            if size >= LARGEST_SHARE * self._size:
-                break
-            cut, size = max(cut, 1 - negative), size + length
-        return min(cut, self._most)
+        held = np.pad(np.cumsum(self._sums, axis=1), ((0, 0), (1, 0)))  # below each
+        size, texts = held
+        share = np.abs(size - self._share * size[-1]).argmin()
+        least = np.searchsorted(size, min(self._wanted, LARGEST_SHARE * size[-1]))
+        most = np.searchsorted(texts, LARGEST_SHARE * texts[-1], side="right") - 1
+        cut = int(max(share, min(least, most))) * END // BINS
+        return min(max(cut, self._least + 1), self._most)
 
 
 def _mark(text: str) -> int:

@@ -252,6 +252,19 @@ class InOrder:
         return grain.MapDataset.range(rows)
 
 
+@dataclass(frozen=True)
+class Filled:
+    """The rows of an order, and then the first again, up to whole batches."""
+
+    order: RowOrder
+    batch_rows: int
+
+    def sequence(self, rows: int) -> grain.MapDataset[int]:
+        found = self.order.sequence(rows)
+        whole = -(-len(found) // self.batch_rows) * self.batch_rows
+        return found.repeat(1 + self.batch_rows)[:whole]
+
+
 class TextBatches:
     """Batches by step: `batches[step]` is a dict from block to `Batch`.
 

@@ -10,7 +10,7 @@ import ml_collections
 from flax import nnx
 
 from data.batch import Batch, Block
-from data.text import TextBatches
+from data.text import Filled, TextBatches
 from kernels.masks import Visible
 from models.abstract import Model, joined
 from models.adapters import Lora
@@ -198,9 +198,15 @@ def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> B
 
 @names_fields
 def batches(
-    config: ml_collections.ConfigDict, partition: Partition, split: str
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    split: str,
+    fills: bool = False,
 ) -> TextBatches:
     """Returns this host's part of every batch: shuffled to train, else in order.
+
+    fills: whether the rows left over at the end of a split in order are a batch too,
+      filled up with its first rows.
 
     Raises:
       FileNotFoundError, ValueError: a corpus too small for one batch; or as
@@ -208,6 +214,7 @@ def batches(
     """
     plan, order = corpora.rows(config, split, vocab_size(config))
     sharding, shape = batch_sharding(config, partition), batch_shape(config, partition)
+    order = Filled(order, config.data.batch_rows) if fills else order
     return TextBatches(
         plan,
         host_blocks(sharding, shape),

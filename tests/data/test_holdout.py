@@ -20,6 +20,16 @@ def test_about_the_share_is_held_out_whatever_the_order_and_the_copies():
     assert splits(texts + texts) == forward + forward
 
 
+def test_the_share_is_that_of_the_characters(rng):
+    """Few texts are most of many corpora."""
+    sizes = (rng.lognormal(6, 1.5, 225)).astype(int) + 1
+    texts = [f"{i:3} ".ljust(size, "x") for i, size in enumerate(sizes)]
+    held = [
+        len(t) for t, s in zip(texts, splits(texts, 0.1), strict=True) if s != "train"
+    ]
+    assert abs(sum(held) - 0.1 * sum(map(len, texts))) <= sizes.max() / 2 + 4
+
+
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
 def test_both_splits_get_a_text_where_two_differ(fraction):
     assert set(splits(["one", "other"], fraction)) == {"train", "validation"}

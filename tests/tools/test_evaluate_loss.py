@@ -52,6 +52,7 @@ def written_out(corpus: Path, workdir: Path, tokens: int, by: str) -> dict:
     partition = partition_of(MeshShape())
     config.mesh.update(data=1, fsdp=1, ring=1, tensor=1)
     parameters = jax.device_get(restored_parameters(config, partition)[0])
+    config.data.batch_rows = 1
     batches = text.batches(config, partition, "validation")
     found: dict[int, list[float]] = {}
     sizes = text.sizes(config)

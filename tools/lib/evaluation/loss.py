@@ -150,9 +150,10 @@ def read_sums(
     Raises:
       FileNotFoundError, ValueError: something in the config or the options is wrong.
     """
-    batches = text.batches(config, partition, options.split)
-    if options.split == "train" and not options.batches:
+    ends = options.split != "train"
+    if not ends and not options.batches:
         raise ValueError("--split train is read shuffled, without end: give --batches")
+    batches = text.batches(config, partition, options.split, fills=ends)
     count = min(options.batches or len(batches), len(batches))
     sharding = batch_rows.batch_sharding(config, partition)
     shape = batch_rows.batch_shape(config, partition)
@@ -167,15 +168,19 @@ def read_sums(
 
     def sums(parameters: Any) -> Iterator[Sums]:
         with contextlib.closing(iterate(batches, **reading)) as steps:
-            for _, blocks in itertools.islice(steps, count):
+            for step, blocks in itertools.islice(steps, count):
                 batch = place(blocks, sharding, shape)
                 losses = np.asarray(program(parameters, batch), np.float64)
                 weights, positions = map(
                     np.asarray, (batch.loss_weights, places(batch))
                 )
-                yield Sums.of(losses, weights, positions, parts)
+                # Behind the last rows of a split the first ones fill up the batch.
+                read = batches.rows - step * shape[0] if ends else shape[0]
+                found = (x[:read] for x in (losses, weights, positions))
+                yield Sums.of(*found, parts)
 
-    return (batches.rows, count * shape[0]), sums
+    read = count * shape[0]
+    return (batches.rows, min(read, batches.rows) if ends else read), sums
 
 
 def evaluate(
