@@ -12,6 +12,7 @@ from itertools import batched
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from data.chat_template import ChatTemplate, Document
@@ -169,7 +170,9 @@ def prepare_chats(
             on_bad_row(row)
             summary.skipped.add(row)
 
-        conversations = _survey(found, holdout, summary.markup, skip)
+        conversations = _survey(found, holdout, summary, skip)
+        if not _drops_system(encoder.template):
+            summary.unwritten = Skipped()
         if not keep_markup:
             check_markup(summary.markup, conversations)
         writer.add_sources(file.path for file in found.files)
@@ -185,8 +188,19 @@ def prepare_chats(
     return summary
 
 
+def _drops_system(template: ChatTemplate) -> bool:
+    """Returns whether a template writes the same with the system's words as without."""
+    talk = Conversation("", None, (("x", "y"),))
+    without, given = template.documents(
+        [replace(talk, system=system).messages for system in (None, "SYSTEM")]
+    )
+    if isinstance(without, ValueError) or isinstance(given, ValueError):
+        return False  # each row is refused
+    return np.array_equal(without[-1].tokens, given[-1].tokens)
+
+
 def _survey(
-    inputs: Inputs, holdout: Holdout, markup: Skipped, skip: Callable[[BadRow], None]
+    inputs: Inputs, holdout: Holdout, summary: Summary, skip: Callable[[BadRow], None]
 ) -> int:
     """Reads all rows; returns how many are conversations."""
     conversations = 0
@@ -198,7 +212,9 @@ def _survey(
         if split is None:
             holdout.add(row.text)
         if names_special_tokens(row.text):
-            markup.add(BadRow(row.where, SPECIAL))
+            summary.markup.add(BadRow(row.where, SPECIAL))
+        if row.system is not None:
+            summary.unwritten.add(BadRow(row.where, "the system's words"))
     return conversations
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -138,10 +139,11 @@ class ChatTemplate:
         for number, prompt in prompts.items():
             text = self._render(messages[: number + 1], asks=False)
             if not text.startswith(prompt):
+                asked = prompt[len(commonprefix([text, prompt])) :]
                 raise ValueError(
-                    f"the chat template {self.name} writes a reply otherwise than "
-                    "where it asks for one, so what is learned is not known: choose "
-                    "another template"
+                    f"the chat template {self.name} writes a reply otherwise than where"
+                    f" it asks for one, with {asked[:80]!r}: take that out of what it "
+                    "adds for add_generation_prompt, or choose another template"
                 )
             behind = text[len(prompt) :].partition(self._end_name)
             if whole.startswith(prompt + behind[0] + behind[1]):

@@ -20,6 +20,7 @@ class Summary:
     cut: rows that are too long, of which a part is lost.
     lost: tokens of these parts.
     markup: documents with markup that is learned as text.
+    unwritten: conversations of which the chat template leaves out a part.
     """
 
     writer: TokenFileWriter
@@ -30,6 +31,7 @@ class Summary:
     cut: Skipped = field(default_factory=Skipped)
     lost: int = 0
     markup: Skipped = field(default_factory=Skipped)
+    unwritten: Skipped = field(default_factory=Skipped)
 
     def add_cut(self, row: BadRow, tokens: int) -> None:
         """Counts a row of which so many tokens are lost."""
@@ -65,5 +67,6 @@ class Summary:
         lines += self.skipped.lines("skipped")
         lines += self.cut.lines(f"cut, {self.lost:,} tokens lost")
         lines += self.markup.lines("markup, learned as text")
+        lines += self.unwritten.lines("WARNING: not in the chat template")
         lines.append(f"written to {self.writer.directory}")
         return "\n".join(map(printable, lines))

@@ -9,7 +9,7 @@ import pytest
 from data.batch import Block
 from data.chat import ChatEncoder, prepare_chats, stop_at
 from data.chat_format import FORMATS
-from data.chat_template import template_of
+from data.chat_template import ChatTemplate, template_of
 from data.conversation import Conversation
 from data.text import InOrder, TextBatches, WholeRows
 from data.token_file import TokenFile
@@ -258,3 +258,19 @@ def test_bad_settings_are_refused():
         encoder(1)
     with pytest.raises(ValueError, match="'drop' must be one of truncate, split"):
         encoder(9, "drop")
+
+
+def test_a_template_that_drops_the_system_s_words_says_so(tmp_path):
+    source = "{% for m in messages if m.role != 'system' %}{{ m.content }}"
+    source += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    rows = [
+        {"messages": talk((f"{i}", "x"), system=s).messages}
+        for i, s in enumerate("SST")
+    ]
+    rows.append({"messages": talk(("5", "x"), system=None).messages})
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    drops = ChatEncoder(ChatTemplate("x", source, BYTES), context_tokens=100)
+    for name, one in ("drops", drops), ("writes", encoder()):
+        said = str(prepare_chats([tmp_path / "in.jsonl"], tmp_path / name, one))
+        words = "WARNING: not in the chat template: 3, the system's words; first "
+        assert (words in said) == (one is drops)

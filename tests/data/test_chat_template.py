@@ -357,6 +357,10 @@ def test_a_template_whose_replies_differ_from_its_prompts_is_refused():
     one = ChatTemplate("x", source, BYTES)
     (refused,) = one.documents([talk(None, ("a", "b"))])
     assert "x writes a reply otherwise than where it asks for one" in str(refused)
+    thinks = source.replace("'S' if loop.last and m.role == 'user'", "''")
+    thinks += "{{ '<think>' if add_generation_prompt }}"
+    (refused,) = ChatTemplate("x", thinks, BYTES).documents([talk(None, ("a", "b"))])
+    assert "with '<think>': take that out of what it adds for add_g" in str(refused)
 
 
 def test_the_corpus_and_then_the_tokenizers_files_have_the_template(tmp_path):
