@@ -19,6 +19,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ import ml_collections
 from data.text import iterate
 from tasks import base, batch_rows, config_checks, layout_advice, run_config
 from tasks.base import Data, Task
-from tasks.command_line import Parser, as_program, read_config, say
+from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
 from tasks.frozen import read_frozen
 from tasks.programs import compile_programs, first_state
@@ -130,8 +131,11 @@ def train(
 
         # Programs.
         _stop_if(stop, first_step)
+        say("compiling")
+        begun = time.monotonic()
         with goodput.spend("compile"):
             programs = compile_programs(config, task, optimizer, state_like, frozen)
+        say(f"compiled in {time.monotonic() - begun:.1f} s")
         _stop_if(stop, first_step)
 
         # Reports.
@@ -163,7 +167,8 @@ def train(
         saved = "checkpoint" if checkpoints.latest_step() == step else "no checkpoint"
     where = f"{saved} and curves in {config.workdir}; {goodput}"
     if step < last_step:
-        raise Preempted(f"step {step} of {last_step}, {where}")
+        again = f"to go on: python train.py --workdir={config.workdir}"
+        raise Preempted(f"step {step} of {last_step}, {where}; {again}")
     say(f"done: step {last_step}, {where}")
     return {"step": last_step, **report.last}
 
@@ -308,7 +313,7 @@ def silence_writers() -> None:
 @as_program
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Trains what `--config` or `--workdir` says; returns the exit code."""
-    _, rest = Parser(__doc__).parse_known_args(arguments)
+    _, rest = Parser(__doc__, epilog=CONFIG_FLAGS).parse_known_args(arguments)
     config = read_config(rest)
     silence_writers()
     base.simulate_devices(config)

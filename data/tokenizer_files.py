@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+SAMPLING = "temperature", "top_k", "top_p"
+"""Keys of generation_config.json that are defaults of tools/generate.py."""
 # In the order of their authority on what ends a document.
 FILES = (
     (TOKENIZER_CONFIG, "eos_token"),
@@ -98,6 +100,22 @@ def read_names(tokenizer: Path) -> dict[str, str | None]:
     }
 
 
+def read_sampling(tokenizer: Path) -> dict[str, float]:
+    """Reads how a model's texts are to be drawn: of `SAMPLING`, what is said.
+
+    tokenizer: file that generation_config.json lies beside.
+
+    Raises:
+      ValueError: the file is damaged, or says something else than numbers.
+    """
+    path = tokenizer.with_name(GENERATION_CONFIG)
+    found = {key: value for key, value in _read(path).items() if key in SAMPLING}
+    for key, value in found.items():
+        if type(value) not in (int, float):
+            raise ValueError(f"{path} has {key} {short(value)}: say a number")
+    return found
+
+
 def read_chat_template(directory: Path) -> str | None:
     """Reads the Jinja template of a model's or a corpus' directory; None: it has none.
 
@@ -140,6 +158,7 @@ def write_tokenizer(
         of_texts = {"add_bos_token": bool(tokenizer.begin_of_document)}
         of_texts |= {"bos_token": None} | tokenizer.names
         stop_tokens = {"eos_token_id": [*tokenizer.stop_tokens]}
+        stop_tokens |= read_sampling(tokenizer.path)
         files = {
             copy: tokenizer.path.read_bytes(),
             TOKENIZER_CONFIG: f"{json.dumps(of_texts)}\n".encode(),

@@ -128,6 +128,14 @@ def platforms(root: Path, environment: Mapping[str, str]) -> str | None:
     return None if is_other else "cpu"
 
 
+CONFIG_FLAGS = """config:
+  --config=FILE[:NAME]   program that makes the config, as configs/tiny.py
+  --workdir=DIR          or the run in this directory, with the config that it keeps
+  --config.NAME=VALUE    changes a field of configs/base.py, as --config.mesh.ring=4
+"""
+"""End of the help of a program that calls `read_config`."""
+
+
 class Parser(argparse.ArgumentParser):
     """Arguments of a program, whose description is its help; errors are one line.
 

@@ -32,12 +32,14 @@ from configs import base
 from data.document_mask import DocumentMask
 from data.json_text import read_json_object
 from data.new_directory import refuse_existing
+from data.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
 from models.adapters import Lora
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tasks import frozen, run_config, text
+from tasks import corpora, frozen, run_config, text
 from tasks.command_line import Parser, as_program, at_least
+from tools.generate import find_tokenizer
 from tools.lib.hf import adapters, multimodal
 from tools.lib.hf import config as hf_config
 from tools.lib.hf.names import Weight, stored_shapes, weights_of
@@ -136,7 +138,7 @@ def export_model(
     """Writes the parameters of a run's newest checkpoint as a published model.
 
     One parameter (all layers of it) is read at a time. Adapters are added in. Returns
-    what of `original` was changed, in words; or "".
+    what of `original` was changed, or is missing without one, in words; or "".
 
     Args:
       workdir: of a run, or imported weights.
@@ -144,7 +146,7 @@ def export_model(
       partition: the mesh that the parameters pass through.
       dtype: a name of `DTYPES`. bfloat16 rounds to the nearest.
       file_bytes: of the largest file.
-      original: a model whose other fields of config.json, and tokenizer, are kept.
+      original: whose fields of config.json, and tokenizer, are kept; else the corpus'.
       weights: working directory of what adapters belong to, if it has moved.
       adapter_only: writes the adapters alone, as PEFT does.
 
@@ -181,9 +183,13 @@ def export_model(
     with TensorFilesWriter(directory, sizes, file_bytes, whole) as writer:
         for tensor_name, tensor in tensors:
             writer.write(tensor_name, _narrowed(tensor, dtype, tensor_name))
+        said = "" if adapter_only else hf_config.context_change(fields, kept)
+        if original:
+            _copy_companions(original, writer.partial)
+        elif not adapter_only:
+            said = _write_own_tokenizer(workdir, writer.partial, fields)
         (writer.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
-        _copy_companions(original, writer.partial)
-    return "" if adapter_only else hf_config.context_change(fields, kept)
+    return said
 
 
 def _check_alone(
@@ -203,8 +209,28 @@ def _check_alone(
     source.check_sizes(config)
 
 
-def _copy_companions(original: Path | None, directory: Path) -> None:
-    for pattern in COMPANIONS if original else ():
+def _write_own_tokenizer(workdir: str, directory: Path, fields: dict[str, Any]) -> str:
+    """Writes the tokenizer of a run's corpus; returns what is missing, in words, or "".
+
+    fields: of config.json, which get the ids that begin and end texts.
+    """
+    try:
+        config = run_config.read(workdir)
+        tokenizer = find_tokenizer(config, None)
+    except (ValueError, OSError) as error:
+        return f"without a tokenizer and ids of special tokens (--like): {error}"
+    corpus = next(map(Path, corpora.named(config)), Path())
+    copy, _ = write_tokenizer(directory, tokenizer, read_chat_template(corpus))
+    if copy is None:
+        return f"the tokenizer is {tokenizer.name}, which has no file"
+    ends, begins = tokenizer.stop_tokens, tokenizer.begin_of_document
+    fields["eos_token_id"] = ends[0] if len(ends) == 1 else [*ends]
+    fields["bos_token_id"] = begins[0] if begins else None
+    return ""
+
+
+def _copy_companions(original: Path, directory: Path) -> None:
+    for pattern in COMPANIONS:
         for file in sorted(filter(Path.is_file, original.glob(pattern))):
             shutil.copyfile(file, directory / file.name)
 
@@ -330,7 +356,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--like",
         type=Path,
-        help="model whose tokenizer and other fields of config.json are kept",
+        help="model whose tokenizer and fields of config.json are kept",
     )
     add("--adapter", action="store_true", help="the adapters alone, as PEFT has them")
     add("--weights", help="workdir of what adapters belong to, if it has moved")

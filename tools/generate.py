@@ -39,10 +39,11 @@ from data.chat_template import OWN, ChatTemplate, Message, open_template
 from data.text_stream import TextStream
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
+from data.tokenizer_files import SAMPLING, read_sampling
 from models.decode import Generator, Held
 from models.sampling import Sampling
 from tasks import base, corpora, text
-from tasks.command_line import Parser, as_program, at_least
+from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, generator, restored_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,6 +99,7 @@ class Writer:
     max_tokens: int | None
     seed: int
     chat: Chat | None = None
+    sampling: Sampling = Sampling()
 
     def encode(self, prompt: str) -> tuple[np.ndarray, int]:
         """Returns the prompt's tokens, int32 (n,), and how many may follow.
@@ -204,6 +206,17 @@ def find_template(
     return open_template(name, tokenizer, corpus) if name else None
 
 
+def drawing(options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, float]:
+    """Returns temperature, top_k and top_p: of the options, or else of the model.
+
+    Raises:
+      ValueError: its generation_config.json is damaged.
+    """
+    given = {name: getattr(options, name) for name in SAMPLING}
+    own = read_sampling(tokenizer.path) if tokenizer.path else {}
+    return own | {name: value for name, value in given.items() if value is not None}
+
+
 def prepare(
     config: ml_collections.ConfigDict, options: argparse.Namespace
 ) -> tuple[Writer, Callable[[], Any]]:
@@ -222,7 +235,7 @@ def prepare(
     template = find_template(config, options.chat, tokenizer)
     chat = template and Chat(template, options.system)
     sampling = Sampling(
-        options.temperature, options.top_k, options.top_p, tokenizer.vocab_size
+        **drawing(options, tokenizer), allowed_tokens=tokenizer.vocab_size
     )
     partition = base.partition(config, jax.devices())
     programs = generator(
@@ -232,7 +245,8 @@ def prepare(
         rows=partition.shards("batch"),
         cache_tokens=options.cache_tokens or config.data.context_tokens,
     )
-    writer = Writer(programs, tokenizer, options.max_tokens, options.seed, chat)
+    numbers = options.max_tokens, options.seed
+    writer = Writer(programs, tokenizer, *numbers, chat, sampling)
     return writer, lambda: restored_parameters(config, partition)
 
 
@@ -258,7 +272,11 @@ def run(
     if prompt is not None:
         writer.encode(prompt)
     parameters, step = restore()
-    say(f"step {step} of {config.workdir}")
+    drawn = writer.sampling
+    say(
+        f"step {step} of {config.workdir}; temperature {drawn.temperature:g}, top_k "
+        f"{drawn.top_k}, top_p {drawn.top_p:g}; compiling for the first prompt"
+    )
     if prompt is not None:
         _show(writer.write(parameters, prompt), say)
         return
@@ -288,19 +306,21 @@ def _lines() -> Iterator[str]:
 
 
 def _show(pieces: Iterator[str], say: Callable[[str], None]) -> None:
-    start, count = time.monotonic(), 0
+    start, first, count = time.monotonic(), 0.0, 0
     for piece in pieces:
         print(piece, end="", flush=True)
+        first = first or time.monotonic() - start
         count += 1
     print(flush=True)
     # The last piece is not a token.
-    say(f"{count - 1} tokens in {time.monotonic() - start:.1f} s")
+    seconds = time.monotonic() - start
+    say(f"{count - 1} tokens in {seconds:.1f} s, the first after {first:.1f} s")
 
 
 def _options(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, epilog=CONFIG_FLAGS)
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to go on from")
@@ -316,16 +336,20 @@ def _options(
     add(
         "--temperature",
         type=at_least(0, float),
-        default=1.0,
-        help="0: the likeliest token",
+        help="0: the likeliest token (default: generation_config.json's, or 1)",
     )
     add(
         "--top-k",
         type=at_least(0),
-        default=0,
-        help="sample from this many likeliest tokens; 0: from all",
+        help="sample from this many likeliest tokens; 0: from all (default: "
+        "generation_config.json's, or 0)",
     )
-    add("--top-p", type=float, default=1.0, help="of those with so much probability")
+    add(
+        "--top-p",
+        type=float,
+        help="of those with so much probability (default: generation_config.json's, "
+        "or 1)",
+    )
     add("--seed", type=at_least(0), default=0)
     add(
         "--cache-tokens",

@@ -41,7 +41,7 @@ import ml_collections
 from kernels import layouts
 from models.remat import NEXT
 from tasks import base, batch_rows
-from tasks.command_line import Parser, as_program, at_least, read_config
+from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
 from tasks.execution import execution, kept_of
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.files import write_json
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, epilog=CONFIG_FLAGS)
     parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE")
     parser.add_argument(
         "--devices", type=int, help="use only this many devices of the topology"

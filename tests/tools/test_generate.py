@@ -1,5 +1,6 @@
 """The program from a checkpoint to text, its console, and what it refuses."""
 
+import argparse
 import io
 import json
 import shlex
@@ -20,6 +21,7 @@ from data.chat_template import template_of
 from data.conversation import Conversation
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.tokenizer_files import write_tokenizer
 from models.decode import Generator
 from tasks import base, run_config, text
 from tasks.generation import restored_parameters
@@ -28,7 +30,7 @@ from tests.processes import run_program
 from tests.runs import small_config, small_flags
 from tests.small_agent import drawn
 from tests.tools import hf_models
-from tools.generate import Chat, Writer, find_tokenizer, main
+from tools.generate import Chat, Writer, drawing, find_tokenizer, main
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
@@ -252,6 +254,23 @@ def test_lines_of_a_chat_are_turns_until_an_empty_one(
     assert err.count("error: ") == 1
     assert "error: the conversation has 1" in err and "in the cache of 80: begin" in err
     assert numbers == [0, 1, 2, 3, 4]  # each draws other random numbers
+
+
+def test_texts_are_drawn_as_the_model_says_or_the_options(tmp_path):
+    tokenizer = open_tokenizer(str(make_hugging_face(tmp_path / "tokenizer.json")))
+    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    none = argparse.Namespace(temperature=None, top_k=None, top_p=None)
+    assert drawing(none, tokenizer) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert drawing(none, ByteTokenizer()) == {}
+    some = argparse.Namespace(temperature=0.0, top_k=None, top_p=1.0)
+    assert drawing(some, tokenizer) == {"temperature": 0, "top_k": 20, "top_p": 1}
+    (tmp_path / "copy").mkdir()  # as in a corpus
+    written, _ = write_tokenizer(tmp_path / "copy", tokenizer)
+    assert drawing(none, open_tokenizer(f"{tmp_path}/copy/{written}"))["top_k"] == 20
+    (tmp_path / "generation_config.json").write_text('{"top_p": "high"}')
+    with pytest.raises(ValueError, match="generation_config.json has top_p 'high'"):
+        drawing(none, tokenizer)
 
 
 LINEAR = "--config.rope_scaling.rope_type=linear --config.rope_scaling.factor=2"

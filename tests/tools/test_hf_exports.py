@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from data.corpus import prepare
+from data.tokenizer import open_tokenizer
 from models.sizes import LanguageModelConfig
 from tasks import frozen, run_config, text
+from tests.data.test_tokenizer import make_hugging_face
 from tests.small_llama import partition_of
 from tests.tools import hf_models
 from tools.convert_hf import import_model, main
@@ -100,3 +103,28 @@ def test_the_longest_context_is_that_of_the_run(
         assert written(out)[0]["max_position_embeddings"] == wanted
         change = f"max_position_embeddings={longest}, which is 64 in the original"
         assert (change in said) == bool(like and longest != 64)
+
+
+def test_without_like_an_export_has_the_tokenizer_of_the_run(tmp_path, capsys):
+    """Or says why it has none."""
+    run = run_of(tmp_path, {})
+    command = ["export", run, str(tmp_path / "bare")]
+    assert main(command) == 0
+    assert "without a tokenizer and ids of special tok" in capsys.readouterr().out
+    path = make_hugging_face(tmp_path / "tokenizer.json")
+    tokenizer = open_tokenizer(str(path))
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / name).write_text(f"{name} text")
+    prepare([tmp_path / "texts"], tmp_path / "corpus", tokenizer)
+    config = run_config.read(f"{tmp_path}/weights")
+    config.workdir, config.data.corpus = run, str(tmp_path / "corpus")
+    config.model.vocab_size = tokenizer.vocab_size
+    run_config.write(config)
+    assert main(["export", run, str(tmp_path / "own")]) == 0
+    fields, _ = written(tmp_path / "own")
+    ends = fields["eos_token_id"]
+    assert (ends if isinstance(ends, list) else [ends]) == [*tokenizer.stop_tokens]
+    copy = open_tokenizer(f"{tmp_path}/own/tokenizer.json")
+    assert copy.encode("a text").tolist() == tokenizer.encode("a text").tolist()
+    assert copy.stop_tokens == tokenizer.stop_tokens

@@ -49,7 +49,7 @@ import numpy as np
 
 from data.trajectory_file import TrajectoryFile
 from tasks import base, exorl, trajectories
-from tasks.command_line import Parser, as_program, at_least
+from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Actor, actor
@@ -235,7 +235,7 @@ def _outcome(
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__, prog="python -m tools.evaluate exorl")
+    parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate exorl")
     add = parser.add_argument
     add("--output", required=True, type=Path, help="JSON to write")
     add("--environments", type=at_least(1), default=8, help="default: %(default)s")

@@ -34,7 +34,7 @@ from data.line_retrieval import (
 from data.tokenizer import Tokenizer
 from models.sampling import Sampling
 from tasks import base
-from tasks.command_line import Parser, as_program, at_least
+from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, generator, restored_parameters
 from tools.generate import find_tokenizer
 from tools.lib.benchmarks.rows import check_output, write_rows
@@ -169,7 +169,9 @@ def evaluate(
 def _options(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__, prog="python -m tools.evaluate line-retrieval")
+    parser = Parser(
+        __doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate line-retrieval"
+    )
     add = parser.add_argument
     add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
     add(

@@ -32,7 +32,7 @@ from data.token_file import SPLITS, TokenFile
 from kernels.compiler import compiler_options
 from kernels.layouts import order
 from tasks import base, batch_rows, corpora, text
-from tasks.command_line import Parser, as_program, at_least
+from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, restored_parameters
 from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures.losses import curves
@@ -238,7 +238,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__, prog="python -m tools.evaluate loss")
+    parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate loss")
     add = parser.add_argument
     add("--corpus", type=Path, help="directory of prepare_text (default: the run's)")
     add("--split", choices=SPLITS, default="validation", help="default: %(default)s")

@@ -32,7 +32,7 @@ from data.tokenizer import Tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
 from tasks import base
-from tasks.command_line import Parser, as_program, at_least
+from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, generator, restored_parameters
 from tools.generate import CHAT, find_template, find_tokenizer
 from tools.lib.benchmarks.rows import Environment, make_row
@@ -198,7 +198,7 @@ def evaluate(
 def _options(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__, prog="python -m tools.evaluate ruler")
+    parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate ruler")
     add = parser.add_argument
 
     def numbers(text: str) -> list[int]:
