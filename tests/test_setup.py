@@ -4,6 +4,7 @@ Nothing is installed: `python3.12` is a shell script that answers questions as t
 Python of these tests does, and only writes down the calls of `venv` and `pip`.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -213,3 +214,44 @@ def test_continuous_integration_runs_make_test_from_anywhere(empty, command):
     result = empty.start(script, cwd="/", input="a line nobody may read\n")
     assert (result.returncode == 0) == (command == "true")
     assert (tree / "seen").read_text().strip() == os.path.realpath(tree)
+
+
+@pytest.mark.parametrize("device, platform", [("gpu", "cuda"), ("tpu", "tpu")])
+def test_checks_of_a_device_that_is_not_there_end_with_a_line(
+    device, platform, tmp_path
+):
+    done = subprocess.run(
+        ["bash", ROOT / f"tools/{device}_check.sh"],
+        env=os.environ | {"OUT": str(tmp_path), "PYTHON": "false"},
+        capture_output=True,
+        text=True,
+    )
+    (line,) = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (1, "")
+    assert line.startswith(f"error: false cannot run this on {platform}: ")
+    assert line.endswith(
+        f'make venv ACCELERATOR="{device} dev", and set PYTHON=.venv/bin/python'
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["gpu", "tpu"])
+def test_checks_of_a_device_are_rehearsed(device, tmp_path):
+    done = subprocess.run(
+        ["bash", ROOT / f"tools/{device}_check.sh", "rehearsal"],
+        env=os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    names = {
+        "kernels",
+        "ring",
+        "train",
+        "gist",
+        "sizes",
+        *["rings"] * (device == "tpu"),
+    }
+    assert {path.stem for path in tmp_path.glob("*.json")} == names
+    for path in tmp_path.glob("*.json"):
+        assert json.loads(path.read_text())

@@ -1,6 +1,6 @@
 """Times attention on one device, forward and backward apart: ours and its peers.
 
-    python -m tools.bench_kernels --output kernels.json
+    python -m tools.bench_kernels --output kernels.json  # as suits the device
     python -m tools.bench_kernels --lengths 8192 --contestants hopper cudnn
 
 Contestants are the implementations of `kernels.backends` and the peers of
@@ -53,6 +53,16 @@ FLOPS_CONVENTION = (
 )
 BACKWARD = 2.5
 DIRECTIONS = "forward", "backward"
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "tpu": {"contestants": ["pallas_tpu", "splash"]},
+    "gpu": {"contestants": ["hopper", "triton", *(n for n in PEERS if n != "splash")]},
+    "cpu": {
+        "contestants": ["blockwise", "reference"],
+        **{"lengths": [512, 1024], "dtypes": ["float32"], "heads": 2, "kv_heads": 2},
+    },
+}
+"""Arguments that are others on other devices."""
 
 
 @dataclass(frozen=True)
@@ -210,13 +220,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     types = "bfloat16", "float16", "float32"
     add("--dtypes", default=["bfloat16"], nargs="+", choices=types)
     known = *backend.IMPLEMENTATIONS, *PEERS
-    chosen = ["hopper", "triton", *PEERS]
-    add("--contestants", default=chosen, nargs="+", choices=known)
+    add("--contestants", nargs="+", choices=known)
     for name, default in {"batch": 1, "heads": 16, "kv-heads": 16}.items():
         add(f"--{name}", default=default, type=at_least(1))
     add("--repeats", default=5, type=at_least(1))
     add("--calls", default=10, type=at_least(1))
     add_output(parser)
+    parser.set_defaults(**DEFAULTS[jax.default_backend()])
     return parser.parse_args(arguments)
 
 

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +116,13 @@ def _median(curves: dict[str, list[tuple[int, float]]], tag: str) -> float | Non
 
 def measure(
     config: str, overrides: Sequence[str], contexts: Sequence[int], steps: int
-) -> list[dict[str, Any]]:
-    """Returns a row for each context."""
-    rows = []
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each context."""
     with tempfile.TemporaryDirectory() as folder:
         prepare_one_document(Path(folder))
         for context in contexts:
             print(f"{context} tokens", flush=True)
-            rows.append(run(config, overrides, context, steps, Path(folder)))
-    return rows
+            yield run(config, overrides, context, steps, Path(folder))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -190,13 +190,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = functools.partial(parser.add_argument, help="default: %(default)s")
-    known = tuple(backend.IMPLEMENTATIONS)
-    add("--implementation", default="hopper", choices=known)
+    known, kind = tuple(backend.IMPLEMENTATIONS), jax.default_backend()
+    # None: the best for the device.
+    add("--implementation", choices=known)
     numbers = {
-        "ring-size": 8,
-        "local-tokens": 4096,
-        "heads": 16,
-        "kv-heads": 16,
+        "ring-size": 4 if kind == "cpu" else 8,
+        "local-tokens": 256 if kind == "cpu" else 4096,
+        "heads": 2 if kind == "cpu" else 16,
+        "kv-heads": 2 if kind == "cpu" else 16,
         "head-dim": 128,
         "tile": 128,
         "repeats": 5,
@@ -209,6 +210,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_output(parser)
     chosen = parser.parse_args(arguments)
     group_of(chosen.heads, chosen.kv_heads)  # raises where they do not fit
+    if chosen.implementation is None:
+        best = backend.choose(None, jnp.dtype(chosen.dtype))
+        names = backend.IMPLEMENTATIONS.items()
+        chosen.implementation = next(name for name, one in names if one is best)
     return chosen
 
 

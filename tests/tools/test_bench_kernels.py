@@ -69,3 +69,36 @@ def test_a_backward_run_gives_the_gradients_of_the_forward_run():
     np.testing.assert_allclose(out, x[0] * x[1] + x[2], rtol=1e-6)
     for got, want in ((dq, x[3] * x[1]), (dk, x[3] * x[0]), (dv, x[3])):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_splash_is_given_the_same_problem(mask):
+    """Interpreted; on a TPU the same runs are compiled."""
+    problem = Problem(128, 128, "float32", mask, 1, 2, 2)
+    operands = problem.draw()
+    is_causal = mask == "causal"
+    found = peers.splash(operands, is_causal, interpret=True)
+    exact = peers.ours("reference", operands, is_causal)
+    for direction in bench_kernels.DIRECTIONS:
+        truth = jax.device_get(getattr(exact, direction)())
+        assert bench_kernels.largest_error(found, direction, truth) < 1e-2
+    with pytest.raises(peers.Unavailable, match="runs on TPUs"):
+        peers.splash(operands, is_causal)
+
+
+@pytest.mark.parametrize(
+    "device, contestants",
+    [
+        ("tpu", "pallas_tpu splash"),
+        ("gpu", "hopper triton"),
+        ("cpu", "blockwise"),
+    ],
+)
+def test_without_arguments_the_kernels_of_the_device_are_measured(
+    device, contestants, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    chosen = bench_kernels._arguments([])
+    names = contestants.split()
+    assert chosen.contestants[: len(names)] == names
+    assert (max(chosen.lengths) > 1024) == (device != "cpu")

@@ -156,12 +156,48 @@ def torch_sdpa(kind: str, operands: Operands, is_causal: bool) -> Runs:
     )
 
 
+def splash(operands: Operands, is_causal: bool, interpret: bool = False) -> Runs:
+    """JAX's splash attention for TPUs, in tiles of up to 1024 x 1024.
+
+    interpret: runs it without a TPU.
+    """
+    place = "jax.experimental.pallas.ops.tpu.splash_attention"
+    kernel, masks_of = (
+        importlib.import_module(f"{place}.splash_attention_{part}")
+        for part in ("kernel", "mask")
+    )
+    length, heads, depth = operands.q.shape[1:]
+    if not (interpret or jax.default_backend() == "tpu"):
+        raise Unavailable("it runs on TPUs")
+    one = (masks_of.CausalMask if is_causal else masks_of.FullMask)((length, length))
+    block = min(1024, length)
+    sizes = "block_q", "block_kv", "block_kv_compute"
+    sizes += "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"
+    make = functools.partial(
+        kernel.make_splash_mha,
+        masks_of.MultiHeadMask([one] * heads),
+        block_sizes=kernel.BlockSizes(
+            **dict.fromkeys(sizes, block), use_fused_bwd_kernel=True
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * depth**-0.5, k, v))
+        return jax.vmap(make())(q, k, v).transpose(0, 2, 1, 3)  # (B, T, H, D)
+
+    return jax_runs(attend, operands)
+
+
 PEERS: dict[str, Callable[[Operands, bool], Runs]] = {
     "cudnn": cudnn,
     "jax_mosaic_gpu": mosaic_gpu,
     "tokamax": tokamax,
     "torch_flash": functools.partial(torch_sdpa, "flash_attention"),
     "torch_cudnn": functools.partial(torch_sdpa, "cudnn_attention"),
+    "splash": splash,
 }
 
 

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,17 +236,21 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def report(
     output: Path | None,
-    measure: Callable[[], list[dict[str, Any]]],
+    measure: Callable[[], Iterable[dict[str, Any]]],
     table: Callable[[list[dict[str, Any]]], str],
 ) -> None:
     """Measures rows, writes them to `output` if there is one, and prints their table.
+
+    Each is written when it is there: a time limit loses none that is measured.
 
     Raises:
       ValueError: `output` exists or cannot be written; before anything is measured.
     """
     if output:
         check_output(output)
-    rows = measure()
-    if output:
-        write_json(output, rows)
+    rows = []
+    for row in measure():
+        rows.append(row)
+        if output:
+            write_json(output, rows)
     print(table(rows))

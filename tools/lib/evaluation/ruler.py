@@ -15,7 +15,6 @@ NVIDIA's scripts.
 """
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -248,9 +247,6 @@ def _report(results: list[dict[str, Any]], folder: Path) -> None:
     write_json(folder / "scores.json", {**run, **summary(results), "rows": rows})
     cells = heat_rows(results)
     if not cells:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no heat maps: they take matplotlib (make venv-dev); run this again then")
         return
     from tools.lib.figures.lines import heat_maps
     from tools.lib.figures.style import write_picture

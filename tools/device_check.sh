@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Everything that needs one accelerator, in one call of about ten minutes: tests that run
+# the kernels on the device (the others interpret or only compile them), the benchmark
+# of kernels beside their peers, the steps of a ring on one device, and short training
+# runs. What fails does not stop what follows; the exit status says whether all went well.
+#
+# Usage: [OUT=folder] [WHEELS=folder] [PYTHON=python] bash tools/gpu_check.sh [rehearsal]
+#        [OUT=folder] [WHEELS=folder] [PYTHON=python] bash tools/tpu_check.sh [rehearsal]
+#
+# OUT gets tests.txt, log.txt, kernels.json, sizes.json, gist.json, ring.json and
+# train.json, and of TPUs rings.json, of rings over all chips of the host: copy the JSON
+# files into results/, under the name of the device, and draw them with
+# `python -m tools.figures rates`.
+# WHEELS holds packages to be installed first, without a network.
+# "rehearsal" runs all of it in tiny sizes on a CPU, to try the script itself.
+set -uo pipefail
+cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+device=$1 # gpu or tpu
+OUT=${OUT:-runs/${device}_check}
+PYTHON=${PYTHON:-python}
+mkdir -p "$OUT"
+exec > >(tee "$OUT/log.txt") 2>&1
+# The benchmarks share the GPU with PyTorch and with programs they start.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+failed=()
+
+# Run command $3... as step $1 for at most $2 seconds, and note if it fails.
+step() {
+    local name=$1 seconds=$2
+    shift 2
+    printf '\n== %s (%s)\n' "$name" "$(date -u +%H:%M:%S)"
+    timeout "$seconds" "$@" || failed+=("$name: status $?")
+}
+
+# A TPU belongs to one process at a time.
+tests=(-n 0 -k pallas_tpu tests/kernels/test_attention.py)
+case ${2-}$device in
+rehearsal*)
+    platform=cpu
+    tests=(-k "refused or not_implemented" -n 0 tests/kernels/test_attention.py)
+    kernels=(--lengths 64 128 --head-dims 16 --heads 2 --kv-heads 2 --repeats 1
+        --calls 1 --contestants blockwise reference cudnn splash)
+    sizes=("${kernels[@]}" --dtypes bfloat16 float16 --masks full)
+    gist=("${kernels[@]}" --lengths 109 --masks full)
+    ring=(--implementation blockwise --ring-size 2 --local-tokens 128 --heads 1
+        --kv-heads 1 --head-dim 16 --repeats 1 --calls 1)
+    rings=(--devices 2 --length 64 --heads 1 --kv-heads 1 --repeats 1)
+    train=(--config configs/tiny.py --contexts 64 128 --steps 3)
+    ;;
+gpu)
+    platform=cuda
+    tests=(-n 6 -k "not pallas_tpu" tests/kernels/test_gpu_ring.py
+        tests/kernels/test_attention.py)
+    kernels=(--lengths 8192 16384 32768 --contestants hopper hopper_deterministic triton
+        cudnn jax_mosaic_gpu tokamax torch_flash torch_cudnn)
+    sizes=(--lengths 16384 --head-dims 64 128 256 --masks causal full
+        --dtypes bfloat16 float16 --repeats 3
+        --contestants hopper triton cudnn jax_mosaic_gpu torch_flash)
+    gist=(--lengths 108540 --masks full --contestants hopper cudnn torch_flash
+        --repeats 2 --calls 1)
+    ring=(--ring-size 8 --local-tokens 2048)
+    train=(--config configs/h200_1b.py --contexts 32768 131072 --steps 5)
+    ;;
+tpu)
+    platform=tpu
+    kernels=(--lengths 8192 16384 32768)
+    sizes=(--lengths 16384 --head-dims 64 128 256 --masks causal full --repeats 3)
+    gist=(--lengths 108544 --masks full --repeats 2 --calls 1)
+    ring=(--ring-size 8 --local-tokens 2048)
+    rings=(--length 32768 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16
+        --implementations pallas_tpu --repeats 3)
+    # The layers of a 1B, few enough for 16 GB.
+    train=(--config configs/h200_1b.py --config.model.num_layers=4
+        --config.mesh.ring=-1 --contexts 8192 32768 --steps 5)
+    ;;
+*)
+    echo "error: device ${device} must be gpu or tpu" >&2
+    exit 1
+    ;;
+esac
+[ $platform != cpu ] || export JAX_PLATFORMS=cpu
+
+if [ -n "${WHEELS-}" ]; then
+    # Whatever else these packages want is on the machine.
+    step wheels 120 "$PYTHON" -m pip install -q --no-index --no-deps "$WHEELS"/*.whl
+fi
+packages="grain jax matplotlib ml_collections optax orbax pytest xdist"
+if ! said=$(JAX_PLATFORMS=$platform "$PYTHON" -c "import jax, sys, $(tr ' ' , <<<"$packages")
+print(sys.version.split()[0], 'jax', jax.__version__, jax.devices())" 2>&1); then
+    echo "error: $PYTHON cannot run this on $platform: $(tail -n 1 <<<"$said"):" \
+        "make venv ACCELERATOR=\"$device dev\", and set PYTHON=.venv/bin/python"
+    exit 1
+fi
+echo "$said"
+step kernels 150 "$PYTHON" -m tools.bench_kernels "${kernels[@]}" \
+    --output "$OUT/kernels.json"
+JAX_PLATFORMS=$platform step tests 180 "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}" \
+    > >(tee "$OUT/tests.txt")
+step ring 90 "$PYTHON" -m tools.simulate_ring "${ring[@]}" --output "$OUT/ring.json"
+if [ "$device" = tpu ]; then
+    chips=$("$PYTHON" -c 'import jax; print(jax.device_count())')
+    step rings 90 "$PYTHON" -m tools.bench_attention --devices "$chips" "${rings[@]}" \
+        --output "$OUT/rings.json"
+fi
+step train 200 "$PYTHON" -m tools.bench_train "${train[@]}" --output "$OUT/train.json"
+step gist 60 "$PYTHON" -m tools.bench_kernels "${gist[@]}" --output "$OUT/gist.json"
+step sizes 90 "$PYTHON" -m tools.bench_kernels "${sizes[@]}" --output "$OUT/sizes.json"
+
+printf '\n== done (%s)\n' "$(date -u +%H:%M:%S)"
+printf '%s\n' "${failed[@]/#/FAILED }"
+exit ${#failed[@]}
