@@ -329,9 +329,13 @@ def test_runs_of_several_seeds_make_one_curve(tmp_path):
     lines = {line.get_label(): line for line in left.lines}
     name = "Decision-Pretrained Transformer"
     assert "own episodes before" in lines  # the look of its line
-    drawn = lines[name]
+    drawn = left.lines[1]  # behind the one that names its colour
+    assert drawn.get_color() == lines[name].get_color()
     assert drawn.get_xydata().tolist() == [[1, 2.5], [2, 6.5]]
-    assert lines["knows the world"].get_ydata()[0] == 20
+    levels = {text.get_text(): text.get_position()[1] for text in left.texts}
+    assert levels["knows the world"] == 20 and len(levels) == 2
+    shown = [x for x in left.lines if not x.get_label().startswith("_")]
+    assert len({(x.get_linestyle(), x.get_color()) for x in shown}) == len(shown)
     assert lines["Q-learning from nothing"].get_ydata()[-1] == 2
     by_length = {line.get_label(): line for line in right.lines}[name]
     assert by_length.get_xydata().tolist() == [[4, 5.5], [10, 8.5]]
@@ -364,7 +368,8 @@ def test_what_one_seed_alone_has_is_drawn_and_no_panel_of_what_none_has(tmp_path
     emptied_alone = in_worlds([[1.0]], empty=own([[1.0]]))
     del emptied_alone["contexts"]["own"]
     (axes,) = worlds.curves(worlds.read(written(tmp_path, emptied_alone))).axes
-    named = [line.get_label() for line in axes.lines][:2]
+    labels = [line.get_label() for line in axes.lines]
+    named = [label for label in labels if not label.startswith("_")][:2]
     assert named == ["Decision-Pretrained Transformer", "emptied before every episode"]
     assert len(worlds.curves(worlds.read(written(tmp_path, *own_alone))).axes) == 1
     emptied_alone["config"]["seed"] = 2

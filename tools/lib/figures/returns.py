@@ -114,7 +114,7 @@ def curves(tasks: dict[str, dict[str, Results]]) -> Figure:
     for axes, (task, runs) in zip(panels, tasks.items(), strict=True):
         _draw_panel(axes, task, runs, colours)
     figure.suptitle(
-        "Returns by episode; bands and bars: 95 % intervals over the environments",
+        "Returns by episode\nbands and bars: 95 % intervals over the environments",
         color=INK,
         fontsize=12,
     )

@@ -17,6 +17,7 @@ INK, GREY = "#1b2733", "#5c6b7a"
 
 BLUE, PALE_BLUE, ORANGE, GREEN = "#0d3f6e", "#7fb0d6", "#c2571a", "#3d8a5f"
 VIOLET, OCHRE, PINK = "#8a5fa8", "#b08a2e", "#c75b8e"
+OLIVE = "#6f7d2a"
 
 OURS = "this repository"
 PROGRAMS = {
@@ -28,6 +29,7 @@ PROGRAMS = {
     "tokamax": OCHRE,
     "torch_flash": PINK,
     "torch_cudnn": GREY,
+    "splash": OLIVE,
 }
 """Implementations of attention, the same in every picture."""
 

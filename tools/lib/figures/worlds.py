@@ -191,7 +191,7 @@ def _by_episode(
 ) -> None:
     drawn = {}
     for name, runs in agents.items():
-        label = name  # of its first line alone; looks are named below
+        axes.plot([], [], color=colours[name], label=name)
         for context, (words, look) in LOOKS.items():
             found = [r["contexts"][context] for r in runs if context in r["contexts"]]
             if not found:
@@ -200,8 +200,8 @@ def _by_episode(
             before = len(found[0]["recorded_returns"][0])
             episodes = before + np.arange(1, len(mean) + 1)
             colour = colours[name]
-            axes.plot(episodes, mean, look, color=colour, label=label, markersize=7)
-            label, drawn[words] = None, look
+            axes.plot(episodes, mean, look, color=colour, markersize=7)
+            drawn[words] = look
             if look == "x":
                 errors = [mean - low, high - mean]
                 axes.errorbar(episodes, mean, errors, color=colour, fmt="none", lw=1)
@@ -237,10 +237,12 @@ def _by_context(axes: Axes, agents: dict[str, Runs], colours: dict[str, str]) ->
 
 
 def _references(axes: Axes, agents: dict[str, Runs], *, with_learner: bool) -> None:
-    """Draws who knows the world, chance, and a learner with a table, in grey."""
-    known = references(agents)
-    axes.axhline(known["oracle"], color=GREY, ls="--", lw=1, label="knows the world")
-    axes.axhline(known["random"], color=GREY, ls=":", lw=1, label="random actions")
+    """Draws two levels with their names, and a learner with a table, in grey."""
+    known, left = references(agents), axes.get_yaxis_transform()
+    for key, words in ("oracle", "knows the world"), ("random", "random actions"):
+        axes.axhline(known[key], color=GREY, lw=1)
+        place = {"transform": left, "va": "bottom", "ha": "right"}
+        axes.text(0.99, known[key], words, color=GREY, fontsize=8, **place)
     if with_learner and "tabular" in known:
         learner = known["tabular"]
         episodes = range(1, len(learner) + 1)
