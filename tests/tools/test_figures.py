@@ -386,7 +386,7 @@ def test_what_one_seed_alone_has_is_drawn_and_no_panel_of_what_none_has(tmp_path
     ]
     read_by_one = own_alone[0], in_worlds([[3.0, 5.0]], 1, random_4=own([[6.0]]))
     left, right = worlds.curves(worlds.read(written(tmp_path, *read_by_one))).axes
-    assert left.lines[0].get_ydata().tolist() == [2, 7]
+    assert left.lines[1].get_ydata().tolist() == [2, 7]
     assert right.lines[0].get_xydata().tolist() == [[4, 6]]
 
 
