@@ -114,7 +114,7 @@ def triton_call(
         from . import kernels
     except ImportError as error:
         raise NotImplementedError(
-            "triton needs jax-triton: pip install -r requirements-gpu.txt, or use "
+            "triton needs jax-triton: pip install 'annulus-attention[triton]', or use "
             "implementation='blockwise'"
         ) from error
     # Since 0.4 results have a type, before that they have a shape.

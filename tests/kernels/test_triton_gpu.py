@@ -125,7 +125,7 @@ def test_queries_at_the_end_of_a_long_sequence_are_found(rng):
 
 def test_without_jax_triton_it_is_not_implemented(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    refusal = Refusal(NotImplementedError, "install -r requirements-gpu.txt")
+    refusal = Refusal(NotImplementedError, r"install 'annulus-attention\[triton\]'")
     refusal.check(SimulatedGpu(Launch(90)))
 
 
