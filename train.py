@@ -53,7 +53,8 @@ PREEMPTED = 75
 """Exit code: try again (EX_TEMPFAIL of sysexits.h)."""
 
 LATE_SECONDS = 20
-"""After which a process ends that has nothing to do."""
+"""After which a process ends that has nothing to do; of many, a few times that, as the
+first may still report."""
 
 
 def train(
@@ -332,7 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 def end(code: int) -> None:
     """Ends the process: threads of Orbax may wait minutes for a save that failed."""
-    late = threading.Timer(LATE_SECONDS, os._exit, [code])
+    seconds = LATE_SECONDS * (6 if jax.distributed.is_initialized() else 1)
+    late = threading.Timer(seconds, os._exit, [code])
     late.daemon = True
     late.start()
     sys.exit(code)

@@ -23,6 +23,12 @@ class Notice(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
+def hangup() -> list[signal.Signals]:
+    """Returns SIGHUP, unless this process is to ignore it, as under `nohup`."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [] if is_ignored else [signal.SIGHUP]
+
+
 def stop_notice() -> Notice:
     """Returns the notice for one process or for many."""
     return SharedNotice() if jax.process_count() > 1 else SignalNotice()
@@ -39,7 +45,7 @@ class SignalNotice:
         return self._requested
 
     def __enter__(self) -> Self:
-        for number in signal.SIGTERM, signal.SIGHUP, signal.SIGINT:
+        for number in signal.SIGTERM, *hangup(), signal.SIGINT:
             self._handlers[number] = signal.signal(number, self._take)
         return self
 
@@ -74,7 +80,7 @@ class SharedNotice:
         return self._requested
 
     def __enter__(self) -> Self:
-        for number in signal.SIGHUP, signal.SIGINT:
+        for number in *hangup(), signal.SIGINT:
             self._handlers[number] = signal.signal(number, self._forward)
         return self
 

@@ -159,9 +159,10 @@ def check_alike(facts: Mapping[str, str]) -> None:
 def _program() -> str:
     """Returns a digest of the sources that a run imports, and the version of JAX."""
     root, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
-    for folder in ("kernels", "models", "data", "training", "tasks"):
-        for file in sorted((root / folder).rglob("*.py")):
-            digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    folders = "kernels", "models", "data", "training", "tasks"
+    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
+    for file in (root / "train.py", *sorted(files)):
+        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return f"sources {digest.hexdigest()[:16]}, jax {jax.__version__}"
 
 

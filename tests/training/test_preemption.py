@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from tests.processes import Processes, run_program
+from training.preemption import SignalNotice
 
 NEVER_LOOKS = """
 import signal, threading
@@ -40,6 +41,18 @@ def test_a_second_ctrl_c_ends_a_process_at_once(first: signal.Signals) -> None:
             one.wait_for(line)
             process.send_signal(number)
         assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalNotice() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_ctrl_c_while_a_run_imports_shows_no_stack() -> None:
