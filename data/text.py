@@ -252,19 +252,6 @@ class InOrder:
         return grain.MapDataset.range(rows)
 
 
-@dataclass(frozen=True)
-class Filled:
-    """The rows of an order, and then the first again, up to whole batches."""
-
-    order: RowOrder
-    batch_rows: int
-
-    def sequence(self, rows: int) -> grain.MapDataset[int]:
-        found = self.order.sequence(rows)
-        whole = -(-len(found) // self.batch_rows) * self.batch_rows
-        return found.repeat(1 + self.batch_rows)[:whole]
-
-
 class TextBatches:
     """Batches by step: `batches[step]` is a dict from block to `Batch`.
 
@@ -272,7 +259,7 @@ class TextBatches:
     for `Shuffled`; for `InOrder` the rows left over at the end are not read.
 
     columns: slots of a row: its tokens, and padding up to what the ring can shard.
-    rows: that the plan has, those left over included.
+    rows: that the plan has, those left over included. ordered: that the order has.
     """
 
     def __init__(
@@ -284,6 +271,7 @@ class TextBatches:
         ring_size: int,
         row_order: RowOrder,
         columns: int | None = None,
+        fills: bool = False,
     ):
         """Cuts the rows of `plan` into batches, and these into blocks.
 
@@ -294,6 +282,7 @@ class TextBatches:
           layout, ring_size: which token of the row is in which slot.
           row_order: which row comes when.
           columns: slots of a row; None: as few as the ring can shard.
+          fills: whether the rows left over are a batch too, filled up with others.
 
         Raises:
           ValueError: a block lies outside of the batch, or there are too few rows for
@@ -312,6 +301,10 @@ class TextBatches:
             slots = order(layout, ring_size, self.columns, block.columns)
             self._index[block.columns] = slots.astype(np.int32)
         sequence = row_order.sequence(plan.rows)
+        self.ordered = len(sequence)
+        if fills:
+            whole = -(-self.ordered // batch_rows) * batch_rows
+            sequence = sequence.repeat(1 + batch_rows)[:whole]
         if not 1 <= batch_rows <= len(sequence):
             rows = min(plan.rows, len(sequence))
             raise ValueError(

@@ -10,7 +10,7 @@ import ml_collections
 from flax import nnx
 
 from data.batch import Batch, Block
-from data.text import Filled, TextBatches
+from data.text import TextBatches
 from kernels.masks import Visible
 from models.abstract import Model, joined
 from models.adapters import Lora
@@ -205,8 +205,7 @@ def batches(
 ) -> TextBatches:
     """Returns this host's part of every batch: shuffled to train, else in order.
 
-    fills: whether the rows left over at the end of a split in order are a batch too,
-      filled up with its first rows.
+    fills: as of `TextBatches`, for a split in order.
 
     Raises:
       FileNotFoundError, ValueError: a corpus too small for one batch; or as
@@ -214,7 +213,6 @@ def batches(
     """
     plan, order = corpora.rows(config, split, vocab_size(config))
     sharding, shape = batch_sharding(config, partition), batch_shape(config, partition)
-    order = Filled(order, config.data.batch_rows) if fills else order
     return TextBatches(
         plan,
         host_blocks(sharding, shape),
@@ -223,6 +221,7 @@ def batches(
         partition.ring_size,
         order,
         shape[1],
+        fills,
     )
 
 

@@ -169,3 +169,21 @@ def test_corpora_of_unlike_tokenizers_are_refused(tmp_path):
         found = corpora[one], corpora[other]
         with pytest.raises(ValueError, match=f"differ in their {what}.*the same tok"):
             check_alike(found)
+
+
+def test_the_rows_left_over_of_a_mixture_are_the_first_of_a_batch(plans):
+    """Of those that the mixture reads, which may leave some out."""
+    mixed = MixedRows(plans), MixedOrder(ROWS, (0.8, 0.1, 0.1), InOrder())
+    block, rest = Block((0, 16), (0, LENGTH)), (16, Striped(), 1, mixed[1])
+    whole = TextBatches(mixed[0], [block], *rest)
+    filled = TextBatches(mixed[0], [block], *rest, fills=True)
+    over = filled.ordered - 16 * len(whole)
+    assert filled.ordered < filled.rows == sum(ROWS)
+    assert 0 < over < 16 and len(filled) == len(whole) + 1
+    for step in range(len(whole)):
+        assert_same_batch(filled[step][block], whole[step][block])
+    one = TextBatches(mixed[0], [Block((0, 1), (0, LENGTH))], 1, *rest[1:])
+    for row in range(over):
+        (alone,) = one[16 * len(whole) + row].values()
+        last = filled[len(whole)][block].tokens[row]
+        np.testing.assert_array_equal(last, alone.tokens[0])

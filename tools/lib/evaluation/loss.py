@@ -175,12 +175,11 @@ def read_sums(
                     np.asarray, (batch.loss_weights, places(batch))
                 )
                 # Behind the last rows of a split the first ones fill up the batch.
-                read = batches.rows - step * shape[0] if ends else shape[0]
+                read = batches.ordered - step * shape[0]
                 found = (x[:read] for x in (losses, weights, positions))
                 yield Sums.of(*found, parts)
 
-    read = count * shape[0]
-    return (batches.rows, min(read, batches.rows) if ends else read), sums
+    return (batches.rows, min(count * shape[0], batches.ordered)), sums
 
 
 def evaluate(
