@@ -105,11 +105,11 @@ def _attend_backward(ring, residuals, cotangents):
     )
     d_sinks = None
     if sinks is not None:
-        # A key whose value is 0: dp = 0 in ds = p · (dp - delta). Where it is -inf and
-        # the only one, so is lse.
-        sink = sinks[:, None]  # (H, 1)
-        p = jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - lse))  # (B, H, L)
+        # A key whose value is 0: dp = 0 in ds = p · (dp - delta).
+        p = jnp.exp(sinks[:, None] - lse)  # (B, H, L)
         d_sinks = -(p * delta).sum(axis=(0, 2))  # (H,), of this device's queries
+        # Of a sink of -inf p is 0, and nan where a query sees no other key.
+        d_sinks = jnp.where(sinks == -jnp.inf, 0, d_sinks)
     return *gradients, d_sinks, None, None
 
 
