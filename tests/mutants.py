@@ -1,0 +1,282 @@
+"""Draws mutants of the source, and finds those that no test kills.
+
+    python -m tests.mutants map MAP [pytest's arguments]   which lines each test runs
+    python -m tests.mutants run MAP --seed 7 --number 150 [--tier quick] [--output F]
+
+A mutant changes one comparison, operator, constant or statement. It is run against the
+tests that the map names for its line: cheapest first, until one fails. Run `map` again
+when tests have changed.
+"""
+
+import argparse
+import ast
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = """
+kernels/masks.py kernels/layouts.py kernels/mask_checks.py kernels/checks.py
+kernels/merge.py kernels/reads.py kernels/ring_pieces.py kernels/ring_steps.py
+kernels/ring.py kernels/schedule.py kernels/tile_ranges.py kernels/tile_layout.py
+kernels/blockwise.py kernels/reference.py kernels/decode_attention.py kernels/ulysses.py
+kernels/tpu/cut.py kernels/tpu/softmax.py kernels/hopper/forward.py
+kernels/triton_gpu/launch.py models/cache.py models/rope.py models/losses.py
+models/sampling.py models/adapters.py data/text.py data/conversation.py
+data/chat_template.py data/document_mask.py training/checkpoint.py training/guard.py
+training/mesh.py training/torus.py training/stored_step.py
+tools/lib/planning/memory.py tools/lib/planning/ring.py
+""".split()
+"""Whose faults would give wrong numbers, or lose a run."""
+
+COMPARISONS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=",
+    ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is", ast.In: "not in",
+    ast.NotIn: "in",
+}  # fmt: skip
+OPERATORS = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*",
+    ast.Mod: "+", ast.BitAnd: "|", ast.BitOr: "&", ast.Pow: "*",
+}  # fmt: skip
+CALLS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum",
+         "any": "all", "all": "any"}  # fmt: skip
+BUDGETS = 20, 120
+"""CPU seconds of the tests that are tried first, and of all that are tried."""
+LIMIT = 240
+"""Seconds of each of the two lots of tests; nothing that comes later is tried."""
+
+
+class Mutant(NamedTuple):
+    """Text of a file that another one takes the place of, and where."""
+
+    path: str
+    line: int
+    begin: int
+    end: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.old!r} -> {self.new!r}"
+
+    def apply(self, text: bytes) -> bytes:
+        return text[: self.begin] + self.new.encode() + text[self.end :]
+
+
+def mutants_of(path: str) -> list[Mutant]:
+    """Returns the mutants of a file, without those of annotations and messages."""
+    source = (ROOT / path).read_bytes()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def at(line: int, column: int) -> int:
+        return starts[line - 1] + column
+
+    def text(node: ast.AST) -> tuple[int, int, str]:
+        begin = at(node.lineno, node.col_offset)
+        end = at(node.end_lineno, node.end_col_offset)
+        return begin, end, source[begin:end].decode()
+
+    found = []
+    for node in _statements(ast.parse(source)):
+        begin, end, old = text(node)
+        for new in _changed(node, old, text, begin):
+            found.append(Mutant(path, node.lineno, begin, end, old, new))
+        if isinstance(node, ast.If):
+            begin, end, old = text(node.test)
+            new = f"not ({old})"
+            found.append(Mutant(path, node.lineno, begin, end, old, new))
+    return found
+
+
+def _statements(node: ast.AST) -> Iterator[Any]:
+    """Yields the nodes that compute something."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            is_text = isinstance(child, ast.Raise | ast.JoinedStr | ast.Assert)
+            if isinstance(child, ast.AST) and not is_text:
+                if hasattr(child, "lineno"):
+                    yield child
+                yield from _statements(child)
+
+
+def _changed(node: Any, old: str, text: Any, begin: int) -> Iterator[str]:
+    """Yields what could stand in a node's place."""
+
+    def between(left: ast.AST, right: ast.AST, new: str) -> str:
+        (_, a, _), (b, _, _) = text(left), text(right)
+        gap = old.encode()[a - begin : b - begin].decode()
+        brackets = gap.count(")"), gap.count("(")
+        middle = ")" * brackets[0] + f" {new} " + "(" * brackets[1]
+        return (
+            old.encode()[: a - begin].decode()
+            + middle
+            + old.encode()[b - begin :].decode()
+        )
+
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            yield between(left, right, COMPARISONS[type(op)])
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            yield between(left, right, OPERATORS[type(op)])
+        case ast.BoolOp(op=op, values=[left, right]):
+            yield between(left, right, "or" if isinstance(op, ast.And) else "and")
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield f"({text(operand)[2]})"
+        case ast.IfExp(body=body, orelse=other):
+            yield f"({text(other)[2]})"
+            yield f"({text(body)[2]})"
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int(value)):
+            yield str(value + 1)
+        case ast.Constant(value=float(value)) if value:
+            yield str(value * 2)
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if (
+            name in CALLS
+        ):
+            yield old.replace(name, CALLS[name], 1)
+        case ast.AugAssign(op=op) if type(op) in OPERATORS:
+            yield "pass"
+        case ast.Expr(value=ast.Call()):
+            yield "pass"
+
+
+def draw(seed: int, number: int) -> list[Mutant]:
+    """Draws mutants, as many of each file as of the others."""
+    drawn = random.Random(seed)
+    piles = [mutants_of(path) for path in FILES]
+    for pile in piles:
+        drawn.shuffle(pile)
+    drawn.shuffle(piles)
+    rounds = [pile[n] for n in range(number) for pile in piles if n < len(pile)]
+    return rounds[:number]
+
+
+def chosen(mutant: Mutant, tests: dict[str, Any], tier: str) -> list[list[str]]:
+    """Returns the tests to try, in two lots: first some that are cheap."""
+    runs = [
+        (test["cpu"], name)
+        for name, test in tests.items()
+        if (tier == "thorough" or test["tier"] == "quick")
+        and mutant.line in test["lines"].get(mutant.path, ())
+    ]
+    if not runs:  # at the top of its module
+        runs = [
+            (test["cpu"], name)
+            for name, test in tests.items()
+            if (tier == "thorough" or test["tier"] == "quick")
+            and test["lines"].get(mutant.path)
+        ]
+    lots, spent = [[], []], 0.0
+    for seconds, name in sorted(runs):
+        spent += seconds
+        if spent < BUDGETS[1] or not lots[0]:
+            lots[spent > BUDGETS[0] or len(lots[0]) >= 300].append(name)
+    return [lot for lot in lots if lot]
+
+
+def try_out(mutant: Mutant, lots: Sequence[Sequence[str]], tree: Path) -> str:
+    """Returns the test that fails in a tree with this mutant, "" if all pass."""
+    file = tree / mutant.path
+    original = file.read_bytes()
+    file.write_bytes(mutant.apply(original))
+    environment = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    try:
+        for lot in lots:
+            with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
+                names.write("\n".join(lot))
+                names.flush()
+                options = "-xq", "-p", "no:cacheprovider", "--timeout=100", "--tb=line"
+                command = sys.executable, "-m", "pytest", *options, f"@{names.name}"
+                try:
+                    done = subprocess.run(
+                        command,
+                        cwd=tree,
+                        env=os.environ | environment,
+                        capture_output=True,
+                        text=True,
+                        stdin=subprocess.DEVNULL,
+                        timeout=LIMIT,
+                    )
+                except subprocess.TimeoutExpired:
+                    continue
+            if done.returncode:
+                lines = done.stdout.splitlines() or [done.stderr[-200:]]
+                marks = "FAILED", "ERROR", "Interrupted", "Timeout"
+                return next((x for x in lines if x.startswith(marks)), lines[-1])[:300]
+    finally:
+        file.write_bytes(original)
+    return ""
+
+
+def run(options: argparse.Namespace) -> None:
+    tests = pickle.loads(options.map.read_bytes())
+    mutants = draw(options.seed, options.number)
+    if options.only:
+        wanted = set(options.only.read_text().splitlines())
+        mutants = [mutant for mutant in mutants if str(mutant) in wanted]
+    print(f"{len(mutants)} mutants, --seed {options.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        trees: Queue[Path] = Queue()
+        for number in range(options.workers):
+            ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs")
+            trees.put(shutil.copytree(ROOT, Path(folder, str(number)), ignore=ignored))
+
+        def judge(mutant: Mutant) -> dict[str, Any]:
+            lots, tree = chosen(mutant, tests, options.tier), trees.get()
+            try:
+                killer = try_out(mutant, lots, tree)
+            finally:
+                trees.put(tree)
+            row = {"mutant": str(mutant), "tests": sum(map(len, lots)), "by": killer}
+            print(json.dumps(row), flush=True)
+            return row
+
+        with ThreadPoolExecutor(options.workers) as pool:
+            rows = list(pool.map(judge, mutants))
+    killed = sum(bool(row["by"]) for row in rows)
+    print(f"{killed} of {len(rows)} killed by the {options.tier} tests")
+
+
+def make_map(options: argparse.Namespace) -> int:
+    environment = os.environ | {"ANNULUS_LINE_MAP": str(options.map.absolute())}
+    command = sys.executable, "-m", "pytest", "-q", "-p", "tests.line_map"
+    return subprocess.run([*command, *options.arguments], env=environment).returncode
+
+
+def main() -> int | None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    programs = parser.add_subparsers(required=True)
+    mapping = programs.add_parser("map", help="run tests, and keep their lines")
+    mapping.add_argument("map", type=Path)
+    mapping.add_argument("arguments", nargs=argparse.REMAINDER)
+    mapping.set_defaults(run=make_map)
+    running = programs.add_parser("run", help="draw mutants, and run their tests")
+    running.add_argument("map", type=Path)
+    running.add_argument("--seed", type=int, default=7)
+    running.add_argument("--number", type=int, default=150)
+    running.add_argument("--tier", choices=("quick", "thorough"), default="thorough")
+    running.add_argument("--only", type=Path, help="file of mutants, one a line")
+    running.add_argument("--workers", type=int, default=os.cpu_count())
+    running.set_defaults(run=run)
+    options = parser.parse_args()
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
