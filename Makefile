@@ -2,13 +2,14 @@
 # changed, and needs a Python 3.12 on the PATH or under pyenv for that.
 #
 #   make train      run configs/tiny.py; CONFIG=configs/other.py ARGS="--config.x=1"
-#   make test       the fast tests; ARGS="-k ring" picks some
+#   make test       the quick tests; ARGS="-k ring" picks some
+#   make test-thorough  what starts runs, processes, compilers or interpreters, as CI does
 #   make test-all   the slow tests too, which take hours
-#   make check      format, lint, types, import arrows and fast tests, as a change must pass
+#   make check      format, lint, types and quick tests, as a change must pass
 #   make format     put the code into its format
 #   make venv       only make .venv; train and venv take ACCELERATOR=tpu, gpu, rl, wandb
 
-.PHONY: help train test test-all check lint format venv venv-dev
+.PHONY: help train test test-thorough test-all check lint format venv venv-dev
 # The environment is made once, before whatever uses it.
 .NOTPARALLEL:
 
@@ -30,11 +31,15 @@ help:
 train: venv
 	$(PYTHON) train.py --config=$(CONFIG) $(ARGS)
 
+# tests/tiers.py says which test is in which tier. By files, whose tests share programs;
+# the slow tests share few.
 test: venv-dev
-	$(PYTEST) --dist loadfile -m "not slow" $(ARGS)
+	$(PYTEST) --dist loadfile -m "not slow and (quick or not thorough)" $(ARGS)
 
-# By files first, whose tests share programs; the slow tests share few.
-test-all: test
+test-thorough: venv-dev
+	$(PYTEST) --dist loadfile -m "thorough and not (quick or slow)" $(ARGS)
+
+test-all: test test-thorough
 	$(PYTEST) --dist worksteal -m slow $(ARGS)
 
 # tests/test_imports.py, among the tests, holds the import arrows.

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests import tiers
+
 # Nearly all that tests compute is small: compiling takes the time. A third of it goes.
 COMPILE_FAST = (
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -27,6 +29,10 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(tiers)
 
 
 @pytest.fixture

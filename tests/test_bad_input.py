@@ -196,6 +196,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(corpus, tmp_path):
     assert files(tmp_path) == before
 
 
+@pytest.mark.thorough
 def test_the_command_line_says_one_line_and_fails(corpus, tmp_path):
     refused = {
         "implementation=pallas_tpu": "config.implementation='pallas_tpu' cannot attend"

@@ -52,6 +52,7 @@ PINNED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "before", "now"), PINNED)
 def test_what_says_which_data_are_read_is_refused_unless_allowed(
     corpus, tmp_path, name, before, now
@@ -67,6 +68,7 @@ def test_what_says_which_data_are_read_is_refused_unless_allowed(
     assert TAKEN in error
 
 
+@pytest.mark.thorough
 def test_what_a_run_may_change_is_told_in_a_line_each(corpus, tmp_path):
     save(corpus, tmp_path, optimizer__clip_norm=math.inf)
     fields = {
@@ -90,6 +92,7 @@ def test_what_a_run_may_change_is_told_in_a_line_each(corpus, tmp_path):
     assert changes(said) == []
 
 
+@pytest.mark.quick
 def test_a_corpus_may_move_and_may_not_be_replaced(corpus, tmp_path):
     copy, workdir = shutil.copytree(corpus, tmp_path / "copy"), tmp_path / "run"
     save(copy, workdir)
@@ -106,6 +109,7 @@ def test_a_corpus_may_move_and_may_not_be_replaced(corpus, tmp_path):
     assert len(changes(said)) == 1 and "data.corpus.contents" in changes(said)[0]
 
 
+@pytest.mark.quick
 def test_steps_of_two_runs_are_refused(corpus, tmp_path):
     save(corpus, tmp_path, step=STEP, run="0badcafe")
     save(corpus, tmp_path, step=9, run="deadbeef")
@@ -116,6 +120,7 @@ def test_steps_of_two_runs_are_refused(corpus, tmp_path):
     assert TAKEN in error
 
 
+@pytest.mark.quick
 def test_steps_of_older_programs_are_taken_and_it_is_said(corpus, tmp_path):
     save(corpus, tmp_path, run="")
     said, error = start(corpus, tmp_path, seed=1)
@@ -123,6 +128,7 @@ def test_steps_of_older_programs_are_taken_and_it_is_said(corpus, tmp_path):
     assert TAKEN in error
 
 
+@pytest.mark.quick
 def test_a_field_that_is_none_may_not_change(corpus, tmp_path):
     config = small_config(corpus, tmp_path / "run", may_change=("sede",))
     with pytest.raises(ValueError, match="may_change=.'sede',. names 'sede', which is"):

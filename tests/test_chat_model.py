@@ -14,8 +14,7 @@ from tests.chat_families import FAMILIES
 from tests.runs import Run, small_flags
 from tools import generate, prepare_chat
 
-# ml_collections reads config files with it.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+pytestmark = pytest.mark.thorough
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hanna Ida Jan Kim Lea".split()
 TOWNS = "Rome Oslo Bern Kyiv Riga Lima Cork Graz Pisa Faro Jena Ulm".split()

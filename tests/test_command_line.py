@@ -37,6 +37,7 @@ each_program = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", each_program)
 def test_compilers_of_chips_that_are_not_there_are_silent(name, tmp_path):
     command = PROGRAMS[name].format(folder=tmp_path).split()
@@ -49,6 +50,7 @@ def test_compilers_of_chips_that_are_not_there_are_silent(name, tmp_path):
     assert all(line.startswith("error: ") for line in lines), said
 
 
+@pytest.mark.quick
 def test_the_compiler_of_described_pods_is_silent():
     pods = "from training.pods import tpu_devices\n"
     pods += "assert len(tpu_devices('v4:2x2x2')) == 8"
@@ -78,6 +80,7 @@ def test_files_of_a_host_say_its_devices(files, environment, expected, tmp_path)
     assert platforms(tmp_path, environment) == expected
 
 
+@pytest.mark.thorough
 def test_a_gpu_that_jax_cannot_use_ends_a_run():
     """A host with a GPU and the CPU's requirements, or a broken CUDA."""
     fake = "import sys, train\nfrom tasks import command_line\n"
@@ -126,6 +129,7 @@ def test_names_are_printed_without_their_escape_codes(capsys):
     assert said.out == "corpora/\\x1b]0;title\\x07: 3 documents\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("output", ["/dev/full", "closed pipe"])
 def test_what_cannot_be_printed_ends_no_program(output, tmp_path):
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (

@@ -158,6 +158,7 @@ def test_config_fields_in_the_text_are_those_of_the_base_config():
 MESH_ROW = re.compile(r"^\| (v\S+) \| (\d+) x (\d+) Ki \| (.*) \|$", re.MULTILINE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("topology, rows, tokens, mesh", MESH_ROW.findall(MESHES.text))
 def test_meshes_of_the_table_are_those_suggested(topology, rows, tokens, mesh):
     config = read_config(["--config=configs/tpuv4_7b.py"])
@@ -186,6 +187,7 @@ def installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "annulus", kernels)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=str)
 def test_python_blocks_run(page, installed):
     for block in page.blocks("python"):

@@ -76,6 +76,7 @@ def undisturbed(file: TrajectoryFile, tmp_path_factory: Any) -> tuple:
     return workdir, said, train.train(config_in(workdir, file), said.append)
 
 
+@pytest.mark.quick
 def test_losses_fall_and_have_curves_by_rank_and_by_place(undisturbed):
     workdir, said, last = undisturbed
     tags = read_scalars(workdir / "tensorboard")
@@ -103,6 +104,7 @@ def test_losses_fall_and_have_curves_by_rank_and_by_place(undisturbed):
     ]
 
 
+@pytest.mark.thorough
 def test_a_step_with_bad_gradients_makes_no_update_and_is_replayed(
     file, undisturbed, tmp_path, monkeypatch
 ):
@@ -197,6 +199,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("field", "value", "match"), REFUSALS)
 def test_bad_configs_are_refused_before_anything_is_made(
     file, tmp_path, field, value, match, monkeypatch

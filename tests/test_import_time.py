@@ -1,8 +1,12 @@
-"""Importing the tree takes little time of its own, and the library nothing needless."""
+"""Importing the tree takes twice its libraries' time at most, and nothing needless."""
 
 import json
 
+import pytest
+
 from tests.processes import run_program
+
+pytestmark = pytest.mark.thorough
 
 LIBRARY = "kernels", "models", "data", "training"
 PROGRAMS = "tasks", "train", "configs", "tools"
@@ -28,23 +32,23 @@ def take(names):
 
 library, programs = (argument.split() for argument in sys.argv[1:])
 before = {*sys.modules}
-begin = time.process_time()
+libraries = begin = time.process_time()
 take(library)
 seconds, modules = time.process_time() - begin, sorted({*sys.modules} - before)
 import matplotlib.figure
 begin = time.process_time()
 take(programs)
 seconds += time.process_time() - begin
-print(json.dumps([seconds, modules, sorted(sys.modules)]))
+print(json.dumps([seconds / libraries, modules, sorted(sys.modules)]))
 """
 
 
-def test_imports_take_two_seconds_and_the_librarys_are_not_needless():
+def test_imports_take_twice_the_libraries_at_most_and_nothing_needless():
     arguments = " ".join(LIBRARY), " ".join(PROGRAMS)
     status, printed, said = run_program("-c", PROGRAM, *arguments)
     assert status == 0, said
-    seconds, of_library, everything = json.loads(printed.splitlines()[-1])
+    share, of_library, everything = json.loads(printed.splitlines()[-1])
     assert {"kernels.ring", "models.decoder", "data.text"} <= set(of_library)
     assert {"train", "tools.plan_pod", "configs.tiny"} <= set(everything)
     assert NEEDLESS & set(of_library) == set()
-    assert seconds < 2, f"{seconds:.1f} s of processor time, beside JAX and its kin"
+    assert share < 2, "of the processor time of JAX and its kin"

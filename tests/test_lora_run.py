@@ -65,6 +65,7 @@ def new_run(corpus: Path, weights: Path, tmp_path: Path) -> Run:
     return run_in(tmp_path / "run", corpus, weights)
 
 
+@pytest.mark.thorough
 def test_only_adapters_are_trained_and_saved(undisturbed):
     (line,) = (line for line in undisturbed.said if line.startswith("model: "))
     assert ", of adapters 992, " in line
@@ -79,6 +80,7 @@ def test_only_adapters_are_trained_and_saved(undisturbed):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.thorough
 def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
     """Of the frozen weights in bfloat16, and the adapters that were saved."""
     config = undisturbed.config()
@@ -99,6 +101,7 @@ def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
     )
 
 
+@pytest.mark.quick
 def test_a_broken_run_ends_as_if_it_had_not_been(undisturbed, new_run, monkeypatch):
     iterate = train.iterate
 
@@ -125,6 +128,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(undisturbed, new_run):
     assert_equal_bits(new_run.state(), undisturbed.state())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -141,6 +145,7 @@ def test_a_run_with_other_adapters_is_refused(undisturbed, changes, said):
     assert undisturbed.files() == before
 
 
+@pytest.mark.quick
 def test_adapters_of_weights_that_have_changed_are_refused(
     undisturbed, weights, corpus, tmp_path
 ):
@@ -166,6 +171,7 @@ def restored(run: Run, **overrides: Any) -> Any:
     return restored_parameters(config, base.partition(config, jax.devices()))
 
 
+@pytest.mark.quick
 def test_adapters_are_not_weights_to_start_from(undisturbed, new_run):
     with pytest.raises(ValueError, match="holds adapters, and no model: export it"):
         new_run.train(init_from=str(undisturbed.workdir))

@@ -46,6 +46,7 @@ for given, expected in zip(on_ring, gradient(one)(q, k, v), strict=True):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "imports",
     [
@@ -79,6 +80,7 @@ def run_outside(packages: Path, python: str = sys.executable) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.thorough
 def test_a_program_outside_runs_the_ring(tmp_path: Path) -> None:
     (tmp_path / "annulus").symlink_to(ROOT / "kernels")
     run_outside(tmp_path)

@@ -19,6 +19,8 @@ from kernels.ring_device import Ring
 from tasks import base, text
 from tests.runs import Run
 
+pytestmark = pytest.mark.thorough
+
 STEPS, ROWS, TOKENS = 4, 8, 320
 LAYERS = 2
 

@@ -13,8 +13,6 @@ from tasks.config_errors import fields_by_name
 from tests import buckets, test_configs
 from training import workdir
 
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 
 def typed(config) -> dict:
     return {name: (type(v), v) for name, v in fields_by_name(config).items()}

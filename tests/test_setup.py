@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = shlex.quote(sys.executable)
 # All that the scripts call, for a PATH that holds no Python.
@@ -188,8 +190,10 @@ MAKES = {
     ".venv/bin/python train.py --config=configs/tiny.py --config.seed=1\n",
     "train ACCELERATOR=tpu": "make_venv.sh .venv requirements.txt requirements-tpu.txt",
     "test": "make_venv.sh .venv requirements.txt requirements-dev.txt|"
-    'JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest|-m "not slow"',
-    "test-all": 'make_venv.sh|-m pytest|-m "not slow"|-m pytest|-m slow',
+    "JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest|-m "
+    '"not slow and (quick or not thorough)"',
+    "test-thorough": 'make_venv.sh|-m pytest|-m "thorough and not (quick or slow)"',
+    "test-all": 'make_venv.sh|-m pytest|not th|-m pytest|"thorough|-m pytest|-m slow',
     "check": "make_venv.sh|ruff format --check .|ruff check .|pyrefly check|-m pytest",
 }
 
@@ -207,9 +211,10 @@ def test_make_runs_in_this_order(empty, arguments):
 
 
 @pytest.mark.parametrize("command", ["true", "false"])
-def test_continuous_integration_runs_make_test_from_anywhere(empty, command):
+def test_continuous_integration_runs_both_tiers_from_anywhere(empty, command):
     recipe = f"@! read line && pwd >seen && {command}"
-    tree = empty.write("a tree/Makefile", f"test:\n\t{recipe}\n").parent
+    rules = f"test:\n\t@! read line\ntest-thorough:\n\t{recipe}\n"
+    tree = empty.write("a tree/Makefile", rules).parent
     script = empty.write("a tree/.ci/run", (ROOT / ".ci/run").read_text())
     result = empty.start(script, cwd="/", input="a line nobody may read\n")
     assert (result.returncode == 0) == (command == "true")

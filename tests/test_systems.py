@@ -169,6 +169,7 @@ def truth(systems: Callable[[str], System], parameters: Any) -> list[tuple]:
     return list(descend(systems("vanilla"), parameters))
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_curve_and_first_gradients_are_vanillas(systems, parameters, truth, name):
     found = list(descend(systems(name), parameters))
@@ -184,6 +185,7 @@ def test_curve_and_first_gradients_are_vanillas(systems, parameters, truth, name
     np.testing.assert_allclose(curve, true_curve, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_ulysses_beneath_the_ring_gives_vanillas_curve(corpus, parameters, truth):
     """Heads and tokens over 2 devices each, tokens in the order of a ring of 2."""
     system = make_system("striped", corpus, mesh__ring=2, mesh__ulysses=2)
@@ -243,6 +245,7 @@ def test_a_gathered_sequence_is_found(systems):
     assert whole_sequences(collectives(compiled)) == [("all-gather", "s32", (2, 80))]
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("name", RING_SYSTEMS)
 def test_no_collective_of_a_ring_holds_a_whole_sequence(systems, name):
     found = collectives(systems(name).compiled)

@@ -44,6 +44,7 @@ def halfway(undisturbed: Run, new_run: Run) -> Run:
     return new_run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "is_fresh",
     [False, pytest.param(True, marks=pytest.mark.slow)],
@@ -80,6 +81,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(undisturbed, new_run, is
     assert all(found == sorted(set(found)) for found in steps.values())
 
 
+@pytest.mark.thorough
 def test_the_curve_has_every_step_of_a_broken_run(undisturbed, new_run, monkeypatch):
     iterate = train.iterate
 
@@ -98,6 +100,7 @@ def test_the_curve_has_every_step_of_a_broken_run(undisturbed, new_run, monkeypa
     assert new_run.curve() == undisturbed.curve()
 
 
+@pytest.mark.thorough
 def test_every_chart_shows_a_curve_of_a_run_that_has_its_workdirs_name(undisturbed):
     (run,) = (undisturbed.workdir / "tensorboard").iterdir()
     assert run.name == undisturbed.workdir.name
@@ -113,6 +116,7 @@ def test_every_chart_shows_a_curve_of_a_run_that_has_its_workdirs_name(undisturb
     assert "MFU" not in found["Speed"] and "tokens a second" in found["Speed"]
 
 
+@pytest.mark.thorough
 def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(undisturbed, halfway):
     halfway.train(mesh__fsdp=4, mesh__ring=2, train__validation_batches=0)
     assert "mesh: data 1 x fsdp 4 x ring 2 x tensor 1, of 8 x cpu" in halfway.said
@@ -132,6 +136,7 @@ def test_fewer_devices_go_on_where_eight_stopped(undisturbed, halfway, devices):
     np.testing.assert_allclose(halfway.losses(), undisturbed.losses(MIDDLE), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_complete_run_has_nothing_to_do(undisturbed):
     before, said = undisturbed.files(), []
     assert train.train(undisturbed.config(), said.append) == {"step": STEPS}
@@ -139,6 +144,7 @@ def test_a_complete_run_has_nothing_to_do(undisturbed):
     assert undisturbed.files() == before
 
 
+@pytest.mark.thorough
 def test_a_complete_run_goes_on_for_extra_steps(undisturbed, new_run):
     shutil.copytree(undisturbed.workdir, new_run.workdir)
     result = new_run.train(train__extra_steps=5)
@@ -153,6 +159,7 @@ def test_a_complete_run_goes_on_for_extra_steps(undisturbed, new_run):
     assert new_run.train(train__extra_steps=5)["step"] == STEPS + 10
 
 
+@pytest.mark.thorough
 def test_the_console_says_where_everything_is(undisturbed):
     directory = undisturbed.workdir
     assert f"checkpoints: {directory}/checkpoints" in undisturbed.said
@@ -166,6 +173,7 @@ def test_the_console_says_where_everything_is(undisturbed):
         assert re.match(rf"step +{step}/{STEPS} +loss {loss:.4f} ", line), line
 
 
+@pytest.mark.thorough
 def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed):
     config = undisturbed.config()
     partition = base.partition(config, jax.devices())

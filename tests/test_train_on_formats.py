@@ -18,7 +18,7 @@ from tests import tables
 from tests.runs import SMALL, Run
 from tools import prepare_chat, prepare_text
 
-pytestmark = pytest.mark.usefixtures("programs")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("programs")]
 
 RNG = np.random.default_rng(3)
 WORDS = ["ring", "stripe", "a", "token", "of", "sequence", "und", "sieht"]

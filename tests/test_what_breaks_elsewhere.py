@@ -116,6 +116,7 @@ def assert_moves_what_may_see_it(model: RingModel, batch: Batch) -> None:
         np.testing.assert_array_equal(found, wanted, err_msg=name)
 
 
+@pytest.mark.thorough(quick=2)
 @every_ring
 def test_a_changed_token_moves_exactly_what_may_see_it(ring, attention, rows):
     """Through a layer with a window and one without, with sinks; all else stays."""
@@ -286,6 +287,7 @@ def assert_means(model: RingModel, rows: HardRows, wanted: float) -> None:
     assert model.evaluation(batch) == pytest.approx(wanted, rel=1e-5), "validation loss"
 
 
+@pytest.mark.thorough
 @every_mesh
 def test_evaluation_loss_is_the_training_loss(shape, attention, microbatches, rows):
     """And the mean of all tokens, in float64, not that of the shards' means."""
@@ -322,6 +324,7 @@ def assert_slopes(model: RingModel, rows: HardRows, rng: np.random.Generator) ->
         assert error < 1e-3, f"slope of {jax.tree_util.keystr(path)}"
 
 
+@pytest.mark.thorough
 @every_mesh
 def test_gradients_are_the_slopes_of_the_loss(
     shape, attention, microbatches, rows, rng

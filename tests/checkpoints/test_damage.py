@@ -87,6 +87,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(
     directory: Path, told: Told, damage: str
@@ -128,6 +129,7 @@ def test_two_damaged_steps_are_set_aside(directory: Path, told: Told) -> None:
     ]
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("damage", list(DAMAGES)[:6])
 def test_where_no_step_is_good_nothing_moves_and_the_run_is_refused(
     directory: Path, told: Told, damage: str

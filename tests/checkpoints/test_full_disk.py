@@ -36,6 +36,7 @@ def full_disk(moment: str = "rename") -> Iterator[None]:
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_goes_on_after_a_save_on_a_full_disk(
     directory: Path, told: Told, moment: str

@@ -28,6 +28,7 @@ def broken(step: int, value: float = np.nan) -> Any:
     return changed
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     ("value", "found"), [(np.nan, "1 nan"), (np.inf, "1 inf"), (-np.inf, "1 inf")]
 )

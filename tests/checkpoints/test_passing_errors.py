@@ -66,6 +66,7 @@ def fail(patch: pytest.MonkeyPatch, handler: str, times: int, error: Exception) 
     patch.setattr(place, failing)
 
 
+@pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize(
     ("error", "handler"),
     [

@@ -99,6 +99,7 @@ def test_loading_changes_no_filters_of_warnings_and_logs():
     assert logging.getLogger("absl").level == level
 
 
+@pytest.mark.thorough
 def test_only_environments_load_the_simulator():
     code = (
         "import sys, data.exorl, data.chains, tools.make_exorl; "

@@ -189,6 +189,7 @@ class BackendSuite:
         for dtype in types:
             assert_true(rng, self.backend, case, dtype)
 
+    @pytest.mark.thorough
     def test_masked_keys_and_rows_that_see_nothing_are_never_computed(self, tiles, rng):
         """They are nan, and 0 · nan is nan: nothing of them may be multiplied."""
         step = tiles.step(rng, self.dtype, tiles.gaps)
@@ -235,6 +236,7 @@ class BackendSuite:
         for gradient in got.dk, got.dv:
             np.testing.assert_array_equal(is_nan(gradient.swapaxes(0, 1)), visible)
 
+    @pytest.mark.thorough
     def test_rows_that_see_nothing_keep_their_carry_and_contribute_nothing(self, rng):
         """Those of a tile of which others see all keys, and whole tiles of them."""
         case, dtype = self.cases["far more queries"]
@@ -253,6 +255,7 @@ class BackendSuite:
             np.testing.assert_allclose(got.out[:, rows], out[:, rows], rtol)
             np.testing.assert_allclose(got.lse[..., rows], lse[..., rows], rtol)
 
+    @pytest.mark.thorough(quick=99)
     def test_what_there_is_no_kernel_for_is_refused(self, refusal, monkeypatch):
         """Before a kernel is launched."""
         monkeypatch.setattr(pl, "pallas_call", lambda *_, **__: pytest.fail("launched"))

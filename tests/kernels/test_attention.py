@@ -151,6 +151,7 @@ def test_bfloat16_is_as_exact_as_the_reference_in_bfloat16(rng):
         assert errors[name] <= BFLOAT16_RATIO * allowed + 1e-6, name
 
 
+@pytest.mark.thorough
 @each_implementation
 @pytest.mark.parametrize(
     "dtype",
@@ -168,6 +169,7 @@ def test_huge_numbers_in_keys_that_nobody_sees_leave_no_trace(
         np.testing.assert_array_equal(np.asarray(gradient, np.float32)[:, 260:], 0)
 
 
+@pytest.mark.thorough
 @each_implementation
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_huge_numbers_in_other_documents_leave_no_trace(implementation, rng):
@@ -231,6 +233,7 @@ def softmax_attention(given: Problem, seen: np.ndarray, scale: float) -> np.ndar
     return np.einsum("bhts,bshd->bthd", p / p.sum(axis=-1, keepdims=True), v)
 
 
+@pytest.mark.thorough
 @each_implementation
 def test_vmap_of_rows_under_checkpoint_equals_the_batch(implementation, rng):
     """Bounds mapped too, gradients included."""

@@ -8,6 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels import backends, blockwise
@@ -59,6 +60,7 @@ class TestBlockwise(BackendSuite):
     test_what_there_is_no_kernel_for_is_refused = None
 
 
+@pytest.mark.thorough(quick=1)
 class TestTpu(BackendSuite):
     implementation = "pallas_tpu"
     backend = SimulatedTpu()
@@ -136,6 +138,7 @@ class TestTpu(BackendSuite):
     }
 
 
+@pytest.mark.thorough
 class TestWideTpu(TestTpu):
     """Of chips whose matrix units are 256 wide: see `kernels.tpu.orientation`."""
 
@@ -150,6 +153,7 @@ class TestWideTpu(TestTpu):
     test_what_there_is_no_kernel_for_is_refused = None
 
 
+@pytest.mark.thorough(quick=1)
 class TestHopper(BackendSuite):
     implementation = "hopper"
     backend = SimulatedHopper(hopper.Launch(interpret=RACES))
@@ -241,6 +245,7 @@ class TestHopper(BackendSuite):
         assert max(errors["out"], errors["lse"]) <= self.tolerance
 
 
+@pytest.mark.thorough
 class TestHopperDeterministic(TestHopper):
     implementation = "hopper_deterministic"
     # It differs in its backward only.
@@ -275,6 +280,7 @@ class TestHopperDeterministic(TestHopper):
     test_what_there_is_no_kernel_for_is_refused = None
 
 
+@pytest.mark.thorough(quick=1)
 class TestTriton(BackendSuite):
     implementation = "triton"
     backend = SimulatedGpu()

@@ -55,6 +55,7 @@ def assert_close(got, want) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "block, bound_rows",
     [((1, 1), 1), ((3, 5), BATCH), ((64, 4), BATCH)],
@@ -82,6 +83,7 @@ def fresh_traces():
     jax.clear_caches()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("float64", "fresh_traces")
 def test_tile_ranges_alone_decide_what_runs_and_what_runs_unmasked(monkeypatch, rng):
     """Given ranges in which whole tiles are full, it computes these under any bounds.
@@ -123,6 +125,7 @@ def temporary_bytes(function, length: int) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_memory_is_linear_in_the_length_and_far_below_the_score_matrix():
     scores = 8 * 4096**2 * 4  # bytes of all heads
     used = temporary_bytes(forward_and_backward, 4096)

@@ -24,7 +24,7 @@ from tests.rings import one_device_ring, solve_on_ring
 from tests.simulated import BACKENDS
 from tests.simulated_triton import LARGE_BLOCKS, SimulatedGpu, interpreted_call
 
-pytestmark = pytest.mark.usefixtures("steps_in_a_loop")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("steps_in_a_loop")]
 
 IS_SIMULATED = jax.default_backend() == "cpu"
 # Interpreted, a step takes a second or more: these are few, the others are slow tests.

@@ -58,6 +58,7 @@ def assert_is_well_compiled(step: Step, **options) -> None:
     assert max(max(kernel.grid[1:]) for kernel in kernels) < 2**16
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize(
     "head_dim, is_deterministic, length",
@@ -78,6 +79,7 @@ def exponentials(scores: int, soft_cap: float | None) -> str:
     return f"{scores // 2 * (1 if soft_cap is None else 2)} exp2"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_products_are_issued_in_the_order_that_backward_draws(head_dim, soft_cap):
@@ -98,6 +100,7 @@ def test_products_are_issued_in_the_order_that_backward_draws(head_dim, soft_cap
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("head_dim, length", [(64, 2**23), (128, 1024), (256, 1024)])
 def test_deterministic_products_are_issued_as_drawn_too(head_dim, length, soft_cap):
@@ -144,6 +147,7 @@ def test_any_shape_compiles_as_well(
     assert_is_well_compiled(step(*sizes), **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_dq_is_added_to_where_it_is_from_step_to_step(is_deterministic):
     def two_steps(dq, step, is_deterministic):

@@ -46,6 +46,7 @@ def assert_is_well_compiled(kernels: list[Kernel]) -> None:
     assert_nothing_spills_and_products_overlap(kernels, {"flash_forward"}, 2**17)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -55,6 +56,7 @@ def test_nothing_is_spilled_and_products_overlap(head_dim, has_carry, soft_cap):
     assert SHARED_BYTES == shared.SHARED_BYTES
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -86,6 +88,7 @@ def test_any_shape_compiles_as_well(head_dim, length, dtype, has_carry, soft_cap
     assert_is_well_compiled(compiled(*sizes).kernels)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "length, grid", [(1024, (4, 1, 8)), (2**23, (2**16, 4, 1))], ids=["short", "long"]
 )
@@ -95,11 +98,13 @@ def test_the_long_axis_is_where_gpus_have_room_for_it(length, grid):
     assert kernel.grid == grid
 
 
+@pytest.mark.thorough
 def test_spills_are_reported():
     (kernel,) = compiled(128, blocks=HopperBlocks(192, 2)).kernels
     assert kernel.spill_bytes > 100
 
 
+@pytest.mark.thorough
 def test_products_that_wait_for_each_other_are_reported(monkeypatch):
     softmax = Consumer._softmax
 
@@ -112,6 +117,7 @@ def test_products_that_wait_for_each_other_are_reported(monkeypatch):
     assert kernel.pipeline[-2:] == ("wait 0", "66 exp2")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("soft_cap", [1e-4, 2000.0])
 def test_caps_that_tanh_is_too_coarse_for_are_refused(soft_cap):
     words = f"soft caps from 0.0009765625 to 1024.0, got {soft_cap}: name another"
@@ -119,6 +125,7 @@ def test_caps_that_tanh_is_too_coarse_for_are_refused(soft_cap):
         compiled(64, soft_cap=soft_cap)
 
 
+@pytest.mark.thorough
 def test_heads_of_full_size_are_not_copied():
     program = compiled(128, has_carry=True, soft_cap=None).program.as_text()
     assert "flash_forward" in program

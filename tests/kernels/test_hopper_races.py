@@ -84,6 +84,7 @@ def simulate(which: str, step: Step) -> None:
     jax.block_until_ready(program(step))
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "which, name",
     [

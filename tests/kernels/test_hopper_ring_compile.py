@@ -16,6 +16,8 @@ from tests.ring_layers import compiled_gradients, layers_gradient
 from training.hlo import Program
 from training.pods import compile_for, h200_devices
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 1024
 
 

@@ -44,6 +44,7 @@ from tests.steps import (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes",
     [(150, 600, 2), pytest.param((300, 1100, 4), marks=pytest.mark.slow)],
@@ -62,6 +63,7 @@ def test_step_cut_for_any_chip_equals_the_reference(version, rng):
     assert_true(rng, on_chip(version), case, jnp.bfloat16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "scale",
     [-0.5, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.0, -1e-42)), 2.0**40],
@@ -132,6 +134,7 @@ def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves(launc
     assert dq_tiles(launches, SMALL_VMEM) == STREAMED
 
 
+@pytest.mark.thorough
 def test_gradients_are_equal_wherever_dq_stays(rng):
     step = HEAD.draw(rng).astype(jnp.float32)
     in_vmem, in_hbm = (
@@ -161,6 +164,7 @@ def test_there_are_tiles_that_fit_for_all_groups_on_every_chip(version):
             assert cut.blocks.stacked_rows == cut.heads * cut.sizes.block_q
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "version, dtype, heads, kv_heads, head_dim",
     [
@@ -193,6 +197,7 @@ def test_heads_that_are_not_stacked_see_the_keys_that_they_share(rng):
     assert_true(rng, backend, case, jnp.float32)
 
 
+@pytest.mark.quick
 def test_bounds_of_more_than_16_million_slots_are_exact():
     """Float32 has no odd numbers from there on."""
     numbers = np.random.default_rng(19).integers(0, 2**27 + 1, (2, 1, 128))
@@ -222,6 +227,7 @@ def test_cost_counts_the_products_of_all_queries_with_all_keys(launches):
         assert cost.bytes_accessed >= 4 * 2 * 100 * (8 * 257 + 2 * 2 * 700)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "group, chip",
     [

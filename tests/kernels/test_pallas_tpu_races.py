@@ -90,6 +90,7 @@ FIRST = FIRST_STEP, IN_VMEM
 LATER = LATER_STEP, IN_HBM
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "case, vmem, chip, copies",
     [
@@ -115,6 +116,7 @@ def test_no_copy_races_or_comes_too_late(case, vmem, chip, copies, capfd, rng):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize(
     "copies", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)]
@@ -168,6 +170,7 @@ breaking = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough
 @breaking
 def test_copies_that_nobody_waits_for_are_reported(
     owner, method, broken, vmem, monkeypatch, capfd, rng
@@ -180,6 +183,7 @@ def test_copies_that_nobody_waits_for_are_reported(
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
+@pytest.mark.quick
 def test_keys_that_nobody_waits_for_are_reported(monkeypatch, capfd, rng):
     """Forward, where programs start the copies of the next ones."""
     monkeypatch.setattr(DoubleBuffer, "wait", buffers_without_waiting)
@@ -269,6 +273,7 @@ def copied_tiles(request):
     return run, request.param == IN_VMEM
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_tile_is_copied_once_for_each_live_tile_and_no_other(name, copied_tiles, rng):
     """But a tile of dq in VMEM once in a head, if it is live at all."""

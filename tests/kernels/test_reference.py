@@ -90,6 +90,7 @@ def test_forward_is_the_softmax_over_the_visible_keys(name, rng):
     assert_close([out], [of_jax], 1e-5)
 
 
+@pytest.mark.thorough(quick=2)
 @each_case
 def test_backward_is_the_derivative_of_forward(name, rng):
     mask, queries, keys, heads, kv_heads = CASES[name]

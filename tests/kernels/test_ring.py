@@ -89,6 +89,7 @@ def halves_of(case: Case) -> int:
     return layout.front_slots(*order, length)
 
 
+@pytest.mark.thorough(quick=7)
 @pytest.mark.usefixtures("steps_in_a_loop")
 @pytest.mark.parametrize("case, implementation, keep_tail", list(covering_cases()))
 def test_ring_in_float32_matches_one_device_in_float64(
@@ -127,6 +128,7 @@ def test_every_ring_matches_one_device_in_float64(group, length, head_dim, extra
     jax.clear_caches()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout_name, rings",
     [
@@ -342,6 +344,7 @@ def written_shards(ring_size: int) -> int:
     return sum(size >= length * heads * depth for size in sizes)
 
 
+@pytest.mark.thorough
 def test_ring_steps_on_a_cpu_move_no_shard():
     """Shards are cut into tiles, and results joined, once a ring."""
     assert 0 < written_shards(2) == written_shards(4)

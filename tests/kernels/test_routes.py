@@ -78,6 +78,7 @@ def each_case(*quick: tuple[Case, str]):
     return pytest.mark.parametrize("case, name", found)
 
 
+@pytest.mark.thorough(quick=2)
 @pytest.mark.usefixtures("steps_in_a_loop")
 @each_case(
     (Case(5, "striped", "causal", 4, 31, 64, heads=8), "both"),
@@ -100,6 +101,7 @@ def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
         assert max(errors.values()) <= FLOAT32_TOLERANCE, (takes_turns, errors)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout_name, name, takes_turns",
     [
@@ -125,6 +127,7 @@ def test_rings_as_loops_equal_those_that_are_unrolled(
     assert max(looped.errors(unrolled).values()) < 1e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ring_size", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_error_in_bfloat16_is_that_of_one_device_on_every_route(ring_size, rng):
     case = Case(ring_size, "zigzag", "causal", 4, 256, 64)
@@ -248,6 +251,7 @@ def assert_no_dead_transfer(schedule, layout, ring_size, slots, visible):
             assert (counts[0] < counts[1]).any(), (number, step)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("tokens", [4, 16, 48, 64])
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
 def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tokens):
@@ -276,6 +280,7 @@ def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tok
     assert longest == -(-tokens // (chunk >> 10))
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("lengths", [(8, 24), (24, 8)])
 @pytest.mark.parametrize("name", ["contiguous", "zigzag"])
 def test_where_keys_are_not_as_many_as_queries_no_shard_is_left_out(name, lengths, rng):

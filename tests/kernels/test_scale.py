@@ -9,6 +9,8 @@ import pytest
 from tests.simulated import BACKENDS
 from tests.steps import StepCase, answer, compiled, truth
 
+pytestmark = pytest.mark.thorough
+
 CASE = StepCase(60, 130, group=2, batch=1)
 DIGITS = {jnp.float32: 1e-5, jnp.float16: 5e-4, jnp.bfloat16: 1e-2}
 """Largest norms of errors, relative to the norm of what is compared."""

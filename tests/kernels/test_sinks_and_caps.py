@@ -93,6 +93,7 @@ def assert_true(attend, arrays, mask, soft_cap, rng):
         np.testing.assert_allclose(a[is_real], b[is_real], atol=2e-5)
 
 
+@pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize("mask, soft_cap", list(masks_with_caps()))
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_sink_is_a_key_whose_value_is_zero(mask, soft_cap, implementation, rng):
@@ -103,6 +104,7 @@ def test_sink_is_a_key_whose_value_is_zero(mask, soft_cap, implementation, rng):
     assert_true(attend, operands(rng), mask, soft_cap, rng)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind", [pytest.param(layout.Striped(), marks=pytest.mark.slow), layout.Zigzag()]
 )

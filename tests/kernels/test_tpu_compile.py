@@ -137,6 +137,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "chip, kv_heads",
     [
@@ -184,6 +185,7 @@ def test_every_transfer_of_the_ring_that_runs_again_is_hidden(chip, ring_size):
     assert all(t.is_hidden for t in transfers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chip", [slow("v4"), "v5e", slow("v6e")])
 def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
     """On v5e only if the ring goes from neighbour to neighbour. No shard is copied."""
@@ -197,6 +199,7 @@ def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
     assert all(t.is_hidden for t in transfers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("head_dim", [128, 100])
 def test_keys_in_another_order_are_reordered_once(head_dim):
     """As RoPE leaves them, and padded to whole lanes: q, k, v, and what comes out."""
@@ -280,6 +283,7 @@ def compiled_steps():
         yield pytest.param(*step, marks=() if step == quick else slow)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("chip, shape, dtype", list(compiled_steps()), ids=str)
 def test_any_step_compiles_for_every_chip(chip, shape, dtype, direction):

@@ -87,6 +87,7 @@ def true_results(step: Step) -> Partial:
         return REFERENCE(step.astype(jnp.float64))
 
 
+@pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize("attends_to_all", [True, False], ids=["full", "partial too"])
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("name", CASES)
@@ -101,6 +102,7 @@ def test_any_course_of_scores_gives_the_exact_softmax(
     assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
 
 
+@pytest.mark.thorough
 def test_capped_scores_that_rise_give_the_exact_softmax(rng):
     """From 0 to 180, and log2(e) times as much as exponents: tiles run again."""
     step = step_at_levels(rng, CASES["first ring step"], LEVELS["rising"])
@@ -112,6 +114,7 @@ def test_capped_scores_that_rise_give_the_exact_softmax(rng):
     assert (found <= 2 * errors(capped(reference)(step), truth) + 1e-6).all(), found
 
 
+@pytest.mark.thorough
 def test_rising_scores_overflow_where_no_limit_is_set(monkeypatch, rng):
     """Shows that the test above of rising scores needs tiles to be computed again."""
     ordinary, rising = (
@@ -135,6 +138,7 @@ def causal_step(
     return step._replace(k_start=np.zeros_like(end), k_end=end)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("name", CAUSAL_CASES)
 def test_diagonals_give_the_exact_softmax_whatever_the_scores_do(name, levels, rng):
@@ -146,6 +150,7 @@ def test_diagonals_give_the_exact_softmax_whatever_the_scores_do(name, levels, r
     assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CAUSAL_CASES)
 def test_causal_steps_need_no_exact_tiles(name, run_and_count, rng):
     step = causal_step(rng, name)
@@ -157,6 +162,7 @@ def test_causal_steps_need_no_exact_tiles(name, run_and_count, rng):
     assert run_and_count(step)[1] > 0
 
 
+@pytest.mark.thorough
 def test_a_diagonal_is_computed_exactly_where_its_scores_rise(run_and_count, rng):
     """Above those of its masked keys, whose maximum is m, or above a carry's."""
     for name in "own keys", "visiting keys":
@@ -192,6 +198,7 @@ def run_and_count(monkeypatch):
     return run_and_count
 
 
+@pytest.mark.thorough
 def test_full_and_exact_tiles_agree(run_and_count, monkeypatch, rng):
     step = step_at_levels(rng, CASES["first ring step"], LEVELS["level"])
     expected = PROGRAMS["first ring step"](step.astype(jnp.float32))
@@ -201,6 +208,7 @@ def test_full_and_exact_tiles_agree(run_and_count, monkeypatch, rng):
     assert (errors(exact, expected) < 1e-6).all()
 
 
+@pytest.mark.thorough
 def test_tiles_are_computed_exactly_as_soon_as_a_sum_passes_the_limit(
     run_and_count, rng
 ):

@@ -28,6 +28,8 @@ from tests.simulated_triton import (
 )
 from tests.steps import StepCase
 
+pytestmark = pytest.mark.thorough
+
 # The last tiles are not whole: a kernel that takes them for more goes too far.
 ODD = StepCase(37, 37, group=1, batch=1)
 

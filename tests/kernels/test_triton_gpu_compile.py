@@ -64,12 +64,14 @@ def assert_fits(
         assert 0 < kernel.shared_memory <= shared_memory, (name, found)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_nothing_is_spilled_and_tiles_fit(capability, head_dim):
     assert_fits(SHARED_MEMORY[capability], capability, step(head_dim))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "capability, head_dim, dtype",
     [(80, 64, jnp.float32), (80, 256, jnp.bfloat16), (90, 128, jnp.bfloat16)],
@@ -80,6 +82,7 @@ def test_nothing_is_spilled_with_a_soft_cap(capability, head_dim, dtype):
     assert_fits(shared_memory, capability, step(head_dim), dtype, soft_cap=50.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_nothing_is_spilled_in_float32(head_dim):
     """Its tiles are the same for all; Hopper's ptxas spills first."""
@@ -102,6 +105,7 @@ def test_any_shape_fits_as_well(capability, head_dim, dtype, soft_cap):
         assert_fits(shared_memory, capability, case, dtype, soft_cap=soft_cap)
 
 
+@pytest.mark.thorough
 def test_spills_and_tiles_that_are_too_large_are_seen():
     large = TritonBlocks(128, 128, 4, 3)
     small = TritonBlocks(16, 16, 4, 1)
@@ -111,6 +115,7 @@ def test_spills_and_tiles_that_are_too_large_are_seen():
     assert found["backward_dkv"].stack == found["backward_dq"].stack == 0
 
 
+@pytest.mark.thorough
 def test_a_described_gpu_is_compiled_for_through_jax():
     """As on a GPU that is there, its capability is not told. Nothing is copied."""
     mesh = Mesh(np.array(h200_devices()), ("device",))
@@ -129,6 +134,7 @@ def schedule(program: str) -> str:
     return "".join(letters[a or b] for a, b in re.findall(operation, program))
 
 
+@pytest.mark.quick
 def test_transfers_of_a_ring_hide_behind_its_kernels():
     mesh = Mesh(np.array(h200_devices(4)), ("ring",))
     program = compiled_gradients(mesh, triton_gpu, 1024).as_text()

@@ -111,6 +111,7 @@ def test_every_case_over_heads_matches_one_device_in_float64(case, devices, rng)
     assert_as_on_one_device(case, devices, rng, blockwise)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("devices, case", QUICK_CASES)
 def test_any_heads_match_one_device_in_float64(devices, case, rng):
     assert_as_on_one_device(case, devices, rng, blockwise)
@@ -123,11 +124,13 @@ def test_other_backends_match_one_device_in_float64(devices, case, name, rng):
     assert_as_on_one_device(case, devices, rng, BACKENDS[name])
 
 
+@pytest.mark.thorough
 def test_tail_over_heads_matches_one_device_in_float64(rng):
     case = Case(2, "striped", "causal", 2, 32, 16, "sinks")
     assert_as_on_one_device(case, 2, rng, blockwise, keep_tail=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_bfloat16_over_heads_is_as_exact_as_one_device(devices, rng):
     """Also where gradients of repeated key/value heads are summed up: K = 1."""

@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.adapters import Lora, multiply
 from training.pods import aot_pod
+
+pytestmark = pytest.mark.thorough
 
 NAMES = "query", "key", "value"
 TOKENS, INPUTS, OUTPUTS, RANK = 8192, 2048, 512, 16

@@ -54,6 +54,7 @@ def batch(file: TrajectoryFile) -> ChainBatch:
     return batch._replace(loss_weights=weights * batch.loss_weights)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(("shape", "attention"), MESHES)
 def test_losses_and_gradients_are_those_of_one_device(batch, shape, attention):
     want = one_device().losses_and_gradients(batch)
@@ -71,6 +72,7 @@ def discrete(file: TrajectoryFile) -> ChainBatch:
     return batch._replace(targets=np.eye(2, dtype=np.float32)[likelier])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "attention"), MESHES)
 def test_agents_of_one_token_a_step_are_those_of_one_device(discrete, shape, attention):
     losses, gradients = one_device(**ONE_TOKEN).losses_and_gradients(discrete)

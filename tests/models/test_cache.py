@@ -143,6 +143,7 @@ def test_cached_logits_are_those_of_the_teacher_forced_forward():
     assert np.abs(want).max() > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family, ring",
     [

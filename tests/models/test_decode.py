@@ -83,6 +83,7 @@ def generated(
     return np.stack(list(steps))
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "attention, shape",
     [
@@ -108,6 +109,7 @@ def test_cached_tokens_are_those_of_the_whole_forward_each_time(attention, shape
     assert len(np.unique(got)) > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model, attention, ring",
     [
@@ -132,6 +134,7 @@ def step_program(ring: int, slots: int) -> Any:
     return one.step.lower(parameters, one.empty(), of_rows, of_rows, 0).compile()
 
 
+@pytest.mark.thorough
 def test_a_step_moves_neither_the_cache_nor_parameters():
     slots = 4096
     programs = {ring: step_program(ring, slots) for ring in (2, 8)}
@@ -189,6 +192,7 @@ def test_a_row_that_has_ended_gets_nothing_and_others_go_on():
 WARM = Sampling(temperature=1.5)
 
 
+@pytest.mark.thorough
 def test_draws_follow_the_seed():
     one = generator_on(MeshShape(ring=2), "ring", WARM)
     first, again, other = (generated(one, seed=seed) for seed in (7, 7, 8))
@@ -266,6 +270,7 @@ ONWARD = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("attention, shape, model", ONWARD, ids=str)
 def test_a_prompt_that_begins_as_what_is_held_goes_on_from_it(
     attention, shape, model, rng

@@ -13,6 +13,8 @@ from tasks.generation import cache_shardings, generator
 from tests.runs import small_config
 from training.pods import aot_pod, compile_for
 
+pytestmark = pytest.mark.thorough
+
 RING, SLOTS, LAYERS, HEADS, DEPTH = 4, 65_536, 3, 8, 128
 SIZES = {
     "model__num_layers": LAYERS,

@@ -97,6 +97,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family, attention, shape, fields",
     [*FAST, *(pytest.param(*case, marks=slow) for case in SLOW)],
@@ -144,6 +145,7 @@ def test_losses_of_lean_optimizers_on_a_mesh_are_those_of_one_device(
     assert (losses != plain[:COMPARED]).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family",
     [

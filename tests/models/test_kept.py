@@ -118,6 +118,7 @@ def losses_and_gradient(run: Run) -> tuple[list[float], Any]:
     return [loss for loss, _ in found], found[0][1]
 
 
+@pytest.mark.thorough
 def test_neither_budget_nor_chunks_change_training():
     chunks = {"feed_forward_chunk_tokens": 24, "loss_chunk_tokens": 50}
     runs = run_with(0, **chunks), run_with(5)
@@ -208,6 +209,7 @@ def test_layers_in_several_loops_and_of_several_kinds_copy_no_parameters():
     assert size(5, 3, kinds=2) < 3.5  # of groups of two XLA copies the parameters
 
 
+@pytest.mark.thorough(quick=3)
 @pytest.mark.parametrize("counts", [(7,), (4, 3), (2, 5)])
 @pytest.mark.parametrize("kinds", [1, 2, 3, 7])
 def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):

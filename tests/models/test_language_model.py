@@ -149,6 +149,7 @@ def test_hidden_states_are_those_of_llama_written_out():
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "family",
     [
@@ -176,6 +177,7 @@ def test_loss_and_its_slopes_are_those_of_the_family_written_out(family, rng):
         assert abs(np.vdot(gradient, along) - slope) < 1e-3 * size, path
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "attention, shape",
     [
@@ -228,6 +230,7 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
     assert not re.search(r" all-to-all(-start)?\(", program)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family, remat",
     [

@@ -36,6 +36,7 @@ def answer(policy: str):
     return run_with(policy).answer()
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -51,6 +52,7 @@ def test_every_policy_gives_the_same_loss_and_gradients(policy):
         assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
 
 
+@pytest.mark.thorough(quick=2)
 @each_policy
 def test_ring_runs_again_only_where_its_result_is_not_kept(policy):
     """Of "tail", the ring of half of the keys, which is beside the whole one before."""
@@ -90,6 +92,7 @@ def test_norms_after_do_not_compute_chunks_of_the_feed_forward_again():
     assert products("attention", model__norms="both", **chunks) == before + 1
 
 
+@pytest.mark.thorough
 def test_norms_after_chunks_have_the_gradients_of_all_tokens():
     shape = MeshShape(fsdp=2, ring=2, tensor=2)
     parts = (

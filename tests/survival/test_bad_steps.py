@@ -13,6 +13,8 @@ from tasks import programs
 from tests.survival.small_run import QUIET, STEPS, Small
 from training.guard import SPIKE_WINDOW, BadSteps
 
+pytestmark = pytest.mark.thorough
+
 
 def change_batches(patch: pytest.MonkeyPatch, steps: set[int], **fields: Any) -> None:
     """Changes fields of the batches of some steps, as they lie on the devices."""

@@ -34,6 +34,7 @@ from training.preemption import Preempted
 from training.watchdog import HUNG
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "send", [send_sigterm, pytest.param(send_ctrl_c, marks=pytest.mark.slow)]
 )
@@ -55,6 +56,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
     assert ours == undisturbed.curve("validation/loss")[-len(ours) :]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_its_workdir_alone(copy: Small, truth: Any) -> None:
     copy.train()
     assert_equal_bits(copy.state(), truth)
@@ -74,6 +76,7 @@ def test_a_run_goes_on_from_its_workdir_alone(copy: Small, truth: Any) -> None:
     assert copy.files()[copy.workdir / "config.json"] == now
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "moment", ["restore", pytest.param("compile", marks=pytest.mark.slow)]
 )
@@ -205,6 +208,7 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
     copy: Small, truth: Any

@@ -45,6 +45,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rest", "step"),
     [(SAVES_ALONE, 2), pytest.param(WHOLE_RUN, 8, marks=pytest.mark.slow)],
@@ -82,6 +83,7 @@ def test_a_place_that_cannot_be_made_ends_the_run_before_anything_is_compiled(
     assert {p for p in run.workdir.rglob("*") if p.is_file()} <= {path}
 
 
+@pytest.mark.quick
 def test_two_runs_in_one_directory_are_refused(run: Small) -> None:
     with locked(str(run.workdir)):
         before = run.files()

@@ -54,6 +54,7 @@ def logits(config: Any, partition: Partition, tokens: np.ndarray) -> np.ndarray:
     return hf_models.logits(config, partition)(parameters, tokens)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n == "gemma3" else [slow]) for n in NAMES],
@@ -77,6 +78,7 @@ def test_logits_are_pefts_and_those_of_the_merged_export(runs, tmp_path, name):
     np.testing.assert_allclose(found, got, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_has_no_adapter_is_exported_as_it_was_imported(runs, tmp_path):
     """Whatever type the run holds it in; a line says that it rounds."""
     config, partition = run_of(runs, "llama_gqa")

@@ -111,6 +111,7 @@ def test_an_agent_of_one_token_a_step_does_what_its_forward_says(one_token, file
     assert np.median(margin) > 1e-2  # so that the cache's error would not show
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "fields",
     [{}, ONE_TOKEN, ONE_TOKEN | {"implementation": "blockwise"}],
@@ -152,6 +153,7 @@ def test_a_prompt_is_of_drawn_actions_and_changes_what_follows(one_token, file):
     assert outcome.returns.shape == (ROWS, 2) and (own != alone).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fields", [{}, ONE_TOKEN], ids=["four tokens", "one token"])
 def test_a_window_holds_the_last_episodes_as_if_they_were_all(file, fields):
     """Positions and ranks begin anew, so that who reads them can act on and on."""
@@ -179,6 +181,7 @@ def test_a_window_holds_the_last_episodes_as_if_they_were_all(file, fields):
     np.testing.assert_array_equal(returns[:, :2], apart[:, :2])
 
 
+@pytest.mark.thorough
 def test_who_forgets_every_step_sees_the_present_alone(one_token, file):
     steps = played(one_token, file, "step").steps
     for place in range(EPISODE_STEPS):

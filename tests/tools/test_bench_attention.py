@@ -25,6 +25,7 @@ def tiny(rows_of):
         return rows_of(bench_attention, *TINY), printed.getvalue()
 
 
+@pytest.mark.thorough
 def test_every_layout_has_a_row_with_every_key(tiny):
     rows, _ = tiny
     assert [row["layout"] for row in rows] == ["contiguous", "striped", "zigzag"]
@@ -35,6 +36,7 @@ def test_every_layout_has_a_row_with_every_key(tiny):
         assert row.keys() == KEYS and row == row | same
 
 
+@pytest.mark.thorough
 def test_every_row_is_right_and_its_times_and_rates_agree(tiny):
     for row in tiny[0]:
         for name in ("out", "dq", "dk", "dv", "lse"):
@@ -48,6 +50,7 @@ def test_every_row_is_right_and_its_times_and_rates_agree(tiny):
         assert row["peak_share"] is None
 
 
+@pytest.mark.thorough
 def test_tiles_are_those_of_the_blocks_that_ran(tiny):
     """Shards of 128 tokens: 4 x 2 tiles; causal, 6 of them are live."""
     expected = (6 + 8, 6 + 6 + 8), (6 + 6, 4 * 6), (6 + 4, 2 * 6 + 2 * 4)
@@ -68,6 +71,7 @@ def test_table_compares_every_row_with_the_first(tiny):
     assert "2 simulated devices share" in lines[-1]
 
 
+@pytest.mark.thorough
 def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     monkeypatch, rows_of
 ):
@@ -77,6 +81,7 @@ def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     assert 0 < row["error_dk"] <= FLOAT32_TOLERANCE
 
 
+@pytest.mark.thorough
 def test_implementation_without_blocks_has_no_tiles(capsys, rows_of):
     arguments = "--devices 1 --length 32 --repeats 1 --implementations reference"
     arguments = f"{arguments} --layouts striped".split()

@@ -24,6 +24,7 @@ def rows(rows_of):
     return rows_of(bench_kernels, *TINY.split(), *CHOSEN.split())
 
 
+@pytest.mark.thorough
 def test_each_direction_of_each_contestant_that_is_there_has_a_row(rows):
     assert [(row["mask"], row["contestant"], row["direction"]) for row in rows] == [
         (mask, name, direction)
@@ -71,6 +72,7 @@ def test_a_backward_run_gives_the_gradients_of_the_forward_run():
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_splash_is_given_the_same_problem(mask):
     """Interpreted; on a TPU the same runs are compiled."""

@@ -10,6 +10,8 @@ from kernels.cases import FLOAT32_TOLERANCE
 from tools import bench_original
 from tools.bench_original import table
 
+pytestmark = pytest.mark.thorough
+
 TINY = "--devices 2 --length 64 --heads 2 --head-dim 16 --chunks 8 --repeats 2".split()
 
 # A Python whose `original_process.py` computes with this repository's reference.

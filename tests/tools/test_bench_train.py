@@ -5,6 +5,8 @@ import pytest
 from tools import bench_train
 from tools.lib.benchmarks.rows import Environment
 
+pytestmark = pytest.mark.thorough
+
 TINY = "--config", "configs/tiny.py", "--config.model.num_layers=1"
 
 KEYS = {field.name for field in fields(Environment)}

@@ -95,6 +95,7 @@ def changed_copy(tmp_path: Path, name: str, changes: Mapping[str, Any]) -> Path:
     return copy
 
 
+@pytest.mark.thorough
 @each_model
 def test_export_gives_back_what_was_imported_bit_for_bit(workdirs, tmp_path, name):
     """The tensors, in their own type, and what config.json says of the model."""
@@ -332,6 +333,7 @@ def test_flags_of_an_import_are_sizes_and_what_differs_from_the_base_config():
     }
 
 
+@pytest.mark.quick
 def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path):
     source, workdir = hf_models.DIRECTORY / "llama", tmp_path / "workdir"
     command = "-m", "tools.convert_hf", "import", source, workdir

@@ -19,8 +19,6 @@ from tools.lib.exorl.scenes import Stage
 from tools.lib.exorl.scores import interval, scores
 from training.weights import SavedParameters, save_parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 REPEAT = 250  # of 1000 steps
 FIELDS = {
     "agent__observation_size": 5,
@@ -71,6 +69,7 @@ def written(directory: Path) -> Path:
     return output
 
 
+@pytest.mark.thorough
 def test_returns_and_scores_are_written_by_context(directory, written):
     results = json.loads(written.read_text())
     assert (results["task"], results["step"]) == ("cartpole swingup", 0)
@@ -102,6 +101,7 @@ def test_returns_and_scores_are_written_by_context(directory, written):
     assert np.array(results["seeds"]).shape == (4, 2)
 
 
+@pytest.mark.thorough
 def test_results_are_drawn(written, tmp_path):
     picture = tmp_path / "picture.png"
     assert figures.main(["returns", str(written), "--output", str(picture)]) == 0

@@ -20,9 +20,6 @@ from tests.tools.test_generate import save
 from tools.lib.evaluation.line_retrieval import draw_cells, main, read_cells
 from tools.lib.retrieval.scores import Forced, Generated, forced, in_rows
 
-# ml_collections reads config files with it.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 BYTES = ByteTokenizer()
 SIZES = {"data__rows": "whole", "simulated_devices": 0, "implementation": "reference"}
 
@@ -64,6 +61,7 @@ def prompts(count: int) -> list[np.ndarray]:
     return [BYTES.encode(base_form(Compact(), case)[0]) for case in cases]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mask",
     [
@@ -99,6 +97,7 @@ def evaluate(corpus: Path, workdir: Path, *options: str) -> int:
     return main([*flags, "--form", "compact", *options])
 
 
+@pytest.mark.thorough
 def test_program_writes_rows_and_a_picture_of_each_run(
     corpus, workdir, tmp_path, capsys
 ):

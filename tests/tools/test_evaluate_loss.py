@@ -23,8 +23,6 @@ from training.feed import place
 from training.mesh import MeshShape
 from training.step import make_evaluate_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 SIZES = {"simulated_devices": 0, "implementation": "reference"}
 
 
@@ -81,6 +79,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("by", "tokens", "flags"), MESHES)
 def test_losses_of_all_parts_are_those_written_out(
     corpus, workdir, tmp_path, capsys, by, tokens, flags
@@ -102,6 +101,7 @@ def test_losses_of_all_parts_are_those_written_out(
     assert ("padded to 80" in said) == (tokens == 77)
 
 
+@pytest.mark.thorough
 def test_the_loss_is_that_of_a_validation(corpus, workdir, tmp_path):
     config = small_config(corpus, workdir, **SIZES)
     partition = base.partition(config, jax.devices())
@@ -155,6 +155,7 @@ def others(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: root / name for name in tokenizers}
 
 
+@pytest.mark.thorough
 def test_another_corpus_is_read_if_its_tokenizer_is_the_runs(
     workdir, others, tmp_path, capsys
 ):

@@ -16,9 +16,6 @@ from tools.lib.ruler.samples import prediction_file, prompt_file, read_prompts
 from tools.lib.ruler.sizing import Draft
 from tools.lib.ruler.table import heat_rows, table, task_row
 
-# ml_collections reads config files with it.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 BYTES = ByteTokenizer()
 SIZES = {"simulated_devices": 0, "implementation": "reference"}
 TASKS, LENGTHS = ("niah_single_1", "fwe"), (1000, 1200)
@@ -74,6 +71,7 @@ def asked(prompts, monkeypatch) -> list[str]:
     return texts
 
 
+@pytest.mark.quick
 def test_right_answers_score_100_in_the_table_and_in_the_rows(
     asked, prompts, workdir, tmp_path, capsys
 ):
@@ -101,6 +99,7 @@ def test_right_answers_score_100_in_the_table_and_in_the_rows(
     assert (folder / "needles.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.quick
 def test_an_evaluation_goes_on_where_it_was_killed(asked, workdir, tmp_path):
     folder = tmp_path / "ruler"
     assert evaluate(workdir, "--output", folder) == 0
@@ -114,6 +113,7 @@ def test_an_evaluation_goes_on_where_it_was_killed(asked, workdir, tmp_path):
     assert predictions(folder) == before
 
 
+@pytest.mark.quick
 def test_prompts_that_were_saved_are_answered_alike(asked, prompts, workdir, tmp_path):
     assert evaluate(workdir, "--output", tmp_path / "drawn") == 0
     options = "--prompts", prompts, "--output", tmp_path / "read"
@@ -122,6 +122,7 @@ def test_prompts_that_were_saved_are_answered_alike(asked, prompts, workdir, tmp
     assert len(predictions(tmp_path / "read")) == 4
 
 
+@pytest.mark.quick
 def test_predictions_of_something_else_are_left_alone(
     asked, prompts, workdir, tmp_path, capsys
 ):
@@ -137,6 +138,7 @@ def test_predictions_of_something_else_are_left_alone(
     assert "is not empty, and has no run.json" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_model_answers_through_the_ring(workdir, tmp_path):
     """With random parameters, on rings of 4 and of 1: the same answers."""
     for ring, data in ((4, 1), (1, 4)):

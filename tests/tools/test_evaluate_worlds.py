@@ -21,8 +21,6 @@ from tools.lib.exorl.stages import stage
 from tools.make_dark_room import make
 from training.weights import save_parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 EPISODES, ROWS = 2, 20
 SMALL = {"model.hidden_size": 16, "model.feed_forward_size": 24, "model.num_layers": 2}
 SMALL |= {"model.head_dim": 8, "implementation": "reference", "simulated_devices": 0}
@@ -62,6 +60,7 @@ def results(directory: Path) -> dict:
     return json.loads(output.read_text())
 
 
+@pytest.mark.thorough
 def test_contexts_begin_alike_and_hold_what_they_say(results):
     found = results["contexts"]
     names = ["own", "empty", "none", "other", "random_3", "random_1"]
@@ -91,6 +90,7 @@ def test_contexts_begin_alike_and_hold_what_they_say(results):
     }
 
 
+@pytest.mark.thorough
 def test_worlds_are_those_held_out_and_beside_their_references(directory, results):
     file, room = TrajectoryFile.open(directory / "trajectories"), ROOMS["9x9"]
     _, held_out = hold_out(file.worlds, 0.2)
@@ -108,6 +108,7 @@ def test_worlds_are_those_held_out_and_beside_their_references(directory, result
     assert results["versions"] == {"jax": jax.__version__}
 
 
+@pytest.mark.thorough
 def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path, results):
     """And in worlds that were trained on, where that is asked for."""
     output = tmp_path / "some.json"
@@ -123,6 +124,7 @@ def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path, resul
     assert found["references"]["oracle"] != results["references"]["oracle"]
 
 
+@pytest.mark.thorough
 def test_a_window_is_written_and_lets_who_reads_positions_act_on(
     directory, tmp_path, capsys
 ):
@@ -180,6 +182,7 @@ def test_bad_input_is_refused_with_one_line(directory, tmp_path, capsys, options
     assert not output.exists()
 
 
+@pytest.mark.thorough
 def test_who_reads_the_best_episodes_alone_acts_in_all_worlds(directory, tmp_path):
     output = tmp_path / "results.json"
     best = "--config.data.top_share=0.01", "--contexts", "own"
@@ -206,6 +209,7 @@ def test_the_worlds_of_a_stage_are_those_described(tmp_path):
     assert pushed[0] < 0 < pushed[1] and pushed[1] == pushed[2]
 
 
+@pytest.mark.thorough
 def test_processes_that_share_rows_do_what_one_does(tmp_path, rng):
     file = cart_poles(tmp_path, [HiddenPhysics(-1, pole_mass=2.0), None])
     rows = np.array([0, 1, 0]), rng.integers(99, size=(3, 2))
@@ -219,6 +223,7 @@ def test_processes_that_share_rows_do_what_one_does(tmp_path, rng):
     assert (want.observations[0] != want.observations[2]).any()
 
 
+@pytest.mark.thorough
 def test_who_knows_a_cart_pole_swings_it_up_and_chance_does_not(tmp_path):
     file = cart_poles(tmp_path, [None, HiddenPhysics(-1, pole_length=1.3)])
     known = references(file, np.array([1, 0]), np.full((2, 1), 7))

@@ -36,9 +36,6 @@ from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
 from training.step import initial_state
 
-# ml_collections reads config files with it.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 PROMPT, NEW, STEP = "a ring of Möwen", 12, 7
 
 
@@ -88,6 +85,7 @@ def arguments(corpus: Path, workdir: Path, *options: str, **overrides: Any) -> l
 GREEDY = "--temperature", "0", "--max-tokens", str(NEW)
 
 
+@pytest.mark.thorough
 def test_a_workdir_alone_is_enough(corpus, workdir, expected, tmp_path, capsys):
     fields = {"simulated_devices": 0, "implementation": "reference"}
     config = small_config(corpus, tmp_path, **fields)
@@ -97,6 +95,7 @@ def test_a_workdir_alone_is_enough(corpus, workdir, expected, tmp_path, capsys):
     assert capsys.readouterr().out == f"{expected}\n"
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("option", ["--prompt", "--prompt-file"])
 def test_printed_text_is_the_likeliest_of_the_checkpoints_model(
     corpus, workdir, expected, option, tmp_path, capsys
@@ -233,6 +232,7 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
         assert writer.chat and writer.chat.messages == talk.messages[1:]
 
 
+@pytest.mark.thorough
 def test_lines_of_a_chat_are_turns_until_an_empty_one(
     corpus, workdir, capsys, monkeypatch
 ):

@@ -9,6 +9,8 @@ import pytest
 
 from tests.pages import ROOT
 
+pytestmark = pytest.mark.quick
+
 # Stands for Python: notes its arguments, and writes what comes behind --output.
 STUB = """#!/usr/bin/env bash
 echo "$*" >>"$(dirname "$0")/ran"

@@ -59,6 +59,7 @@ def counts(optimizer_state: Any) -> set[int]:
     return {int(leaf) for leaf in leaves if leaf.dtype == np.int32}
 
 
+@pytest.mark.thorough
 def test_a_run_begins_with_another_runs_parameters_and_a_fresh_optimizer(
     corpus, trained, tmp_path
 ):
@@ -75,6 +76,7 @@ def test_a_run_begins_with_another_runs_parameters_and_a_fresh_optimizer(
     assert "resuming from step 2" in run.said
 
 
+@pytest.mark.thorough
 def test_a_run_begins_with_exported_and_imported_parameters(corpus, trained, tmp_path):
     partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
     published, imported = tmp_path / "published", tmp_path / "imported"
@@ -108,6 +110,7 @@ BAD = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.parametrize(("place", "changes", "complaint"), BAD)
 def test_parameters_that_cannot_be_begun_with_are_refused_before_compiling(

@@ -37,6 +37,7 @@ def contents(buffer):
     return {path.relative_to(buffer.directory): path.read_bytes() for path in files}
 
 
+@pytest.mark.thorough
 def test_data_read_back_and_pack(cartpole, tmp_path):
     paths = cartpole.scan()
     assert [path.name for path in paths] == [
@@ -66,6 +67,7 @@ def test_meta_says_how_data_were_made(cartpole):
     assert len(noise_alone) == 5 and all(row["noise"] for row in noise_alone)
 
 
+@pytest.mark.thorough
 def test_same_seed_makes_the_same_bytes_in_any_number_of_processes(tmp_path):
     one = contents(made(tmp_path / "one", FEW))
     two = contents(made(tmp_path / "two", FEW, processes=2))
@@ -86,6 +88,7 @@ def test_linear_policies_gather_a_cheetahs_data(tmp_path):
         assert_rewards_of(environment, read_episode(path, "cheetah"))
 
 
+@pytest.mark.thorough
 def test_rewards_are_those_of_the_first_task(tmp_path):
     recipe = Recipe("walker", ("walk", "stand"), 2, 0, 2, noise_share=1.0)
     buffer = made(tmp_path, recipe)
@@ -146,6 +149,7 @@ def test_actions_are_held_and_packed_as_one(tmp_path):
         pack(buffer, "swingup", tmp_path / "three", Selection(action_repeat=3))
 
 
+@pytest.mark.thorough
 def test_existing_data_are_kept(cartpole):
     before = contents(cartpole)
     with pytest.raises(FileExistsError, match="es_replay already exists and is left"):
@@ -176,6 +180,7 @@ def test_recipes_that_make_nothing_are_refused(changes, match):
         dataclasses.replace(CARTPOLE, **changes)
 
 
+@pytest.mark.thorough
 def test_program_runs_from_the_root(tmp_path):
     small = ("--episodes", "2", "--processes", "1", "--search-episodes", "2")
     command = "-m", "tools.make_exorl", "--domain", "cartpole", "--output", tmp_path

@@ -31,6 +31,7 @@ def contents(buffer):
     return {path.relative_to(buffer.directory): path.read_bytes() for path in files}
 
 
+@pytest.mark.thorough
 def test_worlds_pack_into_one_file_that_describes_them(worlds, tmp_path):
     file = pack(worlds, "swingup", tmp_path, Selection(action_repeat=10))
     assert file.directory == tmp_path / "cartpole" / "worlds" / "swingup"
@@ -45,6 +46,7 @@ def test_worlds_pack_into_one_file_that_describes_them(worlds, tmp_path):
     np.testing.assert_allclose(file.returns, returns, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_described_worlds_do_what_was_recorded(worlds, tmp_path):
     file = pack(worlds, "swingup", tmp_path, Selection(action_repeat=10))
     episode = 9
@@ -108,6 +110,7 @@ def test_policies_are_mixed_as_the_grade_says():
     assert grade.policy(own, other)(np.zeros(5)) == pytest.approx(expected)
 
 
+@pytest.mark.thorough
 def test_same_seed_makes_the_same_bytes_in_any_number_of_processes(worlds, tmp_path):
     few = dataclasses.replace(RECIPE, worlds=2)
     one, two = contents(make(few, tmp_path, 2)), contents(worlds)
@@ -140,6 +143,7 @@ def test_recipes_that_make_nothing_are_refused(changes, match):
         dataclasses.replace(RECIPE, **changes)
 
 
+@pytest.mark.thorough
 def test_program_runs_from_the_root(tmp_path):
     small = "--worlds", "1", "--episodes", "2", "--processes", "1"
     code, told, errors = run_program(

@@ -140,6 +140,7 @@ def test_a_row_that_is_refused_is_kept_and_a_failure_is_told(tmp_path, monkeypat
     assert json.loads(path.read_text()) == row
 
 
+@pytest.mark.quick
 def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
     folder = tmp_path / paper_tables.CONTEXTS
     folder.mkdir(parents=True)

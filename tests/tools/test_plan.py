@@ -26,9 +26,6 @@ from training import pods
 from training.hlo import Program
 from training.pods import TooLarge, aot_pod
 
-# From ml_collections, whenever it reads a config's file.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 SIZES = {"vocab_size": 512, "hidden_size": 256, "feed_forward_size": 512}
 SIZES |= {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}
 MODEL = LanguageModelConfig(**SIZES)
@@ -64,6 +61,7 @@ def plan(step, compiled) -> Plan:
         return Plan.of(step)
 
 
+@pytest.mark.thorough
 def test_parts_of_the_memory_are_those_of_the_sizes_and_add_up(plan):
     memory = plan.memory
     assert memory.parameters == PARAMETERS_BYTES
@@ -78,6 +76,7 @@ def test_parts_of_the_memory_are_those_of_the_sizes_and_add_up(plan):
     assert memory.spare_share == 1 - memory.peak / memory.capacity
 
 
+@pytest.mark.thorough
 def test_all_transfers_hide_behind_kernels(plan):
     sent, found = RING - 1, plan.transfers
     # A half of the heads goes each way: keys and values there and back again for the
@@ -90,6 +89,7 @@ def test_all_transfers_hide_behind_kernels(plan):
     assert found.kernels == LAYERS * 2 * (RING + RING + 1)
 
 
+@pytest.mark.thorough
 def test_collectives_hold_the_transfers_and_the_gathers_of_parameters(plan):
     kinds = {kind.name: kind for kind in plan.collectives}
     permutes = kinds["collective-permute"]
@@ -104,6 +104,7 @@ def test_collectives_hold_the_transfers_and_the_gathers_of_parameters(plan):
     assert plan.unknown_loops == 0
 
 
+@pytest.mark.thorough
 def test_work_and_estimate_are_of_one_causal_document(plan):
     pairs = CONTEXT * (CONTEXT + 1) / 2
     assert plan.work.model_flops == train_flops(MODEL, CONTEXT, pairs)
@@ -112,6 +113,7 @@ def test_work_and_estimate_are_of_one_causal_document(plan):
     assert plan.estimate.mfu == pytest.approx(mfu) and mfu < 1
 
 
+@pytest.mark.thorough
 def test_packed_documents_are_less_work_in_the_same_program(step, compiled, plan):
     packed = dataclasses.replace(step, documents=(CONTEXT // 4,))
     with mock.patch.object(Step, "compile", lambda step: compiled):
@@ -126,6 +128,7 @@ def test_packed_documents_are_less_work_in_the_same_program(step, compiled, plan
     assert "documents" not in describe(plan)[1]
 
 
+@pytest.mark.thorough
 def test_instructions_make_the_flops_of_the_sizes_and_those_of_rematerialisation(
     step, compiled, plan
 ):
@@ -148,6 +151,7 @@ def test_instructions_make_the_flops_of_the_sizes_and_those_of_rematerialisation
     assert plan.estimate.elementwise > 2 * parameters / 819e9  # the optimizer alone
 
 
+@pytest.mark.thorough
 def test_plan_is_written_as_json(plan, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Plan, "of", classmethod(lambda cls, step: plan))
     output = tmp_path / "plan.json"
@@ -187,6 +191,7 @@ def search(plan, monkeypatch, bytes_a_token):
     plan_pod.main([*arguments, "--topology=v5e:2x2", "--find-max-context"])
 
 
+@pytest.mark.thorough
 def test_longest_context_leaves_a_twentieth_and_every_try_is_told(
     plan, monkeypatch, capsys
 ):
@@ -202,11 +207,13 @@ def test_longest_context_leaves_a_twentieth_and_every_try_is_told(
     assert "spare: fits; 100% of the ring's bytes hidden" in printed
 
 
+@pytest.mark.thorough
 def test_where_no_context_fits_the_search_says_so(plan, monkeypatch, capsys):
     search(plan, monkeypatch, bytes_a_token=2**30)
     assert "no context fits, down to 1024 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("remat", "fits", "found"),
     [
@@ -290,6 +297,7 @@ def test_bad_input_ends_with_one_line_before_anything_is_compiled(
     assert re.search(message, line), line
 
 
+@pytest.mark.thorough
 def test_a_step_that_does_not_fit_says_by_how_much(monkeypatch):
     step = Step.of(small_config(), aot_pod("v5e:2x2"))
 

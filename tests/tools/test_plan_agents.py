@@ -9,9 +9,6 @@ from tools.lib.planning.step import Step
 from tools.plan_pod import read_config
 from training.pods import TooLarge, aot_pod
 
-# From ml_collections, whenever it reads a config's file.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 
 def agent_step(system: str, trajectories: int) -> Step:
     """The step of a context of Ring Attention's table 5, on one v5e or a ring of 8."""

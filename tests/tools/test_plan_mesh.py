@@ -34,9 +34,6 @@ from training.hlo import TRANSFER, Collective, Instruction, Program
 from training.mesh import MESH_AXES, MeshShape, Partition
 from training.pods import aot_pod
 
-# From ml_collections, whenever it reads a config's file.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 V4, V5E, V3, H200 = map(chips.find, ("TPU v4", "TPU v5 lite", "TPU v3", "NVIDIA H200"))
 
 
@@ -263,6 +260,7 @@ def test_a_transfer_is_exposed_by_the_kernels_of_its_step_that_it_misses():
     assert (moved.hidden, moved.exposed, moved.exposed_share) == (0, 3, 0.75)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("context", [2**22, 2**23])
 def test_best_mesh_fits_and_takes_the_least_time(context):
     found = suggestions(config_7b(context), 512, V4)
@@ -279,6 +277,7 @@ def test_best_mesh_fits_and_takes_the_least_time(context):
         assert one.seconds == pytest.approx(one.attention + one.products + waits)
 
 
+@pytest.mark.thorough
 def test_suggestions_go_the_ways_that_the_pods_links_have():
     pod = aot_pod("v4:4x4x4")
     found = suggestions(config_7b(2**18), pod.devices, pod.chip)
@@ -297,6 +296,7 @@ def test_suggestions_go_the_ways_that_the_pods_links_have():
     assert ring.route == "3 cycles: hides from 2.9 Ki"
 
 
+@pytest.mark.thorough
 def test_a_route_that_would_be_faster_is_told():
     """One head, of a device: slots are cut in two, and short kernels are slower."""
     pod = aot_pod("v5p:4x4x4")
@@ -309,6 +309,7 @@ def test_a_route_that_would_be_faster_is_told():
     assert told and int(told[1]) == round(100 * ring.routes["one way"] / spent) < 100
 
 
+@pytest.mark.thorough
 def test_rows_that_count_their_steps_end_with_their_documents():
     config = config_7b(2**20, attention="zigzag", **{"model.num_kv_heads": 8})
     meshes = (suggestions(config, 64, V4, lengths) for lengths in ((), (2**16,)))
@@ -329,6 +330,7 @@ def test_where_no_mesh_divides_the_reason_is_told():
     assert suggestions(config_7b(2**22 + 1), 512, V4)  # padded
 
 
+@pytest.mark.thorough
 def test_suggestions_are_printed_and_written(tmp_path, capsys):
     output = tmp_path / "meshes.json"
     config = "--config=configs/h200_1b.py", "--config.data.batch_rows=8"

@@ -9,9 +9,6 @@ from tools.lib.planning.step import Step
 from tools.plan_pod import read_config
 from training.pods import aot_pod
 
-# From ml_collections, whenever it reads a config's file.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 
 def plan_7b(topology: str, *flags: str) -> Plan:
     more = "--config.data.context_tokens=8388608", "--config.remat=nothing"

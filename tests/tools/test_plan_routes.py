@@ -295,6 +295,7 @@ def test_the_table_of_thresholds_is_there():
     assert {len(row) for row in ROWS} == {1 + len(ROUTES)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_thresholds_of_the_table_are_those_of_the_planner(row):
     name, *cells = row

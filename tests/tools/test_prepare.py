@@ -74,6 +74,7 @@ def test_mostly_markup_is_learned_where_that_is_asked_for(tmp_path, capsys):
     assert sorted(sum(read_both(tmp_path / "out"), [])) == ["<html>a", "<html>b"]
 
 
+@pytest.mark.quick
 def test_one_of_two_texts_is_held_out(tmp_path):
     fill(tmp_path, {"a.txt": "a", "b.txt": "b"})
     out = tmp_path / "out"
@@ -109,6 +110,7 @@ def test_many_bad_rows_are_named_in_part_and_counted(tmp_path, capsys):
     assert f"\nskipped: 30, field 'text' is NoneType, no text; first {said}:1\n" in out
 
 
+@pytest.mark.quick
 def test_chats_have_the_template_that_is_named(tmp_path):
     source, out = tmp_path / "in.json", tmp_path / "out"
     source.write_text(json.dumps(rows(9)))
@@ -173,6 +175,7 @@ def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
     assert "already holds a corpus" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_lines_are_supervised_whole_where_all_is_asked_for(tmp_path):
     out, options = tmp_path / "out", ["--context-tokens", "1500", "--supervised", "all"]
     started("prepare_lines", "--output", out, *options, *LINES)

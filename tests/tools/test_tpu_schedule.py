@@ -33,6 +33,7 @@ def make_measurement(tile, way=None, body=TWO_BUNDLES):
     return Measurement(tile, way, compiled, schedules)
 
 
+@pytest.mark.thorough
 def test_splash_forward_on_v5e_takes_the_known_bundles():
     row = measure(make_tile(), SPLASH).row()
     # Two bodies of 2284 bundles: 1954 filled by the MXU, 1026 spills and 1034 fills.
@@ -44,6 +45,7 @@ def test_splash_forward_on_v5e_takes_the_known_bundles():
     assert 3 * 2**20 < row["vmem_bytes"] < 4 * 2**20
 
 
+@pytest.mark.thorough
 def test_soft_cap_costs_the_known_bundles_and_nothing_where_it_is_off():
     off, on = (measure(make_tile(soft_cap=cap), None).row() for cap in (None, 50.0))
     assert (off["bundles"], off["used_eup"], off["soft_cap"]) == (3872, 1024, None)
@@ -51,6 +53,7 @@ def test_soft_cap_costs_the_known_bundles_and_nothing_where_it_is_off():
     assert (on["used_eup"], on["soft_cap"]) == (3072, 50)  # exp2, 1 / x and exp2
 
 
+@pytest.mark.thorough
 def test_what_does_not_compile_says_why():
     too_wide = Splash("full", False, 1024, 1024, 768)
     with pytest.raises(ValueError, match=r"768.* does not compile: ValueError: bkv="):

@@ -59,6 +59,7 @@ def small(flags: list[str], workdir: Path) -> list[str]:
     return [*flags, *(f"--config.{name}={value}" for name, value in more.items())]
 
 
+@pytest.mark.thorough
 def test_own_text_of_own_tokenizer_trains_generates_plans_and_exports(
     tmp_path, capsys, subwords
 ):

@@ -93,6 +93,7 @@ def adapters_of(name: str, when: str, model: Any) -> Any:
     return adapters.to_parameters(tensors, model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, shape, fields",
     [
@@ -132,6 +133,7 @@ def case(attention: str, remat: str, family: str) -> Any:
     return pytest.param(attention, shape, fields, marks=pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "attention, shape, fields",
     [

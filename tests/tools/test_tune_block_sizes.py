@@ -27,6 +27,7 @@ def refuse_wide(tile, blocks):
     return make_measurement(tile, blocks, [("", 0, "%1 = vmatmul", 1)] * pieces)
 
 
+@pytest.mark.thorough
 def test_blocks_asked_for_are_those_that_are_compiled():
     row = measure(make_tile(), TpuBlocks(256, 512, 128, 128, 0, 0)).row()
     # Eight bodies of 754 bundles: 423 filled by the MXU, without spills. Bodies that

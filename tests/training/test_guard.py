@@ -132,6 +132,7 @@ def test_a_lasting_rise_becomes_the_usual(rng: np.random.Generator) -> None:
     assert not results[SPIKE_WINDOW] and all(results[-30:])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "h200:1x1x1"])
 def test_the_guard_holds_no_second_copy_of_the_parameters(
     topology: str, monkeypatch: pytest.MonkeyPatch

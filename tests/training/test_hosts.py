@@ -136,6 +136,7 @@ def step_of_the_stop(results: list[tuple[int, str, str]]) -> int:
     return int(first)
 
 
+@pytest.mark.thorough
 def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory: Path) -> None:
     with run(directory, "30") as two:
         for i in range(2):
@@ -148,6 +149,7 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory: Path) -> Non
     assert [path.name for path in (directory / "damaged").iterdir()] == ["30"]
 
 
+@pytest.mark.thorough
 def test_two_processes_read_the_batches_of_one_bit_for_bit(tmp_path: Path) -> None:
     """And each reads no more than its own half."""
     corpus, port = str(prepare_corpus(tmp_path)), str(free_port())
@@ -277,6 +279,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_the_others() -> None:
         assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
 
 
+@pytest.mark.quick
 def test_processes_with_different_counts_all_end_with_a_line() -> None:
     with join((2, 0), (3, 1)) as two:
         results = two.finish(timeout=120)

@@ -151,6 +151,7 @@ def in_shards(tree: Any) -> Any:
     return jax.tree.map(lambda x: (x.sharding.memory_kind, x.sharding.spec), tree)
 
 
+@pytest.mark.thorough(quick=1)
 @EVERY
 def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(kind, tmp_path):
     whole, _ = run(kind, first(kind), range(6))
@@ -165,6 +166,7 @@ def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(kind, tmp_pat
     assert_equal_bits(resumed, whole)
 
 
+@pytest.mark.thorough
 @ON_MESHES
 def test_a_checkpoint_goes_on_on_another_mesh(kind, tmp_path):
     state, _ = run(kind, first(kind, CUBE), range(3), CUBE)
@@ -177,6 +179,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(kind, tmp_path):
     np.testing.assert_allclose(losses, wanted[3:], rtol=2e-3)
 
 
+@pytest.mark.thorough(quick=1)
 @EVERY
 def test_losses_reach_those_of_adamw(kind):
     """Of the last ten steps, to 5 %, at one rate; the chain's entropy is 0.64 nats."""
@@ -185,6 +188,7 @@ def test_losses_reach_those_of_adamw(kind):
     assert np.mean(losses[-10:]) < 1.05 * np.mean(wanted[-10:]) < 0.25 * losses[0]
 
 
+@pytest.mark.thorough(quick=1)
 @EVERY
 def test_a_bad_step_changes_nothing(kind):
     optimizer, _, _ = programs(kind)
@@ -221,6 +225,7 @@ def moved(kind: str, grads: Any, params: Any, **fields: Any) -> Any:
     return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), new, params)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
 def test_each_layer_is_updated_as_if_it_were_alone(kind, rng):
     params, grads = draw(rng), draw(rng)

@@ -95,6 +95,7 @@ def test_point_cut_off_by_a_kill_hides_no_later_point(tmp_path):
     assert read_scalars(tmp_path) == {"loss": [(0, 1.0), (1, 2.0), (2, 7.0)]}
 
 
+@pytest.mark.thorough
 def test_sigkill_after_a_flush_loses_no_point(tmp_path):
     program = """
 import os, signal, sys

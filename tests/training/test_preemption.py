@@ -33,6 +33,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGHUP])
 def test_a_second_ctrl_c_ends_a_process_at_once(first: signal.Signals) -> None:
     with Processes([["-c", NEVER_LOOKS]]) as one:
@@ -55,5 +56,6 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.quick
 def test_ctrl_c_while_a_run_imports_shows_no_stack() -> None:
     assert run_program("-c", IMPORTS, timeout=60) == (-signal.SIGINT, "", "")

@@ -30,6 +30,7 @@ def run(profiler: Profiler, steps: int) -> None:
             profiler.stop_after(step, x)
 
 
+@pytest.mark.thorough
 def test_the_steps_asked_for_are_traced(tmp_path: Path) -> None:
     said: list[str] = []
     run(Profiler.of("2-3", str(tmp_path), said.append), steps=5)
@@ -37,6 +38,7 @@ def test_the_steps_asked_for_are_traced(tmp_path: Path) -> None:
     assert said == [f"trace: {tmp_path}/plugins/profile, for xprof"]
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_in_between_has_a_trace(tmp_path: Path) -> None:
     run(Profiler.of("2-9", str(tmp_path), lambda line: None), steps=3)
     assert steps_traced(tmp_path) == {2, 3}

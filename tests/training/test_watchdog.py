@@ -35,6 +35,7 @@ def test_what_no_timer_takes_is_for_ever(seconds: float) -> None:
         assert watchdog._timer.is_alive()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("first", "usual", "steps"), [(0.3, 0, 0), (50, 0.3, 3)], ids=["first", "later"]
 )
@@ -48,6 +49,7 @@ def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(
     assert "in step_that_hangs" in errors
 
 
+@pytest.mark.quick
 def test_a_process_that_was_suspended_goes_on() -> None:
     """For longer than its limit, which it still keeps afterwards."""
     with Processes([["-c", HANGS.format(first=50, usual=3, steps=3)]]) as one:
