@@ -10,6 +10,7 @@ import pytest
 
 import train
 from tasks.command_line import read_config
+from tests.cases import lines
 from tests.processes import Processes
 from tests.runs import checkpoints_of, files, small_config, small_flags
 
@@ -28,106 +29,7 @@ def refusal(config: Any) -> str:
     return str(caught.value)
 
 
-# Fields that are wrong => what the message must contain: values and remedies.
-BAD_CONFIGS = """\
-mesh.fsdp=3 => fsdp 3 | 8 devices | change config.mesh
-mesh.ulysses=3 => ulysses 3 | 8 devices | change config.mesh
-mesh.ulysses=0 => config.mesh.ulysses=0 | at least 1
-mesh.ring=1 mesh.tensor=4 => 2 config.model.num_kv_heads | tensor (4 | change config
-model.num_kv_heads=0 => num_kv_heads=0 | at least
-model.head_dim=7 => head_dim=7 | even
-model.vocab_size=200 => token 256 | vocab_size=200 | at least 257
-remat=some => config.remat='some' | attention | nothing
-remat=tail attention=ring => config.remat='tail' | Contiguous | config.attention=striped
-remat=tail attention=zigzag => config.remat='tail' | Zigzag | config.remat=attention
-implementation=cuda => implementation='cuda' | blockwise
-data.corpus=a:1,b => config.data.corpus='a:1,b' | weights for some only | "a:0.7,b:0.3"
-data.corpus=gs://a/b:0.7 => gs://a/b is in a bucket | or mount the bucket
-data.rows=lines => rows='lines' | packed, documents
-data.rows=whole => row of 80 | take a longer context
-mask=slide(4) => config.mask='slide(4)' | "prefix(N)" | as in "window(4096)"
-mask=window(4)&prefix(2) => config.mask='window(4)&prefix(2)' | not joined
-mask=window(0) => config.mask='window(0)' | from 1 to
-mask=prefix(4) remat=tail => config.mask='prefix(4)' | set config.remat=attention
-mask=prefix(80) => config.mask='prefix(80)' | below config.data.context_tokens=80
-mask=prefix(4) model.layer_pattern=w model.window=4 => config.mask='prefix(4)' | \
-config.model.layer_pattern='w' | "causal"
-mask=window(4) task=exorl => config.mask='window(4)' is not for agents
-attention_parts=2 model.qk_norm=all => config.attention_parts=2 | \
-config.model.qk_norm='all' | set it to 1
-model.layer_pattern=wg model.window=4 => config.model.layer_pattern='wg' | "wwwwwf"
-model.layer_pattern=wf => config.model.window=0 | at least 1
-model.window=4 => config.model.window=4 | 0 without
-model.norms=around => config.model.norms='around' | 'before', 'after', 'both'
-model.logit_soft_cap=-1.0 => config.model.logit_soft_cap=-1.0 | at least 0
-remat=offload remat_budget_gib=1.0 => config.remat='offload' | nothing, tail, attention
-remat_budget_gib=nan => config.remat_budget_gib=nan | at least 0
-compute_dtype=flaot32 => compute_dtype='flaot32' | bfloat16 | float32
-compute_dtype=int8 => compute_dtype='int8' | bfloat16 | float32
-data.context_tokens=80000 => 80000 tokens | shorten the context or prepare more text
-data.batch_rows=5 => batch_rows=5 | multiple of 2
-data.batch_rows=4000 => config.data.batch_rows=4000 | fewer rows
-data.batch_rows=0 => batch_rows=0 | multiple of 2
-data.batch_rows=-4 => batch_rows=-4 | multiple of 2
-train.microbatches=3 => batch_rows=4 | microbatches=3 | multiple of 6
-train.microbatches=4 => batch_rows=4 | microbatches=4 | multiple of 8
-data.threads=8 => config.data.threads=8 | config.data.buffered_steps=4
-attention_parts=3 => config.attention_parts=3 | key/value heads | choose a divisor
-data.chain_order=best => config.data.chain_order='best' | ascending
-seed=4294967296 => config.seed=4294967296 | below 2^32
-metrics=('xprof',) => config.metrics=('xprof',) | 'tensorboard', 'wandb'
-metrics=('wandb','wandb') => config.metrics=('wandb', 'wandb') | once
-metrics=('tensorboard','wandb') => needs wandb, which is not installed | \
-requirements-wandb.txt
-profile=25-30 => config.profile='25-30' | config.train.steps=20
-optimizer.peak_lr=inf => config.optimizer.peak_lr=inf | finite
-optimizer.weight_decay=nan => config.optimizer.weight_decay=nan | finite
-optimizer.name=adam => config.optimizer.name='adam' | adamw, adafactor, muon
-optimizer.moments=int8 optimizer.placement=disk => moments='int8' | bfloat16, float8 \
-| config.optimizer.placement='disk' | device, host
-optimizer.placement=host_all train.microbatches=2 remat=everything => \
-config.train.microbatches=2 | set it to 1 | config.remat='everything' | 'nothing'
-optimizer.placement=host_all model.layer_pattern=wf model.window=4 => \
-config.model.layer_pattern='wf' | set it to ''
-optimizer.placement=host_all remat_budget_gib=1.0 => config.remat_budget_gib=1.0 | 0.0
-optimizer.name=adafactor optimizer.moments=float8 => config.optimizer.moments=float8 | \
-config.optimizer.name=adafactor | float32
-optimizer.parameters=float16 => config.optimizer.parameters='float16' | bfloat16
-optimizer.momentum=1.0 => config.optimizer.momentum=1.0 | below 1
-model.rope_theta=inf => config.model.rope_theta=inf | above 0
-workdir= => config.workdir='' | must be a directory
-workdir=ftp://a/b => config.workdir='ftp://a/b'
-workdir=gs://a/b => gs://a/b | needs gcsfs
-lora.rank=-1 => config.lora.rank=-1 | at least 0
-lora.rank=8 => config.lora.rank=8 | set config.init_from, or config.lora.rank=0
-lora.rank=17 init_from=x => config.lora.rank=17 | at most 16 | config.lora.targets='q
-lora.rank=2 init_from=x task=exorl => config.lora.rank=2 is for task text
-lora.rank=2 init_from=nowhere => nowhere has no checkpoints
-lora.targets=q,w => config.lora.targets='q,w' | q,k,v,o,gate,up,down
-lora.targets= => config.lora.targets='' | separated by commas
-lora.targets=q,q => config.lora.targets='q,q' | each once
-lora.alpha=0.0 => config.lora.alpha=0.0 | above 0
-lora.base_dtype=int4 => config.lora.base_dtype='int4' | "", bfloat16, float32
-init_from=gs://a/b => config.init_from='gs://
-model.num_kv_heads=3 => config.model.num_heads=4 | config.model.num_kv_heads=3 | \
-multiple
-model.vocab_size=9223372036854775808 model.hidden_size=2147483648 => below 2^31 | \
-vocab_size=9223372036854775808 | hidden_size=2147483648
-attention=flash => attention='flash' | vanilla, memory_efficient, blockwise, ring, \
-striped
-attention=vanilla => config.attention='vanilla' | a ring of 4 | \
-set config.mesh.ring=1, config.mesh.fsdp=8, config.data.batch_rows=8
-attention=vanilla mesh.ring=2 mesh.ulysses=2 => config.attention='vanilla' | \
-a ring of 2 and ulysses of 2 | set config.mesh.ulysses=1, config.mesh.ring=1, config.m
-optimizer.warmup_steps=30 => lower config.optimizer.warmup_steps | \
-config.optimizer.warmup_steps=30 config.train.steps=20
-rope_scaling.factor=4.0 => config.rope_scaling.factor=4.0 | \
-config.rope_scaling.rope_type='none'
-seed=-1 mesh.fsdp=3 remat=some optimizer.beta1=1.0 optimizer.end_lr=1.0 \
-model.head_dim=7 guard.stop_after=0 => config.seed=-1 | fsdp 3 | \
-config.remat='some' | config.optimizer.beta1 | config.optimizer.end_lr=1.0 | \
-head_dim=7 | config.guard.stop_after=0
-""".splitlines()
+BAD_CONFIGS = lines("bad_configs.txt")
 COUNTS = "checkpoint.save_every_steps train.extra_steps train.validation_batches seed"
 COUNTS += " simulated_devices feed_forward_chunk_tokens loss_chunk_tokens"
 SIZES = "mesh.fsdp train.microbatches train.steps train.log_every_steps stripe_granule"
