@@ -16,6 +16,7 @@ from tools import generate, prepare_chat
 
 pytestmark = pytest.mark.thorough
 
+
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hanna Ida Jan Kim Lea".split()
 TOWNS = "Rome Oslo Bern Kyiv Riga Lima Cork Graz Pisa Faro Jena Ulm".split()
 # What the second question is about stands in the first alone. A reply does not end at

@@ -51,14 +51,6 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_pages_are_really_read():
-    assert len(PAGES) > 25 and sum(len(page.blocks("python")) for page in PAGES) > 3
-    assert len(MESH_ROW.findall(MESHES.text)) > 4
-    assert len(COMMANDS) > 30 and len(tools(COMMANDS)) > 15
-    read = Command.of("python -m tools.x --a 'b c' ...   # why")
-    assert (read.program, read.arguments) == ("tools.x", ["--a", "b c"])
-
-
 def test_the_readme_is_short_and_says_first_what_is_proven():
     lines = README.text.splitlines()
     assert len(lines) <= 200

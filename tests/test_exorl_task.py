@@ -14,7 +14,6 @@ from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.cases import QUICK
 from tasks import base, exorl, trajectories
 from tasks.generation import newest_parameters
-from tasks.task import make_task
 from tests.curves import layout
 from tests.small_agent import (
     ACTION_SIZE,
@@ -76,6 +75,8 @@ def undisturbed(file: TrajectoryFile, tmp_path_factory: Any) -> tuple:
     return workdir, said, train.train(config_in(workdir, file), said.append)
 
 
+@pytest.mark.quick
+@pytest.mark.quick
 @pytest.mark.quick
 def test_losses_fall_and_have_curves_by_rank_and_by_place(undisturbed):
     workdir, said, last = undisturbed
@@ -200,6 +201,8 @@ REFUSALS = [
 
 
 @pytest.mark.quick
+@pytest.mark.quick
+@pytest.mark.quick
 @pytest.mark.parametrize(("field", "value", "match"), REFUSALS)
 def test_bad_configs_are_refused_before_anything_is_made(
     file, tmp_path, field, value, match, monkeypatch
@@ -209,19 +212,6 @@ def test_bad_configs_are_refused_before_anything_is_made(
     with pytest.raises(ValueError, match=match):
         train.train(config, lambda line: None)
     assert not (tmp_path / "run").exists()
-
-
-def test_both_tasks_have_the_same_objects(file, tmp_path):
-    config = config_in(tmp_path, file)
-    task = make_task(config, base.partition(config, jax.devices()))
-    assert task.shape == (2, 16) and task.objective.part_names == ["rank_1", "rank_2"]
-    sizes = [leaf.size for leaf in jax.tree.leaves(task.model.shapes)]
-    assert task.num_parameters == sum(sizes) > 1000
-    assert len(task.open_data().validation) == 1
-    work = task.work(100.0, 1000.0)
-    layers, heads, depth = 2, 2, 8
-    matrices = layers * (4 * 16 * heads * depth + 3 * 16 * 24)
-    assert work.model_flops == 6 * matrices * 100 + 12 * layers * heads * depth * 1000
 
 
 def test_shorter_episodes_are_padded_at_the_end(tmp_path):

@@ -51,12 +51,6 @@ def test_another_run_and_other_data_are_allowed_to_one_start_alone(tmp_path):
     assert run_config.read(str(tmp_path)).may_change == ("rope_theta",)
 
 
-def test_what_an_older_program_had_not_has_its_default(tmp_path):
-    (tmp_path / "config.json").write_text('{"train": {"steps": 7}, "seed": 1}')
-    read = run_config.read(str(tmp_path))
-    assert (read.train.steps, read.seed, read.attention) == (7, 1, "striped")
-
-
 # Content of the file: what has to be said.
 WRONG = {
     '{"train": {"stps": 7, "steps": 7}, "zeal": 1}': "not know: train.stps, zeal; use",

@@ -3,11 +3,6 @@ import pytest
 from data.batch import Block
 
 
-def test_equal_blocks_are_one_key():
-    blocks = {Block((0, 2), (4, 8)): "first", Block((0, 2), (4, 8)): "second"}
-    assert blocks == {Block((0, 2), (4, 8)): "second"}
-
-
 @pytest.mark.parametrize("wrong", [(-1, 2), (2, 2), (3, 2)])
 def test_block_refuses_an_empty_or_negative_range(wrong):
     with pytest.raises(ValueError, match=r"block rows=.* larger stop"):

@@ -93,18 +93,6 @@ def test_returns_to_go_may_end_above_nothing_and_never_below_without_luck(tmp_pa
     assert batch.returns_to_go.tolist() == [2, 1.5, 2, 0, 2, 1]
 
 
-def test_chain_of_one_is_a_decision_transformers(file):
-    chains = make_chains(file, 1)
-    for row in range(5):
-        (episode,) = chains.chain(row)
-        batch = read_row(chains, row)
-        rewards = file.steps[:][episode * 6 : episode * 6 + 6, -1].astype(np.float64)
-        to_go = np.cumsum(rewards[::-1])[::-1]
-        np.testing.assert_allclose(batch.returns_to_go, to_go, rtol=1e-6)
-        assert batch.completions.tolist() == [0, 0, 0, 0, 0, 1]
-        assert not batch.ranks.any() and batch.loss_weights.all()
-
-
 def test_chains_are_of_different_episodes_from_bad_to_good(file):
     chains = make_chains(file, 8)
     drawn = [chains.chain(row) for row in range(200)]
@@ -136,14 +124,6 @@ def test_drawn_chains_are_in_no_order(file):
     assert np.flatnonzero(batch.completions).tolist() == [6 * best + 5]
 
 
-def test_seeds_draw_other_chains(file):
-    one, other = (
-        [make_chains(file, seed=seed).chain(k).tolist() for k in range(5)]
-        for seed in (1, 2)
-    )
-    assert one != other
-
-
 def test_loss_on_the_last_counts_the_best_trajectory_alone(file):
     batch = read_row(make_chains(file, loss_on="last", multiple=5))
     assert batch.loss_weights.tolist() == [0] * 12 + [1] * 6 + [0] * 2
@@ -168,16 +148,6 @@ def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
         assert batch.completions.nonzero()[0].tolist() == [total - 1]
 
 
-def test_arrays_have_the_shapes_and_types_of_a_batch(file):
-    batches = make_batches(make_chains(file, multiple=8))
-    (batch,) = batches[0].values()
-    columns = {"observations": (4,), "actions": (2,), "targets": (2,)}
-    for name, array in batch._asdict().items():
-        is_whole = name in ("timesteps", "ranks", "positions")
-        assert array.dtype == (np.int32 if is_whole else np.float32), name
-        assert array.shape == (2, 24, *columns.get(name, ())), name
-
-
 @pytest.mark.parametrize("layout", [Contiguous(), Striped(), Striped(2), Zigzag()])
 @pytest.mark.parametrize("ring_size", [1, 3, 4])
 def test_blocks_are_slices_of_the_whole_in_layout_order(file, layout, ring_size):
@@ -196,13 +166,6 @@ def test_blocks_are_slices_of_the_whole_in_layout_order(file, layout, ring_size)
         rows, columns = slice(*block.rows), places[slice(*block.columns)]
         wanted = ChainBatch(*(array[rows][:, columns] for array in whole))
         assert_same_batch(part, wanted, strict=True)
-
-
-def test_chains_have_no_end(file):
-    batches = make_batches(make_chains(file))
-    assert len(batches) > 1e15
-    (late,) = batches[10**15].values()
-    assert late.loss_weights.all()
 
 
 def test_a_twentieth_is_held_out_one_at_least_and_never_all():
@@ -231,13 +194,6 @@ def test_of_many_worlds_whole_ones_are_held_out():
 def test_what_cannot_be_held_out_is_refused(episodes, share):
     with pytest.raises(ValueError, match=f"share={share} of {episodes} episodes"):
         hold_out(np.zeros(episodes, int), share)
-
-
-def test_chains_stay_within_their_episodes(file):
-    train, held_out = hold_out(file.worlds, 0.2)
-    chains = Chains(file, held_out, 4, seed=0)
-    drawn = {int(episode) for row in range(40) for episode in chains.chain(row)}
-    assert drawn == set(held_out.tolist()) and not drawn & set(train.tolist())
 
 
 def make_worlds(directory, worlds=5, episodes=9, steps=4):

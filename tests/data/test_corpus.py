@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data import corpus as corpus_module
 from data.corpus import prepare, prepare_standard_library
 from data.token_file import TokenFile
 from data.tokenizer import ByteTokenizer, open_tokenizer
@@ -79,17 +78,6 @@ def test_split_depends_on_the_texts_alone(tmp_path):
         held.append(sorted(read(output, "validation")))
     assert held[0] == held[1] == held[2]
     assert 8 <= len(held[0]) <= 30
-
-
-def test_same_input_gives_the_same_bytes(tmp_path):
-    source = fill(tmp_path / "in", some_texts(30))
-    for name in ("one", "two"):
-        prepare([source], tmp_path / name, ByteTokenizer())
-    files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert len(files) == 6
-    for name in files:
-        one, two = (tmp_path / run / name for run in ("one", "two"))
-        assert one.read_bytes() == two.read_bytes()
 
 
 def test_what_is_no_text_is_skipped_and_counted(tmp_path):
@@ -221,15 +209,3 @@ def test_standard_library_takes_no_other_place(tmp_path):
     with pytest.raises(FileExistsError, match="occupied already exists and is left"):
         prepare_standard_library(occupied)
     assert (occupied / "thesis.tex").read_text() == "years"
-
-
-def test_standard_library_made_beside_this_process_is_taken(tmp_path, monkeypatch):
-    source = fill(tmp_path / "in", some_texts(4))
-    library = tmp_path / "library"
-
-    def slow_prepare(inputs, output, tokenizer):
-        prepare([source], output, tokenizer)
-        raise FileExistsError(output)
-
-    monkeypatch.setattr(corpus_module, "prepare", slow_prepare)
-    assert prepare_standard_library(library) == library

@@ -80,14 +80,6 @@ def test_rewards_are_computed_as_asked_for(real, tmp_path):
     assert differences[0] < 1e-6 and differences[1] > 0.05 and differences[2] == 0
 
 
-def test_rewards_of_another_task_are_packed_beside(real, tmp_path):
-    balance = pack(real, "balance", tmp_path / "cache")
-    sparse = pack(real, "swingup_sparse", tmp_path / "cache")
-    assert balance.directory.parent == sparse.directory.parent
-    assert set(np.unique(sparse.steps[:][:, -1])) <= {0.0, 1.0}
-    np.testing.assert_array_equal(balance.steps[:][:, :-1], sparse.steps[:][:, :-1])
-
-
 def test_observations_that_physics_do_not_make_are_refused(real, tmp_path):
     path = real.scan()[1]
     episode = read_episode(path, "cartpole")
@@ -190,14 +182,6 @@ def test_one_bad_file_in_a_hundred_may_be_skipped(tmp_path, caplog):
     assert not list((tmp_path / "b").glob("**/*.npy"))
 
 
-def test_share_of_bad_files_is_that_of_the_files_read(tmp_path):
-    buffer = made_up_buffer(tmp_path / "data", "cartpole", [2] * 120)
-    damage(buffer.scan()[0])
-    few = Selection("stored", "skip", max_transitions=20)
-    with pytest.raises(ValueError, match="1 of 11 files"):
-        pack(buffer, "swingup", tmp_path / "cache", few)
-
-
 @pytest.mark.parametrize(
     ("most", "episodes"), [(1, 1), (5, 1), (12, 2), (13, 3), (17, 3), (18, 4), (99, 4)]
 )
@@ -205,10 +189,6 @@ def test_whole_episodes_are_taken_up_to_a_number_of_steps(tmp_path, most, episod
     buffer = made_up_buffer(tmp_path / "data", "cartpole", [5, 5, 3, 5])
     selection = Selection("stored", max_transitions=most)
     assert len(pack(buffer, "swingup", tmp_path, selection).returns) == episodes
-
-
-def test_exorls_million_steps_are_the_default():
-    assert Selection().max_transitions == 1_000_000
 
 
 def test_what_is_packed_already_is_kept(tmp_path):
@@ -235,13 +215,6 @@ def test_unknown_tasks_are_refused_before_files_are_read(tmp_path):
         pack(quadruped, "../run", tmp_path, STORED)
     with pytest.raises(FileNotFoundError, match="there is no directory"):
         pack(quadruped, "run", tmp_path, STORED)
-
-
-def test_meta_that_is_no_json_is_refused(tmp_path):
-    buffer = made_up_buffer(tmp_path / "data", "cartpole", [5])
-    (buffer.directory / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match=r"meta\.json is not JSON .*remove it"):
-        pack(buffer, "swingup", tmp_path / "cache", STORED)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Documents that teach line retrieval: whole, answered rightly, with the right mask."""
 
 import re
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +38,6 @@ def test_documents_have_all_lengths_and_none_is_longer_than_the_context(name):
     assert max(sizes) <= CONTEXTS[name] and max(sizes) > 0.7 * CONTEXTS[name]
     assert min(sizes) >= source.least_tokens - 20 * line
     assert len(set(sizes)) > 15
-
-
-def test_documents_begin_as_the_tokenizers_texts_do():
-    source = documents("letters")
-    begun = copy(BYTES)
-    begun.begin_of_document = (256,)
-    least = shortest_document(source.form, begun)
-    assert least == shortest_document(source.form, BYTES) + 1
-    for document in draws(replace(source, tokenizer=begun, least_tokens=least)):
-        assert document.tokens[0] == 256 and not document.is_supervised[0]
-        assert document.tokens.size <= CONTEXTS["letters"]
 
 
 def parts(document) -> list[tuple[str, bool]]:

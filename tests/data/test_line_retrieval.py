@@ -20,7 +20,7 @@ from data.line_retrieval import (
     read_cases,
     write_cases,
 )
-from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "line_retrieval.jsonl"
@@ -70,28 +70,12 @@ def test_length_is_within_a_line_of_what_is_asked_for(name, fewer):
         assert tokens - longest - 2 * 23 < size <= tokens
 
 
-def test_length_is_counted_in_the_tokenizers_tokens(specs):
-    tokenizer = open_tokenizer(specs["huggingface"])
-    case = draw(NamedLines(), tokens=900, tokenizer=tokenizer)
-    prompt, answer = base_form(NamedLines(), case)
-    size = tokenizer.encode(prompt).size + tokenizer.encode(answer).size
-    assert 800 < size <= 900
-    assert case.num_lines != draw(NamedLines(), tokens=900).num_lines
-
-
 @each_form
 @pytest.mark.parametrize("depth", [0, 0.25, 0.5, 1])
 def test_the_line_is_at_the_depth_asked_for(name, depth):
     case = draw_usual(name, depth=depth)
     assert abs(case.depth - depth) <= 0.5001 / (case.num_lines - 1)
     assert case.random_idx[1] == round(depth * (case.num_lines - 1))
-
-
-def test_a_longer_case_only_goes_on_where_a_shorter_one_ends():
-    short, long = (draw(Compact(), tokens, depth=0) for tokens in (500, 1000))
-    assert short.correct_line == long.correct_line
-    assert long.prompt.startswith(short.prompt[: short.num_lines * 5])
-    assert long.num_lines == short.num_lines + 100
 
 
 def test_what_cannot_be_drawn_is_refused():

@@ -55,12 +55,6 @@ def test_mixtures_are_directories_and_weights(text, expected):
     assert parse_mixture(text) == expected
 
 
-def test_a_directory_is_one_whatever_its_name(tmp_path):
-    name = str(tmp_path / "a:0.5,b:0.5")
-    (tmp_path / "a:0.5,b:0.5").mkdir()
-    assert parse_mixture(name) == {name: None}
-
-
 @pytest.mark.parametrize(
     "text, match",
     [
@@ -77,11 +71,6 @@ def test_a_directory_is_one_whatever_its_name(tmp_path):
 def test_what_is_no_mixture_is_refused(text, match):
     with pytest.raises(ValueError, match=f"{re.escape(repr(text))}.*{match}.*a:0.7"):
         parse_mixture(text)
-
-
-def test_shares_are_weights_or_rows():
-    assert shares({"a": 6.0, "b": 2.0}, [1, 9]) == [0.75, 0.25]
-    assert shares({"a": None, "b": None}, [1, 9]) == [0.1, 0.9]
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (1, 1, 8)])

@@ -30,16 +30,6 @@ def test_relabelled_rewards_are_those_of_the_environment(tmp_path, domain, task)
         assert np.abs(published - episode.reward[1:, 0]).max() < 1e-6
 
 
-def test_rewards_of_another_task_are_those_it_would_have_given(tmp_path):
-    walk, run = Environment("walker", "walk"), Environment("walker", "run")
-    episode = roll(walk, tmp_path)
-    as_run = roll(run, tmp_path)
-    np.testing.assert_array_equal(episode.physics, as_run.physics)
-    rewards = exact_rewards(run, episode)
-    assert np.abs(rewards - as_run.reward[1:, 0]).max() < 1e-6
-    assert np.abs(rewards - episode.reward[1:, 0]).max() > 1e-3
-
-
 def test_exorls_rewards_leave_out_the_control_of_a_cart_pole(tmp_path):
     environment = Environment("cartpole", "balance")
     episode = roll(environment, tmp_path)

@@ -32,13 +32,6 @@ def test_any_places_are_read(written, shape, is_sorted):
     np.testing.assert_array_equal(stored.take(places), values[places])
 
 
-def test_neighbours_are_read(written):
-    values, stored = written
-    assert stored.size == values.size and stored.nbytes == values.nbytes
-    for part in (slice(None), slice(17, 230), slice(-5, None), slice(9, 9)):
-        np.testing.assert_array_equal(stored[part], values[part])
-
-
 def test_a_file_is_closed_when_nobody_has_it(tmp_path):
     (tmp_path / "file").write_bytes(bytes(8))
     stored = StoredArray(tmp_path / "file", np.dtype(np.uint8), (8,))

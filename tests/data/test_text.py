@@ -64,14 +64,6 @@ def test_rows_equal_a_loop_over_tokens(corpus, plan, length):
         assert_same_batch(row, wanted)
 
 
-def test_rows_have_the_types_of_a_batch(corpus):
-    (batch,) = make_batches(PackedRows(corpus, 16))[0].values()
-    types = {name: array.dtype.name for name, array in batch._asdict().items()}
-    assert types.pop("loss_weights") == "float32"
-    assert set(types.values()) == {"int32"}
-    assert {array.shape for array in batch} == {(3, 16)}
-
-
 def test_padding_sees_nothing_and_is_not_seen(tmp_path):
     plan = DocumentRows(make_corpus(tmp_path, [5]), 8)
     (row,) = read_rows(plan)
@@ -141,15 +133,6 @@ def test_every_epoch_has_every_row_once_in_a_new_order(corpus):
         np.testing.assert_array_equal(np.sort(epoch), np.arange(plan.rows))
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert not (np.diff(epochs) > 0).all(axis=1).any()
-
-
-def test_order_depends_on_the_seed_alone(corpus):
-    plan = PackedRows(corpus, 8)
-    one, again, other = (
-        rows_of(make_batches(plan, row_order=Shuffled(seed)), range(10))
-        for seed in (1, 1, 2**32 - 1)
-    )
-    assert one.tolist() == again.tolist() != other.tolist()
 
 
 def test_batch_of_one_row_and_corpus_of_one_row_repeat(tmp_path):
@@ -233,16 +216,6 @@ class SlowUntilBroken:
         if step == self.broken_at:
             raise OSError(f"disk gone at {step}")
         return {}
-
-
-def test_closing_drops_the_steps_not_read_yet():
-    before, slow = reading_threads(), SlowUntilBroken()
-    steps = iterate(slow, threads=1, buffered_steps=50)
-    next(steps)
-    mine = [thread for thread in reading_threads() if thread not in before]
-    steps.close()
-    wait_for_end(mine)
-    assert len(slow.reads) < 25
 
 
 def test_errors_come_at_their_own_step():

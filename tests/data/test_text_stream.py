@@ -29,27 +29,10 @@ def test_pieces_join_to_the_text_after_the_prompt(specs, kind, prompt_length):
     assert sum(map(bool, got)) > 10
 
 
-def test_a_letter_waits_for_its_last_token():
-    assert pieces(BYTES, BYTES.encode("x"), BYTES.encode("aé猫🙂")) == [
-        "a",
-        *["", "é"],
-        *["", "", "猫"],
-        *["", "", "", "🙂"],
-        "",
-    ]
-
-
 def test_what_is_no_letter_comes_out_once_that_is_known():
     tokens = np.array([0xE7, 0x8C, 0x61, 0xFF, 0xFF, 0x62, 0xC3])
     got = pieces(BYTES, BYTES.encode("x"), tokens)
     assert got == ["", "", "\ufffda", "", "", "\ufffd\ufffdb", "", "\ufffd"]
-
-
-def test_random_bytes_join_to_what_is_decoded_at_once(rng):
-    for _ in range(200):
-        tokens = rng.choice([0x61, 0xC3, 0xA9, 0xE7, 0x8C, 0xAB, 0xF0, 0x9F, 256], 40)
-        prompt = BYTES.encode("héllo")
-        assert "".join(pieces(BYTES, prompt, tokens)) == BYTES.decode(tokens)
 
 
 def test_what_ends_a_document_is_no_text():

@@ -59,16 +59,6 @@ def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
     assert validation.is_supervised(np.arange(2)).tolist() == [True, False]
 
 
-def test_without_a_loss_mask_everything_is_supervised(tmp_path):
-    directory = write(tmp_path / "corpus")
-    train = TokenFile.open(directory, "train")
-    assert train.is_supervised(np.arange(1, 5)).tolist() == [True] * 4
-    assert not (directory / "train.loss.bin").exists()
-    # As it was before there were masks.
-    set_field(directory / "meta.json", "has_loss_mask", None)
-    assert TokenFile.open(directory, "train").loss_mask is None
-
-
 @pytest.mark.parametrize(
     "tokens, match",
     [
@@ -263,12 +253,6 @@ def test_meta_that_is_no_json_is_refused(tmp_path, text):
     (directory / "meta.json").write_text(text)
     with pytest.raises(ValueError, match=r"meta\.json cannot be read .*prepare"):
         TokenFile.open(directory, "train")
-
-
-def test_empty_split_is_refused(tmp_path):
-    directory = write(tmp_path / "corpus", {"train": [[1, 2]]})
-    with pytest.raises(ValueError, match="split 'validation' of .*corpus is empty"):
-        TokenFile.open(directory, "validation")
 
 
 def test_vocabulary_must_hold_the_largest_token(tmp_path):

@@ -6,7 +6,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import models
 
-from data.tokenizer import ByteTokenizer, begun, open_tokenizer
+from data.tokenizer import begun, open_tokenizer
 from tests.chat_families import Family
 
 TEXT = "The cat sat on the mat. Die Möwe sprach: 猫!\r\n\tdef f(x): return x\n"
@@ -106,13 +106,6 @@ def test_tokens_are_found_by_name(specs):
     assert found["sentencepiece"] == [None, None, 1, 2, None]
 
 
-def test_bytes_are_the_bytes_of_utf8():
-    tokenizer = ByteTokenizer()
-    assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
-    assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"
-
-
 @pytest.mark.parametrize("wrong", [500, -1, 1 << 40])
 @each_kind
 def test_ids_of_no_token_are_not_decoded(specs, kind, wrong):
@@ -137,11 +130,6 @@ def test_hugging_face_vocabulary_covers_ids_after_a_gap(tmp_path):
     tokenizers.Tokenizer(model).save(str(path))
     tokenizer = open_tokenizer(str(path))
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 3)
-
-
-def test_sentence_piece_ends_documents_with_its_own_id(tmp_path):
-    path = make_sentence_piece(tmp_path / "five.model", eos_id=5)
-    assert open_tokenizer(str(path)).end_of_document == 5
 
 
 def test_tokenizers_without_an_end_are_refused(tmp_path):
@@ -381,10 +369,3 @@ def test_damaged_and_missing_files_are_named(tmp_path, name):
     (tmp_path / name).write_text("not a tokenizer")
     with pytest.raises(ValueError, match=f"{name} must be a"):
         open_tokenizer(str(tmp_path / name))
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match='"gpt2" is not known: give "bytes"'):
-        open_tokenizer("gpt2")
-    with pytest.raises(ValueError, match="^gs://a/tokenizer.json is in a bucket"):
-        open_tokenizer("gs://a/tokenizer.json")

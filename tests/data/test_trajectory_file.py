@@ -62,13 +62,6 @@ def test_observations_are_described_over_all_steps(tmp_path):
     np.testing.assert_allclose(file.observation_std, observations.std(0), rtol=1e-6)
 
 
-def test_what_is_said_late_stands_in_the_index(tmp_path):
-    with TrajectoryWriter(tmp_path / "run", {}) as writer:
-        writer.write(*some_episodes([4])[0])
-        writer.about["late"] = 1
-    assert TrajectoryFile.open(tmp_path / "run").index["late"] == 1
-
-
 def test_episodes_of_another_size_are_refused(tmp_path):
     mixed = some_episodes([4]) + some_episodes([4], observation_size=2)
     with pytest.raises(ValueError, match=r"episode 1 has .*\(2, 2\), .* \(3, 2\)"):

@@ -125,10 +125,3 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_has_is_not(
         assert found == {"new", alive._new.partial.name, *others}
         raise KeyboardInterrupt
     assert kind.size(new) == 6
-
-
-@each_kind
-def test_an_empty_directory_is_filled(tmp_path, kind):
-    (tmp_path / "new").mkdir()
-    write(kind, tmp_path / "new", 4)
-    assert kind.size(tmp_path / "new") == 4

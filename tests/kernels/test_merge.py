@@ -88,11 +88,6 @@ def test_nothing_changes_nothing_to_the_last_bit(run, rng):
             np.testing.assert_array_equal(a, b)
 
 
-def test_two_empty_rows_are_an_empty_row():
-    for got, want in zip(merge(nothing(), nothing()), nothing(), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
 @pytest.mark.parametrize("gap", [200.0, 1e4, 1e30])
 @pytest.mark.parametrize("light", [2.0, 1e8, -3e38])
 def test_negligible_weights_leave_no_trace(gap, light):

@@ -135,12 +135,6 @@ def test_without_positions_a_layer_reads_a_set(discrete):
     assert np.abs(after - before).max() > 1e-3
 
 
-def test_returns_that_are_not_read_change_nothing(discrete):
-    run = one_device(**ONE_TOKEN)
-    other = discrete._replace(returns_to_go=discrete.returns_to_go + 3)
-    np.testing.assert_array_equal(run.actions(other), run.actions(discrete))
-
-
 def test_losses_by_rank_are_those_of_the_predictions(batch, rng):
     """And so they add up; padding, with its garbage, counts for nothing."""
     errors = np.square(one_device().actions(batch) - batch.actions).mean(axis=-1)
@@ -198,14 +192,6 @@ def test_ranks_are_seen_only_where_they_are_embedded(batch):
     assert "rank_embedding" not in run.model.shapes
     ranked = one_device(agent__rank_embedding=True)
     assert np.abs(ranked.actions(other) - ranked.actions(batch)).max() > 1e-3
-
-
-def test_returns_count_relative_to_their_scale(batch):
-    doubled = batch._replace(returns_to_go=2 * batch.returns_to_go)
-    run = one_device(agent__return_scale=14.0)
-    np.testing.assert_allclose(
-        run.actions(doubled), one_device().actions(batch), atol=1e-6
-    )
 
 
 def test_a_perceptron_of_one_layer_is_refused():

@@ -110,18 +110,3 @@ LOGITS, WIDE = 8 * 128_256, 6 * 2 * 14_336
 )
 def test_chunks_are_chosen_by_traffic_and_memory(tokens, token_bytes, device, chunk):
     assert choose_chunk(tokens, token_bytes, device) == chunk
-
-
-@pytest.mark.parametrize("device", [V5E, V6E])
-def test_chunks_stay_within_their_memory_and_make_traffic_small(device):
-    for tokens in (1024, 4096, 16_384, 65_536, 2**20):
-        for token_bytes in (LOGITS, WIDE, 8 * 32_000):
-            chunk = choose_chunk(tokens, token_bytes, device)
-            held = chunk * token_bytes
-            assert held <= device.memory / 16
-            # Of long contexts at most what the attention of a layer's backward holds.
-            assert held <= 8 * 4 * 4096 * tokens or tokens < 16_384
-            # Twice as many would be too many, or save nothing that counts.
-            moves = 14 * device.flops_per_byte / (8 * chunk)
-            too_many = chunk == tokens or 2 * held > device.memory / 16
-            assert too_many or moves <= 1 / 8

@@ -240,9 +240,3 @@ def test_sums_are_those_of_the_tokens_between_bounds(rng: np.random.Generator) -
         for low, high in ((0, 10), (10, 20), (20, 30))
     ]
     np.testing.assert_allclose(sums, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_one_part_is_all() -> None:
-    values = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
-    positions = jnp.full((2, 3), 1000, jnp.int32)
-    assert PositionParts(()).sums(values, positions).tolist() == [15]

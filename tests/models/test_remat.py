@@ -114,13 +114,6 @@ def test_offload_moves_the_layers_input_to_the_host_and_back():
     assert placements("attention") == []
 
 
-def test_everything_leaves_the_layer_as_it_is():
-    def layer(x):
-        return x
-
-    assert remat(layer, "everything") is layer
-
-
 def test_unknown_policy_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="'most' must be one of everything, nothing"):
         remat(jnp.sin, "most")

@@ -77,12 +77,6 @@ def test_rotated_heads_are_those_of_hugging_face(head_dim, rng):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_position_zero_turns_nothing(rng):
-    x, positions = random_heads(rng, 10, 16)
-    rotation = rotations_at(jnp.zeros_like(positions), 16, THETA)
-    np.testing.assert_array_equal(rotate(jnp.asarray(x), rotation), x)
-
-
 def test_bfloat16_heads_are_turned_in_float32_and_rounded_once(rng):
     x, positions = random_heads(rng, 50, 16)
     x = jnp.asarray(x, jnp.bfloat16)
@@ -180,13 +174,6 @@ def test_scaled_angles_are_exact_at_any_position(name, rng):
     exact = positions[..., None] * scaling.frequencies(128, THETA)
     rotation = np.asarray(cosine) / magnitude, np.asarray(sine) / magnitude
     assert angle_errors(rotation, exact[:, :, None]) < ANGLE_ERROR
-
-
-def test_only_yarn_changes_the_size_of_queries_and_keys():
-    sizes = {name: scaling.magnitude() for name, scaling in SCALINGS.items()}
-    assert sizes.pop("yarn") == pytest.approx(0.1 * math.log(8) + 1, rel=1e-12)
-    assert sizes.pop("yarn, other turns") == 1.5
-    assert set(sizes.values()) == {1.0}
 
 
 NO_ORIGINAL = "original_max_position_embeddings=0 must be at least 1"

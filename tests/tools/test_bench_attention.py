@@ -61,16 +61,6 @@ def test_tiles_are_those_of_the_blocks_that_ran(tiny):
         assert row["bound_share"] == pytest.approx(share)
 
 
-def test_table_compares_every_row_with_the_first(tiny):
-    rows, printed = tiny
-    lines = printed.splitlines()
-    first = rows[0]["seconds_median"]
-    for row, line in zip(rows, lines[1:], strict=False):
-        assert line.startswith(f"{row['layout']:12}{row['implementation']:15}")
-        assert f"{first / row['seconds_median']:.2f} x as fast" in line
-    assert "2 simulated devices share" in lines[-1]
-
-
 @pytest.mark.thorough
 def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     monkeypatch, rows_of
@@ -79,12 +69,3 @@ def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     (row,) = rows_of(bench_attention, *TINY, "--batch", "2", "--layouts", "striped")
     assert (row["length"], row["batch"], row["error_length"]) == (256, 2, 31)
     assert 0 < row["error_dk"] <= FLOAT32_TOLERANCE
-
-
-@pytest.mark.thorough
-def test_implementation_without_blocks_has_no_tiles(capsys, rows_of):
-    arguments = "--devices 1 --length 32 --repeats 1 --implementations reference"
-    arguments = f"{arguments} --layouts striped".split()
-    (row,) = rows_of(bench_attention, *arguments)
-    assert row["block_q"] is row["tiles_critical_path"] is row["bound_share"] is None
-    assert "as fast:" in capsys.readouterr().out

@@ -68,21 +68,6 @@ def test_regions_lie_between_branches_and_labels():
     assert (body.mxu_share, body.spills) == (7 / 12, 9)
 
 
-def test_loop_split_by_a_small_branch_is_one_body():
-    schedule = read(
-        ("LB", 2, "} /* Start region 1", 2),
-        ("", 2, branch(2), 0),
-        ("", 2, "%1 = dma.hbm_to_vmem", 0),
-        ("PF", 2, "} /* Start/End empty region 2", 5),
-        ("", 2, branch(3), 0),
-        ("", 2, "%2 = vst", 0),
-        ("PF", 2, "} /* Start/End empty region 3", 0),
-        ("", 2, branch(1), 0),
-    )
-    # The stretch after the last product is not on the way from product to product.
-    assert [(body.bundles, body.used["MXU"]) for body in bodies(schedule)] == [(4, 7)]
-
-
 def test_full_tile_is_the_plainest_body_with_the_most_work():
     schedule = read(
         ("LB", 1, "} /* Start region 1", 0),
@@ -98,32 +83,6 @@ def test_full_tile_is_the_plainest_body_with_the_most_work():
     found = [(body.bundles, body.used["VALU"]) for body in bodies(schedule)]
     assert found == [(1, 1), (3, 2 + 3 + 4), (2, 5 + 6)]
     assert tile_body(schedule).used["MXU"] == 40
-
-
-def test_inner_loops_with_work_are_bodies_of_their_own():
-    schedule = read(
-        ("LB", 1, "} /* Start region 1", 4),
-        ("LB", 2, "} /* Start region 2", 40),
-        ("", 2, branch(2), 0),
-        ("", 1, branch(1), 0),
-    )
-    found = [(body.bundles, body.used["MXU"]) for body in bodies(schedule)]
-    assert found == [(1, 4), (1, 40)]
-
-
-def test_branch_to_a_region_that_is_not_marked_only_cuts():
-    schedule = read(("", 0, "%1 = vpop", 1), ("", 0, branch(9), 0), ("", 0, "", 2))
-    assert [region.bundles for region in schedule.regions] == [1, 2]
-    assert {region.inside for region in schedule.regions} == {Span(0, 3)}
-
-
-def test_comments_may_run_over_lines():
-    schedule = read(
-        ("", 0, branch(3), 1),
-        ("", 0, "%1 = vadd /* window\nsecond_minor_factor: 1 */", 1),
-        ("", 0, "} /* window\nmajor_factor: 2 */ } /* Start region 3", 0),
-    )
-    assert [region.bundles for region in schedule.regions] == [2, 1]
 
 
 def test_parts_are_read_from_the_nesting_of_a_kernel():
@@ -171,17 +130,6 @@ def test_parts_are_read_from_the_nesting_of_a_kernel():
         turn=3 + BRANCH,
         live=(1, 2),
     )
-
-
-def test_kernel_with_one_kind_of_tile_has_no_parts():
-    schedule = read(
-        ("LB", 1, "} /* Start region 1", 0),
-        ("LB", 2, "} /* Start region 2", 40),
-        ("", 2, branch(2), 0),
-        ("", 1, branch(1), 0),
-    )
-    with pytest.raises(ValueError, match="a branch for full"):
-        read_parts(schedule)
 
 
 def test_texts_that_do_not_fit_are_refused():

@@ -13,7 +13,6 @@ from data.dark_room import (
     record,
 )
 from data.trajectory_file import TrajectoryFile
-from tools.lib.exorl.references import tabular_returns
 from tools.make_dark_room import main, make
 
 
@@ -56,24 +55,6 @@ def test_places_follow_from_moves_and_walls_hold():
     np.testing.assert_array_equal(best.sum(axis=-1), np.maximum(nearer - 1, 0))
 
 
-def test_who_strays_walks_all_over_the_room_and_sees_more_than_chance_does():
-    room, rng = ROOMS["9x9"], np.random.default_rng(3)
-    goals = np.repeat(room.goals, 100, axis=0)
-    none, all_ = np.zeros(len(goals)), np.ones(len(goals))
-    walks = record(room, goals, history(none), rng)
-    chance = record(room, goals, Behaviour(none, all_), rng)
-    ends = np.ravel_multi_index(np.moveaxis(walks.places[:, -1], -1, 0), (9, 9))
-    assert len(set(ends)) == 81
-    by_walks, by_chance = (
-        np.mean([len(np.unique(places, axis=0)) for places in recorded.places])
-        for recorded in (walks, chance)
-    )
-    assert by_walks > 1.5 * by_chance  # 18.0 cells of an episode, and 10.2
-    halfway = record(room, goals, history(np.full(len(goals), 0.5)), rng)
-    means = [each.rewards.sum(axis=1).mean() for each in (walks, halfway)]
-    assert means[0] < 0.5 and 1.5 < means[1] < 4  # 0.25 and 2.4 of 16.5
-
-
 def test_files_have_worlds_targets_and_histories_that_rise(tmp_path):
     file = make("9x9", "history", 30, 0, tmp_path / "history")
     assert len(file.returns) == 81 * 30 and file.has_targets
@@ -104,9 +85,3 @@ def test_the_same_seed_makes_the_same_file_and_none_is_overwritten(tmp_path, cap
     assert (one != other).any()
     assert main([*arguments, "--output", str(outputs[0])]) != 0
     assert "exists" in capsys.readouterr().err
-
-
-def test_a_tabular_learner_learns():
-    room = ROOMS["9x9"]
-    returns = tabular_returns(room, np.repeat(room.goals, 3, axis=0), 60).mean(axis=0)
-    assert returns[0] < 2 and returns[-10:].mean() > 5

@@ -18,7 +18,7 @@ from tasks.generation import generator, restored_parameters
 from tests.runs import small_config, small_flags
 from tests.tools.test_generate import save
 from tools.lib.evaluation.line_retrieval import draw_cells, main, read_cells
-from tools.lib.retrieval.scores import Forced, Generated, forced, in_rows
+from tools.lib.retrieval.scores import Forced, Generated, forced
 
 BYTES = ByteTokenizer()
 SIZES = {"data__rows": "whole", "simulated_devices": 0, "implementation": "reference"}
@@ -85,11 +85,6 @@ def test_what_is_generated_is_what_is_likeliest_when_shown(corpus, workdir, mask
         assert forcing(parameters, asked, wrong) == [False] * 18
     mixed = answers[:7] + wrong[7:]
     assert forcing(parameters, asked, mixed) == [True] * 7 + [False] * 11
-
-
-def test_rows_are_filled_up():
-    assert in_rows([1, 2, 3], 2) == [[1, 2], [3, 3]]
-    assert in_rows([1, 2], 4) == [[1, 2, 1, 1]]
 
 
 def evaluate(corpus: Path, workdir: Path, *options: str) -> int:

@@ -10,18 +10,15 @@ import pytest
 
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer, open_tokenizer
-from tasks import base, run_config, text
+from tasks import run_config, text
 from tasks.generation import restored_parameters
 from tests.data.test_tokenizer import make_hugging_face
 from tests.hard_rows import token_losses
 from tests.runs import small_config
 from tests.small_llama import partition_of
 from tests.tools.test_generate import save
-from tools import figures
-from tools.lib.evaluation.loss import Sums, main
-from training.feed import place
+from tools.lib.evaluation.loss import main
 from training.mesh import MeshShape
-from training.step import make_evaluate_step
 
 SIZES = {"simulated_devices": 0, "implementation": "reference"}
 
@@ -80,6 +77,8 @@ MESHES = [
 
 
 @pytest.mark.quick
+@pytest.mark.quick
+@pytest.mark.quick
 @pytest.mark.parametrize(("by", "tokens", "flags"), MESHES)
 def test_losses_of_all_parts_are_those_written_out(
     corpus, workdir, tmp_path, capsys, by, tokens, flags
@@ -99,46 +98,6 @@ def test_losses_of_all_parts_are_those_written_out(
     assert f"step 7, on {corpus} (validation): {whole['rows']} of " in said
     assert f"{whole['tokens']:>12,}{whole['loss']:>9.4f}" in said.splitlines()[-1]
     assert ("padded to 80" in said) == (tokens == 77)
-
-
-@pytest.mark.thorough
-def test_the_loss_is_that_of_a_validation(corpus, workdir, tmp_path):
-    config = small_config(corpus, workdir, **SIZES)
-    partition = base.partition(config, jax.devices())
-    task = text.make(config, partition)
-    step = jax.jit(make_evaluate_step(task.held_out.loss_sum, task.held_out.count))
-    parameters, _ = restored_parameters(config, partition)
-    blocks = text.validation_batches(config, partition)
-    placed = [place(block, task.sharding, task.shape) for block in blocks]
-    sums = jax.device_get([step(parameters, batch) for batch in placed])
-    losses, weights = np.sum(sums, axis=0)
-    *_, whole = evaluate(workdir, tmp_path, "--batches", str(len(blocks)))
-    assert whole["tokens"] == weights.sum() > 500
-    assert whole["loss"] == pytest.approx(losses.sum() / weights.sum(), rel=1e-6)
-    assert figures.main(
-        ["losses", *2 * [str(tmp_path / "losses.json")]]
-        + ["--output", str(tmp_path / "two.png")]
-    ) == 0  # fmt: skip
-
-
-def test_standard_errors_are_of_rows_as_theory_has_it(rng):
-    rows, tokens = 4000, 8
-    positions = np.tile(np.arange(tokens), (rows, 1))
-    weights = rng.integers(0, 2, (rows, tokens)).astype(np.float32)
-    weights[:, 0] = 1
-    # Tokens of a row share most of their loss.
-    losses = 3 + rng.normal(0, 1, (rows, 1)) + rng.normal(0, 0.1, (rows, tokens))
-    losses[weights == 0] = np.nan
-    *parts, whole = Sums.of(losses, weights, positions, 8).rows()
-    assert [part["below"] for part in parts] == [1, 2, 4, 8]
-    assert parts[0]["standard_error"] == pytest.approx(1 / rows**0.5, rel=0.1)
-    sizes = weights.sum(axis=1)
-    share = float(np.square(sizes).mean() ** 0.5 / sizes.mean())
-    assert whole["standard_error"] == pytest.approx(share / rows**0.5, rel=0.1)
-    assert whole["tokens"] == weights.sum()
-    assert whole["loss"] == pytest.approx(3, abs=5 * share / rows**0.5)
-    (alone, _) = Sums.of(losses[:1, :1], weights[:1, :1], positions[:1, :1], 8).rows()
-    assert (alone["standard_error"], alone["tokens"]) == (None, 1)
 
 
 @pytest.fixture(scope="module")

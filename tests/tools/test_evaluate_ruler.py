@@ -72,6 +72,8 @@ def asked(prompts, monkeypatch) -> list[str]:
 
 
 @pytest.mark.quick
+@pytest.mark.quick
+@pytest.mark.quick
 def test_right_answers_score_100_in_the_table_and_in_the_rows(
     asked, prompts, workdir, tmp_path, capsys
 ):
@@ -100,6 +102,8 @@ def test_right_answers_score_100_in_the_table_and_in_the_rows(
 
 
 @pytest.mark.quick
+@pytest.mark.quick
+@pytest.mark.quick
 def test_an_evaluation_goes_on_where_it_was_killed(asked, workdir, tmp_path):
     folder = tmp_path / "ruler"
     assert evaluate(workdir, "--output", folder) == 0
@@ -114,14 +118,7 @@ def test_an_evaluation_goes_on_where_it_was_killed(asked, workdir, tmp_path):
 
 
 @pytest.mark.quick
-def test_prompts_that_were_saved_are_answered_alike(asked, prompts, workdir, tmp_path):
-    assert evaluate(workdir, "--output", tmp_path / "drawn") == 0
-    options = "--prompts", prompts, "--output", tmp_path / "read"
-    assert evaluate(workdir, *options) == 0
-    assert predictions(tmp_path / "read") == predictions(tmp_path / "drawn")
-    assert len(predictions(tmp_path / "read")) == 4
-
-
+@pytest.mark.quick
 @pytest.mark.quick
 def test_predictions_of_something_else_are_left_alone(
     asked, prompts, workdir, tmp_path, capsys
@@ -223,14 +220,3 @@ def test_rows_that_are_not_prompts_are_named(row, tmp_path):
     path.write_text('{"input": "a", "outputs": ["b"]}\n' + row)
     with pytest.raises(ValueError, match=f"validation.jsonl:2 {ROWS[row]}"):
         list(read_prompts(path))
-
-
-def test_prompts_in_a_template_are_refused(workdir, tmp_path, capsys):
-    """Special tokens in a text are text: a chat's model would read other tokens."""
-    path = prompt_file(tmp_path, 1000, "niah_single_1")
-    path.parent.mkdir(parents=True)
-    path.write_text('{"input": "<end>Where?<end>", "outputs": ["b"]}\n')
-    assert evaluate(workdir, "--output", tmp_path / "new", "--prompts", tmp_path) == 1
-    said = capsys.readouterr().err
-    assert "has <end> in a prompt, where it would be text" in said
-    assert said.count("\n") == 1 and not (tmp_path / "new").exists()

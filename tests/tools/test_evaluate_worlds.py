@@ -17,7 +17,6 @@ from tests.small_agent import drawn
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.contexts import world_contexts
 from tools.lib.exorl.references import references
-from tools.lib.exorl.stages import stage
 from tools.make_dark_room import make
 from training.weights import save_parameters
 
@@ -109,22 +108,6 @@ def test_worlds_are_those_held_out_and_beside_their_references(directory, result
 
 
 @pytest.mark.thorough
-def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path, results):
-    """And in worlds that were trained on, where that is asked for."""
-    output = tmp_path / "some.json"
-    options = "--contexts", "empty", "--random", "1", "--trained"
-    assert main(flags(directory, *options, "--output", str(output))) == 0
-    found = json.loads(output.read_text())
-    assert list(found["contexts"]) == ["empty", "random_1"]
-    assert found["own_last_over"] == {}
-    returns = found["contexts"]["empty"]["returns"]
-    assert np.array(returns).shape == (ROWS, EPISODES)
-    assert found["trained_on"] and not results["trained_on"]
-    assert not set(found["worlds"]) & set(results["worlds"])
-    assert found["references"]["oracle"] != results["references"]["oracle"]
-
-
-@pytest.mark.thorough
 def test_a_window_is_written_and_lets_who_reads_positions_act_on(
     directory, tmp_path, capsys
 ):
@@ -182,45 +165,12 @@ def test_bad_input_is_refused_with_one_line(directory, tmp_path, capsys, options
     assert not output.exists()
 
 
-@pytest.mark.thorough
-def test_who_reads_the_best_episodes_alone_acts_in_all_worlds(directory, tmp_path):
-    output = tmp_path / "results.json"
-    best = "--config.data.top_share=0.01", "--contexts", "own"
-    assert main(flags(directory, *best, "--output", str(output))) == 0
-    assert len(set(json.loads(output.read_text())["worlds"])) == 16
-
-
 def cart_poles(directory: Path, worlds: list[HiddenPhysics | None]) -> TrajectoryFile:
     about = {"domain": "cartpole", "task": "swingup", "action_repeat": 10}
     about["worlds_described"] = [each and each.describe() for each in worlds]
     with TrajectoryWriter(directory / "worlds", about) as writer:
         writer.write(np.zeros((2, 5)), np.zeros((2, 1)), np.zeros(2))
     return TrajectoryFile.open(directory / "worlds")
-
-
-def test_the_worlds_of_a_stage_are_those_described(tmp_path):
-    worlds = [HiddenPhysics(direction=1), None, HiddenPhysics(direction=-1)]
-    file = cart_poles(tmp_path, worlds)
-    acting = stage(file, np.array([2, 1, 0]), np.full((3, 1), 7))
-    first = acting.begin(0)
-    assert (first == first[0]).all()
-    moved = acting.step(np.ones((3, 1), np.float32)).observations
-    pushed = moved[:, 3] - first[:, 3]  # the cart's velocity
-    assert pushed[0] < 0 < pushed[1] and pushed[1] == pushed[2]
-
-
-@pytest.mark.thorough
-def test_processes_that_share_rows_do_what_one_does(tmp_path, rng):
-    file = cart_poles(tmp_path, [HiddenPhysics(-1, pole_mass=2.0), None])
-    rows = np.array([0, 1, 0]), rng.integers(99, size=(3, 2))
-    alone, shared = (stage(file, *rows, processes) for processes in (1, 2))
-    np.testing.assert_array_equal(shared.begin(1), alone.begin(1))
-    for number in range(100):
-        actions = rng.uniform(-1, 1, (3, 1)).astype(np.float32)
-        want, found = alone.step(actions), shared.step(actions)
-        jax.tree.map(np.testing.assert_array_equal, found, want)
-        assert found.last == (number == 99)
-    assert (want.observations[0] != want.observations[2]).any()
 
 
 @pytest.mark.thorough

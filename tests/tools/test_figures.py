@@ -1,25 +1,21 @@
 """The numbers behind the pictures, what is refused, and that each one is drawn."""
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from kernels.layouts import Contiguous, Striped, Zigzag
-from kernels.masks import causal, full, window
+from kernels.layouts import Striped
+from kernels.masks import causal
 from tools import figures
-from tools.lib.benchmarks.peers import PEERS
 from tools.lib.exorl.scores import interval
 from tools.lib.figures import work, world_table, worlds
 from tools.lib.figures.lines import heat_maps
-from tools.lib.figures.rates import OTHERS, bar, bars
-from tools.lib.figures.returns import CONTEXTS, TARGET, colours_of, curve, curves, read
-from tools.lib.figures.style import AGENTS, MODELS, OURS, PROGRAMS, write_picture
+from tools.lib.figures.rates import bars
+from tools.lib.figures.returns import curve, read
 from tools.lib.figures.work import work_per_step
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
@@ -53,21 +49,6 @@ def test_committed_rows_are_drawn(arguments, tmp_path, capsys):
     assert capsys.readouterr().out == f"written to {tmp_path / 'x.png'}\n"
 
 
-@pytest.mark.parametrize("colours", [PROGRAMS, AGENTS, MODELS])
-def test_no_two_have_one_colour(colours):
-    assert len(set(colours.values())) == len(colours) > 2
-
-
-@pytest.mark.parametrize(
-    ("name", "said"), [("nowhere/x.png", "nowhere is not"), ("folder", "folder is")]
-)
-def test_a_path_that_cannot_be_a_picture_is_named(tmp_path, name, said):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=f"{said} a directory: give the path of a PNG"):
-        write_picture(tmp_path / name, Figure())
-    assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
-
-
 # Work of a ring.
 
 BY_HAND = {
@@ -99,13 +80,6 @@ def test_causal_ring_of_4_computes_the_tiles_that_can_be_counted_by_hand(
     assert title.get_text().startswith("Causal attention on a ring of 4: tiles of sco")
 
 
-def test_steps_without_a_mask_are_whole_and_those_beyond_a_window_empty():
-    for layout in (Contiguous(), Striped(), Zigzag()):
-        assert (work_per_step(layout, 3, 4, full()) == 16).all()
-    counts = work_per_step(Contiguous(), 4, 2, window(work.TILE))
-    assert counts.tolist() == [[3, 0, 0, 0]] + [[3, 1, 0, 0]] * 3
-
-
 # Rates of benchmarks.
 
 PLACE = {"commit": "0123456789abcdef", "date": "2026-11-22T01:02:03+00:00"}
@@ -120,30 +94,6 @@ TRAINING |= {"overrides": ["--config.remat=nothing"], "tokens_per_second": 21845
 TRAINING |= {"step_seconds": 1.5, "step_spread": 0.02, "mfu": 0.456}
 
 
-def test_a_bar_is_the_rate_of_its_row():
-    problem = "tokens\nmask causal, heads of 128, bfloat16"
-    ours = f"backward, 8,192 {problem}", "hopper", 600.0, "TFLOP/s"
-    assert bar(FAST) == (*ours, "4.00 ms ± 5%, 61% of peak", OURS)
-    peer = f"backward, 16,384 {problem}", "cudnn", 500.0, "TFLOP/s"
-    assert bar(PEER | {"length": 16384}) == (*peer, "4.00 ms ± 5%", "cudnn")
-    run = "h200_1b --config.remat=nothing", "32,768 tokens", 21845.3, "tokens/s"
-    assert bar(TRAINING) == (*run, "1.50 s ± 1%, MFU 46%", OURS)
-    title = "Measured on 1 x NVIDIA H200, 2026-11-22, at 0123456"
-    for rows, shown in (
-        ([FAST, PEER, FAST], [OURS, "cudnn"]),
-        ([PEER], ["cudnn"]),
-        ([TRAINING], [OURS]),
-    ):
-        figure = bars(rows)
-        assert figure.get_suptitle() == title
-        assert [text.get_text() for text in figure.legends[0].get_texts()] == shown
-
-
-def test_every_program_of_others_has_a_colour():
-    assert set(PEERS) < set(OTHERS)
-    assert set(OTHERS.values()) < set(PROGRAMS)
-
-
 # Line retrieval.
 
 
@@ -156,36 +106,6 @@ def cells(run: str, shares: dict[tuple[int, float], float]) -> list[dict]:
 
 LONG = cells("long", {(128, 0.0): 1.0, (128, 1.0): 0.95, (512, 0.0): 0.5})
 SHORT = cells("short", {(128, 0.0): 0.25, (512, 1.0): 0.0})
-
-
-def test_each_run_has_a_map_with_lengths_across_and_depths_down():
-    long, short = heat_maps(LONG + SHORT).axes
-    # The cell that has no cases stays empty.
-    for axes, expected in (
-        (long, {(0, 0): "100", (0, 1): "95", (1, 0): "50"}),
-        (short, {(0, 0): "25", (1, 1): "0"}),
-    ):
-        assert {t.get_position(): t.get_text() for t in axes.texts} == expected
-    shares = long.images[0].get_array()
-    assert shares[0].tolist() == [1.0, 0.5] and shares[1, 0] == 0.95
-
-
-@pytest.mark.parametrize(
-    ("runs", "names", "titles"),
-    [
-        (["runs/lines/160", "runs/lines/32"], [], ["160", "32"]),
-        (["runs/a/one", "runs/b/one"], [], ["runs/a/one", "runs/b/one"]),
-        (["runs/lines/160", "runs/lines/32"], ["long", "short"], ["long", "short"]),
-    ],
-    ids=["folders", "paths", "names"],
-)
-def test_runs_have_names(runs, names, titles):
-    first, second = (cells(run, {(128, 0.0): 1.0, (256, 0.0): 0.5}) for run in runs)
-    # A run's rows need not follow each other.
-    figure = heat_maps([first[0], *second, first[1]], names)
-    assert [axes.get_title() for axes in figure.axes] == titles
-    assert figure.get_suptitle() == "Line retrieval: answers that are right, in %"
-    assert all(len(axes.texts) == 2 for axes in figure.axes)
 
 
 with_one_name = partial(heat_maps, names=["one"])
@@ -229,17 +149,6 @@ def results(chain_length=4, method="transformer", order="ascending", **fields):
     return whole | {"contexts": own([[1.0, 2.0], [3.0, 6.0]])} | fields
 
 
-def test_every_line_is_in_the_legend_under_a_name():
-    figure = curves(read(AGENT_FILES))
-    titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["cartpole swingup", "walker stand"]
-    for axes in figure.axes:
-        shown = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert shown == [line.get_label() for line in axes.lines]
-        assert len(shown) == len(set(shown)) and TARGET in shown
-        assert not any(re.search("exorl_|_at|_bc|_dt|json", label) for label in shown)
-
-
 def test_curves_are_means_and_begin_after_what_was_recorded():
     outcome = own([[1.0, 2.0], [3.0, 6.0]], recorded=(7, 8, 9))["own"]
     episodes, low, mean, high = curve(outcome)
@@ -262,15 +171,6 @@ def test_agents_are_called_by_their_configs(name, tmp_path):
     path.write_text(json.dumps(results(**AGENTS_BY_CONFIG[name])))
     assert list(read([str(path)])["walk"]) == [name]
     assert list(read([f"mine={path}"])["walk"]) == ["mine"]
-
-
-def test_agents_and_contexts_are_told_apart():
-    found = colours_of(["mine", "behaviour cloning", "yours"])
-    assert len(set(found.values())) == len(found) == len(AGENTS) + 2
-    with pytest.raises(ValueError, match="4 agents of other names, at most 3"):
-        colours_of(list("abcd"))
-    words, looks = zip(*CONTEXTS.values(), strict=True)
-    assert len(set(words)) == len(set(looks)) == len(CONTEXTS)
 
 
 NO_RESULTS = r"0\.json holds no results "
@@ -319,28 +219,6 @@ def written(directory, *contents):
     return paths
 
 
-def test_runs_of_several_seeds_make_one_curve(tmp_path):
-    read_before = {"random_10": own([[8.0], [9.0]]), "random_4": own([[5.0], [6.0]])}
-    one = in_worlds([[1.0, 9.0], [3.0, 7.0]], 0, **read_before)
-    two = in_worlds([[2.0, 5.0], [4.0, 5.0]], 1, **read_before)
-    tasks = worlds.read(written(tmp_path, one, two))
-    figure = worlds.curves(tasks)
-    left, right = figure.axes
-    lines = {line.get_label(): line for line in left.lines}
-    name = "Decision-Pretrained Transformer"
-    assert "own episodes before" in lines  # the look of its line
-    drawn = left.lines[1]  # behind the one that names its colour
-    assert drawn.get_color() == lines[name].get_color()
-    assert drawn.get_xydata().tolist() == [[1, 2.5], [2, 6.5]]
-    levels = {text.get_text(): text.get_position()[1] for text in left.texts}
-    assert levels["knows the world"] == 20 and len(levels) == 2
-    shown = [x for x in left.lines if not x.get_label().startswith("_")]
-    assert len({(x.get_linestyle(), x.get_color()) for x in shown}) == len(shown)
-    assert lines["Q-learning from nothing"].get_ydata()[-1] == 2
-    by_length = {line.get_label(): line for line in right.lines}[name]
-    assert by_length.get_xydata().tolist() == [[4, 5.5], [10, 8.5]]
-
-
 def test_numbers_are_those_of_the_picture_and_differences_row_by_row(tmp_path):
     played = np.array([[[1.0, 9.0], [3.0, 7.0]], [[2.0, 5.0], [4.0, 5.0]]])
     rows = []
@@ -363,45 +241,11 @@ def test_numbers_are_those_of_the_picture_and_differences_row_by_row(tmp_path):
     assert cells["knows the world"][-1] == "20.0"
 
 
-def test_what_one_seed_alone_has_is_drawn_and_no_panel_of_what_none_has(tmp_path):
-    own_alone = in_worlds([[1.0, 9.0]]), in_worlds([[3.0, 5.0]], 1)
-    emptied_alone = in_worlds([[1.0]], empty=own([[1.0]]))
-    del emptied_alone["contexts"]["own"]
-    (axes,) = worlds.curves(worlds.read(written(tmp_path, emptied_alone))).axes
-    labels = [line.get_label() for line in axes.lines]
-    named = [label for label in labels if not label.startswith("_")][:2]
-    assert named == ["Decision-Pretrained Transformer", "emptied before every episode"]
-    assert len(worlds.curves(worlds.read(written(tmp_path, *own_alone))).axes) == 1
-    emptied_alone["config"]["seed"] = 2
-    two_and_one = written(tmp_path, *own_alone, emptied_alone)
-    first = [
-        row.split(" | ")[0]
-        for row in world_table.table(worlds.read(two_and_one)).splitlines()
-    ]
-    name = "| Decision-Pretrained Transformer"
-    assert first[2:-2] == [
-        f"{name}, 2 seeds, own episodes before",
-        f"{name}, 2 seeds, own above the first",
-        f"{name}, 1 seed, emptied before every episode",
-    ]
-    read_by_one = own_alone[0], in_worlds([[3.0, 5.0]], 1, random_4=own([[6.0]]))
-    left, right = worlds.curves(worlds.read(written(tmp_path, *read_by_one))).axes
-    assert left.lines[1].get_ydata().tolist() == [2, 7]
-    assert right.lines[0].get_xydata().tolist() == [[4, 6]]
-
-
 def test_rows_of_one_world_are_one(tmp_path):
     """Means and intervals are those of worlds, whose rows are not independent."""
     run = in_worlds([[1.0], [3.0], [8.0], [2.0]]) | {"worlds": [7, 7, 5, 7]}
     (runs,) = worlds.read(written(tmp_path, run))["walk"].values()
     assert worlds.returns_of(runs, "own").tolist() == [[[8], [2]]]
-
-
-def test_contexts_of_one_run_may_be_in_files_of_their_own(tmp_path):
-    one, two = in_worlds([[1.0]]), in_worlds([[2.0]], random_4=own([[5.0]]))
-    del two["contexts"]["own"]
-    (run,) = worlds.read(written(tmp_path, one, two))["walk"].popitem()[1]
-    assert list(run["contexts"]) == ["own", "random_4"]
 
 
 def test_settings_of_older_programs_are_todays_defaults(tmp_path):
@@ -412,16 +256,6 @@ def test_settings_of_older_programs_are_todays_defaults(tmp_path):
     new["config"]["data"]["latest_begin"] = 0.8
     with pytest.raises(ValueError, match=r"latest_begin is 0\.8, in another file 0\.0"):
         worlds.read(written(tmp_path, old, new))
-
-
-def test_references_are_those_of_the_longest_curve(tmp_path):
-    """Also of files of one seed, whatever comes first."""
-    long, short = in_worlds([[1.0]]), in_worlds([[1.0]], random_4=own([[5.0]]))
-    del short["contexts"]["own"]
-    short["references"] = short["references"] | {"tabular": [1.0]}
-    for files in (long, short), (short, long):
-        agents = worlds.read(written(tmp_path, *files))["walk"]
-        assert worlds.references(agents)["tabular"] == [1.0, 2.0]
 
 
 def test_worlds_that_make_no_picture_are_refused(tmp_path):

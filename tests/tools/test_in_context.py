@@ -74,15 +74,6 @@ def test_what_is_there_is_kept_and_said_so(place):
     assert f"{place}/out/bc_1.json is there, and is kept" in said
 
 
-def test_results_of_other_flags_are_not_taken_for_these(place):
-    small = "9x9 bc 0 --config.train.steps=2"
-    assert run(place, small)[0] == run(place, small)[0] == 0
-    status, said, commands = run(place, "9x9 bc 0")
-    assert status == 1 and not commands
-    assert "made with the flags '--config.train.steps=2': give these, or ano" in said
-    assert run(place, "9x9 bc 0", out="whole")[0] == 0
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [("9x9 bc", "WHERE AGENTS SEEDS"), ("8x8 bc 0", "8x8 is none of 10x10, 9x9, cart")],

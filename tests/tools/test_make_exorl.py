@@ -9,14 +9,10 @@ from data.environments import Environment
 from data.episodes import BadEpisode, read_episode
 from data.exorl import Selection, pack
 from data.relabel import exact_rewards
-from tests.processes import run_program
 from tools.lib.exorl.replay import Recipe, make
-from tools.lib.exorl.rollouts import Roller
 
 CARTPOLE = Recipe("cartpole", ("swingup",), episodes=24, seed=3, search_episodes=8)
 FEW = dataclasses.replace(CARTPOLE, episodes=3, search_episodes=2)
-# The quickest to simulate among those with linear policies.
-CHEETAH = Recipe("cheetah", ("run",), episodes=4, seed=0, search_episodes=4)
 
 
 def made(directory, recipe, processes=1, **changes):
@@ -53,20 +49,6 @@ def test_data_read_back_and_pack(cartpole, tmp_path):
     np.testing.assert_allclose(trajectories.returns, returns, rtol=1e-6)
 
 
-def test_meta_says_how_data_were_made(cartpole):
-    meta = meta_of(cartpole)
-    assert meta["recipe"] == dataclasses.asdict(CARTPOLE) | {"tasks": ["swingup"]}
-    assert meta["versions"]["mujoco"] == "3.17.0"
-    returns = np.array([row["return"] for row in meta["episodes"]])
-    quantiles = meta["returns"]["swingup"]
-    assert quantiles["50%"] == pytest.approx(np.median(returns), abs=1e-3)
-    assert quantiles["100%"] == pytest.approx(returns.max(), abs=1e-3)
-    # Returns are spread.
-    assert quantiles["0%"] < 100 and quantiles["100%"] > 2.5 * quantiles["25%"]
-    noise_alone = [row for row in meta["episodes"] if not row["policy"]]
-    assert len(noise_alone) == 5 and all(row["noise"] for row in noise_alone)
-
-
 @pytest.mark.thorough
 def test_same_seed_makes_the_same_bytes_in_any_number_of_processes(tmp_path):
     one = contents(made(tmp_path / "one", FEW))
@@ -82,12 +64,6 @@ def assert_rewards_of(environment, episode):
     assert np.abs(difference).max() < 1e-6
 
 
-def test_linear_policies_gather_a_cheetahs_data(tmp_path):
-    environment = Environment("cheetah", "run")
-    for path in made(tmp_path, CHEETAH).scan():
-        assert_rewards_of(environment, read_episode(path, "cheetah"))
-
-
 @pytest.mark.thorough
 def test_rewards_are_those_of_the_first_task(tmp_path):
     recipe = Recipe("walker", ("walk", "stand"), 2, 0, 2, noise_share=1.0)
@@ -100,39 +76,6 @@ def test_rewards_are_those_of_the_first_task(tmp_path):
     as_gathered = exact_rewards(Environment("walker", "stand"), of_other).sum()
     assert meta["episodes"][1]["return"] == pytest.approx(as_gathered, rel=1e-5)
     assert as_gathered > of_other.reward[1:, 0].sum() + 1
-
-
-def test_cap_keeps_good_episodes_out(tmp_path):
-    meta = meta_of(made(tmp_path, CARTPOLE, cap=0.6, episodes=4))
-    best = meta["search_returns"]["swingup"]["100%"]
-    returns = [row["return"] for row in meta["episodes"]]
-    assert len(returns) == 4 and max(returns) <= 0.6 * best + 1e-3
-
-
-def test_episodes_above_the_cap_are_made_again_by_others(tmp_path, monkeypatch):
-    turns = []
-
-    def returns(self, family, attempts, what):
-        if what != "episodes":
-            return list(np.arange(len(attempts), dtype=float))
-        turns.append(attempts)
-        # Of ten, the search's best is 9: at half of it, the first half is good.
-        return [4.0 if place < 2 else 5.0 for place in range(len(attempts))]
-
-    monkeypatch.setattr(Roller, "returns", returns)
-    recipe = dataclasses.replace(CARTPOLE, cap=0.5, episodes=6, search_episodes=10)
-    meta = meta_of(made(tmp_path, recipe))
-    assert [len(attempts) for attempts in turns] == [6, 4, 2]
-    stems = [attempt.stem.name for attempt in turns[2]]
-    assert stems == ["episode_000004", "episode_000005"]
-    assert len({attempts[-1].seed for attempts in turns}) == 3
-    assert {attempt.limit for attempts in turns for attempt in attempts} == {4.5}
-    assert sorted(row["episode"] for row in meta["episodes"]) == list(range(6))
-    assert {row["return"] for row in meta["episodes"]} == {4.0}
-    hopeless = "6 of 6 episodes .*cap=0.4 .*20 times.*search"
-    with pytest.raises(ValueError, match=hopeless):
-        made(tmp_path / "other", recipe, cap=0.4)
-    assert not list((tmp_path / "other").rglob("*es_replay*"))
 
 
 def test_actions_are_held_and_packed_as_one(tmp_path):
@@ -178,13 +121,3 @@ BAD = [
 def test_recipes_that_make_nothing_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(CARTPOLE, **changes)
-
-
-@pytest.mark.thorough
-def test_program_runs_from_the_root(tmp_path):
-    small = ("--episodes", "2", "--processes", "1", "--search-episodes", "2")
-    command = "-m", "tools.make_exorl", "--domain", "cartpole", "--output", tmp_path
-    code, told, errors = run_program(*command, *small)
-    assert (code, errors) == (0, "")
-    assert told.startswith("swingup: returns 0% ")
-    assert f"written to {tmp_path / 'cartpole' / 'es_replay'}" in told

@@ -28,10 +28,3 @@ def test_program_names_the_bad_file(tmp_path, capsys):
     assert main(arguments(tmp_path)) == 1
     expected = f"error: {path}: unreadable npz (BadZipFile: File is not a zip file)\n"
     assert capsys.readouterr().err == expected
-
-
-def test_program_computes_rewards_unless_told_otherwise(tmp_path, capsys):
-    made_up_buffer(tmp_path / "data", "cartpole", [4])
-    assert main(arguments(tmp_path, relabelling="exact")) == 1
-    assert "observations are" in capsys.readouterr().err
-    assert main(arguments(tmp_path, relabelling="exorl", tolerance="inf")) == 0

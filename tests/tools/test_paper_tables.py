@@ -4,23 +4,14 @@ import json
 
 import pytest
 
-from configs import llama_sizes
-from models.sizes import LanguageModelConfig
 from tools import paper_tables
-from tools.lib.figures.papers import (
-    BARS,
-    dataset_flops,
-    longest_contexts,
-    striped_speed_up,
-)
 from tools.lib.papers import contexts as paper_contexts
-from tools.lib.papers.contexts import MULTIPLES, TARGETS, Target
+from tools.lib.papers.contexts import MULTIPLES, TARGETS
 from tools.lib.papers.formulas import (
     SmallestBlock,
     activation_bytes,
     dataset_flops_ratio,
     largest_attention_speed_up,
-    largest_speed_up,
 )
 from training import chips
 
@@ -66,42 +57,6 @@ def test_striping_gains_most_without_tiles(ring, limit):
     assert largest_attention_speed_up(ring, tiles=16) <= limit
 
 
-@pytest.mark.parametrize(
-    ("picture", "names"),
-    [
-        (dataset_flops(paper_tables.figure_5()), ["7B", "13B", "30B", "65B"]),
-        (
-            striped_speed_up(paper_tables.speed_ups()),
-            ["1B", "3B", "7B", "attention alone"],
-        ),
-    ],
-    ids=["figure 5", "speed-up"],
-)
-def test_every_line_is_in_a_legend_and_every_panel_has_a_title(picture, names):
-    for axes in picture.axes:
-        shown = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert shown == names == [line.get_label() for line in axes.lines]
-        assert axes.get_title()
-
-
-def test_speed_up_of_a_step_grows_with_the_context_to_that_of_attention():
-    model = LanguageModelConfig(**llama_sizes.llama("1b"))
-    found = [largest_speed_up(model, 8, 2**power) for power in (16, 18, 20)]
-    assert 1 < found[0] < found[1] < found[2] < largest_attention_speed_up(8)
-    assert found[2] > 1.75
-
-
-@pytest.mark.parametrize("remat", MULTIPLES)
-def test_rows_ask_for_multiples_of_the_papers_contexts(remat, tmp_path):
-    target = Target("7b", "v3:16x16", 2048, parts=2)
-    arguments = target.arguments(remat, tmp_path / "row.json")
-    assert f"--context={MULTIPLES[remat] * 2048 * 1024}" in arguments
-    assert "--config.mesh.ring=512" in arguments  # two cores a chip
-    assert "--config.attention_parts=2" in arguments
-    assert Target("7b", "v4:8x8x8", 1).ring == 512
-    assert len({t.name(remat) for t in TARGETS}) == len(TARGETS)
-
-
 def keep(folder, target, row, remat="nothing"):
     (folder / f"{target.name(remat)}.json").write_text(json.dumps(row))
 
@@ -122,24 +77,8 @@ def test_rows_are_read_as_they_were_compiled(tmp_path):
     assert found[1]["fits"] is None
 
 
-def test_a_row_that_is_refused_is_kept_and_a_failure_is_told(tmp_path, monkeypatch):
-    def planner(message):
-        def run(command, **_):
-            return type("Done", (), {"returncode": 1, "stderr": message})
-
-        monkeypatch.setattr(paper_contexts.subprocess, "run", run)
-
-    planner("…\nerror: the step does not fit: it takes 33G of 30G")
-    row = paper_contexts.compile_row(TARGETS[0], "nothing", tmp_path)
-    assert row["refused"] == "the step does not fit: it takes 33G of 30G"
-    path = tmp_path / f"{TARGETS[0].name('nothing')}.json"
-    assert json.loads(path.read_text()) == row
-    planner("Segmentation fault")
-    with pytest.raises(RuntimeError, match="plan_pod.* failed: Segmentation fault"):
-        paper_contexts.compile_row(TARGETS[0], "nothing", tmp_path)
-    assert json.loads(path.read_text()) == row
-
-
+@pytest.mark.quick
+@pytest.mark.quick
 @pytest.mark.quick
 def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
     folder = tmp_path / paper_tables.CONTEXTS
@@ -181,23 +120,3 @@ def test_files_of_something_else_are_named_and_nothing_is_written(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {path} holds nothing that was compiled here (")
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
-
-
-@pytest.mark.parametrize("fits", [True, False], ids=["offloaded", "refused"])
-def test_bars_are_the_contexts_that_fit(fits):
-    rows = [
-        {"model": model, "topology": "v4:8x8x8", "remat": remat, "context": context}
-        | {"paper_context": 2048, "fits": fits}
-        for model, remat, context, fits in (
-            ("7b", "nothing", 8192, True),
-            ("7b", "offload", 16384, fits),
-            ("3b", "nothing", 32768, None),
-        )
-    ]
-    figure = longest_contexts(rows)
-    heights = [bar.get_height() / 2**20 for bar in figure.axes[0].patches]
-    assert heights == [2, 2, 8, *([16] if fits else [])]
-    assert figure.axes[0].get_title()
-    names = ["paper", "nothing", *(["offload"] if fits else [])]
-    shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert shown == [BARS[name][1] for name in names]

@@ -1,6 +1,5 @@
 """Times of kernels: sums of parts of compiled kernels, and what they wait for."""
 
-import itertools
 import json
 
 import pytest
@@ -16,11 +15,9 @@ from tools.lib.planning.kernels import (
 )
 from tools.lib.planning.ring import Ring
 from tools.lib.planning.ring_steps import (
-    Blocks,
     Sequence,
     visible_pairs,
     work,
-    work_on,
 )
 from tools.tpu_schedule import measure
 from training import chips
@@ -83,20 +80,6 @@ def test_short_shards_take_longer_for_a_pair_than_full_tiles(chip):
         assert 1 < found[-1] < 1.05 and found[2] > 1.1
 
 
-def test_known_tiles_and_programs_of_a_v5e():
-    """Read by hand in the schedule, as loops over sub-blocks took 3479 and 7384."""
-    parts = read_kernel_parts()
-    forward, backward = (
-        parts["TPU v5 lite", direction, True] for direction in PRODUCTS
-    )
-    assert forward.begin + forward.init == pytest.approx(628, rel=0.01)
-    assert forward.end == pytest.approx(624, rel=0.01)
-    for part, loops, area in (forward, 3479, 2424), (backward, 7384, 5512):
-        turns = part.partial + 4 * part.turn + sum(part.live)
-        assert turns == pytest.approx(loops, rel=0.04)
-        assert area < part.diagonal < 1.15 * area
-
-
 def test_sum_of_the_parts_is_that_of_kernels_compiled_at_every_length():
     rows = json.loads((PARTS.parent / "kernel_checks.json").read_text())
     assert len(rows) == 4 * 4 * 8
@@ -125,85 +108,6 @@ def test_sum_of_the_parts_is_that_of_kernels_compiled_at_every_length():
         assert 0.999 * least < seconds < 1.9 * least
 
 
-def test_short_shards_cost_more_than_their_visible_pairs():
-    rows = json.loads((PARTS.parent / "causal_steps_before.json").read_text())
-    assert len(rows) == 3 * 2 * 2 * 5
-    for line in itertools.batched(sorted(rows, key=_line), 5):
-        full = [row["ideal"] / (row["length"] * (row["length"] + 1)) for row in line]
-        assert full == pytest.approx(full[:1] * 5, rel=0.01)
-        took = [row["bundles"] + row["waited_bundles"] for row in line]
-        found = [row["over_ideal"] for row in line]
-        assert found == [n / row["ideal"] for n, row in zip(took, line, strict=True)]
-        assert found == sorted(found, reverse=True) and found[-1] > 1.09
-
-
-# Bundles over those of the live area, at 1, 2, 4, 8 and 16 Ki tokens: the targets. A v4
-# forward has none: what was compiled.
-LIMITS = {
-    "forward": {
-        "v4": (1.64, 1.37, 1.2, 1.11, 1.06),
-        "others": (1.5, 1.3, 1.15, 1.1, 1.06),
-    },
-    "backward": {"others": (1.5, 1.3, 1.15, 1.1, 1.06)},
-}
-
-
-@pytest.mark.parametrize("direction", LIMITS)
-def test_causal_ring_steps_take_little_more_than_their_live_area(direction):
-    """On another device's keys, in sub-tiles of 256 x 256, of which half are live."""
-    rows = json.loads((PARTS.parent / "kernel_checks.json").read_text())
-    steps = [
-        row
-        for row in sorted(rows, key=_line)
-        if (row["direction"], row["source"]) == (direction, "visiting")
-        and row["length"] <= 16384
-    ]
-    assert len(steps) == 4 * 5
-    for line in itertools.batched(steps, 5):
-        limits = LIMITS[direction]
-        found = [row["bundles"] / row["full_tiles"] for row in line]
-        most = limits.get(line[0]["chip"], limits["others"])
-        assert all(map(float.__le__, found, most)), (line[0]["chip"], found)
-
-
-def _line(row):
-    return row["chip"], row["direction"], row["source"], row["length"]
-
-
-def test_first_copies_of_a_head_and_its_last_dq_are_waited_for():
-    def waited(direction, length=4096):
-        kernel = Launched.of(
-            "v5e", direction, False, (1, length, 8, 128), (length, 8), "bfloat16"
-        )
-        sequence = Sequence(Striped(), 1, length)
-        found = work_on(sequence, kernel.blocks, direction, (0, 0))
-        return kernel.goes_on, kernel.waited_bytes(found)
-
-    tile = 2 * 1024 * 128 * 2  # of keys and values, or queries and their gradients
-    assert waited("forward") == (False, tile)
-    dq = 1024 * 128 * 4
-    assert waited("backward") == (True, tile + 2 * dq)
-    # The last two key tiles begin with a tile whose dq the one before still writes.
-    assert waited("backward", 2**17) == (False, 3 * (tile + 2 * dq))
-
-
-def test_wide_heads_take_as_many_products_as_they_have_passes():
-    """Forward tiles of heads of 256: 7624 bundles on a v5p and 2452 on a v6e."""
-
-    def ratio(chip, direction):
-        narrow, wide = (
-            make_ring(2**16, size=2, head_dim=n)
-            .times(Kernels.of(chip), direction)
-            .kernels
-            for n in (128, 256)
-        )
-        return wide / narrow
-
-    for direction in PRODUCTS:
-        assert ratio(V5P, direction) == pytest.approx(2, rel=0.02)
-        assert 1 < ratio(V6E, direction) < 1.1
-
-
 def test_packed_documents_take_less_than_one_and_more_than_their_pairs():
     kernels = Kernels.of(V5E)
     whole, packed = (
@@ -225,50 +129,6 @@ def test_half_of_the_queries_is_a_ring_of_its_own():
     assert times[1] + times[2] == pytest.approx(times[0], rel=0.01)
     assert 0.25 < times[1] / times[0] < 0.27
     assert ring.part("front").keys_bytes == ring.keys_bytes // 2
-
-
-def test_odd_lengths_have_more_and_smaller_granules():
-    found = [
-        make_ring(length, size=1).times(Kernels.of(V5E), direction).kernels
-        for direction in PRODUCTS
-        for length in (512, 640, 768)
-    ]
-    assert found[:3] == sorted(found[:3]) and found[3:] == sorted(found[3:])
-    kernel = Launched.of("v5e", "forward", False, (1, 640, 8, 128), (640, 8), "float32")
-    assert kernel.blocks == Blocks(1, 640, 640, 128, 128, 128)
-
-
-def test_a_lone_key_head_leaves_a_core_of_two_idle():
-    def times(chip, direction):
-        rings = (make_ring(2**14, heads=4 * n, kv_heads=n) for n in (1, 2))
-        return [ring.times(Kernels.of(chip), direction).kernels for ring in rings]
-
-    one, two = times(V5P, "backward")
-    assert one == two
-    one, two = times(V5E, "backward")
-    assert 2 * one == pytest.approx(two)
-    # Forward the cores share out its query tiles, and each waits for its first copy.
-    one, two = times(V5P, "forward")
-    assert 1 < 2 * one / two < 1.15
-
-
-def test_table_has_a_line_for_each_kernel_and_a_column_for_each_length():
-    rows = [
-        {"chip": chip, "direction": "forward", "source": source, "length": length}
-        | {"over_ideal": over}
-        for chip, source, length, over in (
-            ("v5e", "own", 4096, 1.25),
-            ("v5e", "own", 1024, 3.5),
-            ("v6e", "own", 1024, 4.75),
-            ("v6e", "own", 4096, 1.5),
-        )
-    ]
-    head, *lines = tpu_kernel_parts.table(rows).splitlines()
-    assert head.split()[-2:] == ["1,024", "4,096"]
-    assert [line.split() for line in lines] == [
-        ["forward", "own", "v5e", "3.500", "1.250"],
-        ["forward", "own", "v6e", "4.750", "1.500"],
-    ]
 
 
 @pytest.mark.slow

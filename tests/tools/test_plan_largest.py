@@ -60,26 +60,10 @@ def test_memory_with_jumps_is_still_searched_to_the_end():
         assert len(tries) <= 12
 
 
-def test_every_context_is_a_multiple_of_the_unit_and_tried_once():
-    tries, _ = search(lambda context: 100 + context // 30, first=1000, unit=96)
-    assert all(context % 96 == 0 and context > 0 for context in tries)
-    assert len(set(tries)) == len(tries)
-
-
 def test_where_nothing_fits_there_is_no_answer():
     tries, best = search(lambda context: None, first=4096)
     assert best is None and tries[-1] == 256
     assert search(lambda context: 2000 + context)[1] is None
-
-
-def test_memory_that_does_not_grow_ends_at_the_last_index():
-    tries, best = search(lambda context: 10, first=2**20, unit=2**20)
-    assert 2**30 < best < 2**31 and len(tries) <= 12
-
-
-def test_tries_are_limited():
-    tries, _ = search(lambda context: 10, first=1, unit=1, most_tries=3)
-    assert len(tries) == 3
 
 
 @pytest.mark.parametrize(("first", "unit"), [(0, 1), (1, 0), (-5, 4)])

@@ -2,7 +2,6 @@
 
 import json
 import re
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,9 +21,8 @@ from tools.lib.planning.estimate import (
     synchronous_seconds,
 )
 from tools.lib.planning.kernels import PRODUCTS, Kernels
-from tools.lib.planning.memory import saved_bytes
 from tools.lib.planning.meshes import suggestions
-from tools.lib.planning.plan import kinds, transfers
+from tools.lib.planning.plan import kinds
 from tools.lib.planning.ring import Ring, layer_masks
 from tools.lib.planning.ring_steps import Sequence
 from tools.lib.planning.roofline import Work
@@ -58,13 +56,6 @@ def test_area_is_that_of_the_counted_tiles(layout, ring_size):
     assert Sequence(layout, ring_size, length).area == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("chip", [V3, H200])
-def test_kernels_without_schedules_take_an_assumed_share(chip):
-    kernels = Kernels.of(chip)
-    assert kernels.seconds["forward"] == 2 * 2 * 128 / (0.6 * chip.peak_flops)
-    assert "assumed" in kernels.source
-
-
 def outlasting(ring: Ring, kernels: Kernels) -> list[float]:
     """Seconds of transfers after their kernels, forward and backward."""
     return [ring.times(kernels, direction).outlasting for direction in PRODUCTS]
@@ -83,15 +74,6 @@ def test_ring_hides_where_a_device_has_tokens_enough():
     times = [ring.times(kernels, "forward").kernels for ring in (short, long)]
     # 16 times the pairs; but the short one is mostly diagonal tiles and programs.
     assert 12 * times[0] < times[1] < 14 * times[0]
-
-
-@pytest.mark.parametrize(
-    ("chip", "head_dim", "sent"), [(V4, 128, 128), (V4, 100, 128), (H200, 100, 100)]
-)
-def test_heads_travel_between_tpus_in_whole_lanes(chip, head_dim, sent):
-    ring = Ring.of(config_7b(head_dim=head_dim), partition(), chip)
-    assert ring.keys_bytes == 2 * 16384 * 32 * sent * 2
-    assert ring.gradients_bytes == 2 * ring.keys_bytes
 
 
 def test_rings_of_a_step_are_those_that_remat_runs():
@@ -121,22 +103,6 @@ def test_rings_of_a_step_are_those_that_remat_runs():
 
 WINDOWS = {"attention": "zigzag", "remat": "attention"}
 WINDOWS |= {"model.layer_pattern": "wwwf", "model.window": 1024}
-
-
-def test_each_kind_of_layers_has_its_rings():
-    budget = {"remat_budget_gib": 2.5 * 16384 * 8320 / 2**30}
-    config = config_7b(**WINDOWS | budget | {"remat": "nothing"})
-    found = [
-        (times, ring.sequence.mask, direction)
-        for times, ring, direction in ring_passes(config, partition(), V4)
-    ]
-    # The last two layers, of a kind each, keep the attention's result.
-    window, full = DocumentMask(window=1024), DocumentMask()
-    forward = [(2 * 23, window), (2 * 7, full), (1, window), (1, full)]
-    backward = [(24, window), (8, full)]
-    assert found == [(*one, "forward") for one in forward] + [
-        (*one, "backward") for one in backward
-    ]
 
 
 def test_layers_see_what_the_runs_mask_and_their_window_show():
@@ -178,19 +144,6 @@ def test_each_kind_of_layers_takes_its_time_on_its_own_route():
         assert found.by_name[f"k{number}"] == pytest.approx(32 * min(each) / 2)
 
 
-def test_saved_by_layers_follows_the_policy():
-    expected = {"nothing": 2 * 4096, "offload": 2 * 4096}  # bytes of a token
-    expected |= {"attention": 2 * (4096 + 4096) + 4 * 32}
-    expected |= {"tail": 2 * (4096 + 4096 // 2) + 4 * 32 // 2}
-    expected |= {"products": 2 * (6 * 4096) + 4 * 32}
-    for remat, count in expected.items():
-        config = config_7b(remat=remat, feed_forward_chunk_tokens=2048)
-        assert saved_bytes(config, partition()) == 32 * 16384 * count, remat
-    config = config_7b(remat="nothing", remat_budget_gib=3 * 16384 * 8320 / 2**30)
-    last = 3 * (expected["attention"] - expected["nothing"])
-    assert saved_bytes(config, partition()) == 16384 * (32 * 2 * 4096 + last)
-
-
 def program(*kernels: str) -> Program:
     """A program of these kernels, each run twice."""
     instructions = [
@@ -215,26 +168,6 @@ def test_estimate_adds_up_and_waits_for_what_is_exposed():
     assert (exposed.ring_waits, exposed.other_waits) == (1, 2)
 
 
-def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
-    config, kernels = config_7b(), ("forward", "forward", "backward")
-    found = Attention.of(config, partition(), V4, program(*kernels))
-    ring, speed = Ring.of(config, partition(), V4), Kernels.of(V4)
-    for direction, times in (("forward", 2), ("backward", 1)):  # remat runs it again
-        seconds = times * 32 * ring.times(speed, direction).kernels
-        assert found.kernels[direction] == pytest.approx(seconds)
-    assert found.by_name["k0"] == found.by_name["k1"] == found.kernels["forward"] / 4
-    assert found.by_name["k2"] == found.kernels["backward"] / 2
-    assert found.outlasting == 32 * ring.times(speed, "backward").outlasting
-    assert "forward 2 x for each backward" in found.assumption
-    assert Attention.of(config_7b(2**21), partition(), V4, program(*kernels)).outlasting
-    capped = config_7b(**{"model.attention_soft_cap": 50.0})
-    capped = Attention.of(capped, partition(), V4, program(*kernels))
-    assert capped.assumption == f"{found.assumption}; soft caps take no time"
-    # XLA's own attention is among the instructions, and counts there.
-    alone = Attention.of(config, partition(), V4, program())
-    assert (alone.kernels, alone.outlasting, alone.by_name) == ({}, 0, {})
-
-
 def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it():
     gathers = [
         Collective(name, "all-gather", 90e9, 4, 2, share, name != "alone")
@@ -249,15 +182,6 @@ def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it(
     assert found["all-gather"].exposed_bytes == pytest.approx(2 * 90e9 * (1 + 0.75))
     assert found["all-gather"].synchronous_bytes == 2 * 90e9
     assert found[TRANSFER].exposed_bytes == 0  # what outlasts its kernel counts there
-
-
-def test_a_transfer_is_exposed_by_the_kernels_of_its_step_that_it_misses():
-    late = Collective("late", TRANSFER, 45e9, 4, 3, 0.25, True)
-    (found,) = kinds([late], {"late": 0.1}, V4)
-    assert (found.exposed_bytes, found.synchronous_bytes) == (0.75 * 3 * 45e9, 0)
-    with mock.patch.object(Program, "collectives", lambda program: [late]):
-        moved = transfers(program("forward"))
-    assert (moved.hidden, moved.exposed, moved.exposed_share) == (0, 3, 0.75)
 
 
 @pytest.mark.thorough
@@ -294,19 +218,6 @@ def test_suggestions_go_the_ways_that_the_pods_links_have():
     assert ring.routes["3 cycles"] == ring.attention + ring.ring_waits
     assert ring.routes["3 cycles"] < ring.routes["one way"]
     assert ring.route == "3 cycles: hides from 2.9 Ki"
-
-
-@pytest.mark.thorough
-def test_a_route_that_would_be_faster_is_told():
-    """One head, of a device: slots are cut in two, and short kernels are slower."""
-    pod = aot_pod("v5p:4x4x4")
-    config = config_7b(2**15, remat="attention", **{"model.num_kv_heads": 8})
-    found = suggestions(config, pod.devices, pod.chip)
-    mesh = {"data": 1, "fsdp": 1, "ring": 8, "tensor": 8}
-    ring = next(one for one in found if one.mesh == mesh)
-    told = re.fullmatch(r"both ways: .*; one way would take (\d+)%", ring.route)
-    spent = ring.attention + ring.ring_waits
-    assert told and int(told[1]) == round(100 * ring.routes["one way"] / spent) < 100
 
 
 @pytest.mark.thorough

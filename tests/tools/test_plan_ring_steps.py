@@ -110,25 +110,6 @@ def test_diagonal_tiles_have_one_key_more_in_each_row(
     assert count > 0 or documents or layout != Striped()
 
 
-def test_rows_after_the_end_repeat_the_last_one():
-    blocks = Blocks(1, 1024, 1024, 256, 256)
-    bounds = Sequence(Striped(), 1, 2500).bounds(0, 0, blocks.piece)
-    found = work("forward", bounds, blocks, 2500)
-    assert (found.programs, found.full_tiles, found.partial_tiles) == (3, 3, 3)
-    assert sum(found.granules) == 3 * 4
-
-
-def test_documents_repeat_until_the_row_is_full():
-    starts, ends = document_spans((3, 2), np.arange(12), 12)
-    assert starts.tolist() == [0, 0, 0, 3, 3, 5, 5, 5, 8, 8, 10, 10]
-    assert ends.tolist() == [3, 3, 3, 5, 5, 8, 8, 8, 10, 10, 12, 12]
-    whole = document_spans((), np.arange(3), 4)
-    assert [bound.tolist() for bound in whole] == [[0, 0, 0], [4, 4, 4]]
-    assert visible_pairs((3, 2), 12) == 2 * (6 + 3) + 3
-    assert visible_pairs((3, 2), 14) == 2 * (6 + 3) + 6 + 1
-    assert visible_pairs((), 12) == visible_pairs((100,), 12) == 78
-
-
 def test_a_window_takes_pairs_away_and_a_prefix_brings_some():
     token = np.arange(14)
     spans = document_spans((3, 7), token, 14)
@@ -137,18 +118,3 @@ def test_a_window_takes_pairs_away_and_a_prefix_brings_some():
             start, end = mask.bounds(token, *spans)
             assert visible_pairs((3, 7), 14, mask) == (end - start).sum()
     assert visible_pairs((), 12, DocumentMask(window=12)) == visible_pairs((), 12)
-
-
-@pytest.mark.parametrize(
-    ("layout", "live"),
-    [(Contiguous(), [0, 1]), (Zigzag(), [0, 1, 15]), (Striped(), range(16))],
-    ids=str,
-)
-def test_windows_see_keys_in_few_ring_steps_of_layouts_that_keep_neighbours(
-    layout, live
-):
-    sequence = Sequence(layout, 16, 2048, mask=DocumentMask(window=512))
-    weights, pairs = zip(*sequence.areas, strict=True)
-    assert weights == pytest.approx([1 / 16] * 16)
-    assert np.flatnonzero(pairs).tolist() == [*live]
-    assert sequence.area < Sequence(layout, 16, 2048).area / 2

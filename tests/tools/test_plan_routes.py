@@ -11,7 +11,6 @@ import pytest
 
 from data.document_mask import DocumentMask
 from kernels import layouts, ring_steps
-from kernels.device import kernel_cores
 from kernels.masks import Visible
 from kernels.ring_device import Ring as DeviceRing
 from kernels.schedule import Route, Walk, default_walks
@@ -233,39 +232,6 @@ def test_links_carry_half_a_shard_both_ways_and_two_thirds_where_turns_are_unlik
     assert fullest(default_walks(2), 2, 8, "forward") == 1
 
 
-def ring_of(walks, kv_heads=8, length=2048, turns=2, size=64, cores=1):
-    sent = 2 * length * kv_heads * 128 * 2
-    sequence = Sequence(layouts.Striped(), size, length)
-    shape = 1, 32, kv_heads, 128, "bfloat16"
-    return Ring(sequence, *shape, sent, 2 * sent, Route(walks, cores=cores), turns)
-
-
-def test_both_ways_hide_between_tpus_and_gain_nothing_over_a_switch():
-    around = default_walks(64)
-    one, both = (ring_of(walks, 32) for walks in (around[:1], around))
-    for chip, share in (V5P, 0.5), (H200, 1.0):
-        kernels = Kernels.of(chip)
-        times = [ring.times(kernels, "forward") for ring in (one, both)]
-        assert times[1].transfers == pytest.approx(share * times[0].transfers)
-        assert (times[1].outlasting < times[0].outlasting) == (share < 1)
-    assert (one.describe(), both.describe()) == ("one way", "both ways")
-    assert ring_of(default_walks(2), size=2).describe() == "one way"
-
-
-def test_pieces_of_one_head_would_leave_a_core_of_two_idle_backward():
-    kernels, six = Kernels.of(V5P), cycles(64, (1, 3, 5))
-    assert ring_of(six).describe() == "2 cycles"  # four ways, for eight heads
-    rings = [ring_of(default_walks(64)), *(ring_of(six, cores=n) for n in (2, 1))]
-    both, pairs, lone = (ring.times(kernels, "backward").kernels for ring in rings)
-    assert pairs == pytest.approx(both)
-    assert lone == pytest.approx(2 * both, rel=0.1)
-    assert [kernel_cores(chip.device_kinds[0]) for chip in (V5P, V6E, H200)] == [
-        2,
-        1,
-        1,
-    ]
-
-
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
     window = DocumentMask(window=1024)
     route = route_of(layouts.Zigzag(), 64, 16384, window, default_walks(64))
@@ -287,12 +253,6 @@ ROWS = [
     for line in MESHES.text.splitlines()
     if line.startswith(("| v", "| H")) and " / " in line
 ]
-
-
-def test_the_table_of_thresholds_is_there():
-    names = ["v4", "v5e", "v5p", "v6e", "H200"]
-    assert [row[0] for row in ROWS] == names
-    assert {len(row) for row in ROWS} == {1 + len(ROUTES)}
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ import pytest
 from tools.lib.planning.estimate import Estimate
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.plan import Kind, Plan, Transfers
-from tools.lib.planning.text import RING_NAME, bar, compare, describe, seconds, size
+from tools.lib.planning.text import RING_NAME, compare, describe
 from training.hlo import TRANSFER
 from training.metrics import StepWork
 
@@ -47,53 +47,6 @@ def cells(plan: Plan) -> list[list[str]]:
 def row(plan: Plan, name: str) -> list[str]:
     (found,) = (line for line in cells(plan) if line[0] == name)
     return found[1:]
-
-
-def test_columns_of_what_is_sent_say_what_they_hold():
-    head = ["times", "bytes each", "bytes in all", "time", "exposed", "waited", "why"]
-    assert row(PLAN, "sent by a device in a step") == head
-    # At 100 GB/s one way, as a ring goes, and 200 GB/s both ways.
-    every = ["523,520", "40.00 MiB", "19.97 TiB", "219.6 s", "none", "all hidden"]
-    assert row(PLAN, "collective-permute (ring)") == every
-    *every, why = row(PLAN, "all-reduce")
-    assert every == ["644", "127.20 MiB", "80.00 GiB", "429 ms", "80.00 GiB", "429 ms"]
-    assert why == "not asynchronous: nothing runs beside it"
-    *every, why = row(PLAN, "all-gather")
-    assert every == ["192", "128.00 MiB", "24.00 GiB", "129 ms", "16.00 GiB", "85.9 ms"]
-    assert why == "4.00 GiB not asynchronous, the rest outlasts what runs beside it"
-    assert not any("0 B" in cell for line in cells(PLAN) for cell in line)
-
-
-def test_hidden_transfers_that_devices_wait_for_are_explained():
-    text = " ".join(" ".join(line) for line in cells(PLAN))
-    assert "hidden: a kernel or a product runs between start and end" in text
-    assert "of the ring's all kernels of a step" in text
-    assert "what outlasts its kernel is waited for" in text
-
-
-def test_parts_of_the_step_are_listed_with_their_shares():
-    for name, shown in (
-        ("A attention kernels", "4,958.2 s   90.1%"),
-        ("P matrix products", "18.7 s    0.3%"),
-        ("R matrix products, recomputed", "6.3 s     0.1%"),
-        ("E element-wise work and copies", "500.0 s    9.1%"),
-        ("w waits: the ring's transfers", "21.2 s    0.4%"),
-        ("c waits: other collectives", "519 ms    0.0%"),
-        ("step (all of these)", "5,505.0 s"),
-        ("MFU at most", "35.5%"),
-    ):
-        assert row(PLAN, name) == re.split(r"\s{2,}", shown)
-    assert PLAN.estimate.exposed == pytest.approx(21.769)
-
-
-def test_a_bar_has_a_letter_for_each_equal_time_and_no_more_than_its_width():
-    thirds = Estimate(4.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.5, ())
-    assert bar(thirds) == "A" * 24 + "P" * 24 + "R" * 24
-    assert bar(thirds, longest=24.0) == "A" * 12 + "P" * 12 + "R" * 12
-    assert len(bar(PLAN.estimate)) == 72 and "E" * 6 in bar(PLAN.estimate)
-    # Parts too short for a letter do not make the bar longer or shorter.
-    crumbs = Estimate(1.0, *5 * [1e-4], 0.5, ())
-    assert len(bar(crumbs)) == 72
 
 
 def test_two_plans_stand_side_by_side_with_their_differences():
@@ -164,24 +117,6 @@ def test_what_is_exposed_says_why(kind, kernels, why):
     assert row(plan, name)[-1] == why
 
 
-def test_no_transfers_and_loops_that_were_counted_once_are_told():
-    plan = dataclasses.replace(PLAN, collectives=())
-    assert ["sent by a device in a step: nothing"] in cells(plan)
-    plan = dataclasses.replace(PLAN, unknown_loops=3)
-    assert ["3 loops of unknown length counted once"] in cells(plan)
-
-
-def test_a_plan_begins_with_its_devices_mesh_and_step():
-    first, step, execution, compiled, *_ = describe(PLAN)
-    mesh = "data 1 x fsdp 1 x ring 512 x tensor 1"
-    assert first == f"512 x TPU v3 (v3:16x16): {mesh}"
-    assert step.startswith(
-        "step: 1 x 8,388,608 tokens, remat nothing, attention pallas_tpu, "
-    )
-    assert execution == PLAN.execution and compiled.startswith("compiled in 52 s")
-    assert "time of a step: at least, estimated and not measured" in describe(PLAN)
-
-
 def test_memory_adds_up_and_tells_too_little_spare():
     for name, shown in (
         ("parameters", "1.00 GiB"),
@@ -197,10 +132,3 @@ def test_memory_adds_up_and_tells_too_little_spare():
     plan = dataclasses.replace(PLAN, memory=memory)
     assert row(plan, "spare") == ["3.1%, below 5%"]
     assert row(plan, "memory of the host, for each device") == ["1.00 GiB"]
-
-
-def test_times_and_sizes_have_units_that_suit_them():
-    shown = [seconds(count) for count in (0, 1.95e-5, 2.52e-4, 0.0252, 2.52, 4958.23)]
-    assert shown == ["0 s", "19.5 us", "252 us", "25.2 ms", "2.52 s", "4,958.2 s"]
-    shown = [size(count) for count in (512, 1536, 2**20, -(2**31), 3 * 2**40)]
-    assert shown == ["512 B", "1.50 KiB", "1.00 MiB", "-2.00 GiB", "3.00 TiB"]

@@ -29,22 +29,11 @@ def tell(times: int, *, is_terminal: bool) -> Stream:
     return stream
 
 
-def test_files_get_whole_lines():
-    for line in tell(3, is_terminal=False):
-        assert re.fullmatch(r"compiling a step: \d+ s so far\n", line)
-
-
 def test_a_terminal_has_one_line_that_is_gone_at_the_end():
     *lines, last = tell(3, is_terminal=True)
     for line in lines:
         assert re.fullmatch(r"\r\x1b\[Kcompiling a step: \d+ s so far", line)
     assert last == "\r\x1b[K"
-
-
-def test_a_line_never_wraps(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "12")
-    first, *_ = tell(1, is_terminal=True)
-    assert first == "\r\x1b[Kcompiling a"
 
 
 def test_an_error_ends_it():

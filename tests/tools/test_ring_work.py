@@ -9,10 +9,7 @@ from kernels.block_sizes import BlockSizes
 from kernels.cases import LAYOUTS, MASKS
 from kernels.masks import Visible, in_interval
 from tools.lib.benchmarks.work import (
-    balanced_tiles,
-    critical_path,
     tiles_per_step,
-    visible_pairs,
 )
 
 RING, LENGTH = 3, 96
@@ -50,21 +47,6 @@ def test_a_device_computes_the_tiles_with_any_visible_pair(layout_name, mask_nam
         assert (needed <= work).all() and (work <= needed + query_tiles).all()
 
 
-@pytest.mark.parametrize("mask_name", MASKS)
-def test_no_critical_path_is_below_the_balanced_one(mask_name):
-    bounds = visible(mask_name)
-    pairs = seen_pairs(bounds).sum()
-    assert visible_pairs(bounds) == pairs
-    bound = balanced_tiles(RING, bounds, SIZES)
-    assert bound == pytest.approx(pairs / 8 / 5 / RING)
-    for chosen in LAYOUTS.values():
-        assert critical_path(tiles_per_step(chosen, RING, bounds, SIZES)) >= bound
-
-
-def test_critical_path_adds_up_the_slowest_device_of_each_hop():
-    assert critical_path(np.array([[3, 1], [2, 5]])) == 3 + 5
-
-
 def test_rows_of_the_batch_add_up():
     ids = np.array([[0] * 48 + [1] * 48, [0] * 96])
 
@@ -73,12 +55,6 @@ def test_rows_of_the_batch_add_up():
         return tiles_per_step(layout.Striped(), RING, bounds, SIZES)
 
     assert (count(ids) == count(ids[:1]) + count(ids[1:])).all()
-
-
-def test_blocks_are_no_larger_than_a_shard():
-    bounds = visible("causal")
-    large = tiles_per_step(layout.Contiguous(), RING, bounds, BlockSizes(512, 512))
-    assert large.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
 def test_length_that_does_not_divide_is_refused():

@@ -62,27 +62,6 @@ def test_a_product_in_a_loop_counts_its_trips_and_the_slice_that_it_reads():
     assert memory.recomputed == memory.elementwise == 0
 
 
-@pytest.mark.parametrize(("printed", "trips"), [('"n":"0"', 0), ('"n":"?"', 1)])
-def test_a_loop_can_have_no_trips_and_unknown_ones_count_once(printed, trips):
-    work = total(CALL.replace('"n":"5"', printed), LOOP)
-    assert work.products == pytest.approx(trips * SLICED / 1e3)
-
-
-def test_a_product_in_a_checkpoint_is_computed_again():
-    named = 'metadata={op_name="jit(f)/checkpoint/rematted_computation/dot_general"}'
-    again = total(CALL, LOOP.replace("NAMED", named))
-    assert (again.recomputed, again.products) == (total(CALL, LOOP).products, 0)
-
-
-def test_what_is_not_in_the_devices_memory_counts_nothing():
-    # In VMEM, and of what is in memory, its tiles of 8 x 128.
-    work = total("""
-        %x = f32[64,32]{1,0:T(8,128)S(1)} parameter(0)
-        %y = f32[60,32]{1,0:T(8,128)} parameter(1)
-        ROOT %sum = f32[64,32]{1,0:T(8,128)S(1)} add(%x, %y)""")
-    assert work == Work(elementwise=64 * 128 * 4 / 1e3, memory=64 * 128 * 4 / 1e3)
-
-
 def test_what_moves_nothing_is_free():
     assert (
         total("""
@@ -153,26 +132,6 @@ def test_an_asynchronous_slice_counts_itself(opcode, how):
     assert total(body, sliced).elementwise == pytest.approx(row)  # into VMEM
     body = body.replace("S(1)", "S(0)")
     assert total(body, sliced).elementwise == pytest.approx(2 * row)
-
-
-COPY = """%x = f32[1000]{0} parameter(0)
-    %w = bf16[40,50]{1,0:S(1)} parameter(1)
-    %start = (f32[1000]{0:S(1)}, f32[1000]{0}, u32[]{:S(2)}) copy-start(%x)
-    %product = bf16[40,40]{1,0:S(1)} dot(%w, %w), lhs_contracting_dims={1}, \
-rhs_contracting_dims={1}
-    ROOT %done = f32[1000]{0:S(1)} copy-done(%start)"""
-
-
-def test_an_asynchronous_copy_takes_the_time_that_products_leave_of_the_memory():
-    seconds = 2 * 40 * 40 * 50 / 1e6
-    copied = total(COPY)
-    assert copied.products == pytest.approx(seconds)
-    assert copied.elementwise == pytest.approx(4000 / 1e3 - seconds)  # 4000 bytes once
-    assert copied.memory == pytest.approx(4000 / 1e3)
-    slow = dataclasses.replace(CHIP, peak_flops=1e4)  # lasts longer than the copy
-    hidden = total(COPY, chip=slow)
-    assert hidden.elementwise == pytest.approx(0)
-    assert hidden.seconds == pytest.approx(100 * seconds)
 
 
 def product(left: str, right: str, result: str, how: str) -> float:
@@ -257,21 +216,3 @@ def test_kernels_and_collectives_are_timed_elsewhere_and_stand_beside_others():
     assert found.total.products == pytest.approx(seconds)
     assert found.total.elementwise == 0
     assert found.beside == {"done": pytest.approx(seconds + 3)}
-
-
-def test_a_collective_in_a_fusion_moves_what_it_moves_and_products_beside_it_count():
-    fused = """
-%both (x: bf16[40,50]) -> (bf16[40,40], bf16[160,50]) {
-  %x = bf16[40,50]{1,0} parameter(0)
-  %y = bf16[40,40]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
-  %all = bf16[160,50]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}
-  ROOT %out = (bf16[40,40]{1,0}, bf16[160,50]{1,0}) tuple(%y, %all)
-}
-"""
-    work = total(
-        """%x = bf16[40,50]{1,0} parameter(0)
-        ROOT %out = (bf16[40,40]{1,0}, bf16[160,50]{1,0}) fusion(%x), kind=kOutput, \
-calls=%both""",
-        fused,
-    )
-    assert work == Work(products=pytest.approx(2 * 40 * 40 * 50 / 1e6))

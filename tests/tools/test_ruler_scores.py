@@ -3,7 +3,6 @@
 import pytest
 
 from tools.lib.ruler.scores import (
-    THRESHOLD,
     cleaned,
     effective_length,
     match_all,
@@ -33,12 +32,6 @@ def test_answers_count_as_published(text, answers, every, some):
     assert score(match_part, [text], [answers]) == some
 
 
-def test_a_score_is_the_mean_of_its_samples():
-    texts, answers = ["a b", "a", ""], [["a", "b"], ["a", "b"], ["a"]]
-    assert score(match_all, texts, answers) == 50.0
-    assert score(match_part, texts, answers) == 66.67
-
-
 def test_control_characters_are_lines():
     assert cleaned(" \x01a\x7fb\x1f\u00a0 ") == "a\x7fb"
 
@@ -58,8 +51,3 @@ def test_averages_and_effective_length_are_those_of_the_published_table(model):
     assert round(weighted(by_length, towards_long=True), 1) == to_long
     assert round(weighted(by_length, towards_long=False), 1) == to_short
     assert effective_length(by_length) == effective
-
-
-def test_the_threshold_itself_is_not_effective():
-    assert effective_length({4: THRESHOLD}) is None
-    assert effective_length({4: THRESHOLD + 0.1, 8: 1.0}) == 4

@@ -7,12 +7,8 @@ from tests.tools.test_tpu_schedule import make_measurement, make_tile
 from tools import tune_block_sizes
 from tools.tpu_schedule import measure
 from tools.tune_block_sizes import (
-    CAPPED_TABLES,
-    GRIDS,
-    TABLES,
     Candidate,
     Outcome,
-    list_candidates,
     rank,
 )
 
@@ -36,31 +32,6 @@ def test_blocks_asked_for_are_those_that_are_compiled():
     assert row["bundles"] == pytest.approx(6032, rel=0.02)
     assert row["mxu_bound"] == pytest.approx(3384, rel=0.02)
     assert row["vmem_bytes"] < 2**21
-
-
-def test_candidates_are_the_table_and_every_combination_that_fits():
-    grid = {"rows": (512, 1024), "columns": (256, 512), "block_k": (256, 1024)}
-    found = list_candidates("v5e", {"v5e": BLOCKS}, grid)
-    assert [(c.blocks.rows, c.blocks.columns, c.blocks.block_k) for c in found] == [
-        *((512, 256, 1024), (512, 256, 256), (512, 512, 1024)),
-        *((1024, 256, 256), (1024, 256, 1024), (1024, 512, 1024)),
-    ]
-    assert [c.is_in_table for c in found] == [True] + [False] * 5
-    assert {c.blocks.ahead for c in found} == {1}
-
-
-def test_backward_candidates_differ_in_nothing_that_the_kernel_ignores():
-    found = list_candidates("v5e", {"v5e": BLOCKS}, GRIDS["backward"])
-    assert sorted(c.blocks.rows for c in found) == [128, 256, 512, 1024]
-    assert len({dataclasses.replace(c.blocks, rows=256) for c in found}) == 1
-
-
-def test_default_grids_hold_the_tables():
-    for direction, grid in GRIDS.items():
-        for tables in TABLES, CAPPED_TABLES:
-            for blocks in tables[direction].values():
-                for name, numbers in grid.items():
-                    assert getattr(blocks, name) in numbers, f"{direction}, {name}"
 
 
 def test_ranking_is_by_chip_bundles_and_what_the_table_has():
@@ -98,12 +69,3 @@ def test_program_shows_the_best_and_writes_every_row_that_compiles(
     shown = capsys.readouterr().out
     assert "v4: VMEM" in shown and "v5e: VMEM" in shown
     assert f"v5e: {BLOCKS}\nv4: {dataclasses.replace(BLOCKS, rows=256)}\n" in shown
-
-
-def test_chip_without_any_result_is_a_failure(monkeypatch, capsys):
-    def refuse(tile, blocks):
-        raise ValueError("VMEM")
-
-    monkeypatch.setattr(tune_block_sizes, "measure", refuse)
-    assert tune_block_sizes.main(["--direction", "backward", "--chips", "v4"]) == 1
-    assert "v4: no result" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """From blocks to global arrays, on meshes that cut and that repeat them."""
 
-from collections import Counter, UserDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -86,35 +85,3 @@ def test_a_missing_block_is_an_error_and_no_array_of_something_else():
     blocks.popitem()
     with pytest.raises(KeyError, match="Block"):
         place(blocks, sharding, SHAPE)
-
-
-def test_every_block_is_used_and_no_other():
-    class Counted(UserDict):
-        asked = Counter()
-
-        def __getitem__(self, block):
-            self.asked[block] += 1
-            return super().__getitem__(block)
-
-    sharding, batch = sharding_of("data 2 x fsdp 2 x ring 2"), global_batch()
-    blocks = Counted(cut(batch, sharding))
-    place(blocks, sharding, SHAPE)
-    assert set(blocks.asked) == set(blocks.data)
-    # The first of them also says what a batch is made of.
-    fields = len(Batch._fields)
-    assert sorted(blocks.asked.values()) == [fields] * 7 + [fields + 1]
-
-
-def test_axes_after_rows_and_columns_are_whole_on_every_device():
-    class Steps(NamedTuple):
-        numbers: np.ndarray
-        vectors: np.ndarray
-
-    sharding = sharding_of("fsdp 2 x ring 2 x tensor 2")
-    numbers = np.arange(SHAPE[0] * SHAPE[1], dtype=np.float32).reshape(SHAPE)
-    whole = Steps(numbers, numbers[..., None] + np.arange(3, dtype=np.float32))
-    placed = place(cut(whole, sharding), sharding, SHAPE)
-    assert isinstance(placed, Steps) and placed.vectors.shape == (*SHAPE, 3)
-    assert {s.data.shape for s in placed.vectors.addressable_shards} == {(2, 12, 3)}
-    for got, want in zip(placed, whole, strict=True):
-        np.testing.assert_array_equal(got, want)

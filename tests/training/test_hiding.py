@@ -93,22 +93,3 @@ def test_a_transfer_is_hidden_by_the_kernels_of_its_step(order, expected):
 )
 def test_the_last_step_of_a_ring_is_none_of_the_next(order):
     assert set(shares(order)) == {1}
-
-
-def test_late_starts_of_a_second_ring_are_seen():
-    order = "FssssFdddd" * 2 + "FF"
-    assert shares(f"{order}|{order}") == [1 / 2] * 16
-
-
-@pytest.mark.parametrize(
-    "order, expected",
-    [
-        ("SssFddssFddF|DssFddssFddF", [1] * 9),
-        ("SssFddssFddFD" * 2, [1] * 10),
-        ("ssFddSssFddD", [1] * 5),  # during one step
-        ("ssFFddFSFDssFFdd", [1, 1, 1 / 2, 1, 1]),
-        ("SLD" * 3, [1] * 3),
-    ],
-)
-def test_a_transfer_of_an_outer_ring_is_hidden_by_a_step_of_an_inner(order, expected):
-    assert shares(order) == expected

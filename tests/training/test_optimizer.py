@@ -86,18 +86,6 @@ def test_decayed_are_the_matrices_of_a_model_with_every_part():
     assert {"sinks", "scale", "query_bias", "output_bias", "head", "gate"} <= found
 
 
-def test_decay_alone_moves_matrices_by_rate_times_decay():
-    settings = dataclasses.replace(SETTINGS, warmup_steps=0, weight_decay=0.3)
-    params = make_params()
-    updates = one_update(settings, jax.tree.map(jnp.zeros_like, params), params)
-    np.testing.assert_allclose(
-        updates["embedding"], -1e-2 * 0.3 * params["embedding"], rtol=1e-6
-    )
-    np.testing.assert_array_equal(
-        updates["layers"]["attention_norm"]["scale"], np.zeros((3, 8))
-    )
-
-
 def test_updates_follow_adamw_written_out():
     settings = OptimizerSettings(1e-2, 1e-3, warmup_steps=2, total_steps=9)
     adam = {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3}

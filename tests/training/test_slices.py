@@ -4,7 +4,6 @@ import itertools
 import re
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 import pytest
 
@@ -85,12 +84,6 @@ def test_data_or_fsdp_go_through_the_network_where_a_ring_fits_in_a_slice(
             assert set(links([chip.coords for chip in ring])) == {1}
 
 
-def test_data_and_ring_share_out_four_slices(rng: np.random.Generator) -> None:
-    mesh = lay_out((2, 1, 32, 1), pod(rng, 4))
-    slices = [[chip.slice_index for chip in ring] for ring in rings(mesh)]
-    assert slices == [[0] * 16 + [1] * 16, [2] * 16 + [3] * 16]
-
-
 @pytest.mark.parametrize(
     ("shape", "num_slices", "across"),
     [
@@ -119,8 +112,3 @@ def test_slices_of_unlike_sizes_are_refused(rng: np.random.Generator) -> None:
     chips = [chip for chip in pod(rng, 2) if chip.id != 31]
     with pytest.raises(ValueError, match=re.escape("{0: 16, 1: 15}")):
         by_slice(chips)
-
-
-def test_devices_without_slices_are_laid_out_as_they_come() -> None:
-    mesh = make_mesh(MeshShape(fsdp=2, ring=4), jax.devices())
-    assert list(mesh.devices.flat) == jax.devices()

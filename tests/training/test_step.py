@@ -181,15 +181,6 @@ def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches, rng):
         assert_close(metrics["loss_parts"][part], loss, 1e-5)
 
 
-def test_initial_state_has_made_no_step(rng):
-    params = make_params(rng)
-    state = initial_state(params, AtOnce(optax.adam(RATE)))
-    assert isinstance(state, TrainState)
-    assert (int(state.step), state.step.dtype) == (0, jnp.int32)
-    assert state.params is params
-    assert not np.any(state.optimizer_state[0].mu["table"])
-
-
 def test_evaluation_sums_losses_and_weights_without_an_update(rng):
     params, batch = make_params(rng), make_batch(rng)
     loss, weight = jax.jit(make_evaluate_step(loss_sum))(params, batch)

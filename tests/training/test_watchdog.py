@@ -36,6 +36,8 @@ def test_what_no_timer_takes_is_for_ever(seconds: float) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.quick
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("first", "usual", "steps"), [(0.3, 0, 0), (50, 0.3, 3)], ids=["first", "later"]
 )
@@ -49,6 +51,8 @@ def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(
     assert "in step_that_hangs" in errors
 
 
+@pytest.mark.quick
+@pytest.mark.quick
 @pytest.mark.quick
 def test_a_process_that_was_suspended_goes_on() -> None:
     """For longer than its limit, which it still keeps afterwards."""
@@ -92,8 +96,3 @@ def test_a_slow_run_is_given_ten_times_its_longest_step() -> None:
     assert watchdog.waits[-1] == 500
     # The time of the pause is no step's.
     assert watchdog.after(300) == 70
-
-
-def test_no_limit_waits_for_ever() -> None:
-    watchdog = Armed(0.0, 0.0)
-    assert [watchdog.after(9) for _ in range(3)] == [0, 0, 0]

@@ -56,12 +56,6 @@ def test_parameters_come_back_bit_for_bit_on_any_mesh(workdir, devices):
     assert content(workdir) == before
 
 
-def test_a_part_of_the_parameters_can_be_read_alone(workdir):
-    abstract = on_mesh({"layers": parameters()["layers"]})
-    restored = SavedParameters(workdir).restore(abstract)
-    assert_equal_bits(restored, {"layers": parameters()["layers"]})
-
-
 def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_path):
     directory = tmp_path / "checkpoints"
     with Checkpoints(directory, keep=2, fingerprint=FINGERPRINT) as checkpoints:
