@@ -70,7 +70,7 @@ def unpadded(corpus: Path, tokens: int, rows: str, mask: str) -> tuple:
     return first_step(corpus, 1, "blockwise", **fields)
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("attention", "ring", "tokens", "slots", "more"), CASES)
 def test_a_padded_row_has_the_loss_gradients_and_work_of_one_device(
     corpus, attention, ring, tokens, slots, more

@@ -245,7 +245,7 @@ def test_a_gathered_sequence_is_found(systems):
     assert whole_sequences(collectives(compiled)) == [("all-gather", "s32", (2, 80))]
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RING_SYSTEMS)
 def test_no_collective_of_a_ring_holds_a_whole_sequence(systems, name):
     found = collectives(systems(name).compiled)

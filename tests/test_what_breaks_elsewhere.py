@@ -136,6 +136,7 @@ def assert_written_out(model: RingModel, rows: HardRows, *given: Any) -> None:
     np.testing.assert_allclose(found, truth(model, rows), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough(quick=2)
 @every_ring
 def test_the_loss_of_every_token_is_that_written_out(ring, attention, rows):
     """Windows, sinks, targets, and rotations by document; finite in all padding."""
@@ -153,6 +154,7 @@ def alone(batch: Batch, row: int, start: int, end: int) -> list[np.ndarray]:
     return list(found)
 
 
+@pytest.mark.thorough(quick=2)
 @every_ring
 def test_packed_documents_have_the_losses_of_each_alone(ring, attention, rows):
     model = model_on(ring, attention)
@@ -228,6 +230,7 @@ def faulty(model: RingModel, rows: HardRows, fault: Callable) -> Batch:
     return Batch(*(layouts.permute(x, model.layout, model.ring) for x in batch))
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("fault", MASK_FAULTS, ids=name_of)
 def test_a_fault_of_a_mask_moves_other_tokens(fault, rows):
     model = model_on(2, "zigzag")
@@ -333,6 +336,7 @@ def test_gradients_are_the_slopes_of_the_loss(
     assert_slopes(run_on(shape, attention, microbatches), rows, rng)
 
 
+@pytest.mark.thorough
 @every_mesh
 def test_the_gradient_of_a_loss_reaches_exactly_what_it_sees(
     shape, attention, microbatches, rows
@@ -349,6 +353,7 @@ def test_the_gradient_of_a_loss_reaches_exactly_what_it_sees(
         np.testing.assert_array_equal(found, [row[token] for row in wanted])
 
 
+@pytest.mark.thorough
 @every_mesh
 def test_nothing_of_a_step_is_left_in_the_next(shape, attention, microbatches, rows):
     """Other tokens, targets and parameters between two steps that are the same."""

@@ -64,6 +64,7 @@ def test_a_run_goes_on_after_a_save_on_a_full_disk(
         checkpoints(directory, told, keep=1).close()
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_second_failed_save_ends_the_run(
     directory: Path, told: Told, moment: str
@@ -77,6 +78,7 @@ def test_a_second_failed_save_ends_the_run(
     assert before.items() <= content(directory).items() and len(told) == 1
 
 
+@pytest.mark.thorough
 def test_a_last_save_that_fails_is_an_error(directory: Path, told: Told) -> None:
     said = "step 40 was NOT saved .*No space left"
     with full_disk(), pytest.raises(OSError, match=said):

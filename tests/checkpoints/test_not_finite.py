@@ -68,6 +68,7 @@ def test_a_stored_step_that_is_not_finite_is_set_aside(
     assert "step 40 is damaged" in line and "params.matrix holds 1 nan" in line
 
 
+@pytest.mark.thorough
 def test_where_nothing_rotates_older_steps_stay_until_it_does(
     directory: Path, told: Told
 ) -> None:
@@ -79,6 +80,7 @@ def test_where_nothing_rotates_older_steps_stay_until_it_does(
     assert {path.name for path in directory.iterdir()} == {"40", "50"}
 
 
+@pytest.mark.thorough
 def test_steps_that_are_not_trusted_move_once_and_if_there_is_an_older_one(
     directory: Path, told: Told
 ) -> None:

@@ -101,6 +101,7 @@ def test_what_could_not_be_read_is_tried_again_and_stays(
     assert content(directory) == before and not told
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOENT])
 def test_a_list_that_could_not_be_read_is_read_again(
     directory: Path, told: Told, monkeypatch: pytest.MonkeyPatch, code: int

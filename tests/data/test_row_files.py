@@ -92,6 +92,7 @@ def random_texts(count):
     return [{"text": rng.bytes(1000).hex()} for _ in range(count)]
 
 
+@pytest.mark.thorough(quick=4)
 @pytest.mark.parametrize("name", tables.FORMATS)
 def test_memory_does_not_grow_with_the_file(tmp_path, name):
     peaks = []

@@ -126,6 +126,7 @@ def test_members_that_hold_nothing_change_nothing(rng):
     np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
 
 
+@pytest.mark.thorough(quick=3)
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize("live", [0, 1, 3, 4, 5, 11, 12])
 def test_slots_behind_the_live_ones_are_not_read(ring, live, rng, monkeypatch):

@@ -168,6 +168,7 @@ def test_ring_longer_than_it_is_unrolled_matches_one_device(rng):
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "keep_tail", [pytest.param(False, marks=pytest.mark.slow), True]
 )
@@ -219,6 +220,7 @@ def test_heads_are_padded_where_they_travel_between_tpus(
     assert read.shape == (1, 8, 2, padded)
 
 
+@pytest.mark.thorough
 def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
     """Padded to whole lanes and heads first, where they are neither."""
     case = Case(2, "striped", "documents", 2, 93, 100, heads=2)
@@ -307,6 +309,7 @@ def test_a_window_sends_what_is_read_of_the_neighbours(layout_name, neighbours, 
         assert sent == ["1x4x31x16xbf16"] * 2 * neighbours
 
 
+@pytest.mark.thorough
 def test_bounds_are_cut_to_what_the_ring_is_told_to_send(rng):
     """Keys outside of `within` are not attended to, whatever the bounds show."""
     q, k, v = (jnp.float32(x) for x in rng.standard_normal((3, 1, 64, 2, 8)))

@@ -17,6 +17,7 @@ from kernels.ring_attention import make_ring_attention, ring_attention
 from tests.rings import ring_mesh
 
 
+@pytest.mark.thorough
 def test_axes_of_the_batch_are_those_that_the_ring_leaves():
     """And a name alone is one axis."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
@@ -81,6 +82,7 @@ def test_bounds_must_not_decrease_in_the_order_of_their_index():
         run(Visible(np.sort(visible.k_start), visible.k_end))
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_padding_on_a_ring_may_hold_anything(is_local):
     """With a length for each row; for local shards `fill_padding` marks it."""
@@ -269,6 +271,7 @@ def test_tails_are_kept_only_of_as_many_queries_as_keys():
         jax.eval_shape(lambda *x: attend(*x, masks.causal()), x, keys, keys)
 
 
+@pytest.mark.thorough
 def test_heads_that_a_mesh_axis_does_not_divide_need_not_be_sharded(rng):
     """Also where one axis of the mesh is explicit and one is not."""
     kinds = AxisType.Explicit, AxisType.Auto
@@ -285,6 +288,7 @@ def test_heads_that_a_mesh_axis_does_not_divide_need_not_be_sharded(rng):
     )
 
 
+@pytest.mark.thorough
 def test_bounds_beyond_the_keys_reach_all_of_them():
     """Up to the largest integer, on which nothing may be added."""
     attend = make_ring_attention(ring_mesh(2), layout=layout.Striped())

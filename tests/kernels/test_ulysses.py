@@ -219,6 +219,7 @@ def test_collectives_and_their_bytes_are_those_counted_by_hand(
     assert found == {"all_to_all": moved} | bounds | travels
 
 
+@pytest.mark.thorough
 def test_ulysses_over_part_of_a_mesh_matches_one_device(rng):
     """Heads over tensor and ulysses, and bounds of its own in every row."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("ring", "ulysses", "tensor"))

@@ -102,6 +102,7 @@ def test_logits_have_the_cross_entropy_of_their_targets(discrete):
 BINNED = ONE_TOKEN | {"agent__action_kind": "binned", "agent__action_bins": 5}
 
 
+@pytest.mark.thorough
 def test_binned_actions_have_the_cross_entropy_of_their_nearest_values(file):
     """Losses of each number of an action add up; beyond the ends are the ends."""
     run = one_device(**BINNED)
@@ -173,6 +174,7 @@ def test_a_change_shows_from_where_it_is_visible_on(batch, field, place):
     np.testing.assert_array_equal(after[0, :first], before[0, :first])
 
 
+@pytest.mark.thorough
 def test_a_chain_of_one_is_the_first_episode_of_a_longer_one(batch):
     """A Decision Transformer is the same model, read to the end of one episode."""
     short = {"agent__chain_length": 1, "data__context_tokens": 4 * EPISODE_STEPS}

@@ -149,6 +149,7 @@ def small_stack() -> Any:
     return nnx.split(stack)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["nothing", "products", "offload"])
 def test_layers_on_the_host_have_the_gradients_of_those_on_the_device(policy):
     """Which are on the host too, and no stack of either is on the device."""
@@ -179,6 +180,7 @@ def test_layers_on_the_host_have_the_gradients_of_those_on_the_device(policy):
     ]
 
 
+@pytest.mark.thorough
 def test_layers_in_several_loops_and_of_several_kinds_copy_no_parameters():
     """Of gradients each loop writes its own, which are joined where they are read.
 

@@ -259,6 +259,7 @@ def test_heads_in_parts_give_the_same_and_never_are_all_there(family, remat):
 
 
 # A chunk of 6 leaves a remainder.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "chunk", [6, pytest.param(1, marks=slow), pytest.param(1000, marks=slow)]
 )
@@ -268,6 +269,7 @@ def test_chunks_and_blocks_change_neither_loss_nor_gradients(chunk):
     assert_same(run.answer(), expected(), 1e-5)
 
 
+@pytest.mark.thorough
 def test_bfloat16_is_near_float32_and_leaves_gradients_in_float32():
     run = Run(MeshShape(), "striped", compute_dtype="bfloat16")
     loss, gradients = run.answer()

@@ -90,6 +90,7 @@ def assert_answers(got: Answer, want: Answer, tolerance: float) -> None:
     assert max(errors) < tolerance, errors
 
 
+@pytest.mark.thorough(quick=3)
 @each_mesh
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunks_give_the_loss_and_gradients_of_all_logits(mesh, chunk, rng):
@@ -130,6 +131,7 @@ def test_weights_that_are_all_zero_give_a_loss_and_gradients_of_zero(mesh, rng):
         np.testing.assert_array_equal(x, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunks", [1, 8, 64])
 def test_heads_gradient_in_bfloat16_is_as_exact_in_many_chunks_as_in_one(chunks, rng):
     """Its sum over the chunks is in float32: in bfloat16 it would lose the last ones.

@@ -71,6 +71,7 @@ def products(policy: str, **overrides) -> int:
     return len(re.findall(r"stablehlo\.dot_general", program))
 
 
+@pytest.mark.thorough
 def test_policies_recompute_the_products_that_they_do_not_keep():
     # With parameters: query, key, value, output, gate, up, down, and two of each in
     # the backward. Attention: 2, and 6 in its backward. Loss: logits, again, and 2.

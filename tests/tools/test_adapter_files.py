@@ -102,6 +102,7 @@ def test_what_has_no_adapter_is_exported_as_it_was_imported(runs, tmp_path):
             np.testing.assert_array_equal(found[tensor], imported[tensor], tensor)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("name", ["llama_scaled", "gemma3"])
 def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path, name):
     config, partition = run_of(runs, name)
@@ -127,6 +128,7 @@ def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path, name):
     assert bare["base_model_name_or_path"] is None
 
 
+@pytest.mark.thorough
 def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
     config, partition = run_of(runs, "llama_scaled")
     changed = shutil.copytree(

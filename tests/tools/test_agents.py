@@ -101,6 +101,7 @@ def test_cached_actions_are_those_of_the_teacher_forced_forward(agent, file):
     assert np.abs(want).max() > 0.3 and want.std() > 0.1
 
 
+@pytest.mark.thorough
 def test_an_agent_of_one_token_a_step_does_what_its_forward_says(one_token, file):
     steps = played(one_token, file).steps
     logits = whole_forward(of_step_before(steps), **ONE_TOKEN)

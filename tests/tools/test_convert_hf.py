@@ -270,6 +270,7 @@ def test_a_tied_head_is_none(workdirs, tmp_path, capsys):
     assert "lm_head.weight is missing, [40, 32] by config.json" in error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_of_gemma_3_with_images_the_text_is_read_and_the_rest_said(
     workdirs, tmp_path, capsys, prefix

@@ -25,6 +25,7 @@ def test_end_points_are_those_of_the_papers(name, worst, best):
     assert room.best_return(room.goals).mean() == pytest.approx(best, abs=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ROOMS)
 def test_the_best_and_chance_get_what_is_computed(name):
     room, rng = ROOMS[name], np.random.default_rng(1)

@@ -21,6 +21,7 @@ def returned(world, act, action_repeat=5):
     return float(done.reward.sum())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_controller_that_knows_its_world_swings_up(world):
     assert returned(world, controller(world, 5)) > 600

@@ -114,6 +114,7 @@ def files(directory: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
+@pytest.mark.thorough
 def test_console_answers_every_line_on_another_mesh_and_changes_no_file(
     corpus, workdir, expected, capsys, monkeypatch
 ):

@@ -82,6 +82,7 @@ YARN = {
 LINEAR = {"rope_scaling.rope_type": "linear", "rope_scaling.factor": 4.0}
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     ("tokens", "changes", "longest"),
     [

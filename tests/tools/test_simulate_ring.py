@@ -19,7 +19,7 @@ KEYS |= {"tiles_path", "speed_up", "limit", "limit_share"}
 PROBLEM = Problem("blockwise", 4, 16, 2, 1, 8, "float32", 4)
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 @pytest.mark.quick
 @pytest.mark.quick
 def test_every_layout_has_a_row_for_each_direction(rows_of):

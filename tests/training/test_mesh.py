@@ -193,6 +193,7 @@ def test_largest_has_no_gradient(cube, rng):
     np.testing.assert_allclose(got, np.broadcast_to(x.max(axis=1)[:, None], (4, 6)))
 
 
+@pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize(
     "sizes, embed",
     [({"fsdp": 2, "ring": 2, "tensor": 2}, embed) for embed in (8, 6, 5)]
