@@ -86,8 +86,6 @@ def test_a_padded_row_has_the_loss_gradients_and_work_of_one_device(
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_what_padding_costs_is_said_before_anything_is_compiled(corpus, tmp_path):
     said: list[str] = []
     error = AssertionError("compiled")
@@ -120,8 +118,6 @@ def test_steps_read_the_same_tokens_however_they_are_padded(corpus, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 def test_a_plan_counts_real_tokens_and_holds_padded_ones(corpus, tmp_path):
     fields = {"mesh__fsdp": 1, "mesh__ring": 4, "data__context_tokens": 2045}

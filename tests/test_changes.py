@@ -93,8 +93,6 @@ def test_what_a_run_may_change_is_told_in_a_line_each(corpus, tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_a_corpus_may_move_and_may_not_be_replaced(corpus, tmp_path):
     copy, workdir = shutil.copytree(corpus, tmp_path / "copy"), tmp_path / "run"
     save(copy, workdir)
@@ -112,8 +110,6 @@ def test_a_corpus_may_move_and_may_not_be_replaced(corpus, tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_steps_of_two_runs_are_refused(corpus, tmp_path):
     save(corpus, tmp_path, step=STEP, run="0badcafe")
     save(corpus, tmp_path, step=9, run="deadbeef")
@@ -125,8 +121,6 @@ def test_steps_of_two_runs_are_refused(corpus, tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_steps_of_older_programs_are_taken_and_it_is_said(corpus, tmp_path):
     save(corpus, tmp_path, run="")
     said, error = start(corpus, tmp_path, seed=1)
@@ -134,8 +128,6 @@ def test_steps_of_older_programs_are_taken_and_it_is_said(corpus, tmp_path):
     assert TAKEN in error
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 def test_a_field_that_is_none_may_not_change(corpus, tmp_path):
     config = small_config(corpus, tmp_path / "run", may_change=("sede",))

@@ -51,8 +51,6 @@ def test_compilers_of_chips_that_are_not_there_are_silent(name, tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_the_compiler_of_described_pods_is_silent():
     pods = "from training.pods import tpu_devices\n"
     pods += "assert len(tpu_devices('v4:2x2x2')) == 8"

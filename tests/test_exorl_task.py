@@ -76,8 +76,6 @@ def undisturbed(file: TrajectoryFile, tmp_path_factory: Any) -> tuple:
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_losses_fall_and_have_curves_by_rank_and_by_place(undisturbed):
     workdir, said, last = undisturbed
     tags = read_scalars(workdir / "tensorboard")
@@ -200,8 +198,6 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 @pytest.mark.parametrize(("field", "value", "match"), REFUSALS)
 def test_bad_configs_are_refused_before_anything_is_made(

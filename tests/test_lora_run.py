@@ -102,8 +102,6 @@ def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_a_broken_run_ends_as_if_it_had_not_been(undisturbed, new_run, monkeypatch):
     iterate = train.iterate
 
@@ -131,8 +129,6 @@ def test_a_killed_run_ends_as_if_it_had_not_been(undisturbed, new_run):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -149,8 +145,6 @@ def test_a_run_with_other_adapters_is_refused(undisturbed, changes, said):
     assert undisturbed.files() == before
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 def test_adapters_of_weights_that_have_changed_are_refused(
     undisturbed, weights, corpus, tmp_path
@@ -177,8 +171,6 @@ def restored(run: Run, **overrides: Any) -> Any:
     return restored_parameters(config, base.partition(config, jax.devices()))
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 def test_adapters_are_not_weights_to_start_from(undisturbed, new_run):
     with pytest.raises(ValueError, match="holds adapters, and no model: export it"):

@@ -172,8 +172,6 @@ def test_there_are_tiles_that_fit_for_all_groups_on_every_chip(version):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "version, dtype, heads, kv_heads, head_dim",
     [
@@ -206,7 +204,6 @@ def test_heads_that_are_not_stacked_see_the_keys_that_they_share(rng):
     assert_true(rng, backend, case, jnp.float32)
 
 
-@pytest.mark.quick
 @pytest.mark.quick
 def test_bounds_of_more_than_16_million_slots_are_exact():
     """Float32 has no odd numbers from there on."""

@@ -184,8 +184,6 @@ def test_copies_that_nobody_waits_for_are_reported(
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_keys_that_nobody_waits_for_are_reported(monkeypatch, capfd, rng):
     """Forward, where programs start the copies of the next ones."""
     monkeypatch.setattr(DoubleBuffer, "wait", buffers_without_waiting)

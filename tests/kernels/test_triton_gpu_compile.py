@@ -135,8 +135,6 @@ def schedule(program: str) -> str:
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_transfers_of_a_ring_hide_behind_its_kernels():
     mesh = Mesh(np.array(h200_devices(4)), ("ring",))
     program = compiled_gradients(mesh, triton_gpu, 1024).as_text()

@@ -35,8 +35,6 @@ from training.watchdog import HUNG
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "send", [send_sigterm, pytest.param(send_ctrl_c, marks=pytest.mark.slow)]
 )
@@ -210,8 +208,6 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(

@@ -84,8 +84,6 @@ def test_a_place_that_cannot_be_made_ends_the_run_before_anything_is_compiled(
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_two_runs_in_one_directory_are_refused(run: Small) -> None:
     with locked(str(run.workdir)):
         before = run.files()

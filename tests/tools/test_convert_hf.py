@@ -335,8 +335,6 @@ def test_flags_of_an_import_are_sizes_and_what_differs_from_the_base_config():
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path):
     source, workdir = hf_models.DIRECTORY / "llama", tmp_path / "workdir"
     command = "-m", "tools.convert_hf", "import", source, workdir

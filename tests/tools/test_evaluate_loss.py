@@ -77,8 +77,6 @@ MESHES = [
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.parametrize(("by", "tokens", "flags"), MESHES)
 def test_losses_of_all_parts_are_those_written_out(
     corpus, workdir, tmp_path, capsys, by, tokens, flags

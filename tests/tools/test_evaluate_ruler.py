@@ -72,8 +72,6 @@ def asked(prompts, monkeypatch) -> list[str]:
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_right_answers_score_100_in_the_table_and_in_the_rows(
     asked, prompts, workdir, tmp_path, capsys
 ):
@@ -102,8 +100,6 @@ def test_right_answers_score_100_in_the_table_and_in_the_rows(
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_an_evaluation_goes_on_where_it_was_killed(asked, workdir, tmp_path):
     folder = tmp_path / "ruler"
     assert evaluate(workdir, "--output", folder) == 0
@@ -117,8 +113,6 @@ def test_an_evaluation_goes_on_where_it_was_killed(asked, workdir, tmp_path):
     assert predictions(folder) == before
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 def test_predictions_of_something_else_are_left_alone(
     asked, prompts, workdir, tmp_path, capsys

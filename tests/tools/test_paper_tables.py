@@ -78,8 +78,6 @@ def test_rows_are_read_as_they_were_compiled(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
     folder = tmp_path / paper_tables.CONTEXTS
     folder.mkdir(parents=True)

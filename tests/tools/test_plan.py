@@ -152,7 +152,6 @@ def test_instructions_make_the_flops_of_the_sizes_and_those_of_rematerialisation
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 def test_plan_is_written_as_json(plan, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Plan, "of", classmethod(lambda cls, step: plan))
     output = tmp_path / "plan.json"

@@ -75,8 +75,6 @@ def test_mostly_markup_is_learned_where_that_is_asked_for(tmp_path, capsys):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_one_of_two_texts_is_held_out(tmp_path):
     fill(tmp_path, {"a.txt": "a", "b.txt": "b"})
     out = tmp_path / "out"
@@ -112,8 +110,6 @@ def test_many_bad_rows_are_named_in_part_and_counted(tmp_path, capsys):
     assert f"\nskipped: 30, field 'text' is NoneType, no text; first {said}:1\n" in out
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 def test_chats_have_the_template_that_is_named(tmp_path):
     source, out = tmp_path / "in.json", tmp_path / "out"

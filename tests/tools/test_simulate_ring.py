@@ -20,8 +20,6 @@ PROBLEM = Problem("blockwise", 4, 16, 2, 1, 8, "float32", 4)
 
 
 @pytest.mark.thorough
-@pytest.mark.quick
-@pytest.mark.quick
 def test_every_layout_has_a_row_for_each_direction(rows_of):
     found = rows_of(simulate_ring, *TINY.split())
     assert [(row["direction"], row["layout"]) for row in found] == [

@@ -280,8 +280,6 @@ def test_ctrl_c_ends_a_process_that_waits_for_the_others() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_processes_with_different_counts_all_end_with_a_line() -> None:
     with join((2, 0), (3, 1)) as two:
         results = two.finish(timeout=120)

@@ -290,8 +290,6 @@ LARGE = ("v4:2x2x2", 8), ("v5e:4x4", 16), ("v5p:4x4x4", 64)
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "topology, devices",
     [("v5e:2x4", 8), *(pytest.param(*one, marks=pytest.mark.slow) for one in LARGE)],

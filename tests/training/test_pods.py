@@ -84,8 +84,6 @@ def test_missing_compiler_is_named_with_its_requirements(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_function_is_compiled_for_all_devices_of_the_mesh():
     mesh = Mesh(np.array(tpu_devices("v5e")), ("ring",))
     rows = NamedSharding(mesh, PartitionSpec("ring"))

@@ -57,7 +57,5 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_ctrl_c_while_a_run_imports_shows_no_stack() -> None:
     assert run_program("-c", IMPORTS, timeout=60) == (-signal.SIGINT, "", "")

@@ -36,8 +36,6 @@ def test_what_no_timer_takes_is_for_ever(seconds: float) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("first", "usual", "steps"), [(0.3, 0, 0), (50, 0.3, 3)], ids=["first", "later"]
 )
@@ -51,8 +49,6 @@ def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(
     assert "in step_that_hangs" in errors
 
 
-@pytest.mark.quick
-@pytest.mark.quick
 @pytest.mark.quick
 def test_a_process_that_was_suspended_goes_on() -> None:
     """For longer than its limit, which it still keeps afterwards."""

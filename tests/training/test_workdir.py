@@ -28,8 +28,6 @@ with locked(sys.argv[1]):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
-@pytest.mark.quick
 def test_another_run_is_refused_by_name_until_the_kernel_frees_a_killed_ones_lock(
     tmp_path: Path,
 ) -> None:
