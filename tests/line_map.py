@@ -15,17 +15,8 @@ from typing import Any
 import pytest
 
 ROOT = f"{Path(__file__).resolve().parent.parent}/"
-FOLDERS = (
-    "kernels",
-    "models",
-    "data",
-    "training",
-    "tasks",
-    "configs",
-    "tools",
-    "train.py",
-)
-SOURCE = tuple(ROOT + folder for folder in FOLDERS)
+NAMES = "kernels models data training tasks configs tools train.py"
+SOURCE = tuple(ROOT + name for name in NAMES.split())
 TOOL = 4
 """Of `sys.monitoring`."""
 

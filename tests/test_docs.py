@@ -183,7 +183,9 @@ def installed(monkeypatch):
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=str)
 def test_python_blocks_run(page, installed):
     for block in page.blocks("python"):
-        exec(block, {"__name__": "__main__"})
+        names = {"__name__": "__main__"}
+        exec(block, names)
+        assert len(names) > 2  # and the builtins
 
 
 def test_the_program_of_the_readme_gives_attention_of_documents(installed):

@@ -42,6 +42,7 @@ SHOWN = 25
 TOOL = 3
 """Of `sys.monitoring`, which coverage and profilers leave free."""
 
+BEGUN = pytest.StashKey[float]()
 _codes: dict[CodeType, str] = {}
 _started: set[str] = set()
 _seconds: Counter[str] = Counter()
@@ -49,10 +50,9 @@ _seconds: Counter[str] = Counter()
 
 def _watch() -> None:
     """Watches the functions of STARTS in the modules that are imported by now."""
-    monitoring = sys.monitoring
+    monitoring, start = sys.monitoring, sys.monitoring.events.PY_START
     if monitoring.get_tool(TOOL) is None:
         monitoring.use_tool_id(TOOL, "annulus")
-        start = monitoring.events.PY_START
         monitoring.register_callback(TOOL, start, _note)
     for what, functions in STARTS.items():
         for module, name in functions:
@@ -61,14 +61,15 @@ def _watch() -> None:
                 function: Any = functools.reduce(getattr, parts, sys.modules[module])
                 if function.__code__ not in _codes:
                     _codes[function.__code__] = what
-                    start = monitoring.events.PY_START
                     monitoring.set_local_events(TOOL, function.__code__, start)
 
 
 def _note(code: CodeType, _: int) -> None:
-    arguments = sys._getframe(1).f_locals.get("args")
-    if arguments is None or arguments[0] != "git":  # which takes milliseconds
-        _started.add(_codes[code])
+    what = _codes[code]
+    command = sys._getframe(1).f_locals.get("args") if what == "a process" else None
+    is_git = isinstance(command, list | tuple) and command[0] == "git"
+    if not is_git:  # which takes milliseconds
+        _started.add(what)
 
 
 def _cpu_seconds() -> float:
@@ -99,9 +100,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _started.clear()
     item.stash[BEGUN] = _cpu_seconds()
     return (yield)
-
-
-BEGUN = pytest.StashKey[float]()
 
 
 @pytest.hookimpl(wrapper=True)

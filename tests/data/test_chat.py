@@ -253,6 +253,13 @@ def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
 
 
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="context_tokens=1 must be at least 2"):
+        encoder(1)
+    with pytest.raises(ValueError, match="'drop' must be one of truncate, split"):
+        encoder(9, "drop")
+
+
 def test_a_template_that_drops_the_system_s_words_says_so(tmp_path):
     source = "{% for m in messages if m.role != 'system' %}{{ m.content }}"
     source += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"

@@ -217,6 +217,13 @@ def test_unknown_tasks_are_refused_before_files_are_read(tmp_path):
         pack(quadruped, "run", tmp_path, STORED)
 
 
+def test_meta_that_is_no_json_is_refused(tmp_path):
+    buffer = made_up_buffer(tmp_path / "data", "cartpole", [5])
+    (buffer.directory / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match=r"meta\.json is not JSON .*remove it"):
+        pack(buffer, "swingup", tmp_path / "cache", STORED)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -65,3 +65,8 @@ def test_direction_turns_the_acceleration_and_strength_multiplies_it():
 def test_physics_that_cannot_be_are_refused(described, match):
     with pytest.raises(ValueError, match=match):
         HiddenPhysics.of(described)
+
+
+def test_other_domains_have_no_hidden_physics():
+    with pytest.raises(ValueError, match="domain='walker' has no hidden .*cartpole"):
+        Environment("walker", "walk", HiddenPhysics())

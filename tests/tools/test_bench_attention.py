@@ -69,3 +69,12 @@ def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     (row,) = rows_of(bench_attention, *TINY, "--batch", "2", "--layouts", "striped")
     assert (row["length"], row["batch"], row["error_length"]) == (256, 2, 31)
     assert 0 < row["error_dk"] <= FLOAT32_TOLERANCE
+
+
+@pytest.mark.thorough
+def test_implementation_without_blocks_has_no_tiles(capsys, rows_of):
+    arguments = "--devices 1 --length 32 --repeats 1 --implementations reference"
+    arguments = f"{arguments} --layouts striped".split()
+    (row,) = rows_of(bench_attention, *arguments)
+    assert row["block_q"] is row["tiles_critical_path"] is row["bound_share"] is None
+    assert "as fast:" in capsys.readouterr().out

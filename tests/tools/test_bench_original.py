@@ -69,3 +69,12 @@ def test_layouts_and_the_original_have_a_row_each(mask, tmp_path, rows_of, capsy
     speed_up = 9.5 / rows[0]["seconds_median"]
     assert f"{speed_up:.2f} x as fast as the original's best" in table(rows)
     assert table(rows) in capsys.readouterr().out
+
+
+def test_an_original_that_fails_is_quoted_and_nothing_is_written(tmp_path, capsys):
+    arguments = stand_in(tmp_path, fault='sys.exit("no module of that name")')
+    output = tmp_path / "rows.json"
+    assert bench_original.main([*arguments, "--output", str(output)]) == 1
+    said = capsys.readouterr().err
+    assert said == "error: ringattention failed: no module of that name\n"
+    assert not output.exists()

@@ -1,17 +1,25 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tools.lib.benchmarks.rows import (
     Environment,
+    Sample,
     check_output,
+    make_row,
+    peak_share,
     read_rows,
     take_rounds,
     take_sample,
 )
 from tools.lib.figures import returns
 from tools.lib.papers import contexts as paper_contexts
+
+
+def environment(device_kind: str, device_count: int) -> Environment:
+    return Environment(None, False, "", "", device_kind, device_count, 1, 0.0)
 
 
 def test_environment_tells_commit_and_devices():
@@ -34,6 +42,20 @@ def test_runs_are_timed_in_rounds_and_the_first_does_not_count():
     assert "".join(calls) == "aabb" * 3 and "".join(waited) == "ab" * 3
     assert [len(mine) for mine in samples] == [2, 2]
     assert all(sample.wall > 0 for mine in samples for sample in mine)
+
+
+def test_share_of_the_peak_is_known_for_known_chips_in_bfloat16_only():
+    chips = environment("NVIDIA H100 80GB HBM3", 2)
+    assert peak_share(989e12, chips, jnp.bfloat16) == pytest.approx(0.5)
+    assert peak_share(1e12, environment("cpu", 8), jnp.bfloat16) is None
+    assert peak_share(1e12, chips, jnp.float32) is None
+
+
+def test_row_holds_the_fields_of_its_parts():
+    row = make_row(Sample(1.0, 2.0), {"length": 8})
+    assert row == {"wall": 1.0, "cpu": 2.0, "length": 8}
+    with pytest.raises(ValueError, match=r"two parts have \['cpu'\]"):
+        make_row(Sample(1.0, 2.0), {"cpu": 8})
 
 
 def test_rows_are_written_only_to_a_new_file(tmp_path):

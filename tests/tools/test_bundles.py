@@ -132,6 +132,17 @@ def test_parts_are_read_from_the_nesting_of_a_kernel():
     )
 
 
+def test_kernel_with_one_kind_of_tile_has_no_parts():
+    schedule = read(
+        ("LB", 1, "} /* Start region 1", 0),
+        ("LB", 2, "} /* Start region 2", 40),
+        ("", 2, branch(2), 0),
+        ("", 1, branch(1), 0),
+    )
+    with pytest.raises(ValueError, match="a branch for full"):
+        read_parts(schedule)
+
+
 def test_texts_that_do_not_fit_are_refused():
     bundles, used = make_texts(("", 0, "%1 = vadd", 0), ("", 0, "%2 = vadd", 0))
     for utilization, said in (

@@ -10,15 +10,18 @@ import pytest
 
 from data.corpus import prepare
 from data.tokenizer import ByteTokenizer, open_tokenizer
-from tasks import run_config, text
+from tasks import base, run_config, text
 from tasks.generation import restored_parameters
 from tests.data.test_tokenizer import make_hugging_face
 from tests.hard_rows import token_losses
 from tests.runs import small_config
 from tests.small_llama import partition_of
 from tests.tools.test_generate import save
+from tools import figures
 from tools.lib.evaluation.loss import main
+from training.feed import place
 from training.mesh import MeshShape
+from training.step import make_evaluate_step
 
 SIZES = {"simulated_devices": 0, "implementation": "reference"}
 
@@ -96,6 +99,26 @@ def test_losses_of_all_parts_are_those_written_out(
     assert f"step 7, on {corpus} (validation): {whole['rows']} of " in said
     assert f"{whole['tokens']:>12,}{whole['loss']:>9.4f}" in said.splitlines()[-1]
     assert ("padded to 80" in said) == (tokens == 77)
+
+
+@pytest.mark.thorough
+def test_the_loss_is_that_of_a_validation(corpus, workdir, tmp_path):
+    config = small_config(corpus, workdir, **SIZES)
+    partition = base.partition(config, jax.devices())
+    task = text.make(config, partition)
+    step = jax.jit(make_evaluate_step(task.held_out.loss_sum, task.held_out.count))
+    parameters, _ = restored_parameters(config, partition)
+    blocks = text.validation_batches(config, partition)
+    placed = [place(block, task.sharding, task.shape) for block in blocks]
+    sums = jax.device_get([step(parameters, batch) for batch in placed])
+    losses, weights = np.sum(sums, axis=0)
+    *_, whole = evaluate(workdir, tmp_path, "--batches", str(len(blocks)))
+    assert whole["tokens"] == weights.sum() > 500
+    assert whole["loss"] == pytest.approx(losses.sum() / weights.sum(), rel=1e-6)
+    assert figures.main(
+        ["losses", *2 * [str(tmp_path / "losses.json")]]
+        + ["--output", str(tmp_path / "two.png")]
+    ) == 0  # fmt: skip
 
 
 @pytest.fixture(scope="module")

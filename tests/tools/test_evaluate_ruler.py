@@ -214,3 +214,14 @@ def test_rows_that_are_not_prompts_are_named(row, tmp_path):
     path.write_text('{"input": "a", "outputs": ["b"]}\n' + row)
     with pytest.raises(ValueError, match=f"validation.jsonl:2 {ROWS[row]}"):
         list(read_prompts(path))
+
+
+def test_prompts_in_a_template_are_refused(workdir, tmp_path, capsys):
+    """Special tokens in a text are text: a chat's model would read other tokens."""
+    path = prompt_file(tmp_path, 1000, "niah_single_1")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"input": "<end>Where?<end>", "outputs": ["b"]}\n')
+    assert evaluate(workdir, "--output", tmp_path / "new", "--prompts", tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "has <end> in a prompt, where it would be text" in said
+    assert said.count("\n") == 1 and not (tmp_path / "new").exists()

@@ -108,6 +108,22 @@ def test_worlds_are_those_held_out_and_beside_their_references(directory, result
 
 
 @pytest.mark.thorough
+def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path, results):
+    """And in worlds that were trained on, where that is asked for."""
+    output = tmp_path / "some.json"
+    options = "--contexts", "empty", "--random", "1", "--trained"
+    assert main(flags(directory, *options, "--output", str(output))) == 0
+    found = json.loads(output.read_text())
+    assert list(found["contexts"]) == ["empty", "random_1"]
+    assert found["own_last_over"] == {}
+    returns = found["contexts"]["empty"]["returns"]
+    assert np.array(returns).shape == (ROWS, EPISODES)
+    assert found["trained_on"] and not results["trained_on"]
+    assert not set(found["worlds"]) & set(results["worlds"])
+    assert found["references"]["oracle"] != results["references"]["oracle"]
+
+
+@pytest.mark.thorough
 def test_a_window_is_written_and_lets_who_reads_positions_act_on(
     directory, tmp_path, capsys
 ):

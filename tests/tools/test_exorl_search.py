@@ -1,8 +1,9 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from tools.lib.exorl.search import search
+from tools.lib.exorl.search import search, stratify
 
 
 class Bowl:
@@ -32,3 +33,15 @@ def test_search_climbs_and_keeps_all_that_it_tried():
     assert first < -12 and last > -1
     distances = ((found.parameters - [1, -2, 3]) ** 2).sum(axis=1)
     np.testing.assert_allclose(found.returns, -distances)
+
+
+def test_returns_that_are_all_alike_lead_nowhere():
+    flat = SimpleNamespace(returns=lambda family, attempts, what: [0.0] * len(attempts))
+    found = search(flat, FAMILY, "task", 64, np.random.default_rng(0))
+    assert np.isfinite(found.parameters).all()
+    assert abs(found.parameters[32:].mean()) < 0.1
+
+
+def test_limit_below_every_return_is_refused():
+    with pytest.raises(ValueError, match="none of 2 policies returned 1 or less"):
+        stratify(np.array([2.0, 3.0]), 1.0)

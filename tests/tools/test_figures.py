@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from kernels.layouts import Striped
 from kernels.masks import causal
@@ -15,7 +16,8 @@ from tools.lib.exorl.scores import interval
 from tools.lib.figures import work, world_table, worlds
 from tools.lib.figures.lines import heat_maps
 from tools.lib.figures.rates import bars
-from tools.lib.figures.returns import curve, read
+from tools.lib.figures.returns import CONTEXTS, colours_of, curve, read
+from tools.lib.figures.style import AGENTS, write_picture
 from tools.lib.figures.work import work_per_step
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
@@ -50,6 +52,17 @@ def test_committed_rows_are_drawn(arguments, tmp_path, capsys):
 
 
 # Work of a ring.
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("nowhere/x.png", "nowhere is not"), ("folder", "folder is")]
+)
+def test_a_path_that_cannot_be_a_picture_is_named(tmp_path, name, said):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=f"{said} a directory: give the path of a PNG"):
+        write_picture(tmp_path / name, Figure())
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
+
 
 BY_HAND = {
     "contiguous": (
@@ -173,6 +186,15 @@ def test_agents_are_called_by_their_configs(name, tmp_path):
     assert list(read([f"mine={path}"])["walk"]) == ["mine"]
 
 
+def test_agents_and_contexts_are_told_apart():
+    found = colours_of(["mine", "behaviour cloning", "yours"])
+    assert len(set(found.values())) == len(found) == len(AGENTS) + 2
+    with pytest.raises(ValueError, match="4 agents of other names, at most 3"):
+        colours_of(list("abcd"))
+    words, looks = zip(*CONTEXTS.values(), strict=True)
+    assert len(set(words)) == len(set(looks)) == len(CONTEXTS)
+
+
 NO_RESULTS = r"0\.json holds no results "
 
 
@@ -219,6 +241,28 @@ def written(directory, *contents):
     return paths
 
 
+def test_runs_of_several_seeds_make_one_curve(tmp_path):
+    read_before = {"random_10": own([[8.0], [9.0]]), "random_4": own([[5.0], [6.0]])}
+    one = in_worlds([[1.0, 9.0], [3.0, 7.0]], 0, **read_before)
+    two = in_worlds([[2.0, 5.0], [4.0, 5.0]], 1, **read_before)
+    tasks = worlds.read(written(tmp_path, one, two))
+    figure = worlds.curves(tasks)
+    left, right = figure.axes
+    lines = {line.get_label(): line for line in left.lines}
+    name = "Decision-Pretrained Transformer"
+    assert "own episodes before" in lines  # the look of its line
+    drawn = left.lines[1]  # behind the one that names its colour
+    assert drawn.get_color() == lines[name].get_color()
+    assert drawn.get_xydata().tolist() == [[1, 2.5], [2, 6.5]]
+    levels = {text.get_text(): text.get_position()[1] for text in left.texts}
+    assert levels["knows the world"] == 20 and len(levels) == 2
+    shown = [x for x in left.lines if not x.get_label().startswith("_")]
+    assert len({(x.get_linestyle(), x.get_color()) for x in shown}) == len(shown)
+    assert lines["Q-learning from nothing"].get_ydata()[-1] == 2
+    by_length = {line.get_label(): line for line in right.lines}[name]
+    assert by_length.get_xydata().tolist() == [[4, 5.5], [10, 8.5]]
+
+
 def test_numbers_are_those_of_the_picture_and_differences_row_by_row(tmp_path):
     played = np.array([[[1.0, 9.0], [3.0, 7.0]], [[2.0, 5.0], [4.0, 5.0]]])
     rows = []
@@ -246,6 +290,13 @@ def test_rows_of_one_world_are_one(tmp_path):
     run = in_worlds([[1.0], [3.0], [8.0], [2.0]]) | {"worlds": [7, 7, 5, 7]}
     (runs,) = worlds.read(written(tmp_path, run))["walk"].values()
     assert worlds.returns_of(runs, "own").tolist() == [[[8], [2]]]
+
+
+def test_contexts_of_one_run_may_be_in_files_of_their_own(tmp_path):
+    one, two = in_worlds([[1.0]]), in_worlds([[2.0]], random_4=own([[5.0]]))
+    del two["contexts"]["own"]
+    (run,) = worlds.read(written(tmp_path, one, two))["walk"].popitem()[1]
+    assert list(run["contexts"]) == ["own", "random_4"]
 
 
 def test_settings_of_older_programs_are_todays_defaults(tmp_path):

@@ -80,3 +80,18 @@ def test_each_cell_gets_the_scores_of_its_own_cases():
     assert by_length([first, last], "generated") == {120: 0.375}
     text = table([first, last])
     assert "37.5%" in text and "50.0%" in text and " 120 " in text
+
+
+def test_cells_are_drawn_alike_for_one_seed_and_unlike_for_another():
+    form = FORMS["compact"]()
+
+    def draw(seed):
+        return draw_cells(form, BYTES, (120,), depths=2, samples=2, seed=seed)
+
+    assert draw(4) == draw(4) != draw(5)
+    cases = [case for cell in draw(4) for case in cell.cases]
+    assert len({case.prompt for case in cases}) == 4
+    assert [cell.depth for cell in draw_cells(form, BYTES, (120,), 1, 1, 0)] == [0.5]
+    for numbers in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+        with pytest.raises(ValueError, match="must be at least 1, and seed="):
+            draw_cells(form, BYTES, (120,), *numbers)

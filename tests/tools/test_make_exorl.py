@@ -9,6 +9,7 @@ from data.environments import Environment
 from data.episodes import BadEpisode, read_episode
 from data.exorl import Selection, pack
 from data.relabel import exact_rewards
+from tests.processes import run_program
 from tools.lib.exorl.replay import Recipe, make
 
 CARTPOLE = Recipe("cartpole", ("swingup",), episodes=24, seed=3, search_episodes=8)
@@ -78,6 +79,14 @@ def test_rewards_are_those_of_the_first_task(tmp_path):
     assert as_gathered > of_other.reward[1:, 0].sum() + 1
 
 
+@pytest.mark.thorough
+def test_cap_keeps_good_episodes_out(tmp_path):
+    meta = meta_of(made(tmp_path, CARTPOLE, cap=0.6, episodes=4))
+    best = meta["search_returns"]["swingup"]["100%"]
+    returns = [row["return"] for row in meta["episodes"]]
+    assert len(returns) == 4 and max(returns) <= 0.6 * best + 1e-3
+
+
 def test_actions_are_held_and_packed_as_one(tmp_path):
     buffer = made(tmp_path, FEW, episodes=2, action_repeat=8)
     one = pack(buffer, "swingup", tmp_path / "one")
@@ -121,3 +130,13 @@ BAD = [
 def test_recipes_that_make_nothing_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(CARTPOLE, **changes)
+
+
+@pytest.mark.thorough
+def test_program_runs_from_the_root(tmp_path):
+    small = ("--episodes", "2", "--processes", "1", "--search-episodes", "2")
+    command = "-m", "tools.make_exorl", "--domain", "cartpole", "--output", tmp_path
+    code, told, errors = run_program(*command, *small)
+    assert (code, errors) == (0, "")
+    assert told.startswith("swingup: returns 0% ")
+    assert f"written to {tmp_path / 'cartpole' / 'es_replay'}" in told

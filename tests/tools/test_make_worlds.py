@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from data.environments import Environment
+from data.episodes import Buffer
 from data.exorl import Selection, pack
 from data.hidden_physics import HiddenPhysics
+from tests.processes import run_program
 from tools.lib.exorl.worlds import WorldsRecipe, make
 
 RECIPE = WorldsRecipe(worlds=3, episodes=5, seed=2, action_repeat=10)
@@ -76,3 +78,14 @@ def test_histories_go_from_noise_to_one_that_knows_its_world(worlds):
 def test_recipes_that_make_nothing_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(RECIPE, **changes)
+
+
+@pytest.mark.thorough
+def test_program_runs_from_the_root(tmp_path):
+    small = "--worlds", "1", "--episodes", "2", "--processes", "1"
+    code, told, errors = run_program(
+        "-m", "tools.make_worlds", "--output", tmp_path, *small
+    )
+    assert (code, errors) == (0, "")
+    assert told.startswith("all: returns 0% ")
+    assert f"written to {Buffer(tmp_path, 'cartpole', 'worlds').directory}" in told

@@ -77,6 +77,24 @@ def test_rows_are_read_as_they_were_compiled(tmp_path):
     assert found[1]["fits"] is None
 
 
+def test_a_row_that_is_refused_is_kept_and_a_failure_is_told(tmp_path, monkeypatch):
+    def planner(message):
+        def run(command, **_):
+            return type("Done", (), {"returncode": 1, "stderr": message})
+
+        monkeypatch.setattr(paper_contexts.subprocess, "run", run)
+
+    planner("…\nerror: the step does not fit: it takes 33G of 30G")
+    row = paper_contexts.compile_row(TARGETS[0], "nothing", tmp_path)
+    assert row["refused"] == "the step does not fit: it takes 33G of 30G"
+    path = tmp_path / f"{TARGETS[0].name('nothing')}.json"
+    assert json.loads(path.read_text()) == row
+    planner("Segmentation fault")
+    with pytest.raises(RuntimeError, match="plan_pod.* failed: Segmentation fault"):
+        paper_contexts.compile_row(TARGETS[0], "nothing", tmp_path)
+    assert json.loads(path.read_text()) == row
+
+
 @pytest.mark.quick
 def test_tables_are_printed_written_and_drawn(tmp_path, capsys):
     folder = tmp_path / paper_tables.CONTEXTS

@@ -131,6 +131,25 @@ def test_half_of_the_queries_is_a_ring_of_its_own():
     assert ring.part("front").keys_bytes == ring.keys_bytes // 2
 
 
+def test_table_has_a_line_for_each_kernel_and_a_column_for_each_length():
+    rows = [
+        {"chip": chip, "direction": "forward", "source": source, "length": length}
+        | {"over_ideal": over}
+        for chip, source, length, over in (
+            ("v5e", "own", 4096, 1.25),
+            ("v5e", "own", 1024, 3.5),
+            ("v6e", "own", 1024, 4.75),
+            ("v6e", "own", 4096, 1.5),
+        )
+    ]
+    head, *lines = tpu_kernel_parts.table(rows).splitlines()
+    assert head.split()[-2:] == ["1,024", "4,096"]
+    assert [line.split() for line in lines] == [
+        ["forward", "own", "v5e", "3.500", "1.250"],
+        ["forward", "own", "v6e", "4.750", "1.500"],
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", PRODUCTS)
 def test_sum_of_the_parts_is_that_of_a_kernel_compiled_now(direction):

@@ -168,6 +168,26 @@ def test_estimate_adds_up_and_waits_for_what_is_exposed():
     assert (exposed.ring_waits, exposed.other_waits) == (1, 2)
 
 
+def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
+    config, kernels = config_7b(), ("forward", "forward", "backward")
+    found = Attention.of(config, partition(), V4, program(*kernels))
+    ring, speed = Ring.of(config, partition(), V4), Kernels.of(V4)
+    for direction, times in (("forward", 2), ("backward", 1)):  # remat runs it again
+        seconds = times * 32 * ring.times(speed, direction).kernels
+        assert found.kernels[direction] == pytest.approx(seconds)
+    assert found.by_name["k0"] == found.by_name["k1"] == found.kernels["forward"] / 4
+    assert found.by_name["k2"] == found.kernels["backward"] / 2
+    assert found.outlasting == 32 * ring.times(speed, "backward").outlasting
+    assert "forward 2 x for each backward" in found.assumption
+    assert Attention.of(config_7b(2**21), partition(), V4, program(*kernels)).outlasting
+    capped = config_7b(**{"model.attention_soft_cap": 50.0})
+    capped = Attention.of(capped, partition(), V4, program(*kernels))
+    assert capped.assumption == f"{found.assumption}; soft caps take no time"
+    # XLA's own attention is among the instructions, and counts there.
+    alone = Attention.of(config, partition(), V4, program())
+    assert (alone.kernels, alone.outlasting, alone.by_name) == ({}, 0, {})
+
+
 def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it():
     gathers = [
         Collective(name, "all-gather", 90e9, 4, 2, share, name != "alone")

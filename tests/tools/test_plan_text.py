@@ -9,7 +9,7 @@ import pytest
 from tools.lib.planning.estimate import Estimate
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.plan import Kind, Plan, Transfers
-from tools.lib.planning.text import RING_NAME, compare, describe
+from tools.lib.planning.text import RING_NAME, compare, describe, seconds, size
 from training.hlo import TRANSFER
 from training.metrics import StepWork
 
@@ -117,6 +117,13 @@ def test_what_is_exposed_says_why(kind, kernels, why):
     assert row(plan, name)[-1] == why
 
 
+def test_no_transfers_and_loops_that_were_counted_once_are_told():
+    plan = dataclasses.replace(PLAN, collectives=())
+    assert ["sent by a device in a step: nothing"] in cells(plan)
+    plan = dataclasses.replace(PLAN, unknown_loops=3)
+    assert ["3 loops of unknown length counted once"] in cells(plan)
+
+
 def test_memory_adds_up_and_tells_too_little_spare():
     for name, shown in (
         ("parameters", "1.00 GiB"),
@@ -132,3 +139,10 @@ def test_memory_adds_up_and_tells_too_little_spare():
     plan = dataclasses.replace(PLAN, memory=memory)
     assert row(plan, "spare") == ["3.1%, below 5%"]
     assert row(plan, "memory of the host, for each device") == ["1.00 GiB"]
+
+
+def test_times_and_sizes_have_units_that_suit_them():
+    shown = [seconds(count) for count in (0, 1.95e-5, 2.52e-4, 0.0252, 2.52, 4958.23)]
+    assert shown == ["0 s", "19.5 us", "252 us", "25.2 ms", "2.52 s", "4,958.2 s"]
+    shown = [size(count) for count in (512, 1536, 2**20, -(2**31), 3 * 2**40)]
+    assert shown == ["512 B", "1.50 KiB", "1.00 MiB", "-2.00 GiB", "3.00 TiB"]

@@ -58,6 +58,13 @@ def test_chains_are_answered_in_their_order():
     assert any(whole) and not all(whole)
 
 
+def test_bare_chains_have_nothing_around_them():
+    for text, answer in documents("vt", "answers", True):
+        lines = text.splitlines()
+        assert names_of_a_chain(text, answer) == len(lines) - 1
+        assert lines[-1] == answer
+
+
 # Tasks, context and seed: what is said of them.
 BAD = {
     ("cwe", 3000, 1): "task cwe must be one of niah_single_1, ",

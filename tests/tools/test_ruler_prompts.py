@@ -116,6 +116,11 @@ def test_a_length_that_nothing_fits_is_refused_with_one_that_does(task, sources)
         assert first(wanted + 40).length <= wanted + 40
 
 
+def test_four_coded_words_take_a_length():
+    with pytest.raises(ValueError, match="249 tokens.*at least 250"):
+        next(TASKS["fwe"].make(SEED, Sources()).prompts(Room(249, 50, count), 1))
+
+
 def test_pairs_are_those_of_the_sorted_list():
     adjectives = ["old", "teeny-tiny", "ad hoc", "teeny", "old-fashioned", "zany"]
     nouns = ["tiny-x", "cat", "fashioned-cat", "contact lens", "zoo"]

@@ -28,6 +28,11 @@ def test_known_kind_has_its_published_peak(kind, name, peak_flops):
     assert (chip.name, chip.peak_flops) == (name, peak_flops)
 
 
+def test_chips_whose_schedules_are_not_read_have_no_bundles():
+    with pytest.raises(ValueError, match="matrix_units of H200 must be known, got 0"):
+        _ = chips.find("NVIDIA H200").bundles_per_second
+
+
 @pytest.mark.parametrize(
     "kind",
     ["", "TPU v4 lite", "TPU v9", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "v4"]

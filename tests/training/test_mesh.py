@@ -156,6 +156,19 @@ def test_axis_that_does_not_divide_is_refused_with_its_counts(name, size, counts
         abstract(**OF_120).mesh_axes(name, size)
 
 
+def test_spec_and_sharding_place_an_array_axis_by_axis():
+    partition = real(fsdp=2, ring=2, tensor=2)
+    names, shape = (None, "embed", "heads", None), (3, 8, 4, 5)
+    spec = P(None, ("fsdp", "ring"), ("tensor",), None)
+    assert partition.spec(names, shape) == spec
+    sharding = partition.sharding(names, shape)
+    assert sharding == NamedSharding(partition.mesh, spec)
+    assert sharding.shard_shape(shape) == (3, 2, 2, 5)
+    assert partition.spec((), ()) == P()
+    with pytest.raises(ValueError, match=r"names=\('batch',\) do not fit shape=\(4, 2"):
+        partition.spec(("batch",), (4, 2))
+
+
 def test_shards_counts_devices_of_logical_and_mesh_axes():
     count = abstract(**OF_120).shards
     named = {"batch": 6, "vocab": 5, ("fsdp", "ring"): 12, (): 1}

@@ -109,6 +109,12 @@ def test_text_is_kept_at_the_first_step(tmp_path):
     assert plugin == "text"
 
 
+def test_reading_a_directory_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no directory .*nowhere"):
+        read_scalars(tmp_path / "nowhere")
+    assert read_scalars(tmp_path) == {}
+
+
 def test_the_run_below_a_directory_is_read_and_several_are_refused(tmp_path):
     for run in ("a", "b"):
         write(tmp_path / run, 0, [2.0])

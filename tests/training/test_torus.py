@@ -10,7 +10,7 @@ import pytest
 from tests.training.walks import links
 from training.mesh import MESH_AXES, MeshShape, make_mesh
 from training.pods import tpu_devices
-from training.torus import closed_walk, pairs_along, place, ring_along
+from training.torus import closed_walk, in_boxes, pairs_along, place, ring_along
 
 BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (16, 16, 1, 2), (1, 5, 2, 3)
 
@@ -117,6 +117,11 @@ def test_axis_after_the_ring_has_the_shortest_way_between_boxes():
     mesh = make_mesh(MeshShape(fsdp=4, ring=8, tensor=2), tpu_devices("v5e:8x8"))
     pairs = mesh.devices.reshape(-1, 2)
     assert {links(list(map(place, pair)))[0] for pair in pairs} == {2}
+
+
+def test_rings_without_a_box_stay_as_they_are():
+    devices = tpu_devices("v5e:4x4")[:12]
+    assert in_boxes((1, 4, 3, 1), devices, 2) is None
 
 
 def test_mesh_may_split_the_axes_of_a_torus():
