@@ -65,7 +65,7 @@ def new_run(corpus: Path, weights: Path, tmp_path: Path) -> Run:
     return run_in(tmp_path / "run", corpus, weights)
 
 
-@pytest.mark.thorough
+@pytest.mark.quick
 def test_only_adapters_are_trained_and_saved(undisturbed):
     (line,) = (line for line in undisturbed.said if line.startswith("model: "))
     assert ", of adapters 992, " in line
@@ -101,7 +101,7 @@ def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
     )
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 def test_a_broken_run_ends_as_if_it_had_not_been(undisturbed, new_run, monkeypatch):
     iterate = train.iterate
 

@@ -127,7 +127,7 @@ def attended(config, shape: MeshShape, operands, window: int | None):
     return jax.jit(program), [permute(x, layout, shape.ring) for x in operands]
 
 
-@pytest.mark.thorough(quick=5)
+@pytest.mark.thorough(quick=3)
 @pytest.mark.parametrize("attention", ["ring", "striped", "zigzag"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("mask", MASKS)

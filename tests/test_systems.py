@@ -169,7 +169,7 @@ def truth(systems: Callable[[str], System], parameters: Any) -> list[tuple]:
     return list(descend(systems("vanilla"), parameters))
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHERS)
 def test_curve_and_first_gradients_are_vanillas(systems, parameters, truth, name):
     found = list(descend(systems(name), parameters))
@@ -237,6 +237,7 @@ def whole_sequences(found: Counter) -> list:
     return [key for key in found if any(s and s % CONTEXT_TOKENS == 0 for s in key[2])]
 
 
+@pytest.mark.thorough
 def test_a_gathered_sequence_is_found(systems):
     system = systems("striped")
     whole = NamedSharding(system.partition.mesh, PartitionSpec("fsdp", None))
@@ -253,6 +254,7 @@ def test_no_collective_of_a_ring_holds_a_whole_sequence(systems, name):
     assert whole_sequences(found) == []
 
 
+@pytest.mark.thorough
 def test_nothing_puts_striped_tokens_back_into_order(systems):
     """Another order would take collectives, or gathers, that the plain ring has not."""
     ring, striped = systems("ring"), systems("striped")
@@ -263,6 +265,7 @@ def test_nothing_puts_striped_tokens_back_into_order(systems):
         assert both[0] == both[1], operation
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RING_SYSTEMS)
 def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(systems, name):
     found = collectives(systems(name).compiled)
@@ -278,6 +281,7 @@ def permutes_when_lowered(function: Callable, *arguments: Any) -> int:
     return len(re.findall(r"stablehlo\.collective_permute\b", text))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("remat", "forwards"), [("attention", 1), ("nothing", 2)])
 def test_remat_decides_how_often_the_ring_runs(corpus, remat, forwards):
     system = make_system("striped", corpus, remat=remat)

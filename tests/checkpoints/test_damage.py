@@ -113,6 +113,7 @@ def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(
     assert len(told) == 1
 
 
+@pytest.mark.thorough
 def test_two_damaged_steps_are_set_aside(directory: Path, told: Told) -> None:
     flip_the_middle(directory / "30")
     empty_the_directory(directory / "20")

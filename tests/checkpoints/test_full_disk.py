@@ -64,7 +64,7 @@ def test_a_run_goes_on_after_a_save_on_a_full_disk(
         checkpoints(directory, told, keep=1).close()
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_second_failed_save_ends_the_run(
     directory: Path, told: Told, moment: str
@@ -86,6 +86,7 @@ def test_a_last_save_that_fails_is_an_error(directory: Path, told: Told) -> None
             saved.save(40, state(40))
 
 
+@pytest.mark.thorough
 def test_a_failed_save_leaves_the_error_that_ends_the_run(
     directory: Path, told: Told
 ) -> None:

@@ -56,6 +56,7 @@ def with_nan(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.mark.thorough
 def test_a_stored_step_that_is_not_finite_is_set_aside(
     with_nan: Path, told: Told
 ) -> None:

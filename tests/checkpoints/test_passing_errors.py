@@ -66,7 +66,7 @@ def fail(patch: pytest.MonkeyPatch, handler: str, times: int, error: Exception) 
     patch.setattr(place, failing)
 
 
-@pytest.mark.thorough(quick=2)
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     ("error", "handler"),
     [
@@ -101,7 +101,7 @@ def test_what_could_not_be_read_is_tried_again_and_stays(
     assert content(directory) == before and not told
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOENT])
 def test_a_list_that_could_not_be_read_is_read_again(
     directory: Path, told: Told, monkeypatch: pytest.MonkeyPatch, code: int

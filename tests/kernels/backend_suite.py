@@ -224,6 +224,7 @@ class BackendSuite:
             np.testing.assert_array_equal(is_nan(rows), sees)
             np.testing.assert_array_equal(rows[~sees], clean[~sees])
 
+    @pytest.mark.thorough
     def test_nan_in_a_gradient_of_out_shows_in_what_its_row_sees_and_nowhere_else(
         self, tiles, rng
     ):

@@ -39,6 +39,7 @@ def test_every_implementation_has_a_suite():
     assert tested == backends.IMPLEMENTATIONS.keys() - {"reference"}
 
 
+@pytest.mark.thorough(quick=3)
 class TestBlockwise(BackendSuite):
     implementation = "blockwise"
     backend = blockwise

@@ -89,7 +89,7 @@ def halves_of(case: Case) -> int:
     return layout.front_slots(*order, length)
 
 
-@pytest.mark.thorough(quick=7)
+@pytest.mark.thorough(quick=5)
 @pytest.mark.usefixtures("steps_in_a_loop")
 @pytest.mark.parametrize("case, implementation, keep_tail", list(covering_cases()))
 def test_ring_in_float32_matches_one_device_in_float64(
@@ -422,6 +422,7 @@ def test_results_are_sharded_like_the_operands():
     assert out.sharding.is_equivalent_to(sharding, 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("steps_in_a_loop")
 def test_ring_of_two_mesh_axes_is_one_ring(rng):
     devices = np.array(jax.devices()).reshape(2, 4)

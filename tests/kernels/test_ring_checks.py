@@ -167,7 +167,7 @@ def wrong_masks():
     yield pytest.param(permuted, ids, id="ids in layout order")
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong, right", list(wrong_masks()))
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_masks_that_decrease_under_jit_give_nan_where_asked_for(wrong, right, kind):

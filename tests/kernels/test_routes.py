@@ -251,7 +251,7 @@ def assert_no_dead_transfer(schedule, layout, ring_size, slots, visible):
             assert (counts[0] < counts[1]).any(), (number, step)
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokens", [4, 16, 48, 64])
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
 def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tokens):
@@ -280,7 +280,7 @@ def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tok
     assert longest == -(-tokens // (chunk >> 10))
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("lengths", [(8, 24), (24, 8)])
 @pytest.mark.parametrize("name", ["contiguous", "zigzag"])
 def test_where_keys_are_not_as_many_as_queries_no_shard_is_left_out(name, lengths, rng):

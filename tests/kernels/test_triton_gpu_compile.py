@@ -64,7 +64,7 @@ def assert_fits(
         assert 0 < kernel.shared_memory <= shared_memory, (name, found)
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_nothing_is_spilled_and_tiles_fit(capability, head_dim):

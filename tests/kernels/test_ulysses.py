@@ -253,6 +253,7 @@ def test_ulysses_over_part_of_a_mesh_matches_one_device(rng):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_without_a_ring_results_are_sharded_like_the_operands(rng):
     mesh = jax.make_mesh((4,), ("ulysses",), devices=jax.devices()[:4])
     attend = make_ring_attention(

@@ -54,7 +54,7 @@ def batch(file: TrajectoryFile) -> ChainBatch:
     return batch._replace(loss_weights=weights * batch.loss_weights)
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "attention"), MESHES)
 def test_losses_and_gradients_are_those_of_one_device(batch, shape, attention):
     want = one_device().losses_and_gradients(batch)
@@ -121,6 +121,7 @@ def test_binned_actions_have_the_cross_entropy_of_their_nearest_values(file):
     np.testing.assert_allclose(losses, by_rank, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_without_positions_a_layer_reads_a_set(discrete):
     """The last step does not know in which order the others came."""
     one_layer = ONE_TOKEN | {"model__num_layers": 1}

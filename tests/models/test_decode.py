@@ -311,6 +311,7 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+@pytest.mark.thorough
 def test_what_is_held_is_not_gone_on_from_where_it_would_not_pay_or_be_right():
     one, parameters = generator_on(MeshShape(ring=4), "striped")
     counter, held = Counter(one), Held()

@@ -211,7 +211,7 @@ def test_layers_in_several_loops_and_of_several_kinds_copy_no_parameters():
     assert size(5, 3, kinds=2) < 3.5  # of groups of two XLA copies the parameters
 
 
-@pytest.mark.thorough(quick=3)
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("counts", [(7,), (4, 3), (2, 5)])
 @pytest.mark.parametrize("kinds", [1, 2, 3, 7])
 def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):

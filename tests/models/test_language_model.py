@@ -149,7 +149,7 @@ def test_hidden_states_are_those_of_llama_written_out():
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family",
     [
@@ -280,6 +280,7 @@ def test_bfloat16_is_near_float32_and_leaves_gradients_in_float32():
     assert loss != expected()[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunks", [1, 256])
 def test_feed_forwards_gradient_in_bfloat16_does_not_suffer_from_chunks(chunks, rng):
     """Weights are cast in every chunk, so that their gradients add up in float32."""

@@ -102,7 +102,7 @@ def test_what_has_no_adapter_is_exported_as_it_was_imported(runs, tmp_path):
             np.testing.assert_array_equal(found[tensor], imported[tensor], tensor)
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama_scaled", "gemma3"])
 def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path, name):
     config, partition = run_of(runs, name)

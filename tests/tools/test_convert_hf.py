@@ -114,6 +114,7 @@ def test_export_gives_back_what_was_imported_bit_for_bit(workdirs, tmp_path, nam
     assert written | kept == written and written["torch_dtype"] == fields["dtype"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_narrow_numbers_are_read_exactly(workdirs, tmp_path, dtype):
     held = tensors(hf_models.DIRECTORY / "llama_gqa")
@@ -243,6 +244,7 @@ def test_a_field_that_stands_twice_is_refused(tmp_path, capsys):
     assert "'head_dim' stands twice in an object" in error
 
 
+@pytest.mark.thorough
 def test_derived_tensors_of_older_files_are_passed_over(workdirs, tmp_path):
     derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(5, np.float32)}
     source, partition = (
@@ -254,6 +256,7 @@ def test_derived_tensors_of_older_files_are_passed_over(workdirs, tmp_path):
     assert_same(restored(tmp_path / "out", "llama_gqa", partition), first)
 
 
+@pytest.mark.thorough
 def test_a_tied_head_is_none(workdirs, tmp_path, capsys):
     """Nor where the files have one that is the embedding; untied, it is missed."""
     partition = partition_on(MESHES["llama_tied"])
@@ -334,7 +337,7 @@ def test_flags_of_an_import_are_sizes_and_what_differs_from_the_base_config():
     }
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path):
     source, workdir = hf_models.DIRECTORY / "llama", tmp_path / "workdir"
     command = "-m", "tools.convert_hf", "import", source, workdir

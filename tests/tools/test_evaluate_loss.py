@@ -79,7 +79,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.quick
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(("by", "tokens", "flags"), MESHES)
 def test_losses_of_all_parts_are_those_written_out(
     corpus, workdir, tmp_path, capsys, by, tokens, flags

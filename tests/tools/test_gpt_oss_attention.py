@@ -88,7 +88,7 @@ def error(config: DecoderConfig, layer: int, *ring: Any) -> float:
     return abs(output(config, layer, *ring) - expected[layer]).max()
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "ring", "layout"),
     [(WINDOWED, 4, "zigzag"), (WINDOWED, 8, "contiguous"), (FULL, 4, "striped")],

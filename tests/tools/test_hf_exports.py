@@ -63,6 +63,7 @@ def test_a_window_of_the_run_is_one_of_every_layer(tmp_path, capsys):
     assert "cannot be written as llama: layer_pattern='w', there ''; window=8" in error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mask", "model"), [("prefix(4)", "llama"), ("window(8)", "gemma2")]
 )

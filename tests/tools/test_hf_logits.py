@@ -38,7 +38,7 @@ def ring_of(size: int) -> Partition:
     return Partition(make_mesh(MeshShape(ring=size), jax.devices()[:size]))
 
 
-@pytest.mark.thorough(quick=2)
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(("name", "ring", "layout"), ALL)
 def test_logits_and_greedy_tokens_equal_transformers(name, ring, layout):
     """48 tokens, with windows of 7 and 8."""
@@ -128,7 +128,7 @@ def test_logits_on_one_device_equal_transformers(name):
     assert error(name, model_config(hf_models.fields(name))) <= BOUND
 
 
-@pytest.mark.thorough(quick=4)
+@pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize(("name", "field"), CHANGES)
 def test_each_part_of_a_model_matters(name, field):
     """Without it, the error is 100 bounds."""

@@ -255,6 +255,7 @@ def test_rows_that_count_their_steps_end_with_their_documents():
     assert {"7 of 63 steps, both ways", "one way", "both ways"} == set(packed.routes)
 
 
+@pytest.mark.thorough
 def test_where_no_mesh_divides_the_reason_is_told():
     with pytest.raises(ValueError, match="'vanilla' has no ring of 512"):
         suggestions(config_7b(2**22, attention="vanilla"), 512, V4)

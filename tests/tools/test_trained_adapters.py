@@ -170,6 +170,7 @@ def test_no_gradient_of_a_frozen_matrix_is_computed():
     assert not found(lora__rank=3)
 
 
+@pytest.mark.thorough
 def test_an_adapter_adds_only_its_own_products():
     # Of each of 7 matrices and of the head the gradient is not there. An adapter has 2
     # products, and two of each in the backward.

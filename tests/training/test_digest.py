@@ -84,6 +84,7 @@ def test_digests_are_named_by_the_leaves_of_the_tree(rng: np.random.Generator) -
     assert digests(tree | {"a": tree["a"][::-1]})["a"] != found["a"]
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2"])
 def test_what_is_not_finite_is_counted_where_it_lies(
     dtype: str, rng: np.random.Generator

@@ -216,7 +216,7 @@ def moved(kind: str, grads: Any, params: Any, **fields: Any) -> Any:
     return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), new, params)
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
 def test_each_layer_is_updated_as_if_it_were_alone(kind, rng):
     params, grads = draw(rng), draw(rng)

@@ -348,6 +348,7 @@ def small_model(cube) -> tuple[Model, Any, Any]:
     return model, optimizer, base.abstract_state(model, optimizer, cube)
 
 
+@pytest.mark.thorough
 def test_state_is_born_in_shards_with_the_values_it_has_on_one_device(small_model):
     model, optimizer, abstract_state = small_model
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)

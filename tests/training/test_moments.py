@@ -56,6 +56,7 @@ def test_the_mean_over_many_words_is_the_moment(moment, rng):
     assert np.abs(error).max() < 5
 
 
+@pytest.mark.thorough
 def test_an_average_that_moves_by_less_than_a_unit_arrives():
     """Rounded to the nearest it would stand still: 1 % is less than half a unit."""
     target, decay, steps = 2.0, 0.99, 600

@@ -104,7 +104,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 def test_processes_that_differ_refuse_together_by_field(tmp_path: Path) -> None:
     corpus = prepare_corpus(tmp_path)
     same, other, gone = (str(tmp_path / name) for name in ("same", "other", "gone"))
