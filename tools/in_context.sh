@@ -94,4 +94,4 @@ for seed in "${seeds[@]}"; do
             --config.simulated_devices=8 --config.mesh.data=1 --config.mesh.ring=8
     done
 done
-"$PYTHON" -m tools.figures worlds "${rows[@]}" --output "$OUT/returns.png"
+"$PYTHON" -m tools.figures returns "${rows[@]}" --output "$OUT/returns.png"

@@ -1,7 +1,6 @@
-"""Writes the papers' tables with our rows: text, JSON and plots into results/.
+"""Writes the papers' tables with our rows: text and JSON into results/.
 
-    python -m tools.paper_tables                      # text of everything, plots
-    python -m tools.paper_tables --compile layer      # table 1
+    python -m tools.paper_tables                      # everything
     python -m tools.paper_tables --compile rings      # memory by ring size
     python -m tools.paper_tables --compile contexts   # table 3; --only 7b_v4_nothing
 
@@ -9,8 +8,8 @@ Ring Attention (2310.01889): table 1 (memory of a layer), table 2 (the smallest 
 that hide their transfer), table 3 (longest contexts), figure 5 (FLOPs of a data set by
 context). Striped Attention (2311.09431): how much faster striping can be at most.
 
-What has to be compiled (minutes a row) is kept in results/tpu/, and read from there.
-Nothing of this has run on a TPU.
+Compiled rows (minutes each) are kept in results/tpu/ and read from there; those of
+table 1 were compiled at v0.1-wide. Nothing of this has run on a TPU.
 """
 
 import dataclasses
@@ -26,8 +25,6 @@ from data.json_text import parse_json
 from models.sizes import LanguageModelConfig
 from tasks.command_line import Parser, as_program
 from tools.lib.benchmarks.rows import Environment
-from tools.lib.figures.papers import pictures
-from tools.lib.figures.style import write_picture
 from tools.lib.files import write_json
 from tools.lib.papers import contexts as paper_contexts
 from tools.lib.papers import memory as paper_memory
@@ -73,24 +70,16 @@ FIGURE_5_CONTEXTS = tuple(2**power for power in range(12, 26))
 
 def table_2() -> list[dict[str, Any]]:
     """Returns smallest blocks, with all links of a chip and with one of a ring."""
-    found = []
+    found: list[dict[str, Any]] = []
     for chip in CHIPS:
-        links = TPU_LINKS.get(chip.name, 1)
-        for name, counted, of in (
-            (chip.name, links, chip),
-            (f"{chip.name} (one link)", 1, chip),
-            (
-                "A100 over InfiniBand",
-                1,
-                dataclasses.replace(
-                    chip, interconnect_bytes_per_second=INFINIBAND_BYTES_PER_SECOND
-                ),
-            ),
-        ):
-            is_extra = "link" in name and links == 1
-            if is_extra or ("InfiniBand" in name and chip.name != "A100 80GB"):
-                continue
-            block = SmallestBlock.of(of, counted)
+        links, slow = TPU_LINKS.get(chip.name, 1), INFINIBAND_BYTES_PER_SECOND
+        ways = {chip.name: SmallestBlock.of(chip, links)}
+        if links > 1:
+            ways[f"{chip.name} (one link)"] = SmallestBlock.of(chip)
+        if chip.name == "A100 80GB":
+            between = dataclasses.replace(chip, interconnect_bytes_per_second=slow)
+            ways["A100 over InfiniBand"] = SmallestBlock.of(between)
+        for name, block in ways.items():
             row = {"chip": name} | dataclasses.asdict(block)
             found.append(row | {"paper": PAPER_BLOCKS.get(name)})
     return found
@@ -252,7 +241,7 @@ def compile_contexts(results: Path, only: Iterable[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__)
-    parser.add_argument("--compile", choices=["layer", "rings", "contexts"])
+    parser.add_argument("--compile", choices=["rings", "contexts"])
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
@@ -271,9 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What is compiled for is described: the devices of this machine do not matter.
     jax.config.update("jax_platforms", "cpu")
     (options.output / "tpu").mkdir(parents=True, exist_ok=True)
-    if options.compile == "layer":
-        compile_memory(options.output / LAYER, paper_memory.table_1())
-    elif options.compile == "rings":
+    if options.compile == "rings":
         compile_memory(options.output / RINGS, paper_memory.by_ring())
     elif options.compile == "contexts":
         compile_contexts(options.output, options.only)
@@ -282,8 +269,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(text)
     (options.output / "paper_tables.txt").write_text(text + "\n")
     write_json(options.output / "paper_tables.json", found)
-    for name, figure in pictures(found).items():
-        write_picture(options.output / f"{name}.png", figure)
 
 
 if __name__ == "__main__":

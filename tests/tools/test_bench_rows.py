@@ -14,7 +14,7 @@ from tools.lib.benchmarks.rows import (
     take_rounds,
     take_sample,
 )
-from tools.lib.figures import returns
+from tools.lib.figures import curves
 from tools.lib.papers import contexts as paper_contexts
 
 
@@ -73,7 +73,7 @@ BAD = {"deep": "[" * 100_000, "digits": f"[{'9' * 5000}]"}
 BAD |= {"twice": '[{"a": 1, "a": 2}]'}
 READERS = {
     "rows": read_rows,
-    "results": lambda path: returns.read([str(path)]),
+    "results": lambda path: curves.read_returns([path]),
     "tables": lambda path: paper_contexts.rows(path.parent),
 }
 

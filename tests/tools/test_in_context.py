@@ -59,18 +59,18 @@ def test_it_makes_data_trains_acts_and_draws_each_agent(place):
     seed = [dpt, acts, acts, ad, acts]
     # Data are made once, the explorer's and the imitators'.
     first = [made, *seed[:3], made, *seed[3:]]
-    assert programs(commands) == [*first, *seed, "tools.figures worlds"]
+    assert programs(commands) == [*first, *seed, "tools.figures returns"]
     acted = [line for line in commands if acts in line]
     assert ["--window 20" in x for x in acted] == ["9x9/ad" in x for x in acted]
     drawn = [f"{place}/out/{n}.json" for n in ("dpt_0", "dpt_0_read", "ad_0", "dpt_1")]
-    assert commands[-1].startswith(f"-m tools.figures worlds {' '.join(drawn)}")
+    assert commands[-1].startswith(f"-m tools.figures returns {' '.join(drawn)}")
 
 
 def test_what_is_there_is_kept_and_said_so(place):
     run(place, "9x9 bc 0")
     (place / "out/bc_1.json").touch()
     status, said, commands = run(place, "9x9 bc 0,1")
-    assert status == 0 and programs(commands) == ["tools.figures worlds"]
+    assert status == 0 and programs(commands) == ["tools.figures returns"]
     assert f"{place}/out/bc_1.json is there, and is kept" in said
 
 

@@ -38,7 +38,7 @@ from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, generator, restored_parameters
 from tools.generate import find_tokenizer
 from tools.lib.benchmarks.rows import check_output, write_rows
-from tools.lib.figures.lines import heat_maps
+from tools.lib.figures.grids import heat_maps
 from tools.lib.figures.style import write_picture
 from tools.lib.retrieval.scores import Generated, forced
 from tools.lib.retrieval.table import Cell, Scorer, table

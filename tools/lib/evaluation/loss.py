@@ -35,7 +35,7 @@ from tasks import base, batch_rows, corpora, text
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, restored_parameters
 from tools.lib.benchmarks.rows import check_output, write_rows
-from tools.lib.figures.losses import curves
+from tools.lib.figures import curves
 from tools.lib.figures.style import write_picture
 from training.feed import place
 from training.mesh import Partition
@@ -258,4 +258,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(rows))
     if options.output:
         write_rows(options.output.with_suffix(".json"), rows)
-        write_picture(options.output.with_suffix(".png"), curves(rows))
+        write_picture(options.output.with_suffix(".png"), curves.losses(rows))

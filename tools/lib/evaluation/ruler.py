@@ -248,7 +248,7 @@ def _report(results: list[dict[str, Any]], folder: Path) -> None:
     cells = heat_rows(results)
     if not cells:
         return
-    from tools.lib.figures.lines import heat_maps
+    from tools.lib.figures.grids import heat_maps
     from tools.lib.figures.style import write_picture
 
     write_picture(

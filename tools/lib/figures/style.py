@@ -15,41 +15,25 @@ DOTS_PER_INCH = 160
 INK, GREY = "#1b2733", "#5c6b7a"
 """Of titles and labels; of notes and reference lines."""
 
-BLUE, PALE_BLUE, ORANGE, GREEN = "#0d3f6e", "#7fb0d6", "#c2571a", "#3d8a5f"
-VIOLET, OCHRE, PINK = "#8a5fa8", "#b08a2e", "#c75b8e"
-OLIVE = "#6f7d2a"
+COLOURS = (
+    *("#0d3f6e", "#c2571a", "#3d8a5f", "#8a5fa8", "#b08a2e", "#c75b8e", "#7fb0d6"),
+    *("#6f7d2a", "#7a4b2b", "#2a9d9d"),
+)
 
-OURS = "this repository"
-PROGRAMS = {
-    OURS: BLUE,
-    "this repository, offloaded": PALE_BLUE,
-    "Ring Attention": ORANGE,
-    "cudnn": GREEN,
-    "jax_mosaic_gpu": VIOLET,
-    "tokamax": OCHRE,
-    "torch_flash": PINK,
-    "torch_cudnn": GREY,
-    "splash": OLIVE,
-}
-"""Implementations of attention, the same in every picture."""
 
-AGENTS = {
-    "Agentic Transformer": BLUE,
-    "Agentic Transformer, unsorted chains": ORANGE,
-    "behaviour cloning": GREEN,
-    "Decision Transformer": VIOLET,
-    "Decision-Pretrained Transformer": OCHRE,
-    "Algorithm Distillation": PINK,
-}
+def colours_of(names: Sequence[str]) -> dict[str, str]:
+    """Returns a colour for each name, in their order.
 
-MODELS = {
-    "1b": PALE_BLUE,
-    "3b": GREEN,
-    "7b": BLUE,
-    "13b": VIOLET,
-    "30b": OCHRE,
-    "65b": ORANGE,
-}
+    Raises:
+      ValueError: there are more names than colours.
+    """
+    names = list(dict.fromkeys(names))
+    if len(names) > len(COLOURS):
+        raise ValueError(
+            f"{len(names)} names need a colour each, and there are {len(COLOURS)}: "
+            "draw them in several pictures"
+        )
+    return dict(zip(names, COLOURS, strict=False))
 
 
 def style(axes: Axes, *, title: str = "", x: str = "", y: str = "") -> Axes:

@@ -14,27 +14,9 @@ from models.sizes import LanguageModelConfig
 from tools.lib.planning.ring_steps import Sequence
 from training.chips import Chip
 
-BYTES = 2
-"""Of a number in bfloat16, which table 1 assumes."""
-
 RING_BLOCKS = 6
 """Blocks that a device holds in the paper's ring: its queries and results, the keys and
 values that are there, and those that arrive. So its sequence is 6 blocks at least."""
-
-
-def activation_bytes(system: str, *, b: int, s: int, c: int, h: int, n: int) -> int:
-    """Returns table 1: the most that a layer's activations take on a device.
-
-    Raises:
-      KeyError: table 1 has no such system.
-    """
-    return {
-        "vanilla": 2 * b * n * s**2,
-        "memory_efficient": 8 * b * s * h,
-        "blockwise": 2 * b * s * h,
-        "ring": 6 * b * c * h,
-        "striped": 6 * b * c * h,  # as ring: only the assignment of tokens differs
-    }[system]
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tools.lib.benchmarks.peers import PEERS
 from tools.lib.benchmarks.rows import check_numbers
-from tools.lib.figures.style import GREY, INK, OURS, PROGRAMS, legend_below, style
+from tools.lib.figures.style import GREY, INK, colours_of, style
 
 FIELDS = "commit", "date", "device_count", "device_kind", "cores"
 """Required of every row."""
 
 OTHERS = {name: name for name in PEERS} | {"ringattention": "Ring Attention"}
-"""Programs that are not of this repository, by the names in their rows."""
+"""Programs outside this repository, by the names in their rows."""
 
 Row = dict[str, Any]
 
@@ -24,7 +23,7 @@ class Bar(NamedTuple):
     """One row, as it is drawn.
 
     panel: the problem that was solved. unit: of the value. note: written on the bar.
-    program: of PROGRAMS, which was measured.
+    program: what was measured.
     """
 
     panel: str
@@ -39,14 +38,14 @@ def bar(row: Row) -> Bar:
     """Returns the bar of a row.
 
     Raises:
-      ValueError: it is a row of none of the benchmarks.
+      ValueError: no benchmark writes rows like it.
     """
     try:
         return _training_bar(row) if "step_seconds" in row else _attention_bar(row)
     except KeyError as missing:
         raise ValueError(
-            f"a row has no {missing}: give rows of bench_kernels.py, "
-            "bench_attention.py, bench_original.py or bench_train.py"
+            f"a row has no {missing}: give rows of tools.bench_kernels, bench_ring or "
+            "bench_train"
         ) from missing
 
 
@@ -59,23 +58,26 @@ def _attention_bar(row: Row) -> Bar:
     label = f"{shown}, {row['layout']}" if "layout" in row else shown
     if row.get("block_q"):
         label += f"\ntiles of {row['block_q']} x {row['block_k']}"
-    note = f"{_seconds(row['seconds_median'])} ± {row['seconds_spread'] / 2:.0%}"
+    note = _seconds(row["seconds_median"], row["seconds_spread"])
     if row["peak_share"]:
         note += f", {row['peak_share']:.0%} of peak"
-    return Bar(panel, label, row["tflops"], "TFLOP/s", note, OTHERS.get(name, OURS))
+    program = OTHERS.get(name, "this repository")
+    return Bar(panel, label, row["tflops"], "TFLOP/s", note, program)
 
 
 def _training_bar(row: Row) -> Bar:
     panel = " ".join([Path(row["config"]).stem, *row["overrides"]])
-    note = f"{_seconds(row['step_seconds'])} ± {row['step_spread'] / 2:.0%}"
+    note = _seconds(row["step_seconds"], row["step_spread"])
     if row["mfu"]:
         note += f", MFU {row['mfu']:.0%}"
     label = f"{row['context_tokens']:,} tokens"
-    return Bar(panel, label, row["tokens_per_second"], "tokens/s", note, OURS)
+    rate = row["tokens_per_second"]
+    return Bar(panel, label, rate, "tokens/s", note, "this repository")
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
+def _seconds(seconds: float, spread: float) -> str:
+    shown = f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
+    return f"{shown} ± {spread / 2:.0%}"
 
 
 def bars(rows: Sequence[Row]) -> Figure:
@@ -96,35 +98,31 @@ def bars(rows: Sequence[Row]) -> Figure:
             f"rows of {sorted(kinds)} in {sorted(units)} are not comparable: draw them "
             "in pictures of their own"
         )
-    panels = list(dict.fromkeys(bar.panel for bar in found))
+    panels: dict[str, list[Bar]] = {}
+    for each in found:
+        panels.setdefault(each.panel, []).append(each)
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    tallest = max(sum(bar.panel == panel for bar in found) for panel in panels)
-    figure = Figure(
-        figsize=(2 + 4 * columns, 1.1 + lines * (0.8 + 0.42 * tallest)),
-        layout="constrained",
-        facecolor="white",
-    )
+    tallest = max(map(len, panels.values()))
+    size = (2 + 4 * columns, 1.1 + lines * (0.8 + 0.42 * tallest))
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axes, panel in zip(grid, panels, strict=False):
-        _draw_panel(axes, [bar for bar in found if bar.panel == panel])
+    colours = colours_of([each.program for each in found])
+    for axes, (title, drawn) in zip(grid, panels.items(), strict=False):
+        places = range(len(drawn))
+        values = [each.value for each in drawn]
+        shades = [colours[each.program] for each in drawn]
+        container = axes.barh(places, values, color=shades, height=0.7)
+        notes = [each.note for each in drawn]
+        axes.bar_label(container, notes, padding=3, color=GREY, fontsize=8)
+        axes.set_yticks(places, [each.label for each in drawn], fontsize=8)
+        axes.invert_yaxis()  # the first row is on top
+        axes.set_xlim(0, 1.6 * max(values) or 1)
+        style(axes, title=title, x=drawn[0].unit)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    legend_below(figure, {bar.program: PROGRAMS[bar.program] for bar in found}, 4)
     figure.suptitle(_origin(rows), color=INK, fontsize=11)
     return figure
-
-
-def _draw_panel(axes: Axes, found: Sequence[Bar]) -> None:
-    places = range(len(found))
-    colours = [PROGRAMS[bar.program] for bar in found]
-    drawn = axes.barh(places, [bar.value for bar in found], color=colours, height=0.7)
-    notes = [bar.note for bar in found]
-    axes.bar_label(drawn, notes, padding=3, color=GREY, fontsize=8)
-    axes.set_yticks(places, [bar.label for bar in found], fontsize=8)
-    axes.invert_yaxis()  # the first row is on top
-    axes.set_xlim(0, 1.6 * max(bar.value for bar in found) or 1)
-    style(axes, title=found[0].panel, x=found[0].unit)
 
 
 def _origin(rows: Sequence[Row]) -> str:

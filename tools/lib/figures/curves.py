@@ -1,0 +1,289 @@
+"""Curves with intervals: losses by position, returns of agents by episode."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from configs import base
+from data.json_text import parse_json
+from tasks import exorl
+from tasks.config_errors import fields_by_name
+from tools.lib.exorl.scores import interval, of_worlds
+from tools.lib.figures.style import GREY, INK, colours_of, style
+from training.stored_step import differences
+
+LOSS_FIELDS = "run", "corpus", "by", "from", "below", "loss", "standard_error"
+"""Required of every row of losses."""
+
+CONTEXTS = {
+    "own": ("own episodes before", "-"),
+    "empty": ("emptied before every episode", "--"),
+    "none": ("emptied before every step", ":"),
+    "recorded": ("recorded episodes before", "o"),
+    "other": ("another task's or world's before", "x"),
+}
+"""Words and look of each context."""
+RANDOM = "random_"
+"""Contexts of so many drawn episodes."""
+
+TRAINED_BY = (
+    *(f"data.{name}" for name in exorl.DATA_FIELDS if name != "trajectories"),
+    *("data.batch_rows", "data.context_tokens", "train.steps"),
+)
+"""Fields that make an agent, besides those of its model and optimizer."""
+
+Runs = list[dict[str, Any]]
+"""Results of one agent in one task, of several seeds."""
+
+
+def losses(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Draws the loss of each range of positions, a curve for each evaluation.
+
+    Raises:
+      ValueError: there are no rows of ranges, more evaluations than colours, or
+        positions in documents beside positions in rows.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["below"]:
+            found.setdefault(f"{row['run']} on {row['corpus']}", []).append(row)
+    ways = {row["by"] for row in rows}
+    if not found or len(ways) > 1:
+        raise ValueError(
+            f"{len(found)} evaluations by {', '.join(sorted(ways)) or 'nothing'}: give "
+            "one or more, all by document or all by row"
+        )
+    figure = Figure(figsize=(8, 4.4), facecolor="white", layout="tight")
+    axes = figure.subplots()
+    for name, colour in colours_of(list(found)).items():
+        parts = found[name]
+        # In the middle of a range, by its logarithm; position 0 has none.
+        x = [max(part["from"], 0.5) * 2**0.5 for part in parts]
+        y = [part["loss"] for part in parts]
+        error = [part["standard_error"] or 0 for part in parts]
+        line = {"color": colour, "marker": "o", "markersize": 4, "capsize": 3}
+        axes.errorbar(x, y, error, label=name, **line)
+    axes.set_xscale("log", base=2)
+    axes.legend(frameon=False)
+    style(axes, x=f"position in the {ways.pop()}, tokens", y="loss, nats a token")
+    return figure
+
+
+def agent(results: dict[str, Any]) -> str:
+    """Returns the name of the method that trained the agent."""
+    method = results["config"]["agent"]["method"]
+    if method == "perceptron":
+        return "behaviour cloning"
+    if results["config"]["agent"]["chain_length"] == 1:
+        return "Decision Transformer"
+    data = results["config"]["data"]
+    if data.get("predict") == "targets":
+        return "Decision-Pretrained Transformer"
+    if data["chain_order"] == "learnt":
+        return "Algorithm Distillation"
+    is_sorted = data["chain_order"] == "ascending"
+    return "Agentic Transformer" + ("" if is_sorted else ", unsorted chains")
+
+
+def read_returns(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
+    """Returns results of `evaluate exorl` by task and agent, a mean for each world.
+
+    files: one for each agent and seed, or for some contexts of it.
+
+    Raises:
+      ValueError: a file holds no results, a context of a seed twice, or results whose
+        mean with the other files' would mean nothing.
+    """
+    found: dict[str, dict[str, Runs]] = {}
+    for file in files:
+        try:
+            results = _by_world(parse_json(Path(file).read_text()))
+            agents = found.setdefault(results["task"], {})
+            runs = agents.setdefault(agent(results), [])
+            _check_alike(results, runs, [run for r in agents.values() for run in r])
+            seed = results["config"].get("seed", 0)
+            same = [run for run in runs if run["config"].get("seed", 0) == seed]
+            there = {context for run in same for context in run["contexts"]}
+            if both := sorted(there & set(results["contexts"])):
+                raise ValueError(
+                    f"{agent(results)} with seed {seed} in {results['task']} has "
+                    f"{', '.join(both)} already: give each context of a seed once"
+                )
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"{file} holds no results of tools.evaluate exorl, or not of the kind "
+                f"of the other files ({type(error).__name__}: {error})"
+            ) from error
+        if same:
+            same[0]["contexts"] |= results["contexts"]
+            same[0]["references"] |= results["references"]
+        else:
+            runs.append(results)
+    return found
+
+
+def _by_world(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns results with the mean of the rows of each world, and how each was drawn.
+
+    Raises:
+      ValueError, KeyError, TypeError: they have another form, or are of worlds that
+        the agent was trained on.
+    """
+    contexts = results["contexts"]
+    if not contexts:
+        raise ValueError("it has no contexts")
+    if results.get("trained_on"):
+        raise ValueError("its worlds were trained on: leave out --trained")
+    drawn = results.get("temperature", 1.0), results.get("hold", 1)
+    how = "temperature {} held for {}, window {}".format(*drawn, results.get("window"))
+    results.setdefault("references", {})
+    for name, outcome in contexts.items():
+        returns = np.array(outcome["returns"], float)
+        if returns.ndim != 2 or not returns.size or not np.isfinite(returns).all():
+            raise ValueError(
+                f"returns of shape {returns.shape} must be finite, (rows, episodes)"
+            )
+        # Rows that do not name their worlds are of one each.
+        of_rows = np.array(results.get("worlds", range(len(returns))))
+        outcome["returns"] = of_worlds(returns, of_rows)
+        before = len(outcome["recorded_returns"][0])
+        outcome["before"] = before
+        outcome["drawn"] = f"{before} + {returns.shape[1]} episodes, {how}"
+        if not name.startswith(RANDOM):
+            CONTEXTS[name]
+    results["worlds"] = np.unique(of_rows).tolist()
+    return results
+
+
+def _check_alike(results: dict[str, Any], runs: Runs, others: Runs) -> None:
+    """Raises ValueError if no mean can be taken of these results and earlier ones.
+
+    runs: of the same agent. others: of the same task.
+    """
+    for name in "worlds", "target":
+        for run in others:
+            if run.get(name) != results.get(name):
+                raise ValueError(f"its {name} differs from the other files' one")
+    for run in runs:
+        for name, (old, new) in differences(_settings(run), _settings(results)).items():
+            raise ValueError(f"{name} is {new}, in another file {old}")
+        digests = [x["digests"] for x in (run, results) if "digests" in x]
+        is_same = run["config"].get("seed") == results["config"].get("seed")
+        for name in ("trajectories", *["parameters"] * is_same):
+            if len({of_file[name] for of_file in digests}) > 1:
+                raise ValueError(f"its {name} differ from another file's")
+        for name in results["contexts"].keys() & run["contexts"].keys():
+            new, old = (x["contexts"][name]["drawn"] for x in (results, run))
+            if new != old:
+                raise ValueError(f"{name!r} is {new}, in another file {old}")
+
+
+def _settings(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that make an agent, by name; older results get defaults."""
+    given = fields_by_name(ml_collections.ConfigDict(results["config"]))
+    fields = fields_by_name(base.get_config()) | given
+    found = {
+        name: value
+        for name, value in fields.items()
+        if name.split(".")[0] in ("agent", "model", "optimizer") or name in TRAINED_BY
+    }
+    return found | {"step": results.get("step")}
+
+
+def bounds(runs: Runs, context: str) -> np.ndarray:
+    """Returns low, mean and high (95 % over seeds and worlds) of returns, (3, n)."""
+    there = [run["contexts"][context] for run in runs if context in run["contexts"]]
+    found = np.array([outcome["returns"] for outcome in there], float)
+    each = [interval(column) for column in np.moveaxis(found, -1, 0)]
+    return np.array([[b[part] for b in each] for part in ("low", "mean", "high")])
+
+
+def table(tasks: dict[str, dict[str, Runs]]) -> str:
+    """Returns the numbers of the picture: first, middle and last episode."""
+    lines = []
+    for task, agents in tasks.items():
+        for name, runs in agents.items():
+            for context in dict.fromkeys(c for run in runs for c in run["contexts"]):
+                columns = bounds(runs, context).T
+                shown = columns[sorted({0, len(columns) // 2, len(columns) - 1})]
+                text = "  ".join(f"{b:6.1f} ({a:.1f}-{c:.1f})" for a, b, c in shown)
+                lines.append(f"{task}, {name}, {context}, {len(runs)} seeds: {text}")
+    return "\n".join(lines)
+
+
+def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
+    """Draws a panel for each task, and one by drawn episodes read, if any were."""
+    colours = colours_of([name for agents in tasks.values() for name in agents])
+    groups = [runs for agents in tasks.values() for runs in agents.values()]
+    columns = 2 if any(map(_drawn_counts, groups)) else 1
+    size = (5.6 * columns, 6.4 * len(tasks))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(tasks), columns, squeeze=False)
+    for row, (task, agents) in zip(panels, tasks.items(), strict=True):
+        for axes, draw, x in zip(
+            row,
+            (_by_episode, _by_drawn),
+            ("episode", "drawn episodes read"),
+            strict=False,
+        ):
+            for name, runs in agents.items():
+                draw(axes, runs, colours[name], name)
+            _references(axes, [run for runs in agents.values() for run in runs], x)
+            style(axes, title=task, x=x, y="return")
+            axes.set_ylim(bottom=0)
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 1}
+            axes.legend(frameon=False, fontsize=8, labelcolor=INK, **below)
+    title = "Returns; bands and bars are 95 % intervals over environments and seeds"
+    figure.suptitle(title, color=INK, fontsize=12)
+    return figure
+
+
+def _by_episode(axes: Axes, runs: Runs, colour: str, name: str) -> None:
+    for context, (words, look) in CONTEXTS.items():
+        found = [run["contexts"][context] for run in runs if context in run["contexts"]]
+        if not found:
+            continue
+        low, mean, high = bounds(runs, context)
+        episodes = found[0]["before"] + np.arange(1, len(mean) + 1)
+        axes.plot(episodes, mean, look, color=colour, label=f"{name}, {words}")
+        if look in "xo":
+            error = [mean - low, high - mean]
+            axes.errorbar(episodes, mean, error, color=colour, fmt="none", lw=1)
+        else:
+            axes.fill_between(episodes, low, high, color=colour, alpha=0.12, lw=0)
+
+
+def _drawn_counts(runs: Runs) -> list[int]:
+    """Returns the numbers of drawn episodes that contexts have, increasing."""
+    contexts = {c for run in runs for c in run["contexts"] if c.startswith(RANDOM)}
+    return sorted(int(context.removeprefix(RANDOM)) for context in contexts)
+
+
+def _by_drawn(axes: Axes, runs: Runs, colour: str, name: str) -> None:
+    if counts := _drawn_counts(runs):
+        each = [bounds(runs, f"{RANDOM}{count}")[:, 0] for count in counts]
+        low, mean, high = np.array(each).T
+        axes.plot(counts, mean, "o-", color=colour, label=name)
+        axes.fill_between(counts, low, high, color=colour, alpha=0.12, lw=0)
+        axes.set_xscale("log")
+
+
+def _references(axes: Axes, runs: Runs, x: str) -> None:
+    """Draws in grey the levels that returns are compared with."""
+    known = {k: v for run in runs for k, v in run["references"].items()}
+    levels = {"oracle": "knows the world", "random": "random actions"}
+    shown = {words: known[key] for key, words in levels.items() if key in known}
+    if not shown:
+        shown = {"return that agents are conditioned on": runs[0]["target"]}
+    left = {"transform": axes.get_yaxis_transform(), "va": "bottom", "ha": "right"}
+    for words, level in shown.items():
+        axes.axhline(level, color=GREY, lw=1, linestyle="--")
+        axes.text(0.99, level, words, color=GREY, fontsize=8, **left)
+    if x == "episode" and (learner := known.get("tabular")):
+        episodes = range(1, len(learner) + 1)
+        axes.plot(episodes, learner, color=GREY, lw=1, label="Q-learning from scratch")
