@@ -15,7 +15,7 @@ Expected: not run at this size yet; tests/test_grow_context.py runs it small.
 
 import ml_collections
 
-from configs import base, llama_sizes
+from configs import base, models
 
 # tokens of context: (fsdp, ring, rows in a batch, microbatches, steps)
 _STAGES = {
@@ -39,7 +39,7 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     fsdp, ring, rows, microbatches, steps = _STAGES[tokens]
     config = base.get_config().unlock()
     config.workdir = f"runs/grow_context/{tokens}"
-    config.model.update(llama_sizes.llama("1b"))
+    config.model.update(models.fields_of("1b"))
 
     config.data.context_tokens = tokens
     config.data.batch_rows = rows

@@ -7,13 +7,13 @@ Expected: not run on a GPU yet.
 
 import ml_collections
 
-from configs import base, llama_sizes
+from configs import base, models
 
 
 def get_config() -> ml_collections.ConfigDict:
     config = base.get_config().unlock()
     config.workdir = "runs/h200_1b"
-    config.model.update(llama_sizes.llama("1b"))
+    config.model.update(models.fields_of("1b"))
     # The default corpus is bytes: its ids are a small part of the vocabulary.
     config.remat = "attention"
     config.mesh.ring = 1

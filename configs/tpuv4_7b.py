@@ -1,4 +1,4 @@
-"""LLaMA 7B at 4 Mi tokens of context: configs/pod.py:7b by the name of its pod.
+"""LLaMA 7B at 4 Mi tokens of context: configs/models.py:7b/v4 by the name of its pod.
 
 Command, on every host: python train.py --config=configs/tpuv4_7b.py
   --config.workdir=gs://BUCKET/RUN --config.data.corpus=CORPUS
@@ -8,10 +8,10 @@ Expected: not run on TPUs yet; see the README for what has been compiled.
 
 import ml_collections
 
-from configs import pod
+from configs import models
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = pod.get_config("7b").unlock()
+    config = models.get_config("7b/v4").unlock()
     config.workdir = "runs/tpuv4_7b"
     return config.lock()

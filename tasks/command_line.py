@@ -128,6 +128,14 @@ def platforms(root: Path, environment: Mapping[str, str]) -> str | None:
     return None if is_other else "cpu"
 
 
+RENAMED_CONFIGS = {
+    **{name: f"configs/models.py:{name}/PLACE" for name in ("llama3_8b", "qwen3_8b")},
+    "gemma3_12b": "configs/models.py:gemma3_12b/PLACE",
+    "pod": "configs/models.py:SIZE/v4",
+    "exorl_at_32": "configs/exorl_at.py:32",
+    "exorl_at_128": "configs/exorl_at.py:128",
+}
+
 CONFIG_FLAGS = """config:
   --config=FILE[:NAME]   program that makes the config, as configs/tiny.py
   --workdir=DIR          or the run in this directory, with the config that it keeps
@@ -233,7 +241,8 @@ def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
 def _made_by(file: str, *name: str) -> ml_collections.ConfigDict:
     """Returns what the file's `get_config` returns, given a name if there is one."""
     if not Path(file).is_file():
-        raise ValueError(f"there is no config {file}: give one of configs/*.py")
+        now = RENAMED_CONFIGS.get(Path(file).stem, "one of configs/*.py")
+        raise ValueError(f"there is no config {file}: give {now}")
     try:
         config = runpy.run_path(file)["get_config"](*name)
     except Exception as error:

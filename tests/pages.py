@@ -113,9 +113,11 @@ NAMED = "README.md", "CONTRIBUTING.md", "tools/README.md"
 FOUND = *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")
 PAGES = [Page(path) for path in (*(ROOT / name for name in NAMED), *sorted(FOUND))]
 README = PAGES[0]
+LIVING = [page for page in PAGES if not re.match(r"results/\d", str(page))]
+"""All but the dated reports, which describe the commit that they name."""
 LOG = Page(ROOT / "LOG.md")
-COMMANDS = list(dict.fromkeys(c for page in PAGES for c in page.commands()))
-INLINE = list(dict.fromkeys(c for page in PAGES for c in page.inline_commands()))
+COMMANDS = list(dict.fromkeys(c for page in LIVING for c in page.commands()))
+INLINE = list(dict.fromkeys(c for page in LIVING for c in page.inline_commands()))
 
 
 def parser_of(program: str, arguments: list[str]) -> tuple[ArgumentParser, list[str]]:

@@ -1,4 +1,4 @@
-"""README, docs/ and results/ say what is there, and their commands are understood."""
+"""README and docs/ say what is there, and their commands are understood."""
 
 import re
 import sys
@@ -13,14 +13,14 @@ from configs import base
 from tasks import run_config
 from tasks.command_line import read_config
 from tests import pages
-from tests.pages import COMMANDS, INLINE, LOG, PAGES, README, ROOT, Command
+from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT, Command
 from tools.lib.planning.meshes import suggestions
 from training.pods import aot_pod
 
-CODE = [code for page in PAGES for code in page.inline_code()]
+CODE = [code for page in LIVING for code in page.inline_code()]
 NAMES = {p.name for f in pages.FOLDERS.split("|") for p in (ROOT / f).rglob("*.*")}
 NAMES |= {path.name for path in ROOT.glob("*.*")}
-WITH_PROGRAMS = [page for page in PAGES if page.blocks("python") and page != README]
+WITH_PROGRAMS = [page for page in LIVING if page.blocks("python") and page != README]
 
 
 CONFIG = "--config", "--workdir="
@@ -72,7 +72,7 @@ def test_every_page_is_linked_from_the_readme_or_the_results():
     assert {page.path for page in PAGES} - {README.path} <= linked
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("page", LIVING, ids=str)
 def test_paths_are_there(page):
     assert {path for path in page.paths() if not any(ROOT.glob(path))} == set()
     assert page.file_names() <= NAMES
@@ -163,7 +163,7 @@ def test_meshes_of_the_table_are_those_suggested(topology, rows, tokens, mesh):
 
 def test_selected_tests_are_there():
     chosen = [c for c in INLINE if c.words[0] == "pytest"]
-    assert len(chosen) > 5
+    assert chosen
     for command in chosen:
         files = [word for word in command.words if word.startswith("tests/")]
         assert files and all((ROOT / file).is_file() for file in files), command

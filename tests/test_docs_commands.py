@@ -25,7 +25,7 @@ NOT_RUN = {
     "source": "the environment is that of the tests",
     "python train.py --config=configs/tpuv4_7b.py --config.data.corpus": "a pod",
     "python train.py --config=configs/h200_1b.py": "GPUs",
-    "python train.py --config=configs/llama3_8b.py": "GPUs, and weights of 8B",
+    "python train.py --config=configs/models.py:llama3_8b/": "GPUs, and weights of 8B",
     "python train.py --config=configs/grow_context.py": "eight GPUs; "
     "tests/test_grow_context.py runs it small",
     "python -m tools.pack_exorl --root DATASETS": "ExoRL's own archives",

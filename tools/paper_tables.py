@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from configs import llama_sizes
+from configs import models
 from data.json_text import parse_json
 from models.sizes import LanguageModelConfig
 from tasks.command_line import Parser, as_program
@@ -112,7 +112,7 @@ def speed_ups() -> list[dict[str, Any]]:
 
 
 def _model(size: str) -> LanguageModelConfig:
-    return LanguageModelConfig(**llama_sizes.llama(size))
+    return LanguageModelConfig(**models.fields_of(size))
 
 
 def tables(results: Path) -> dict[str, Any]:

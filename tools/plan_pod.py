@@ -22,7 +22,7 @@ config can be changed as for `train.py`.
 
 The contexts of Ring Attention's table 5 (results/tpu/exorl_memory.json) are, for 32
 and 128 trajectories,
-    python -m tools.plan_pod --config=configs/exorl_at_32.py --topology=v5e:2x4
+    python -m tools.plan_pod --config=configs/exorl_at.py --topology=v5e:2x4
 with --config.attention=ring or striped, and for vanilla, memory_efficient and blockwise
 with --devices=1 --config.mesh.ring=1. A system that does not fit ends with an error.
 """

@@ -1,14 +1,13 @@
 """Parameters and operations against the model itself and published numbers."""
 
 import dataclasses
-import importlib
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from configs import base, llama3_8b, llama_sizes
+from configs import base, models
 from models.adapters import Lora
 from models.flops import (
     num_matrix_parameters,
@@ -19,7 +18,7 @@ from models.sizes import LanguageModelConfig
 from tasks import text
 from training.mesh import MeshShape, Partition, make_mesh
 
-each_size = pytest.mark.parametrize("name", llama_sizes.NAMES)
+each_size = pytest.mark.parametrize("name", models.PAPER_SIZES)
 
 BILLIONS = {
     "1b": 1.244,
@@ -54,7 +53,7 @@ GROUPED = LanguageModelConfig(
 
 
 def llama(name: str) -> LanguageModelConfig:
-    return LanguageModelConfig(**llama_sizes.llama(name))
+    return LanguageModelConfig(**models.fields_of(name))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_counts_are_the_published_ones_and_those_of_the_models_parameters(
     name, one_device
 ):
     config = base.get_config()
-    config.model.update(llama_sizes.llama(name))
+    config.model.update(models.fields_of(name))
     shapes = text.model(config, one_device).shapes
     sizes = jax.tree.map(lambda leaf: leaf.size, shapes)
     assert num_parameters(llama(name)) == sum(jax.tree.leaves(sizes))
@@ -106,7 +105,7 @@ def test_counts_are_those_of_the_parameters_of_every_kind_of_model(parts, one_de
     [("llama3_8b", 8.030), ("qwen3_8b", 8.191), ("gemma3_12b", 11.766)],
 )
 def test_families_have_the_parameters_of_the_published_ones(name, billions):
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config = models.get_config(f"{name}/v5p")
     assert round(num_parameters(text.sizes(config)) / 1e9, 3) == billions
 
 
@@ -159,7 +158,7 @@ def test_frozen_matrices_have_no_gradients_to_count():
     own = 6 * 3 * 2 * (12 + 24 + 20 + 12) * tokens
     assert train_flops(adapted, tokens, pairs) == whole - frozen + own
     # 8B at 128 Ki tokens; without adapters 5.902e15 of matrices and 13.511e15.
-    config = llama3_8b.get_config("lora_h200")
+    config = models.get_config("llama3_8b/lora_h200")
     length, model = 131_072, config.model
     model = LanguageModelConfig(**model, lora=Lora(config.lora.rank, config.lora.alpha))
     full = dataclasses.replace(model, lora=Lora())

@@ -12,7 +12,7 @@ from training.pods import TooLarge, aot_pod
 
 def agent_step(system: str, trajectories: int) -> Step:
     """The step of a context of Ring Attention's table 5, on one v5e or a ring of 8."""
-    name, pod = f"configs/exorl_at_{trajectories}.py", aot_pod("v5e:2x4")
+    name, pod = f"configs/exorl_at.py:{trajectories}", aot_pod("v5e:2x4")
     devices = 8 if system in ("ring", "striped") else 1
     flags = [f"--config.attention={system}", f"--config.mesh.ring={devices}"]
     return Step.of(read_config([f"--config={name}", *flags]), pod.first(devices))

@@ -28,7 +28,7 @@ MULTIPLES = {"nothing": 4, "offload": 8}
 class Target:
     """A row of table 3.
 
-    model: a size of `configs/llama_sizes.py`.
+    model: a size of `configs/models.py`.
     topology: of the pod; v4-1024 in the paper's words counts TensorCores, 512 chips.
     paper_context: the paper's, in 1024 tokens.
     parts: `config.attention_parts`.
@@ -55,7 +55,7 @@ class Target:
     def arguments(self, remat: str, output: Path) -> list[str]:
         """Returns the arguments of `plan_pod.py`."""
         return [
-            f"--config=configs/pod.py:{self.model}",
+            f"--config=configs/models.py:{self.model}/v4",
             f"--topology={self.topology}",
             f"--context={self.tokens(remat)}",
             f"--config.mesh.ring={self.ring}",

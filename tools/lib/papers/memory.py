@@ -9,7 +9,7 @@ from typing import Any
 import ml_collections
 
 from configs import base as base_config
-from configs import llama_sizes
+from configs import models
 from tools.lib.planning.memory import peak_bytes
 from tools.lib.planning.step import Step
 from training.pods import aot_pod
@@ -23,7 +23,7 @@ PODS = {4: "2x2x1", 16: "2x2x4", 64: "4x4x4", 256: "4x8x8", 1024: "8x8x16"}
 def layer_config(size: str, layers: int) -> ml_collections.ConfigDict:
     """Returns a LLaMA of few layers and a small vocabulary."""
     config = base_config.get_config()
-    config.model.update(llama_sizes.llama(size))
+    config.model.update(models.fields_of(size))
     config.model.num_layers = layers
     config.model.vocab_size = 256
     config.remat = "nothing"

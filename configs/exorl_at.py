@@ -1,35 +1,39 @@
-"""Agentic Transformer of 304M parameters: 32 trajectories of 1000 steps in a context.
+"""Agentic Transformer of 304M parameters: 32 or 128 trajectories of 1000 steps.
 
-Command: python train.py --config=configs/exorl_at_32.py
+Command: python train.py --config=configs/exorl_at.py:TRAJECTORIES
   --config.data.trajectories=CACHE/walker/rnd/run
+TRAJECTORIES is 32 (python train.py --config=configs/exorl_at.py), 128,000 tokens a
+sequence and about 2.6e15 FLOPs forward and backward; or 128, 512,000 tokens and 4e16
+FLOPs, minutes a step.
 Hardware: 8 devices of 16 GiB or more; ring 8, striped by whole steps.
-Expected: not run. 128,000 tokens a sequence, about 2.6e15 FLOPs forward and backward.
-The sizes are those of Ring Attention's table 5 ("350M": 24 layers, 1024, 16 heads),
-whose scores have no stated scale: results are not to be compared with them.
+Expected: not run. The sizes are those of Ring Attention's table 5 ("350M": 24 layers,
+1024, 16 heads), whose scores have no stated scale, so results cannot be compared.
 """
 
 import ml_collections
 
 from configs import base
 
-TRAJECTORIES, STEPS = 32, 1000
+STEPS = 1000
 
 
-def get_config() -> ml_collections.ConfigDict:
-    return agent(TRAJECTORIES, "exorl_at_32")
+def get_config(trajectories: str = "32") -> ml_collections.ConfigDict:
+    """Returns the config of a context of this many trajectories.
 
-
-def agent(trajectories: int, name: str) -> ml_collections.ConfigDict:
-    """Returns the config of a context of this many trajectories; name: its workdir."""
+    Raises:
+      ValueError: it is neither 32 nor 128.
+    """
+    if trajectories not in ("32", "128"):
+        raise ValueError(f"{trajectories!r} is not one of 32, 128")
     config = base.get_config().unlock()
     config.task = "exorl"
-    config.workdir = f"runs/{name}"
+    config.workdir = f"runs/exorl_at/{trajectories}"
     config.stripe_granule = 4  # whole steps
     config.remat = "nothing"
     config.attention_parts = 4  # all heads at once do not fit on a chip of 16 GiB
 
     config.agent.episode_steps = STEPS
-    config.agent.chain_length = trajectories
+    config.agent.chain_length = int(trajectories)
     config.model.hidden_size = 1024
     config.model.feed_forward_size = 2736
     config.model.num_layers = 24
@@ -38,7 +42,7 @@ def agent(trajectories: int, name: str) -> ml_collections.ConfigDict:
     config.model.head_dim = 64
     config.mesh.ring = 8
 
-    config.data.context_tokens = 4 * STEPS * trajectories
+    config.data.context_tokens = 4 * STEPS * int(trajectories)
     config.data.batch_rows = 1
     # Of a million steps, 1000 episodes: as many as a chain has, and more.
     config.data.held_out_share = 0.15

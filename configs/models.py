@@ -1,0 +1,143 @@
+"""Models of the papers and of today's families on pods and hosts of accelerators.
+
+Command, on every host: python train.py --config=configs/models.py:MODEL/PLACE
+  --config.workdir=gs://BUCKET/RUN --config.data.corpus=CORPUS
+MODEL is one of llama3_8b, qwen3_8b and gemma3_12b, whose weights convert_hf imports
+(--config.init_from=WEIGHTS), or a LLaMA of the papers, with one sequence a step:
+  llama3_8b/v5p   64 chips,  1 Mi tokens of context, ring 64
+  llama3_8b/v6e   64 chips,  1 Mi tokens of context, ring 64
+  llama3_8b/h200  8 GPUs,    128 Ki tokens of context, ring 8
+  gemma3_12b/v5p   64 chips,  1 Mi tokens of context, ring 32 x tensor 2
+  gemma3_12b/v6e   64 chips,  1 Mi tokens of context, ring 32 x tensor 2
+  gemma3_12b/h200  8 GPUs,    128 Ki tokens of context, ring 4 x tensor 2
+  1b/v4   64 chips,  256 Ki tokens of context, ring 64
+  3b/v4   128 chips, 1 Mi tokens of context, ring 128
+  7b/v4   512 chips, 4 Mi tokens of context, ring 512
+  13b/v4  512 chips, 2 Mi tokens of context, ring 512
+  30b/v4  512 chips, 1 Mi tokens of context, ring 512
+  65b/v4  512 chips, 1 Mi tokens of context, ring 512
+qwen3_8b has the places of llama3_8b. Adapters alone (LoRA) on one host:
+  llama3_8b/lora_h200  1 GPUs,  128 Ki tokens of context, ring 1
+  llama3_8b/lora_v5e   8 chips, 128 Ki tokens of context, ring 8
+  llama3_8b/lora_v6e   8 chips, 128 Ki tokens of context, ring 8
+(python train.py --config=configs/models.py is llama3_8b/v5p.)
+Hardware: v5p:4x4x4, v6e:8x8, a host of H200s, or a TPU v4 slice of as many chips;
+  others with --config.mesh.ring=DEVICES.
+Expected: planned and not run; see results/2026-11-23-families.md and
+  results/2026-11-23-fine-tuning.md.
+"""
+
+from typing import Any
+
+import ml_collections
+
+from configs import base, fine_tune
+
+_SIZES = "hidden_size", "feed_forward_size", "num_layers"
+_HEADS = "num_heads", "num_kv_heads", "head_dim", "vocab_size"
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GEMMA3 = {
+    "rope_theta": 1_000_000.0,
+    "norm_epsilon": 1e-6,
+    "layer_pattern": "wwwwwf",
+    "window": 1024,
+    "window_rope_theta": 10_000.0,
+    "qk_norm": "head",
+    "norms": "both",
+    "norm_unit_offset": True,
+    "activation": "gelu_tanh",
+    "tied_embeddings": True,
+    "embedding_scale": 3840**0.5,
+}
+
+# Values of _SIZES and _HEADS, other fields of config.model, and config.rope_scaling.
+# The papers' vocabulary has 32,000 ids; --config.model.vocab_size=0 takes the corpus's.
+MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+    "1b": ((2048, 5504, 22, 16, 16, 128, 32_000), {}, {}),
+    "3b": ((3200, 8640, 26, 32, 32, 100, 32_000), {}, {}),
+    "7b": ((4096, 11008, 32, 32, 32, 128, 32_000), {}, {}),
+    "13b": ((5120, 13824, 40, 40, 40, 128, 32_000), {}, {}),
+    "30b": ((6656, 17920, 60, 52, 52, 128, 32_000), {}, {}),
+    "65b": ((8192, 22016, 80, 64, 64, 128, 32_000), {}, {}),
+    # meta-llama/Llama-3.1-8B: 128 Ki tokens.
+    "llama3_8b": (
+        (4096, 14336, 32, 32, 8, 128, 128_256),
+        {"rope_theta": 500_000.0, "norm_epsilon": 1e-5},
+        _LLAMA3_ROPE,
+    ),
+    # Qwen/Qwen3-8B: 32 Ki tokens, with YaRN 128 Ki.
+    "qwen3_8b": (
+        (4096, 12288, 36, 32, 8, 128, 151_936),
+        {"rope_theta": 1_000_000.0, "norm_epsilon": 1e-6, "qk_norm": "head"},
+        {},
+    ),
+    # google/gemma-3-12b-pt, its model of text: 128 Ki tokens.
+    "gemma3_12b": (
+        (3840, 15360, 48, 16, 8, 256, 262_208),
+        _GEMMA3,
+        {"rope_type": "linear", "factor": 8.0},
+    ),
+}
+
+PAPER_SIZES = "1b", "3b", "7b", "13b", "30b", "65b"
+
+# place: (devices, Ki tokens of context)
+_PODS = {"v5p": (64, 1024), "v6e": (64, 1024), "h200": (8, 128)}
+_HOSTS = {"lora_h200": (1, 128), "lora_v5e": (8, 128), "lora_v6e": (8, 128)}
+PLACES = {
+    "1b": {"v4": (64, 256)},
+    "3b": {"v4": (128, 1024)},
+    "7b": {"v4": (512, 4096)},
+    "13b": {"v4": (512, 2048)},
+    "30b": {"v4": (512, 1024)},
+    "65b": {"v4": (512, 1024)},
+    "llama3_8b": _PODS | _HOSTS,
+    "qwen3_8b": _PODS,
+    "gemma3_12b": _PODS,
+}
+"""Places of every model, with their devices and Ki tokens of context."""
+_NAMES = [f"{model}/{place}" for model, places in PLACES.items() for place in places]
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """Returns the fields of `config.model` that a model sets."""
+    sizes, parts, _ = MODELS[name]
+    return dict(zip(_SIZES + _HEADS, sizes, strict=True)) | parts
+
+
+def get_config(name: str = "llama3_8b/v5p") -> ml_collections.ConfigDict:
+    """Returns the config of a model in a place, of one sequence a step.
+
+    Models with windows are in zigzag, where few ring steps have visible keys in layers
+    with a window; their wide heads are shared out to two devices.
+
+    Raises:
+      ValueError: the model or the place is unknown.
+    """
+    if name not in _NAMES:
+        raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
+    model, place = name.split("/")
+    devices, context = PLACES[model][place]
+    config = base.get_config().unlock()
+    config.workdir = f"runs/{model}/{place}"
+    if place in _HOSTS:
+        config.update_from_flattened_dict(fine_tune.LORA)
+    config.model.update(fields_of(model))
+    config.rope_scaling.update(MODELS[model][2])
+    if place == "v4" or name == "gemma3_12b/v6e":  # 32 GiB a chip
+        config.remat = "nothing"
+    if place == "v4":
+        config.attention_parts = 4
+    if config.model.window:
+        config.attention, config.mesh.tensor = "zigzag", 2
+    config.mesh.ring = devices // config.mesh.tensor
+    config.data.context_tokens = context * 1024
+    config.data.batch_rows = 1
+    return config.lock()
