@@ -250,10 +250,8 @@ def _report(
         every_steps=every.log,
         watch=Watch(config.guard.stop_after, say),
         losses=Losses(
-            task.objective.unit,
             parts=task.objective.part_names,
             held_out_parts=task.held_out.part_names,
-            validates=bool(config.train.validation_batches and every.validate),
         ),
     )
 

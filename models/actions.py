@@ -42,13 +42,6 @@ class Actions:
         """Numbers that are predicted of a step, P."""
         return self.size * (self.bins if self.kind == "binned" else 1)
 
-    @property
-    def unit(self) -> str:
-        """Unit of `errors`."""
-        if self.kind == "continuous":
-            return "squared error of actions"
-        return "cross-entropy of actions, in nats"
-
     def bounded(self, values: jax.Array) -> jax.Array:
         """Returns continuous actions in [-1, 1] of any values; logits as they are."""
         return jnp.tanh(values) if self.kind == "continuous" else values

@@ -61,13 +61,11 @@ class Objective:
     loss_sum: see `LossFunction`.
     count: batch -> `Counts`.
     part_names: names of the parts of the loss, if it has any.
-    unit: unit of the loss.
     """
 
     loss_sum: LossFunction
     count: Callable[[Any], Counts]
     part_names: Sequence[str] = ()
-    unit: str = "nats a token"
 
 
 @dataclass(frozen=True)

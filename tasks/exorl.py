@@ -91,8 +91,7 @@ def _by_rank(
     """Builds the loss by the rank of an episode in its chain."""
     parts = RankParts(config.agent.chain_length)
     loss_sums = loss_function(config, model, partition)
-    unit = model.config.actions.unit
-    return Objective(loss_sums, count(config), parts.names, unit)
+    return Objective(loss_sums, count(config), parts.names)
 
 
 def _by_place(
@@ -107,8 +106,7 @@ def _by_place(
         return by_rank(batch)._replace(weights=weights)
 
     loss_sums = loss_function(config, model, partition, parts)
-    unit = model.config.actions.unit
-    return Objective(loss_sums, counts, parts.names, unit)
+    return Objective(loss_sums, counts, parts.names)
 
 
 @names_fields

@@ -14,7 +14,6 @@ from data.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.cases import QUICK
 from tasks import base, exorl, trajectories
 from tasks.generation import newest_parameters
-from tests.curves import layout
 from tests.small_agent import (
     ACTION_SIZE,
     EPISODE_STEPS,
@@ -96,11 +95,6 @@ def test_losses_fall_and_have_curves_by_rank_and_by_place(undisturbed):
     curve = dict(tags["train/loss"])
     assert curve[STEPS] < curve[1] and last["step"] == STEPS
     assert any("striped attention" in line for line in said)
-    learning = layout(workdir / "tensorboard" / workdir.name)["Learning"]
-    assert list(learning)[:2] == [
-        "loss, squared error of actions",
-        "held-out loss by part, squared error of actions",
-    ]
 
 
 @pytest.mark.thorough

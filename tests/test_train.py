@@ -12,7 +12,6 @@ import pytest
 
 import train
 from tasks import base, batch_rows, text
-from tests.curves import layout
 from tests.runs import Run, assert_equal_bits, kill_after
 from training.feed import place
 from training.step import make_evaluate_step
@@ -101,19 +100,16 @@ def test_the_curve_has_every_step_of_a_broken_run(undisturbed, new_run, monkeypa
 
 
 @pytest.mark.thorough
-def test_every_chart_shows_a_curve_of_a_run_that_has_its_workdirs_name(undisturbed):
+def test_curves_have_the_workdirs_name_and_rates(undisturbed):
     (run,) = (undisturbed.workdir / "tensorboard").iterdir()
     assert run.name == undisturbed.workdir.name
-    found, tags = layout(run), undisturbed.curves()
-    assert "loss, nats a token" in found["Learning"]
-    curves = [c for charts in found.values() for title in charts for c in charts[title]]
-    for curve in curves:
-        assert any(re.search(curve, tag) for tag in tags), curve
-    rates = {tag: points for tag, points in tags.items() if tag.startswith("perf/")}
-    assert "perf/tokens_per_second" in rates
-    assert all(value > 0 for points in rates.values() for _, value in points)
-    # The devices are simulated: they have no peak.
-    assert "MFU" not in found["Speed"] and "tokens a second" in found["Speed"]
+    rates = {tag for tag in undisturbed.curves() if tag.startswith("perf/")}
+    # The devices are simulated: they have no peak, and so no MFU.
+    assert rates == {
+        "perf/step_time",
+        "perf/tokens_per_second",
+        "perf/tokens_per_second_per_device",
+    }
 
 
 @pytest.mark.thorough

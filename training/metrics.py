@@ -1,7 +1,7 @@
 """Writes TensorBoard points and console lines; measures throughput and MFU."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,6 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from training import chips
-from training.dashboard import dashboard
 from training.sinks import FLUSH_SECONDS, Sink
 
 
@@ -51,10 +50,6 @@ class TensorBoardWriter(Sink):
             for tag, value in values.items()
         ]
         self._add(step, summary=Summary(value=points))
-
-    def dashboard(self, tags: Collection[str], unit: str) -> None:
-        """Arranges the curves that will come, by their tags, with the loss's unit."""
-        self._add(self._first_step, summary=Summary(value=[dashboard(tags, unit)]))
 
     def text(self, tag: str, text: str) -> None:
         """Adds a text, which TensorBoard renders as Markdown, at the first step."""
@@ -196,14 +191,6 @@ class Throughput:
         chip = chips.find(devices[0].device_kind)
         peak_flops = chip.peak_flops if chip else None
         return cls(num_devices=len(devices), peak_flops=peak_flops)
-
-    @property
-    def tags(self) -> list[str]:
-        """Names of the values that `report` returns."""
-        names = ["step_time", "tokens_per_second", "tokens_per_second_per_device"]
-        if self._peak_flops is not None:
-            names += ["mfu", "mfu_paper"]
-        return [f"perf/{name}" for name in names]
 
     def count(self, work: StepWork) -> None:
         """Counts one step that was dispatched to the devices."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from training import goodput
 from training.guard import Watch
 from training.metrics import (
     ConsoleLine,
@@ -21,25 +20,12 @@ from training.sinks import Sink
 class Losses:
     """Names of the losses that a run reports.
 
-    unit: of all of them.
     parts: names of the parts of the loss, where it has any.
     held_out_parts: names of the parts that validations report.
-    validates: whether there are validations.
     """
 
-    unit: str = "nats a token"
     parts: Sequence[str] = ()
     held_out_parts: Sequence[str] = ()
-    validates: bool = True
-
-    @property
-    def tags(self) -> list[str]:
-        """Tags of their curves."""
-        tags = ["train/loss", *(f"train/loss_{name}" for name in self.parts)]
-        if self.validates:
-            held_out = (f"validation/loss_{name}" for name in self.held_out_parts)
-            tags += ["validation/loss", *held_out]
-        return tags
 
 
 @dataclass
@@ -67,17 +53,9 @@ class Report:
     losses: Losses = Losses()
 
     def __post_init__(self):
-        self.writer.dashboard(self.tags, self.losses.unit)
         self.last: dict[str, float] = {}
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._begun = False
-
-    @property
-    def tags(self) -> list[str]:
-        """Tags of the curves that the run will have."""
-        memory = [] if peak_bytes() is None else ["perf/peak_bytes"]
-        ours = ["train/grad_norm", "train/learning_rate", "guard/skipped", *memory]
-        return [*self.losses.tags, *ours, *self.throughput.tags, *goodput.TAGS]
 
     def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step that runs, and reports on the one before."""

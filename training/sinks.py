@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,9 +24,6 @@ class Sink:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Takes one point of every tag."""
-
-    def dashboard(self, tags: Collection[str], unit: str) -> None:
-        """Arranges the curves that will come, by their tags, with the loss's unit."""
 
     def flush(self) -> None:
         """Returns when every point so far is written."""
@@ -50,10 +47,6 @@ class Sinks(Sink):
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.scalars(step, values)
-
-    def dashboard(self, tags: Collection[str], unit: str) -> None:
-        for sink in self._sinks:
-            sink.dashboard(tags, unit)
 
     def flush(self) -> None:
         for sink in self._sinks:

@@ -27,8 +27,6 @@ MESHES = [
         (MeshShape(ring=2), "striped", False),
         (MeshShape(ring=4), "ring", False),
         (MeshShape(ring=4), "striped", True),
-        (MeshShape(ring=8), "ring", True),
-        (MeshShape(ring=8), "striped", True),
         (MeshShape(ring=2, ulysses=2), "striped", True),
         (MeshShape(fsdp=2, ring=2, tensor=2), "striped", True),
     )

@@ -210,7 +210,6 @@ def test_several_sinks_get_every_call_and_none_is_needed(tmp_path):
 
     for sink in Sinks([Calls(), Calls()]), Sink():
         with sink:
-            sink.dashboard(["loss"], "nats")
             sink.scalars(1, {"loss": 1.0})
             sink.flush()
     wanted = [name for name in vars(Sink) if not name.startswith("_")]
