@@ -2,35 +2,26 @@
 
     python -m tools.tpu_schedule
     python -m tools.tpu_schedule --chips v4 v5e v5p v6e --output schedules.json
-    python -m tools.tpu_schedule --direction backward --kernels ours --regions 200
-    python -m tools.tpu_schedule --soft-cap 50 --masks full
-    python -m tools.tpu_schedule --kernels ours tokamax --python TOKAMAX/bin/python
+    python -m tools.tpu_schedule --direction backward --regions 200
+    python -m tools.tpu_schedule --soft-cap 50
 
-Compiles our Pallas kernel and JAX's splash attention for AOT topologies, finds the
-body of one full tile in their static schedules, and counts its bundles: its cycles,
-unless something stalls. The count is exact and the same in every run. Of a tile that is
+Compiles our Pallas kernel for AOT topologies, finds the body of one full tile in its
+static schedule, and counts the bundles (VLIW instructions): its cycles, unless
+something stalls. The count is exact and the same in every run. Of a tile that is
 computed in a loop it counts one iteration, and mxu_bound is too small by that factor.
 The branch that ends a body, and up to four bundles in its delay slots, are not counted.
+The tag v0.1-wide counts splash attention's and tokamax's bundles too.
 
 No chip is faster than its peak, which schedules ignore: they may issue matmuls up to an
 eighth faster. At the peak (of a v5e: 197 TFLOP/s, 4 MXUs x 128 x 128 at 1.5 GHz) the
 two matmuls of 1024 x 1024 x 128 take a v4, v5e or v5p 4096 cycles, and backward's five
 10240.
 
-Splash is compiled with each --masks: it applies a causal mask in every tile, which our
-full tiles do not need, and a full one in none. Its own tile may differ from ours: its
-counts are of as many bodies as make up the area of the requested tile. With --soft-cap
-all cap the scores.
-
-tokamax's is compiled by the --python of an environment with tools/tokamax.txt: as it
-is, and forward with the compiler's scheduler by linear programming (LP), and with that
-and a constant instead of maxima. A causal mask it applies in tiles on the diagonal.
-
 The output is a JSON list of rows. Keys: the fields of `Environment` in
-`tools/lib/benchmarks/rows.py` (device_kind: of the AOT chip) and of `Tile` and `Splash`
-in `tile_program.py` (the latter with "splash_" before it, null in our rows), and
+`tools/lib/benchmarks/rows.py` (device_kind: of the AOT chip) and of `Tile` in
+`tile_program.py`, and
 
-- kernel, ours, splash or tokamax, and libtpu, the compiler's version;
+- kernel, ours, and libtpu, the compiler's version;
 - bodies, how many were counted, and bundles, of all of them;
 - kernels, the name and the bundles of each kernel in that sum;
 - mxu_bound, the bundles that the MXU's work would fill by itself, and mxu_share;
@@ -70,21 +61,10 @@ from tools.lib.tpu_compiler.bundles import (
     read_schedule,
     tile_body,
 )
-from tools.lib.tpu_compiler.splash_tiles import list_splashes
-from tools.lib.tpu_compiler.tile_program import (
-    SPLASHES,
-    Compiled,
-    Splash,
-    Tile,
-    Variant,
-    write_request,
-)
+from tools.lib.tpu_compiler.tile_program import Compiled, Tile, write_request
 from training.pods import ENVIRONMENT, PODS
 
 PROGRAM = "tools.lib.tpu_compiler.tile_program"
-
-OPTIONS = [one.name for one in dataclasses.fields(Splash) if one.name != "kernel"]
-"""Of splash attention, in rows with "splash_" before them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +72,17 @@ class Measurement:
     """Result of one compilation; schedules: by kernel."""
 
     tile: Tile
-    variant: Variant
+    blocks: TpuBlocks | None
     compiled: Compiled
     schedules: dict[str, Schedule]
 
     @property
     def bodies(self) -> float:
         """Number of bodies that make up the area of the requested tile."""
-        own = self.variant or self.tile
-        rows = own.stacked_rows if isinstance(own, TpuBlocks) else own.block_q
-        return self.tile.block_q * self.tile.block_k / (rows * own.block_k)
+        if not self.blocks:
+            return 1.0
+        area = self.blocks.stacked_rows * self.blocks.block_k
+        return self.tile.block_q * self.tile.block_k / area
 
     def row(self) -> dict[str, Any]:
         """Returns the measurement as a row, without its environment."""
@@ -110,11 +91,9 @@ class Measurement:
         count = {name: self.bodies * body.bundles for name, body in bodies.items()}
         bundles = sum(count.values())
         bound = self.bodies * sum(body.mxu_bound for body in bodies.values())
-        splash = self.variant if isinstance(self.variant, Splash) else None
         return make_row(
-            {"kernel": splash.kernel if splash else "ours"},
+            {"kernel": "ours"},
             self.tile,
-            {f"splash_{name}": getattr(splash, name, None) for name in OPTIONS},
             {"libtpu": self.compiled.libtpu, "bodies": self.bodies, "bundles": bundles},
             {"kernels": " + ".join(f"{name} {n:g}" for name, n in count.items())},
             {"mxu_bound": bound, "mxu_share": bound / bundles},
@@ -132,10 +111,8 @@ def _key(unit: str) -> str:
     return unit.lower().replace(":", "_")
 
 
-def measure(tile: Tile, variant: Variant, python: str = sys.executable) -> Measurement:
-    """Compiles splash attention, or our kernel, in a process of its own.
-
-    python: of the environment that it runs in.
+def measure(tile: Tile, blocks: TpuBlocks | None) -> Measurement:
+    """Compiles our kernel in a process of its own; blocks: None for the table's.
 
     Raises:
       ValueError: it does not compile, or without the kernels that it should have.
@@ -146,19 +123,19 @@ def measure(tile: Tile, variant: Variant, python: str = sys.executable) -> Measu
             "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
         }
         done = subprocess.run(
-            [python, "-m", PROGRAM, write_request(tile, variant)],
+            [sys.executable, "-m", PROGRAM, write_request(tile, blocks)],
             cwd=ROOT,
             env=os.environ | ENVIRONMENT | environment,
             capture_output=True,
             text=True,
         )
         if done.returncode:
-            raise ValueError(f"{variant or tile} does not compile: {_reason(done)}")
+            raise ValueError(f"{blocks or tile} does not compile: {_reason(done)}")
         compiled = Compiled(**json.loads(done.stdout))
         schedules = {
             kernel: read_dump(Path(folder), kernel) for kernel in compiled.vmem_bytes
         }
-    return Measurement(tile, variant, compiled, schedules)
+    return Measurement(tile, blocks, compiled, schedules)
 
 
 def _reason(done: subprocess.CompletedProcess) -> str:
@@ -187,7 +164,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     units = [name.removeprefix("slots_") for name in rows[0] if "slots_" in name]
     titles = "bundles", "MXU bound", "MXU", "spills", "VMEM MiB"
     lines = [
-        f"{'chip':6}{'kernel':32}{'tile':20}"
+        f"{'chip':6}{'tile':20}"
         + "".join(f"{title:>10}" for title in titles)
         + "  "
         + " ".join(f"{unit.split('_')[-1]:>5}" for unit in units)
@@ -199,7 +176,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             for unit in units
         )
         lines.append(
-            f"{row['chip']:6}{_name(row):32}{_shape(row):20}{row['bundles']:10.0f}"
+            f"{row['chip']:6}{row['block_q']:5} x {row['block_k']:<12}"
+            f"{row['bundles']:10.0f}"
             f"{row['mxu_bound']:10.0f}{row['mxu_share']:10.1%}{spills:10.0f}"
             f"{row['vmem_bytes'] / 2**20:10.1f}  "
             + " ".join(f"{share:5.0%}" for share in use)
@@ -210,27 +188,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _name(row: dict[str, Any]) -> str:
-    if row["kernel"] == "ours":
-        return "ours"
-    options = {name: row[f"splash_{name}"] for name in OPTIONS}
-    splash = Splash(kernel=row["kernel"], **options)
-    is_cut = row["direction"] == "backward" and not splash.is_fused
-    return splash.name + ", two kernels" * is_cut
-
-
-def _shape(row: dict[str, Any]) -> str:
-    if row["kernel"] == "ours":
-        return f"{row['block_q']} x {row['block_k']}"
-    names = "block_q", "block_k", "compute_k"
-    return " x ".join(str(row[f"splash_{name}"]) for name in names)
-
-
 def region_lines(measured: Measurement, fewest: int) -> list[str]:
     """Formats the regions of at least `fewest` bundles, and the bodies of tiles."""
     lines = []
     for kernel, schedule in measured.schedules.items():
-        lines.append(f"{measured.tile.chip} {kernel}, {measured.variant or 'ours'}")
+        blocks = measured.blocks or "blocks of the table"
+        lines.append(f"{measured.tile.chip} {kernel}, {blocks}")
         for region in schedule.regions:
             if region.bundles >= fewest:
                 used = ", ".join(f"{name} {n}" for name, n in region.used.items())
@@ -252,9 +215,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--chips", nargs="+", default=["v5e"], choices=tuple(PODS))
     add("--direction", default="forward", choices=("forward", "backward"))
-    kernels = "ours", "splash", "tokamax"
-    add("--kernels", nargs="+", default=list(kernels[:2]), choices=kernels)
-    add("--masks", nargs="+", default=["causal", "full"], choices=("causal", "full"))
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     sizes = {
         "block-q": (1024, "query rows of the tile, those of a group stacked"),
@@ -270,17 +230,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--soft-cap", type=at_least(2**-10, float), help="of scores (default: none)"
     )
     parser.add_argument(
-        "--splash",
-        default="best",
-        choices=("best", "all"),
-        help="of its own tiles: the best one known, or every one (default: best)",
-    )
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        help="that of an environment with tools/tokamax.txt (default: this one)",
-    )
-    parser.add_argument(
         "--regions", type=at_least(1), help="list regions of at least N bundles"
     )
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
@@ -294,19 +243,13 @@ def _tiles(chosen: argparse.Namespace) -> list[Tile]:
 
 
 def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:
-    """Measures every chosen tile and variant; returns measurements and failures."""
+    """Measures every chosen tile; returns measurements and failures."""
     measured, failures = [], []
     for tile in _tiles(chosen):
-        variants: list[Variant] = [None] if "ours" in chosen.kernels else []
-        peers = [kernel for kernel in SPLASHES if kernel in chosen.kernels]
-        variants += list_splashes(tile, peers, chosen.masks, chosen.splash)
-        for variant in variants:
-            is_apart = getattr(variant, "kernel", None) == "tokamax"
-            python = chosen.python if is_apart else sys.executable
-            try:
-                measured.append(measure(tile, variant, python))
-            except ValueError as error:
-                failures.append(str(error))
+        try:
+            measured.append(measure(tile, None))
+        except ValueError as error:
+            failures.append(str(error))
     return measured, failures
 
 
