@@ -29,7 +29,6 @@ from tasks.config_errors import names_fields
 from tasks.mask import document_mask
 from training import chips
 from training import optimizer as optimizers
-from training.cycles import ring_walks
 from training.guard import GuardSettings
 from training.layerwise import STACKED
 from training.mesh import Axes, MeshShape, Partition, make_mesh
@@ -219,11 +218,6 @@ def scores(config: ml_collections.ConfigDict) -> dict[str, float | None]:
     }
 
 
-BOTH_WAYS_HIDE = 8192
-"""Tokens of a shard, times query heads of a key head, from which transfers both ways
-round are hidden on every TPU: the largest of docs/meshes.md, rounded up."""
-
-
 @names_fields
 def ring_attention(
     config: ml_collections.ConfigDict, partition: Partition
@@ -248,7 +242,6 @@ def ring_attention(
         implementation=system.implementation or config.implementation or None,
         keep_tail=config.remat == "tail",
         ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
-        walks=walks(config, partition),
         count_steps=counts_steps(config, partition),
     )
 
@@ -266,18 +259,6 @@ def ring_attention(
         return attend(q, k, v, visible, sinks=sinks, within=within)
 
     return attend_within
-
-
-def walks(
-    config: ml_collections.ConfigDict, partition: Partition
-) -> Sequence[Sequence[int]] | None:
-    """Returns the walks of a ring: on cycles only where both ways do not hide it.
-
-    They make more kernels, which are smaller and longer to compile.
-    """
-    group = config.model.num_heads // config.model.num_kv_heads
-    tokens = config.data.context_tokens // partition.ring_size
-    return ring_walks(partition) if tokens * group < BOTH_WAYS_HIDE else None
 
 
 def counts_steps(

@@ -37,7 +37,7 @@ kernels/triton_gpu/launch.py models/cache.py models/rope.py models/losses.py
 models/sampling.py models/adapters.py data/text.py data/conversation.py
 data/chat_template.py data/document_mask.py training/checkpoint.py training/guard.py
 training/mesh.py training/torus.py training/stored_step.py
-tools/lib/planning/memory.py tools/lib/planning/ring.py
+tools/lib/planning/memory.py tools/lib/planning/clock.py
 """.split()
 """Whose faults would give wrong numbers, or lose a run."""
 

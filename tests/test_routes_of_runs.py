@@ -5,6 +5,7 @@ With `-s` and `-m ""` they print what a device sends in a step on each.
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.runs import Run
 pytestmark = pytest.mark.thorough
 
 STEPS, ROWS, TOKENS = 4, 8, 320
+# The package has a function of this name.
+ring_attention = importlib.import_module("kernels.ring_attention")
 LAYERS = 2
 
 
@@ -65,10 +68,6 @@ class Route:
         rows, tokens = ROWS * self.ring * self.ulysses // 8, TOKENS // self.ring
         shard = 2 * 4 * rows * tokens * 2 * 8 // self.ulysses  # of 2 heads of 8
         return LAYERS * shard * (2 * (self.ring - 1) + self.ring)
-
-    def walks(self, _: Any) -> list[list[int]] | None:
-        there = list(range(self.ring))
-        return [there, [0, *there[:0:-1]]] if self.goes_both_ways else None
 
 
 def layer_fields(layers: str) -> dict[str, Any]:
@@ -164,7 +163,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def take(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "ring_walks", route.walks)
+    both_ways = route.goes_both_ways
+    monkeypatch.setattr(ring_attention, "rings_both_ways", lambda: both_ways)
     if not route.counts:
         monkeypatch.setattr(base, "counts_steps", lambda *_: False)
 

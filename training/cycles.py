@@ -17,9 +17,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from training.mesh import Partition
 from training.pods import find_generation
 from training.slices import by_slice
 from training.torus import Shape, place
@@ -29,26 +27,6 @@ Walk = tuple[int, ...]
 
 MOST_ROUNDS = 32
 """Rounds of the search for cycles. A few do, up to a torus of 16 x 16 x 16."""
-
-
-def ring_walks(partition: Partition) -> tuple[Walk, ...] | None:
-    """Returns the orders in which a mesh's ring hands on equal parts of its keys.
-
-    Returns:
-      The disjoint cycles of its torus, each both ways round; None where there are not
-      two of them, for the way that `make_ring_attention` chooses.
-    """
-    mesh = partition.mesh
-    if not isinstance(mesh, Mesh):  # of devices that need not be there
-        return None
-    first, *others = (mesh.axis_names.index(axis) for axis in partition.axes("ring"))
-    shape = mesh.devices.shape
-    # A ring of two axes of the mesh is one line.
-    line = *shape[:first], partition.ring_size, *shape[first + 1 + len(others) :]
-    cycles = disjoint_cycles(mesh.devices.reshape(line), first)
-    if len(cycles) < 2:
-        return None
-    return tuple(way for cycle in cycles for way in (cycle, (0, *cycle[:0:-1])))
 
 
 def disjoint_cycles(devices: np.ndarray, axis: int) -> tuple[Walk, ...]:

@@ -1,12 +1,9 @@
 import pytest
 
 from tools.lib.tpu_compiler.bundles import (
-    BRANCH,
     Body,
-    Parts,
     Span,
     bodies,
-    read_parts,
     read_schedule,
     tile_body,
 )
@@ -83,64 +80,6 @@ def test_full_tile_is_the_plainest_body_with_the_most_work():
     found = [(body.bundles, body.used["VALU"]) for body in bodies(schedule)]
     assert found == [(1, 1), (3, 2 + 3 + 4), (2, 5 + 6)]
     assert tile_body(schedule).used["MXU"] == 40
-
-
-def test_parts_are_read_from_the_nesting_of_a_kernel():
-    schedule = read(
-        ("LB", 1, "} /* Start region 1", 0),  # of the grid
-        ("", 1, "%1 = vld", 0),
-        ("", 1, branch(11), 0),  # sets the sums
-        ("PF", 1, "} /* Start region 11", 0),
-        ("", 1, branch(2), 0),  # loads masks
-        ("", 1, "%2 = vadd", 0),
-        ("PF", 1, "} /* Start region 2", 0),
-        ("LB", 2, "} /* Start region 3", 0),  # of the tiles
-        ("", 2, branch(4), 0),  # starts a copy
-        ("PF", 2, "} /* Start region 4", 0),
-        ("", 2, branch(5), 40),  # a full tile
-        ("", 2, "%3 = vpop", 0),
-        ("PF", 2, "} /* Start region 5", 0),
-        ("", 2, branch(10), 30),  # a diagonal tile
-        ("", 2, "%6 = vpop", 0),
-        ("", 2, "%7 = vpop", 0),
-        ("PF", 2, "} /* Start region 10", 0),
-        ("", 2, branch(6), 0),  # a partial tile
-        ("LB", 3, "} /* Start region 7", 0),  # of its sub-blocks
-        ("", 3, branch(8), 10),
-        ("PF", 3, "} /* Start region 8", 0),
-        ("", 3, branch(9), 20),
-        ("", 3, "%4 = vpop", 0),
-        ("PF", 3, "} /* Start region 9", 0),
-        ("", 3, branch(7), 0),
-        ("PF", 2, "} /* Start region 6", 0),
-        ("", 2, branch(3), 0),
-        ("", 1, "%5 = vst", 0),
-        ("", 1, branch(1), 0),
-    )
-    assert read_parts(schedule) == Parts(
-        begin=4,
-        init=1,
-        masks=2,
-        end=2,
-        tile=5 + 1 + BRANCH,
-        first=0,
-        full=2,
-        diagonal=3,
-        partial=2,
-        turn=3 + BRANCH,
-        live=(1, 2),
-    )
-
-
-def test_kernel_with_one_kind_of_tile_has_no_parts():
-    schedule = read(
-        ("LB", 1, "} /* Start region 1", 0),
-        ("LB", 2, "} /* Start region 2", 40),
-        ("", 2, branch(2), 0),
-        ("", 1, branch(1), 0),
-    )
-    with pytest.raises(ValueError, match="a branch for full"):
-        read_parts(schedule)
 
 
 def test_texts_that_do_not_fit_are_refused():

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from training.cycles import Walk, cycles_of_torus, disjoint_cycles, ring_walks
-from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
+from training.cycles import Walk, cycles_of_torus, disjoint_cycles
+from training.mesh import MESH_AXES, MeshShape, make_mesh
 from training.pods import h200_devices, tpu_devices
 from training.torus import Shape, is_closed, place
 
@@ -86,26 +86,3 @@ def test_devices_that_know_no_place_are_one_cycle():
     for devices in (jax.devices(), h200_devices(8)):
         line = np.array(devices)
         assert disjoint_cycles(line, 0) == (tuple(range(8)),)
-
-
-@pytest.mark.parametrize(
-    "pod, shape, cycles",
-    [
-        ("v4:4x4x4", MeshShape(ring=64), 3),
-        ("v4:4x4x4", MeshShape(ring_outer=2, ring=32), 3),
-        ("v4:4x4x4", MeshShape(fsdp=4, ring=16), 2),
-        ("v4:4x4x4", MeshShape(ring=8, ulysses=2, tensor=4), 0),
-        ("v5e:4x4", MeshShape(ring=16), 0),  # no axis is closed
-    ],
-    ids=str,
-)
-def test_the_walks_of_a_ring_are_its_cycles_both_ways_round(pod, shape, cycles):
-    walks = ring_walks(Partition(make_mesh(shape, tpu_devices(pod))))
-    if not cycles:
-        assert walks is None
-        return
-    size = shape.ring * shape.ring_outer
-    assert len(walks) == 2 * cycles
-    pairs = [set(zip(w, np.roll(w, -1).tolist(), strict=True)) for w in walks]
-    assert len(set.union(*pairs)) == len(walks) * size  # no link twice in one direction
-    assert pairs[1] == {(there, here) for here, there in pairs[0]}

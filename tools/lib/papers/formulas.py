@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kernels.layouts import Contiguous, Layout, Striped
 from models.flops import num_matrix_parameters
 from models.sizes import LanguageModelConfig
-from tools.lib.planning.ring_steps import Sequence
+from tools.lib.planning.visible import Sequence
 from training.chips import Chip
 
 RING_BLOCKS = 6

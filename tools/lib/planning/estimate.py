@@ -13,8 +13,7 @@ import ml_collections
 
 from models.remat import RERUN
 from tasks.execution import execution
-from tools.lib.planning.kernels import COUNTED, PRODUCTS, Kernels
-from tools.lib.planning.ring import Ring, layer_masks
+from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks, source
 from tools.lib.planning.roofline import Work
 from training.chips import Chip
 from training.hlo import TRANSFER, Collective, Program
@@ -66,11 +65,11 @@ class Attention:
         counts = program.kernels()
         if not counts:
             return cls({}, 0.0, {}, "attention is among the other instructions")
-        kernels, outlasting = Kernels.of(chip), 0.0
+        outlasting = 0.0
         spent, areas, layers = Counter(), Counter(), Counter()
         passes = ring_passes(config, partition, chip, documents)
         for times, ring, direction in passes:
-            found, mask = ring.times(kernels, direction), ring.sequence.mask
+            found, mask = ring.times(chip, direction), ring.sequence.mask
             spent[direction, mask] += times * found.kernels
             areas[direction] += times * ring.area
             layers[mask] += times * (direction == "backward")
@@ -91,11 +90,12 @@ class Attention:
                 for one in instructions
                 if one.kind == "kernel" and counts[one.kernel]
             },
-            f"attention: {kernels.source}; {COUNTED}; remat {config.remat} runs the "
-            f"ring forward {again:.3g} x for each backward"
+            f"attention: {source(chip)}; the slowest device of each ring step; "
+            f"remat {config.remat} runs the ring forward {again:.3g} x for each "
+            "backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16")
             + ("; soft caps take no time" if config.model.attention_soft_cap else ""),
-            ways=min(max(1, len(ring.once(way).ways)) for _, ring, way in passes),
+            ways=min(ring.ways for _, ring, _ in passes),
         )
 
 

@@ -5,8 +5,7 @@ should fit, then those that take the least time.
 
 - It fits if parameters, optimizer, what layers save (`memory`) and a workspace by
   `workspace_bytes` leave SPARE_SHARE of the chip.
-- A ring takes the route that it would take on these devices: see `routes`. What its
-  transfers outlast the kernels beside them is waited for.
+- What a ring's transfers outlast the kernels beside them is waited for (`clock`).
 - Exposed are the gathers of parameters and the scattering of their gradients over
   (fsdp, ring, ulysses), the sums over data and tensor, and all-to-alls over ulysses.
   All but the last use both directions of a TPU's links.
@@ -29,15 +28,13 @@ from tasks import base
 from tasks.execution import local_tokens
 from tasks.frozen import abstract_frozen
 from tasks.task import TASKS, make_task
-from tools.lib.planning.choice import Choice
+from tools.lib.planning.clock import Ring
 from tools.lib.planning.estimate import bytes_per_second, ring_passes
-from tools.lib.planning.kernels import Kernels
 from tools.lib.planning.memory import (
     SPARE_SHARE,
     device_bytes,
     saved_bytes,
 )
-from tools.lib.planning.ring import Ring
 from training.chips import Chip
 from training.hlo import TRANSFER
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
@@ -56,8 +53,7 @@ class Suggestion:
     memory: estimated bytes on a device. fits: whether that leaves enough spare.
     hiding: the least that kernels last over the ring transfers beside them, in the
       worse direction and in the layers with the shortest; None without transfers.
-    route: that the ring takes, and why; routes: seconds of attention and of what it
-      waits for, by each route that the ring could take: see `Choice`.
+    route: that the rings take.
     attention, ring_waits, other_waits: seconds of the kernels of a step, of ring
       transfers that outlast them, and of other exposed communication.
     products: other matrix products at the chip's peak, each once.
@@ -68,7 +64,6 @@ class Suggestion:
     fits: bool
     hiding: float | None
     route: str
-    routes: dict[str, float]
     attention: float
     ring_waits: float
     other_waits: float
@@ -140,7 +135,8 @@ def suggestion(
     if config.remat != "offload":
         memory += saved_bytes(config, partition)
     passes = ring_passes(config, partition, chip, documents)
-    choice = Choice.of(passes, Kernels.of(chip))
+    found = [(times, ring.times(chip, way)) for times, ring, way in passes]
+    least = [one.hiding for _, one in found if one.hiding is not None]
     ring = passes[0][1]
     tokens = config.data.batch_rows * config.data.context_tokens
     products = task.work(tokens, 0).model_flops
@@ -148,11 +144,10 @@ def suggestion(
         mesh=partition.sizes,
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
-        hiding=choice.hiding,
-        route=choice.route,
-        routes=choice.routes,
-        attention=choice.kernels,
-        ring_waits=choice.outlasting,
+        hiding=min(least, default=None),
+        route="; ".join(dict.fromkeys(each.describe() for _, each, _ in passes)),
+        attention=sum(times * one.kernels for times, one in found),
+        ring_waits=sum(times * one.outlasting for times, one in found),
         other_waits=exposed_seconds(config, partition, ring, parameters, chip),
         products=products / (partition.mesh.size * chip.peak_flops),
     )

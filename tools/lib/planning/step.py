@@ -12,9 +12,9 @@ from tasks import base, config_checks
 from tasks.base import Task
 from tasks.frozen import abstract_frozen
 from tasks.task import make_task
+from tools.lib.planning.clock import layer_masks
 from tools.lib.planning.largest import MOST_TOKENS
-from tools.lib.planning.ring import layer_masks
-from tools.lib.planning.ring_steps import visible_pairs
+from tools.lib.planning.visible import visible_pairs
 from training.mesh import Partition
 from training.metrics import StepWork
 from training.pods import Pod, compile_to_fit

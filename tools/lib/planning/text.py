@@ -217,8 +217,6 @@ def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
         "tools.lib.planning.meshes",
         f"memory: of a device; fits in {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
         "products: others, once; ring, others: waits; step: all of these, at least",
-        "hides from: tokens of a shard, ulysses times a device's, from which kernels",
-        "  last as long as the transfers beside them, with one document in a row",
     ]
 
 

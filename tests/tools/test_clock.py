@@ -1,0 +1,190 @@
+"""Seconds of rings: counted pairs, kernels of known chips, and transfers on links."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data.document_mask import DocumentMask
+from kernels import layouts
+from kernels.masks import Visible
+from kernels.ring_device import Ring as DeviceRing
+from kernels.schedule import Route, default_walks
+from tests.pages import PAGES
+from tests.rings import ring_mesh
+from tools.lib.planning import clock
+from tools.lib.planning.clock import PRODUCTS, Ring
+from tools.lib.planning.visible import (
+    CAUSAL,
+    TILE,
+    Sequence,
+    document_spans,
+    visible_pairs,
+)
+from training import chips
+
+V4, V5E, V5P, V6E, H200 = map(
+    chips.find, ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "NVIDIA H200")
+)
+LENGTH = 2048
+MASKS = CAUSAL, DocumentMask(window=130), DocumentMask(prefix=1000)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("documents", [(), (700,), (100, 900, 3000)])
+@pytest.mark.parametrize("layout", [layouts.Contiguous(), layouts.Zigzag()], ids=str)
+def test_counts_are_those_of_the_mask(layout, documents, mask):
+    sequence = Sequence(layout, 4, LENGTH, documents, mask)
+    for device, source in ((0, 0), (3, 1), (0, 2)):
+        token = np.asarray(layout.index(device, 4, LENGTH))
+        key = np.asarray(layout.index(source, 4, LENGTH))
+        first, end = document_spans(documents, token, 4 * LENGTH)
+        start = np.maximum(first, token + 1 - (mask.window or 4 * LENGTH))
+        stop = np.maximum(token + 1, np.minimum(first + mask.prefix, end))
+        seen = (start[:, None] <= key) & (key < stop[:, None])
+        subs = seen.reshape(LENGTH // 256, 256, LENGTH // 256, 256).any((1, 3))
+        tiles = seen.reshape(LENGTH // TILE, TILE, LENGTH // TILE, TILE)
+        partial = tiles.any((1, 3)) & ~tiles.all((1, 3))
+        found = sequence.count(device, source)
+        assert found == (subs.sum() * 256**2, LENGTH // TILE, partial.sum())
+
+
+def test_a_window_takes_pairs_away_and_a_prefix_brings_some():
+    token = np.arange(14)
+    spans = document_spans((3, 7), token, 14)
+    for size in (1, 2, 5, 20):
+        for mask in DocumentMask(window=size), DocumentMask(prefix=size):
+            start, end = mask.bounds(token, *spans)
+            assert visible_pairs((3, 7), 14, mask) == (end - start).sum()
+    assert visible_pairs((), 12, DocumentMask(window=12)) == visible_pairs((), 12)
+
+
+def make_ring(length, size=64, layout=None, mask=CAUSAL, documents=(), **fields):
+    layout = layout or layouts.Striped()
+    values = {"rows": 1, "heads": 8, "kv_heads": 8, "head_dim": 128}
+    values |= {"route": Route(default_walks(size))} | fields
+    sent = 2 * length * values["kv_heads"] * 128 * 2
+    sequence = Sequence(layout, size, length, documents, mask)
+    return Ring(sequence, keys_bytes=sent, gradients_bytes=2 * sent, **values)
+
+
+def per_pair(chip, length, direction):
+    """Seconds of a visible pair in a striped ring, by those of a full tile."""
+    ring = make_ring(length)
+    seconds = ring.times(chip, direction).kernels / 64 / 8
+    full = clock.speed(chip, direction).full
+    return seconds / (length**2 / 2) * TILE**2 / full
+
+
+(MESHES,) = (page for page in PAGES if str(page) == "docs/meshes.md")
+MEASURED = re.findall(r"^\| (\d+) Ki ((?:\| [\d.]+ [\d.]+ ){4})\|$", MESHES.text, re.M)
+
+
+@pytest.mark.parametrize("kilo, cells", MEASURED)
+def test_short_shards_take_as_long_as_kernels_that_were_compiled(kilo, cells):
+    """Of docs/meshes.md, by summing every part of the kernels at each length."""
+    values = iter(map(float, re.findall(r"[\d.]+", cells)))
+    for chip in (V4, V5E, V5P, V6E):
+        for direction in PRODUCTS:
+            found = per_pair(chip, 1024 * int(kilo), direction)
+            assert found == pytest.approx(next(values), rel=0.1), chip.name
+
+
+def test_kernels_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
+    for chip in chips.CHIPS:
+        for direction, products in PRODUCTS.items():
+            flops = 2 * products * TILE**2 * 128
+            assert clock.speed(chip, direction).full >= flops / chip.peak_flops
+    bundles = 9522 / V4.bundles_per_second
+    least = 10 * TILE**2 * 128 / V4.peak_flops
+    assert clock.speed(V4, "backward").full == pytest.approx(max(bundles, least))
+    assert clock.source(V4) == (
+        "bundles of a full tile of 1024 x 1024: forward 4142, backward 9522"
+    )
+    assert clock.source(H200).startswith("assumed shares of the peak: forward 60%")
+
+
+def test_heads_wider_than_the_matrix_unit_take_several_passes():
+    def seconds(chip, head_dim):
+        return make_ring(2**15, head_dim=head_dim).times(chip, "forward").kernels
+
+    for chip, ratio in ((V4, 2), (V6E, 1), (H200, 2)):
+        assert seconds(chip, 256) == pytest.approx(ratio * seconds(chip, 128), rel=0.1)
+    assert seconds(V4, 64) == seconds(V4, 128)
+
+
+def sent(ring, direction, chip=V5P):
+    """Seconds of the links in a middle step, by those of a shard's keys and values."""
+    shard = ring.keys_bytes / chip.interconnect_bytes_per_second
+    return ring._sent(ring.schedule, 3, chip, direction) / shard
+
+
+def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
+    for route, ways in ((Route(), 1), (Route(default_walks(8)), 2)):
+        ring = make_ring(LENGTH, 8, route=route)
+        assert ring.ways == ways
+        assert sent(ring, "forward") == 1 / ways
+        assert sent(ring, "backward") == (1 + 2) / ways
+        assert sent(ring, "forward", H200) == 1  # a switch joins GPUs
+    one = make_ring(LENGTH, 1, route=Route())
+    assert one.times(V5P, "backward").hiding is None
+    assert one.describe() == "devices have whole rows"
+
+
+def test_transfers_wait_for_short_kernels_alone():
+    long, short = make_ring(2**15), make_ring(2**9, heads=1, kv_heads=8)
+    for direction in PRODUCTS:
+        assert long.times(V5E, direction).outlasting == 0
+        found = short.times(V5E, direction)
+        assert found.outlasting > found.kernels and found.hiding < 0.5
+
+
+def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
+    window, zigzag = DocumentMask(window=1024), layouts.Zigzag()
+    whole = make_ring(16384, layout=zigzag, mask=window)
+    route = clock._route(whole.sequence, V5P, is_counted=False, reads_less=True)
+    few = make_ring(16384, layout=zigzag, mask=window, route=route)
+    assert few.describe() == "neighbours" and few.schedule.last == 1
+    # Two ways carry what is read: a sixteenth of a shard each, in place of half of one.
+    carried = (ring._sent(ring.schedule, 0, V5P, "forward") for ring in (few, whole))
+    assert next(carried) == next(carried) / 8
+    times = [ring.times(V5P, "forward") for ring in (few, whole)]
+    assert times[0].outlasting == 0 and times[0].kernels < times[1].kernels
+
+
+def test_a_counted_ring_brings_gradients_home_alone():
+    route = Route(is_counted=True, counts_both_ways=True)
+    layout = layouts.Zigzag()
+    for count in (1, 3):
+        ring = make_ring(LENGTH, 8, layout, route=route, count=count)
+        assert ring.schedule.last == count
+        home = ring._home(ring.schedule, V5P)
+        link = V5P.interconnect_bytes_per_second
+        assert home == pytest.approx(count * ring.gradients_bytes / link)
+        assert ring.times(V5P, "backward").outlasting >= home
+    alone = make_ring(LENGTH, 8, layout, route=route, count=0)
+    assert alone.times(V5P, "backward").outlasting == 0
+
+
+@pytest.mark.parametrize("documents", [(), (2000,), (96,), (96, 1400)])
+@pytest.mark.parametrize("layout", [layouts.Contiguous(), layouts.Zigzag()], ids=str)
+def test_counted_steps_are_those_that_the_ring_counts(layout, documents):
+    length = 128
+    sequence = Sequence(layout, 4, length, documents)
+    route = clock._route(sequence, V5P, is_counted=True, reads_less=True)
+    assert route.counts_both_ways == isinstance(layout, layouts.Zigzag)
+    token = layouts.order(layout, 4, 4 * length)
+    bounds = CAUSAL.bounds(token, *document_spans(documents, token, 4 * length))
+    visible = Visible(*(jnp.asarray(bound, jnp.int32)[None] for bound in bounds))
+    ring = DeviceRing("ring", 4, layout, 1.0, None, route=route)
+    spec = jax.sharding.PartitionSpec
+    count = jax.shard_map(
+        lambda visible: ring.count(visible, length),
+        mesh=ring_mesh(4),
+        in_specs=spec(None, "ring"),
+        out_specs=spec(),
+        check_vma=False,
+    )
+    assert clock._counted_steps(route, sequence) == int(jax.jit(count)(visible))
