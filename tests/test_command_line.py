@@ -18,14 +18,12 @@ from tests.processes import ROOT, run_program
 
 # Each asks JAX for devices, as early as it does, and takes seconds.
 PROGRAMS = {
-    "bench_attention": "--devices 2 --length 16 --heads 1 --kv-heads 1 --repeats 1",
+    "bench_ring": "--devices 2 --length 16 --heads 1 --kv-heads 1 --repeats 1",
     "bench_kernels": "--lengths 16 --contestants reference --repeats 1 --calls 1",
     "convert_hf": "import nowhere nowhere/else",
     "evaluate line-retrieval": "--config=configs/line_retrieval.py",
     "evaluate exorl": "--config=configs/exorl_tiny.py --output {folder}/out.json",
     "generate": "--config=configs/base.py --config.workdir={folder} --tokenizer bytes",
-    "simulate_ring": "--implementation blockwise --ring-size 2 --local-tokens 16 "
-    "--heads 1 --kv-heads 1 --head-dim 8 --tile 8 --repeats 1 --calls 1",
     "figures": "work --output {folder}",
 }
 SLOW = set(PROGRAMS) - {"convert_hf"}

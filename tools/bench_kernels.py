@@ -35,6 +35,7 @@ import numpy as np
 from kernels import backends as backend
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.peers import PEERS, Operands, Runs, Unavailable, ours
+from tools.lib.benchmarks.rings import group_of
 from tools.lib.benchmarks.rows import (
     Environment,
     Times,
@@ -45,7 +46,6 @@ from tools.lib.benchmarks.rows import (
     take_rounds,
     take_sample,
 )
-from tools.lib.benchmarks.variants import group_of
 from tools.lib.files import write_json
 
 FLOPS_CONVENTION = (

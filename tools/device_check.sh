@@ -43,7 +43,7 @@ rehearsal*)
         --calls 1 --contestants blockwise reference cudnn splash)
     sizes=("${kernels[@]}" --dtypes bfloat16 float16 --masks full)
     gist=("${kernels[@]}" --lengths 109 --masks full)
-    ring=(--implementation blockwise --ring-size 2 --local-tokens 128 --heads 1
+    ring=(--implementations blockwise --devices 2 --length 256 --heads 1
         --kv-heads 1 --head-dim 16 --repeats 1 --calls 1)
     rings=(--devices 2 --length 64 --heads 1 --kv-heads 1 --repeats 1)
     train=(--config configs/tiny.py --contexts 64 128 --steps 3)
@@ -59,7 +59,7 @@ gpu)
         --contestants hopper triton cudnn jax_mosaic_gpu torch_flash)
     gist=(--lengths 108540 --masks full --contestants hopper cudnn torch_flash
         --repeats 2 --calls 1)
-    ring=(--ring-size 8 --local-tokens 2048)
+    ring=(--devices 8 --length 16384 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16)
     train=(--config configs/h200_1b.py --contexts 32768 131072 --steps 5)
     ;;
 tpu)
@@ -67,7 +67,7 @@ tpu)
     kernels=(--lengths 8192 16384 32768)
     sizes=(--lengths 16384 --head-dims 64 128 256 --masks causal full --repeats 3)
     gist=(--lengths 108544 --masks full --repeats 2 --calls 1)
-    ring=(--ring-size 8 --local-tokens 2048)
+    ring=(--devices 8 --length 16384 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16)
     rings=(--length 32768 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16
         --implementations pallas_tpu --repeats 3)
     # The layers of a 1B, few enough for 16 GB.
@@ -97,10 +97,10 @@ step kernels 150 "$PYTHON" -m tools.bench_kernels "${kernels[@]}" \
     --output "$OUT/kernels.json"
 JAX_PLATFORMS=$platform step tests 180 "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}" \
     > >(tee "$OUT/tests.txt")
-step ring 90 "$PYTHON" -m tools.simulate_ring "${ring[@]}" --output "$OUT/ring.json"
+step ring 90 "$PYTHON" -m tools.bench_ring --simulate "${ring[@]}" --output "$OUT/ring.json"
 if [ "$device" = tpu ]; then
     chips=$("$PYTHON" -c 'import jax; print(jax.device_count())')
-    step rings 90 "$PYTHON" -m tools.bench_attention --devices "$chips" "${rings[@]}" \
+    step rings 90 "$PYTHON" -m tools.bench_ring --devices "$chips" "${rings[@]}" \
         --output "$OUT/rings.json"
 fi
 step train 200 "$PYTHON" -m tools.bench_train "${train[@]}" --output "$OUT/train.json"

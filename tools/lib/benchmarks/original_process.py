@@ -1,7 +1,7 @@
 """Runs haoliuhl's `ringattention` once for each line of input, in its own Python.
 
-Started by `tools.bench_original`, with an older JAX than the rest of this repository,
-of which it therefore imports nothing. A directory is its argument: `problem.npz` there
+Started by `tools.bench_ring --beside`, with an older JAX than this repository, of which
+it therefore imports nothing. A directory is its argument: `problem.npz` there
 has q, k, v and d_out, float32 (B, T, H, D), and, where rows hold several documents,
 `segments`, int32 (B, T), a number for each. It prints one line of JSON, with
 `compile_seconds` and `versions`. Then it runs once for each line that it reads, and

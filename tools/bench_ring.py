@@ -1,0 +1,237 @@
+"""Times attention on a ring, forward and backward, for every layout.
+
+    python -m tools.bench_ring --output rings.json
+    python -m tools.bench_ring --devices 4 --dtype bfloat16 --head-dim 128
+    python -m tools.bench_ring --simulate --output steps.json
+    python -m tools.bench_ring --beside ORIGINAL/bin/python --output rows.json
+
+A run computes the output and the gradients of q, k and v. Variants are timed in rounds,
+so a noisy machine is noisy for all. Without an accelerator, or with JAX_PLATFORMS=cpu,
+CPU devices are simulated. They share the machine's cores, so times show the work of all
+devices together (column "all" of the table), and not how long a ring waits for its
+slowest device (column "path").
+
+--simulate does that: it times every step of every device on one device. A ring waits in
+every step for its slowest device, so the sum of the slowest times is how long a ring
+computes whose transfers are hidden. The limit of the speed-up over the contiguous ring
+is the same sum in tiles (Striped Attention, 2311.09431, section 3.3).
+
+--beside times the original `ringattention` too, on the CPU, in a process of its own
+(ORIGINAL/bin/pip install -r tools/ringattention.txt), with each of --chunks.
+
+The output is a JSON list of rows. Keys: the fields of `Environment` and `Times` in
+`tools/lib/benchmarks/rows.py`, of `Problem` in `rings.py`, and
+
+- implementation and layout; block_q and block_k of the tiles that are counted;
+- tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of
+  the devices' peak (null on an unknown chip, or if not in bfloat16);
+- tiles_total over devices and ring steps, tiles_critical_path (of the slowest device of
+  each step), tiles_bound (visible pairs, evenly spread) and bound_share (bound / path);
+- error_out, error_dq, error_dk and error_dv against the reference in float64, relative
+  to its norm, measured in this run with error_length tokens;
+- with --simulate: direction, seconds (by step, of each device: medians), seconds_path,
+  tiles_path, speed_up and limit (over the contiguous ring), limit_share.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.backends import IMPLEMENTATIONS, choose
+from kernels.block_sizes import BlockSizes
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks.original import original
+from tools.lib.benchmarks.rings import (
+    GRADED,
+    LAYOUTS,
+    MASKS,
+    CompiledRing,
+    Problem,
+    errors,
+    make_steps,
+    start_devices,
+    time_steps,
+)
+from tools.lib.benchmarks.rows import (
+    Environment,
+    Times,
+    add_output,
+    make_row,
+    report,
+    take_rounds,
+    take_sample,
+)
+
+LONGEST_CHECKED = 8192
+"""Tokens whose scores the reference is asked to hold: 512 MiB a copy in float64."""
+
+
+def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times the chosen variants in rounds, and the original's chunk sizes."""
+    devices = start_devices(problem.ring_size)
+    environment, operands = Environment.of(devices), problem.draw()
+    names = [(i, n) for i in chosen.implementations for n in chosen.layouts]
+    rings = [CompiledRing(problem, operands, n, i, devices) for i, n in names]
+    with contextlib.ExitStack() as stack:
+        peers = [
+            stack.enter_context(original(chosen.beside, problem, operands, chunk))
+            for chunk in (chosen.chunks if chosen.beside else ())
+        ]
+        takes = [partial(take_sample, ring) for ring in rings]
+        samples = take_rounds([*takes, *(p.sample for p in peers)], chosen.repeats)
+        checked, given = problem, operands
+        if (problem.batch, problem.length) != (1, min(problem.length, LONGEST_CHECKED)):
+            length = min(problem.length, LONGEST_CHECKED)
+            checked = dataclasses.replace(problem, length=length, batch=1)
+            given = checked.draw()
+        truth = checked.truth(given)
+        for (name, layout), ring, mine in zip(names, rings, samples, strict=False):
+            same = ring
+            if checked != problem:
+                same = CompiledRing(checked, given, layout, name, devices)
+            sizes = BlockSizes(chosen.tile, chosen.tile)
+            yield make_row(
+                *(environment, problem, {"implementation": name, "layout": layout}),
+                _timed(problem, environment, ring.compile_seconds, mine),
+                dataclasses.asdict(sizes) | problem.tiles(layout, sizes),
+                errors(same.answer(), truth) | {"error_length": checked.length},
+                {"versions": {"jax": jax.__version__}},
+            )
+        for chunk, peer, mine in zip(
+            chosen.chunks, peers, samples[len(rings) :], strict=False
+        ):
+            yield make_row(
+                *(environment, problem, {"block_q": chunk, "block_k": chunk}),
+                {"implementation": "ringattention", "layout": "contiguous"},
+                _timed(problem, environment, peer.compile_seconds, mine),
+                errors(peer.answer(), truth) | {"error_length": checked.length},
+                {"versions": peer.versions},
+            )
+
+
+def _timed(
+    problem: Problem, environment: Environment, compile_seconds: float, samples: Any
+) -> dict[str, Any]:
+    times = Times.of(compile_seconds, samples)
+    rates = problem.rates(times.seconds_median, environment)
+    return dataclasses.asdict(times) | rates
+
+
+def simulate(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times the steps of every device; a row for each layout and direction."""
+    environment = Environment.of(jax.devices()[:1])
+    sizes = BlockSizes(chosen.tile, chosen.tile)
+    (implementation,) = chosen.implementations
+    names = tuple(dict.fromkeys(("contiguous", *chosen.layouts)))
+    for direction, step in make_steps(problem, implementation).items():
+        seconds = time_steps(problem, names, step, chosen.repeats, chosen.calls)
+        paths = {name: float(seconds[name].max(axis=0).sum()) for name in names}
+        tiles = {n: problem.tiles(n, sizes)["tiles_critical_path"] for n in names}
+        for name in names:
+            speed_up, limit = (x[names[0]] / x[name] for x in (paths, tiles))
+            facts = {"layout": name, "direction": direction, "tile": chosen.tile}
+            facts |= {"implementation": implementation, "calls": chosen.calls}
+            facts |= {"repeats": chosen.repeats, "seconds": seconds[name].T.tolist()}
+            facts |= {"seconds_path": paths[name], "tiles_path": tiles[name]}
+            facts |= {"speed_up": speed_up, "limit": limit}
+            facts |= {"limit_share": speed_up / limit}
+            yield make_row(environment, problem, facts)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the rows as text: times, how they compare, tiles, and largest error."""
+    titles = "median s", "spread", "cpu s", "TFLOP/s", "path", "all", "error"
+    lines = [f"{'layout':12}{'implementation':15}" + "".join(f"{t:>9}" for t in titles)]
+    for row in rows:
+        error = max(row[f"error_{name}"] for name in GRADED)
+        speed_up, less_work = (
+            rows[0][name] / row[name]
+            for name in ("seconds_median", "cpu_seconds_median")
+        )
+        lines.append(
+            f"{row['layout']:12}{row['implementation']:15}{row['seconds_median']:9.4f}"
+            f"{row['seconds_spread']:9.0%}{row['cpu_seconds_median']:9.3f}"
+            f"{row['tflops']:9.4f}{row.get('tiles_critical_path', '-'):>9}"
+            f"{row.get('tiles_total', '-'):>9}{error:9.1e}"
+            f"   {speed_up:.2f} x as fast, {less_work:.2f} x by cpu s"
+        )
+    lines.append(
+        "path: tiles of the slowest device of each step; all: of all devices; cpu s: "
+        "processor time\nof all threads; spread: (max - min) / median; error: the "
+        "largest relative norm\nagainst float64; as fast: as the first row, by medians"
+    )
+    return "\n".join(lines)
+
+
+def table_of_steps(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the rows of `simulate` as text."""
+    titles = "ms", "tiles", "speed-up", "limit", "share"
+    lines = [f"{'layout':12}{'direction':10}" + "".join(f"{t:>10}" for t in titles)]
+    for row in rows:
+        lines.append(
+            f"{row['layout']:12}{row['direction']:10}{row['seconds_path'] * 1e3:10.3f}"
+            f"{row['tiles_path']:10}{row['speed_up']:10.3f}{row['limit']:10.3f}"
+            f"{row['limit_share']:10.1%}"
+        )
+    lines.append(
+        "ms, tiles: of the slowest device of each step, summed over steps; speed-up, "
+        "limit:\nover the contiguous ring, by ms and by tiles; share: speed-up of limit"
+    )
+    return "\n".join(lines)
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    sizes = {
+        "--devices": (8, "devices in the ring"),
+        "--batch": (1, "sequences"),
+        "--length": (8192, "tokens of a sequence"),
+        "--heads": (4, "query heads"),
+        "--kv-heads": (4, "key/value heads"),
+        "--head-dim": (64, "size of a head"),
+        "--tile": (128, "rows and keys of the tiles that are counted"),
+        "--repeats": (5, "timed runs of every variant"),
+        "--calls": (10, "runs timed together, with --simulate"),
+    }
+    for name, (default, text) in sizes.items():
+        words = {"help": f"{text} (default: {default})"}
+        parser.add_argument(name, default=default, type=at_least(1), **words)
+    add = partial(parser.add_argument, help="default: %(default)s")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--mask", default="causal", choices=tuple(MASKS))
+    add("--layouts", default=list(LAYOUTS), nargs="+", choices=tuple(LAYOUTS))
+    known = tuple(IMPLEMENTATIONS)
+    words = {"help": "default: the best of the device"}
+    parser.add_argument("--implementations", nargs="+", choices=known, **words)
+    add("--chunks", default=[128, 256, 512], nargs="+", type=at_least(1))
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--simulate", action="store_true", help="step by step")
+    ways.add_argument("--beside", type=Path, metavar="PYTHON", help="the original's")
+    add_output(parser)
+    chosen = parser.parse_args(arguments)
+    if not chosen.implementations:
+        best, known = choose(None, jnp.dtype(chosen.dtype)), IMPLEMENTATIONS.items()
+        chosen.implementations = [name for name, one in known if one is best]
+    return chosen
+
+
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    chosen = _arguments(arguments)
+    names = "length", "heads", "kv_heads", "head_dim", "dtype", "mask", "batch"
+    problem = Problem(chosen.devices, **{name: getattr(chosen, name) for name in names})
+    run, shown = (simulate, table_of_steps) if chosen.simulate else (measure, table)
+    report(chosen.output, partial(run, problem, chosen), shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
