@@ -216,11 +216,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     ways.add_argument("--simulate", action="store_true", help="step by step")
     ways.add_argument("--beside", type=Path, metavar="PYTHON", help="the original's")
     add_output(parser)
-    chosen = parser.parse_args(arguments)
-    if not chosen.implementations:
-        best, known = choose(None, jnp.dtype(chosen.dtype)), IMPLEMENTATIONS.items()
-        chosen.implementations = [name for name, one in known if one is best]
-    return chosen
+    return parser.parse_args(arguments)
 
 
 @as_program
@@ -229,6 +225,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = _arguments(arguments)
     names = "length", "heads", "kv_heads", "head_dim", "dtype", "mask", "batch"
     problem = Problem(chosen.devices, **{name: getattr(chosen, name) for name in names})
+    if not chosen.simulate:
+        start_devices(chosen.devices)
+    if not chosen.implementations:
+        best, known = choose(None, jnp.dtype(chosen.dtype)), IMPLEMENTATIONS.items()
+        chosen.implementations = [name for name, one in known if one is best]
     run, shown = (simulate, table_of_steps) if chosen.simulate else (measure, table)
     report(chosen.output, partial(run, problem, chosen), shown)
 
