@@ -42,13 +42,14 @@ test-thorough: venv-dev
 test-all: test test-thorough
 	$(PYTEST) --dist worksteal -m slow $(ARGS)
 
-# tests/test_imports.py, among the tests, holds the import arrows.
+# The contracts in pyproject.toml are the import arrows.
 check: lint test
 
 lint: venv-dev
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pyrefly check --summary=none
+	.venv/bin/lint-imports --no-logo --no-cache
 
 format: venv-dev
 	$(PYTHON) -m ruff check --select I --fix .

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 
 from data.batch import Batch
-from kernels.cases import QUICK
 from kernels.layouts import order, padded_length, unpermute
 from tasks import base, text
 from tasks.programs import compile_programs
+from tests.cases.attention import QUICK
 from tests.hard_rows import ROWS, TOKENS, VOCAB
 from tests.runs import small_config
 from tests.small_agent import drawn

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from kernels import layouts as layout
 from kernels import ring
 from kernels.backends import Backend
-from kernels.cases import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
 from kernels.schedule import ONE_WAY, Route
+from tests.cases.attention import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
 
 Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]

@@ -12,10 +12,10 @@ from ml_collections import ConfigDict
 from configs import exorl_tiny
 from data.chains import ChainBatch, Chains
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
-from kernels.cases import QUICK
 from kernels.layouts import permute
 from models.abstract import Model
 from tasks import exorl
+from tests.cases.attention import QUICK
 from training.mesh import MeshShape, Partition, make_mesh
 
 EPISODE_STEPS, ROWS = 7, 2

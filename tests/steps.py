@@ -13,9 +13,9 @@ from numpy.random import Generator
 from kernels import reference
 from kernels.backends import Backend
 from kernels.block_sizes import BlockSizes
-from kernels.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer
 from kernels.merge import Partial
 from kernels.precision import accumulator_type
+from tests.cases.attention import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer
 
 Arrays = tuple[jax.Array, ...]
 Sizes = BlockSizes | None

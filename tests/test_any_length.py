@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import train
-from kernels.cases import QUICK
 from tasks import batch_rows, text
+from tests.cases.attention import QUICK
 from tests.runs import small_config
 from tests.small_agent import drawn
 from tests.small_llama import assert_same, partition_of

@@ -11,9 +11,9 @@ import pytest
 
 import train
 from data.trajectory_file import TrajectoryFile, TrajectoryWriter
-from kernels.cases import QUICK
 from tasks import base, exorl, trajectories
 from tasks.generation import newest_parameters
+from tests.cases.attention import QUICK
 from tests.small_agent import (
     ACTION_SIZE,
     EPISODE_STEPS,

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from kernels.backends import Backend
 from kernels.block_sizes import BlockSizes
-from kernels.cases import FLOAT32_TOLERANCE, Answer
+from tests.cases.attention import FLOAT32_TOLERANCE, Answer
 from tests.steps import PASSES, Step, StepCase, answer, assert_true, shared, truth
 
 Interval = tuple[int, int]

@@ -16,11 +16,17 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import backends as backend
 from kernels import masks
-from kernels.cases import BFLOAT16_RATIO, FLOAT32_TOLERANCE, Answer, Problem, solve
 from kernels.layouts import Contiguous
 from kernels.masks import Visible
 from kernels.one_device import attention, attention_with_lse
 from kernels.ring_attention import make_ring_attention
+from tests.cases.attention import (
+    BFLOAT16_RATIO,
+    FLOAT32_TOLERANCE,
+    Answer,
+    Problem,
+    solve,
+)
 from tests.simulated import BACKENDS
 
 # Lengths that leave a rest in any tile. All bounds (B, T): one shape to compile.

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from kernels import checks as operands
 from kernels import layouts as layout
 from kernels import masks
-from kernels.cases import FLOAT32_TOLERANCE, LAYOUTS, QUICK, Problem, solve
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
+from tests.cases.attention import FLOAT32_TOLERANCE, LAYOUTS, QUICK, Problem, solve
 
 CASES, SEED = 400, 19
 RINGS = (1, "contiguous"), (2, "zigzag"), (2, "striped4"), (4, "striped")

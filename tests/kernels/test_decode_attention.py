@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import decode_attention, masks, reference
-from kernels.cases import QUICK
 from kernels.decode_attention import CachedAttention
 from kernels.masks import Visible
+from tests.cases.attention import QUICK
 
 LAYERS, BATCH, SLOTS, HEADS, KV_HEADS, DEPTH, NEW = 3, 2, 24, 4, 2, 8, 3
 EMPTY = np.iinfo(np.int32).max

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.cases import (
+from kernels.triton_gpu.launch import Launch
+from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,
     FLOAT32_TOLERANCE,
@@ -19,7 +20,6 @@ from kernels.cases import (
     Problem,
     solve,
 )
-from kernels.triton_gpu.launch import Launch
 from tests.rings import one_device_ring, solve_on_ring
 from tests.simulated import BACKENDS
 from tests.simulated_triton import LARGE_BLOCKS, SimulatedGpu, interpreted_call

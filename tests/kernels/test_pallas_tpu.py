@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backends import Backend
-from kernels.cases import FLOAT32_TOLERANCE
 from kernels.tpu import launch as pallas_tpu
 from kernels.tpu.backward_dq import STREAMED
 from kernels.tpu.backward_tile import BackwardTile
@@ -24,6 +23,7 @@ from kernels.tpu.bounds import RowBounds
 from kernels.tpu.cut import Cut
 from kernels.tpu.launch import Launch
 from kernels.tpu.orientation import UPRIGHT
+from tests.cases.attention import FLOAT32_TOLERANCE
 from tests.simulated_tpu import (
     CHIP,
     SMALL_BLOCKS,

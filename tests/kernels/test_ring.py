@@ -22,7 +22,9 @@ from kernels import (
     ring_steps,
 )
 from kernels import layouts as layout
-from kernels.cases import (
+from kernels.one_device import attention
+from kernels.ring_attention import make_ring_attention
+from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,
     FLOAT32_TOLERANCE,
@@ -33,8 +35,6 @@ from kernels.cases import (
     Problem,
     solve,
 )
-from kernels.one_device import attention
-from kernels.ring_attention import make_ring_attention
 from tests.rings import (
     Make,
     compiled_ring,

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from kernels import layouts, masks, reads, reference, ring_pieces
-from kernels.cases import (
+from kernels.one_device import attention
+from kernels.ring_attention import make_ring_attention
+from kernels.ring_device import Ring
+from kernels.schedule import Route, Schedule, Walk
+from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,
     FLOAT32_TOLERANCE,
@@ -18,10 +22,6 @@ from kernels.cases import (
     Problem,
     solve,
 )
-from kernels.one_device import attention
-from kernels.ring_attention import make_ring_attention
-from kernels.ring_device import Ring
-from kernels.schedule import Route, Schedule, Walk
 from tests.rings import Make, compiled_ring, ring_mesh, sharded_ring, solve_on_ring
 
 COUNTED = Route(is_counted=True)

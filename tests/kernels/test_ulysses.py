@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 from kernels import blockwise, masks, ring
 from kernels import layouts as layout
 from kernels.backends import Backend
-from kernels.cases import (
+from kernels.compiler import compiler_options
+from kernels.hopper import launch as hopper
+from kernels.one_device import attention
+from kernels.ring_attention import make_ring_attention
+from kernels.tpu import launch as pallas_tpu
+from kernels.ulysses import Heads, over_heads, share_heads
+from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,
     FLOAT32_TOLERANCE,
@@ -25,12 +31,6 @@ from kernels.cases import (
     Problem,
     solve,
 )
-from kernels.compiler import compiler_options
-from kernels.hopper import launch as hopper
-from kernels.one_device import attention
-from kernels.ring_attention import make_ring_attention
-from kernels.tpu import launch as pallas_tpu
-from kernels.ulysses import Heads, over_heads, share_heads
 from tests.rings import ARRAY, OPERANDS, RESULTS, ROW, SINKS, Make, Run, solve_on_ring
 from tests.simulated import BACKENDS
 from training.hlo import TRANSFER, Program

@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 
 from kernels import masks
-from kernels.cases import QUICK
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import order
 from models import cache as caches
@@ -22,6 +21,7 @@ from models import decode
 from models.cache import EMPTY, Cache, appends_left, empty_cache
 from tasks import base, text
 from tasks.generation import cache_shardings
+from tests.cases.attention import QUICK
 from tests.small_llama import (
     ROWS,
     SLOTS,

@@ -14,10 +14,10 @@ from flax import nnx
 
 from data.batch import Batch
 from kernels import masks
-from kernels.cases import QUICK
 from kernels.layouts import permute
 from models.layers import FeedForward
 from tasks import base, text
+from tests.cases.attention import QUICK
 from tests.families import FAMILIES
 from tests.runs import small_config
 from tests.small_agent import drawn

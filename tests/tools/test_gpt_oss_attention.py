@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 
 from kernels import masks
-from kernels.cases import LAYOUTS
 from kernels.layouts import permute, unpermute
 from kernels.ring_attention import make_ring_attention
 from models.attention import Attention
 from models.execution import Execution
 from models.rope import RopeScaling, rotations
 from models.sizes import DecoderConfig
+from tests.cases.attention import LAYOUTS
 from tests.tools import hf_models
 from tools.lib.hf.config import model_config
 from tools.lib.hf.names import ATTENTION

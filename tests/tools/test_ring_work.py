@@ -6,8 +6,8 @@ import pytest
 from kernels import layouts as layout
 from kernels import masks
 from kernels.block_sizes import BlockSizes
-from kernels.cases import LAYOUTS, MASKS
 from kernels.masks import Visible, in_interval
+from tests.cases.attention import LAYOUTS, MASKS
 from tools.lib.benchmarks.work import (
     tiles_per_step,
 )

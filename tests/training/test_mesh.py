@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels.cases import QUICK
 from models.abstract import Model
 from tasks import base, text
+from tests.cases.attention import QUICK
 from tests.runs import small_config
 from training import torus
 from training.hlo import Program

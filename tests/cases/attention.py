@@ -1,7 +1,7 @@
 """Attention cases that every implementation must pass, and their tolerances.
 
-Tests and benchmarks share them. `COVERING` holds a set of cases in which every pair of
-values (ring size and mask, mask and length, …) occurs together at least once.
+They are random problems with their answers. In `COVERING` every pair of
+values (ring size and mask, mask and length, …) occurs at least once.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import layouts as layout
-from . import masks, reference
-from .layouts import Layout
-from .masks import Mask, Visible
-from .precision import accumulator_type
+from kernels import layouts as layout
+from kernels import masks, reference
+from kernels.layouts import Layout
+from kernels.masks import Mask, Visible
+from kernels.precision import accumulator_type
 
 FLOAT32_TOLERANCE = 1e-5
 """Largest norm of an error, relative to the norm of the expected array."""
