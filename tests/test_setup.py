@@ -194,7 +194,7 @@ MAKES = {
     '"not slow and (quick or not thorough)"',
     "test-thorough": 'make_venv.sh|-m pytest|-m "thorough and not (quick or slow)"',
     "test-all": 'make_venv.sh|-m pytest|not th|-m pytest|"thorough|-m pytest|-m slow',
-    "check": "make_venv.sh|ruff format --check .|ruff check .|pyrefly check|-m pytest",
+    "check": "make_venv.sh|ruff format --check .|ruff check .|pyrefly check|lint-imports|-m pytest",
 }
 
 
@@ -213,7 +213,7 @@ def test_make_runs_in_this_order(empty, arguments):
 @pytest.mark.parametrize("command", ["true", "false"])
 def test_continuous_integration_runs_both_tiers_from_anywhere(empty, command):
     recipe = f"@! read line && pwd >seen && {command}"
-    rules = f"test:\n\t@! read line\ntest-thorough:\n\t{recipe}\n"
+    rules = f"check:\n\t@! read line\ntest-thorough:\n\t{recipe}\n"
     tree = empty.write("a tree/Makefile", rules).parent
     script = empty.write("a tree/.ci/run", (ROOT / ".ci/run").read_text())
     result = empty.start(script, cwd="/", input="a line nobody may read\n")
