@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tests.sass import cuda_root, read_pipeline
-from training.pods import SHARED_BYTES, compile_for, h200_devices
+from training.pods import SHARED_BYTES, compile_for, gpu_devices
 
 DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM", "MOSAIC_GPU_DUMP_SASS"
 """Environment variables that make Mosaic print ptxas' output, the launch and SASS."""
@@ -65,7 +65,7 @@ def inspect(function: Callable[..., Any], *arguments: Any) -> Inspected:
     Raises:
       ValueError: Mosaic prints otherwise than expected.
     """
-    mesh = Mesh(np.array(h200_devices()), ("device",))
+    mesh = Mesh(np.array(gpu_devices("h200")), ("device",))
     with _printed() as file:
         program = compile_for(mesh, function, *arguments)
         ctypes.CDLL(None).fflush(None)  # C's buffers

@@ -194,7 +194,7 @@ MAKES = {
     '"not slow and (quick or not thorough)"',
     "test-thorough": 'make_venv.sh|-m pytest|-m "thorough and not (quick or slow)"',
     "test-all": 'make_venv.sh|-m pytest|not th|-m pytest|"thorough|-m pytest|-m slow',
-    "check": "make_venv.sh|ruff format --check .|ruff check .|pyrefly check|lint-imports|-m pytest",
+    "check": "make_venv.sh|ruff format --check|ruff check|pyrefly|imports|-m pytest",
 }
 
 

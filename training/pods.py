@@ -1,10 +1,11 @@
-"""AOT topologies of TPUs and H200s that are not attached, and compiling for them.
+"""AOT topologies of TPUs and GPUs that are not attached, and compiling for them.
 
 libtpu and JAX's CUDA plug-in hold the real compilers, which need no chip: everything up
 to the machine code is real, and nothing can run. Set JAX_PLATFORMS=cpu where no chip is
 attached, or JAX looks for one.
 """
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -20,7 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from training import chips
 from training.chips import Chip
 
-GPUS_OF_A_HOST = 8
+GPUS_OF_A_HOST, MOST_HOSTS = 8, 64
+
+BETWEEN_HOSTS = 50e9
+"""Bytes a second of a GPU to other hosts: 400 Gb/s of InfiniBand each, as DGX have."""
 
 ENVIRONMENT = {
     # Do not query the cloud's metadata server.
@@ -37,7 +41,7 @@ ENVIRONMENT = {
 SHARED_BYTES = 232448
 """Largest shared memory of a thread block (227 KiB)."""
 
-H200 = f"""
+_HOPPER = f"""
 gpu_device_info {{
   cuda_compute_capability {{
     major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES
@@ -46,8 +50,8 @@ gpu_device_info {{
   fpus_per_core: 128
   clock_rate_ghz: 1.98
   l2_cache_size: 52428800
-  memory_bandwidth: 4800000000000
-  device_memory_size: 151397597184
+  memory_bandwidth: %d
+  device_memory_size: %d
   shared_memory_per_core: 233472
   shared_memory_per_block: 49152
   shared_memory_per_block_optin: {SHARED_BYTES}
@@ -64,7 +68,7 @@ gpu_device_info {{
   block_dim_limit_z: 65535
   device_address_bits: 64
   device_vendor: "NVIDIA Corporation"
-  name: "NVIDIA H200"
+  name: "%s"
   platform_version: "Compute Capability 9.0a"
   driver_version: "13.0.0"
   runtime_version: "13.0.0"
@@ -73,9 +77,16 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA H200"
+device_description_str: "%s"
 """
-"""XLA's target config, a `stream_executor.GpuTargetConfigProto`."""
+GPUS = {
+    name: _HOPPER % (bandwidth, memory, kind, kind)
+    for name, bandwidth, memory, kind in (
+        ("h200", 4_800_000_000_000, 151_397_597_184, "NVIDIA H200"),
+        ("h100", 3_350_000_000_000, 85_520_809_984, "NVIDIA H100 80GB HBM3"),
+    )
+}
+"""XLA's target configs, each a `stream_executor.GpuTargetConfigProto`."""
 
 GPU_OPTIONS = {
     "xla_backend_optimization_level": 3,
@@ -196,8 +207,8 @@ def tpu_devices(topology: str, devices: int = 1) -> list[jax.Device]:
     return found
 
 
-def h200_devices(devices: int = 1) -> list[jax.Device]:
-    """Returns H200s of one host as an AOT topology.
+def gpu_devices(name: str, gpus: int = 1, hosts: int = 1) -> list[jax.Device]:
+    """Returns GPUs of some hosts as an AOT topology; name: of GPUS.
 
     Raises:
       ModuleNotFoundError: there is no CUDA plug-in.
@@ -208,7 +219,7 @@ def h200_devices(devices: int = 1) -> list[jax.Device]:
             "installed: it is in requirements-dev.txt"
         )
     return topologies.get_topology_desc(
-        "", "cuda", topology=f"1x1x{devices}", target_config=H200
+        "", "cuda", topology=f"1x{hosts}x{gpus}", target_config=GPUS[name]
     ).devices
 
 
@@ -240,6 +251,14 @@ class TooLarge(Exception):
     """The compiler finds no program that fits into the chip's memory."""
 
 
+def chip_of(topology: str, device_kind: str) -> Chip:
+    """Returns the capabilities of a device, with the slowest link of the topology."""
+    chip, (name, _, shape) = chips.find(device_kind), topology.partition(":")
+    if name in GPUS and shape.split("x")[-2:-1] != ["1"]:
+        return dataclasses.replace(chip, interconnect_bytes_per_second=BETWEEN_HOSTS)
+    return chip
+
+
 @dataclass(frozen=True)
 class Pod:
     """The devices of an AOT topology, by name."""
@@ -249,8 +268,8 @@ class Pod:
 
     @property
     def chip(self) -> Chip:
-        """Capabilities of one device."""
-        return chips.find(self.devices[0].device_kind)
+        """Capabilities of one device; of GPUs of several hosts, the link between."""
+        return chip_of(self.topology, self.devices[0].device_kind)
 
     def first(self, count: int) -> "Pod":
         """Returns the first devices of the pod.
@@ -291,27 +310,42 @@ def known_topologies() -> dict[str, list[str]]:
             counts.append(2 * counts[-1])
         shapes = ("x".join(map(str, pod.grow(count))) for count in counts)
         known[chip] = [f"{chip}:{shape}" for shape in shapes]
-    gpus = (2**power for power in range(int(math.log2(GPUS_OF_A_HOST)) + 1))
-    return known | {"h200": [f"h200:1x1x{count}" for count in gpus]}
+    for name in GPUS:
+        known[name] = [f"{name}:1x{2**power}" for power in range(4)]
+        known[name] += [f"{name}:{2**power}x8" for power in range(1, 7)]
+    return known
+
+
+CLOUD_NAMES = re.compile(r"(v3|v4|v5p|v5litepod|v5e|v6e)-([1-9]\d*)")
+"""Names of Google Cloud: TensorCores of v3, v4 and v5p, chips of the others."""
 
 
 def aot_pod(name: str) -> Pod:
-    """Returns the pod of a topology: v4:8x8x8, or h200:1x1x8 for 8 GPUs of a host.
+    """Returns the pod of a topology.
+
+    name: chips along each axis, "v4:8x8x8"; as on Google Cloud, "v5litepod-64"; or
+      hosts and GPUs of each, "h200:4x8".
 
     Raises:
       ValueError: there is no such topology; the message lists those there are.
       ModuleNotFoundError: the compiler for it is not installed.
     """
     known = known_topologies()
+    if cloud := CLOUD_NAMES.fullmatch(name):
+        chip, size = cloud[1].replace("v5litepod", "v5e"), int(cloud[2])
+        size = -(-size // 2) if chip in ("v4", "v5p") else size
+        if size <= PODS[chip].most_chips * PODS[chip].devices_per_chip:
+            name = f"{chip}:{'x'.join(map(str, PODS[chip].grow(size)))}"
     chip, _, shape = name.partition(":")
     names = ", ".join(known.get(chip) or sum(known.values(), []))
     refusal = f"topology={name!r} must be a topology: known are {names}"
     if chip not in known or re.fullmatch(r"\d+(x\d+)+", shape) is None:
         raise ValueError(refusal)
-    if chip == "h200":
-        if re.fullmatch(rf"1x1x[1-{GPUS_OF_A_HOST}]", shape) is None:
-            raise ValueError(refusal)
-        return Pod(name, h200_devices(int(shape[4:])))
+    if chip in GPUS:
+        *ones, hosts, gpus = map(int, shape.split("x"))  # 1x1x8 is an older name
+        if {1} >= {*ones} and 1 <= gpus <= GPUS_OF_A_HOST and 1 <= hosts <= MOST_HOSTS:
+            return Pod(name, gpu_devices(chip, gpus, hosts))
+        raise ValueError(refusal)
     try:
         return Pod(name, tpu_devices(name))
     except ValueError as error:

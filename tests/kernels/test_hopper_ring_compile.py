@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from kernels.hopper import launch as hopper
 from tests.ring_layers import compiled_gradients, layers_gradient
 from training.hlo import Program
-from training.pods import compile_for, h200_devices
+from training.pods import compile_for, gpu_devices
 
 pytestmark = pytest.mark.thorough
 
@@ -22,7 +22,7 @@ LENGTH = 1024
 
 
 def described_mesh(ring_size: int) -> Mesh:
-    return Mesh(np.array(h200_devices(ring_size)), ("ring",))
+    return Mesh(np.array(gpu_devices("h200", ring_size)), ("ring",))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from tests.ring_layers import compiled_gradients
 from tests.simulated_triton import SimulatedGpu
 from tests.steps import StepCase, run
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
-from training.pods import compile_for, h200_devices
+from training.pods import compile_for, gpu_devices
 
 KERNELS = "forward", "backward_dkv", "backward_dq"
 
@@ -118,7 +118,7 @@ def test_spills_and_tiles_that_are_too_large_are_seen():
 @pytest.mark.thorough
 def test_a_described_gpu_is_compiled_for_through_jax():
     """As on a GPU that is there, its capability is not told. Nothing is copied."""
-    mesh = Mesh(np.array(h200_devices()), ("device",))
+    mesh = Mesh(np.array(gpu_devices("h200")), ("device",))
     both = functools.partial(run, triton_gpu, 0.1, None)
     program = compile_for(mesh, both, step(128).abstract(jnp.bfloat16)).as_text()
     calls = re.findall(r"custom-call\(.*triton_kernel_call.*flash_(\w+)/", program)
@@ -136,7 +136,7 @@ def schedule(program: str) -> str:
 
 @pytest.mark.quick
 def test_transfers_of_a_ring_hide_behind_its_kernels():
-    mesh = Mesh(np.array(h200_devices(4)), ("ring",))
+    mesh = Mesh(np.array(gpu_devices("h200", 4)), ("ring",))
     program = compiled_gradients(mesh, triton_gpu, 1024).as_text()
     # Forward, then backward with dk and dv one step behind, and local queries in two
     # halves. Its first transfer XLA does not repeat: forward has made the same.

@@ -35,7 +35,7 @@ from tests.rings import ARRAY, OPERANDS, RESULTS, ROW, SINKS, Make, Run, solve_o
 from tests.simulated import BACKENDS
 from training.hlo import TRANSFER, Program
 from training.mesh import MeshShape, make_mesh
-from training.pods import compile_for, h200_devices, tpu_devices
+from training.pods import compile_for, gpu_devices, tpu_devices
 
 AXES = "ring", "ulysses"
 
@@ -290,7 +290,7 @@ def test_what_does_not_fit_the_axis_is_refused():
 def test_transfers_of_a_ring_of_four_over_ulysses_overlap_its_kernels(chip):
     """Compiled for the chip; all-to-alls are q, k, v, out, and their gradients."""
     is_tpu, devices = chip == "v5e", 8
-    found = tpu_devices(chip, devices) if is_tpu else h200_devices(devices)
+    found = tpu_devices(chip, devices) if is_tpu else gpu_devices("h200", devices)
     mesh = make_mesh(MeshShape(ring=4, ulysses=2), found)
     attend = make_ring_attention(
         mesh,

@@ -9,7 +9,7 @@ import pytest
 from tools.lib.planning.estimate import Estimate
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.plan import Kind, Plan, Transfers
-from tools.lib.planning.text import RING_NAME, compare, describe, seconds, size
+from tools.lib.planning.text import compare, describe, seconds, size
 from training.hlo import TRANSFER
 from training.metrics import StepWork
 
@@ -113,8 +113,17 @@ LATE = dataclasses.replace(ALONE, name=TRANSFER)
 def test_what_is_exposed_says_why(kind, kernels, why):
     transfers = dataclasses.replace(PLAN.transfers, kernels=kernels)
     plan = dataclasses.replace(PLAN, transfers=transfers, collectives=(kind,))
-    name = RING_NAME if kind is LATE else kind.name
-    assert row(plan, name)[-1] == why
+    assert f"  {kind.name}: {why}" in describe(plan)
+    assert max(map(len, describe(plan))) <= 100
+
+
+def test_a_plan_says_what_a_device_costs():
+    tokens = PLAN.rows * PLAN.context_tokens
+    rate = tokens / PLAN.estimate.step
+    printed = cells(PLAN)
+    assert ["tokens a second, at most", f"{rate:,.0f}"] in printed
+    hours = 1e9 / rate * PLAN.devices / 3600
+    assert ["device-hours for 1e9 tokens, at least", f"{hours:,.1f}"] in printed
 
 
 def test_no_transfers_and_loops_that_were_counted_once_are_told():

@@ -8,7 +8,7 @@ import pytest
 
 from training.cycles import Walk, cycles_of_torus, disjoint_cycles
 from training.mesh import MESH_AXES, MeshShape, make_mesh
-from training.pods import h200_devices, tpu_devices
+from training.pods import gpu_devices, tpu_devices
 from training.torus import Shape, is_closed, place
 
 RING = MESH_AXES.index("ring")
@@ -83,6 +83,6 @@ def test_a_ring_that_is_no_torus_is_its_only_cycle(pod, shape):
 
 
 def test_devices_that_know_no_place_are_one_cycle():
-    for devices in (jax.devices(), h200_devices(8)):
+    for devices in (jax.devices(), gpu_devices("h200", 8)):
         line = np.array(devices)
         assert disjoint_cycles(line, 0) == (tuple(range(8)),)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from training.pods import PODS, compile_for, tpu_devices
+from training.pods import PODS, aot_pod, compile_for, tpu_devices
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,33 @@ def test_described_devices_are_of_the_chip(topology, count, kind, cores):
 def test_what_cannot_be_described_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         tpu_devices(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "devices", "kind", "rate"),
+    [
+        ("v5litepod-64", "v5e:8x8", 64, "TPU v5 lite", 50e9),
+        ("v5p-128", "v5p:4x4x4", 64, "TPU v5", 100e9),
+        ("v4-1024", "v4:8x8x8", 512, "TPU v4", 45e9),
+        ("v3-32", "v3:4x4", 32, "TPU v3", 100e9),
+        ("h200:1x1x8", "h200:1x1x8", 8, "NVIDIA H200", 450e9),
+        ("h100:1x4", "h100:1x4", 4, "NVIDIA H100 80GB HBM3", 450e9),
+        ("h200:4x8", "h200:4x8", 32, "NVIDIA H200", 50e9),
+    ],
+)
+def test_pods_have_the_names_of_clouds_and_the_link_between_hosts(
+    name, topology, devices, kind, rate
+):
+    pod = aot_pod(name)
+    assert (pod.topology, len(pod.devices)) == (topology, devices)
+    assert {device.device_kind for device in pod.devices} == {kind}
+    assert pod.chip.interconnect_bytes_per_second == rate
+
+
+@pytest.mark.parametrize("name", ["h200:1x9", "h100:2x2x8", "v5p-99999", "v5p", "b200"])
+def test_what_is_no_topology_is_refused_with_those_that_are(name):
+    with pytest.raises(ValueError, match="must be a topology: known are "):
+        aot_pod(name)
 
 
 def test_missing_compiler_is_named_with_its_requirements(monkeypatch):

@@ -1,20 +1,24 @@
 """Formats a plan as tables."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 from tools.lib.planning.estimate import Estimate, bytes_per_second
 from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
-from training import chips
 from training.chips import Chip
 from training.hlo import TRANSFER
 from training.mesh import MESH_AXES
+from training.pods import chip_of
 
 RING_NAME = f"{TRANSFER} (ring)"
 
-SENT = "{:26s} {:>9s}  {:>11s}  {:>11s}  {:>8s}  {:>11s}  {:>8s}  {}"
+SENT = "{:26s} {:>7s}  {:>10s}  {:>12s}  {:>9s}  {:>10s}  {:>9s}"
 """Format of a row of communication."""
+
+WIDTH = 100
+"""Columns of what is printed."""
 
 LEGEND = (
     "  time: of all bytes on all links. exposed: devices wait for all of it. hidden: a",
@@ -41,9 +45,9 @@ def describe(plan: Plan) -> list[str]:
     lines = [
         f"{plan.devices} x {plan.device_kind} ({plan.topology}): {_mesh(plan)}",
         f"step: {plan.rows} x {plan.context_tokens:,} tokens{_documents(plan)}, "
-        f"remat {plan.remat}, "
-        f"attention {plan.implementation}, model FLOPs {plan.work.model_flops:.3e} "
-        f"({plan.work.paper_flops:.3e} as Ring Attention counts them)",
+        f"remat {plan.remat}, attention {plan.implementation}",
+        f"model FLOPs {plan.work.model_flops:.3e} ({plan.work.paper_flops:.3e} as Ring "
+        "Attention counts them)",
         plan.execution,
         f"compiled in {plan.compile_seconds:.0f} s, with {size(plan.planner_bytes)} of "
         "this machine's memory",
@@ -51,7 +55,7 @@ def describe(plan: Plan) -> list[str]:
     return lines + [
         *_memory_lines(plan),
         *_sent_lines(plan),
-        *_estimate_lines(plan.estimate),
+        *_estimate_lines(plan),
     ]
 
 
@@ -88,10 +92,15 @@ def _documents(plan: Plan) -> str:
 def _sent_lines(plan: Plan) -> list[str]:
     if not plan.collectives:
         return ["", "sent by a device in a step: nothing"]
-    head = "times", "bytes each", "bytes in all", "time", "exposed", "waited", "why"
+    head = "times", "bytes each", "bytes in all", "time", "exposed", "waited"
     lines = ["", SENT.format("sent by a device in a step", *head).rstrip()]
-    chip = chips.find(plan.device_kind)
+    chip = chip_of(plan.topology, plan.device_kind)
     lines += [_sent_line(plan, kind, chip) for kind in plan.collectives]
+    lines += [
+        f"  {kind.name}: {_why_exposed(plan, kind)}"
+        for kind in plan.collectives
+        if kind.exposed_bytes
+    ]
     if plan.unknown_loops:
         lines.append(f"  {plan.unknown_loops} loops of unknown length counted once")
     return [*lines, *LEGEND]
@@ -99,10 +108,9 @@ def _sent_lines(plan: Plan) -> list[str]:
 
 def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
     rate = bytes_per_second(chip, kind.name, plan.transfers.ways)
-    exposed, why = ("none", ""), "all hidden"
+    exposed = "none", ""
     if kind.exposed_bytes:
         exposed = size(kind.exposed_bytes), seconds(kind.exposed_bytes / rate)
-        why = _why_exposed(plan, kind)
     return SENT.format(
         "  " + (RING_NAME if kind.name == TRANSFER else kind.name),
         f"{kind.count:,}",
@@ -110,8 +118,7 @@ def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
         size(kind.bytes_sent),
         seconds(kind.bytes_sent / rate),
         *exposed,
-        why,
-    )
+    ).rstrip()
 
 
 def _why_exposed(plan: Plan, kind: Kind) -> str:
@@ -127,16 +134,28 @@ def _why_exposed(plan: Plan, kind: Kind) -> str:
     return f"{size(alone)} not asynchronous, the rest outlasts what runs beside it"
 
 
-def _estimate_lines(estimate: Estimate) -> list[str]:
+def _estimate_lines(plan: Plan) -> list[str]:
+    estimate, tokens = plan.estimate, plan.rows * plan.context_tokens
+    rate = tokens / estimate.step
+    each, hours = rate / plan.devices, 1e9 / rate * plan.devices / 3600
     lines = ["", "time of a step: at least, estimated and not measured"]
     for field, (letter, name) in PARTS.items():
         spent = getattr(estimate, field)
         cells = f"{seconds(spent):>12s} {spent / estimate.step:8.1%}"
         lines.append(f"  {letter} {name:48s} {cells}")
     lines.append(f"    {'step (all of these)':48s} {seconds(estimate.step):>12s}")
-    lines.append(f"    {'MFU at most':48s} {estimate.mfu:12.1%}")
+    lines += [
+        f"    {'MFU at most':48s} {estimate.mfu:12.1%}",
+        f"    {'tokens a second, at most':48s} {rate:12,.0f}",
+        f"    {'tokens a second, of a device, at most':48s} {each:12,.1f}",
+        f"    {'device-hours for 1e9 tokens, at least':48s} {hours:12,.1f}",
+    ]
     lines += ["  " + bar(estimate), "assuming"]
-    return lines + [f"  - {text}" for text in estimate.assumptions]
+    for text in estimate.assumptions:
+        lines += textwrap.wrap(
+            text, WIDTH, initial_indent="  - ", subsequent_indent="    "
+        )
+    return lines
 
 
 def bar(estimate: Estimate, longest: float = 0.0) -> str:
@@ -195,17 +214,16 @@ def _exposed_bytes(plan: Plan) -> float:
 
 def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
     """Returns the lines printed for suggested meshes."""
-    axes = [f"{axis:>{len(axis) + 1}s}" for axis in MESH_AXES]
-    row = "{}  {:>10s}  {:4s}" + "  {:>9s}" * 5 + "  {}"
-    head = "memory", "fits", "attention", "products", "ring", "others", "step", "route"
-    lines = [row.format(" ".join(axes), *head)]
+    row = "{} {:>9s} {:4s}" + " {:>8s}" * 5 + "  {}"
+    head = "memory", "fits", "kernels", "products", "ring", "others", "step", "route"
+    lines = [row.format(" ".join(MESH_AXES), *head)]
     for one in found:
         sizes = [one.mesh.get(axis, 1) for axis in MESH_AXES]
         pairs = zip(MESH_AXES, sizes, strict=True)
         spent = one.attention, one.products, one.ring_waits, one.other_waits
         lines.append(
             row.format(
-                " ".join(f"{size:{len(axis) + 1}d}" for axis, size in pairs),
+                " ".join(f"{size:{len(axis)}d}" for axis, size in pairs),
                 size(one.memory),
                 "yes" if one.fits else "no",
                 *map(seconds, (*spent, one.seconds)),
@@ -216,7 +234,8 @@ def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
         "rule of thumb, best first, estimated and nothing compiled: "
         "tools.lib.planning.meshes",
         f"memory: of a device; fits in {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
-        "products: others, once; ring, others: waits; step: all of these, at least",
+        "kernels: of attention; products: others, once; ring, others: waits",
+        "step: all of these, at least",
     ]
 
 
