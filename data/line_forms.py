@@ -9,7 +9,6 @@ cannot be compared with LongEval's.
 import string
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -20,39 +19,45 @@ LETTERS = "bcdfghjklmnpqrst"
 """Few, as a model has to learn of each one that it is the same as itself."""
 
 
-class LineForm(Protocol):
-    """Interface of a form of the task.
+class LineForm:
+    """A form of the task; by itself lines are a name and a number.
 
     header, end: text before and after the record's lines.
     numbers: the least number that a line may say, and the one after the largest.
     names: how many names of lines there are; None: as many as wanted.
     """
 
-    header: str
-    end: str
-    numbers: tuple[int, int]
+    header = ""
+    end = "\n"
+    numbers = 10, 100
     names: int | None
 
     def order(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Returns numbers of the first lines' names, int64 (count,), distinct."""
+        return rng.permutation(self.names)[:count]
 
     def name(self, which: int) -> int | str:
         """Returns the name of this number."""
+        raise NotImplementedError
 
     def line(self, name: int | str, number: int) -> str:
         """Returns a line of the record, its end included."""
+        return f"{name}{number}\n"
 
     def question(self, name: int | str) -> str:
         """Returns the end of the published prompt."""
+        return ""
 
     def cue(self, name: int | str) -> str:
         """Returns the beginning of the answer, for models that continue a text."""
+        return str(name)
 
     def answer(self, number: int) -> str:
         """Returns the text that has to follow the cue."""
+        return f"{number}\n"
 
 
-class LongEval:
+class LongEval(LineForm):
     """LongEval's own words. In the base form the answer is begun: "Line <…>: …"."""
 
     header = (
@@ -106,45 +111,24 @@ class NamedLines(LongEval):
         adjectives, nouns = self._words
         return len(adjectives) * len(nouns)
 
-    def order(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        return rng.permutation(self.names)[:count]
-
     def name(self, which: int) -> str:
         adjectives, nouns = self._words
         return f"{adjectives[which // len(nouns)]}-{nouns[which % len(nouns)]}"
 
 
-class Compact:
+class Compact(LineForm):
     """Lines "qx47", an empty line, and the beginning of a line: "qx".
 
     Not LongEval's words, and easier: names of two letters and numbers of two digits.
     """
 
-    header = ""
-    end = "\n"
-    numbers = 10, 100
     names = len(LETTERS) ** 2
-
-    def order(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        return rng.permutation(self.names)[:count]
 
     def name(self, which: int) -> str:
         return LETTERS[which // len(LETTERS)] + LETTERS[which % len(LETTERS)]
 
-    def line(self, name: int | str, number: int) -> str:
-        return f"{name}{number}\n"
 
-    def question(self, name: int | str) -> str:
-        return ""
-
-    def cue(self, name: int | str) -> str:
-        return str(name)
-
-    def answer(self, number: int) -> str:
-        return f"{number}\n"
-
-
-class Letters(Compact):
+class Letters(LineForm):
     """Lines "q47": names of one letter, of which there are 52.
 
     A model of two layers finds them by the one token before; two letters take more.

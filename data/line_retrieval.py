@@ -2,20 +2,15 @@
 
 The task "lines" of LongEval (LongChat, 2023): the record can be as long as any context,
 what is asked for can be at any depth of it, and there is nothing to guess it from.
-Files of cases have the published fields, so published files are read too. How records
-are written is a matter of data/line_forms.py.
+How records are written is a matter of data/line_forms.py.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from data.json_text import parse_json, short
 from data.line_forms import LineForm
 from data.tokenizer import Tokenizer, begun
 
@@ -189,111 +184,3 @@ def last_integer(output: str) -> int | None:
     """
     found = re.findall(r"\d+", output)
     return int(found[-1].lstrip("0")[:MOST_DIGITS] or 0) if found else None
-
-
-def is_correct(output: str, case: Case) -> bool:
-    """Returns whether the last integer of an output is the expected one."""
-    return last_integer(output) == case.expected_number
-
-
-def is_answered(output: str, case: Case) -> bool:
-    """Returns the same of what follows the base form's cue, up to the line's end.
-
-    A model that only goes on with a text will not stop there.
-    """
-    return is_correct(output.strip().partition("\n")[0], case)
-
-
-def check_form(form: LineForm, case: Case, where: str) -> None:
-    """Raises ValueError if a case is written in another form."""
-    expected = form.line(case.name, case.expected_number).strip()
-    if case.correct_line.strip() != expected:
-        raise ValueError(
-            f"{where}: {short(case.correct_line.strip())} is written otherwise than "
-            f"{short(expected)}: choose the form that the cases have"
-        )
-
-
-def write_cases(path: Path, cases: Iterable[Case]) -> None:
-    """Writes one JSON object a line, under a temporary name until all are written.
-
-    Raises:
-      FileExistsError: there is such a file, which is left as it is.
-    """
-    if path.exists():
-        raise FileExistsError(f"{path} exists: remove it or choose another name")
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(asdict(case)) + "\n" for case in cases)
-    part.replace(path)
-
-
-def read_cases(path: Path) -> list[Case]:
-    """Reads the cases of a file, published or our own.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a row is not a case, with number and reason, or there is none.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path} of cases")
-    cases = list(_read(path))
-    if not cases:
-        raise ValueError(f"{path} has no cases")
-    return cases
-
-
-def _read(path: Path) -> Iterator[Case]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield _parse(parse_json(line))
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}:{number} must be a case: {error}; mend or remove the row"
-                ) from error
-
-
-def _parse(row: Any) -> Case:
-    """Makes the case of a parsed row; ValueError says what is wrong."""
-    if not isinstance(row, dict):
-        raise ValueError(f"it must be an object, got {type(row).__name__}")
-    kinds = {"expected_number": int, "num_lines": int}
-    kinds |= {"correct_line": str, "prompt": str, "random_idx": list}
-    for field, kind in kinds.items():
-        if field not in row:
-            raise ValueError(f"it has no {field}")
-        value = row[field]
-        if type(value) is not kind:  # True is not a number
-            raise ValueError(f"{field} must be {kind.__name__}, got {short(value)}")
-    match row["random_idx"]:
-        case [name, place] if type(name) in (int, str) and type(place) is int:
-            pass
-        case other:
-            raise ValueError(
-                f"random_idx must be a name and a place, got {short(other)}"
-            )
-    fields = {field: row[field] for field in kinds}
-    case = Case(**fields | {"random_idx": (name, place)})
-    _check(case)
-    return case
-
-
-def _check(case: Case) -> None:
-    """Raises ValueError if the fields of a case contradict each other."""
-    name, place = case.random_idx
-    line = case.correct_line.strip()
-    if not 0 <= place < case.num_lines:
-        given = short(case.num_lines)
-        raise ValueError(
-            f"the place must be below num_lines={given}, got {short(place)}"
-        )
-    if last_integer(line) != case.expected_number:
-        raise ValueError(f"{short(line)} does not say {short(case.expected_number)}")
-    if str(name) not in line:
-        raise ValueError(f"{short(line)} is not called {short(name)}")
-    if line not in case.prompt:
-        raise ValueError(f"{short(line)} is not in the prompt")
-    case.prompt.encode()  # JSON can spell half a surrogate pair

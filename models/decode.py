@@ -206,7 +206,7 @@ class Generator:
         found = self._go_on(parameters, prompts, max_tokens, seed, held)
         if found is None:
             held.cache = None  # before there is another
-            tokens, index = map(self.place, self._padded(prompts))
+            tokens, index = map(self.place, self.padded(prompts))
             found = self.prefill(parameters, self.empty(), tokens, index, seed)
         held.cache, tokens, index = found
         held.tokens = [prompt.tolist() for prompt in prompts]
@@ -275,7 +275,7 @@ class Generator:
             read = np.minimum(read + size, lengths)
         return cache, tokens, index
 
-    def _padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns tokens and index (B, T), in layout order.
 
         T is a power of two times the divisor where the cache allows it, so that prompts

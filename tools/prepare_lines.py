@@ -5,9 +5,8 @@
         --tokenizer tokenizer.json --output CORPUS
 
 Prints the command that trains on the corpus. Forms: "LRT-NL" and "LRT", LongEval's
-own, and "compact", the same task in 5 bytes a line. See data/line_forms.py and
-data/line_corpus.py. With --ruler it teaches RULER's tasks instead: prompts of all
-lengths, with their answers.
+own, and "compact" and "letters", the same task in 5 and 4 bytes a line. With --ruler it
+teaches RULER's tasks instead: prompts of all lengths, with their answers.
 """
 
 import argparse
@@ -16,17 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs import line_retrieval
-from data.line_corpus import (
-    SUPERVISED,
-    Documents,
-    LineDocuments,
-    prepare_lines,
-    shortest_document,
-)
 from data.line_forms import FORMS
 from data.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.ruler.corpus import TaskDocuments
+from tools.lib.retrieval.corpus import (
+    SUPERVISED,
+    TEACHABLE,
+    Documents,
+    LineDocuments,
+    TaskDocuments,
+    shortest_document,
+    write_corpus,
+)
 from tools.lib.train_command import train_command
 
 
@@ -42,38 +42,24 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--ruler",
         type=lambda names: names.split(","),
         metavar="TASKS",
-        help="tasks of RULER: niah_single_1, niah_multikey_2, niah_multikey_3, vt",
+        help=f"tasks of RULER: {', '.join(TEACHABLE)}",
     )
     add("--bare", action="store_true", help="of vt: its chains, and nothing around")
-    add(
-        "--context-tokens",
-        required=True,
-        type=at_least(1),
-        help="of the longest document",
-    )
+    tokens, default = at_least(1), "default: %(default)s"
+    add("--context-tokens", required=True, type=tokens, help="of the longest document")
     add(
         "--least-tokens",
-        type=at_least(1),
+        type=tokens,
         help="of the shortest (default: what three lines and a question take)",
     )
     add(
         "--supervised",
         choices=SUPERVISED,
-        default="answers",
-        help="tokens with a loss (default: %(default)s)",
+        default=SUPERVISED[0],
+        help=f"tokens with a loss ({default})",
     )
-    add(
-        "--train-tokens",
-        type=at_least(1),
-        default=10_000_000,
-        help="default: %(default)s",
-    )
-    add(
-        "--validation-tokens",
-        type=at_least(1),
-        default=100_000,
-        help="default: %(default)s",
-    )
+    add("--train-tokens", type=tokens, default=10_000_000, help=default)
+    add("--validation-tokens", type=tokens, default=100_000, help=default)
     add("--seed", type=at_least(0), default=0)
     add(
         "--tokenizer",
@@ -104,7 +90,7 @@ def _documents(chosen: argparse.Namespace) -> Documents:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    summary = prepare_lines(
+    summary = write_corpus(
         _documents(chosen),
         chosen.output,
         train_tokens=chosen.train_tokens,

@@ -13,9 +13,8 @@ from data.chat_template import open_template
 from data.tokenizer import open_tokenizer
 from tests import chat_families
 from tests.tools import ruler_sources
-from tools.lib.ruler.cells import Encoder
+from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.ruler.essays import ESSAYS, SENTENCE_ENDS, Essays
-from tools.lib.ruler.sizing import Draft, Room
 from tools.lib.ruler.tasks import SEED, TASKS, Sources
 from tools.lib.ruler.word_lists import Pairs, pairs, read_english_words
 
@@ -24,31 +23,27 @@ LETTERS = Path(__file__).parents[2] / "results" / "ruler" / "names_tokenizer.jso
 PUBLISHED = json.loads(FIXTURE.read_text())
 
 
-def count(draft: Draft | str) -> int:
+def count(draft: Prompt | str) -> int:
     """Counts words and marks, which are the tokens of the fixture."""
     text = draft if isinstance(draft, str) else draft.input + draft.answer_prefix
     return len(re.findall(r"\w+|[^\w\s]+", text))
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> Sources:
-    path = tmp_path_factory.mktemp("ruler")
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Sources:
+    # The fixture was made without nltk's model of sentences.
+    splitter = "tools.lib.ruler.essays.find_splitter"
+    monkeypatch.setattr(splitter, lambda: (SENTENCE_ENDS.split, "marks"))
     made = {ESSAYS: {"text": ruler_sources.essays()}}
     made |= {"squad.json": ruler_sources.squad()}
     made |= {"hotpotqa.json": ruler_sources.hotpotqa()}
     for name, content in made.items():
-        (path / name).write_text(json.dumps(content))
+        (tmp_path / name).write_text(json.dumps(content))
     return Sources(
-        haystack=path / ESSAYS,
-        squad=path / "squad.json",
-        hotpotqa=path / "hotpotqa.json",
+        haystack=tmp_path / ESSAYS,
+        squad=tmp_path / "squad.json",
+        hotpotqa=tmp_path / "hotpotqa.json",
     )
-
-
-def digest(task: str, length: int, samples: int, sources: Sources) -> str:
-    room = Room(length, TASKS[task].tokens, count)
-    drawn = TASKS[task].make(SEED, sources).prompts(room, samples)
-    return hashlib.sha256(json.dumps([*drawn]).encode()).hexdigest()
 
 
 def ids(row) -> str:
@@ -56,13 +51,12 @@ def ids(row) -> str:
 
 
 @pytest.mark.parametrize("row", PUBLISHED["prompts"], ids=ids)
-def test_prompts_equal_those_of_the_published_generator(row, sources, monkeypatch):
-    # The fixture was made without nltk's model of sentences.
-    monkeypatch.setattr(
-        "tools.lib.ruler.essays.find_splitter", lambda: (SENTENCE_ENDS.split, "marks")
-    )
-    task, length, samples = row["task"], row["length"], row["samples"]
-    assert digest(task, length, samples, sources) == row["sha256"]
+def test_prompts_equal_those_of_the_published_generator(row, sources):
+    task = TASKS[row["task"]]
+    room = Room(row["length"], task.tokens, count)
+    drawn = task.make(SEED, sources).prompts(room, row["samples"])
+    found = json.dumps([*drawn]).encode()
+    assert hashlib.sha256(found).hexdigest() == row["sha256"]
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +75,11 @@ def chat(tmp_path_factory) -> Encoder:
 
 
 @pytest.mark.parametrize("row", PUBLISHED["chats"], ids=ids)
-def test_chats_have_the_tokens_of_the_published_template(
-    row, chat, sources, monkeypatch
-):
-    monkeypatch.setattr(
-        "tools.lib.ruler.essays.find_splitter", lambda: (SENTENCE_ENDS.split, "marks")
-    )
+def test_chats_have_the_tokens_of_the_published_template(row, chat, sources):
     task = TASKS[row["task"]]
     room = Room(row["length"], task.tokens, chat.count)
     drawn = task.make(SEED, sources).prompts(room, row["samples"])
-    found = [[chat(p.draft).tolist(), list(p.outputs), p.length] for p in drawn]
+    found = [[chat(p).tolist(), list(p.outputs), p.length] for p in drawn]
     assert hashlib.sha256(json.dumps(found).encode()).hexdigest() == row["sha256"]
 
 
@@ -98,7 +87,7 @@ def test_chats_have_the_tokens_of_the_published_template(
 def test_prompts_fit_and_hold_their_answers(task, sources):
     room = Room(2000, TASKS[task].tokens, count)
     for prompt in TASKS[task].make(7, sources).prompts(room, 3):
-        assert prompt.length == count(Draft(*prompt[:3])) + TASKS[task].tokens <= 2000
+        assert prompt.length == count(prompt) + TASKS[task].tokens <= 2000
         if not task.startswith("qa"):
             assert all(answer in prompt.input for answer in prompt.outputs)
 

@@ -14,96 +14,56 @@ and heat maps to NAME.png. The config is the run's own; its mesh may be another.
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jax
 import ml_collections
-import numpy as np
 
-from data.line_forms import FORMS, LineForm
-from data.line_retrieval import (
-    Case,
-    base_form,
-    case_tokens,
-    check_form,
-    draw_case,
-    read_cases,
-    write_cases,
-)
-from data.tokenizer import Tokenizer
-from models.sampling import Sampling
+from data.line_forms import FORMS
 from tasks import base
-from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
-from tasks.generation import config_to_ask, generator, restored_parameters
+from tasks.command_line import as_program, at_least
+from tasks.generation import restored_parameters
 from tools.generate import find_tokenizer
 from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures.grids import heat_maps
 from tools.lib.figures.style import write_picture
-from tools.lib.retrieval.scores import Generated, forced
-from tools.lib.retrieval.table import Cell, Scorer, table
+from tools.lib.retrieval.answers import Force, Generated, forced, likeliest
+from tools.lib.retrieval.cells import Cell, draw_line_cells, read_line_cells
+from tools.lib.retrieval.files import write_cases
+from tools.lib.retrieval.options import parser_of, text_config
+from tools.lib.retrieval.prompts import Encoder
+from tools.lib.retrieval.scores import line_table, match_line
 
 
-def draw_cells(
-    form: LineForm,
-    tokenizer: Tokenizer,
-    lengths: Sequence[int],
-    depths: int,
-    samples: int,
-    seed: int,
-) -> list[Cell]:
-    """Cases for every length and depth, each from a seed of its own.
-
-    depths: how many, evenly from the first line to the last; one: in the middle.
-
-    Raises:
-      ValueError: numbers out of range, or a length that cannot be made.
-    """
-    if depths < 1 or samples < 1 or seed < 0:
-        raise ValueError(
-            f"{depths=} and {samples=} must be at least 1, and {seed=} at least 0"
-        )
-    places = np.linspace(0, 1, depths) if depths > 1 else np.array([0.5])
-
-    def cell(tokens: int, number: int, depth: float) -> Cell:
-        def case(sample: int) -> Case:
-            rng = np.random.default_rng([seed, tokens, number, sample])
-            return draw_case(form, tokenizer, rng, tokens=tokens, depth=depth)
-
-        return Cell(tokens, depth, tuple(map(case, range(samples))))
-
-    return [
-        cell(tokens, number, depth)
-        for tokens in lengths
-        for number, depth in enumerate(places.tolist())
-    ]
-
-
-def read_cells(path: Path, form: LineForm, tokenizer: Tokenizer) -> list[Cell]:
-    """Cases of a file, by their number of lines and their depth, in tenths.
-
-    A cell's length is the mean of its lines' cases, in tokens.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_cases`, or a case is of another form.
-    """
-    lines: dict[int, dict[float, list[Case]]] = {}
-    for number, case in enumerate(read_cases(path), 1):
-        check_form(form, case, f"{path}, case {number}")
-        depths = lines.setdefault(case.num_lines, {})
-        depths.setdefault(round(case.depth, 1), []).append(case)
-    cells = []
-    for _, depths in sorted(lines.items()):
-        sizes = [
-            case_tokens(form, tokenizer, case)
-            for cases in depths.values()
-            for case in cases
+def score_cells(
+    cells: Sequence[Cell], encoder: Encoder, generated: Generated, force: Force
+) -> list[dict[str, Any]]:
+    """Returns a row for each cell; those of one length are computed together."""
+    rows: list[dict[str, Any]] = []
+    for _, group in groupby(cells, key=lambda cell: cell.length):
+        mine = [*group]
+        asked = [prompt for cell in mine for prompt in cell.prompts]
+        prompts = [encoder(prompt) for prompt in asked]
+        answers = encoder.tokenizer.encode_all([p.outputs[0] for p in asked])
+        texts, right = iter(generated(prompts)), iter(force(prompts, answers))
+        rows += [
+            {
+                "length": cell.length,
+                "depth": cell.depth,
+                "samples": len(cell.cases),
+                "lines": fmean(case.num_lines for case in cell.cases),
+                "tokens": fmean(p.length for p in cell.prompts),
+                "generated": fmean(
+                    match_line(next(texts), p.outputs) for p in cell.prompts
+                ),
+                "teacher_forced": fmean(next(right) for _ in cell.prompts),
+            }
+            for cell in mine
         ]
-        length = round(float(np.mean(sizes)))
-        cells += [
-            Cell(length, depth, tuple(cases)) for depth, cases in sorted(depths.items())
-        ]
-    return cells
+    return rows
 
 
 def evaluate(
@@ -114,54 +74,37 @@ def evaluate(
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
-    if config.task != "text":
-        raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
     runs = [config.workdir, *options.compare]
     if len(set(runs)) < len(runs):
         raise ValueError(f"runs {', '.join(runs)}: give each of them once")
     form, tokenizer = FORMS[options.form](), find_tokenizer(config, options.tokenizer)
-    if options.cases:
-        cells = read_cells(options.cases, form, tokenizer)
-    else:
-        cells = draw_cells(
-            form,
-            tokenizer,
-            options.lengths,
-            options.depths,
-            options.samples,
-            options.seed,
-        )
-    partition = base.partition(config, jax.devices())
-    rows = options.rows or config.data.batch_rows
-    cases = [case for cell in cells for case in cell.cases]
-    longest = max(case_tokens(form, tokenizer, case) for case in cases)
-    programs = generator(
+    encoder = Encoder(tokenizer)
+    cells = (read_line_cells if options.cases else draw_line_cells)(
+        form, encoder, options
+    )
+    partition, most = base.partition(config, jax.devices()), options.max_tokens
+    programs = likeliest(
         config,
         partition,
-        Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size),
-        rows=rows,
-        cache_tokens=longest + options.max_tokens,
+        tokenizer,
+        rows=options.rows or config.data.batch_rows,
+        cache_tokens=max(cell.cache_tokens for cell in cells) + most,
     )
     # An answer ends its line, whatever token that takes.
-    ends = {int(tokenizer.encode(base_form(form, case)[1])[-1]) for case in cases}
-    forcing = forced(config, partition, rows=rows, allowed_tokens=tokenizer.vocab_size)
+    answers = [prompt.outputs[0] for cell in cells for prompt in cell.prompts]
+    ends = {int(tokens[-1]) for tokens in tokenizer.encode_all(answers)}
+    stops = [*tokenizer.stop_tokens, *ends]
+    force = forced(config, partition, programs, tokenizer.vocab_size)
     if options.save_cases:
-        write_cases(options.save_cases, cases)
+        write_cases(options.save_cases, [c for cell in cells for c in cell.cases])
     results = []
     for run in runs:
         with config.unlocked():
             config.workdir = run
         parameters, step = restored_parameters(config, partition)
-        generated = Generated(
-            programs,
-            parameters,
-            tokenizer,
-            options.max_tokens,
-            [*tokenizer.stop_tokens, *ends],
-        )
-        scorer = Scorer(form, tokenizer, generated, partial(forcing, parameters))
-        found = scorer.rows(cells)
-        print(f"{run}, step {step}\n{table(found)}", flush=True)
+        generated = Generated(programs, parameters, tokenizer, most, stops)
+        found = score_cells(cells, encoder, generated, partial(force, parameters))
+        print(f"{run}, step {step}\n{line_table(found)}", flush=True)
         results += [{"run": run, "step": step} | row for row in found]
     return results
 
@@ -169,19 +112,10 @@ def evaluate(
 def _options(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(
-        __doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate line-retrieval"
-    )
+    parser = parser_of("line-retrieval", __doc__, lengths="1024,2048", samples=20)
     add = parser.add_argument
     add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
-    add(
-        "--lengths",
-        type=lambda text: [at_least(1)(length) for length in text.split(",")],
-        default="1024,2048",
-        help="in tokens (default: %(default)s)",
-    )
     add("--depths", type=at_least(1), default=5, help="of lines (default: %(default)s)")
-    add("--samples", type=at_least(1), default=20, help="of each length and depth (20)")
     add("--seed", type=at_least(0), default=0, help="of the cases")
     add("--cases", type=Path, help="published .jsonl to read instead of drawing cases")
     add("--save-cases", type=Path, help=".jsonl to write them to, a new file")
@@ -194,7 +128,6 @@ def _options(
         metavar="WORKDIR",
         help="another run of the same model, on the same cases; may be repeated",
     )
-    add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
     add("--output", type=Path, help="rows go to NAME.json, heat maps to NAME.png")
     return parser.parse_known_args(arguments)
 
@@ -203,7 +136,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    config = config_to_ask(rest)
+    config = text_config(rest)
     if options.output:
         check_output(options.output.with_suffix(".json"))
     results = evaluate(config, options)

@@ -8,7 +8,7 @@ A length counts a prompt and what is generated after it, in the model's own toke
 Without --tasks they are those whose files are given: six need none. Prompts go through
 the ring and answers are the likeliest tokens. Predictions are written as they come;
 the same command goes on where it was stopped. FOLDER gets RULER's own files of them
-(tools/lib/ruler/samples.py), scores.json, and heat maps of the needles.
+(tools/lib/retrieval/files.py), scores.json, and heat maps of the needles.
 
 --save-prompts FOLDER only writes the prompts; --prompts FOLDER reads them, or those of
 NVIDIA's scripts.
@@ -17,31 +17,28 @@ NVIDIA's scripts.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import ml_collections
 from tqdm import tqdm
 
-from data.tokenizer import Tokenizer
-from models.decode import Generator
-from models.sampling import Sampling
 from tasks import base
-from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
-from tasks.generation import config_to_ask, generator, restored_parameters
+from tasks.command_line import as_program, at_least
+from tasks.generation import restored_parameters
 from tools.generate import CHAT, find_template, find_tokenizer
 from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
-from tools.lib.retrieval.scores import Generated
-from tools.lib.ruler import samples
-from tools.lib.ruler.cells import Cell, Encoder, draw_cells, read_cells
-from tools.lib.ruler.table import heat_rows, summary, table, task_row
+from tools.lib.retrieval import files
+from tools.lib.retrieval.answers import Generated, likeliest
+from tools.lib.retrieval.cells import Cell, draw_cells, read_cells
+from tools.lib.retrieval.options import parser_of, text_config
+from tools.lib.retrieval.prompts import Encoder
+from tools.lib.retrieval.scores import heat_rows, summary, table, task_row
 from tools.lib.ruler.tasks import SEED, TASKS, Sources
-from training.mesh import Partition
 
 LENGTHS = "4096,8192,16384,32768,65536,131072"
 RUN = "run.json"
@@ -51,7 +48,7 @@ RUN = "run.json"
 def identity(options: argparse.Namespace, config: ml_collections.ConfigDict) -> dict:
     """Returns what must be the same for predictions to go on with."""
     sources = Sources(options.haystack, options.english_words)
-    files = (options.prompts, options.squad, options.hotpotqa)
+    given = options.prompts, options.squad, options.hotpotqa
     return {
         "run": config.workdir,
         "seed": SEED,
@@ -59,7 +56,7 @@ def identity(options: argparse.Namespace, config: ml_collections.ConfigDict) -> 
         "tokenizer": options.tokenizer,
         "haystack": sources.essays.label if options.haystack else None,
         "english_words": sources.words[1] or None,
-        "files": [str(file) for file in files if file],
+        "files": [str(file) for file in given if file],
     }
 
 
@@ -86,70 +83,17 @@ def check_folder(folder: Path, found: dict[str, Any]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Programs:
-    """Programs that generate, by the length of their prompts."""
-
-    partition: Partition
-    by_length: dict[int, Generator]
-
-    @classmethod
-    def of(
-        cls,
-        config: ml_collections.ConfigDict,
-        tokenizer: Tokenizer,
-        cells: Sequence[Cell],
-        rows: int | None,
-    ) -> Self:
-        """Builds them; rows: prompts at a time, None: one for each shard of data."""
-        partition = base.partition(config, jax.devices())
-        sampling = Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size)
-        tokens: dict[int, int] = {}
-        for cell in cells:
-            before = tokens.get(cell.length, 0)
-            tokens[cell.length] = max(before, cell.cache_tokens)
-        build = partial(generator, config, partition, sampling)
-        rows = rows or partition.shards("batch")
-        return cls(
-            partition,
-            {
-                length: build(rows=rows, cache_tokens=most)
-                for length, most in tokens.items()
-            },
-        )
-
-    @cached_property
-    def cache_bytes(self) -> dict[int, int]:
-        """Bytes that the cache takes on each device."""
-        compiled = {
-            length: drawn.empty.lower().compile()
-            for length, drawn in self.by_length.items()
-        }
-        return {
-            length: program.memory_analysis().output_size_in_bytes
-            for length, program in compiled.items()
-        }
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{length:,} tokens: the cache of {drawn.rows} x {drawn.slots:,} tokens "
-            f"takes {self.cache_bytes[length] / 2**20:,.1f} MiB on each of "
-            f"{self.partition.mesh.size} devices"
-            for length, drawn in self.by_length.items()
-        )
-
-
 def answer(cell: Cell, generated: Generated, encoder: Encoder, path: Path) -> None:
     """Adds the predictions that a file lacks."""
-    done = len(samples.read_predictions(path))
+    done = len(files.read_predictions(path))
     prompts = islice(cell.prompts, done, None)
     # Silent where standard error is not a terminal.
     with tqdm(
         desc=f"{cell.task} {cell.length:,}", initial=done, unit=" samples", disable=None
     ) as shown:
         while some := list(islice(prompts, generated.generator.rows)):
-            texts = generated([encoder(prompt.draft) for prompt in some])
-            samples.append_predictions(path, done, some, texts)
+            texts = generated([encoder(prompt) for prompt in some])
+            files.append_predictions(path, done, some, texts)
             done += len(some)
             shown.update(len(some))
 
@@ -162,46 +106,54 @@ def evaluate(
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
-    if config.task != "text":
-        raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
     tokenizer = find_tokenizer(config, options.tokenizer)
     template = find_template(config, options.chat, tokenizer)
     encoder = Encoder(tokenizer, template)
     cells = (read_cells if options.prompts else draw_cells)(encoder, options)
     if options.save_prompts:
         for cell in cells:
-            path = samples.prompt_file(options.save_prompts, cell.length, cell.task)
-            samples.write_prompts(path, cell.prompts)
+            path = files.prompt_file(options.save_prompts, cell.length, cell.task)
+            files.write_prompts(path, cell.prompts)
             print(path)
         return []
-    programs = Programs.of(config, tokenizer, cells, options.rows)
-    parameters, step = restored_parameters(config, programs.partition)
+    partition = base.partition(config, jax.devices())
+    rows = options.rows or partition.shards("batch")
+    build = partial(likeliest, config, partition, tokenizer, rows=rows)
+    tokens: dict[int, int] = {}
+    for cell in cells:
+        tokens[cell.length] = max(tokens.get(cell.length, 0), cell.cache_tokens)
+    programs = {n: build(cache_tokens=most) for n, most in tokens.items()}
+    parameters, step = restored_parameters(config, partition)
     check_folder(options.output, {**identity(options, config), "step": step})
     stops = [*tokenizer.stop_tokens, *([template.end] if template else [])]
-    print(programs, flush=True)
+    cache_bytes = {}
+    for length, drawn in programs.items():
+        compiled = drawn.empty.lower().compile().memory_analysis()
+        cache_bytes[length] = compiled.output_size_in_bytes
+        print(
+            f"{length:,} tokens: the cache of {rows} x {drawn.slots:,} tokens takes "
+            f"{cache_bytes[length] / 2**20:,.1f} MiB on each of "
+            f"{partition.mesh.size} devices",
+            flush=True,
+        )
     results = []
     for cell in cells:
-        path = samples.prediction_file(options.output, cell.length, cell.task)
-        most = TASKS[cell.task].tokens
-        drawn = programs.by_length[cell.length]
-        answer(
-            cell, Generated(drawn, parameters, tokenizer, most, stops), encoder, path
-        )
-        predictions = samples.read_predictions(path)[: options.samples]
+        path = files.prediction_file(options.output, cell.length, cell.task)
+        task, drawn = TASKS[cell.task], programs[cell.length]
+        generated = Generated(drawn, parameters, tokenizer, task.tokens, stops)
+        answer(cell, generated, encoder, path)
+        predictions = files.read_predictions(path)[: options.samples]
         row = {"run": config.workdir, "step": step}
-        row |= {"cache_bytes": programs.cache_bytes[cell.length]}
-        results.append(row | task_row(cell.task, cell.length, predictions))
+        row["cache_bytes"] = cache_bytes[cell.length]
+        results.append(row | task_row(cell.task, cell.length, task.match, predictions))
     return results
 
 
 def _options(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate ruler")
+    parser = parser_of("ruler", __doc__, lengths=LENGTHS, samples=500)
     add = parser.add_argument
-
-    def numbers(text: str) -> list[int]:
-        return sorted({at_least(1)(length) for length in text.split(",")})
 
     def names(text: str) -> list[str]:
         for name in text.split(","):
@@ -211,14 +163,11 @@ def _options(
         return text.split(",")
 
     add("--tasks", type=names, help="of the thirteen (default: all with files)")
-    add("--lengths", type=numbers, default=LENGTHS, help="default: %(default)s")
-    add("--samples", type=at_least(1), default=500, help="of a task and length (500)")
     add("--haystack", type=Path, help="text or RULER's json, for five tasks of needles")
     add("--squad", type=Path, help="for qa_1: SQuAD's dev-v2.0.json")
     add("--hotpotqa", type=Path, help="for qa_2: hotpot_dev_distractor_v1.json")
     add("--english-words", type=Path, help="RULER's json, for cwe above 128 Ki or so")
     add("--chat", **CHAT, help="of a chat model; a template, or the corpus's, or own")
-    add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
     add("--rows", type=at_least(1), help="at a time (default: one for each data shard)")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--output", type=Path, help="folder of predictions and scores")
@@ -231,7 +180,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    config = config_to_ask(rest)
+    config = text_config(rest)
     results = evaluate(config, options)
     if options.output:
         _report(results, options.output)

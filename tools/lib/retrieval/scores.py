@@ -1,188 +1,183 @@
-"""Whether a model finds the lines: what it generates, and what it would have chosen.
+"""Scores: answers found in texts, the rows and tables of them, and RULER's averages."""
 
-`Generated` lets it write and reads the number out of the text. `Forced` shows it the
-answer and asks whether each token of it was the likeliest: one forward through the ring
-and no cache. Where the answer is the likeliest text, token by token, both agree.
-"""
-
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import ml_collections
 import numpy as np
-from flax import nnx
 
-from data.tokenizer import Tokenizer
-from kernels import masks
-from kernels.layouts import divisor, order
-from models import decode
-from models.cache import EMPTY
-from models.decode import NOTHING, Generator
-from tasks import base, text
-from tasks.mask import document_mask
-from training.mesh import Partition, StationaryPartition
+from data.line_retrieval import last_integer
 
-NO_PLACE = -2
-"""In the place of a token's index: there is no such token, not even an empty slot."""
+THRESHOLD = 85.6
+"""Score of Llama-2-7B at 4096 tokens; a length counts as effective above it."""
+BINS = 10
+"""Of depths, in heat maps of RULER's needles."""
+PUBLISHED_TASKS = 13
+"""Of RULER's table."""
+
+Match = Callable[[str, Sequence[str]], float]
+"""From a text and the answers to the share of them that it has, from 0 to 1."""
 
 
-@dataclass(frozen=True)
-class Generated:
-    """From prompts, int (n,) each, to the texts that the model goes on with.
+def cleaned(text: str) -> str:
+    """Returns a text as it is compared: control characters end lines, ends are bare."""
+    return re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip()
 
-    max_tokens: of a text. stop_tokens: after one of them it has ended.
+
+def match_all(text: str, answers: Sequence[str]) -> float:
+    """Returns the share of the answers that stand in the text, in any case."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
+
+
+def match_part(text: str, answers: Sequence[str]) -> float:
+    """Returns 1 if any of the answers stands in the text, in any case, and else 0."""
+    return float(any(answer.lower() in text.lower() for answer in answers))
+
+
+def match_line(text: str, answers: Sequence[str]) -> float:
+    """Returns 1 if the last integer of the first line is the answer's, and else 0.
+
+    A model that only goes on with a text will not stop at the line's end.
     """
-
-    generator: Generator
-    parameters: Any
-    tokenizer: Tokenizer
-    max_tokens: int
-    stop_tokens: Sequence[int]
-
-    def __call__(self, prompts: Sequence[np.ndarray]) -> list[str]:
-        texts = []
-        for some in in_rows(prompts, self.generator.rows):
-            drawn = self.generator.generate(
-                self.parameters, some, self.max_tokens, 0, self.stop_tokens
-            )
-            tokens = np.stack(list(drawn), axis=1)
-            texts += [self.tokenizer.decode(row[row != NOTHING]) for row in tokens]
-        return texts[: len(prompts)]
+    line = text.strip().partition("\n")[0]
+    return float(last_integer(line) == last_integer(answers[0]))
 
 
-@dataclass(frozen=True)
-class Forced:
-    """From prompts and answers, int (n,) each, to whether the model has them right.
+def score(
+    match: Match, texts: Sequence[str], answers: Sequence[Sequence[str]]
+) -> float:
+    """Returns RULER's mean over samples, times 100, in hundredths."""
+    pairs = zip(map(cleaned, texts), answers, strict=True)
+    return round(sum(match(*pair) for pair in pairs) / len(texts) * 100, 2)
 
-    program: what `forced_program` compiles. rows: B.
-    order: from T to the indices in layout order. padded: from tokens to T.
-    place: from an array of the host, (B, T), to the mesh.
+
+def task_row(
+    task: str, length: int, match: Match, predictions: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the scores of a task of RULER at a length.
+
+    nulls: empty predictions. by_depth: score by tenth of the prompt, None where there
+      is no sample; of needles only.
     """
+    depths = [row["others"].get("depth") for row in predictions]
 
-    program: Callable[..., jax.Array]
-    rows: int
-    order: Callable[[int], np.ndarray]
-    padded: Callable[[int], int]
-    place: Callable[[np.ndarray], jax.Array]
+    def share(some: Sequence[dict[str, Any]]) -> float | None:
+        texts, answers = [r["pred"] for r in some], [r["outputs"] for r in some]
+        return score(match, texts, answers) if some else None
 
-    def __call__(
-        self,
-        parameters: Any,
-        prompts: Sequence[np.ndarray],
-        answers: Sequence[np.ndarray],
-    ) -> list[bool]:
-        """Raises ValueError if an answer has no tokens."""
-        if min(map(len, answers)) < 1:
-            raise ValueError("an answer has no tokens: give each at least one")
-        longest = max(map(len, prompts)) + max(map(len, answers))
-        length, most = self.padded(longest), max(map(len, answers))
-        right: list[bool] = []
-        pairs = list(zip(prompts, answers, strict=True))
-        for some in in_rows(pairs, self.rows):
-            arrays = _rows(some, length, most, self.order(length))
-            tokens, index = map(self.place, arrays[:2])
-            found = self.program(parameters, tokens, index, *arrays[2:])
-            right += np.asarray(found).tolist()
-        return right[: len(pairs)]
+    row = {
+        "task": task,
+        "length": length,
+        "samples": len(predictions),
+        "score": share(predictions),
+        "nulls": sum(not row["pred"].strip() for row in predictions),
+    }
+    if task.startswith("niah") and None not in depths:
+        bins = np.minimum((np.array(depths) * BINS).astype(int), BINS - 1)
+        row["by_depth"] = [
+            share([row for row, b in zip(predictions, bins, strict=True) if b == place])
+            for place in range(BINS)
+        ]
+    return row
 
 
-def _rows(
-    pairs: Sequence[tuple[np.ndarray, np.ndarray]],
-    length: int,
-    most: int,
-    slots: np.ndarray,
-) -> tuple[np.ndarray, ...]:
-    """Returns tokens, index (B, T) in layout order; places, targets (B, most)."""
-    tokens = np.zeros((len(pairs), length), np.int32)
-    index = np.full((len(pairs), length), EMPTY, np.int32)
-    places = np.full((len(pairs), most), NO_PLACE, np.int32)
-    targets = np.zeros((len(pairs), most), np.int32)
-    for row, (prompt, answer) in enumerate(pairs):
-        text = np.concatenate([prompt, answer])
-        tokens[row, : text.size], index[row, : text.size] = text, np.arange(text.size)
-        places[row, : answer.size] = np.arange(answer.size) + prompt.size - 1
-        targets[row, : answer.size] = answer
-    return tokens[:, slots], index[:, slots], places, targets
+def heat_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each task of needles, length and depth that has samples."""
+    return [
+        {
+            "run": row["task"],
+            "length": row["length"],
+            "depth": (place + 0.5) / BINS,
+            "generated": found / 100,
+        }
+        for row in rows
+        for place, found in enumerate(row.get("by_depth", ()))
+        if found is not None
+    ]
 
 
-def in_rows(items: Sequence[Any], rows: int) -> list[list[Any]]:
-    """Yields batches of one size; the last is filled up with its own first item."""
-    batches = [list(items[i : i + rows]) for i in range(0, len(items), rows)]
-    return [batch + batch[:1] * (rows - len(batch)) for batch in batches]
+def effective_length(scores: Mapping[int, float]) -> int | None:
+    """Returns the largest length with a score above the threshold; None if none."""
+    return max((n for n, score in scores.items() if score > THRESHOLD), default=None)
 
 
-def _power_of_two(divisor: int, length: int) -> int:
-    """Times the divisor, so that texts of like lengths share a program."""
-    while divisor < length:
-        divisor *= 2
-    return divisor
-
-
-def forced(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    *,
-    rows: int,
-    allowed_tokens: int,
-) -> Forced:
-    """Returns the scorer of the config's model on the mesh, from logits.
-
-    rows: cases at a time. allowed_tokens: ids from here on are never chosen.
-
-    Raises:
-      ValueError: rows or sizes that do not divide over the mesh.
-    """
-    layout, ring = base.attention_system(config).layout, partition.ring_size
-
-    def place(x: np.ndarray) -> jax.Array:
-        sharding = partition.sharding(("batch", "sequence"), x.shape)
-        return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
-
-    return Forced(
-        program=jax.jit(_program(config, partition, allowed_tokens)),
-        rows=rows,
-        order=functools.partial(order, layout, ring),
-        padded=functools.partial(
-            _power_of_two, divisor(layout, ring, partition.slices)
-        ),
-        place=place,
+def weighted(scores: Mapping[int, float], towards_long: bool) -> float:
+    """Returns the mean over lengths, with weights 1, 2, … or the other way round."""
+    ordered = [scores[length] for length in sorted(scores)]
+    weights = np.arange(1, len(ordered) + 1)
+    return float(
+        np.average(ordered, weights=weights if towards_long else weights[::-1])
     )
 
 
-def _program(
-    config: ml_collections.ConfigDict, partition: Partition, allowed_tokens: int
-) -> Callable[..., jax.Array]:
-    """Returns (parameters, tokens, index, places, targets) -> right (B,)."""
-    mesh = partition.mesh
-    sequences = text.model(config, partition).structure
-    few_tokens = text.model(config, StationaryPartition(mesh)).structure
-    ring, mask = base.ring_attention(config, partition), document_mask(config)
+def by_length(
+    rows: Sequence[dict[str, Any]], key: str, weight: str = ""
+) -> dict[int, float]:
+    """Returns the mean of a field over the rows of each length, by a weight if any."""
+    means = {}
+    for length in sorted({row["length"] for row in rows}):
+        mine = [row for row in rows if row["length"] == length]
+        weights = [row[weight] if weight else 1 for row in mine]
+        means[length] = float(np.average([r[key] for r in mine], weights=weights))
+    return means
 
-    def right(
-        parameters: Any,
-        tokens: jax.Array,
-        index: jax.Array,
-        places: jax.Array,
-        targets: jax.Array,
-    ) -> jax.Array:
-        lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
-        # The first token of an answer is predicted where its prompt ends.
-        prompts = jnp.where(places == NO_PLACE, EMPTY - 1, places).min(axis=1) + 1
-        visible = mask.of_prompts(prompts[:, None]) & masks.padding(lengths[:, None])
-        hidden = nnx.merge(sequences, parameters)(
-            tokens,
-            jnp.where(index == EMPTY, 0, index),
-            functools.partial(ring, visible=visible),
-        )
-        # A product with zeros and ones, as a gather would bring whole rows together.
-        is_chosen = (index[:, None] == places[..., None]).astype(hidden.dtype)
-        chosen = jnp.einsum("bmt,bte->bme", is_chosen, hidden, precision="highest")
-        scores = decode.logits(nnx.merge(few_tokens, parameters), chosen)
-        likeliest = scores[..., :allowed_tokens].argmax(axis=-1)
-        return ((likeliest == targets) | (places == NO_PLACE)).all(axis=1)
 
-    return right
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what RULER's table says of a model, and how many tasks it is of."""
+    means = by_length(rows, "score")
+    return {
+        "tasks": len({row["task"] for row in rows}),
+        "by_length": means,
+        "average": float(np.mean([*means.values()])),
+        "weighted_to_long": weighted(means, towards_long=True),
+        "weighted_to_short": weighted(means, towards_long=False),
+        "effective_length": effective_length(means),
+    }
+
+
+def _grid(lengths: Iterable[int], lines: Mapping[str, Iterable[str]]) -> list[str]:
+    """Returns lines of names, with a text at each length."""
+    head = {"tokens": [f"{length:,} " for length in lengths]}
+    return [
+        f"{name:<18}{''.join(f'{text:>11}' for text in texts)}".rstrip()
+        for name, texts in (head | {**lines}).items()
+    ]
+
+
+def line_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns lines and accuracies by length, as text."""
+    lines = by_length(rows, "lines")
+    texts = {"lines": [f"{count:.0f} " for count in lines.values()]}
+    for key in ("generated", "teacher_forced"):
+        shares = by_length(rows, key, weight="samples").values()
+        texts[key.replace("_", "-")] = [f"{share:.1%}" for share in shares]
+    return "\n".join(_grid(lines, texts))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns RULER's tasks down, lengths across, and the summary, as text.
+
+    A star is beside what is above RULER's threshold.
+    """
+    found = summary(rows)
+    means = found["by_length"]
+    texts = {row["task"]: ["- "] * len(means) for row in rows}
+    for row in rows:
+        place = [*means].index(row["length"])
+        texts[row["task"]][place] = f"{row['score']:.1f} "
+    texts["average"] = [
+        f"{m:.1f}{'*' if m > THRESHOLD else ' '}" for m in means.values()
+    ]
+    tasks, effective = found["tasks"], found["effective_length"]
+    of_all = f"of {tasks} of RULER's {PUBLISHED_TASKS} tasks:"
+    whose = "RULER's" if tasks == PUBLISHED_TASKS else of_all
+    return "\n".join(
+        [
+            *_grid(means, texts),
+            f"{whose} average {found['average']:.1f}, weighted to long "
+            f"{found['weighted_to_long']:.1f}, to short "
+            f"{found['weighted_to_short']:.1f}",
+            f"effective length: {f'{effective:,} tokens' if effective else 'none'} "
+            f"(the longest above {THRESHOLD})",
+        ]
+    )

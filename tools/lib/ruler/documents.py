@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.json_text import parse_json
-from tools.lib.ruler.sizing import Draft, Prompt, Room
+from tools.lib.retrieval.prompts import Prompt, Room
 
 INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do "
@@ -46,29 +46,23 @@ class Documents:
         self.questions, self.documents = questions, documents
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        """Yields prompts as long as the room has space for.
-
-        Raises:
-          ValueError: as `Room.fitted`, or the file has fewer questions.
-        """
         if count > len(self.questions):
             raise ValueError(
                 f"{count} samples of a file of {len(self.questions)} questions: ask "
                 "for no more (--samples)"
             )
 
-        def draw(size: int) -> Draft:
+        def draw(size: int) -> Prompt:
             return self.draw(self.questions[0], size)
 
-        tokens = room.count(draw(LEAST)) / LEAST
-        size = room.largest(draw, LEAST, int(room.length / tokens * 3))
+        size = room.largest(draw, LEAST)
 
         def prompt(question: Question) -> Prompt:
             return room.fitted(lambda size: self.draw(question, size), size, LEAST)
 
         return map(prompt, self.questions[:count])
 
-    def draw(self, question: Question, size: int) -> Draft:
+    def draw(self, question: Question, size: int) -> Prompt:
         """Draws the prompt of a question among `size` documents."""
         needed, related = [*question.needed], [*question.related]
         others = size - len(needed)
@@ -88,7 +82,7 @@ class Documents:
             f"Document {number}:\n{text}" for number, text in enumerate(shown, 1)
         )
         text = QUESTION.format(context=context, query=question.query)
-        return Draft(text, ANSWER, question.answers)
+        return Prompt(text, ANSWER, question.answers)
 
 
 def read_squad(path: Path) -> tuple[list[Question], list[str]]:
@@ -105,18 +99,13 @@ def read_squad(path: Path) -> tuple[list[Question], list[str]]:
         questions = []
         for article in articles:
             numbers = [number[text["context"]] for text in article]
-            for text in article:
-                mine = number[text["context"]]
-                questions += [
-                    Question(
-                        asked["question"],
-                        tuple(answer["text"] for answer in asked["answers"]),
-                        (mine,),
-                        tuple(other for other in numbers if other != mine),
-                    )
-                    for asked in text["qas"]
-                    if not asked.get("is_impossible", False)
-                ]
+            for text, mine in zip(article, numbers, strict=True):
+                related = tuple(other for other in numbers if other != mine)
+                for asked in text["qas"]:
+                    if not asked.get("is_impossible", False):
+                        answers = tuple(answer["text"] for answer in asked["answers"])
+                        one = Question(asked["question"], answers, (mine,), related)
+                        questions.append(one)
         return questions, texts
 
     return _read(path, "SQuAD", parse)
@@ -136,14 +125,11 @@ def read_hotpotqa(path: Path) -> tuple[list[Question], list[str]]:
         ]
         texts = sorted({text for some in shown for text in some})
         number = {text: place for place, text in enumerate(texts)}
-        return [
-            Question(
-                asked["question"],
-                (asked["answer"],),
-                tuple(number[text] for text in some),
-            )
-            for asked, some in zip(content, shown, strict=True)
-        ], texts
+        questions = []
+        for asked, some in zip(content, shown, strict=True):
+            needed = tuple(number[text] for text in some)
+            questions.append(Question(asked["question"], (asked["answer"],), needed))
+        return questions, texts
 
     return _read(path, "HotpotQA", parse)
 

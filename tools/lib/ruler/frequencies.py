@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy.special import zeta
 
-from tools.lib.ruler.sizing import Draft, Prompt, Room
+from tools.lib.retrieval.prompts import Prompt, Room
 from tools.lib.ruler.word_lists import single_words
 
 LIST = (
@@ -32,6 +32,10 @@ ALPHA = 2.0
 CODED_LETTERS = 6
 
 
+def numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
 class CommonWords:
     """Draws numbered lists of words, ten of which are there more often.
 
@@ -43,28 +47,15 @@ class CommonWords:
         self.words, self.english = single_words(seed), english
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        """Yields prompts as long as the room has space for.
+        short, long = ((20, 3, 1), (6, 1)), ((40, 10, 3), (30, 3))
+        example, repeats = short if room.is_short else long
 
-        Raises:
-          ValueError: as `Room.fitted`, or the list takes more words than there are.
-        """
-        example, repeats = (
-            ((20, 3, 1), (6, 1))
-            if room.is_short
-            else (
-                (40, 10, 3),
-                (30, 3),
-            )
-        )
-
-        def draw(size: int) -> Draft:
+        def draw(size: int) -> Prompt:
             shown, common = self._list(*example)
-            listed = " ".join(f"{i + 1}. {word}" for i, word in enumerate(common))
             context, outputs = self._list(size, *repeats)
-            before = f"{LIST.format(context=shown)}{LIST_ANSWER} {listed}\n"
-            return Draft(
-                before + LIST.format(context=context), LIST_ANSWER, tuple(outputs)
-            )
+            first = f"{LIST.format(context=shown)}{LIST_ANSWER} {numbered(common)}\n"
+            text = first + LIST.format(context=context)
+            return Prompt(text, LIST_ANSWER, tuple(outputs))
 
         tokens = room.count(draw(4096)) / 4096
         size = room.largest(draw, 10, int(room.length // tokens) * 2)
@@ -83,7 +74,7 @@ class CommonWords:
         common = drawn[:COMMON]
         listed = common * often + drawn[COMMON:] * seldom
         random.Random(self.seed).shuffle(listed)
-        return " ".join(f"{i + 1}. {word}" for i, word in enumerate(listed)), common
+        return numbered(listed), common
 
 
 class FrequentWords:
@@ -93,11 +84,6 @@ class FrequentWords:
         self.seed, self.rng = seed, random.Random(seed)
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        """Yields prompts as long as the room has space for.
-
-        Raises:
-          ValueError: no text fits.
-        """
         most = room.length - room.generated
         kinds, step = most // 50, most // 32
         if kinds < 4:  # dots, and three words that are asked for
@@ -123,30 +109,21 @@ class FrequentWords:
                     f"{tokens + room.generated}; ask for more"
                 )
             draft = self._text(coded, words)
-        return Prompt(*draft, tokens + room.generated)
+        return draft._replace(length=tokens + room.generated)
 
     def _words(self, kinds: int) -> list[str]:
-        def word() -> str:
-            letters = self.rng.choices(string.ascii_lowercase, k=CODED_LETTERS)
-            return "".join(letters)
-
-        words = [word() for _ in range(kinds)]
-        distinct = set(words)
+        distinct: set[str] = set()
         while len(distinct) < kinds:
-            distinct.add(word())
+            letters = self.rng.choices(string.ascii_lowercase, k=CODED_LETTERS)
+            distinct.add("".join(letters))
         words = sorted(distinct)
         random.Random(self.seed).shuffle(words)
         return ["...", *words[1:]]  # the first rank is noise
 
-    def _text(self, words: Sequence[str], count: int) -> Draft:
+    def _text(self, words: Sequence[str], count: int) -> Prompt:
         ranks = np.arange(1, len(words) + 1)
-        counts = (count * ranks**-ALPHA / zeta(ALPHA)).astype(int).tolist()
-        listed = [
-            word
-            for word, times in zip(words, counts, strict=True)
-            for _ in range(times)
-        ]
+        counts = (count * ranks**-ALPHA / zeta(ALPHA)).astype(int)
+        listed = np.repeat(words, counts).tolist()
         random.Random(self.seed).shuffle(listed)
-        return Draft(
-            CODED.format(context=" ".join(listed)), CODED_ANSWER, tuple(words[1:4])
-        )
+        text = CODED.format(context=" ".join(listed))
+        return Prompt(text, CODED_ANSWER, tuple(words[1:4]))

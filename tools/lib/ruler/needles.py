@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tools.lib.retrieval.prompts import Prompt, Room
 from tools.lib.ruler.essays import Essays
-from tools.lib.ruler.sizing import Draft, Prompt, Room
 from tools.lib.ruler.word_lists import pairs
 
 NOISE = (
@@ -60,20 +60,14 @@ class Needles:
         self.rng = random.Random(self.seed)
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        """Yields prompts as long as the room has space for.
-
-        Raises:
-          ValueError: as `Room.fitted`.
-        """
         if isinstance(self.haystack, Essays):
             least = 500
         else:
             least = 5 if room.is_short else 25
-        tokens = room.count(self.draw(least)) / least
-        size = room.largest(self.draw, least, int(room.length / tokens * 3))
+        size = room.largest(self.draw, least)
         return (room.fitted(self.draw, size, least) for _ in range(count))
 
-    def draw(self, size: int) -> Draft:
+    def draw(self, size: int) -> Prompt:
         """Draws a prompt with `size` sentences, needles or words of haystack."""
         keys, values, needles = [], [], []
         for _ in range(self.keys):
@@ -92,7 +86,7 @@ class Needles:
             "context": context,
         }
         question, answer = (ONE_QUESTION, ONE_ANSWER) if is_one else (QUESTION, ANSWER)
-        return Draft(question.format(**parts), answer.format(**parts), tuple(outputs))
+        return Prompt(question.format(**parts), answer.format(**parts), tuple(outputs))
 
     def _draw(self, kind: str) -> str:
         match kind:

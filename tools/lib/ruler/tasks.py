@@ -1,17 +1,17 @@
 """The thirteen tasks of RULER, by name."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from tools.lib.retrieval.prompts import Prompt, Room
+from tools.lib.retrieval.scores import Match, match_all, match_part
 from tools.lib.ruler.documents import Documents, read_hotpotqa, read_squad
 from tools.lib.ruler.essays import Essays
 from tools.lib.ruler.frequencies import CommonWords, FrequentWords
 from tools.lib.ruler.needles import NEEDLE, NOISE, Needles
-from tools.lib.ruler.scores import Match, match_all, match_part
-from tools.lib.ruler.sizing import Prompt, Room
 from tools.lib.ruler.variables import Variables
 from tools.lib.ruler.word_lists import read_english_words
 
@@ -22,10 +22,10 @@ class Recipe(Protocol):
     """Interface of a task's prompts."""
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        """Finds the haystack's size at once; yields as many prompts as asked for.
+        """Finds the haystack's size at once; yields `count` prompts as long as goes.
 
         Raises:
-          ValueError: the room is too small, or something is missing for its size.
+          ValueError: the room is too small, or a file has too little for it.
         """
 
 
@@ -46,11 +46,15 @@ class Sources:
         return Essays.read(self.haystack)
 
     @cached_property
-    def words(self) -> tuple[Sequence[str], str]:
+    def words(self) -> tuple[list[str], str]:
         """RULER's longer list of words, none where it is not there; and its label."""
         return (
-            read_english_words(self.english_words) if self.english_words else ((), "")
+            read_english_words(self.english_words) if self.english_words else ([], "")
         )
+
+    def has(self, task: "Task") -> bool:
+        """Whether a task's file is there, or it needs none."""
+        return not task.needs or getattr(self, task.needs) is not None
 
 
 @dataclass(frozen=True)

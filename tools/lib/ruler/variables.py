@@ -6,14 +6,14 @@ three letters comes before.
 
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
+from tools.lib.retrieval.prompts import Prompt, Room
 from tools.lib.ruler.needles import NOISE
-from tools.lib.ruler.sizing import Draft, Prompt, Room
 
 HOPS = 4
 EXAMPLE_VALUE = "12345"
@@ -43,29 +43,18 @@ class Variables:
         self.rng, self.values = random.Random(seed), np.random.RandomState(seed)
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        """Yields prompts as long as the room has space for.
-
-        Raises:
-          ValueError: as `Room.fitted`, of the example too.
-        """
         first = replace(room, length=EXAMPLE_TOKENS, generated=0)
-        size = self._largest(first, self.draw_example, LEAST_NOISE)
-        shown = answered(first.fitted(self.draw_example, size, LEAST_NOISE).draft)
+        size = first.largest(self.draw_example, LEAST_NOISE)
+        shown = answered(first.fitted(self.draw_example, size, LEAST_NOISE))
         least = LEAST_NOISE if room.is_short else 10
-        size = self._largest(room, self.draw, least, room.count(shown))
+        size = room.largest(self.draw, least, taken=room.count(shown))
 
-        def draw(size: int) -> Draft:
+        def draw(size: int) -> Prompt:
             return self.draw(size, shown)
 
         return (room.fitted(draw, size, least) for _ in range(count))
 
-    def _largest(
-        self, room: Room, draw: Callable[[int], Draft], least: int, taken: int = 0
-    ) -> int:
-        tokens = room.count(draw(least)) / least
-        return room.largest(draw, least, int(room.length / tokens * 3), taken)
-
-    def draw(self, size: int, example: str = "") -> Draft:
+    def draw(self, size: int, example: str = "") -> Prompt:
         """Draws a prompt with `size` repeats of the noise, after an example if any."""
         names = self._names(5)
         draft = self._draft(names, str(self.values.randint(10000, 99999)), size)
@@ -73,15 +62,15 @@ class Variables:
             return draft
         return draft._replace(input=f"{self._renamed(example)}\n{draft.input}")
 
-    def draw_example(self, size: int) -> Draft:
+    def draw_example(self, size: int) -> Prompt:
         """Draws one with names of three letters, and always the same value."""
         return self._draft(self._names(3), EXAMPLE_VALUE, size)
 
-    def draw_bare(self) -> Draft:
+    def draw_bare(self) -> Prompt:
         """Draws a chain with its value and names alone, in a tenth of the tokens."""
         names, value = self._names(5), str(self.values.randint(10000, 99999))
         lines = "\n".join(self._chain(names, value))
-        return Draft(f"{lines}\n", f"{value}, ", tuple(names))
+        return Prompt(f"{lines}\n", f"{value}, ", tuple(names))
 
     def _renamed(self, example: str) -> str:
         """Returns an example with other names and another value."""
@@ -103,18 +92,18 @@ class Variables:
         links = [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
         return [f"VAR {names[0]} = {value}", *links]
 
-    def _draft(self, names: list[str], value: str, size: int) -> Draft:
+    def _draft(self, names: list[str], value: str, size: int) -> Prompt:
         chain = self._chain(names, value)
         lines = [NOISE] * size
         places = sorted(self.rng.sample(range(size), len(chain)))
         for number, (place, link) in enumerate(zip(places, chain, strict=True)):
             lines.insert(place + number, link)
         question = QUESTION.format(context="\n".join(lines), value=value)
-        return Draft(
+        return Prompt(
             question, ANSWER.format(count=len(names), value=value), tuple(names)
         )
 
 
-def answered(draft: Draft) -> str:
+def answered(draft: Prompt) -> str:
     """Returns a draft with its answer, as an example."""
     return f"{draft.input}{draft.answer_prefix} {' '.join(draft.outputs)}\n"

@@ -1,4 +1,6 @@
-"""How much haystack goes into a length: found by bisection once, then used again.
+"""Prompts, their tokens, and how much haystack goes into a length.
+
+The size of a haystack is found by bisection once, then used again.
 
 The numbers of draws, and what each of them consumes of the random stream, are RULER's
 (NVIDIA/RULER, scripts/data/synthetic), so that prompts come out equal, word by word.
@@ -8,29 +10,56 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from data.chat_template import ChatTemplate
+from data.tokenizer import Tokenizer, begun
+
 DRAWS = 100
 """Of a prompt with the smallest haystack, before it is said not to fit."""
 
 
-class Draft(NamedTuple):
-    """What is said to a model, how its answer begins, and what it should say then."""
-
-    input: str
-    answer_prefix: str
-    outputs: tuple[str, ...]
-
-
 class Prompt(NamedTuple):
-    """The same, with its tokens and those to generate together (length)."""
+    """What is said to a model, how its answer begins, and what it should say then.
+
+    length: tokens of it and of what is generated after it; 0: it was not fitted yet.
+    """
 
     input: str
     answer_prefix: str
     outputs: tuple[str, ...]
-    length: int
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """From drafts to tokens: texts to go on from, or what the user of a chat says.
+
+    template: of a chat; None: of a model that goes on with a text.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+
+    def __call__(self, draft: Prompt) -> np.ndarray:
+        """Returns the tokens of a prompt and of its answer's prefix, int32 (n,)."""
+        if self.template is None:
+            return begun(self.tokenizer, self._text(draft.input + draft.answer_prefix))
+        asked = [{"role": "user", "content": draft.input}]
+        return self.template.prompt(asked, draft.answer_prefix)
+
+    def count(self, draft: Prompt | str) -> int:
+        """Counts tokens as RULER does, without those that begin every document."""
+        if isinstance(draft, str):
+            return len(self._text(draft))
+        return len(self(draft)) - (0 if self.template else self.begins)
 
     @property
-    def draft(self) -> Draft:
-        return Draft(self.input, self.answer_prefix, self.outputs)
+    def begins(self) -> int:
+        return len(self.tokenizer.begin_of_document)
+
+    def _text(self, text: str) -> np.ndarray:
+        return self.tokenizer.encode_all([text])[0]  # faster than `encode`
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,7 @@ class Room:
 
     length: int
     generated: int
-    count: Callable[[Draft | str], int]
+    count: Callable[[Prompt | str], int]
 
     @property
     def is_short(self) -> bool:
@@ -52,12 +81,14 @@ class Room:
         return self.length < 4096
 
     def largest(
-        self, draw: Callable[[int], Draft], least: int, most: int, taken: int = 0
+        self, draw: Callable[[int], Prompt], least: int, most: int = 0, taken: int = 0
     ) -> int:
         """Returns the largest size whose draft fits, by bisection; or else `least`.
 
+        most: largest size to try; 0: three times what the smallest draft says.
         taken: tokens of what comes before the draft.
         """
+        most = most or int(self.length / (self.count(draw(least)) / least) * 3)
         low, high, found = least, max(most, 2 * least), least
         while low <= high:
             middle = (low + high) // 2
@@ -67,7 +98,7 @@ class Room:
                 high = middle - 1
         return found
 
-    def fitted(self, draw: Callable[[int], Draft], size: int, least: int) -> Prompt:
+    def fitted(self, draw: Callable[[int], Prompt], size: int, least: int) -> Prompt:
         """Draws until a draft fits, with `least` less of haystack each time.
 
         Raises:
@@ -78,7 +109,7 @@ class Room:
             draft = draw(size)
             length = self.count(draft) + self.generated
             if length <= self.length:
-                return Prompt(*draft, length)
+                return draft._replace(length=length)
             fewest = min(length, fewest or length)
             if size > least:
                 size -= least

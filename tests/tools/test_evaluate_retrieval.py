@@ -1,0 +1,317 @@
+"""RULER and line retrieval as programs, on models of known behaviour."""
+
+import json
+import re
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from data.chat_template import open_template
+from data.line_forms import FORMS, Compact
+from data.tokenizer import ByteTokenizer, begun
+from tasks import base
+from tasks.generation import restored_parameters
+from tests.runs import small_config, small_flags
+from tests.tools.test_generate import save
+from tools import evaluate
+from tools.lib.evaluation.line_retrieval import score_cells
+from tools.lib.retrieval.answers import Generated, forced, likeliest
+from tools.lib.retrieval.cells import Cell, draw_line_cells, read_line_cells
+from tools.lib.retrieval.files import prediction_file, prompt_file, read_prompts
+from tools.lib.retrieval.prompts import Encoder, Prompt
+
+BYTES = ByteTokenizer()
+SIZES = {"data__rows": "whole", "simulated_devices": 0, "implementation": "reference"}
+TASKS, LENGTHS = ("niah_single_1", "fwe"), (1000, 1200)
+RULER = "ruler --tasks niah_single_1,fwe --lengths 1000,1200 --samples 3"
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a checkpoint of random parameters, which answer all kinds of things."""
+    directory = tmp_path_factory.mktemp("run")
+    save(small_config("", directory, **SIZES))
+    return directory
+
+
+@pytest.fixture
+def ask(workdir):
+    """Evaluates the run's model; returns the exit code."""
+
+    def run(subcommand: str, *options: object) -> int:
+        flags = [*small_flags("", workdir, **SIZES), "--tokenizer=bytes"]
+        return evaluate.main([*subcommand.split(), *flags, *map(str, options)])
+
+    return run
+
+
+def predictions(folder: Path) -> dict[str, str]:
+    files = sorted(folder.glob("*/pred/*.jsonl"))
+    return {str(file.relative_to(folder)): file.read_text() for file in files}
+
+
+def read_answers(folder: Path) -> dict[str, str]:
+    """Returns the answer of each text."""
+    return {
+        prompt.input + prompt.answer_prefix: ", ".join(prompt.outputs)
+        for path in folder.glob("**/data/*/validation.jsonl")
+        for prompt in read_prompts(path)
+    }
+
+
+@pytest.fixture
+def prompts(ask, tmp_path) -> Path:
+    assert ask(RULER, "--save-prompts", tmp_path / "prompts") == 0
+    return tmp_path / "prompts"
+
+
+@pytest.fixture
+def asked(prompts, monkeypatch) -> list[str]:
+    """Texts that a model is asked to go on with, which knows the shorter answers."""
+    answers, texts = read_answers(prompts / "1000"), []
+
+    def look_up(_, given):
+        new = [BYTES.decode(prompt) for prompt in given]
+        texts.extend(new)
+        return [answers.get(text, "").upper() for text in new]
+
+    monkeypatch.setattr(Generated, "__call__", look_up)
+    return texts
+
+
+@pytest.mark.quick
+def test_right_answers_score_100_in_the_table_and_in_the_rows(
+    ask, asked, prompts, workdir, tmp_path, capsys
+):
+    folder = tmp_path / "ruler"
+    assert ask(RULER, "--output", folder) == 0
+    assert set(asked) == read_answers(prompts).keys()
+    shown = capsys.readouterr().out
+    assert "average                100.0*       0.0\n" in shown
+    assert "of 2 of RULER's 13 tasks: average 50.0, weighted to long 33.3" in shown
+    assert "effective length: 1,000 tokens" in shown
+    rows = json.loads((folder / "scores.json").read_text())["rows"]
+    cells = [(length, task) for length in LENGTHS for task in TASKS]
+    assert [(row["length"], row["task"]) for row in rows] == cells
+    assert [(row["score"], row["nulls"]) for row in rows] == 2 * [(100, 0)] + 2 * [
+        (0, 3)
+    ]
+    for row in rows:
+        assert (row["run"], row["step"], row["samples"]) == (str(workdir), 7, 3)
+        # On a ring of 4: keys and values of 2 layers, 2 heads, 8 numbers; the index.
+        expected = row["length"] // 4 * (2 * 2 * 2 * 8 * 4 + 4)
+        assert row["cache_bytes"] == pytest.approx(expected, abs=64)
+    first = json.loads(predictions(folder)["1000/pred/fwe.jsonl"].splitlines()[0])
+    # What NVIDIA's eval/evaluate.py reads.
+    assert {"input", "pred", "outputs", "others", "index"} <= first.keys()
+    assert (folder / "needles.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.quick
+def test_an_evaluation_goes_on_where_it_was_killed(asked, ask, tmp_path):
+    folder = tmp_path / "ruler"
+    assert ask(RULER, "--output", folder) == 0
+    before = predictions(folder)
+    prediction_file(folder, 1200, "fwe").unlink()
+    path = prediction_file(folder, 1200, "niah_single_1")
+    path.write_bytes(path.read_bytes()[:-20])  # in the middle of the third row
+    asked.clear()
+    assert ask(RULER, "--output", folder) == 0
+    assert len(asked) == 1 + 3
+    assert predictions(folder) == before
+
+
+@pytest.mark.quick
+def test_predictions_of_something_else_are_left_alone(
+    ask, asked, prompts, workdir, tmp_path, capsys
+):
+    folder = tmp_path / "ruler"
+    assert ask(RULER, "--output", folder) == 0
+    before = predictions(folder)
+    capsys.readouterr()
+    assert ask(RULER, "--output", folder, "--prompts", prompts) == 1
+    assert "has predictions with files [], and these" in capsys.readouterr().err
+    assert predictions(folder) == before
+    (tmp_path / "letter").write_text("mine")
+    assert ask(RULER, "--output", tmp_path) == 1
+    assert "is not empty, and has no run.json" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_model_answers_through_the_ring(ask, tmp_path):
+    """With random parameters, on rings of 4 and of 1: the same answers."""
+    for ring, data in ((4, 1), (1, 4)):
+        mesh = f"--config.mesh.ring={ring}", f"--config.mesh.data={data}"
+        folder = "--output", tmp_path / str(ring)
+        shape = "--tasks", "fwe", "--lengths", 460, "--samples", 1
+        assert ask(RULER, *mesh, *shape, *folder) == 0
+    assert predictions(tmp_path / "4") == predictions(tmp_path / "1")
+
+
+def test_the_prefix_begins_the_answer_of_a_base_model_and_of_a_chat():
+    draft = Prompt("Where?", " It is at", ("home",))
+    base = Encoder(BYTES, None)
+    assert (
+        base(draft).tolist() == begun(BYTES, BYTES.encode("Where? It is at")).tolist()
+    )
+    assert base.count(draft) == len("Where? It is at")
+    template = open_template("vicuna", BYTES)
+    chat = Encoder(BYTES, template)
+    asked = template.prompt([{"role": "user", "content": "Where?"}])
+    assert chat(draft).tolist() == [*asked, *BYTES.encode(" It is at")]
+    assert BYTES.decode(chat(draft)).endswith("USER: Where? ASSISTANT: It is at")
+    assert chat.count(draft) == len(chat(draft)) > base.count(draft)
+
+
+def test_prompts_in_a_template_are_refused(ask, tmp_path, capsys):
+    """Special tokens in a text are text: a chat's model would read other tokens."""
+    path = prompt_file(tmp_path, 1000, "niah_single_1")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"input": "<end>Where?<end>", "outputs": ["b"]}\n')
+    assert ask(RULER, "--output", tmp_path / "new", "--prompts", tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "has <end> in a prompt, where it would be text" in said
+    assert said.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def cells(form, lengths, depths, samples, seed=1) -> list[Cell]:
+    options = Namespace(lengths=lengths, depths=depths, samples=samples, seed=seed)
+    return draw_line_cells(form, Encoder(BYTES), options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "prefix(50)",  # longer than some prompts, which then are their own prefix
+        pytest.param("causal", marks=pytest.mark.slow),
+        pytest.param("window(9)", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_generated_is_what_is_likeliest_when_shown(workdir, mask):
+    """On any model: its own answers are all right, and none that differs in a token."""
+    config = small_config("", workdir, mask=mask, **SIZES)
+    partition = base.partition(config, jax.devices())  # fsdp 2 x ring 4
+    parameters, _ = restored_parameters(config, partition)
+    allowed = SimpleNamespace(vocab_size=128)  # ASCII: tokens differ in their text
+    drawn = likeliest(config, partition, allowed, rows=4, cache_tokens=80)
+    forcing = partial(forced(config, partition, drawn, 128), parameters)
+    given = cells(Compact(), (40, 60, 75), 2, 3)
+    asked = [Encoder(BYTES)(prompt) for cell in given for prompt in cell.prompts]
+    texts = Generated(drawn, parameters, BYTES, 4, [])(asked)
+    assert len(texts) == 18 and len(set(texts)) > 1
+    answers = [BYTES.encode(text) for text in texts]
+    assert forcing(asked, answers) == [True] * 18
+    for place in range(4):
+        wrong = [answer.copy() for answer in answers]
+        for answer in wrong:
+            answer[place] ^= 1
+        assert forcing(asked, wrong) == [False] * 18
+    mixed = answers[:7] + wrong[7:]
+    assert forcing(asked, mixed) == [True] * 7 + [False] * 11
+
+
+@pytest.mark.thorough
+def test_program_writes_rows_and_a_picture_of_each_run(ask, workdir, tmp_path, capsys):
+    output, cases = tmp_path / "lines", tmp_path / "cases.jsonl"
+    drawn = ["--lengths", "50,60", "--depths", "2", "--samples", "3", "--seed", "5"]
+    (tmp_path / "beside").symlink_to(workdir)
+    runs = [str(workdir), str(tmp_path / "beside")]
+    options = [*drawn, "--compare", runs[1], "--save-cases", str(cases)]
+    assert ask("line-retrieval --form compact", *options, "--output", str(output)) == 0
+    told = capsys.readouterr().out
+    assert all(told.count(f"{run}, step 7") == 1 for run in runs)
+    assert "teacher-forced" in told
+    rows = json.loads(output.with_suffix(".json").read_text())
+    places = [(length, depth) for length in (50, 60) for depth in (0, 1)]
+    assert [(row["run"], row["length"], row["depth"]) for row in rows] == [
+        (run, *place) for run in runs for place in places
+    ]
+    for row in rows:
+        assert (row["step"], row["samples"], row["device_count"]) == (7, 3, 8)
+        assert row["generated"] == row["teacher_forced"]
+        assert row["length"] - 5 < row["tokens"] <= row["length"]
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    drawn_cells = cells(Compact(), (50, 60), 2, 3, seed=5)
+    read = read_line_cells(Compact(), Encoder(BYTES), Namespace(cases=cases))
+    assert [cell.cases for cell in read] == [cell.cases for cell in drawn_cells]
+    assert [(cell.length, cell.depth) for cell in read] == [
+        (round(row["tokens"]), row["depth"]) for row in rows[:4]
+    ]
+
+
+TOKENS = {"compact": (100, 200), "letters": (60, 150)}
+TOKENS |= dict.fromkeys(["LRT", "LRT-NL"], (800, 1200))
+
+
+class Oracle:
+    """Looks the line up in the prompt, and goes on with another line after it."""
+
+    def __init__(self, form):
+        self.form, self.calls = form, 0
+
+    def find(self, prompt: np.ndarray) -> str:
+        text = BYTES.decode(prompt)
+        template = re.escape(self.form.line("NAME", 77))
+        pattern = template.replace("NAME", r"([^\s\d]+|\d+)").replace("77", r"(\d+)")
+        lines = re.findall(pattern, text)
+        return next(n for name, n in lines if text.endswith(self.form.cue(name)))
+
+    def generate(self, prompts) -> list[str]:
+        self.calls += 1
+        return [self.form.answer(int(self.find(p))) + "line 5: 123" for p in prompts]
+
+    def force(self, prompts, answers) -> list[bool]:
+        return [
+            BYTES.decode(answer) == self.form.answer(int(self.find(prompt)))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_oracle_is_always_right_and_a_constant_never(name):
+    form = FORMS[name]()
+    oracle, given = Oracle(form), cells(form, TOKENS[name], 3, 4)
+    rows = score_cells(given, Encoder(BYTES), oracle.generate, oracle.force)
+    assert [(row["length"], row["depth"]) for row in rows] == [
+        (length, depth) for length in TOKENS[name] for depth in (0, 0.5, 1)
+    ]
+    assert all(row["generated"] == row["teacher_forced"] == 1 for row in rows)
+    assert oracle.calls == 2  # cells of one length go together
+
+    def generate(prompts):
+        return ["987654"] * len(prompts)  # no line of any form says so
+
+    def force(prompts, answers):
+        return [False] * len(prompts)
+
+    for row in score_cells(given, Encoder(BYTES), generate, force):
+        assert row["generated"] == row["teacher_forced"] == 0
+
+
+def test_each_cell_gets_the_scores_of_its_own_cases():
+    """Right at the first depth only, when written, and at the last, when shown."""
+    oracle, given = Oracle(Compact()), cells(Compact(), (120,), 2, 4)
+
+    def generate(prompts):
+        return oracle.generate(prompts[:3]) + ["none"] * (len(prompts) - 3)
+
+    def force(prompts, answers):
+        return [False] * 4 + oracle.force(prompts[4:], answers[4:])
+
+    first, last = score_cells(given, Encoder(BYTES), generate, force)
+    assert (first["generated"], first["teacher_forced"]) == (0.75, 0)
+    assert (last["generated"], last["teacher_forced"]) == (0, 1)
+    assert first["samples"] == 4 and 115 < first["tokens"] <= 120
+    assert first["lines"] == pytest.approx(120 / 5, abs=2)
+
+
+def test_cases_of_a_cell_differ_and_one_depth_is_in_the_middle():
+    (cell,) = cells(Compact(), (120,), 1, 4)
+    assert cell.depth == 0.5 and len({case.prompt for case in cell.cases}) == 4
+    assert cells(Compact(), (120,), 1, 4, seed=2)[0].cases != cell.cases

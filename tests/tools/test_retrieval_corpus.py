@@ -1,0 +1,200 @@
+"""Documents that teach retrieval: whole, answered rightly, with the right mask."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.line_forms import FORMS, Compact, NamedLines
+from data.text import WholeRows
+from data.token_file import TokenFile
+from data.tokenizer import ByteTokenizer
+from tools.lib.retrieval.corpus import (
+    TEACHABLE,
+    LineDocuments,
+    TaskDocuments,
+    shortest_document,
+    write_corpus,
+)
+from tools.lib.ruler.tasks import SEED
+
+BYTES = ByteTokenizer()
+CONTEXTS = {"compact": 256, "letters": 160, "LRT": 2000, "LRT-NL": 2000}
+SIZES = {"train_tokens": 4000, "validation_tokens": 1000}
+
+each_form = pytest.mark.parametrize("name", FORMS)
+
+
+def lines(name: str, **options) -> LineDocuments:
+    form = FORMS[name]()
+    least = shortest_document(form, BYTES)
+    return LineDocuments(form, BYTES, CONTEXTS[name], least, **options)
+
+
+def draws(source: LineDocuments | TaskDocuments, count: int = 40) -> list:
+    rng = np.random.default_rng(1)
+    return [source.draw(rng) for _ in range(count)]
+
+
+@each_form
+def test_documents_have_all_lengths_and_none_is_longer_than_the_context(name):
+    source = lines(name)
+    sizes = [document.tokens.size for document in draws(source)]
+    line = len(source.form.line(source.form.name(0), 10))
+    assert max(sizes) <= CONTEXTS[name] and max(sizes) > 0.7 * CONTEXTS[name]
+    assert min(sizes) >= source.least_tokens - 20 * line
+    assert len(set(sizes)) > 15
+
+
+def parts(document) -> list[tuple[str, bool]]:
+    """Texts that are supervised, and those that are not, in turn, without the end."""
+    assert document.tokens[-1] == BYTES.end_of_document
+    changes = np.flatnonzero(np.diff(document.is_supervised[:-1])) + 1
+    texts = np.split(document.tokens[:-1], changes)
+    supervised = np.split(document.is_supervised[:-1], changes)
+    return [
+        (BYTES.decode(t), bool(k[0])) for t, k in zip(texts, supervised, strict=True)
+    ]
+
+
+@each_form
+def test_only_answers_are_supervised_and_each_is_what_its_line_says(name):
+    source = lines(name)
+    form = source.form
+    counts = []
+    for document in draws(source):
+        pieces = parts(document)
+        supervised = [supervised for _, supervised in pieces]
+        assert supervised == [False, True] * (len(pieces) // 2)
+        record, found = pieces[0][0], []
+        for (asked, _), (answer, _) in zip(pieces[::2], pieces[1::2], strict=True):
+            number = int(re.findall(r"\d+", answer)[-1])
+            assert answer == form.answer(number)
+            pattern = re.escape(form.line("NAME", 77)).replace("NAME", "(.+)")
+            written = re.findall(pattern.replace("77", rf"{number}(?=\D)"), record)
+            (name,) = (
+                n for n in written if asked.endswith(form.question(n) + form.cue(n))
+            )
+            found.append(name)
+        # No line is asked for again before all others are.
+        size = len(record.removeprefix(form.header).partition("\n\n")[0].splitlines())
+        for first in range(0, len(found), size):
+            names = found[first : first + size]
+            assert len(set(names)) == len(names)
+        counts.append(len(found) / size)
+    assert min(counts) < 0.5 and 1 < max(counts) <= 3
+
+
+def chains(supervised: str) -> TaskDocuments:
+    return TaskDocuments(BYTES, ["vt"], 3000, 1, supervised)
+
+
+@pytest.mark.parametrize(
+    "source", [lambda kind: lines("compact", supervised=kind), chains]
+)
+def test_all_tokens_are_supervised_where_that_is_asked_for(source):
+    answers, everything = (draws(source(kind), 5) for kind in ("answers", "all"))
+    for one, other in zip(answers, everything, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        assert other.is_supervised.all() and not one.is_supervised.all()
+
+
+def write(directory: Path, seed: int = 0) -> tuple[TokenFile, TokenFile, Any]:
+    """Returns both splits of a corpus, and its summary."""
+    summary = write_corpus(lines("compact"), directory, seed=seed, **SIZES)
+    splits = (TokenFile.open(directory, name) for name in ("train", "validation"))
+    return *splits, summary
+
+
+def test_a_corpus_is_a_matter_of_its_seed(tmp_path):
+    first, same, other = (
+        write(tmp_path / name, seed)[0] for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    np.testing.assert_array_equal(first.tokens[:], same.tokens[:])
+    np.testing.assert_array_equal(first.loss_mask[:], same.loss_mask[:])
+    assert not np.array_equal(first.tokens[:100], other.tokens[:100])
+
+
+def test_rows_of_the_corpus_have_weights_on_answers_alone_as_the_summary_says(tmp_path):
+    train, held_out, summary = write(tmp_path / "corpus")
+    for corpus, wanted in ((train, 4000), (held_out, 1000)):
+        assert wanted <= corpus.tokens.size < wanted + CONTEXTS["compact"]
+        batch = WholeRows(corpus, 256).read(0, np.arange(256))
+        weighed = batch.targets[batch.loss_weights > 0]
+        assert set(BYTES.decode(weighed)) <= set("0123456789\n")
+        # Two digits and the line's end, for every answer.
+        assert (weighed == ord("\n")).sum() * 3 == weighed.size > 0
+    assert not np.array_equal(train.tokens[:100], held_out.tokens[:100])
+    supervised = train.loss_mask[:].sum()
+    assert summary.supervised["train"] == supervised
+    assert f"{supervised:,} supervised" in str(summary)
+
+
+def tasks(task: str, *options: Any) -> list[tuple[str, str]]:
+    """Returns text, and its supervised part, of 20 documents of RULER."""
+    found = draws(TaskDocuments(BYTES, [task], 3000, 1, *options), 20)
+    for document in found:
+        assert document.tokens.size <= 3000 and document.is_supervised[-1]
+        assert document.tokens[-1] == BYTES.end_of_document
+    return [
+        (BYTES.decode(d.tokens), BYTES.decode(d.tokens[d.is_supervised])) for d in found
+    ]
+
+
+@pytest.mark.parametrize("task", TEACHABLE[:3])
+def test_needles_are_asked_for_and_answered(task):
+    found = tasks(task)
+    for text, answer in found:
+        key, value = re.fullmatch(r".* for (.+) mentioned .* is (\S+)", answer).groups()
+        assert f"for {key} is: {value}." in text and text.endswith(answer)
+    assert len({text.count("\n") for text, _ in found}) > 5  # of many lengths
+
+
+def names_of_a_chain(text: str, answer: str) -> int:
+    """Counts the names of an answer, which must be those of the text's last chain."""
+    value, names = re.fullmatch(r"(?:.* value )?(\d{5}),.*? {2}(.*)", answer).groups()
+    chain = f"VAR {names.split()[0]} = {value}.*" + ".*".join(
+        rf"VAR {new} = VAR {old} " for old, new in pairwise(names.split())
+    )
+    assert re.search(chain, text, re.DOTALL)
+    return names.count(" ") + 1
+
+
+def test_chains_are_answered_in_their_order():
+    found = tasks("vt")
+    assert {2, 5, 9} <= {names_of_a_chain(*both) for both in found} <= {*range(2, 10)}
+    examples = [text.count("they are") == 2 for text, _ in found]
+    assert any(examples) and not all(examples)
+    # Lines of noise have all their sentences, some, or none.
+    last = [text.rpartition("Memorize")[2] for text, _ in found]
+    whole = [text.count("back again.") == text.count("The grass") for text in last]
+    assert any(whole) and not all(whole)
+
+
+def test_bare_chains_have_nothing_around_them():
+    for text, answer in tasks("vt", "answers", True):
+        chain = text.splitlines()
+        assert names_of_a_chain(text, answer) == len(chain) - 1
+        assert chain[-1] == answer
+
+
+# Class, then what it is made of: what is said of that.
+BAD = {
+    (TaskDocuments, BYTES, ("cwe",), 3000, 1): "task cwe must be one of niah_single_1,",
+    (TaskDocuments, BYTES, ("vt",), 3000, SEED): "seed 42 is that of RULER's prompts",
+    (TaskDocuments, BYTES, ("vt",), 5, 1): "5 tokens are too few for documents of vt",
+    (TaskDocuments, BYTES, ("niah_single_1",), 3000, 1, "all", True): "only vt can be",
+    (LineDocuments, NamedLines(), BYTES, 200, 100): "tokens are too few .* which take",
+    (LineDocuments, Compact(), BYTES, 8, 9): "least_tokens=9 must be from 1 to context",
+}
+
+
+@pytest.mark.parametrize("wrong", BAD, ids=BAD.get)
+def test_what_cannot_be_drawn_is_refused_and_nothing_is_written(wrong, tmp_path):
+    make, *given = wrong
+    with pytest.raises(ValueError, match=BAD[wrong]):
+        write_corpus(make(*given), tmp_path / "out", seed=0, **SIZES)
+    assert list(tmp_path.iterdir()) == []

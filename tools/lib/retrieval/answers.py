@@ -1,0 +1,149 @@
+"""Answers of a model: the text that it writes, and whether it has an answer right.
+
+`Generated` writes texts. `forced` shows the model an answer and asks whether each token
+of it is the likeliest: one forward through the ring and no cache. Where the answer is
+the likeliest text, token by token, both agree.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from flax import nnx
+
+from data.tokenizer import Tokenizer
+from kernels import masks
+from models import decode
+from models.cache import EMPTY
+from models.decode import NOTHING, Generator
+from models.sampling import Sampling
+from tasks import base, text
+from tasks.generation import generator
+from tasks.mask import document_mask
+from training.mesh import Partition, StationaryPartition
+
+NO_PLACE = -2
+"""In the place of a token's index: there is no such token, not even an empty slot."""
+
+Force = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[bool]]
+"""From prompts and answers, int (n,) each, to whether each answer is the likeliest."""
+
+
+def likeliest(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    tokenizer: Tokenizer,
+    *,
+    rows: int,
+    cache_tokens: int,
+) -> Generator:
+    """Builds the programs that go on with the likeliest tokens (see `generator`)."""
+    sampling = Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size)
+    return generator(config, partition, sampling, rows=rows, cache_tokens=cache_tokens)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """From prompts, int (n,) each, to the texts that the model goes on with.
+
+    max_tokens: of a text. stop_tokens: after one of them it has ended.
+    """
+
+    generator: Generator
+    parameters: Any
+    tokenizer: Tokenizer
+    max_tokens: int
+    stop_tokens: Sequence[int]
+
+    def __call__(self, prompts: Sequence[np.ndarray]) -> list[str]:
+        texts = []
+        for some in in_rows(prompts, self.generator.rows):
+            drawn = self.generator.generate(
+                self.parameters, some, self.max_tokens, 0, self.stop_tokens
+            )
+            tokens = np.stack(list(drawn), axis=1)
+            texts += [self.tokenizer.decode(row[row != NOTHING]) for row in tokens]
+        return texts[: len(prompts)]
+
+
+def in_rows(items: Sequence[Any], rows: int) -> list[list[Any]]:
+    """Returns batches of one size; the last is filled up with its own first item."""
+    batches = [list(items[i : i + rows]) for i in range(0, len(items), rows)]
+    return [batch + batch[:1] * (rows - len(batch)) for batch in batches]
+
+
+def forced(
+    config: ml_collections.ConfigDict,
+    partition: Partition,
+    generator: Generator,
+    allowed_tokens: int,
+) -> Callable[..., list[bool]]:
+    """Returns (parameters, prompts, answers) -> whether each is right (see `Force`).
+
+    generator: of the config's model; its rows and its lengths are taken.
+    allowed_tokens: ids from here on are never chosen.
+    """
+    program = jax.jit(_program(config, partition, allowed_tokens))
+
+    def force(
+        parameters: Any, prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray]
+    ) -> list[bool]:
+        pairs = list(zip(prompts, answers, strict=True))
+        shape = generator.rows, max(map(len, answers))
+        right: list[bool] = []
+        for some in in_rows(pairs, generator.rows):
+            texts = generator.padded([np.concatenate(pair) for pair in some])
+            places = np.full(shape, NO_PLACE, np.int32)
+            targets = np.zeros(shape, np.int32)
+            for row, (prompt, answer) in enumerate(some):
+                places[row, : answer.size] = np.arange(answer.size) + prompt.size - 1
+                targets[row, : answer.size] = answer
+            tokens, index = map(generator.place, texts)
+            found = program(parameters, tokens, index, places, targets)
+            right += np.asarray(found).tolist()
+        return right[: len(pairs)]
+
+    return force
+
+
+def _program(
+    config: ml_collections.ConfigDict, partition: Partition, allowed_tokens: int
+) -> Callable[..., jax.Array]:
+    """Returns (parameters, tokens, index, places, targets) -> right (B,).
+
+    tokens, index: (B, T), in layout order. places, targets: of answers, (B, most).
+    """
+    mesh = partition.mesh
+    sequences = text.model(config, partition).structure
+    few_tokens = text.model(config, StationaryPartition(mesh)).structure
+    ring, mask = base.ring_attention(config, partition), document_mask(config)
+
+    def right(
+        parameters: Any,
+        tokens: jax.Array,
+        index: jax.Array,
+        places: jax.Array,
+        targets: jax.Array,
+    ) -> jax.Array:
+        lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
+        # The first token of an answer is predicted where its prompt ends.
+        prompts = jnp.where(places == NO_PLACE, EMPTY - 1, places).min(axis=1) + 1
+        visible = mask.of_prompts(prompts[:, None]) & masks.padding(lengths[:, None])
+        hidden = nnx.merge(sequences, parameters)(
+            tokens,
+            jnp.where(index == EMPTY, 0, index),
+            functools.partial(ring, visible=visible),
+        )
+        # A product with zeros and ones, as a gather would bring whole rows together.
+        is_chosen = (index[:, None] == places[..., None]).astype(hidden.dtype)
+        chosen = jnp.einsum("bmt,bte->bme", is_chosen, hidden, precision="highest")
+        scores = decode.logits(nnx.merge(few_tokens, parameters), chosen)
+        likeliest = scores[..., :allowed_tokens].argmax(axis=-1)
+        return ((likeliest == targets) | (places == NO_PLACE)).all(axis=1)
+
+    return right

@@ -1,0 +1,166 @@
+"""Cells of an evaluation: the prompts of a task at a length, drawn or read."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+
+from data.json_text import short
+from data.line_forms import LineForm
+from data.line_retrieval import Case, case_tokens, draw_case
+from tools.lib.retrieval import files
+from tools.lib.retrieval.prompts import Encoder, Prompt, Room
+from tools.lib.ruler.tasks import SEED, TASKS, Sources
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Prompts of a task at a length, that come one after the other.
+
+    cache_tokens: that the longest of them takes with its answer.
+    depth, cases: of lines: where they stand, from 0 to 1, and what prompts are made of.
+    """
+
+    task: str
+    length: int
+    prompts: Iterable[Prompt]
+    cache_tokens: int
+    depth: float | None = None
+    cases: tuple[Case, ...] = ()
+
+
+def draw_cells(encoder: Encoder, options: argparse.Namespace) -> list[Cell]:
+    """Returns cells of RULER; finds out how much haystack goes into each.
+
+    Raises:
+      ValueError, FileNotFoundError: a file is missing or wrong, or a length too short.
+    """
+    sources = Sources(
+        options.haystack, options.english_words, options.squad, options.hotpotqa
+    )
+
+    def cell(name: str, length: int) -> Cell:
+        task = TASKS[name]
+        if not sources.has(task):
+            raise ValueError(f"{name} needs a file: give its --{task.needs}")
+        room = Room(length, task.tokens, encoder.count)
+        try:
+            drawn = task.make(SEED, sources).prompts(room, options.samples)
+            prompts = chain([next(drawn)], drawn)  # what does not fit fails here
+        except ValueError as error:
+            raise ValueError(f"{name} at {length} tokens: {error}") from error
+        return Cell(name, length, prompts, length + encoder.begins)
+
+    names = options.tasks or [name for name in TASKS if sources.has(TASKS[name])]
+    return [cell(name, length) for length in options.lengths for name in names]
+
+
+def read_cells(encoder: Encoder, options: argparse.Namespace) -> list[Cell]:
+    """Returns the cells of a folder of prompts: those of the tasks and lengths there.
+
+    Raises:
+      ValueError, FileNotFoundError: there are no prompts, or a row is none.
+    """
+
+    def cell(name: str, length: int) -> Cell:
+        path = files.prompt_file(options.prompts, length, name)
+        longest = 0
+        for prompt in files.read_prompts(path):
+            if found := [t for t in encoder.tokenizer.special if t in prompt.input]:
+                raise ValueError(
+                    f"{path} has {found[0]} in a prompt, where it would be text: write "
+                    "prompts without a chat's template (base), and give it by --chat"
+                )
+            longest = max(longest, len(encoder(prompt)))
+        prompts = islice(files.read_prompts(path), options.samples)
+        return Cell(name, length, prompts, longest + TASKS[name].tokens)
+
+    cells = [
+        cell(name, length)
+        for length in options.lengths
+        for name in options.tasks or TASKS
+        if options.tasks or files.prompt_file(options.prompts, length, name).is_file()
+    ]
+    if not cells:
+        raise FileNotFoundError(
+            f"{options.prompts} has no prompts of --lengths "
+            f"{','.join(map(str, options.lengths))}: it must have LENGTH/data/TASK/"
+            "validation.jsonl"
+        )
+    return cells
+
+
+def draw_line_cells(
+    form: LineForm, encoder: Encoder, options: argparse.Namespace
+) -> list[Cell]:
+    """Returns cells of lines, of all lengths and depths, each from a seed of its own.
+
+    options.depths: how many, evenly from the first line to the last; one: in the
+      middle.
+
+    Raises:
+      ValueError: a length that cannot be made.
+    """
+    one = options.depths == 1
+    places = [0.5] if one else np.linspace(0, 1, options.depths).tolist()
+
+    def cell(tokens: int, number: int, depth: float) -> Cell:
+        def case(sample: int) -> Case:
+            rng = np.random.default_rng([options.seed, tokens, number, sample])
+            return draw_case(form, encoder.tokenizer, rng, tokens=tokens, depth=depth)
+
+        cases = [case(sample) for sample in range(options.samples)]
+        return _line_cell(form, encoder, tokens, depth, cases)
+
+    return [
+        cell(tokens, number, depth)
+        for tokens in options.lengths
+        for number, depth in enumerate(places)
+    ]
+
+
+def read_line_cells(
+    form: LineForm, encoder: Encoder, options: argparse.Namespace
+) -> list[Cell]:
+    """Returns cells of published cases, by their lines and their depth, in tenths.
+
+    A cell's length is the mean of its lines' cases, in tokens.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_cases`, or a case is of another form.
+    """
+    lines: dict[int, dict[float, list[Case]]] = {}
+    for number, case in enumerate(files.read_cases(options.cases), 1):
+        expected = form.line(case.name, case.expected_number).strip()
+        if case.correct_line.strip() != expected:
+            raise ValueError(
+                f"{options.cases}, case {number}: {short(case.correct_line.strip())} "
+                f"is written otherwise than {short(expected)}: choose the form that "
+                "the cases have"
+            )
+        depths = lines.setdefault(case.num_lines, {})
+        depths.setdefault(round(case.depth, 1), []).append(case)
+    cells = []
+    for _, depths in sorted(lines.items()):
+        mine = chain.from_iterable(depths.values())
+        sizes = [case_tokens(form, encoder.tokenizer, case) for case in mine]
+        cells += [
+            _line_cell(form, encoder, round(float(np.mean(sizes))), depth, cases)
+            for depth, cases in sorted(depths.items())
+        ]
+    return cells
+
+
+def _line_cell(
+    form: LineForm, encoder: Encoder, length: int, depth: float, cases: Sequence[Case]
+) -> Cell:
+    def prompt(case: Case) -> Prompt:
+        answer = form.answer(case.expected_number)
+        tokens = case_tokens(form, encoder.tokenizer, case)
+        return Prompt(case.prompt, form.cue(case.name), (answer,), tokens)
+
+    prompts = [prompt(case) for case in cases]
+    longest = max(prompt.length for prompt in prompts)
+    return Cell("lines", length, prompts, longest, depth, tuple(cases))

@@ -1,0 +1,247 @@
+"""Corpora that teach retrieval: line retrieval, or tasks of RULER, with the answers.
+
+Documents have all lengths up to the context's, short ones as often as long ones on a
+logarithmic scale: what is short is trained on first. Which tokens are answers is known
+as they are encoded and not found again in the text.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from data.line_forms import LineForm
+from data.line_retrieval import Record, case_tokens, draw_record, record_of_length
+from data.summary import Summary
+from data.token_file import TokenFileWriter
+from data.tokenizer import Tokenizer, begun
+from tools.lib.retrieval.prompts import DRAWS, Prompt
+from tools.lib.ruler.needles import NOISE, Needles
+from tools.lib.ruler.tasks import SEED, TASKS, Sources
+from tools.lib.ruler.variables import HOPS, Variables, answered
+
+SUPERVISED = "answers", "all"
+"""Tokens with a loss."""
+MOST_ASKED = 3
+"""Questions for each line of a record, at most."""
+SENTENCES = re.findall(r"[A-Z][^.]+\.", NOISE)
+TEACHABLE = "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt"
+
+Part = tuple[np.ndarray, bool]
+"""Tokens, int32 (n,), and whether they are an answer's."""
+
+
+class Document(NamedTuple):
+    """Tokens, int32 (n,), and their loss mask, bool (n,)."""
+
+    tokens: np.ndarray
+    is_supervised: np.ndarray
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], supervised: str) -> "Document":
+        """Joins parts; supervised: "answers", or "all"."""
+        tokens, is_answer = zip(*parts, strict=True)
+        shown = [supervised == "all" or answer for answer in is_answer]
+        return cls(np.concatenate(tokens), np.repeat(shown, [*map(len, tokens)]))
+
+
+class Documents(Protocol):
+    """Interface of what draws documents."""
+
+    tokenizer: Tokenizer
+
+    def draw(self, rng: np.random.Generator) -> Document:
+        """Draws the next document.
+
+        Raises:
+          ValueError: the smallest one does not fit, or there are too few names.
+        """
+
+
+@dataclass(frozen=True)
+class LineDocuments:
+    """Draws records with questions about their lines, up to three for each line.
+
+    A row then teaches many answers, without which small models take many times as long
+    to begin to find lines at all.
+
+    form: how records are written.
+    context_tokens: that a document has at most.
+    least_tokens: that it has at least, roughly.
+    supervised: "answers", which are the numbers and the ends of their lines, or "all".
+
+    Raises:
+      ValueError: lengths out of range.
+    """
+
+    form: LineForm
+    tokenizer: Tokenizer
+    context_tokens: int
+    least_tokens: int
+    supervised: str = SUPERVISED[0]
+
+    def __post_init__(self):
+        if not 1 <= self.least_tokens <= self.context_tokens:
+            raise ValueError(
+                f"least_tokens={self.least_tokens} must be from 1 to "
+                f"context_tokens={self.context_tokens}"
+            )
+
+    def draw(self, rng: np.random.Generator) -> Document:
+        low, high = math.log(self.least_tokens), math.log(self.context_tokens)
+        # One token ends the document, and another may begin it.
+        begin = begun(self.tokenizer, np.array([], np.int32))
+        tokens = round(math.exp(rng.uniform(low, high))) - begin.size - 1
+        asked_share = rng.uniform(0, MOST_ASKED)
+
+        def asked(record: Record) -> int:
+            return max(round(asked_share * (record.names.size - 1)), 1)
+
+        def length(record: Record) -> int:
+            last = sum(map(len, self._question(record, record.names.size - 1)))
+            return len(self.tokenizer.encode(record.text)) + asked(record) * last
+
+        record = record_of_length(self.form, tokens, rng, length)
+        text = self.tokenizer.encode(record.text)
+        parts = [(begin, False), (text, False)]
+        for question in self._questions(record, asked(record), tokens - text.size, rng):
+            parts += zip(question, (False, True), strict=True)
+        parts.append((np.array([self.tokenizer.end_of_document], np.int32), False))
+        return Document.of(parts, self.supervised)
+
+    def _questions(
+        self, record: Record, asked: int, room: int, rng: np.random.Generator
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Draws `asked` questions, fewer where they do not fit; lines in rounds."""
+        last = record.names.size - 1
+        rounds = range(-(-asked // (last + 1)))
+        places = [place for _ in rounds for place in rng.permutation(last + 1).tolist()]
+        questions = []
+        for place in places[:asked]:
+            question = self._question(record, place)
+            size = sum(map(len, question))
+            if size <= room:
+                questions.append(question)
+                room -= size
+        # Names are of unlike lengths; there is room for that of the last line.
+        return questions or [self._question(record, last)]
+
+    def _question(self, record: Record, place: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a question, and of its answer."""
+        form, name = self.form, self.form.name(int(record.names[place]))
+        asked = self.tokenizer.encode(form.question(name) + form.cue(name))
+        return asked, self.tokenizer.encode(form.answer(int(record.numbers[place])))
+
+
+def shortest_document(form: LineForm, tokenizer: Tokenizer) -> int:
+    """Counts tokens of a record of three lines, a question and the document's end."""
+    record = draw_record(form, 3, np.random.default_rng(0))
+    longest = replace(record, numbers=np.full(3, form.numbers[1] - 1))
+    return case_tokens(form, tokenizer, longest.case(0)) + 1
+
+
+@dataclass
+class TaskDocuments:
+    """Draws documents: a prompt of a task drawn from `tasks`, with its answer.
+
+    Half of the chains of variables come after an example, and half of the documents
+    with noise have fewer sentences of it in a line, down to none. Chains have from two
+    variables to eight links more.
+
+    tasks: needles without files, or "vt". seed: of the prompts, other than RULER's.
+    supervised: "answers", of which the prefix is a part, or "all".
+    bare: chains of variables without noise, question and example.
+
+    Raises:
+      ValueError: other tasks, or RULER's seed.
+    """
+
+    tokenizer: Tokenizer
+    tasks: Sequence[str]
+    context_tokens: int
+    seed: int
+    supervised: str = SUPERVISED[0]
+    bare: bool = False
+
+    def __post_init__(self):
+        for name in self.tasks:
+            if name not in TEACHABLE:
+                raise ValueError(f"task {name} must be one of {', '.join(TEACHABLE)}")
+        if self.bare and {*self.tasks} != {"vt"}:
+            raise ValueError(f"only vt can be bare, not {', '.join(self.tasks)}")
+        if self.seed == SEED:
+            raise ValueError(f"seed {SEED} is that of RULER's prompts: take another")
+        recipes = [TASKS[name].make(self.seed, Sources()) for name in self.tasks]
+        self._recipes = [r for r in recipes if isinstance(r, Needles | Variables)]
+
+    def draw(self, rng: np.random.Generator) -> Document:
+        recipe = self._recipes[rng.integers(len(self._recipes))]
+        largest = max(self.context_tokens / 8, 1)  # a sentence has more tokens
+        for _ in range(DRAWS):
+            size = round(math.exp(rng.uniform(0, math.log(largest))))
+            prompt = self._prompt(recipe, size, rng)
+            texts = [prompt.input, prompt.answer_prefix, f" {' '.join(prompt.outputs)}"]
+            tokens = self.tokenizer.encode_all(texts)
+            if sum(map(len, tokens)) < self.context_tokens:
+                tokens.append(np.array([self.tokenizer.end_of_document], np.int32))
+                is_answer = False, True, True, True
+                parts = [*zip(tokens, is_answer, strict=True)]
+                return Document.of(parts, self.supervised)
+            largest = max(largest * 0.8, 1)
+        raise ValueError(
+            f"{self.context_tokens} tokens are too few for documents of "
+            f"{', '.join(self.tasks)}: ask for more"
+        )
+
+    def _prompt(
+        self, recipe: Needles | Variables, size: int, rng: np.random.Generator
+    ) -> Prompt:
+        if isinstance(recipe, Needles):
+            prompt = recipe.draw(size)
+        else:
+            recipe.hops = int(rng.integers(1, min(size, 2 * HOPS) + 1))
+            if self.bare:
+                return recipe.draw_bare()
+            size, example = max(size, recipe.hops + 1), ""
+            if rng.random() < 0.5:
+                noise = int(rng.integers(recipe.hops + 1, size + 1))
+                example = answered(recipe.draw_example(noise))
+            prompt = recipe.draw(size, example)
+        kept = SENTENCES[: rng.integers(2 * len(SENTENCES))]
+        return prompt._replace(input=prompt.input.replace(NOISE, " ".join(kept)))
+
+
+def write_corpus(
+    documents: Documents,
+    output: Path,
+    *,
+    train_tokens: int,
+    validation_tokens: int,
+    seed: int,
+) -> Summary:
+    """Writes the corpus `output`, documents until the tokens are reached.
+
+    The two splits are drawn from seeds of their own, so that their records differ.
+
+    Raises:
+      FileExistsError: `output` exists and is not empty.
+      ValueError: as `documents.draw`.
+    """
+    wanted = {"train": train_tokens, "validation": validation_tokens}
+    with TokenFileWriter(output, documents.tokenizer, has_loss_mask=True) as writer:
+        summary = Summary(writer)
+        for number, (split, tokens) in enumerate(wanted.items()):
+            rng = np.random.default_rng([seed, number])
+            shown = tqdm(desc=split, total=tokens, unit=" tokens", disable=None)
+            with shown:
+                while writer.counts[split].tokens < tokens:
+                    document = documents.draw(rng)
+                    writer.write(split, *document)
+                    summary.supervised[split] += int(document.is_supervised.sum())
+                    shown.update(document.tokens.size)
+    return summary
