@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from data.text import iterate
+from data.rows import iterate
 from tasks import base, batch_rows, config_checks, layout_advice, run_config
 from tasks.base import Data, Task
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say

@@ -49,7 +49,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Tokens of a stripe block: consecutive ones on a device in the striped layout.
     config.stripe_granule = 1
     # Attention kernel: "pallas_tpu", "hopper", "hopper_deterministic", "triton",
-    # "blockwise", "reference" (see kernels/backends.py), or "": the best of the device.
+    # "blockwise", "reference" (see kernels/backends), or "": the best of the device.
     config.implementation = ""
 
     # What tokens see of their document, beside the windows of the model's layers:

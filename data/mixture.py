@@ -13,9 +13,9 @@ import grain
 import numpy as np
 
 from data.batch import Batch
-from data.text import RowOrder, RowPlan
-from data.token_file import TokenFile
-from data.tokenizer import open_tokenizer
+from data.rows import RowOrder, RowPlan
+from data.text.token_file import TokenFile
+from data.text.tokenizer import open_tokenizer
 from data.versioned import describe_file
 
 

@@ -32,6 +32,7 @@ from .masks import (
 if TYPE_CHECKING:
     from .decode_attention import CachedAttention
     from .one_device import attention, attention_with_lse
+    from .ring.slices import ring_devices
     from .ring_attention import make_ring_attention, ring_attention
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "permute",
     "prefix",
     "ring_attention",
+    "ring_devices",
     "segments",
     "unpermute",
     "window",
@@ -67,6 +69,7 @@ _LAZY = {
     "attention_with_lse": ".one_device",
     "make_ring_attention": ".ring_attention",
     "ring_attention": ".ring_attention",
+    "ring_devices": ".ring.slices",
 }
 
 

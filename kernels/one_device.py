@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from . import reference
-from .backends import Backend, choose
+from .backends import Backend, choose, reference
 from .checks import (
     check_operands,
     checked_bounds,
@@ -15,7 +14,7 @@ from .checks import (
 from .layouts import Contiguous
 from .masks import Mask, Visible, causal, full
 from .placement import check_local
-from .ring import Ring, attend
+from .ring.attend import Ring, attend
 
 
 def attention(

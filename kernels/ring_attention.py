@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from . import reference
-from .backends import Backend, check_implementation, choose
+from .backends import Backend, check_implementation, choose, reference
 from .checks import (
     Axes,
     check_operands,
@@ -29,9 +28,9 @@ from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order, unpermute
 from .masks import Array, Mask, Visible, full
 from .placement import check_local, placed
-from .ring import Ring, attend
-from .schedule import Route, Walk, checked_walks, default_walks
-from .ulysses import over_heads
+from .ring.attend import Ring, attend
+from .ring.schedule import Route, Walk, checked_walks, default_walks
+from .ring.ulysses import over_heads
 
 _COMPILED_ONCE = functools.partial(jax.jit, inline=True)
 """Compiles outside of `jit`; under one, the same program is traced as without it."""

@@ -43,7 +43,7 @@ STEP = ("batch", "sequence")
 
 
 class Steps(Protocol):
-    """Arrays that a model reads of the steps; `data.chains.ChainBatch` has more.
+    """Arrays that a model reads of the steps; `data.agents.chains.ChainBatch` has more.
 
     returns_to_go, rewards, completions: float32 (B, S). observations: float32 (B, S,
     observation size), standardised. actions: float32 (B, S, A). timesteps, ranks,

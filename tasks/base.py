@@ -15,7 +15,7 @@ import ml_collections
 from jax.sharding import NamedSharding
 
 from data.batch import Block
-from data.text import TextBatches
+from data.rows import TextBatches
 from kernels import layouts, masks
 from kernels.compiler import compiler_options
 from kernels.layouts import Layout

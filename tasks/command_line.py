@@ -21,7 +21,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from data.skipped import printable
+from data.text.skipped import printable
 from tasks import run_config
 
 Main = Callable[[Sequence[str] | None], int | None]

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from data.chains import LOSS_ON, ORDERS, PREDICTED
-from data.text import ROW_PLANS
+from data.agents.chains import LOSS_ON, ORDERS, PREDICTED
+from data.rows import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
 from tasks import base, batch_rows, corpora

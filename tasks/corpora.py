@@ -5,12 +5,12 @@ from pathlib import Path
 import ml_collections
 import numpy as np
 
-from data import token_file
-from data.corpus import prepare_standard_library
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
-from data.text import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
-from data.token_file import TokenFile
-from data.tokenizer import ByteTokenizer
+from data.rows import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
+from data.text import token_file
+from data.text.corpus import prepare_standard_library
+from data.text.token_file import TokenFile
+from data.text.tokenizer import ByteTokenizer
 from data.versioned import digest
 from kernels.layouts import Layout, Striped, Zigzag
 from tasks.config_errors import names_fields

@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from data.agents.chains import ChainBatch, Chains
+from data.agents.trajectory_file import TrajectoryFile
 from data.batch import Block
-from data.chains import ChainBatch, Chains
-from data.text import InOrder, TextBatches
-from data.trajectory_file import TrajectoryFile
+from data.rows import InOrder, TextBatches
 from kernels import layouts
 from kernels.layouts import Layout, Striped
 from kernels.masks import Visible

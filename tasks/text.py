@@ -10,7 +10,7 @@ import ml_collections
 from flax import nnx
 
 from data.batch import Batch, Block
-from data.text import TextBatches
+from data.rows import TextBatches
 from kernels.masks import Visible
 from models.abstract import Model, joined
 from models.adapters import Lora
@@ -20,13 +20,7 @@ from models.losses import PositionParts, cross_entropy, cross_entropy_by_positio
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
 from tasks import base, corpora, frozen
-from tasks.base import (
-    Data,
-    Objective,
-    Task,
-    attention_system,
-    ring_attention,
-)
+from tasks.base import Data, Objective, Task, attention_system, ring_attention
 from tasks.batch_rows import batch_shape, batch_sharding
 from tasks.config_errors import names_fields
 from tasks.execution import execution

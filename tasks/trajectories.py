@@ -7,9 +7,9 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from data import trajectory_file
-from data.chains import hold_out
-from data.trajectory_file import TrajectoryFile, top_episodes
+from data.agents import trajectory_file
+from data.agents.chains import hold_out
+from data.agents.trajectory_file import TrajectoryFile, top_episodes
 from tasks.config_errors import names_fields
 
 

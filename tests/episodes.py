@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.environments import Environment
-from data.episodes import DOMAINS, Buffer, Episode, write_episode
+from data.agents.environments import Environment
+from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
 
 
 def made_up(path: Path, domain: str, steps: int, seed: int = 0) -> Episode:

@@ -11,8 +11,8 @@ import numpy as np
 
 from data.batch import Batch
 from data.document_mask import DocumentMask
-from data.text import PackedRows, WholeRows
-from data.token_file import TokenFile
+from data.rows import PackedRows, WholeRows
+from data.text.token_file import TokenFile
 from kernels.layouts import Contiguous, Layout, order
 from tests.numbered_corpus import make_corpus
 from tests.written_out import WrittenOut

@@ -29,15 +29,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILES = """
 kernels/masks.py kernels/layouts.py kernels/mask_checks.py kernels/checks.py
-kernels/merge.py kernels/reads.py kernels/ring_pieces.py kernels/ring_steps.py
-kernels/ring.py kernels/schedule.py kernels/tile_ranges.py kernels/tile_layout.py
-kernels/blockwise.py kernels/reference.py kernels/decode_attention.py kernels/ulysses.py
-kernels/tpu/cut.py kernels/tpu/softmax.py kernels/hopper/forward.py
-kernels/triton_gpu/launch.py models/cache.py models/rope.py models/losses.py
-models/sampling.py models/adapters.py data/text.py data/conversation.py
-data/chat_template.py data/document_mask.py training/checkpoint.py training/guard.py
-training/mesh.py training/torus.py training/stored_step.py
-tools/lib/planning/memory.py tools/lib/planning/clock.py
+kernels/merge.py kernels/ring/reads.py kernels/ring/pieces.py kernels/ring/steps.py
+kernels/ring/attend.py kernels/ring/schedule.py kernels/backends/tile_ranges.py
+kernels/backends/tile_layout.py kernels/backends/blockwise.py
+kernels/backends/reference.py kernels/decode_attention.py kernels/ring/ulysses.py
+kernels/backends/tpu/cut.py kernels/backends/tpu/softmax.py
+kernels/backends/hopper/forward.py kernels/backends/triton_gpu/launch.py models/cache.py
+models/rope.py models/losses.py models/sampling.py models/adapters.py data/rows.py
+data/chat/conversation.py data/chat/chat_template.py data/document_mask.py
+training/checkpoint.py training/guard.py training/mesh.py kernels/ring/torus.py
+training/stored_step.py tools/lib/planning/memory.py tools/lib/planning/clock.py
 """.split()
 """Whose faults would give wrong numbers, or lose a run."""
 

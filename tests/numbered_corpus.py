@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from data.batch import Batch, Block
-from data.text import Shuffled, TextBatches
-from data.token_file import TokenFile, TokenFileWriter
+from data.rows import Shuffled, TextBatches
+from data.text.token_file import TokenFile, TokenFileWriter
 from kernels.layouts import Contiguous
 
 # Every token is its own place in the stream, so that no mix-up can go unseen.

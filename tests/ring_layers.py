@@ -9,10 +9,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
 from kernels import layouts as layout
-from kernels import masks, ring
+from kernels import masks
 from kernels.backends import Backend
-from kernels.schedule import ONE_WAY, Route
-from training.pods import compile_for
+from kernels.ring import attend as ring
+from kernels.ring.schedule import ONE_WAY, Route
+from tools.lib.compiled.pods import compile_for
 
 HEADS, HEAD_DIM, LAYERS = 2, 128, 2
 SHARDED = PartitionSpec(None, "ring")

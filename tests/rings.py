@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
-from kernels import ring
 from kernels.backends import Backend
-from kernels.schedule import ONE_WAY, Route
+from kernels.ring import attend as ring
+from kernels.ring.schedule import ONE_WAY, Route
 from tests.cases.attention import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
 
 Results = tuple[jax.Array, ...]
@@ -164,7 +164,7 @@ def solve_on_ring(
 ) -> Answer:
     """Pads with rubbish, permutes, runs the ring, and undoes both.
 
-    slices: of each shard, on as many devices (see `kernels.ulysses`).
+    slices: of each shard, on as many devices (see `kernels.ring.ulysses`).
     """
     order = LAYOUTS[case.layout], case.ring_size
     padded = layout.padded_length(*order, case.length, slices)

@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 
 import train
 from configs import tiny
-from data.corpus import prepare
-from data.tokenizer import ByteTokenizer
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer
 from tasks import base, frozen, text
 from tests.processes import Processes, run_program
 from training.checkpoint import Checkpoints

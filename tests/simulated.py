@@ -1,8 +1,8 @@
 """Every backend by name; kernels of a chip that is not there are interpreted."""
 
 from kernels import backends
+from kernels.backends.hopper import launch as hopper
 from kernels.device import device_kind
-from kernels.hopper import launch as hopper
 from tests.simulated_hopper import DETERMINISTIC, SimulatedHopper
 from tests.simulated_tpu import SimulatedTpu
 from tests.simulated_triton import SimulatedGpu

@@ -1,7 +1,7 @@
 """The Hopper kernels where there is no Hopper GPU: Pallas interprets them on a CPU.
 
 Shared memory holds nan until it is written. Products of an operand in registers and
-additions by TMA are emulated (see `kernels.hopper.emulation`).
+additions by TMA are emulated (see `kernels.backends.hopper.emulation`).
 """
 
 from collections import Counter
@@ -16,8 +16,8 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.hopper import launch as hopper
-from kernels.hopper.launch import HopperBlocks, Launch
+from kernels.backends.hopper import launch as hopper
+from kernels.backends.hopper.launch import HopperBlocks, Launch
 
 # Finding races takes half of the time: the kernels' own tests do.
 INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tpu import launch as pallas_tpu
-from kernels.tpu.block_sizes import TpuBlocks
-from kernels.tpu.launch import Launch
+from kernels.backends.tpu import launch as pallas_tpu
+from kernels.backends.tpu.block_sizes import TpuBlocks
+from kernels.backends.tpu.launch import Launch
 
 CHIP = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
 V6E = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels.triton_gpu import kernels as triton_kernels
-from kernels.triton_gpu import launch as triton_gpu
-from kernels.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
-from kernels.triton_gpu.launch import Launch, Sizes
+from kernels.backends.triton_gpu import kernels as triton_kernels
+from kernels.backends.triton_gpu import launch as triton_gpu
+from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
+from kernels.backends.triton_gpu.launch import Launch, Sizes
 
 # Short problems have several tiles.
 SMALL_BLOCKS = KernelBlocks(
@@ -95,7 +95,7 @@ def _wide(x) -> np.ndarray:
 
 
 def _interpreted_kernels() -> ModuleType:
-    """Returns a second `kernels.triton_gpu.kernels`, to be interpreted."""
+    """Returns a second `kernels.backends.triton_gpu.kernels`, to be interpreted."""
     spec = importlib.util.find_spec(triton_kernels.__name__)
     module = importlib.util.module_from_spec(spec)
     with _interpreting():

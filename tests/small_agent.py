@@ -10,8 +10,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import exorl_tiny
-from data.chains import ChainBatch, Chains
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.agents.chains import ChainBatch, Chains
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.layouts import permute
 from models.abstract import Model
 from tasks import exorl

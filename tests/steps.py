@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.random import Generator
 
-from kernels import reference
-from kernels.backends import Backend
-from kernels.block_sizes import BlockSizes
+from kernels.backends import Backend, reference
+from kernels.backends.block_sizes import BlockSizes
 from kernels.merge import Partial
 from kernels.precision import accumulator_type
 from tests.cases.attention import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer

@@ -15,10 +15,10 @@ from tests.cases.attention import QUICK
 from tests.runs import small_config
 from tests.small_agent import drawn
 from tests.small_llama import assert_same, partition_of
+from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.step import Step
 from training.feed import place
 from training.mesh import MeshShape
-from training.pods import aot_pod
 
 SIZES = {
     "model__num_layers": 1,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import train
-from data.corpus import prepare
-from data.tokenizer import ByteTokenizer
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer
 from tasks.task import run_settings
 from tests.runs import checkpoints_of, files, small_config
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data.chat_format import FORMATS
-from data.token_file import TokenFile
-from data.tokenizer import open_tokenizer
+from data.chat.chat_format import FORMATS
+from data.text.token_file import TokenFile
+from data.text.tokenizer import open_tokenizer
 from tests.chat_families import FAMILIES
 from tests.runs import Run, small_flags
 from tools import generate, prepare_chat

@@ -6,14 +6,7 @@ import sys
 
 import pytest
 
-from tasks.command_line import (
-    as_program,
-    at_least,
-    platforms,
-    read_config,
-    say,
-    share,
-)
+from tasks.command_line import as_program, at_least, platforms, read_config, say, share
 from tests.processes import ROOT, run_program
 
 # Each asks JAX for devices, as early as it does, and takes seconds.
@@ -50,7 +43,7 @@ def test_compilers_of_chips_that_are_not_there_are_silent(name, tmp_path):
 
 @pytest.mark.quick
 def test_the_compiler_of_described_pods_is_silent():
-    pods = "from training.pods import tpu_devices\n"
+    pods = "from tools.lib.compiled.pods import tpu_devices\n"
     pods += "assert len(tpu_devices('v4:2x2x2')) == 8"
     assert run_program("-c", pods) == (0, "", "")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.token_file import TokenFileWriter
-from data.tokenizer import ByteTokenizer
+from data.text.token_file import TokenFileWriter
+from data.text.tokenizer import ByteTokenizer
 from tasks import base, corpora, layout_advice
 from tests.runs import small_config
 from tests.small_llama import partition_of

@@ -14,8 +14,8 @@ from tasks import run_config
 from tasks.command_line import read_config
 from tests import pages
 from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT, Command
+from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.meshes import suggestions
-from training.pods import aot_pod
 
 CODE = [code for page in LIVING for code in page.inline_code()]
 NAMES = {p.name for f in pages.FOLDERS.split("|") for p in (ROOT / f).rglob("*.*")}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import train
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base, exorl, trajectories
 from tasks.generation import newest_parameters
 from tests.cases.attention import QUICK

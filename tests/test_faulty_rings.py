@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from kernels import masks, ring, ring_steps
-from kernels.ring import Ring
+from kernels import masks
+from kernels.ring import attend as ring
+from kernels.ring import steps as ring_steps
+from kernels.ring.attend import Ring
 from tasks import programs
 from tests.hard_rows import HardRows
 from tests.ring_model import RingModel

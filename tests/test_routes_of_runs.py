@@ -14,9 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from data.corpus import prepare
-from data.tokenizer import ByteTokenizer
-from kernels.ring_device import Ring
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer
+from kernels.ring.device import Ring
 from tasks import base, text
 from tests.runs import Run
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import train
-from data.token_file import SPLITS, TokenFile
+from data.text.token_file import SPLITS, TokenFile
 from tasks.command_line import read_config
 from tests import tables
 from tests.runs import SMALL, Run

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data.token_file import TokenFileWriter
+from data.text.token_file import TokenFileWriter
 from tasks import task, text
 from tests.runs import small_config
 

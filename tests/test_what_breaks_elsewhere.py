@@ -16,17 +16,10 @@ import numpy as np
 import pytest
 
 from data.batch import Batch
-from kernels import layouts, ring_pieces
+from kernels import layouts
+from kernels.ring import pieces as ring_pieces
 from models import losses
-from tests.hard_rows import (
-    MOST,
-    ROWS,
-    VOCAB,
-    HardRows,
-    changed,
-    reach,
-    token_losses,
-)
+from tests.hard_rows import MOST, ROWS, VOCAB, HardRows, changed, reach, token_losses
 from tests.pages import ROOT
 from tests.ring_model import RingModel
 from training.mesh import MeshShape

@@ -25,7 +25,7 @@ STARTS = {
     ],
     "a run": [("train", "_report")],
     "a chip's compiler": [
-        ("training.pods", "compile_for"),
+        ("tools.lib.compiled.pods", "compile_for"),
         ("tests.triton_compiler", "TritonCompiler.__call__"),
     ],
     "a kernel's interpreter": [

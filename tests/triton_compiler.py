@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton_gpu import kernels as triton_kernels
-from kernels.triton_gpu.block_sizes import TritonBlocks
-from kernels.triton_gpu.launch import Sizes
+from kernels.backends.triton_gpu import kernels as triton_kernels
+from kernels.backends.triton_gpu.block_sizes import TritonBlocks
+from kernels.backends.triton_gpu.launch import Sizes
 
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 SHARED_MEMORY = {capability: size * 1024 for capability, size in KIBIBYTES.items()}

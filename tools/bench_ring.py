@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.backends import IMPLEMENTATIONS, choose
-from kernels.block_sizes import BlockSizes
+from kernels.backends.block_sizes import BlockSizes
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.original import original
 from tools.lib.benchmarks.rings import (

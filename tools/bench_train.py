@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.corpus import prepare, standard_library_files
-from data.tokenizer import ByteTokenizer
+from data.text.corpus import prepare, standard_library_files
+from data.text.tokenizer import ByteTokenizer
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, add_output, make_row, report
 from training.metrics import read_scalars

@@ -32,7 +32,7 @@ from configs import base
 from data.document_mask import DocumentMask
 from data.json_text import read_json_object
 from data.new_directory import refuse_existing
-from data.tokenizer_files import read_chat_template, write_tokenizer
+from data.text.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
 from models.adapters import Lora
 from models.rope import RopeScaling

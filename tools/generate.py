@@ -10,7 +10,7 @@
 The config is the run's own; its mesh may be another (--config.mesh.ring=…). Without a
 prompt, every line of the console (or of standard input) is one. The text is written as
 it comes, without the prompt. It ends with a stop token of the tokenizer (see
-data/tokenizer_files.py), or after --max-tokens.
+data/text/tokenizer_files.py), or after --max-tokens.
 
 With --chat a prompt is what the user of a chat says, in the template of the corpus that
 the model was trained on, or else of its tokenizer. The text is the reply, which also
@@ -34,12 +34,12 @@ import jax
 import ml_collections
 import numpy as np
 
-from data.chat_format import FORMATS
-from data.chat_template import OWN, ChatTemplate, Message, open_template
-from data.text_stream import TextStream
-from data.token_file import TokenFile
-from data.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
-from data.tokenizer_files import SAMPLING, read_sampling
+from data.chat.chat_format import FORMATS
+from data.chat.chat_template import OWN, ChatTemplate, Message, open_template
+from data.text.text_stream import TextStream
+from data.text.token_file import TokenFile
+from data.text.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
+from data.text.tokenizer_files import SAMPLING, read_sampling
 from models.decode import Generator, Held
 from models.sampling import Sampling
 from tasks import base, corpora, text

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dark_room import (
+from data.agents.dark_room import (
     ROOMS,
     DarkRoom,
     Recorded,
@@ -33,7 +33,7 @@ from data.dark_room import (
     one_hot,
     record,
 )
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks.command_line import Parser, as_program, at_least
 
 KINDS = ("exploration", "history")

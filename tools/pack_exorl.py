@@ -14,9 +14,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.episodes import DOMAINS, Buffer
-from data.exorl import MAX_TRANSITIONS, ON_BAD, RELABELLINGS, Selection, describe, pack
-from data.hidden_physics import DOMAIN
+from data.agents.episodes import DOMAINS, Buffer
+from data.agents.exorl import (
+    MAX_TRANSITIONS,
+    ON_BAD,
+    RELABELLINGS,
+    Selection,
+    describe,
+    pack,
+)
+from data.agents.hidden_physics import DOMAIN
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.exorl.controller import controller
 

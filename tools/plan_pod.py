@@ -44,6 +44,7 @@ from tasks import base, batch_rows
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
 from tasks.execution import execution, kept_of
 from tools.lib.benchmarks.rows import check_output
+from tools.lib.compiled.pods import Pod, TooLarge, aot_pod
 from tools.lib.files import write_json
 from tools.lib.planning.largest import Search, Try
 from tools.lib.planning.memory import SPARE_SHARE
@@ -52,7 +53,6 @@ from tools.lib.planning.plan import Plan
 from tools.lib.planning.progress import progress
 from tools.lib.planning.step import Step, check
 from tools.lib.planning.text import compare, describe, describe_meshes, size
-from training.pods import Pod, TooLarge, aot_pod
 
 LEAST_STEP = 256
 """Smallest difference of contexts, in tokens of a device."""

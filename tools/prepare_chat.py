@@ -5,7 +5,7 @@
 
 Prints what was read and left out, and the command that trains on the corpus, which
 keeps the template for `generate --chat`. Rows are as in ShareGPT, or have a list of
-`messages`: see data/conversation.py.
+`messages`: see data/chat/conversation.py.
 """
 
 import argparse
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 
 from configs import tiny
-from data.chat import TOO_LONG, ChatEncoder, prepare_chats
-from data.chat_format import FORMATS
-from data.chat_template import OWN, open_template
-from data.tokenizer_files import read_chat_template
+from data.chat.chat_format import FORMATS
+from data.chat.chat_template import OWN, open_template
+from data.chat.corpus import TOO_LONG, ChatEncoder, prepare_chats
+from data.text.tokenizer_files import read_chat_template
 from tasks.command_line import as_program, at_least
 from tools.lib.prepare_arguments import chosen_tokenizer, input_options, input_parser
 from tools.lib.train_command import train_command

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs import line_retrieval
-from data.line_forms import FORMS
-from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.retrieval.line_forms import FORMS
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.retrieval.corpus import (
     SUPERVISED,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from configs import tiny
-from data.corpus import prepare
+from data.text.corpus import prepare
 from tasks.command_line import as_program
 from tools.lib.prepare_arguments import chosen_tokenizer, input_options, input_parser
 from tools.lib.train_command import train_command

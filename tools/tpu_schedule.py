@@ -45,26 +45,21 @@ from typing import Any
 
 import jax
 
-from kernels.tpu.block_sizes import TpuBlocks
+from kernels.backends.tpu.block_sizes import TpuBlocks
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.benchmarks.rows import (
-    ROOT,
-    Environment,
-    check_output,
-    make_row,
-)
-from tools.lib.files import write_json
-from tools.lib.tpu_compiler.bundles import (
+from tools.lib.benchmarks.rows import ROOT, Environment, check_output, make_row
+from tools.lib.compiled.bundles import (
     DUMP_FLAGS,
     Schedule,
     bodies,
     read_schedule,
     tile_body,
 )
-from tools.lib.tpu_compiler.tile_program import Compiled, Tile, write_request
-from training.pods import ENVIRONMENT, PODS
+from tools.lib.compiled.pods import ENVIRONMENT, PODS
+from tools.lib.compiled.tile_program import Compiled, Tile, write_request
+from tools.lib.files import write_json
 
-PROGRAM = "tools.lib.tpu_compiler.tile_program"
+PROGRAM = "tools.lib.compiled.tile_program"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tunes the tables of `kernels/tpu/block_sizes.py` by compiling: needs no TPU.
+"""Tunes the tables of `kernels/backends/tpu/block_sizes.py` by compiling: needs no TPU.
 
     python -m tools.tune_block_sizes --chips v3 v4 v5e v5p v6e
     python -m tools.tune_block_sizes --direction backward --chips v3 v4 v5e v5p v6e
@@ -33,7 +33,7 @@ from typing import Any
 
 import jax
 
-from kernels.tpu.block_sizes import (
+from kernels.backends.tpu.block_sizes import (
     TPU_BACKWARD,
     TPU_BACKWARD_CAPPED,
     TPU_FORWARD,
@@ -42,10 +42,10 @@ from kernels.tpu.block_sizes import (
 )
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, check_output, make_row
+from tools.lib.compiled.pods import PODS
+from tools.lib.compiled.tile_program import Tile
 from tools.lib.files import write_json
-from tools.lib.tpu_compiler.tile_program import Tile
 from tools.tpu_schedule import Measurement, measure
-from training.pods import PODS
 
 TABLES = {"forward": TPU_FORWARD, "backward": TPU_BACKWARD}
 CAPPED_TABLES = {"forward": TPU_FORWARD_CAPPED, "backward": TPU_BACKWARD_CAPPED}

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from training.slices import lay_out
-from training.torus import Groups, pairs_along
+from kernels.ring.slices import lay_out
+from kernels.ring.torus import Groups, pairs_along
 
 MESH_AXES = ("data", "fsdp", "ring", "ulysses", "tensor")
 """Axes that a config names. A mesh has no `ulysses` of one device."""

@@ -7,12 +7,7 @@ import jax
 import numpy as np
 
 from training.guard import Watch
-from training.metrics import (
-    ConsoleLine,
-    StepWork,
-    Throughput,
-    peak_bytes,
-)
+from training.metrics import ConsoleLine, StepWork, Throughput, peak_bytes
 from training.sinks import Sink
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import layouts as layout
-from kernels import masks, reference
+from kernels import masks
+from kernels.backends import reference
 from kernels.layouts import Layout
 from kernels.masks import Mask, Visible
 from kernels.precision import accumulator_type

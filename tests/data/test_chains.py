@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from data.agents.chains import ChainBatch, Chains, hold_out, of_step_before
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from data.batch import Block
-from data.chains import ChainBatch, Chains, hold_out, of_step_before
-from data.text import InOrder, TextBatches
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.rows import InOrder, TextBatches
 from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.numbered_corpus import assert_same_batch
 

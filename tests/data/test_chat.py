@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from data.batch import Block
-from data.chat import ChatEncoder, prepare_chats, stop_at
-from data.chat_format import FORMATS
-from data.chat_template import ChatTemplate, template_of
-from data.conversation import Conversation
-from data.text import InOrder, TextBatches, WholeRows
-from data.token_file import TokenFile
-from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.chat.chat_format import FORMATS
+from data.chat.chat_template import ChatTemplate, template_of
+from data.chat.conversation import Conversation
+from data.chat.corpus import ChatEncoder, prepare_chats, stop_at
+from data.rows import InOrder, TextBatches, WholeRows
+from data.text.token_file import TokenFile
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from kernels.layouts import Striped
 
 BYTES = ByteTokenizer()

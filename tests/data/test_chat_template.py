@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data.chat_format import FORMATS
-from data.chat_template import (
+from data.chat.chat_format import FORMATS
+from data.chat.chat_template import (
     MARKS,
     OWN,
     ChatTemplate,
     open_template,
     template_of,
 )
-from data.conversation import Conversation
-from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.chat.conversation import Conversation
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tests.chat_families import FAMILIES, INST, QWEN
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from data.conversation import Conversation, read_conversations
-from data.conversation import parse_conversation as parse
-from data.input_files import InputFile
-from data.skipped import BadRow
+from data.chat.conversation import Conversation, read_conversations
+from data.chat.conversation import parse_conversation as parse
+from data.text.input_files import InputFile
+from data.text.skipped import BadRow
 
 
 def row(*turns, **fields):

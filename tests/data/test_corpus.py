@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data.corpus import prepare, prepare_standard_library
-from data.token_file import TokenFile
-from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.corpus import prepare, prepare_standard_library
+from data.text.token_file import TokenFile
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
 
 
 def fill(directory, texts):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from data import versioned
-from data.text import ROW_PLANS
-from data.token_file import TokenFile, identify
+from data.rows import ROW_PLANS
+from data.text.token_file import TokenFile, identify
 from tests.data.test_token_file import write as write_splits
 from tests.data.test_token_file import write_masked
 from tests.fuzzing import set_field

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.document_mask import DocumentMask
-from data.text import ROW_PLANS
+from data.rows import ROW_PLANS
 from kernels import masks
 from tests.numbered_corpus import make_corpus, read_rows
 

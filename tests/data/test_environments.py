@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from data.environments import Environment, check_simulator, tasks
-from data.episodes import DOMAINS
+from data.agents.environments import Environment, check_simulator, tasks
+from data.agents.episodes import DOMAINS
 
 # Every domain once; tests/data/test_relabel.py has every task.
 TASK_OF = {"cartpole": "swingup", "cheetah": "run", "walker": "walk"}
@@ -73,9 +73,9 @@ def test_a_simulator_that_is_missing_or_of_another_version_is_refused(monkeypatc
 @pytest.mark.thorough
 def test_only_environments_load_the_simulator():
     code = (
-        "import sys, data.exorl, data.chains, tools.make_exorl; "
+        "import sys, data.agents.exorl, data.agents.chains, tools.make_exorl; "
         "assert 'dm_control' not in sys.modules; "
-        "from data.environments import Environment; Environment('jaco', "
+        "from data.agents.environments import Environment; Environment('jaco', "
         "'reach_top_left').reset(0); Environment('cheetah', 'run').reset(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

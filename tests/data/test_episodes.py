@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from data.episodes import (
+from data.agents.episodes import (
     DOMAINS,
     NAMES,
     BadEpisode,

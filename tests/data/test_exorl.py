@@ -4,11 +4,11 @@ import logging
 import numpy as np
 import pytest
 
-from data.environments import Environment
-from data.episodes import BadEpisode, Buffer, digest, read_episode, write_episode
-from data.exorl import Selection, describe, pack
-from data.hidden_physics import HiddenPhysics
-from data.trajectory_file import TrajectoryFile
+from data.agents.environments import Environment
+from data.agents.episodes import BadEpisode, Buffer, digest, read_episode, write_episode
+from data.agents.exorl import Selection, describe, pack
+from data.agents.hidden_physics import HiddenPhysics
+from data.agents.trajectory_file import TrajectoryFile
 from tests.episodes import made_up, made_up_buffer, rolled_out
 
 STORED = Selection("stored")

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from data.environments import Environment
-from data.hidden_physics import HiddenPhysics
+from data.agents.environments import Environment
+from data.agents.hidden_physics import HiddenPhysics
 
 TIMESTEP, GRAVITY = 0.01, 9.81
 HANGING = np.array([0.0, np.pi, 0.0, 0.0])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.holdout import Holdout
+from data.text.holdout import Holdout
 
 
 def splits(texts, fraction=0.25):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.input_files import list_inputs
+from data.text.input_files import list_inputs
 from tests import tables
 
 ROWS = [{"text": f"text {number}"} for number in range(4)]

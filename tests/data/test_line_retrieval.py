@@ -5,9 +5,16 @@ import re
 import numpy as np
 import pytest
 
-from data.line_forms import FORMS, WORDS, Compact, Letters, NamedLines, NumberedLines
-from data.line_retrieval import Case, case_tokens, draw_case, draw_record
-from data.tokenizer import ByteTokenizer
+from data.retrieval.line_forms import (
+    FORMS,
+    WORDS,
+    Compact,
+    Letters,
+    NamedLines,
+    NumberedLines,
+)
+from data.retrieval.line_retrieval import Case, case_tokens, draw_case, draw_record
+from data.text.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 each_form = pytest.mark.parametrize("name", FORMS)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from data.markup import JSON, SPECIAL, TAGS, check_markup, find_markup
-from data.skipped import BadRow, Skipped
+from data.text.markup import JSON, SPECIAL, TAGS, check_markup, find_markup
+from data.text.skipped import BadRow, Skipped
 
 NAMES = "<|im_start|> <|eot_id|> [INST] [/INST] <<SYS>> <</SYS>> <start_of_turn>"
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from data.batch import Block
-from data.corpus import prepare
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
-from data.text import InOrder, PackedRows, Shuffled, TextBatches
-from data.token_file import TokenFile
-from data.tokenizer import open_tokenizer
+from data.rows import InOrder, PackedRows, Shuffled, TextBatches
+from data.text.corpus import prepare
+from data.text.token_file import TokenFile
+from data.text.tokenizer import open_tokenizer
 from kernels.layouts import Striped, Zigzag, order
 from tests.data.test_tokenizer import make_hugging_face
 from tests.numbered_corpus import assert_same_batch, make_corpus

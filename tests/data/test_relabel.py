@@ -3,8 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from data.environments import Environment, tasks
-from data.relabel import exact_rewards, exorl_rewards, observation_error
+from data.agents.environments import Environment, tasks
+from data.agents.relabel import exact_rewards, exorl_rewards, observation_error
 from tests.episodes import rolled_out
 
 TASKS = [

@@ -9,14 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data import json_text, row_files
-from data.corpus import prepare
-from data.input_files import InputFile
+from data import json_text
 from data.json_text import iterate_list
-from data.row_files import read_rows
-from data.skipped import BadRow
-from data.text_documents import read_documents
-from data.tokenizer import ByteTokenizer
+from data.text import row_files
+from data.text.corpus import prepare
+from data.text.input_files import InputFile
+from data.text.row_files import read_rows
+from data.text.skipped import BadRow
+from data.text.text_documents import read_documents
+from data.text.tokenizer import ByteTokenizer
 from tests import tables
 from tests.fuzzing import damaged, fuzz
 

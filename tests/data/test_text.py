@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from data.batch import Block
-from data.text import (
-    ROW_PLANS,
-    DocumentRows,
-    InOrder,
-    PackedRows,
-    Shuffled,
-    iterate,
-)
+from data.rows import ROW_PLANS, DocumentRows, InOrder, PackedRows, Shuffled, iterate
 from kernels.layouts import Striped
 from tests.numbered_corpus import (
     assert_same_batch,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from data.batch import Batch, Block
-from data.text import InOrder, PackedRows, TextBatches
-from data.token_file import TokenFile
+from data.rows import InOrder, PackedRows, TextBatches
+from data.text.token_file import TokenFile
 from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.fuzzing import set_field
 from tests.numbered_corpus import make_corpus

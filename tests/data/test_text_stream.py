@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from data.text_stream import TextStream
-from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from data.text.text_stream import TextStream
+from data.text.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from tests.data.test_tokenizer import each_kind
 
 TEXT = "the cat sat: Möwe 猫 🙂🙂 e\u0301, on the log"

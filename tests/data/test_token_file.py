@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data.token_file import TokenFile, TokenFileWriter, identify
-from data.tokenizer import ByteTokenizer, open_tokenizer
-from data.tokenizer_files import read_begin, read_names, read_stop_tokens
+from data.text.token_file import TokenFile, TokenFileWriter, identify
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokenizer_files import read_begin, read_names, read_stop_tokens
 from tests.fuzzing import altered, fuzz, set_field
 
 DOCUMENTS = {"train": [[5, 6, 256], [7, 256], [8]], "validation": [[1, 2, 3, 256]]}

@@ -6,7 +6,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import models
 
-from data.tokenizer import begun, open_tokenizer
+from data.text.tokenizer import begun, open_tokenizer
 from tests.chat_families import Family
 
 TEXT = "The cat sat on the mat. Die Möwe sprach: 猫!\r\n\tdef f(x): return x\n"

@@ -4,7 +4,7 @@ import os
 import numpy as np
 import pytest
 
-from data.trajectory_file import (
+from data.agents.trajectory_file import (
     TrajectoryFile,
     TrajectoryWriter,
     identify,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from data.batch import Batch, Block
-from data.text import DocumentRows, InOrder, PackedRows, TextBatches, WholeRows
-from data.token_file import TokenFile, TokenFileWriter
+from data.rows import DocumentRows, InOrder, PackedRows, TextBatches, WholeRows
+from data.text.token_file import TokenFile, TokenFileWriter
 from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.numbered_corpus import (
     NUMBERS,

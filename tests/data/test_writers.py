@@ -7,9 +7,9 @@ import socket
 import numpy as np
 import pytest
 
-from data.token_file import TokenFile, TokenFileWriter
-from data.tokenizer import ByteTokenizer
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.text.token_file import TokenFile, TokenFileWriter
+from data.text.tokenizer import ByteTokenizer
 
 
 class Tokens:

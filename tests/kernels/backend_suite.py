@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kernels.backends import Backend
-from kernels.block_sizes import BlockSizes
+from kernels.backends.block_sizes import BlockSizes
 from tests.cases.attention import FLOAT32_TOLERANCE, Answer
 from tests.steps import PASSES, Step, StepCase, answer, assert_true, shared, truth
 

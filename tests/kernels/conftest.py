@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels import ring_pieces
+from kernels.ring import pieces as ring_pieces
 
 pytest.register_assert_rewrite("tests.kernels.backend_suite", "tests.steps")
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels import backends, blockwise
-from kernels.block_sizes import BlockSizes
-from kernels.hopper import launch as hopper
-from kernels.tpu import launch as pallas_tpu
-from kernels.triton_gpu import launch as triton_gpu
+from kernels import backends
+from kernels.backends import blockwise
+from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.hopper import launch as hopper
+from kernels.backends.tpu import launch as pallas_tpu
+from kernels.backends.triton_gpu import launch as triton_gpu
 from tests.kernels.backend_suite import (
     BackendSuite,
     Groups,
@@ -141,7 +142,7 @@ class TestTpu(BackendSuite):
 
 @pytest.mark.thorough
 class TestWideTpu(TestTpu):
-    """Of chips whose matrix units are 256 wide: see `kernels.tpu.orientation`."""
+    """Of chips whose matrix units are 256 wide: see `tpu.orientation`."""
 
     backend = SimulatedTpu(dataclasses.replace(SimulatedTpu().launch, chip=V6E))
     cases = {

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from kernels.block_sizes import BlockSizes
-from kernels.hopper.launch import HopperBlocks
-from kernels.tpu.block_sizes import TPU_FORWARD
-from kernels.triton_gpu.block_sizes import TritonBlocks
+from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.hopper.launch import HopperBlocks
+from kernels.backends.tpu.block_sizes import TPU_FORWARD
+from kernels.backends.triton_gpu.block_sizes import TritonBlocks
 
 TPU, TRITON = TPU_FORWARD["v5e"], TritonBlocks(64, 64, 4, 2)
 

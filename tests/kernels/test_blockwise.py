@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import blockwise, reference
-from kernels import tile_ranges as tiles
-from kernels.block_sizes import BlockSizes
+from kernels.backends import blockwise, reference
+from kernels.backends import tile_ranges as tiles
+from kernels.backends.block_sizes import BlockSizes
 from kernels.one_device import attention
 
 SCALE = 0.3

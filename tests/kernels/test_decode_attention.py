@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import decode_attention, masks, reference
+from kernels import decode_attention, masks
+from kernels.backends import reference
 from kernels.decode_attention import CachedAttention
 from kernels.masks import Visible
 from tests.cases.attention import QUICK

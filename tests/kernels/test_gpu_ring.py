@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.triton_gpu.launch import Launch
+from kernels.backends.triton_gpu.launch import Launch
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,

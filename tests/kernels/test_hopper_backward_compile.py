@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.hopper.launch import BACKWARD, BACKWARD_DQ, Launch
+from kernels.backends.hopper.launch import BACKWARD, BACKWARD_DQ, Launch
 from tests.mosaic_kernels import (
     Inspected,
     assert_nothing_spills_and_products_overlap,

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from kernels.hopper import shared
-from kernels.hopper.forward import Consumer
-from kernels.hopper.launch import FORWARD, HopperBlocks, Launch
+from kernels.backends.hopper import shared
+from kernels.backends.hopper.forward import Consumer
+from kernels.backends.hopper.launch import FORWARD, HopperBlocks, Launch
 from tests.mosaic_kernels import (
     Inspected,
     Kernel,
@@ -23,7 +23,7 @@ from tests.mosaic_kernels import (
 )
 from tests.simulated_hopper import SimulatedHopper
 from tests.steps import StepCase, run_forward
-from training.pods import SHARED_BYTES
+from tools.lib.compiled.pods import SHARED_BYTES
 
 
 @functools.cache

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.hopper import backward, backward_dq, forward
-from kernels.hopper.launch import HopperBlocks, Launch
+from kernels.backends.hopper import backward, backward_dq, forward
+from kernels.backends.hopper.launch import HopperBlocks, Launch
 from tests.simulated_hopper import RACES, SimulatedHopper, run_without_wait
 from tests.steps import Step, StepCase, compiled, run_backward, run_forward
 

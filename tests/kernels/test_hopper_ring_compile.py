@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from kernels.hopper import launch as hopper
+from kernels.backends.hopper import launch as hopper
 from tests.ring_layers import compiled_gradients, layers_gradient
-from training.hlo import Program
-from training.pods import compile_for, gpu_devices
+from tools.lib.compiled.hlo import Program
+from tools.lib.compiled.pods import compile_for, gpu_devices
 
 pytestmark = pytest.mark.thorough
 

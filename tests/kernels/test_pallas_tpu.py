@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backends import Backend
-from kernels.tpu import launch as pallas_tpu
-from kernels.tpu.backward_dq import STREAMED
-from kernels.tpu.backward_tile import BackwardTile
-from kernels.tpu.bounds import RowBounds
-from kernels.tpu.cut import Cut
-from kernels.tpu.launch import Launch
-from kernels.tpu.orientation import UPRIGHT
+from kernels.backends.tpu import launch as pallas_tpu
+from kernels.backends.tpu.backward_dq import STREAMED
+from kernels.backends.tpu.backward_tile import BackwardTile
+from kernels.backends.tpu.bounds import RowBounds
+from kernels.backends.tpu.cut import Cut
+from kernels.backends.tpu.launch import Launch
+from kernels.backends.tpu.orientation import UPRIGHT
 from tests.cases.attention import FLOAT32_TOLERANCE
 from tests.simulated_tpu import (
     CHIP,

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tpu import backward_dq
-from kernels.tpu.backward_dq import Resident, Streamed
-from kernels.tpu.dma import DoubleBuffer, start_all
-from kernels.tpu.launch import Launch
+from kernels.backends.tpu import backward_dq
+from kernels.backends.tpu.backward_dq import Resident, Streamed
+from kernels.backends.tpu.dma import DoubleBuffer, start_all
+from kernels.backends.tpu.launch import Launch
 from tests.cases.attention import FLOAT32_TOLERANCE, Answer
 from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, V6E, SimulatedTpu
 from tests.steps import (

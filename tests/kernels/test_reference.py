@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import masks, reference
+from kernels import masks
+from kernels.backends import reference
 
 SCALE = 0.3
 forward = jax.jit(functools.partial(reference.forward, scale=SCALE))

@@ -12,17 +12,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import (
-    blockwise,
-    masks,
-    reference,
-    ring,
-    ring_device,
-    ring_pieces,
-    ring_steps,
-)
 from kernels import layouts as layout
+from kernels import masks
+from kernels.backends import blockwise, reference
 from kernels.one_device import attention
+from kernels.ring import attend as ring
+from kernels.ring import device as ring_device
+from kernels.ring import pieces as ring_pieces
+from kernels.ring import steps as ring_steps
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import (
     BFLOAT16_RATIO,

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import layouts, masks, reads, reference, ring_pieces
+from kernels import layouts, masks
+from kernels.backends import reference
 from kernels.one_device import attention
+from kernels.ring import pieces as ring_pieces
+from kernels.ring import reads
+from kernels.ring.device import Ring
+from kernels.ring.schedule import Route, Schedule, Walk
 from kernels.ring_attention import make_ring_attention
-from kernels.ring_device import Ring
-from kernels.schedule import Route, Schedule, Walk
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,

@@ -7,8 +7,8 @@ import pytest
 
 from kernels import layouts as layout
 from kernels import masks
+from kernels.backends.tile_ranges import TileRanges, key_ranges, query_ranges
 from kernels.masks import Visible
-from kernels.tile_ranges import TileRanges, key_ranges, query_ranges
 
 BATCH = 3
 SHAPES = [(20, 17), (16, 24), (1, 9), (9, 1)]

@@ -16,13 +16,15 @@ import pytest
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
+from kernels.backends.tpu import launch as pallas_tpu
 from kernels.compiler import compiler_options
 from kernels.device import rings_both_ways
 from kernels.layouts import Striped
 from kernels.masks import causal
+from kernels.ring.cycles import disjoint_cycles
+from kernels.ring.schedule import Route, Walk, default_walks
+from kernels.ring.torus import ring_along
 from kernels.ring_attention import make_ring_attention
-from kernels.schedule import Route, Walk, default_walks
-from kernels.tpu import launch as pallas_tpu
 from tests.ring_layers import (
     HEAD_DIM,
     HEADS,
@@ -31,10 +33,8 @@ from tests.ring_layers import (
     striped_attention,
 )
 from tests.steps import PASSES, StepCase
-from training.cycles import disjoint_cycles
-from training.hlo import TRANSFER, Program
-from training.pods import compile_for, tpu_devices
-from training.torus import ring_along
+from tools.lib.compiled.hlo import TRANSFER, Program
+from tools.lib.compiled.pods import compile_for, tpu_devices
 
 CHIPS = "v4", "v5e", "v5p", "v6e"
 LENGTHS = 1024, 4096, 32768, 131072

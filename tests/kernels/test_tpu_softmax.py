@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import reference
+from kernels.backends import reference
+from kernels.backends.tpu import query_tile
+from kernels.backends.tpu.softmax import SUM_LIMIT
 from kernels.merge import Partial
-from kernels.tpu import query_tile
-from kernels.tpu.softmax import SUM_LIMIT
 from tests.simulated_tpu import SimulatedTpu
 from tests.steps import Step, StepCase, compiled, run_forward
 

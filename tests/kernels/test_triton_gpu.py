@@ -14,10 +14,10 @@ import pytest
 import triton
 import triton.language as tl
 
-from kernels import reference
+from kernels.backends import reference
+from kernels.backends.triton_gpu.launch import Launch, Sizes
 from kernels.merge import Partial
 from kernels.precision import LOG2_E
-from kernels.triton_gpu.launch import Launch, Sizes
 from tests.kernels.backend_suite import Refusal
 from tests.simulated_triton import (
     SMALL_BLOCKS,
@@ -133,8 +133,9 @@ def test_without_jax_triton_it_is_not_implemented(monkeypatch):
 
 def test_triton_is_imported_only_when_a_step_is_asked_for():
     program = (
-        "import sys, kernels.triton_gpu.launch; "
-        "print({'triton', 'jax_triton', 'kernels.triton_gpu.kernels'} & {*sys.modules})"
+        "import sys, kernels.backends.triton_gpu.launch as launch; "
+        "names = {'triton', 'jax_triton', f'{launch.__package__}.kernels'}; "
+        "print(names & {*sys.modules})"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

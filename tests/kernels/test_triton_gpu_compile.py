@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from kernels.triton_gpu import launch as triton_gpu
-from kernels.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
-from kernels.triton_gpu.launch import Launch
+from kernels.backends.triton_gpu import launch as triton_gpu
+from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
+from kernels.backends.triton_gpu.launch import Launch
 from tests.ring_layers import compiled_gradients
 from tests.simulated_triton import SimulatedGpu
 from tests.steps import StepCase, run
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
-from training.pods import compile_for, gpu_devices
+from tools.lib.compiled.pods import compile_for, gpu_devices
 
 KERNELS = "forward", "backward_dkv", "backward_dq"
 

@@ -13,15 +13,16 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import blockwise, masks, ring
 from kernels import layouts as layout
-from kernels.backends import Backend
+from kernels import masks
+from kernels.backends import Backend, blockwise
+from kernels.backends.hopper import launch as hopper
+from kernels.backends.tpu import launch as pallas_tpu
 from kernels.compiler import compiler_options
-from kernels.hopper import launch as hopper
 from kernels.one_device import attention
+from kernels.ring import attend as ring
+from kernels.ring.ulysses import Heads, over_heads, share_heads
 from kernels.ring_attention import make_ring_attention
-from kernels.tpu import launch as pallas_tpu
-from kernels.ulysses import Heads, over_heads, share_heads
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,
@@ -33,9 +34,9 @@ from tests.cases.attention import (
 )
 from tests.rings import ARRAY, OPERANDS, RESULTS, ROW, SINKS, Make, Run, solve_on_ring
 from tests.simulated import BACKENDS
-from training.hlo import TRANSFER, Program
+from tools.lib.compiled.hlo import TRANSFER, Program
+from tools.lib.compiled.pods import compile_for, gpu_devices, tpu_devices
 from training.mesh import MeshShape, make_mesh
-from training.pods import compile_for, gpu_devices, tpu_devices
 
 AXES = "ring", "ulysses"
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.adapters import Lora, multiply
-from training.pods import aot_pod
+from tools.lib.compiled.pods import aot_pod
 
 pytestmark = pytest.mark.thorough
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from data.chains import ChainBatch
-from data.trajectory_file import TrajectoryFile
+from data.agents.chains import ChainBatch
+from data.agents.trajectory_file import TrajectoryFile
 from tests.small_agent import (
     EPISODE_STEPS,
     ONE_TOKEN,

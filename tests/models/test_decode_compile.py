@@ -11,7 +11,7 @@ from models.sampling import Sampling
 from tasks import base, text
 from tasks.generation import cache_shardings, generator
 from tests.runs import small_config
-from training.pods import aot_pod, compile_for
+from tools.lib.compiled.pods import aot_pod, compile_for
 
 pytestmark = pytest.mark.thorough
 

@@ -9,11 +9,7 @@ import pytest
 
 from configs import base, models
 from models.adapters import Lora
-from models.flops import (
-    num_matrix_parameters,
-    num_parameters,
-    train_flops,
-)
+from models.flops import num_matrix_parameters, num_parameters, train_flops
 from models.sizes import LanguageModelConfig
 from tasks import text
 from training.mesh import MeshShape, Partition, make_mesh

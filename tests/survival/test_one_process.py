@@ -230,7 +230,7 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
 HANGS = """
 import sys, time
 import train
-from data.text import TextBatches
+from data.rows import TextBatches
 
 read = TextBatches.__getitem__
 

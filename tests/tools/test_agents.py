@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from data.chains import STD_FLOOR, ChainBatch, of_step_before
+from data.agents.chains import STD_FLOOR, ChainBatch, of_step_before
 from models.actions import Actions
 from tasks import exorl
 from tests import small_agent

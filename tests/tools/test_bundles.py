@@ -1,12 +1,6 @@
 import pytest
 
-from tools.lib.tpu_compiler.bundles import (
-    Body,
-    Span,
-    bodies,
-    read_schedule,
-    tile_body,
-)
+from tools.lib.compiled.bundles import Body, Span, bodies, read_schedule, tile_body
 
 UTILIZATION = """== CAPACTIY:
 MXU, XLU, VALU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL

@@ -10,8 +10,8 @@ import pytest
 from data.document_mask import DocumentMask
 from kernels import layouts
 from kernels.masks import Visible
-from kernels.ring_device import Ring as DeviceRing
-from kernels.schedule import Route, default_walks
+from kernels.ring.device import Ring as DeviceRing
+from kernels.ring.schedule import Route, default_walks
 from tests.pages import PAGES
 from tests.rings import ring_mesh
 from tools.lib.planning import clock

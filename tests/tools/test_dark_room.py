@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.dark_room import (
+from data.agents.dark_room import (
     MOVES,
     ROOMS,
     Behaviour,
@@ -12,7 +12,7 @@ from data.dark_room import (
     one_hot,
     record,
 )
-from data.trajectory_file import TrajectoryFile
+from data.agents.trajectory_file import TrajectoryFile
 from tools.make_dark_room import main, make
 
 

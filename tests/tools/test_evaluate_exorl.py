@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from data.chains import hold_out
-from data.environments import Environment
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
+from data.agents.chains import hold_out
+from data.agents.environments import Environment
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
 from tasks import base, exorl
 from tests.small_agent import SMALL, config_of, drawn
 from tools.lib.evaluation.exorl import main

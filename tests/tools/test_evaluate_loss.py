@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from data.corpus import prepare
-from data.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tasks import base, run_config, text
 from tasks.generation import restored_parameters
 from tests.data.test_tokenizer import make_hugging_face

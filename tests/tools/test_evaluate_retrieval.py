@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from data.chat_template import open_template
-from data.line_forms import FORMS, Compact
-from data.tokenizer import ByteTokenizer, begun
+from data.chat.chat_template import open_template
+from data.retrieval.line_forms import FORMS, Compact
+from data.text.tokenizer import ByteTokenizer, begun
 from tasks import base
 from tasks.generation import restored_parameters
 from tests.runs import small_config, small_flags

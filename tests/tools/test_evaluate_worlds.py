@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from configs import icrl_dark_room
-from data.chains import hold_out
-from data.dark_room import ROOMS
-from data.hidden_physics import HiddenPhysics
-from data.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.agents.chains import hold_out
+from data.agents.dark_room import ROOMS
+from data.agents.hidden_physics import HiddenPhysics
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base, exorl
 from tests.small_agent import drawn
 from tools.lib.evaluation.exorl import main

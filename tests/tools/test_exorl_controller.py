@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from data.environments import Environment
-from data.hidden_physics import HiddenPhysics
+from data.agents.environments import Environment
+from data.agents.hidden_physics import HiddenPhysics
 from tools.lib.exorl.controller import _Body, controller
 from tools.lib.exorl.rollouts import Attempt, roll_out
 

@@ -16,12 +16,12 @@ import ml_collections
 import numpy as np
 import pytest
 
-from data.chat_format import FORMATS
-from data.chat_template import template_of
-from data.conversation import Conversation
-from data.corpus import prepare
-from data.tokenizer import ByteTokenizer, open_tokenizer
-from data.tokenizer_files import write_tokenizer
+from data.chat.chat_format import FORMATS
+from data.chat.chat_template import template_of
+from data.chat.conversation import Conversation
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokenizer_files import write_tokenizer
 from models.decode import Generator
 from tasks import base, run_config, text
 from tasks.generation import restored_parameters

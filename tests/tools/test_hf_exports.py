@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from data.corpus import prepare
-from data.tokenizer import open_tokenizer
+from data.text.corpus import prepare
+from data.text.tokenizer import open_tokenizer
 from models.sizes import LanguageModelConfig
 from tasks import frozen, run_config, text
 from tests.data.test_tokenizer import make_hugging_face

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.environments import Environment
-from data.episodes import BadEpisode, read_episode
-from data.exorl import Selection, pack
-from data.relabel import exact_rewards
+from data.agents.environments import Environment
+from data.agents.episodes import BadEpisode, read_episode
+from data.agents.exorl import Selection, pack
+from data.agents.relabel import exact_rewards
 from tests.processes import run_program
 from tools.lib.exorl.replay import Recipe, make
 

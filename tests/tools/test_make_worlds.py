@@ -4,10 +4,10 @@ import json
 import numpy as np
 import pytest
 
-from data.environments import Environment
-from data.episodes import Buffer
-from data.exorl import Selection, pack
-from data.hidden_physics import HiddenPhysics
+from data.agents.environments import Environment
+from data.agents.episodes import Buffer
+from data.agents.exorl import Selection, pack
+from data.agents.hidden_physics import HiddenPhysics
 from tests.processes import run_program
 from tools.lib.exorl.worlds import WorldsRecipe, make
 

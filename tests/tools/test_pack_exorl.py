@@ -1,4 +1,4 @@
-from data.trajectory_file import TrajectoryFile
+from data.agents.trajectory_file import TrajectoryFile
 from tests.episodes import made_up_buffer
 from tools.pack_exorl import main
 

@@ -15,6 +15,9 @@ from models.sizes import LanguageModelConfig
 from tasks import base
 from tasks.execution import execution, kept_of
 from tools import plan_pod
+from tools.lib.compiled import pods
+from tools.lib.compiled.hlo import Program
+from tools.lib.compiled.pods import TooLarge, aot_pod
 from tools.lib.planning.largest import TOLERANCE
 from tools.lib.planning.memory import Memory, peak_bytes
 from tools.lib.planning.plan import Plan
@@ -22,9 +25,6 @@ from tools.lib.planning.roofline import Roofline
 from tools.lib.planning.step import Step
 from tools.lib.planning.text import compare, describe
 from tools.plan_pod import read_config
-from training import pods
-from training.hlo import Program
-from training.pods import TooLarge, aot_pod
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "feed_forward_size": 512}
 SIZES |= {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128}

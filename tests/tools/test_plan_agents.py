@@ -4,10 +4,10 @@ import math
 
 import pytest
 
+from tools.lib.compiled.pods import TooLarge, aot_pod
 from tools.lib.planning.memory import peak_bytes
 from tools.lib.planning.step import Step
 from tools.plan_pod import read_config
-from training.pods import TooLarge, aot_pod
 
 
 def agent_step(system: str, trajectories: int) -> Step:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from data.document_mask import DocumentMask
-from kernels.block_sizes import BlockSizes
+from kernels.backends.block_sizes import BlockSizes
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
 from tools import plan_pod
 from tools.lib.benchmarks.work import critical_path, tiles_per_step
+from tools.lib.compiled.hlo import TRANSFER, Collective, Instruction, Program
 from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks
 from tools.lib.planning.estimate import (
     Attention,
@@ -27,7 +28,6 @@ from tools.lib.planning.roofline import Work
 from tools.lib.planning.visible import Sequence
 from tools.plan_pod import read_config
 from training import chips
-from training.hlo import TRANSFER, Collective, Instruction, Program
 from training.mesh import MESH_AXES, MeshShape, Partition
 
 V4, V5E, V3, H200 = map(chips.find, ("TPU v4", "TPU v5 lite", "TPU v3", "NVIDIA H200"))

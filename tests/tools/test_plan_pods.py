@@ -2,11 +2,11 @@
 
 import pytest
 
+from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.step import Step
 from tools.plan_pod import read_config
-from training.pods import aot_pod
 
 
 def plan_7b(topology: str, *flags: str) -> Plan:

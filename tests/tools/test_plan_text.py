@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.estimate import Estimate
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.plan import Kind, Plan, Transfers
 from tools.lib.planning.text import compare, describe, seconds, size
-from training.hlo import TRANSFER
 from training.metrics import StepWork
 
 GIB = 2**30

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from data.chat_format import FORMATS
-from data.token_file import TokenFile, identify
-from data.tokenizer import open_tokenizer
-from data.tokenizer_files import read_chat_template
+from data.chat.chat_format import FORMATS
+from data.text.token_file import TokenFile, identify
+from data.text.tokenizer import open_tokenizer
+from data.text.tokenizer_files import read_chat_template
 from tests.chat_families import QWEN
 from tests.data.test_chat import bad_rows, rows
 from tests.data.test_corpus import fill, read, read_both, some_texts

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.line_forms import FORMS, Compact, NamedLines
-from data.text import WholeRows
-from data.token_file import TokenFile
-from data.tokenizer import ByteTokenizer
+from data.retrieval.line_forms import FORMS, Compact, NamedLines
+from data.rows import WholeRows
+from data.text.token_file import TokenFile
+from data.text.tokenizer import ByteTokenizer
 from tools.lib.retrieval.corpus import (
     TEACHABLE,
     LineDocuments,

@@ -8,16 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.line_forms import FORMS, Compact, NamedLines, NumberedLines
-from data.line_retrieval import Case, draw_case
-from data.tokenizer import ByteTokenizer
+from data.retrieval.line_forms import FORMS, Compact, NamedLines, NumberedLines
+from data.retrieval.line_retrieval import Case, draw_case
+from data.text.tokenizer import ByteTokenizer
 from tools.lib.retrieval.cells import read_line_cells
-from tools.lib.retrieval.files import (
-    prompt_file,
-    read_cases,
-    read_prompts,
-    write_cases,
-)
+from tools.lib.retrieval.files import prompt_file, read_cases, read_prompts, write_cases
 from tools.lib.retrieval.prompts import Encoder
 
 BYTES = ByteTokenizer()

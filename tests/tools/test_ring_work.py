@@ -5,12 +5,10 @@ import pytest
 
 from kernels import layouts as layout
 from kernels import masks
-from kernels.block_sizes import BlockSizes
+from kernels.backends.block_sizes import BlockSizes
 from kernels.masks import Visible, in_interval
 from tests.cases.attention import LAYOUTS, MASKS
-from tools.lib.benchmarks.work import (
-    tiles_per_step,
-)
+from tools.lib.benchmarks.work import tiles_per_step
 
 RING, LENGTH = 3, 96
 SIZES = BlockSizes(block_q=8, block_k=5)

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from tools.lib.compiled.hlo import Program
 from tools.lib.planning.roofline import Roofline, Work
 from training import chips
-from training.hlo import Program
 
 CHIP = dataclasses.replace(
     chips.find("TPU v5 lite"), peak_flops=1e6, hbm_bytes_per_second=1e3

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data.chat_template import open_template
-from data.tokenizer import open_tokenizer
+from data.chat.chat_template import open_template
+from data.text.tokenizer import open_tokenizer
 from tests import chat_families
 from tests.tools import ruler_sources
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room

@@ -1,9 +1,6 @@
 import pytest
 
-from tools.lib.tpu_compiler.tile_program import (
-    Tile,
-    read_vmem,
-)
+from tools.lib.compiled.tile_program import Tile, read_vmem
 
 PROGRAM = """
   %flash_forward.2 = f32[8]{0} custom-call(%q), frontend_attributes={kernel_metadata={

@@ -4,11 +4,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from kernels.tpu.block_sizes import TpuBlocks
+from kernels.backends.tpu.block_sizes import TpuBlocks
 from tests.tools.test_bundles import make_texts
 from tools import tpu_schedule
-from tools.lib.tpu_compiler.bundles import read_schedule, tile_body
-from tools.lib.tpu_compiler.tile_program import Compiled, Tile
+from tools.lib.compiled.bundles import read_schedule, tile_body
+from tools.lib.compiled.tile_program import Compiled, Tile
 from tools.tpu_schedule import Measurement, measure
 
 

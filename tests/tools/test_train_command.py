@@ -11,8 +11,8 @@ import pytest
 
 import train
 from configs import tiny
-from data.corpus import prepare
-from data.tokenizer import ByteTokenizer
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer
 from tasks import base, config_checks, run_config, task, text
 from tasks.command_line import read_config
 from tests.data.test_chat import rows

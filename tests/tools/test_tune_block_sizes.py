@@ -2,15 +2,11 @@ import dataclasses
 
 import pytest
 
-from kernels.tpu.block_sizes import TpuBlocks
+from kernels.backends.tpu.block_sizes import TpuBlocks
 from tests.tools.test_tpu_schedule import make_measurement, make_tile
 from tools import tune_block_sizes
 from tools.tpu_schedule import measure
-from tools.tune_block_sizes import (
-    Candidate,
-    Outcome,
-    rank,
-)
+from tools.tune_block_sizes import Candidate, Outcome, rank
 
 BLOCKS = TpuBlocks(1024, 1024, 512, 256, 1, 0)
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
 from tests.runs import assert_equal_bits
+from tools.lib.compiled.pods import aot_pod, compile_for
 from training.guard import (
     SPIKE_WINDOW,
     BadSteps,
@@ -21,7 +22,6 @@ from training.guard import (
     judge,
 )
 from training.optimizer import OptimizerSettings, make_optimizer
-from training.pods import aot_pod, compile_for
 from training.step import initial_state, make_replay, make_train_step
 
 SIZE = 6

@@ -12,15 +12,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels.ring import torus
 from models.abstract import Model
 from tasks import base, text
 from tests.cases.attention import QUICK
 from tests.runs import small_config
-from training import torus
-from training.hlo import Program
+from tools.lib.compiled.hlo import Program
+from tools.lib.compiled.pods import compile_for, tpu_devices
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
-from training.pods import compile_for, tpu_devices
 from training.step import TrainState, initial_state
 
 

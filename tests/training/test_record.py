@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.corpus import prepare
-from data.tokenizer import ByteTokenizer
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer
 from tests.processes import Processes, free_port
 from tests.runs import prepare_corpus
 from training import record

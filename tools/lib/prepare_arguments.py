@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from configs import fine_tune
-from data.input_files import EVERY_FILE
-from data.row_files import FORMATS
-from data.skipped import BadRow, stop_at
-from data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from data.text.input_files import EVERY_FILE
+from data.text.row_files import FORMATS
+from data.text.skipped import BadRow, stop_at
+from data.text.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from tasks.command_line import Parser, share
 
 MOST_REPORTED = 20

@@ -10,8 +10,8 @@ from typing import Any
 import ml_collections
 
 from configs import fine_tune
-from data.text import ROW_PLANS
-from data.token_file import SPLITS, TokenFile
+from data.rows import ROW_PLANS
+from data.text.token_file import SPLITS, TokenFile
 
 
 def train_command(
@@ -30,7 +30,10 @@ def train_command(
     """
     file = _path(fine_tune if weights else config_file)
     config = fine_tune.get_config(weights) if weights else config_file.get_config()
-    changes = {"workdir": f"runs/{corpus.resolve().name}", "data.corpus": str(corpus)}
+    changes = {
+        "workdir": f"runs/{corpus.resolve().name}",
+        "data.corpus": str(corpus),
+    }
     if config.model.vocab_size and not weights:
         changes["model.vocab_size"] = 0
     own = config.data.items()

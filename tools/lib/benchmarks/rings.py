@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import attention_with_lse, backends, make_ring_attention, masks
-from kernels.block_sizes import BlockSizes
+from kernels.backends.block_sizes import BlockSizes
 from kernels.compiler import compiler_options
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
 from kernels.masks import Mask

@@ -6,10 +6,10 @@ counts in full, as it is computed in full.
 
 import numpy as np
 
-from kernels.block_sizes import BlockSizes
+from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.tile_ranges import key_ranges
 from kernels.layouts import Layout, permute
 from kernels.masks import Visible
-from kernels.tile_ranges import key_ranges
 
 
 def tiles_per_step(

@@ -47,7 +47,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from data.trajectory_file import TrajectoryFile
+from data.agents.trajectory_file import TrajectoryFile
 from tasks import base, exorl, trajectories
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, newest_parameters

@@ -5,7 +5,7 @@
     python -m tools.evaluate line-retrieval --workdir=... --form LRT-NL \\
         --cases published.jsonl --output results/lines
 
-Of every record (see data/line_retrieval.py) one line is asked for. The model writes its
+Of every record (data/retrieval/) one line is asked for. The model writes its
 answer, which counts by its last integer; and it is shown the answer, of which every
 token must be the likeliest (teacher_forced). --output is a name: rows go to NAME.json
 and heat maps to NAME.png. The config is the run's own; its mesh may be another.
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from data.line_forms import FORMS
+from data.retrieval.line_forms import FORMS
 from tasks import base
 from tasks.command_line import as_program, at_least
 from tasks.generation import restored_parameters

@@ -27,8 +27,8 @@ import numpy as np
 
 from data.batch import Batch
 from data.mixture import check_alike
-from data.text import iterate
-from data.token_file import SPLITS, TokenFile
+from data.rows import iterate
+from data.text.token_file import SPLITS, TokenFile
 from kernels.compiler import compiler_options
 from kernels.layouts import order
 from tasks import base, batch_rows, corpora, text

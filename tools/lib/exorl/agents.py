@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data.chains import ChainBatch, of_step_before
+from data.agents.chains import ChainBatch, of_step_before
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import padded_length, permute
 from models import agentic

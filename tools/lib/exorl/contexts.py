@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import ml_collections
 import numpy as np
 
-from data.chains import Chains
-from data.trajectory_file import TrajectoryFile
+from data.agents.chains import Chains
+from data.agents.trajectory_file import TrajectoryFile
 from tasks import exorl, trajectories
 from tools.lib.exorl.scenes import Recording, Scene
 from tools.lib.exorl.stages import stage

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg import expm, solve_discrete_are
 
-from data.hidden_physics import CART_MASS, POLE_LENGTH, POLE_MASS, HiddenPhysics
+from data.agents.hidden_physics import CART_MASS, POLE_LENGTH, POLE_MASS, HiddenPhysics
 from tools.lib.exorl.policies import Policy
 
 # Of dm_control's model: m/s², the pole's radius in metres, seconds.

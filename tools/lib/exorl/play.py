@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from data.chains import STD_FLOOR, ChainBatch
-from data.trajectory_file import TrajectoryFile
+from data.agents.chains import STD_FLOOR, ChainBatch
+from data.agents.trajectory_file import TrajectoryFile
 from tools.lib.exorl.agents import Actor, WithoutContext
 from tools.lib.exorl.scenes import Scene
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from data.dark_room import MOVES, ROOMS, DarkRoom
-from data.hidden_physics import HiddenPhysics
-from data.trajectory_file import TrajectoryFile
+from data.agents.dark_room import MOVES, ROOMS, DarkRoom
+from data.agents.hidden_physics import HiddenPhysics
+from data.agents.trajectory_file import TrajectoryFile
 from tools.lib.exorl.controller import controller
 from tools.lib.exorl.scenes import Scene
 from tools.lib.exorl.scores import of_worlds

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from data import environments
-from data.environments import Environment
-from data.episodes import DOMAINS, Buffer
-from data.exorl import QUANTILES
+from data.agents import environments
+from data.agents.environments import Environment
+from data.agents.episodes import DOMAINS, Buffer
+from data.agents.exorl import QUANTILES
 from tools.lib.exorl.policies import Linear, Noise, PolicyFamily, SwingUp
 from tools.lib.exorl.rollouts import MOST_STEPS, Attempt, Roller, new_data, roll_out
 from tools.lib.exorl.search import Found, search, stratify

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.environments import Environment, check_simulator
-from data.episodes import DOMAINS, Episode, write_episode
+from data.agents.environments import Environment, check_simulator
+from data.agents.episodes import DOMAINS, Episode, write_episode
+from data.agents.relabel import exact_rewards
 from data.new_directory import NewDirectory
-from data.relabel import exact_rewards
 from tools.lib.exorl.policies import Noise, Policy, PolicyFamily
 
 # What a process does with one environment, which takes as long to make as an episode.

@@ -6,10 +6,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from data import environments
-from data.dark_room import DarkRoom, one_hot
-from data.environments import Environment
-from data.trajectory_file import TrajectoryFile
+from data.agents import environments
+from data.agents.dark_room import DarkRoom, one_hot
+from data.agents.environments import Environment
+from data.agents.trajectory_file import TrajectoryFile
 
 
 class Outcome(NamedTuple):

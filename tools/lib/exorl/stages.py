@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from data.dark_room import ROOMS
-from data.environments import Environment, check_simulator
-from data.hidden_physics import HiddenPhysics
-from data.trajectory_file import TrajectoryFile
+from data.agents.dark_room import ROOMS
+from data.agents.environments import Environment, check_simulator
+from data.agents.hidden_physics import HiddenPhysics
+from data.agents.trajectory_file import TrajectoryFile
 from tools.lib.exorl.scenes import DarkRoomStage, Outcome, Scene, Stage, same_end
 
 # Of a process that has a share of the rows.

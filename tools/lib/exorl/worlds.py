@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.environments import Environment
-from data.episodes import WORLD, Buffer, write_episode
-from data.hidden_physics import DOMAIN, HiddenPhysics
+from data.agents.environments import Environment
+from data.agents.episodes import WORLD, Buffer, write_episode
+from data.agents.hidden_physics import DOMAIN, HiddenPhysics
 from tools.lib.exorl.controller import controller
 from tools.lib.exorl.policies import Noise, Policy
 from tools.lib.exorl.replay import EXPONENTS, origin, quantiles

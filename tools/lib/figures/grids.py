@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from kernels.block_sizes import BlockSizes
+from kernels.backends.block_sizes import BlockSizes
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import causal
 from tools.lib.benchmarks.rows import check_numbers

@@ -10,9 +10,9 @@ import ml_collections
 
 from configs import base as base_config
 from configs import models
+from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.memory import peak_bytes
 from tools.lib.planning.step import Step
-from training.pods import aot_pod
 
 TOKENS_OF_A_DEVICE = 8192, 16384
 """While the ring grows."""

@@ -16,9 +16,9 @@ from data.document_mask import DocumentMask
 from kernels.device import kernel_cores, rings_both_ways
 from kernels.layouts import order
 from kernels.masks import Visible
-from kernels.reads import reads_of
-from kernels.schedule import Route, Schedule, default_walks
-from kernels.ulysses import share_heads
+from kernels.ring.reads import reads_of
+from kernels.ring.schedule import Route, Schedule, default_walks
+from kernels.ring.ulysses import share_heads
 from tasks import base, batch_rows
 from tasks.execution import local_tokens
 from tasks.mask import document_mask

@@ -13,10 +13,10 @@ import ml_collections
 
 from models.remat import RERUN
 from tasks.execution import execution
+from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks, source
 from tools.lib.planning.roofline import Work
 from training.chips import Chip
-from training.hlo import TRANSFER, Collective, Program
 from training.mesh import Partition
 
 

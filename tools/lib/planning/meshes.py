@@ -28,15 +28,11 @@ from tasks import base
 from tasks.execution import local_tokens
 from tasks.frozen import abstract_frozen
 from tasks.task import TASKS, make_task
+from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.clock import Ring
 from tools.lib.planning.estimate import bytes_per_second, ring_passes
-from tools.lib.planning.memory import (
-    SPARE_SHARE,
-    device_bytes,
-    saved_bytes,
-)
+from tools.lib.planning.memory import SPARE_SHARE, device_bytes, saved_bytes
 from training.chips import Chip
-from training.hlo import TRANSFER
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 
 LAYER_ARRAYS, RING_ARRAYS = 6, 7

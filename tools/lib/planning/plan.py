@@ -11,6 +11,7 @@ from typing import Any
 
 from data.json_text import is_number, parse_json, short
 from tools.lib.benchmarks.rows import Environment
+from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.estimate import (
     Attention,
     Estimate,
@@ -23,7 +24,6 @@ from tools.lib.planning.memory import Memory
 from tools.lib.planning.roofline import Roofline
 from tools.lib.planning.step import Step
 from training.chips import Chip
-from training.hlo import TRANSFER, Collective, Program
 from training.metrics import StepWork
 
 

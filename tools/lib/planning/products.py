@@ -6,7 +6,7 @@ import json
 import math
 import re
 
-from training.hlo_text import Array, Computation, Operation
+from tools.lib.compiled.hlo_text import Array, Computation, Operation
 
 PRODUCTS = ("convolution", "dot", "custom-call")
 """Opcodes that can be matrix products."""

@@ -16,10 +16,10 @@ the matrix units. Attention kernels and collectives are timed elsewhere.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
+from tools.lib.compiled.hlo import COLLECTIVES, Program
+from tools.lib.compiled.hlo_text import Array, Computation, Operation, read
 from tools.lib.planning.products import PRODUCTS, product_flops
 from training.chips import Chip
-from training.hlo import COLLECTIVES, Program
-from training.hlo_text import Array, Computation, Operation, read
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 FREE |= {"partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"}

@@ -12,12 +12,12 @@ from tasks import base, config_checks
 from tasks.base import Task
 from tasks.frozen import abstract_frozen
 from tasks.task import make_task
+from tools.lib.compiled.pods import Pod, compile_to_fit
 from tools.lib.planning.clock import layer_masks
 from tools.lib.planning.largest import MOST_TOKENS
 from tools.lib.planning.visible import visible_pairs
 from training.mesh import Partition
 from training.metrics import StepWork
-from training.pods import Pod, compile_to_fit
 from training.step import TrainState
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from data.document_mask import DocumentMask
+from kernels.backends.tile_ranges import TileRanges, key_ranges
 from kernels.layouts import Layout
-from kernels.tile_ranges import TileRanges, key_ranges
 
 CAUSAL = DocumentMask()
 

@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from data.tokenizer import Tokenizer
+from data.text.tokenizer import Tokenizer
 from kernels import masks
 from models import decode
 from models.cache import EMPTY

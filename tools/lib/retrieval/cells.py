@@ -8,8 +8,8 @@ from itertools import chain, islice
 import numpy as np
 
 from data.json_text import short
-from data.line_forms import LineForm
-from data.line_retrieval import Case, case_tokens, draw_case
+from data.retrieval.line_forms import LineForm
+from data.retrieval.line_retrieval import Case, case_tokens, draw_case
 from tools.lib.retrieval import files
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.ruler.tasks import SEED, TASKS, Sources

@@ -15,11 +15,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from data.line_forms import LineForm
-from data.line_retrieval import Record, case_tokens, draw_record, record_of_length
-from data.summary import Summary
-from data.token_file import TokenFileWriter
-from data.tokenizer import Tokenizer, begun
+from data.retrieval.line_forms import LineForm
+from data.retrieval.line_retrieval import (
+    Record,
+    case_tokens,
+    draw_record,
+    record_of_length,
+)
+from data.text.summary import Summary
+from data.text.token_file import TokenFileWriter
+from data.text.tokenizer import Tokenizer, begun
 from tools.lib.retrieval.prompts import DRAWS, Prompt
 from tools.lib.ruler.needles import NOISE, Needles
 from tools.lib.ruler.tasks import SEED, TASKS, Sources

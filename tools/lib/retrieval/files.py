@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.json_text import parse_json, short
-from data.line_retrieval import Case, last_integer
+from data.retrieval.line_retrieval import Case, last_integer
 from tools.lib.files import replacing
 from tools.lib.retrieval.prompts import Prompt
 

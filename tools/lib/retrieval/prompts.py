@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.chat_template import ChatTemplate
-from data.tokenizer import Tokenizer, begun
+from data.chat.chat_template import ChatTemplate
+from data.text.tokenizer import Tokenizer, begun
 
 DRAWS = 100
 """Of a prompt with the smallest haystack, before it is said not to fit."""

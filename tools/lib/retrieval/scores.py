@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from data.line_retrieval import last_integer
+from data.retrieval.line_retrieval import last_integer
 
 THRESHOLD = 85.6
 """Score of Llama-2-7B at 4096 tokens; a length counts as effective above it."""

@@ -1,0 +1,262 @@
+"""Chains of trajectories for in-context RL: many tries of one world, one after another.
+
+The Agentic Transformer (2305.16554) reads n episodes sorted by return, each conditioned
+on the return of the best; a Decision Transformer (2106.01345) chains of one. Algorithm
+Distillation (2210.14215) reads a learner's history in its order, and a
+Decision-Pretrained Transformer (2306.14892) any episodes, to predict the best action.
+
+`Chains` is a `RowPlan` for `data.rows.TextBatches`: there, a row is a chain and a
+column is a step of the environment, of which a model makes four tokens. A layout
+assigns whole steps: `Striped()` of steps is `Striped(4)` of tokens. Besides the seed, a
+chain depends on its number alone, so a run resumes by the number of the step alone.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from data.agents.trajectory_file import TrajectoryFile
+
+ORDERS = ("ascending", "drawn", "learnt")
+PREDICTED = ("actions", "targets")
+LOSS_ON = ("all", "last")
+# Added to standard deviations, as the Decision Transformer does.
+STD_FLOOR = 1e-6
+
+
+class ChainBatch(NamedTuple):
+    """Steps of chains, or a block of their columns; along S in layout order.
+
+    All of it is 0 on padding, but for the positions.
+
+    returns_to_go: float32 (B, S), the return that is left to reach before the step: the
+      best of the chain, less what the trajectory has had. Not scaled.
+    observations: float32 (B, S, observation size), standardised.
+    actions: float32 (B, S, action size), in [-1, 1], that were taken.
+    rewards: float32 (B, S), which the action gave.
+    completions: float32 (B, S), 1 on the last step of a trajectory that reached the
+      best return of the chain.
+    targets: float32 (B, S, action size): what the model predicts.
+    timesteps: int32 (B, S), place of the step in its trajectory, from 0.
+    ranks: int32 (B, S), place of the trajectory in its chain, from 0.
+    positions: int32 (B, S), place of the step in its chain, from 0; padding goes on.
+    loss_weights: float32 (B, S), 0 where the action counts for nothing.
+    """
+
+    returns_to_go: np.ndarray
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    completions: np.ndarray
+    targets: np.ndarray
+    timesteps: np.ndarray
+    ranks: np.ndarray
+    positions: np.ndarray
+    loss_weights: np.ndarray
+
+
+def hold_out(
+    worlds: np.ndarray, share: float = 0.05, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of the episodes to train on and of those held out, sorted.
+
+    worlds: int (episodes,), the world of each. Whole worlds are held out; where there
+      is one, episodes are.
+
+    At least one is held out, and never all. The seed is one of its own, so that runs
+    with different seeds hold out the same.
+
+    Raises:
+      ValueError: there are not two episodes, or the share is not between 0 and 1.
+    """
+    are_many = (worlds != worlds[:1]).any()
+    groups = worlds if are_many else np.arange(len(worlds))
+    kinds = np.unique(groups)
+    if len(kinds) < 2 or not 0 < share < 1:
+        raise ValueError(
+            f"{share=} of {len(worlds)} episodes cannot be held out: have at least 2 "
+            "episodes, and a share between 0 and 1"
+        )
+    count = min(max(round(share * len(kinds)), 1), len(kinds) - 1)
+    shuffled = np.random.default_rng(seed).permutation(kinds)
+    held_out = np.isin(groups, shuffled[:count])
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """Row k is a chain of distinct episodes of one world, drawn for every k, no end.
+
+    trajectories: where the episodes are.
+    episodes: int (m,), numbers of those that chains are made of, increasing.
+    chain_length: episodes in a chain, n.
+    seed: with k, of what is drawn.
+    order: "ascending" by return, ties by the episode's number; as they were "drawn",
+      for a model that must not learn that later is better; or as they were "learnt":
+      one of each n-th of the world's episodes, in their order.
+    latest_begin: of what is learnt, up to which share of the episodes that a chain can
+      do without every second chain begins later than at the first: 0 to 1. Who has
+      learnt for longer than a context was has to know how it goes on.
+    loss_on: "all" steps, or those of the "last" trajectory of a chain, its best.
+    predict: the "actions" that were taken, or the "targets" in their place.
+    of_step_before: whether actions, rewards and completions are those of the step
+      before, and 0 at the beginning of an episode: for agents whose token of a step
+      says all that is known before they act.
+    multiple: rows are padded at the end to a multiple of this many steps.
+
+    Raises:
+      ValueError: an option is none of these, or there are too few episodes for a chain.
+    """
+
+    trajectories: TrajectoryFile
+    episodes: np.ndarray
+    chain_length: int
+    seed: int
+    order: str = "ascending"
+    latest_begin: float = 0.0
+    loss_on: str = "all"
+    predict: str = "actions"
+    of_step_before: bool = False
+    multiple: int = 1
+
+    def __post_init__(self):
+        known = {"order": ORDERS, "loss_on": LOSS_ON, "predict": PREDICTED}
+        for name, options in known.items():
+            if getattr(self, name) not in options:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of "
+                    f"{', '.join(options)}"
+                )
+        if not 0 <= self.latest_begin <= 1:
+            raise ValueError(f"{self.latest_begin=} must be a share from 0 to 1")
+        if self.multiple < 1:
+            raise ValueError(f"{self.multiple=} must be at least 1 step")
+        if self.predict == "targets" and not self.trajectories.has_targets:
+            raise ValueError(
+                f"{self.trajectories.directory} does not say which actions were best: "
+                'predict="actions", or record trajectories that do'
+            )
+        fewest = min(map(len, self._of_worlds), default=0)
+        if not 1 <= self.chain_length <= fewest:
+            raise ValueError(
+                f"a chain of {self.chain_length} episodes cannot be made of "
+                f"{fewest} different ones of "
+                f"{self.trajectories.directory}: shorten the chains (at least 1) or "
+                "pack more episodes"
+            )
+
+    @cached_property
+    def _of_worlds(self) -> list[np.ndarray]:
+        """The episodes of each world, increasing."""
+        worlds = self.trajectories.worlds[self.episodes]
+        return [self.episodes[worlds == world] for world in np.unique(worlds)]
+
+    @cached_property
+    def length(self) -> int:
+        """Steps in a row, padding included: those of n episodes of the longest."""
+        longest = int(self.trajectories.lengths[self.episodes].max())
+        return -(-self.chain_length * longest // self.multiple) * self.multiple
+
+    @property
+    def rows(self) -> int:
+        return sys.maxsize // 2
+
+    def chain(self, row: int) -> np.ndarray:
+        """Returns a chain's episodes, int64 (n,), in the order of the chain."""
+        rng, worlds = np.random.default_rng([self.seed, row]), self._of_worlds
+        of_world = worlds[rng.integers(len(worlds)) if len(worlds) > 1 else 0]
+        if self.order == "learnt":
+            spare, latest = len(of_world) - self.chain_length, self.latest_begin
+            begin = spare * max(0, rng.uniform(-latest, latest)) if latest else 0
+            edges = np.linspace(begin, len(of_world), self.chain_length + 1).astype(int)
+            return of_world[rng.integers(edges[:-1], edges[1:])]
+        chain = rng.choice(of_world, self.chain_length, replace=False)
+        if self.order == "ascending":
+            chain = chain[np.lexsort((chain, self.trajectories.returns[chain]))]
+        return chain
+
+    def read(self, row: int, index: np.ndarray) -> ChainBatch:
+        """Reads the steps at `index`, int32 (L,) places in the chain: arrays (L, …)."""
+        chain = self.chain(row)
+        offsets, returns = self.trajectories.offsets, self.trajectories.returns[chain]
+        lengths = offsets[chain + 1] - offsets[chain]
+        ends = np.cumsum(lengths)
+        real = index < ends[-1]
+        places = np.where(real, index, 0)
+        ranks = np.searchsorted(ends, places, side="right")
+        timesteps = places - (ends - lengths)[ranks]
+        steps = offsets[chain[ranks]] + timesteps
+        observations, actions, targets, rewards = self._steps(steps)
+        best = returns.max()
+        reached = (timesteps + 1 == lengths[ranks]) & (returns[ranks] >= best)
+        counts = real if self.loss_on == "all" else real & (ranks == len(chain) - 1)
+        if self.of_step_before:
+            begins = timesteps == 0
+            _, actions, _, rewards = self._steps(np.where(begins, steps, steps - 1))
+            actions[begins], rewards[begins] = 0, 0
+            # The step before is never the last of an episode.
+            reached = np.zeros_like(reached)
+        batch = ChainBatch(
+            returns_to_go=best - self._rewards_before(chain)[places],
+            observations=observations,
+            actions=actions,
+            rewards=rewards,
+            completions=reached,
+            targets=targets,
+            timesteps=timesteps,
+            ranks=ranks,
+            positions=index,
+            loss_weights=counts,
+        )
+        return _padded(batch, real)
+
+    def _steps(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Reads standardised observation, action, target and reward at places (L,)."""
+        file = self.trajectories
+        size = file.observation_size
+        steps = file.read(places)
+        scale = file.observation_std + STD_FLOOR
+        observations = (steps[:, :size] - file.observation_mean) / scale
+        actions = steps[:, size : size + file.action_size]
+        wanted = slice(-1 - file.action_size, -1)
+        targets = steps[:, wanted] if self.predict == "targets" else actions
+        return observations, actions, targets, steps[:, -1]
+
+    def _rewards_before(self, chain: np.ndarray) -> np.ndarray:
+        """Sums the rewards before each step of a chain: float64 (steps,)."""
+        offsets = self.trajectories.offsets
+        before = []
+        for episode in chain:
+            steps = np.arange(offsets[episode], offsets[episode + 1])
+            rewards = self.trajectories.read(steps)[:, -1].astype(np.float64)
+            before.append(np.cumsum(rewards) - rewards)
+        return np.concatenate(before)
+
+
+def of_step_before(batch: ChainBatch) -> ChainBatch:
+    """Returns whole episodes (B, S) as `Chains` gives them for tokens of a whole step.
+
+    Actions and rewards are those of the step before, 0 at an episode's beginning.
+    """
+    begins = batch.timesteps == 0
+    actions = np.roll(batch.actions, 1, axis=1)
+    rewards = np.roll(batch.rewards, 1, axis=1)
+    return batch._replace(
+        actions=np.where(begins[..., None], 0, actions),
+        rewards=np.where(begins, 0, rewards),
+        completions=np.zeros_like(batch.completions),
+    )
+
+
+def _padded(batch: ChainBatch, real: np.ndarray) -> ChainBatch:
+    """Casts a batch to its types; zeros padding, except in the positions."""
+    whole = {"timesteps", "ranks", "positions"}
+    arrays = {}
+    for name, values in batch._asdict().items():
+        arrays[name] = values.astype(np.int32 if name in whole else np.float32)
+        if name != "positions":
+            arrays[name][~real] = 0
+    return ChainBatch(**arrays)

@@ -1,0 +1,238 @@
+"""dm_control tasks of ExoRL, to compute rewards from physics and to roll out.
+
+This is the only module that imports dm_control, and only when an `Environment` is
+made: reading, packing and training on data that are packed do without it.
+"""
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.agents.episodes import check_domain
+from data.agents.hidden_physics import DOMAIN, HiddenPhysics
+
+INSTALL = "install what requirements-rl.txt pins (make venv ACCELERATOR=rl)"
+# The dm_control suite's own, whose rewards follow from physics and control alone.
+SUITE_TASKS = {
+    "cartpole": ("swingup", "swingup_sparse", "balance", "balance_sparse"),
+    "cheetah": ("run",),
+    "walker": ("stand", "walk", "run"),
+}
+# Where the arm has to reach, in metres; in no observation.
+JACO_TARGETS = {
+    "reach_top_left": (-0.09, 0.09, 0.001),
+    "reach_top_right": (0.09, 0.09, 0.001),
+    "reach_bottom_left": (-0.09, -0.09, 0.001),
+    "reach_bottom_right": (0.09, -0.09, 0.001),
+}
+JACO_SECONDS = 10.0
+# A torque sensor shows what acted in the last step, which is in no state.
+UNSEEN_IN_PHYSICS = "joints_torque"
+
+
+class Step(NamedTuple):
+    """Result of a step of an environment.
+
+    observation: float32 (observation size,).
+    last: whether the episode ends here; by its time, always.
+    """
+
+    observation: np.ndarray
+    reward: float
+    last: bool
+
+
+def tasks(domain: str) -> tuple[str, ...]:
+    """Lists the tasks of a domain that have environments.
+
+    Raises:
+      ValueError: ExoRL has no such domain.
+    """
+    check_domain(domain)
+    return tuple(JACO_TARGETS) if domain == "jaco" else SUITE_TASKS.get(domain, ())
+
+
+def check_task(domain: str, task: str) -> None:
+    """Raises ValueError if there is no environment for the task of the domain."""
+    known = tasks(domain)
+    if not known:
+        raise ValueError(
+            f"there is no environment for {domain=}, only for "
+            f"{', '.join([*SUITE_TASKS, 'jaco'])}: its rewards can be packed as they "
+            'are stored (relabelling "stored")'
+        )
+    if task not in known:
+        raise ValueError(f"{task=} of {domain} must be one of {', '.join(known)}")
+
+
+def versions() -> dict[str, str]:
+    """Versions of the simulator, by package."""
+    return {name: importlib.metadata.version(name) for name in ("dm_control", "mujoco")}
+
+
+class Environment:
+    """One task, with actions in [-1, 1] and flat float32 observations.
+
+    physics: of a cart-pole that is not dm_control's; in no observation.
+
+    Raises:
+      ValueError: there is no such task, or hidden physics of another domain.
+      ImportError: dm_control is missing, or does not go with the mujoco there is.
+    """
+
+    def __init__(self, domain: str, task: str, physics: HiddenPhysics | None = None):
+        check_task(domain, task)
+        if physics and domain != DOMAIN:
+            raise ValueError(f"{domain=} has no hidden physics; {DOMAIN} has")
+        check_simulator()
+        self.domain, self.task, self.hidden = domain, task, physics
+        # Without a renderer: none is needed, and those that it would try may be broken.
+        os.environ.setdefault("MUJOCO_GL", "disabled")
+        with _quiet_models():
+            if domain == "jaco":
+                self._environment = _load_jaco(JACO_TARGETS[task])
+                self._random = self._environment.random_state
+            else:
+                self._environment = _load_suite(domain, task, physics)
+                self._random = self._environment.task.random
+        spec = self._environment.action_spec()
+        self._lowest, self._highest = spec.minimum, spec.maximum
+        first = self._environment.reset().observation
+        self.recomputable = _flat(
+            {
+                name: np.full(np.shape(value), UNSEEN_IN_PHYSICS not in name)
+                for name, value in first.items()
+            }
+        ).astype(bool)
+
+    def reset(self, seed: int) -> np.ndarray:
+        """Begins an episode, the same one for the same seed; its first observation."""
+        self._random.seed(seed)
+        with _quiet_models():
+            return _flat(self._environment.reset().observation)
+
+    def step(self, action: np.ndarray) -> Step:
+        """Goes on by one step; action: (action size,), in [-1, 1]."""
+        result = self._environment.step(self._control(action))
+        return Step(_flat(result.observation), float(result.reward), result.last())
+
+    def physics(self) -> np.ndarray:
+        """Returns the simulator's state, float64 (physics size,)."""
+        return self._environment.physics.state().copy()
+
+    def set_physics(self, state: np.ndarray) -> None:
+        """Sets the simulator's state, and no control.
+
+        Raises:
+          ValueError: the simulator cannot be in that state.
+        """
+        physics = self._environment.physics
+        try:
+            with physics.reset_context():
+                physics.set_state(state)
+        # dm_control's PhysicsError, which is not imported here.
+        except RuntimeError as error:
+            raise ValueError(f"the simulator refuses the state ({error})") from error
+
+    def set_control(self, action: np.ndarray) -> None:
+        """Sets the control that `reward` takes for the last action, in [-1, 1]."""
+        self._environment.physics.set_control(self._control(action))
+
+    def reward(self) -> float:
+        """Returns the task's reward for physics and control as they are set."""
+        return float(self._environment.task.get_reward(self._environment.physics))
+
+    def next_physics(self, state: np.ndarray, action: np.ndarray) -> np.ndarray:
+        """Returns the state after a step from a state, float64 (physics size,).
+
+        Of the suite's domains, without what a task adds to a step.
+
+        Raises:
+          ValueError: the simulator cannot be in that state.
+        """
+        self.set_physics(state)
+        self.set_control(action)
+        physics = self._environment.physics
+        physics.step(round(self._environment.control_timestep() / physics.timestep()))
+        return self.physics()
+
+    def observation(self) -> np.ndarray:
+        """Returns the observation of physics as set, float32 (observation size,).
+
+        Good where `recomputable`, bool (observation size,), is true.
+        """
+        task, physics = self._environment.task, self._environment.physics
+        if self.domain != "jaco":
+            return _flat(task.get_observation(physics))
+        observables = task.observables.items()
+        return _flat({name: o(physics) for name, o in observables if o.enabled})
+
+    def _control(self, action: np.ndarray) -> np.ndarray:
+        share = (np.asarray(action, np.float64) + 1) / 2
+        return self._lowest + share * (self._highest - self._lowest)
+
+
+def _flat(observation: Mapping[str, Any]) -> np.ndarray:
+    parts = [np.ravel(value) for value in observation.values()]
+    return np.concatenate(parts).astype(np.float32)
+
+
+def check_simulator() -> None:
+    """Raises ImportError if dm_control is missing, or does not go with mujoco."""
+    try:
+        mujoco = versions()["mujoco"]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError(
+            f"relabelling and rollouts need {error.name}: {INSTALL}"
+        ) from error
+    if int(mujoco.split(".")[0]) > 3:
+        raise ImportError(
+            f"dm_control does not work with the mujoco {mujoco} there is: {INSTALL}"
+        )
+
+
+@contextlib.contextmanager
+def _quiet_models() -> Iterator[None]:
+    """Leaves out what dm_control warns of in its own models.
+
+    And in the search for the Jaco arm's first pose, which restarts when it fails.
+    """
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _load_suite(domain: str, task: str, hidden: HiddenPhysics | None) -> Any:
+    from dm_control import suite
+
+    environment = suite.load(domain, task, task_kwargs={"random": 0})
+    if hidden:
+        xml, assets = suite.cartpole.get_model_and_assets()
+        environment.physics.reload_from_xml_string(hidden.model(xml), assets)
+    return environment
+
+
+def _load_jaco(target: tuple[float, float, float]) -> Any:
+    """URLB's Jaco reach: the manipulation suite's, with a fixed, unobserved target."""
+    # Importing composer makes all deprecation warnings of the process show.
+    with warnings.catch_warnings():
+        from dm_control import composer
+        from dm_control.manipulation import reach
+        from dm_control.manipulation.shared import observations
+
+    # Private names, for which requirements-rl.txt pins dm_control.
+    task = reach._reach(obs_settings=observations.PERFECT_FEATURES, use_site=True)
+    del task.task_observables["target_position"]
+    place = np.array(target)
+    task._target_placer = lambda random_state: place
+    return composer.Environment(task, time_limit=JACO_SECONDS, random_state=0)

@@ -1,0 +1,329 @@
+"""ExoRL: public episodes checked, their rewards computed for a task, and packed."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data.agents import environments
+from data.agents.environments import Environment, check_simulator, check_task
+from data.agents.episodes import (
+    DOMAINS,
+    BadEpisode,
+    Buffer,
+    Episode,
+    digest,
+    read_episode,
+    steps_of,
+)
+from data.agents.hidden_physics import HiddenPhysics
+from data.agents.relabel import (
+    exact_rewards,
+    exorl_rewards,
+    observation_error,
+    physics_error,
+)
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.json_text import read_json_object
+from data.new_directory import refuse_existing
+
+# ExoRL's own loader keeps the first million of up to ten.
+MAX_TRANSITIONS = 1_000_000
+# Of files that may be skipped: more are not an accident.
+BAD_SHARE = 0.01
+QUANTILES = (0, 10, 25, 50, 75, 90, 100)
+ON_BAD = ("error", "skip")
+
+RELABELLINGS: dict[str, Callable[[Environment, Episode], np.ndarray]] = {
+    "exact": exact_rewards,
+    "exorl": exorl_rewards,
+}
+
+# From hidden physics and the steps that an action is held for to what, in a world like
+# that, should be done: from an observation to an action, cut to [-1, 1] here.
+Expert = Callable[[HiddenPhysics, int], Callable[[np.ndarray], np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Episodes to pack, and what is required of them.
+
+    relabelling: "exact", rewards as the environment gives them; "exorl", as ExoRL's
+      own code computes them; "stored", those in the files, whatever they were for.
+    on_bad: "error", or "skip" for up to 1 % of the files.
+    max_transitions: whole episodes are taken of each world, in the order of their
+      numbers, as long as they have no more steps than this, and one at least.
+    tolerance: largest difference of an observation from what physics makes it, and of
+      physics from what a world's hidden physics make of those before.
+    action_repeat: steps of the environment that are packed as one, whose reward is
+      their sum; their actions must be equal.
+    """
+
+    relabelling: str = "exact"
+    on_bad: str = "error"
+    max_transitions: int = MAX_TRANSITIONS
+    tolerance: float = 1e-4
+    action_repeat: int = 1
+
+    def __post_init__(self):
+        known = (*RELABELLINGS, "stored")
+        if self.relabelling not in known:
+            raise ValueError(f"{self.relabelling=} must be one of {', '.join(known)}")
+        if self.on_bad not in ON_BAD:
+            raise ValueError(f"{self.on_bad=} must be one of {', '.join(ON_BAD)}")
+        if self.max_transitions < 1 or not self.tolerance > 0:
+            raise ValueError(
+                f"{self.max_transitions=} must be at least 1, and {self.tolerance=} "
+                "above 0"
+            )
+        if self.action_repeat < 1:
+            raise ValueError(f"{self.action_repeat=} must be at least 1 step")
+
+
+def pack(
+    buffer: Buffer,
+    task: str,
+    cache: Path,
+    selection: Selection | None = None,
+    expert: Expert | None = None,
+) -> TrajectoryFile:
+    """Packs a buffer's episodes for a task: `cache`/domain/algorithm/task.
+
+    Of worlds, if it has any, which are numbered: what is hidden in them is in their
+    meta.json, and goes to `worlds_described`. One file is read at a time. Where an
+    episode is bad, nothing is left behind.
+
+    Args:
+      buffer: where the episodes lie.
+      task: whose rewards are computed (see `environments.tasks`).
+      cache: where packed trajectories are kept.
+      selection: which episodes are taken; `Selection()` unless it is given.
+      expert: says what should have been done, of cart-poles alone; None: it is not.
+
+    Raises:
+      BadEpisode: a file is not an episode of the domain, or of another model of it.
+      ValueError: there is no such task, or more than 1 % of the files are bad.
+      FileNotFoundError: there are no episodes.
+      FileExistsError: something has that name already; it is not touched.
+      ImportError: dm_control is missing, where rewards are to be computed.
+    """
+    selection = selection or Selection()
+    directory = Path(cache) / buffer.domain / buffer.algorithm / task
+    refuse_existing(directory)
+    _check_task(buffer.domain, task, selection)
+    files = [_Files(world, selection) for world in buffer.worlds()]
+    about = {
+        "domain": buffer.domain,
+        "algorithm": buffer.algorithm,
+        "task": task,
+        "relabelling": selection.relabelling,
+        "action_repeat": selection.action_repeat,
+        "generator": _generator(buffer),
+        "worlds_described": [some.hidden and some.hidden.describe() for some in files],
+        "versions": _versions(selection),
+    }
+    with (
+        tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None) as bar,
+        TrajectoryWriter(directory, about) as writer,
+    ):
+        for number, some in enumerate(files):
+            world = some.hidden or HiddenPhysics()
+            act = expert and expert(world, selection.action_repeat)
+            for episode, rewards in some.read(task):
+                steps = _joined(episode, rewards, selection.action_repeat)
+                target = act and np.clip([act(seen) for seen in steps[0]], -1, 1)
+                writer.write(*steps, target=target, world=number)
+                bar.update(episode.steps)
+        largest = max(some.largest for some in files)
+        writer.about["largest_difference_from_stored"] = largest
+        writer.about["sources"] = [row for some in files for row in some.good]
+        writer.about["bad_files"] = [row for some in files for row in some.bad]
+    return TrajectoryFile.open(directory)
+
+
+def describe(trajectories: TrajectoryFile) -> str:
+    """Describes a trajectory file in a few lines."""
+    index, returns = trajectories.index, trajectories.returns
+    lengths = trajectories.lengths
+    marks = " ".join(f"{q:>8}%" for q in QUANTILES)
+    values = " ".join(f"{v:>9.2f}" for v in np.percentile(returns, QUANTILES))
+    bad = index["bad_files"]
+    return "\n".join(
+        [
+            f"{index['domain']} {index['task']}, gathered by {index['algorithm']}, "
+            f"rewards {index['relabelling']}",
+            f"{len(returns):,} episodes of {lengths.min()} to {lengths.max()} steps, "
+            f"{lengths.sum():,} steps, {trajectories.steps.nbytes / 1e6:,.1f} MB",
+            f"returns  {marks}",
+            f"         {values}",
+            "largest difference from stored rewards: "
+            f"{index['largest_difference_from_stored']}",
+            f"bad files skipped: {len(bad)}",
+            f"written to {trajectories.directory}",
+        ]
+    )
+
+
+def _check_task(domain: str, task: str, selection: Selection) -> None:
+    """Checks that there are rewards for the task, computed or stored."""
+    if selection.relabelling != "stored":
+        check_task(domain, task)
+        return check_simulator()
+    if DOMAINS[domain].reward != 1:
+        raise ValueError(
+            f"{domain} stores {DOMAINS[domain].reward} rewards a step, for as many "
+            "tasks: which one is whose is not known here"
+        )
+    if environments.tasks(domain):
+        check_task(domain, task)
+    elif not task.isidentifier():
+        raise ValueError(f"{task=} must be the plain name of a task")
+
+
+def _versions(selection: Selection) -> dict[str, str]:
+    simulator = environments.versions() if selection.relabelling != "stored" else {}
+    return {"numpy": np.__version__, **simulator}
+
+
+def _hidden(world: Buffer) -> HiddenPhysics | None:
+    """Returns what is hidden in a world; None where it is dm_control's."""
+    described = (_generator(world) or {}).get("hidden_physics")
+    return None if described is None else HiddenPhysics.of(described)
+
+
+def _generator(buffer: Buffer) -> dict[str, Any] | None:
+    """Returns tools/make_exorl.py's note on data that it made; None for others."""
+    path = buffer.directory / "meta.json"
+    if not path.is_file():
+        return None
+    try:
+        return read_json_object(path)
+    except ValueError as error:
+        raise ValueError(f"{error}, or remove it") from error
+
+
+class _Files:
+    """A world's files, of which those within the selection's limits are read.
+
+    hidden: physics of the world; None where they are dm_control's.
+    good: name, size, digest and steps of each episode. bad: name and reason.
+    largest: difference of a reward from the stored one.
+    """
+
+    def __init__(self, buffer: Buffer, selection: Selection):
+        self._buffer, self._selection = buffer, selection
+        self._paths = buffer.scan()
+        self.hidden = _hidden(buffer)
+        self.largest = 0.0
+        self.good: list[dict[str, Any]] = []
+        self.bad: list[dict[str, str]] = []
+
+    def read(self, task: str) -> Iterator[tuple[Episode, np.ndarray]]:
+        """Yields the good episodes, each with its rewards of a task, float (T,)."""
+        environment = None
+        if self._selection.relabelling != "stored":
+            environment = Environment(self._buffer.domain, task, self.hidden)
+        taken, most = 0, self._selection.max_transitions
+        for path in self._paths:
+            try:
+                # By its name, so that no file is read in vain.
+                steps = steps_of(path)
+                if self.good and taken + steps > most:
+                    break
+                episode = read_episode(path, self._buffer.domain)
+                _check_repeats(episode, self._selection.action_repeat)
+                rewards = _rewards(episode, environment, self._selection)
+            except BadEpisode as error:
+                if self._selection.on_bad == "error":
+                    raise
+                self._skip(error)
+                continue
+            taken += steps
+            self.good.append({"file": self._name(path), **_source(path, steps)})
+            difference = np.abs(rewards - episode.reward[1:, 0]).max()
+            self.largest = max(self.largest, float(difference))
+            yield episode, rewards
+        self._check_share(len(self.good) + len(self.bad))
+
+    def _name(self, path: Path) -> str:
+        """Returns a file's name, behind that of the world that it is of."""
+        world = self._buffer.algorithm.partition("/")[2]
+        return Path(world, path.name).as_posix()
+
+    def _skip(self, error: BadEpisode) -> None:
+        logging.getLogger(__name__).warning("skipped %s", error)
+        self.bad.append({"file": self._name(error.path), "reason": error.reason})
+        self._check_share(len(self._paths))
+
+    def _check_share(self, files: int) -> None:
+        if len(self.bad) > BAD_SHARE * files:
+            first = self.bad[0]
+            raise ValueError(
+                f"{len(self.bad)} of {files} files of {self._buffer.directory} are "
+                f"bad, more than {BAD_SHARE:.0%}; the first is {first['file']}: "
+                f"{first['reason']}"
+            )
+
+
+def _check_repeats(episode: Episode, action_repeat: int) -> None:
+    actions = episode.action[1:]
+    held = actions[np.arange(len(actions)) // action_repeat * action_repeat]
+    if (held != actions).any():
+        row = int((held != actions).any(axis=1).argmax()) + 1
+        raise BadEpisode(
+            episode.path,
+            f"action {row} differs from the one before it, so actions were not "
+            f"held for {action_repeat=} steps: give the number that they were held for",
+        )
+
+
+def _joined(
+    episode: Episode, rewards: np.ndarray, action_repeat: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns observations, actions and rewards, one for each action that is held."""
+    first = np.arange(0, episode.steps, action_repeat)
+    return (
+        episode.observation[first],
+        episode.action[1:][first],
+        np.add.reduceat(rewards, first),
+    )
+
+
+def _source(path: Path, steps: int) -> dict[str, Any]:
+    return {
+        "bytes": path.stat().st_size,
+        "sha256": digest(path),
+        "steps": steps,
+    }
+
+
+def _rewards(
+    episode: Episode, environment: Environment | None, selection: Selection
+) -> np.ndarray:
+    if environment is None:
+        return episode.reward[1:, 0]
+    try:
+        error = observation_error(environment, episode)
+        moved = physics_error(environment, episode) if environment.hidden else 0.0
+        rewards = RELABELLINGS[selection.relabelling](environment, episode)
+    except ValueError as refusal:
+        raise BadEpisode(episode.path, str(refusal)) from refusal
+    if not error <= selection.tolerance:  # which nan is not
+        raise BadEpisode(
+            episode.path,
+            f"observations are {error:.3g} off from what {environment.domain}'s "
+            f"physics makes them, more than {selection.tolerance}: the file is of "
+            "another domain or another version of its model",
+        )
+    if not moved <= selection.tolerance:
+        raise BadEpisode(
+            episode.path,
+            f"physics are {moved:.3g} off from what {environment.hidden} makes of "
+            f"those before, more than {selection.tolerance}: the file is of another "
+            "world than its meta.json",
+        )
+    return rewards

@@ -1,0 +1,400 @@
+"""Chat templates: conversations as tokens, and which of them have a loss.
+
+A template is Jinja, as published models have theirs, and is rendered as transformers
+does, in a sandbox. What it writes as a special token is one; the same name in people's
+words is text. A reply is what comes after the prompt that asks for it, up to the token
+that ends it, so what is supervised is what a model is asked to write.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2.ext
+import jinja2.sandbox
+import numpy as np
+
+from data.chat.chat_format import FORMATS, ChatFormat
+from data.text.tokenizer import Tokenizer
+from data.text.tokenizer_files import read_chat_template
+
+Message = Mapping[str, str]
+"""A turn: its "role" ("system", "user" or "assistant"), and its words, "content"."""
+
+MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Letters that are none. One of them is put into names of special tokens in words."""
+MOST_MADE = 1 << 24
+"""Letters, items or bits that a template may make by one product or power."""
+OWN = "own"
+"""Name of the template that a tokenizer or a corpus comes with."""
+
+
+class Document(NamedTuple):
+    """Tokens, int32 (n,), and their loss mask, bool (n,)."""
+
+    tokens: np.ndarray
+    is_supervised: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation as text.
+
+    mark: to be taken out of the text that is between special tokens.
+    replies: where in the text they begin, and whether each is learned.
+    """
+
+    text: str
+    mark: str
+    replies: Mapping[int, bool]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A special token, or the text between two of them.
+
+    token: of the special token. prompt: the text's part before a reply, if one begins
+    in it. learns: whether all behind it has a loss.
+    """
+
+    text: str
+    token: int | None
+    prompt: str
+    learns: bool
+
+
+class ChatTemplate:
+    """Writes conversations in a template, with the ids of a tokenizer.
+
+    name: for messages. source: the template.
+    end: id of the token that ends a reply.
+
+    Raises:
+      ValueError: the template is not one, fails, or ends a reply with no special token.
+    """
+
+    def __init__(self, name: str, source: str, tokenizer: Tokenizer):
+        self.name, self.source, self.tokenizer = name, source, tokenizer
+        try:
+            self._template = _environment().from_string(source)
+        except Exception as error:  # also of Python, which it is compiled to
+            raise ValueError(
+                f"the chat template {name} is not Jinja: {_line(error)}; choose "
+                "another template"
+            ) from error
+        self._names, self._special = _patterns(tokenizer)
+        self._end_name = self._end()
+        self.end = tokenizer.special[self._end_name]
+
+    def prompt(self, messages: Sequence[Message], reply: str = "") -> np.ndarray:
+        """Returns the tokens up to where the next reply begins, int32 (n,).
+
+        reply: text that it begins with, which is then there too.
+
+        Raises:
+          ValueError: the template refuses the conversation.
+        """
+        begun = {"role": "assistant", "content": reply}
+        (*messages, begun), mark = self._marked([*messages, begun])
+        text = self._render(messages, asks=True)
+        places = _places(text, self._prompts(messages).values()) | {len(text): False}
+        rendered = _Rendered(text + begun["content"], mark, places)
+        return self._encode([rendered])[0].tokens
+
+    def documents(
+        self, conversations: Sequence[Sequence[Message]]
+    ) -> list[list[Document] | ValueError]:
+        """Encodes conversations that end with a reply, and finds the replies.
+
+        Each is a document. But where a template writes earlier turns otherwise than it
+        wrote them as the last, as without their thoughts, replies are learned in
+        documents of their own, which end with them.
+
+        Returns:
+          For each its documents, or why the template refuses it.
+        """
+        found: list[list[_Rendered] | ValueError] = []
+        for messages in conversations:
+            try:
+                found.append([*self._rendered(messages)])
+            except ValueError as error:
+                found.append(error)
+        good = [all_of_it for all_of_it in found if isinstance(all_of_it, list)]
+        documents = iter(self._encode(sum(good, [])))
+        return [
+            [next(documents) for _ in one] if isinstance(one, list) else one
+            for one in found
+        ]
+
+    def _rendered(self, messages: Sequence[Message]) -> Iterator[_Rendered]:
+        """Renders the conversation, and those that it has not as they are asked for."""
+        messages, mark = self._marked(messages)
+        whole, prompts = self._render(messages, asks=False), self._prompts(messages)
+        places = _places(whole, prompts.values())
+        for number, prompt in prompts.items():
+            text = self._render(messages[: number + 1], asks=False)
+            if not text.startswith(prompt):
+                asked = prompt[len(commonprefix([text, prompt])) :]
+                raise ValueError(
+                    f"the chat template {self.name} writes a reply otherwise than where"
+                    f" it asks for one, with {asked[:80]!r}: take that out of what it "
+                    "adds for add_generation_prompt, or choose another template"
+                )
+            behind = text[len(prompt) :].partition(self._end_name)
+            if whole.startswith(prompt + behind[0] + behind[1]):
+                places[len(prompt)] = True
+            else:
+                here = _places(text, prompts.values()) | {len(prompt): True}
+                yield _Rendered(text, mark, here)
+        if any(places.values()):
+            yield _Rendered(whole, mark, places)
+
+    def _prompts(self, messages: Sequence[Message]) -> dict[int, str]:
+        """Returns the text that asks for each reply, by its number."""
+        return {
+            number: self._render(messages[:number], asks=True)
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        }
+
+    def _render(self, messages: Sequence[Message], *, asks: bool) -> str:
+        names = self.tokenizer.names
+        options = {"tools": None, "documents": None, "add_generation_prompt": asks}
+        try:
+            return self._template.render(messages=messages, **options, **names)
+        except Exception as error:  # of any kind: it is a program
+            raise ValueError(
+                f"the chat template {self.name} refuses the conversation: "
+                f"{_line(error)}"
+            ) from error
+
+    def _marked(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
+        """Breaks up names of special tokens in the words; returns by what, too."""
+        words = "".join(message["content"] for message in messages)
+        mark = next((mark for mark in MARKS if mark not in words), "")
+        if not mark:
+            raise ValueError("words with all 32 letters that are none: leave one out")
+
+        def broken(text: str) -> str:
+            while self._names.search(text):
+                text = self._names.sub(lambda name: mark.join(name[0]), text)
+            return text
+
+        return [{**m, "content": broken(m["content"])} for m in messages], mark
+
+    def _pieces(self, rendered: _Rendered) -> Iterator[_Piece]:
+        place, learns = 0, False
+        for part in self._special.split(rendered.text):
+            begins = [
+                at - place for at in rendered.replies if 0 <= at - place < len(part)
+            ]
+            prompt = part[: begins[0]] if begins else ""
+            behind = rendered.replies[place + begins[0]] if begins else learns
+            place += len(part)
+            if not part:
+                continue
+            name = self._names.search(part)  # without blanks that it takes
+            if name is not None:
+                token = self.tokenizer.special[name[0]]
+                # A reply may begin in the blanks.
+                yield _Piece(part, token, "", learns if prompt else behind)
+                learns = behind and token != self.end
+                continue
+            part, prompt = (x.replace(rendered.mark, "") for x in (part, prompt))
+            yield _Piece(part, None, prompt, behind)
+            learns = behind
+
+    def _encode(self, conversations: Sequence[_Rendered]) -> list[Document]:
+        parts = [[*self._pieces(rendered)] for rendered in conversations]
+        texts = [
+            (text, number > 0)
+            for pieces in parts
+            for number, piece in enumerate(pieces)
+            if piece.token is None
+            for text in (piece.text, piece.prompt)
+            if text
+        ]
+        encoded = self._encoded(texts)
+        return [
+            join([self._document(piece, encoded) for piece in pieces])
+            for pieces in parts
+        ]
+
+    def _encoded(self, texts: Sequence[tuple[str, bool]]) -> Iterator[np.ndarray]:
+        """Encodes texts, each with whether it stands behind a special token."""
+        found = {
+            behind: iter(
+                self.tokenizer.encode_all(
+                    [text for text, b in texts if b == behind], is_behind=behind
+                )
+            )
+            for behind in (False, True)
+        }
+        return (next(found[behind]) for _, behind in texts)
+
+    def _document(self, piece: _Piece, encoded: Iterator[np.ndarray]) -> Document:
+        if piece.token is not None:
+            tokens, known = np.array([piece.token], np.int32), 0
+        else:
+            tokens = next(encoded) if piece.text else np.array([], np.int32)
+            prompt = next(encoded) if piece.prompt else tokens[:0]
+            known = prompt.size
+            if not np.array_equal(tokens[:known], prompt):
+                # A token lies over the border. The prompt is asked with its own.
+                rest = piece.text[len(piece.prompt) :]
+                (rest,) = self.tokenizer.encode_all([rest], is_behind=True)
+                tokens = np.concatenate([prompt, rest])
+        return Document(tokens, (np.arange(tokens.size) >= known) & piece.learns)
+
+    def _end(self) -> str:
+        """Finds the name of the token behind a reply."""
+        words = "REPLY"
+        messages = [{"role": "user", "content": "x"}]
+        messages += [{"role": "assistant", "content": words}]
+        after = self._render(messages, asks=False).rpartition(words)[2]
+        found = self._names.match(after.lstrip())
+        if found is None:
+            raise ValueError(
+                f"the chat template {self.name} has no special token behind a reply, "
+                f"but {after[:80]!r}, and nothing would end one: choose another "
+                "template, or a tokenizer.json that has the token's name in "
+                'added_tokens with "special": true'
+            )
+        return found[0]
+
+
+def template_of(chat_format: ChatFormat, tokenizer: Tokenizer) -> ChatTemplate:
+    """Makes the template of a format.
+
+    Raises:
+      ValueError: the tokenizer lacks one of its tokens, or takes one's name in a text
+        for the token.
+    """
+    named = {name: tokenizer.token_id(name) for name in chat_format.tokens}
+    missing = [name for name, token in named.items() if token is None]
+    if missing:
+        raise ValueError(
+            f"the {tokenizer.name} tokenizer has no token {', '.join(missing)}, "
+            f"which the template {chat_format.name} needs: take that of "
+            f"{chat_format.family}, or another template"
+        )
+    for name, token in named.items():
+        if name not in tokenizer.special:
+            raise ValueError(
+                f"the {tokenizer.name} tokenizer takes {name} in a text for the "
+                f"token {token}, so that words could end a turn: take a tokenizer."
+                f'json whose added_tokens have it with "special": true'
+            )
+    return ChatTemplate(chat_format.name, chat_format.template, tokenizer)
+
+
+def open_template(
+    name: str, tokenizer: Tokenizer, corpus: Path | None = None
+) -> ChatTemplate:
+    """Opens the template of this name.
+
+    name: of a format; or `OWN`, which is the corpus', or else the tokenizer's.
+
+    Raises:
+      ValueError: there is none, or as `template_of`.
+    """
+    if name != OWN:
+        return template_of(FORMATS[name], tokenizer)
+    places = [corpus] if corpus else []
+    places += [tokenizer.path.parent] if tokenizer.path else []
+    for place in places:
+        source = read_chat_template(place)
+        if source is not None:
+            return ChatTemplate(f"of {place}", source, tokenizer)
+    where = " or ".join(map(str, places)) or f"the {tokenizer.name} tokenizer"
+    raise ValueError(
+        f"there is no chat template in {where}: name one of {', '.join(FORMATS)}, "
+        "or give the tokenizer of a chat model"
+    )
+
+
+def join(documents: Sequence[Document]) -> Document:
+    """Joins documents, at least one, to one."""
+    return Document(*map(np.concatenate, zip(*documents, strict=True)))
+
+
+def _places(text: str, prompts: Iterable[str]) -> dict[int, bool]:
+    """Returns where in a text replies begin, as places that are not learned."""
+    return {len(prompt): False for prompt in prompts if text.startswith(prompt)}
+
+
+def _patterns(tokenizer: Tokenizer) -> tuple[re.Pattern, re.Pattern]:
+    """Returns what finds names of special tokens, and with the blanks that they take.
+
+    The second is a group, for `split`.
+    """
+    longest_first = sorted(tokenizer.special, key=len, reverse=True)
+    # One letter could not be broken up by a mark.
+    names = [name for name in longest_first if len(name) > 1]
+
+    def with_blanks(name: str) -> str:
+        left, right = tokenizer.strips.get(name, (False, False))
+        return r"\s*" * left + re.escape(name) + r"\s*" * right
+
+    never = "(?!)"
+    found = "|".join(map(re.escape, names)) or never
+    return re.compile(found), re.compile(
+        f"({'|'.join(map(with_blanks, names)) or never})"
+    )
+
+
+class _Generation(jinja2.ext.Extension):
+    """Reads {% generation %}, which some templates put around replies, as its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Bounds products and powers, as the sandbox of jinja2 bounds ranges."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        size = 0
+        for one, other in (left, right), (right, left):
+            if isinstance(one, str | list | tuple) and isinstance(other, int):
+                size = len(one) * other
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length()
+            size = bits * right if operator == "**" else bits + right.bit_length()
+        if size > MOST_MADE:
+            raise OverflowError(f"{operator} makes more than {MOST_MADE} letters")
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Returns what published templates are written for."""
+
+    def fail(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = fail
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,382 @@
+"""Batches of text: token files cut into rows, rows into batches, batches into blocks.
+
+A *plan* says which tokens each row holds: `PackedRows`, `WholeRows` or `DocumentRows`,
+and its mask which of them see each other. An *order* says which row is read when:
+`Shuffled` or `InOrder`. `TextBatches` joins them and gives the batch of any step, as
+the blocks that this host's devices hold. What a step reads is a function of its number
+(and the seed) alone, never of hosts, mesh, ring or layout, so the whole state of the
+data is one step number. `iterate` reads ahead in threads.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import grain
+import numpy as np
+
+from data.batch import Batch, Block
+from data.document_mask import DocumentMask
+from data.text.token_file import TokenFile
+from kernels.layouts import Layout, order, padded_length
+
+
+class RowPlan(Protocol):
+    """Interface of a plan, which cuts a corpus into rows.
+
+    length: tokens in a row, or fewer and padding.
+    rows: number of rows.
+    """
+
+    length: int
+
+    @property
+    def rows(self) -> int: ...
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        """Reads the tokens at `index`, int32 (L,) places in the row: arrays (L,).
+
+        Places from `length` on hold padding, as the layout of a ring may need it.
+        Or another NamedTuple, of arrays (L, …), as `data.agents.chains.Chains` gives.
+        """
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Row r is the stream's tokens r·T … r·T + T - 1, whatever documents they are of.
+
+    A token attends only to its own document, and of that only to what is in the row:
+    the rest of a document that the row's edge cuts starts at position 0, and is one for
+    the mask. Every token of the stream is in exactly one row, but for up to T at its
+    end.
+
+    Raises:
+      ValueError: the corpus has not one row.
+    """
+
+    corpus: TokenFile
+    length: int
+    mask: DocumentMask = DocumentMask()
+
+    def __post_init__(self):
+        _check_length(self.length)
+        if self.rows < 1:
+            raise ValueError(
+                f"a row of {self.length} tokens and the one after it do not fit in the "
+                f"{self.corpus.tokens.size} tokens of split {self.corpus.split!r} of "
+                f"{self.corpus.directory}: shorten the context or prepare more text"
+            )
+
+    @property
+    def rows(self) -> int:
+        # The last token is nothing but the target of the one before it.
+        return (self.corpus.tokens.size - 1) // self.length
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        begin = row * self.length
+        end = begin + self.length + 1
+        starts = self.corpus.starts
+        first, last = np.searchsorted(starts, (begin + 1, end))
+        starts = np.concatenate([[0], starts[first:last] - begin])
+        return _read(self, (begin, end), starts, index)
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """A row holds as many whole documents as fit, in their order, and padding.
+
+    For documents that mean little in parts, as conversations.
+
+    Raises:
+      ValueError: a document is longer than a row.
+    """
+
+    corpus: TokenFile
+    length: int
+    mask: DocumentMask = DocumentMask()
+
+    def __post_init__(self):
+        _check_length(self.length)
+        lengths = np.diff(self.corpus.starts, append=self.corpus.tokens.size)
+        if lengths.max() > self.length:
+            document = int(np.argmax(lengths))
+            raise ValueError(
+                f"document {document} of split {self.corpus.split!r} of "
+                f"{self.corpus.directory} has {lengths[document]} tokens, which do not "
+                f"fit whole in a row of {self.length}: take a longer context, prepare "
+                "the corpus for this one, or use packed rows"
+            )
+
+    @property
+    def rows(self) -> int:
+        return self._edges.size - 1
+
+    @cached_property
+    def _edges(self) -> np.ndarray:
+        """First document of each row, and the number of documents, int64."""
+        starts, size = self.corpus.starts, self.corpus.tokens.size
+        ends = np.append(starts[1:], size)
+        edges = [0]
+        while edges[-1] < ends.size:
+            row_end = starts[edges[-1]] + self.length
+            edges.append(int(np.searchsorted(ends, row_end, side="right")))
+        return np.array(edges)
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        first, last = self._edges[row : row + 2]
+        starts = self.corpus.starts[first:last]
+        all_starts, size = self.corpus.starts, self.corpus.tokens.size
+        end = size if last == all_starts.size else int(all_starts[last])
+        part = int(starts[0]), end
+        return _read(self, part, starts - starts[0], index)
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """A row holds one document, padded to T, or T tokens of a longer document.
+
+    The parts of a long document each start at position 0 of their row; only its last
+    row is padded. Rows are made for every token that has a successor in its document,
+    so nothing is lost, and no row is without a target.
+
+    Raises:
+      ValueError: no document has two tokens.
+    """
+
+    corpus: TokenFile
+    length: int
+    mask: DocumentMask = DocumentMask()
+
+    def __post_init__(self):
+        _check_length(self.length)
+        if self.rows < 1:
+            raise ValueError(
+                f"split {self.corpus.split!r} of {self.corpus.directory} has no "
+                "document of two tokens or more: prepare more text"
+            )
+
+    @property
+    def rows(self) -> int:
+        return int(self._rows_until[-1])
+
+    @cached_property
+    def _rows_until(self) -> np.ndarray:
+        """Rows of each document and all before it, int64 (documents,)."""
+        lengths = np.diff(self.corpus.starts, append=self.corpus.tokens.size)
+        return np.cumsum(-(-(lengths - 1) // self.length))
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        document = int(np.searchsorted(self._rows_until, row, side="right"))
+        part = row - (int(self._rows_until[document - 1]) if document else 0)
+        starts, size = self.corpus.starts, self.corpus.tokens.size
+        last = document + 1 == starts.size
+        document_end = size if last else int(starts[document + 1])
+        begin = int(starts[document]) + part * self.length
+        end = min(begin + self.length + 1, document_end)
+        return _read(self, (begin, end), np.zeros(1, np.int64), index)
+
+
+ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
+"""Plans by the names that configs give them."""
+
+
+def _check_length(length: int) -> None:
+    if length < 1:
+        raise ValueError(f"a row's {length=} must be at least 1 token")
+
+
+def _read(
+    plan: PackedRows | WholeRows | DocumentRows,
+    part: tuple[int, int],
+    starts: np.ndarray,
+    index: np.ndarray,
+) -> Batch:
+    """Reads a row's tokens at `index` (L,), from its part of the stream.
+
+    part: what the row reads and predicts, from a token to the one after the last: up to
+      `plan.length` tokens and the target of the last one; fewer in a padded row.
+    starts: where in the part each document starts; the first is 0.
+    """
+    begin, size = part[0], part[1] - part[0]
+    document = np.searchsorted(starts, index, side="right") - 1
+    first = starts[document].astype(np.int32)
+    end = np.append(starts[1:], size)[document].astype(np.int32)
+    is_real, successor = index < min(size, plan.length), index + 1
+    k_start, k_end = plan.mask.bounds(index, first, np.minimum(end, plan.length))
+    positions = np.where(is_real, index - first, 0)
+    places = np.minimum(np.stack([index, successor], axis=1), size - 1, dtype=np.int64)
+    places += begin
+    # A token of the prefix would see its target there.
+    has_target = (successor < end) & (positions + 1 >= plan.mask.prefix)
+    has_target &= plan.corpus.is_supervised(places[:, 1])
+    tokens, targets = plan.corpus.ids(places).T
+    return Batch(
+        tokens=np.where(is_real, tokens, 0),
+        targets=np.where(successor < size, targets, 0),
+        loss_weights=has_target.astype(np.float32),
+        positions=positions,
+        k_start=np.where(is_real, k_start, index),
+        k_end=k_end,
+    )
+
+
+class RowOrder(Protocol):
+    """Interface of an order of rows."""
+
+    def sequence(self, rows: int) -> grain.MapDataset[int]:
+        """Returns numbers below `rows`, in the order in which rows are read."""
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Every epoch reads every row once, each epoch in an order of its own, for ever.
+
+    seed: 0 to 2^32 - 1.
+    """
+
+    seed: int
+
+    def sequence(self, rows: int) -> grain.MapDataset[int]:
+        # repeat() without a number has a length that batch(1) cannot round up.
+        epochs = sys.maxsize // 2 // rows
+        return grain.MapDataset.range(rows).shuffle(self.seed).repeat(epochs)
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Every row once, as they come: for validation, where runs are compared."""
+
+    def sequence(self, rows: int) -> grain.MapDataset[int]:
+        return grain.MapDataset.range(rows)
+
+
+class TextBatches:
+    """Batches by step: `batches[step]` is a dict from block to `Batch`.
+
+    `len(batches)` counts the whole batches that the order has: practically without end
+    for `Shuffled`; for `InOrder` the rows left over at the end are not read.
+
+    columns: slots of a row: its tokens, and padding up to what the ring can shard.
+    rows: that the plan has, those left over included. ordered: that the order has.
+    """
+
+    def __init__(
+        self,
+        plan: RowPlan,
+        blocks: Sequence[Block],
+        batch_rows: int,
+        layout: Layout,
+        ring_size: int,
+        row_order: RowOrder,
+        columns: int | None = None,
+        fills: bool = False,
+    ):
+        """Cuts the rows of `plan` into batches, and these into blocks.
+
+        Args:
+          plan: what rows there are.
+          blocks: what this host's devices hold; the same block is loaded once.
+          batch_rows: rows in the *global* batch.
+          layout, ring_size: which token of the row is in which slot.
+          row_order: which row comes when.
+          columns: slots of a row; None: as few as the ring can shard.
+          fills: whether the rows left over are a batch too, filled up with others.
+
+        Raises:
+          ValueError: a block lies outside of the batch, or there are too few rows for
+            one batch.
+        """
+        self.blocks = tuple(dict.fromkeys(blocks))
+        self._plan, self.rows = plan, plan.rows
+        self.columns = columns or padded_length(layout, ring_size, plan.length)
+        self._index = {}
+        for block in self.blocks:
+            if block.rows[1] > batch_rows or block.columns[1] > self.columns:
+                raise ValueError(
+                    f"{block} lies outside of the global batch of {batch_rows} rows "
+                    f"and {self.columns} columns"
+                )
+            slots = order(layout, ring_size, self.columns, block.columns)
+            self._index[block.columns] = slots.astype(np.int32)
+        sequence = row_order.sequence(plan.rows)
+        self.ordered = len(sequence)
+        if fills:
+            whole = -(-self.ordered // batch_rows) * batch_rows
+            sequence = sequence.repeat(1 + batch_rows)[:whole]
+        if not 1 <= batch_rows <= len(sequence):
+            rows = min(plan.rows, len(sequence))
+            raise ValueError(
+                f"{batch_rows=}: a batch cannot be made of {rows} rows of "
+                f"{plan.length} tokens: take fewer rows in a batch (at least 1), a "
+                "shorter context or a larger split"
+            )
+        self._steps = sequence.batch(batch_rows, drop_remainder=True)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, step: int) -> dict[Block, Batch]:
+        """Reads the blocks of the batch of `step`, each (rows, columns).
+
+        Raises:
+          IndexError: the step is negative, or past the last whole batch.
+        """
+        if not 0 <= step < len(self):
+            raise IndexError(f"{step=} must be one of the {len(self)} batches")
+        rows = self._steps[step]
+        return {block: self._read(block, rows) for block in self.blocks}
+
+    def _read(self, block: Block, rows: np.ndarray) -> Batch:
+        index = self._index[block.columns]
+        parts = [self._plan.read(int(row), index) for row in rows[slice(*block.rows)]]
+        return type(parts[0])(*map(np.stack, zip(*parts, strict=True)))
+
+
+class StepBatches(Protocol):
+    """Interface of batches by the number of the step, as `TextBatches`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int) -> dict[Block, Batch]: ...
+
+
+def iterate(
+    batches: StepBatches,
+    first_step: int = 0,
+    *,
+    threads: int = 4,
+    buffered_steps: int = 4,
+) -> Iterator[tuple[int, dict[Block, Batch]]]:
+    """Yields (step, blocks) from `first_step` to the last step, reading ahead.
+
+    A run that resumes at a step reads what it would have read undisturbed. The threads
+    end with the iterator: when it is exhausted, closed (`contextlib.closing`) or
+    dropped. An error in a thread is raised at the step that it belongs to.
+
+    Args:
+      batches: what to read.
+      first_step: the step to begin with.
+      threads: how many steps are read at the same time; 0 reads without threads.
+      buffered_steps: how many steps are kept ready, at least `threads`.
+
+    Raises:
+      ValueError: there is no `first_step`, or fewer buffered steps than threads.
+    """
+    if not 0 <= first_step < len(batches):
+        raise ValueError(f"{first_step=} must be one of the {len(batches)} batches")
+    if not 0 <= threads <= buffered_steps:
+        raise ValueError(f"{buffered_steps=} must not be below {threads=}, nor this 0")
+    steps = grain.MapDataset.range(first_step, len(batches))
+    options = grain.ReadOptions(threads, buffered_steps)
+    read = steps.map(lambda step: (step, batches[step]))
+    return _closing(read.to_iter_dataset(options))
+
+
+def _closing(dataset: grain.IterDataset) -> Iterator:
+    iterator = iter(dataset)
+    try:
+        yield from iterator
+    finally:
+        iterator.close()

@@ -1,0 +1,243 @@
+"""The files that the inputs of a corpus are: which are read, and for which split.
+
+A directory is all files in it and below, but for hidden ones. Where Parquet or Arrow
+files are among them it holds data sets as Hugging Face's library and hub write them,
+and these files alone are read: `data/train-00000-of-00002.parquet`, or the folders of
+`save_to_disk`.
+
+Files of rows whose names, or folders, say which split they hold are of that split; of
+all others, what each document says decides whether it is held out.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.json_text import read_json_object
+from data.new_directory import refuse_bucket
+from data.text.row_files import FORMATS, TABLES, check_beginning, ending
+from data.text.skipped import BadRow, Skipped
+
+EVERY_FILE = "*"
+TRAIN, HELD_OUT = "train", ("validation", "test")
+# What data sets call their splits, and what we do.
+SPLIT_NAMES = {
+    "train": TRAIN,
+    "training": TRAIN,
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+SPLIT_NAME = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_NAMES)})(?![a-z])")
+SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?!\d)")
+STATE, DICTIONARY = "state.json", "dataset_dict.json"
+"""Files of `save_to_disk`: of a folder with a split, and of that of the folders."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read.
+
+    split: "train" or "validation"; None: each document's words decide.
+    is_named: whether it is an input itself, not found in a directory.
+    """
+
+    path: Path
+    split: str | None
+    is_named: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files of a corpus, in their order, and those that are left out."""
+
+    files: Sequence[InputFile]
+    left_out: Skipped
+
+    def lines(self) -> list[str]:
+        """Returns what is said of them: their splits, and the files left out."""
+        counts = Counter(file.split for file in self.files)
+        splits = f"{counts['train']:,} files, held out: {counts['validation']:,}"
+        named = [f"trained on, by their names: {splits}"] * bool(counts["validation"])
+        return named + self.left_out.lines("left out")
+
+
+def list_inputs(
+    inputs: Sequence[Path], *, pattern: str = EVERY_FILE, splits: Sequence[str] = ()
+) -> Inputs:
+    """Lists the files of the inputs.
+
+    Args:
+      inputs: files and directories.
+      pattern: which files of a directory are read.
+      splits: names of the split to train on and, if there is one, of that to hold out;
+        files of others are left out. (): "train", and "validation" or else "test".
+
+    Raises:
+      FileNotFoundError: an input, or a part of a data set, does not exist.
+      ValueError: an input is given twice, is neither file nor directory, or not what it
+        is called; there are no such splits, or none to train on.
+    """
+    if len(splits) > 2 or len({*splits}) < len(splits) or "" in splits:
+        raise ValueError(
+            f"splits {','.join(splits)} must be TRAIN or TRAIN,HELD_OUT, two names"
+        )
+    _check_inputs(inputs)
+    left_out = Skipped()
+    named = [path for path in inputs if path.is_file()]
+    split_of_named = _assign(None, named, splits, left_out)
+    files: list[InputFile] = []
+    for path in inputs:
+        if path.is_dir():
+            found = files_in(path, pattern)
+            if pattern == EVERY_FILE and any(ending(file) in TABLES for file in found):
+                found = _tables(found, left_out)
+            split_of = _assign(path, found, splits, left_out)
+            files += [InputFile(file, split, False) for file, split in split_of.items()]
+        elif path in split_of_named:
+            files.append(InputFile(path, split_of_named[path], True))
+    for file in files:
+        check_beginning(file.path)
+    return Inputs(files, left_out)
+
+
+def _check_inputs(inputs: Sequence[Path]) -> None:
+    for path, times in Counter(inputs).items():
+        if times > 1:
+            raise ValueError(f"input {path} is given {times} times: name it once")
+        refuse_bucket(path)
+        if not path.exists():
+            raise FileNotFoundError(f"input {path} does not exist")
+        if not path.is_dir() and not path.is_file():
+            raise ValueError(
+                f"input {path} must be a file or a directory: inputs are read twice, "
+                "so save what a pipe gives in a file"
+            )
+
+
+def files_in(directory: Path, pattern: str) -> list[Path]:
+    """Lists files below the directory, sorted, so in one order on every machine."""
+
+    def is_hidden(path: Path) -> bool:
+        return any(part.startswith(".") for part in path.relative_to(directory).parts)
+
+    try:
+        found = [path for path in directory.rglob(pattern) if path.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise ValueError(
+            f"pattern={pattern!r} must match files below a directory, as '*.txt' and "
+            f"'notes/*.md' are: {error}"
+        ) from error
+    return sorted(path for path in found if not is_hidden(path))
+
+
+def _tables(files: Sequence[Path], left_out: Skipped) -> list[Path]:
+    """Returns the tables of data sets, without other files.
+
+    Raises:
+      FileNotFoundError: a data set lacks a file.
+      ValueError: the list of its files is damaged.
+    """
+    listed = {path.parent: _listed(path) for path in files if path.name == STATE}
+    kept = []
+    for path in files:
+        if ending(path) not in TABLES:
+            left_out.add(BadRow(str(path), "beside Parquet or Arrow files"))
+        elif path.parent in listed and path not in listed[path.parent]:
+            left_out.add(BadRow(str(path), f"not listed in {STATE}"))
+        elif path.name.startswith("cache-"):
+            left_out.add(BadRow(str(path), "cache of a data set"))
+        else:
+            kept.append(path)
+    wanted = [path for paths in listed.values() for path in paths]
+    numbers = defaultdict(set)
+    for path in kept:
+        shard = SHARD.match(path.name)
+        if shard and path not in wanted:
+            # Behind its number a shard may have a digest of its own.
+            pattern = f"{shard['name']}-{{:05}}-of-{shard['count']}"
+            numbers[path.parent / pattern, int(shard["count"])].add(
+                int(shard["number"])
+            )
+    missing = [str(path) for path in wanted if path not in kept]
+    for (pattern, count), found in numbers.items():
+        absent = {*range(count)} - found
+        missing += [str(pattern).format(number) for number in sorted(absent)]
+    if missing:
+        raise FileNotFoundError(
+            f"{missing[0]} is missing, of {len(missing)} files of a data set: copy it "
+            "again, or name the files to read (--pattern)"
+        )
+    return kept
+
+
+def _listed(state: Path) -> list[Path]:
+    """Returns the files that `save_to_disk` says a folder has."""
+    try:
+        found = [file["filename"] for file in read_json_object(state)["_data_files"]]
+        return [state.parent / name for name in found]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{state} does not list the files of a data set ({type(error).__name__}: "
+            f"{error}): save it again with a newer `datasets`, or as Parquet"
+        ) from error
+
+
+def _assign(
+    directory: Path | None,
+    files: Sequence[Path],
+    splits: Sequence[str],
+    left_out: Skipped,
+) -> dict[Path, str | None]:
+    """Returns the files that are read, and the split of each (see `InputFile`)."""
+    named = {p: _split_name(p, directory) for p in files if ending(p) in FORMATS}
+    found = {name for name in named.values() if name}
+    if splits and named:
+        if missing := {*splits} - found:
+            raise ValueError(
+                f"there is no split {', '.join(sorted(missing))} in "
+                f"{directory or named.popitem()[0]}, but "
+                f"{', '.join(sorted(found)) or 'files whose names say none'}"
+            )
+        train, held_out = [splits[0]], splits[1:]
+    else:
+        # Files of code and of other texts have such names by chance.
+        are_tables = any(ending(path) in TABLES for path in named)
+        are_unlike = len({*named.values()}) > 1
+        if TRAIN not in found and not (are_tables and are_unlike):
+            return dict.fromkeys(files)
+        train, held_out = [TRAIN, None], [n for n in HELD_OUT if n in found][:1]
+        if found.isdisjoint(train) and None not in named.values():
+            raise ValueError(
+                f"{directory or 'the inputs'} has splits {', '.join(sorted(found))}: "
+                "say which to train on, and which to hold out, as in --splits "
+                f"{','.join(sorted(found)[:2])}"
+            )
+    assigned: dict[Path, str | None] = {}
+    for path in files:
+        if path not in named or named[path] in train and not held_out:
+            assigned[path] = None
+        elif named[path] in (*train, *held_out):
+            assigned[path] = "train" if named[path] in train else "validation"
+        else:
+            left_out.add(BadRow(str(path), f"of split {named[path] or '(none)'}"))
+    return assigned
+
+
+def _split_name(path: Path, directory: Path | None) -> str | None:
+    """Returns the split that a file's name says it holds, or the folder that it is in.
+
+    By the rules of Hugging Face's library; None: none.
+    """
+    shard = SHARD.match(path.name)
+    name = shard["name"] if shard else path.name.lower()
+    if shard and name == "data":
+        is_split = (path.parent.parent / DICTIONARY).is_file()
+        return path.parent.name if is_split else None
+    if shard:  # `train`, and any other; a cache's begin with the data set's
+        return SPLIT_NAMES.get(name.rsplit("-")[-1], name)
+    folders = path.relative_to(directory).parts[:-1] if directory else ()
+    known = [folder for folder in folders if folder in SPLIT_NAMES]
+    known += SPLIT_NAME.findall(name)
+    return SPLIT_NAMES[known[-1]] if known else None

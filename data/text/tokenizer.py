@@ -1,0 +1,381 @@
+"""Tokenizers: text to token ids and back.
+
+`open_tokenizer` chooses one: plain bytes, which needs no file and no library, a
+Hugging Face `tokenizer.json`, or a SentencePiece `.model` (LLaMA 1 and 2). The files of
+the model that lie beside it say which tokens begin and end a text
+(data/text/tokenizer_files.py).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from data.new_directory import refuse_bucket
+from data.text.tokenizer_files import (
+    TOKENIZER_CONFIG,
+    read_begin,
+    read_names,
+    read_stop_tokens,
+)
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# What published tokenizers call the token that ends a document, or else a turn. Gemma's
+# "</s>" is a tag of HTML, so its "<eos>" comes before.
+END_OF_DOCUMENT_NAMES = (
+    "<eos>",
+    "</s>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+)
+# And that which every text begins with. Gemma's "<s>" is a tag of HTML too.
+BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>")
+UNKNOWN = "\U0010fffd"
+"""Letter of no alphabet."""
+LARGEST_ID = (1 << 31) - 1
+EVERY_BYTE = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x40)])) + "".join(
+    map(chr, range(0xE000, 0x110000, 0x1000))
+)
+"""A text whose UTF-8 has every byte that any text can have."""
+UTF8_BYTES = sorted({*EVERY_BYTE.encode()})
+
+
+class Tokenizer(Protocol):
+    """Interface of a tokenizer.
+
+    name: its kind, one word.
+    path: the file it was read from, None where there is none.
+    vocab_size: all ids are below it.
+    begin_of_document: ids before the first token of every document and prompt, or ().
+    end_of_document: the id that follows the last token of every document.
+    stop_tokens: ids that end a text that is generated, `end_of_document` first.
+    special: ids of the tokens that no text is encoded to, by their names.
+    strips: whether one of them takes the blanks before it, and behind it; else neither.
+    names: of "eos_token", and of "bos_token" and others where there is one.
+    """
+
+    name: str
+    path: Path | None
+    vocab_size: int
+    begin_of_document: tuple[int, ...]
+    end_of_document: int
+    stop_tokens: tuple[int, ...]
+    special: Mapping[str, int]
+    strips: Mapping[str, tuple[bool, bool]]
+    names: Mapping[str, str]
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of `text` alone, int32 (n,): nothing before or after it."""
+
+    def encode_all(
+        self, texts: Sequence[str], *, is_behind: bool = False
+    ) -> list[np.ndarray]:
+        """Encodes each of many texts, on all cores where the library can.
+
+        is_behind: whether they stand behind a special token, where some tokenizers put
+          no space.
+        """
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Returns the text of the ids (n,), without special ones as end of document.
+
+        Raises:
+          ValueError: an id is not in the vocabulary.
+        """
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of the token of this name, as "<s>"; None if none."""
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8, and 256 ends a document."""
+
+    name = "bytes"
+    path = None
+    vocab_size = 257
+    begin_of_document = ()
+    end_of_document = 256
+    stop_tokens = (256,)
+    special: Mapping[str, int] = {"<end>": 256}
+    strips: Mapping[str, tuple[bool, bool]] = {}
+    names: Mapping[str, str] = {"eos_token": "<end>"}
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_all(
+        self, texts: Sequence[str], *, is_behind: bool = False
+    ) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Decodes; bytes that are not UTF-8, as half a letter, become U+FFFD."""
+        ids = _checked(ids, self.vocab_size)
+        text = ids[ids != self.end_of_document].astype(np.uint8)
+        return text.tobytes().decode("utf-8", errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return None
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, read by the `tokenizers` library.
+
+    A document ends with the token that the files beside it name, or else with the first
+    of `END_OF_DOCUMENT_NAMES` in the vocabulary. Truncation, padding and dropout that
+    the file asks for are switched off: documents are encoded whole, and always alike.
+    The name of a special token in a text is text like any other.
+
+    Raises:
+      ValueError: the file is not a tokenizer, has no token that ends a document, or
+        none for what its vocabulary lacks.
+    """
+
+    name = "huggingface"
+
+    def __init__(self, path: Path):
+        import tokenizers
+
+        self.path = path
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            line = " ".join(str(error).split())
+            raise ValueError(f"{path} must be a tokenizer.json: {line}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        if getattr(self._tokenizer.model, "dropout", None) is not None:
+            self._tokenizer.model.dropout = None
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # The number of entries is too small where the ids have gaps.
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        names = [name for name in END_OF_DOCUMENT_NAMES if name in vocabulary]
+        self.stop_tokens = read_stop_tokens(path, self.vocab_size, vocabulary.get)
+        self.stop_tokens = self.stop_tokens or tuple(vocabulary[n] for n in names[:1])
+        if not self.stop_tokens:
+            raise ValueError(
+                f"{path} has no token to end a document with, none of "
+                f"{', '.join(END_OF_DOCUMENT_NAMES)}: add one of them to its vocabulary"
+                f", or name another in a {TOKENIZER_CONFIG} beside it"
+            )
+        self.end_of_document = self.stop_tokens[0]
+        if self.vocab_size > LARGEST_ID:
+            raise ValueError(
+                f"{path} has the id {self.vocab_size - 1}, and ids are below "
+                f"{LARGEST_ID}: number its vocabulary again"
+            )
+        self.encode(UNKNOWN)
+        if self._loses_letters(vocabulary):
+            raise ValueError(
+                f"{path} has no token for letters that its vocabulary lacks, which "
+                "would be left out of every text: give it an unk_token, byte_fallback, "
+                "or all bytes"
+            )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = {t.content: i for i, t in added.items() if t.special}
+        self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
+        self.begin_of_document = read_begin(path, self._own_begin(), self.token_id)
+        self.names = _names(self, self._tokenizer.id_to_token)
+
+    def encode(self, text: str) -> np.ndarray:
+        with self._naming_errors():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
+
+    def encode_all(
+        self, texts: Sequence[str], *, is_behind: bool = False
+    ) -> list[np.ndarray]:
+        with self._naming_errors():
+            encodings = (
+                self._behind if is_behind else self._tokenizer
+            ).encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(_checked(ids, self.vocab_size).tolist())
+
+    def token_id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
+
+    @cached_property
+    def _behind(self) -> "tokenizers.Tokenizer":
+        """The tokenizer of texts behind a special token.
+
+        It differs where a space is put before the first word of a text alone, which is
+        then not the first.
+        """
+        before = self._tokenizer.pre_tokenizer
+        if before is None or b'"first"' not in before.__getstate__():
+            return self._tokenizer
+        scheme = '"prepend_scheme":"{}"'
+        content = self._tokenizer.to_str()
+        content = content.replace(scheme.format("first"), scheme.format("never"))
+        behind = type(self._tokenizer).from_str(content)
+        behind.encode_special_tokens = True
+        return behind
+
+    def _own_begin(self) -> list[int]:
+        """Returns the ids that the file's post-processor puts before a text."""
+        encoding = self._tokenizer.encode(UNKNOWN)
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
+
+    @contextlib.contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            line = " ".join(str(error).split())
+            raise ValueError(
+                f"{self.path} cannot encode a text ({line}): add the token that it "
+                "lacks to its vocabulary, simplify its patterns, or take another "
+                "tokenizer"
+            ) from error
+
+    def _loses_letters(self, vocabulary: Mapping[str, int]) -> bool:
+        """Returns whether what is not in the vocabulary is left out, in silence.
+
+        Of all models, BPE may do so: without a token for it, nor for every byte.
+        """
+        import tokenizers
+
+        model = self._tokenizer.model
+        if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None:
+            return False
+        if model.byte_fallback:
+            return any(f"<0x{byte:02X}>" not in vocabulary for byte in UTF8_BYTES)
+        level = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+        ((letters, _),) = level.pre_tokenize_str(EVERY_BYTE)
+        return not vocabulary.keys() >= set(letters)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model`.
+
+    Raises:
+      ValueError: the file is not a model, or its model has no end-of-sentence id.
+    """
+
+    name = "sentencepiece"
+
+    def __init__(self, path: Path):
+        import sentencepiece
+
+        self.path = path
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{path} must be a SentencePiece model: {error}"
+            ) from error
+        self.vocab_size = self._model.vocab_size()
+        self.end_of_document = self._model.eos_id()
+        if self.end_of_document < 0:
+            raise ValueError(
+                f"{path} has no end-of-sentence id to end a document with: train the "
+                "model with an eos_id"
+            )
+        others = read_stop_tokens(path, self.vocab_size, self.token_id)
+        self.stop_tokens = tuple(dict.fromkeys((self.end_of_document, *others)))
+        pieces = {i: self._model.id_to_piece(i) for i in range(self.vocab_size)}
+        control = filter(self._model.is_control, pieces)
+        self.special = {pieces[i]: i for i in control}
+        self.strips: Mapping[str, tuple[bool, bool]] = {}
+        begin = [self._model.bos_id()] if self._model.bos_id() >= 0 else []
+        self.begin_of_document = read_begin(path, begin, self.token_id)
+        self.names = _names(self, pieces.get)
+        one, two = self.encode("a"), self.encode("a a")
+        self._adds_space = np.array_equal(two, np.concatenate([one, one]))
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._model.encode(text, out_type=int), np.int32)
+
+    def encode_all(
+        self, texts: Sequence[str], *, is_behind: bool = False
+    ) -> list[np.ndarray]:
+        if is_behind and self._adds_space:
+            texts = [text.removeprefix(" ") for text in texts]
+        encodings = self._model.encode(list(texts), out_type=int)
+        return [np.array(ids, np.int32) for ids in encodings]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._model.decode(_checked(ids, self.vocab_size).tolist())
+
+    def token_id(self, name: str) -> int | None:
+        found = self._model.piece_to_id(name)  # that of the unknown, if there is none
+        return found if self._model.id_to_piece(found) == name else None
+
+
+def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Returns a text's ids after those that begin a document, int32 (n,)."""
+    begin = np.array(tokenizer.begin_of_document, np.int32)
+    return np.concatenate([begin, ids], dtype=np.int32)
+
+
+def open_tokenizer(spec: str) -> Tokenizer:
+    """Opens the tokenizer that `spec` names: "bytes", or a path.
+
+    The path is that of a `.json` or a `.model` file, or of a directory that has a
+    tokenizer.json or, if not, a tokenizer.model.
+
+    Raises:
+      ValueError: the name or its ending is not known, or the file is not what its
+        ending says.
+      FileNotFoundError: there is no such file, or none in the directory.
+    """
+    if spec == ByteTokenizer.name:
+        return ByteTokenizer()
+    kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+    path = Path(spec)
+    refuse_bucket(path)
+    if path.is_dir():
+        inside = [path / f"tokenizer{ending}" for ending in kinds]
+        path = next((file for file in inside if file.is_file()), None)
+        if path is None:
+            names = " nor ".join(file.name for file in inside)
+            raise FileNotFoundError(
+                f"directory {spec} has neither {names}: give the path of a tokenizer"
+            )
+    if path.suffix not in kinds:
+        raise ValueError(
+            f'tokenizer "{spec}" is not known: give "bytes", the path of a Hugging '
+            "Face tokenizer.json, of a SentencePiece .model, or of their directory"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"tokenizer file {path} does not exist")
+    return kinds[path.suffix](path)
+
+
+def _names(
+    tokenizer: Tokenizer, name_of: Callable[[int], str | None]
+) -> dict[str, str]:
+    """Returns names of tokens by their use; the files beside the tokenizer decide."""
+    begins = [name for name in BEGIN_NAMES if name in tokenizer.special]
+    begins = [*map(name_of, tokenizer.begin_of_document), *begins]
+    known = {"bos_token": begins[0]} if begins else {}
+    known |= {"eos_token": name_of(tokenizer.end_of_document)}
+    known |= read_names(tokenizer.path) if tokenizer.path else {}
+    return {use: name for use, name in known.items() if name}
+
+
+def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    ids = np.asarray(ids, np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(
+            f"ids must be in the vocabulary, from 0 to {vocab_size - 1}, got "
+            f"{ids.min()} to {ids.max()}"
+        )
+    return ids

@@ -1,0 +1,180 @@
+"""The files beside a tokenizer: which tokens begin and end a text, and chat templates.
+
+Published models say what ends one in three places: `eos_token` of
+tokenizer_config.json, and `eos_token_id`, one id or a list, of generation_config.json
+and of config.json. What begins one is the `bos_token` of tokenizer_config.json where
+its `add_bos_token` is true; where it has none, what the tokenizer puts there by itself.
+How chats are written is in chat_template.jinja, or in a field of other files.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.json_text import read_json_object, short
+
+if TYPE_CHECKING:
+    from data.text.tokenizer import Tokenizer
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+SAMPLING = "temperature", "top_k", "top_p"
+"""Keys of generation_config.json that are defaults of tools/generate.py."""
+# In the order of their authority on what ends a document.
+FILES = (
+    (TOKENIZER_CONFIG, "eos_token"),
+    (GENERATION_CONFIG, "eos_token_id"),
+    ("config.json", "eos_token_id"),
+)
+
+
+def read_stop_tokens(
+    tokenizer: Path, vocab_size: int, token_id: Callable[[str], int | None]
+) -> tuple[int, ...]:
+    """Returns the ids, each once, that which ends a document first; () if none is told.
+
+    tokenizer: file that the others lie beside. vocab_size: ids are below it.
+    token_id: from a token's name to its id, None where there is no such token.
+
+    Raises:
+      ValueError: a file is damaged, or names a token that the tokenizer lacks.
+    """
+    found: dict[int, None] = {}  # an ordered set
+    for file, key in FILES:
+        path = tokenizer.with_name(file)
+        named = _name(_read(path).get(key))
+        for name in named if isinstance(named, list) else [named]:
+            # Early conversions of LLaMA have "" there.
+            if name is None or name == "":
+                continue
+            token = token_id(name) if isinstance(name, str) else name
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{path} has {key} {short(name)}, which is no token of {tokenizer}:"
+                    f" name one of its tokens, or an id from 0 to {vocab_size - 1}"
+                )
+            found[token] = None
+    return tuple(found)
+
+
+def read_begin(
+    tokenizer: Path, own: Sequence[int], token_id: Callable[[str], int | None]
+) -> tuple[int, ...]:
+    """Returns the ids that every text begins with, () for none.
+
+    tokenizer, token_id: as of `read_stop_tokens`. own: that the tokenizer puts there
+      where no file says otherwise.
+
+    Raises:
+      ValueError: the file is damaged, or names a token that the tokenizer lacks.
+    """
+    path = tokenizer.with_name(TOKENIZER_CONFIG)
+    adds = _read(path).get("add_bos_token")
+    if adds not in (None, True, False):
+        raise ValueError(f"{path} has add_bos_token {short(adds)}: say true or false")
+    name = read_names(tokenizer).get("bos_token")
+    if not adds or not name:
+        return () if adds is False else tuple(own)
+    token = token_id(name)
+    if token is None:
+        raise ValueError(
+            f"{path} has bos_token {short(name)}, which is no token of {tokenizer}: "
+            'name one of its tokens, or say "add_bos_token": false'
+        )
+    return (token,)
+
+
+def read_names(tokenizer: Path) -> dict[str, str | None]:
+    """Returns the names of tokens that tokenizer_config.json gives, by their use.
+
+    As {"bos_token": "<s>"}; None: there is no such token.
+    """
+    config = _read(tokenizer.with_name(TOKENIZER_CONFIG))
+    found = {key: _name(config[key]) for key in config if key.endswith("_token")}
+    return {
+        key: name or None
+        for key, name in found.items()
+        if name is None or isinstance(name, str)
+    }
+
+
+def read_sampling(tokenizer: Path) -> dict[str, float]:
+    """Reads how a model's texts are to be drawn: of `SAMPLING`, what is said.
+
+    tokenizer: file that generation_config.json lies beside.
+
+    Raises:
+      ValueError: the file is damaged, or says something else than numbers.
+    """
+    path = tokenizer.with_name(GENERATION_CONFIG)
+    found = {key: value for key, value in _read(path).items() if key in SAMPLING}
+    for key, value in found.items():
+        if type(value) not in (int, float):
+            raise ValueError(f"{path} has {key} {short(value)}: say a number")
+    return found
+
+
+def read_chat_template(directory: Path) -> str | None:
+    """Reads the Jinja template of a model's or a corpus' directory; None: it has none.
+
+    Raises:
+      ValueError: a file is damaged, or has several templates and none is the default.
+    """
+    path = directory / CHAT_TEMPLATE
+    if path.is_file():
+        try:
+            return path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not text: {error}") from error
+    for file in (TOKENIZER_CONFIG, "chat_template.json"):
+        path = directory / file
+        found = _read(path).get("chat_template")
+        if isinstance(found, list):  # of several uses
+            uses = {one.get("name"): one for one in found if isinstance(one, dict)}
+            found = uses.get("default", {}).get("template", found)
+        if found is not None and not isinstance(found, str):
+            raise ValueError(
+                f"{path} has no chat_template that is a text, nor one of the name "
+                f"default, but {short(found)}: name one of the formats"
+            )
+        if found is not None:
+            return found
+    return None
+
+
+def write_tokenizer(
+    directory: Path, tokenizer: "Tokenizer", chat_template: str | None = None
+) -> tuple[str | None, list[str]]:
+    """Copies a tokenizer, with files that say what it says of itself.
+
+    Returns:
+      The name of the copy, None where it has no file; and of all files written.
+    """
+    files, copy = {}, None
+    if tokenizer.path is not None:
+        copy = f"tokenizer{tokenizer.path.suffix}"
+        of_texts = {"add_bos_token": bool(tokenizer.begin_of_document)}
+        of_texts |= {"bos_token": None} | tokenizer.names
+        stop_tokens = {"eos_token_id": [*tokenizer.stop_tokens]}
+        stop_tokens |= read_sampling(tokenizer.path)
+        files = {
+            copy: tokenizer.path.read_bytes(),
+            TOKENIZER_CONFIG: f"{json.dumps(of_texts)}\n".encode(),
+            GENERATION_CONFIG: f"{json.dumps(stop_tokens)}\n".encode(),
+        }
+    if chat_template is not None:
+        files[CHAT_TEMPLATE] = chat_template.encode()
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return copy, [*files]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _name(named: Any) -> Any:
+    """Returns a token's name, also where it stands with how it is matched in texts."""
+    return named.get("content") if isinstance(named, dict) else named

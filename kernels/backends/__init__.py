@@ -1,0 +1,92 @@
+"""Backends: implementations of one attention step, and the choice among them."""
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+
+from ..device import device_kind
+from . import blockwise, reference
+from .hopper import launch as hopper
+from .hopper.launch import Launch
+from .tpu import launch as pallas_tpu
+from .triton_gpu import launch as triton_gpu
+
+
+class Backend(Protocol):
+    """One attention step and its gradients, as `reference` documents them."""
+
+    @property
+    def forward(self) -> Callable: ...
+
+    @property
+    def backward(self) -> Callable: ...
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A backend of two functions."""
+
+    forward: Callable
+    backward: Callable
+
+
+IMPLEMENTATIONS: Mapping[str, Backend] = {
+    "reference": reference,
+    "blockwise": blockwise,
+    "pallas_tpu": pallas_tpu,
+    "hopper": hopper,
+    "hopper_deterministic": Steps(
+        hopper.forward,
+        functools.partial(hopper.backward, launch=Launch(is_deterministic=True)),
+    ),
+    "triton": triton_gpu,
+}
+
+
+def check_implementation(implementation: str | Backend | None) -> None:
+    """Checks an argument of `choose`.
+
+    Raises:
+      ValueError: there is no implementation of that name.
+    """
+    is_backend = hasattr(implementation, "forward") and hasattr(
+        implementation, "backward"
+    )
+    if not (implementation is None or is_backend or implementation in IMPLEMENTATIONS):
+        raise ValueError(
+            f"{implementation=} is not one of {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def choose(implementation: str | Backend | None, dtype: jnp.dtype) -> Backend:
+    """Returns the backend of a name, or the best one for this type and device.
+
+    implementation: a key of `IMPLEMENTATIONS`, a backend itself, or None for the best.
+
+    Raises:
+      ValueError: there is no implementation of that name.
+    """
+    check_implementation(implementation)
+    if implementation is None:
+        implementation = _best(device_kind(), jnp.dtype(dtype))
+    if isinstance(implementation, str):
+        return IMPLEMENTATIONS[implementation]
+    return implementation
+
+
+@functools.cache  # so that the choice is logged once
+def _best(kind: str, dtype: jnp.dtype) -> str:
+    name = "blockwise"
+    if kind.startswith("TPU"):
+        name = "pallas_tpu"
+    elif hopper.HOPPER.match(kind) and dtype in hopper.TYPES:
+        name = "hopper"
+    elif kind.startswith("NVIDIA") and importlib.util.find_spec("jax_triton"):
+        name = "triton"
+    logging.getLogger(__name__).info("attention on %s in %s: %s", kind, dtype, name)
+    return name

@@ -1,0 +1,188 @@
+"""Adds the gradients of a tile in the TPU backward kernel, by pieces of its rows.
+
+The three stages of a piece wait for each other; those of other pieces, `ahead` pieces
+later, are issued between them:
+
+    stage 0   S^T = K Q^T             P^T = exp2(S^T - lse)
+    stage 1   dV += P^T dO            dP^T = V dO^T, dS^T = P^T (dP^T - delta)
+    stage 2   dQ += dS K              dK += dS^T Q
+
+Within a piece each matmul is issued once its operands are there, and dQ before dK:
+issued any earlier, more of them wait in registers, and spill.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ...masks import in_interval
+from . import diagonal
+from .bounds import SubBlockBounds
+from .orientation import Orientation
+from .tile_config import TileConfig
+from .vector import NN, NT, TN, dot
+
+STAGES = 3
+
+
+class QueryTile(NamedTuple):
+    """A query tile in VMEM."""
+
+    q: jax.Ref  # [R, D]
+    do: jax.Ref  # [R, D]
+    lse_delta: jax.Ref  # [2, R]
+    row_bounds: jax.Ref  # [2, R]: k_start, k_end
+    dq: jax.Ref  # [R, D], or swapped: accumulator
+
+
+class KeyTile(NamedTuple):
+    """A key tile in VMEM, or some keys of it."""
+
+    k: jax.Ref  # [keys, D]
+    v: jax.Ref  # [keys, D]
+    dk: jax.Ref  # [keys, D], or swapped: accumulator, as the next
+    dv: jax.Ref
+
+    def at(self, keys: pl.Slice, orientation: Orientation) -> "KeyTile":
+        """Returns some keys."""
+        return KeyTile(
+            k=self.k.at[keys, :],
+            v=self.v.at[keys, :],
+            dk=orientation.at(self.dk, keys),
+            dv=orientation.at(self.dv, keys),
+        )
+
+
+class BackwardTile(NamedTuple):
+    """A key tile with a query tile.
+
+    first_key: of the key tile. bounds: of the query tile. block_q: rows of a head.
+    granule: of diagonal tiles, if there are any.
+    """
+
+    keys: KeyTile
+    queries: QueryTile
+    first_key: jax.Array
+    bounds: SubBlockBounds
+    block_q: int
+    granule: int | None
+    config: TileConfig
+
+    def add_gradients(self, is_full: jax.Array, first_end: jax.Array) -> None:
+        """Adds the gradients of all pairs of the tile that are visible.
+
+        first_end: `diagonal.first_ends` of the query tile, less `first_key`.
+        """
+        blocks = self.config.blocks
+        is_diagonal = (first_end >= 0) & (first_end < blocks.block_k)
+        pl.when(is_full)(self._add_full)
+        known = diagonal.bases(self.granule, self.block_q, blocks.block_k)
+        for base in known:
+            is_base = diagonal.has_base(known, self.granule, first_end, base)
+            pl.when(is_diagonal & is_base)(
+                functools.partial(self._add_diagonal, base, first_end)
+            )
+        pl.when(~(is_full | is_diagonal))(self._add_partial)
+
+    def _add_full(self) -> None:
+        size = self.config.blocks.rows
+        starts = range(0, self.queries.q.shape[0], size)
+        pieces = [self._piece(self.keys, pl.ds(r, size)) for r in starts]
+        _interleave(pieces, self.config.blocks.ahead)
+
+    def _add_diagonal(self, base: int, first_end: jax.Array) -> None:
+        """Adds those of a diagonal tile; base: of `diagonal.bases`."""
+        blocks = self.config.blocks
+
+        def piece(strip: diagonal.Strip) -> Iterator[None]:
+            mask = functools.partial(
+                diagonal.mask,
+                first_end=first_end,
+                rows=(strip.rows.start, self.block_q),
+                axis=1,
+                masked=0.0,
+            )
+            live = pl.ds(0, len(strip.columns) * strip.width)
+            keys = self.keys.at(live, self.config.orientation)
+            return self._piece(keys, strip.rows, mask)
+
+        strips = diagonal.strips(blocks, self.block_q, base)
+        # The shortest first: the first matmul of all is soon done.
+        _interleave([piece(strip) for strip in strips[::-1]], blocks.diagonal_ahead)
+
+    def _add_partial(self) -> None:
+        """Adds those of the live granules of each sub-block, masked."""
+        exact_rows, granule, block_k = (
+            self.config.blocks.exact_rows,
+            self.config.blocks.live_columns,
+            self.config.blocks.block_k,
+        )
+
+        @pl.loop(0, self.queries.q.shape[0] // exact_rows)
+        def _(block):
+            rows = pl.ds(pl.multiple_of(block * exact_rows, exact_rows), exact_rows)
+            begin, count = self.bounds.live_granules(
+                block, self.first_key, block_k, granule
+            )
+            begin = pl.multiple_of(begin * granule, granule)
+
+            def mask(p: jax.Array) -> jax.Array:
+                k_start = self.queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
+                k_end = self.queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
+                key = lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
+                key = self.first_key + begin + key  # [keys, rows]
+                return jnp.where(in_interval(k_start, key, k_end), p, 0.0)
+
+            def add(width: int) -> None:
+                live = self.keys.at(pl.ds(begin, width), self.config.orientation)
+                _interleave([self._piece(live, rows, mask)], ahead=0)
+
+            # Shapes are static: one branch for each number of live granules.
+            for live in range(1, block_k // granule + 1):
+                pl.when(count == live)(functools.partial(add, live * granule))
+
+    def _piece(
+        self,
+        keys: KeyTile,
+        rows: pl.Slice,
+        mask: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> Iterator[None]:
+        """Adds the gradients of some rows and keys, stage by stage.
+
+        mask: of P^T, if there is one.
+        """
+        config, queries = self.config, self.queries
+        matmul = functools.partial(dot, precision=config.precision)
+        q = queries.q[rows, :]  # [rows, D]
+        do = queries.do[rows, :]  # [rows, D]
+        lse = queries.lse_delta[pl.ds(0, 1), rows]  # [1, rows]
+        delta = queries.lse_delta[pl.ds(1, 1), rows]  # [1, rows]
+        s, slope = config.scores_and_slope(keys.k[...], q)  # S^T [keys, rows]
+        p = jnp.exp2(s - lse)  # P^T [keys, rows]
+        if mask:
+            p = mask(p)  # [keys, rows]
+        yield
+        keys.dv[...] += config.product(p.astype(q.dtype), do, NN)  # as dv, and so on
+        dp = matmul(keys.v[...], do, NT)  # dP^T [keys, rows]
+        if slope is not None:
+            p *= slope  # [keys, rows]
+        ds = (p * (dp - delta)).astype(q.dtype)  # dS^T [keys, rows]
+        yield
+        dq_ref = config.orientation.at(queries.dq, rows)
+        dq_ref[...] += config.product(ds, keys.k[...], TN)
+        keys.dk[...] += config.product(ds, q, NN)
+        yield
+
+
+def _interleave(pieces: list[Iterator[None]], ahead: int) -> None:
+    """Issues the stages of all pieces, each `ahead` pieces before the one after it."""
+    for n in range(len(pieces) + ahead * (STAGES - 1)):
+        for stage in range(STAGES):
+            piece = n - stage * ahead
+            if 0 <= piece < len(pieces):
+                next(pieces[piece])

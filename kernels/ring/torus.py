@@ -1,0 +1,275 @@
+"""Rings of neighbours: in which order a ring visits chips that stand in a box.
+
+A ring's devices hand arrays from each to the next. Where chips stand on a torus or a
+grid, the order in which they are numbered jumps at the end of every row, and so do the
+transfers, over links that others need too: XLA for v5e then does not even start them
+ahead of the work that should hide them. A closed walk has no jumps: around a box wider
+than one chip, with an even side, or along a whole axis that is closed itself.
+
+A ring that is two axes of a mesh has gathers within its parts, and sums over what has
+the same place in them. XLA for v5e routes these only where the parts are boxes, each
+walked like the others: rows there and back, which is closed where the torus is, as it
+is along 16 chips of v5e and v6e and along multiples of 4 of v4 and v5p.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+Place = tuple[int, ...]
+WRAPS_FROM = dict.fromkeys(("TPU v4", "TPU v5", "TPU v5p", "TPU7x"), 4)
+WRAPS_FROM |= dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 16)
+"""Kinds of device whose axes of multiples of so many chips are closed: of a 3D torus
+only if all axes are (docs.cloud.google.com/tpu/docs). No slice of a v3 pod has any."""
+Shape = tuple[int, ...]
+Groups = tuple[tuple[int, ...], ...]
+
+
+def wraps(device_kind: str, shape: Shape) -> tuple[bool, bool, bool]:
+    """Returns which of three axes of a slice of these chips are closed."""
+    step = WRAPS_FROM.get(device_kind, 0)
+    sides = shape[:2] if step == 16 else shape
+    if not step or (len(sides) == 3 and any(side % step for side in sides)):
+        return False, False, False
+    return tuple(side % step == 0 for side in (*sides, 1, 1)[:3])
+
+
+def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
+    """Reorders devices of a mesh along one axis so that it is a closed walk.
+
+    devices: of the mesh; all lines along `axis` are reordered alike. Those that do not
+      know their place, as CPUs and GPUs, and lines that are no box stay as they are.
+    parts: into which the ring is cut, one after the other; if several, they are boxes
+      where the longest side divides into them evenly.
+    """
+    line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
+    places = [place(device) for device in line]
+    if None in places:
+        return devices
+    return np.take(devices, closed_walk(places, by_rows=parts > 1), axis=axis)
+
+
+def is_closed(devices: np.ndarray, axis: int) -> bool:
+    """Returns whether lines along `axis` go from each chip to one beside it, and back.
+
+    So they do too where devices do not know their place. All lines are alike.
+    """
+    line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
+    places = [place(device) for device in line]
+    if None in places or len(places) == 1:
+        return True
+    return _is_closed(places)
+
+
+def pairs_along(devices: np.ndarray, axis: int) -> tuple[Groups, Groups] | None:
+    """Groups the devices of an axis by pairs of neighbours, and by places in the pairs.
+
+    devices: of a mesh; of its lines along `axis` the first and the second are a pair,
+      and so on, as in rings that are closed walks.
+
+    Returns:
+      Numbers in each line of all lower ends of pairs and of all upper ends; and of both
+      of each pair. None where devices know no place, or pairs do not all lie alike.
+    """
+    lines = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
+    first, *others = (_pairs(list(map(place, line))) for line in lines)
+    return first if all(other == first for other in others) else None
+
+
+def _pairs(places: Sequence[Place | None]) -> tuple[Groups, Groups] | None:
+    """Groups one line as `pairs_along`."""
+    if None in places or len(places) % 2 or len(set(places)) < len(places):
+        return None
+    pairs = [(i, i + 1) for i in range(0, len(places), 2)]
+    ends = [sorted(pair, key=lambda i: places[i]) for pair in pairs]
+    ways = {tuple(np.subtract(places[b], places[a])) for a, b in ends}
+    if len(ways) > 1 or sum(*ways) != 1:
+        return None
+    return tuple(zip(*ends, strict=True)), tuple(pairs)
+
+
+def place(device: jax.Device) -> Place | None:
+    """Returns a TPU core's place: that of its chip, and which of its cores."""
+    coordinates = getattr(device, "coords", None)
+    if coordinates is None:
+        return None
+    return *coordinates, getattr(device, "core_on_chip", 0)
+
+
+def in_boxes(
+    shape: Sequence[int], devices: Sequence[jax.Device], axis: int
+) -> np.ndarray | None:
+    """Lays a mesh out in boxes of `shape[axis]` chips, around which there is a walk.
+
+    Chips of a box are next to each other; the axes of the mesh before and after `axis`
+    go over the boxes, the last in the shortest steps.
+
+    shape: devices along each axis of the mesh. axis: of its rings, as `ring_along`.
+
+    Returns:
+      The devices (*shape), or None where they do not fill a box, or no such box of
+      them has an even side.
+    """
+    places = [place(device) for device in devices]
+    if None in places:
+        return None
+    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
+    lengths = tuple(map(len, sides))
+    if math.prod(lengths) != len(places) or len(set(places)) != len(places):
+        return None
+    every = _boxes(lengths, tuple(shape), axis)
+    cuts = min(every, default=None, key=lambda cuts: _extents(cuts, axis))
+    if cuts is None:
+        return None
+    grid = np.empty(lengths, object)
+    for device, at in zip(devices, places, strict=True):
+        grid[tuple(side.index(x) for side, x in zip(sides, at, strict=True))] = device
+    # Chips of a box are next to each other: the last, fastest part of each side.
+    ranks = len(shape)
+    nested = [i for i in range(ranks) if i != axis] + [axis]
+    grid = grid.reshape([cut[i] for cut in cuts for i in nested])
+    order = [
+        side * ranks + nested.index(i)
+        for i in range(ranks)
+        for side in range(len(cuts))
+    ]
+    return grid.transpose(order).reshape(shape)
+
+
+def _boxes(
+    lengths: Sequence[int], shape: Shape, axis: int
+) -> Iterator[tuple[Shape, ...]]:
+    """Lists the ways to cut each side over the mesh's axes, with boxes along `axis`."""
+    for cuts in _cuts(lengths, shape):
+        box = [cut[axis] for cut in cuts]
+        is_wide = any(n % 2 == 0 for n in box) and sum(n > 1 for n in box) > 1
+        if is_wide or shape[axis] == 2:
+            yield cuts
+
+
+def _cuts(lengths: Sequence[int], shape: Shape) -> Iterator[tuple[Shape, ...]]:
+    """Lists the ways to cut each side into factors whose products are the shape."""
+    if not lengths:
+        if math.prod(shape) == 1:
+            yield ()
+        return
+    for cut in _factors(lengths[0], shape):
+        left = tuple(n // m for n, m in zip(shape, cut, strict=True))
+        yield from ((cut, *rest) for rest in _cuts(lengths[1:], left))
+
+
+def _factors(number: int, shape: Shape) -> Iterator[Shape]:
+    """Lists the ways to write a number as a product of factors of those of `shape`."""
+    if not shape:
+        if number == 1:
+            yield ()
+        return
+    common = math.gcd(number, shape[0])
+    for n in (n for n in range(1, common + 1) if common % n == 0):
+        yield from ((n, *rest) for rest in _factors(number // n, shape[1:]))
+
+
+def _extents(cuts: Sequence[Shape], axis: int) -> tuple[int, ...]:
+    """Counts the links from the first to the last device of each axis of the mesh.
+
+    Of the axis after the ring's first, then of the longest side of a box, so that what
+    is sent most often has the shortest way.
+    """
+    ranks = len(cuts[0])
+    inside = [[cut[axis] for cut in cuts]]  # chips that a step goes past, by side
+    links = []
+    for i in reversed([i for i in range(ranks) if i != axis]):
+        steps, lengths = inside[-1], [cut[i] for cut in cuts]
+        links.append(sum((n - 1) * m for n, m in zip(lengths, steps, strict=True)))
+        inside.append([n * m for n, m in zip(lengths, steps, strict=True)])
+    return links[0], max(inside[0]), *links[1:]
+
+
+def closed_walk(places: Sequence[Place], *, by_rows: bool = False) -> list[int]:
+    """Numbers of the places in an order in which each is a neighbour of the last.
+
+    places: all of a box, in any order, else they are left as they are. The last is a
+      neighbour of the first too, if a side of the box is even and another longer than
+      1. In one row, the way back takes the links that others do not, the other way.
+    by_rows: whether it goes along the longest side once, row by row, and closes only
+      around a torus.
+    """
+    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
+    shape = tuple(map(len, sides))
+    if math.prod(shape) != len(places):
+        return list(range(len(places)))
+    number = {
+        tuple(side.index(at) for side, at in zip(sides, place, strict=True)): i
+        for i, place in enumerate(places)
+    }
+    if len(number) != len(places):
+        return list(range(len(places)))
+    walk = _rows(shape) if by_rows else _walk(shape)
+    return [number[place] for place in walk]
+
+
+def _walk(shape: Shape) -> list[Place]:
+    """Walks through a box and back, in pairs along one side where that can be."""
+    for side in reversed(range(len(shape))):
+        walk = _in_pairs(shape, side)
+        if walk is not None and _is_closed(walk):
+            return walk
+    return _loop(shape)
+
+
+def _in_pairs(shape: Shape, side: int) -> list[Place] | None:
+    """Walks through a box of half this side; each place there is two here."""
+    if shape[side] % 2:
+        return None
+    walk: list[Place] = []
+    for *at, half in _loop((*shape[:side], *shape[side + 1 :], shape[side] // 2)):
+        pair = [(*at[:side], 2 * half + i, *at[side:]) for i in range(2)]
+        if walk and not _is_closed([walk[-1], pair[0]]):
+            pair.reverse()
+        walk += pair
+    return walk
+
+
+def _is_closed(walk: Sequence[Place]) -> bool:
+    """Returns whether each place is beside the next, and the last beside the first."""
+    return bool((np.abs(np.subtract(walk, np.roll(walk, 1, 0))).sum(1) == 1).all())
+
+
+def _loop(shape: tuple[int, ...]) -> list[Place]:
+    """Walks through a box and back: there in serpentines, back along one edge."""
+    even = next((i for i, side in enumerate(shape) if side % 2 == 0), None)
+    if even is None:
+        return _serpentine(shape)  # no walk of an odd number of steps is closed
+    columns = _serpentine(shape[:even] + shape[even + 1 :])
+    edge, rest = columns[0], columns[1:]
+    there = [
+        (row, column)
+        for row in range(shape[even])
+        for column in (rest if row % 2 == 0 else reversed(rest))
+    ]
+    if rest:
+        back = [(row, edge) for row in reversed(range(shape[even]))]
+    else:
+        back = [(row, edge) for row in range(shape[even])]
+    return [(*at[:even], row, *at[even:]) for row, at in there + back]
+
+
+def _rows(shape: tuple[int, ...]) -> list[Place]:
+    """Returns the snake order whose rows share their place on the longest side."""
+    first = shape.index(max(shape))
+    turned = _serpentine((shape[first], *shape[:first], *shape[first + 1 :]))
+    return [(*at[1 : first + 1], at[0], *at[first + 1 :]) for at in turned]
+
+
+def _serpentine(shape: tuple[int, ...]) -> list[Place]:
+    """Lists every place of a box, each a neighbour of the one before."""
+    if not shape:
+        return [()]
+    inner = _serpentine(shape[1:])
+    return [
+        (i, *place)
+        for i in range(shape[0])
+        for place in (inner if i % 2 == 0 else reversed(inner))
+    ]

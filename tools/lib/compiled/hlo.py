@@ -1,0 +1,370 @@
+"""Reads what a compiled program communicates, and what hides it, from scheduled HLO.
+
+`Compiled.as_text()` prints every computation in the order in which it runs, on TPUs
+and GPUs alike. An asynchronous collective is two instructions there, its start and its
+done; what stands between them runs meanwhile. The body of a loop is printed once: here
+it counts once an iteration.
+
+TPUs also run collectives inside a matrix product's fusion. They are printed three
+times: in fusions of their own for the start and for the done, and in the product's. A
+reduce-scatter may be printed as an all-reduce and a slice in a fusion that runs as one.
+
+On TPUs with SparseCores collectives may run there, beside everything else. They are
+computations of their own, called in three steps: the SparseCore is woken, is given the
+operand, and is waited for.
+"""
+
+import dataclasses
+import enum
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tools.lib.compiled.hiding import Transfer, hidden_shares
+from tools.lib.compiled.hlo_instructions import (
+    COLLECTIVES,
+    TRANSFER,
+    Instruction,
+    read_instruction,
+)
+from tools.lib.compiled.hlo_text import HEAD
+
+_FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
+_FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'
+_FUSED_PRODUCT = "async_collective_fusion"
+_FUSED_SCATTER = "all-reduce-scatter"
+_NAME = re.compile(r"%([\w.-]+)")
+
+
+class Fused(enum.Enum):
+    """The three computations in which a collective fused with a product is printed."""
+
+    START = enum.auto()
+    PRODUCT = enum.auto()
+    DONE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the program.
+
+    name: of the instruction that has its result.
+    bytes_sent: by each device, each time that it runs, with a ring algorithm:
+      of an array of n bytes on g devices (gathered, or before it is scattered),
+      (g - 1) / g · n, twice that for an all-reduce, and n for a permute.
+    group: devices that it spans; 2 or more.
+    times: that a run of the program runs it.
+    hidden_share: of a ring's transfer, how much of its step's kernels run between its
+      start and its done (see `hiding`). Of others, 1 if any kernel runs there, or if
+      they are fused with a product; else 0.
+    is_asynchronous: whether it has a start and a done, or is fused.
+    """
+
+    name: str
+    kind: str
+    bytes_sent: float
+    group: int
+    times: int
+    hidden_share: float
+    is_asynchronous: bool
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it runs during all the kernels that it could."""
+        return self.hidden_share == 1
+
+    @property
+    def total_bytes(self) -> float:
+        """Sent by each device in a run of the program."""
+        return self.bytes_sent * self.times
+
+
+@dataclass(frozen=True)
+class Program:
+    """Collectives, kernels and loops of a scheduled program.
+
+    computations: by name, each in its order.
+    bounds: by name of a loop's condition, the bound of its counter.
+    operands: of all instructions of computations with transfers, by names, in order.
+    """
+
+    entry: str
+    computations: dict[str, tuple[Instruction, ...]]
+    bounds: dict[str, int] = field(default_factory=dict)
+    operands: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, devices: int) -> "Program":
+        """Reads `Compiled.as_text()`.
+
+        devices: that the program runs on; the groups of a collective without any.
+
+        Raises:
+          ValueError: the text holds no program.
+        """
+        computations: dict[str, list[Instruction]] = {}
+        bounds: dict[str, int] = {}
+        operands: dict[str, dict[str, list[str]]] = {}
+        fused: dict[str, Fused] = {}
+        entry = name = ""
+        lines: list[str] = []
+        for line in text.splitlines():
+            head = HEAD.match(line)
+            if head:
+                name, lines = head[2], []
+                computations[name], operands[name] = [], {}
+                if name.startswith(_FUSED_PRODUCT):
+                    fused[name] = Fused.PRODUCT
+                entry = name if head[1] else entry
+            elif name:
+                lines.append(line)
+                result, *used = _NAME.findall(line) or [""]
+                operands[name][result] = used
+                instruction = read_instruction(line, devices)
+                if instruction:
+                    computations[name].append(instruction)
+                elif _is_loop_condition(line):
+                    bounds |= _bound(name, line, lines)
+                elif part := _fused_part(line):
+                    fused[name] = part
+        if not entry:
+            raise ValueError(f"no scheduled HLO program in {text[:80]!r}")
+        frozen = {
+            name: tuple(_fused_once(name, found, fused.get(name)))
+            for name, found in computations.items()
+        }
+        frozen = {
+            name: tuple(_offloaded(found, frozen)) for name, found in frozen.items()
+        }
+        with_transfers = {
+            name: operands[name]
+            for name, found in frozen.items()
+            if any(one.kind == TRANSFER and one.phase == "start" for one in found)
+        }
+        return cls(entry, frozen, bounds, with_transfers)
+
+    def trips(self, loop: Instruction) -> int | None:
+        """Returns a loop's trip count; None if that is not in the program.
+
+        A bound counts as the trips: JAX's scans count from 0, in ones.
+        """
+        return self.bounds.get(loop.condition) if loop.trips is None else loop.trips
+
+    @functools.cached_property
+    def runs(self) -> dict[str, int]:
+        """Number of runs of each computation in a run of the program.
+
+        Every branch of a conditional counts, and a loop of unknown trips once.
+        """
+        found: Counter[str] = Counter()
+
+        def visit(name: str, times: int) -> None:
+            found[name] += times
+            for instruction in self.computations.get(name, ()):
+                trips = 1
+                if instruction.kind == "loop":
+                    trips = self.trips(instruction)
+                    trips = 1 if trips is None else trips
+                for called in instruction.called:
+                    visit(called, times * trips)
+
+        visit(self.entry, 1)
+        return dict(found)
+
+    @functools.cached_property
+    def unknown_loops(self) -> int:
+        """Number of loops with collectives or kernels whose trip count is unknown."""
+        return sum(
+            self.trips(instruction) is None and self._is_busy(instruction)
+            for name in self.runs
+            for instruction in self.computations.get(name, ())
+            if instruction.kind == "loop"
+        )
+
+    def collectives(self) -> list[Collective]:
+        """Returns those that move anything, in the order of the computations."""
+        return [
+            collective
+            for name, times in self.runs.items()
+            if times
+            for collective in self._in_computation(name, times)
+            if collective.group > 1
+        ]
+
+    def kernels(self) -> Counter[str]:
+        """Counts the runs of the "forward" and the "backward" kernel."""
+        found: Counter[str] = Counter()
+        for name, times in self.runs.items():
+            for instruction in self.computations.get(name, ()):
+                if instruction.kind == "kernel":
+                    found[instruction.kernel] += times
+        return found
+
+    def orders(self) -> list[str]:
+        """Returns the order of transfers and kernels in computations with transfers.
+
+        s and d: start and done of a transfer. S: a synchronous one. F and B: a forward
+        and a backward kernel, by itself or fused with what takes its result.
+        """
+        found = ("".join(self._letters(name)) for name in self.computations)
+        return [order for order in found if set(order) & set("sS")]
+
+    def sequence(self, name: str) -> Iterator[Instruction]:
+        """Yields transfers and kernels of a computation, called ones included."""
+        for instruction in self.computations.get(name, ()):
+            if instruction.kind in (TRANSFER, "kernel"):
+                yield instruction
+            elif instruction.kind == "call":
+                for called in instruction.called:
+                    yield from self.sequence(called)
+
+    def _letters(self, name: str) -> Iterator[str]:
+        for instruction in self.sequence(name):
+            if instruction.kind == TRANSFER:
+                yield {"start": "s", "done": "d"}.get(instruction.phase, "S")
+            else:
+                yield instruction.kernel[0].upper()
+
+    def _in_computation(self, name: str, times: int) -> Iterator[Collective]:
+        instructions = self.computations.get(name, ())
+        kernels = [n for n, one in enumerate(instructions) if self._has_kernel(one)]
+        loops = [place for place in kernels if instructions[place].kind == "loop"]
+        started: dict[str, tuple[int, Instruction]] = {}
+        found: list[tuple[Instruction, int, Transfer]] = []
+        available = self._available(name)
+        for place, one in enumerate(instructions):
+            if one.kind in ("loop", "call", "kernel"):
+                continue
+            if one.phase == "start":
+                started[one.name] = place, one
+                continue
+            begin, start = place, one
+            if one.phase == "done":
+                begin, start = started.get(one.first_operand, (place, one))
+            transfer = Transfer(begin, place, available.get(start.name, -1))
+            found.append(
+                (dataclasses.replace(one, kind=start.kind), start.group, transfer)
+            )
+        rings = [moved for result, _, moved in found if result.kind == TRANSFER]
+        shares = hidden_shares(kernels, loops, rings)
+        share_of = dict(zip(rings, shares, strict=True))
+        for result, group, moved in found:
+            is_beside = any(moved.start < place < moved.done for place in kernels)
+            share = share_of.get(moved, float(is_beside or result.phase == "fused"))
+            yield _collective(result, group, times, share)
+
+    def _available(self, name: str) -> dict[str, int]:
+        """Returns the last kernel or done that each instruction depends on.
+
+        By names of instructions; the places of what they depend on, -1 for nothing.
+        """
+        events = {
+            one.name: place
+            for place, one in enumerate(self.computations.get(name, ()))
+            if one.phase == "done" or self._has_kernel(one)
+        }
+        found: dict[str, int] = {}
+        for result, used in self.operands.get(name, {}).items():
+            last = max((found.get(operand, -1) for operand in used), default=-1)
+            found[result] = events.get(result, last)
+        return found
+
+    def _has_kernel(self, instruction: Instruction) -> bool:
+        return instruction.kind == "kernel" or any(
+            self._has_kernel(inner)
+            for called in instruction.called
+            for inner in self.computations.get(called, ())
+        )
+
+    def _is_busy(self, instruction: Instruction) -> bool:
+        return any(
+            inner.kind not in ("loop", "call") or self._is_busy(inner)
+            for called in instruction.called
+            for inner in self.computations.get(called, ())
+        )
+
+
+def _is_loop_condition(line: str) -> bool:
+    return "ROOT" in line and "direction=LT" in line
+
+
+def _fused_part(line: str) -> Fused | None:
+    if _FUSED_DONE in line:
+        return Fused.DONE
+    return Fused.START if _FUSED_START in line else None
+
+
+def _fused_once(
+    name: str, found: list[Instruction], part: Fused | None
+) -> Iterator[Instruction]:
+    """Yields a computation's instructions; a fused collective only where it is done."""
+    for instruction in found:
+        if name.startswith(_FUSED_SCATTER) and instruction.kind == "all-reduce":
+            kept = instruction.size // instruction.group
+            instruction = dataclasses.replace(
+                instruction, kind="reduce-scatter", size=kept
+            )
+        if part is None or instruction.kind not in COLLECTIVES:
+            yield instruction
+        elif part is Fused.DONE:
+            yield dataclasses.replace(instruction, phase="fused")
+
+
+def _offloaded(
+    found: tuple[Instruction, ...], computations: dict[str, tuple[Instruction, ...]]
+) -> Iterator[Instruction]:
+    """Yields a computation's instructions; collectives of a SparseCore as such.
+
+    They start where the operand is given.
+    """
+    woken: dict[str, Instruction] = {}
+    for step in found:
+        if step.kind != "call" or not step.phase:
+            yield step
+            continue
+        if step.phase == "start":
+            for one in itertools.chain(*(computations[c] for c in step.called)):
+                if one.kind in COLLECTIVES:
+                    woken[step.name] = one
+        elif collective := woken.get(step.first_operand):
+            woken[step.name] = collective
+            is_start = step.phase == "update"
+            yield dataclasses.replace(
+                collective,
+                name=step.name,
+                phase="start" if is_start else "done",
+                first_operand=step.first_operand,
+                size=step.size,
+            )
+
+
+def _collective(
+    result: Instruction, group: int, times: int, hidden_share: float
+) -> Collective:
+    """Makes a collective from the instruction that has its result."""
+    factor = {
+        "all-gather": (group - 1) / max(group, 1),
+        "all-to-all": (group - 1) / max(group, 1),
+        "all-reduce": 2 * (group - 1) / max(group, 1),
+        "reduce-scatter": group - 1,  # of what one device keeps
+    }.get(result.kind, 1)
+    sent, is_asynchronous = factor * result.size, result.phase != ""
+    return Collective(
+        result.name, result.kind, sent, group, times, hidden_share, is_asynchronous
+    )
+
+
+def _bound(name: str, root: str, lines: list[str]) -> dict[str, int]:
+    """Returns the bound of a condition's counter, by the condition's name."""
+    operands = re.search(r" compare\((.*?)\)", root)
+    constant = operands and operands[1].split(",")[-1].split("%")[-1].strip()
+    for line in lines:
+        found = re.match(
+            rf"\s+%?{re.escape(constant or '')} = \S+ constant\((\d+)\)", line
+        )
+        if found:
+            return {name: int(found[1])}
+    return {}

@@ -1,0 +1,164 @@
+"""Compiles attention on a few tiles for an AOT topology.
+
+`tpu_schedule.py` runs this as a program, once for every kernel, as the compiler's dump
+flags hold for a whole process:
+
+    python -m tools.lib.compiled.tile_program '{"tile": {...}, ...}'
+
+compiles the request of `write_request`, and prints `Compiled` as JSON.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.tpu import launch
+from kernels.backends.tpu.block_sizes import TpuBlocks
+from tools.lib.compiled.pods import compile_for, tpu_devices
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile to compile, and the problem around it.
+
+    chip: of `pods.PODS`.
+    direction: "forward" or "backward".
+    block_q, block_k: query rows and key slots of the tile; `TpuBlocks` may have others.
+    group: query heads of a key/value head. Ours stacks their rows in a tile.
+    length: tokens, queries and keys alike.
+    has_carry: whether our forward kernel goes on from a partial result.
+    soft_cap: of the scores, if any.
+    kv_heads: one for each core of a megacore, or more.
+    """
+
+    chip: str
+    direction: str
+    block_q: int
+    block_k: int
+    head_dim: int
+    dtype: str
+    group: int
+    length: int
+    has_carry: bool = False
+    soft_cap: float | None = None
+    kv_heads: int = 2
+
+    def __post_init__(self):
+        if self.length % self.block_q or self.length % self.block_k:
+            raise ValueError(f"{self.length=} is not a multiple of the blocks: {self}")
+        if self.block_q % self.group:
+            raise ValueError(f"{self.block_q=} is not a multiple of {self.group=}")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function, the shapes of its arguments and the kernels in it that count."""
+
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Result of a compilation; vmem_bytes: by kernel, spills included."""
+
+    device_kind: str
+    libtpu: str
+    vmem_bytes: dict[str, int]
+
+
+def make_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
+    """Builds the program of the TPU kernel; blocks: None for the table's."""
+    tokens, heads = tile.length, tile.group * tile.kv_heads
+    q = jax.ShapeDtypeStruct((1, tokens, heads, tile.head_dim), tile.dtype)
+    k = jax.ShapeDtypeStruct((1, tokens, tile.kv_heads, tile.head_dim), tile.dtype)
+    bound = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    row = jax.ShapeDtypeStruct((1, heads, tokens), jnp.float32)
+    dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    sizes = BlockSizes(tile.block_q // tile.group, tile.block_k)
+    options = {
+        "scale": tile.head_dim**-0.5,
+        "soft_cap": tile.soft_cap,
+        "block_sizes": None if blocks else sizes,
+        "launch": launch.Launch(blocks=blocks),
+    }
+    if tile.direction == "forward":
+        return Program(
+            lambda *operands: launch.forward(
+                *operands[:5], **options, carry=operands[5:] or None
+            ),
+            (q, k, k, bound, bound, *([dq, row] if tile.has_carry else [])),
+            ("flash_forward",),
+        )
+    dk = jax.ShapeDtypeStruct(k.shape, jnp.float32)  # so far, as is dv
+    return Program(
+        lambda *operands: launch.backward(
+            *operands[:8], **options, dq=operands[8], dkv=operands[9:]
+        ),
+        (q, k, k, q, row, row, bound, bound, dq, dk, dk),
+        ("flash_backward",),
+    )
+
+
+def write_request(tile: Tile, blocks: TpuBlocks | None) -> str:
+    """Returns the argument that this program must be called with."""
+    return json.dumps({"tile": tile, "blocks": blocks}, default=dataclasses.asdict)
+
+
+def read_request(text: str) -> tuple[Tile, TpuBlocks | None]:
+    """Undoes `write_request`."""
+    request = json.loads(text)
+    blocks = request["blocks"]
+    return Tile(**request["tile"]), TpuBlocks(**blocks) if blocks else None
+
+
+def read_vmem(program_text: str, kernel: str) -> int:
+    """Returns the VMEM bytes of a kernel, from the text of the compiled program.
+
+    Raises:
+      ValueError: there is no such kernel, or more than one.
+    """
+    found = re.findall(
+        rf'%{kernel}[.\d]* = .*?"used_scoped_memory_configs":(\[.*?\])',
+        program_text,
+        re.DOTALL,
+    )
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} kernels {kernel!r} were compiled, instead of 1")
+    # Memory space 1 is VMEM.
+    return sum(
+        int(memory["size"])
+        for memory in json.loads(found[0])
+        if memory["memory_space"] == "1"
+    )
+
+
+def main(request: str) -> None:
+    """Compiles what a request asks for, and prints the result."""
+    tile, blocks = read_request(request)
+    program = make_program(tile, blocks)
+    device = tpu_devices(tile.chip)[0]
+    mesh = Mesh(np.array([device]), ("device",))
+    text = compile_for(mesh, program.function, *program.arguments).as_text()
+    compiled = Compiled(
+        device.device_kind,
+        importlib.metadata.version("libtpu"),
+        {kernel: read_vmem(text, kernel) for kernel in program.kernels},
+    )
+    print(json.dumps(dataclasses.asdict(compiled)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
