@@ -46,7 +46,7 @@ def record(**changes: Any) -> DecoderConfig:
         attention_sinks=True,
         qkv_bias=True,
         output_bias=True,
-        **read_rope(fields, {"rope_theta": 150_000.0}),
+        **read_rope(fields["rope_parameters"]),
     )
     return dataclasses.replace(sizes, **changes)
 

@@ -7,10 +7,17 @@ from typing import Any
 from data.json_text import short
 from models.sizes import LanguageModelConfig
 from tools.lib.hf.families import BY_TYPE, EXPERTS, FAMILIES, Family
-from tools.lib.hf.fields import ACTIVATIONS, HARMLESS, MADE_FROM, ONE_VALUE
+from tools.lib.hf.fields import (
+    ACTIVATIONS,
+    HARMLESS,
+    MADE_FROM,
+    ONE_VALUE,
+    SAME,
+    TRUTH,
+)
 from tools.lib.hf.multimodal import MODEL_TYPE as WITH_IMAGES
 from tools.lib.hf.multimodal import text_fields
-from tools.lib.hf.rope import read_rope, rope_fields, without_ntk
+from tools.lib.hf.rope import read_rope, rope_fields, rope_parameters, without_ntk
 from tools.lib.hf.windows import layer_pattern, window_fields
 
 # Field of config.json: field of ours that is the same number.
@@ -21,6 +28,11 @@ _SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
+# Those that say which layers see a window, as transformers' config classes read them.
+_OF_LAYERS = frozenset(
+    "num_hidden_layers sliding_window use_sliding_window max_window_layers "
+    "sliding_window_pattern layer_types".split()
+)
 _THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 LONGEST = "max_position_embeddings"
 # Fields that older and newer versions write in the place of ours.
@@ -36,41 +48,38 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     """
     fields = text_fields(fields)
     family = _family(fields)
-    wrong = _complaints(fields, family)
-    values = {name: _value(name, fields, family) for name in family.fields}
-    values |= family.always
-    wrong += [
+    wrong = _complaints(fields, family) + [
         f"{name}=None ({MADE_FROM[name].needed})"
         for name in _SIZES
-        if values[name] is None
+        if fields.get(name) is None and name not in family.may_lack
     ]
     if wrong:
         raise ValueError(
             f"config.json describes no model that can be read: {'; '.join(wrong)}"
         )
+    theirs = _normalised(fields, family)
+    values = {name: family.value(name, fields) for name in MADE_FROM}
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
-    pattern = layer_pattern(values)
-    activation = values.get("hidden_act") or values["hidden_activation"]
-    rope = read_rope(fields, family.fields)
+    pattern = layer_pattern(theirs, fields)
+    rope = read_rope(theirs.rope_parameters)
     if not pattern:
         rope.pop("window_rope_theta", None)
-    sizes = {ours: values[theirs] for theirs, ours in _SIZES.items()}
-    bias = values.get("attention_bias", False)
-    scalar = values.get("query_pre_attn_scalar", head_dim)
+    bias = values["attention_bias"] or False
+    scalar = values["query_pre_attn_scalar"] or head_dim
     return LanguageModelConfig(
-        **sizes,
+        **{ours: values[name] for name, ours in _SIZES.items()},
         num_kv_heads=values["num_key_value_heads"] or heads,
         head_dim=head_dim,
         norm_epsilon=float(values["rms_norm_eps"]),
         layer_pattern=pattern,
-        window=values["sliding_window"] if pattern else 0,
+        window=theirs.sliding_window if pattern else 0,
         attention_scale=0.0 if scalar == head_dim else scalar**-0.5,
-        attention_soft_cap=float(values.get("attn_logit_softcapping") or 0),
-        logit_soft_cap=float(values.get("final_logit_softcapping") or 0),
-        activation=ACTIVATIONS[activation],
+        attention_soft_cap=float(values["attn_logit_softcapping"] or 0),
+        logit_soft_cap=float(values["final_logit_softcapping"] or 0),
+        activation=ACTIVATIONS[values["hidden_act"] or values["hidden_activation"]],
         tied_embeddings=values["tie_word_embeddings"],
-        embedding_scale=_embedding_scale(family, hidden),
+        embedding_scale=hidden**0.5 if family.has_scaled_embeddings else 1.0,
         **{"qkv_bias": bias, "output_bias": bias, **family.fixed},
         **rope,
     )
@@ -150,10 +159,21 @@ def _family(fields: Mapping[str, Any]) -> Family:
     )
 
 
-def _value(name: str, fields: Mapping[str, Any], family: Family) -> Any:
-    value = fields.get(name, family.fields[name])
-    has_null = MADE_FROM[name].has_null
-    return family.fields[name] if value is None and not has_null else value
+def _normalised(fields: Mapping[str, Any], family: Family) -> Any:
+    """Returns transformers' config of layers and RoPE, the same for all versions.
+
+    Of checked fields: transformers passes over what it does not know, and of fields
+    that contradict each other it takes one.
+    """
+    names = _OF_LAYERS & family.fields & fields.keys()
+    said = {name: family.value(name, fields) for name in names}
+    types, layers = said.get("layer_types"), said["num_hidden_layers"]
+    if types is not None and len(types) != layers:
+        raise ValueError(
+            f"config.json has {len(types)} layer_types for num_hidden_layers={layers}"
+        )
+    rope = rope_parameters(fields, "rope_local_base_freq" in family.fields)
+    return family.config_class(**said, rope_parameters=rope)
 
 
 def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
@@ -163,22 +183,22 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
     for name, value in fields.items():
         if value is None or name in unknown or name in HARMLESS:
             continue
-        said = f"{name}={short(value)}"
+        text = f"{name}={short(value)}"
         if name in ONE_VALUE:
-            only = ONE_VALUE[name]
-            if not _is_same(value, only.value):
-                found.append(f"{said} (only {only.value!r}: {only.remedy})")
-            continue
-        read = MADE_FROM[name]
-        if name in family.fields:
-            if not read.is_right(value):
-                found.append(f"{said} ({read.needed})")
-            continue
-        nothing = [read.nothing, family.always.get(name)]
-        if read.same_as in family.fields:
-            nothing.append(_value(read.same_as, fields, family))
-        if not any(_is_same(value, other) for other in nothing):
-            found.append(f"{said}, which {family.model_type} has not")
+            only, remedy = ONE_VALUE[name]
+            if not _is_same(value, only):
+                found.append(f"{text} (only {only!r}: {remedy})")
+        elif name in family.fields:
+            if not MADE_FROM[name].is_right(value):
+                found.append(f"{text} ({MADE_FROM[name].needed})")
+        else:
+            nothing = [family.always.get(name)]
+            if MADE_FROM[name] is TRUTH:
+                nothing.append(False)
+            if SAME.get(name) in family.fields:
+                nothing.append(family.value(SAME[name], fields))
+            if not any(_is_same(value, other) for other in nothing):
+                found.append(f"{text}, which {family.model_type} has not")
     unknown -= {"model_type"}
     if unknown:
         found.append(
@@ -191,10 +211,6 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
 def _is_same(value: Any, other: Any) -> bool:
     """Returns whether two values are equal, of which true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _embedding_scale(family: Family, hidden: int) -> float:
-    return hidden**0.5 if family.has_scaled_embeddings else 1.0
 
 
 def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
@@ -219,7 +235,7 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
     }
     if not config.window and "layer_types" in family.fields:
         # None has a window, as the layers say: the size is what it would be.
-        fields["sliding_window"] = family.fields["sliding_window"]
+        fields["sliding_window"] = family.value("sliding_window", {})
     written = {name: value for name, value in fields.items() if name in family.fields}
     return {
         "architectures": [family.architecture],

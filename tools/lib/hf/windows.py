@@ -8,40 +8,29 @@ from tools.lib.hf.fields import LAYER_TYPES
 _NAMES = {ours: theirs for theirs, ours in LAYER_TYPES.items()}
 
 
-def layer_pattern(values: Mapping[str, Any]) -> str:
+def layer_pattern(theirs: Any, said: Mapping[str, Any]) -> str:
     """Returns the kinds of the layers, "w" or "f", which repeat; "" where none is "w".
 
-    values: of the fields of a family. `layer_types` says it all; where it is missing,
-    the layers from `max_window_layers` on have a window (all, in families without the
-    field), but for every `sliding_window_pattern`-th.
+    theirs: transformers' config, which has a type for each layer, or a window of all.
+    said: fields of config.json.
 
     Raises:
-      ValueError: not as many types as layers, or a window of 0 tokens.
+      ValueError: a window of 0 tokens.
     """
-    layers, types = values["num_hidden_layers"], values.get("layer_types")
-    has_window = values.get("use_sliding_window", True) and values.get("sliding_window")
-    if types is None:
-        first = values.get("max_window_layers", 0)
-        every = values.get("sliding_window_pattern", layers + 1)
-        kinds = "".join(
-            "w" if has_window and i >= first and (i + 1) % every else "f"
-            for i in range(layers)
-        )
-    else:
-        kinds = "".join(LAYER_TYPES[kind] for kind in types)
-    if len(kinds) != layers:
-        raise ValueError(
-            f"config.json has {len(kinds)} layer_types for num_hidden_layers={layers}"
-        )
-    if "w" not in kinds:
+    window = getattr(theirs, "sliding_window", None)
+    all_layers = [_NAMES["w"]] * theirs.num_hidden_layers
+    types = getattr(theirs, "layer_types", all_layers)
+    kinds = "".join(LAYER_TYPES[kind] for kind in types)
+    if "w" not in kinds or not (window or said.get("layer_types")):
         return ""
-    if not has_window:
-        used, size = (values.get(n) for n in ("use_sliding_window", "sliding_window"))
+    if not window:
+        used, size = (said.get(n) for n in ("use_sliding_window", "sliding_window"))
         raise ValueError(
             "config.json has sliding_attention in layer_types and "
             f"sliding_window={size}, use_sliding_window={used}: a window needs a size"
         )
-    return _shortest(kinds)
+    lengths = range(1, len(kinds) + 1)
+    return next(kinds[:n] for n in lengths if _repeated(kinds[:n], len(kinds)) == kinds)
 
 
 def window_fields(layers: int, pattern: str, window: int) -> dict[str, Any]:
@@ -57,12 +46,6 @@ def window_fields(layers: int, pattern: str, window: int) -> dict[str, Any]:
     if pattern == "w" * (every - 1) + "f":  # what older versions know
         fields["sliding_window_pattern"] = every
     return fields
-
-
-def _shortest(kinds: str) -> str:
-    """Returns the shortest pattern that repeats to these kinds."""
-    lengths = range(1, len(kinds) + 1)
-    return next(kinds[:n] for n in lengths if _repeated(kinds[:n], len(kinds)) == kinds)
 
 
 def _repeated(pattern: str, layers: int) -> str:
