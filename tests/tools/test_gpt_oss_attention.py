@@ -46,7 +46,7 @@ def record(**changes: Any) -> DecoderConfig:
         attention_sinks=True,
         qkv_bias=True,
         output_bias=True,
-        **read_rope(fields["rope_parameters"]),
+        **read_rope(fields, 150_000.0),
     )
     return dataclasses.replace(sizes, **changes)
 

@@ -17,8 +17,8 @@ from tools.lib.hf.fields import (
 )
 from tools.lib.hf.multimodal import MODEL_TYPE as WITH_IMAGES
 from tools.lib.hf.multimodal import text_fields
-from tools.lib.hf.rope import read_rope, rope_fields, rope_parameters, without_ntk
-from tools.lib.hf.windows import layer_pattern, window_fields
+from tools.lib.hf.rope import read_rope, rope_fields, without_ntk
+from tools.lib.hf.windows import read_windows, window_fields
 
 # Field of config.json: field of ours that is the same number.
 _SIZES = {
@@ -28,11 +28,6 @@ _SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
-# Those that say which layers see a window, as transformers' config classes read them.
-_OF_LAYERS = frozenset(
-    "num_hidden_layers sliding_window use_sliding_window max_window_layers "
-    "sliding_window_pattern layer_types".split()
-)
 _THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 LONGEST = "max_position_embeddings"
 # Fields that older and newer versions write in the place of ours.
@@ -57,12 +52,11 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
         raise ValueError(
             f"config.json describes no model that can be read: {'; '.join(wrong)}"
         )
-    theirs = _normalised(fields, family)
     values = {name: family.value(name, fields) for name in MADE_FROM}
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
-    pattern = layer_pattern(theirs, fields)
-    rope = read_rope(theirs.rope_parameters)
+    pattern, window = read_windows(fields, family)
+    rope = read_rope(fields, family.config_class.default_theta)
     if not pattern:
         rope.pop("window_rope_theta", None)
     bias = values["attention_bias"] or False
@@ -73,7 +67,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
         head_dim=head_dim,
         norm_epsilon=float(values["rms_norm_eps"]),
         layer_pattern=pattern,
-        window=theirs.sliding_window if pattern else 0,
+        window=window,
         attention_scale=0.0 if scalar == head_dim else scalar**-0.5,
         attention_soft_cap=float(values["attn_logit_softcapping"] or 0),
         logit_soft_cap=float(values["final_logit_softcapping"] or 0),
@@ -103,30 +97,37 @@ def config_fields(
         original cannot be read.
     """
     config, original = without_ntk(config), text_fields(original)
-    families = FAMILIES
-    if original:
-        families = (_family(original),)
-        wrong = _complaints(original, families[0])
-        if wrong:
-            raise ValueError(f"config.json of the original: {'; '.join(wrong)}")
-    longest = _longest(config, original.get(LONGEST) or 0, context_tokens)
-    lacking = {}
-    for family in families:
-        written = _written(config, family)
-        lacking[family.model_type] = _differences(written, config)
-        if not lacking[family.model_type]:
-            return {
-                # Not those that transformers takes where there are none.
-                **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-                **_kept(original),
-                **_as_original(written, original, config),
-                **({LONGEST: longest} if longest else {}),
-                "torch_dtype": dtype,
-            }
-    nearest = min(lacking, key=lambda kind: len(lacking[kind]))
-    among = "" if original else " (the nearest family)"
-    other = "; ".join(lacking[nearest])
-    raise ValueError(f"the model cannot be written as {nearest}{among}: {other}")
+    families = (_family(original),) if original else FAMILIES
+    if wrong := original and _complaints(original, families[0]):
+        raise ValueError(f"config.json of the original: {'; '.join(wrong)}")
+    tried = [_written(config, family) for family in families]
+    lacking = [_differences(fields, config) for fields in tried]
+    nearest = min(range(len(tried)), key=lambda number: len(lacking[number]))
+    written = tried[nearest]
+    if lacking[nearest]:
+        among = "" if original else " (the nearest family)"
+        raise ValueError(
+            f"the model cannot be written as {written['model_type']}{among}: "
+            f"{'; '.join(lacking[nearest])}"
+        )
+    for name in sorted(original.keys() & MADE_FROM.keys() - {"rope_parameters"}):
+        as_there = written | {name: original[name]}
+        if not _differences(as_there, config):
+            written = as_there
+    longest, scaling = original.get(LONGEST) or 0, config.rope_scaling
+    if scaling.rope_type == "yarn":  # whose factor transformers 4 takes from it
+        longest = round(scaling.factor * scaling.original_max_position_embeddings)
+    else:
+        longest = max(longest, context_tokens)
+    kept = original.keys() - MADE_FROM.keys() - {*_REPLACED}
+    return {
+        # Not those that transformers takes where there are none.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **{name: value for name, value in original.items() if name in kept},
+        **written,
+        **({LONGEST: longest} if longest else {}),
+        "torch_dtype": dtype,
+    }
 
 
 def context_change(fields: Mapping[str, Any], original: Mapping[str, Any]) -> str:
@@ -134,14 +135,6 @@ def context_change(fields: Mapping[str, Any], original: Mapping[str, Any]) -> st
     now, before = fields.get(LONGEST), text_fields(original).get(LONGEST)
     same = not original or now == before
     return "" if same else f"{LONGEST}={now}, which is {before} in the original"
-
-
-def _longest(config: LanguageModelConfig, original: int, context_tokens: int) -> int:
-    """Returns the longest context, in tokens; 0 if it is not known."""
-    scaling = config.rope_scaling
-    if scaling.rope_type == "yarn":  # whose factor transformers 4 takes from it
-        return round(scaling.factor * scaling.original_max_position_embeddings)
-    return max(original, context_tokens)
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
@@ -157,23 +150,6 @@ def _family(fields: Mapping[str, Any]) -> Family:
         f"config.json has model_type={short(kind)} (only {', '.join(BY_TYPE)}, and the "
         f"text of {WITH_IMAGES})"
     )
-
-
-def _normalised(fields: Mapping[str, Any], family: Family) -> Any:
-    """Returns transformers' config of layers and RoPE, the same for all versions.
-
-    Of checked fields: transformers passes over what it does not know, and of fields
-    that contradict each other it takes one.
-    """
-    names = _OF_LAYERS & family.fields & fields.keys()
-    said = {name: family.value(name, fields) for name in names}
-    types, layers = said.get("layer_types"), said["num_hidden_layers"]
-    if types is not None and len(types) != layers:
-        raise ValueError(
-            f"config.json has {len(types)} layer_types for num_hidden_layers={layers}"
-        )
-    rope = rope_parameters(fields, "rope_local_base_freq" in family.fields)
-    return family.config_class(**said, rope_parameters=rope)
 
 
 def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
@@ -256,20 +232,3 @@ def _differences(written: Mapping[str, Any], config: LanguageModelConfig) -> lis
         for name, value in dataclasses.asdict(config).items()
         if found[name] != value
     ]
-
-
-def _as_original(
-    written: dict[str, Any], original: Mapping[str, Any], config: LanguageModelConfig
-) -> dict[str, Any]:
-    """Returns the fields with the original's values, where the model is the same."""
-    for name in sorted(original.keys() & MADE_FROM.keys() - {"rope_parameters"}):
-        changed = written | {name: original[name]}
-        if not _differences(changed, config):
-            written = changed
-    return written
-
-
-def _kept(original: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that no model here is made from."""
-    dropped = MADE_FROM.keys() | {*_REPLACED}
-    return {name: value for name, value in original.items() if name not in dropped}

@@ -41,7 +41,7 @@ NUMBER = Kind(
     lambda value: is_number(value) and value > 0, "a number above 0 is needed"
 )
 TRUTH = Kind(lambda value: isinstance(value, bool), "true or false is needed")
-OBJECT = Kind(lambda value: isinstance(value, dict), "an object is needed")
+_OBJECT = Kind(lambda value: isinstance(value, dict), "an object is needed")
 _TYPES = Kind(_are_layer_types, f"a list of {' and '.join(LAYER_TYPES)} is needed")
 _ACTIVATION = Kind(
     lambda value: isinstance(value, str) and value in ACTIVATIONS,
@@ -55,7 +55,7 @@ _NAMES = {
     NUMBER: "rms_norm_eps query_pre_attn_scalar attn_logit_softcapping "
     "final_logit_softcapping rope_theta rope_local_base_freq",
     TRUTH: "attention_bias tie_word_embeddings use_sliding_window",
-    OBJECT: "rope_scaling rope_parameters",
+    _OBJECT: "rope_scaling rope_parameters",
     _TYPES: "layer_types",
     _ACTIVATION: "hidden_act hidden_activation",
 }

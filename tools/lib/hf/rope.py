@@ -1,7 +1,7 @@
 """RoPE in config.json: its fields of all versions, and ours."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.json_text import short
@@ -9,10 +9,10 @@ from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
 from tools.lib.hf.fields import LAYER_TYPES, NUMBER, SIZE, TRUTH
 
-_LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-# Scalings that are read, and written but for the first: the fields that each must have,
-# and those that it may lack.
-_FIELDS = {
+_WINDOW, _FULL = LAYER_TYPES
+_ORIGINAL = "original_max_position_embeddings"
+# The fields that each scaling must have, and those that it may lack.
+_NEEDED = {
     "default": (),
     "linear": ("factor",),
     "yarn": ("factor", _ORIGINAL),
@@ -21,50 +21,37 @@ _FIELDS = {
 _OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
 _TYPES = {field.name: field.type for field in dataclasses.fields(RopeScaling)}
 _KINDS = {int: SIZE, float: NUMBER, bool: TRUTH}
-_WINDOW, _FULL = LAYER_TYPES
 
 
-def rope_parameters(said: Mapping[str, Any], has_two: bool) -> dict[str, Any]:
-    """Returns the field `rope_parameters` of transformers 5 for those of any version.
+def read_rope(
+    said: Mapping[str, Any], theta: float | Mapping[str, float]
+) -> dict[str, Any]:
+    """Returns `rope_theta` and `rope_scaling` of a model, and its `window_rope_theta`.
+
+    transformers would take one of fields that contradict each other.
 
     said: fields of config.json.
-    has_two: whether layers with a window have a base of their own.
+    theta: transformers' `default_theta`: of all layers, or of "global" and of "local"
+      ones, which have a window.
 
     Raises:
       ValueError: a scaling that a model here has not, or fields that contradict each
-        other, of which transformers would take one.
+        other.
     """
     given = said.get("rope_parameters") or {}
-    places = {
-        "rope_theta": {"rope_theta": said.get("rope_theta")},
-        "rope_scaling": said.get("rope_scaling"),
-        "rope_parameters": given,
-    }
-    if not has_two:
-        return _checked(_merged(places), said)
-    if given.keys() - {_FULL, _WINDOW}:
+    longest = said.get("max_position_embeddings")
+    places = [{"rope_theta": said.get("rope_theta")}, said.get("rope_scaling")]
+    if not isinstance(theta, Mapping):
+        return _read([*places, given], theta, longest)
+    kinds = {type(rope) for rope in given.values()}
+    if given.keys() - {_FULL, _WINDOW} or kinds - {dict, type(None)}:
         raise ValueError(
             f"config.json has rope_parameters={short(given)}, where {_FULL} and "
-            f"{_WINDOW} are needed"
+            f"{_WINDOW} are needed, two objects"
         )
-    places["rope_parameters"] = given.get(_FULL)
-    of_windows = {
-        "rope_local_base_freq": {"rope_theta": said.get("rope_local_base_freq")},
-        _WINDOW: given.get(_WINDOW),
-    }
-    both = {_FULL: _merged(places), _WINDOW: _merged(of_windows)}
-    return {layers: _checked(rope, said) for layers, rope in both.items()}
-
-
-def read_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns RoPE's fields of a model here for the `rope_parameters` of transformers.
-
-    Raises:
-      ValueError: RoPE of layers with a window is scaled, or a number is out of range.
-    """
-    if _FULL not in rope:
-        return _ours(rope)
-    ours, local = _ours(rope[_FULL]), _ours(rope[_WINDOW])
+    ours = _read([*places, given.get(_FULL)], theta["global"], longest)
+    places = [{"rope_theta": said.get("rope_local_base_freq")}, given.get(_WINDOW)]
+    local = _read(places, theta["local"], longest)
     if local["rope_scaling"] != RopeScaling():
         raise ValueError(
             f"config.json has RoPE scaling {local['rope_scaling'].rope_type!r} in "
@@ -73,12 +60,53 @@ def read_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return ours | {"window_rope_theta": 0.0 if ours == local else local["rope_theta"]}
 
 
+def _read(places: Sequence[Any], theta: float, longest: int | None) -> dict[str, Any]:
+    """Returns base and scaling, said in several places.
+
+    theta: the base where none is said.
+    longest: the context of config.json, which YaRN takes for the original one.
+    """
+    rope: dict[str, Any] = {}
+    for place in places:
+        for name, value in (place or {}).items():
+            name = "rope_type" if name == "type" else name
+            if value is not None and rope.setdefault(name, value) != value:
+                raise ValueError(
+                    f"config.json has {short(name)} twice, as {short(rope[name])} "
+                    f"and {short(value)}"
+                )
+    theta = rope.pop("rope_theta", theta)
+    if rope.pop("partial_rotary_factor", 1) != 1:
+        raise ValueError(
+            "config.json has a partial_rotary_factor: only whole heads are rotated here"
+        )
+    kind = rope.pop("rope_type", None if rope else "default")
+    if not isinstance(kind, str) or kind not in _NEEDED:
+        raise ValueError(
+            f"config.json has RoPE scaling {short(kind)} (only {', '.join(_NEEDED)})"
+        )
+    if kind == "yarn" and longest is not None:
+        rope.setdefault(_ORIGINAL, longest)
+    unknown = rope.keys() - {*_NEEDED[kind], *_OPTIONAL.get(kind, ())}
+    wrong = [f"with {short(n)}, which models here have not" for n in sorted(unknown)]
+    wrong += [f"without {name}" for name in _NEEDED[kind] if name not in rope]
+    for name, value in {"rope_theta": theta, **rope}.items():
+        right = _KINDS[_TYPES.get(name, float)]
+        if name not in unknown and not right.is_right(value):
+            wrong.append(f"with {name}={short(value)} ({right.needed})")
+    if wrong:
+        raise ValueError(f"config.json has RoPE scaling {kind!r} {', '.join(wrong)}")
+    scaling = {name: _TYPES[name](value) for name, value in rope.items()}
+    scaling["rope_type"] = "none" if kind == "default" else kind
+    return {"rope_theta": float(theta), "rope_scaling": RopeScaling(**scaling)}
+
+
 def rope_fields(config: LanguageModelConfig) -> dict[str, Any]:
     """Returns the RoPE fields of `config.json` for ours: undoes `read_rope`."""
     theta, scaling = config.rope_theta, config.rope_scaling
     kind, fields = scaling.rope_type, None
-    if kind in _FIELDS:
-        names = ("rope_type", *_FIELDS[kind], *_OPTIONAL.get(kind, ()))
+    if kind in _NEEDED:
+        names = ("rope_type", *_NEEDED[kind], *_OPTIONAL.get(kind, ()))
         fields = {name: getattr(scaling, name) for name in names}
         if not fields.get("attention_factor", 1):
             del fields["attention_factor"]  # that of the formula
@@ -95,74 +123,3 @@ def without_ntk(config: LanguageModelConfig) -> LanguageModelConfig:
         return config
     theta = config.rope_theta * scaling.factor ** (head_dim / (head_dim - 2))
     return dataclasses.replace(config, rope_theta=theta, rope_scaling=RopeScaling())
-
-
-def _merged(places: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of several places as one.
-
-    Raises:
-      ValueError: a place holds no object, or two contradict each other.
-    """
-    rope: dict[str, Any] = {}
-    for place, found in places.items():
-        found = {} if found is None else found
-        if not isinstance(found, Mapping):
-            raise ValueError(f"config.json has {place}={short(found)}, no object")
-        for name, value in found.items():
-            name = "rope_type" if name == "type" else name
-            if value is not None and rope.setdefault(name, value) != value:
-                raise ValueError(
-                    f"config.json has {short(name)} twice, as {short(rope[name])} "
-                    f"and {short(value)}"
-                )
-    return rope
-
-
-def _checked(rope: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns merged fields.
-
-    Raises:
-      ValueError: a scaling, or a field of it, that a model here has not, a field that
-        is missing, or only a part of each head is rotated.
-    """
-    if rope.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError(
-            "config.json has a partial_rotary_factor: only whole heads are rotated here"
-        )
-    kind = rope.get("rope_type", None if rope.keys() - {"rope_theta"} else "default")
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ValueError(
-            f"config.json has RoPE scaling {short(kind)} (only {', '.join(_FIELDS)})"
-        )
-    if kind == "yarn" and said.get(_LONGEST) is not None:
-        rope.setdefault(_ORIGINAL, said[_LONGEST])
-    values = {name: value for name, value in rope.items() if name != "rope_type"}
-    needed = {*_FIELDS[kind]}
-    unknown = values.keys() - needed - {"rope_theta", *_OPTIONAL.get(kind, ())}
-    if unknown:
-        raise ValueError(
-            f"config.json has RoPE scaling {kind!r} with "
-            f"{short(', '.join(sorted(unknown)))}, which models here have not"
-        )
-    if missing := needed - rope.keys():
-        raise ValueError(
-            f"config.json has RoPE scaling {kind!r} without "
-            f"{', '.join(sorted(missing))}: copy it again"
-        )
-    for name, value in values.items():
-        right, wanted = _KINDS[_TYPES.get(name, float)]
-        if not right(value):
-            raise ValueError(
-                f"config.json has {name}={short(value)} of RoPE, where {wanted}"
-            )
-    return rope
-
-
-def _ours(rope: Mapping[str, Any]) -> dict[str, Any]:
-    kind = rope.get("rope_type", "default")
-    scaling = {name: _TYPES[name](rope[name]) for name in rope.keys() & _TYPES.keys()}
-    scaling["rope_type"] = "none" if kind == "default" else kind
-    return {
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": RopeScaling(**scaling),
-    }

@@ -3,34 +3,49 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tools.lib.hf.families import Family
 from tools.lib.hf.fields import LAYER_TYPES
 
 _NAMES = {ours: theirs for theirs, ours in LAYER_TYPES.items()}
+_FIELDS = frozenset(
+    "num_hidden_layers sliding_window use_sliding_window max_window_layers "
+    "sliding_window_pattern layer_types".split()
+)
 
 
-def layer_pattern(theirs: Any, said: Mapping[str, Any]) -> str:
-    """Returns the kinds of the layers, "w" or "f", which repeat; "" where none is "w".
+def read_windows(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
+    """Returns the kinds of the layers, which repeat, and the window; or "" and 0.
 
-    theirs: transformers' config, which has a type for each layer, or a window of all.
+    transformers' config class makes types of layers of the fields of any version.
+
     said: fields of config.json.
 
     Raises:
-      ValueError: a window of 0 tokens.
+      ValueError: not as many types as layers, or a window of 0 tokens.
     """
-    window = getattr(theirs, "sliding_window", None)
-    all_layers = [_NAMES["w"]] * theirs.num_hidden_layers
-    types = getattr(theirs, "layer_types", all_layers)
-    kinds = "".join(LAYER_TYPES[kind] for kind in types)
-    if "w" not in kinds or not (window or said.get("layer_types")):
-        return ""
-    if not window:
-        used, size = (said.get(n) for n in ("use_sliding_window", "sliding_window"))
+    fields = {n: family.value(n, said) for n in said.keys() & _FIELDS & family.fields}
+    layers, types = fields["num_hidden_layers"], fields.get("layer_types")
+    if types is not None and len(types) != layers:
         raise ValueError(
-            "config.json has sliding_attention in layer_types and "
-            f"sliding_window={size}, use_sliding_window={used}: a window needs a size"
+            f"config.json has {len(types)} layer_types for num_hidden_layers={layers}"
         )
-    lengths = range(1, len(kinds) + 1)
-    return next(kinds[:n] for n in lengths if _repeated(kinds[:n], len(kinds)) == kinds)
+    theirs = family.config_class(**fields)
+    window = getattr(theirs, "sliding_window", None)
+    # Mistral has a window in all layers, or none.
+    kinds = getattr(theirs, "layer_types", [_NAMES["w"]] * layers)
+    kinds = "".join(LAYER_TYPES[kind] for kind in kinds)
+    if "w" not in kinds or not (window or types):
+        return "", 0
+    if not window:
+        used = family.value("use_sliding_window", said)
+        raise ValueError(
+            "config.json has sliding_attention in layer_types and sliding_window="
+            f"{said.get('sliding_window')}, use_sliding_window={used}: a window needs "
+            "a size"
+        )
+    lengths = range(1, layers + 1)
+    found = (kinds[:n] for n in lengths if _repeated(kinds[:n], layers) == kinds)
+    return next(found), window
 
 
 def window_fields(layers: int, pattern: str, window: int) -> dict[str, Any]:
