@@ -4,51 +4,40 @@ import dataclasses
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from data.json_text import parse_json
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
 from tests.cases import pairs
 from tests.fuzzing import altered, fuzz
-from tests.tools import hf_published
-from tests.tools.hf_published import (
-    GEMMA2_27B,
-    GEMMA3_1B,
-    LLAMA2_70B,
-    LLAMA3_8B,
-    MISTRAL3,
-    PUBLISHED,
-    QWEN25_7B,
-)
 from tools.lib.hf.config import config_fields, model_config
 from tools.lib.hf.families import BY_TYPE
 from tools.lib.hf.multimodal import text_fields
 
-
-@pytest.mark.parametrize(
-    ("fields", "sizes", "vocab_size", "parts"), PUBLISHED.values(), ids=PUBLISHED
-)
-def test_published_models_are_read(fields, sizes, vocab_size, parts):
-    expected = LanguageModelConfig(*sizes, vocab_size=vocab_size, **parts)
-    assert model_config(fields) == expected
-    # And as transformers 5 writes its fields.
-    with_two = (
-        "rope_local_base_freq" in BY_TYPE[text_fields(fields)["model_type"]].fields
-    )
-    if not with_two:
-        rope = {"rope_type": "default", "rope_theta": fields.get("rope_theta", 1e4)}
-        others = {n: v for n, v in fields.items() if n != "rope_theta"}
-        others.pop("rope_scaling", None)
-        assert model_config(others | {"rope_parameters": rope}) == expected
+PUBLISHED, RECORDS = {}, {}
+for case, record in pairs("published_configs.txt"):
+    name, _, fields = case.partition(" ")
+    PUBLISHED[name], parts = json.loads(fields), json.loads(record)
+    scaling = RopeScaling(**parts.pop("rope_scaling", {}))
+    RECORDS[name] = LanguageModelConfig(**parts, rope_scaling=scaling)
+LLAMA3_8B, QWEN25_7B = PUBLISHED["LLAMA3_8B"], PUBLISHED["QWEN25_7B"]
 
 
-@pytest.mark.parametrize("fields", [case[0] for case in PUBLISHED.values()])
-def test_what_is_written_is_read_as_the_same_model(fields):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read(name):
+    assert model_config(PUBLISHED[name]) == RECORDS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_written_is_read_as_the_same_model(name):
     """With the original, and as the first family that has such a model."""
-    config = model_config(fields)
+    fields, config = PUBLISHED[name], RECORDS[name]
     for original in (fields, {}):
         written = config_fields(config, "bfloat16", original)
         assert model_config(written) == config
+        # And as transformers reads it, and writes its own fields.
+        assert model_config(AutoConfig.for_model(**written).to_dict()) == config
         assert written["torch_dtype"] == "bfloat16" and "dtype" not in written
         text = text_fields(fields)
         if original or text["model_type"] != "mistral" or config.window:
@@ -59,6 +48,55 @@ def test_what_is_written_is_read_as_the_same_model(fields):
         assert {n: written[n] for n in kept} == {
             n: text_fields(original).get(n) for n in kept
         }
+
+
+# Fields of other versions, or none (...), and what of the record is another.
+SCALED = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+SCALED |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+YARN = {"type": "yarn", "factor": 16, "attention_factor": None}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+NO_CAPS = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+TWO_BASES = {
+    "full_attention": LINEAR | {"rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+}
+TWO = {"rope_scaling": RopeScaling("linear", 8.0), "window_rope_theta": 5e4}
+CHANGED = [
+    (
+        "LLAMA3_8B",
+        {"rope_scaling": SCALED},
+        {"rope_scaling": RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)},
+    ),
+    (
+        "LLAMA3_8B",
+        {"rope_scaling": YARN, "max_position_embeddings": 4096},
+        {"rope_scaling": RopeScaling("yarn", 16.0, 4096)},
+    ),
+    (
+        "LLAMA2_70B",
+        {"rope_scaling": {"type": "linear", "factor": 4}},
+        {"rope_scaling": RopeScaling("linear", 4.0)},
+    ),
+    ("GEMMA3_1B", {"rope_scaling": LINEAR, "rope_local_base_freq": 5e4}, TWO),
+    (
+        "GEMMA3_1B",
+        {"rope_parameters": TWO_BASES}
+        | dict.fromkeys(("rope_theta", "rope_local_base_freq"), ...),
+        TWO,
+    ),
+    ("GEMMA2_27B", NO_CAPS, {"attention_soft_cap": 0.0, "logit_soft_cap": 0.0}),
+    ("GEMMA2_27B", dict.fromkeys(NO_CAPS, ...), {}),
+    ("MISTRAL3", {"sliding_window": ...}, {"layer_pattern": "w", "window": 4096}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "parts"), CHANGED)
+def test_fields_of_other_versions_are_read(name, changes, parts):
+    fields = (PUBLISHED[name] | changes).items()
+    config = model_config({n: value for n, value in fields if value is not ...})
+    assert config == dataclasses.replace(RECORDS[name], **parts)
+    assert isinstance(config.rope_scaling.factor, float)
+    assert model_config(config_fields(config, "float32", {})) == config
 
 
 def kinds(types: str) -> list[str]:
@@ -97,24 +135,6 @@ def test_kinds_of_layers_are_the_shortest_pattern_that_repeats(
     assert model_config(wide).window == (1 << 20 if pattern else 0)
 
 
-def test_gemma_3_has_two_bases_of_rope():
-    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-    local = {"rope_type": "default", "rope_theta": 5e4}
-    both = {"full_attention": full, "sliding_attention": local}
-    old = {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 1e6}
-    config = model_config(GEMMA3_1B | old | {"rope_local_base_freq": 5e4})
-    assert config.window_rope_theta == 5e4
-    assert config.rope_scaling == RopeScaling("linear", 8.0)
-    others = {n: v for n, v in GEMMA3_1B.items() if not n.startswith("rope_")}
-    assert model_config(others | {"rope_parameters": both}) == config
-    written = config_fields(config, "float32", {})
-    assert written["rope_local_base_freq"] == 5e4 and written["rope_theta"] == 1e6
-
-
-def scaled(**scaling):
-    return {"rope_scaling": scaling}
-
-
 BAD = [
     (LLAMA3_8B | {"layer_types": kinds("f" * 32)}, "which llama has not"),
     (LLAMA3_8B | {"hidden_size": 10**400}, "(a whole number from 1 to 2147483647 is"),
@@ -122,7 +142,7 @@ BAD = [
 ]
 for case, said in pairs("model_configs.txt"):
     model, changes = case.split(" ", 1)
-    BAD.append((getattr(hf_published, model) | json.loads(changes), said))
+    BAD.append((PUBLISHED[model] | json.loads(changes), said))
 
 
 @pytest.mark.parametrize(("fields", "complaint"), BAD)
@@ -130,42 +150,6 @@ def test_what_models_here_have_not_is_refused_by_field(fields, complaint):
     with pytest.raises(ValueError) as caught:
         model_config(fields)
     assert complaint in str(caught.value) and "\n" not in str(caught.value)
-
-
-LLAMA31_8B = LLAMA3_8B | {"max_position_embeddings": 131072}
-LLAMA31_8B |= scaled(
-    factor=8.0,
-    high_freq_factor=4.0,
-    low_freq_factor=1.0,
-    original_max_position_embeddings=8192,
-    rope_type="llama3",
-)
-YARN = LLAMA3_8B | {"max_position_embeddings": 4096}
-YARN |= scaled(type="yarn", factor=16, attention_factor=None)
-LINEAR = LLAMA2_70B | scaled(type="linear", factor=4)
-SCALED = [
-    (LLAMA31_8B, RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)),
-    (YARN, RopeScaling("yarn", 16.0, 4096)),
-    (LINEAR, RopeScaling("linear", 4.0)),
-]
-
-
-@pytest.mark.parametrize("fields, expected", SCALED)
-def test_scaled_rope_is_read_as_published(fields, expected):
-    config = model_config(fields)
-    assert config.rope_scaling == expected
-    assert isinstance(config.rope_scaling.factor, float)
-    assert model_config(config_fields(config, "float32", {})) == config
-
-
-def test_null_is_none_where_a_family_has_another_default():
-    none = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    config = model_config(GEMMA2_27B | none)
-    assert (config.attention_soft_cap, config.logit_soft_cap) == (0, 0)
-    missing = {n: v for n, v in GEMMA2_27B.items() if n not in none}
-    assert model_config(missing) == model_config(GEMMA2_27B)
-    no_window = {n: v for n, v in MISTRAL3.items() if n != "sliding_window"}
-    assert model_config(no_window).window == 4096
 
 
 # Fields of config.json, and ours.
@@ -186,7 +170,8 @@ NAMES = {
     "attempts", [300, pytest.param(10_000, marks=pytest.mark.slow)]
 )
 def test_an_altered_config_is_what_it_says_or_refused(attempts):
-    whole = LLAMA31_8B | {"head_dim": 128, "tie_word_embeddings": False}
+    whole = LLAMA3_8B | {"rope_scaling": SCALED, "max_position_embeddings": 131072}
+    whole |= {"head_dim": 128, "tie_word_embeddings": False}
     said = {}
 
     def attempt(rng):

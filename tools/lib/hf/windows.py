@@ -23,6 +23,8 @@ def read_windows(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
     Raises:
       ValueError: not as many types as layers, or a window of 0 tokens.
     """
+    if "sliding_window" not in family.fields:
+        return "", 0
     fields = {n: family.value(n, said) for n in said.keys() & _FIELDS & family.fields}
     layers, types = fields["num_hidden_layers"], fields.get("layer_types")
     if types is not None and len(types) != layers:
@@ -30,7 +32,7 @@ def read_windows(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
             f"config.json has {len(types)} layer_types for num_hidden_layers={layers}"
         )
     theirs = family.config_class(**fields)
-    window = getattr(theirs, "sliding_window", None)
+    window = theirs.sliding_window
     # Mistral has a window in all layers, or none.
     kinds = getattr(theirs, "layer_types", [_NAMES["w"]] * layers)
     kinds = "".join(LAYER_TYPES[kind] for kind in kinds)
