@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from .slices import by_slice
-from .torus import Shape, place, wraps
+from .torus import Shape, place, places_of, wraps
 
 Walk = tuple[int, ...]
 """Numbers of devices; each is a neighbour of the one before, the first of the last."""
@@ -67,7 +67,7 @@ def _closed_sides(devices: Sequence[jax.Device], line: Sequence[jax.Device]) -> 
     whole = next(part for part in by_slice(devices) if line[0] in part)
     if not set(line) <= set(whole):
         return nowhere
-    lengths = np.ptp([place(device) for device in whole], axis=0) + 1
+    lengths = np.ptp(places_of(whole) or [nowhere], axis=0) + 1
     lengths = [int(length) for length in lengths[:3]]
     closed = wraps(line[0].device_kind, tuple(lengths))
     return *(n * is_closed for n, is_closed in zip(lengths, closed, strict=True)), 0

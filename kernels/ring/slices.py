@@ -92,7 +92,7 @@ def across_slices(shape: Shape, num_slices: int) -> Shape:
 
 
 def _inside_a_slice(
-    shape: Shape, devices: Sequence[jax.Device], ring_parts: int
+    shape: tuple[int, ...], devices: Sequence[jax.Device], ring_parts: int
 ) -> np.ndarray:
     """Lays it out as JAX does where its rings are closed walks then, else in boxes.
 

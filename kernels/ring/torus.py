@@ -13,7 +13,7 @@ is along 16 chips of v5e and v6e and along multiples of 4 of v4 and v5p.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
 
 
-def wraps(device_kind: str, shape: Shape) -> tuple[bool, bool, bool]:
+def wraps(device_kind: str, shape: Shape) -> tuple[bool, ...]:
     """Returns which of three axes of a slice of these chips are closed."""
     step = WRAPS_FROM.get(device_kind, 0)
     sides = shape[:2] if step == 16 else shape
@@ -45,8 +45,8 @@ def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
       where the longest side divides into them evenly.
     """
     line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
-    places = [place(device) for device in line]
-    if None in places:
+    places = places_of(line)
+    if places is None:
         return devices
     return np.take(devices, closed_walk(places, by_rows=parts > 1), axis=axis)
 
@@ -57,8 +57,8 @@ def is_closed(devices: np.ndarray, axis: int) -> bool:
     So they do too where devices do not know their place. All lines are alike.
     """
     line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
-    places = [place(device) for device in line]
-    if None in places or len(places) == 1:
+    places = places_of(line)
+    if places is None or len(places) == 1:
         return True
     return _is_closed(places)
 
@@ -74,16 +74,16 @@ def pairs_along(devices: np.ndarray, axis: int) -> tuple[Groups, Groups] | None:
       of each pair. None where devices know no place, or pairs do not all lie alike.
     """
     lines = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
-    first, *others = (_pairs(list(map(place, line))) for line in lines)
+    first, *others = (_pairs(places_of(line)) for line in lines)
     return first if all(other == first for other in others) else None
 
 
-def _pairs(places: Sequence[Place | None]) -> tuple[Groups, Groups] | None:
+def _pairs(places: Sequence[Place] | None) -> tuple[Groups, Groups] | None:
     """Groups one line as `pairs_along`."""
-    if None in places or len(places) % 2 or len(set(places)) < len(places):
+    if not places or len(places) % 2 or len(set(places)) < len(places):
         return None
     pairs = [(i, i + 1) for i in range(0, len(places), 2)]
-    ends = [sorted(pair, key=lambda i: places[i]) for pair in pairs]
+    ends = [sorted(pair, key=places.__getitem__) for pair in pairs]
     ways = {tuple(np.subtract(places[b], places[a])) for a, b in ends}
     if len(ways) > 1 or sum(*ways) != 1:
         return None
@@ -96,6 +96,13 @@ def place(device: jax.Device) -> Place | None:
     if coordinates is None:
         return None
     return *coordinates, getattr(device, "core_on_chip", 0)
+
+
+def places_of(devices: Iterable[jax.Device]) -> list[Place] | None:
+    """Returns the places of all devices; None if one of them does not know its own."""
+    found = [place(device) for device in devices]
+    known = [one for one in found if one is not None]
+    return known if len(known) == len(found) else None
 
 
 def in_boxes(
@@ -112,8 +119,8 @@ def in_boxes(
       The devices (*shape), or None where they do not fill a box, or no such box of
       them has an even side.
     """
-    places = [place(device) for device in devices]
-    if None in places:
+    places = places_of(devices)
+    if places is None:
         return None
     sides = [sorted(set(side)) for side in zip(*places, strict=True)]
     lengths = tuple(map(len, sides))
