@@ -10,17 +10,17 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
 
-    # What is trained: "text", a LLaMA; or "exorl", an agent on packed trajectories.
+    # "text" trains a LLaMA; "exorl" trains an agent on packed trajectories.
     config.task = "text"
     # Directory of checkpoints, curves and the config itself; a run that finds its own
     # checkpoint there resumes. Local, or a bucket ("gs://…").
     config.workdir = "runs/base"
-    # Where the parameters of a new run come from: the workdir of another run, or what
-    # tools/convert_hf.py imported; the optimizer starts over. "": they are random.
+    # Source of a new run's parameters: the workdir of another run, or one written by
+    # tools/convert_hf.py; the optimizer starts over. "": random parameters.
     config.init_from = ""
-    # Fields that may have other values than what is saved: of the model, where the
-    # parameters of init_from are taken, as ("rope_theta", "rope_scaling"); where a run
-    # goes on, of what says which data a step reads: "seed" and those of config.data.
+    # Fields that may differ from the saved ones: with init_from, fields of the model,
+    # as ("rope_theta", "rope_scaling"); when a run resumes, the fields that choose the
+    # data of a step: "seed" and those of config.data.
     config.may_change = ()
     # Of the initial parameters and of the order of the data.
     config.seed = 0
@@ -52,7 +52,7 @@ def get_config() -> ml_collections.ConfigDict:
     # "blockwise", "reference" (see kernels/backends), or "": the best of the device.
     config.implementation = ""
 
-    # What tokens see of their document, beside the windows of the model's layers:
+    # Tokens see this part of their document, within the windows of the model's layers:
     # "causal"; "window(N)", the last N tokens at most; or "prefix(N)": the first N
     # tokens of every document see each other, and are not predicted.
     config.mask = "causal"
@@ -71,7 +71,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Base of RoPE's frequencies.
     config.model.rope_theta = 10_000.0
     config.model.norm_epsilon = 1e-6
-    # What follows makes the model of another family; see models/sizes.py.
+    # The fields below make models of other families; see models/sizes.py.
     # Kinds of the layers, repeated over them: "w" sees a window, "f" all; "" is "f".
     config.model.layer_pattern = ""
     # Tokens that a query of "w" layers sees, its own included.
@@ -118,19 +118,19 @@ def get_config() -> ml_collections.ConfigDict:
     # logits of action_bins values of each number; or "discrete", one of action_size.
     config.agent.action_kind = "continuous"
     config.agent.action_bins = 21
-    # Whether the return that is left to reach is read.
+    # Whether the model reads the return-to-go.
     config.agent.reads_returns = True
-    # Returns are divided by it.
+    # Returns-to-go are divided by this number.
     config.agent.return_scale = 1000.0
-    # Whether positions turn queries and keys (RoPE). Without, only the causal mask and
-    # the time in an episode order what is read, contexts may be longer than those that
-    # were trained on, and config.rope_scaling says nothing.
+    # Whether positions rotate queries and keys (RoPE). Without RoPE the order comes
+    # from the causal mask and the time within an episode, contexts may be longer than
+    # in training, and config.rope_scaling is ignored.
     config.agent.reads_positions = True
     # Whether tokens embed the rank of their episode in its chain.
     config.agent.rank_embedding = False
 
-    # What is done to RoPE's frequencies for a longer context than the model was trained
-    # with before (see models/rope.py); fields are named as in Hugging Face's files.
+    # How RoPE's frequencies are scaled for a longer context than the model's original
+    # one (see models/rope.py), with the field names of Hugging Face.
     config.rope_scaling = ml_collections.ConfigDict()
     # none, linear, ntk, yarn or llama3.
     config.rope_scaling.rope_type = "none"
@@ -155,7 +155,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.lora = ml_collections.ConfigDict()
     # Of the adapters; 0 for none: all parameters are trained.
     config.lora.rank = 0
-    # What an adapter gives is multiplied by alpha / rank.
+    # An adapter's output is multiplied by alpha / rank.
     config.lora.alpha = 16.0
     # Matrices that have one.
     config.lora.targets = "q,k,v,o,gate,up,down"
@@ -166,12 +166,12 @@ def get_config() -> ml_collections.ConfigDict:
     # Type of activations and matrix products: "bfloat16" or "float32". Parameters
     # that are trained, and what updates them: see config.optimizer.
     config.compute_dtype = "bfloat16"
-    # What the backward keeps of a layer: everything, products, attention, tail,
-    # nothing, offload (see models/remat.py).
+    # Results of a layer that are kept for the backward: everything, products,
+    # attention, tail, nothing, offload (see models/remat.py).
     config.remat = "attention"
-    # GiB of a device for what layers keep beyond that: as many as fit, from the last
-    # one on, keep what the next of nothing (or tail), attention, products does. The
-    # planner finds the most: tools/plan_pod.py --fit-remat.
+    # Further GiB of a device for kept results: from the last layer on, as many layers
+    # as fit keep what the next policy keeps (nothing or tail, attention, products).
+    # tools/plan_pod.py --fit-remat finds the largest value.
     config.remat_budget_gib = 0.0
     # Gather parameters while others are used, on TPU v4 and later. On v5p, v6e and
     # later SparseCores run these collectives, and gradients' (see training/overlap.py).
@@ -209,15 +209,15 @@ def get_config() -> ml_collections.ConfigDict:
     # steps that is trained on, of the episodes of the highest returns.
     config.data.held_out_share = 0.05
     config.data.top_share = 1.0
-    # Order of a chain's episodes: "ascending" by return, as they are "drawn", or as
-    # they were "learnt" by one who tried; whose actions are supervised: "all", or those
-    # of the "last" episode of a chain; and what is predicted: the "actions" that were
-    # taken, or "targets", the best in their place.
+    # Order of a chain's episodes: "ascending" by return, randomly "drawn", or "learnt",
+    # in the order of a learner's history.
     config.data.chain_order = "ascending"
-    # Of histories as they were "learnt", up to which share every second chain begins
-    # later than at the beginning; 0: none does.
+    # For chain_order="learnt": every second chain starts at a random episode within
+    # this fraction of the history; 0 disables.
     config.data.latest_begin = 0.0
+    # Episodes with supervised actions: "all", or the "last" of a chain.
     config.data.loss_on = "all"
+    # Predicted: "actions", as they were taken; or "targets", the best actions instead.
     config.data.predict = "actions"
     # Tokens in a row, which are padded to what the ring can shard; of a chain, those of
     # its steps, padded to it at the end.

@@ -30,7 +30,7 @@ def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
     """Returns the config of a stage, named by its tokens of context.
 
     Raises:
-      ValueError: there is no such stage.
+      ValueError: the stage is unknown.
     """
     names = [str(tokens) for tokens in _STAGES]
     if stage not in names:

@@ -25,7 +25,7 @@ def get_config(name: str = "dpt") -> ml_collections.ConfigDict:
     """Returns the config of an agent.
 
     Raises:
-      ValueError: there is no such one.
+      ValueError: the name is unknown.
     """
     if name not in AGENTS:
         raise ValueError(f"{name!r} is not one of {', '.join(AGENTS)}")

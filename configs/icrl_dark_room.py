@@ -25,7 +25,7 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     """Returns the config of a room and agent.
 
     Raises:
-      ValueError: there is no such one.
+      ValueError: the name is unknown.
     """
     if name not in _NAMES:
         raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")

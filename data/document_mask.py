@@ -27,7 +27,7 @@ class DocumentMask:
         """Reads "causal", "window(4096)" or "prefix(1024)".
 
         Raises:
-          ValueError: it is none of them.
+          ValueError: the form is unknown.
         """
         found = _FORMS.fullmatch(mask)
         if found and not found["name"]:

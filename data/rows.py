@@ -362,7 +362,7 @@ def iterate(
       buffered_steps: how many steps are kept ready, at least `threads`.
 
     Raises:
-      ValueError: there is no `first_step`, or fewer buffered steps than threads.
+      ValueError: `first_step` is missing, or fewer buffered steps than threads.
     """
     if not 0 <= first_step < len(batches):
         raise ValueError(f"{first_step=} must be one of the {len(batches)} batches")

@@ -16,7 +16,7 @@ def read_versioned(path: Path, version: int, *, what: str, remedy: str) -> dict:
     what: the data set, for messages; remedy: what to do about a bad one.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: the file is missing.
       ValueError: it is not a JSON object, has no version, or another one.
     """
     if not path.is_file():
@@ -40,7 +40,7 @@ def whole_number(name: str, found: Any, least: int = 0) -> int:
     """Checks a number that a description has to hold.
 
     Raises:
-      ValueError: it is none, or below the least.
+      ValueError: it is not a whole number, or is below the least.
     """
     if type(found) is not int or found < least:
         given = f"{name}={short(found)}"

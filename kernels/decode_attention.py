@@ -54,7 +54,7 @@ class CachedAttention:
     batch_axes, head_axis, scale, soft_cap: as in `make_ring_attention`.
 
     Raises:
-      ValueError: the mesh has no such axes, or the scale or the cap is none.
+      ValueError: the mesh has no such axes, or the scale or the cap is out of range.
     """
 
     mesh: Mesh
@@ -81,7 +81,7 @@ class CachedAttention:
 
         Raises:
           ValueError: T is not, the tokens do not have the stack's shape and type, or
-            there is no such layer.
+            the layer is unknown.
         """
         _check_new(stack, new, layer)
         if new.shape[1] > stack.shape[2] or new.shape[1] % self.ring_size:
@@ -159,7 +159,7 @@ class CachedAttention:
         All slots must be finite, free ones too: see `masks`.
 
         Raises:
-          ValueError: operands that do not fit together, or there is no such layer.
+          ValueError: operands that do not fit together, or the layer is unknown.
         """
         check_operands(
             q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))

@@ -22,7 +22,7 @@ class Actions:
       which logits are.
 
     Raises:
-      ValueError: there is no such kind, or there are too few bins.
+      ValueError: the kind is unknown, or there are too few bins.
     """
 
     kind: str

@@ -45,7 +45,7 @@ RERUN = "nothing", "offload", "tail"
 
 
 def check_policy(policy: str) -> None:
-    """Raises ValueError if there is no such policy."""
+    """Raises ValueError if the policy is unknown."""
     if policy not in REMAT_POLICIES:
         raise ValueError(f"remat {policy=} must be one of {', '.join(REMAT_POLICIES)}")
 
@@ -54,7 +54,7 @@ def remat(layer: Callable, policy: str) -> Callable:
     """Wraps `layer` to be recomputed in the backward, except what the policy keeps.
 
     Raises:
-      ValueError: there is no such policy.
+      ValueError: the policy is unknown.
     """
     check_policy(policy)
     if REMAT_POLICIES[policy] is None:

@@ -144,7 +144,7 @@ def attention_system(config: ml_collections.ConfigDict) -> AttentionSystem:
     """Returns the system that `config.attention` names.
 
     Raises:
-      ValueError: there is no such system.
+      ValueError: the system is unknown.
     """
     whole, striped = layouts.Contiguous(), layouts.Striped(config.stripe_granule)
     systems = {

@@ -201,7 +201,7 @@ def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
     Raises:
       ValueError: no or no such file, one that makes no config, an unknown field, or a
         value of the wrong type.
-      FileNotFoundError: there is no such run.
+      FileNotFoundError: the run is missing.
     """
     parser = Parser(add_help=False)
     parser.add_argument("--config")

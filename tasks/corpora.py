@@ -42,7 +42,7 @@ def vocab_size(config: ml_collections.ConfigDict) -> int:
     """Returns how many ids their tokenizer has; reads no default corpus.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such corpus, or it is damaged.
+      FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
     sizes = [token_file.vocab_size(Path(name)) for name in named(config)]
     return max(sizes, default=ByteTokenizer.vocab_size)
@@ -54,7 +54,7 @@ def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
     The digest is of the weights too, where there are several corpora.
 
     Raises:
-      FileNotFoundError, ValueError: there is no corpus, or it is damaged.
+      FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
     compare = config.data.compare_digests
     found = [

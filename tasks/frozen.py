@@ -25,7 +25,7 @@ def identify(config: ml_collections.ConfigDict, model: Model) -> dict[str, str]:
     Reads no array.
 
     Raises:
-      ValueError, FileNotFoundError: there are no such parameters, or of another model.
+      ValueError, FileNotFoundError: the parameters are missing, or of another model.
     """
     if not model.frozen_shapes:
         return {}
@@ -62,7 +62,7 @@ def read_frozen(
     partition: Partition,
     say: Callable[[str], None] = print,
 ) -> Any:
-    """Reads the frozen parameters onto the mesh; an empty tree where there are none.
+    """Reads the frozen parameters onto the mesh; an empty tree without them.
 
     Raises:
       ValueError: they are damaged, or do not fit the model.

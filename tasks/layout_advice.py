@@ -23,7 +23,7 @@ def suited(windows: float, short: tuple[str, ...]) -> tuple[tuple[str, ...], str
 
 
 def describe(config: ml_collections.ConfigDict, partition: Partition) -> str:
-    """Returns a line on a layout that would suit better; "" if there is none."""
+    """Returns a line on a layout that would suit better; "" if no other does."""
     if config.task != "text" or partition.ring_size == 1 or config.remat == "tail":
         return ""
     ring = partition.ring_size

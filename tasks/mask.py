@@ -12,7 +12,7 @@ def document_mask(config: ml_collections.ConfigDict) -> DocumentMask:
     """Returns which tokens of its document a token sees, in layers without windows.
 
     Raises:
-      ValueError: there is no such mask, or it does not go with other fields.
+      ValueError: the mask is unknown, or it does not go with other fields.
     """
     mask = DocumentMask.parse(config.mask)
     if config.task == "exorl" and mask != DocumentMask():

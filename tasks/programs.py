@@ -64,7 +64,7 @@ def first_state(
     like: shapes, dtypes and shardings.
 
     Raises:
-      ValueError, FileNotFoundError: there are no such parameters.
+      ValueError, FileNotFoundError: the parameters are missing.
     """
     sharding = jax.tree.map(lambda leaf: leaf.sharding, like)
     if not config.init_from or task.model.frozen_shapes:

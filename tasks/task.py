@@ -35,7 +35,7 @@ def make_task(config: ml_collections.ConfigDict, partition: Partition) -> Task:
     """Builds the task that `config.task` names; reads no data.
 
     Raises:
-      ValueError: there is no such task, or something in the config is wrong.
+      ValueError: the task is unknown, or something in the config is wrong.
     """
     _check_task(config)
     return TASKS[config.task].make(config, partition)
@@ -52,7 +52,7 @@ def run_settings(
     say: reports which data files are not compared with their digests.
 
     Raises:
-      ValueError, FileNotFoundError: there is no such task, or no such data, or they are
+      ValueError, FileNotFoundError: the task is unknown, or no such data, or they are
         not what was written.
     """
     _check_task(config)

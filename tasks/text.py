@@ -87,7 +87,7 @@ def vocab_size(config: ml_collections.ConfigDict) -> int:
     config.data.corpus (of the default corpus: bytes), rounded up to `VOCAB_MULTIPLE`.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such corpus, or it is damaged.
+      FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
     if config.model.vocab_size:
         return config.model.vocab_size

@@ -31,7 +31,7 @@ def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
     """Returns the data's field, its digest, and a note of what was not compared.
 
     Raises:
-      FileNotFoundError, ValueError: there are no trajectories, or they are damaged.
+      FileNotFoundError, ValueError: the trajectories are missing or damaged.
     """
     where, compare = directory(config), config.data.compare_digests
     return "data.trajectories", *trajectory_file.identify(where, compare=compare)

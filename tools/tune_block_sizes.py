@@ -75,7 +75,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate and its row, or the reason why there is none."""
+    """A candidate and its row, or why it has none."""
 
     candidate: Candidate
     row: dict[str, Any] | None

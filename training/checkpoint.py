@@ -155,7 +155,7 @@ class Checkpoints:
           The state, and the meta data as saved.
 
         Raises:
-          FileNotFoundError: if there is no step.
+          FileNotFoundError: if no step is saved.
           ValueError: if no step is good, and nothing is moved then; or before any array
             is read, if the step belongs to another model (see `check_fingerprint`), or
             if a leaf is missing, unknown, or of another shape or dtype, by name.

@@ -73,7 +73,7 @@ def connect(
 
 
 def _check_place(coordinator: str, count: int, index: int) -> None:
-    """Raises ValueError if it is none, or the first process cannot listen there."""
+    """Raises ValueError if it is not HOST:PORT, or cannot be listened to here."""
     host, _, port = coordinator.rpartition(":")
     is_place = host and port.isdecimal() and 0 < int(port) < 2**16
     if not 0 <= index < count or not is_place:

@@ -212,7 +212,7 @@ class Throughput:
             self._excluded_seconds += self._clock() - start
 
     def report(self) -> dict[str, float]:
-        """Returns the rates since the last report, or {} if there are none.
+        """Returns the rates since the last report, or {} without steps.
 
         The first report only starts the clock: make it after the first step, which
         compiles.

@@ -150,7 +150,7 @@ def check_alike(facts: Mapping[str, str]) -> None:
     """Refuses processes of a run that differ in a fact; all of them must call this.
 
     Raises:
-      ValueError: names the facts, and who has which; on all processes alike.
+      ValueError: names the facts, and which process has which; on all processes alike.
     """
     if jax.process_count() > 1:
         _check_alike([json.loads(text) for text in tell_all(json.dumps(dict(facts)))])

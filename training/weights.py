@@ -65,7 +65,7 @@ class SavedParameters:
           workdir: of a run or of imported weights; local path, or a bucket.
 
         Raises:
-          FileNotFoundError: there is no checkpoint.
+          FileNotFoundError: no checkpoint is saved.
           ValueError: it was not saved by a run of ours, or is damaged; or processes of
             a run, which all call this, find other parameters there.
           OSError: it could not be read, several times.

@@ -93,7 +93,7 @@ class Behaviour:
 
 
 def history(progress: np.ndarray) -> Behaviour:
-    """Returns behaviours of who learns: more and more walks are to the goal.
+    """Returns the behaviour of a learner: more and more walks lead to the goal.
 
     As in AD-eps, but who errs walks to another cell (errors that last: 2006.01782), and
     not one step: histories of steps at random teach nobody to look elsewhere.

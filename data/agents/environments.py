@@ -82,7 +82,7 @@ class Environment:
     physics: of a cart-pole that is not dm_control's; in no observation.
 
     Raises:
-      ValueError: there is no such task, or hidden physics of another domain.
+      ValueError: the task is unknown, or hidden physics of another domain.
       ImportError: dm_control is missing, or does not go with the mujoco there is.
     """
 

@@ -123,7 +123,7 @@ class Buffer:
         Files whose names have none come last, for `read_episode` to refuse.
 
         Raises:
-          FileNotFoundError: there is no such directory, or no episode in it.
+          FileNotFoundError: the directory is missing, or has no episode.
         """
         folder = self.directory / "buffer"
         remedy = (

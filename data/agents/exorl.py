@@ -106,7 +106,7 @@ def pack(
 
     Raises:
       BadEpisode: a file is not an episode of the domain, or of another model of it.
-      ValueError: there is no such task, or more than 1 % of the files are bad.
+      ValueError: the task is unknown, or more than 1 % of the files are bad.
       FileNotFoundError: there are no episodes.
       FileExistsError: something has that name already; it is not touched.
       ImportError: dm_control is missing, where rewards are to be computed.

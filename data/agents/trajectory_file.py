@@ -155,7 +155,7 @@ def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
     compare: a file of any size with its digest (see `versioned.check_files`).
 
     Raises:
-      FileNotFoundError, ValueError: there is none, or it is damaged.
+      FileNotFoundError, ValueError: it is missing or damaged.
     """
     path, index = Path(directory) / INDEX, _read_index(Path(directory))
     return digest(index), check_files(path, index, whole=compare, remedy=REMEDY)
@@ -175,7 +175,7 @@ def top_episodes(
       share: of the steps, above 0 and up to 1.
 
     Raises:
-      ValueError: the share is none, or there are no episodes; or one has no return.
+      ValueError: the share is out of range, or an episode has no return.
     """
     if not 0 < share <= 1 or not len(returns) == len(lengths) > 0:
         raise ValueError(

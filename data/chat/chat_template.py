@@ -27,7 +27,7 @@ Message = Mapping[str, str]
 """A turn: its "role" ("system", "user" or "assistant"), and its words, "content"."""
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Letters that are none. One of them is put into names of special tokens in words."""
+"""Unicode noncharacters. One of them breaks up special-token names in user text."""
 MOST_MADE = 1 << 24
 """Letters, items or bits that a template may make by one product or power."""
 OWN = "own"
@@ -178,7 +178,9 @@ class ChatTemplate:
         words = "".join(message["content"] for message in messages)
         mark = next((mark for mark in MARKS if mark not in words), "")
         if not mark:
-            raise ValueError("words with all 32 letters that are none: leave one out")
+            raise ValueError(
+                "messages contain all 32 Unicode noncharacters: leave one out"
+            )
 
         def broken(text: str) -> str:
             while self._names.search(text):

@@ -11,7 +11,7 @@ with a turn from "system" (or "developer") before all others, if any, or its wor
 beside the turns, as "system" or "system_prompt"; a content may be a list of
 {"type": "text", "text": "…"}. As in FastChat, an assistant's turn before the first of
 the user is left out, and so is a last one of the user that has no reply. Rows with
-calls of tools or with anything else that cannot be learned are no conversations.
+calls of tools or with anything else that cannot be learned are refused.
 """
 
 import json
@@ -169,7 +169,7 @@ def _turns(row: dict[str, Any], its_format: TurnFormat) -> Iterator[tuple[str, A
 
 
 def _turn(turn: Any, its_format: TurnFormat) -> tuple[str | None, str]:
-    """Returns who speaks and the words; or None, and what is wrong with the turn."""
+    """Returns the speaker and the words; or None, and what is wrong with the turn."""
     if not isinstance(turn, dict):
         return None, "a turn that is not an object"
     role, value = turn.get(its_format.role), turn.get(its_format.content)

@@ -16,7 +16,7 @@ class Summary:
     supervised: tokens with a loss, by split; empty where all have.
     rows: how many rows there were, and of what, in words; "": documents are rows.
     inputs: whose files were read, or left out; None: it is made of none.
-    skipped: rows and files that are no documents.
+    skipped: rows and files without a document.
     cut: rows that are too long, of which a part is lost.
     lost: tokens of these parts.
     markup: documents with markup that is learned as text.

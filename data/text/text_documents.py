@@ -35,7 +35,7 @@ class TextDocument(NamedTuple):
 def read_documents(
     files: Sequence[InputFile], text_field: str
 ) -> Iterator[TextDocument | BadRow]:
-    """Yields the documents of the files, in their order, and rows that are none.
+    """Yields the documents of the files, in their order, and bad rows.
 
     text_field: column or field of a row that is the document.
 

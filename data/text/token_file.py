@@ -177,7 +177,7 @@ def vocab_size(directory: Path) -> int:
     """Returns how many ids the tokenizer of a corpus has.
 
     Raises:
-      FileNotFoundError, ValueError: there is no corpus, or it is damaged.
+      FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
     meta = _read_meta(Path(directory))
     try:
@@ -195,7 +195,7 @@ def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
     compare: files of any size with their digests (see `versioned.check_files`).
 
     Raises:
-      FileNotFoundError, ValueError: there is none, or it is damaged.
+      FileNotFoundError, ValueError: it is missing or damaged.
     """
     path, meta = Path(directory) / META, _read_meta(Path(directory))
     contents = {name: meta[name] for name in meta if name not in ORIGIN}
@@ -266,7 +266,7 @@ class TokenFileWriter:
         loss_mask: bool (n,), True for each token with a loss.
 
         Raises:
-          ValueError: there is no such split, there are no tokens, or ids that the
+          ValueError: the split is unknown, the tokens are empty, or ids that the
             vocabulary has not; a mask is missing, of another shape, or not asked for;
             an array is of another type.
         """

@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer.
 
     name: its kind, one word.
-    path: the file it was read from, None where there is none.
+    path: the file it was read from, None for bytes.
     vocab_size: all ids are below it.
     begin_of_document: ids before the first token of every document and prompt, or ().
     end_of_document: the id that follows the last token of every document.
@@ -334,7 +334,7 @@ def open_tokenizer(spec: str) -> Tokenizer:
     Raises:
       ValueError: the name or its ending is not known, or the file is not what its
         ending says.
-      FileNotFoundError: there is no such file, or none in the directory.
+      FileNotFoundError: the file is missing, or the directory has none.
     """
     if spec == ByteTokenizer.name:
         return ByteTokenizer()

@@ -52,7 +52,7 @@ def check_implementation(implementation: str | Backend | None) -> None:
     """Checks an argument of `choose`.
 
     Raises:
-      ValueError: there is no implementation of that name.
+      ValueError: the implementation is unknown.
     """
     is_backend = hasattr(implementation, "forward") and hasattr(
         implementation, "backward"
@@ -69,7 +69,7 @@ def choose(implementation: str | Backend | None, dtype: jnp.dtype) -> Backend:
     implementation: a key of `IMPLEMENTATIONS`, a backend itself, or None for the best.
 
     Raises:
-      ValueError: there is no implementation of that name.
+      ValueError: the implementation is unknown.
     """
     check_implementation(implementation)
     if implementation is None:

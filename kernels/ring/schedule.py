@@ -312,7 +312,7 @@ def checked_walks(
     """Returns an argument of `make_ring_attention`.
 
     Raises:
-      ValueError: there are none, or one has not every device once.
+      ValueError: the list is empty, or a walk lacks a device.
     """
     if walks is None:
         return None

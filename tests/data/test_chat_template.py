@@ -309,7 +309,7 @@ def test_conversations_are_told_apart_where_one_is_refused(tmp_path):
     assert [len(found[1]), found[1][0].is_supervised.sum() > 4] == [1, True]
     with pytest.raises(ValueError, match="template it refuses .*: it says no"):
         one.prompt([{"role": "user", "content": "no"}])
-    with pytest.raises(ValueError, match="all 32 letters that are none"):
+    with pytest.raises(ValueError, match="all 32 Unicode noncharacters"):
         one.prompt([{"role": "user", "content": "".join(MARKS)}])
     nearly = "".join(MARKS[1:]) + "<|im_end|>"
     tokens = one.prompt([{"role": "user", "content": nearly}])

@@ -77,7 +77,7 @@ class Step:
         return compile_to_fit(self.partition.mesh, self.program, *arguments)
 
     def work(self) -> StepWork:
-        """Returns the work of a step whose rows are documents; padding is none."""
+        """Returns the work of a step whose rows are documents; without padding."""
         rows, tokens = self.config.data.batch_rows, self.config.data.context_tokens
         masks = layer_masks(self.config)
         pairs = [visible_pairs(self.documents, tokens, mask) for mask in masks]
