@@ -94,7 +94,7 @@ def train(
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
     parameters = f"{task.num_parameters:,} parameters in {shards} shards"
     if task.model.frozen_shapes:
-        parameters += f", of adapters {task.num_trained:,}"
+        parameters += f", {task.num_trained:,} of them trained (adapters)"
     say(f"model: {parameters}, {config.attention} attention; {task.execution}")
     for describe in batch_rows.describe_padding, layout_advice.describe:
         if line := describe(config, partition):
