@@ -116,8 +116,8 @@ GRID = {
 }
 
 
-def _covering(grid: dict[str, tuple]) -> tuple[Case, ...]:
-    """Chooses cases in which any two values of two settings meet (greedy)."""
+def covering(grid: dict[str, tuple]) -> list[tuple]:
+    """Chooses rows of a grid in which any two values of two settings meet (greedy)."""
     rows = list(itertools.product(*grid.values()))
     np.random.default_rng(0).shuffle(rows)
     pairs = [frozenset(itertools.combinations(enumerate(row), 2)) for row in rows]
@@ -126,7 +126,7 @@ def _covering(grid: dict[str, tuple]) -> tuple[Case, ...]:
         best = max(range(len(rows)), key=lambda i: len(pairs[i] & missing))
         chosen.append(rows[best])
         missing -= pairs[best]
-    return tuple(map(_with_few_heads, chosen))
+    return chosen
 
 
 def _with_few_heads(row: tuple) -> Case:
@@ -136,7 +136,7 @@ def _with_few_heads(row: tuple) -> Case:
     return dataclasses.replace(case, heads=heads)
 
 
-COVERING = _covering(GRID)
+COVERING = tuple(map(_with_few_heads, covering(GRID)))
 
 
 @dataclass(frozen=True)

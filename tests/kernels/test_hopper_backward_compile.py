@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kernels.backends.hopper.launch import BACKWARD, BACKWARD_DQ, Launch
+from tests.cases.attention import covering
 from tests.mosaic_kernels import (
     Inspected,
     assert_nothing_spills_and_products_overlap,
@@ -131,14 +132,19 @@ def test_deterministic_products_are_issued_as_drawn_too(head_dim, length, soft_c
     )
 
 
+SHAPES = {
+    "is_deterministic": (False, True),
+    "head_dim": (64, 100, 128, 256),
+    "length": (1, 131072),
+    "group": (1, 4),
+    "bound_rows": (1, 2),
+    "dtype": (jnp.bfloat16, jnp.float16),
+    "soft_cap": (None, 50.0),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("soft_cap", [None, 50.0])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("bound_rows", [1, 2])
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("length", [1, 131072])
-@pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
-@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(tuple(SHAPES), covering(SHAPES))
 def test_any_shape_compiles_as_well(
     is_deterministic, head_dim, length, group, bound_rows, dtype, soft_cap
 ):

@@ -14,6 +14,7 @@ from jax import lax
 from kernels.backends.hopper import shared
 from kernels.backends.hopper.forward import Consumer
 from kernels.backends.hopper.launch import FORWARD, HopperBlocks, Launch
+from tests.cases.attention import covering
 from tests.mosaic_kernels import (
     Inspected,
     Kernel,
@@ -77,12 +78,17 @@ def test_all_exponentials_are_issued_while_a_product_runs(
     )
 
 
+SHAPES = {
+    "head_dim": (64, 100, 128, 256),
+    "length": (1, 4093, 131072),
+    "dtype": (jnp.bfloat16, jnp.float16),
+    "has_carry": (False, True),
+    "soft_cap": (None, 50.0),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("soft_cap", [None, 50.0])
-@pytest.mark.parametrize("has_carry", [False, True], ids=["first step", "later step"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("length", [1, 4093, 131072])
-@pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
+@pytest.mark.parametrize(tuple(SHAPES), covering(SHAPES))
 def test_any_shape_compiles_as_well(head_dim, length, dtype, has_carry, soft_cap):
     sizes = head_dim, dtype, length, has_carry, soft_cap
     assert_is_well_compiled(compiled(*sizes).kernels)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from kernels.backends.triton_gpu import launch as triton_gpu
 from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
 from kernels.backends.triton_gpu.launch import Launch
+from tests.cases.attention import covering
 from tests.ring_layers import compiled_gradients
 from tests.simulated_triton import SimulatedGpu
 from tests.steps import StepCase, run
@@ -89,12 +90,17 @@ def test_nothing_is_spilled_in_float32(head_dim):
     assert_fits(min(SHARED_MEMORY.values()), 90, step(head_dim), jnp.float32)
 
 
+SHAPES = {
+    "capability": tuple(SHARED_MEMORY),
+    "head_dim": (64, 128, 256),
+    "dtype": tuple(triton_gpu.TYPES),
+    "soft_cap": (None, 50.0),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("soft_cap", [None, 50.0])
-@pytest.mark.parametrize("dtype", triton_gpu.TYPES, ids=lambda x: x.__name__)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize(tuple(SHAPES), covering(SHAPES))
 def test_any_shape_fits_as_well(capability, head_dim, dtype, soft_cap):
     for case in (
         step(head_dim * 3 // 4, 1, group=8, kv_heads=1, bound_rows=2),
