@@ -1,5 +1,6 @@
 """Seconds of rings: counted pairs, kernels of known chips, and transfers on links."""
 
+import dataclasses
 import re
 
 import jax
@@ -131,6 +132,16 @@ def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
     one = make_ring(LENGTH, 1, route=Route())
     assert one.times(V5P, "backward").hiding is None
     assert one.describe() == "devices have whole rows"
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_gradients_are_sent_as_often_as_there_are_devices(size):
+    """After each kernel but the last one, and home."""
+    ring = dataclasses.replace(make_ring(LENGTH, size, route=Route()), keys_bytes=0)
+    schedule = ring.schedule
+    steps = (ring._sent(schedule, step, V5P, "backward") for step in range(size))
+    once = ring.gradients_bytes / V5P.interconnect_bytes_per_second
+    assert sum(steps) + ring._home(schedule, V5P) == pytest.approx(size * once)
 
 
 def test_transfers_wait_for_short_kernels_alone():

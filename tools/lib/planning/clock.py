@@ -294,7 +294,7 @@ class Ring:
         for number, piece in enumerate(schedule.pieces):
             if step < piece.last:
                 self._add(links, schedule, number, piece.hops(step), self.keys_bytes)
-            if direction == "backward" and max(1, piece.first) < step + 1 <= piece.last:
+            if direction == "backward" and piece.first < step <= piece.last:
                 hops = piece.hops(step - 1)
                 self._add(links, schedule, number, hops, self.gradients_bytes)
         return self._seconds(links, chip)
