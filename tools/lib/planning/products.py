@@ -1,8 +1,5 @@
 """Counts the FLOPs of matrix products in HLO, however a compiler prints them."""
 
-import functools
-import itertools
-import json
 import math
 import re
 
@@ -16,67 +13,44 @@ PASSES = {"high": 3, "highest": 6}
 less than a GPU takes."""
 
 _GEMM = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?matmul|__cublas\$gemm')
-_FIELDS = ("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1)
-"""Of a window, with their defaults; of the padding, that in front."""
-
-_WINDOW = re.compile(r"(\w+)=([\dx_-]+)")
+_BATCH = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
 def product_flops(computation: Computation, operation: Operation) -> float:
-    """Returns the FLOPs of a matrix product at the rate of bfloat16; 0 of others."""
+    """Returns the FLOPs of a matrix product at the rate of bfloat16; 0 of others.
+
+    Of b products of (m, k) and (k, n) the arrays have b m k, b k n and b m n elements:
+    b m n k is the root of the three together, and b.
+    """
     is_product = operation.opcode in ("convolution", "dot")
     if not (is_product or _GEMM.search(operation.rest)):
         return 0.0
-    left, right, *_ = computation.operands(operation)
-    if operation.opcode == "convolution":
-        depth = _convolved(operation, left.results[0], right.results[0])
-    elif operation.opcode == "dot":
-        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.rest)
-        depth = _contracted(left.results[0], axes[1].split(","))
-    else:
-        config = json.loads(operation.rest.split("backend_config=")[-1])
-        numbers = config["gemm_backend_config"]["dot_dimension_numbers"]
-        depth = _contracted(left.results[0], numbers["lhs_contracting_dimensions"])
-    is_float32 = any(one.results[0].dtype == "f32" for one in (left, right))
+    left, right, *_ = (one.results[0] for one in computation.operands(operation))
+    arrays = left, right, operation.results[0]
+    elements = math.prod(array.elements for array in arrays)
+    products = math.sqrt(elements / _batch(operation, arrays))
+    is_float32 = "f32" in (left.dtype, right.dtype)
     precision = re.search(r"operand_precision=\{(\w+)", operation.rest)
     passes = PASSES.get(precision[1], 1) if precision and is_float32 else 1
-    return 2.0 * operation.results[0].elements * depth * passes
+    return 2.0 * products * passes
 
 
-def _contracted(left: Array, axes: list[str]) -> int:
-    return math.prod(left.sizes[int(axis)] for axis in axes if axis)
+def _batch(operation: Operation, arrays: tuple[Array, Array, Array]) -> int:
+    """Returns how many products there are.
 
-
-def _convolved(operation: Operation, left: Array, right: Array) -> float:
-    """Returns the products that are summed for a result of a convolution, on average.
-
-    A window counts where it lies on the operand and not on its padding: TPUs print
-    products with several axes of columns, or of batches, as such windows.
+    TPUs print them as windows over an axis that all three arrays have.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.rest)
-    window = re.search(r"window=\{([^}]*)\}", operation.rest)
-    given = dict(_WINDOW.findall(window[1])) if window else {}
-    depth = float(right.sizes[labels[2].index("i")])
-    places = (left, labels[1]), (right, labels[2]), (operation.results[0], labels[3])
-    for axis in range(len(labels[1]) - 2):
-        size, width, results = (
-            array.sizes[letters.index(str(axis))] for array, letters in places
-        )
-        window = [
-            int(given[name].split("x")[axis].split("_")[0])
-            if name in given
-            else default
-            for name, default in _FIELDS
-        ]
-        depth *= _on_operand(size, width, results, *window) / results
-    return depth
-
-
-@functools.cache
-def _on_operand(
-    size: int, width: int, results: int, stride: int, low: int, dilate: int, step: int
-) -> int:
-    """Counts the pairs of a result and a place of its window that is on the operand."""
-    pairs = itertools.product(range(results), range(width))
-    at = (result * stride + place * step - low for result, place in pairs)
-    return sum(x % dilate == 0 and 0 <= x // dilate < size for x in at)
+    if operation.opcode != "convolution":
+        found = _BATCH.search(operation.rest)
+        axes = re.findall(r"\d+", found[1]) if found else []
+        return math.prod(arrays[0].sizes[int(axis)] for axis in axes)
+    labels = _LABELS.search(operation.rest).groups()
+    lengths = [
+        {
+            array.sizes[letters.index(str(axis))]
+            for array, letters in zip(arrays, labels, strict=True)
+        }
+        for axis in range(len(labels[0]) - 2)
+    ]
+    return math.prod(found.pop() for found in lengths if len(found) == 1)
