@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from ..device import device_kind
 from . import blockwise, reference
-from .hopper import launch as hopper
+from .hopper import launch as hopper_launch
 from .hopper.launch import Launch
-from .tpu import launch as pallas_tpu
-from .triton_gpu import launch as triton_gpu
+from .tpu import launch as tpu_launch
+from .triton_gpu import launch as triton_launch
 
 
 class Backend(Protocol):
@@ -38,13 +38,13 @@ class Steps:
 IMPLEMENTATIONS: Mapping[str, Backend] = {
     "reference": reference,
     "blockwise": blockwise,
-    "pallas_tpu": pallas_tpu,
-    "hopper": hopper,
+    "pallas_tpu": tpu_launch,
+    "hopper": hopper_launch,
     "hopper_deterministic": Steps(
-        hopper.forward,
-        functools.partial(hopper.backward, launch=Launch(is_deterministic=True)),
+        hopper_launch.forward,
+        functools.partial(hopper_launch.backward, launch=Launch(is_deterministic=True)),
     ),
-    "triton": triton_gpu,
+    "triton": triton_launch,
 }
 
 
@@ -84,7 +84,7 @@ def _best(kind: str, dtype: jnp.dtype) -> str:
     name = "blockwise"
     if kind.startswith("TPU"):
         name = "pallas_tpu"
-    elif hopper.HOPPER.match(kind) and dtype in hopper.TYPES:
+    elif hopper_launch.HOPPER.match(kind) and dtype in hopper_launch.TYPES:
         name = "hopper"
     elif kind.startswith("NVIDIA") and importlib.util.find_spec("jax_triton"):
         name = "triton"
