@@ -25,7 +25,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ import numpy as np
 from kernels import backends as backend
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.peers import PEERS, Operands, Runs, Unavailable, ours
-from tools.lib.benchmarks.rings import group_of
+from tools.lib.benchmarks.rings import draw_seed, group_of
 from tools.lib.benchmarks.rows import (
     Environment,
     Times,
@@ -76,12 +76,11 @@ class Problem:
     batch: int
     heads: int
     kv_heads: int
+    seed: int = field(default_factory=draw_seed)
 
     def draw(self) -> Operands:
-        """Draws random operands."""
-        keys = jax.random.split(
-            jax.random.key(np.random.default_rng().integers(2**31)), 4
-        )
+        """Draws random operands from the seed."""
+        keys = jax.random.split(jax.random.key(self.seed), 4)
         heads = self.heads, self.kv_heads, self.kv_heads, self.heads
         shapes = [(self.batch, self.length, h, self.head_dim) for h in heads]
         return Operands(

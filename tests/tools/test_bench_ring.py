@@ -35,6 +35,7 @@ def test_every_layout_has_a_right_row_whose_rates_agree(mask, rows_of, capsys):
     same |= {"ring_size": 2, "length": 256, "kv_heads": 1, "mask": mask}
     same |= {"dtype": "float32", "block_q": 32, "error_length": 256, "repeats": 1}
     problem = Problem(2, 256, 2, 1, 16, "float32", mask)
+    np.testing.assert_equal(problem.draw(), problem.draw())
     pairs = (problem.visible.k_end - problem.visible.k_start).sum()
     for row in found:
         assert row.keys() == KEYS and row == row | same

@@ -1,9 +1,10 @@
 """Attention on a ring as it is benchmarked: operands, the compiled ring, its steps."""
 
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,11 @@ FLOPS_CONVENTION = (
 FORWARD_AND_BACKWARD = 3.5
 
 
+def draw_seed() -> int:
+    """Returns a new seed, for a row to hold."""
+    return secrets.randbits(31)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Self-attention on a ring; length: tokens of the whole sequence."""
@@ -62,19 +68,20 @@ class Problem:
     dtype: str
     mask: str
     batch: int = 1
+    seed: int = field(default_factory=draw_seed)
 
     def __post_init__(self):
         group_of(self.heads, self.kv_heads)
 
     @property
     def visible(self) -> masks.Visible:
-        """NumPy bounds of the whole sequence, in natural order."""
+        """NumPy bounds (1, T) of the whole sequence, in natural order."""
         index = np.arange(self.length, dtype=np.int32)
         return MASKS[self.mask](self.length)(index, self.length)
 
     def draw(self) -> dict[str, np.ndarray]:
-        """Draws q, k, v and the gradient of the output, float32 (B, T, H or K, D)."""
-        rng = np.random.default_rng()
+        """Draws q, k, v and the output's gradient, float32 (B, T, H or K, D)."""
+        rng = np.random.default_rng(self.seed)
         heads = self.heads, self.kv_heads, self.kv_heads, self.heads
         shapes = [(self.batch, self.length, n, self.head_dim) for n in heads]
         found = (jnp.asarray(rng.standard_normal(s), self.dtype) for s in shapes)
@@ -138,10 +145,8 @@ class CompiledRing:
         self._order, self._size = LAYOUTS[layout], problem.ring_size
         options = {"layout": self._order, "implementation": implementation}
         attend = make_ring_attention(mesh, **options)
-        mask = MASKS[problem.mask](problem.length)
-        visible = masks.Visible(
-            *(permute(x, self._order, self._size) for x in mask_bounds(mask, problem))
-        )
+        bounds = (permute(x, self._order, self._size) for x in problem.visible)
+        visible = masks.Visible(*bounds)
 
         def both(q: Any, k: Any, v: Any, d_out: Any) -> tuple:
             out, pull = jax.vjp(lambda *x: attend(*x, visible), q, k, v)
@@ -167,11 +172,6 @@ class CompiledRing:
         found = (np.asarray(x, np.float64) for x in self())
         found = (unpermute(x, self._order, self._size) for x in found)
         return dict(zip(GRADED, found, strict=True))
-
-
-def mask_bounds(mask: Mask, problem: Problem) -> masks.Visible:
-    """Returns a mask's bounds (1, T) in natural order."""
-    return mask(np.arange(problem.length, dtype=np.int32)[None], problem.length)
 
 
 Step = Callable[[jax.Array, jax.Array], Any]
@@ -209,7 +209,7 @@ def step_bounds(problem: Problem, layout: str, device: int, step: int) -> list:
     order, size = LAYOUTS[layout], problem.ring_size
     source, length = (device - step) % size, problem.length // size
     found = []
-    for bound in mask_bounds(MASKS[problem.mask](problem.length), problem):
+    for bound in problem.visible:
         mine = np.split(permute(bound, order, size), size, axis=1)[device]
         found.append(jnp.asarray(order.count(source, mine, size, length), jnp.int32))
     return found
@@ -230,10 +230,10 @@ def time_steps(
 
 
 def start_devices(count: int) -> list[jax.Device]:
-    """Returns `count` accelerators, or simulated CPU devices where there are none.
+    """Returns `count` accelerators, or simulated CPU devices without any.
 
     Raises:
-      ValueError: there are fewer.
+      ValueError: the machine has fewer.
     """
     try:
         jax.config.update("jax_num_cpu_devices", count)
