@@ -192,9 +192,8 @@ class ChatTemplate:
     def _pieces(self, rendered: _Rendered) -> Iterator[_Piece]:
         place, learns = 0, False
         for part in self._special.split(rendered.text):
-            begins = [
-                at - place for at in rendered.replies if 0 <= at - place < len(part)
-            ]
+            starts = (at - place for at in rendered.replies)
+            begins = [start for start in starts if 0 <= start < len(part)]
             prompt = part[: begins[0]] if begins else ""
             behind = rendered.replies[place + begins[0]] if begins else learns
             place += len(part)
@@ -229,14 +228,10 @@ class ChatTemplate:
 
     def _encoded(self, texts: Sequence[tuple[str, bool]]) -> Iterator[np.ndarray]:
         """Encodes texts, each with whether it stands behind a special token."""
-        found = {
-            behind: iter(
-                self.tokenizer.encode_all(
-                    [text for text, b in texts if b == behind], is_behind=behind
-                )
-            )
-            for behind in (False, True)
-        }
+        encode, found = self.tokenizer.encode_all, {}
+        for behind in (False, True):
+            mine = [text for text, is_behind in texts if is_behind == behind]
+            found[behind] = iter(encode(mine, is_behind=behind))
         return (next(found[behind]) for _, behind in texts)
 
     def _document(self, piece: _Piece, encoded: Iterator[np.ndarray]) -> Document:
