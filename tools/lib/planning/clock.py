@@ -250,12 +250,10 @@ class Ring:
     ) -> float:
         """Returns the seconds of the slowest sampled device in a step."""
         each = speed(chip, direction)
-        passes = -(-self.head_dim // COLUMNS.get(chip.name, LANES))
         width = padded(self.head_dim) / LANES
-        if chip.name not in CYCLES:
-            passes = width
-        heads, waited = self.rows * self.heads, 0.0
+        heads, passes, waited = self.rows * self.heads, width, 0.0
         if chip.name in CYCLES:
+            passes = -(-self.head_dim // COLUMNS.get(chip.name, LANES))
             waited = self.rows * self.kv_heads * WAITED[direction] * width
             waited /= chip.hbm_bytes_per_second
         spent = []
@@ -265,7 +263,7 @@ class Ring:
                 if not piece.first <= step <= piece.last:
                     continue
                 hops = int(piece.place(step))
-                if self._meets(schedule, piece.first, hops):
+                if self._meets(piece.first, hops):
                     continue  # of opposite shards, which come both ways
                 share = (piece.heads[1] - piece.heads[0]) / self.kv_heads
                 begin = self.sequence.slots[0]
@@ -284,7 +282,8 @@ class Ring:
             spent.append(seconds)
         return max(spent)
 
-    def _meets(self, schedule: Schedule, first: int, hops: int) -> bool:
+    def _meets(self, first: int, hops: int) -> bool:
+        """Whether a counted piece that goes both ways was here from the other side."""
         is_both = self.route.is_counted and self.route.counts_both_ways
         return bool(is_both and first and 2 * hops >= self.sequence.ring_size)
 

@@ -67,7 +67,7 @@ class Sequence:
         return self.span or (0, half)
 
     def count(self, device: int, source: int) -> Count:
-        """Counts a device's work on the keys of another."""
+        """Counts a device's work on the keys of another; kept for the next time."""
         return _count(self, device, source)
 
     def visible(self, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +104,7 @@ class Sequence:
 
 
 def sampled(steps: int, alone: Iterable[int] = (0,)) -> list[tuple[int, float]]:
-    """Returns some of so many ring steps, and how many each stands for.
+    """Samples a ring's steps, each with the number that it stands for.
 
     alone: steps that stand for themselves; of the others SAMPLED_STEPS, evenly.
     """

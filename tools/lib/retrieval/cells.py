@@ -61,7 +61,7 @@ def read_cells(encoder: Encoder, options: argparse.Namespace) -> list[Cell]:
     """Returns the cells of a folder of prompts: those of the tasks and lengths there.
 
     Raises:
-      ValueError, FileNotFoundError: there are no prompts, or a row is none.
+      ValueError, FileNotFoundError: the prompts are missing, or a row is malformed.
     """
 
     def cell(name: str, length: int) -> Cell:
