@@ -3,7 +3,7 @@
 from .device import rings_both_ways
 
 TRANSFERS = 32
-"""In flight on a TPU: backward on six walks, twelve arrays of each of two turns."""
+"""In flight on a TPU: on six ring orders, keys, values and the gradients of both."""
 
 
 def compiler_options(device_kind: str) -> dict[str, str]:
@@ -13,7 +13,7 @@ def compiler_options(device_kind: str) -> dict[str, str]:
     it estimates to exceed the memory. It overestimates (7B on v3 left half of the
     memory), so its limit is a tenth more than the memory. v3 needs an option of its own
     to start any ahead, and all of them one for the all-to-alls of `ulysses`, and where
-    rings go both ways one for the transfers of many pieces: by default there are five.
+    rings go both ways one for the transfers of many chunks: by default there are five.
 
     On GPUs, the scheduler has one collective in flight by default, and overlaps further
     gathers of parameters with attention instead of the ring's transfers.

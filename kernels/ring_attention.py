@@ -29,7 +29,15 @@ from .layouts import Layout, check_length, order, unpermute
 from .masks import Array, Mask, Visible, full
 from .placement import check_local, placed
 from .ring.attend import Ring, attend
-from .ring.schedule import Route, Walk, checked_walks, default_walks
+from .ring.routes import (
+    AllShards,
+    Counted,
+    RingOrder,
+    Route,
+    both_ways,
+    checked_orders,
+    route_within,
+)
 from .ring.ulysses import over_heads
 
 _COMPILED_ONCE = functools.partial(jax.jit, inline=True)
@@ -90,20 +98,20 @@ def ring_attention(
     if sinks is not None and (missing := _missing(sinks, q)):
         sinks = lax.pcast(sinks, missing, to="varying")
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
-    ring = Ring(*sizes, route=route or whole_route(size))
+    ring = Ring(*sizes, route=route or all_shards(size, None))
     on_ring = functools.partial(attend, ring)
     out, lse = over_heads(on_ring, ulysses_axis, q, k, v, sinks, *visible)
     return (out, lse) if with_lse else out
 
 
-def whole_route(ring_size: int, walks: tuple[Walk, ...] | None = None) -> Route:
-    """Returns the route of whole shards, for the devices that are compiled for.
+def all_shards(ring_size: int, orders: tuple[RingOrder, ...] | None) -> AllShards:
+    """Returns the route of all shards, for the devices that are compiled for.
 
-    walks: that parts of them take; None for those of `rings_both_ways`, else one way.
+    orders: None for both ways round if `rings_both_ways`, else one way.
     """
-    if walks is None:
-        walks = default_walks(ring_size) if rings_both_ways() else ()
-    return Route(walks, cores=kernel_cores())
+    if orders is None:
+        orders = both_ways(ring_size) if rings_both_ways() else ()
+    return AllShards(orders, cores=kernel_cores())
 
 
 def _missing(x: jax.Array, like: jax.Array) -> tuple[str, ...]:
@@ -174,9 +182,10 @@ def make_ring_attention(
     checked_scale(scale, head_size=1)
     checked_soft_cap(soft_cap)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
+    others = tuple(name for name in mesh.axis_names if name not in axes.ring)
     slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
-    ways = checked_walks(walks, ring_size)
+    orders = checked_orders(walks, ring_size)
     local = functools.partial(
         ring_attention,
         axis_name=axes.ring,
@@ -225,10 +234,10 @@ def make_ring_attention(
         is_self = q.shape[1] == k.shape[1]
         if ring_size > 1 and not keep_tail and is_self:
             outline = (limit or mask).outline(queries, k.shape[1])
-            short = Route.within(outline, layout, ring_size, count_steps)
-        others = tuple(name for name in mesh.axis_names if name not in axes.ring)
-        route = short or whole_route(ring_size, ways)
-        route = replace(route, beside=others, cores=kernel_cores())
+            short = route_within(outline, layout, ring_size, count_steps)
+        route = short or all_shards(ring_size, orders)
+        if isinstance(route, Counted):
+            route = replace(route, other_axes=others)
         results = compiled(route)(q, k, v, visible, sinks)
         if check_masks:
             in_order = Visible(*(unpermute(x, layout, ring_size) for x in visible))

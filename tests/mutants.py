@@ -29,8 +29,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILES = """
 kernels/masks.py kernels/layouts.py kernels/mask_checks.py kernels/checks.py
-kernels/merge.py kernels/ring/reads.py kernels/ring/pieces.py kernels/ring/steps.py
-kernels/ring/attend.py kernels/ring/schedule.py kernels/backends/tile_ranges.py
+kernels/merge.py kernels/ring/comm.py kernels/ring/forward.py kernels/ring/backward.py
+kernels/ring/attend.py kernels/ring/routes.py kernels/backends/tile_ranges.py
 kernels/backends/tile_layout.py kernels/backends/blockwise.py
 kernels/backends/reference.py kernels/decode_attention.py kernels/ring/ulysses.py
 kernels/backends/tpu/cut.py kernels/backends/tpu/softmax.py

@@ -12,7 +12,7 @@ from kernels import layouts as layout
 from kernels import masks
 from kernels.backends import Backend
 from kernels.ring import attend as ring
-from kernels.ring.schedule import ONE_WAY, Route
+from kernels.ring.routes import ONE_WAY, Route
 from tools.lib.compiled.pods import compile_for
 
 HEADS, HEAD_DIM, LAYERS = 2, 128, 2

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import layouts as layout
 from kernels.backends import Backend
 from kernels.ring import attend as ring
-from kernels.ring.schedule import ONE_WAY, Route
+from kernels.ring.routes import ONE_WAY, Route
 from tests.cases.attention import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
 
 Results = tuple[jax.Array, ...]
@@ -43,7 +43,6 @@ def device_program(
     backend: Backend,
     soft_cap: float | None = None,
     keep_tail: bool = False,
-    takes_turns: bool | None = False,
     route: Route = ONE_WAY,
 ) -> Run:
     """Builds the program of each device, forward and backward, on its shards."""
@@ -51,7 +50,7 @@ def device_program(
     def run(q, k, v, do, d_lse, k_start, k_end, sinks):
         scale = q.shape[-1] ** -0.5
         sizes = "ring", ring_size, LAYOUTS[layout_name], scale
-        this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail, takes_turns, route)
+        this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail, route)
         results, pull = jax.vjp(
             lambda *arrays: ring.attend(this_ring, *arrays, k_start, k_end),
             *(q, k, v, sinks),
@@ -70,15 +69,12 @@ def sharded_ring(
     backend: Backend,
     soft_cap: float | None = None,
     keep_tail: bool = False,
-    takes_turns: bool | None = False,
     route: Route = ONE_WAY,
 ) -> Run:
     """Builds a ring of as many devices."""
     specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring"), SINKS: P()}
     return jax.shard_map(
-        device_program(
-            ring_size, layout_name, backend, soft_cap, keep_tail, takes_turns, route
-        ),
+        device_program(ring_size, layout_name, backend, soft_cap, keep_tail, route),
         mesh=ring_mesh(ring_size),
         in_specs=tuple(specs[axis] for axis in OPERANDS),
         out_specs=tuple(specs[axis] for axis in RESULTS),

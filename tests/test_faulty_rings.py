@@ -9,7 +9,7 @@ import pytest
 
 from kernels import masks
 from kernels.ring import attend as ring
-from kernels.ring import steps as ring_steps
+from kernels.ring import backward as ring_backward
 from kernels.ring.attend import Ring
 from tasks import programs
 from tests.hard_rows import HardRows
@@ -31,7 +31,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def attend_to_own_shards(patch: pytest.MonkeyPatch) -> None:
     """Nothing travels."""
-    patch.setattr(Ring, "rotate", lambda ring, arrays: arrays)
+    patch.setattr(Ring, "shift", lambda ring, arrays, *_: arrays)
 
 
 def count_the_wrong_shard(patch: pytest.MonkeyPatch) -> None:
@@ -73,23 +73,23 @@ class Stale:
 
 def read_stale_keys_backward(patch: pytest.MonkeyPatch) -> None:
     """Those of the first ring step."""
-    steps = ring.backward_steps
+    backward = ring.backward
 
     def faulty(this: Ring, rows: tuple, kv: tuple, visible: Any) -> tuple:
         stale = dataclasses.replace(this, backend=Stale(this.backend, kv))
-        return steps(stale, rows, kv, visible)
+        return backward(stale, rows, kv, visible)
 
-    patch.setattr(ring, "backward_steps", faulty)
+    patch.setattr(ring, "backward", faulty)
 
 
-def forget_gradients_of_other_shards(patch: pytest.MonkeyPatch) -> None:
-    """Keys get those of the last ring steps only."""
-    patch.setattr(ring_steps, "added", lambda dkv, partial: partial)
+def keep_gradients_where_they_are_computed(patch: pytest.MonkeyPatch) -> None:
+    """Those of keys do not follow them."""
+    patch.setattr(ring_backward, "_followed", lambda *_: {})
 
 
 FORWARD = attend_to_own_shards, count_the_wrong_shard, drop_windows
 LOSSES = *FORWARD, count_sinks_twice
-BACKWARD = read_stale_keys_backward, forget_gradients_of_other_shards
+BACKWARD = read_stale_keys_backward, keep_gradients_where_they_are_computed
 
 
 def name_of(fault: Patch) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
-from kernels.ring.device import Ring
+from kernels.ring.comm import Ring
 from tasks import base, text
 from tests.runs import Run
 
@@ -146,7 +146,7 @@ def each_route(*quick: Route) -> Any:
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of all that devices hand on, while programs run."""
-    found, hop = [], Ring.hop
+    found, shift = [], Ring.shift
 
     def count(x: Any) -> Any:
         found.append(x.nbytes)
@@ -155,10 +155,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def seen(x: jax.Array) -> jax.Array:
         return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    def counted(ring: Ring, arrays: Any, walk: Any, hops: int = 1) -> Any:
-        return hop(ring, jax.tree.map(seen, arrays), walk, hops)
+    def counted(ring: Ring, arrays: Any, order: Any, shifts: int = 1) -> Any:
+        return shift(ring, jax.tree.map(seen, arrays), order, shifts)
 
-    monkeypatch.setattr(Ring, "hop", counted)
+    monkeypatch.setattr(Ring, "shift", counted)
     return found
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from data.batch import Batch
 from kernels import layouts
-from kernels.ring import pieces as ring_pieces
+from kernels.ring import comm as ring_comm
 from models import losses
 from tests.hard_rows import MOST, ROWS, VOCAB, HardRows, changed, reach, token_losses
 from tests.pages import ROOT
@@ -43,7 +43,7 @@ every_ring = pytest.mark.parametrize("ring, attention", each_ring())
 @pytest.fixture(scope="module", autouse=True)
 def small_programs() -> Iterator[None]:
     """Compiles rings of more than 4 as loops; validations have parts by position."""
-    loops = mock.patch.multiple(ring_pieces, UNROLLED_STEPS=3, LOOP_UNROLL=1)
+    loops = mock.patch.multiple(ring_comm, UNROLLED_STEPS=3, LOOP_UNROLL=1)
     with loops, mock.patch.object(losses, "FIRST_BOUND", 4):
         yield
 

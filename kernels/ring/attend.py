@@ -1,6 +1,6 @@
 """Ring attention: exact attention over a sequence sharded over a ring of devices.
 
-Every device keeps its queries, and keys and values go around: see `ring_steps`.
+Every device keeps its queries; keys and values go around: see `forward`, `backward`.
 
 A query's keys on a visiting shard are an interval of the shard's slots, counted by the
 layout: neither these files nor the kernels know layouts or masks. A ring of one device
@@ -21,8 +21,9 @@ from ..layouts import front_slots
 from ..masks import Visible
 from ..merge import merge
 from ..precision import product
-from .device import Pair, Ring
-from .steps import backward_steps, forward_steps
+from .backward import backward
+from .comm import Pair, Ring
+from .forward import forward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -78,7 +79,7 @@ def _attend_rows(ring, rows, keys, qkv, sinks, visible):
     if keys < length:
         seen = Visible(*(jnp.minimum(bound, end) for bound in visible))
     kv = ring.as_read(k[:, :keys]), ring.as_read(v[:, :keys])  # D, or in whole lanes
-    out, lse = forward_steps(ring, ring.as_read(q[:, rows]), kv, seen, length)
+    out, lse = forward(ring, ring.as_read(q[:, rows]), kv, seen, length)
     if sinks is not None:
         # Here and not as the first step's carry: it costs no zeros to write and read,
         # as XLA fuses it with the cast.
@@ -98,7 +99,7 @@ def _attend_backward(ring, residuals, cotangents):
     delta = product("bthd,bthd->bht", out, do) - d_lse  # (B, H, L)
     rows = ring.as_read(q), ring.as_read(do), lse, delta
     kv = ring.as_read(k), ring.as_read(v)
-    dq, dk, dv = backward_steps(ring, rows, kv, Visible(k_start, k_end))
+    dq, dk, dv = backward(ring, rows, kv, Visible(k_start, k_end))
     gradients = tuple(
         x[..., : q.shape[-1]].astype(q.dtype)
         for x in (ring.scale * dq, ring.scale * dk, dv)

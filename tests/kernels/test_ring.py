@@ -17,9 +17,8 @@ from kernels import masks
 from kernels.backends import blockwise, reference
 from kernels.one_device import attention
 from kernels.ring import attend as ring
-from kernels.ring import device as ring_device
-from kernels.ring import pieces as ring_pieces
-from kernels.ring import steps as ring_steps
+from kernels.ring import backward as ring_backward
+from kernels.ring import comm
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import (
     BFLOAT16_RATIO,
@@ -44,10 +43,8 @@ from tests.simulated import BACKENDS
 
 
 @functools.cache  # so that equal rings are compiled once
-def ring_of(implementation: str, keep_tail: bool) -> Make:
-    """Returns rings that go back in turns; of "blockwise" at once, or as on a CPU."""
-    takes_turns = implementation != "blockwise" or (None if keep_tail else False)
-    return functools.partial(sharded_ring, keep_tail=keep_tail, takes_turns=takes_turns)
+def ring_of(keep_tail: bool) -> Make:
+    return functools.partial(sharded_ring, keep_tail=keep_tail)
 
 
 GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
@@ -94,7 +91,7 @@ def test_ring_in_float32_matches_one_device_in_float64(
 ):
     problem = Problem.of(rng, case)
     step = BACKENDS[implementation]
-    make = ring_of(implementation, keep_tail)
+    make = ring_of(keep_tail)
     answer = solve_on_ring(case, problem, step, jnp.float32, make)
     errors = answer.errors(solve(problem, jnp.float64))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
@@ -158,7 +155,7 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(
 
 def test_ring_longer_than_it_is_unrolled_matches_one_device(rng):
     """A loop of two steps an iteration, and one left over: no constant is patched."""
-    case = Case(ring_pieces.UNROLLED_STEPS + 4, "striped", "documents", 2, 93, 16)
+    case = Case(comm.UNROLLED_STEPS + 4, "striped", "documents", 2, 93, 16)
     problem = Problem.of(rng, case)
     answer = solve_on_ring(case, problem, reference, jnp.float32, one_device_ring)
     errors = answer.errors(solve(problem, jnp.float64))
@@ -211,7 +208,7 @@ def test_ring_over_part_of_a_mesh_matches_one_device(keep_tail, rng):
 def test_heads_are_padded_where_they_travel_between_tpus(
     kind, ring_size, padded, monkeypatch
 ):
-    monkeypatch.setattr(ring_device, "is_tpu", lambda: kind.startswith("TPU"))
+    monkeypatch.setattr(comm, "is_tpu", lambda: kind.startswith("TPU"))
     this_ring = ring.Ring("ring", ring_size, layout.Striped(), 1.0, blockwise)
     read = jax.eval_shape(this_ring.as_read, jnp.ones((1, 8, 2, 100)))
     assert read.shape == (1, 8, 2, padded)
@@ -223,7 +220,7 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
     case = Case(2, "striped", "documents", 2, 93, 100, heads=2)
     problem = Problem.of(rng, case)
     as_they_are = solve_on_ring(case, problem, reference, jnp.float32)
-    monkeypatch.setattr(ring_device, "is_tpu", lambda: True)
+    monkeypatch.setattr(comm, "is_tpu", lambda: True)
     compiled_ring.cache_clear()
     as_read = solve_on_ring(case, problem, reference, jnp.float32)
     compiled_ring.cache_clear()
@@ -235,7 +232,7 @@ def test_halves_of_the_queries_have_the_intervals_of_all(queries, rng):
     bounds = np.sort(rng.integers(0, 6, (2, 3, queries)), axis=2)
     bounds[1] = np.maximum(*bounds)
     early, late = (
-        np.array(half) for half in ring_steps.halves(tuple(bounds), length=5)
+        np.array(half) for half in ring_backward.halves(tuple(bounds), length=5)
     )
     middle = queries // 2
     np.testing.assert_array_equal(early[..., :middle], bounds[..., :middle])

@@ -11,10 +11,16 @@ import pytest
 from kernels import layouts, masks
 from kernels.backends import reference
 from kernels.one_device import attention
-from kernels.ring import pieces as ring_pieces
-from kernels.ring import reads
-from kernels.ring.device import Ring
-from kernels.ring.schedule import Route, Schedule, Walk
+from kernels.ring import comm, routes
+from kernels.ring.comm import Ring
+from kernels.ring.routes import (
+    AllShards,
+    Counted,
+    Neighbours,
+    RingOrder,
+    Route,
+    Schedule,
+)
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import (
     BFLOAT16_RATIO,
@@ -27,42 +33,42 @@ from tests.cases.attention import (
 )
 from tests.rings import Make, compiled_ring, ring_mesh, sharded_ring, solve_on_ring
 
-COUNTED = Route(is_counted=True)
-COUNTED_BOTH_WAYS = Route(is_counted=True, counts_both_ways=True)
+COUNTED = Counted()
+COUNTED_BOTH_WAYS = Counted(both_ways=True)
 
 
-def cycles(ring_size: int) -> list[Walk]:
+def cycles(ring_size: int) -> list[RingOrder]:
     """Returns walks of different strides, which have all devices where prime to N."""
     strides = [n for n in range(1, ring_size // 2 + 1) if math.gcd(n, ring_size) == 1]
     return [
-        Walk(tuple(i * stride % ring_size for i in range(ring_size)))
+        RingOrder(tuple(i * stride % ring_size for i in range(ring_size)))
         for stride in strides or [1]
     ]
 
 
-def both_ways(walks: list[Walk]) -> tuple[Walk, ...]:
-    return tuple(way for walk in walks for way in (walk, walk.back()))
+def both_ways(walks: list[RingOrder]) -> tuple[RingOrder, ...]:
+    return tuple(way for walk in walks for way in (walk, walk.reversed()))
 
 
-def routes(case: Case) -> dict[str, Route]:
+def routes_of(case: Case) -> dict[str, Route]:
     """Returns each route of a case's ring."""
     order = LAYOUTS[case.layout], case.ring_size
     padded = layouts.padded_length(*order, case.length)
     in_order = [layouts.permute(bound, *order) for bound in case.visible(padded)]
     visible = masks.Visible(*in_order)
-    found = reads.reads_of(visible, *order)
+    found = routes.reads_of(visible, *order)
     return {
-        "both": Route(both_ways(cycles(case.ring_size)[:1])),
-        "cycles": Route(both_ways(cycles(case.ring_size))),
-        "reads": Route(reads=found),
+        "both": AllShards(both_ways(cycles(case.ring_size)[:1])),
+        "cycles": AllShards(both_ways(cycles(case.ring_size))),
+        "reads": Neighbours(found),
         "counted": COUNTED,
         "counted_both": COUNTED_BOTH_WAYS,
     }
 
 
 @functools.cache  # so that equal rings are compiled once
-def ring_of(route: Route, takes_turns: bool | None) -> Make:
-    return functools.partial(sharded_ring, takes_turns=takes_turns, route=route)
+def ring_of(route: Route) -> Make:
+    return functools.partial(sharded_ring, route=route)
 
 
 def each_case(*quick: tuple[Case, str]):
@@ -71,7 +77,7 @@ def each_case(*quick: tuple[Case, str]):
     quick: those of them that are no slow tests.
     """
     found = [pytest.param(*it, id="-".join((it[0].name, it[1]))) for it in quick]
-    names = list(routes(COVERING[0]))
+    names = list(routes_of(COVERING[0]))
     rings = [case for case in COVERING if case.ring_size > 1]
     for case in rings:
         for name in names:
@@ -95,35 +101,33 @@ def each_case(*quick: tuple[Case, str]):
 def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
     problem = Problem.of(rng, case)
     truth = solve(problem, jnp.float64)
-    route = routes(case)[name]
-    ways = (True,) if name == "reads" or case.length > 100 else (False, True, None)
-    for takes_turns in ways:
-        make = ring_of(route, takes_turns)
-        answer = solve_on_ring(case, problem, reference, jnp.float32, make)
-        errors = answer.errors(truth)
-        assert max(errors.values()) <= FLOAT32_TOLERANCE, (takes_turns, errors)
+    route = routes_of(case)[name]
+    make = ring_of(route)
+    answer = solve_on_ring(case, problem, reference, jnp.float32, make)
+    errors = answer.errors(truth)
+    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "layout_name, name, takes_turns",
+    "layout_name, name",
     [
-        ("striped", "both", True),
-        ("striped", "cycles", False),
-        ("contiguous", "reads", True),
-        ("contiguous", "counted", None),
+        ("striped", "both"),
+        ("striped", "cycles"),
+        ("contiguous", "reads"),
+        ("contiguous", "counted"),
     ],
 )
 def test_rings_as_loops_equal_those_that_are_unrolled(
-    layout_name, name, takes_turns, monkeypatch, rng
+    layout_name, name, monkeypatch, rng
 ):
     """As many steps unrolled as in a run; loops have a step left over."""
     case = Case(5, layout_name, "documents", 2, 93, 16, heads=8)
-    problem, make = Problem.of(rng, case), ring_of(routes(case)[name], takes_turns)
+    problem, make = Problem.of(rng, case), ring_of(routes_of(case)[name])
     unrolled = solve_on_ring(case, problem, reference, jnp.float32, make)
     errors = unrolled.errors(solve(problem, jnp.float64))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
-    monkeypatch.setattr(ring_pieces, "UNROLLED_STEPS", 2)
+    monkeypatch.setattr(comm, "UNROLLED_STEPS", 2)
     compiled_ring.cache_clear()
     looped = solve_on_ring(case, problem, reference, jnp.float32, make)
     compiled_ring.cache_clear()
@@ -138,7 +142,7 @@ def test_the_error_in_bfloat16_is_that_of_one_device_on_every_route(ring_size, r
     truth = solve(problem, jnp.float64)
     allowed = solve(problem, jnp.bfloat16).errors(truth)
     for name in ("both", "counted_both"):
-        make = ring_of(routes(case)[name], takes_turns=True)
+        make = ring_of(routes_of(case)[name])
         answer = solve_on_ring(case, problem, reference, jnp.bfloat16, make)
         for result, error in answer.errors(truth).items():
             assert error <= BFLOAT16_RATIO * allowed[result] + 1e-6, (name, result)
@@ -149,8 +153,8 @@ def link_loads(schedule: Schedule) -> dict[tuple[int, int], int]:
     loads: dict[tuple[int, int], int] = {}
     for step in schedule.steps():
         for number, pairs in step.sends.items():
-            piece = schedule.pieces[number]
-            size = np.prod([end - begin for begin, end in (piece.heads, piece.slots)])
+            chunk = schedule.chunks[number]
+            size = np.prod([end - begin for begin, end in (chunk.heads, chunk.slots)])
             for pair in pairs:
                 loads[pair] = loads.get(pair, 0) + int(size)
     return loads
@@ -159,43 +163,40 @@ def link_loads(schedule: Schedule) -> dict[tuple[int, int], int]:
 def test_walks_share_out_the_bytes_of_each_link():
     """Walks of strides 1, 2 and 3 both ways around 7 devices: no two share a link."""
     heads, slots = 12, 128
-    one = link_loads(Route().schedule(7, heads, slots))
+    one = link_loads(AllShards().schedule(7, heads, slots))
     assert len(one) == 7
     for walks in (1, 2, 3):
-        route = Route(both_ways(cycles(7)[:walks]))
+        route = AllShards(both_ways(cycles(7)[:walks]))
         loads = link_loads(route.schedule(7, heads, slots))
         assert len(loads) == 7 * 2 * walks
         assert {2 * walks * load for load in loads.values()} == set(one.values())
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("turns, cores", [(1, 1), (2, 1), (2, 2)])
-def test_every_piece_of_every_shard_visits_every_device_once(heads, turns, cores):
+@pytest.mark.parametrize("cores", [1, 2])
+def test_every_piece_of_every_shard_visits_every_device_once(heads, cores):
     for walks in (1, 2, 4, 6):
-        route = Route(both_ways(cycles(7))[:walks], cores=cores)
-        schedule = route.schedule(7, heads, 48, turns)
+        route = AllShards(both_ways(cycles(7))[:walks], cores=cores)
+        schedule = route.schedule(7, heads, 48)
         if heads % cores == 0:  # none of them leaves a core without a head
             assert all((end - begin) % cores == 0 for begin, end in schedule.heads)
         seen = np.zeros((7, 7, heads, 48), int)  # device, shard, head, slot
         for step in schedule.steps():
             for number, sources in step.attends.items():
-                piece = schedule.pieces[number]
-                part = slice(*piece.heads), slice(*piece.slots)
+                chunk = schedule.chunks[number]
+                part = slice(*chunk.heads), slice(*chunk.slots)
                 for device, source in enumerate(sources):
                     seen[device, source][part] += 1
         assert (seen == 1).all()
-        used = {piece.walk for piece in schedule.pieces}
+        used = {chunk.order for chunk in schedule.chunks}
         most = max(link_loads(schedule).values())
         together = math.gcd(heads, cores)
         units = heads // together
-        if units >= max(min(walks, 2), turns):
+        if units >= min(walks, 2):
             assert most == 6 * 48 * together * -(-units // walks)
         else:
             assert most == 6 * heads * 16 * -(-3 // walks)  # slots in tiles of 16
         assert len(used) <= walks
-        assert sorted(i for turn in schedule.turns for i in turn) == list(
-            range(len(schedule.pieces))
-        )
 
 
 def layout_bounds(layout_name: str, ring_size: int, length: int, mask: masks.Mask):
@@ -214,7 +215,7 @@ def test_a_window_sends_its_slots_to_the_neighbours_alone(
     slots = 4096
     layout, mask = LAYOUTS[layout_name], masks.window(window)
     visible = layout_bounds(layout_name, ring_size, ring_size * slots, mask)
-    route = Route.within(visible, layout, ring_size, is_counted=False)
+    route = routes.route_within(visible, layout, ring_size, counts=False)
     assert route is not None
     schedule = route.schedule(ring_size, 1, slots)
     assert_no_dead_transfer(schedule, layout, ring_size, slots, visible)
@@ -231,9 +232,9 @@ def test_reads_of_tiles_hold_those_of_rows(layout_name, length, monkeypatch):
     length = layouts.padded_length(layout, ring_size, length * ring_size)
     for window in (1, 3, 300):
         visible = layout_bounds(layout_name, ring_size, length, masks.window(window))
-        every = dict(reads.reads_of(visible, layout, ring_size))
-        monkeypatch.setattr(reads, "EVERY_ROW", 0)
-        tiles = dict(reads.reads_of(visible, layout, ring_size))
+        every = dict(routes.reads_of(visible, layout, ring_size))
+        monkeypatch.setattr(routes, "EVERY_ROW", 0)
+        tiles = dict(routes.reads_of(visible, layout, ring_size))
         monkeypatch.undo()
         for offset, (begin, end) in every.items():
             assert tiles[offset][0] <= begin < end <= tiles[offset][1]
@@ -246,7 +247,7 @@ def assert_no_dead_transfer(schedule, layout, ring_size, slots, visible):
     k_start, k_end = (np.reshape(x, (ring_size, slots)) for x in visible)
     for step in schedule.steps():
         for number, sources in step.attends.items():
-            begin, end = schedule.pieces[number].slots
+            begin, end = schedule.chunks[number].slots
             counts = [
                 layout.count(sources[:, None], bound, ring_size, slots).clip(begin, end)
                 for bound in (k_start, k_end)
@@ -265,7 +266,7 @@ def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tok
     layout = LAYOUTS[layout_name]
     visible = layout_bounds(layout_name, ring_size, length, masks.documents(ids))
     both_ways = layout_name == "zigzag"
-    route = Route(is_counted=True, counts_both_ways=both_ways)
+    route = Counted(both_ways)
     ring = Ring("ring", ring_size, layout, 1.0, reference, route=route)
     shards = masks.Visible(
         *(jnp.asarray(bound).reshape(ring_size, 1, -1) for bound in visible)

@@ -22,7 +22,7 @@ from kernels.device import rings_both_ways
 from kernels.layouts import Striped
 from kernels.masks import causal
 from kernels.ring.cycles import disjoint_cycles
-from kernels.ring.schedule import Route, Walk, default_walks
+from kernels.ring.routes import AllShards, RingOrder, both_ways
 from kernels.ring.torus import ring_along
 from kernels.ring_attention import make_ring_attention
 from tests.ring_layers import (
@@ -69,7 +69,7 @@ def compiled_layers(
     length: int,
     kv_heads: int,
     keep_tail: bool = False,
-    walks: tuple[Walk, ...] = (),
+    walks: tuple[RingOrder, ...] = (),
 ) -> str:
     """Compiles the gradients of two scanned layers that save the ring's out and lse.
 
@@ -83,8 +83,8 @@ def compiled_layers(
         "heads": max(HEADS, kv_heads),
     }
     kind = mesh.devices.flat[0].device_kind
-    around = default_walks(ring_size) if rings_both_ways(kind) else ()
-    route = Route(walks or around)
+    around = both_ways(ring_size) if rings_both_ways(kind) else ()
+    route = AllShards(walks or around)
     gradient, inputs = layers_gradient(mesh, pallas_tpu, length, route=route, **sizes)
     program = jax.jit(gradient, compiler_options=compiler_options(kind))
     return compile_for(mesh, program, *inputs).as_text()
@@ -96,23 +96,19 @@ def overlapped_forward(ring_size: int, ways: int = 2) -> str:
     return step * (ring_size - 1) + "F" * ways
 
 
-def overlapped_backward(ring_size: int, kv_heads: int, ways: int = 2) -> str:
-    """Returns the order: as forward, dk and dv one turn behind.
+def overlapped_backward(ring_size: int, ways: int = 2) -> str:
+    """Returns the order: as forward, dk and dv one step behind.
 
-    A turn is a half that goes one way round, or half of both where there are heads for
-    it. Half of the local queries are deferred, to overlap the last transfer.
+    Half of the local queries are deferred, to overlap the last transfer.
     """
-    n = 1 if kv_heads < 4 else ways
-    s, d, kernels = "ss" * n, "dd" * n, "B" * n
+    s, d, kernels = "ss" * ways, "dd" * ways, "B" * ways
     keys, both = f"{s}{kernels}{d}", f"{s * 2}{kernels}{d * 2}"
-    return keys + both * (2 * ring_size - 3) + keys * 3 + kernels
+    return keys + both * (ring_size - 2) + keys * 2
 
 
-def assert_transfers_overlap(
-    program: str, ring_size: int, kv_heads: int, ways: int = 2
-) -> None:
+def assert_transfers_overlap(program: str, ring_size: int, ways: int = 2) -> None:
     orders = Program.parse(program, ring_size).orders()
-    backward = overlapped_backward(ring_size, kv_heads, ways)
+    backward = overlapped_backward(ring_size, ways)
     assert sorted(orders) == sorted([backward, overlapped_forward(ring_size, ways)])
 
 
@@ -153,7 +149,7 @@ def test_every_transfer_overlaps_the_kernel_of_its_ring_step(chip, kv_heads):
     No shard is copied, into the kernels' order or to make room for what arrives.
     """
     program = compiled_layers(chip, 4, TOKENS, kv_heads)
-    assert_transfers_overlap(program, 4, kv_heads, 1 if chip == "v3" else 2)
+    assert_transfers_overlap(program, 4, 1 if chip == "v3" else 2)
     copies = copies_of_shards(program, TOKENS * kv_heads * HEAD_DIM)
     # A v3 computes in float32, to which it converts what arrives.
     assert len(copies) >= 2 and (chip == "v3" or not any(copies)), copies
@@ -166,7 +162,7 @@ def test_transfers_overlap_where_half_of_the_ring_runs_again(chip):
     orders = Program.parse(compiled_layers(chip, 4, TOKENS, 1, True), 4).orders()
     backward, forward = sorted(orders, key=lambda order: "B" not in order)
     assert forward == 2 * overlapped_forward(4)
-    again = overlapped_forward(4) + overlapped_backward(4, 1)
+    again = overlapped_forward(4) + overlapped_backward(4)
     # The first keys of the backward may leave as early as those of the ring before it.
     assert sorted(backward) == sorted(again)
     assert re.sub("[sd]", "", backward) == re.sub("[sd]", "", again)
@@ -227,7 +223,9 @@ def test_transfers_on_disjoint_cycles_span_all_kernels_of_their_turn(topology, l
     devices = np.array(tpu_devices(topology))
     cycles = disjoint_cycles(devices, 0)
     assert len(cycles) == len(topology.split(":")[1].split("x"))
-    walks = tuple(way for c in cycles for way in (Walk(c), Walk(c).back()))
+    walks = tuple(
+        way for c in cycles for way in (RingOrder(c), RingOrder(c).reversed())
+    )
     text = compiled_layers(topology, devices.size, length, 8, walks=walks)
     program = Program.parse(text, devices.size)
     transfers = [c for c in program.collectives() if c.kind == TRANSFER]
@@ -243,7 +241,7 @@ def test_transfers_on_disjoint_cycles_span_all_kernels_of_their_turn(topology, l
 @pytest.mark.parametrize("chip", CHIPS)
 def test_transfers_overlap_at_any_length_in_any_ring(chip, ring_size, length):
     program = compiled_layers(chip, ring_size, length, HEADS)
-    assert_transfers_overlap(program, ring_size, HEADS)
+    assert_transfers_overlap(program, ring_size)
 
 
 def compiled_steps():

@@ -11,8 +11,8 @@ import pytest
 from data.document_mask import DocumentMask
 from kernels import layouts
 from kernels.masks import Visible
-from kernels.ring.device import Ring as DeviceRing
-from kernels.ring.schedule import Route, default_walks
+from kernels.ring.comm import Ring as DeviceRing
+from kernels.ring.routes import ONE_WAY, AllShards, Counted, both_ways
 from tests.pages import PAGES
 from tests.rings import ring_mesh
 from tools.lib.planning import clock
@@ -65,7 +65,7 @@ def test_a_window_takes_pairs_away_and_a_prefix_brings_some():
 def make_ring(length, size=64, layout=None, mask=CAUSAL, documents=(), **fields):
     layout = layout or layouts.Striped()
     values = {"rows": 1, "heads": 8, "kv_heads": 8, "head_dim": 128}
-    values |= {"route": Route(default_walks(size))} | fields
+    values |= {"route": AllShards(both_ways(size))} | fields
     sent = 2 * length * values["kv_heads"] * 128 * 2
     sequence = Sequence(layout, size, length, documents, mask)
     return Ring(sequence, keys_bytes=sent, gradients_bytes=2 * sent, **values)
@@ -123,13 +123,13 @@ def sent(ring, direction, chip=V5P):
 
 
 def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
-    for route, ways in ((Route(), 1), (Route(default_walks(8)), 2)):
+    for route, ways in ((ONE_WAY, 1), (AllShards(both_ways(8)), 2)):
         ring = make_ring(LENGTH, 8, route=route)
         assert ring.ways == ways
         assert sent(ring, "forward") == 1 / ways
         assert sent(ring, "backward") == (1 + 2) / ways
         assert sent(ring, "forward", H200) == 1  # a switch joins GPUs
-    one = make_ring(LENGTH, 1, route=Route())
+    one = make_ring(LENGTH, 1, route=ONE_WAY)
     assert one.times(V5P, "backward").hiding is None
     assert one.describe() == "devices have whole rows"
 
@@ -137,7 +137,7 @@ def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_gradients_are_sent_as_often_as_there_are_devices(size):
     """After each kernel but the last one, and home."""
-    ring = dataclasses.replace(make_ring(LENGTH, size, route=Route()), keys_bytes=0)
+    ring = dataclasses.replace(make_ring(LENGTH, size, route=ONE_WAY), keys_bytes=0)
     schedule = ring.schedule
     steps = (ring._sent(schedule, step, V5P, "backward") for step in range(size))
     once = ring.gradients_bytes / V5P.interconnect_bytes_per_second
@@ -166,7 +166,7 @@ def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
 
 
 def test_a_counted_ring_brings_gradients_home_alone():
-    route = Route(is_counted=True, counts_both_ways=True)
+    route = Counted(both_ways=True)
     layout = layouts.Zigzag()
     for count in (1, 3):
         ring = make_ring(LENGTH, 8, layout, route=route, count=count)
@@ -185,7 +185,7 @@ def test_counted_steps_are_those_that_the_ring_counts(layout, documents):
     length = 128
     sequence = Sequence(layout, 4, length, documents)
     route = clock._route(sequence, V5P, is_counted=True, reads_less=True)
-    assert route.counts_both_ways == isinstance(layout, layouts.Zigzag)
+    assert route.both_ways == isinstance(layout, layouts.Zigzag)
     token = layouts.order(layout, 4, 4 * length)
     bounds = CAUSAL.bounds(token, *document_spans(documents, token, 4 * length))
     visible = Visible(*(jnp.asarray(bound, jnp.int32)[None] for bound in bounds))

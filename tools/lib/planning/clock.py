@@ -14,10 +14,19 @@ import ml_collections
 
 from data.document_mask import DocumentMask
 from kernels.device import kernel_cores, rings_both_ways
-from kernels.layouts import order
+from kernels.layouts import order as layout_order
 from kernels.masks import Visible
-from kernels.ring.reads import reads_of
-from kernels.ring.schedule import Route, Schedule, default_walks
+from kernels.ring.routes import (
+    ONE_WAY,
+    AllShards,
+    Counted,
+    Neighbours,
+    Route,
+    Schedule,
+    both_ways,
+    reads_of,
+    route_within,
+)
 from kernels.ring.ulysses import share_heads
 from tasks import base, batch_rows
 from tasks.execution import local_tokens
@@ -123,7 +132,7 @@ class Ring:
     head_dim: int
     keys_bytes: float
     gradients_bytes: float
-    route: Route = Route()
+    route: Route = ONE_WAY
     count: int | None = None
 
     @classmethod
@@ -171,7 +180,7 @@ class Ring:
             keys_bytes=numbers * jnp.dtype(config.compute_dtype).itemsize,
             gradients_bytes=numbers * FLOAT32,
             route=route,
-            count=_counted_steps(route, sequence) if route.is_counted else None,
+            count=_counted_steps(route, sequence),
         )
 
     @property
@@ -187,32 +196,33 @@ class Ring:
 
     @property
     def schedule(self) -> Schedule:
-        """The pieces that the ring sends; counted ones as far as the count."""
+        """The chunks that the ring sends; counted ones as far as the count."""
         size = self.sequence.ring_size
         found = self.route.schedule(size, self.kv_heads, self.sequence.keys)
-        if size == 1 or not self.route.is_counted:
+        if size == 1 or self.count is None:
             return found
-        pieces = tuple(
-            replace(piece, visits=range(piece.visits.start, self.count + 1))
-            for piece in found.pieces
-            if self.count or piece.first == 0
+        return Schedule(
+            tuple(
+                replace(chunk, stops=range(chunk.stops.start, self.count + 1))
+                for chunk in found.chunks
+                if self.count or chunk.first == 0
+            )
         )
-        return Schedule(pieces, (tuple(range(len(pieces))),))
 
     @property
     def ways(self) -> int:
         """Links of a device that the ring's transfers share."""
-        return max(1, len({p.walk for p in self.schedule.pieces if p.last}))
+        return max(1, len({c.order for c in self.schedule.chunks if c.last}))
 
     def describe(self) -> str:
         """Names the ring's route in a few words."""
         size, ways = self.sequence.ring_size, ("one way", "both ways")
         if size == 1:
             return "devices have whole rows"
-        if self.route.is_counted:
-            way = ways[self.route.counts_both_ways]
+        if isinstance(self.route, Counted):
+            way = ways[self.route.both_ways]
             return f"{self.count} of {size - 1} steps, {way}: the longest document"
-        if self.route.reads is not None:
+        if isinstance(self.route, Neighbours):
             return "neighbours"
         return ways[min(self.ways, 2) - 1]
 
@@ -235,7 +245,7 @@ class Ring:
             if step == 0 and direction == "backward" and schedule.last:
                 home = self._home(schedule, chip)
                 # A ring that counts its steps brings them home with nothing beside.
-                outlasting += max(0.0, home - beside * (not self.route.is_counted))
+                outlasting += max(0.0, home - beside * (self.count is None))
         others = [share for is_local, share in hiding if not is_local]
         found = others or [share for _, share in hiding]
         return Times(total, outlasting, min(found, default=None))
@@ -259,19 +269,19 @@ class Ring:
         spent = []
         for device in self.sequence.devices:
             seconds = 0.0
-            for piece in schedule.pieces:
-                if not piece.first <= step <= piece.last:
+            for chunk in schedule.chunks:
+                if not chunk.first <= step <= chunk.last:
                     continue
-                hops = int(piece.place(step))
-                if self._meets(piece.first, hops):
+                shifts = int(chunk.shifts(step))
+                if self._meets(chunk.first, shifts):
                     continue  # of opposite shards, which come both ways
-                share = (piece.heads[1] - piece.heads[0]) / self.kv_heads
+                share = (chunk.heads[1] - chunk.heads[0]) / self.kv_heads
                 begin = self.sequence.slots[0]
-                span = tuple(begin + slot for slot in piece.slots)
+                span = tuple(begin + slot for slot in chunk.slots)
                 sequence = self.sequence
                 if span != sequence.slots:
                     sequence = replace(sequence, span=span)
-                source = int(piece.walk.sources(hops)[device])
+                source = int(chunk.order.owners(shifts)[device])
                 count = sequence.count(device, source)
                 tiles = passes * count.pairs / TILE**2 * each.full
                 others = max(0, count.partial - count.rows)
@@ -282,42 +292,44 @@ class Ring:
             spent.append(seconds)
         return max(spent)
 
-    def _meets(self, first: int, hops: int) -> bool:
-        """Whether a counted piece that goes both ways was here from the other side."""
-        is_both = self.route.is_counted and self.route.counts_both_ways
-        return bool(is_both and first and 2 * hops >= self.sequence.ring_size)
+    def _meets(self, first: int, shifts: int) -> bool:
+        """Whether a counted chunk that goes both ways was here from the other side."""
+        is_both = isinstance(self.route, Counted) and self.route.both_ways
+        return bool(is_both and first and 2 * shifts >= self.sequence.ring_size)
 
     def _sent(self, schedule: Schedule, step: int, chip: Chip, direction: str) -> float:
         """Returns the seconds of the transfers beside a step, on the fullest link."""
         links: Counter = Counter()
-        for number, piece in enumerate(schedule.pieces):
-            if step < piece.last:
-                self._add(links, schedule, number, piece.hops(step), self.keys_bytes)
-            if direction == "backward" and piece.first < step <= piece.last:
-                hops = piece.hops(step - 1)
-                self._add(links, schedule, number, hops, self.gradients_bytes)
+        for number, chunk in enumerate(schedule.chunks):
+            if step < chunk.last:
+                self._add(
+                    links, schedule, number, chunk.shifts_after(step), self.keys_bytes
+                )
+            if direction == "backward" and chunk.first < step <= chunk.last:
+                shifts = chunk.shifts_after(step - 1)
+                self._add(links, schedule, number, shifts, self.gradients_bytes)
         return self._seconds(links, chip)
 
     def _home(self, schedule: Schedule, chip: Chip) -> float:
         """Returns the seconds in which gradients reach their own devices at last."""
         links: Counter = Counter()
-        for number, piece in enumerate(schedule.pieces):
-            if piece.last:
-                hops = -int(piece.visits[-1])
-                self._add(links, schedule, number, hops, self.gradients_bytes)
+        for number, chunk in enumerate(schedule.chunks):
+            if chunk.last:
+                shifts = -int(chunk.stops[-1])
+                self._add(links, schedule, number, shifts, self.gradients_bytes)
         return self._seconds(links, chip)
 
     def _add(
-        self, links: Counter, schedule: Schedule, number: int, hops: int, size: float
+        self, links: Counter, schedule: Schedule, number: int, shifts: int, size: float
     ) -> None:
-        """Adds a piece's way, the shorter one round, to the bytes of its links."""
-        piece = schedule.pieces[number]
-        hops, walk = hops % piece.walk.length, piece.walk
-        if 2 * hops > walk.length:
-            hops, walk = walk.length - hops, walk.back()
-        heads = (piece.heads[1] - piece.heads[0]) / self.kv_heads
-        slots = (piece.slots[1] - piece.slots[0]) / self.sequence.keys
-        links[walk] += hops * heads * slots * size
+        """Adds a chunk's way, the shorter one round, to the bytes of its links."""
+        chunk = schedule.chunks[number]
+        shifts, order = shifts % chunk.order.length, chunk.order
+        if 2 * shifts > order.length:
+            shifts, order = order.length - shifts, order.reversed()
+        heads = (chunk.heads[1] - chunk.heads[0]) / self.kv_heads
+        slots = (chunk.slots[1] - chunk.slots[0]) / self.sequence.keys
+        links[order] += shifts * heads * slots * size
 
     def _seconds(self, links: Counter, chip: Chip) -> float:
         sizes = list(links.values())
@@ -329,23 +341,26 @@ class Ring:
 def _route(sequence: Sequence, chip: Chip, is_counted: bool, reads_less: bool) -> Route:
     """Returns the route that `make_ring_attention` chooses on these chips."""
     kind, size = chip.device_kinds[0], sequence.ring_size
-    walks = default_walks(size) if rings_both_ways(kind) else ()
-    whole = Route(walks, cores=kernel_cores(kind))
+    orders = both_ways(size) if rings_both_ways(kind) else ()
+    whole = AllShards(orders, cores=kernel_cores(kind))
     if size == 1 or not reads_less or not (sequence.mask.window or is_counted):
         return whole
     length = size * sequence.length
-    outline = sequence.mask.within()(order(sequence.layout, size, length), length)
-    found = Route.within(outline, sequence.layout, size, is_counted)
-    return replace(found, cores=whole.cores) if found else whole
+    outline = sequence.mask.within()(
+        layout_order(sequence.layout, size, length), length
+    )
+    return route_within(outline, sequence.layout, size, is_counted) or whole
 
 
-def _counted_steps(route: Route, sequence: Sequence) -> int:
-    """Counts the steps after the first that a ring's documents need."""
+def _counted_steps(route: Route, sequence: Sequence) -> int | None:
+    """Counts the steps after the first that documents need; None if nothing counts."""
+    if not isinstance(route, Counted):
+        return None
     size = sequence.ring_size
-    tokens = order(sequence.layout, size, size * sequence.length)
+    tokens = layout_order(sequence.layout, size, size * sequence.length)
     visible = Visible(*(bound[None] for bound in sequence.visible(tokens)))
     offsets = [read.offset for read in reads_of(visible, sequence.layout, size)]
-    if route.counts_both_ways:
+    if route.both_ways:
         offsets = [min(offset, size - offset) for offset in offsets]
     return max(offsets, default=0)
 

@@ -1,0 +1,194 @@
+"""The backward pass of a ring: dq stays; dk and dv follow their keys, and go home.
+
+A chunk of device 0, on a ring of four. K: the kernel that adds to its dk and dv.
+
+                  step 0        step 1        step 2        step 3        last
+    device 0      K (first                                                K (second
+                     half)                                                   half)
+    device 1                    K
+    device 2                                  K
+    device 3                                                K
+    keys             0 -> 1        1 -> 2        2 -> 3
+    dk, dv                         0 -> 1        1 -> 2        2 -> 3        3 -> 0
+
+Keys of the next step, and dk and dv of the last one, travel beside the kernels of a
+step; what these compute is added to what has arrived. Half of the local block's queries
+are put off, to hide the way home. On CPUs, which would wait in any case, dk and dv
+arrive before the kernels, which add to them in place, and nothing is put off.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..device import is_cpu
+from ..masks import Visible
+from ..merge import added
+from .comm import Bounds, Chunks, Pair, Pairs, Ring
+from .forward import as_one, join
+
+Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
+
+
+def backward(
+    ring: Ring, rows: Rows, kv: Pair, visible: Visible
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the gradients of the local queries, and of the local keys and values.
+
+    Returns:
+      dq, dk and dv, float32; dq and dk without the factor `scale`.
+    """
+    chunks = Chunks.of(ring, kv, visible, kv[0].shape[1])
+    cut = map(chunks.head_groups, rows, (2, 2, 1, 1))
+    groups: list[Rows] = list(zip(*cut, strict=True))
+    own, last = chunks.own(), chunks.schedule.last
+    zeros = [jnp.zeros(q.shape, lse.dtype) for q, _, lse, _ in groups]
+
+    in_place = is_cpu()
+
+    def gradients(bounds: dict[int, Bounds], held: Pairs, *sums: Any) -> tuple:
+        """Adds to dq, and to dk and dv, of the chunks that have bounds."""
+
+        def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
+            dq, dkv = list(sums[0]), dict(sums[1])
+            for i, seen in bounds.items():
+                group = chunks.group(i)
+                q, *others = groups[group]
+                options = {**ring.scores, "dq": dq[group], "dkv": dkv.get(i)}
+                operands = q, *held[i], *others, *seen
+                dq[group], *pair = ring.backend.backward(*operands, **options)
+                dkv[i] = tuple(pair)
+            return dq, dkv
+
+        return as_one(kernels, bounds, sums, is_one=ring.size > 1)
+
+    def step(role: int, n: jax.Array | int, held: Pairs, dq: list, dkv: Pairs) -> tuple:
+        """Takes a step; the one after the last is that of the second half."""
+        arriving = chunks.passed_on(held, role)
+        moved = _followed(chunks, dkv, role - 1, count)
+        bounds = _bounds(chunks, role, n, is_cut=not in_place)
+        before, apart = dkv | moved, {}
+        if not in_place:
+            before, apart = {}, before
+        dq, new = gradients(bounds, held, dq, before)
+        if arriving or moved:
+            (arriving, apart, new), dq = ring.barrier((arriving, apart, new), dq)
+        return arriving, dq, apart | {i: added(apart.get(i), new[i]) for i in new}
+
+    def around() -> tuple[list, Pairs]:
+        state = own, zeros, _first_sums(chunks, own, zeros[0].dtype, count)
+        _, dq, dkv = chunks.run(step, state, count)
+        _, dq, dkv = step(last + 1, last + 1, own, dq, dkv)
+        return dq, dkv
+
+    def alone() -> tuple[list, Pairs]:
+        dq, dkv = gradients({i: chunks.bounds(i, 0) for i in here}, own, zeros, {})
+        return dq, dkv | nothing
+
+    here, count = chunks.attended(0), ring.count(visible, chunks.length)
+    nothing = _first_sums(chunks, own, zeros[0].dtype, count)
+    if last == 0:
+        dq, dkv = alone()
+    elif count is None:
+        dq, dkv = around()
+    else:
+        dq, dkv = lax.cond(count > 0, around, alone)
+    dk, dv = _joined(chunks, dkv)
+    if len(groups) == 1:
+        return dq[0], dk, dv
+    return tuple(map(ring.heads_first, (join(dq, 2), dk, dv)))
+
+
+def _bounds(
+    chunks: Chunks, role: int, n: jax.Array | int, is_cut: bool
+) -> dict[int, Bounds]:
+    """Returns what each query sees of the chunks that a step's devices attend to.
+
+    is_cut: whether half of the local block's queries are put off to the end.
+    """
+    is_late = role > chunks.schedule.last
+    numbers = chunks.attended(0 if is_late else role)
+    found = {i: chunks.bounds(i, 0 if is_late else n) for i in numbers}
+    if not is_cut:
+        return {} if is_late else found
+    if 0 < role and not is_late:
+        return found
+    spans = {i: chunks[i].slots for i in numbers}
+    return {
+        i: halves(seen, spans[i][1] - spans[i][0])[is_late] for i, seen in found.items()
+    }
+
+
+def _first_sums(
+    chunks: Chunks, own: Pairs, dtype: jnp.dtype, count: jax.Array | None
+) -> Pairs:
+    """Returns zeros for chunks that a loop of unknown length starts with."""
+    return {
+        i: tuple(jnp.zeros(x.shape, dtype) for x in pair)
+        for i, pair in own.items()
+        if count is not None and chunks[i].first
+    }
+
+
+def _followed(chunks: Chunks, dkv: Pairs, role: int, count: jax.Array | None) -> Pairs:
+    """Sends the gradients that a step computed to the next stop, or home."""
+    ring, moved, home = chunks.ring, {}, {}
+    for i, sums in dkv.items():
+        chunk = chunks[i]
+        if not 0 <= role <= chunk.last or chunk.last == 0:
+            continue
+        if role < chunk.last:
+            moved[i] = ring.shift(sums, chunk.order, chunk.shifts_after(role))
+        elif count is None:
+            moved[i] = ring.shift(sums, chunk.order, -chunk.stops[-1])
+        else:
+            home[i] = sums
+    if not home:
+        return moved
+
+    def shifted(shifts: int, _: jax.Array, home: Pairs) -> Pairs:
+        return {
+            i: ring.shift(sums, chunks[i].order, shifts) for i, sums in home.items()
+        }
+
+    # From device to device, the shorter way round.
+    back = jnp.where(2 * count <= ring.size, count, 0)
+    on = jnp.where(2 * count <= ring.size, 0, ring.size - count)
+    home = lax.fori_loop(0, back, functools.partial(shifted, -1), home)
+    return moved | lax.fori_loop(0, on, functools.partial(shifted, 1), home)
+
+
+def _joined(chunks: Chunks, dkv: Pairs) -> Pair:
+    """Joins dk and dv of the chunks, and adds those that only visited others."""
+    joined = []
+    for group in range(len(chunks.schedule.heads)):
+        mine = {i: sums for i, sums in dkv.items() if chunks.group(i) == group}
+        own = [sums for i, sums in mine.items() if chunks[i].first == 0]
+        dk, dv = (join(parts, 1) for parts in zip(*own, strict=True))
+        for i, sums in mine.items():
+            if chunks[i].first:
+                begin, end = chunks[i].slots
+                around = (0, 0), (begin, dk.shape[1] - end), (0, 0), (0, 0)
+                more_dk, more_dv = (jnp.pad(x, around) for x in sums)
+                dk, dv = dk + more_dk, dv + more_dv
+        joined.append((dk, dv))
+    dk, dv = (join(parts, 2) for parts in zip(*joined, strict=True))
+    return dk, dv
+
+
+def halves(bounds: Bounds, length: int) -> tuple[Bounds, Bounds]:
+    """Splits intervals into those of the first half of the queries, and of the second.
+
+    bounds: (B, L) each, within [0, length]. The other half's are empty, at the end of
+    the keys or at their start, so that bounds do not decrease along the queries.
+    """
+    queries = bounds[0].shape[1]
+    first = jnp.arange(queries) < queries // 2
+    k_start, k_end = bounds
+    early = jnp.where(first, k_start, length), jnp.where(first, k_end, length)
+    late = jnp.where(first, 0, k_start), jnp.where(first, 0, k_end)
+    return early, late

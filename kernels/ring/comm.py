@@ -1,0 +1,257 @@
+"""What a device of a ring knows of it, which chunks it holds, and how it sends them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import layout as memory_layout
+
+from ..backends import Backend
+from ..device import is_cpu, is_tpu
+from ..layouts import Array, Layout
+from ..masks import Visible
+from .routes import ONE_WAY, Chunk, Counted, RingOrder, Route, Schedule
+
+LANES = 128
+"""A TPU's memory pads the last dimension of arrays to a multiple of this."""
+
+HEADS_FIRST = 0, 2, 1, 3
+"""Order of axes (B, L, H, D) as (B, H, L, D)."""
+
+TOKENS_LAST = 0, 2, 3, 1
+"""Of the same as (B, H, D, L), in which dq is summed."""
+
+TOKENS_SECOND = 0, 3, 1, 2
+"""Of that as (B, L, H, D) again."""
+
+UNROLLED_STEPS = 16
+"""Rings with more steps are compiled as a loop: its compile time does not grow."""
+
+LOOP_UNROLL = 2
+"""Ring steps in an iteration of that loop: keys alternate between two buffers, and are
+not copied back into one."""
+
+Pair = tuple[jax.Array, jax.Array]
+Bounds = tuple[Array, Array]
+Pairs = dict[int, Pair]
+"""Keys and values, or their gradients, by the numbers of chunks."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Static parameters of a ring.
+
+    axis_name: mesh axis around which keys and values travel, or axes that make up one
+      ring; None for a ring of one.
+    size: devices in the ring.
+    layout: which indices a shard holds.
+    scale: factor on the scores.
+    backend: the attention step (see `backends`).
+    soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
+    keep_tail: as in `ring_attention.make_ring_attention`.
+    route: ways that keys and values take, and how far.
+    """
+
+    axis_name: str | tuple[str, ...] | None
+    size: int
+    layout: Layout
+    scale: float
+    backend: Backend
+    soft_cap: float | None = None
+    keep_tail: bool = False
+    route: Route = ONE_WAY
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """Returns the backends' arguments of what becomes of q · k."""
+        return {"scale": self.scale, "soft_cap": self.soft_cap}
+
+    def shard(self) -> jax.Array | int:
+        """Returns the number of the shard that this device's queries belong to."""
+        return lax.axis_index(self.axis_name) if self.size > 1 else 0
+
+    def slots(self, shard: jax.Array | int, visible: Visible, length: int) -> Bounds:
+        """Returns the interval [k_start, k_end) of visible slots of a shard."""
+        k_start = self.layout.count(shard, visible.k_start, self.size, length)
+        k_end = self.layout.count(shard, visible.k_end, self.size, length)
+        return k_start, k_end  # as visible, (B or 1, L)
+
+    def owner(self, order: RingOrder, shifts: jax.Array | int) -> jax.Array | int:
+        """Returns whose chunk is here after a number of shifts along an order."""
+        shard = self.shard()
+        if order.stride:
+            return (shard - order.stride * shifts) % self.size
+        if isinstance(shifts, int):
+            return jnp.asarray(order.owners(shifts))[shard]
+        place = jnp.asarray(order.places)[shard]
+        return jnp.asarray(order.devices, jnp.int32)[(place - shifts) % order.length]
+
+    def shift(self, arrays: Any, order: RingOrder, shifts: int = 1) -> Any:
+        """Sends the arrays a number of devices further along an order."""
+        arrays = _ordered(arrays, HEADS_FIRST)
+        arrays = lax.ppermute(arrays, self.axis_name, order.pairs(shifts))
+        return _ordered(arrays, HEADS_FIRST)
+
+    def count(self, visible: Visible, length: int) -> jax.Array | None:
+        """Counts the steps after which no device reads a shard that has not come yet.
+
+        The same number on all devices of the ring, and of the other axes; None for a
+        route whose steps are known. length: of a shard.
+        """
+        if self.size == 1 or not isinstance(self.route, Counted):
+            return None
+        shards = jnp.arange(self.size, dtype=jnp.int32)
+        bounds = self.slots(shards[:, None, None], visible, length)  # (N, B or 1, L)
+        is_read = jnp.any(jnp.less(*bounds), axis=(1, 2))
+        shifts = (self.shard() - shards) % self.size
+        if self.route.both_ways:
+            shifts = jnp.minimum(shifts, self.size - shifts)
+        ring = (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+        most = jnp.max(jnp.where(is_read, shifts, 0))
+        return lax.pmax(most, (*(ring or ()), *self.route.other_axes))
+
+    def barrier(self, arrays: Any, dq: Any = None) -> tuple[Any, Any]:
+        """Returns both as they are, once all of them are computed."""
+        held = _ordered(arrays, HEADS_FIRST), _ordered(dq, TOKENS_LAST)
+        arrays, dq = lax.optimization_barrier(held)
+        return _ordered(arrays, HEADS_FIRST), _ordered(dq, TOKENS_SECOND)
+
+    def as_read(self, x: jax.Array) -> jax.Array:
+        """Lays out (B, L, H, D) as a TPU's kernels read it: (B, H, L, D) in memory.
+
+        D is padded to a multiple of 128, which it takes in a TPU's memory anyway. An
+        array sent like this arrives like this; otherwise each ring step would transpose
+        and pad it. On other devices, and in a ring of one, x is returned unchanged.
+        """
+        if self.size == 1 or not is_tpu():
+            return x
+        return self.heads_first(
+            jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[-1] % LANES),))
+        )
+
+    def heads_first(self, x: jax.Array) -> jax.Array:
+        """Lays out (B, L, H, D) as (B, H, L, D) in a TPU's memory.
+
+        Kernels may leave results as (B, H, D, L). What is made of them must not ask
+        for queries like that, which would be copied before each ring.
+        """
+        if self.size == 1 or not is_tpu():
+            return x
+        layout = memory_layout.Layout(major_to_minor=(0, 2, 1, 3))
+        return memory_layout.with_layout_constraint(x, layout)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a ring's keys and values, on this device.
+
+    visible: key indices [k_start, k_end) of each query. length: of a shard, tokens.
+    """
+
+    ring: Ring
+    schedule: Schedule
+    kv: Pair
+    visible: Visible
+    length: int
+
+    @classmethod
+    def of(cls, ring: Ring, kv: Pair, visible: Visible, length: int) -> "Chunks":
+        """Cuts keys and values (B, S, K, D)."""
+        slots, heads = kv[0].shape[1:3]
+        return cls(
+            ring, ring.route.schedule(ring.size, heads, slots), kv, visible, length
+        )
+
+    def __getitem__(self, number: int) -> Chunk:
+        return self.schedule.chunks[number]
+
+    def own(self) -> Pairs:
+        """Returns the chunks of this device's shard."""
+        return {
+            i: tuple(x[:, slice(*chunk.slots), slice(*chunk.heads)] for x in self.kv)
+            for i, chunk in enumerate(self.schedule.chunks)
+        }
+
+    def group(self, number: int) -> int:
+        """Returns the number of a chunk's head group."""
+        return self.schedule.heads.index(self[number].heads)
+
+    def head_groups(self, x: jax.Array, axis: int) -> list[jax.Array]:
+        """Cuts an array with an axis of query heads into the head groups."""
+        each = x.shape[axis] // self.kv[0].shape[2]
+        ends = [each * end for _, end in self.schedule.heads]
+        return jnp.split(x, ends[:-1], axis) if len(ends) > 1 else [x]
+
+    def attended(self, role: int) -> list[int]:
+        """Returns the chunks that a step's devices attend to."""
+        chunks = enumerate(self.schedule.chunks)
+        return [i for i, chunk in chunks if chunk.first <= role <= chunk.last]
+
+    def bounds(self, number: int, step: jax.Array | int) -> Bounds:
+        """Returns the slots of a chunk that each query sees in a step."""
+        chunk, route = self[number], self.ring.route
+        shifts, (begin, end) = chunk.shifts(step), chunk.slots
+        owner = self.ring.owner(chunk.order, shifts)
+        bounds = self.ring.slots(owner, self.visible, self.length)
+        if isinstance(route, Counted) and route.both_ways and chunk.first:
+            # Opposite shards come both ways: this one is empty.
+            is_new = 2 * shifts < self.ring.size
+            bounds = bounds[0], jnp.where(is_new, bounds[1], bounds[0])
+        if begin == 0 and end == self.kv[0].shape[1]:
+            return bounds
+        k_start, k_end = ((x - begin).clip(0, end - begin) for x in bounds)
+        return k_start, k_end
+
+    def passed_on(self, held: Pairs, role: int) -> Pairs:
+        """Sends chunks to where they are attended to in the next step, if anywhere."""
+        return {
+            i: self.ring.shift(pair, self[i].order, self[i].shifts_after(role))
+            for i, pair in held.items()
+            if role < self[i].last
+        }
+
+    def run(self, step: Callable, state: tuple, count: jax.Array | None) -> tuple:
+        """Runs `state = step(role, n, *state)` for the ring steps n = 0, 1, …
+
+        Steps of one role have the same transfers and chunks.
+        count: steps after the first, where the program counts them.
+        """
+        if count is not None:  # the roles are: the first, those between, the last
+            state = step(0, 0, *state)
+            state = lax.fori_loop(1, count, lambda n, state: step(1, n, *state), state)
+            return step(2, count, *state)
+        begin = 0
+        for alone in self.schedule.distinct:
+            state = _looped(begin, alone, step, state)
+            state = step(alone, alone, *state)
+            begin = alone + 1
+        return state
+
+
+def _looped(first: int, end: int, step: Callable, state: tuple) -> tuple:
+    """Runs `state = step(first, n, *state)` for n < end, unrolled if these are few."""
+    if end - first < UNROLLED_STEPS:
+        for n in range(first, end):
+            state = step(first, n, *state)
+        return state
+    return lax.scan(
+        lambda state, n: (step(first, n, *state), None),
+        state,
+        jnp.arange(first, end, dtype=jnp.int32),
+        unroll=LOOP_UNROLL,
+    )[0]
+
+
+def _ordered(arrays: Any, order: tuple[int, ...]) -> Any:
+    """Reorders the axes of arrays (B, L, H, D) for a CPU, and of those only.
+
+    Elsewhere XLA orders in memory what travels as the kernels read it. On a CPU, the
+    memory of what is sent, or waits at a barrier, is in the order of its axes: without
+    another one each ring step would transpose what it reads and what it returns.
+    """
+    if not is_cpu():
+        return arrays
+    return jax.tree.map(lambda x: x.transpose(order) if x.ndim == 4 else x, arrays)

@@ -1,0 +1,102 @@
+"""The forward pass of a ring: attends to each chunk while it moves on.
+
+Two chunks of heads, a and b, one each way round (Ring Attention, 2310.01889):
+
+                  step 0         step 1             step 2             step 3
+    device 1      own a, b       a of 0, b of 2     a of 3, b of 3     a of 2, b of 0
+    meanwhile     a -> 2, b -> 0   -> 2, -> 0         -> 2, -> 0
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..masks import Visible
+from .comm import Chunks, Pair, Pairs, Ring
+
+LSE_RANK = 3
+"""Axes of lse (B, H, L); out, and all gradients, have four."""
+
+
+def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -> Pair:
+    """Attends with the local queries to the keys of the whole ring.
+
+    length: of a shard.
+
+    Returns:
+      out (B, L, H, D) and lse (B, H, L) in float32.
+    """
+    chunks = Chunks.of(ring, kv, visible, length)
+    queries = chunks.head_groups(q, axis=2)
+    own, nothing = chunks.own(), [None] * len(queries)
+
+    def attend(role: int, n: jax.Array | int, held: Pairs, partial: list) -> list:
+        """Attends to the chunks of a step, from the partial result of each group."""
+        bounds = {i: chunks.bounds(i, n) for i in chunks.attended(role)}
+
+        def kernels(partial: list) -> list:
+            partial = list(partial)
+            for i, seen in bounds.items():
+                group = chunks.group(i)
+                options = {**ring.scores, "carry": partial[group]}
+                operands = queries[group], *held[i], *seen
+                partial[group] = ring.backend.forward(*operands, **options)
+            return partial
+
+        return as_one(kernels, bounds, partial, is_one=0 < role or ring.size > 1)
+
+    def step(role: int, n: jax.Array | int, held: Pairs, partial: list) -> tuple:
+        arriving = chunks.passed_on(held, role)
+        partial = attend(role, n, held, partial)
+        if arriving:
+            # Without the barrier XLA may start all transfers at once, or late.
+            (arriving, partial), _ = ring.barrier((arriving, partial))
+        return arriving, partial
+
+    def around(count: jax.Array | None) -> list:
+        return chunks.run(step, (own, nothing), count)[1]
+
+    count = ring.count(visible, length)
+    if count is None:
+        partial = around(None)
+    else:
+        alone = functools.partial(attend, 0, 0, own, nothing)
+        partial = lax.cond(count > 0, lambda: around(count), alone)
+    out, lse = zip(*partial, strict=True)
+    return join(out, 2), join(lse, 1)
+
+
+def as_one(run: Callable, bounds: dict, sums: Any, is_one: bool) -> Any:
+    """Runs kernels on sums so far; several as one instruction for XLA, if `is_one`.
+
+    Of a transfer beside several XLA believes that the last kernel will hide it, and
+    would start it after the others. They are skipped where no query sees anything.
+    """
+    if len(bounds) < 2 or not is_one:
+        return run(sums)
+    results = jax.eval_shape(run, sums)
+    is_seen = functools.reduce(
+        jnp.logical_or, (jnp.any(jnp.less(*seen)) for seen in bounds.values())
+    )
+
+    def unseen(sums: Any) -> Any:
+        """Fills in what is not there yet: out and gradients of 0, lse of -inf."""
+        given = dict(jax.tree_util.tree_flatten_with_path(sums)[0])
+        paths, structure = jax.tree_util.tree_flatten_with_path(results)
+        found = [
+            given[path]
+            if path in given
+            else jnp.full(x.shape, -jnp.inf if x.ndim == LSE_RANK else 0, x.dtype)
+            for path, x in paths
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    return lax.cond(is_seen, run, unseen, sums)
+
+
+def join(parts: list, axis: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)

@@ -1,0 +1,366 @@
+"""Routes: the ways that keys and values take around a ring, and how far they go.
+
+A *chunk* is some heads, or some slots, of every shard. It travels along a *ring order*,
+a permutation of the ring's devices, each of which hands it to the next one, and stops
+where it is attended to:
+
+    AllShards     all of a shard stops at every device, along one order or several:
+                  one way, both ways round, disjoint cycles; a chunk for each
+    Neighbours    the slots that others read stop at those devices alone
+    Counted       whole shards go as far as the program counts from the bounds
+
+A route gives the `Schedule` that the ring runs, which planner and tests read. All of
+this is NumPy and Python, known when a program is traced.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..layouts import Contiguous, Layout, Striped, order
+from ..masks import Visible
+
+Span = tuple[int, int]
+"""Half-open range [begin, end)."""
+
+TILE = 128
+"""Slots at whose multiples shards are cut, where they are longer than two."""
+
+EVERY_ROW = 1 << 22
+"""Rows times shards up to which the bounds of each row are looked at."""
+
+
+@dataclass(frozen=True)
+class RingOrder:
+    """Cyclic order of the devices of a ring: each hands its chunk to the next in it."""
+
+    devices: tuple[int, ...]
+
+    @classmethod
+    def around(cls, ring_size: int) -> "RingOrder":
+        """Returns the order of the devices' numbers."""
+        return cls(tuple(range(ring_size)))
+
+    @property
+    def length(self) -> int:
+        return len(self.devices)
+
+    def reversed(self) -> "RingOrder":
+        """Returns the same order the other way round."""
+        return RingOrder((self.devices[0], *reversed(self.devices[1:])))
+
+    def pairs(self, shifts: int) -> list[tuple[int, int]]:
+        """Returns (from, to) of every device, a number of shifts further."""
+        return [
+            (device, self.devices[(place + shifts) % self.length])
+            for place, device in enumerate(self.devices)
+        ]
+
+    def owners(self, shifts: int) -> np.ndarray:
+        """Returns whose chunk each device holds after some shifts, int32 (N,)."""
+        return np.array(self.devices, np.int32)[(self.places - shifts) % self.length]
+
+    @functools.cached_property
+    def stride(self) -> int:
+        """How far each number is from the last, if alike: 1, or -1; else 0."""
+        around = RingOrder.around(self.length)
+        if self == around:
+            return 1
+        return -1 if self == around.reversed() else 0
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Place of each device in the order, int32 (N,)."""
+        return np.argsort(self.devices).astype(np.int32)
+
+
+def both_ways(ring_size: int) -> tuple[RingOrder, ...]:
+    """Returns both ways round the ring in the order of its devices' numbers."""
+    around = RingOrder.around(ring_size)
+    return around, around.reversed()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of every shard's keys and values, and where it is attended to.
+
+    heads: of the key/value heads. slots: of a shard's.
+    stops: shifts along the order, from its own device, after which it is attended to;
+      one a ring step. From 0 on if its own device attends to it as this chunk too.
+    """
+
+    heads: Span
+    slots: Span
+    order: RingOrder
+    stops: range
+
+    @property
+    def first(self) -> int:
+        """Ring step of its first stop: 0, or 1 if it only visits others."""
+        return min(self.stops.start, 1)
+
+    @property
+    def last(self) -> int:
+        """Ring step of its last stop."""
+        return len(self.stops) - 1 + self.first
+
+    def shifts(self, step):
+        """Returns how far it has come in a ring step, which may be traced."""
+        if isinstance(step, int) and step < self.first:
+            return 0
+        return self.stops.start + step - self.first
+
+    def shifts_after(self, step: int) -> int:
+        """Returns the shifts from a step's device to that of the next step."""
+        return self.shifts(step + 1) - self.shifts(step)
+
+
+class Step(NamedTuple):
+    """What happens in a step of a schedule, by the chunks' numbers.
+
+    sends: (from, to) of every device. attends: whose chunk each attends to, (N,).
+    """
+
+    sends: dict[int, list[tuple[int, int]]]
+    attends: dict[int, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The chunks of a ring, in the order in which a device computes them in a step."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def heads(self) -> tuple[Span, ...]:
+        """The head groups of the chunks, in order."""
+        return tuple(sorted({chunk.heads for chunk in self.chunks}))
+
+    @property
+    def last(self) -> int:
+        """The last ring step."""
+        return max(chunk.last for chunk in self.chunks)
+
+    @property
+    def distinct(self) -> list[int]:
+        """Steps to unroll: those between two of them have the same transfers."""
+        begins = {chunk.first for chunk in self.chunks}
+        return sorted({0, *begins, *(chunk.last for chunk in self.chunks)})
+
+    def steps(self) -> Iterator[Step]:
+        """Yields what is sent and what is attended to in each step, forward."""
+        for step in range(self.last + 1):
+            sends, attends = {}, {}
+            for number, chunk in enumerate(self.chunks):
+                if chunk.first <= step <= chunk.last:
+                    attends[number] = chunk.order.owners(chunk.shifts(step))
+                if step < chunk.last:
+                    sends[number] = chunk.order.pairs(chunk.shifts_after(step))
+            yield Step(sends, attends)
+
+
+@dataclass(frozen=True)
+class AllShards:
+    """Every shard visits every device, in as many chunks as there are ring orders.
+
+    orders: none for one way, in the order of the devices' numbers.
+    cores: of a device, which share out the heads of a chunk.
+    """
+
+    orders: tuple[RingOrder, ...] = ()
+    cores: int = 1
+
+    def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
+        """Returns the chunks of shards (B, slots, heads, D).
+
+        Chunks are of heads if these suffice for two orders, else of slots; cores share
+        out whole heads. Fewer orders are used where that sends no more over each.
+        """
+        orders = self.orders if ring_size > 1 else ()
+        orders = orders or (RingOrder.around(ring_size),)
+        unit = math.gcd(heads, self.cores)
+        by_heads = heads // unit >= min(len(orders), 2)
+        whole = heads if by_heads else slots
+        unit = unit if by_heads else math.gcd(slots, TILE)
+        units = whole // unit  # a chunk has some
+        most = -(-units // len(orders)) or 1
+        orders = orders[: max(1, -(-units // most))]
+        spans = [
+            (begin * unit, end * unit) for begin, end in spans_of(units, len(orders))
+        ]
+        return Schedule(
+            tuple(
+                Chunk(
+                    heads=span if by_heads else (0, heads),
+                    slots=(0, slots) if by_heads else span,
+                    order=order,
+                    stops=range(ring_size),
+                )
+                for span, order in zip(spans, orders, strict=True)
+            )
+        )
+
+
+ONE_WAY = AllShards()
+"""All of each shard from each device to the next."""
+
+
+class Read(NamedTuple):
+    """What devices read of a shard before their own.
+
+    offset: how many places before, 1 … N - 1. slots: the least span that holds what any
+      device reads.
+    """
+
+    offset: int
+    slots: Span
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Slots that other devices read visit those devices, and no others.
+
+    Successive devices are visited by one chunk, which goes the shorter way.
+    """
+
+    reads: tuple[Read, ...]
+
+    def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
+        """Returns the chunks of shards (B, slots, heads, D)."""
+        around = RingOrder.around(ring_size)
+        chunks = [Chunk((0, heads), (0, slots), around, range(1))]
+        for stops, span in joined(self.reads):
+            back = range(ring_size - stops[-1], ring_size - stops[0] + 1)
+            way = around, stops
+            if back.start < stops.start:
+                way = around.reversed(), back
+            chunks.append(Chunk((0, heads), span, *way))
+        return Schedule(tuple(chunks))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Whole shards go as far as any device reads, which the program counts.
+
+    both_ways: they go both ways, to meet at most; else one way round.
+    other_axes: mesh axes whose rings must take the same number of steps.
+    """
+
+    both_ways: bool = False
+    other_axes: tuple[str, ...] = ()
+
+    def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
+        """Returns the chunks; their three steps stand for first, between, last."""
+        if ring_size == 1:
+            return AllShards().schedule(ring_size, heads, slots)
+        orders = both_ways(ring_size)[: 1 + self.both_ways]
+        parts = (0, heads), (0, slots)
+        return Schedule(
+            tuple(Chunk(*parts, x, range(n, 3)) for n, x in enumerate(orders))
+        )
+
+
+Route = AllShards | Neighbours | Counted
+
+
+def route_within(
+    outline: Visible, layout: Layout, ring_size: int, counts: bool
+) -> Route | None:
+    """Returns the route of a mask that shows no more than `outline`; None for all.
+
+    outline: bounds (B or 1, T) of the queries in layout order.
+    counts: whether the program may count what is left of that.
+    """
+    reads = reads_of(outline, layout, ring_size)
+    slots = outline.k_start.shape[1] // ring_size
+    if are_few(reads, ring_size, slots):
+        return Neighbours(reads)
+    if not counts or isinstance(layout, Striped):  # documents are everywhere
+        return None
+    index = order(layout, ring_size, ring_size * slots)
+    is_causal = bool((outline.k_end <= index + 1).all())
+    return Counted(both_ways=not (isinstance(layout, Contiguous) and is_causal))
+
+
+def reads_of(visible: Visible, layout: Layout, ring_size: int) -> tuple[Read, ...]:
+    """Returns what devices read of other shards, in the order of the offsets.
+
+    visible: known bounds (B or 1, T) in layout order.
+    """
+    rows, length = visible.k_start.shape[0], visible.k_start.shape[1] // ring_size
+    if not length:
+        return ()
+    shape = rows, ring_size, length
+    k_start, k_end = (np.reshape(bound, shape) for bound in visible)
+    if k_start.size * ring_size > EVERY_ROW:
+        # Of bounds that do not decrease, along either half of a shard (see `Zigzag`).
+        tile = math.gcd(length, length // 2, TILE)
+        k_start, k_end = k_start[..., ::tile], k_end[..., tile - 1 :: tile]
+    found = []
+    for offset in range(1, ring_size):
+        shard = (np.arange(ring_size) - offset)[:, None] % ring_size
+        begin, end = (
+            layout.count(shard, bound, ring_size, length) for bound in (k_start, k_end)
+        )
+        is_read = begin < end
+        if is_read.any():
+            span = int(begin[is_read].min()), int(end[is_read].max())
+            found.append(Read(offset, _in_tiles(span, length)))
+    return tuple(found)
+
+
+def joined(reads: Sequence[Read]) -> list[tuple[range, Span]]:
+    """Joins reads of successive offsets: (offsets, span of slots) of each run."""
+    found: list[tuple[range, Span]] = []
+    for offset, (begin, end) in reads:
+        if found and found[-1][0].stop == offset:
+            offsets, span = found.pop()
+            wider = min(span[0], begin), max(span[1], end)
+            found.append((range(offsets.start, offset + 1), wider))
+        else:
+            found.append((range(offset, offset + 1), (begin, end)))
+    return found
+
+
+def are_few(reads: Sequence[Read], ring_size: int, length: int) -> bool:
+    """Returns whether devices read less than half of what the others have."""
+    sent = sum(len(offsets) * (end - begin) for offsets, (begin, end) in joined(reads))
+    return 2 * sent <= (ring_size - 1) * length
+
+
+def _in_tiles(span: Span, length: int) -> Span:
+    if length < 2 * TILE:
+        return span
+    begin, end = span
+    return begin // TILE * TILE, min(length, -(-end // TILE) * TILE)
+
+
+def spans_of(size: int, parts: int) -> list[Span]:
+    """Cuts a range into parts of nearly one size, the longer ones first."""
+    ends = [-(-size * i // parts) for i in range(parts + 1)]
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+def checked_orders(
+    orders: Sequence[Sequence[int]] | None, ring_size: int
+) -> tuple[RingOrder, ...] | None:
+    """Returns the argument `walks` of `make_ring_attention`.
+
+    Raises:
+      ValueError: the list is empty, or an order lacks a device.
+    """
+    if orders is None:
+        return None
+    for found in orders:
+        if sorted(found) != list(range(ring_size)):
+            raise ValueError(
+                f"each of walks must have the devices 0 … {ring_size - 1} of the ring "
+                f"once, in any order, got {list(found)[:8]} … ({len(found)} in all)"
+            )
+    if not orders:
+        raise ValueError("walks must be None or have one walk or more, got none")
+    return tuple(RingOrder(tuple(map(int, found))) for found in orders)
