@@ -12,6 +12,7 @@ them too, so four numbers per query tile drive a kernel's loops. The same holds 
 query tiles of a key tile, which drives the loops for dK and dV.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..masks import Array
+
+MOST_COMPARED = 1024
+"""Tiles of which all pairs are compared; of more, bounds are searched for."""
 
 
 class TileRanges(NamedTuple):
@@ -77,10 +81,11 @@ def query_ranges(
 
 def _edges(bound: Array, block: int) -> tuple[Array, Array]:
     """Returns a bound at the first and the last row of every tile, (B, tiles) each."""
-    rows = bound.shape[1]
-    first = np.arange(0, rows, block)
-    last = np.minimum(first + block, rows) - 1
-    return bound[:, first], bound[:, last]
+    first, last = bound[:, ::block], bound[:, block - 1 :: block]
+    if bound.shape[1] % block:
+        xp = jnp if isinstance(bound, jax.Array) else np
+        last = xp.concatenate([last, bound[:, -1:]], axis=1)
+    return first, last
 
 
 def _ordered(
@@ -96,7 +101,9 @@ def _ordered(
 def _count_below(values: Array, bounds: np.ndarray) -> Array:
     """Counts, for each bound, the non-decreasing values (B, n) below it."""
     if isinstance(values, jax.Array):
-        search = jax.vmap(lambda row: jnp.searchsorted(row, bounds, side="left"))
-        return search(values).astype(jnp.int32)
+        # On devices a binary search is a loop of small instructions.
+        method = "compare_all" if values.shape[1] <= MOST_COMPARED else "scan"
+        search = functools.partial(jnp.searchsorted, side="left", method=method)
+        return jax.vmap(lambda row: search(row, bounds))(values).astype(jnp.int32)
     counts = [np.searchsorted(row, bounds, side="left") for row in values]
     return np.stack(counts).astype(np.int32)
