@@ -16,6 +16,7 @@ from kernels.backends.hopper.launch import BACKWARD, BACKWARD_DQ, Launch
 from tests.cases.attention import covering
 from tests.mosaic_kernels import (
     Inspected,
+    Kernel,
     assert_nothing_spills_and_products_overlap,
     inspect,
 )
@@ -49,7 +50,8 @@ def compiled(function, step: Step, **options) -> Inspected:
     return inspect(jax.jit(function, donate_argnums=0), step.dq, step)
 
 
-def assert_is_well_compiled(step: Step, **options) -> None:
+def well_compiled(step: Step, **options) -> list[Kernel]:
+    """Returns the kernels, of which none spills and whose products overlap."""
     names = {"flash_backward"}
     if options["is_deterministic"] or step.q.shape[-1] > 128:
         names = {"flash_backward_keys", "flash_backward_queries"}
@@ -57,22 +59,7 @@ def assert_is_well_compiled(step: Step, **options) -> None:
     assert_nothing_spills_and_products_overlap(kernels, names, 2**16)
     # CUDA launches no more along y and z.
     assert max(max(kernel.grid[1:]) for kernel in kernels) < 2**16
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("soft_cap", [None, 50.0])
-@pytest.mark.parametrize(
-    "head_dim, is_deterministic, length",
-    [
-        *[(64, False, 1024), (64, True, 2**23)],
-        *[(128, False, 1024), (128, True, 1024), (256, False, 1024)],
-    ],
-)
-def test_nothing_is_spilled_and_products_overlap(
-    head_dim, is_deterministic, length, soft_cap
-):
-    options = {"is_deterministic": is_deterministic, "soft_cap": soft_cap}
-    assert_is_well_compiled(step(head_dim, length=length), **options)
+    return kernels
 
 
 def exponentials(scores: int, soft_cap: float | None) -> str:
@@ -81,11 +68,10 @@ def exponentials(scores: int, soft_cap: float | None) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("soft_cap", [None, 50.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_products_are_issued_in_the_order_that_backward_draws(head_dim, soft_cap):
+@pytest.mark.parametrize("head_dim, soft_cap", [(64, None), (128, None), (128, 50.0)])
+def test_nothing_is_spilled_and_products_are_issued_as_drawn(head_dim, soft_cap):
     options = {"is_deterministic": False, "soft_cap": soft_cap}
-    (kernel,) = compiled(backward, step(head_dim), **options).kernels
+    (kernel,) = well_compiled(step(head_dim), **options)
     block_q = BACKWARD[head_dim]["block_q"]
     assert kernel.pipeline == (
         f"{head_dim // 16} SS 64x{block_q}x16",  # S(n) = K Qᵀ
@@ -102,11 +88,16 @@ def test_products_are_issued_in_the_order_that_backward_draws(head_dim, soft_cap
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("soft_cap", [None, 50.0])
-@pytest.mark.parametrize("head_dim, length", [(64, 2**23), (128, 1024), (256, 1024)])
-def test_deterministic_products_are_issued_as_drawn_too(head_dim, length, soft_cap):
+@pytest.mark.parametrize(
+    "head_dim, length, soft_cap",
+    [
+        *[(64, 2**23, None), (64, 2**23, 50.0), (128, 1024, None)],
+        *[(256, 1024, None), (256, 1024, 50.0)],
+    ],
+)
+def test_those_of_two_kernels_are_too(head_dim, length, soft_cap):
     options = {"is_deterministic": head_dim <= 128, "soft_cap": soft_cap}
-    kernels = compiled(backward, step(head_dim, length=length), **options).kernels
+    kernels = well_compiled(step(head_dim, length=length), **options)
     keys, queries = sorted(kernels, key=lambda kernel: kernel.name)
     block_q, columns = BACKWARD[head_dim]["block_q"], min(head_dim, 128)
     assert keys.pipeline == (
@@ -150,7 +141,7 @@ def test_any_shape_compiles_as_well(
 ):
     options = {"is_deterministic": is_deterministic, "soft_cap": soft_cap}
     sizes = head_dim, dtype, group, length, bound_rows
-    assert_is_well_compiled(step(*sizes), **options)
+    well_compiled(step(*sizes), **options)
 
 
 @pytest.mark.thorough
