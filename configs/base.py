@@ -167,7 +167,7 @@ def get_config() -> ml_collections.ConfigDict:
     # that are trained, and what updates them: see config.optimizer.
     config.compute_dtype = "bfloat16"
     # Results of a layer that are kept for the backward: everything, products,
-    # attention, tail, nothing, offload (see models/remat.py).
+    # attention, tail, nothing, offload (see models/memory.py).
     config.remat = "attention"
     # Further GiB of a device for kept results: from the last layer on, as many layers
     # as fit keep what the next policy keeps (nothing or tail, attention, products).
@@ -180,7 +180,7 @@ def get_config() -> ml_collections.ConfigDict:
     # queries, keys, values, and what the ring holds, exist for one part at a time.
     config.attention_parts = 1
     # Tokens per device whose feed-forward, or whose logits, exist at a time. 0: chosen
-    # for the device (see models/chunks.py); layers that keep their products then take
+    # for the device (see models/memory.py); layers that keep their products then take
     # all tokens at once. As large as the tokens of a device, or larger: all at once.
     config.feed_forward_chunk_tokens = 0
     config.loss_chunk_tokens = 0

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.execution import Partition
+from models.memory import Partition
 
 
 @dataclass(frozen=True)

@@ -7,65 +7,16 @@ B (rank, outputs): x W becomes x W + alpha / rank · (x Aᵀ) B. Only they are t
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.execution import Axes, Partition
-
-TARGETS = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "o": "output",
-    "gate": "gate",
-    "up": "up",
-    "down": "down",
-}
-"""Matrices of a layer that may have an adapter: their short names, and those here."""
+from models.memory import Axes, Partition
+from models.sizes import Lora
 
 FACTORS = "a", "b"
 """Ends of the names of an adapter's parameters: `query_a` and `query_b`."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Adapters of the matrices of a decoder's layers.
-
-    rank: of all of them; 0 for none. alpha: alpha / rank is a factor on each.
-    targets: names of `TARGETS`, separated by commas.
-    """
-
-    rank: int = 0
-    alpha: float = 16.0
-    targets: str = ",".join(TARGETS)
-
-    def __post_init__(self):
-        found = []
-        if not 0 <= self.rank < 1 << 31:
-            found.append(f"rank={self.rank} must be at least 0, and 0 for no adapters")
-        if not 0 < self.alpha < math.inf:
-            found.append(f"alpha={self.alpha} must be a number above 0")
-        given = self.targets.split(",")
-        if not {*given} <= TARGETS.keys() or len({*given}) < len(given):
-            found.append(
-                f"targets={self.targets!r} must be some of {','.join(TARGETS)}, each "
-                "once, separated by commas"
-            )
-        if found:
-            raise ValueError("; ".join(found))
-
-    @property
-    def scale(self) -> float:
-        """Returns the factor on what adapters give; 0 without any."""
-        return self.alpha / self.rank if self.rank else 0.0
-
-    @property
-    def matrices(self) -> list[str]:
-        """Returns the names here of the matrices that have adapters."""
-        return [TARGETS[name] for name in self.targets.split(",") if self.rank]
 
 
 def adapt(module: nnx.Module, lora: Lora, rngs: nnx.Rngs, **inputs: int) -> None:
@@ -102,35 +53,37 @@ def with_factors(module: nnx.Module, *names: str) -> dict[str, nnx.Param]:
 def over_whole(
     partition: Partition,
     function: Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array],
-    axes: Mapping[str, Axes],
+    x: jax.Array,
+    parameters: Mapping[str, nnx.Param],
     sides: tuple[Axes, Axes],
     summed: Axes = (),
-) -> Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array]:
+    parts: Mapping[str, jax.Array] | None = None,
+) -> jax.Array:
     """Runs `function(x, weights)` on every device's shard of x, with whole weights.
 
     They travel in the type of x.
 
-    axes: names of the axes of each weight; those with no "embed" are whole already.
+    parameters: weights by name; those with no axis "embed" are whole already.
     sides: names of the axes of x and of the result.
     summed: names of axes that results are summed over before such weights are used.
+    parts: what is used of some parameters; None for all of all.
     """
+    weights = {n: (parts or {}).get(n, p) for n, p in parameters.items()}
+    axes = {name: parameter.axes for name, parameter in parameters.items()}
 
-    def call(x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
-        def local(x: jax.Array, *shards: jax.Array) -> jax.Array:
-            whole = {}
-            for (name, weight), shard in zip(weights.items(), shards, strict=True):
-                if "embed" not in axes[name]:
-                    whole[name] = partition.vary(shard, but=summed)
-                    continue
-                place = axes[name].index("embed")
-                size = weight.shape[place]
-                whole[name] = partition.gather(shard, place, size, x.dtype)
-            return function(partition.vary(x), whole)
+    def local(x: jax.Array, *shards: jax.Array) -> jax.Array:
+        whole = {}
+        for (name, weight), shard in zip(weights.items(), shards, strict=True):
+            if "embed" not in axes[name]:
+                whole[name] = partition.vary(shard, but=summed)
+                continue
+            place = axes[name].index("embed")
+            size = weight.shape[place]
+            whole[name] = partition.gather(shard, place, size, x.dtype)
+        return function(partition.vary(x), whole)
 
-        names = sides[0], *(axes[name] for name in weights)
-        return partition.over_shards(local, names, sides[1])(x, *weights.values())
-
-    return call
+    call = partition.over_shards(local, (sides[0], *axes.values()), sides[1])
+    return call(x, *(weight[...] for weight in weights.values()))
 
 
 @jax.custom_vjp

@@ -27,10 +27,9 @@ from models import cache as caches
 from models.actions import BINS, KINDS, Actions
 from models.attention import Attend
 from models.cache import EMPTY, Cache, CacheOperations
-from models.chunks import scan_chunks
 from models.decoder import Decoder
-from models.execution import Execution, Partition
 from models.layers import INITIAL_STDDEV, matrix
+from models.memory import Execution, Partition, scan_chunks
 from models.sizes import DecoderConfig
 
 PARTS_OF_A_STEP = 4
@@ -297,7 +296,6 @@ def act(
     index = agent.token_index(steps.positions)[:, new]
     index = jnp.where(index < 0, EMPTY, index)
     x = agent.embed(steps)[:, new]
-    x, cache = caches.append(agent, x, index, cache, operations)
-    hidden = agent.norm(x)[:, -1:]  # of the present state
-    state = jnp.repeat(hidden, tokens, axis=1)
+    hidden, cache = caches.append(agent, x, index, cache, operations)
+    state = jnp.repeat(hidden[:, -1:], tokens, axis=1)  # the present one
     return agent.actions(state)[:, 0], cache

@@ -7,9 +7,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.adapters import adapt, multiply, over_whole, with_factors
-from models.execution import RESIDUAL, Axes, Execution, Partition
 from models.layers import INITIAL_STDDEV, RMSNorm, matrix, zeros
-from models.remat import remat_attention, remat_projection
+from models.memory import (
+    RESIDUAL,
+    Axes,
+    Execution,
+    Partition,
+    remat_attention,
+    remat_projection,
+)
 from models.rope import Rotation, rotate
 from models.sizes import DecoderConfig
 
@@ -165,10 +171,7 @@ class Attention(nnx.Module):
             return partition.total(y, ("heads",)) if sides[1] == RESIDUAL else y
 
         parameters = with_factors(self, name)
-        axes = {name: parameter.axes for name, parameter in parameters.items()}
-        own = {name: p[...] for name, p in parameters.items() if name not in weights}
-        used = {name: own[name] if name in own else weights[name] for name in axes}
-        return over_whole(partition, local, axes, sides)(x, used)
+        return over_whole(partition, local, x, parameters, sides, parts=weights)
 
     def _of_heads(self) -> dict[str, nnx.Param]:
         """Returns the parameters with an axis of heads, by name; no norms."""

@@ -2,7 +2,7 @@
 
 The cache is sharded over the ring along its slots. What is written and attended to
 there is done by operations that are passed in (`kernels/decode_attention.py`). Nothing
-here knows how tokens become embeddings, or what becomes of the last layer's output.
+here knows how tokens become embeddings, or what becomes of hidden states.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from flax import nnx
 
 from models.attention import Attend
 from models.decoder import Decoder
-from models.stacks import scan_layers
+from models.layers import scan_layers
 
 EMPTY = np.iinfo(np.int32).max
 """Index of no token: of a slot that is free, or of padding among new tokens."""
@@ -75,16 +75,11 @@ def empty_cache(
     Raises:
       ValueError: the slots do not divide over the ring, or a size is below 1.
     """
-    if min(*shape[:2], *shape[3:], ring_size) < 1:
-        raise ValueError(
-            "layers, rows, heads and head size of a cache, and its ring, must be at "
-            f"least 1, got {shape} over a ring of {ring_size}"
-        )
     rows, slots = shape[1:3]
-    if slots < 1 or slots % ring_size:
+    if min(*shape, ring_size) < 1 or slots % ring_size:
         raise ValueError(
-            f"{slots} slots of a cache do not divide over the ring of {ring_size}: "
-            f"make them {-(-max(slots, 1) // ring_size) * ring_size}"
+            f"sizes of a cache must be at least 1, and its slots divide over the ring "
+            f"of {ring_size}, got {shape} (layers, rows, slots, heads, head size)"
         )
     return Cache(
         keys=jnp.zeros(shape, dtype),
@@ -92,19 +87,6 @@ def empty_cache(
         index=jnp.full((rows, slots), EMPTY, jnp.int32),
         filled=jnp.zeros(ring_size, jnp.int32),
     )
-
-
-def appends_left(filled: np.ndarray, slots: int, tokens: int) -> int:
-    """Counts the calls of `append` with `tokens` that there is room for.
-
-    filled: int (N,), of the cache. slots: S.
-
-    Raises:
-      ValueError: it would be called with no token.
-    """
-    if tokens < 1:
-        raise ValueError(f"{tokens=} to append must be at least 1")
-    return int(((slots // len(filled) - filled) // tokens).sum())
 
 
 def fill(
@@ -124,7 +106,7 @@ def fill(
     attend: the attention of the rows to themselves.
 
     Returns:
-      The last layer's output (B, T, E), and the cache.
+      Hidden states (B, T, E), and the cache.
 
     Raises:
       ValueError: the index is not one of each token.
@@ -159,7 +141,7 @@ def append(
     x: (B, m, E).
     index: int32 (B, m), of each token in its row, or `EMPTY` for a row that has fewer
       new tokens; a token attends to its row up to its own index.
-    cache: has room (`appends_left`): under `jit`, where it has none, tokens are lost.
+    cache: where it has no room, tokens are lost.
     window: tokens that a token sees in every layer, its own included; 0 for all.
 
     The new keys and values go to the member of the ring that has the fewest, in m slots
@@ -167,12 +149,11 @@ def append(
     any row: those without one behind it stay free.
 
     Returns:
-      The last layer's output (B, m, E), and the cache, in the place of the old one if
-      it is donated.
+      Hidden states (B, m, E), and the cache, in the place of the old one if it is
+      donated.
 
     Raises:
-      ValueError: the index is not one of each token, or there is no room, where that is
-        known.
+      ValueError: the index is not one of each token.
     """
     _check_index(x, index)
     member = jnp.argmin(cache.filled).astype(jnp.int32)
@@ -229,7 +210,7 @@ def _through(
     cache: Cache,
     attend: Callable[..., tuple[jax.Array, Stacks]],
 ) -> tuple[jax.Array, Stacks]:
-    """Runs all layers, one after the other, with the cache's stacks as a carry."""
+    """Runs all layers and the norm, with the cache's stacks as a carry."""
     structure, parameters = nnx.split(decoder.layers)
     kinds = decoder.kinds(jnp.where(index == EMPTY, 0, index), attend)
 
@@ -250,4 +231,5 @@ def _through(
 
     # Carried, not stacked up from the layers: so it is written where it is.
     carry, layers = (x, (cache.keys, cache.values)), cache.keys.shape[0]
-    return scan_layers(layer, carry, (0, layers), len(kinds))
+    x, stacks = scan_layers(layer, carry, (0, layers), len(kinds))
+    return decoder.norm(x), stacks

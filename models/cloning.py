@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.actions import BINS, KINDS, Actions
-from models.execution import Partition
 from models.layers import matrix
+from models.memory import Partition
 
 STEP = ("batch", "sequence", None)
 

@@ -1,8 +1,7 @@
 """Generation: the prompt at once through the ring, then token by token.
 
-`prefill` and `append` are what is compiled, `Generator` is what calls it. Rows of a
-batch go their own way: prompts may differ in length, and a row that has ended waits for
-the others. A prompt that begins with what is in the cache goes on from there.
+Rows of a batch go their own way: prompts may differ in length, and a row that has ended
+waits for the others. A prompt that begins with what is in the cache goes on from there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,63 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import cache as caches
-from models.attention import Attend
-from models.cache import EMPTY, Cache, CacheOperations
-from models.execution import RESIDUAL
-from models.language_model import LanguageModel
+from models.cache import EMPTY, Cache
 
 NOTHING = -1
 """Token of a row that has ended."""
-
-
-def logits(model: LanguageModel, hidden: jax.Array) -> jax.Array:
-    """Returns logits of the next token, (B, m, V) float32, of hidden (B, m, E).
-
-    model: in a `StationaryPartition`, as the head is not gathered.
-    """
-
-    names, result = (RESIDUAL, model.HEAD_AXES), (*RESIDUAL[:2], "vocab")
-    over_shards = model.partition.over_shards(model.config.logits, names, result)
-    return over_shards(hidden, model.head_weight())
-
-
-def prefill(
-    model: LanguageModel,
-    tokens: jax.Array,
-    index: jax.Array,
-    cache: Cache,
-    attend: Attend,
-    operations: CacheOperations,
-) -> tuple[jax.Array, Cache]:
-    """Returns hidden states of whole prompts, (B, T, E), and their cache.
-
-    tokens, index: int32 (B, T), in layout order; `EMPTY` is the index of padding, which
-      comes after a row's last token.
-    cache: an empty one. attend: the ring's, which knows the rows' lengths.
-    """
-    x = model.embed(tokens)
-    x, cache = caches.fill(model, x, index, cache, attend, operations)
-    return model.norm(x), cache
-
-
-def append(
-    model: LanguageModel,
-    tokens: jax.Array,
-    index: jax.Array,
-    cache: Cache,
-    operations: CacheOperations,
-    window: int = 0,
-) -> tuple[jax.Array, Cache]:
-    """Returns hidden states of a few new tokens of each row, (B, m, E), and cache.
-
-    model: in a `StationaryPartition`.
-    tokens, index: int32 (B, m), `EMPTY` where a row has no token.
-    window: as of `caches.append`.
-    """
-    x = model.embed(tokens)
-    x, cache = caches.append(model, x, index, cache, operations, window)
-    return model.norm(x), cache
 
 
 def last_of_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
@@ -106,10 +52,11 @@ class Generator:
     """Compiled programs, and the shapes that they were compiled for.
 
     empty: () -> cache.
-    prefill: (parameters, cache, tokens, index, seed) -> (cache, next tokens (B, 1),
-      their index (B, 1)); tokens and index as of `decode.prefill`.
-    step: (parameters, cache, tokens (B, m), index (B, m), seed) -> the same; as of
-      `decode.append`. cut: as `cache.cut`. All take the cache's place.
+    prefill: (parameters, empty cache, tokens, index, seed) -> (cache, next tokens
+      (B, 1), their index (B, 1)). tokens, index: int32 (B, T) in layout order; `EMPTY`
+      is the index of padding, which comes after a row's last token.
+    step: (parameters, cache, tokens (B, m), index (B, m), seed) -> the same. cut: as
+      `cache.cut`. All take the cache's place.
     place: from an array of the host, (B, T), to the mesh.
     order: from T to the indices in layout order, (T,).
     divisor: T is a multiple of it.

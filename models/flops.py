@@ -29,10 +29,8 @@ def num_matrix_parameters(config: LanguageModelConfig) -> int:
 
 def num_layer_matrices(config: DecoderConfig) -> int:
     """Counts the layers' parameters of matrix products."""
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    attention = config.hidden_size * heads * config.head_dim
-    feed_forward = 3 * config.hidden_size * config.feed_forward_size
-    return config.num_layers * (attention + feed_forward)
+    sides = config.matrix_sides.values()
+    return config.num_layers * sum(inputs * outputs for inputs, outputs in sides)
 
 
 def num_adapter_parameters(config: DecoderConfig) -> int:

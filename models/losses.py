@@ -3,52 +3,58 @@
 The logits of all tokens never exist.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from models.actions import Actions
-from models.chunks import scan_chunks
-from models.execution import Partition
-from models.logits import PLAIN, Logits
+from models.memory import Partition, scan_chunks
 
 TOKEN = "batch", "sequence"
 FIRST_BOUND, FACTOR = 256, 4
-"""Bounds of `PositionParts.within`: 256, 1 Ki, 4 Ki, …"""
+"""Bounds of `Parts.by_position`: 256, 1 Ki, 4 Ki, …"""
 
 
 @dataclass(frozen=True)
-class PositionParts:
-    """Parts of a loss by a token's position in its document: does more context help?
+class Parts:
+    """Parts of a loss by a token's place: [0, bounds[0]), [bounds[0], bounds[1]), …
 
-    bounds: positions, increasing. Parts are [0, bounds[0]), [bounds[0], bounds[1]), …
+    bounds: increasing. names: of the parts, one more than bounds.
     """
 
     bounds: tuple[int, ...]
+    names: tuple[str, ...]
 
     @classmethod
-    def within(cls, context_tokens: int, first: int = FIRST_BOUND) -> "PositionParts":
-        """Returns bounds at first, 4 first, 16 first, … below `context_tokens`."""
-        bounds, bound = [], first
+    def by_position(cls, context_tokens: int, first: int = 0) -> "Parts":
+        """Returns parts by the place in a document: does more context help?
+
+        Bounds are at first, 4 first, 16 first, … below `context_tokens`.
+
+        first: 0 for `FIRST_BOUND`.
+        """
+        bounds, bound = [], first or FIRST_BOUND
         while bound < context_tokens:
             bounds.append(bound)
             bound *= FACTOR
-        return cls(tuple(bounds))
+        return cls(tuple(bounds), tuple(f"from_{start}" for start in (0, *bounds)))
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the parts."""
-        return [f"from_{start}" for start in (0, *self.bounds)]
+    @classmethod
+    def by_rank(cls, chain_length: int) -> "Parts":
+        """Returns a part for each place of an episode in its chain."""
+        ranks = tuple(range(1, chain_length + 1))
+        return cls(ranks[:-1], tuple(f"rank_{rank}" for rank in ranks))
 
-    def sums(self, values: jax.Array, positions: jax.Array) -> jax.Array:
+    def sums(self, values: jax.Array, places: jax.Array) -> jax.Array:
         """Sums values over the tokens of each part: (parts,).
 
-        values: of any shape. positions: int32, of the same.
+        values: of any shape. places: int32, of the same, from 0.
         """
         starts = jnp.array((0, *self.bounds), jnp.int32)  # (parts,)
         ends = jnp.array((*self.bounds, jnp.iinfo(jnp.int32).max), jnp.int32)
-        place = positions[..., None]
+        place = places[..., None]
         is_in_part = (starts <= place) & (place < ends)  # (…, parts)
         of_part = jnp.where(is_in_part, values[..., None], 0)
         return of_part.reshape(-1, len(starts)).sum(0)
@@ -59,88 +65,57 @@ def cross_entropy(
     head: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
+    by_place: tuple[Parts, jax.Array] | None = None,
     *,
-    logits: Logits = PLAIN,
+    logits: Callable[[jax.Array, jax.Array], jax.Array],
     chunk: int,
     partition: Partition,
 ) -> jax.Array:
-    """Sums the tokens' weighted negative log-likelihoods, in nats: float32 scalar.
+    """Sums the tokens' weighted negative log-likelihoods, in nats, float32.
 
-    As `cross_entropy_by_position`, but of all of them.
-    """
-
-    def local(*arrays: jax.Array) -> jax.Array:
-        losses = _local_losses(*arrays, logits=logits, chunk=chunk, partition=partition)
-        loss = losses.sum()
-        # Each shard of the vocabulary has computed a part of every token's loss.
-        return partition.total(loss, (*TOKEN, "vocab"))
-
-    names = (*TOKEN, None), ("embed", "vocab"), TOKEN, TOKEN
-    return partition.over_shards(local, names, ())(hidden, head, targets, weights)
-
-
-def cross_entropy_by_position(
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    positions: jax.Array,
-    *,
-    parts: PositionParts,
-    logits: Logits = PLAIN,
-    chunk: int,
-    partition: Partition,
-) -> jax.Array:
-    """Sums weighted negative log-likelihoods of the tokens in each part: (parts,).
+    Returns a scalar, or (parts,) with `by_place`.
 
     hidden: (B, T, E), in the compute type; tokens in any order.
     head: (E, V) float32, from hidden states to logits.
     targets: int32 (B, T). weights: float32 (B, T), 0 where unsupervised.
-    positions: int32 (B, T), of each token in its document.
-    logits: what makes logits of hidden states and head.
+    by_place: parts to sum apart, and the tokens' places that they go by, int32 (B, T).
+    logits: from hidden states (…, E) and head to logits (…, V) float32.
     chunk: tokens per device whose logits exist at a time.
 
     On every device: one gather of the head, one scatter of its gradient, one sum. The
     vocabulary may be sharded (Megatron's parallel cross-entropy, 1909.08053).
     """
+    parts, *places = by_place or (None,)
 
-    def local(*arrays: jax.Array) -> jax.Array:
-        *arrays, positions = arrays
-        losses = _local_losses(*arrays, logits=logits, chunk=chunk, partition=partition)
-        positions = partition.vary(positions).reshape(-1)
-        return partition.total(parts.sums(losses, positions), (*TOKEN, "vocab"))
+    def local(
+        hidden: jax.Array,
+        head: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
+        *places: jax.Array,
+    ) -> jax.Array:
+        size = hidden.shape[-1]
+        head = partition.gather(head, 0, size, hidden.dtype)  # (E, V / shards)
+        hidden = partition.vary(hidden).reshape(-1, size)  # (tokens, E)
+        first = partition.shard_number("vocab") * head.shape[1]
 
-    names = (*TOKEN, None), ("embed", "vocab"), TOKEN, TOKEN, TOKEN
-    call = partition.over_shards(local, names, (None,))
-    return call(hidden, head, targets, weights, positions)
+        def losses(tokens: tuple[jax.Array, ...]) -> jax.Array:
+            x, target, weight = tokens
+            z = logits(x, head)  # (tokens, V / shards)
+            return weight * _negative_log_likelihood(z, target - first, partition)
 
+        tokens = hidden, targets.reshape(-1), weights.reshape(-1)
+        each = scan_chunks(losses, jax.tree.map(partition.vary, tokens), chunk)
+        if parts is None:
+            sums = each.sum()
+        else:
+            sums = parts.sums(each, partition.vary(*places).reshape(-1))
+        # Each shard of the vocabulary has computed a part of every token's loss.
+        return partition.total(sums, (*TOKEN, "vocab"))
 
-def _local_losses(
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    *,
-    logits: Logits,
-    chunk: int,
-    partition: Partition,
-) -> jax.Array:
-    """Returns this device's part of its tokens' weighted losses, (tokens,).
-
-    Arguments as in `cross_entropy_by_position`, but only what a device holds of them.
-    """
-    size = hidden.shape[-1]
-    head = partition.gather(head, 0, size, hidden.dtype)  # (E, V / shards)
-    hidden = partition.vary(hidden).reshape(-1, size)  # (tokens, E)
-    first = partition.shard_number("vocab") * head.shape[1]
-
-    def losses(tokens: tuple[jax.Array, ...]) -> jax.Array:
-        x, target, weight = tokens
-        z = logits(x, head)  # (tokens, V / shards)
-        return weight * _negative_log_likelihood(z, target - first, partition)
-
-    tokens = hidden, targets.reshape(-1), weights.reshape(-1)
-    return scan_chunks(losses, jax.tree.map(partition.vary, tokens), chunk)
+    names = (*TOKEN, None), ("embed", "vocab"), TOKEN, TOKEN, *[TOKEN] * len(places)
+    call = partition.over_shards(local, names, (None,) * len(places))
+    return call(hidden, head, targets, weights, *places)
 
 
 def _negative_log_likelihood(
@@ -163,30 +138,6 @@ def _negative_log_likelihood(
     return share * (jnp.log(everywhere) + highest) - jnp.where(mine, chosen, 0)
 
 
-@dataclass(frozen=True)
-class RankParts:
-    """Parts of a loss by the episode's place in its chain, from 0.
-
-    chain_length: how many.
-    """
-
-    chain_length: int
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parts."""
-        return [f"rank_{rank}" for rank in range(1, self.chain_length + 1)]
-
-    def sums(self, values: jax.Array, ranks: jax.Array) -> jax.Array:
-        """Sums values over the steps of each rank: (chain_length,).
-
-        values: of any shape. ranks: int32, of the same.
-        """
-        of_rank = ranks[..., None] == jnp.arange(self.chain_length, dtype=jnp.int32)
-        of_part = jnp.where(of_rank, values[..., None], 0)
-        return of_part.reshape(-1, self.chain_length).sum(0)
-
-
 def action_errors(
     predicted: jax.Array,
     targets: jax.Array,
@@ -194,7 +145,7 @@ def action_errors(
     places: jax.Array,
     *,
     actions: Actions,
-    parts: RankParts | PositionParts,
+    parts: Parts,
     partition: Partition,
 ) -> jax.Array:
     """Sums weighted errors of actions of each part: float32 (parts,).
@@ -208,9 +159,8 @@ def action_errors(
     ) -> jax.Array:
         errors = actions.errors(predicted, targets)  # (b, s)
         sums = parts.sums(weights * errors, places)
-        return partition.total(sums, ("batch", "sequence"))
+        return partition.total(sums, TOKEN)
 
-    step = ("batch", "sequence")
-    names = (*step, None), (*step, None), step, step
+    names = (*TOKEN, None), (*TOKEN, None), TOKEN, TOKEN
     call = partition.over_shards(local, names, (None,))
     return call(predicted, targets, weights, places)

@@ -54,39 +54,35 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self):
-        if self.rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_type={self.rope_type!r} must be one of {', '.join(ROPE_TYPES)}"
+        kind, original = self.rope_type, self.original_max_position_embeddings
+        found = []
+        if kind not in ROPE_TYPES:
+            found.append(f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}")
+        if not 1 <= self.factor < math.inf or (kind == "none" and self.factor != 1):
+            found.append(
+                f"factor={self.factor} of rope_type={kind!r} must be at least 1, and 1 "
+                "without scaling: give new context / original context"
             )
-        if not 1 <= self.factor < math.inf or (
-            self.rope_type == "none" and self.factor != 1
+        if kind in ("yarn", "llama3") and original < 1:
+            found.append(
+                f"rope_type={kind!r} needs the context that the model was trained with "
+                f"before: original_max_position_embeddings={original} must be at least "
+                "1"
+            )
+        for low, high in (
+            ("low_freq_factor", "high_freq_factor"),
+            ("beta_slow", "beta_fast"),
         ):
-            raise ValueError(
-                f"factor={self.factor} of rope_type={self.rope_type!r} must be at "
-                "least 1, and 1 without scaling: give new context / original context"
-            )
-        original = self.original_max_position_embeddings
-        if self.rope_type in ("yarn", "llama3") and original < 1:
-            raise ValueError(
-                f"rope_type={self.rope_type!r} needs the context that the model was "
-                f"trained with before: original_max_position_embeddings={original} "
-                "must be at least 1"
-            )
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor={self.low_freq_factor} must be above 0 and below "
-                f"high_freq_factor={self.high_freq_factor}"
-            )
-        if not 0 < self.beta_slow < self.beta_fast:
-            raise ValueError(
-                f"beta_slow={self.beta_slow} must be above 0 and below "
-                f"beta_fast={self.beta_fast}"
-            )
+            least, most = getattr(self, low), getattr(self, high)
+            if not 0 < least < most:
+                found.append(f"{low}={least} must be above 0 and below {high}={most}")
         if not 0 <= self.attention_factor < math.inf:
-            raise ValueError(
+            found.append(
                 f"attention_factor={self.attention_factor} must be above 0, or 0 for "
                 "the formula's"
             )
+        if found:
+            raise ValueError("; ".join(found))
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Returns radians per token of each pair, (D / 2,) float64.
@@ -152,8 +148,6 @@ def rotations(
     the position is split into digits in base 1024, whose units are reduced to
     fractions of a circle in float64: the error stays below 10⁻⁵ radians.
     """
-    if head_dim % 2:
-        raise ValueError(f"{head_dim=} must be even: RoPE rotates pairs")
     frequencies = scaling.frequencies(head_dim, theta)
     angles = jnp.zeros((*positions.shape, head_dim // 2), jnp.uint32)  # (B, T, D / 2)
     for digit in range(3):

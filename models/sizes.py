@@ -6,8 +6,9 @@ The defaults are LLaMA's (2302.13971).
 import math
 from dataclasses import dataclass, field, fields
 
-from models.adapters import Lora
-from models.logits import Logits
+import jax
+import jax.numpy as jnp
+
 from models.rope import RopeScaling
 
 NORMS = "before", "after", "both"
@@ -17,17 +18,66 @@ WINDOW, FULL = "w", "f"
 """Kinds of layers in a pattern."""
 
 
+TARGETS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "o": "output",
+    "gate": "gate",
+    "up": "up",
+    "down": "down",
+}
+"""Matrices of a layer that may have an adapter: their short names, and those here."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of the matrices of a decoder's layers.
+
+    rank: of all of them; 0 for none. alpha: alpha / rank is a factor on each.
+    targets: names of `TARGETS`, separated by commas.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: str = ",".join(TARGETS)
+
+    def __post_init__(self):
+        found = []
+        if not 0 <= self.rank < 1 << 31:
+            found.append(f"rank={self.rank} must be at least 0, and 0 for no adapters")
+        if not 0 < self.alpha < math.inf:
+            found.append(f"alpha={self.alpha} must be a number above 0")
+        given = self.targets.split(",")
+        if not {*given} <= TARGETS.keys() or len({*given}) < len(given):
+            found.append(
+                f"targets={self.targets!r} must be some of {','.join(TARGETS)}, each "
+                "once, separated by commas"
+            )
+        if found:
+            raise ValueError("; ".join(found))
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor on what adapters give; 0 without any."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+    @property
+    def matrices(self) -> list[str]:
+        """Returns the names here of the matrices that have adapters."""
+        return [TARGETS[name] for name in self.targets.split(",") if self.rank]
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """What kinds of layers differ in.
 
     window: tokens that a query sees, its own included; 0 for all up to it.
-    rope_theta, rope_scaling: of RoPE.
+    rope: base and scaling of RoPE.
     """
 
     window: int
-    rope_theta: float
-    rope_scaling: RopeScaling
+    rope: tuple[float, RopeScaling]
 
 
 @dataclass(frozen=True)
@@ -73,6 +123,9 @@ class DecoderConfig:
     rope_scaling: RopeScaling = RopeScaling()
     lora: Lora = Lora()
 
+    _ABOVE_0 = "rope_theta", "norm_epsilon"
+    _AT_LEAST_0 = "attention_scale", "attention_soft_cap", "window_rope_theta"
+
     def __post_init__(self):
         names = [s.name for s in fields(self) if s.type is int and s.name != "window"]
         sizes = {name: getattr(self, name) for name in names}
@@ -87,7 +140,7 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             found.append(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
-        for name in ("rope_theta", "norm_epsilon"):
+        for name in self._ABOVE_0:
             if not 0 < getattr(self, name) < math.inf:
                 found.append(f"{name}={getattr(self, name)} must be a number above 0")
         if found := found + self._wrong_parts():
@@ -96,7 +149,7 @@ class DecoderConfig:
     def _wrong_parts(self) -> list[str]:
         """Returns what no model has."""
         found = []
-        for name in ("attention_scale", "attention_soft_cap", "window_rope_theta"):
+        for name in self._AT_LEAST_0:
             if not 0 <= getattr(self, name) < math.inf:
                 found.append(f"{name}={getattr(self, name)} must be at least 0")
         for name, known in (
@@ -150,12 +203,12 @@ class DecoderConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Returns the kinds of the first layers, which repeat over all of them."""
-        full = LayerKind(0, self.rope_theta, self.rope_scaling)
+        rope = self.rope_theta, self.rope_scaling
         plain = self.window_rope_theta, RopeScaling()
-        rope = plain if self.window_rope_theta else (full.rope_theta, full.rope_scaling)
-        known = {FULL: full, WINDOW: LayerKind(self.window, *rope)}
+        own = plain if self.window_rope_theta else rope
+        known = {FULL: LayerKind(0, rope), WINDOW: LayerKind(self.window, own)}
         pattern = self.layer_pattern or FULL
-        if pattern == pattern[0] * len(pattern):
+        if len({*pattern}) == 1:
             pattern = pattern[0]
         return tuple(known[letter] for letter in pattern[: self.num_layers])
 
@@ -181,16 +234,16 @@ class LanguageModelConfig(DecoderConfig):
     logit_scale: float = field(default=1.0, kw_only=True)
     logit_soft_cap: float = field(default=0.0, kw_only=True)
 
-    def _wrong_parts(self) -> list[str]:
-        found = super()._wrong_parts()
-        for name in ("embedding_scale", "logit_scale"):
-            if not 0 < getattr(self, name) < math.inf:
-                found.append(f"{name}={getattr(self, name)} must be a number above 0")
-        if not 0 <= self.logit_soft_cap < math.inf:
-            found.append(f"logit_soft_cap={self.logit_soft_cap} must be at least 0")
-        return found
+    _ABOVE_0 = *DecoderConfig._ABOVE_0, "embedding_scale", "logit_scale"
+    _AT_LEAST_0 = *DecoderConfig._AT_LEAST_0, "logit_soft_cap"
 
-    @property
-    def logits(self) -> Logits:
-        """Returns how hidden states and the head make logits."""
-        return Logits(self.logit_scale, self.logit_soft_cap)
+    def logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
+        """Returns logits (…, V) float32 of hidden states (…, E) and the head (E, V)."""
+        # Cast here, and not outside of a loop over chunks of tokens: their gradients
+        # for the head then add up in its own float32, and not in bfloat16.
+        head = head.astype(hidden.dtype)
+        z = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+        if self.logit_scale != 1:
+            z *= self.logit_scale
+        cap = self.logit_soft_cap
+        return cap * jnp.tanh(z / cap) if cap else z

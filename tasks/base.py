@@ -22,7 +22,7 @@ from kernels.layouts import Layout
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
-from models.execution import Execution
+from models.memory import Execution
 from models.sizes import LanguageModelConfig
 from tasks import corpora
 from tasks.config_errors import names_fields

@@ -10,7 +10,6 @@ import ml_collections
 OTHER_NAMES = {
     "total_steps": "config.train.steps",
     "granule": "config.stripe_granule",
-    "policy": "config.remat",
     "feed_forward_chunk": "config.feed_forward_chunk_tokens",
     "loss_chunk": "config.loss_chunk_tokens",
     "last_layers": "config.remat_budget_gib",

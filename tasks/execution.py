@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import ml_collections
 from jax.sharding import Mesh
 
-from models.chunks import Device, choose_chunk
-from models.execution import Execution
-from models.kept import Kept
-from models.remat import NEXT
+from models.memory import NEXT, Device, Execution, Kept, choose_chunk
 from tasks.base import attention_system
 from tasks.batch_rows import batch_shape
 from tasks.config_errors import names_fields

@@ -26,7 +26,7 @@ from models.abstract import Model
 from models.agentic import Agent, AgentConfig, check_step_tokens
 from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
-from models.losses import PositionParts, RankParts, action_errors
+from models.losses import Parts, action_errors
 from models.rope import RopeScaling
 from tasks import base, batch_rows, execution, trajectories
 from tasks.base import Data, Objective, Task
@@ -89,7 +89,7 @@ def _by_rank(
     config: ml_collections.ConfigDict, model: Model, partition: Partition
 ) -> Objective:
     """Builds the loss by the rank of an episode in its chain."""
-    parts = RankParts(config.agent.chain_length)
+    parts = Parts.by_rank(config.agent.chain_length)
     loss_sums = loss_function(config, model, partition)
     return Objective(loss_sums, count(config), parts.names)
 
@@ -98,7 +98,7 @@ def _by_place(
     config: ml_collections.ConfigDict, model: Model, partition: Partition
 ) -> Objective:
     """Builds the loss by how many steps of the context go before."""
-    parts = PositionParts.within(batch_shape(config)[1], FIRST_BOUND)
+    parts = Parts.by_position(batch_shape(config)[1], FIRST_BOUND)
     by_rank = count(config)
 
     def counts(batch: ChainBatch) -> Counts:
@@ -260,7 +260,7 @@ def loss_function(
     config: ml_collections.ConfigDict,
     model: Model,
     partition: Partition,
-    by_place: PositionParts | None = None,
+    by_place: Parts | None = None,
 ) -> Callable[[Any, ChainBatch], jax.Array]:
     """Builds (parameters, batch in layout order) -> summed losses by rank, or place.
 
@@ -268,7 +268,7 @@ def loss_function(
       ValueError: an unknown implementation.
     """
     predict = predictions(config, model, partition)
-    parts = by_place or RankParts(config.agent.chain_length)
+    parts = by_place or Parts.by_rank(config.agent.chain_length)
 
     def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
         return action_errors(
@@ -286,7 +286,7 @@ def loss_function(
 
 def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
     """Builds batch -> `Counts`; a perceptron's tokens are steps."""
-    parts = RankParts(config.agent.chain_length)
+    parts = Parts.by_rank(config.agent.chain_length)
     tokens = config.agent.step_tokens
     windows = [kind.window for kind in getattr(sizes(config), "layer_kinds", ())]
 

@@ -16,10 +16,10 @@ from kernels import masks
 from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import divisor, order, padded_length
-from models import decode
+from models import cache as caches
 from models.abstract import Model, joined
-from models.cache import EMPTY, Cache, cut, empty_cache
-from models.decode import Generator
+from models.cache import EMPTY, Cache
+from models.decode import Generator, last_of_rows
 from models.sampling import Sampling, row_keys, sample
 from tasks import base, frozen, text
 from tasks.command_line import read_config
@@ -101,11 +101,12 @@ def generator(
     block = 0 if document_mask(config).prefix else _block(scores, slots // members)
     return Generator(
         empty=jax.jit(
-            functools.partial(empty_cache, shape, dtype, members), out_shardings=cache
+            functools.partial(caches.empty_cache, shape, dtype, members),
+            out_shardings=cache,
         ),
         prefill=compile_program(prefill),
         step=compile_program(step),
-        cut=jax.jit(cut, out_shardings=cache, donate_argnums=0),
+        cut=jax.jit(caches.cut, out_shardings=cache, donate_argnums=0),
         place=place,
         order=lambda length: order(layout, ring, length),
         divisor=divisor(layout, ring, partition.slices),
@@ -140,10 +141,10 @@ def _programs(
         parameters: Any, hidden: jax.Array, index: jax.Array, seed: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the tokens behind the rows' last ones, and their index: (B, 1)."""
-        last = decode.last_of_rows(hidden, index)
+        last = last_of_rows(hidden, index)
         following = jnp.where(index == EMPTY, -1, index).max(axis=1) + 1
         model = nnx.merge(few_tokens, parameters)
-        scores = decode.logits(model, last[:, None])[:, 0]
+        scores = model.logits(last[:, None])[:, 0]
         drawn = sample(scores, row_keys(seed, len(index)), following, sampling)
         return drawn[:, None], following[:, None]
 
@@ -157,14 +158,10 @@ def _programs(
         lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
         prompts = mask.of_prompts(lengths[:, None])
         visible = prompts & masks.padding(lengths[:, None])
-        hidden, cache = decode.prefill(
-            nnx.merge(sequences, parameters),
-            tokens,
-            index,
-            cache,
-            functools.partial(ring, visible=visible),
-            operations,
-        )
+        llama = nnx.merge(sequences, parameters)
+        attend = functools.partial(ring, visible=visible)
+        x = llama.embed(tokens)
+        hidden, cache = caches.fill(llama, x, index, cache, attend, operations)
         return cache, *draw(parameters, hidden, index, seed)
 
     def step(
@@ -175,9 +172,8 @@ def _programs(
         seed: jax.Array,
     ) -> tuple[Cache, jax.Array, jax.Array]:
         llama = nnx.merge(few_tokens, parameters)
-        hidden, cache = decode.append(
-            llama, tokens, index, cache, operations, mask.window
-        )
+        x = llama.embed(tokens)
+        hidden, cache = caches.append(llama, x, index, cache, operations, mask.window)
         return cache, *draw(parameters, hidden, index, seed)
 
     return prefill, step

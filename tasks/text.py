@@ -13,12 +13,11 @@ from data.batch import Batch, Block
 from data.rows import TextBatches
 from kernels.masks import Visible
 from models.abstract import Model, joined
-from models.adapters import Lora
+from models.decoder import LanguageModel
 from models.flops import paper_train_flops, train_flops
-from models.language_model import LanguageModel
-from models.losses import PositionParts, cross_entropy, cross_entropy_by_position
+from models.losses import Parts, cross_entropy
 from models.rope import RopeScaling
-from models.sizes import LanguageModelConfig
+from models.sizes import LanguageModelConfig, Lora
 from tasks import base, corpora, frozen
 from tasks.base import Data, Objective, Task, attention_system, ring_attention
 from tasks.batch_rows import batch_shape, batch_sharding
@@ -127,7 +126,7 @@ def loss_function(
     config: ml_collections.ConfigDict,
     model: Model,
     partition: Partition,
-    parts: PositionParts | None = None,
+    parts: Parts | None = None,
 ) -> Callable[[Any, Batch], jax.Array]:
     """Builds (parameters, batch in layout order, frozen ones) -> summed loss.
 
@@ -148,11 +147,8 @@ def loss_function(
         predicted = hidden, module.head_weight(), batch.targets, batch.loss_weights
         logits = model.config.logits
         options = {"logits": logits, "chunk": chunk, "partition": partition}
-        if parts is None:
-            return cross_entropy(*predicted, **options)
-        return cross_entropy_by_position(
-            *predicted, batch.positions, parts=parts, **options
-        )
+        by_place = parts and (parts, batch.positions)
+        return cross_entropy(*predicted, by_place, **options)
 
     return loss_sum
 
@@ -164,7 +160,7 @@ def _by_position(
     count: Callable[[Batch], Counts],
 ) -> Objective:
     """Builds the loss by how far into its document a token is."""
-    parts = PositionParts.within(config.data.context_tokens)
+    parts = Parts.by_position(config.data.context_tokens)
 
     def by_part(batch: Batch) -> Counts:
         weights = parts.sums(batch.loss_weights, batch.positions)

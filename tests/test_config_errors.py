@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from configs import base
-from models.execution import Execution
+from models.memory import Execution
 from models.rope import RopeScaling
 from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of, raise_all
 from training.guard import GuardSettings

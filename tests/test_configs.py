@@ -12,10 +12,9 @@ import pytest
 from configs import base as base_config
 from configs import exorl_tiny, fine_tune, icrl_dark_room, models, small_agent
 from kernels.layouts import check_length
-from models.adapters import Lora
-from models.remat import REMAT_POLICIES
+from models.memory import REMAT_POLICIES
 from models.rope import RopeScaling
-from models.sizes import LanguageModelConfig
+from models.sizes import LanguageModelConfig, Lora
 from tasks import base, batch_rows, config_checks, exorl, run_config, text
 from tasks.config_errors import fields_by_name
 from training.mesh import MESH_AXES, MeshShape, Partition

@@ -34,9 +34,8 @@ from data.json_text import read_json_object
 from data.new_directory import refuse_existing
 from data.text.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
-from models.adapters import Lora
 from models.rope import RopeScaling
-from models.sizes import LanguageModelConfig
+from models.sizes import LanguageModelConfig, Lora
 from tasks import corpora, frozen, run_config, text
 from tasks.command_line import Parser, as_program, at_least
 from tools.generate import find_tokenizer

@@ -39,7 +39,7 @@ import jax
 import ml_collections
 
 from kernels import layouts
-from models.remat import NEXT
+from models.memory import NEXT
 from tasks import base, batch_rows
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
 from tasks.execution import execution, kept_of

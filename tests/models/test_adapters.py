@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.adapters import Lora, multiply
+from models.adapters import multiply
+from models.sizes import Lora
 from tools.lib.compiled.pods import aot_pod
 
 pytestmark = pytest.mark.thorough

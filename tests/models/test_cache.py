@@ -17,8 +17,7 @@ from kernels import masks
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import order
 from models import cache as caches
-from models import decode
-from models.cache import EMPTY, Cache, appends_left, empty_cache
+from models.cache import EMPTY, Cache, empty_cache
 from tasks import base, text
 from tasks.generation import cache_shardings
 from tests.cases.attention import QUICK
@@ -75,10 +74,9 @@ class Teacher:
             lengths = (index != EMPTY).sum(axis=1, keepdims=True, dtype=jnp.int32)
             visible = masks.causal() & masks.padding(lengths)
             attend = functools.partial(ring, visible=visible)
-            hidden, cache = decode.prefill(
-                llama, tokens, index, cache, attend, self.operations
-            )
-            return decode.logits(few, hidden), cache
+            x = llama.embed(tokens)
+            hidden, cache = caches.fill(llama, x, index, cache, attend, self.operations)
+            return few.logits(hidden), cache
 
         return jax.jit(prefill, compiler_options=QUICK)
 
@@ -88,8 +86,9 @@ class Teacher:
 
         def append(parameters, tokens, index, cache):
             llama = nnx.merge(model, parameters)
-            hidden, cache = decode.append(llama, tokens, index, cache, self.operations)
-            return decode.logits(llama, hidden), cache
+            x = llama.embed(tokens)
+            hidden, cache = caches.append(llama, x, index, cache, self.operations)
+            return llama.logits(hidden), cache
 
         return jax.jit(append, donate_argnums=3, compiler_options=QUICK)
 
@@ -208,27 +207,21 @@ def test_rows_without_new_tokens_stay_as_they_were():
     assert counts.tolist() == [15, 9]
 
 
-def test_room_is_counted_by_member():
-    assert appends_left(np.array([6, 9]), 64, 1) == 64 - 15
-    assert appends_left(np.array([6, 9]), 64, 4) == 6 + 5
-    assert appends_left(np.array([32, 30]), 64, 4) == 0
-
-
-@pytest.mark.parametrize("place", range(5))
-def test_a_cache_of_nothing_is_refused(place):
-    shape = [2, 2, 32, 2, 8]
-    shape[place] = 0
-    with pytest.raises(ValueError, match="at least 1, got|make them 4"):
-        empty_cache(tuple(shape), jnp.float32, 4)
-
-
-def test_slots_that_do_not_divide_over_the_ring_and_appending_nothing_are_refused():
-    with pytest.raises(ValueError, match="30 slots .* ring of 4: make them 32"):
-        empty_cache((2, 2, 30, 2, 8), jnp.float32, 4)
-    with pytest.raises(ValueError, match="over a ring of 0"):
-        empty_cache((2, 2, 32, 2, 8), jnp.float32, 0)
-    with pytest.raises(ValueError, match="tokens=0 to append must be at least 1"):
-        appends_left(np.array([6, 9]), 64, 0)
+@pytest.mark.parametrize(
+    "shape, ring",
+    [
+        ((0, 2, 32, 2, 8), 4),
+        ((2, 0, 32, 2, 8), 4),
+        ((2, 2, 0, 2, 8), 4),
+        ((2, 2, 32, 0, 8), 4),
+        ((2, 2, 32, 2, 0), 4),
+        ((2, 2, 30, 2, 8), 4),
+        ((2, 2, 32, 2, 8), 0),
+    ],
+)
+def test_a_cache_of_nothing_or_of_uneven_shares_is_refused(shape, ring):
+    with pytest.raises(ValueError, match=f"over the ring of {ring}, got .{shape[0]}, "):
+        empty_cache(shape, jnp.float32, ring)
 
 
 @pytest.mark.parametrize("run", [caches.fill, caches.append])

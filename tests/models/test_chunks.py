@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.chunks import Device, choose_chunk, scan_chunks
+from models.memory import Device, choose_chunk, scan_chunks
 
 TOKENS = 13
 each_chunk = pytest.mark.parametrize("chunk", [1, 4, 13, 100])

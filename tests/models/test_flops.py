@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from configs import base, models
-from models.adapters import Lora
 from models.flops import num_matrix_parameters, num_parameters, train_flops
-from models.sizes import LanguageModelConfig
+from models.sizes import LanguageModelConfig, Lora
 from tasks import text
 from training.mesh import MeshShape, Partition, make_mesh
 

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.execution import Execution
-from models.kept import Kept
+from models.layers import through_stack
+from models.memory import Execution, Kept
 from models.sizes import DecoderConfig
-from models.stacks import through_stack
 from tasks.execution import execution, kept_of
 from tests.models.test_language_model import Run, rows
 from tests.small_agent import drawn

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from models.execution import Execution
+from models.memory import Execution
 from models.sizes import LanguageModelConfig
 
 GOOD = {
@@ -40,7 +40,7 @@ def test_sizes_that_make_no_model_are_refused(changes, message):
 
 @pytest.mark.parametrize(
     "remat, chunk, message",
-    [("most", 0, "policy='most' must be one of"), ("nothing", -1, "chunk=-1 must be")],
+    [("most", 0, "remat='most' must be one of"), ("nothing", -1, "chunk=-1 must be")],
 )
 def test_impossible_executions_are_refused(remat, chunk, message):
     with pytest.raises(ValueError, match=message):

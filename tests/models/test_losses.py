@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.losses import PositionParts, cross_entropy
+from models.losses import Parts, cross_entropy
 from tests.small_llama import partition_of
 from training.mesh import MeshShape, Partition
 
@@ -50,10 +50,15 @@ def random_problem(rng: np.random.Generator, scale: float = 1.0) -> Problem:
     )
 
 
+product = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+
+
 @functools.cache
 def compiled_loss(mesh: MeshShape, chunk: int):
     """Problem -> Answer."""
-    loss = functools.partial(cross_entropy, chunk=chunk, partition=partition_of(mesh))
+    loss = functools.partial(
+        cross_entropy, logits=product, chunk=chunk, partition=partition_of(mesh)
+    )
     value_and_grad = jax.value_and_grad(loss, (0, 1))
 
     @jax.jit
@@ -173,7 +178,9 @@ def lowered_gradient(partition: Partition, chunk: int, sizes: tuple[int, ...]):
         array(token, shape, jnp.int32),
         array(token, shape, jnp.float32),
     )
-    loss = functools.partial(cross_entropy, chunk=chunk, partition=partition)
+    loss = functools.partial(
+        cross_entropy, logits=product, chunk=chunk, partition=partition
+    )
     return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*problem)
 
 
@@ -227,15 +234,15 @@ def test_gradient_is_scattered_before_it_is_summed_over_data():
 def test_a_context_has_the_parts_that_it_reaches() -> None:
     names = ["from_0", "from_256", "from_1024", "from_4096"]
     for tokens, count in ((256, 1), (257, 2), (9000, 4)):
-        assert PositionParts.within(tokens).names == names[:count]
-    assert PositionParts.within(17, first=4).names == ["from_0", "from_4", "from_16"]
+        assert Parts.by_position(tokens).names == tuple(names[:count])
+    assert Parts.by_position(17, first=4).names == ("from_0", "from_4", "from_16")
 
 
 def test_sums_are_those_of_the_tokens_between_bounds(rng: np.random.Generator) -> None:
     positions = rng.integers(0, 30, (3, 40)).astype(np.int32)
     positions[0, :4] = 9, 10, 19, 20
     values = rng.standard_normal(positions.shape).astype(np.float32)
-    parts = PositionParts((10, 20))
+    parts = Parts((10, 20), ("first", "second", "third"))
     sums = parts.sums(jnp.asarray(values), jnp.asarray(positions))
     wanted = [
         values[(positions >= low) & (positions < high)].sum()

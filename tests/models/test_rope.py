@@ -87,11 +87,6 @@ def test_bfloat16_heads_are_turned_in_float32_and_rounded_once(rng):
     np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
-def test_odd_head_dim_is_refused():
-    with pytest.raises(ValueError, match="head_dim=15 must be even"):
-        rotations(jnp.zeros((1, 4), jnp.int32), 15, THETA)
-
-
 SCALINGS = {
     "none": RopeScaling(),
     "linear": RopeScaling("linear", 8.0),

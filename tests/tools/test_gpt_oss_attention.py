@@ -14,7 +14,7 @@ from kernels import masks
 from kernels.layouts import permute, unpermute
 from kernels.ring_attention import make_ring_attention
 from models.attention import Attention
-from models.execution import Execution
+from models.memory import Execution
 from models.rope import RopeScaling, rotations
 from models.sizes import DecoderConfig
 from tests.cases.attention import LAYOUTS
@@ -74,8 +74,8 @@ def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> An
 
     @jax.jit
     def compute(x: jax.Array, positions: jax.Array) -> jax.Array:
-        rope = config.head_dim, kind.rope_theta, kind.rope_scaling
-        return attention(x, None, rotations(positions, *rope), attend)
+        rotation = rotations(positions, config.head_dim, *kind.rope)
+        return attention(x, None, rotation, attend)
 
     x = np.load(hf_models.DIRECTORY / NAME / "expected.npz")["input"][None]
     positions = np.arange(x.shape[1], dtype=np.int32)[None]

@@ -15,8 +15,8 @@ from flax import traverse_util
 
 from data.json_text import short
 from models.abstract import Model
-from models.adapters import FACTORS, TARGETS, Lora
-from models.sizes import LanguageModelConfig
+from models.adapters import FACTORS
+from models.sizes import TARGETS, LanguageModelConfig, Lora
 from tasks import frozen, text
 from tasks.base import identity
 from tools.lib.hf.names import weight_at

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import ml_collections
 
-from models.remat import RERUN
+from models.memory import RERUN
 from tasks.execution import execution
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks, source

@@ -18,7 +18,6 @@ from flax import nnx
 
 from data.text.tokenizer import Tokenizer
 from kernels import masks
-from models import decode
 from models.cache import EMPTY
 from models.decode import NOTHING, Generator
 from models.sampling import Sampling
@@ -142,7 +141,7 @@ def _program(
         # A product with zeros and ones, as a gather would bring whole rows together.
         is_chosen = (index[:, None] == places[..., None]).astype(hidden.dtype)
         chosen = jnp.einsum("bmt,bte->bme", is_chosen, hidden, precision="highest")
-        scores = decode.logits(nnx.merge(few_tokens, parameters), chosen)
+        scores = nnx.merge(few_tokens, parameters).logits(chosen)
         likeliest = scores[..., :allowed_tokens].argmax(axis=-1)
         return ((likeliest == targets) | (places == NO_PLACE)).all(axis=1)
 

@@ -1,0 +1,320 @@
+"""How a model's layers run: on which mesh, in which chunks, what the backward keeps.
+
+None of this changes the model's function.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.sizes import DecoderConfig
+
+Axes = tuple[str | None, ...]
+
+RESIDUAL: Axes = ("batch", "sequence", None)
+"""Names of the axes of hidden states, (B, T, E)."""
+
+
+class Partition(Protocol):
+    """Places arrays on a mesh by the names of their axes; see `training.mesh`."""
+
+    def spec(
+        self, names: Axes, shape: tuple[int, ...]
+    ) -> jax.sharding.PartitionSpec: ...
+
+    def over_shards(
+        self, function: Callable, names: Sequence[Axes], result_names: Axes
+    ) -> Callable: ...
+
+    def gather(
+        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
+    ) -> jax.Array: ...
+
+    def vary(self, x: jax.Array, but: Sequence[str | None] = ()) -> jax.Array: ...
+
+    def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array: ...
+
+    def largest(self, x: jax.Array, name: str) -> jax.Array: ...
+
+    def shard_number(self, name: str) -> jax.Array: ...
+
+    def shards(self, name: str) -> int: ...
+
+
+_POLICIES = jax.checkpoint_policies
+
+# Of the last half of each device's tokens, if the ring has `keep_tail`; then the others
+# are those of the first half.
+_TAIL = "attention_out", "attention_lse"
+_RESULT = *_TAIL, "attention_front_out", "attention_front_lse"
+
+REMAT_POLICIES: dict[str, Callable | None] = {
+    # Everything: the fastest, where memory suffices.
+    "everything": None,
+    # The layer's input only, as in the papers; the ring runs twice. So do, in a layer's
+    # backward, the projections to queries, keys and values (see `remat_attention`).
+    "nothing": _POLICIES.nothing_saveable,
+    # Also the attention's result: the ring runs once.
+    "attention": _POLICIES.save_only_these_names(*_RESULT),
+    # Half of the attention's result: of the last tokens, which take three quarters of a
+    # causal ring; the ring of the first half runs again (BurstEngine, 2509.19836).
+    "tail": _POLICIES.save_only_these_names(*_TAIL),
+    # Also products with parameters, but for those of a feed-forward in chunks.
+    "products": _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable,
+        _POLICIES.save_only_these_names(*_RESULT),
+    ),
+    # As nothing, but the layer's input is in the host's memory.
+    "offload": _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+"""Policies of `jax.checkpoint`; None for no rematerialisation."""
+
+NEXT = {"nothing": "attention", "tail": "attention", "attention": "products"}
+"""Policies that keep more: a budget of memory climbs them."""
+
+RERUN = "nothing", "offload", "tail"
+"""Policies with which a layer's backward runs its ring again, or half of it."""
+
+
+def remat(layer: Callable, policy: str) -> Callable:
+    """Wraps `layer` to be recomputed in the backward, except what the policy keeps."""
+    if REMAT_POLICIES[policy] is None:
+        return layer
+    # Inside a scan the loop itself keeps XLA from undoing it (prevent_cse).
+    return jax.checkpoint(layer, policy=REMAT_POLICIES[policy], prevent_cse=False)
+
+
+def remat_attention(attention: Callable, policy: str) -> Callable:
+    """Wraps attention to keep its result only while its layer is recomputed.
+
+    Under the policies that run the ring again: so queries, keys and values are not
+    there during the backward of the feed-forward, which comes first, and only those of
+    one head group at a time are.
+    """
+    if policy not in RERUN:
+        return attention
+    keep = _POLICIES.save_only_these_names(*_RESULT)
+    return jax.checkpoint(attention, policy=keep)
+
+
+def remat_projection(projection: Callable, policy: str) -> Callable:
+    """Wraps the projections of an attention that `remat_attention` recomputes.
+
+    They are recomputed before the attention's backward, and their input, normalised,
+    once more after it, so that it need not be there meanwhile.
+    """
+    return jax.checkpoint(projection) if policy in RERUN else projection
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Settings of speed and memory, which leave a model's function as it is.
+
+    compute_dtype: of activations and matrix products; parameters are float32.
+    remat: a name of `REMAT_POLICIES`.
+    feed_forward_chunk: tokens per device whose feed-forward exists at a time (blockwise
+      parallel transformer, 2305.19370); 0 for all of them.
+    attention_parts: head groups of a device; queries, keys, values and ring exist for
+      one group at a time. 1 for all heads at once.
+    loss_chunk: tokens per device whose logits exist at a time; 0 for all of them.
+    last_layers: how the last layers run instead, which keep more, and how many.
+    """
+
+    compute_dtype: jnp.dtype
+    remat: str
+    feed_forward_chunk: int = 0
+    attention_parts: int = 1
+    loss_chunk: int = 0
+    last_layers: "tuple[Execution, int] | None" = None
+
+    def __post_init__(self):
+        if self.remat not in REMAT_POLICIES:
+            raise ValueError(
+                f"remat={self.remat!r} must be one of {', '.join(REMAT_POLICIES)}"
+            )
+        if self.feed_forward_chunk < 0:
+            raise ValueError(
+                f"feed_forward_chunk={self.feed_forward_chunk} must be a number of "
+                "tokens, or 0 for all of them"
+            )
+
+    def __str__(self) -> str:
+        text = f"remat {self.remat}, feed-forward {_tokens(self.feed_forward_chunk)}"
+        if self.last_layers:
+            last, layers = self.last_layers
+            chunk = _tokens(last.feed_forward_chunk)
+            text += f"; last {layers} layers {last.remat}, feed-forward {chunk}"
+        return text + f"; logits {_tokens(self.loss_chunk)}" * (self.loss_chunk > 0)
+
+    def runs(self, layers: int) -> "list[tuple[Execution, int]]":
+        """Returns how these layers run, one run after the other, and their numbers."""
+        last = [self.last_layers] if self.last_layers else []
+        return [(self, layers - sum(count for _, count in last)), *last]
+
+
+def _tokens(chunk: int) -> str:
+    return f"of {chunk:,} tokens at a time" if chunk else "of all tokens"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Activations that a device's layers keep.
+
+    sizes: of the model. tokens: of a microbatch on the device.
+    tensor: devices that share heads and feed-forward. itemsize: bytes of a number.
+    feed_forward_chunk: tokens in layers that keep products; 0 for all of them at once.
+      Of several chunks nothing is kept.
+    """
+
+    sizes: DecoderConfig
+    tokens: int
+    tensor: int
+    itemsize: int
+    feed_forward_chunk: int = 0
+
+    def of_layer(self, policy: str) -> int:
+        """Returns the bytes that a layer keeps, by what `REMAT_POLICIES` says.
+
+        Every policy keeps the layer's input; "everything" is counted as "products".
+        """
+        sizes, tensor = self.sizes, self.tensor
+        heads = sizes.num_heads // tensor
+        share = {"nothing": 0, "offload": 0, "tail": 0.5}.get(policy, 1)
+        kept = sizes.hidden_size + share * heads * sizes.head_dim
+        if policy in ("products", "everything"):
+            kept += (heads + 2 * sizes.num_kv_heads // tensor) * sizes.head_dim
+            kept += sizes.hidden_size  # the attention's projection
+            if not 0 < self.feed_forward_chunk < self.tokens:
+                kept += 2 * sizes.feed_forward_size // tensor  # gate and up
+                # Down's, where a norm after it needs it in the backward.
+                kept += sizes.hidden_size * (sizes.norms != "before")
+        return int(self.tokens * (kept * self.itemsize + share * heads * 4))
+
+    def of(self, execution: Execution) -> int:
+        """Returns the bytes that all layers keep."""
+        runs = execution.runs(self.sizes.num_layers)
+        return sum(layers * self.of_layer(run.remat) for run, layers in runs)
+
+    def rungs(self, policy: str) -> list[int]:
+        """Returns by how many bytes a layer keeps more with each next policy."""
+        return [b - a for a, b in pairwise(map(self.of_layer, _from(policy)))]
+
+    def budget(self, policy: str, steps: int) -> float:
+        """Returns bytes that let layers climb so many rungs in all, with some spare."""
+        each = [
+            size for size in self.rungs(policy) for _ in range(self.sizes.num_layers)
+        ]
+        return sum(each[:steps]) + min(each) / 2 if steps else 0.0
+
+    def climb(self, policy: str, budget: float) -> list[tuple[str, int]]:
+        """Returns the policies of the layers and their numbers, first layers first.
+
+        One after the other, from the last one on, layers keep what the next policy
+        does, while all that they keep more is within the budget of bytes.
+        """
+        layers, policies = self.sizes.num_layers, _from(policy)
+        for (less, more), size in zip(
+            pairwise(policies), self.rungs(policy), strict=True
+        ):
+            if budget < layers * size:
+                count = int(budget // size)
+                return [(less, layers - count), (more, count)][: 1 + bool(count)]
+            budget -= layers * size
+        return [(policies[-1], layers)]
+
+
+def _from(policy: str) -> tuple[str, ...]:
+    """Returns this policy and those that come after it."""
+    return (policy, *_from(NEXT[policy])) if policy in NEXT else (policy,)
+
+
+MEMORY_SHARE = 1 / 16
+"""Share of a device's memory that the arrays of a chunk take at most.
+
+In long contexts they do not raise the peak of a step: the backward of attention holds
+more than 8 float32 arrays of all hidden states, when those of chunks are gone. With a
+hidden size of 4096 and 32 GiB these are more from 16 Ki tokens of a device on.
+"""
+
+TRAFFIC_SHARE = 1 / 8
+"""Time in which the weights of a chunk move, over that of its products, by peaks."""
+
+FLOPS_PER_BYTE = 8 / 14
+"""Of a weight, for each token of a chunk and each byte moved for all of them.
+
+Its product is computed twice, and has two in the backward; its float32 gradient is read
+and written once, the weight itself read three times in 2 bytes.
+"""
+
+MODEST_CHUNK = 1024
+"""Tokens of a chunk at most on a device whose memory and rates are not known."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory in bytes, and FLOPs that take as long as moving a byte to or from it."""
+
+    memory: float
+    flops_per_byte: float
+
+
+def choose_chunk(tokens: int, token_bytes: int, device: Device | None) -> int:
+    """Chooses how many of a device's tokens to work on at a time; at most all.
+
+    As many as make the traffic of the weights' gradient small, which is rewritten for
+    each chunk; fewer where they would take too much memory. A divisor of the tokens
+    that is more than half of that, if there is one: then no chunk has padding.
+
+    token_bytes: of the wide arrays of a token, and of their gradients.
+    device: None where it is not known.
+    """
+    if device is None:
+        most = MODEST_CHUNK
+    else:
+        enough = device.flops_per_byte / (TRAFFIC_SHARE * FLOPS_PER_BYTE)
+        enough = 2 ** math.ceil(math.log2(enough))
+        held = int(MEMORY_SHARE * device.memory / token_bytes)
+        most = max(1, min(enough, held))
+    if most >= tokens:
+        return max(1, tokens)
+    return next((n for n in range(most, most // 2, -1) if tokens % n == 0), most)
+
+
+def scan_chunks(
+    function: Callable, tokens: jax.Array | tuple[jax.Array, ...], chunk: int
+) -> jax.Array:
+    """Maps `function` over chunks of tokens, recomputed in the backward if several.
+
+    function: from arrays (chunk, …) to an array (chunk, …); finite at zero, as are its
+      gradients.
+    tokens: arrays whose first axis counts tokens, padded with zeros where the chunk
+      does not divide it; the padding's results are cut off.
+
+    Returns:
+      The results of all tokens, (tokens, …).
+    """
+    count = jax.tree.leaves(tokens)[0].shape[0]
+    if chunk >= count:
+        return function(tokens)
+    chunks = -(-count // chunk)
+
+    def split(x: jax.Array) -> jax.Array:
+        widths = [(0, chunks * chunk - count)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, widths).reshape(chunks, chunk, *x.shape[1:])
+
+    body = jax.checkpoint(function, prevent_cse=False)
+    _, results = lax.scan(
+        lambda _, x: (None, body(x)), None, jax.tree.map(split, tokens)
+    )
+    return results.reshape(-1, *results.shape[2:])[:count]
