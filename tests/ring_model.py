@@ -12,11 +12,8 @@ from data.batch import Batch
 from kernels.layouts import order, padded_length, unpermute
 from tasks import base, text
 from tasks.programs import compile_programs
-from tests.cases.attention import QUICK
 from tests.hard_rows import ROWS, TOKENS, VOCAB
-from tests.runs import small_config
-from tests.small_agent import drawn
-from tests.small_llama import partition_of
+from tests.small_llama import Run
 from training.loop import Programs
 from training.mesh import MeshShape
 from training.step import TrainState, initial_state
@@ -36,32 +33,27 @@ SIZES = {
     "mask": "prefix(1)",
     "feed_forward_chunk_tokens": 1000,
     "loss_chunk_tokens": 1000,
-    "implementation": "reference",
     "remat": "everything",
 }
-
 
 RATE = 1024.0
 """Of plain descent: a step moves parameters so far that it shows their gradients."""
 DESCENT = AtOnce(optax.sgd(RATE))
 
 
-class RingModel:
+class RingModel(Run):
     """The model's task, its parameters, and what it gives for `HardRows`."""
 
     def __init__(self, shape: MeshShape, attention: str, **overrides: Any):
         # Without sinks rows that see nothing have nothing to divide by.
         sinks = {"model__attention_sinks": attention != "striped"}
-        fields = SIZES | sinks | overrides
-        config = small_config("", "", attention=attention, **fields)
-        self.config, self.partition = config, partition_of(shape)
-        self.layout = base.attention_system(config).layout
-        self.ring = self.partition.ring_size
+        super().__init__(shape, attention, **SIZES | sinks | overrides)
+        self.layout, self.ring = self.order()
         self.length = padded_length(self.layout, self.ring, TOKENS)
-        config.data.context_tokens = self.length
-        self.task = text.make(config, self.partition)
-        self.sizes = self.task.model.config
-        self.parameters = drawn(self.task.model, self.partition)
+        self.config.data.context_tokens = self.length
+        self.task = text.make(self.config, self.partition)
+        self.model = self.task.model
+        self.sizes = self.model.config
 
     @property
     def windows(self) -> list[int]:
@@ -72,16 +64,14 @@ class RingModel:
         """Slot of each token of a row: (T,)."""
         return np.argsort(order(self.layout, self.ring, self.length))
 
-    def place(self, batch: Batch) -> Batch:
-        """Puts a batch, in layout order, on the mesh."""
-        names = "batch", "sequence"
-        sharding = self.partition.sharding(names, batch.tokens.shape)
-        return jax.device_put(batch, sharding)
+    def placed(self, batch: Batch, parameters: Any = None) -> tuple[Any, Batch]:
+        """Puts parameters, the model's own unless others are given, and a batch.
 
-    def placed(self, parameters: Any = None) -> Any:
-        """Puts parameters on the mesh: the model's own unless others are given."""
-        placing = jax.tree.map(lambda x: x.sharding, self.parameters)
-        return jax.device_put(parameters or self.parameters, placing)
+        On the mesh; the batch is in layout order.
+        """
+        sharding = self.partition.sharding(("batch", "sequence"), batch.tokens.shape)
+        placing = jax.tree.map(lambda x: x.sharding, self.parameters), sharding
+        return jax.device_put((parameters or self.parameters, batch), placing)
 
     @functools.cached_property
     def losses_program(self) -> Any:
@@ -91,18 +81,18 @@ class RingModel:
             batch = batch._replace(loss_weights=weights)
             return self.task.objective.loss_sum(parameters, batch)
 
-        return jax.jit(jax.grad(loss_sum), compiler_options=QUICK)
+        return jax.jit(jax.grad(loss_sum))
 
     def token_losses(self, batch: Batch, parameters: Any = None) -> np.ndarray:
         """Returns the losses of a batch in layout order, in natural order: (B, T)."""
-        batch, parameters = self.place(batch), self.placed(parameters)
-        losses = self.losses_program(batch.loss_weights, parameters, batch)
+        given = self.placed(batch, parameters)
+        losses = self.losses_program(given[1].loss_weights, *given)
         return unpermute(np.asarray(losses), self.layout, self.ring)
 
     @functools.cached_property
     def like(self) -> TrainState:
         """Shape and place of a run's state."""
-        return base.abstract_state(self.task.model, DESCENT, self.partition)
+        return base.abstract_state(self.model, DESCENT, self.partition)
 
     @functools.cached_property
     def programs(self) -> Programs:
@@ -111,15 +101,15 @@ class RingModel:
 
     def step(self, batch: Batch, parameters: Any = None) -> tuple[Any, dict]:
         """Returns gradients and metrics of a step with a batch in layout order."""
-        before = jax.device_get(parameters or self.parameters)
+        parameters, batch = self.placed(batch, parameters)
+        before = jax.device_get(parameters)
         state = initial_state(jax.tree.map(jnp.array, before), DESCENT)
         state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, self.like))
-        after, metrics = self.programs.train_step(state, self.place(batch))
+        after, metrics = self.programs.train_step(state, batch)
         after, metrics = jax.device_get((after.params, metrics))
         return jax.tree.map(lambda a, b: (a - b) / RATE, before, after), metrics
 
     def evaluation(self, batch: Batch, parameters: Any = None) -> float:
         """Returns the mean loss of a batch in layout order, as a validation does."""
-        given = self.placed(parameters), self.place(batch)
-        losses, weights = self.programs.evaluate(*given)
+        losses, weights = self.programs.evaluate(*self.placed(batch, parameters))
         return float(losses.sum() / weights.sum())

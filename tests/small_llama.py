@@ -1,5 +1,6 @@
-"""Small models for tests of caches and generation, and their forward without one."""
+"""Small models of every family, on a mesh and in an attention system of their own."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -11,8 +12,11 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
+from data.batch import Batch
 from kernels import masks
+from kernels.layouts import Layout, permute
 from kernels.masks import Mask
+from models.abstract import Model
 from tasks import base, text
 from tests.families import FAMILIES
 from tests.runs import small_config
@@ -20,6 +24,10 @@ from tests.small_agent import drawn
 from training.mesh import MeshShape, Partition, make_mesh
 
 ROWS, SLOTS, VOCAB = 2, 64, 40
+"""Rows and slots of caches, and the tokens' ids."""
+BATCH_ROWS, LENGTH = 4, 32
+PADDED = np.array([[32], [32], [32], [21]], np.int32)
+"""Tokens in each row of a batch before its padding."""
 
 
 def config_of(
@@ -49,6 +57,82 @@ def assert_same(got: Any, want: Any, tolerance: float) -> None:
         assert error < tolerance, (jax.tree_util.keystr(path), error)
 
     jax.tree_util.tree_map_with_path(check, got, want)
+
+
+@functools.cache
+def rows(seed: int = 2) -> Batch:
+    """Rows of packed documents, the last one padded, in natural order."""
+    rng = np.random.default_rng(seed)
+    shape = BATCH_ROWS, LENGTH
+    tokens, targets = rng.integers(0, VOCAB, (2, *shape), np.int32)
+    ids = np.sort(rng.integers(0, 4, shape), axis=1).astype(np.int32)
+    index = np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH_ROWS, 1))
+    visible = (masks.documents(ids) & masks.padding(PADDED))(index, LENGTH)
+    weights = rng.random(shape, np.float32) * (index < PADDED) * (ids != 2)
+    return Batch(tokens, targets, weights, index - visible.k_start, *visible)
+
+
+class Run:
+    """A model, its loss, and their gradients for `rows`.
+
+    Its hidden size of 36 divides over a ring of 4, but not over fsdp 2 x ring 4.
+    """
+
+    def __init__(
+        self, shape: MeshShape, attention: str, family: str = "llama", **fields: Any
+    ):
+        narrow = {"model__hidden_size": 36}
+        narrow |= {"feed_forward_chunk_tokens": 6, "loss_chunk_tokens": 5}
+        self.config = config_of(attention, family, **narrow | fields)
+        self.partition = partition_of(shape)
+
+    @functools.cached_property
+    def model(self) -> Model:
+        return text.model(self.config, self.partition)
+
+    @functools.cached_property
+    def loss(self) -> Callable:
+        return text.loss_function(self.config, self.model, self.partition)
+
+    def order(self) -> tuple[Layout, int]:
+        """Layout and ring size."""
+        layout = base.attention_system(self.config).layout
+        return layout, self.partition.ring_size
+
+    @functools.cached_property
+    def parameters(self) -> Any:
+        return drawn(self.model, self.partition)
+
+    @functools.cached_property
+    def frozen(self) -> Any:
+        """The parameters that are not trained, if any."""
+        shapes, axes = self.model.frozen_shapes, self.model.frozen_axes
+        model = dataclasses.replace(self.model, shapes=shapes, axes=axes)
+        return drawn(model, self.partition)
+
+    def batch(self, step: int = 2) -> Batch:
+        """The batch of a step, in layout order, on the mesh."""
+        batch = Batch(*(permute(x, *self.order()) for x in rows(step)))
+        names = "batch", "sequence"
+        return jax.device_put(batch, self.partition.sharding(names, batch.tokens.shape))
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """From parameters, a batch and what is frozen to loss and gradients."""
+        step = jax.jit(jax.value_and_grad(self.loss))
+        return step.lower(self.parameters, self.batch(), self.frozen)
+
+    @functools.cached_property
+    def program(self) -> jax.stages.Compiled:
+        return self.lowered.compile()
+
+    def answer(self) -> tuple[np.ndarray, Any]:
+        """Loss and gradients."""
+        given = self.parameters, self.batch(), self.frozen
+        return jax.device_get(self.program(*given))
+
+
+run_on = functools.cache(Run)
 
 
 @functools.cache

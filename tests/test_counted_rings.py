@@ -58,23 +58,6 @@ def test_rings_of_short_documents_are_counted(directory, fields, mesh, is_counte
 
 
 @pytest.mark.parametrize(
-    "windows, counted, wanted",
-    [
-        (0.0, (), ("striped",)),
-        (0.5, (), ("striped",)),
-        (5 / 6, (), ("zigzag", "ring")),
-        (1.0, ("ring",), ("zigzag", "ring")),
-        (0.0, ("ring",), ("ring",)),
-        (0.5, ("ring", "zigzag"), ("ring", "zigzag")),
-    ],
-)
-def test_layouts_suit_windows_then_short_documents_then_long_ones(
-    windows, counted, wanted
-):
-    assert layout_advice.suited(windows, counted)[0] == wanted
-
-
-@pytest.mark.parametrize(
     "longest, fields, advised",
     [
         (300, {}, ""),
@@ -83,6 +66,8 @@ def test_layouts_suit_windows_then_short_documents_then_long_ones(
         (20, {"remat": "tail"}, ""),  # takes stripes
         (300, {"attention": "ring"}, "striped"),
         (300, {"mask": "window(9)"}, "zigzag"),
+        (300, {"mask": "window(9)", "attention": "ring"}, ""),
+        (20, {"mask": "window(9)"}, "zigzag"),
         (300, {"model__layer_pattern": "wwf", "model__window": 9}, "zigzag"),
         (300, {"model__layer_pattern": "wf", "model__window": 9}, ""),
     ],

@@ -13,9 +13,8 @@ from kernels.layouts import permute
 from tasks import base
 from tasks.execution import kept_of
 from tests.families import FAMILIES
-from tests.models.test_language_model import Run, rows
 from tests.small_agent import drawn
-from tests.small_llama import assert_same
+from tests.small_llama import Run, assert_same, rows
 from training.mesh import MeshShape
 from training.step import initial_state
 

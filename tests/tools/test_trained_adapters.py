@@ -13,8 +13,8 @@ import pytest
 from data.batch import Batch
 from kernels.layouts import permute
 from tasks import base, text
-from tests.models import test_language_model
-from tests.models.test_remat import products, trace
+from tests import small_llama
+from tests.models.test_memory import products, trace
 from tests.small_llama import assert_same, partition_of
 from tests.tools import hf_models
 from tools.lib.hf import adapters
@@ -120,7 +120,7 @@ LORA = {"lora__rank": 3, "lora__alpha": 3.0, "lora__base_dtype": "float32"}
 @functools.cache
 def on_one_device(family: str) -> tuple[np.ndarray, Any]:
     """Loss, and gradients of the adapters."""
-    run = test_language_model.Run(MeshShape(), "vanilla", family, **LORA)
+    run = small_llama.Run(MeshShape(), "vanilla", family, **LORA)
     return run.answer()
 
 
@@ -148,7 +148,7 @@ def case(attention: str, remat: str, family: str) -> Any:
     ],
 )
 def test_gradients_on_a_mesh_are_those_of_one_device(attention, shape, fields):
-    run = test_language_model.Run(shape, attention, **LORA | fields)
+    run = small_llama.Run(shape, attention, **LORA | fields)
     loss, gradients = run.answer()
     wanted_loss, wanted = on_one_device(fields.get("family", "llama"))
     assert loss == pytest.approx(wanted_loss, rel=1e-6)

@@ -1,0 +1,122 @@
+"""Layers in loops over stacked parameters, which may be in the memory of the host."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.layers import through_stack
+from models.memory import Execution
+from tests.small_llama import assert_same
+
+FLOAT = jnp.dtype("float32")
+
+
+class Layer(nnx.Module):
+    """A product and its tanh."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (64, 64)))
+
+    def to_run(self, execution: Execution) -> "Layer":
+        return self
+
+    def __call__(self, x: jax.Array, factor: float) -> jax.Array:
+        return x + factor * jnp.tanh(x @ self.weight[...])
+
+
+def stack_of(layers: int) -> tuple[nnx.GraphDef, nnx.State]:
+    keys = jax.random.split(jax.random.key(0), layers)
+    return nnx.split(nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(keys))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("policy", ["nothing", "products", "offload"])
+def test_layers_on_the_host_have_the_gradients_of_those_on_the_device(policy):
+    """Which are on the host too, and no stack of either is on the device."""
+    structure, here = stack_of(8)
+
+    def loss(parameters: Any, x: jax.Array) -> jax.Array:
+        run = [(Execution(FLOAT, policy), 8)]
+        return through_stack(nnx.merge(structure, parameters), run, [(0.5,)], x).sum()
+
+    def gradient(parameters: Any) -> tuple[Any, str]:
+        placing = jax.tree.map(lambda leaf: leaf.sharding, parameters)
+        program = jax.jit(jax.grad(loss), out_shardings=placing)
+        x = jnp.linspace(-1, 1, 128).reshape(2, 64)
+        lowered = program.trace(parameters, x).lower(lowering_platforms=("tpu",))
+        return program(parameters, x), lowered.as_text()
+
+    far = jax.device_put(here, jax.memory.Space.Host)
+    (got, program), (want, _) = gradient(far), gradient(here)
+    assert_same(jax.device_get(got), jax.device_get(want), 1e-6)
+    (leaf,) = jax.tree.leaves(got)
+    assert leaf.sharding.memory_kind == "pinned_host"
+    # A layer on its way there, in both loops; its gradient, and the result of all.
+    moved = re.findall(r'placement = "(\w+)".*tensor<(\w+)>\n', program)
+    inputs = [("pinned_host", "2x64xf32"), ("device", "2x64xf32")]
+    assert [one for one in moved if one not in inputs] == [
+        *[("device", "1x64x64xf32")] * 2,
+        *[("pinned_host", shape) for shape in ("64x64xf32", "8x64x64xf32")],
+    ]
+
+
+@pytest.mark.thorough
+def test_layers_in_several_loops_and_of_several_kinds_copy_no_parameters():
+    """Of gradients each loop writes its own, which are joined where they are read.
+
+    So there is a stack of gradients, and at most parts of another one.
+    """
+    structure, parameters = stack_of(8)
+
+    def size(*counts: int, kinds: int = 1) -> float:
+        """Of the temporary memory, in stacks of parameters."""
+        policies, factors = ("nothing", "attention"), [(0.5 + n,) for n in range(kinds)]
+        run = zip(policies, counts, strict=False)
+        runs = [(Execution(FLOAT, policy), count) for policy, count in run]
+
+        def norm(parameters: Any, x: jax.Array) -> jax.Array:
+            def loss(p: Any) -> jax.Array:
+                return through_stack(nnx.merge(structure, p), runs, factors, x).sum()
+
+            leaves = jax.tree.leaves(jax.grad(loss)(parameters))
+            return sum(jnp.square(leaf).sum() for leaf in leaves)
+
+        compiled = jax.jit(norm).lower(parameters, jnp.ones((2, 64))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (8 * 64 * 64 * 4)
+
+    assert size(5, 3) < 1.5
+    assert size(8, kinds=2) < 1.5
+    assert size(8, kinds=3) < 2  # two groups, and two layers that are left
+    assert size(5, 3, kinds=2) < 3.5  # of groups of two XLA copies the parameters
+
+
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize(
+    "counts, kinds",
+    [((4, 3), 2), ((7,), 1), ((2, 5), 3), ((4, 3), 7), ((2, 5), 1)],
+)
+def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):
+    """One after the other by hand, and its gradient."""
+    structure, parameters = stack_of(7)
+    runs = [(Execution(FLOAT, "nothing"), count) for count in counts]
+    factors = [(0.1 + 0.3 * n,) for n in range(kinds)]
+    x = jnp.asarray(rng.standard_normal((2, 64)), jnp.float32)
+
+    def in_loops(p: Any) -> jax.Array:
+        return through_stack(nnx.merge(structure, p), runs, factors, x)
+
+    @jax.grad
+    def by_hand(p: Any) -> jax.Array:
+        y, (weights,) = x, jax.tree.leaves(p)
+        for n, weight in enumerate(weights):
+            y = y + factors[n % kinds][0] * jnp.tanh(y @ weight)
+        return jnp.square(y).sum()
+
+    got = jax.jit(jax.grad(lambda p: jnp.square(in_loops(p)).sum()))(parameters)
+    (got,), (want,) = jax.tree.leaves(got), jax.tree.leaves(by_hand(parameters))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
