@@ -9,7 +9,6 @@ import pytest
 
 from kernels import masks
 from kernels.ring import attend as ring
-from kernels.ring import backward as ring_backward
 from kernels.ring.attend import Ring
 from tasks import programs
 from tests.hard_rows import HardRows
@@ -61,89 +60,88 @@ def give_nan_to_rows_that_see_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stale:
-    """A backend whose backward reads these keys and values, whatever it is given."""
+class Faulty:
+    """A backend whose backward is always given these arguments."""
 
     backend: Any
-    kv: tuple
+    kv: tuple = ()
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def backward(self, q: Any, k: Any, v: Any, *others: Any, **options: Any) -> Any:
-        return self.backend.backward(q, *self.kv, *others, **options)
+        kv = self.kv or (k, v)
+        return self.backend.backward(q, *kv, *others, **options | self.options)
+
+
+def patch_backward(patch: pytest.MonkeyPatch, faulty: Callable) -> None:
+    """faulty: from the backend, and keys and values of the first ring step."""
+    backward = ring.backward
+
+    def run(this: Ring, rows: tuple, kv: tuple, visible: Any) -> tuple:
+        broken = dataclasses.replace(this, backend=faulty(this.backend, kv))
+        return backward(broken, rows, kv, visible)
+
+    patch.setattr(ring, "backward", run)
 
 
 def read_stale_keys_backward(patch: pytest.MonkeyPatch) -> None:
     """Those of the first ring step."""
-    backward = ring.backward
-
-    def faulty(this: Ring, rows: tuple, kv: tuple, visible: Any) -> tuple:
-        stale = dataclasses.replace(this, backend=Stale(this.backend, kv))
-        return backward(stale, rows, kv, visible)
-
-    patch.setattr(ring, "backward", faulty)
+    patch_backward(patch, Faulty)
 
 
-def keep_gradients_where_they_are_computed(patch: pytest.MonkeyPatch) -> None:
-    """Those of keys do not follow them."""
-    patch.setattr(ring_backward, "_followed", lambda *_: {})
+def forget_gradients_of_other_shards(patch: pytest.MonkeyPatch) -> None:
+    """Keys get those of the last ring steps only."""
+    patch_backward(patch, lambda backend, _: Faulty(backend, options={"dkv": None}))
 
 
-FORWARD = attend_to_own_shards, count_the_wrong_shard, drop_windows
-LOSSES = *FORWARD, count_sinks_twice
-BACKWARD = read_stale_keys_backward, keep_gradients_where_they_are_computed
-
-
-def name_of(fault: Patch) -> str:
-    return fault.__name__
-
-
-@pytest.fixture
-def rows(tmp_path):
-    return HardRows(tmp_path)
-
-
-@pytest.mark.parametrize("fault", FORWARD, ids=name_of)
-def test_a_changed_token_moves_others(fault, rows, monkeypatch):
-    fault(monkeypatch)
-    model = RingModel(MeshShape(ring=3), "zigzag")
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        assert_moves_what_may_see_it(model, batch_of(model, rows))
-
-
-@pytest.mark.parametrize("fault", LOSSES, ids=name_of)
-def test_losses_are_others(fault, rows, monkeypatch):
-    fault(monkeypatch)
-    model = RingModel(MeshShape(ring=3), "zigzag")
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        assert_written_out(model, rows, batch_of(model, rows))
-
-
-def test_padding_is_not_finite(rows, monkeypatch):
-    give_nan_to_rows_that_see_nothing(monkeypatch)
-    model = RingModel(MeshShape(ring=3), "striped")
-    with pytest.raises(AssertionError, match="isfinite"):
-        assert_written_out(model, rows, batch_of(model, rows))
-
-
-@pytest.mark.parametrize("fault", BACKWARD, ids=name_of)
-def test_gradients_are_not_the_slopes_though_the_loss_is_right(
-    fault, rows, rng, monkeypatch
-):
-    fault(monkeypatch)
-    model = RingModel(MeshShape(ring=3), "zigzag")
-    assert_written_out(model, rows, batch_of(model, rows))
-    with pytest.raises(AssertionError, match="slope of"):
-        assert_slopes(model, rows, rng)
-
-
-def test_validations_that_add_up_copies_are_not_the_training_loss(rows, monkeypatch):
+def add_up_validations_of_copies(patch: pytest.MonkeyPatch) -> None:
     """One of each device in the ring."""
     make = programs.make_evaluate_step
 
     def faulty(loss_sum: Callable, count: Callable) -> Callable:
         return make(lambda *given: 3 * loss_sum(*given), count)
 
-    monkeypatch.setattr(programs, "make_evaluate_step", faulty)
-    model = RingModel(MeshShape(ring=3), "zigzag")
+    patch.setattr(programs, "make_evaluate_step", faulty)
+
+
+def moves(model: RingModel, rows: HardRows, _: Any) -> None:
+    assert_moves_what_may_see_it(model, batch_of(model, rows))
+
+
+def losses(model: RingModel, rows: HardRows, _: Any) -> None:
+    assert_written_out(model, rows, batch_of(model, rows))
+
+
+def means(model: RingModel, rows: HardRows, _: Any) -> None:
     wanted = mean_loss(truth(model, rows), rows.read(model.length))
-    with pytest.raises(AssertionError, match="validation loss"):
-        assert_means(model, rows, wanted)
+    assert_means(model, rows, wanted)
+
+
+MISMATCH = "Mismatched elements"
+
+
+@pytest.mark.parametrize(
+    "fault, attention, look, error",
+    [
+        (attend_to_own_shards, "zigzag", moves, MISMATCH),
+        (count_the_wrong_shard, "zigzag", moves, MISMATCH),
+        (drop_windows, "zigzag", moves, MISMATCH),
+        (attend_to_own_shards, "zigzag", losses, MISMATCH),
+        (count_the_wrong_shard, "zigzag", losses, MISMATCH),
+        (drop_windows, "zigzag", losses, MISMATCH),
+        (count_sinks_twice, "zigzag", losses, MISMATCH),
+        (give_nan_to_rows_that_see_nothing, "striped", losses, "isfinite"),
+        (read_stale_keys_backward, "zigzag", assert_slopes, "slope of"),
+        (forget_gradients_of_other_shards, "zigzag", assert_slopes, "slope of"),
+        (add_up_validations_of_copies, "zigzag", means, "validation loss"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_fault_of_the_ring_is_found(
+    fault, attention, look, error, tmp_path, rng, monkeypatch
+):
+    fault(monkeypatch)
+    rows, model = HardRows(tmp_path), RingModel(MeshShape(ring=3), attention)
+    if look is assert_slopes:  # the loss is right
+        losses(model, rows, rng)
+    with pytest.raises(AssertionError, match=error):
+        look(model, rows, rng)
