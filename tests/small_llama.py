@@ -137,10 +137,10 @@ run_on = functools.cache(Run)
 
 @functools.cache
 def whole_forward(
-    dtype: str = "float32", family: str = "llama", mask: Mask = masks.causal()
+    family: str = "llama", mask: Mask = masks.causal()
 ) -> Callable[[np.ndarray], np.ndarray]:
     """From tokens (B, SLOTS) to logits (B, SLOTS, V): no cache, one device."""
-    config = config_of("vanilla", family, compute_dtype=dtype)
+    config = config_of("vanilla", family)
     partition = partition_of(MeshShape())
     structure = text.model(config, partition).structure
     attend = base.ring_attention(config, partition)
