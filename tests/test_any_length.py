@@ -29,7 +29,7 @@ SIZES = {
 }
 # Attention, devices of the ring, tokens, slots, and what else.
 CASES = [
-    ("zigzag", 4, 9, 16, {}),
+    ("zigzag", 2, 9, 12, {}),
     ("ring", 4, 9, 12, {}),  # the last device has nothing but padding
     ("striped", 4, 9, 16, {"remat": "tail"}),
 ]
