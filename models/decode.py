@@ -139,40 +139,33 @@ class Generator:
         self.check(prompts, max_tokens)
         texts = [np.asarray(prompt, np.int32) for prompt in prompts]
         held = Held() if held is None else held
-        return self._generate(parameters, texts, max_tokens, seed, stop_tokens, held)
 
-    def _generate(
-        self,
-        parameters: Any,
-        prompts: Sequence[np.ndarray],
-        max_tokens: int,
-        seed: int,
-        stop_tokens: Sequence[int],
-        held: Held,
-    ) -> Iterator[np.ndarray]:
-        found = self._go_on(parameters, prompts, max_tokens, seed, held)
-        if found is None:
-            held.cache = None  # before there is another
-            tokens, index = map(self.place, self.padded(prompts))
-            found = self.prefill(parameters, self.empty(), tokens, index, seed)
-        held.cache, tokens, index = found
-        held.tokens = [prompt.tolist() for prompt in prompts]
-        ended = np.zeros(self.rows, bool)
-        for number in range(max_tokens):
-            drawn, is_last = tokens, number + 1 == max_tokens
-            if not is_last:
-                # Started before the last tokens are looked at, so that devices need
-                # not wait for the host.
-                found = self.step(parameters, held.cache, drawn, index, seed)
-                held.cache, tokens, index = found
-            drawn = np.asarray(drawn)[:, 0]
-            if not is_last:
-                for row, token in zip(held.tokens, drawn.tolist(), strict=True):
-                    row.append(token)
-            yield np.where(ended, NOTHING, drawn)
-            ended |= np.isin(drawn, stop_tokens)
-            if ended.all():
-                return
+        def draw() -> Iterator[np.ndarray]:
+            found = self._go_on(parameters, texts, max_tokens, seed, held)
+            if found is None:
+                held.cache = None  # before there is another
+                tokens, index = map(self.place, self.padded(texts))
+                found = self.prefill(parameters, self.empty(), tokens, index, seed)
+            held.cache, tokens, index = found
+            held.tokens = [text.tolist() for text in texts]
+            ended = np.zeros(self.rows, bool)
+            for number in range(max_tokens):
+                drawn, is_last = tokens, number + 1 == max_tokens
+                if not is_last:
+                    # Started before the last tokens are looked at, so that devices need
+                    # not wait for the host.
+                    found = self.step(parameters, held.cache, drawn, index, seed)
+                    held.cache, tokens, index = found
+                drawn = np.asarray(drawn)[:, 0]
+                if not is_last:
+                    for row, token in zip(held.tokens, drawn.tolist(), strict=True):
+                        row.append(token)
+                yield np.where(ended, NOTHING, drawn)
+                ended |= np.isin(drawn, stop_tokens)
+                if ended.all():
+                    return
+
+        return draw()
 
     def _go_on(
         self,

@@ -49,6 +49,7 @@ def first_step(corpus: Path, ring: int, attention: str, **fields: Any) -> tuple:
     fields = SIZES | {"data__corpus": str(corpus)} | fields
     run = Run(MeshShape(ring=ring), attention, **fields)
     task = text.make(run.config, run.partition)
+    run.model = task.model
     batches = text.batches(run.config, run.partition, "train")
     batch = place(batches[0], task.sharding, task.shape)
     assert batch.tokens.shape == task.shape == (2, batches.columns)

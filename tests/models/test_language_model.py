@@ -139,7 +139,7 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
 )
 def test_heads_in_parts_give_the_same_and_never_are_all_there(family, remat):
     """Every part has a share of each device's heads; in layers of one kind."""
-    shape, fields = MeshShape(ring=2, tensor=2), {"family": family, "remat": remat}
+    shape, fields = MeshShape(tensor=2), {"family": family, "remat": remat}
     fields |= {"model__num_heads": 8, "model__num_kv_heads": 4}
     fields |= {"model__layer_pattern": "", "model__window": 0}
     whole, in_parts = (
@@ -147,7 +147,7 @@ def test_heads_in_parts_give_the_same_and_never_are_all_there(family, remat):
     )
     assert_same(in_parts.answer(), whole.answer(), 1e-5)
     all_heads, half = (
-        f"f32[{BATCH_ROWS},{LENGTH // 2},{heads},{whole.model.config.head_dim}]"
+        f"f32[{BATCH_ROWS},{LENGTH},{heads},{whole.model.config.head_dim}]"
         for heads in (4, 2)
     )
     assert all_heads in whole.program.as_text()
