@@ -89,9 +89,8 @@ CAUSAL = "llama", "causal"
 # Model and mask, attention and mesh; no prompt is shorter than the prefix.
 FAST = [
     (CAUSAL, "striped", MeshShape(ring=4)),
-    (CAUSAL, "striped", MeshShape(fsdp=2, ring=2, tensor=2)),
-    (("llama", "window(7)"), "zigzag", MeshShape(ring=4)),
-    (("llama", "prefix(5)"), "striped", MeshShape(ring=2, ulysses=2)),
+    (("llama", "window(7)"), "zigzag", MeshShape(ring=2, ulysses=2)),
+    (("llama", "prefix(5)"), "striped", MeshShape(fsdp=2, ring=2, tensor=2)),
     # Past the windows of its layers and the run's, with sinks and a cap.
     (("every_part", "window(3)"), "ring", MeshShape(ring=2)),
 ]
@@ -107,6 +106,8 @@ SLOW = [
     (CAUSAL, "vanilla", MeshShape(tensor=2)),
     (CAUSAL, "striped", MeshShape(ring_outer=2, ring=2)),
     (CAUSAL, "striped", MeshShape(ring=2, ulysses=2)),
+    (CAUSAL, "striped", MeshShape(fsdp=2, ring=2, tensor=2)),
+    (("llama", "window(7)"), "zigzag", MeshShape(ring=4)),
     (("llama", "prefix(5)"), "striped", MeshShape(ring=4)),
     (("gemma2", "prefix(5)"), "striped", MeshShape(ring=1)),
     (("gpt_oss", "causal"), "zigzag", MeshShape(ring=8)),

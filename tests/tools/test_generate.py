@@ -311,7 +311,7 @@ def test_what_is_wrong_is_said_in_short(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("not refused before the model was run")
 
-    monkeypatch.setattr(Generator, "_generate", refuse)
+    monkeypatch.setattr(Generator, "_go_on", refuse)
     tokenizer = make_hugging_face(tmp_path / "tokenizer.json")
     options = shlex.split(case.format(tokenizer=tokenizer))
     assert main(arguments(corpus, workdir, *options)) == 1
