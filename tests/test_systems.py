@@ -187,5 +187,5 @@ def test_no_collective_of_a_whole_step_holds_a_whole_sequence(
     found = collectives(step.lower(state, system.batch()).compile())
     assert whole_sequences(found) == []
     travelling = {shape for kind, _, shape in found if kind == "collective-permute"}
-    shard = ROWS // microbatches, CONTEXT_TOKENS // RING_SIZE, 2, 8
+    shard = ROWS // microbatches, 2, CONTEXT_TOKENS // RING_SIZE, 8
     assert travelling == {shard}
