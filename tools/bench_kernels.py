@@ -11,7 +11,7 @@ overlaps the one before it.
 
 A contestant that is not installed or refuses a problem is named with its reason, and
 has no row. The output is a JSON list of rows. Keys: the fields of `Environment` and
-`Times` in `tools/lib/benchmarks/rows.py` and of `Problem` here, and
+`times` in `tools/lib/benchmarks/rows.py` and of `Problem` in `problems.py`, and
 
 - contestant, direction ("forward" or "backward"), calls (runs of a sample);
 - tflops by flops_convention, peak_share (null on an unknown chip, or if not bfloat16);
@@ -25,33 +25,26 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import backends as backend
+from kernels import backends
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.peers import PEERS, Operands, Runs, Unavailable, ours
-from tools.lib.benchmarks.rings import draw_seed, group_of
+from tools.lib.benchmarks.problems import Problem, relative_error
 from tools.lib.benchmarks.rows import (
     Environment,
-    Times,
     add_output,
-    check_output,
     make_row,
-    peak_share,
+    report,
     take_rounds,
     take_sample,
+    times,
 )
-from tools.lib.files import write_json
 
-FLOPS_CONVENTION = (
-    "visible pairs only; forward 4 * head_dim * heads * pairs, backward 2.5 times that"
-)
-BACKWARD = 2.5
 DIRECTIONS = "forward", "backward"
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -65,139 +58,82 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Arguments that are others on other devices."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Self-attention over `length` tokens."""
-
-    length: int
-    head_dim: int
-    dtype: str
-    mask: str
-    batch: int
-    heads: int
-    kv_heads: int
-    seed: int = field(default_factory=draw_seed)
-
-    def draw(self) -> Operands:
-        """Draws random operands from the seed."""
-        keys = jax.random.split(jax.random.key(self.seed), 4)
-        heads = self.heads, self.kv_heads, self.kv_heads, self.heads
-        shapes = [(self.batch, self.length, h, self.head_dim) for h in heads]
-        return Operands(
-            *(
-                jax.random.normal(key, shape, jnp.dtype(self.dtype))
-                for key, shape in zip(keys, shapes, strict=True)
-            )
-        )
-
-    def flops(self, direction: str) -> float:
-        """Counts those of one run, by `FLOPS_CONVENTION`."""
-        pairs = self.length**2
-        if self.mask == "causal":
-            pairs = self.length * (self.length + 1) // 2
-        forward = 4 * self.head_dim * self.heads * self.batch * pairs
-        return forward * (1 if direction == "forward" else BACKWARD)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A compiled contestant. compile_seconds: until it had run once."""
-
-    name: str
-    runs: Runs
-    compile_seconds: float
-
-
-def prepare(name: str, problem: Problem, operands: Operands) -> Entry:
-    """Compiles a contestant, and runs it once.
+def prepare(name: str, problem: Problem, operands: Operands) -> tuple[Runs, float]:
+    """Compiles a contestant, runs it once, and returns the seconds that this took.
 
     Raises:
       Unavailable: it is not installed, or refuses the problem.
     """
     begin = time.perf_counter()
-    is_causal = problem.mask == "causal"
-    if name in PEERS:
-        runs = PEERS[name](operands, is_causal)
-    else:
-        runs = ours(name, operands, is_causal)
-    for run in (runs.forward, runs.backward):
-        if run is not None:
-            runs.wait(run())
-    return Entry(name, runs, time.perf_counter() - begin)
+    make = PEERS.get(name) or functools.partial(ours, name)
+    runs = make(operands, problem.mask == "causal")
+    for run in filter(None, (runs.forward, runs.backward)):
+        runs.wait(run())
+    return runs, time.perf_counter() - begin
 
 
 def measure(
     problem: Problem, names: Sequence[str], repeats: int, calls: int
-) -> list[dict[str, Any]]:
-    """Returns a row for each direction of each contestant that takes the problem.
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each direction of each contestant that takes the problem.
 
     Raises:
       ValueError: none of them does.
     """
+    print(f"\n{problem}", flush=True)
     environment = Environment.of(jax.devices()[:1])
     operands = problem.draw()
-    entries = []
+    entries = {}
     for name in names:
         try:
-            entries.append(prepare(name, problem, operands))
+            entries[name] = prepare(name, problem, operands)
         except Unavailable as reason:
             print(f"{name} left out: {reason}", flush=True)
     if not entries:
         raise ValueError(f"none of {', '.join(names)} can be measured here")
-    exact = ours(
-        "blockwise",
-        Operands(*(x.astype(jnp.float32) for x in operands)),
-        problem.mask == "causal",
-    )
-    rows = []
+    wide = Operands(*(x.astype(jnp.float32) for x in operands))
+    exact = ours("blockwise", wide, problem.mask == "causal")
     for direction in DIRECTIONS:
-        able = [entry for entry in entries if getattr(entry.runs, direction)]
+        able = {n: e for n, e in entries.items() if getattr(e[0], direction)}
         takes = [
-            functools.partial(
-                take_sample, getattr(entry.runs, direction), calls, entry.runs.wait
-            )
-            for entry in able
+            functools.partial(take_sample, getattr(runs, direction), calls, runs.wait)
+            for runs, _ in able.values()
         ]
-        samples = take_rounds(takes, repeats)
         truth = jax.device_get(getattr(exact, direction)())
-        for entry, mine in zip(able, samples, strict=True):
-            times = Times.of(entry.compile_seconds, mine)
-            rate = problem.flops(direction) / times.seconds_median
-            facts = {
-                "contestant": entry.name,
-                "direction": direction,
-                "calls": calls,
-                "tflops": rate / 1e12,
-                "flops_convention": FLOPS_CONVENTION,
-                "peak_share": peak_share(rate, environment, jnp.dtype(problem.dtype)),
-                "error": largest_error(entry.runs, direction, truth),
-            }
-            rows.append(make_row(environment, problem, facts, times))
-    return rows
+        for (name, (runs, seconds)), samples in zip(
+            able.items(), take_rounds(takes, repeats), strict=True
+        ):
+            found = times(seconds, samples)
+            facts = {"contestant": name, "direction": direction, "calls": calls}
+            facts |= problem.rates(direction, found["seconds_median"], environment)
+            facts["error"] = largest_error(runs, direction, truth)
+            yield make_row(environment, problem, facts, found)
 
 
 def largest_error(runs: Runs, direction: str, truth: Sequence[np.ndarray]) -> float:
     """Returns the largest norm of an array's error relative to that of the truth."""
-    found = runs.results(getattr(runs, direction)())
-    norms = []
-    for x, exact in zip(found, truth, strict=True):
-        error = np.asarray(x, np.float32) - exact
-        norms.append(np.linalg.norm(error) / np.linalg.norm(exact))
-    return float(max(norms))
+    found = (
+        np.asarray(x, np.float32) for x in runs.results(getattr(runs, direction)())
+    )
+    return max(map(relative_error, found, truth))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the rows as text, one line for both directions of a contestant."""
     titles = "forward ms", "TFLOP/s", "spread", "backward ms", "TFLOP/s", "spread"
     lines = ["contestant".ljust(22) + "".join(f"{t:>12}" for t in titles) + "  error"]
-    for name, mine in itertools.groupby(rows, key=lambda row: row["contestant"]):
-        mine = list(mine)
-        line = name.ljust(22)
-        for direction in DIRECTIONS:
-            found = [row for row in mine if row["direction"] == direction]
-            line += _cells(found[0]) if found else "-".rjust(12) * 3
-        worst = max(row["error"] for row in mine)
-        lines.append(line + f"  {worst:.1e}")
+    problems: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        title = "{length:,} tokens, head {head_dim}, {dtype}, {mask}".format(**row)
+        problems.setdefault(title, {}).setdefault(row["contestant"], []).append(row)
+    for title, contestants in problems.items():
+        lines.append(title)
+        for name, mine in contestants.items():
+            line = name.ljust(22)
+            for direction in DIRECTIONS:
+                found = [row for row in mine if row["direction"] == direction]
+                line += _cells(found[0]) if found else "-".rjust(12) * 3
+            lines.append(f"{line}  {max(row['error'] for row in mine):.1e}")
     lines.append(
         "ms: medians; spread: (max - min) / median; error: the largest relative norm, "
         "of both\ndirections, against blockwise in float32"
@@ -218,10 +154,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--masks", default=["causal"], nargs="+", choices=("causal", "full"))
     types = "bfloat16", "float16", "float32"
     add("--dtypes", default=["bfloat16"], nargs="+", choices=types)
-    known = *backend.IMPLEMENTATIONS, *PEERS
+    known = *backends.IMPLEMENTATIONS, *PEERS
     add("--contestants", nargs="+", choices=known)
-    for name, default in {"batch": 1, "heads": 16, "kv-heads": 16}.items():
-        add(f"--{name}", default=default, type=at_least(1))
+    for name in ("--heads", "--kv-heads"):
+        add(name, default=16, type=at_least(1))
     add("--repeats", default=5, type=at_least(1))
     add("--calls", default=10, type=at_least(1))
     add_output(parser)
@@ -229,32 +165,24 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _problems(chosen: argparse.Namespace) -> Iterator[Problem]:
-    group_of(chosen.heads, chosen.kv_heads)  # raises where they do not fit
-    product = itertools.product(
-        chosen.dtypes, chosen.masks, chosen.head_dims, chosen.lengths
-    )
-    for dtype, mask, head_dim, length in product:
-        yield Problem(
-            length, head_dim, dtype, mask, chosen.batch, chosen.heads, chosen.kv_heads
-        )
-
-
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    rows = []
-    if chosen.output:
-        check_output(chosen.output)
-    for problem in list(_problems(chosen)):
-        print(f"\n{problem}", flush=True)
-        found = measure(problem, chosen.contestants, chosen.repeats, chosen.calls)
-        found.sort(key=lambda row: chosen.contestants.index(row["contestant"]))
-        print(table(found), flush=True)
-        rows += found
-        if chosen.output:  # after each problem: what is measured is not lost
-            write_json(chosen.output, rows)
+    problems = [
+        Problem(length, chosen.heads, chosen.kv_heads, head_dim, dtype, mask)
+        for dtype, mask, head_dim, length in itertools.product(
+            chosen.dtypes, chosen.masks, chosen.head_dims, chosen.lengths
+        )
+    ]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for problem in problems:
+            yield from measure(
+                problem, chosen.contestants, chosen.repeats, chosen.calls
+            )
+
+    report(chosen.output, rows, table)
 
 
 if __name__ == "__main__":

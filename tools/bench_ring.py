@@ -19,8 +19,8 @@ is the same sum in tiles (Striped Attention, 2311.09431, section 3.3).
 --beside times the original `ringattention` too, on the CPU, in a process of its own
 (ORIGINAL/bin/pip install -r tools/ringattention.txt), with each of --chunks.
 
-The output is a JSON list of rows. Keys: the fields of `Environment` and `Times` in
-`tools/lib/benchmarks/rows.py`, of `Problem` in `rings.py`, and
+The output is a JSON list of rows. Keys: the fields of `Environment` and `times` in
+`tools/lib/benchmarks/rows.py`, of `RingProblem` in `rings.py`, and
 
 - implementation and layout; block_q and block_k of the tiles that are counted;
 - tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of
@@ -37,7 +37,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,13 @@ import jax.numpy as jnp
 from kernels.backends import IMPLEMENTATIONS, choose
 from kernels.backends.block_sizes import BlockSizes
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.benchmarks.original import original
+from tools.lib.benchmarks.original import Original, original
+from tools.lib.benchmarks.problems import MASKS, Operands
 from tools.lib.benchmarks.rings import (
     GRADED,
     LAYOUTS,
-    MASKS,
     CompiledRing,
-    Problem,
+    RingProblem,
     errors,
     make_steps,
     start_devices,
@@ -62,73 +62,63 @@ from tools.lib.benchmarks.rings import (
 )
 from tools.lib.benchmarks.rows import (
     Environment,
-    Times,
     add_output,
     make_row,
     report,
     take_rounds,
-    take_sample,
+    times,
 )
 
+TILE = 128
+"""Rows and keys of the tiles that are counted."""
 LONGEST_CHECKED = 8192
 """Tokens whose scores the reference is asked to hold: 512 MiB a copy in float64."""
 
 
-def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(
+    problem: RingProblem, chosen: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Times the chosen variants in rounds, and the original's chunk sizes."""
     devices = start_devices(problem.ring_size)
     environment, operands = Environment.of(devices), problem.draw()
-    names = [(i, n) for i in chosen.implementations for n in chosen.layouts]
-    rings = [CompiledRing(problem, operands, n, i, devices) for i, n in names]
+    sizes = BlockSizes(TILE, TILE)
     with contextlib.ExitStack() as stack:
-        peers = [
-            stack.enter_context(original(chosen.beside, problem, operands, chunk))
-            for chunk in (chosen.chunks if chosen.beside else ())
-        ]
-        takes = [partial(take_sample, ring) for ring in rings]
-        samples = take_rounds([*takes, *(p.sample for p in peers)], chosen.repeats)
-        checked, given = problem, operands
-        if (problem.batch, problem.length) != (1, min(problem.length, LONGEST_CHECKED)):
-            length = min(problem.length, LONGEST_CHECKED)
-            checked = dataclasses.replace(problem, length=length, batch=1)
-            given = checked.draw()
+        makes: list[Callable[[RingProblem, Operands], CompiledRing | Original]] = []
+        facts: list[dict[str, Any]] = []
+        for name in chosen.implementations:
+            for layout in chosen.layouts:
+                options = {"layout": layout, "implementation": name}
+                makes.append(partial(CompiledRing, **options, devices=devices))
+                tiles = dataclasses.asdict(sizes) | problem.tiles(layout, sizes)
+                facts.append(options | tiles)
+        for chunk in chosen.chunks if chosen.beside else ():
+            start = partial(original, chosen.beside, chunk=chunk)
+            makes.append(lambda *x, start=start: stack.enter_context(start(*x)))
+            options = {"layout": "contiguous", "implementation": "ringattention"}
+            facts.append(options | {"block_q": chunk, "block_k": chunk})
+        runs = [make(problem, operands) for make in makes]
+        samples = take_rounds([run.sample for run in runs], chosen.repeats)
+        length = min(problem.length, LONGEST_CHECKED)
+        checked = dataclasses.replace(problem, length=length)
+        given = operands if checked == problem else checked.draw()
         truth = checked.truth(given)
-        for (name, layout), ring, mine in zip(names, rings, samples, strict=False):
-            same = ring
-            if checked != problem:
-                same = CompiledRing(checked, given, layout, name, devices)
-            sizes = BlockSizes(chosen.tile, chosen.tile)
+        for make, about, run, mine in zip(makes, facts, runs, samples, strict=True):
+            found = times(run.compile_seconds, mine)
+            same = run if checked == problem else make(checked, given)
             yield make_row(
-                *(environment, problem, {"implementation": name, "layout": layout}),
-                _timed(problem, environment, ring.compile_seconds, mine),
-                dataclasses.asdict(sizes) | problem.tiles(layout, sizes),
-                errors(same.answer(), truth) | {"error_length": checked.length},
-                {"versions": {"jax": jax.__version__}},
-            )
-        for chunk, peer, mine in zip(
-            chosen.chunks, peers, samples[len(rings) :], strict=False
-        ):
-            yield make_row(
-                *(environment, problem, {"block_q": chunk, "block_k": chunk}),
-                {"implementation": "ringattention", "layout": "contiguous"},
-                _timed(problem, environment, peer.compile_seconds, mine),
-                errors(peer.answer(), truth) | {"error_length": checked.length},
-                {"versions": peer.versions},
+                *(environment, problem, about, found),
+                problem.rates("both", found["seconds_median"], environment),
+                errors(same.answer(), truth) | {"error_length": length},
+                {"versions": run.versions},
             )
 
 
-def _timed(
-    problem: Problem, environment: Environment, compile_seconds: float, samples: Any
-) -> dict[str, Any]:
-    times = Times.of(compile_seconds, samples)
-    rates = problem.rates(times.seconds_median, environment)
-    return dataclasses.asdict(times) | rates
-
-
-def simulate(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def simulate(
+    problem: RingProblem, chosen: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Times the steps of every device; a row for each layout and direction."""
     environment = Environment.of(jax.devices()[:1])
-    sizes = BlockSizes(chosen.tile, chosen.tile)
+    sizes = BlockSizes(TILE, TILE)
     (implementation,) = chosen.implementations
     names = tuple(dict.fromkeys(("contiguous", *chosen.layouts)))
     for direction, step in make_steps(problem, implementation).items():
@@ -137,7 +127,7 @@ def simulate(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str,
         tiles = {n: problem.tiles(n, sizes)["tiles_critical_path"] for n in names}
         for name in names:
             speed_up, limit = (x[names[0]] / x[name] for x in (paths, tiles))
-            facts = {"layout": name, "direction": direction, "tile": chosen.tile}
+            facts = {"layout": name, "direction": direction, "tile": TILE}
             facts |= {"implementation": implementation, "calls": chosen.calls}
             facts |= {"repeats": chosen.repeats, "seconds": seconds[name].T.tolist()}
             facts |= {"seconds_path": paths[name], "tiles_path": tiles[name]}
@@ -192,12 +182,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     sizes = {
         "--devices": (8, "devices in the ring"),
-        "--batch": (1, "sequences"),
         "--length": (8192, "tokens of a sequence"),
         "--heads": (4, "query heads"),
         "--kv-heads": (4, "key/value heads"),
         "--head-dim": (64, "size of a head"),
-        "--tile": (128, "rows and keys of the tiles that are counted"),
         "--repeats": (5, "timed runs of every variant"),
         "--calls": (10, "runs timed together, with --simulate"),
     }
@@ -223,8 +211,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    names = "length", "heads", "kv_heads", "head_dim", "dtype", "mask", "batch"
-    problem = Problem(chosen.devices, **{name: getattr(chosen, name) for name in names})
+    names = "length", "heads", "kv_heads", "head_dim", "dtype", "mask"
+    given = {name: getattr(chosen, name) for name in names}
+    problem = RingProblem(**given, ring_size=chosen.devices)
     if not chosen.simulate:
         start_devices(chosen.devices)
     if not chosen.implementations:

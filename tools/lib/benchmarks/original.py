@@ -6,23 +6,21 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from tools.lib.benchmarks import original_process
-from tools.lib.benchmarks.rings import Problem
+from tools.lib.benchmarks.problems import Operands
+from tools.lib.benchmarks.rings import RingProblem
 from tools.lib.benchmarks.rows import Sample
-
-
-class Refused(ValueError):
-    """The original does not run; the message is the last line of its errors."""
 
 
 class Original:
     """`ringattention` in its process, compiled; see `original_process.py`.
 
-    compile_seconds: of its program. versions: of its packages.
+    Raises, as its methods:
+      ValueError: it does not run; with the last line of its errors.
     """
 
     def __init__(self, process: subprocess.Popen, directory: Path):
@@ -47,45 +45,34 @@ class Original:
 
     def _read(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
-        if not line:
-            self._refuse()
-        return json.loads(line)
+        return json.loads(line) if line else self._refuse()
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         said = (self._directory / "errors.txt").read_text().strip().splitlines()
-        raise Refused(f"ringattention failed: {(said or ['it said nothing'])[-1]}")
+        raise ValueError(f"ringattention failed: {(said or ['it said nothing'])[-1]}")
 
 
 @contextlib.contextmanager
 def original(
-    python: Path, problem: Problem, operands: dict[str, np.ndarray], chunk: int
+    python: Path, problem: RingProblem, operands: Operands, chunk: int
 ) -> Iterator[Original]:
     """Starts `ringattention` with these operands, in chunks of `chunk` x `chunk`.
 
     python: of an environment that has it.
-
-    Raises:
-      Refused: it does not run there, or not with such chunks.
     """
+    given = {n: np.asarray(x, np.float32) for n, x in operands._asdict().items()}
     # A document's number is its first token. For one document, none is faster.
     first = problem.visible.k_start
-    segments = {"segments": first.reshape(1, -1)} if first.any() else {}
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        np.savez(directory / "problem.npz", **operands, **segments)
+    if first.any():
+        given["segments"] = first.reshape(1, -1)
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        np.savez(directory / "problem.npz", **given)
         script = original_process.__file__
-        command = [python, script, directory, problem.ring_size, chunk, chunk]
-        with (
-            (directory / "errors.txt").open("w") as said,
-            subprocess.Popen(
-                [str(part) for part in command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-            ) as process,
-        ):
-            try:
-                yield Original(process, directory)
-            finally:
-                process.kill()
+        command = map(str, [python, script, directory, problem.ring_size, chunk])
+        said = stack.enter_context((directory / "errors.txt").open("w"))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
+        started = subprocess.Popen([*command], text=True, **pipes)
+        process = stack.enter_context(started)
+        stack.callback(process.kill)
+        yield Original(process, directory)

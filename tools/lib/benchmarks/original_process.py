@@ -1,15 +1,14 @@
 """Runs haoliuhl's `ringattention` once for each line of input, in its own Python.
 
 Started by `tools.bench_ring --beside`, with an older JAX than this repository, of which
-it therefore imports nothing. A directory is its argument: `problem.npz` there
-has q, k, v and d_out, float32 (B, T, H, D), and, where rows hold several documents,
-`segments`, int32 (B, T), a number for each. It prints one line of JSON, with
-`compile_seconds` and `versions`. Then it runs once for each line that it reads, and
-prints `wall` and `cpu`, in seconds. At the end of its input it writes out, dq, dk and
-dv to `answer.npz`.
+it therefore imports nothing. Its arguments are a directory, the devices of the ring,
+and the rows and keys of a chunk. `problem.npz` in the directory has q, k, v and d_out,
+float32 (B, T, H, D), and, where rows hold several documents, `segments`, int32 (B, T),
+a number for each. It prints one line of JSON, with `compile_seconds` and `versions`.
+Then it runs once for each line that it reads, and prints `wall` and `cpu`, in seconds.
+At the end of its input it writes out, dq, dk and dv to `answer.npz`.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -21,21 +20,15 @@ from pathlib import Path
 import numpy as np
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("directory", type=Path)
-    for name in ("devices", "chunk_q", "chunk_k"):
-        parser.add_argument(name, type=int)
-    return parser.parse_args()
-
-
-def _compiled(chosen: argparse.Namespace) -> tuple[Callable, list, float]:
+def _compiled(
+    directory: Path, devices: str, chunk: str
+) -> tuple[Callable, list, float]:
     """Returns the program, its operands, and the seconds that compiling it took.
 
     Imports JAX after setting the number of its devices.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={chosen.devices}"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
 
     import jax
     import jax.numpy as jnp
@@ -48,8 +41,8 @@ def _compiled(chosen: argparse.Namespace) -> tuple[Callable, list, float]:
         "deterministic": True,
         "dropout_rng": None,
         "attn_pdrop": 0.0,
-        "query_chunk_size": chosen.chunk_q,
-        "key_chunk_size": chosen.chunk_k,
+        "query_chunk_size": int(chunk),
+        "key_chunk_size": int(chunk),
         "dtype": jnp.float32,
         "policy": jax.checkpoint_policies.nothing_saveable,
         "precision": None,
@@ -57,7 +50,7 @@ def _compiled(chosen: argparse.Namespace) -> tuple[Callable, list, float]:
     }
     mesh = Mesh(np.array(jax.devices()), ("ring",))
     tokens_second = PartitionSpec(None, "ring")
-    with np.load(chosen.directory / "problem.npz") as problem:
+    with np.load(directory / "problem.npz") as problem:
         segments = problem["segments"] if "segments" in problem else None
         operands = [
             jax.device_put(problem[name], NamedSharding(mesh, tokens_second))
@@ -87,8 +80,8 @@ def _compiled(chosen: argparse.Namespace) -> tuple[Callable, list, float]:
 
 def main() -> None:
     """Runs the program."""
-    chosen = _arguments()
-    run, operands, seconds = _compiled(chosen)
+    directory = Path(sys.argv[1])
+    run, operands, seconds = _compiled(directory, *sys.argv[2:])
     versions = {name: version(name) for name in ("ringattention", "jax", "jaxlib")}
     print(json.dumps({"compile_seconds": seconds, "versions": versions}), flush=True)
 
@@ -99,9 +92,7 @@ def main() -> None:
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         print(json.dumps({"wall": wall, "cpu": cpu}), flush=True)
     results = zip(("out", "dq", "dk", "dv"), run(*operands), strict=True)
-    np.savez(
-        chosen.directory / "answer.npz", **{name: np.asarray(x) for name, x in results}
-    )
+    np.savez(directory / "answer.npz", **{name: np.asarray(x) for name, x in results})
 
 
 if __name__ == "__main__":

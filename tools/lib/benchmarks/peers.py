@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,11 @@ import numpy as np
 
 from kernels import masks
 from kernels.one_device import attention
+from tools.lib.benchmarks.problems import Operands
 
 
 class Unavailable(Exception):
     """It is not installed, or refuses the problem; the message says which."""
-
-
-class Operands(NamedTuple):
-    """q and d_out (B, T, H, D), k and v (B, T, K, D), on the device."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    d_out: jax.Array
 
 
 @dataclass(frozen=True)

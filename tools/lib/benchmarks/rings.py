@@ -1,6 +1,5 @@
-"""Attention on a ring as it is benchmarked: operands, the compiled ring, its steps."""
+"""Attention on a ring as it is benchmarked: the compiled ring, its steps, its tiles."""
 
-import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,84 +16,23 @@ from kernels import attention_with_lse, backends, make_ring_attention, masks
 from kernels.backends.block_sizes import BlockSizes
 from kernels.compiler import compiler_options
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
-from kernels.masks import Mask
-from tools.lib.benchmarks.rows import Environment, peak_share, take_rounds, take_sample
-from tools.lib.benchmarks.work import (
-    balanced_tiles,
-    critical_path,
-    tiles_per_step,
-    visible_pairs,
-)
+from tools.lib.benchmarks.problems import Operands, Problem, relative_error
+from tools.lib.benchmarks.rows import Sample, take_rounds, take_sample
+from tools.lib.benchmarks.work import balanced_tiles, critical_path, tiles_per_step
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": Contiguous(),
     "striped": Striped(),
     "zigzag": Zigzag(),
 }
-DOCUMENTS = 0.13, 0.31, 0.42, 0.77
-"""Where documents begin after the first, as shares of the sequence."""
-
-MASKS: dict[str, Callable[[int], Mask]] = {
-    "causal": lambda length: masks.causal(),
-    "documents": lambda length: masks.documents(
-        np.searchsorted(DOCUMENTS, np.arange(length) / length, "right").astype(np.int32)
-    ),
-    "none": lambda length: masks.full(),
-}
-
 GRADED = "out", "dq", "dk", "dv"
-
-FLOPS_CONVENTION = (
-    "visible pairs only; forward 4 * head_dim * heads * pairs, forward and backward "
-    "3.5 times that, as FlashAttention counts"
-)
-FORWARD_AND_BACKWARD = 3.5
-
-
-def draw_seed() -> int:
-    """Returns a new seed, for a row to hold."""
-    return secrets.randbits(31)
 
 
 @dataclass(frozen=True)
-class Problem:
+class RingProblem(Problem):
     """Self-attention on a ring; length: tokens of the whole sequence."""
 
-    ring_size: int
-    length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    mask: str
-    batch: int = 1
-    seed: int = field(default_factory=draw_seed)
-
-    def __post_init__(self):
-        group_of(self.heads, self.kv_heads)
-
-    @property
-    def visible(self) -> masks.Visible:
-        """NumPy bounds (1, T) of the whole sequence, in natural order."""
-        index = np.arange(self.length, dtype=np.int32)
-        return MASKS[self.mask](self.length)(index, self.length)
-
-    def draw(self) -> dict[str, np.ndarray]:
-        """Draws q, k, v and the output's gradient, float32 (B, T, H or K, D)."""
-        rng = np.random.default_rng(self.seed)
-        heads = self.heads, self.kv_heads, self.kv_heads, self.heads
-        shapes = [(self.batch, self.length, n, self.head_dim) for n in heads]
-        found = (jnp.asarray(rng.standard_normal(s), self.dtype) for s in shapes)
-        names = "q", "k", "v", "d_out"
-        return {n: np.asarray(x, np.float32) for n, x in zip(names, found, strict=True)}
-
-    def rates(self, seconds: float, environment: Environment) -> dict[str, Any]:
-        """Returns the rate of a run of forward and backward."""
-        pairs = self.batch * visible_pairs(self.visible)
-        flops = FORWARD_AND_BACKWARD * 4 * self.head_dim * self.heads * pairs
-        share = peak_share(flops / seconds, environment, jnp.dtype(self.dtype))
-        facts = {"tflops": flops / seconds / 1e12, "flops_convention": FLOPS_CONVENTION}
-        return facts | {"peak_share": share}
+    ring_size: int = field(kw_only=True)
 
     def tiles(self, layout: str, sizes: BlockSizes) -> dict[str, Any]:
         """Counts the tiles of one head and one batch row."""
@@ -105,7 +43,7 @@ class Problem:
         found = {f"tiles_{name}": count for name, count in counts.items()}
         return found | {"bound_share": bound / path}
 
-    def truth(self, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def truth(self, operands: Operands) -> dict[str, np.ndarray]:
         """Returns out, dq, dk and dv by the reference in float64."""
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -113,7 +51,7 @@ class Problem:
             return attention_with_lse(q, k, v, **options)[0]
 
         with jax.enable_x64(True):
-            q, k, v, d_out = (jnp.asarray(x, jnp.float64) for x in operands.values())
+            q, k, v, d_out = (jnp.asarray(x, jnp.float64) for x in operands)
             out, pull = jax.vjp(jax.jit(attend), q, k, v)
             results = jax.device_get((out, *pull(d_out)))
         return dict(zip(GRADED, results, strict=True))
@@ -122,21 +60,19 @@ class Problem:
 def errors(
     found: dict[str, np.ndarray], truth: dict[str, np.ndarray]
 ) -> dict[str, float]:
-    """Returns the norm of each error relative to the norm of the truth."""
-    norm = np.linalg.norm
-    return {
-        f"error_{name}": float(norm(found[name] - exact) / norm(exact))
-        for name, exact in truth.items()
-    }
+    """Returns the relative error of each array."""
+    return {f"error_{name}": relative_error(found[name], truth[name]) for name in truth}
 
 
 class CompiledRing:
     """Our ring, forward and backward, with its operands on their devices."""
 
+    versions = {"jax": jax.__version__}
+
     def __init__(
         self,
-        problem: Problem,
-        operands: dict[str, np.ndarray],
+        problem: RingProblem,
+        operands: Operands,
         layout: str,
         implementation: str,
         devices: Sequence[jax.Device],
@@ -153,23 +89,21 @@ class CompiledRing:
             return out, *pull(d_out)
 
         sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
-        given = (permute(x, self._order, self._size) for x in operands.values())
-        self._operands = [
-            jax.device_put(jnp.asarray(x, problem.dtype), sharding) for x in given
-        ]
+        given = (permute(np.asarray(x), self._order, self._size) for x in operands)
+        placed = [jax.device_put(x, sharding) for x in given]
         begin = time.perf_counter()
         kind = compiler_options(devices[0].device_kind)
-        program = jax.jit(both, compiler_options=kind)
-        self._run = program.lower(*self._operands).compile()
+        program = jax.jit(both, compiler_options=kind).lower(*placed).compile()
+        self._run = partial(program, *placed)
         self.compile_seconds = time.perf_counter() - begin
 
-    def __call__(self) -> tuple[jax.Array, ...]:
-        """Runs it: out, dq, dk and dv, on their devices, in layout order."""
-        return self._run(*self._operands)
+    def sample(self) -> Sample:
+        """Runs it once."""
+        return take_sample(self._run)
 
     def answer(self) -> dict[str, np.ndarray]:
         """Runs it, and brings the results into natural order, in float64."""
-        found = (np.asarray(x, np.float64) for x in self())
+        found = (np.asarray(x, np.float64) for x in self._run())
         found = (unpermute(x, self._order, self._size) for x in found)
         return dict(zip(GRADED, found, strict=True))
 
@@ -177,12 +111,11 @@ class CompiledRing:
 Step = Callable[[jax.Array, jax.Array], Any]
 
 
-def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
+def make_steps(problem: RingProblem, implementation: str) -> dict[str, Step]:
     """Returns one ring step forward, and one backward, as functions of the bounds."""
     step = backends.choose(implementation, jnp.dtype(problem.dtype))
     local = problem.length // problem.ring_size
-    given = (x[:, :local] for x in problem.draw().values())
-    q, k, v, d_out = (jnp.asarray(x, problem.dtype) for x in given)
+    q, k, v, d_out = (x[:, :local] for x in problem.draw())
     wide = jnp.zeros(q.shape, jnp.float32)
     row = jnp.zeros((problem.batch, problem.heads, local), jnp.float32)
     # Weights are exp(score - lse): with such an lse they stay small.
@@ -204,7 +137,7 @@ def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
     }
 
 
-def step_bounds(problem: Problem, layout: str, device: int, step: int) -> list:
+def step_bounds(problem: RingProblem, layout: str, device: int, step: int) -> list:
     """Returns a device's bounds (1, L) in the local slots of a step's keys."""
     order, size = LAYOUTS[layout], problem.ring_size
     source, length = (device - step) % size, problem.length // size
@@ -216,7 +149,7 @@ def step_bounds(problem: Problem, layout: str, device: int, step: int) -> list:
 
 
 def time_steps(
-    problem: Problem, layouts: Sequence[str], step: Step, repeats: int, calls: int
+    problem: RingProblem, layouts: Sequence[str], step: Step, repeats: int, calls: int
 ) -> dict[str, np.ndarray]:
     """Returns median seconds, (devices, steps), of each layout, timed in rounds."""
     size = problem.ring_size
@@ -246,16 +179,3 @@ def start_devices(count: int) -> list[jax.Device]:
             f"{devices[0].device_kind}: ask for fewer, or set JAX_PLATFORMS=cpu"
         )
     return devices[:count]
-
-
-def group_of(heads: int, kv_heads: int) -> int:
-    """Returns the query heads of a key/value head.
-
-    Raises:
-      ValueError: `heads` is not a multiple of `kv_heads`.
-    """
-    if heads % kv_heads:
-        raise ValueError(
-            f"--heads must be a multiple of --kv-heads {kv_heads}, got {heads}"
-        )
-    return heads // kv_heads

@@ -1,7 +1,7 @@
 """Timing in rounds, the parts of a row, and the file of rows, for all benchmarks.
 
 A row is a flat JSON object, so that a file of rows is a table for whatever reads it.
-Its keys are the fields of the dataclasses here, and what a benchmark adds to them.
+Its keys are the fields of `Environment` and of `times`, and what a benchmark adds.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,45 +78,31 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Seconds that one run took: by the clock, and of the processor, in all threads."""
 
     wall: float
     cpu: float
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one run by the clock, compilation apart.
+def times(compile_seconds: float, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Returns the seconds of one run by the clock, compilation apart.
 
     seconds_spread: (max - min) / median.
     cpu_seconds_median: processor time of all threads of the process. For simulated
       devices it is the work done, and what else the host does hardly disturbs it.
     """
-
-    compile_seconds: float
-    repeats: int
-    seconds_median: float
-    seconds_min: float
-    seconds_max: float
-    seconds_spread: float
-    cpu_seconds_median: float
-
-    @classmethod
-    def of(cls, compile_seconds: float, samples: Sequence[Sample]) -> "Times":
-        """Sums up the samples of every repeat."""
-        seconds = [sample.wall for sample in samples]
-        median, least, most = statistics.median(seconds), min(seconds), max(seconds)
-        return cls(
-            compile_seconds=compile_seconds,
-            repeats=len(samples),
-            seconds_median=median,
-            seconds_min=least,
-            seconds_max=most,
-            seconds_spread=(most - least) / median,
-            cpu_seconds_median=statistics.median(sample.cpu for sample in samples),
-        )
+    seconds = [sample.wall for sample in samples]
+    median, least, most = statistics.median(seconds), min(seconds), max(seconds)
+    return {
+        "compile_seconds": compile_seconds,
+        "repeats": len(samples),
+        "seconds_median": median,
+        "seconds_min": least,
+        "seconds_max": most,
+        "seconds_spread": (most - least) / median,
+        "cpu_seconds_median": statistics.median(sample.cpu for sample in samples),
+    }
 
 
 def take_sample(
@@ -158,17 +144,10 @@ def peak_share(
 
 
 def make_row(*parts: Any) -> dict[str, Any]:
-    """Joins dataclasses and dictionaries to one row.
-
-    Raises:
-      ValueError: two parts have a key in common.
-    """
+    """Joins dataclasses and dictionaries to one row."""
     row: dict[str, Any] = {}
     for part in parts:
-        fields = dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part
-        if row.keys() & fields.keys():
-            raise ValueError(f"two parts have {sorted(row.keys() & fields.keys())}")
-        row |= fields
+        row |= dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part
     return row
 
 

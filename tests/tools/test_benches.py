@@ -1,0 +1,364 @@
+"""Rows of the benchmarks: their keys, their rates, how they are timed and shown."""
+
+import functools
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tools import bench_kernels, bench_ring, bench_train
+from tools.lib.benchmarks import peers, rings, rows
+from tools.lib.benchmarks.peers import Runs, Unavailable, jax_runs
+from tools.lib.benchmarks.problems import Operands, Problem
+from tools.lib.benchmarks.rings import GRADED, RingProblem
+from tools.lib.benchmarks.rows import Environment, check_output, peak_share
+from tools.lib.figures import curves
+from tools.lib.papers import contexts as paper_contexts
+
+TOLERANCE = 1e-5
+
+
+def keys(record: type) -> set[str]:
+    return {field.name for field in fields(record)}
+
+
+TIMED = keys(Environment) | {"tflops", "flops_convention", "peak_share", "repeats"}
+TIMED |= {"compile_seconds", "seconds_median", "seconds_min", "seconds_max"}
+TIMED |= {"seconds_spread", "cpu_seconds_median"}
+KERNEL = TIMED | keys(Problem) | {"contestant", "direction", "calls", "error"}
+RING = TIMED | keys(RingProblem) | {"implementation", "layout", "block_q", "block_k"}
+RING |= {"tiles_total", "tiles_critical_path", "tiles_bound", "bound_share", "versions"}
+RING |= {f"error_{name}" for name in (*GRADED, "length")}
+TRAIN = keys(Environment) | {"config", "overrides", "context_tokens", "steps"}
+TRAIN |= {"step_seconds", "step_spread", "tokens_per_second", "mfu", "mfu_paper"}
+TRAIN |= {"peak_bytes", "first_loss", "last_loss"}
+
+
+def environment(device_kind: str, device_count: int) -> Environment:
+    return Environment(None, False, "", "", device_kind, device_count, 1, 0.0)
+
+
+def test_environment_tells_commit_and_devices():
+    found = Environment.of(jax.devices()[:3])
+    assert (found.device_kind, found.device_count) == ("cpu", 3)
+    assert found.jax == jax.__version__
+    assert found.cores >= 1 and found.load >= 0
+    assert found.date.endswith("+00:00")
+    assert found.commit is None or len(found.commit) == 40
+
+
+def test_runs_are_timed_in_rounds_and_the_first_does_not_count():
+    calls, waited = [], []
+
+    def take(name):
+        return rows.take_sample(lambda: calls.append(name) or name, 2, waited.append)
+
+    samples = rows.take_rounds([functools.partial(take, n) for n in "ab"], repeats=2)
+    assert "".join(calls) == "aabb" * 3 and "".join(waited) == "ab" * 3
+    assert [len(mine) for mine in samples] == [2, 2]
+    assert all(sample.wall > 0 for mine in samples for sample in mine)
+
+
+def test_share_of_the_peak_is_known_for_known_chips_in_bfloat16_only():
+    chips = environment("NVIDIA H100 80GB HBM3", 2)
+    assert peak_share(989e12, chips, jnp.bfloat16) == pytest.approx(0.5)
+    assert peak_share(1e12, environment("cpu", 8), jnp.bfloat16) is None
+    assert peak_share(1e12, chips, jnp.float32) is None
+
+
+def test_rows_are_written_only_to_a_new_file(tmp_path):
+    path = tmp_path / "rows.json"
+    check_output(path)
+    path.touch()
+    with pytest.raises(ValueError, match="rows.json exists: give another --output"):
+        check_output(path)
+    with pytest.raises(ValueError, match="nowhere is not a directory"):
+        check_output(tmp_path / "nowhere" / "rows.json")
+
+
+NAME = f"{paper_contexts.TARGETS[0].name('nothing')}.json"  # which tables read
+READERS = {
+    "rows": rows.read_rows,
+    "results": lambda path: curves.read_returns([path]),
+    "tables": lambda path: paper_contexts.rows(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_programs_read_files_of_others_by_the_same_rules(tmp_path, name):
+    """Those of data/json_text.py: Python's own reader keeps the last of two keys."""
+    path = tmp_path / NAME
+    path.write_text('[{"a": 1, "a": 2}]')
+    with pytest.raises(ValueError, match=f"{NAME}.*twice"):
+        READERS[name](path)
+
+
+TIMES = {"seconds_median": 2.0, "cpu_seconds_median": 3.0, "seconds_spread": 0.1}
+TIMES |= {"tflops": 1.0, "error": 1e-3, "length": 8, "head_dim": 8, "dtype": "float16"}
+TIMES |= {f"error_{name}": 1e-3 for name in GRADED}
+TIMES |= {"layout": "striped", "implementation": "ringattention", "mask": "full"}
+TIMES |= {"contestant": "cudnn", "direction": "forward"}
+PATH = {"layout": "striped", "direction": "forward", "seconds_path": 0.004}
+PATH |= {"tiles_path": 9, "speed_up": 1.5, "limit": 2.0, "limit_share": 0.75}
+STEP = {"context_tokens": 8, "step_seconds": 0.5, "tokens_per_second": 16.0}
+STEP |= {"mfu": None, "mfu_paper": None, "peak_bytes": None}
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "explained"),
+    [
+        (bench_ring.table, TIMES, "cpu s, spread, error"),
+        (bench_kernels.table, TIMES, "ms, spread, error"),
+        (bench_ring.table_of_steps, PATH, "ms, tiles, speed-up, limit, share"),
+        (bench_train.table, STEP, "MFU paper, peak, -"),
+    ],
+    ids=["ringattention", "kernels", "simulated", "train"],
+)
+def test_columns_are_explained_below_the_rows(table, row, explained):
+    text = table([row])
+    for title in explained.split(", "):
+        assert text.count(title) > 1
+        assert f"{title}:" in text or f"{title}, " in text, title
+
+
+# Kernels on one device, beside their peers.
+
+
+@pytest.mark.thorough
+def test_each_direction_of_each_contestant_that_is_there_has_a_row(rows_of):
+    tiny = "--lengths 96 --head-dims 16 --heads 2 --kv-heads 1 --repeats 1 --calls 2"
+    chosen = "--contestants blockwise cudnn reference --masks causal full"
+    found = rows_of(bench_kernels, *f"{tiny} {chosen} --dtypes float32".split())
+    assert [(row["mask"], row["direction"], row["contestant"]) for row in found] == [
+        (mask, direction, name)
+        for mask in ("causal", "full")
+        for direction in ("forward", "backward")
+        for name in ("blockwise", "reference")
+    ]
+    for row in found:
+        assert row.keys() == KERNEL and row["error"] < TOLERANCE
+        pairs = 96 * 97 / 2 if row["mask"] == "causal" else 96 * 96
+        flops = 4 * 16 * 2 * pairs * (1 if row["direction"] == "forward" else 2.5)
+        assert row["tflops"] * 1e12 * row["seconds_median"] == pytest.approx(flops)
+    assert max(row["error"] for row in found) > 0
+
+
+def test_an_error_is_seen():
+    truth = [np.ones((2, 3), np.float32)]
+    runs = Runs(lambda: (jnp.ones((2, 3)).at[0, 0].set(2.0),), None)
+    found = bench_kernels.largest_error(runs, "forward", truth)
+    assert found == pytest.approx(6**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("peer", "why"),
+    [
+        (peers.cudnn, "RuntimeError: cuDNN not found"),
+        (peers.mosaic_gpu, "float16, not bfloat16"),
+        (peers.splash, "runs on TPUs"),
+    ],
+)
+def test_a_peer_that_cannot_run_says_why(peer, why):
+    with pytest.raises(Unavailable, match=why):
+        peer(Operands(*(jnp.ones((1, 64, 1, 64), jnp.bfloat16),) * 4), True)
+
+
+def test_a_backward_run_gives_the_gradients_of_the_forward_run():
+    x = jax.random.normal(jax.random.key(0), (4, 1, 8, 2, 4))
+    runs = jax_runs(lambda q, k, v: q * k + v, Operands(*x))
+    (out,), (dq, dk, dv) = runs.forward(), runs.backward()
+    np.testing.assert_allclose(out, x[0] * x[1] + x[2], rtol=1e-6)
+    for got, want in ((dq, x[3] * x[1]), (dk, x[3] * x[0]), (dv, x[3])):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_splash_is_given_the_same_problem(mask):
+    """Interpreted; on a TPU the same runs are compiled."""
+    operands = Problem(128, 1, 1, 128, "float32", mask).draw()
+    found = peers.splash(operands, mask == "causal", interpret=True)
+    exact = peers.ours("reference", operands, mask == "causal")
+    for direction in bench_kernels.DIRECTIONS:
+        truth = jax.device_get(getattr(exact, direction)())
+        assert bench_kernels.largest_error(found, direction, truth) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("device", "contestants"),
+    [
+        ("tpu", ["pallas_tpu", "splash"]),
+        ("gpu", ["hopper", "triton"]),
+        ("cpu", ["blockwise"]),
+    ],
+)
+def test_without_arguments_the_kernels_of_the_device_are_measured(
+    device, contestants, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    chosen = bench_kernels._arguments([])
+    assert chosen.contestants[: len(contestants)] == contestants
+    assert (max(chosen.lengths) > 1024) == (device != "cpu")
+
+
+# Rings, their simulated steps, and a stand-in for the original.
+
+LAYOUTS = ["contiguous", "striped", "zigzag"]
+TILES = {"contiguous": 10 + 16, "striped": 10 + 10, "zigzag": 10 + 8}
+"""On the path, of shards of 4 x 4 tiles, of which the causal triangle has 10."""
+
+
+@pytest.fixture
+def measure(rows_of, monkeypatch):
+    """Runs bench_ring with small sizes and tiles; returns its rows."""
+    monkeypatch.setattr(bench_ring, "TILE", 32)
+    return functools.partial(rows_of, bench_ring, *TINY)
+
+
+TINY = "--devices 2 --length 256 --heads 2 --kv-heads 1 --head-dim 16 --repeats 1"
+TINY = f"{TINY} --implementations blockwise".split()
+
+
+@pytest.mark.thorough
+def test_every_layout_has_a_right_row_whose_rates_agree(measure, capsys):
+    found = measure()
+    assert [row["layout"] for row in found] == LAYOUTS
+    same = {"implementation": "blockwise", "device_kind": "cpu", "device_count": 2}
+    same |= {"ring_size": 2, "length": 256, "kv_heads": 1, "mask": "causal"}
+    same |= {"dtype": "float32", "block_q": 32, "error_length": 256, "repeats": 1}
+    for row in found:
+        assert row.keys() == RING and row == row | same
+        for name in GRADED:
+            assert 0 < row[f"error_{name}"] <= TOLERANCE, (name, row)
+        assert row["seconds_min"] == row["seconds_median"] == row["seconds_max"] > 0
+        assert row["compile_seconds"] > 0 and row["cpu_seconds_median"] > 0
+        flops = row["tflops"] * 1e12 * row["seconds_median"]
+        assert flops == pytest.approx(3.5 * 4 * 16 * 2 * 256 * 257 / 2)
+        assert row["peak_share"] is None
+        assert row["tiles_critical_path"] == TILES[row["layout"]]
+    assert "as fast:" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
+    monkeypatch, measure
+):
+    monkeypatch.setattr(bench_ring, "LONGEST_CHECKED", 32)
+    (row,) = measure("--layouts", "striped")
+    assert (row["length"], row["error_length"]) == (256, 32)
+    assert 0 < row["error_dk"] <= TOLERANCE
+
+
+# A Python whose `original_process.py` computes with this repository's reference.
+STAND_IN = """#!{python}
+import json, pathlib, sys
+sys.path.insert(0, {root!r})
+import jax, numpy as np
+jax.config.update("jax_platforms", "cpu")
+from kernels import attention, masks
+script, directory, devices, chunk = sys.argv[1:]
+assert devices == "2" and script.endswith("original_process.py")
+{fault}
+problem = np.load(pathlib.Path(directory, "problem.npz"))
+segments = problem["segments"][0] if "segments" in problem else None
+mask = masks.causal() if segments is None else masks.documents(segments)
+attend = lambda *x: attention(*x, visible=mask)
+out, pull = jax.vjp(attend, *(problem[name] for name in "qkv"))
+versions = dict(ringattention="0.1.2")
+print(json.dumps(dict(compile_seconds=1.5, versions=versions)), flush=True)
+for number, line in enumerate(sys.stdin):
+    print(json.dumps(dict(wall=8.0 + number, cpu=16.0 + number)), flush=True)
+answer = dict(zip(["dq", "dk", "dv"], pull(problem["d_out"])), out=out)
+np.savez(pathlib.Path(directory, "answer.npz"), **answer)
+"""
+
+
+def stand_in(directory: Path, fault: str = "") -> list[str]:
+    """Arguments with which the program runs it instead of the original."""
+    path, root = directory / "python", str(Path(bench_ring.__file__).parents[1])
+    path.write_text(STAND_IN.format(python=sys.executable, root=root, fault=fault))
+    path.chmod(0o755)
+    beside = ["--beside", str(path), "--chunks", "8", "--repeats", "2"]
+    return ["--length", "64", "--layouts", "striped", "--mask", "documents", *beside]
+
+
+@pytest.mark.thorough
+def test_the_original_has_rows_beside_ours(tmp_path, measure):
+    ours, peer = measure(*stand_in(tmp_path))
+    assert peer["implementation"] == "ringattention" and peer["block_q"] == 8
+    for name in GRADED:
+        assert 0 < peer[f"error_{name}"] < TOLERANCE
+        assert 0 < ours[f"error_{name}"] < TOLERANCE
+    # The first turn, of 8 seconds, does not count.
+    assert (peer["seconds_median"], peer["cpu_seconds_median"]) == (9.5, 17.5)
+    assert peer["compile_seconds"] == 1.5
+    assert peer["versions"] == {"ringattention": "0.1.2"}
+    assert ours["versions"] == {"jax": jax.__version__}
+
+
+@pytest.mark.thorough
+def test_an_original_that_fails_is_quoted_and_nothing_is_written(tmp_path, capsys):
+    arguments = stand_in(tmp_path, fault='sys.exit("no module of that name")')
+    output = tmp_path / "rows.json"
+    assert bench_ring.main([*TINY, *arguments, "--output", str(output)]) == 1
+    said = capsys.readouterr().err
+    assert said == "error: ringattention failed: no module of that name\n"
+    assert not output.exists()
+
+
+@pytest.mark.thorough
+def test_simulated_steps_have_a_row_for_each_layout_and_direction(measure):
+    found = measure("--simulate", "--calls", "1")
+    names = [(row["direction"], row["layout"]) for row in found]
+    assert names == [(way, n) for way in ("forward", "backward") for n in LAYOUTS]
+    for row in found:
+        seconds = np.array(row["seconds"])
+        assert seconds.shape == (2, 2) and (seconds > 0).all()
+        assert row["seconds_path"] == pytest.approx(seconds.max(axis=1).sum())
+        assert row["limit_share"] == pytest.approx(row["speed_up"] / row["limit"])
+        assert row["tiles_path"] == TILES[row["layout"]]
+
+
+def test_the_path_is_the_time_of_the_slowest_device_of_each_step(monkeypatch):
+    """A step takes one second for each visible pair."""
+    clock = [0.0]
+
+    def step(start, stop):
+        clock[0] += float(jnp.maximum(stop - start, 0).sum())
+        return start
+
+    monkeypatch.setattr(rows.time, "perf_counter", lambda: clock[0])
+    problem = RingProblem(64, 2, 1, 8, "float32", "causal", ring_size=4)
+    seconds = rings.time_steps(problem, ("contiguous", "striped"), step, 2, 3)
+    assert seconds["contiguous"].max(axis=0).tolist() == [136, 256, 256, 256]
+    assert seconds["striped"].max(axis=0).tolist() == [136] * 4
+
+
+# Training.
+
+
+@pytest.mark.slow
+def test_each_context_has_a_row_of_a_run_that_learned(rows_of):
+    tiny = "--config", "configs/tiny.py", "--config.model.num_layers=1"
+    found = rows_of(bench_train, *tiny, *"--contexts 64 128 --steps 5".split())
+    assert [row["context_tokens"] for row in found] == [64, 128]
+    for row in found:
+        assert row.keys() == TRAIN
+        assert (row["device_kind"], row["device_count"]) == ("cpu", 8)
+        assert (row["config"], row["overrides"]) == (tiny[1], [tiny[2]])
+        assert row["steps"] == 4
+        assert (row["mfu"], row["peak_bytes"]) == (None, None)
+        assert row["last_loss"] < row["first_loss"] - 0.1
+    assert not (bench_train.ROOT / "runs" / "run_64").exists()
+
+
+@pytest.mark.thorough
+def test_the_error_of_train_is_passed_on(capsys, monkeypatch):
+    monkeypatch.setattr(bench_train, "prepare_one_document", lambda folder: folder)
+    wrong = "--config", "configs/tiny.py", "--config.model.colour=red"
+    assert bench_train.main(wrong) == 1
+    assert "error: train.py failed: error:" in capsys.readouterr().err
