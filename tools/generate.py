@@ -159,6 +159,14 @@ class Writer:
             self.chat.add("assistant", "".join(said))
 
 
+def text_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
+    """Reads the config of a run that makes text; raises ValueError if it makes none."""
+    config = config_to_ask(arguments)
+    if config.task != "text":
+        raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
+    return config
+
+
 def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Tokenizer:
     """Opens the tokenizer that is named, or else that of the config's corpus.
 
@@ -227,8 +235,6 @@ def prepare(
     """
     if not 0 <= options.seed < 2**31:
         raise ValueError(f"--seed {options.seed} must be from 0 to below 2^31")
-    if config.task != "text":
-        raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
     if options.system is not None and options.chat is None:
         raise ValueError("--system is of a chat: give its template too (--chat)")
     tokenizer = find_tokenizer(config, options.tokenizer)
@@ -367,7 +373,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    config = config_to_ask(rest)
+    config = text_config(rest)
     with contextlib.suppress(KeyboardInterrupt):
         run(config, options, lambda line: print(line, file=sys.stderr, flush=True))
 

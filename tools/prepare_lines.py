@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs import line_retrieval
-from data.retrieval.line_forms import FORMS
+from data.retrieval.lines import FORMS
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.retrieval.corpus import (
@@ -24,7 +24,6 @@ from tools.lib.retrieval.corpus import (
     Documents,
     LineDocuments,
     TaskDocuments,
-    shortest_document,
     write_corpus,
 )
 from tools.lib.train_command import train_command
@@ -48,11 +47,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     tokens, default = at_least(1), "default: %(default)s"
     add("--context-tokens", required=True, type=tokens, help="of the longest document")
     add(
-        "--least-tokens",
-        type=tokens,
-        help="of the shortest (default: what three lines and a question take)",
-    )
-    add(
         "--supervised",
         choices=SUPERVISED,
         default=SUPERVISED[0],
@@ -69,29 +63,22 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _documents(chosen: argparse.Namespace) -> Documents:
-    tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
-    if chosen.ruler:
-        return TaskDocuments(
-            tokenizer,
-            chosen.ruler,
-            context_tokens,
-            chosen.seed,
-            chosen.supervised,
-            chosen.bare,
-        )
-    form, least = FORMS[chosen.form](), chosen.least_tokens
-    if least is None:
-        least = min(shortest_document(form, tokenizer), context_tokens)
-    return LineDocuments(form, tokenizer, context_tokens, least, chosen.supervised)
-
-
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
+    tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
+    documents: Documents
+    if chosen.ruler:
+        documents = TaskDocuments(
+            *(tokenizer, chosen.ruler, context_tokens),
+            *(chosen.seed, chosen.supervised, chosen.bare),
+        )
+    else:
+        form = FORMS[chosen.form]
+        documents = LineDocuments(form, tokenizer, context_tokens, chosen.supervised)
     summary = write_corpus(
-        _documents(chosen),
+        documents,
         chosen.output,
         train_tokens=chosen.train_tokens,
         validation_tokens=chosen.validation_tokens,
@@ -99,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(summary)
     rows = line_retrieval.get_config().data.context_tokens
-    context = max(rows, chosen.context_tokens)
+    context = max(rows, context_tokens)
     print(train_command(chosen.output, line_retrieval, context_tokens=context))
 
 

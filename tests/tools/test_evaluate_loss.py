@@ -155,7 +155,7 @@ BAD = {
     "--split test": "invalid choice: 'test'",
     "--corpus nowhere": "there is no corpus nowhere",
     "--config.data.context_tokens=90000": "do not fit in the",
-    "--config.task=exorl": "has no perplexity",
+    "--config.task=exorl": "makes no text",
     "--config.workdir=nowhere": "nowhere has no checkpoints",
     "--by token": "invalid choice: 'token'",
     "--batches 0": "at least 1, got 0",

@@ -5,23 +5,23 @@ import re
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from data.chat.chat_template import open_template
-from data.retrieval.line_forms import FORMS, Compact
+from data.retrieval.lines import FORMS
 from data.text.tokenizer import ByteTokenizer, begun
+from models.sampling import Sampling
 from tasks import base
-from tasks.generation import restored_parameters
+from tasks.generation import generator, restored_parameters
 from tests.runs import small_config, small_flags
 from tests.tools.test_generate import save
 from tools import evaluate
 from tools.lib.evaluation.line_retrieval import score_cells
-from tools.lib.retrieval.answers import Generated, forced, likeliest
-from tools.lib.retrieval.cells import Cell, draw_line_cells, read_line_cells
+from tools.lib.retrieval.answers import Generated, forced
+from tools.lib.retrieval.cells import Cell, draw_line_cells
 from tools.lib.retrieval.files import prediction_file, prompt_file, read_prompts
 from tools.lib.retrieval.prompts import Encoder, Prompt
 
@@ -179,9 +179,9 @@ def test_prompts_in_a_template_are_refused(ask, tmp_path, capsys):
     assert said.count("\n") == 1 and not (tmp_path / "new").exists()
 
 
-def cells(form, lengths, depths, samples, seed=1) -> list[Cell]:
+def cells(name, lengths, depths, samples, seed=1) -> list[Cell]:
     options = Namespace(lengths=lengths, depths=depths, samples=samples, seed=seed)
-    return draw_line_cells(form, Encoder(BYTES), options)
+    return draw_line_cells(FORMS[name], Encoder(BYTES), options)
 
 
 @pytest.mark.thorough
@@ -198,10 +198,11 @@ def test_what_is_generated_is_what_is_likeliest_when_shown(workdir, mask):
     config = small_config("", workdir, mask=mask, **SIZES)
     partition = base.partition(config, jax.devices())  # fsdp 2 x ring 4
     parameters, _ = restored_parameters(config, partition)
-    allowed = SimpleNamespace(vocab_size=128)  # ASCII: tokens differ in their text
-    drawn = likeliest(config, partition, allowed, rows=4, cache_tokens=80)
+    # ASCII: tokens differ in their text.
+    greedy = Sampling(temperature=0, allowed_tokens=128)
+    drawn = generator(config, partition, greedy, rows=4, cache_tokens=80)
     forcing = partial(forced(config, partition, drawn, 128), parameters)
-    given = cells(Compact(), (40, 60, 75), 2, 3)
+    given = cells("compact", (40, 60, 75), 2, 3)
     asked = [Encoder(BYTES)(prompt) for cell in given for prompt in cell.prompts]
     texts = Generated(drawn, parameters, BYTES, 4, [])(asked)
     assert len(texts) == 18 and len(set(texts)) > 1
@@ -218,12 +219,12 @@ def test_what_is_generated_is_what_is_likeliest_when_shown(workdir, mask):
 
 @pytest.mark.thorough
 def test_program_writes_rows_and_a_picture_of_each_run(ask, workdir, tmp_path, capsys):
-    output, cases = tmp_path / "lines", tmp_path / "cases.jsonl"
-    drawn = ["--lengths", "50,60", "--depths", "2", "--samples", "3", "--seed", "5"]
+    output = tmp_path / "lines"
     (tmp_path / "beside").symlink_to(workdir)
     runs = [str(workdir), str(tmp_path / "beside")]
-    options = [*drawn, "--compare", runs[1], "--save-cases", str(cases)]
-    assert ask("line-retrieval --form compact", *options, "--output", str(output)) == 0
+    options = "--lengths 50,60 --depths 2 --samples 3 --output".split()
+    options = [*options, output, "--compare", runs[1]]
+    assert ask("line-retrieval --form compact", *options) == 0
     told = capsys.readouterr().out
     assert all(told.count(f"{run}, step 7") == 1 for run in runs)
     assert "teacher-forced" in told
@@ -237,12 +238,6 @@ def test_program_writes_rows_and_a_picture_of_each_run(ask, workdir, tmp_path, c
         assert row["generated"] == row["teacher_forced"]
         assert row["length"] - 5 < row["tokens"] <= row["length"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    drawn_cells = cells(Compact(), (50, 60), 2, 3, seed=5)
-    read = read_line_cells(Compact(), Encoder(BYTES), Namespace(cases=cases))
-    assert [cell.cases for cell in read] == [cell.cases for cell in drawn_cells]
-    assert [(cell.length, cell.depth) for cell in read] == [
-        (round(row["tokens"]), row["depth"]) for row in rows[:4]
-    ]
 
 
 TOKENS = {"compact": (100, 200), "letters": (60, 150)}
@@ -252,66 +247,51 @@ TOKENS |= dict.fromkeys(["LRT", "LRT-NL"], (800, 1200))
 class Oracle:
     """Looks the line up in the prompt, and goes on with another line after it."""
 
-    def __init__(self, form):
-        self.form, self.calls = form, 0
+    def __init__(self, name):
+        self.form, self.calls = FORMS[name], 0
 
     def find(self, prompt: np.ndarray) -> str:
         text = BYTES.decode(prompt)
-        template = re.escape(self.form.line("NAME", 77))
-        pattern = template.replace("NAME", r"([^\s\d]+|\d+)").replace("77", r"(\d+)")
-        lines = re.findall(pattern, text)
-        return next(n for name, n in lines if text.endswith(self.form.cue(name)))
+        pattern = self.form.line.format(name=r"([^\s\d]+|\d+)", number=r"(\d+)")
+        lines, cue = re.findall(pattern, text), self.form.cue
+        number = next(n for name, n in lines if text.endswith(cue.format(name=name)))
+        return self.form.answer.format(number=number)
 
     def generate(self, prompts) -> list[str]:
         self.calls += 1
-        return [self.form.answer(int(self.find(p))) + "line 5: 123" for p in prompts]
+        return [self.find(prompt) + "line 5: 123" for prompt in prompts]
 
     def force(self, prompts, answers) -> list[bool]:
         return [
-            BYTES.decode(answer) == self.form.answer(int(self.find(prompt)))
+            BYTES.decode(answer) == self.find(prompt)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_an_oracle_is_always_right_and_a_constant_never(name):
-    form = FORMS[name]()
-    oracle, given = Oracle(form), cells(form, TOKENS[name], 3, 4)
-    rows = score_cells(given, Encoder(BYTES), oracle.generate, oracle.force)
+def test_each_cell_gets_the_scores_of_its_own_cases(name):
+    """Of an oracle: right but for one text of the first depth, and one answer."""
+    oracle, given = Oracle(name), cells(name, TOKENS[name], 3, 4)
+
+    def generate(prompts):
+        return [*oracle.generate(prompts[:3]), "987654", *oracle.generate(prompts[4:])]
+
+    def force(prompts, answers):
+        return [*oracle.force(prompts[:-1], answers[:-1]), False]
+
+    rows = score_cells(given, Encoder(BYTES), generate, force)
     assert [(row["length"], row["depth"]) for row in rows] == [
         (length, depth) for length in TOKENS[name] for depth in (0, 0.5, 1)
     ]
-    assert all(row["generated"] == row["teacher_forced"] == 1 for row in rows)
-    assert oracle.calls == 2  # cells of one length go together
-
-    def generate(prompts):
-        return ["987654"] * len(prompts)  # no line of any form says so
-
-    def force(prompts, answers):
-        return [False] * len(prompts)
-
-    for row in score_cells(given, Encoder(BYTES), generate, force):
-        assert row["generated"] == row["teacher_forced"] == 0
-
-
-def test_each_cell_gets_the_scores_of_its_own_cases():
-    """Right at the first depth only, when written, and at the last, when shown."""
-    oracle, given = Oracle(Compact()), cells(Compact(), (120,), 2, 4)
-
-    def generate(prompts):
-        return oracle.generate(prompts[:3]) + ["none"] * (len(prompts) - 3)
-
-    def force(prompts, answers):
-        return [False] * 4 + oracle.force(prompts[4:], answers[4:])
-
-    first, last = score_cells(given, Encoder(BYTES), generate, force)
-    assert (first["generated"], first["teacher_forced"]) == (0.75, 0)
-    assert (last["generated"], last["teacher_forced"]) == (0, 1)
-    assert first["samples"] == 4 and 115 < first["tokens"] <= 120
-    assert first["lines"] == pytest.approx(120 / 5, abs=2)
+    assert [row["generated"] for row in rows] == 2 * [0.75, 1, 1]
+    assert [row["teacher_forced"] for row in rows] == 2 * [1, 1, 0.75]
+    assert oracle.calls == 2 * 2  # cells of one length go together
+    if name == "compact":
+        assert rows[0]["samples"] == 4 and 95 < rows[0]["tokens"] <= 100
+        assert rows[0]["lines"] == pytest.approx(100 / 5, abs=2)
 
 
 def test_cases_of_a_cell_differ_and_one_depth_is_in_the_middle():
-    (cell,) = cells(Compact(), (120,), 1, 4)
-    assert cell.depth == 0.5 and len({case.prompt for case in cell.cases}) == 4
-    assert cells(Compact(), (120,), 1, 4, seed=2)[0].cases != cell.cases
+    (cell,) = cells("compact", (120,), 1, 4)
+    assert cell.depth == 0.5 and len({prompt.input for prompt in cell.prompts}) == 4
+    assert cells("compact", (120,), 1, 4, seed=2)[0].prompts != cell.prompts

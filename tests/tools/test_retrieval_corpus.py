@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.retrieval.line_forms import FORMS, Compact, NamedLines
+from data.retrieval.lines import FORMS
 from data.rows import WholeRows
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer
@@ -16,7 +16,6 @@ from tools.lib.retrieval.corpus import (
     TEACHABLE,
     LineDocuments,
     TaskDocuments,
-    shortest_document,
     write_corpus,
 )
 from tools.lib.ruler.tasks import SEED
@@ -29,9 +28,7 @@ each_form = pytest.mark.parametrize("name", FORMS)
 
 
 def lines(name: str, **options) -> LineDocuments:
-    form = FORMS[name]()
-    least = shortest_document(form, BYTES)
-    return LineDocuments(form, BYTES, CONTEXTS[name], least, **options)
+    return LineDocuments(FORMS[name], BYTES, CONTEXTS[name], **options)
 
 
 def draws(source: LineDocuments | TaskDocuments, count: int = 40) -> list:
@@ -43,7 +40,7 @@ def draws(source: LineDocuments | TaskDocuments, count: int = 40) -> list:
 def test_documents_have_all_lengths_and_none_is_longer_than_the_context(name):
     source = lines(name)
     sizes = [document.tokens.size for document in draws(source)]
-    line = len(source.form.line(source.form.name(0), 10))
+    line = len(source.form.line)
     assert max(sizes) <= CONTEXTS[name] and max(sizes) > 0.7 * CONTEXTS[name]
     assert min(sizes) >= source.least_tokens - 20 * line
     assert len(set(sizes)) > 15
@@ -72,11 +69,13 @@ def test_only_answers_are_supervised_and_each_is_what_its_line_says(name):
         record, found = pieces[0][0], []
         for (asked, _), (answer, _) in zip(pieces[::2], pieces[1::2], strict=True):
             number = int(re.findall(r"\d+", answer)[-1])
-            assert answer == form.answer(number)
-            pattern = re.escape(form.line("NAME", 77)).replace("NAME", "(.+)")
-            written = re.findall(pattern.replace("77", rf"{number}(?=\D)"), record)
+            assert answer == form.answer.format(number=number)
+            line = form.line.format(name="(.+)", number=rf"{number}(?=\D)")
+            asks = form.question + form.cue
             (name,) = (
-                n for n in written if asked.endswith(form.question(n) + form.cue(n))
+                n
+                for n in re.findall(line, record)
+                if asked.endswith(asks.format(name=n))
             )
             found.append(name)
         # No line is asked for again before all others are.
@@ -187,8 +186,7 @@ BAD = {
     (TaskDocuments, BYTES, ("vt",), 3000, SEED): "seed 42 is that of RULER's prompts",
     (TaskDocuments, BYTES, ("vt",), 5, 1): "5 tokens are too few for documents of vt",
     (TaskDocuments, BYTES, ("niah_single_1",), 3000, 1, "all", True): "only vt can be",
-    (LineDocuments, NamedLines(), BYTES, 200, 100): "tokens are too few .* which take",
-    (LineDocuments, Compact(), BYTES, 8, 9): "least_tokens=9 must be from 1 to context",
+    (LineDocuments, FORMS["LRT-NL"], BYTES, 200): "tokens are too few .* which take",
 }
 
 

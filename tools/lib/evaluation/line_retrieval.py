@@ -22,20 +22,23 @@ from typing import Any
 import jax
 import ml_collections
 
-from data.retrieval.line_forms import FORMS
+from data.retrieval.lines import FORMS
+from models.sampling import Sampling
 from tasks import base
 from tasks.command_line import as_program, at_least
-from tasks.generation import restored_parameters
-from tools.generate import find_tokenizer
+from tasks.generation import generator, restored_parameters
+from tools.generate import find_tokenizer, text_config
 from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures.grids import heat_maps
 from tools.lib.figures.style import write_picture
-from tools.lib.retrieval.answers import Force, Generated, forced, likeliest
+from tools.lib.retrieval.answers import Force, Generated, forced
 from tools.lib.retrieval.cells import Cell, draw_line_cells, read_line_cells
-from tools.lib.retrieval.files import write_cases
-from tools.lib.retrieval.options import parser_of, text_config
+from tools.lib.retrieval.options import parser_of
 from tools.lib.retrieval.prompts import Encoder
 from tools.lib.retrieval.scores import line_table, match_line
+
+MOST_TOKENS = 16
+"""Of an answer that does not end by itself."""
 
 
 def score_cells(
@@ -49,20 +52,13 @@ def score_cells(
         prompts = [encoder(prompt) for prompt in asked]
         answers = encoder.tokenizer.encode_all([p.outputs[0] for p in asked])
         texts, right = iter(generated(prompts)), iter(force(prompts, answers))
-        rows += [
-            {
-                "length": cell.length,
-                "depth": cell.depth,
-                "samples": len(cell.cases),
-                "lines": fmean(case.num_lines for case in cell.cases),
-                "tokens": fmean(p.length for p in cell.prompts),
-                "generated": fmean(
-                    match_line(next(texts), p.outputs) for p in cell.prompts
-                ),
-                "teacher_forced": fmean(next(right) for _ in cell.prompts),
-            }
-            for cell in mine
-        ]
+        for cell in mine:
+            own = [*cell.prompts]
+            found = [match_line(next(texts), p.outputs) for p in own]
+            row = {"length": cell.length, "depth": cell.depth, "samples": len(own)}
+            row |= {"lines": cell.lines, "tokens": fmean(p.length for p in own)}
+            row |= {"generated": fmean(found)}
+            rows.append(row | {"teacher_forced": fmean(next(right) for _ in own)})
     return rows
 
 
@@ -77,57 +73,45 @@ def evaluate(
     runs = [config.workdir, *options.compare]
     if len(set(runs)) < len(runs):
         raise ValueError(f"runs {', '.join(runs)}: give each of them once")
-    form, tokenizer = FORMS[options.form](), find_tokenizer(config, options.tokenizer)
-    encoder = Encoder(tokenizer)
-    cells = (read_line_cells if options.cases else draw_line_cells)(
-        form, encoder, options
-    )
-    partition, most = base.partition(config, jax.devices()), options.max_tokens
-    programs = likeliest(
+    form, tokenizer = FORMS[options.form], find_tokenizer(config, options.tokenizer)
+    encoder, make = Encoder(tokenizer), draw_line_cells
+    if options.cases:
+        make = read_line_cells
+    cells = make(form, encoder, options)
+    partition = base.partition(config, jax.devices())
+    programs = generator(
         config,
         partition,
-        tokenizer,
-        rows=options.rows or config.data.batch_rows,
-        cache_tokens=max(cell.cache_tokens for cell in cells) + most,
+        Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size),
+        rows=config.data.batch_rows,
+        cache_tokens=max(cell.cache_tokens for cell in cells) + MOST_TOKENS,
     )
     # An answer ends its line, whatever token that takes.
     answers = [prompt.outputs[0] for cell in cells for prompt in cell.prompts]
     ends = {int(tokens[-1]) for tokens in tokenizer.encode_all(answers)}
     stops = [*tokenizer.stop_tokens, *ends]
     force = forced(config, partition, programs, tokenizer.vocab_size)
-    if options.save_cases:
-        write_cases(options.save_cases, [c for cell in cells for c in cell.cases])
     results = []
     for run in runs:
         with config.unlocked():
             config.workdir = run
         parameters, step = restored_parameters(config, partition)
-        generated = Generated(programs, parameters, tokenizer, most, stops)
+        generated = Generated(programs, parameters, tokenizer, MOST_TOKENS, stops)
         found = score_cells(cells, encoder, generated, partial(force, parameters))
         print(f"{run}, step {step}\n{line_table(found)}", flush=True)
         results += [{"run": run, "step": step} | row for row in found]
     return results
 
 
-def _options(
-    arguments: Sequence[str] | None,
-) -> tuple[argparse.Namespace, list[str]]:
+def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = parser_of("line-retrieval", __doc__, lengths="1024,2048", samples=20)
     add = parser.add_argument
     add("--form", choices=FORMS, default="LRT-NL", help="default: %(default)s")
     add("--depths", type=at_least(1), default=5, help="of lines (default: %(default)s)")
     add("--seed", type=at_least(0), default=0, help="of the cases")
     add("--cases", type=Path, help="published .jsonl to read instead of drawing cases")
-    add("--save-cases", type=Path, help=".jsonl to write them to, a new file")
-    add("--max-tokens", type=at_least(1), default=16, help="of an answer (default: 16)")
-    add("--rows", type=at_least(1), help="at a time (default: config.data.batch_rows)")
-    add(
-        "--compare",
-        action="append",
-        default=[],
-        metavar="WORKDIR",
-        help="another run of the same model, on the same cases; may be repeated",
-    )
+    compare = "another run of the same model, on the same cases; may be repeated"
+    add("--compare", action="append", default=[], metavar="WORKDIR", help=compare)
     add("--output", type=Path, help="rows go to NAME.json, heat maps to NAME.png")
     return parser.parse_known_args(arguments)
 

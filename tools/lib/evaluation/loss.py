@@ -33,7 +33,8 @@ from kernels.compiler import compiler_options
 from kernels.layouts import order
 from tasks import base, batch_rows, corpora, text
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
-from tasks.generation import config_to_ask, restored_parameters
+from tasks.generation import restored_parameters
+from tools.generate import text_config
 from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures import curves
 from tools.lib.figures.style import write_picture
@@ -193,8 +194,6 @@ def evaluate(
       FileNotFoundError, ValueError: something in the options or the config is wrong, or
         there is no checkpoint.
     """
-    if config.task != "text":
-        raise ValueError(f"{config.task=} has no perplexity: give a run of task 'text'")
     if options.corpus:
         set_corpus(config, options.corpus, say)
     corpora.directories(config)
@@ -251,7 +250,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    config = config_to_ask(rest)
+    config = text_config(rest)
     if options.output:
         check_output(options.output.with_suffix(".json"))
     rows = evaluate(config, options, lambda line: print(line, flush=True))

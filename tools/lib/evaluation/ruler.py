@@ -26,16 +26,17 @@ import jax
 import ml_collections
 from tqdm import tqdm
 
+from models.sampling import Sampling
 from tasks import base
 from tasks.command_line import as_program, at_least
-from tasks.generation import restored_parameters
-from tools.generate import CHAT, find_template, find_tokenizer
+from tasks.generation import generator, restored_parameters
+from tools.generate import CHAT, find_template, find_tokenizer, text_config
 from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
 from tools.lib.retrieval import files
-from tools.lib.retrieval.answers import Generated, likeliest
+from tools.lib.retrieval.answers import Generated
 from tools.lib.retrieval.cells import Cell, draw_cells, read_cells
-from tools.lib.retrieval.options import parser_of, text_config
+from tools.lib.retrieval.options import parser_of
 from tools.lib.retrieval.prompts import Encoder
 from tools.lib.retrieval.scores import heat_rows, summary, table, task_row
 from tools.lib.ruler.tasks import SEED, TASKS, Sources
@@ -118,7 +119,8 @@ def evaluate(
         return []
     partition = base.partition(config, jax.devices())
     rows = options.rows or partition.shards("batch")
-    build = partial(likeliest, config, partition, tokenizer, rows=rows)
+    sampling = Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size)
+    build = partial(generator, config, partition, sampling, rows=rows)
     tokens: dict[int, int] = {}
     for cell in cells:
         tokens[cell.length] = max(tokens.get(cell.length, 0), cell.cache_tokens)

@@ -20,9 +20,7 @@ from data.text.tokenizer import Tokenizer
 from kernels import masks
 from models.cache import EMPTY
 from models.decode import NOTHING, Generator
-from models.sampling import Sampling
 from tasks import base, text
-from tasks.generation import generator
 from tasks.mask import document_mask
 from training.mesh import Partition, StationaryPartition
 
@@ -31,19 +29,6 @@ NO_PLACE = -2
 
 Force = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[bool]]
 """From prompts and answers, int (n,) each, to whether each answer is the likeliest."""
-
-
-def likeliest(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    tokenizer: Tokenizer,
-    *,
-    rows: int,
-    cache_tokens: int,
-) -> Generator:
-    """Builds the programs that go on with the likeliest tokens (see `generator`)."""
-    sampling = Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size)
-    return generator(config, partition, sampling, rows=rows, cache_tokens=cache_tokens)
 
 
 @dataclass(frozen=True)

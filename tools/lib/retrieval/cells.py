@@ -4,12 +4,11 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from statistics import fmean
 
 import numpy as np
 
-from data.json_text import short
-from data.retrieval.line_forms import LineForm
-from data.retrieval.line_retrieval import Case, case_tokens, draw_case
+from data.retrieval.lines import Case, LineForm, case_tokens, draw_case
 from tools.lib.retrieval import files
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.ruler.tasks import SEED, TASKS, Sources
@@ -20,15 +19,15 @@ class Cell:
     """Prompts of a task at a length, that come one after the other.
 
     cache_tokens: that the longest of them takes with its answer.
-    depth, cases: of lines: where they stand, from 0 to 1, and what prompts are made of.
+    depth, lines: of records: where the line stands, from 0 to 1, and their mean number.
     """
 
     task: str
     length: int
     prompts: Iterable[Prompt]
     cache_tokens: int
-    depth: float | None = None
-    cases: tuple[Case, ...] = ()
+    depth: float = 0.0
+    lines: float = 0.0
 
 
 def draw_cells(encoder: Encoder, options: argparse.Namespace) -> list[Cell]:
@@ -107,11 +106,11 @@ def draw_line_cells(
     places = [0.5] if one else np.linspace(0, 1, options.depths).tolist()
 
     def cell(tokens: int, number: int, depth: float) -> Cell:
-        def case(sample: int) -> Case:
+        cases = []
+        for sample in range(options.samples):
             rng = np.random.default_rng([options.seed, tokens, number, sample])
-            return draw_case(form, encoder.tokenizer, rng, tokens=tokens, depth=depth)
-
-        cases = [case(sample) for sample in range(options.samples)]
+            case = draw_case(form, encoder.tokenizer, rng, tokens=tokens, depth=depth)
+            cases.append(case)
         return _line_cell(form, encoder, tokens, depth, cases)
 
     return [
@@ -129,25 +128,18 @@ def read_line_cells(
     A cell's length is the mean of its lines' cases, in tokens.
 
     Raises:
-      FileNotFoundError, ValueError: as `read_cases`, or a case is of another form.
+      FileNotFoundError, ValueError: as `read_cases`.
     """
     lines: dict[int, dict[float, list[Case]]] = {}
-    for number, case in enumerate(files.read_cases(options.cases), 1):
-        expected = form.line(case.name, case.expected_number).strip()
-        if case.correct_line.strip() != expected:
-            raise ValueError(
-                f"{options.cases}, case {number}: {short(case.correct_line.strip())} "
-                f"is written otherwise than {short(expected)}: choose the form that "
-                "the cases have"
-            )
-        depths = lines.setdefault(case.num_lines, {})
+    for case in files.read_cases(options.cases, form):
+        depths = lines.setdefault(case.lines, {})
         depths.setdefault(round(case.depth, 1), []).append(case)
     cells = []
     for _, depths in sorted(lines.items()):
         mine = chain.from_iterable(depths.values())
-        sizes = [case_tokens(form, encoder.tokenizer, case) for case in mine]
+        length = round(fmean(case_tokens(form, encoder.tokenizer, c) for c in mine))
         cells += [
-            _line_cell(form, encoder, round(float(np.mean(sizes))), depth, cases)
+            _line_cell(form, encoder, length, depth, cases)
             for depth, cases in sorted(depths.items())
         ]
     return cells
@@ -156,11 +148,15 @@ def read_line_cells(
 def _line_cell(
     form: LineForm, encoder: Encoder, length: int, depth: float, cases: Sequence[Case]
 ) -> Cell:
-    def prompt(case: Case) -> Prompt:
-        answer = form.answer(case.expected_number)
-        tokens = case_tokens(form, encoder.tokenizer, case)
-        return Prompt(case.prompt, form.cue(case.name), (answer,), tokens)
-
-    prompts = [prompt(case) for case in cases]
+    prompts = [
+        Prompt(
+            case.prompt,
+            form.cue.format(name=case.name),
+            (form.answer.format(number=case.number),),
+            case_tokens(form, encoder.tokenizer, case),
+        )
+        for case in cases
+    ]
     longest = max(prompt.length for prompt in prompts)
-    return Cell("lines", length, prompts, longest, depth, tuple(cases))
+    lines = fmean(case.lines for case in cases)
+    return Cell("lines", length, prompts, longest, depth, lines)

@@ -9,14 +9,15 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from tqdm import tqdm
 
-from data.retrieval.line_forms import LineForm
-from data.retrieval.line_retrieval import (
+from data.retrieval.lines import (
+    LineForm,
     Record,
     case_tokens,
     draw_record,
@@ -77,38 +78,34 @@ class LineDocuments:
 
     form: how records are written.
     context_tokens: that a document has at most.
-    least_tokens: that it has at least, roughly.
     supervised: "answers", which are the numbers and the ends of their lines, or "all".
-
-    Raises:
-      ValueError: lengths out of range.
     """
 
     form: LineForm
     tokenizer: Tokenizer
     context_tokens: int
-    least_tokens: int
     supervised: str = SUPERVISED[0]
 
-    def __post_init__(self):
-        if not 1 <= self.least_tokens <= self.context_tokens:
-            raise ValueError(
-                f"least_tokens={self.least_tokens} must be from 1 to "
-                f"context_tokens={self.context_tokens}"
-            )
+    @cached_property
+    def least_tokens(self) -> int:
+        """Tokens of a record of three lines, a question and the document's end."""
+        record = draw_record(self.form, 3, np.random.default_rng(0))
+        longest = replace(record, numbers=np.full(3, self.form.numbers[1] - 1))
+        return case_tokens(self.form, self.tokenizer, longest.case(0)) + 1
 
     def draw(self, rng: np.random.Generator) -> Document:
-        low, high = math.log(self.least_tokens), math.log(self.context_tokens)
+        least = min(self.least_tokens, self.context_tokens)
+        low, high = math.log(least), math.log(self.context_tokens)
         # One token ends the document, and another may begin it.
         begin = begun(self.tokenizer, np.array([], np.int32))
         tokens = round(math.exp(rng.uniform(low, high))) - begin.size - 1
         asked_share = rng.uniform(0, MOST_ASKED)
 
         def asked(record: Record) -> int:
-            return max(round(asked_share * (record.names.size - 1)), 1)
+            return max(round(asked_share * (len(record.names) - 1)), 1)
 
         def length(record: Record) -> int:
-            last = sum(map(len, self._question(record, record.names.size - 1)))
+            last = sum(map(len, self._question(record, -1)))
             return len(self.tokenizer.encode(record.text)) + asked(record) * last
 
         record = record_of_length(self.form, tokens, rng, length)
@@ -123,9 +120,9 @@ class LineDocuments:
         self, record: Record, asked: int, room: int, rng: np.random.Generator
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Draws `asked` questions, fewer where they do not fit; lines in rounds."""
-        last = record.names.size - 1
-        rounds = range(-(-asked // (last + 1)))
-        places = [place for _ in rounds for place in rng.permutation(last + 1).tolist()]
+        lines = len(record.names)
+        rounds = range(-(-asked // lines))
+        places = [place for _ in rounds for place in rng.permutation(lines).tolist()]
         questions = []
         for place in places[:asked]:
             question = self._question(record, place)
@@ -134,20 +131,14 @@ class LineDocuments:
                 questions.append(question)
                 room -= size
         # Names are of unlike lengths; there is room for that of the last line.
-        return questions or [self._question(record, last)]
+        return questions or [self._question(record, -1)]
 
     def _question(self, record: Record, place: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a question, and of its answer."""
-        form, name = self.form, self.form.name(int(record.names[place]))
-        asked = self.tokenizer.encode(form.question(name) + form.cue(name))
-        return asked, self.tokenizer.encode(form.answer(int(record.numbers[place])))
-
-
-def shortest_document(form: LineForm, tokenizer: Tokenizer) -> int:
-    """Counts tokens of a record of three lines, a question and the document's end."""
-    record = draw_record(form, 3, np.random.default_rng(0))
-    longest = replace(record, numbers=np.full(3, form.numbers[1] - 1))
-    return case_tokens(form, tokenizer, longest.case(0)) + 1
+        form, name = self.form, record.names[place]
+        asked = (form.question + form.cue).format(name=name)
+        answer = form.answer.format(number=record.numbers[place])
+        return self.tokenizer.encode(asked), self.tokenizer.encode(answer)
 
 
 @dataclass

@@ -9,12 +9,12 @@ FOLDER/LENGTH/pred), and models here answer prompts that its scripts wrote.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.json_text import parse_json, short
-from data.retrieval.line_retrieval import Case, last_integer
+from data.retrieval.lines import Case, LineForm
 from tools.lib.files import replacing
 from tools.lib.retrieval.prompts import Prompt
 
@@ -34,23 +34,9 @@ def prediction_file(folder: Path, length: int, task: str) -> Path:
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     """Writes a file of prompts, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, ({"index": i, **p._asdict()} for i, p in enumerate(prompts)))
-
-
-def write_cases(path: Path, cases: Iterable[Case]) -> None:
-    """Writes a file of cases, whole or not at all.
-
-    Raises:
-      FileExistsError: there is such a file, which is left as it is.
-    """
-    if path.exists():
-        raise FileExistsError(f"{path} exists: remove it or choose another name")
-    _write(path, map(asdict, cases))
-
-
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with replacing(path) as part, part.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
+        for index, prompt in enumerate(prompts):
+            lines.write(json.dumps({"index": index, **prompt._asdict()}) + "\n")
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -63,14 +49,14 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     return _read(path, "prompt", _prompt)
 
 
-def read_cases(path: Path) -> list[Case]:
-    """Reads the cases of a file, published or our own.
+def read_cases(path: Path, form: LineForm) -> list[Case]:
+    """Reads the cases of a published file.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a row is not a case, with number and reason, or there is none.
+      ValueError: a row is not a case of the form, or there is none.
     """
-    cases = list(_read(path, "case", _case))
+    cases = list(_read(path, "case", partial(_case, form)))
     if not cases:
         raise ValueError(f"{path} has no cases")
     return cases
@@ -111,7 +97,7 @@ def _prompt(row: Any) -> Prompt:
     )
 
 
-def _case(row: Any) -> Case:
+def _case(form: LineForm, row: Any) -> Case:
     if not isinstance(row, dict):
         raise ValueError(f"it must be an object, got {type(row).__name__}")
     for field, kind in CASE.items():
@@ -121,24 +107,24 @@ def _case(row: Any) -> Case:
             raise ValueError(
                 f"{field} must be {kind.__name__}, got {short(row[field])}"
             )
-    asked = row["random_idx"]
+    number, lines, line, prompt, asked = (row[field] for field in CASE)
     if [*map(type, asked)] not in ([int, int], [str, int]):
         raise ValueError(f"random_idx must be a name and a place, got {short(asked)}")
-    fields = {field: row[field] for field in CASE}
-    case = Case(**fields | {"random_idx": tuple(asked)})
-    (name, place), line, given = asked, case.correct_line.strip(), case.num_lines
-    if not 0 <= place < given:
+    name, place = asked
+    if not 0 <= place < lines:
         raise ValueError(
-            f"the place must be below num_lines={short(given)}, got {short(place)}"
+            f"the place must be below num_lines={short(lines)}, got {short(place)}"
         )
-    if last_integer(line) != case.expected_number:
-        raise ValueError(f"{short(line)} does not say {short(case.expected_number)}")
-    if str(name) not in line:
-        raise ValueError(f"{short(line)} is not called {short(name)}")
-    if line not in case.prompt:
-        raise ValueError(f"{short(line)} is not in the prompt")
-    case.prompt.encode()  # JSON can spell half a surrogate pair
-    return case
+    expected = form.line.format(name=name, number=number).strip()
+    if line.strip() != expected:
+        raise ValueError(
+            f"{short(line.strip())} is written otherwise than {short(expected)}: "
+            "choose the form that the cases have"
+        )
+    if line.strip() not in prompt:
+        raise ValueError(f"{short(line.strip())} is not in the prompt")
+    prompt.encode()  # JSON can spell half a surrogate pair
+    return Case(name, number, place, lines, prompt)
 
 
 def append_predictions(

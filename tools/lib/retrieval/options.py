@@ -1,19 +1,6 @@
 """Options that the evaluations of retrieval have in common."""
 
-from collections.abc import Sequence
-
-import ml_collections
-
 from tasks.command_line import CONFIG_FLAGS, Parser, at_least
-from tasks.generation import config_to_ask
-
-
-def text_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
-    """Reads the config of a run that makes text; raises ValueError if it makes none."""
-    config = config_to_ask(arguments)
-    if config.task != "text":
-        raise ValueError(f"{config.task=} makes no text: give a config of task 'text'")
-    return config
 
 
 def numbers(text: str) -> list[int]:

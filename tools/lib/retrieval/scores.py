@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from data.retrieval.line_retrieval import last_integer
+from data.retrieval.lines import last_integer
 
 THRESHOLD = 85.6
 """Score of Llama-2-7B at 4096 tokens; a length counts as effective above it."""
@@ -96,20 +96,6 @@ def heat_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def effective_length(scores: Mapping[int, float]) -> int | None:
-    """Returns the largest length with a score above the threshold; None if none."""
-    return max((n for n, score in scores.items() if score > THRESHOLD), default=None)
-
-
-def weighted(scores: Mapping[int, float], towards_long: bool) -> float:
-    """Returns the mean over lengths, with weights 1, 2, … or the other way round."""
-    ordered = [scores[length] for length in sorted(scores)]
-    weights = np.arange(1, len(ordered) + 1)
-    return float(
-        np.average(ordered, weights=weights if towards_long else weights[::-1])
-    )
-
-
 def by_length(
     rows: Sequence[dict[str, Any]], key: str, weight: str = ""
 ) -> dict[int, float]:
@@ -123,15 +109,22 @@ def by_length(
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what RULER's table says of a model, and how many tasks it is of."""
+    """Returns what RULER's table says of a model, and how many tasks it is of.
+
+    Weights are 1, 2, … towards long lengths, or the other way round. The effective
+    length is the largest with a score above the threshold, None if there is none.
+    """
     means = by_length(rows, "score")
+    scores, weights = [*means.values()], np.arange(1, len(means) + 1)
     return {
         "tasks": len({row["task"] for row in rows}),
         "by_length": means,
-        "average": float(np.mean([*means.values()])),
-        "weighted_to_long": weighted(means, towards_long=True),
-        "weighted_to_short": weighted(means, towards_long=False),
-        "effective_length": effective_length(means),
+        "average": float(np.mean(scores)),
+        "weighted_to_long": float(np.average(scores, weights=weights)),
+        "weighted_to_short": float(np.average(scores, weights=weights[::-1])),
+        "effective_length": max(
+            (n for n in means if means[n] > THRESHOLD), default=None
+        ),
     }
 
 

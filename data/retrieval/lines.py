@@ -1,0 +1,218 @@
+"""Line retrieval: a record of lines, and the question what one of them says.
+
+The task "lines" of LongEval (LongChat, 2023): the record can be as long as any context,
+what is asked for can be at any depth of it, and there is nothing to guess it from.
+"""
+
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from data.text.tokenizer import Tokenizer, begun
+
+FOLDER = Path(__file__).parent
+"""Has the adjectives and the nouns, 300 of each."""
+LETTERS = "bcdfghjklmnpqrst"
+"""Few, as a model has to learn of each one that it is the same as itself."""
+MOST_DIGITS = 4300
+"""Limit of Python's conversion of a text to an int."""
+
+
+@dataclass(frozen=True, eq=False)
+class LineForm:
+    """A form of the task: its texts, with the {name} and the {number} of a line.
+
+    names: of lines; None: 1, 2, 3, …, in this order.
+    line: of the record, its end included.
+    question: the end of the published prompt.
+    cue: the beginning of the answer, for models that continue a text.
+    answer: what has to follow the cue.
+    header, end: text before and after the record's lines.
+    numbers: the least number that a line may say, and the one after the largest.
+    """
+
+    names: Sequence[str] | None
+    line: str = "{name}{number}\n"
+    question: str = ""
+    cue: str = "{name}"
+    answer: str = "{number}\n"
+    header: str = ""
+    end: str = "\n"
+    numbers: tuple[int, int] = (10, 100)
+
+    def draw_names(self, count: int, rng: np.random.Generator) -> list[int | str]:
+        """Draws distinct names of the first lines."""
+        if self.names is None:
+            return list(range(1, count + 1))
+        return [self.names[i] for i in rng.permutation(len(self.names))[:count]]
+
+
+LONGEVAL = {
+    "line": "line {name}: REGISTER_CONTENT is <{number}>\n",
+    "question": " Tell me what is the <REGISTER_CONTENT> in line {name}? I need the "
+    "number.",
+    "cue": "Line <{name}>: <REGISTER_CONTENT> is",
+    "answer": " <{number}>\n",
+    "header": "Below is a record of lines I want you to remember. Each line begins "
+    "with 'line <line index>' and contains a '<REGISTER_CONTENT>' at the end of the "
+    "line as a numerical value. For each line index, memorize its corresponding "
+    "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the "
+    "corresponding <REGISTER_CONTENT> of a certain line index. Now the record "
+    "start:\n\n",
+    "end": "\nNow the record is over.",
+    "numbers": (1, 50_001),
+}
+"""The published words. In the base form the answer is begun: "Line <…>: …"."""
+
+
+def _read_words() -> list[str]:
+    files = FOLDER / "line_adjectives.txt", FOLDER / "line_nouns.txt"
+    return ["-".join(pair) for pair in product(*(f.read_text().split() for f in files))]
+
+
+FORMS = {
+    # Lines "qx47" and "q47": the same task for models of a few layers that are trained
+    # from nothing. One of two layers finds a letter by the one token before.
+    "compact": LineForm(["".join(pair) for pair in product(LETTERS, LETTERS)]),
+    "letters": LineForm(string.ascii_letters),
+    "LRT": LineForm(None, **LONGEVAL),
+    "LRT-NL": LineForm(_read_words(), **LONGEVAL),  # its usual kind: "torpid-kid"
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A record and a question about one line of it.
+
+    name, number: what the line is called, and what it says.
+    place: of the line, from 0. lines: of the record.
+    prompt: record and question.
+    """
+
+    name: int | str
+    number: int
+    place: int
+    lines: int
+    prompt: str
+
+    @property
+    def depth(self) -> float:
+        """Place of the line, from 0 for the first to 1 for the last."""
+        return self.place / max(self.lines - 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """Lines: what each is called, and int64 (lines,), what each says."""
+
+    form: LineForm
+    names: Sequence[int | str]
+    numbers: np.ndarray
+
+    def first(self, lines: int) -> "Record":
+        """Returns the record of the first `lines` lines."""
+        return Record(self.form, self.names[:lines], self.numbers[:lines])
+
+    @property
+    def text(self) -> str:
+        pairs = zip(self.names, self.numbers.tolist(), strict=True)
+        lines = (self.form.line.format(name=name, number=n) for name, n in pairs)
+        return "".join([self.form.header, *lines, self.form.end])
+
+    def case(self, place: int) -> Case:
+        """Returns the record with the question about the line at `place`."""
+        name, number = self.names[place], int(self.numbers[place])
+        prompt = self.text + self.form.question.format(name=name)
+        return Case(name, number, place, len(self.names), prompt)
+
+
+def draw_record(form: LineForm, lines: int, rng: np.random.Generator) -> Record:
+    """Draws a record in which no two lines have one name."""
+    return Record(form, form.draw_names(lines, rng), rng.integers(*form.numbers, lines))
+
+
+def record_of_length(
+    form: LineForm,
+    tokens: int,
+    rng: np.random.Generator,
+    length: Callable[[Record], int],
+) -> Record:
+    """Draws a record with as many lines as fit into `tokens`.
+
+    length: of a record in tokens; more lines must not make it smaller.
+
+    Raises:
+      ValueError: not one line fits, or the form has too few names.
+    """
+    # No line has less than a token.
+    most = max(tokens if form.names is None else min(tokens, len(form.names)), 1)
+    pool = draw_record(form, most, rng)
+    fits, fails = 0, 1
+    while fails <= most and length(pool.first(fails)) <= tokens:
+        fits, fails = fails, 2 * fails
+    if fails > most and length(pool) <= tokens:
+        raise ValueError(
+            f"{tokens} tokens hold all of the {most} lines that this form has names "
+            "for: ask for fewer tokens, or take a form with more names"
+        )
+    fails = min(fails, most)
+    while fits + 1 < fails:
+        middle = (fits + fails) // 2
+        if length(pool.first(middle)) <= tokens:
+            fits = middle
+        else:
+            fails = middle
+    if not fits:
+        raise ValueError(
+            f"{tokens} tokens are too few for a record of one line and its question, "
+            f"which take {length(pool.first(1))}: ask for more"
+        )
+    return pool.first(fits)
+
+
+def draw_case(
+    form: LineForm,
+    tokenizer: Tokenizer,
+    rng: np.random.Generator,
+    *,
+    tokens: int,
+    depth: float,
+) -> Case:
+    """Draws a case of a given length, whose line is at a given depth.
+
+    tokens: of prompt, cue and answer together, at most; one line more would be too
+      long.
+    depth: of the line, from 0 for the first to 1 for the last; the nearest is taken.
+
+    Raises:
+      ValueError: a length that cannot be made.
+    """
+
+    def case(record: Record) -> Case:
+        return record.case(round(depth * (len(record.names) - 1)))
+
+    def length(record: Record) -> int:
+        return case_tokens(form, tokenizer, case(record))
+
+    return case(record_of_length(form, tokens, rng, length))
+
+
+def case_tokens(form: LineForm, tokenizer: Tokenizer, case: Case) -> int:
+    """Counts the tokens of prompt, cue and answer together, and what begins them."""
+    prompt = tokenizer.encode(case.prompt + form.cue.format(name=case.name))
+    answer = tokenizer.encode(form.answer.format(number=case.number))
+    return len(begun(tokenizer, prompt)) + len(answer)
+
+
+def last_integer(output: str) -> int | None:
+    """Returns the last integer of an output, by the published rule; None if none.
+
+    Of more than `MOST_DIGITS`, which models do write, the first count.
+    """
+    found = re.findall(r"\d+", output)
+    return int(found[-1].lstrip("0")[:MOST_DIGITS] or 0) if found else None
