@@ -21,8 +21,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tasks.command_line import Parser, as_program, at_least
+from tasks.command_line import Parser, as_program
 from tools.lib.benchmarks.rows import read_rows
 from tools.lib.figures import bars, curves, grids
 from tools.lib.figures.style import write_picture
@@ -31,7 +32,7 @@ from tools.lib.files import write_json
 
 def _work(chosen: argparse.Namespace) -> None:
     chosen.output.mkdir(parents=True, exist_ok=True)
-    counts = grids.work_per_step(chosen.ring, chosen.tiles)
+    counts = grids.work_per_step()
     write_picture(chosen.output / "work_per_step.png", grids.work_grids(counts))
     write_json(chosen.output / "work_per_step.json", counts)
     for name, found in counts["layouts"].items():
@@ -39,19 +40,20 @@ def _work(chosen: argparse.Namespace) -> None:
         print(f"{name}: {path} tiles on the critical path, bound {counts['bound']:.1f}")
 
 
+def _rows(chosen: argparse.Namespace, fields: Sequence[str]) -> list[dict[str, Any]]:
+    return [row for path in chosen.rows for row in read_rows(path, *fields)]
+
+
 def _rates(chosen: argparse.Namespace) -> None:
-    rows = [row for path in chosen.rows for row in read_rows(path, *bars.FIELDS)]
-    write_picture(chosen.output, bars.bars(rows))
+    write_picture(chosen.output, bars.bars(_rows(chosen, bars.FIELDS)))
 
 
 def _losses(chosen: argparse.Namespace) -> None:
-    fields = curves.LOSS_FIELDS
-    rows = [row for path in chosen.rows for row in read_rows(path, *fields)]
-    write_picture(chosen.output, curves.losses(rows))
+    write_picture(chosen.output, curves.losses(_rows(chosen, curves.LOSS_FIELDS)))
 
 
 def _lines(chosen: argparse.Namespace) -> None:
-    rows = [row for path in chosen.rows for row in read_rows(path, *grids.FIELDS)]
+    rows = _rows(chosen, grids.FIELDS)
     write_picture(chosen.output, grids.heat_maps(rows, chosen.names))
 
 
@@ -70,18 +72,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         is_work = draw is _work
         output = "directory to write into" if is_work else "PNG to write"
         picture.add_argument("--output", required=True, type=Path, help=output)
-        if is_work:
-            for name, default, what in (
-                ("--ring", 4, "devices in the ring"),
-                ("--tiles", 8, "tiles along a device's shard of the sequence"),
-            ):
-                words = {"help": f"{what} (default: {default})"}
-                picture.add_argument(name, default=default, type=at_least(1), **words)
-        else:
+        if not is_work:
             picture.add_argument("rows", nargs="+", type=Path, help="files of rows")
         if draw is _lines:
-            words = {"help": "of the runs, in order"}
-            picture.add_argument("--names", nargs="+", default=[], **words)
+            names = "of the runs, in order"
+            picture.add_argument("--names", nargs="+", default=[], help=names)
     return parser.parse_args(arguments)
 
 

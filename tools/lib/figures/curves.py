@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from configs import base
-from data.json_text import parse_json
+from data.json_text import parse_json, short
 from tasks import exorl
 from tasks.config_errors import fields_by_name
 from tools.lib.exorl.scores import interval, of_worlds
@@ -103,15 +103,17 @@ def read_returns(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
     for file in files:
         try:
             results = _by_world(parse_json(Path(file).read_text()))
+            name, seed = agent(results), results["config"].setdefault("seed", 0)
             agents = found.setdefault(results["task"], {})
-            runs = agents.setdefault(agent(results), [])
-            _check_alike(results, runs, [run for r in agents.values() for run in r])
-            seed = results["config"].get("seed", 0)
-            same = [run for run in runs if run["config"].get("seed", 0) == seed]
+            for other, runs in agents.items():
+                for run in runs:
+                    _check_alike(run, results, is_same_agent=other == name)
+            runs = agents.setdefault(name, [])
+            same = [run for run in runs if run["config"]["seed"] == seed]
             there = {context for run in same for context in run["contexts"]}
             if both := sorted(there & set(results["contexts"])):
                 raise ValueError(
-                    f"{agent(results)} with seed {seed} in {results['task']} has "
+                    f"{name} with seed {seed} in {results['task']} has "
                     f"{', '.join(both)} already: give each context of a seed once"
                 )
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -160,27 +162,27 @@ def _by_world(results: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def _check_alike(results: dict[str, Any], runs: Runs, others: Runs) -> None:
-    """Raises ValueError if no mean can be taken of these results and earlier ones.
+def _check_alike(
+    before: dict[str, Any], results: dict[str, Any], is_same_agent: bool
+) -> None:
+    """Raises ValueError if no picture can have these results beside earlier ones.
 
-    runs: of the same agent. others: of the same task.
+    Of one task the worlds must be the same, and of one agent all that made it.
     """
-    for name in "worlds", "target":
-        for run in others:
-            if run.get(name) != results.get(name):
-                raise ValueError(f"its {name} differs from the other files' one")
-    for run in runs:
-        for name, (old, new) in differences(_settings(run), _settings(results)).items():
-            raise ValueError(f"{name} is {new}, in another file {old}")
-        digests = [x["digests"] for x in (run, results) if "digests" in x]
-        is_same = run["config"].get("seed") == results["config"].get("seed")
-        for name in ("trajectories", *["parameters"] * is_same):
-            if len({of_file[name] for of_file in digests}) > 1:
-                raise ValueError(f"its {name} differ from another file's")
-        for name in results["contexts"].keys() & run["contexts"].keys():
-            new, old = (x["contexts"][name]["drawn"] for x in (results, run))
-            if new != old:
-                raise ValueError(f"{name!r} is {new}, in another file {old}")
+    both = before, results
+    facts = [{name: x.get(name) for name in ("worlds", "target")} for x in both]
+    if is_same_agent:
+        contexts = before["contexts"].keys() & results["contexts"].keys()
+        digests = ["trajectories"]
+        if before["config"]["seed"] == results["config"]["seed"]:
+            digests.append("parameters")
+        if not all("digests" in x for x in both):
+            digests.clear()
+        for found, x in zip(facts, both, strict=True):
+            found |= _settings(x) | {name: x["digests"][name] for name in digests}
+            found |= {repr(name): x["contexts"][name]["drawn"] for name in contexts}
+    for name, (old, new) in differences(*facts).items():
+        raise ValueError(f"{name} is {short(new)}, in another file {short(old)}")
 
 
 def _settings(results: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from kernels.backends.block_sizes import BlockSizes
-from kernels.layouts import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import causal
+from tools.lib.benchmarks.rings import LAYOUTS
 from tools.lib.benchmarks.rows import check_numbers
 from tools.lib.benchmarks.work import balanced_tiles, critical_path, tiles_per_step
 from tools.lib.figures.style import INK, style
@@ -25,12 +25,6 @@ SHARES = LinearSegmentedColormap.from_list(
 WORK = LinearSegmentedColormap.from_list(
     "work", ["#eef3f8", "#7fb0d6", "#2a70ab", "#0d3f6e"]
 )
-
-LAYOUTS: dict[str, Layout] = {
-    "contiguous": Contiguous(),
-    "striped": Striped(),
-    "zigzag": Zigzag(),
-}
 
 TILE = 128
 """Query rows and key slots of a tile; causal counts are the same from 2 on."""
@@ -92,7 +86,7 @@ def heat_maps(
     return figure
 
 
-def work_per_step(ring: int, tiles: int) -> dict[str, Any]:
+def work_per_step(ring: int = 4, tiles: int = 8) -> dict[str, Any]:
     """Counts the tiles that each device of a causal ring computes in each ring step.
 
     All devices wait for the slowest one before keys and values travel on, so a ring

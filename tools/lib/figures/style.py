@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from tools.lib.files import replacing
 
@@ -44,13 +42,6 @@ def style(axes: Axes, *, title: str = "", x: str = "", y: str = "") -> Axes:
     axes.tick_params(labelcolor=INK, color=GREY)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
-
-
-def legend_below(figure: Figure, colours: dict[str, str], columns: int) -> None:
-    """Adds a legend of coloured patches, by label, below the panels."""
-    handles: Sequence[Any] = [Patch(color=c, label=name) for name, c in colours.items()]
-    below = {"loc": "outside lower center", "ncols": columns, "labelcolor": INK}
-    figure.legend(handles=handles, frameon=False, **below)
 
 
 def write_picture(path: Path, figure: Figure) -> None:
