@@ -25,7 +25,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,7 @@ from models.sampling import Sampling
 from tasks import base, corpora, text
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, generator, restored_parameters
-
-ROOT = Path(__file__).resolve().parents[1]
+from training.mesh import Partition
 
 CHAT: dict[str, Any] = {"nargs": "?", "const": OWN, "choices": (OWN, *FORMATS)}
 """Of the option for a chat's template."""
@@ -67,10 +66,6 @@ class Chat:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     held: Held = field(default_factory=Held)
-
-    def add(self, role: str, words: str) -> None:
-        """Goes on with words of the "user" or the "assistant"."""
-        self.messages.append({"role": role, "content": words.strip()})
 
     def encode(self, user: str) -> np.ndarray:
         """Returns the tokens up to where the next reply begins, int32 (n,).
@@ -155,8 +150,8 @@ class Writer:
         said.append(stream.finish())
         yield said[-1]
         if self.chat:
-            self.chat.add("user", prompt)
-            self.chat.add("assistant", "".join(said))
+            for role, words in (("user", prompt), ("assistant", "".join(said))):
+                self.chat.messages.append({"role": role, "content": words.strip()})
 
 
 def text_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
@@ -214,7 +209,7 @@ def find_template(
     return open_template(name, tokenizer, corpus) if name else None
 
 
-def drawing(options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, float]:
+def find_sampling(options: argparse.Namespace, tokenizer: Tokenizer) -> Sampling:
     """Returns temperature, top_k and top_p: of the options, or else of the model.
 
     Raises:
@@ -222,48 +217,35 @@ def drawing(options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, floa
     """
     given = {name: getattr(options, name) for name in SAMPLING}
     own = read_sampling(tokenizer.path) if tokenizer.path else {}
-    return own | {name: value for name, value in given.items() if value is not None}
+    own |= {name: value for name, value in given.items() if value is not None}
+    return Sampling(**own, allowed_tokens=tokenizer.vocab_size)
 
 
 def prepare(
-    config: ml_collections.ConfigDict, options: argparse.Namespace
-) -> tuple[Writer, Callable[[], Any]]:
-    """Returns the writer, and what restores the parameters; computes nothing yet.
+    config: ml_collections.ConfigDict, options: argparse.Namespace, partition: Partition
+) -> Writer:
+    """Returns the writer; computes nothing yet.
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
-    if not 0 <= options.seed < 2**31:
+    if options.seed >= 2**31:
         raise ValueError(f"--seed {options.seed} must be from 0 to below 2^31")
     if options.system is not None and options.chat is None:
         raise ValueError("--system is of a chat: give its template too (--chat)")
     tokenizer = find_tokenizer(config, options.tokenizer)
     template = find_template(config, options.chat, tokenizer)
     chat = template and Chat(template, options.system)
-    sampling = Sampling(
-        **drawing(options, tokenizer), allowed_tokens=tokenizer.vocab_size
-    )
-    partition = base.partition(config, jax.devices())
-    programs = generator(
-        config,
-        partition,
-        sampling,
-        rows=partition.shards("batch"),
-        cache_tokens=options.cache_tokens or config.data.context_tokens,
-    )
+    sampling = find_sampling(options, tokenizer)
+    rows = partition.shards("batch")
+    slots = options.cache_tokens or config.data.context_tokens
+    programs = generator(config, partition, sampling, rows=rows, cache_tokens=slots)
     numbers = options.max_tokens, options.seed
-    writer = Writer(programs, tokenizer, *numbers, chat, sampling)
-    return writer, lambda: restored_parameters(config, partition)
+    return Writer(programs, tokenizer, *numbers, chat, sampling)
 
 
-def run(
-    config: ml_collections.ConfigDict,
-    options: argparse.Namespace,
-    say: Callable[[str], None],
-) -> None:
+def run(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
     """Answers the prompt, or one prompt after the other.
-
-    say: prints all but the text: what was restored, and how long it took.
 
     Raises:
       ValueError, FileNotFoundError: as `prepare`, or there is no checkpoint.
@@ -274,44 +256,44 @@ def run(
             prompt = options.prompt_file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{options.prompt_file} is not text: {error}") from error
-    writer, restore = prepare(config, options)
+    partition = base.partition(config, jax.devices())
+    writer = prepare(config, options, partition)
     if prompt is not None:
         writer.encode(prompt)
-    parameters, step = restore()
+    parameters, step = restored_parameters(config, partition)
     drawn = writer.sampling
-    say(
+    _say(
         f"step {step} of {config.workdir}; temperature {drawn.temperature:g}, top_k "
         f"{drawn.top_k}, top_p {drawn.top_p:g}; compiling for the first prompt"
     )
     if prompt is not None:
-        _show(writer.write(parameters, prompt), say)
+        _show(writer.write(parameters, prompt))
         return
     number = 0
-    for line in _lines():
-        if not line.strip():
-            if writer.chat:
-                writer.chat.messages.clear()
-            continue
-        try:
-            _show(writer.write(parameters, line, number), say)
-        except ValueError as error:
-            say(f"error: {error}")
-        number += 1
+    for line in iter(_next_line, ""):
+        if line.strip():
+            try:
+                _show(writer.write(parameters, line.removesuffix("\n"), number))
+            except ValueError as error:
+                _say(f"error: {error}")
+            number += 1
+        elif writer.chat:
+            writer.chat.messages.clear()
 
 
-def _lines() -> Iterator[str]:
-    """Lines of the console or of standard input."""
-    is_console = sys.stdin.isatty()
-    while True:
-        if is_console:
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        yield line.rstrip("\n")
+def _next_line() -> str:
+    """Returns the next line of the console or of standard input, "" at its end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
 
 
-def _show(pieces: Iterator[str], say: Callable[[str], None]) -> None:
+def _say(line: str) -> None:
+    """Prints all but the text: what was restored, and how long it took."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _show(pieces: Iterator[str]) -> None:
     start, first, count = time.monotonic(), 0.0, 0
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -320,52 +302,28 @@ def _show(pieces: Iterator[str], say: Callable[[str], None]) -> None:
     print(flush=True)
     # The last piece is not a token.
     seconds = time.monotonic() - start
-    say(f"{count - 1} tokens in {seconds:.1f} s, the first after {first:.1f} s")
+    _say(f"{count - 1} tokens in {seconds:.1f} s, the first after {first:.1f} s")
 
 
-def _options(
-    arguments: Sequence[str] | None,
-) -> tuple[argparse.Namespace, list[str]]:
+def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, epilog=CONFIG_FLAGS)
-    add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to go on from")
     prompt.add_argument("--prompt-file", type=Path, help="file that holds it, UTF-8")
-    add(
-        "--chat",
-        **CHAT,
-        help="prompts are of a chat, in this template (default: the corpus's, or else "
-        "the tokenizer's own)",
-    )
-    add("--system", help="words of its system prompt")
-    add("--max-tokens", type=at_least(1), help=f"at most (default: {MAX_TOKENS})")
-    add(
-        "--temperature",
-        type=at_least(0, float),
-        help="0: the likeliest token (default: generation_config.json's, or 1)",
-    )
-    add(
-        "--top-k",
-        type=at_least(0),
-        help="sample from this many likeliest tokens; 0: from all (default: "
-        "generation_config.json's, or 0)",
-    )
-    add(
-        "--top-p",
-        type=float,
-        help="of those with so much probability (default: generation_config.json's, "
-        "or 1)",
-    )
-    add("--seed", type=at_least(0), default=0)
-    add(
-        "--cache-tokens",
-        type=at_least(1),
-        help="prompt and text together (default: config.data.context_tokens)",
-    )
-    add(
-        "--tokenizer",
-        help="bytes, tokenizer.json, .model, or directory (default: the corpus's)",
-    )
+    chat = "prompts are of a chat, in this template (default: the corpus's or own)"
+    parser.add_argument("--chat", **CHAT, help=chat)
+    own = "(default: generation_config.json's, or {})"
+    for name, kind, words in (
+        ("--system", str, "words of a chat's system prompt"),
+        ("--max-tokens", at_least(1), f"at most (default: {MAX_TOKENS})"),
+        ("--temperature", at_least(0, float), f"0: the likeliest {own.format(1)}"),
+        ("--top-k", at_least(0), f"of the likeliest; 0: of all {own.format(0)}"),
+        ("--top-p", float, f"of those with so much probability {own.format(1)}"),
+        ("--cache-tokens", at_least(1), "of prompt and text (default: the config's)"),
+        ("--tokenizer", str, "bytes, tokenizer.json, .model (default: the corpus's)"),
+    ):
+        parser.add_argument(name, type=kind, help=words)
+    parser.add_argument("--seed", type=at_least(0), default=0)
     return parser.parse_known_args(arguments)
 
 
@@ -375,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = _options(arguments)
     config = text_config(rest)
     with contextlib.suppress(KeyboardInterrupt):
-        run(config, options, lambda line: print(line, file=sys.stderr, flush=True))
+        run(config, options)
 
 
 if __name__ == "__main__":

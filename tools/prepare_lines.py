@@ -19,9 +19,7 @@ from data.retrieval.lines import FORMS
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.retrieval.corpus import (
-    SUPERVISED,
     TEACHABLE,
-    Documents,
     LineDocuments,
     TaskDocuments,
     write_corpus,
@@ -31,35 +29,23 @@ from tools.lib.train_command import train_command
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--output", required=True, type=Path, help="directory to write, a new one")
+    add, default = parser.add_argument, "default: %(default)s"
+    tokens, most = at_least(1), "of the longest document"
+    tasks = f"tasks of RULER: {', '.join(TEACHABLE)}"
+    path = '"bytes" (the default), or a path: tokenizer.json or SentencePiece .model'
     kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--form", choices=FORMS, default="LRT-NL", help=default)
     kind.add_argument(
-        "--form", choices=FORMS, default="LRT-NL", help="default: %(default)s"
+        "--ruler", type=lambda t: t.split(","), metavar="TASKS", help=tasks
     )
-    kind.add_argument(
-        "--ruler",
-        type=lambda names: names.split(","),
-        metavar="TASKS",
-        help=f"tasks of RULER: {', '.join(TEACHABLE)}",
-    )
+    add("--output", required=True, type=Path, help="directory to write, a new one")
     add("--bare", action="store_true", help="of vt: its chains, and nothing around")
-    tokens, default = at_least(1), "default: %(default)s"
-    add("--context-tokens", required=True, type=tokens, help="of the longest document")
-    add(
-        "--supervised",
-        choices=SUPERVISED,
-        default=SUPERVISED[0],
-        help=f"tokens with a loss ({default})",
-    )
+    add("--context-tokens", required=True, type=tokens, help=most)
+    add("--supervised", choices=("answers", "all"), default="answers", help=default)
     add("--train-tokens", type=tokens, default=10_000_000, help=default)
     add("--validation-tokens", type=tokens, default=100_000, help=default)
     add("--seed", type=at_least(0), default=0)
-    add(
-        "--tokenizer",
-        default=ByteTokenizer.name,
-        help='"bytes" (the default), or a path: tokenizer.json or SentencePiece .model',
-    )
+    add("--tokenizer", default=ByteTokenizer.name, help=path)
     return parser.parse_args(arguments)
 
 
@@ -68,23 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
     tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
-    documents: Documents
+    documents: LineDocuments | TaskDocuments
     if chosen.ruler:
-        documents = TaskDocuments(
-            *(tokenizer, chosen.ruler, context_tokens),
-            *(chosen.seed, chosen.supervised, chosen.bare),
-        )
+        asked = tokenizer, chosen.ruler, context_tokens, chosen.seed, chosen.bare
+        documents = TaskDocuments(*asked)
     else:
-        form = FORMS[chosen.form]
-        documents = LineDocuments(form, tokenizer, context_tokens, chosen.supervised)
-    summary = write_corpus(
-        documents,
-        chosen.output,
-        train_tokens=chosen.train_tokens,
-        validation_tokens=chosen.validation_tokens,
-        seed=chosen.seed,
-    )
-    print(summary)
+        documents = LineDocuments(FORMS[chosen.form], tokenizer, context_tokens)
+    tokens = {"train": chosen.train_tokens, "validation": chosen.validation_tokens}
+    has_all = chosen.supervised == "all"
+    print(write_corpus(documents, chosen.output, tokens, chosen.seed, has_all))
     rows = line_retrieval.get_config().data.context_tokens
     context = max(rows, context_tokens)
     print(train_command(chosen.output, line_retrieval, context_tokens=context))

@@ -23,14 +23,15 @@ from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import write_tokenizer
 from models.decode import Generator
+from models.sampling import Sampling
 from tasks import base, run_config, text
 from tasks.generation import restored_parameters
 from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
-from tests.runs import small_config, small_flags
+from tests.runs import files, small_config, small_flags
 from tests.small_agent import drawn
 from tests.tools import hf_models
-from tools.generate import Chat, Writer, drawing, find_tokenizer, main
+from tools.generate import Chat, Writer, find_sampling, find_tokenizer, main
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import make_optimizer
@@ -91,27 +92,22 @@ def test_a_workdir_alone_is_enough(corpus, workdir, expected, tmp_path, capsys):
     config = small_config(corpus, tmp_path, **fields)
     (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
     run_config.write(config)
-    assert main([f"--workdir={tmp_path}", *GREEDY, "--prompt", PROMPT]) == 0
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT, encoding="utf-8")
+    given = [f"--workdir={tmp_path}", *GREEDY, "--prompt-file", str(path)]
+    assert main(given) == 0
     assert capsys.readouterr().out == f"{expected}\n"
 
 
-@pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize("option", ["--prompt", "--prompt-file"])
+@pytest.mark.quick
 def test_printed_text_is_the_likeliest_of_the_checkpoints_model(
-    corpus, workdir, expected, option, tmp_path, capsys
+    corpus, workdir, expected, capsys
 ):
     """On fsdp 2 x ring 4."""
-    path = tmp_path / "prompt.txt"
-    path.write_text(PROMPT, encoding="utf-8")
-    prompt = PROMPT if option == "--prompt" else str(path)
-    assert main(arguments(corpus, workdir, *GREEDY, option, prompt)) == 0
+    assert main(arguments(corpus, workdir, *GREEDY, "--prompt", PROMPT)) == 0
     out, err = capsys.readouterr()
     assert out == f"{expected}\n"
     assert f"step {STEP} of {workdir}" in err and f"{NEW} tokens in" in err
-
-
-def files(directory: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 @pytest.mark.thorough
@@ -262,16 +258,22 @@ def test_texts_are_drawn_as_the_model_says_or_the_options(tmp_path):
     said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     none = argparse.Namespace(temperature=None, top_k=None, top_p=None)
-    assert drawing(none, tokenizer) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    assert drawing(none, ByteTokenizer()) == {}
     some = argparse.Namespace(temperature=0.0, top_k=None, top_p=1.0)
-    assert drawing(some, tokenizer) == {"temperature": 0, "top_k": 20, "top_p": 1}
     (tmp_path / "copy").mkdir()  # as in a corpus
     written, _ = write_tokenizer(tmp_path / "copy", tokenizer)
-    assert drawing(none, open_tokenizer(f"{tmp_path}/copy/{written}"))["top_k"] == 20
+    copied = open_tokenizer(f"{tmp_path}/copy/{written}")
+    for options, drawn_by, expected in (
+        (none, tokenizer, (0.6, 20, 0.95)),
+        (none, copied, (0.6, 20, 0.95)),
+        (some, tokenizer, (0.0, 20, 1.0)),
+        (none, ByteTokenizer(), (1.0, 0, 1.0)),
+    ):
+        assert find_sampling(options, drawn_by) == Sampling(
+            *expected, allowed_tokens=drawn_by.vocab_size
+        )
     (tmp_path / "generation_config.json").write_text('{"top_p": "high"}')
     with pytest.raises(ValueError, match="generation_config.json has top_p 'high'"):
-        drawing(none, tokenizer)
+        find_sampling(none, tokenizer)
 
 
 LINEAR = "--config.rope_scaling.rope_type=linear --config.rope_scaling.factor=2"
@@ -279,7 +281,6 @@ LINEAR = "--config.rope_scaling.rope_type=linear --config.rope_scaling.factor=2"
 BAD = {
     f"--prompt {'x' * 81}": "of 81 tokens | cache of 80 tokens | make the cache larger",
     "--prompt xy --max-tokens 80": "max_tokens=80 | at most 79 tokens",
-    f"--prompt {'x' * 30} --cache-tokens 20": "of 30 tokens | cache of 20 tokens",
     "--prompt ''": "prompt 0 has no tokens",
     "--prompt-file nowhere.txt": "nowhere.txt",
     "--prompt ' ' --chat vicuna": "the prompt of a chat must have words",
@@ -289,15 +290,12 @@ BAD = {
     "--prompt x --system Short": "--system is of a chat | --chat",
     f"--prompt {'x' * 70} --chat vicuna --system S": "of 89 tokens | cache of 80",
     "--tokenizer gpt2": '"gpt2" is not known | tokenizer.json',
-    "--config.data.corpus=nowhere": "no corpus nowhere | prepare_text",
     "--config.model.vocab_size=200": "257 tokens | vocab_size=200 | --tokenizer",
     "--max-tokens 0": "--max-tokens: must be | at least 1, got 0",
     "--seed -1": "--seed: must be | at least 0, got -1",
     "--temperature -1": "--temperature: must be | got -1",
-    "--top-p 2": "top_p=2.0",
     "--cache-tokens -4": "--cache-tokens: must be | got -4",
     "--config.mesh.fsdp=3": "8 devices | config.mesh",
-    "--prompts=x": "prompts",
     "--config.model.num_layers=3": f"step {STEP} | num_layers: saved 2, this run 3",
     LINEAR: f"step {STEP} | rope_type: saved nothing, this run linear",
     "--prompt x --tokenizer {tokenizer}": "tokenizer.json has 299 tokens",

@@ -22,13 +22,7 @@ from tools.lib.ruler.tasks import SEED
 
 BYTES = ByteTokenizer()
 CONTEXTS = {"compact": 256, "letters": 160, "LRT": 2000, "LRT-NL": 2000}
-SIZES = {"train_tokens": 4000, "validation_tokens": 1000}
-
-each_form = pytest.mark.parametrize("name", FORMS)
-
-
-def lines(name: str, **options) -> LineDocuments:
-    return LineDocuments(FORMS[name], BYTES, CONTEXTS[name], **options)
+SIZES = {"train": 4000, "validation": 1000}
 
 
 def draws(source: LineDocuments | TaskDocuments, count: int = 40) -> list:
@@ -36,36 +30,26 @@ def draws(source: LineDocuments | TaskDocuments, count: int = 40) -> list:
     return [source.draw(rng) for _ in range(count)]
 
 
-@each_form
-def test_documents_have_all_lengths_and_none_is_longer_than_the_context(name):
-    source = lines(name)
-    sizes = [document.tokens.size for document in draws(source)]
-    line = len(source.form.line)
-    assert max(sizes) <= CONTEXTS[name] and max(sizes) > 0.7 * CONTEXTS[name]
-    assert min(sizes) >= source.least_tokens - 20 * line
-    assert len(set(sizes)) > 15
-
-
 def parts(document) -> list[tuple[str, bool]]:
-    """Texts that are supervised, and those that are not, in turn, without the end."""
+    """Texts that are answers, and those that are not, in turn, without the end."""
     assert document.tokens[-1] == BYTES.end_of_document
-    changes = np.flatnonzero(np.diff(document.is_supervised[:-1])) + 1
+    changes = np.flatnonzero(np.diff(document.is_answer[:-1])) + 1
     texts = np.split(document.tokens[:-1], changes)
-    supervised = np.split(document.is_supervised[:-1], changes)
-    return [
-        (BYTES.decode(t), bool(k[0])) for t, k in zip(texts, supervised, strict=True)
-    ]
+    answers = np.split(document.is_answer[:-1], changes)
+    return [(BYTES.decode(t), bool(k[0])) for t, k in zip(texts, answers, strict=True)]
 
 
-@each_form
-def test_only_answers_are_supervised_and_each_is_what_its_line_says(name):
-    source = lines(name)
-    form = source.form
-    counts = []
-    for document in draws(source):
+@pytest.mark.parametrize("name", FORMS)
+def test_documents_have_all_lengths_and_each_answer_is_what_its_line_says(name):
+    form, context = FORMS[name], CONTEXTS[name]
+    source = LineDocuments(form, BYTES, context)
+    counts, documents = [], draws(source)
+    sizes = [document.tokens.size for document in documents]
+    assert 0.7 * context < max(sizes) <= context and len(set(sizes)) > 15
+    assert min(sizes) >= source.least_tokens - 20 * len(form.line)
+    for document in documents:
         pieces = parts(document)
-        supervised = [supervised for _, supervised in pieces]
-        assert supervised == [False, True] * (len(pieces) // 2)
+        assert [answer for _, answer in pieces] == [False, True] * (len(pieces) // 2)
         record, found = pieces[0][0], []
         for (asked, _), (answer, _) in zip(pieces[::2], pieces[1::2], strict=True):
             number = int(re.findall(r"\d+", answer)[-1])
@@ -87,38 +71,25 @@ def test_only_answers_are_supervised_and_each_is_what_its_line_says(name):
     assert min(counts) < 0.5 and 1 < max(counts) <= 3
 
 
-def chains(supervised: str) -> TaskDocuments:
-    return TaskDocuments(BYTES, ["vt"], 3000, 1, supervised)
-
-
-@pytest.mark.parametrize(
-    "source", [lambda kind: lines("compact", supervised=kind), chains]
-)
-def test_all_tokens_are_supervised_where_that_is_asked_for(source):
-    answers, everything = (draws(source(kind), 5) for kind in ("answers", "all"))
-    for one, other in zip(answers, everything, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        assert other.is_supervised.all() and not one.is_supervised.all()
-
-
-def write(directory: Path, seed: int = 0) -> tuple[TokenFile, TokenFile, Any]:
+def write(directory: Path, *options: Any) -> tuple[TokenFile, TokenFile, Any]:
     """Returns both splits of a corpus, and its summary."""
-    summary = write_corpus(lines("compact"), directory, seed=seed, **SIZES)
-    splits = (TokenFile.open(directory, name) for name in ("train", "validation"))
-    return *splits, summary
+    source = LineDocuments(FORMS["compact"], BYTES, CONTEXTS["compact"])
+    summary = write_corpus(source, directory, SIZES, *options)
+    return *(TokenFile.open(directory, name) for name in SIZES), summary
 
 
-def test_a_corpus_is_a_matter_of_its_seed(tmp_path):
-    first, same, other = (
-        write(tmp_path / name, seed)[0] for name, seed in (("a", 3), ("b", 3), ("c", 4))
-    )
+def test_a_corpus_is_a_matter_of_its_seed_and_all_of_it_is_supervised_on_demand(
+    tmp_path,
+):
+    options = {"a": (3,), "b": (3, True), "c": (4,)}
+    first, same, other = (write(tmp_path / n, *o)[0] for n, o in options.items())
     np.testing.assert_array_equal(first.tokens[:], same.tokens[:])
-    np.testing.assert_array_equal(first.loss_mask[:], same.loss_mask[:])
+    assert same.loss_mask[:].all() and not first.loss_mask[:].all()
     assert not np.array_equal(first.tokens[:100], other.tokens[:100])
 
 
 def test_rows_of_the_corpus_have_weights_on_answers_alone_as_the_summary_says(tmp_path):
-    train, held_out, summary = write(tmp_path / "corpus")
+    train, held_out, summary = write(tmp_path / "corpus", 0)
     for corpus, wanted in ((train, 4000), (held_out, 1000)):
         assert wanted <= corpus.tokens.size < wanted + CONTEXTS["compact"]
         batch = WholeRows(corpus, 256).read(0, np.arange(256))
@@ -132,14 +103,14 @@ def test_rows_of_the_corpus_have_weights_on_answers_alone_as_the_summary_says(tm
     assert f"{supervised:,} supervised" in str(summary)
 
 
-def tasks(task: str, *options: Any) -> list[tuple[str, str]]:
-    """Returns text, and its supervised part, of 20 documents of RULER."""
-    found = draws(TaskDocuments(BYTES, [task], 3000, 1, *options), 20)
+def tasks(task: str, is_bare: bool = False) -> list[tuple[str, str]]:
+    """Returns text, and its answer, of 20 documents of RULER."""
+    found = draws(TaskDocuments(BYTES, [task], 3000, 1, is_bare), 20)
     for document in found:
-        assert document.tokens.size <= 3000 and document.is_supervised[-1]
+        assert document.tokens.size <= 3000 and document.is_answer[-1]
         assert document.tokens[-1] == BYTES.end_of_document
     return [
-        (BYTES.decode(d.tokens), BYTES.decode(d.tokens[d.is_supervised])) for d in found
+        (BYTES.decode(d.tokens), BYTES.decode(d.tokens[d.is_answer])) for d in found
     ]
 
 
@@ -174,7 +145,7 @@ def test_chains_are_answered_in_their_order():
 
 
 def test_bare_chains_have_nothing_around_them():
-    for text, answer in tasks("vt", "answers", True):
+    for text, answer in tasks("vt", True):
         chain = text.splitlines()
         assert names_of_a_chain(text, answer) == len(chain) - 1
         assert chain[-1] == answer
@@ -185,7 +156,7 @@ BAD = {
     (TaskDocuments, BYTES, ("cwe",), 3000, 1): "task cwe must be one of niah_single_1,",
     (TaskDocuments, BYTES, ("vt",), 3000, SEED): "seed 42 is that of RULER's prompts",
     (TaskDocuments, BYTES, ("vt",), 5, 1): "5 tokens are too few for documents of vt",
-    (TaskDocuments, BYTES, ("niah_single_1",), 3000, 1, "all", True): "only vt can be",
+    (TaskDocuments, BYTES, ("niah_single_1",), 3000, 1, True): "only vt can be",
     (LineDocuments, FORMS["LRT-NL"], BYTES, 200): "tokens are too few .* which take",
 }
 
@@ -194,5 +165,5 @@ BAD = {
 def test_what_cannot_be_drawn_is_refused_and_nothing_is_written(wrong, tmp_path):
     make, *given = wrong
     with pytest.raises(ValueError, match=BAD[wrong]):
-        write_corpus(make(*given), tmp_path / "out", seed=0, **SIZES)
+        write_corpus(make(*given), tmp_path / "out", SIZES, 0)
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,46 +43,34 @@ from training.mesh import Partition
 BY = "document", "row"
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Losses and weights of the tokens of each row, by powers of two of a position.
+def summed(
+    losses: np.ndarray, weights: np.ndarray, positions: np.ndarray, parts: int
+) -> np.ndarray:
+    """Sums losses and weights of each row's tokens by powers of two of a position.
 
-    losses, weights: float64 (rows, parts); part 0 is position 0, part k those from
-      2^(k - 1) to below 2^k.
+    Args:
+      losses, weights, positions: (B, T), in any order.
+      parts: part 0 is position 0, part k those from 2^(k - 1) to below 2^k.
+
+    Returns:
+      Losses and weights, float64 (2, B, parts).
     """
-
-    losses: np.ndarray
-    weights: np.ndarray
-
-    @classmethod
-    def of(
-        cls, losses: np.ndarray, weights: np.ndarray, positions: np.ndarray, parts: int
-    ) -> "Sums":
-        """Sums the tokens of each row of a batch; arrays (B, T), in any order."""
-        part = np.frexp(positions)[1]  # bits of a whole number
-        part = part + parts * np.arange(len(part))[:, None]
-
-        def sums(values: np.ndarray) -> np.ndarray:
-            found = np.bincount(part.ravel(), values.ravel(), parts * len(part))
-            return found.reshape(-1, parts)
-
-        weights = weights.astype(np.float64)
-        # A token without a weight may have any loss.
-        return cls(sums(np.where(weights > 0, losses, 0) * weights), sums(weights))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns the mean loss of each part that has tokens, and of all of them."""
-        parts = [
-            _mean(self.losses[:, k], self.weights[:, k]) | _bounds(k)
-            for k in range(self.weights.shape[1])
-            if self.weights[:, k].any()
-        ]
-        whole = _mean(self.losses.sum(axis=1), self.weights.sum(axis=1))
-        return [*parts, whole | {"from": 0, "below": None}]
+    part = np.frexp(positions)[1]  # bits of a whole number
+    part = part + parts * np.arange(len(part))[:, None]
+    weights = weights.astype(np.float64)
+    # A token without a weight may have any loss.
+    both = np.where(weights > 0, losses, 0) * weights, weights
+    sums = (np.bincount(part.ravel(), x.ravel(), parts * len(part)) for x in both)
+    return np.stack([x.reshape(-1, parts) for x in sums])
 
 
-def _bounds(part: int) -> dict[str, int]:
-    return {"from": (1 << part) >> 1, "below": 1 << part}
+def means(sums: np.ndarray) -> list[dict[str, Any]]:
+    """Returns the mean loss of each part that has tokens, and of all of them."""
+    parts = [
+        _mean(*sums[..., k]) | {"from": (1 << k) >> 1, "below": 1 << k}
+        for k in np.flatnonzero(sums[1].any(axis=0)).tolist()
+    ]
+    return [*parts, _mean(*sums.sum(axis=-1)) | {"from": 0, "below": None}]
 
 
 def _mean(losses: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
@@ -143,10 +130,10 @@ def token_losses(
     return jax.jit(losses, out_shardings=sharding, compiler_options=options)
 
 
-def read_sums(
+def reader(
     config: ml_collections.ConfigDict, options: argparse.Namespace, partition: Partition
-) -> tuple[tuple[int, int], Callable[[Any], Iterator[Sums]]]:
-    """Returns how many rows there are and are read, and what yields their sums.
+) -> tuple[int, int, Callable[[Any], Iterator[np.ndarray]]]:
+    """Returns how many rows there are, how many are read, and what yields their sums.
 
     Raises:
       FileNotFoundError, ValueError: something in the config or the options is wrong.
@@ -164,23 +151,18 @@ def read_sums(
     program = token_losses(config, partition)
     reading = {name: config.data[name] for name in ("threads", "buffered_steps")}
 
-    def places(batch: Batch) -> Any:
-        return index if options.by == "row" else batch.positions
-
-    def sums(parameters: Any) -> Iterator[Sums]:
+    def sums(parameters: Any) -> Iterator[np.ndarray]:
         with contextlib.closing(iterate(batches, **reading)) as steps:
             for step, blocks in itertools.islice(steps, count):
                 batch = place(blocks, sharding, shape)
                 losses = np.asarray(program(parameters, batch), np.float64)
-                weights, positions = map(
-                    np.asarray, (batch.loss_weights, places(batch))
-                )
+                positions = index if options.by == "row" else batch.positions
                 # Behind the last rows of a split the first ones fill up the batch.
                 read = batches.ordered - step * shape[0]
-                found = (x[:read] for x in (losses, weights, positions))
-                yield Sums.of(*found, parts)
+                found = map(np.asarray, (losses, batch.loss_weights, positions))
+                yield summed(*(x[:read] for x in found), parts)
 
-    return (batches.rows, min(count * shape[0], batches.ordered)), sums
+    return batches.rows, min(count * shape[0], batches.ordered), sums
 
 
 def evaluate(
@@ -198,7 +180,7 @@ def evaluate(
         set_corpus(config, options.corpus, say)
     corpora.directories(config)
     partition = base.partition(config, jax.devices())
-    (rows, read), sums = read_sums(config, options, partition)
+    rows, read, sums = reader(config, options, partition)
     if padding := batch_rows.describe_padding(config, partition):
         say(padding)
     parameters, step = restored_parameters(config, partition)
@@ -208,17 +190,13 @@ def evaluate(
         f"{config.workdir}, step {step}, on {corpus} ({options.split}): {read:,} of "
         f"{rows:,} rows of {tokens:,} tokens"
     )
-    found = [*sums(parameters)]
-    losses, weights = (
-        np.concatenate([getattr(each, name) for each in found])
-        for name in ("losses", "weights")
-    )
-    if not weights.any():
+    found = np.concatenate([*sums(parameters)], axis=1)
+    if not found[1].any():
         raise ValueError(f"no token of these rows of {corpus} has a loss")
     about = {"run": config.workdir, "step": step, "corpus": corpus}
     about |= {"split": options.split, "rows": read, "by": options.by}
     about |= {"context_tokens": tokens}
-    return [about | row for row in Sums(losses, weights).rows()]
+    return [about | row for row in means(found)]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -7,11 +7,11 @@ as they are encoded and not found again in the text.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -31,42 +31,24 @@ from tools.lib.ruler.needles import NOISE, Needles
 from tools.lib.ruler.tasks import SEED, TASKS, Sources
 from tools.lib.ruler.variables import HOPS, Variables, answered
 
-SUPERVISED = "answers", "all"
-"""Tokens with a loss."""
 MOST_ASKED = 3
 """Questions for each line of a record, at most."""
 SENTENCES = re.findall(r"[A-Z][^.]+\.", NOISE)
 TEACHABLE = "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt"
 
-Part = tuple[np.ndarray, bool]
-"""Tokens, int32 (n,), and whether they are an answer's."""
-
 
 class Document(NamedTuple):
-    """Tokens, int32 (n,), and their loss mask, bool (n,)."""
+    """Tokens, int32 (n,), and which are answers', bool (n,)."""
 
     tokens: np.ndarray
-    is_supervised: np.ndarray
+    is_answer: np.ndarray
 
     @classmethod
-    def of(cls, parts: Sequence[Part], supervised: str) -> "Document":
-        """Joins parts; supervised: "answers", or "all"."""
+    def of(cls, parts: Iterable[tuple[np.ndarray, bool]]) -> "Document":
+        """Joins parts: tokens, and whether they are an answer's."""
         tokens, is_answer = zip(*parts, strict=True)
-        shown = [supervised == "all" or answer for answer in is_answer]
-        return cls(np.concatenate(tokens), np.repeat(shown, [*map(len, tokens)]))
-
-
-class Documents(Protocol):
-    """Interface of what draws documents."""
-
-    tokenizer: Tokenizer
-
-    def draw(self, rng: np.random.Generator) -> Document:
-        """Draws the next document.
-
-        Raises:
-          ValueError: the smallest one does not fit, or there are too few names.
-        """
+        sizes = [*map(len, tokens)]
+        return cls(np.concatenate(tokens), np.repeat(is_answer, sizes))
 
 
 @dataclass(frozen=True)
@@ -76,15 +58,15 @@ class LineDocuments:
     A row then teaches many answers, without which small models take many times as long
     to begin to find lines at all.
 
+    Answers are the numbers and the ends of their lines.
+
     form: how records are written.
     context_tokens: that a document has at most.
-    supervised: "answers", which are the numbers and the ends of their lines, or "all".
     """
 
     form: LineForm
     tokenizer: Tokenizer
     context_tokens: int
-    supervised: str = SUPERVISED[0]
 
     @cached_property
     def least_tokens(self) -> int:
@@ -94,6 +76,11 @@ class LineDocuments:
         return case_tokens(self.form, self.tokenizer, longest.case(0)) + 1
 
     def draw(self, rng: np.random.Generator) -> Document:
+        """Draws the next document.
+
+        Raises:
+          ValueError: the smallest one does not fit, or there are too few names.
+        """
         least = min(self.least_tokens, self.context_tokens)
         low, high = math.log(least), math.log(self.context_tokens)
         # One token ends the document, and another may begin it.
@@ -114,7 +101,7 @@ class LineDocuments:
         for question in self._questions(record, asked(record), tokens - text.size, rng):
             parts += zip(question, (False, True), strict=True)
         parts.append((np.array([self.tokenizer.end_of_document], np.int32), False))
-        return Document.of(parts, self.supervised)
+        return Document.of(parts)
 
     def _questions(
         self, record: Record, asked: int, room: int, rng: np.random.Generator
@@ -149,8 +136,9 @@ class TaskDocuments:
     with noise have fewer sentences of it in a line, down to none. Chains have from two
     variables to eight links more.
 
+    Answers begin with their prefixes.
+
     tasks: needles without files, or "vt". seed: of the prompts, other than RULER's.
-    supervised: "answers", of which the prefix is a part, or "all".
     bare: chains of variables without noise, question and example.
 
     Raises:
@@ -161,7 +149,6 @@ class TaskDocuments:
     tasks: Sequence[str]
     context_tokens: int
     seed: int
-    supervised: str = SUPERVISED[0]
     bare: bool = False
 
     def __post_init__(self):
@@ -176,6 +163,11 @@ class TaskDocuments:
         self._recipes = [r for r in recipes if isinstance(r, Needles | Variables)]
 
     def draw(self, rng: np.random.Generator) -> Document:
+        """Draws the next document.
+
+        Raises:
+          ValueError: the smallest one does not fit.
+        """
         recipe = self._recipes[rng.integers(len(self._recipes))]
         largest = max(self.context_tokens / 8, 1)  # a sentence has more tokens
         for _ in range(DRAWS):
@@ -186,8 +178,7 @@ class TaskDocuments:
             if sum(map(len, tokens)) < self.context_tokens:
                 tokens.append(np.array([self.tokenizer.end_of_document], np.int32))
                 is_answer = False, True, True, True
-                parts = [*zip(tokens, is_answer, strict=True)]
-                return Document.of(parts, self.supervised)
+                return Document.of(zip(tokens, is_answer, strict=True))
             largest = max(largest * 0.8, 1)
         raise ValueError(
             f"{self.context_tokens} tokens are too few for documents of "
@@ -213,31 +204,30 @@ class TaskDocuments:
 
 
 def write_corpus(
-    documents: Documents,
+    documents: LineDocuments | TaskDocuments,
     output: Path,
-    *,
-    train_tokens: int,
-    validation_tokens: int,
+    tokens: Mapping[str, int],
     seed: int,
+    supervises_all: bool = False,
 ) -> Summary:
-    """Writes the corpus `output`, documents until the tokens are reached.
+    """Writes the corpus `output`, documents until the tokens of each split are reached.
 
-    The two splits are drawn from seeds of their own, so that their records differ.
+    The splits are drawn from seeds of their own, so that their records differ.
 
     Raises:
       FileExistsError: `output` exists and is not empty.
       ValueError: as `documents.draw`.
     """
-    wanted = {"train": train_tokens, "validation": validation_tokens}
     with TokenFileWriter(output, documents.tokenizer, has_loss_mask=True) as writer:
         summary = Summary(writer)
-        for number, (split, tokens) in enumerate(wanted.items()):
+        for number, (split, wanted) in enumerate(tokens.items()):
             rng = np.random.default_rng([seed, number])
-            shown = tqdm(desc=split, total=tokens, unit=" tokens", disable=None)
+            shown = tqdm(desc=split, total=wanted, unit=" tokens", disable=None)
             with shown:
-                while writer.counts[split].tokens < tokens:
+                while writer.counts[split].tokens < wanted:
                     document = documents.draw(rng)
-                    writer.write(split, *document)
-                    summary.supervised[split] += int(document.is_supervised.sum())
+                    is_supervised = document.is_answer | supervises_all
+                    writer.write(split, document.tokens, is_supervised)
+                    summary.supervised[split] += int(is_supervised.sum())
                     shown.update(document.tokens.size)
     return summary
