@@ -3,7 +3,6 @@
 import functools
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +69,14 @@ def test_share_of_the_peak_is_known_for_known_chips_in_bfloat16_only():
     assert peak_share(1e12, chips, jnp.float32) is None
 
 
+@pytest.mark.parametrize(("mask", "pairs"), [("causal", 96 * 97 / 2), ("full", 96**2)])
+def test_rates_are_of_the_visible_pairs(mask, pairs):
+    problem, cpu = Problem(96, 2, 1, 16, "float32", mask, batch=3), environment("", 1)
+    for direction, forwards in {"forward": 1, "backward": 2.5, "both": 3.5}.items():
+        rate = problem.rates(direction, 2.0, cpu)["tflops"] * 1e12
+        assert rate == pytest.approx(forwards * 4 * 16 * 2 * 3 * pairs / 2.0)
+
+
 def test_rows_are_written_only_to_a_new_file(tmp_path):
     path = tmp_path / "rows.json"
     check_output(path)
@@ -130,21 +137,16 @@ def test_columns_are_explained_below_the_rows(table, row, explained):
 
 @pytest.mark.thorough
 def test_each_direction_of_each_contestant_that_is_there_has_a_row(rows_of):
-    tiny = "--lengths 96 --head-dims 16 --heads 2 --kv-heads 1 --repeats 1 --calls 2"
-    chosen = "--contestants blockwise cudnn reference --masks causal full"
+    tiny = "--lengths 32 --head-dims 16 --heads 2 --kv-heads 1 --repeats 1 --calls 2"
+    chosen = "--contestants blockwise cudnn reference --masks causal"
     found = rows_of(bench_kernels, *f"{tiny} {chosen} --dtypes float32".split())
-    assert [(row["mask"], row["direction"], row["contestant"]) for row in found] == [
-        (mask, direction, name)
-        for mask in ("causal", "full")
+    assert [(row["direction"], row["contestant"]) for row in found] == [
+        (direction, name)
         for direction in ("forward", "backward")
         for name in ("blockwise", "reference")
     ]
-    for row in found:
-        assert row.keys() == KERNEL and row["error"] < TOLERANCE
-        pairs = 96 * 97 / 2 if row["mask"] == "causal" else 96 * 96
-        flops = 4 * 16 * 2 * pairs * (1 if row["direction"] == "forward" else 2.5)
-        assert row["tflops"] * 1e12 * row["seconds_median"] == pytest.approx(flops)
-    assert max(row["error"] for row in found) > 0
+    assert all(row.keys() == KERNEL for row in found)
+    assert 0 < max(row["error"] for row in found) < TOLERANCE
 
 
 def test_an_error_is_seen():
@@ -177,13 +179,15 @@ def test_a_backward_run_gives_the_gradients_of_the_forward_run():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mask", ["causal", "full"])
-def test_splash_is_given_the_same_problem(mask):
+@pytest.mark.parametrize(
+    ("mask", "directions"), [("causal", ["forward", "backward"]), ("full", ["forward"])]
+)
+def test_splash_is_given_the_same_problem(mask, directions):
     """Interpreted; on a TPU the same runs are compiled."""
     operands = Problem(128, 1, 1, 128, "float32", mask).draw()
     found = peers.splash(operands, mask == "causal", interpret=True)
     exact = peers.ours("reference", operands, mask == "causal")
-    for direction in bench_kernels.DIRECTIONS:
+    for direction in directions:
         truth = jax.device_get(getattr(exact, direction)())
         assert bench_kernels.largest_error(found, direction, truth) < 1e-2
 
@@ -236,59 +240,86 @@ def test_every_layout_has_a_right_row_whose_rates_agree(measure, capsys):
             assert 0 < row[f"error_{name}"] <= TOLERANCE, (name, row)
         assert row["seconds_min"] == row["seconds_median"] == row["seconds_max"] > 0
         assert row["compile_seconds"] > 0 and row["cpu_seconds_median"] > 0
-        flops = row["tflops"] * 1e12 * row["seconds_median"]
-        assert flops == pytest.approx(3.5 * 4 * 16 * 2 * 256 * 257 / 2)
         assert row["peak_share"] is None
         assert row["tiles_critical_path"] == TILES[row["layout"]]
     assert "as fast:" in capsys.readouterr().out
 
 
-@pytest.mark.thorough
+class ExactRing:
+    """In the place of a compiled ring: the reference, in no time."""
+
+    compile_seconds, versions = 1.0, {"jax": jax.__version__}
+
+    def __init__(self, problem, operands, **_):
+        self.answer = functools.partial(problem.truth, operands)
+
+    def sample(self):
+        return rows.Sample(1.0, 1.0)
+
+
 def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     monkeypatch, measure
 ):
+    monkeypatch.setattr(bench_ring, "CompiledRing", ExactRing)
     monkeypatch.setattr(bench_ring, "LONGEST_CHECKED", 32)
     (row,) = measure("--layouts", "striped")
-    assert (row["length"], row["error_length"]) == (256, 32)
-    assert 0 < row["error_dk"] <= TOLERANCE
+    assert (row["length"], row["error_length"], row["error_dk"]) == (256, 32, 0)
 
 
-# A Python whose `original_process.py` computes with this repository's reference.
+# A Python whose `original_process.py` computes with NumPy.
 STAND_IN = """#!{python}
 import json, pathlib, sys
-sys.path.insert(0, {root!r})
-import jax, numpy as np
-jax.config.update("jax_platforms", "cpu")
-from kernels import attention, masks
+import numpy as np
 script, directory, devices, chunk = sys.argv[1:]
 assert devices == "2" and script.endswith("original_process.py")
 {fault}
 problem = np.load(pathlib.Path(directory, "problem.npz"))
-segments = problem["segments"][0] if "segments" in problem else None
-mask = masks.causal() if segments is None else masks.documents(segments)
-attend = lambda *x: attention(*x, visible=mask)
-out, pull = jax.vjp(attend, *(problem[name] for name in "qkv"))
+q, d_out, segments = problem["q"], problem["d_out"], problem["segments"][0]
+k, v = (problem[name].repeat(2, axis=2) for name in "kv")
+scores = np.einsum("bqhd,bkhd->bhqk", q, k) / 4
+index = np.arange(q.shape[1])
+visible = (index[:, None] >= index) & (segments[:, None] == segments)
+p = np.where(visible, np.exp(scores), 0)
+p /= p.sum(axis=-1, keepdims=True)
+out = np.einsum("bhqk,bkhd->bqhd", p, v)
+dp = np.einsum("bqhd,bkhd->bhqk", d_out, v)
+ds = p * (dp - np.einsum("bqhd,bqhd->bhq", d_out, out)[..., None]) / 4
+answer = dict(out=out, dq=np.einsum("bhqk,bkhd->bqhd", ds, k))
+answer["dk"] = np.einsum("bhqk,bqhd->bkhd", ds, q).sum(axis=2, keepdims=True)
+answer["dv"] = np.einsum("bhqk,bqhd->bkhd", p, d_out).sum(axis=2, keepdims=True)
 versions = dict(ringattention="0.1.2")
 print(json.dumps(dict(compile_seconds=1.5, versions=versions)), flush=True)
 for number, line in enumerate(sys.stdin):
     print(json.dumps(dict(wall=8.0 + number, cpu=16.0 + number)), flush=True)
-answer = dict(zip(["dq", "dk", "dv"], pull(problem["d_out"])), out=out)
 np.savez(pathlib.Path(directory, "answer.npz"), **answer)
 """
 
 
-def stand_in(directory: Path, fault: str = "") -> list[str]:
-    """Arguments with which the program runs it instead of the original."""
-    path, root = directory / "python", str(Path(bench_ring.__file__).parents[1])
-    path.write_text(STAND_IN.format(python=sys.executable, root=root, fault=fault))
-    path.chmod(0o755)
-    beside = ["--beside", str(path), "--chunks", "8", "--repeats", "2"]
-    return ["--length", "64", "--layouts", "striped", "--mask", "documents", *beside]
+@pytest.fixture
+def stand_in(tmp_path):
+    """Returns arguments with which the program runs it instead of the original."""
+
+    def made(fault: str = "") -> list[str]:
+        path = tmp_path / "python"
+        path.write_text(STAND_IN.format(python=sys.executable, fault=fault))
+        path.chmod(0o755)
+        beside = ["--beside", str(path), "--chunks", "8", "--repeats", "2"]
+        return [
+            "--length",
+            "64",
+            "--layouts",
+            "striped",
+            "--mask",
+            "documents",
+            *beside,
+        ]
+
+    return made
 
 
 @pytest.mark.thorough
-def test_the_original_has_rows_beside_ours(tmp_path, measure):
-    ours, peer = measure(*stand_in(tmp_path))
+def test_the_original_has_rows_beside_ours(stand_in, measure):
+    ours, peer = measure(*stand_in())
     assert peer["implementation"] == "ringattention" and peer["block_q"] == 8
     for name in GRADED:
         assert 0 < peer[f"error_{name}"] < TOLERANCE
@@ -301,9 +332,12 @@ def test_the_original_has_rows_beside_ours(tmp_path, measure):
 
 
 @pytest.mark.thorough
-def test_an_original_that_fails_is_quoted_and_nothing_is_written(tmp_path, capsys):
-    arguments = stand_in(tmp_path, fault='sys.exit("no module of that name")')
+def test_an_original_that_fails_is_quoted_and_nothing_is_written(
+    stand_in, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(bench_ring, "CompiledRing", ExactRing)
     output = tmp_path / "rows.json"
+    arguments = stand_in('sys.exit("no module of that name")')
     assert bench_ring.main([*TINY, *arguments, "--output", str(output)]) == 1
     said = capsys.readouterr().err
     assert said == "error: ringattention failed: no module of that name\n"

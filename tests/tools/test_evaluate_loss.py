@@ -18,7 +18,7 @@ from tests.runs import small_config
 from tests.small_llama import partition_of
 from tests.tools.test_generate import save
 from tools import figures
-from tools.lib.evaluation.loss import main
+from tools.lib.evaluation.loss import main, set_corpus
 from training.feed import place
 from training.mesh import MeshShape
 from training.step import make_evaluate_step
@@ -85,6 +85,7 @@ def test_losses_of_all_parts_are_those_written_out(
     corpus, workdir, tmp_path, capsys, by, tokens, flags
 ):
     flags = [f"--config.data.context_tokens={tokens}", "--by", by, *flags]
+    flags += ["--corpus", str(corpus)]
     *parts, whole = evaluate(workdir, tmp_path, *flags)
     wanted = written_out(corpus, workdir, tokens, by)
     assert [part["below"] for part in parts] == sorted(wanted)
@@ -135,18 +136,16 @@ def others(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: root / name for name in tokenizers}
 
 
-@pytest.mark.thorough
-def test_another_corpus_is_read_if_its_tokenizer_is_the_runs(
-    workdir, others, tmp_path, capsys
-):
-    rows = evaluate(workdir, tmp_path, "--corpus", str(others["bytes"]))
-    assert rows[0]["corpus"] == str(others["bytes"]) and rows[-1]["tokens"] > 1000
-    assert "nothing says" not in capsys.readouterr().out
-    assert main([f"--workdir={workdir}", "--corpus", str(others["subwords"])]) == 1
-    assert "differ in their vocabulary" in capsys.readouterr().err
-    gone = [f"--workdir={workdir}", "--config.data.corpus=gone"]
-    assert main([*gone, "--corpus", str(others["bytes"])]) == 0
-    assert "the run's corpus (gone) is not here" in capsys.readouterr().out
+def test_another_corpus_is_read_if_its_tokenizer_is_the_runs(corpus, others):
+    said: list[str] = []
+    config = small_config(corpus, Path("run"), model__vocab_size=264)
+    set_corpus(config, others["bytes"], said.append)
+    assert config.data.corpus == str(others["bytes"]) and not said
+    with pytest.raises(ValueError, match="differ in their vocabulary"):
+        set_corpus(config, others["subwords"], said.append)
+    config.data.corpus = "gone"
+    set_corpus(config, others["bytes"], said.append)
+    assert said[0].startswith("the run's corpus (gone) is not here: nothing says")
 
 
 # Options: what is said of them.
