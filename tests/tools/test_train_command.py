@@ -51,31 +51,44 @@ def subwords(tmp_path: Path) -> str:
     return str(make_hugging_face(tmp_path / "tokenizer.json"))  # 300 ids or fewer
 
 
-def small(flags: list[str], workdir: Path) -> list[str]:
-    """The printed flags, of a model that is compiled in seconds."""
-    more = {name: size for name, size in SMALL.items() if name.startswith("model.")}
-    more |= {"optimizer.warmup_steps": 0, "train.steps": 3, "workdir": workdir}
-    more |= {"simulated_devices": 0, "implementation": "reference"}
-    return [*flags, *(f"--config.{name}={value}" for name, value in more.items())]
+def made(printed: str, workdir: Path) -> ml_collections.ConfigDict:
+    """The config of a printed command, whose run would go as far as to compile."""
+    config = read_config([*flags_of(printed), f"--config.workdir={workdir}"])
+    config_checks.check(config, jax.device_count())
+    partition = base.partition(config, jax.devices())
+    task.make_task(config, partition).open_data()
+    return config
+
+
+def save(config: ml_collections.ConfigDict, workdir: Path) -> None:
+    """Saves random weights as those of a run."""
+    partition = base.partition(config, jax.devices())
+    model = text.model(config, partition)
+    save_parameters(workdir, drawn(model, partition), text.fingerprint(model))
+    run_config.write(config)
 
 
 @pytest.mark.thorough
 def test_own_text_of_own_tokenizer_trains_generates_plans_and_exports(
     tmp_path, capsys, subwords
 ):
-    text, corpus, run = tmp_path / "book.txt", tmp_path / "book", tmp_path / "run"
-    text.write_text(LETTERS)
-    arguments = [str(text), "--output", str(corpus), "--tokenizer", subwords]
+    source, corpus, run = tmp_path / "book.txt", tmp_path / "book", tmp_path / "run"
+    source.write_text(LETTERS)
+    arguments = [str(source), "--output", str(corpus), "--tokenizer", subwords]
     assert prepare_text.main(arguments) == 0
-    flags = small(flags_of(capsys.readouterr().out), run)
-    assert train.train(read_config(flags), lambda line: None)["step"] == 3
+    printed = capsys.readouterr().out
+    more = {name: size for name, size in SMALL.items() if name.startswith("model.")}
+    more |= {"workdir": run, "simulated_devices": 0, "implementation": "reference"}
+    flags = [*flags_of(printed), *(f"--config.{n}={v}" for n, v in more.items())]
+    config = read_config(flags)
+    save(config, run)
     vocab_size = json.loads((corpus / "meta.json").read_text())["vocab_size"]
     assert vocab_size not in (264, 257)
+    assert made(printed, run).data.corpus == str(corpus)
 
     options, rest = generate._options(flags)
-    config = read_config(rest)
     writer = generate.prepare(config, options, base.partition(config, jax.devices()))
-    assert writer.tokenizer.vocab_size == vocab_size
+    assert writer.tokenizer.vocab_size == vocab_size and rest == flags
     assert convert_hf.main(["export", str(run), str(tmp_path / "hf")]) == 0
     exported = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert exported["vocab_size"] == -(-vocab_size // 8) * 8
@@ -84,15 +97,6 @@ def test_own_text_of_own_tokenizer_trains_generates_plans_and_exports(
     wrong = "vocab_size=264 must be .* set config.model.vocab_"
     with pytest.raises(ValueError, match=wrong):
         train.train(read_config([*flags, "--config.model.vocab_size=264"]))
-
-
-def made(printed: str, workdir: Path) -> ml_collections.ConfigDict:
-    """The config of a printed command, whose run would go as far as to compile."""
-    config = read_config([*flags_of(printed), f"--config.workdir={workdir}"])
-    config_checks.check(config, jax.device_count())
-    partition = base.partition(config, jax.devices())
-    task.make_task(config, partition).open_data()
-    return config
 
 
 def test_chats_train_whole_in_rows_that_the_ring_does_not_divide(tmp_path, capsys):
@@ -109,11 +113,7 @@ def test_imported_weights_are_fine_tuned_on_what_was_prepared(
     tmp_path, capsys, program, subwords
 ):
     weights = tmp_path / "weights"
-    config = small_config("", weights, model__vocab_size=304)
-    partition = base.partition(config, jax.devices())
-    model = text.model(config, partition)
-    save_parameters(weights, drawn(model, partition), text.fingerprint(model))
-    run_config.write(config)
+    save(small_config("", weights, model__vocab_size=304), weights)
     source, corpus = tmp_path / "in.jsonl", tmp_path / "corpus"
     talks = [row | {"text": "Wo? " * 300} for row in rows(90)]
     source.write_text("\n".join(map(json.dumps, talks)))
