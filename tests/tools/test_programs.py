@@ -1,30 +1,64 @@
-"""Every file in tools/ is a program that answers --help and is in tools/README.md."""
+"""Every file in tools/ is a program: it answers --help and refuses in one line."""
 
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import tools
+from tests.cases import pairs
+from tools import evaluate
 
 FOLDER = Path(next(iter(tools.__path__)))
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 
+# Files that are wrong in ways of their own, for `{name}` in command_lines.txt.
+FILES = {
+    "garbage": bytes(range(256)),
+    "nothing.json": b"",
+    "deep.json": b"[" * 100_000,
+    "numbers.json": b"[1, 2]",
+    "object.json": b'{"a": 1}',
+    "rows.json": b'[{"a": 1}]',
+    "no_rows.json": b"[]",
+    "text.txt": b"The ring turns.\n" * 50,
+}
+TINY = "--config=configs/tiny.py --config.workdir={new} --config.data.corpus={new}"
+TINY += " --config.model.vocab_size=264"
+CASES = dict(pairs("command_lines.txt"))
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_file_is_a_program_that_answers_help(name, capsys):
-    program = importlib.import_module(f"tools.{name}")
-    with pytest.raises(SystemExit) as ended:
-        program.main(["--help"])
-    assert ended.value.code == 0
+
+@pytest.mark.parametrize("name", [*NAMES, *(f"evaluate {n}" for n in evaluate.MODULES)])
+def test_every_program_answers_help_in_the_words_of_its_module(name, capsys):
+    file, *subcommand = name.split()
+    program = importlib.import_module(f"tools.{file}")
+    with pytest.raises(SystemExit, match="0"):
+        program.main([*subcommand, "--help"])
+    if subcommand:
+        program = sys.modules[evaluate.MODULES[subcommand[0]]]
+    else:
+        ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
+        assert Path(program.__file__).read_text().endswith(ending)
     printed = capsys.readouterr().out
-    assert printed.startswith("usage: ")
+    assert printed.startswith(
+        f"usage: python -m tools.{name} " if subcommand else "usage"
+    )
+    assert f"python -m tools.{name} " in printed
     for line in program.__doc__.strip().splitlines():
         assert line in printed
-    assert f"python -m tools.{name} " in printed
-    ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
-    assert Path(program.__file__).read_text().endswith(ending)
+
+
+def test_help_lists_every_evaluation_and_imports_none(monkeypatch, capsys):
+    for module in evaluate.MODULES.values():
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit, match="0"):
+        evaluate.main(["--help"])
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for name, module in evaluate.MODULES.items():
+        assert any(words[:1] == [name] and len(words) > 3 for words in listed), name
+        assert module not in sys.modules
 
 
 def test_the_readme_has_a_line_for_each_program():
@@ -42,3 +76,25 @@ def test_no_test_of_the_library_needs_a_tool_but_for_compilers():
     assert len(files) > 50
     needs = re.compile(r"^\s*(from|import) tools\b(?!\.lib\.compiled)", re.M)
     assert [path for path in files if needs.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_command_line_is_one_line_and_writes_nothing(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+
+    def filled(text: str) -> str:
+        for name in (*FILES, "full", "new"):
+            text = text.replace(f"{{{name}}}", str(tmp_path / name))
+        return text
+
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    program, *arguments = filled(case.replace("{tiny}", TINY)).split()
+    assert importlib.import_module(f"tools.{program}").main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and filled(CASES[case]) in line, line
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

@@ -14,9 +14,15 @@ from tools import prepare_chat, prepare_text
 TEXTS = [{"text": f"text {number}"} for number in range(9)]
 WRONG = [*TEXTS[:2], {"text": None}]
 FIELD = [{"content": "text"}]
-CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+FEATHER = as_arrow(TEXTS, pa.ipc.new_file)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 PACKED = pa.compress(as_lines(TEXTS), "gzip", asbytes=True)
+MARKS = b"<|im_start|>user\nHi<|im_end|>"
+HI, HO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+CHAT = [HI, HO]
+EOT = HO | {"content": "<|eot_id|>"}
+CALLS = HO | {"tool_calls": [{"id": "x"}]}
+IMAGE = HI | {"content": [{"type": "image_url"}]}
 
 
 def without_shard(root: Path) -> None:
@@ -42,153 +48,91 @@ def turns(*more: Any) -> bytes:
     return as_lines([{"messages": CHAT}, {"messages": [*CHAT, *more]}])
 
 
-# A file's name and content, or what makes files; more arguments: what has to be said.
-TEXT: list[tuple[Any, str, str]] = [
-    (("in.parquet", b"PAR1 and no more"), "", "cannot be read as a .parquet file"),
-    (("in.parquet", as_parquet(TEXTS)[:-20]), "", "cannot be read as a .parquet file"),
-    (("in.parquet", as_parquet(FIELD)), "", "has no column text, but ['content']: "),
-    (("in.parquet", as_parquet(TEXTS)), "--text-field body", "has no column body, but"),
-    (("in.parquet", as_parquet(WRONG)), "", "[2]: field 'text' is NoneType, no text"),
-    (("in.parquet.gz", as_parquet(TEXTS)), "", "read from their ends: unpack it"),
-    (("in.feather.zst", as_arrow(TEXTS, pa.ipc.new_file)), "", "their ends: unpack it"),
-    (("in.parquet", LFS), "", "is a pointer of Git LFS, not the file: fetch it (git"),
-    (("in.txt", LFS), "", "is a pointer of Git LFS"),
-    (
-        ("in.bin", as_parquet(TEXTS)),
-        "",
-        "begins as a .parquet file: give it the ending",
-    ),
-    (("in.txt", as_arrow(TEXTS, pa.ipc.new_file)), "", "begins as a .arrow file: give"),
-    (("in.jsonl", PACKED), "", "begins as a .gz file: give it the ending .gz"),
-    (("in.arrow", as_arrow(TEXTS)[:300]), "", "cannot be read as a .arrow file"),
-    (("in.arrow", b"no table"), "", "cannot be read as a .arrow file"),
-    (("in.bin", bytes(range(256))), "", "is not UTF-8 text, nor of a known format:"),
-    (("in.txt", "Möwe".encode("utf-16")), "", "is not UTF-8 text, nor of a known"),
-    (
-        ("in.jsonl", as_lines(TEXTS) + b'{"text": 3}'),
-        "",
-        ":10: field 'text' is int, no",
-    ),
-    (
-        ("in.jsonl", as_lines(FIELD)),
-        "",
-        ":1: no field 'text' (--text-field), but ['con",
-    ),
-    (("in.jsonl", b"text\n"), "", ":1: no JSON (Expecting value"),
-    (("in.json", b"[1, 2]"), "", "[0]: int, and no object with 'text'"),
-    (("in.json", as_list(TEXTS)[:-1]), "", "(it does not end behind its 9 values)"),
-    (("in.json", b'{\n"text": "a"\n}'), "", "in.json:1: no JSON ("),
-    (("in.csv", as_csv(FIELD)), "", "has no column text, but ['content']"),
-    (("in.csv", b"id;text\n1;a\n"), "", "has no column text, but ['id;text']"),
-    (
-        ("in.csv", b'id,text\n1,"a\n'),
-        "",
-        "cannot be read as a .csv file (unexpected end",
-    ),
-    (("in.csv", b"text,text\na,b\n"), "", "names a column twice"),
-    (("in.csv", b"id,text\n1\n"), "", ":2: 1 fields under a header of 2"),
-    (("in.jsonl.gz~", PACKED[:-9]), "", "(Truncated compressed stream)"),
-    (
-        ("in.txt.zst~", b"\x28\xb5\x2f\xfd and no more"),
-        "",
-        "cannot be read as a .txt fi",
-    ),
-    (
-        without_shard,
-        "",
-        "train-00001-of-00003 is missing, of 1 files of a data",
-    ),
-    (without_listed, "", "data-00001-of-00002.arrow is missing, of 1 files"),
-    (without_list, "", "state.json does not list the files of a data set"),
-    (of_splits("train_a", "train_b"), "", "as in --splits train_a,train_b"),
-    (of_splits("train", "test"), "--splits val", "there is no split val in"),
-    (of_splits("train", "test"), "--splits a,b,c", "must be TRAIN or TRAIN,HELD_OUT"),
-    (("in.txt", b"<|im_start|>user\nHi<|im_end|>"), "", "1 of 1 documents have markup"),
-    (
-        ("in.jsonl", as_lines([{"text": "<html>"}])),
-        "",
-        "(HTML or XML), as {in.jsonl}:1,",
-    ),
-    (("in.txt", as_lines(TEXTS)), "", "have markup (JSON), as {in.txt}, which"),
+def rows(**more: Any) -> bytes:
+    return as_lines([{"messages": CHAT} | more])
+
+
+# A file's name and content, or what makes files, and what has to be said; then more
+# arguments. A file whose name ends with ~ is written as it is.
+TEXT: list[tuple[Any, ...]] = [
+    ("in.parquet", b"PAR1 and no more", "cannot be read as a .parquet file"),
+    ("in.parquet", as_parquet(TEXTS)[:-20], "cannot be read as a .parquet file"),
+    ("in.parquet", as_parquet(FIELD), "has no column text, but ['content']: "),
+    ("in.parquet", as_parquet(TEXTS), "has no column body, but", "--text-field body"),
+    ("in.parquet", as_parquet(WRONG), "[2]: field 'text' is NoneType, no text"),
+    ("in.parquet.gz", as_parquet(TEXTS), "read from their ends: unpack it"),
+    ("in.feather.zst", FEATHER, "their ends: unpack it"),
+    ("in.parquet", LFS, "is a pointer of Git LFS, not the file: fetch it (git"),
+    ("in.txt", LFS, "is a pointer of Git LFS"),
+    ("in.bin", as_parquet(TEXTS), "begins as a .parquet file: give it the ending"),
+    ("in.txt", FEATHER, "begins as a .arrow file: give"),
+    ("in.jsonl", PACKED, "begins as a .gz file: give it the ending .gz"),
+    ("in.arrow", as_arrow(TEXTS)[:300], "cannot be read as a .arrow file"),
+    ("in.arrow", b"no table", "cannot be read as a .arrow file"),
+    ("in.bin", bytes(range(256)), "is not UTF-8 text, nor of a known format:"),
+    ("in.txt", "Möwe".encode("utf-16"), "is not UTF-8 text, nor of a known"),
+    ("in.jsonl", as_lines(TEXTS) + b'{"text": 3}', ":10: field 'text' is int, no"),
+    ("in.jsonl", as_lines(FIELD), ":1: no field 'text' (--text-field), but ['con"),
+    ("in.jsonl", b"text\n", ":1: no JSON (Expecting value"),
+    ("in.json", b"[1, 2]", "[0]: int, and no object with 'text'"),
+    ("in.json", as_list(TEXTS)[:-1], "(it does not end behind its 9 values)"),
+    ("in.json", b'{\n"text": "a"\n}', "in.json:1: no JSON ("),
+    ("in.csv", as_csv(FIELD), "has no column text, but ['content']"),
+    ("in.csv", b"id;text\n1;a\n", "has no column text, but ['id;text']"),
+    ("in.csv", b'id,text\n1,"a\n', "cannot be read as a .csv file (unexpected end"),
+    ("in.csv", b"text,text\na,b\n", "names a column twice"),
+    ("in.csv", b"id,text\n1\n", ":2: 1 fields under a header of 2"),
+    ("in.jsonl.gz~", PACKED[:-9], "(Truncated compressed stream)"),
+    ("in.txt.zst~", b"\x28\xb5\x2f\xfd and no more", "cannot be read as a .txt fi"),
+    ("in.txt", MARKS, "1 of 1 documents have markup"),
+    ("in.jsonl", as_lines([{"text": "<html>"}]), "(HTML or XML), as {in.jsonl}:1,"),
+    ("in.txt", as_lines(TEXTS), "have markup (JSON), as {in.txt}, which"),
+    ("in", without_shard, "train-00001-of-00003 is missing, of 1 files of a data"),
+    ("in", without_listed, "data-00001-of-00002.arrow is missing, of 1 files"),
+    ("in", without_list, "state.json does not list the files of a data set"),
+    ("in", of_splits("train_a", "train_b"), "as in --splits train_a,train_b"),
+    ("in", of_splits("train", "test"), "there is no split val in", "--splits val"),
+    ("in", of_splits("train", "test"), "must be TRAIN or TRAIN,", "--splits a,b,c"),
 ]
-CHATS: list[tuple[Any, str, str]] = [
-    (
-        ("in.parquet", as_parquet(TEXTS)),
-        "",
-        "has no column id or conversations or mess",
-    ),
-    (("in.txt", as_lines([{"messages": CHAT}])), "", "in.txt is of no known format of"),
-    (("in.csv", b"id,messages\n1,Hi\n"), "", ":2 (id 1): no list of conversations or"),
-    (
-        ("in.jsonl", turns({"role": "tool", "content": "7"})),
-        "",
-        "turn 3: a turn from 'to",
-    ),
-    (
-        ("in.jsonl", turns(CHAT[0], CHAT[1] | {"tool_calls": [{"id": "x"}]})),
-        "",
-        ":2, turn 4: a turn with tool_calls, which is not learned",
-    ),
-    (
-        ("in.jsonl", turns({"role": "user", "content": [{"type": "image_url"}]})),
-        "",
-        ":2, turn 3: a turn that says image_url, not text",
-    ),
-    (("in.jsonl", turns(CHAT[0], CHAT[1] | {"weight": 0})), "", "a reply of weight 0"),
-    (
-        ("in.jsonl", as_lines([{"messages": CHAT, "tools": [{"name": "sum"}]}])),
-        "",
-        ":1: a row with tools, which is not learned",
-    ),
-    (
-        ("in.jsonl", as_lines([{"messages": CHAT, "conversations": CHAT}])),
-        "",
-        ":1: both conversations and messages",
-    ),
-    (
-        (
-            "in.json",
-            as_list([{"messages": [CHAT[0], CHAT[1] | {"content": "<|eot_id|>"}]}]),
-        ),
-        "",
-        "1 of 1 documents have markup (names of special tokens",
-    ),
-    (
-        ("in.jsonl", turns(CHAT[0], CHAT[0])),
-        "",
-        ":2: user speaks where assistant should",
-    ),
+CHATS: list[tuple[Any, ...]] = [
+    ("in.parquet", as_parquet(TEXTS), "has no column id or conversations or mess"),
+    ("in.txt", rows(), "in.txt is of no known format of"),
+    ("in.csv", b"id,messages\n1,Hi\n", ":2 (id 1): no list of conversations or"),
+    ("in.jsonl", turns({"role": "tool", "content": "7"}), "turn 3: a turn from 'to"),
+    ("in.jsonl", turns(HI, CALLS), ":2, turn 4: a turn with tool_calls, which is not"),
+    ("in.jsonl", turns(IMAGE), ":2, turn 3: a turn that says image_url, not text"),
+    ("in.jsonl", turns(HI, HO | {"weight": 0}), "a reply of weight 0"),
+    ("in.jsonl", rows(tools=[{"name": "sum"}]), ":1: a row with tools, which is not l"),
+    ("in.jsonl", rows(conversations=CHAT), ":1: both conversations and messages"),
+    ("in.jsonl", rows(messages=[HI, EOT]), "have markup (names of special"),
+    ("in.jsonl", turns(HI, HI), ":2: user speaks where assistant should"),
 ]
 
 
 @pytest.mark.parametrize(
-    "program, made, more, said",
-    [(prepare_text, *case) for case in TEXT]
-    + [(prepare_chat, *case) for case in CHATS],
+    ("program", "name", "made", "said", "more"),
+    [(prepare_text, *case, "")[:5] for case in TEXT]
+    + [(prepare_chat, *case, "--context-tokens 64") for case in CHATS],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_input_is_one_line_and_writes_nothing(
     program: Any,
+    name: str,
     made: Any,
-    more: str,
     said: str,
+    more: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Any,
 ) -> None:
-    source = tmp_path / "in"
+    source = tmp_path / name.rstrip("~")
     if callable(made):
         made(tmp_path)
+    elif name.endswith("~"):
+        source.write_bytes(made)
     else:
-        name, content = made
-        source = tmp_path / name.rstrip("~")
-        if name.endswith("~"):  # as it is
-            source.write_bytes(content)
-        else:
-            tables.compress(source, content)
+        tables.compress(source, made)
     before = sorted(tmp_path.rglob("*"))
     arguments = [str(source), "--output", str(tmp_path / "out"), *more.split()]
-    if program is prepare_chat:
-        arguments += ["--context-tokens", "64"]
     assert program.main(arguments) == 1
     (line,) = capsys.readouterr().err.splitlines()
     expected = said.replace(f"{{{source.name}}}", str(source))
