@@ -68,50 +68,29 @@ def run(
     }
     flags = [f"--config.{name}={value}" for name, value in settings.items()]
     command = [sys.executable, "train.py", f"--config={config}", *flags, *overrides]
-    lines = _follow(command)
-    kind = re.search(r", of (\d+) x (.*)", "\n".join(lines))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise ValueError(f"train.py failed: {' '.join(last)}")
+    kind = re.search(r", of (\d+) x (.*)", done.stdout)
     if kind is None:
-        raise ValueError(f"train.py did not say what it runs on: {lines[:3]}")
+        raise ValueError(f"train.py did not say what it runs on: {done.stdout[:300]}")
     curves = read_scalars(workdir / "tensorboard")
-    times = [seconds for _, seconds in curves["perf/step_time"]]
-    losses = [loss for _, loss in curves["train/loss"]]
-    facts = {
-        "config": config,
-        "overrides": list(overrides),
-        "context_tokens": context,
-        "steps": len(times),
-        "step_seconds": statistics.median(times),
-        "step_spread": (max(times) - min(times)) / statistics.median(times),
-        "tokens_per_second": _median(curves, "perf/tokens_per_second"),
-        "mfu": _median(curves, "perf/mfu"),
-        "mfu_paper": _median(curves, "perf/mfu_paper"),
-        "peak_bytes": _median(curves, "perf/peak_bytes"),
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-    }
+    times, losses = _values(curves, "perf/step_time"), _values(curves, "train/loss")
+    median = statistics.median(times)
+    facts = {"config": config, "overrides": list(overrides), "context_tokens": context}
+    facts |= {"steps": len(times), "step_seconds": median}
+    facts["step_spread"] = (max(times) - min(times)) / median
+    for name in ("tokens_per_second", "mfu", "mfu_paper", "peak_bytes"):
+        values = _values(curves, f"perf/{name}")
+        facts[name] = statistics.median(values) if values else None
+    facts |= {"first_loss": losses[0], "last_loss": losses[-1]}
     return make_row(Environment.now(kind[2], int(kind[1])), facts)
 
 
-def _follow(command: Sequence[str]) -> list[str]:
-    """Runs a program in the root; shows its output, and returns the lines."""
-    lines = []
-    with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process:
-            for line in process.stdout:
-                print(f"  {line}", end="", flush=True)
-                lines.append(line.rstrip())
-        if process.returncode:
-            errors.seek(0)
-            last = errors.read().strip().splitlines()[-1:]
-            raise ValueError(f"train.py failed: {' '.join(last)}")
-    return lines
-
-
-def _median(curves: dict[str, list[tuple[int, float]]], tag: str) -> float | None:
-    values = [value for _, value in curves.get(tag, [])]
-    return statistics.median(values) if values else None
+def _values(curves: dict[str, list[tuple[int, float]]], tag: str) -> list[float]:
+    return [value for _, value in curves.get(tag, [])]
 
 
 def measure(
@@ -150,9 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("--config", required=True, help="as train.py's")
     parser.add_argument("--contexts", default=[32768], nargs="+", type=at_least(1))
-    parser.add_argument(
-        "--steps", default=8, type=at_least(3), help="the first compiles"
-    )
+    steps = {"default": 8, "type": at_least(3), "help": "the first compiles"}
+    parser.add_argument("--steps", **steps)
     add_output(parser)
     chosen, overrides = parser.parse_known_args(arguments)
     report(

@@ -28,39 +28,36 @@ def train_command(
       weights: workdir of those to fine-tune instead; "" for none.
       fields: those of `config.data` that the corpus decides.
     """
-    file = _path(fine_tune if weights else config_file)
+    module = fine_tune if weights else config_file
+    file = f"{module.__name__.replace('.', '/')}.py"
     config = fine_tune.get_config(weights) if weights else config_file.get_config()
-    changes = {
-        "workdir": f"runs/{corpus.resolve().name}",
-        "data.corpus": str(corpus),
-    }
+    changes = {"workdir": f"runs/{corpus.resolve().name}", "data.corpus": str(corpus)}
     if config.model.vocab_size and not weights:
         changes["model.vocab_size"] = 0
     own = config.data.items()
     changes |= {f"data.{name}": v for name, v in fields.items() if (name, v) not in own}
     config.update_from_flattened_dict(changes)
     rows, held_out = (_rows(config, split) for split in SPLITS)
-    notes, batch_rows = [], config.data.batch_rows
+    notes, batch_rows, fsdp = [], config.data.batch_rows, config.mesh.fsdp
+    of_tokens = f"rows of {config.data.context_tokens} tokens"
+    if rows < fsdp:
+        return (
+            f"too little to train on: {rows} {of_tokens}, and the smallest batch of "
+            f"{file} has {fsdp}; prepare more"
+        )
     if rows < batch_rows:
-        fitting = rows // config.mesh.fsdp * config.mesh.fsdp
-        if not fitting:
-            return (
-                f"too little to train on: {rows} rows of {config.data.context_tokens} "
-                f"tokens, and the smallest batch of {file} has "
-                f"{config.mesh.fsdp}; prepare more"
-            )
+        fitting = rows // fsdp * fsdp
         notes.append(
-            f"batches of {fitting} rows, not {batch_rows}: there are {rows} rows of "
-            f"{config.data.context_tokens} tokens to train on"
+            f"batches of {fitting} rows, not {batch_rows}: there are {rows} "
+            f"{of_tokens} to train on"
         )
         changes["data.batch_rows"] = batch_rows = fitting
     if held_out < batch_rows:
         share = 1.2 * batch_rows / (rows + held_out)
         remedy = f"prepare it again with {share:.0%} held out, of documents that differ"
         notes.append(
-            f"no validation: {held_out} held-out rows of {config.data.context_tokens} "
-            f"tokens make no batch of {batch_rows}; "
-            + (remedy if share < 0.5 else "prepare more")
+            f"no validation: {held_out} held-out {of_tokens} make no batch of "
+            f"{batch_rows}; {remedy if share < 0.5 else 'prepare more'}"
         )
         changes["train.validation_batches"] = 0
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
@@ -78,10 +75,6 @@ def _rows(config: ml_collections.ConfigDict, split: str) -> int:
         return plan(split_file, config.data.context_tokens).rows
     except ValueError:  # none
         return 0
-
-
-def _path(config_file: ModuleType) -> str:
-    return f"{config_file.__name__.replace('.', '/')}.py"
 
 
 def _python() -> str:

@@ -57,22 +57,14 @@ def _compiled(
             for name in ("q", "k", "v", "d_out")
         ]
 
-    def forward_and_backward(q, k, v, d_out):
-        def attend(q, k, v):
-            return ringattention_jax(
-                q, k, v, None, segments, None, "ring", True, options
-            )
+    given = None, segments, None, "ring", True, options
 
-        out, pull = jax.vjp(attend, q, k, v)
+    def both(q, k, v, d_out):
+        out, pull = jax.vjp(lambda *qkv: ringattention_jax(*qkv, *given), q, k, v)
         return out, *pull(d_out)
 
-    program = shard_map(
-        forward_and_backward,
-        mesh=mesh,
-        in_specs=(tokens_second,) * 4,
-        out_specs=(tokens_second,) * 4,
-        check_rep=False,
-    )
+    specs = {"in_specs": (tokens_second,) * 4, "out_specs": (tokens_second,) * 4}
+    program = shard_map(both, mesh=mesh, **specs, check_rep=False)
     begin = time.perf_counter()
     run = jax.jit(program).lower(*operands).compile()
     return run, operands, time.perf_counter() - begin
@@ -91,8 +83,8 @@ def main() -> None:
             result.block_until_ready()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         print(json.dumps({"wall": wall, "cpu": cpu}), flush=True)
-    results = zip(("out", "dq", "dk", "dv"), run(*operands), strict=True)
-    np.savez(directory / "answer.npz", **{name: np.asarray(x) for name, x in results})
+    out, dq, dk, dv = map(np.asarray, run(*operands))
+    np.savez(directory / "answer.npz", out=out, dq=dq, dk=dk, dv=dv)
 
 
 if __name__ == "__main__":

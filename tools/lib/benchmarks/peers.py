@@ -71,9 +71,8 @@ def ours(implementation: str, operands: Operands, is_causal: bool) -> Runs:
 
 def cudnn(operands: Operands, is_causal: bool) -> Runs:
     """NVIDIA's cuDNN, through JAX."""
-    attend = functools.partial(
-        jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"
-    )
+    options = {"is_causal": is_causal, "implementation": "cudnn"}
+    attend = functools.partial(jax.nn.dot_product_attention, **options)
     return jax_runs(attend, operands)
 
 
@@ -82,16 +81,11 @@ def mosaic_gpu(operands: Operands, is_causal: bool) -> Runs:
     module = _imported("jax.experimental.pallas.ops.gpu.attention_mgpu")
     if operands.q.dtype != jnp.float16:
         raise Unavailable(f"its buffers are float16, not {operands.q.dtype}")
-    blocks = dict.fromkeys(
-        ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64
-    )
-    config = module.TuningConfig(
-        block_q=64,
-        block_kv=128,
-        max_concurrent_steps=2,
-        causal=is_causal,
-        **({} if is_causal else blocks | {"compute_wgs_bwd": 2}),
-    )
+    sizes = {"block_q": 64, "block_kv": 128, "max_concurrent_steps": 2}
+    if not is_causal:
+        of_backward = "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"
+        sizes |= dict.fromkeys(of_backward, 64) | {"compute_wgs_bwd": 2}
+    config = module.TuningConfig(causal=is_causal, **sizes)
     scale = np.float16(operands.q.shape[-1] ** -0.5)  # it has none of its own
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -102,12 +96,9 @@ def mosaic_gpu(operands: Operands, is_causal: bool) -> Runs:
 
 def tokamax(operands: Operands, is_causal: bool) -> Runs:
     """Google's kernel library."""
-    attend = functools.partial(
-        _imported("tokamax").dot_product_attention,
-        is_causal=is_causal,
-        implementation="mosaic",
-    )
-    return jax_runs(attend, operands)
+    options = {"is_causal": is_causal, "implementation": "mosaic"}
+    dot_product_attention = _imported("tokamax").dot_product_attention
+    return jax_runs(functools.partial(dot_product_attention, **options), operands)
 
 
 def torch_sdpa(kind: str, operands: Operands, is_causal: bool) -> Runs:
@@ -165,20 +156,16 @@ def splash(operands: Operands, is_causal: bool, interpret: bool = False) -> Runs
     block = min(1024, length)
     sizes = "block_q", "block_kv", "block_kv_compute"
     sizes += "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"
-    make = functools.partial(
-        kernel.make_splash_mha,
-        masks_of.MultiHeadMask([one] * heads),
-        block_sizes=kernel.BlockSizes(
-            **dict.fromkeys(sizes, block), use_fused_bwd_kernel=True
-        ),
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )
+    blocks = dict.fromkeys(sizes, block) | {"use_fused_bwd_kernel": True}
+    options = {"head_shards": 1, "q_seq_shards": 1, "interpret": interpret}
+    options["block_sizes"] = kernel.BlockSizes(**blocks)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        splash = kernel.make_splash_mha(
+            masks_of.MultiHeadMask([one] * heads), **options
+        )
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * depth**-0.5, k, v))
-        return jax.vmap(make())(q, k, v).transpose(0, 2, 1, 3)  # (B, T, H, D)
+        return jax.vmap(splash)(q, k, v).transpose(0, 2, 1, 3)  # (B, T, H, D)
 
     return jax_runs(attend, operands)
 

@@ -17,8 +17,7 @@ NVIDIA's scripts.
 import argparse
 import json
 from collections.abc import Sequence
-from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import jax
 import ml_collections
 from tqdm import tqdm
 
+from models.decode import Generator
 from models.sampling import Sampling
 from tasks import base
 from tasks.command_line import as_program, at_least
@@ -44,21 +44,6 @@ from tools.lib.ruler.tasks import SEED, TASKS, Sources
 LENGTHS = "4096,8192,16384,32768,65536,131072"
 RUN = "run.json"
 """Says what predictions of a folder are of."""
-
-
-def identity(options: argparse.Namespace, config: ml_collections.ConfigDict) -> dict:
-    """Returns what must be the same for predictions to go on with."""
-    sources = Sources(options.haystack, options.english_words)
-    given = options.prompts, options.squad, options.hotpotqa
-    return {
-        "run": config.workdir,
-        "seed": SEED,
-        "chat": options.chat,
-        "tokenizer": options.tokenizer,
-        "haystack": sources.essays.label if options.haystack else None,
-        "english_words": sources.words[1] or None,
-        "files": [str(file) for file in given if file],
-    }
 
 
 def check_folder(folder: Path, found: dict[str, Any]) -> None:
@@ -99,45 +84,56 @@ def answer(cell: Cell, generated: Generated, encoder: Encoder, path: Path) -> No
             shown.update(len(some))
 
 
+def report_cache(length: int, drawn: Generator) -> int:
+    """Prints and returns the bytes that the cache takes on each device."""
+    size = drawn.empty.lower().compile().memory_analysis().output_size_in_bytes
+    print(
+        f"{length:,} tokens: the cache of {drawn.rows} x {drawn.slots:,} tokens takes "
+        f"{size / 2**20:,.1f} MiB on each of {jax.device_count()} devices",
+        flush=True,
+    )
+    return size
+
+
 def evaluate(
     config: ml_collections.ConfigDict, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Returns a row for each task and length; checks all options before it computes.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns what is evaluated, and a row for each task and length.
+
+    Checks all options before it computes; only writes prompts where that is asked for.
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
     tokenizer = find_tokenizer(config, options.tokenizer)
     template = find_template(config, options.chat, tokenizer)
-    encoder = Encoder(tokenizer, template)
-    cells = (read_cells if options.prompts else draw_cells)(encoder, options)
+    encoder, sources = Encoder(tokenizer, template), Sources.of(options)
+    if options.prompts:
+        cells = read_cells(encoder, options)
+    else:
+        cells = draw_cells(encoder, sources, options)
     if options.save_prompts:
         for cell in cells:
             path = files.prompt_file(options.save_prompts, cell.length, cell.task)
             files.write_prompts(path, cell.prompts)
             print(path)
-        return []
+        return {}, []
     partition = base.partition(config, jax.devices())
     rows = options.rows or partition.shards("batch")
     sampling = Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size)
-    build = partial(generator, config, partition, sampling, rows=rows)
-    tokens: dict[int, int] = {}
-    for cell in cells:
-        tokens[cell.length] = max(tokens.get(cell.length, 0), cell.cache_tokens)
-    programs = {n: build(cache_tokens=most) for n, most in tokens.items()}
+    programs = {}
+    for length, group in groupby(cells, key=lambda cell: cell.length):
+        tokens = max(cell.cache_tokens for cell in group)
+        sizes = {"rows": rows, "cache_tokens": tokens}
+        programs[length] = generator(config, partition, sampling, **sizes)
     parameters, step = restored_parameters(config, partition)
-    check_folder(options.output, {**identity(options, config), "step": step})
+    about = {"run": config.workdir, "seed": SEED, "chat": options.chat}
+    about |= {"tokenizer": options.tokenizer, **sources.labels, "step": step}
+    given = options.prompts, options.squad, options.hotpotqa
+    about["files"] = [str(file) for file in given if file]
+    check_folder(options.output, about)
     stops = [*tokenizer.stop_tokens, *([template.end] if template else [])]
-    cache_bytes = {}
-    for length, drawn in programs.items():
-        compiled = drawn.empty.lower().compile().memory_analysis()
-        cache_bytes[length] = compiled.output_size_in_bytes
-        print(
-            f"{length:,} tokens: the cache of {rows} x {drawn.slots:,} tokens takes "
-            f"{cache_bytes[length] / 2**20:,.1f} MiB on each of "
-            f"{partition.mesh.size} devices",
-            flush=True,
-        )
+    cache_bytes = {n: report_cache(n, drawn) for n, drawn in programs.items()}
     results = []
     for cell in cells:
         path = files.prediction_file(options.output, cell.length, cell.task)
@@ -148,23 +144,21 @@ def evaluate(
         row = {"run": config.workdir, "step": step}
         row["cache_bytes"] = cache_bytes[cell.length]
         results.append(row | task_row(cell.task, cell.length, task.match, predictions))
-    return results
+    return about, results
 
 
-def _options(
-    arguments: Sequence[str] | None,
-) -> tuple[argparse.Namespace, list[str]]:
+def _names(text: str) -> list[str]:
+    for name in text.split(","):
+        if name not in TASKS:
+            known = ", ".join(TASKS)
+            raise argparse.ArgumentTypeError(f"{name} must be one of {known}")
+    return text.split(",")
+
+
+def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = parser_of("ruler", __doc__, lengths=LENGTHS, samples=500)
     add = parser.add_argument
-
-    def names(text: str) -> list[str]:
-        for name in text.split(","):
-            if name not in TASKS:
-                known = ", ".join(TASKS)
-                raise argparse.ArgumentTypeError(f"{name} must be one of {known}")
-        return text.split(",")
-
-    add("--tasks", type=names, help="of the thirteen (default: all with files)")
+    add("--tasks", type=_names, help="of the thirteen (default: all with files)")
     add("--haystack", type=Path, help="text or RULER's json, for five tasks of needles")
     add("--squad", type=Path, help="for qa_1: SQuAD's dev-v2.0.json")
     add("--hotpotqa", type=Path, help="for qa_2: hotpot_dev_distractor_v1.json")
@@ -182,27 +176,20 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     options, rest = _options(arguments)
-    config = text_config(rest)
-    results = evaluate(config, options)
-    if options.output:
-        _report(results, options.output)
-
-
-def _report(results: list[dict[str, Any]], folder: Path) -> None:
+    about, results = evaluate(text_config(rest), options)
+    if options.save_prompts:
+        return
     print(table(results))
-    run = json.loads((folder / RUN).read_text("utf-8"))
-    for label in filter(None, (run["haystack"], run["english_words"])):
+    for label in filter(None, (about["haystack"], about["english_words"])):
         print(label)
     environment = Environment.of(jax.devices())
     rows = [make_row(row, environment) for row in results]
-    write_json(folder / "scores.json", {**run, **summary(results), "rows": rows})
-    cells = heat_rows(results)
-    if not cells:
-        return
-    from tools.lib.figures.grids import heat_maps
-    from tools.lib.figures.style import write_picture
+    scores = {**about, **summary(results), "rows": rows}
+    write_json(options.output / "scores.json", scores)
+    if found := heat_rows(results):
+        from tools.lib.figures.grids import heat_maps
+        from tools.lib.figures.style import write_picture
 
-    write_picture(
-        folder / "needles.png",
-        heat_maps(cells, title="Needles that are found, in %", depth="depth"),
-    )
+        title = "Needles that are found, in %"
+        picture = heat_maps(found, title=title, depth="depth")
+        write_picture(options.output / "needles.png", picture)

@@ -16,6 +16,8 @@ FIELDS = "commit", "date", "device_count", "device_kind", "cores"
 OTHERS = {name: name for name in PEERS} | {"ringattention": "Ring Attention"}
 """Programs outside this repository, by the names in their rows."""
 
+OURS = "this repository"
+
 Row = dict[str, Any]
 
 
@@ -54,25 +56,21 @@ def _attention_bar(row: Row) -> Bar:
     panel = f"{row.get('direction', 'forward and backward')}, {row['length']:,} tokens"
     panel += f"\nmask {row['mask']}, heads of {row['head_dim']}"
     panel += f", {row['dtype']}" if "dtype" in row else ""
-    shown = OTHERS.get(name, name)
-    label = f"{shown}, {row['layout']}" if "layout" in row else shown
+    label = OTHERS.get(name, name)
+    label += f", {row['layout']}" if "layout" in row else ""
     if row.get("block_q"):
         label += f"\ntiles of {row['block_q']} x {row['block_k']}"
     note = _seconds(row["seconds_median"], row["seconds_spread"])
-    if row["peak_share"]:
-        note += f", {row['peak_share']:.0%} of peak"
-    program = OTHERS.get(name, "this repository")
-    return Bar(panel, label, row["tflops"], "TFLOP/s", note, program)
+    note += f", {row['peak_share']:.0%} of peak" if row["peak_share"] else ""
+    return Bar(panel, label, row["tflops"], "TFLOP/s", note, OTHERS.get(name, OURS))
 
 
 def _training_bar(row: Row) -> Bar:
     panel = " ".join([Path(row["config"]).stem, *row["overrides"]])
     note = _seconds(row["step_seconds"], row["step_spread"])
-    if row["mfu"]:
-        note += f", MFU {row['mfu']:.0%}"
+    note += f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
     label = f"{row['context_tokens']:,} tokens"
-    rate = row["tokens_per_second"]
-    return Bar(panel, label, rate, "tokens/s", note, "this repository")
+    return Bar(panel, label, row["tokens_per_second"], "tokens/s", note, OURS)
 
 
 def _seconds(seconds: float, spread: float) -> str:
@@ -109,13 +107,11 @@ def bars(rows: Sequence[Row]) -> Figure:
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
     colours = colours_of([each.program for each in found])
     for axes, (title, drawn) in zip(grid, panels.items(), strict=False):
-        places = range(len(drawn))
-        values = [each.value for each in drawn]
-        shades = [colours[each.program] for each in drawn]
-        container = axes.barh(places, values, color=shades, height=0.7)
+        values, shades = [b.value for b in drawn], [colours[b.program] for b in drawn]
+        container = axes.barh(range(len(drawn)), values, color=shades, height=0.7)
         notes = [each.note for each in drawn]
         axes.bar_label(container, notes, padding=3, color=GREY, fontsize=8)
-        axes.set_yticks(places, [each.label for each in drawn], fontsize=8)
+        axes.set_yticks(range(len(drawn)), [each.label for each in drawn], fontsize=8)
         axes.invert_yaxis()  # the first row is on top
         axes.set_xlim(0, 1.6 * max(values) or 1)
         style(axes, title=title, x=drawn[0].unit)
@@ -128,9 +124,9 @@ def bars(rows: Sequence[Row]) -> Figure:
 def _origin(rows: Sequence[Row]) -> str:
     """Returns the title: devices, dates and commits of the measurement."""
     row = rows[0]
-    commits = sorted({(row["commit"] or "no commit")[:7] for row in rows})
-    dates = sorted({row["date"][:10] for row in rows})
+    commits = ", ".join(sorted({(row["commit"] or "no commit")[:7] for row in rows}))
+    dates = " to ".join(sorted({row["date"][:10] for row in rows}))
     devices = f"{row['device_count']} x {row['device_kind']}"
     if row["device_kind"] == "cpu":
         devices = f"{row['device_count']} simulated devices on {row['cores']} CPU cores"
-    return f"Measured on {devices}, {' to '.join(dates)}, at {', '.join(commits)}"
+    return f"Measured on {devices}, {dates}, at {commits}"

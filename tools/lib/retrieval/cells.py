@@ -30,15 +30,14 @@ class Cell:
     lines: float = 0.0
 
 
-def draw_cells(encoder: Encoder, options: argparse.Namespace) -> list[Cell]:
+def draw_cells(
+    encoder: Encoder, sources: Sources, options: argparse.Namespace
+) -> list[Cell]:
     """Returns cells of RULER; finds out how much haystack goes into each.
 
     Raises:
       ValueError, FileNotFoundError: a file is missing or wrong, or a length too short.
     """
-    sources = Sources(
-        options.haystack, options.english_words, options.squad, options.hotpotqa
-    )
 
     def cell(name: str, length: int) -> Cell:
         task = TASKS[name]

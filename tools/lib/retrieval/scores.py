@@ -19,11 +19,6 @@ Match = Callable[[str, Sequence[str]], float]
 """From a text and the answers to the share of them that it has, from 0 to 1."""
 
 
-def cleaned(text: str) -> str:
-    """Returns a text as it is compared: control characters end lines, ends are bare."""
-    return re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip()
-
-
 def match_all(text: str, answers: Sequence[str]) -> float:
     """Returns the share of the answers that stand in the text, in any case."""
     return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
@@ -46,9 +41,12 @@ def match_line(text: str, answers: Sequence[str]) -> float:
 def score(
     match: Match, texts: Sequence[str], answers: Sequence[Sequence[str]]
 ) -> float:
-    """Returns RULER's mean over samples, times 100, in hundredths."""
-    pairs = zip(map(cleaned, texts), answers, strict=True)
-    return round(sum(match(*pair) for pair in pairs) / len(texts) * 100, 2)
+    """Returns RULER's mean over samples, times 100, in hundredths.
+
+    Control characters of a text end lines, and its ends are bare.
+    """
+    cleaned = (re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip() for text in texts)
+    return round(sum(map(match, cleaned, answers)) / len(texts) * 100, 2)
 
 
 def task_row(
@@ -65,31 +63,22 @@ def task_row(
         texts, answers = [r["pred"] for r in some], [r["outputs"] for r in some]
         return score(match, texts, answers) if some else None
 
-    row = {
-        "task": task,
-        "length": length,
-        "samples": len(predictions),
-        "score": share(predictions),
-        "nulls": sum(not row["pred"].strip() for row in predictions),
-    }
+    row = {"task": task, "length": length, "samples": len(predictions)}
+    row["score"] = share(predictions)
+    row["nulls"] = sum(not row["pred"].strip() for row in predictions)
     if task.startswith("niah") and None not in depths:
-        bins = np.minimum((np.array(depths) * BINS).astype(int), BINS - 1)
-        row["by_depth"] = [
-            share([row for row, b in zip(predictions, bins, strict=True) if b == place])
-            for place in range(BINS)
-        ]
+        bins: list[list[dict[str, Any]]] = [[] for _ in range(BINS)]
+        for prediction, depth in zip(predictions, depths, strict=True):
+            bins[min(int(depth * BINS), BINS - 1)].append(prediction)
+        row["by_depth"] = [share(some) for some in bins]
     return row
 
 
 def heat_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row for each task of needles, length and depth that has samples."""
     return [
-        {
-            "run": row["task"],
-            "length": row["length"],
-            "depth": (place + 0.5) / BINS,
-            "generated": found / 100,
-        }
+        {"run": row["task"], "length": row["length"], "depth": (place + 0.5) / BINS}
+        | {"generated": found / 100}
         for row in rows
         for place, found in enumerate(row.get("by_depth", ()))
         if found is not None
@@ -153,24 +142,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     A star is beside what is above RULER's threshold.
     """
     found = summary(rows)
-    means = found["by_length"]
+    means, tasks, effective = (
+        found[name] for name in ("by_length", "tasks", "effective_length")
+    )
     texts = {row["task"]: ["- "] * len(means) for row in rows}
     for row in rows:
-        place = [*means].index(row["length"])
-        texts[row["task"]][place] = f"{row['score']:.1f} "
+        texts[row["task"]][[*means].index(row["length"])] = f"{row['score']:.1f} "
+    stars = [" *"[mean > THRESHOLD] for mean in means.values()]
     texts["average"] = [
-        f"{m:.1f}{'*' if m > THRESHOLD else ' '}" for m in means.values()
+        f"{m:.1f}{s}" for m, s in zip(means.values(), stars, strict=True)
     ]
-    tasks, effective = found["tasks"], found["effective_length"]
     of_all = f"of {tasks} of RULER's {PUBLISHED_TASKS} tasks:"
     whose = "RULER's" if tasks == PUBLISHED_TASKS else of_all
-    return "\n".join(
-        [
-            *_grid(means, texts),
-            f"{whose} average {found['average']:.1f}, weighted to long "
-            f"{found['weighted_to_long']:.1f}, to short "
-            f"{found['weighted_to_short']:.1f}",
-            f"effective length: {f'{effective:,} tokens' if effective else 'none'} "
-            f"(the longest above {THRESHOLD})",
-        ]
+    lines = _grid(means, texts)
+    lines.append(
+        f"{whose} average {found['average']:.1f}, weighted to long "
+        f"{found['weighted_to_long']:.1f}, to short {found['weighted_to_short']:.1f}"
     )
+    lines.append(
+        f"effective length: {f'{effective:,} tokens' if effective else 'none'} "
+        f"(the longest above {THRESHOLD})"
+    )
+    return "\n".join(lines)

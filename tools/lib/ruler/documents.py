@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,9 @@ class Documents:
                 f"{count} samples of a file of {len(self.questions)} questions: ask "
                 "for no more (--samples)"
             )
-
-        def draw(size: int) -> Prompt:
-            return self.draw(self.questions[0], size)
-
-        size = room.largest(draw, LEAST)
-
-        def prompt(question: Question) -> Prompt:
-            return room.fitted(lambda size: self.draw(question, size), size, LEAST)
-
-        return map(prompt, self.questions[:count])
+        size = room.largest(partial(self.draw, self.questions[0]), LEAST)
+        for question in self.questions[:count]:
+            yield room.fitted(partial(self.draw, question), size, LEAST)
 
     def draw(self, question: Question, size: int) -> Prompt:
         """Draws the prompt of a question among `size` documents."""

@@ -1,12 +1,12 @@
 """The thirteen tasks of RULER, by name."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
-from tools.lib.retrieval.prompts import Prompt, Room
 from tools.lib.retrieval.scores import Match, match_all, match_part
 from tools.lib.ruler.documents import Documents, read_hotpotqa, read_squad
 from tools.lib.ruler.essays import Essays
@@ -18,15 +18,8 @@ from tools.lib.ruler.word_lists import read_english_words
 SEED = 42
 
 
-class Recipe(Protocol):
-    """Interface of a task's prompts."""
-
-    def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        """Finds the haystack's size at once; yields `count` prompts as long as goes.
-
-        Raises:
-          ValueError: the room is too small, or a file has too little for it.
-        """
+Recipe = Needles | Variables | CommonWords | FrequentWords | Documents
+"""What draws a task's prompts: of (room, count), `count` prompts as long as goes."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +34,29 @@ class Sources:
     squad: Path | None = None
     hotpotqa: Path | None = None
 
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Self:
+        """Takes the files of a program's options."""
+        return cls(
+            **{field.name: getattr(options, field.name) for field in fields(cls)}
+        )
+
     @cached_property
     def essays(self) -> Essays:
         return Essays.read(self.haystack)
 
     @cached_property
-    def words(self) -> tuple[list[str], str]:
+    def words(self) -> tuple[list[str], str | None]:
         """RULER's longer list of words, none where it is not there; and its label."""
-        return (
-            read_english_words(self.english_words) if self.english_words else ([], "")
-        )
+        if self.english_words is None:
+            return [], None
+        return read_english_words(self.english_words)
+
+    @property
+    def labels(self) -> dict[str, str | None]:
+        """What is in the files of which there may be another."""
+        essays = self.essays.label if self.haystack else None
+        return {"haystack": essays, "english_words": self.words[1]}
 
     def has(self, task: "Task") -> bool:
         """Whether a task's file is there, or it needs none."""

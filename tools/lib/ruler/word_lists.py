@@ -30,23 +30,18 @@ class Pairs(Sequence[str]):
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]):
         # "teeny-" and "teeny-tiny-" mix in the order; other adjectives stay apart.
-        groups: list[list[str]] = []
-        for prefix in sorted({f"{adjective}-" for adjective in adjectives}):
-            if groups and prefix.startswith(groups[-1][0]):
-                groups[-1].append(prefix)
-            else:
-                groups.append([prefix])
-        self._nouns = sorted(set(nouns))
-        self._blocks = [
-            sorted({prefix + noun for prefix in group for noun in self._nouns})
-            if len(group) > 1
-            else group[0]
-            for group in groups
-        ]
-        sizes = [
-            len(self._nouns) if isinstance(block, str) else len(block)
+        self._nouns, groups = sorted(set(nouns)), {}
+        for adjective in sorted(set(adjectives)):
+            first = f"{adjective.partition('-')[0]}-"
+            groups.setdefault(first, []).append(f"{adjective}-")
+        self._blocks: list[str | list[str]] = []
+        for _, group in sorted(groups.items()):
+            mixed = (prefix + noun for prefix in group for noun in self._nouns)
+            self._blocks.append(sorted(set(mixed)) if group[1:] else group[0])
+        sizes = (
+            len(self._nouns if isinstance(block, str) else block)
             for block in self._blocks
-        ]
+        )
         self._ends = list(accumulate(sizes))
 
     def __len__(self) -> int:
