@@ -14,9 +14,16 @@ from data.text.tokenizer import open_tokenizer
 from tests import chat_families
 from tests.tools import ruler_sources
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
-from tools.lib.ruler.essays import ESSAYS, SENTENCE_ENDS, Essays
-from tools.lib.ruler.tasks import SEED, TASKS, Sources
-from tools.lib.ruler.word_lists import Pairs, pairs, read_english_words
+from tools.lib.ruler.sources import (
+    ESSAYS,
+    SENTENCE_ENDS,
+    Essays,
+    Pairs,
+    Sources,
+    pairs,
+    read_english_words,
+)
+from tools.lib.ruler.tasks import SEED, TASKS
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "ruler_prompts.json"
 LETTERS = Path(__file__).parents[2] / "results" / "ruler" / "names_tokenizer.json"
@@ -32,7 +39,7 @@ def count(draft: Prompt | str) -> int:
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Sources:
     # The fixture was made without nltk's model of sentences.
-    splitter = "tools.lib.ruler.essays.find_splitter"
+    splitter = "tools.lib.ruler.sources.find_splitter"
     monkeypatch.setattr(splitter, lambda: (SENTENCE_ENDS.split, "marks"))
     made = {ESSAYS: {"text": ruler_sources.essays()}}
     made |= {"squad.json": ruler_sources.squad()}

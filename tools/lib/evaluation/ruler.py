@@ -39,7 +39,8 @@ from tools.lib.retrieval.cells import Cell, draw_cells, read_cells
 from tools.lib.retrieval.options import parser_of
 from tools.lib.retrieval.prompts import Encoder
 from tools.lib.retrieval.scores import heat_rows, summary, table, task_row
-from tools.lib.ruler.tasks import SEED, TASKS, Sources
+from tools.lib.ruler.sources import Sources
+from tools.lib.ruler.tasks import SEED, TASKS
 
 LENGTHS = "4096,8192,16384,32768,65536,131072"
 RUN = "run.json"

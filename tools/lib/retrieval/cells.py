@@ -11,7 +11,8 @@ import numpy as np
 from data.retrieval.lines import Case, LineForm, case_tokens, draw_case
 from tools.lib.retrieval import files
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
-from tools.lib.ruler.tasks import SEED, TASKS, Sources
+from tools.lib.ruler.sources import Sources
+from tools.lib.ruler.tasks import SEED, TASKS
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def draw_cells(
 
     def cell(name: str, length: int) -> Cell:
         task = TASKS[name]
-        if not sources.has(task):
+        if not task.has_its_file(sources):
             raise ValueError(f"{name} needs a file: give its --{task.needs}")
         room = Room(length, task.tokens, encoder.count)
         try:
@@ -51,7 +52,9 @@ def draw_cells(
             raise ValueError(f"{name} at {length} tokens: {error}") from error
         return Cell(name, length, prompts, length + encoder.begins)
 
-    names = options.tasks or [name for name in TASKS if sources.has(TASKS[name])]
+    names = options.tasks or [
+        n for n, task in TASKS.items() if task.has_its_file(sources)
+    ]
     return [cell(name, length) for length in options.lengths for name in names]
 
 

@@ -28,7 +28,8 @@ from data.text.token_file import TokenFileWriter
 from data.text.tokenizer import Tokenizer, begun
 from tools.lib.retrieval.prompts import DRAWS, Prompt
 from tools.lib.ruler.needles import NOISE, Needles
-from tools.lib.ruler.tasks import SEED, TASKS, Sources
+from tools.lib.ruler.sources import Sources
+from tools.lib.ruler.tasks import SEED, TASKS
 from tools.lib.ruler.variables import HOPS, Variables, answered
 
 MOST_ASKED = 3

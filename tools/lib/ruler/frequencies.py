@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import zeta
 
 from tools.lib.retrieval.prompts import Prompt, Room
-from tools.lib.ruler.word_lists import single_words
+from tools.lib.ruler.sources import single_words
 
 LIST = (
     "Below is a numbered list of words. In these words, some appear more often than "

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tools.lib.retrieval.prompts import Prompt, Room
-from tools.lib.ruler.essays import Essays
-from tools.lib.ruler.word_lists import pairs
+from tools.lib.ruler.sources import Essays, pairs
 
 NOISE = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. "
