@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from data.chat.chat_format import FORMATS
-from data.chat.chat_template import template_of
+from data.chat.chat_template import open_template, template_of
 from data.chat.conversation import Conversation
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
@@ -31,6 +31,7 @@ from tests.processes import run_program
 from tests.runs import files, small_config, small_flags
 from tests.small_agent import drawn
 from tests.tools import hf_models
+from tools import generate
 from tools.generate import Chat, Writer, find_sampling, find_tokenizer, main
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
@@ -139,13 +140,14 @@ class Stub:
     slots, rows = 40, 2
 
     def __init__(self, tokens: Sequence[int]):
-        self.tokens, self.asked = tokens, []
+        self.tokens, self.asked, self.prompts = tokens, [], []
 
     check = Generator.check
 
     def generate(self, parameters, prompts, max_tokens, seed, stop_tokens, held):
         self.asked.append((len(prompts), max_tokens, seed, list(stop_tokens)))
-        self.prompt, self.held = prompts[0].tolist(), held
+        self.prompts.append(prompts[0].tolist())
+        self.held = held
         for token in self.tokens[:max_tokens]:
             yield np.array([token, 0])
 
@@ -178,7 +180,7 @@ def test_prompts_begin_as_the_documents_of_the_corpus(tmp_path):
         stub, fields = Stub([]), small_config(corpus, tmp_path)
         writer = Writer(stub, find_tokenizer(fields, None), max_tokens=9, seed=0)
         assert list(writer.write(None, "the mat")) == [""]
-        assert stub.prompt == [*begin, *tokenizer.encode("the mat")]
+        assert stub.prompts[-1] == [*begin, *tokenizer.encode("the mat")]
     writer = Writer(stub, find_tokenizer(fields, str(path)), max_tokens=9, seed=0)
     assert writer.encode("the mat")[0][0] == 0  # a tokenizer that is named decides
 
@@ -215,34 +217,30 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
             talk = Conversation("here", "Be brief.", tuple(said[: number + 1]))
             ((trained,),) = template.documents([talk.messages])
             answer = len(tokenizer.encode(reply)) + 2  # <|im_end|> and a newline
-            assert stub.prompt == trained.tokens[:-answer].tolist()
+            assert stub.prompts[-1] == trained.tokens[:-answer].tolist()
         assert stub.asked[-1] == (2, 20, 3, [0, 2, 3])
         assert stub.held is writer.chat.held
         assert writer.chat and writer.chat.messages == talk.messages[1:]
 
 
-@pytest.mark.thorough
 def test_lines_of_a_chat_are_turns_until_an_empty_one(
     corpus, workdir, capsys, monkeypatch
 ):
     lines = f"Hi?\nBye\n\nHi?\n{'x' * 100}\nBye\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    write, numbers = Writer.write, []
-
-    def numbered(self: Writer, parameters: Any, line: str, number: int) -> Any:
-        numbers.append(number)
-        return write(self, parameters, line, number)
-
-    monkeypatch.setattr(Writer, "write", numbered)
-    options = "--chat", "vicuna", "--system", "S", "--cache-tokens", "80"
-    assert main(arguments(corpus, workdir, *GREEDY, *options)) == 0
+    stub, template = Stub(b"Ho!"), open_template("vicuna", ByteTokenizer())
+    stub.slots = 80
+    writer = Writer(stub, ByteTokenizer(), 3, 0, Chat(template, "S"))
+    monkeypatch.setattr(generate, "prepare", lambda *_: writer)
+    assert main(arguments(corpus, workdir)) == 0
     out, err = capsys.readouterr()
-    replies = out.removesuffix("\n").split("\n")
-    assert len(replies) == 4 and replies[:2] == replies[2:]
-    assert replies[0] != replies[1]
+    assert out == "Ho!\n" * 4
+    first, second = stub.prompts[:2]
+    assert stub.prompts == [first, second, first, second] and len(second) > len(first)
     assert err.count("error: ") == 1
     assert "error: the conversation has 1" in err and "in the cache of 80: begin" in err
-    assert numbers == [0, 1, 2, 3, 4]  # each draws other random numbers
+    # Each draws other random numbers.
+    assert [seed for _, _, seed, _ in stub.asked] == [0, 1, 2, 4]
 
 
 def test_texts_are_drawn_as_the_model_says_or_the_options(tmp_path):
