@@ -30,51 +30,16 @@ from tools.lib.figures.style import write_picture
 from tools.lib.files import write_json
 
 
-def _work(chosen: argparse.Namespace) -> None:
-    chosen.output.mkdir(parents=True, exist_ok=True)
-    counts = grids.work_per_step()
-    write_picture(chosen.output / "work_per_step.png", grids.work_grids(counts))
-    write_json(chosen.output / "work_per_step.json", counts)
-    for name, found in counts["layouts"].items():
-        path = found["critical_path"]
-        print(f"{name}: {path} tiles on the critical path, bound {counts['bound']:.1f}")
-
-
-def _rows(chosen: argparse.Namespace, fields: Sequence[str]) -> list[dict[str, Any]]:
-    return [row for path in chosen.rows for row in read_rows(path, *fields)]
-
-
-def _rates(chosen: argparse.Namespace) -> None:
-    write_picture(chosen.output, bars.bars(_rows(chosen, bars.FIELDS)))
-
-
-def _losses(chosen: argparse.Namespace) -> None:
-    write_picture(chosen.output, curves.losses(_rows(chosen, curves.LOSS_FIELDS)))
-
-
-def _lines(chosen: argparse.Namespace) -> None:
-    rows = _rows(chosen, grids.FIELDS)
-    write_picture(chosen.output, grids.heat_maps(rows, chosen.names))
-
-
-def _returns(chosen: argparse.Namespace) -> None:
-    tasks = curves.read_returns(chosen.rows)
-    print(curves.table(tasks))
-    write_picture(chosen.output, curves.returns(tasks))
-
-
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    pictures = parser.add_subparsers(required=True, metavar="PICTURE")
-    for draw in (_work, _rates, _losses, _lines, _returns):
-        picture = pictures.add_parser(draw.__name__.strip("_"))
-        picture.set_defaults(draw=draw)
-        is_work = draw is _work
-        output = "directory to write into" if is_work else "PNG to write"
+    pictures = parser.add_subparsers(required=True, dest="picture", metavar="PICTURE")
+    for name in ("work", "rates", "losses", "lines", "returns"):
+        picture = pictures.add_parser(name)
+        output = "directory to write into" if name == "work" else "PNG to write"
         picture.add_argument("--output", required=True, type=Path, help=output)
-        if not is_work:
+        if name != "work":
             picture.add_argument("rows", nargs="+", type=Path, help="files of rows")
-        if draw is _lines:
+        if name == "lines":
             names = "of the runs, in order"
             picture.add_argument("--names", nargs="+", default=[], help=names)
     return parser.parse_args(arguments)
@@ -84,8 +49,31 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    chosen.draw(chosen)
-    print(f"written to {chosen.output}")
+    output = chosen.output
+
+    def rows(fields: Sequence[str]) -> list[dict[str, Any]]:
+        return [row for path in chosen.rows for row in read_rows(path, *fields)]
+
+    match chosen.picture:
+        case "work":
+            output.mkdir(parents=True, exist_ok=True)
+            counts = grids.work_per_step()
+            write_json(output / "work_per_step.json", counts)
+            for name, found in counts["layouts"].items():
+                tiles = f"{found['critical_path']} tiles on the critical path"
+                print(f"{name}: {tiles}, bound {counts['bound']:.1f}")
+            write_picture(output / "work_per_step.png", grids.work_grids(counts))
+        case "rates":
+            write_picture(output, bars.bars(rows(bars.FIELDS)))
+        case "losses":
+            write_picture(output, curves.losses(rows(curves.LOSS_FIELDS)))
+        case "lines":
+            write_picture(output, grids.heat_maps(rows(grids.FIELDS), chosen.names))
+        case "returns":
+            tasks = curves.read_returns(chosen.rows)
+            print(curves.table(tasks))
+            write_picture(output, curves.returns(tasks))
+    print(f"written to {output}")
 
 
 if __name__ == "__main__":

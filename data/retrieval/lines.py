@@ -160,7 +160,6 @@ def record_of_length(
             f"{tokens} tokens hold all of the {most} lines that this form has names "
             "for: ask for fewer tokens, or take a form with more names"
         )
-    fails = min(fails, most)
     while fits + 1 < fails:
         middle = (fits + fails) // 2
         if length(pool.first(middle)) <= tokens:

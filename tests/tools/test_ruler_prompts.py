@@ -6,13 +6,13 @@ import random
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data.chat.chat_template import open_template
 from data.text.tokenizer import open_tokenizer
 from tests import chat_families
-from tests.tools import ruler_sources
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.ruler.sources import (
     ESSAYS,
@@ -36,14 +36,64 @@ def count(draft: Prompt | str) -> int:
     return len(re.findall(r"\w+|[^\w\s]+", text))
 
 
+# Made-up files for tasks that need some: those that the fixture was made with.
+
+WORDS = (
+    "amber birch cedar delta ember fjord grove heath inlet juniper kelp larch".split()
+)
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choices(WORDS, k=count))
+
+
+def essays() -> str:
+    """Returns 3000 words or so, in sentences."""
+    rng = random.Random(1)
+    return "\n\n".join(
+        f"{words(rng, rng.randint(3, 12)).capitalize()}." for _ in range(400)
+    )
+
+
+def squad() -> dict[str, Any]:
+    """Returns 20 articles of 4 paragraphs with a question each, some impossible."""
+    rng = random.Random(2)
+
+    def paragraph(name: str) -> dict[str, Any]:
+        asked = {"question": f"What is {name}?", "is_impossible": rng.random() < 0.2}
+        answers = [{"text": words(rng, 2)}, {"text": words(rng, 1)}]
+        text = f"{name} is {words(rng, rng.randint(20, 60))}."
+        return {"context": text, "qas": [asked | {"answers": answers}]}
+
+    articles = [[paragraph(f"P{i}-{j}") for j in range(4)] for i in range(20)]
+    return {"data": [{"paragraphs": paragraphs} for paragraphs in articles]}
+
+
+def hotpotqa() -> list[dict[str, Any]]:
+    """Returns 20 questions with 10 documents each."""
+    rng = random.Random(3)
+
+    def document(number: int) -> list[Any]:
+        return [f"Title {number}", [f"{words(rng, 9)}. " for _ in range(3)]]
+
+    return [
+        {
+            "question": f"Which is {number}?",
+            "answer": words(rng, 2),
+            "context": [document(10 * number + i) for i in range(10)],
+        }
+        for number in range(20)
+    ]
+
+
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Sources:
     # The fixture was made without nltk's model of sentences.
     splitter = "tools.lib.ruler.sources.find_splitter"
     monkeypatch.setattr(splitter, lambda: (SENTENCE_ENDS.split, "marks"))
-    made = {ESSAYS: {"text": ruler_sources.essays()}}
-    made |= {"squad.json": ruler_sources.squad()}
-    made |= {"hotpotqa.json": ruler_sources.hotpotqa()}
+    made = {ESSAYS: {"text": essays()}}
+    made |= {"squad.json": squad()}
+    made |= {"hotpotqa.json": hotpotqa()}
     for name, content in made.items():
         (tmp_path / name).write_text(json.dumps(content))
     return Sources(

@@ -32,8 +32,7 @@ from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures.grids import heat_maps
 from tools.lib.figures.style import write_picture
 from tools.lib.retrieval.answers import Force, Generated, forced
-from tools.lib.retrieval.cells import Cell, draw_line_cells, read_line_cells
-from tools.lib.retrieval.options import parser_of
+from tools.lib.retrieval.cells import Cell, draw_line_cells, parser_of, read_line_cells
 from tools.lib.retrieval.prompts import Encoder
 from tools.lib.retrieval.scores import line_table, match_line
 

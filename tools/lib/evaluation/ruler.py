@@ -35,8 +35,7 @@ from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
 from tools.lib.retrieval import files
 from tools.lib.retrieval.answers import Generated
-from tools.lib.retrieval.cells import Cell, draw_cells, read_cells
-from tools.lib.retrieval.options import parser_of
+from tools.lib.retrieval.cells import Cell, draw_cells, parser_of, read_cells
 from tools.lib.retrieval.prompts import Encoder
 from tools.lib.retrieval.scores import heat_rows, summary, table, task_row
 from tools.lib.ruler.sources import Sources

@@ -72,48 +72,19 @@ def forced(
     generator: of the config's model; its rows and its lengths are taken.
     allowed_tokens: ids from here on are never chosen.
     """
-    program = jax.jit(_program(config, partition, allowed_tokens))
-
-    def force(
-        parameters: Any, prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray]
-    ) -> list[bool]:
-        pairs = list(zip(prompts, answers, strict=True))
-        shape = generator.rows, max(map(len, answers))
-        right: list[bool] = []
-        for some in in_rows(pairs, generator.rows):
-            texts = generator.padded([np.concatenate(pair) for pair in some])
-            places = np.full(shape, NO_PLACE, np.int32)
-            targets = np.zeros(shape, np.int32)
-            for row, (prompt, answer) in enumerate(some):
-                places[row, : answer.size] = np.arange(answer.size) + prompt.size - 1
-                targets[row, : answer.size] = answer
-            tokens, index = map(generator.place, texts)
-            found = program(parameters, tokens, index, places, targets)
-            right += np.asarray(found).tolist()
-        return right[: len(pairs)]
-
-    return force
-
-
-def _program(
-    config: ml_collections.ConfigDict, partition: Partition, allowed_tokens: int
-) -> Callable[..., jax.Array]:
-    """Returns (parameters, tokens, index, places, targets) -> right (B,).
-
-    tokens, index: (B, T), in layout order. places, targets: of answers, (B, most).
-    """
-    mesh = partition.mesh
     sequences = text.model(config, partition).structure
-    few_tokens = text.model(config, StationaryPartition(mesh)).structure
+    few_tokens = text.model(config, StationaryPartition(partition.mesh)).structure
     ring, mask = base.ring_attention(config, partition), document_mask(config)
 
-    def right(
+    @jax.jit
+    def is_right(
         parameters: Any,
         tokens: jax.Array,
         index: jax.Array,
         places: jax.Array,
         targets: jax.Array,
     ) -> jax.Array:
+        """Takes tokens and index (B, T), in layout order, and an answer's (B, n)."""
         lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
         # The first token of an answer is predicted where its prompt ends.
         prompts = jnp.where(places == NO_PLACE, EMPTY - 1, places).min(axis=1) + 1
@@ -130,4 +101,21 @@ def _program(
         likeliest = scores[..., :allowed_tokens].argmax(axis=-1)
         return ((likeliest == targets) | (places == NO_PLACE)).all(axis=1)
 
-    return right
+    def force(
+        parameters: Any, prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray]
+    ) -> list[bool]:
+        pairs = list(zip(prompts, answers, strict=True))
+        shape = generator.rows, max(map(len, answers))
+        right: list[bool] = []
+        for some in in_rows(pairs, generator.rows):
+            texts = generator.padded([np.concatenate(pair) for pair in some])
+            places = np.full(shape, NO_PLACE, np.int32)
+            targets = np.zeros(shape, np.int32)
+            for row, (prompt, answer) in enumerate(some):
+                places[row, : answer.size] = np.arange(answer.size) + prompt.size - 1
+                targets[row, : answer.size] = answer
+            given = *map(generator.place, texts), places, targets
+            right += np.asarray(is_right(parameters, *given)).tolist()
+        return right[: len(pairs)]
+
+    return force

@@ -1,4 +1,4 @@
-"""Cells of an evaluation: the prompts of a task at a length, drawn or read."""
+"""Cells of an evaluation: the prompts of a task at a length, and what asks for them."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from data.retrieval.lines import Case, LineForm, case_tokens, draw_case
+from tasks.command_line import CONFIG_FLAGS, Parser, at_least
 from tools.lib.retrieval import files
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.ruler.sources import Sources
@@ -29,6 +30,22 @@ class Cell:
     cache_tokens: int
     depth: float = 0.0
     lines: float = 0.0
+
+
+def numbers(text: str) -> list[int]:
+    """Reads numbers with commas between them, into their order."""
+    return sorted({at_least(1)(number) for number in text.split(",")})
+
+
+def parser_of(name: str, description: str, *, lengths: str, samples: int) -> Parser:
+    """Returns the parser of `tools.evaluate NAME`, with these defaults."""
+    prog = f"python -m tools.evaluate {name}"
+    parser = Parser(description, epilog=CONFIG_FLAGS, prog=prog)
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--lengths", type=numbers, default=lengths, help=f"in tokens {default}")
+    add("--samples", type=at_least(1), default=samples, help=f"of a cell {default}")
+    add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
+    return parser
 
 
 def draw_cells(
