@@ -148,23 +148,9 @@ def test_another_corpus_is_read_if_its_tokenizer_is_the_runs(corpus, others):
     assert said[0].startswith("the run's corpus (gone) is not here: nothing says")
 
 
-# Options: what is said of them.
-BAD = {
-    "--split train": "give --batches",
-    "--split test": "invalid choice: 'test'",
-    "--corpus nowhere": "there is no corpus nowhere",
-    "--config.data.context_tokens=90000": "do not fit in the",
-    "--config.task=exorl": "makes no text",
-    "--config.workdir=nowhere": "nowhere has no checkpoints",
-    "--by token": "invalid choice: 'token'",
-    "--batches 0": "at least 1, got 0",
-}
-
-
-@pytest.mark.parametrize("options", BAD)
-def test_what_is_wrong_is_said_in_short(workdir, tmp_path, options, capsys):
-    output = ["--output", str(tmp_path / "x")]
-    assert main([f"--workdir={workdir}", *options.split(), *output]) == 1
+def test_rows_that_no_batch_holds_are_refused(workdir, tmp_path, capsys):
+    tokens = "--config.data.context_tokens=90000"
+    assert main([f"--workdir={workdir}", tokens, "--output", str(tmp_path / "x")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and BAD[options] in error
+    assert error.startswith("error: ") and "do not fit in the" in error
     assert list(tmp_path.iterdir()) == []

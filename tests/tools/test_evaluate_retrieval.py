@@ -27,7 +27,6 @@ from tools.lib.retrieval.prompts import Encoder, Prompt
 
 BYTES = ByteTokenizer()
 SIZES = {"data__rows": "whole", "simulated_devices": 0, "implementation": "reference"}
-TASKS, LENGTHS = ("niah_single_1", "fwe"), (1000, 1200)
 RULER = "ruler --tasks niah_single_1,fwe --lengths 1000,1200 --samples 3"
 
 
@@ -84,60 +83,61 @@ def asked(prompts, monkeypatch) -> list[str]:
     return texts
 
 
+@pytest.fixture
+def evaluated(ask, asked, tmp_path) -> Path:
+    """The folder of an evaluation."""
+    assert ask(RULER, "--output", tmp_path / "ruler") == 0
+    return tmp_path / "ruler"
+
+
 @pytest.mark.quick
 def test_right_answers_score_100_in_the_table_and_in_the_rows(
-    ask, asked, prompts, workdir, tmp_path, capsys
+    capsys, asked, prompts, evaluated, workdir
 ):
-    folder = tmp_path / "ruler"
-    assert ask(RULER, "--output", folder) == 0
     assert set(asked) == read_answers(prompts).keys()
     shown = capsys.readouterr().out
     assert "average                100.0*       0.0\n" in shown
     assert "of 2 of RULER's 13 tasks: average 50.0, weighted to long 33.3" in shown
     assert "effective length: 1,000 tokens" in shown
-    rows = json.loads((folder / "scores.json").read_text())["rows"]
-    cells = [(length, task) for length in LENGTHS for task in TASKS]
-    assert [(row["length"], row["task"]) for row in rows] == cells
-    assert [(row["score"], row["nulls"]) for row in rows] == 2 * [(100, 0)] + 2 * [
-        (0, 3)
+    rows = json.loads((evaluated / "scores.json").read_text())["rows"]
+    assert [
+        (row["length"], row["task"], row["score"], row["nulls"]) for row in rows
+    ] == [
+        *((1000, task, 100, 0) for task in ("niah_single_1", "fwe")),
+        *((1200, task, 0, 3) for task in ("niah_single_1", "fwe")),
     ]
     for row in rows:
         assert (row["run"], row["step"], row["samples"]) == (str(workdir), 7, 3)
         # On a ring of 4: keys and values of 2 layers, 2 heads, 8 numbers; the index.
         expected = row["length"] // 4 * (2 * 2 * 2 * 8 * 4 + 4)
         assert row["cache_bytes"] == pytest.approx(expected, abs=64)
-    first = json.loads(predictions(folder)["1000/pred/fwe.jsonl"].splitlines()[0])
+    first = json.loads(predictions(evaluated)["1000/pred/fwe.jsonl"].splitlines()[0])
     # What NVIDIA's eval/evaluate.py reads.
     assert {"input", "pred", "outputs", "others", "index"} <= first.keys()
-    assert (folder / "needles.png").read_bytes().startswith(b"\x89PNG")
+    assert (evaluated / "needles.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.quick
-def test_an_evaluation_goes_on_where_it_was_killed(asked, ask, tmp_path):
-    folder = tmp_path / "ruler"
-    assert ask(RULER, "--output", folder) == 0
-    before = predictions(folder)
-    prediction_file(folder, 1200, "fwe").unlink()
-    path = prediction_file(folder, 1200, "niah_single_1")
+def test_an_evaluation_goes_on_where_it_was_killed(asked, ask, evaluated):
+    before = predictions(evaluated)
+    prediction_file(evaluated, 1200, "fwe").unlink()
+    path = prediction_file(evaluated, 1200, "niah_single_1")
     path.write_bytes(path.read_bytes()[:-20])  # in the middle of the third row
     asked.clear()
-    assert ask(RULER, "--output", folder) == 0
+    assert ask(RULER, "--output", evaluated) == 0
     assert len(asked) == 1 + 3
-    assert predictions(folder) == before
+    assert predictions(evaluated) == before
 
 
 @pytest.mark.quick
 def test_predictions_of_something_else_are_left_alone(
-    ask, asked, prompts, workdir, tmp_path, capsys
+    ask, prompts, evaluated, tmp_path, capsys
 ):
-    folder = tmp_path / "ruler"
-    assert ask(RULER, "--output", folder) == 0
-    before = predictions(folder)
+    before = predictions(evaluated)
     capsys.readouterr()
-    assert ask(RULER, "--output", folder, "--prompts", prompts) == 1
+    assert ask(RULER, "--output", evaluated, "--prompts", prompts) == 1
     assert "has predictions with files [], and these" in capsys.readouterr().err
-    assert predictions(folder) == before
-    (tmp_path / "letter").write_text("mine")
+    assert predictions(evaluated) == before
     assert ask(RULER, "--output", tmp_path) == 1
     assert "is not empty, and has no run.json" in capsys.readouterr().err
 

@@ -99,13 +99,26 @@ def test_own_text_of_own_tokenizer_trains_generates_plans_and_exports(
         train.train(read_config([*flags, "--config.model.vocab_size=264"]))
 
 
-def test_chats_train_whole_in_rows_that_the_ring_does_not_divide(tmp_path, capsys):
-    source, corpus = tmp_path / "in.json", tmp_path / "chats"
+LINES = "--form compact --train-tokens 20000 --validation-tokens 20000"
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "context"),
+    [
+        (prepare_chat, "{source} --context-tokens 250", 250),
+        (prepare_lines, LINES + " --context-tokens 400 --tokenizer {subwords}", 400),
+    ],
+)
+def test_documents_train_whole_in_rows_that_the_ring_need_not_divide(
+    program, options, context, tmp_path, capsys, subwords
+):
+    source = tmp_path / "in.json"
     source.write_text(json.dumps(rows(90)))
-    arguments = [str(source), "--output", str(corpus), "--context-tokens", "250"]
-    assert prepare_chat.main(arguments) == 0
+    given = options.format(source=source, subwords=subwords).split()
+    assert program.main([*given, "--output", str(tmp_path / "corpus")]) == 0
     config = made(capsys.readouterr().out, tmp_path)
-    assert (config.data.rows, config.data.context_tokens) == ("whole", 250)
+    assert (config.data.rows, config.data.context_tokens) == ("whole", context)
+    assert config.train.validation_batches and not config.model.vocab_size
 
 
 @pytest.mark.parametrize("program", [prepare_chat, prepare_text])
@@ -131,18 +144,6 @@ def test_imported_weights_are_fine_tuned_on_what_was_prepared(
     assert (found.model.vocab_size, found.model.num_layers) == (304, 2)
     rows_of = ("whole", 256) if is_chat else ("packed", 8192)
     assert (found.data.rows, found.data.context_tokens) == rows_of
-
-
-def test_lines_of_another_tokenizer_train_with_its_vocabulary(
-    tmp_path, capsys, subwords
-):
-    arguments = ["--form", "compact", "--context-tokens", "400"]
-    arguments += ["--train-tokens", "20000", "--validation-tokens", "20000"]
-    arguments += ["--output", str(tmp_path / "lines"), "--tokenizer", subwords]
-    assert prepare_lines.main(arguments) == 0
-    config = made(capsys.readouterr().out, tmp_path)
-    assert config.data.context_tokens == 400
-    assert config.train.validation_batches and not config.model.vocab_size
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ import numpy as np
 from data.batch import Batch
 from data.mixture import check_alike
 from data.rows import iterate
-from data.text.token_file import SPLITS, TokenFile
+from data.text.token_file import TokenFile
 from kernels.compiler import compiler_options
 from kernels.layouts import order
 from tasks import base, batch_rows, corpora, text
@@ -138,10 +138,7 @@ def reader(
     Raises:
       FileNotFoundError, ValueError: something in the config or the options is wrong.
     """
-    ends = options.split != "train"
-    if not ends and not options.batches:
-        raise ValueError("--split train is read shuffled, without end: give --batches")
-    batches = text.batches(config, partition, options.split, fills=ends)
+    batches = text.batches(config, partition, "validation", fills=True)
     count = min(options.batches or len(batches), len(batches))
     sharding = batch_rows.batch_sharding(config, partition)
     shape = batch_rows.batch_shape(config, partition)
@@ -187,14 +184,14 @@ def evaluate(
     tokens = config.data.context_tokens
     corpus = config.data.corpus or str(corpora.STANDARD_LIBRARY)
     say(
-        f"{config.workdir}, step {step}, on {corpus} ({options.split}): {read:,} of "
+        f"{config.workdir}, step {step}, on {corpus} (validation): {read:,} of "
         f"{rows:,} rows of {tokens:,} tokens"
     )
     found = np.concatenate([*sums(parameters)], axis=1)
     if not found[1].any():
         raise ValueError(f"no token of these rows of {corpus} has a loss")
     about = {"run": config.workdir, "step": step, "corpus": corpus}
-    about |= {"split": options.split, "rows": read, "by": options.by}
+    about |= {"split": "validation", "rows": read, "by": options.by}
     about |= {"context_tokens": tokens}
     return [about | row for row in means(found)]
 
@@ -217,7 +214,6 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate loss")
     add = parser.add_argument
     add("--corpus", type=Path, help="directory of prepare_text (default: the run's)")
-    add("--split", choices=SPLITS, default="validation", help="default: %(default)s")
     add("--batches", type=at_least(1), help="of config.data.batch_rows (default: all)")
     add("--by", choices=BY, default="document", help="default: %(default)s")
     add("--output", type=Path, help="rows go to NAME.json, a picture to NAME.png")
