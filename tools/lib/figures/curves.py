@@ -227,12 +227,7 @@ def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(tasks), columns, squeeze=False)
     for row, (task, agents) in zip(panels, tasks.items(), strict=True):
-        for axes, draw, x in zip(
-            row,
-            (_by_episode, _by_drawn),
-            ("episode", "drawn episodes read"),
-            strict=False,
-        ):
+        for axes, (x, draw) in zip(row, PANELS.items(), strict=False):
             for name, runs in agents.items():
                 draw(axes, runs, colours[name], name)
             _references(axes, [run for runs in agents.values() for run in runs], x)
@@ -273,6 +268,10 @@ def _by_drawn(axes: Axes, runs: Runs, colour: str, name: str) -> None:
         axes.plot(counts, mean, "o-", color=colour, label=name)
         axes.fill_between(counts, low, high, color=colour, alpha=0.12, lw=0)
         axes.set_xscale("log")
+
+
+PANELS = {"episode": _by_episode, "drawn episodes read": _by_drawn}
+"""What draws each column of panels, by its horizontal axis."""
 
 
 def _references(axes: Axes, runs: Runs, x: str) -> None:
