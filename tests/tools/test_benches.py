@@ -14,8 +14,7 @@ from tools.lib.benchmarks import peers, rings, rows
 from tools.lib.benchmarks.peers import Runs, Unavailable, jax_runs
 from tools.lib.benchmarks.problems import Operands, Problem
 from tools.lib.benchmarks.rings import GRADED, RingProblem
-from tools.lib.benchmarks.rows import Environment, check_output, peak_share
-from tools.lib.figures import curves
+from tools.lib.benchmarks.rows import Environment, peak_share
 from tools.lib.papers import contexts as paper_contexts
 
 TOLERANCE = 1e-5
@@ -32,6 +31,8 @@ KERNEL = TIMED | keys(Problem) | {"contestant", "direction", "calls", "error"}
 RING = TIMED | keys(RingProblem) | {"implementation", "layout", "block_q", "block_k"}
 RING |= {"tiles_total", "tiles_critical_path", "tiles_bound", "bound_share", "versions"}
 RING |= {f"error_{name}" for name in (*GRADED, "length")}
+TRAINED = {"context_tokens", "step_seconds", "step_spread", "tokens_per_second"}
+TRAINED |= {"mfu", "mfu_paper", "peak_bytes"}
 
 
 def environment(device_kind: str, device_count: int) -> Environment:
@@ -74,59 +75,12 @@ def test_rates_are_of_the_visible_pairs(mask, pairs):
         assert rate == pytest.approx(forwards * 4 * 16 * 2 * 3 * pairs / 2.0)
 
 
-def test_rows_are_written_only_to_a_new_file(tmp_path):
-    path = tmp_path / "rows.json"
-    check_output(path)
-    path.touch()
-    with pytest.raises(ValueError, match="rows.json exists: give another --output"):
-        check_output(path)
-    with pytest.raises(ValueError, match="nowhere is not a directory"):
-        check_output(tmp_path / "nowhere" / "rows.json")
-
-
-NAME = f"{paper_contexts.TARGETS[0].name('nothing')}.json"  # which tables read
-READERS = {
-    "rows": rows.read_rows,
-    "results": lambda path: curves.read_returns([path]),
-    "tables": lambda path: paper_contexts.rows(path.parent),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_programs_read_files_of_others_by_the_same_rules(tmp_path, name):
+def test_tables_of_papers_are_read_by_the_rules_of_other_rows(tmp_path):
     """Those of data/json_text.py: Python's own reader keeps the last of two keys."""
-    path = tmp_path / NAME
+    path = tmp_path / f"{paper_contexts.TARGETS[0].name('nothing')}.json"
     path.write_text('[{"a": 1, "a": 2}]')
-    with pytest.raises(ValueError, match=f"{NAME}.*twice"):
-        READERS[name](path)
-
-
-TIMES = {"seconds_median": 2.0, "cpu_seconds_median": 3.0, "seconds_spread": 0.1}
-TIMES |= {"tflops": 1.0, "error": 1e-3, "length": 8, "head_dim": 8, "dtype": "float16"}
-TIMES |= {f"error_{name}": 1e-3 for name in GRADED}
-TIMES |= {"layout": "striped", "implementation": "ringattention", "mask": "full"}
-TIMES |= {"contestant": "cudnn", "direction": "forward"}
-PATH = {"layout": "striped", "direction": "forward", "seconds_path": 0.004}
-PATH |= {"tiles_path": 9, "speed_up": 1.5, "limit": 2.0, "limit_share": 0.75}
-STEP = {"context_tokens": 8, "step_seconds": 0.5, "tokens_per_second": 16.0}
-STEP |= dict.fromkeys(("mfu", "mfu_paper", "peak_bytes"))
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "explained"),
-    [
-        (bench_ring.table, TIMES, "cpu s, spread, error"),
-        (bench_kernels.table, TIMES, "ms, spread, error"),
-        (bench_ring.table_of_steps, PATH, "ms, tiles, speed-up, limit, share"),
-        (bench_train.table, STEP, "MFU paper, peak, -"),
-    ],
-    ids=["ringattention", "kernels", "simulated", "train"],
-)
-def test_columns_are_explained_below_the_rows(table, row, explained):
-    text = table([row])
-    for title in explained.split(", "):
-        assert text.count(title) > 1
-        assert f"{title}:" in text or f"{title}, " in text, title
+    with pytest.raises(ValueError, match=f"{path.name}.*twice"):
+        paper_contexts.rows(tmp_path)
 
 
 # Kernels on one device, beside their peers.
@@ -378,7 +332,7 @@ def test_each_context_has_a_row_of_a_run_that_learned(rows_of):
     found = rows_of(bench_train, *tiny, *"--contexts 64 128 --steps 5".split())
     assert [row["context_tokens"] for row in found] == [64, 128]
     for row in found:
-        assert row.keys() >= keys(Environment) | STEP.keys() | {"step_spread"}
+        assert row.keys() >= keys(Environment) | TRAINED
         assert (row["device_kind"], row["device_count"]) == ("cpu", 8)
         assert (row["config"], row["overrides"]) == (tiny[1], [tiny[2]])
         assert row["steps"] == 4

@@ -1,13 +1,11 @@
 """RULER and line retrieval as programs, on models of known behaviour."""
 
 import json
-import re
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from data.chat.chat_template import open_template
@@ -248,40 +246,22 @@ TOKENS = {"compact": (100, 200), "letters": (60, 150)}
 TOKENS |= dict.fromkeys(["LRT", "LRT-NL"], (800, 1200))
 
 
-class Oracle:
-    """Looks the line up in the prompt, and goes on with another line after it."""
-
-    def __init__(self, name):
-        self.form, self.calls = FORMS[name], 0
-
-    def find(self, prompt: np.ndarray) -> str:
-        text = BYTES.decode(prompt)
-        pattern = self.form.line.format(name=r"([^\s\d]+|\d+)", number=r"(\d+)")
-        lines, cue = re.findall(pattern, text), self.form.cue
-        number = next(n for name, n in lines if text.endswith(cue.format(name=name)))
-        return self.form.answer.format(number=number)
-
-    def generate(self, prompts) -> list[str]:
-        self.calls += 1
-        return [self.find(prompt) + "line 5: 123" for prompt in prompts]
-
-    def force(self, prompts, answers) -> list[bool]:
-        return [
-            BYTES.decode(answer) == self.find(prompt)
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_each_cell_gets_the_scores_of_its_own_cases(name):
-    """Of an oracle: right but for one text of the first depth, and one answer."""
-    oracle, given = Oracle(name), cells(name, TOKENS[name], 3, 4)
+    """All are right but for one text of the first depth, and one answer of the last."""
+    given, calls = cells(name, TOKENS[name], 3, 4), []
+    assert all(c.cache_tokens == max(p.length for p in c.prompts) for c in given)
+    known = {p.input + p.answer_prefix: p.outputs[0] for c in given for p in c.prompts}
 
     def generate(prompts):
-        return [*oracle.generate(prompts[:3]), "987654", *oracle.generate(prompts[4:])]
+        calls.append(len(prompts))
+        texts = [known[BYTES.decode(prompt)] + "line 5: 123" for prompt in prompts]
+        return [*texts[:3], "987654", *texts[4:]]
 
     def force(prompts, answers):
-        return [*oracle.force(prompts[:-1], answers[:-1]), False]
+        pairs = zip(prompts, answers, strict=True)
+        right = [known[BYTES.decode(p)] == BYTES.decode(answer) for p, answer in pairs]
+        return [*right[:-1], False]
 
     rows = score_cells(given, Encoder(BYTES), generate, force)
     assert [(row["length"], row["depth"]) for row in rows] == [
@@ -289,7 +269,7 @@ def test_each_cell_gets_the_scores_of_its_own_cases(name):
     ]
     assert [row["generated"] for row in rows] == 2 * [0.75, 1, 1]
     assert [row["teacher_forced"] for row in rows] == 2 * [1, 1, 0.75]
-    assert oracle.calls == 2 * 2  # cells of one length go together
+    assert calls == [12, 12]  # cells of one length go together
     if name == "compact":
         assert rows[0]["samples"] == 4 and 95 < rows[0]["tokens"] <= 100
         assert rows[0]["lines"] == pytest.approx(100 / 5, abs=2)

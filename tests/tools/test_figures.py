@@ -84,7 +84,6 @@ with_one_name = partial(heat_maps, names=["one"])
         (bars, [FAST, FAST | {"device_kind": "TPU v4"}], "TPU v4.* not comparable"),
         (bars, [FAST, TRAINING], "TFLOP/s', 'tokens/s'.*are not comparable"),
         (bars, [FAST, FAST | {"tflops": -1.0}], "value of row 1 must be .*got -1.0"),
-        (heat_maps, [], "0 names for 0 runs .no rows.: there must be a run"),
         (with_one_name, LONG + SHORT, "1 names for 2 runs .long, short.: there must"),
         (heat_maps, LONG + LONG[:1], "long, 128 tokens, depth 0%: .* is there twice"),
         (heat_maps, cells("a", {(128, 0.5): 1.5}), "a, 128 tok.* 50%: .*more than all"),
