@@ -88,12 +88,10 @@ def _mean(losses: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
     }
 
 
-def set_corpus(
-    config: ml_collections.ConfigDict, corpus: Path, say: Callable[[str], None]
-) -> None:
+def set_corpus(config: ml_collections.ConfigDict, corpus: Path) -> None:
     """Makes another corpus the config's, if a run on its own can read it.
 
-    say: reports where its tokenizer cannot be compared.
+    Prints where its tokenizer cannot be compared.
 
     Raises:
       FileNotFoundError, ValueError: there is no such corpus, or its tokenizer is
@@ -104,7 +102,7 @@ def set_corpus(
     if before and Path(before[0]).is_dir():
         check_alike([TokenFile.open(Path(before[0]), "train"), other])
     else:
-        say(
+        print(
             f"the run's corpus ({config.data.corpus or 'the default one'}) is not "
             f"here: nothing says that it had the tokenizer of {corpus}, "
             f"{other.tokenizer}"
@@ -163,9 +161,7 @@ def reader(
 
 
 def evaluate(
-    config: ml_collections.ConfigDict,
-    options: argparse.Namespace,
-    say: Callable[[str], None],
+    config: ml_collections.ConfigDict, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Returns a row for each part of the positions, and one for all of them.
 
@@ -174,18 +170,19 @@ def evaluate(
         there is no checkpoint.
     """
     if options.corpus:
-        set_corpus(config, options.corpus, say)
+        set_corpus(config, options.corpus)
     corpora.directories(config)
     partition = base.partition(config, jax.devices())
     rows, read, sums = reader(config, options, partition)
     if padding := batch_rows.describe_padding(config, partition):
-        say(padding)
+        print(padding)
     parameters, step = restored_parameters(config, partition)
     tokens = config.data.context_tokens
     corpus = config.data.corpus or str(corpora.STANDARD_LIBRARY)
-    say(
+    print(
         f"{config.workdir}, step {step}, on {corpus} (validation): {read:,} of "
-        f"{rows:,} rows of {tokens:,} tokens"
+        f"{rows:,} rows of {tokens:,} tokens",
+        flush=True,
     )
     found = np.concatenate([*sums(parameters)], axis=1)
     if not found[1].any():
@@ -227,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = text_config(rest)
     if options.output:
         check_output(options.output.with_suffix(".json"))
-    rows = evaluate(config, options, lambda line: print(line, flush=True))
+    rows = evaluate(config, options)
     print(table(rows))
     if options.output:
         write_rows(options.output.with_suffix(".json"), rows)
