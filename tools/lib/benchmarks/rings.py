@@ -18,7 +18,12 @@ from kernels.compiler import compiler_options
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
 from tools.lib.benchmarks.problems import Operands, Problem, relative_error
 from tools.lib.benchmarks.rows import Sample, take_rounds, take_sample
-from tools.lib.benchmarks.work import balanced_tiles, critical_path, tiles_per_step
+from tools.lib.benchmarks.work import (
+    balanced_tiles,
+    bounds_of_steps,
+    critical_path,
+    tiles_per_step,
+)
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": Contiguous(),
@@ -137,27 +142,19 @@ def make_steps(problem: RingProblem, implementation: str) -> dict[str, Step]:
     }
 
 
-def step_bounds(problem: RingProblem, layout: str, device: int, step: int) -> list:
-    """Returns a device's bounds (1, L) in the local slots of a step's keys."""
-    order, size = LAYOUTS[layout], problem.ring_size
-    source, length = (device - step) % size, problem.length // size
-    found = []
-    for bound in problem.visible:
-        mine = np.split(permute(bound, order, size), size, axis=1)[device]
-        found.append(jnp.asarray(order.count(source, mine, size, length), jnp.int32))
-    return found
-
-
 def time_steps(
     problem: RingProblem, layouts: Sequence[str], step: Step, repeats: int, calls: int
 ) -> dict[str, np.ndarray]:
     """Returns median seconds, (devices, steps), of each layout, timed in rounds."""
     size = problem.ring_size
     seconds = {name: np.zeros((size, size)) for name in layouts}
-    for place in np.ndindex(size, size):
-        runs = [partial(step, *step_bounds(problem, n, *place)) for n in layouts]
+    each = (bounds_of_steps(LAYOUTS[n], size, problem.visible) for n in layouts)
+    for steps in zip(*each, strict=True):
+        runs = [partial(step, *map(jnp.int32, bounds)) for _, bounds in steps]
         takes = [partial(take_sample, run, calls) for run in runs]
-        for name, samples in zip(layouts, take_rounds(takes, repeats), strict=True):
+        for name, (place, _), samples in zip(
+            layouts, steps, take_rounds(takes, repeats), strict=True
+        ):
             seconds[name][place] = statistics.median(x.wall for x in samples)
     return seconds
 

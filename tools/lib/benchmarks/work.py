@@ -4,6 +4,8 @@ From the layouts and the tile ranges that drive the kernels' loops. A partial ti
 counts in full, as it is computed in full.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kernels.backends.block_sizes import BlockSizes
@@ -12,10 +14,10 @@ from kernels.layouts import Layout, permute
 from kernels.masks import Visible
 
 
-def tiles_per_step(
-    layout: Layout, ring_size: int, visible: Visible, sizes: BlockSizes
-) -> np.ndarray:
-    """Counts the tiles of each device in each ring step, int64 (devices, steps).
+def bounds_of_steps(
+    layout: Layout, ring_size: int, visible: Visible
+) -> Iterator[tuple[tuple[int, int], list[np.ndarray]]]:
+    """Yields each (device, step), and its bounds in the local slots of the step's keys.
 
     visible: NumPy bounds of the whole sequence, (B or 1, T), in natural order.
 
@@ -27,19 +29,22 @@ def tiles_per_step(
         for bound in visible
     ]
     length = visible.k_start.shape[1] // ring_size
-    work = np.zeros((ring_size, ring_size), np.int64)
-    for device, step in np.ndindex(work.shape):
+    for device, step in np.ndindex(ring_size, ring_size):
         source = (device - step) % ring_size  # whose keys are visiting the device
-        start, stop = (
-            layout.count(source, bound[device], ring_size, length) for bound in bounds
-        )
-        work[device, step] = (
-            key_ranges(
-                start, stop, min(sizes.block_q, length), min(sizes.block_k, length)
-            )
-            .work()
-            .sum()
-        )
+        mine = (bound[device] for bound in bounds)
+        counts = [layout.count(source, x, ring_size, length) for x in mine]
+        yield (device, step), counts
+
+
+def tiles_per_step(
+    layout: Layout, ring_size: int, visible: Visible, sizes: BlockSizes
+) -> np.ndarray:
+    """Counts the tiles of each device in each ring step, int64 (devices, steps)."""
+    length = visible.k_start.shape[1] // ring_size
+    tile = min(sizes.block_q, length), min(sizes.block_k, length)
+    work = np.zeros((ring_size, ring_size), np.int64)
+    for place, bounds in bounds_of_steps(layout, ring_size, visible):
+        work[place] = key_ranges(*bounds, *tile).work().sum()
     return work
 
 
