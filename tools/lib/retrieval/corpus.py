@@ -29,7 +29,7 @@ from data.text.tokenizer import Tokenizer, begun
 from tools.lib.retrieval.prompts import DRAWS, Prompt
 from tools.lib.ruler.needles import NOISE, Needles
 from tools.lib.ruler.sources import Sources
-from tools.lib.ruler.tasks import SEED, TASKS
+from tools.lib.ruler.tasks import SEED, TASKS, Recipe
 from tools.lib.ruler.variables import HOPS, Variables, answered
 
 MOST_ASKED = 3
@@ -57,9 +57,7 @@ class LineDocuments:
     """Draws records with questions about their lines, up to three for each line.
 
     A row then teaches many answers, without which small models take many times as long
-    to begin to find lines at all.
-
-    Answers are the numbers and the ends of their lines.
+    to begin to find lines at all. Answers are the numbers and the ends of their lines.
 
     form: how records are written.
     context_tokens: that a document has at most.
@@ -135,9 +133,7 @@ class TaskDocuments:
 
     Half of the chains of variables come after an example, and half of the documents
     with noise have fewer sentences of it in a line, down to none. Chains have from two
-    variables to eight links more.
-
-    Answers begin with their prefixes.
+    variables to eight links more. Answers begin with their prefixes.
 
     tasks: needles without files, or "vt". seed: of the prompts, other than RULER's.
     bare: chains of variables without noise, question and example.
@@ -160,8 +156,7 @@ class TaskDocuments:
             raise ValueError(f"only vt can be bare, not {', '.join(self.tasks)}")
         if self.seed == SEED:
             raise ValueError(f"seed {SEED} is that of RULER's prompts: take another")
-        recipes = [TASKS[name].make(self.seed, Sources()) for name in self.tasks]
-        self._recipes = [r for r in recipes if isinstance(r, Needles | Variables)]
+        self._recipes = [TASKS[name].make(self.seed, Sources()) for name in self.tasks]
 
     def draw(self, rng: np.random.Generator) -> Document:
         """Draws the next document.
@@ -186,12 +181,11 @@ class TaskDocuments:
             f"{', '.join(self.tasks)}: ask for more"
         )
 
-    def _prompt(
-        self, recipe: Needles | Variables, size: int, rng: np.random.Generator
-    ) -> Prompt:
+    def _prompt(self, recipe: Recipe, size: int, rng: np.random.Generator) -> Prompt:
         if isinstance(recipe, Needles):
             prompt = recipe.draw(size)
         else:
+            assert isinstance(recipe, Variables)  # as all others of TEACHABLE are
             recipe.hops = int(rng.integers(1, min(size, 2 * HOPS) + 1))
             if self.bare:
                 return recipe.draw_bare()
