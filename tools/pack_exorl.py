@@ -12,6 +12,7 @@ become one file, CACHE/cartpole/worlds/swingup/.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from data.agents.episodes import DOMAINS, Buffer
@@ -38,8 +39,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cache", required=True, type=Path, help="directory of packed trajectories")
     add(
         "--relabelling",
-        default="exact",
-        choices=[*RELABELLINGS, "stored"],
+        default=Selection.relabelling,
+        choices=RELABELLINGS,
         help="rewards as the environment gives them (the default), as ExoRL's own code "
         "computes them, without the action, or as they are stored",
     )
@@ -84,13 +85,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    selection = Selection(
-        chosen.relabelling,
-        chosen.on_bad,
-        chosen.max_transitions,
-        chosen.tolerance,
-        chosen.action_repeat,
-    )
+    names = [field.name for field in fields(Selection)]
+    selection = Selection(**{name: getattr(chosen, name) for name in names})
     buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
     expert = controller if chosen.targets else None
     trajectories = pack(buffer, chosen.task, chosen.cache, selection, expert)

@@ -218,8 +218,7 @@ class Chains:
         file = self.trajectories
         size = file.observation_size
         steps = file.read(places)
-        scale = file.observation_std + STD_FLOOR
-        observations = (steps[:, :size] - file.observation_mean) / scale
+        observations = standardised(file, steps[:, :size])
         actions = steps[:, size : size + file.action_size]
         wanted = slice(-1 - file.action_size, -1)
         targets = steps[:, wanted] if self.predict == "targets" else actions
@@ -234,6 +233,11 @@ class Chains:
             rewards = self.trajectories.read(steps)[:, -1].astype(np.float64)
             before.append(np.cumsum(rewards) - rewards)
         return np.concatenate(before)
+
+
+def standardised(file: TrajectoryFile, observations: np.ndarray) -> np.ndarray:
+    """Returns observations (..., size) less their mean, in standard deviations."""
+    return (observations - file.observation_mean) / (file.observation_std + STD_FLOOR)
 
 
 def of_step_before(batch: ChainBatch) -> ChainBatch:

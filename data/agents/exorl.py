@@ -21,12 +21,7 @@ from data.agents.episodes import (
     steps_of,
 )
 from data.agents.hidden_physics import HiddenPhysics
-from data.agents.relabel import (
-    exact_rewards,
-    exorl_rewards,
-    observation_error,
-    physics_error,
-)
+from data.agents.relabel import computed_rewards, observation_error, physics_error
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from data.json_text import read_json_object
 from data.new_directory import refuse_existing
@@ -38,10 +33,7 @@ BAD_SHARE = 0.01
 QUANTILES = (0, 10, 25, 50, 75, 90, 100)
 ON_BAD = ("error", "skip")
 
-RELABELLINGS: dict[str, Callable[[Environment, Episode], np.ndarray]] = {
-    "exact": exact_rewards,
-    "exorl": exorl_rewards,
-}
+RELABELLINGS = ("exact", "exorl", "stored")
 
 # From hidden physics and the steps that an action is held for to what, in a world like
 # that, should be done: from an observation to an action, cut to [-1, 1] here.
@@ -68,20 +60,6 @@ class Selection:
     max_transitions: int = MAX_TRANSITIONS
     tolerance: float = 1e-4
     action_repeat: int = 1
-
-    def __post_init__(self):
-        known = (*RELABELLINGS, "stored")
-        if self.relabelling not in known:
-            raise ValueError(f"{self.relabelling=} must be one of {', '.join(known)}")
-        if self.on_bad not in ON_BAD:
-            raise ValueError(f"{self.on_bad=} must be one of {', '.join(ON_BAD)}")
-        if self.max_transitions < 1 or not self.tolerance > 0:
-            raise ValueError(
-                f"{self.max_transitions=} must be at least 1, and {self.tolerance=} "
-                "above 0"
-            )
-        if self.action_repeat < 1:
-            raise ValueError(f"{self.action_repeat=} must be at least 1 step")
 
 
 def pack(
@@ -116,6 +94,7 @@ def pack(
     refuse_existing(directory)
     _check_task(buffer.domain, task, selection)
     files = [_Files(world, selection) for world in buffer.worlds()]
+    is_computed = selection.relabelling != "stored"
     about = {
         "domain": buffer.domain,
         "algorithm": buffer.algorithm,
@@ -124,7 +103,8 @@ def pack(
         "action_repeat": selection.action_repeat,
         "generator": _generator(buffer),
         "worlds_described": [some.hidden and some.hidden.describe() for some in files],
-        "versions": _versions(selection),
+        "versions": {"numpy": np.__version__}
+        | (environments.versions() if is_computed else {}),
     }
     with (
         tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None) as bar,
@@ -184,17 +164,6 @@ def _check_task(domain: str, task: str, selection: Selection) -> None:
         raise ValueError(f"{task=} must be the plain name of a task")
 
 
-def _versions(selection: Selection) -> dict[str, str]:
-    simulator = environments.versions() if selection.relabelling != "stored" else {}
-    return {"numpy": np.__version__, **simulator}
-
-
-def _hidden(world: Buffer) -> HiddenPhysics | None:
-    """Returns what is hidden in a world; None where it is dm_control's."""
-    described = (_generator(world) or {}).get("hidden_physics")
-    return None if described is None else HiddenPhysics.of(described)
-
-
 def _generator(buffer: Buffer) -> dict[str, Any] | None:
     """Returns tools/make_exorl.py's note on data that it made; None for others."""
     path = buffer.directory / "meta.json"
@@ -217,7 +186,8 @@ class _Files:
     def __init__(self, buffer: Buffer, selection: Selection):
         self._buffer, self._selection = buffer, selection
         self._paths = buffer.scan()
-        self.hidden = _hidden(buffer)
+        described = (_generator(buffer) or {}).get("hidden_physics")
+        self.hidden = None if described is None else HiddenPhysics.of(described)
         self.largest = 0.0
         self.good: list[dict[str, Any]] = []
         self.bad: list[dict[str, str]] = []
@@ -227,12 +197,13 @@ class _Files:
         environment = None
         if self._selection.relabelling != "stored":
             environment = Environment(self._buffer.domain, task, self.hidden)
-        taken, most = 0, self._selection.max_transitions
+        world, taken = self._buffer.algorithm.partition("/")[2], 0
         for path in self._paths:
+            name = Path(world, path.name).as_posix()
             try:
                 # By its name, so that no file is read in vain.
                 steps = steps_of(path)
-                if self.good and taken + steps > most:
+                if self.good and taken + steps > self._selection.max_transitions:
                     break
                 episode = read_episode(path, self._buffer.domain)
                 _check_repeats(episode, self._selection.action_repeat)
@@ -240,24 +211,17 @@ class _Files:
             except BadEpisode as error:
                 if self._selection.on_bad == "error":
                     raise
-                self._skip(error)
+                logging.getLogger(__name__).warning("skipped %s", error)
+                self.bad.append({"file": name, "reason": error.reason})
+                self._check_share(len(self._paths))
                 continue
             taken += steps
-            self.good.append({"file": self._name(path), **_source(path, steps)})
+            facts = {"bytes": path.stat().st_size, "sha256": digest(path)}
+            self.good.append({"file": name, **facts, "steps": steps})
             difference = np.abs(rewards - episode.reward[1:, 0]).max()
             self.largest = max(self.largest, float(difference))
             yield episode, rewards
         self._check_share(len(self.good) + len(self.bad))
-
-    def _name(self, path: Path) -> str:
-        """Returns a file's name, behind that of the world that it is of."""
-        world = self._buffer.algorithm.partition("/")[2]
-        return Path(world, path.name).as_posix()
-
-    def _skip(self, error: BadEpisode) -> None:
-        logging.getLogger(__name__).warning("skipped %s", error)
-        self.bad.append({"file": self._name(error.path), "reason": error.reason})
-        self._check_share(len(self._paths))
 
     def _check_share(self, files: int) -> None:
         if len(self.bad) > BAD_SHARE * files:
@@ -286,30 +250,21 @@ def _joined(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns observations, actions and rewards, one for each action that is held."""
     first = np.arange(0, episode.steps, action_repeat)
-    return (
-        episode.observation[first],
-        episode.action[1:][first],
-        np.add.reduceat(rewards, first),
-    )
-
-
-def _source(path: Path, steps: int) -> dict[str, Any]:
-    return {
-        "bytes": path.stat().st_size,
-        "sha256": digest(path),
-        "steps": steps,
-    }
+    rewards = np.add.reduceat(rewards, first)
+    return episode.observation[first], episode.action[1:][first], rewards
 
 
 def _rewards(
     episode: Episode, environment: Environment | None, selection: Selection
 ) -> np.ndarray:
+    """Returns the rewards of an episode whose physics are those of the environment."""
     if environment is None:
         return episode.reward[1:, 0]
     try:
         error = observation_error(environment, episode)
         moved = physics_error(environment, episode) if environment.hidden else 0.0
-        rewards = RELABELLINGS[selection.relabelling](environment, episode)
+        with_action = selection.relabelling == "exact"
+        rewards = computed_rewards(environment, episode, with_action)
     except ValueError as refusal:
         raise BadEpisode(episode.path, str(refusal)) from refusal
     if not error <= selection.tolerance:  # which nan is not

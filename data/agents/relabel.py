@@ -5,12 +5,17 @@ import numpy as np
 from data.agents.environments import Environment
 from data.agents.episodes import Episode
 
-# Rows whose observation is computed again.
+# Rows whose observation, and whose next physics, are computed again.
 CHECKED_ROWS = 5
 
 
-def exact_rewards(environment: Environment, episode: Episode) -> np.ndarray:
+def computed_rewards(
+    environment: Environment, episode: Episode, with_action: bool = True
+) -> np.ndarray:
     """Rewards as the environment gave, or would have given them: float64 (T,).
+
+    with_action: False for ExoRL's own code, which leaves the action out. Rewards that
+      depend on it, as a cart-pole's, are up to a quarter higher there.
 
     Raises:
       ValueError: the simulator refuses a state of the episode.
@@ -19,23 +24,8 @@ def exact_rewards(environment: Environment, episode: Episode) -> np.ndarray:
     steps = zip(episode.physics[1:], episode.action[1:], strict=True)
     for state, action in steps:
         environment.set_physics(state)
-        environment.set_control(action)
-        rewards.append(environment.reward())
-    return np.array(rewards)
-
-
-def exorl_rewards(environment: Environment, episode: Episode) -> np.ndarray:
-    """Rewards as ExoRL's own code computes them, float64 (T,): without the action.
-
-    They differ where a reward depends on the action, as cart-pole's do: there they are
-    up to a quarter higher.
-
-    Raises:
-      ValueError: the simulator refuses a state of the episode.
-    """
-    rewards = []
-    for state in episode.physics[1:]:
-        environment.set_physics(state)
+        if with_action:
+            environment.set_control(action)
         rewards.append(environment.reward())
     return np.array(rewards)
 
@@ -48,8 +38,7 @@ def observation_error(environment: Environment, episode: Episode) -> float:
     Raises:
       ValueError: the simulator refuses a state of the episode.
     """
-    columns = environment.recomputable
-    differences = []
+    columns, differences = environment.recomputable, []
     for row in np.linspace(0, episode.steps, CHECKED_ROWS).astype(int):
         environment.set_physics(episode.physics[row])
         difference = environment.observation() - episode.observation[row]

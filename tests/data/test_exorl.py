@@ -224,21 +224,6 @@ def test_meta_that_is_no_json_is_refused(tmp_path):
         pack(buffer, "swingup", tmp_path / "cache", STORED)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"relabelling": "best"}, "relabelling='best' must be one of exact, exorl, st"),
-        ({"on_bad": "ignore"}, "on_bad='ignore' must be one of error, skip"),
-        ({"max_transitions": 0}, "max_transitions=0 must be at least 1"),
-        ({"tolerance": 0.0}, "tolerance=0.0 above 0"),
-        ({"tolerance": float("nan")}, "tolerance=nan above 0"),
-    ],
-)
-def test_options_that_are_none_are_refused(options, match):
-    with pytest.raises(ValueError, match=match):
-        Selection(**options)
-
-
 def test_description_gives_returns_and_sizes(tmp_path):
     folder = made_up_buffer(tmp_path / "data", "cartpole", []).directory / "buffer"
     for number in range(11):

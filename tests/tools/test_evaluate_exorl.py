@@ -145,16 +145,14 @@ def test_scores_of_returns_made_by_hand(worlds):
 
 
 def test_held_actions_sum_rewards_and_seeds_begin_episodes():
-    environment, action = (
-        Environment("cartpole", "swingup"),
-        np.full(1, 0.3, np.float32),
-    )
-    stage = Stage([environment], np.array([[7, 7, 8]]), action_repeat=300)
+    task, action = ("cartpole", "swingup"), np.full(1, 0.3, np.float32)
+    stage = Stage(task, [None], np.array([[7, 7, 8]]), action_repeat=300)
     first = stage.begin(0)
     outcomes = [stage.step(action[None]) for _ in range(4)]
     assert [outcome.last for outcome in outcomes] == [False, False, False, True]
     np.testing.assert_array_equal(stage.begin(1), first)
     assert (stage.begin(2) != first).any()
+    environment = Environment(*task)
     environment.reset(7)
     total = sum(environment.step(action).reward for _ in range(1000))
     assert sum(outcome.rewards[0] for outcome in outcomes) == pytest.approx(total)

@@ -4,7 +4,7 @@ import pytest
 from data.agents.environments import Environment
 from data.agents.hidden_physics import HiddenPhysics
 from tools.lib.exorl.controller import _Body, controller
-from tools.lib.exorl.rollouts import Attempt, roll_out
+from tools.lib.exorl.rollouts import roll_out
 
 WORLDS = [
     HiddenPhysics(),
@@ -17,7 +17,7 @@ WORLDS = [
 
 def returned(world, act, action_repeat=5):
     environment = Environment("cartpole", "swingup", world)
-    done = roll_out(environment, act, Attempt("swingup", None, None, 3), action_repeat)
+    done = roll_out(environment, act, None, 3, action_repeat)
     return float(done.reward.sum())
 
 

@@ -47,6 +47,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from data.agents import environments
 from data.agents.trajectory_file import TrajectoryFile
 from tasks import base, exorl, trajectories
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
@@ -56,8 +57,7 @@ from tools.lib.exorl.agents import Actor, actor
 from tools.lib.exorl.contexts import Context, asked, contexts, task_name
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
-from tools.lib.exorl.replay import quantiles
-from tools.lib.exorl.scenes import versions
+from tools.lib.exorl.rollouts import quantiles
 from tools.lib.exorl.scores import interval, of_worlds, scores
 from tools.lib.files import write_json
 from training.mesh import Partition
@@ -135,6 +135,8 @@ def evaluate(
     of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
     rows = np.arange(size[0]) if one_world else of_rows  # that depend on each other
     outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}
+    is_room = file.index["domain"] == "dark_room"
+    simulator = {} if is_room else environments.versions()
     environment = Environment.of(partition.mesh.devices.flatten())
     return {
         "config": config.to_dict(),
@@ -150,7 +152,7 @@ def evaluate(
         "data_returns": quantiles(file.returns),
         "references": references(file, of_rows, seeds, options.processes),
         "seeds": seeds.tolist(),
-        "versions": {"jax": jax.__version__, **versions(file)},
+        "versions": {"jax": jax.__version__, **simulator},
         "environment": dataclasses.asdict(environment),
         "contexts": outcomes,
         "own_last_over": _own_last_over(outcomes, rows),

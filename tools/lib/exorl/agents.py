@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,33 +21,6 @@ from models.cache import Cache, empty_cache
 from tasks import base, exorl
 from tasks.generation import cache_shardings
 from training.mesh import Partition, StationaryPartition
-
-
-class Actor(Protocol):
-    """Chooses actions, for E rows at a time.
-
-    device_bytes: bytes that its context takes on the device that holds the most.
-    """
-
-    choose: "Choice"
-
-    @property
-    def device_bytes(self) -> int: ...
-
-    def forget(self) -> None:
-        """Begins an empty context."""
-
-    def act(self, present: ChainBatch) -> np.ndarray:
-        """Returns actions, float32 (E, A), for the present steps, (E,) each.
-
-        Of these, the action and what comes of it are not looked at.
-        """
-
-    def learn(self, done: ChainBatch) -> None:
-        """Takes the present steps with what was done and what came of it."""
-
-    def read(self, done: ChainBatch) -> None:
-        """Takes all steps of whole episodes, (E, S) each, into an empty context."""
 
 
 @dataclass
@@ -86,22 +59,44 @@ class Choice:
 
 
 @dataclass
-class WithoutContext:
-    """Sees the present alone, so that there is nothing to forget, learn or read."""
+class Actor:
+    """Chooses actions, for E rows at a time; of itself it has no context.
+
+    device_bytes: bytes that its context takes on each device.
+    """
 
     choose: Choice
     device_bytes: int = field(default=0, init=False)
 
     def forget(self) -> None:
-        """Does nothing, as the others do."""
+        """Begins an empty context."""
 
-    def learn(self, done: ChainBatch) -> None: ...
+    def act(self, present: ChainBatch) -> np.ndarray:
+        """Returns actions, float32 (E, A), for the present steps, (E,) each.
 
-    def read(self, done: ChainBatch) -> None: ...
+        Of these, the action and what comes of it are not looked at.
+        """
+        raise NotImplementedError
+
+    def learn(self, done: ChainBatch) -> None:
+        """Takes the present steps with what was done and what came of it."""
+
+    def read(self, done: ChainBatch) -> None:
+        """Takes all steps of whole episodes, (E, S) each, into an empty context."""
+
+
+class Chance(Actor):
+    """Draws actions evenly, of the kind that is to be chosen."""
+
+    def act(self, present: ChainBatch) -> np.ndarray:
+        (rows, size), rng = present.actions.shape, self.choose.rng
+        if self.choose.actions.kind == "discrete":
+            return np.eye(size, dtype=np.float32)[rng.integers(size, size=rows)]
+        return rng.uniform(-1, 1, (rows, size)).astype(np.float32)
 
 
 @dataclass
-class CloningActor(WithoutContext):
+class CloningActor(Actor):
     """Clones what was done. program: from observations (E, 1, …) to predictions."""
 
     program: Callable[[jax.Array], jax.Array]
@@ -112,45 +107,36 @@ class CloningActor(WithoutContext):
 
 
 @dataclass
-class ContextActor:
+class ContextActor(Actor):
     """Sees all since it last forgot, through a KV cache that is sharded over the ring.
 
     empty: () -> cache. program: (steps (E, 2) or (E, 1), cache) -> (predictions (E, A),
     cache), see `agentic.act`; takes the cache's place.
     fill: (steps (E, S), empty cache) -> cache of them.
-    choose: makes actions of predictions.
     has_one_token: whether a step is one token, with the reward of the step before.
     """
 
     empty: Callable[[], Cache]
     program: Callable[[ChainBatch, Cache], tuple[jax.Array, Cache]]
     fill: Callable[[ChainBatch, Cache], Cache]
-    choose: Choice
     has_one_token: bool
-    _cache: Cache | None = None
-    _before: ChainBatch | None = None
-    _position: int = 0
 
     def forget(self) -> None:
         self._cache, self._before, self._position = self.empty(), None, 0
+        held = [array.addressable_shards[0].data.nbytes for array in self._cache]
+        self.device_bytes = sum(held)
 
     def act(self, present: ChainBatch) -> np.ndarray:
-        before = self._nothing(present) if self._before is None else self._before
-        if self.has_one_token:
-            steps = jax.tree.map(lambda x: x[:, None], _after(before, present))
-        else:
-            steps = jax.tree.map(lambda *x: np.stack(x, axis=1), before, present)
-        end, count = self._position + 1, steps.positions.shape[1]
-        places = np.arange(end - count, end, dtype=np.int32)
+        # What stands before the first steps, at position -1, is not read.
+        before = self._before or jax.tree.map(np.zeros_like, present)
+        steps = jax.tree.map(lambda *x: np.stack(x, axis=1), before, present)
+        places = np.int32([self._position - 1, self._position])
         positions = np.broadcast_to(places, steps.positions.shape)
         steps = steps._replace(positions=positions)
+        if self.has_one_token:
+            steps = jax.tree.map(lambda x: x[:, 1:], of_step_before(steps))
         predicted, self._cache = self.program(steps, self._cache)
         return self.choose(np.asarray(predicted))
-
-    @staticmethod
-    def _nothing(present: ChainBatch) -> ChainBatch:
-        """Returns steps that stand before the first ones, and are not read."""
-        return jax.tree.map(np.zeros_like, present)
 
     def learn(self, done: ChainBatch) -> None:
         self._before = done
@@ -161,24 +147,6 @@ class ContextActor:
         self._position = done.timesteps.shape[1]
         known = of_step_before(done) if self.has_one_token else done
         self._cache = self.fill(known, self._cache)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the cache on the device that holds the most."""
-        held: dict[jax.Device, int] = {}
-        for shard in (x for a in self._cache for x in a.addressable_shards):
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-        return max(held.values())
-
-
-def _after(before: ChainBatch, present: ChainBatch) -> ChainBatch:
-    """Returns the present steps with what came of the step before in their episode."""
-    same = present.timesteps > 0
-    return present._replace(
-        actions=np.where(same[:, None], before.actions, 0),
-        rewards=np.where(same, before.rewards, 0),
-        completions=np.zeros_like(present.completions),
-    )
 
 
 def actor(
@@ -233,10 +201,10 @@ def actor(
     dtype = jnp.dtype(config.compute_dtype)
     empty = functools.partial(empty_cache, shape, dtype, ring)
     return ContextActor(
+        choice,
         jax.jit(empty, out_shardings=cache),
         functools.partial(program, parameters),
         functools.partial(_reader(config, partition, operations, cache), parameters),
-        choice,
         config.agent.step_tokens == 1,
     )
 

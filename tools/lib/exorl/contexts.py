@@ -10,8 +10,7 @@ import numpy as np
 from data.agents.chains import Chains
 from data.agents.trajectory_file import TrajectoryFile
 from tasks import exorl, trajectories
-from tools.lib.exorl.scenes import Recording, Scene
-from tools.lib.exorl.stages import stage
+from tools.lib.exorl.scenes import Recording, Scene, stage
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.linalg import expm, solve_discrete_are
 
 from data.agents.hidden_physics import CART_MASS, POLE_LENGTH, POLE_MASS, HiddenPhysics
-from tools.lib.exorl.policies import Policy
+from tools.lib.exorl.rollouts import Policy
 
 # Of dm_control's model: m/s², the pole's radius in metres, seconds.
 GRAVITY, RADIUS, TIMESTEP = 9.81, 0.045, 0.01

@@ -1,29 +1,15 @@
 """Episodes that agents play, one after the other, in contexts of all kinds."""
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 
-from data.agents.chains import STD_FLOOR, ChainBatch
+from data.agents.chains import ChainBatch, standardised
 from data.agents.trajectory_file import TrajectoryFile
-from tools.lib.exorl.agents import Actor, WithoutContext
+from tools.lib.exorl.agents import Actor, Chance
 from tools.lib.exorl.scenes import Scene
-
-
-@dataclass
-class Chance(WithoutContext):
-    """Draws actions evenly, of the kind that is to be chosen."""
-
-    def act(self, present: ChainBatch) -> np.ndarray:
-        size, rng = present.actions.shape, self.choose.rng
-        if self.choose.actions.kind == "discrete":
-            return np.eye(size[1], dtype=np.float32)[
-                rng.integers(size[1], size=size[0])
-            ]
-        return rng.uniform(-1, 1, size).astype(np.float32)
 
 
 @dataclass
@@ -90,20 +76,20 @@ class Play:
     def _episode(
         self, actor: Actor, episode: tuple[Scene, int], rank: int, forgets: str
     ) -> np.ndarray:
+        """Plays an episode of the scene, and returns the rows' returns (E,)."""
         scene, number = episode
-        observations, total, last = scene.begin(number), 0.0, False
-        timestep = 0
+        observations, last, timestep = scene.begin(number), False, 0
+        total = np.zeros(len(observations))
         while not last:
             if forgets == "step":
                 actor.forget()
             present = self._present(observations, self.target - total, timestep, rank)
             observations, actions, rewards, last = scene.step(actor.act(present))
-            total = total + rewards
-            reached = (total >= self.target) & last
+            total += rewards
             done = present._replace(
                 actions=actions.astype(np.float32),
                 rewards=rewards.astype(np.float32),
-                completions=reached.astype(np.float32),
+                completions=((total >= self.target) & last).astype(np.float32),
                 loss_weights=np.ones(len(rewards), np.float32),
             )
             actor.learn(done)
@@ -114,20 +100,19 @@ class Play:
     def _present(
         self, observations: np.ndarray, left: np.ndarray, timestep: int, rank: int
     ) -> ChainBatch:
+        """Returns the steps before the action, with zeros for what is not known."""
         rows = len(observations)
-        zeros = np.zeros(rows, np.float32)
-        whole = functools.partial(np.full, rows, dtype=np.int32)
-        scale = self.file.observation_std + STD_FLOOR
-        standard = (observations - self.file.observation_mean) / scale
+        zeros, places = np.zeros(rows, np.float32), np.full(rows, 1, np.int32)
+        actions = np.zeros((rows, self.file.action_size), np.float32)
         return ChainBatch(
-            returns_to_go=np.broadcast_to(left, rows).astype(np.float32),
-            observations=standard.astype(np.float32),
-            actions=np.zeros((rows, self.file.action_size), np.float32),
+            returns_to_go=left.astype(np.float32),
+            observations=standardised(self.file, observations).astype(np.float32),
+            actions=actions,
             rewards=zeros,
             completions=zeros,
-            targets=np.zeros((rows, self.file.action_size), np.float32),
-            timesteps=whole(timestep),
-            ranks=whole(rank),
-            positions=whole(len(self._done)),
+            targets=actions,
+            timesteps=timestep * places,
+            ranks=rank * places,
+            positions=len(self._done) * places,
             loss_weights=zeros,
         )

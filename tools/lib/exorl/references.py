@@ -13,9 +13,8 @@ from data.agents.dark_room import MOVES, ROOMS, DarkRoom
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
 from tools.lib.exorl.controller import controller
-from tools.lib.exorl.scenes import Scene
+from tools.lib.exorl.scenes import Scene, stage
 from tools.lib.exorl.scores import of_worlds
-from tools.lib.exorl.stages import stage
 
 LEARNING_RATE, DISCOUNT, EPSILON = 0.5, 0.95, 0.1
 OPTIMISM = 1.0

@@ -1,93 +1,130 @@
-"""Episodes rolled out in dm_control, by policies and noise, in many processes."""
+"""Episodes rolled out in dm_control, and what the programs that record them share."""
 
+import argparse
 import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from itertools import batched
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from data.agents import environments
 from data.agents.environments import Environment, check_simulator
-from data.agents.episodes import DOMAINS, Episode, write_episode
-from data.agents.relabel import exact_rewards
+from data.agents.episodes import DOMAINS, Episode
+from data.agents.exorl import QUANTILES
 from data.new_directory import NewDirectory
-from tools.lib.exorl.policies import Noise, Policy, PolicyFamily
+from tasks.command_line import Parser, at_least
 
-# What a process does with one environment, which takes as long to make as an episode.
-ATTEMPTS_AT_A_TIME = 16
 # No episode of ExoRL is longer; noise is drawn for as many steps.
 MOST_STEPS = 1000
+EXPONENTS = 0.0, 1.0, 2.0
+"""Of noise: white, pink, red."""
 
+# From an observation to an action, before it is cut to [-1, 1].
+Policy = Callable[[np.ndarray], np.ndarray]
 # The built-in map, or that of a pool of processes.
-Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+Map = Callable[..., Iterator[Any]]
 
 
-@dataclass(frozen=True, eq=False)
-class Attempt:
-    """One episode to roll out; what it becomes depends on nothing else.
+@dataclass(frozen=True)
+class Noise:
+    """Noise whose power falls with frequency: white (0), pink (1) or red (2).
 
-    task: whose return counts.
-    parameters: of the policy, or None for noise alone.
-    noise: added to the policy's actions, or None.
-    seed: of the episode's beginning, and of the noise.
-    stem: path of the file to write up to its length, if the return is no more than
-      `limit`; None: nothing is written.
+    scale: its standard deviation.
     """
 
-    task: str
-    parameters: np.ndarray | None
-    noise: Noise | None
-    seed: int
-    stem: Path | None = None
-    limit: float = math.inf
+    exponent: float
+    scale: float
+
+    def draw(self, rng: np.random.Generator, steps: int, size: int) -> np.ndarray:
+        """Draws noise for every step, each column of mean 0: float (steps, size)."""
+        frequency = np.fft.rfftfreq(steps)
+        frequency[0] = 1.0
+        parts = rng.normal(size=(2, size, len(frequency)))
+        spectrum = (parts[0] + 1j * parts[1]) * frequency ** (-self.exponent / 2)
+        spectrum[:, 0] = 0  # the mean
+        noise = np.fft.irfft(spectrum, steps).T
+        return self.scale * noise / noise.std(axis=0)
 
 
-@dataclass(frozen=True, eq=False)
-class Roller:
-    """Rolls out attempts in a domain.
+def roll_out(
+    environment: Environment,
+    act: Policy | None,
+    noise: Noise | None,
+    seed: int,
+    action_repeat: int = 1,
+    stem: Path | None = None,
+) -> Episode:
+    """Rolls out one episode, with the rewards of the environment's task.
 
-    stored_task: whose rewards are written, whatever task an episode was gathered for.
-    processes: how many of them `map_batches` has.
-    action_repeat: steps that every action is held for.
+    Args:
+      environment: where.
+      act: what the noise is added to; None: to nothing.
+      noise: None for none.
+      seed: of the episode's beginning, and of the noise.
+      action_repeat: steps that every action is held for; all are in the episode.
+      stem: path of the episode's file, up to its length.
     """
+    size = DOMAINS[environment.domain].action
+    offsets = np.zeros((MOST_STEPS, size))
+    if noise is not None:
+        offsets = noise.draw(np.random.default_rng(seed), MOST_STEPS, size)
+    first = environment.reset(seed)
+    rows = [(first, np.zeros(size, np.float32), 0.0, environment.physics())]
+    for number, offset in enumerate(offsets):
+        if number % action_repeat == 0:
+            wanted = offset if act is None else offset + act(rows[-1][0])
+            # The number that is stored is the one that acts.
+            action = np.clip(wanted, -1, 1).astype(np.float32)
+        step = environment.step(action)
+        rows.append((step.observation, action, step.reward, environment.physics()))
+        if step.last:
+            break
+    observation, action, reward, physics = map(np.array, zip(*rows, strict=True))
+    return Episode(
+        path=stem and stem.with_name(f"{stem.name}_{len(rows) - 1}.npz"),
+        observation=observation,
+        action=action,
+        reward=reward.astype(np.float32)[:, None],
+        discount=np.ones((len(rows), 1), np.float32),
+        physics=physics,
+    )
 
-    domain: str
-    stored_task: str
-    processes: int
-    map_batches: Map
-    action_repeat: int = 1
 
-    def returns(
-        self, family: PolicyFamily | None, attempts: Sequence[Attempt], what: str
-    ) -> list[float]:
-        """Returns the return of every attempt on its task, in their order.
+def recording_arguments(
+    description: str, episodes: int, action_repeat: int
+) -> argparse.ArgumentParser:
+    """Returns the arguments that programs which record episodes have in common.
 
-        Args:
-          family: of the policies; none for noise alone.
-          attempts: what is rolled out.
-          what: name of the progress bar.
-        """
-        share = -(-len(attempts) // self.processes)
-        batches = list(batched(attempts, min(share, ATTEMPTS_AT_A_TIME)))
-        roll = partial(
-            _roll_batch, self.domain, self.stored_task, self.action_repeat, family
+    episodes, action_repeat: their defaults.
+    """
+    parser = Parser(description)
+    integers = {
+        "--episodes": (1, episodes, "to record"),
+        "--seed": (0, 0, "of all that is drawn"),
+        "--action-repeat": (1, action_repeat, "steps that every action is held for"),
+        "--processes": (1, os.cpu_count(), "that record; they change nothing"),
+    }
+    for name, (least, default, meaning) in integers.items():
+        explained = f"{meaning} (default: %(default)s)"
+        parser.add_argument(name, type=at_least(least), default=default, help=explained)
+    output = "directory of data sets, with or without others"
+    parser.add_argument("--output", required=True, type=Path, help=output)
+    return parser
+
+
+def check_held(action_repeat: int) -> None:
+    """Raises ValueError if an episode is over before an action is."""
+    if action_repeat > MOST_STEPS:
+        raise ValueError(
+            f"{action_repeat=} must be at most the {MOST_STEPS} steps of an episode"
         )
-        returns = []
-        with tqdm(
-            desc=what, total=len(attempts), unit=" episodes", disable=None
-        ) as progress:
-            for some in self.map_batches(roll, batches):
-                returns += some
-                progress.update(len(some))
-        return returns
 
 
 @contextlib.contextmanager
@@ -98,11 +135,8 @@ def new_data(directory: Path, processes: int) -> Iterator[tuple[Path, Map]]:
 
     Raises:
       FileExistsError: there is such a data set already; it is not touched.
-      ValueError: there are no processes.
       ImportError: dm_control is missing.
     """
-    if processes < 1:
-        raise ValueError(f"{processes=} must be at least 1")
     check_simulator()
     new = NewDirectory(directory)
     try:
@@ -118,75 +152,35 @@ def new_data(directory: Path, processes: int) -> Iterator[tuple[Path, Map]]:
         new.remove()
 
 
-def roll_out(
-    environment: Environment,
-    act: Policy | None,
-    attempt: Attempt,
-    action_repeat: int = 1,
-) -> Episode:
-    """Rolls out one episode, with the rewards of the environment's task.
+def quantiles(returns: np.ndarray) -> dict[str, float]:
+    """Returns the quantiles of returns by name, for a meta.json."""
+    values = np.percentile(returns, QUANTILES).round(3).tolist()
+    return {f"{q}%": value for q, value in zip(QUANTILES, values, strict=True)}
 
-    Args:
-      environment: where.
-      act: what the attempt's noise is added to; None: to nothing.
-      attempt: of which the noise, the seed and the path are taken.
-      action_repeat: steps that every action is held for; all are in the episode.
+
+def write_meta(directory: Path, program: str, recipe: Any, **found: Any) -> None:
+    """Writes meta.json: what made a data set, and what came of it.
+
+    recipe: a dataclass; equal ones make the same files.
     """
-    size = DOMAINS[environment.domain].action
-    noise = np.zeros((MOST_STEPS, size))
-    if attempt.noise is not None:
-        rng = np.random.default_rng(attempt.seed)
-        noise = attempt.noise.draw(rng, MOST_STEPS, size)
-    observations = [environment.reset(attempt.seed)]
-    actions, rewards = [np.zeros(size, np.float32)], [0.0]
-    physics = [environment.physics()]
-    for number, offset in enumerate(noise):
-        if number % action_repeat == 0:
-            wanted = offset if act is None else offset + act(observations[-1])
-            # The number that is stored is the one that acts.
-            action = np.clip(wanted, -1, 1).astype(np.float32)
-        step = environment.step(action)
-        observations.append(step.observation)
-        actions.append(action)
-        rewards.append(step.reward)
-        physics.append(environment.physics())
-        if step.last:
-            break
-    return Episode(
-        path=_path(attempt.stem, len(rewards) - 1),
-        observation=np.array(observations),
-        action=np.array(actions),
-        reward=np.array(rewards, np.float32)[:, None],
-        discount=np.ones((len(rewards), 1), np.float32),
-        physics=np.array(physics),
-    )
+    meta = {
+        "generator": f"{program} of Annulus: no data of ExoRL",
+        "recipe": asdict(recipe),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            **environments.versions(),
+        },
+    }
+    text = json.dumps(meta | found, indent=1) + "\n"
+    (directory / "meta.json").write_text(text)
 
 
-def _path(stem: Path | None, steps: int) -> Path | None:
-    return None if stem is None else stem.with_name(f"{stem.name}_{steps}.npz")
-
-
-def _roll_batch(
-    domain: str,
-    stored_task: str,
-    action_repeat: int,
-    family: PolicyFamily | None,
-    attempts: Sequence[Attempt],
-) -> list[float]:
-    tasks = dict.fromkeys([*(attempt.task for attempt in attempts), stored_task])
-    environments = {task: Environment(domain, task) for task in tasks}
-    returns = []
-    for attempt in attempts:
-        act = None
-        if attempt.parameters is not None:
-            act = family.policy(attempt.parameters)
-        episode = roll_out(environments[attempt.task], act, attempt, action_repeat)
-        returns.append(float(episode.reward.sum(dtype=np.float64)))
-        if attempt.stem is None or returns[-1] > attempt.limit:
-            continue
-        if attempt.task != stored_task:
-            rewards = exact_rewards(environments[stored_task], episode)
-            stored = np.array([0.0, *rewards], np.float32)[:, None]
-            episode = dataclasses.replace(episode, reward=stored)
-        write_episode(episode)
-    return returns
+def describe(directory: Path) -> str:
+    """Describes the returns of a data set, of its meta.json, in a few lines."""
+    lines = []
+    meta = json.loads((directory / "meta.json").read_text())
+    for what, returns in meta["returns"].items():
+        row = ", ".join(f"{name} {value:.1f}" for name, value in returns.items())
+        lines.append(f"{what}: returns {row}")
+    return "\n".join([*lines, f"written to {directory}"])

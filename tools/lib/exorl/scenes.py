@@ -1,14 +1,21 @@
-"""Where agents act: environments in lock-step, and episodes that were recorded."""
+"""Where agents act: environments in lock-step, and episodes that were recorded.
 
-from collections.abc import Sequence
+A scene has two methods, for E rows at once: `begin(number)` begins the `number`-th
+episodes and returns observations (E, size); `step(actions)` returns an `Outcome`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.agents import environments
-from data.agents.dark_room import DarkRoom, one_hot
-from data.agents.environments import Environment
+from data.agents.dark_room import ROOMS, DarkRoom, one_hot
+from data.agents.environments import Environment, check_simulator
+from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
 
 
@@ -26,47 +33,45 @@ class Outcome(NamedTuple):
     last: bool
 
 
-class Scene(Protocol):
-    """Interface of a place to act in."""
-
-    def begin(self, number: int) -> np.ndarray:
-        """Begins the `number`-th episodes; returns observations, (E, size)."""
-
-    def step(self, actions: np.ndarray) -> Outcome: ...
-
-
-@dataclass
 class Stage:
-    """Environments, one a row.
+    """Environments of one task of dm_control, one a row.
 
-    seeds: int (E, episodes), of the beginnings of the rows' episodes.
-    action_repeat: steps of the environment for which an action is held; rewards add up.
+    Args:
+      task: domain and task.
+      hidden: physics of each row, as described; None where they are dm_control's.
+      seeds: int (E, episodes), of the beginnings of the rows' episodes.
+      action_repeat: steps that an action is held for; their rewards add up.
     """
 
-    environments: Sequence[Environment]
-    seeds: np.ndarray
-    action_repeat: int = 1
+    def __init__(
+        self,
+        task: tuple[str, str],
+        hidden: Sequence[Any],
+        seeds: np.ndarray,
+        action_repeat: int = 1,
+    ):
+        self._seeds, self._action_repeat = seeds, action_repeat
+        physics = [None if each is None else HiddenPhysics.of(each) for each in hidden]
+        self._environments = [Environment(*task, each) for each in physics]
 
     def begin(self, number: int) -> np.ndarray:
-        seeds = self.seeds[:, number]
-        pairs = zip(self.environments, seeds, strict=True)
-        return np.stack([environment.reset(int(seed)) for environment, seed in pairs])
+        pairs = zip(self._environments, self._seeds[:, number].tolist(), strict=True)
+        return np.stack([environment.reset(seed) for environment, seed in pairs])
 
     def step(self, actions: np.ndarray) -> Outcome:
-        pairs = zip(self.environments, actions, strict=True)
+        pairs = zip(self._environments, actions, strict=True)
         observations, rewards, ends = zip(
             *(self._held(environment, action) for environment, action in pairs),
             strict=True,
         )
-        return Outcome(
-            np.stack(observations), actions, np.array(rewards), same_end(ends)
-        )
+        # Episodes of one task end with their time, and so all at once.
+        return Outcome(np.stack(observations), actions, np.array(rewards), ends[0])
 
     def _held(
         self, environment: Environment, action: np.ndarray
     ) -> tuple[np.ndarray, float, bool]:
         reward = 0.0
-        for _ in range(self.action_repeat):
+        for _ in range(self._action_repeat):
             step = environment.step(action)
             reward += step.reward
             if step.last:
@@ -74,15 +79,45 @@ class Stage:
         return step.observation, reward, step.last
 
 
-def same_end(ends: Sequence[bool]) -> bool:
-    """Returns whether all episodes end here.
+# Of a process that has a share of the rows.
+_here: Stage
 
-    Raises:
-      ValueError: some do, and others do not.
+
+class SharedStage:
+    """A stage of which every process steps a share of the rows, at once.
+
+    shares: make the stages of the processes, of the first rows, the next ones, …
     """
-    if len(set(ends)) > 1:
-        raise ValueError(f"episodes of one task end at different steps: {ends}")
-    return ends[0]
+
+    def __init__(self, shares: Sequence[Callable[[], Stage]]):
+        # A process that is forked would hold the locks of JAX's threads.
+        spawn = get_context("spawn")
+        self._processes = [
+            ProcessPoolExecutor(1, spawn, initializer=_take, initargs=(make,))
+            for make in shares
+        ]
+
+    def begin(self, number: int) -> np.ndarray:
+        return np.concatenate(self._all("begin", [number] * len(self._processes)))
+
+    def step(self, actions: np.ndarray) -> Outcome:
+        outcomes = self._all("step", np.array_split(actions, len(self._processes)))
+        *arrays, ends = zip(*outcomes, strict=True)
+        return Outcome(*map(np.concatenate, arrays), last=ends[0])
+
+    def _all(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        pairs = zip(self._processes, arguments, strict=True)
+        calls = [process.submit(_call, method, each) for process, each in pairs]
+        return [call.result() for call in calls]
+
+
+def _take(make: Callable[[], Stage]) -> None:
+    global _here
+    _here = make()
+
+
+def _call(method: str, argument: Any) -> Any:
+    return getattr(_here, method)(argument)
 
 
 @dataclass
@@ -141,6 +176,32 @@ class Recording:
         return self.file.read(self._places)[:, : self.file.observation_size]
 
 
-def versions(file: TrajectoryFile) -> dict[str, str]:
-    """Returns the versions of the simulator that the trajectories' task needs."""
-    return {} if file.index["domain"] == "dark_room" else environments.versions()
+Scene = Stage | SharedStage | DarkRoomStage | Recording
+
+
+def stage(
+    file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray, processes: int = 1
+) -> Scene:
+    """Returns where agents act in the trajectories' task.
+
+    worlds: int (E,), of the rows. seeds: int (E, episodes), of the beginnings.
+    processes: at most how many step the rows, if each takes long.
+
+    Raises:
+      ImportError: dm_control is missing.
+    """
+    index = file.index
+    if index["domain"] == "dark_room":
+        room = ROOMS[index["task"]]
+        return DarkRoomStage(room, room.goals[worlds])
+    check_simulator()
+    described = index.get("worlds_described")
+    hidden = [described[world] if described else None for world in worlds]
+    task, count = (index["domain"], index["task"]), min(processes, len(worlds))
+    shares = [
+        functools.partial(
+            Stage, task, [hidden[row] for row in rows], seeds[rows], file.action_repeat
+        )
+        for rows in np.array_split(np.arange(len(worlds)), count)
+    ]
+    return shares[0]() if count == 1 else SharedStage(shares)

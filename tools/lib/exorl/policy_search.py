@@ -1,15 +1,39 @@
 """An evolution strategy that forgets nothing: it finds policies of every quality."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from tools.lib.exorl.policies import PolicyFamily
-from tools.lib.exorl.rollouts import Attempt, Roller
+from tools.lib.exorl.rollouts import Policy
 
 # Tried in a step, each forwards and backwards; the better half of them count.
 DIRECTIONS = 16
 BINS = 10
+
+# The cart-pole law's gains for parameters of 1: four hold the pole, by position, speed,
+# sine of the angle and spin; then the swing's: energy, its level, position, speed.
+GAINS = np.array([1.0, 1.5, 10.0, 2.0, 2.0, 0.3, 1.0, 1.0])
+# Cosine of the angle from which the pole is held.
+UPRIGHT = 0.8
+# Root of 3 g / 2 l for the pole of 1 m: spin, in radians a second, by which energy is
+# measured so that falling from level is worth 1.
+SWING_RATE = 3.84
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A kind of policies.
+
+    start: float (parameters,), where a search begins.
+    spread, rate: how far it looks around, and how far it goes in a step.
+    policy: from parameters (parameters,) to their policy.
+    """
+
+    start: np.ndarray
+    spread: float
+    rate: float
+    policy: Callable[[np.ndarray], Policy]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,19 +48,48 @@ class Found:
     returns: np.ndarray
 
 
+def linear(mean: np.ndarray, std: np.ndarray, parameters: np.ndarray) -> Policy:
+    """Returns tanh of a matrix times standardised observations.
+
+    mean, std: float (observation size,).
+    """
+    matrix = parameters.reshape(-1, len(mean) + 1)
+    weights = matrix[:, :-1] / std
+    bias = matrix[:, -1] - weights @ mean
+    return lambda observation: np.tanh(weights @ observation + bias)
+
+
+def swing_up(parameters: np.ndarray) -> Policy:
+    """Returns a law for the cart-pole: energy until the pole is up, then linear.
+
+    parameters: the gains, as shares of `GAINS`.
+    """
+    hold, (pump, level, near, slow) = np.split(parameters * GAINS, [4])
+
+    def act(observation: np.ndarray) -> np.ndarray:
+        position, cosine, sine, speed, spin = observation
+        if cosine > UPRIGHT:
+            push = hold @ (position, speed, sine, spin)
+        else:
+            energy = (spin / SWING_RATE) ** 2 / 2 + cosine - 1 - level
+            push = pump * energy * spin * cosine - near * position - slow * speed
+        return np.tanh(push)[None]
+
+    return act
+
+
 def search(
-    roller: Roller,
-    family: PolicyFamily,
-    task: str,
+    returns_of: Callable[[np.ndarray, np.ndarray], list[float]],
+    family: Family,
     episodes: int,
     rng: np.random.Generator,
 ) -> Found:
     """Climbs from the family's start, as augmented random search does (1803.07055).
 
     Args:
-      roller: rolls out the policies.
+      returns_of: from policies (n, parameters) and the seeds of their episodes (n,)
+        to their returns, which are to grow.
       family: of the policies.
-      task: whose return is to grow.
       episodes: about how many to spend, one for each policy, and at least two.
       rng: draws directions, and the episodes' seeds.
     """
@@ -44,17 +97,13 @@ def search(
     count = max(min(DIRECTIONS, episodes // 2), 1)
     steps = max(round(episodes / (2 * count)), 1)
     tried, returns = [], []
-    for step in range(steps):
+    for _ in range(steps):
         directions = rng.normal(size=(count, len(center)))
         # The two policies of a direction begin alike.
         seeds = np.repeat(rng.integers(2**31, size=count), 2)
         offsets = family.spread * np.stack([directions, -directions], axis=1)
         policies = center + offsets.reshape(2 * count, -1)
-        attempts = [
-            Attempt(task, policy, None, int(seed))
-            for policy, seed in zip(policies, seeds, strict=True)
-        ]
-        found = roller.returns(family, attempts, f"{task}, {step + 1} of {steps}")
+        found = returns_of(policies, seeds)
         tried.append(policies)
         returns.append(found)
         center = center + _climb(directions, np.reshape(found, (-1, 2)), family.rate)
