@@ -17,22 +17,13 @@ best action of every step. Kinds of records are
 The same seed makes the same files.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from data.agents.dark_room import (
-    ROOMS,
-    DarkRoom,
-    Recorded,
-    exploration,
-    history,
-    one_hot,
-    record,
-)
+from data.agents.dark_room import ROOMS, one_hot, record
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks.command_line import Parser, as_program, at_least
 
@@ -41,18 +32,9 @@ STEPS = 30_000
 """Of each goal, where the number of episodes is not given."""
 LEARNT_BY = 0.9
 """Share of a history after which no walk strays, as in AD-eps."""
-
-
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--room", choices=list(ROOMS), required=True, help="its size")
-    add("--recorded", choices=KINDS, required=True)
-    add("--output", required=True, type=Path, help="directory of the trajectories")
-    episodes = f"of each goal (default: those of {STEPS:,} steps)"
-    add("--episodes", type=at_least(2), help=episodes)
-    add("--seed", default=0, type=at_least(0), help="default: %(default)s")
-    return parser.parse_args(arguments)
+KNOWING = 0.1
+"""Share of the explorers that walk to the goal. Where more found it, or fewer cells
+were seen, what is left to explore would be seldom learnt."""
 
 
 def make(
@@ -64,36 +46,35 @@ def make(
       FileExistsError: something has that name already; it is not touched.
     """
     room, rng = ROOMS[room_name], np.random.default_rng(seed)
-    progress = np.minimum(np.arange(episodes) / (LEARNT_BY * (episodes - 1)), 1)
     about = {"domain": "dark_room", "task": room_name, "recorded": kind, "seed": seed}
     about["worlds_described"] = [{"goal": goal.tolist()} for goal in room.goals]
+    progress = np.minimum(np.arange(episodes) / (LEARNT_BY * (episodes - 1)), 1)
+    strays, epsilon = 1 - progress, np.zeros(episodes)
     with TrajectoryWriter(directory, about) as writer:
         for world, goal in enumerate(room.goals):
+            if kind == "exploration":
+                strays = (rng.random(episodes) >= KNOWING).astype(float)
+                epsilon = rng.random(episodes)
             goals = np.repeat(goal[None], episodes, axis=0)
-            learns = kind == "history"
-            behaviour = history(progress) if learns else exploration(episodes, rng)
-            _write(writer, room, record(room, goals, behaviour, rng), world)
+            recorded = record(room, goals, strays, epsilon, rng)
+            for places, actions, best, rewards in zip(*recorded, strict=True):
+                seen, done = room.observe(places), one_hot(actions)
+                writer.write(seen, done, rewards, target=one_hot(best), world=world)
     return TrajectoryFile.open(directory)
-
-
-def _write(
-    writer: TrajectoryWriter, room: DarkRoom, recorded: Recorded, world: int
-) -> None:
-    actions, best = one_hot(recorded.actions), one_hot(recorded.best_actions)
-    for number, places in enumerate(recorded.places):
-        writer.write(
-            room.observe(places),
-            actions[number],
-            recorded.rewards[number],
-            target=best[number],
-            world=world,
-        )
 
 
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
-    chosen = _arguments(arguments)
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--room", choices=list(ROOMS), required=True, help="its size")
+    add("--recorded", choices=KINDS, required=True)
+    add("--output", required=True, type=Path, help="directory of the trajectories")
+    episodes = f"of each goal (default: those of {STEPS:,} steps)"
+    add("--episodes", type=at_least(2), help=episodes)
+    add("--seed", default=0, type=at_least(0), help="default: %(default)s")
+    chosen = parser.parse_args(arguments)
     room = ROOMS[chosen.room]
     episodes = chosen.episodes or STEPS // room.steps
     file = make(chosen.room, chosen.recorded, episodes, chosen.seed, chosen.output)

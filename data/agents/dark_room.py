@@ -8,6 +8,7 @@ Places are int (…, 2), row and column. Actions are numbers of `MOVES`, or one-
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,43 +80,7 @@ def one_hot(actions: np.ndarray) -> np.ndarray:
     return np.eye(len(MOVES), dtype=np.float32)[actions]
 
 
-@dataclass(frozen=True)
-class Behaviour:
-    """What an episode is recorded by: walks from aim to aim, and chance.
-
-    strays: (E,), chance that the next aim is a cell drawn evenly and not the goal; aims
-      are drawn at the beginning, and where one is reached.
-    epsilon: (E,), chance of an evenly drawn action in a step.
-    """
-
-    strays: np.ndarray
-    epsilon: np.ndarray
-
-
-def history(progress: np.ndarray) -> Behaviour:
-    """Returns the behaviour of a learner: more and more walks lead to the goal.
-
-    As in AD-eps, but who errs walks to another cell (errors that last: 2006.01782), and
-    not one step: histories of steps at random teach nobody to look elsewhere.
-
-    progress: (E,), 0 to 1, how much was learnt: what strays falls to none.
-    """
-    return Behaviour(1 - progress, np.zeros(len(progress)))
-
-
-def exploration(episodes: int, rng: np.random.Generator) -> Behaviour:
-    """Returns behaviours of all kinds, most of which know nothing of their goal.
-
-    A tenth walks to the goal, the rest from one cell to another, drawn evenly; with a
-    chance of other actions that is drawn evenly from 0 to 1. Where more found the goal,
-    or fewer cells were seen, what is left to explore would be seldom learnt.
-    """
-    strays = (rng.random(episodes) >= 0.1).astype(float)
-    return Behaviour(strays, rng.random(episodes))
-
-
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """Episodes of E worlds: places (E, T, 2); actions, best ones, rewards (E, T)."""
 
     places: np.ndarray
@@ -127,25 +92,31 @@ class Recorded:
 def record(
     room: DarkRoom,
     goals: np.ndarray,
-    behaviour: Behaviour,
+    strays: np.ndarray,
+    epsilon: np.ndarray,
     rng: np.random.Generator,
 ) -> Recorded:
-    """Records an episode of each of E worlds at once; goals: (E, 2)."""
+    """Records an episode of each of E worlds at once: walks between aims, and chance.
+
+    goals: (E, 2).
+    strays: (E,), chance that the next aim is a cell drawn evenly and not the goal; aims
+      are drawn at the beginning, and where one is reached. Errors that last
+      (2006.01782): histories of steps at random teach nobody to look elsewhere.
+    epsilon: (E,), chance of an evenly drawn action in a step.
+    """
     places = np.broadcast_to(np.array(room.start), goals.shape)
     arrived, aims = np.ones(len(goals), bool), places
-    seen, done, best, rewards = [], [], [], []
+    steps = []
     for _ in range(room.steps):
         drawn = rng.integers(len(MOVES), size=len(goals))
         elsewhere = room.goals[rng.integers(room.size**2, size=len(goals))]
-        strays = rng.random(len(goals)) < behaviour.strays
-        following = np.where(strays[:, None], elsewhere, goals)
+        is_astray = rng.random(len(goals)) < strays
+        following = np.where(is_astray[:, None], elsewhere, goals)
         aims = np.where(arrived[:, None], following, aims)
         wanted = room.best_actions(places, aims)
-        actions = np.where(rng.random(len(goals)) < behaviour.epsilon, drawn, wanted)
-        seen.append(places)
-        done.append(actions)
-        best.append(room.best_actions(places, goals))
-        places = room.move(places, actions)
+        actions = np.where(rng.random(len(goals)) < epsilon, drawn, wanted)
+        before, places = places, room.move(places, actions)
         arrived = (places == aims).all(axis=-1)
-        rewards.append((places == goals).all(axis=-1))
-    return Recorded(*(np.stack(part, axis=1) for part in (seen, done, best, rewards)))
+        reached = (places == goals).all(axis=-1)
+        steps.append((before, actions, room.best_actions(before, goals), reached))
+    return Recorded(*(np.stack(part, axis=1) for part in zip(*steps, strict=True)))

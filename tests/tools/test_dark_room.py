@@ -3,15 +3,7 @@
 import numpy as np
 import pytest
 
-from data.agents.dark_room import (
-    MOVES,
-    ROOMS,
-    Behaviour,
-    exploration,
-    history,
-    one_hot,
-    record,
-)
+from data.agents.dark_room import MOVES, ROOMS, one_hot, record
 from data.agents.trajectory_file import TrajectoryFile
 from tools.make_dark_room import main, make
 
@@ -29,13 +21,13 @@ def test_end_points_are_those_of_the_papers(name, worst, best):
 @pytest.mark.parametrize("name", ROOMS)
 def test_the_best_and_chance_get_what_is_computed(name):
     room, rng = ROOMS[name], np.random.default_rng(1)
-    best = record(room, room.goals, history(np.ones(len(room.goals))), rng)
+    never = np.zeros(len(room.goals))
+    best = record(room, room.goals, never, never, rng)
     returns = best.rewards.sum(axis=1)
     np.testing.assert_array_equal(returns, room.best_return(room.goals))
     np.testing.assert_array_equal(best.actions, best.best_actions)
-    goals = np.repeat(room.goals, 400, axis=0)
-    chance = Behaviour(np.zeros(len(goals)), np.ones(len(goals)))
-    drawn = record(room, goals, chance, rng)
+    goals, always = np.repeat(room.goals, 400, axis=0), np.ones(400 * len(room.goals))
+    drawn = record(room, goals, 0 * always, always, rng)
     mean = drawn.rewards.sum(axis=1).reshape(-1, 400).mean(axis=1)
     # Neighbours of the start are reached most, so in shares of the largest.
     expected = room.random_return()
@@ -45,7 +37,7 @@ def test_the_best_and_chance_get_what_is_computed(name):
 def test_places_follow_from_moves_and_walls_hold():
     room, rng = ROOMS["9x9"], np.random.default_rng(2)
     goals = room.goals[rng.integers(81, size=50)]
-    seen = record(room, goals, exploration(len(goals), rng), rng)
+    seen = record(room, goals, rng.random(50), rng.random(50), rng)
     assert (seen.places[:, 0] == 4).all()
     nexts = np.clip(seen.places + MOVES[seen.actions], 0, 8)
     np.testing.assert_array_equal(seen.places[:, 1:], nexts[:, :-1])
