@@ -13,8 +13,6 @@ OTHER_NAMES = {
     "feed_forward_chunk": "config.feed_forward_chunk_tokens",
     "loss_chunk": "config.loss_chunk_tokens",
     "last_layers": "config.remat_budget_gib",
-    "order": "config.data.chain_order",
-    "latest_begin": "config.data.latest_begin",
     "kv_heads": "config.model.num_kv_heads",
 }
 """Fields of a config, by what they are called in what is made of it."""

@@ -96,9 +96,9 @@ def drawn(model: Model, partition: Partition) -> Any:
 class Run:
     """The small agent on a mesh; its programs are compiled when they are needed."""
 
-    def __init__(self, shape: MeshShape, **overrides: Any):
+    def __init__(self, shape: MeshShape, attention: str, **overrides: Any):
         mesh = {f"mesh__{axis}": size for axis, size in shape.axes.items()}
-        self.config = config_of(**mesh | overrides)
+        self.config = config_of(attention=attention, **mesh | overrides)
         devices = jax.devices()[: math.prod(shape.axes.values())]
         self.partition = Partition(make_mesh(shape, devices))
         self.model = exorl.model(self.config, self.partition)

@@ -1,6 +1,5 @@
 """Agents through the real `train.train`: their curves, their resumption, refusals."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 import train
+from data.agents.chains import ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base, exorl, trajectories
 from tasks.generation import newest_parameters
@@ -18,6 +18,7 @@ from tests.small_agent import (
     ACTION_SIZE,
     EPISODE_STEPS,
     OBSERVATION_SIZE,
+    ROWS,
     chains_of,
     config_of,
     make_trajectories,
@@ -27,7 +28,7 @@ from training.weights import SavedParameters
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-STEPS, MIDDLE = 12, 6
+STEPS, MIDDLE, BAD = 12, 6, 8
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +69,23 @@ def parameters_in(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(file: TrajectoryFile, tmp_path_factory: Any) -> tuple:
-    """A run of all steps: its working directory, what it said, its last metrics."""
-    workdir, said = tmp_path_factory.mktemp("run"), []
-    return workdir, said, train.train(config_in(workdir, file), said.append)
+def run(file: TrajectoryFile, tmp_path_factory: Any) -> tuple:
+    """A run with a step of bad gradients: its directory, and what it said."""
+    workdir, said, read = tmp_path_factory.mktemp("run"), [], Chains.read
+
+    def spoilt(chains: Chains, row: int, index: np.ndarray) -> ChainBatch:
+        batch = read(chains, row, index)
+        is_bad = row // ROWS == BAD - 1
+        return batch._replace(actions=np.nan * batch.actions) if is_bad else batch
+
+    with mock.patch.object(Chains, "read", spoilt):
+        train.train(config_in(workdir, file, guard__replay=True), said.append)
+    return workdir, said
 
 
 @pytest.mark.quick
-def test_losses_fall_and_have_curves_by_rank_and_by_place(undisturbed):
-    workdir, said, last = undisturbed
+def test_losses_fall_and_have_curves_by_rank_and_by_place(run):
+    workdir, said = run
     tags = read_scalars(workdir / "tensorboard")
     # Two episodes of 7 steps, of which the first 4 steps are a part.
     expected = {
@@ -90,50 +99,26 @@ def test_losses_fall_and_have_curves_by_rank_and_by_place(undisturbed):
         for step, loss in losses.items():
             of_parts = [part[step] for part in parts]
             mean = np.average(of_parts, weights=list(counts.values()))
-            assert loss == pytest.approx(mean, rel=1e-5)
+            assert loss == pytest.approx(mean, rel=1e-5, nan_ok=step == BAD)
         assert parts[0] != parts[1]
     curve = dict(tags["train/loss"])
-    assert curve[STEPS] < curve[1] and last["step"] == STEPS
+    assert curve[STEPS] < curve[1] and np.isnan(curve[BAD])
     assert any("striped attention" in line for line in said)
+    # The step with bad gradients makes no update, and is replayed.
+    assert dict(tags["guard/skipped"])[STEPS] == 1
+    assert any(f"at step {BAD}: no update" in line for line in said)
+    assert any(line.startswith(f"step {BAD} gives the same") for line in said)
 
 
-@pytest.mark.thorough
-def test_a_step_with_bad_gradients_makes_no_update_and_is_replayed(
-    file, undisturbed, tmp_path, monkeypatch
-):
-    checkpoint = Path("checkpoints") / str(MIDDLE)
-    shutil.copytree(undisturbed[0] / checkpoint, tmp_path / checkpoint)
-    place, said, placed = train.place, [], []
-
-    def spoilt(*arguments: Any) -> Any:
-        """The step's batch, and not those of the validation, which then is finite."""
-        batch = place(*arguments)
-        placed.append(batch)
-        return batch if placed[1:] else batch._replace(actions=np.nan * batch.actions)
-
-    monkeypatch.setattr(train, "place", spoilt)
-    config = config_in(tmp_path, file, guard__replay=True, train__steps=MIDDLE + 1)
-    before, _ = parameters_in(tmp_path, file)
-    last = train.train(config, said.append)
-    after, step = parameters_in(tmp_path, file)
-    assert last["step"] == step == MIDDLE + 1 and last["skipped"] == 1
-    assert np.isnan(last["loss_rank_1"])
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert any(f"at step {step}: no update" in line for line in said)
-    assert any(line.startswith(f"step {step} gives the same") for line in said)
-
-
-def test_parameters_of_a_run_are_refused_for_other_trajectories(undisturbed, file):
-    assert parameters_in(undisturbed[0], file)[1] == STEPS
+def test_parameters_of_a_run_are_refused_for_other_trajectories(run, file):
+    assert parameters_in(run[0], file)[1] == STEPS
     with pytest.raises(ValueError, match="observation_mean.0: saved"):
-        parameters_in(undisturbed[0], file, mean_off_by=0.1)
+        parameters_in(run[0], file, mean_off_by=0.1)
 
 
-def test_a_run_is_refused_where_others_are_held_out_or_data_differ(
-    undisturbed, file, tmp_path
-):
+def test_a_run_is_refused_where_others_are_held_out_or_data_differ(run, file, tmp_path):
     """Else what was trained on would be evaluated as held out."""
-    workdir = undisturbed[0]
+    workdir = run[0]
     settings = SavedParameters(workdir).settings
     trajectories.check_trained(config_in(workdir, file), settings)
     trajectories.check_trained(config_in(workdir, file, data__held_out_share=0.5), {})
@@ -187,8 +172,11 @@ REFUSALS = [
     ("stripe_granule", 2, CUTS_STEPS),
     ("data.held_out_share", 0.05, TOO_FEW),
     ("agent.return_scale", 0.0, "return_scale=0.0 must be"),
-    ("data.chain_order", "sorted", "order='sorted'"),
+    ("data.chain_order", "sorted", "chain_order='sorted' must be one of asc"),
     ("data.latest_begin", -0.1, "latest_begin=-0.1 must be from 0 to 1"),
+    ("data.loss_on", "first", "data.loss_on='first' must be one of all, last"),
+    ("data.predict", "all", "data.predict='all' must be one of actions, targets"),
+    ("data.predict", "targets", "does not say which actions were best"),
 ]
 
 

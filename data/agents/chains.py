@@ -108,7 +108,7 @@ class Chains:
     multiple: rows are padded at the end to a multiple of this many steps.
 
     Raises:
-      ValueError: an option is none of these, or there are too few episodes for a chain.
+      ValueError: targets are not known, or there are too few episodes for a chain.
     """
 
     trajectories: TrajectoryFile
@@ -123,17 +123,6 @@ class Chains:
     multiple: int = 1
 
     def __post_init__(self):
-        known = {"order": ORDERS, "loss_on": LOSS_ON, "predict": PREDICTED}
-        for name, options in known.items():
-            if getattr(self, name) not in options:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} must be one of "
-                    f"{', '.join(options)}"
-                )
-        if not 0 <= self.latest_begin <= 1:
-            raise ValueError(f"{self.latest_begin=} must be a share from 0 to 1")
-        if self.multiple < 1:
-            raise ValueError(f"{self.multiple=} must be at least 1 step")
         if self.predict == "targets" and not self.trajectories.has_targets:
             raise ValueError(
                 f"{self.trajectories.directory} does not say which actions were best: "

@@ -9,6 +9,7 @@ import pytest
 
 from data.agents.chains import ChainBatch
 from data.agents.trajectory_file import TrajectoryFile
+from models.actions import Actions
 from tests.small_agent import (
     EPISODE_STEPS,
     ONE_TOKEN,
@@ -21,14 +22,15 @@ from training.mesh import MeshShape
 
 REAL = 2 * EPISODE_STEPS
 MESHES = [
-    pytest.param(shape, attention, marks=pytest.mark.slow if slow else ())
-    for shape, attention, slow in (
-        (MeshShape(ring=2), "ring", True),
-        (MeshShape(ring=2), "striped", False),
-        (MeshShape(ring=4), "ring", False),
-        (MeshShape(ring=4), "striped", True),
-        (MeshShape(ring=2, ulysses=2), "striped", True),
-        (MeshShape(fsdp=2, ring=2, tensor=2), "striped", True),
+    pytest.param(shape, attention, fields, marks=pytest.mark.slow if slow else ())
+    for shape, attention, fields, slow in (
+        (MeshShape(ring=2), "striped", {}, False),
+        (MeshShape(ring=4), "ring", ONE_TOKEN, False),
+        (MeshShape(ring=4), "ring", {}, True),
+        (MeshShape(ring=2), "striped", ONE_TOKEN, True),
+        (MeshShape(ring=2, ulysses=2), "striped", {}, True),
+        (MeshShape(fsdp=2, ring=2, tensor=2), "striped", {}, True),
+        (MeshShape(fsdp=2, ring=2, tensor=2), "striped", ONE_TOKEN, True),
     )
 ]
 
@@ -40,7 +42,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> TrajectoryFile:
 
 @functools.cache
 def one_device(**overrides: Any) -> Run:
-    return Run(MeshShape(), attention="vanilla", **overrides)
+    return Run(MeshShape(), "vanilla", **overrides)
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +54,6 @@ def batch(file: TrajectoryFile) -> ChainBatch:
     return batch._replace(loss_weights=weights * batch.loss_weights)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("shape", "attention"), MESHES)
-def test_losses_and_gradients_are_those_of_one_device(batch, shape, attention):
-    want = one_device().losses_and_gradients(batch)
-    run = Run(shape, attention=attention)
-    assert_same(run.losses_and_gradients(batch), want, 1e-5)
-    assert (want[0] > 0).all()
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(want[1]))
-
-
 @pytest.fixture(scope="module")
 def discrete(file: TrajectoryFile) -> ChainBatch:
     """Chains of one-hot targets, as an agent of one token a step reads them."""
@@ -71,52 +63,49 @@ def discrete(file: TrajectoryFile) -> ChainBatch:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("shape", "attention"), MESHES)
-def test_agents_of_one_token_a_step_are_those_of_one_device(discrete, shape, attention):
-    losses, gradients = one_device(**ONE_TOKEN).losses_and_gradients(discrete)
-    run = Run(shape, attention=attention, **ONE_TOKEN)
-    found, of_ring = run.losses_and_gradients(discrete)
-    for unread in (gradients, of_ring):
+@pytest.mark.parametrize(("shape", "attention", "fields"), MESHES)
+def test_losses_and_gradients_are_those_of_one_device(
+    batch, discrete, shape, attention, fields
+):
+    chains = discrete if fields else batch
+    losses, gradients = one_device(**fields).losses_and_gradients(chains)
+    found, of_ring = Run(shape, attention, **fields).losses_and_gradients(chains)
+    for unread in (gradients, of_ring) if fields else ():
         assert not jax.tree.leaves(unread.pop("return_embedding"))[0].any()
     assert_same((found, of_ring), (losses, gradients), 1e-5)
+    assert (losses > 0).all()
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
+
+
+def by_rank(errors: np.ndarray, batch: ChainBatch) -> np.ndarray:
+    weighed = (errors * batch.loss_weights)[:, :REAL]
+    return weighed.reshape(2, 2, EPISODE_STEPS).sum(axis=(0, 2))
 
 
 def test_logits_have_the_cross_entropy_of_their_targets(discrete):
     run = one_device(**ONE_TOKEN)
     logits = run.actions(discrete).astype(np.float64)
-    nats = np.log(np.exp(logits).sum(axis=-1)) - (logits * discrete.targets).sum(
-        axis=-1
-    )
-    by_rank = (
-        (nats * discrete.loss_weights)[:, :REAL].reshape(2, 2, -1).sum(axis=(0, 2))
-    )
+    nats = np.log(np.exp(logits).sum(axis=-1))
+    nats -= (logits * discrete.targets).sum(axis=-1)
     losses, _ = run.losses_and_gradients(discrete)
-    np.testing.assert_allclose(losses, by_rank, rtol=1e-5)
-    bounded = one_device(**ONE_TOKEN | {"agent__action_kind": "continuous"})
-    np.testing.assert_allclose(bounded.actions(discrete), np.tanh(logits), atol=1e-6)
+    np.testing.assert_allclose(losses, by_rank(nats, discrete), rtol=1e-5)
+    bounded = Actions("continuous", 2, 2).bounded(logits)
+    np.testing.assert_allclose(bounded, np.tanh(logits), atol=1e-6)
 
 
-BINNED = ONE_TOKEN | {"agent__action_kind": "binned", "agent__action_bins": 5}
-
-
-@pytest.mark.thorough
-def test_binned_actions_have_the_cross_entropy_of_their_nearest_values(file):
+def test_binned_actions_have_the_cross_entropy_of_their_nearest_values(rng):
     """Losses of each number of an action add up; beyond the ends are the ends."""
-    run = one_device(**BINNED)
-    chains = chains_of(file, run.config)
-    chains = chains._replace(targets=1.5 * chains.targets)
-    logits = run.actions(chains).astype(np.float64)
-    logits = logits.reshape(*logits.shape[:2], -1, 5)  # (B, S, A, K)
-    values = np.linspace(-1, 1, 5)
-    nearest = np.abs(chains.targets[..., None] - values).argmin(axis=-1)
-    assert (np.bincount(nearest.reshape(-1)) > 0).all()
-    assert np.abs(chains.targets).max() > 1.25
+    targets = rng.uniform(-1.5, 1.5, (50, 2))
+    logits = rng.normal(size=(50, 2, 5))  # (..., A, K)
+    nearest = np.abs(targets[..., None] - np.linspace(-1, 1, 5)).argmin(axis=-1)
+    assert (np.bincount(nearest.ravel()) > 0).all() and np.abs(targets).max() > 1.25
     chosen = np.take_along_axis(logits, nearest[..., None], axis=-1)[..., 0]
     nats = (np.log(np.exp(logits).sum(axis=-1)) - chosen).sum(axis=-1)
-    by_rank = (nats * chains.loss_weights)[:, :REAL].reshape(2, 2, -1).sum(axis=(0, 2))
-    losses, _ = run.losses_and_gradients(chains)
-    np.testing.assert_allclose(losses, by_rank, rtol=1e-5)
+    actions = Actions("binned", 2, 5)
+    predicted = np.float32(logits.reshape(50, actions.predicted_size))
+    np.testing.assert_allclose(
+        actions.errors(predicted, np.float32(targets)), nats, 1e-5
+    )
 
 
 @pytest.mark.thorough
@@ -138,16 +127,14 @@ def test_without_positions_a_layer_reads_a_set(discrete):
 def test_losses_by_rank_are_those_of_the_predictions(batch, rng):
     """And so they add up; padding, with its garbage, counts for nothing."""
     errors = np.square(one_device().actions(batch) - batch.actions).mean(axis=-1)
-    weighed = (errors * batch.loss_weights)[:, :REAL]
-    by_rank = weighed.reshape(2, 2, EPISODE_STEPS).sum(axis=(0, 2))
-    losses, _ = one_device().losses_and_gradients(batch)
-    np.testing.assert_allclose(losses, by_rank, rtol=1e-5)
+    losses, before = one_device().losses_and_gradients(batch)
+    np.testing.assert_allclose(losses, by_rank(errors, batch), rtol=1e-5)
     noise = rng.normal(size=batch.actions.shape)
     actions = np.array(batch.actions)
     actions[:, REAL:] = noise[:, REAL:]
     spoilt, grads = one_device().losses_and_gradients(batch._replace(actions=actions))
     np.testing.assert_allclose(spoilt, losses, rtol=1e-6)
-    assert_same(grads, one_device().losses_and_gradients(batch)[1], 1e-6)
+    assert_same(grads, before, 1e-6)
 
 
 # What a step's own prediction may attend to.
@@ -181,9 +168,6 @@ def test_a_chain_of_one_is_the_first_episode_of_a_longer_one(batch):
     first = jax.tree.map(lambda x: x[:, :EPISODE_STEPS], batch)
     want = one_device().actions(batch)[:, :EPISODE_STEPS]
     np.testing.assert_allclose(decision.actions(first), want, atol=1e-6)
-    losses, _ = decision.losses_and_gradients(first)
-    of_both, _ = one_device().losses_and_gradients(batch)
-    np.testing.assert_allclose(losses, of_both[:1], rtol=1e-5)
 
 
 def test_ranks_are_seen_only_where_they_are_embedded(batch):
@@ -202,7 +186,7 @@ def test_a_perceptron_of_one_layer_is_refused():
 
 
 def test_a_perceptron_sees_the_present_alone(batch):
-    run = Run(MeshShape(ring=2), attention="striped", agent__method="perceptron")
+    run = Run(MeshShape(ring=2), "striped", agent__method="perceptron")
     whole = one_device(agent__method="perceptron")
     assert_same(
         run.losses_and_gradients(batch), whole.losses_and_gradients(batch), 1e-5

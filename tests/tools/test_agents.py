@@ -1,12 +1,13 @@
 """Agents at work: the cache, the record of what they did, and who sees what."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
-from data.agents.chains import STD_FLOOR, ChainBatch, of_step_before
+from data.agents.chains import ChainBatch, of_step_before, standardised
 from models.actions import Actions
 from tasks import exorl
 from tests import small_agent
@@ -24,6 +25,8 @@ from tools.lib.exorl.scenes import Outcome, Recording
 from training.mesh import MeshShape
 
 TARGET = 5.0
+FIRST = slice(0, EPISODE_STEPS)
+SECOND = slice(EPISODE_STEPS, 2 * EPISODE_STEPS)
 
 
 class Toy:
@@ -48,22 +51,21 @@ def file(tmp_path_factory):
     return small_agent.make_trajectories(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module")
-def run():
-    return Run(MeshShape(ring=4), attention="striped")
+def acting(attention="striped", **fields):
+    """An agent on a ring of 4, which takes the likeliest action."""
+    run = Run(MeshShape(ring=4), attention, **fields)
+    sizes = {"rows": ROWS, "episodes": 2, "temperature": 0.0}
+    return actor(run.config, run.partition, run.parameters, **sizes)
 
 
 @pytest.fixture(scope="module")
-def agent(run):
-    return actor(run.config, run.partition, run.parameters, rows=ROWS, episodes=2)
+def agent():
+    return acting()
 
 
 @pytest.fixture(scope="module")
 def one_token():
-    """An agent of one token a step, which takes the likeliest action."""
-    run = Run(MeshShape(ring=4), attention="striped", **ONE_TOKEN)
-    sizes = {"rows": ROWS, "episodes": 2, "temperature": 0.0}
-    return actor(run.config, run.partition, run.parameters, **sizes)
+    return acting(**ONE_TOKEN)
 
 
 class Played(NamedTuple):
@@ -73,15 +75,24 @@ class Played(NamedTuple):
     steps: ChainBatch
 
 
-def played(agent, file, forgets="nothing", scenes=None, prompt=0):
+def played(agent, file, forgets="nothing", scenes=None, prompt=0, window=None):
     scenes = scenes or [(Toy(), 0), (Toy(), 1)]
-    play = Play(agent, file, TARGET)
+    play = Play(agent, file, TARGET, window)
     return Played(play.play(scenes, forgets, prompt), play.steps())
+
+
+def part_of(steps, part):
+    return jax.tree.map(lambda x: x[:, part], steps)
+
+
+@functools.cache
+def one_device(**overrides):
+    return Run(MeshShape(), "vanilla", **overrides)
 
 
 def whole_forward(steps, **overrides):
     """Actions that the model predicts for recorded steps, all at once."""
-    one = Run(MeshShape(), attention="vanilla", **overrides)
+    one = one_device(**overrides)
     length = steps.positions.shape[1]
     size = exorl.batch_shape(one.config)[1]
 
@@ -114,26 +125,26 @@ def test_an_agent_of_one_token_a_step_does_what_its_forward_says(one_token, file
 
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
-    "fields",
-    [{}, ONE_TOKEN, ONE_TOKEN | {"implementation": "blockwise"}],
+    ("attention", "fields"),
+    [
+        ("striped", {}),
+        ("ring", ONE_TOKEN),
+        ("striped", ONE_TOKEN | {"implementation": "blockwise"}),
+    ],
     ids=["four tokens", "one token", "in tiles"],
 )
-@pytest.mark.parametrize("attention", ["ring", "striped"])
-def test_a_prompt_read_at_once_is_one_seen_step_by_step(file, fields, attention):
-    run = Run(MeshShape(ring=4), attention=attention, **fields)
-    agent = actor(run.config, run.partition, run.parameters, rows=ROWS, episodes=2)
+def test_a_prompt_read_at_once_is_one_seen_step_by_step(file, attention, fields):
+    agent = acting(attention, **fields)
     predicted, program = [], agent.program
     agent.program = lambda *arguments: kept(predicted, program(*arguments))
     steps = played(agent, file).steps
     want = np.stack(predicted[EPISODE_STEPS:], axis=1)
     predicted.clear()
-    first = jax.tree.map(lambda x: x[:, :EPISODE_STEPS], steps)
     agent.forget()
-    agent.read(first)
+    agent.read(part_of(steps, FIRST))
     for place in range(EPISODE_STEPS, 2 * EPISODE_STEPS):
-        step = jax.tree.map(lambda x, place=place: x[:, place], steps)
-        agent.act(step)
-        agent.learn(step)
+        agent.act(part_of(steps, place))
+        agent.learn(part_of(steps, place))
     np.testing.assert_allclose(np.stack(predicted, axis=1), want, atol=1e-4)
     assert np.abs(want).max() > 0.3
     shared = agent._cache.filled.nbytes  # which all devices have
@@ -156,64 +167,55 @@ def test_a_prompt_is_of_drawn_actions_and_changes_what_follows(one_token, file):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fields", [{}, ONE_TOKEN], ids=["four tokens", "one token"])
-def test_a_window_holds_the_last_episodes_as_if_they_were_all(file, fields):
+def test_a_window_holds_the_last_episodes_as_if_they_were_all(
+    agent, one_token, file, fields
+):
     """Positions and ranks begin anew, so that who reads them can act on and on."""
-    run = Run(MeshShape(ring=4), attention="striped", **fields)
-    sizes = {"rows": ROWS, "episodes": 2, "temperature": 0.0}
-    agent = actor(run.config, run.partition, run.parameters, **sizes)
+    acts = one_token if fields else agent
     scenes = [(Toy(), number) for number in range(4)]
-    play = Play(agent, file, TARGET, window=2)
-    returns, steps = play.play(scenes), play.steps()
+    returns, steps = played(acts, file, scenes=scenes, window=2)
     assert returns.shape == (ROWS, 4)
     assert steps.ranks[0].tolist() == [0] * EPISODE_STEPS + [1] * EPISODE_STEPS
     assert steps.positions[0].tolist() == list(range(2 * EPISODE_STEPS))
-    last = slice(EPISODE_STEPS, 2 * EPISODE_STEPS)
     if fields:
-        steps, wanted = of_step_before(steps), steps.actions.argmax(-1)
-        logits = whole_forward(steps, **ONE_TOKEN)
-        np.testing.assert_array_equal(wanted[:, last], logits.argmax(-1)[:, last])
+        wanted = steps.actions.argmax(-1)
+        logits = whole_forward(of_step_before(steps), **ONE_TOKEN)
+        np.testing.assert_array_equal(wanted[:, SECOND], logits.argmax(-1)[:, SECOND])
     else:
         want = whole_forward(steps)
-        np.testing.assert_allclose(steps.actions[:, last], want[:, last], atol=1e-4)
-    # All four in one context are another one.
-    sizes["episodes"] = 4
-    longer = actor(run.config, run.partition, run.parameters, **sizes)
-    apart = Play(longer, file, TARGET).play(scenes)
-    np.testing.assert_array_equal(returns[:, :2], apart[:, :2])
+        np.testing.assert_allclose(steps.actions[:, SECOND], want[:, SECOND], atol=1e-4)
+    without = played(acts, file)
+    np.testing.assert_array_equal(returns[:, :2], without.returns)
 
 
 @pytest.mark.thorough
 def test_who_forgets_every_step_sees_the_present_alone(one_token, file):
     steps = played(one_token, file, "step").steps
     for place in range(EPISODE_STEPS):
-        step = jax.tree.map(lambda x, place=place: x[:, place : place + 1], steps)
+        step = part_of(steps, slice(place, place + 1))
         happened = ("actions", "rewards", "completions")
         nothing = {name: np.zeros_like(getattr(step, name)) for name in happened}
-        alone = step._replace(**nothing)
-        logits = whole_forward(alone, **ONE_TOKEN)[:, 0]
-        np.testing.assert_array_equal(
-            steps.actions[:, place].argmax(-1), logits.argmax(-1)
-        )
+        logits = whole_forward(step._replace(**nothing), **ONE_TOKEN)[:, 0]
+        chosen = steps.actions[:, place].argmax(-1)
+        np.testing.assert_array_equal(chosen, logits.argmax(-1))
 
 
-def choice(actions: Actions, temperature: float = 1) -> Choice:
-    return Choice(actions, temperature, np.random.default_rng(0))
+def choice(actions: Actions, temperature: float = 1, hold: int = 1) -> Choice:
+    return Choice(actions, temperature, np.random.default_rng(0), hold)
 
 
 def test_temperature_is_that_of_what_is_drawn():
-    logits = np.tile(np.log([0.7, 0.2, 0.1]), (20_000, 1))
-    for temperature, want in ((1, [0.7, 0.2, 0.1]), (2, None), (0, [1, 0, 0])):
+    shares = np.array([0.7, 0.2, 0.1])
+    logits, root = np.tile(np.log(shares), (20_000, 1)), np.sqrt(shares)
+    for temperature, want in ((1, shares), (2, root / root.sum()), (0, [1, 0, 0])):
         choose = choice(Actions("discrete", 3, 2), temperature)
-        root = np.sqrt([0.7, 0.2, 0.1])
-        want = root / root.sum() if want is None else want
         np.testing.assert_allclose(choose(logits).mean(axis=0), want, atol=0.01)
     actions = np.array([[0.3, -0.2]])
     assert choice(Actions("continuous", 2, 2))(actions) is actions
 
 
 def test_noise_may_be_held_for_several_actions():
-    choose = choice(Actions("discrete", 4, 2))
-    choose.hold = 3
+    choose = choice(Actions("discrete", 4, 2), hold=3)
     drawn = np.stack([choose(np.zeros((500, 4))).argmax(-1) for _ in range(6)])
     for three in (drawn[:3], drawn[3:]):
         assert (three == three[0]).all()
@@ -236,17 +238,14 @@ def test_binned_actions_are_drawn_number_by_number():
 
 def test_an_empty_context_begins_anew_with_every_episode(agent, file):
     steps = played(agent, file, "episode").steps
-    short = {"agent__chain_length": 1, "data__context_tokens": 4 * EPISODE_STEPS}
-    for episode in range(2):
-        part = slice(episode * EPISODE_STEPS, (episode + 1) * EPISODE_STEPS)
-        one = jax.tree.map(lambda x, part=part: x[:, part], steps)
-        want = whole_forward(one, **short)
+    for part in (FIRST, SECOND):
+        one = part_of(steps, part)
+        want = whole_forward(one._replace(ranks=np.zeros_like(one.ranks)))
         np.testing.assert_allclose(one.actions, want, atol=1e-4)
     # The first episode is the same; the second one is not, for it has no first.
     own = played(agent, file).steps
-    first = slice(0, EPISODE_STEPS)
-    np.testing.assert_array_equal(own.actions[:, first], steps.actions[:, first])
-    assert np.abs(own.actions - steps.actions)[:, EPISODE_STEPS:].max() > 1e-2
+    np.testing.assert_array_equal(own.actions[:, FIRST], steps.actions[:, FIRST])
+    assert np.abs(own.actions - steps.actions)[:, SECOND].max() > 1e-2
 
 
 def test_the_record_is_a_chain(agent, file):
@@ -262,38 +261,30 @@ def test_the_record_is_a_chain(agent, file):
     marks = steps.completions.reshape(had.shape)
     np.testing.assert_array_equal(marks[..., -1], reached)
     assert not marks[..., :-1].any()
-    first = Toy().begin(0) - file.observation_mean
-    standard = first / (file.observation_std + STD_FLOOR)
+    standard = standardised(file, Toy().begin(0))
     np.testing.assert_allclose(steps.observations[:, 0], standard, rtol=1e-5)
 
 
-def test_recorded_episodes_go_as_they_went_and_are_seen(agent, file):
+def test_recorded_episodes_go_as_they_went_and_are_seen(agent, file, tmp_path):
     def with_context(number):
         recording = Recording(file, np.full((ROWS, 1), number))
         return played(agent, file, scenes=[(recording, 0), (Toy(), 1)])
 
     outcome = with_context(3)
-    part = slice(file.offsets[3], file.offsets[4])
-    recorded = file.steps[:][part, OBSERVATION_SIZE:-1]
-    for actions in outcome.steps.actions[:, :EPISODE_STEPS]:
+    recorded = file.steps[:][slice(*file.offsets[3:5]), OBSERVATION_SIZE:-1]
+    for actions in outcome.steps.actions[:, FIRST]:
         np.testing.assert_array_equal(actions, recorded)
     assert outcome.returns[:, 0] == pytest.approx([file.returns[3]] * ROWS)
-    other = with_context(4).steps.actions[:, EPISODE_STEPS:]
-    own = outcome.steps.actions[:, EPISODE_STEPS:]
-    assert np.abs(other - own).max() > 1e-3
+    other = with_context(4).steps.actions[:, SECOND]
+    assert np.abs(other - outcome.steps.actions[:, SECOND]).max() > 1e-3
+    uneven = small_agent.make_trajectories(tmp_path)
+    uneven.offsets[1] -= 1
+    with pytest.raises(ValueError, match="different lengths"):
+        Recording(uneven, np.array([[0], [1]])).begin(0)
 
 
 def test_a_perceptron_acts_alike_in_every_context(file):
-    run = Run(MeshShape(ring=2), attention="striped", agent__method="perceptron")
-    parameters = small_agent.drawn(run.model, run.partition)
-    agent = actor(run.config, run.partition, parameters, rows=ROWS, episodes=2)
+    agent = acting(agent__method="perceptron")
     own, empty = played(agent, file), played(agent, file, "episode")
     np.testing.assert_array_equal(own.returns, empty.returns)
     assert np.abs(own.steps.actions).max() <= 1
-
-
-def test_episodes_of_different_lengths_are_no_recording(tmp_path):
-    file = small_agent.make_trajectories(tmp_path)
-    file.offsets[1] -= 1
-    with pytest.raises(ValueError, match="different lengths"):
-        Recording(file, np.array([[0], [1]])).begin(0)
