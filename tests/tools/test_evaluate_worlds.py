@@ -15,7 +15,7 @@ from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks import base, exorl
 from tests.small_agent import drawn
 from tools.lib.evaluation.exorl import main
-from tools.lib.exorl.contexts import world_contexts
+from tools.lib.exorl.contexts import Context, asked, world_contexts
 from tools.lib.exorl.references import references
 from tools.make_dark_room import make
 from training.weights import save_parameters
@@ -75,7 +75,6 @@ def test_contexts_begin_alike_and_hold_what_they_say(results):
     of_row = returns["own"][:, -1] - returns["own"][:, 0]
     worlds = np.array(results["worlds"])
     of_world = [of_row[worlds == world].mean() for world in set(results["worlds"])]
-    assert len(of_world) == 16 < ROWS
     gained = above["first"]["mean"]
     assert above["first"]["low"] <= gained == pytest.approx(np.mean(of_world))
     # Drawn episodes are as chance has it: 0.25 on average of all goals.
@@ -84,9 +83,8 @@ def test_contexts_begin_alike_and_hold_what_they_say(results):
     # A device has a half of the rows, and a quarter of the longest context.
     rows, slots = ROWS // 2, (3 + 1) * 20 // 4
     numbers = 2 * 2 * rows * slots * 2 * 8 + rows * slots + 4  # keys, values, index
-    assert {outcome["cache_bytes_a_device"] for outcome in found.values()} == {
-        4 * numbers
-    }
+    held = {outcome["cache_bytes_a_device"] for outcome in found.values()}
+    assert held == {4 * numbers}
 
 
 @pytest.mark.thorough
@@ -108,40 +106,31 @@ def test_worlds_are_those_held_out_and_beside_their_references(directory, result
 
 
 @pytest.mark.thorough
-def test_contexts_that_are_asked_for_are_played_alone(directory, tmp_path, results):
-    """And in worlds that were trained on, where that is asked for."""
-    output = tmp_path / "some.json"
-    options = "--contexts", "empty", "--random", "1", "--trained"
-    assert main(flags(directory, *options, "--output", str(output))) == 0
+def test_a_window_acts_on_in_worlds_that_were_trained_on(
+    directory, tmp_path, results, capsys
+):
+    output = tmp_path / "long.json"
+    longer = "--episodes", "3", "--contexts", "own", "--trained", "--window", "2"
+    assert main(flags(directory, *longer, "--output", str(output))) == 0
     found = json.loads(output.read_text())
-    assert list(found["contexts"]) == ["empty", "random_1"]
-    assert found["own_last_over"] == {}
-    returns = found["contexts"]["empty"]["returns"]
-    assert np.array(returns).shape == (ROWS, EPISODES)
+    assert found["window"] == 2 and list(found["contexts"]) == ["own"]
+    assert np.array(found["contexts"]["own"]["returns"]).shape == (ROWS, 3)
     assert found["trained_on"] and not results["trained_on"]
     assert not set(found["worlds"]) & set(results["worlds"])
     assert found["references"]["oracle"] != results["references"]["oracle"]
+    # Who reads positions may act on too: it is not refused for its many episodes.
+    positions = "--config.agent.reads_positions=True"
+    again = str(tmp_path / "again.json")
+    assert main(flags(directory, *longer, positions, "--output", again)) == 1
+    assert "belong to another model" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
-def test_a_window_is_written_and_lets_who_reads_positions_act_on(
-    directory, tmp_path, capsys
-):
-    output = tmp_path / "long.json"
-    longer = "--episodes", "3", "--contexts", "own", "--output", str(output)
-    assert main(flags(directory, *longer, "--window", "2")) == 0
-    found = json.loads(output.read_text())
-    assert found["window"] == 2
-    assert np.array(found["contexts"]["own"]["returns"]).shape == (ROWS, 3)
-    longer += ("--config.agent.reads_positions=True",)
-    output.unlink()
-    capsys.readouterr()
-    for window, said in (
-        ([], "--episodes 3 are more than the agent was trained with"),
-        (["--window", "2"], "belong to another model"),
-    ):
-        assert main(flags(directory, *longer, *window)) == 1
-        assert said in capsys.readouterr().err
+def test_contexts_that_are_asked_for_are_played_with_drawn_ones():
+    names = ["own", "empty", "none", "random_1"]
+    found = {name: Context([], "", drawn=name == "random_1") for name in names}
+    assert asked(found, None) == found
+    assert list(asked(found, ["empty"])) == ["empty", "random_1"]
+    assert list(asked(found, [])) == ["random_1"]
 
 
 def test_the_other_world_is_never_the_rows_own(directory):
@@ -160,8 +149,9 @@ def test_the_other_world_is_never_the_rows_own(directory):
 BAD = {
     "--other x": "--other is for trajectories of one world",
     "--config.agent.reads_positions=True --random 2": "--random 2 are more than",
+    "--config.agent.reads_positions=True --episodes 3": "--episodes 3 are more than",
     "--window 1": "--window: must be a whole number",
-    "--temperature -1": "--temperature must be 0 (the likeliest action) or more",
+    "--temperature -1": "--temperature: must be a number of at least 0, got -1",
     "--contexts mine": "--contexts mine: give some of own, empty, none, other",
     "--environments 19": "19 environments do not divide over the batch's 2",
     "--random 0": "--random: must be a whole number",

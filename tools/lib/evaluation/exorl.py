@@ -54,7 +54,7 @@ from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Actor, actor
-from tools.lib.exorl.contexts import Context, asked, contexts, task_name
+from tools.lib.exorl.contexts import Context, contexts, task_name
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
 from tools.lib.exorl.rollouts import quantiles
@@ -68,31 +68,25 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
     """Raises ValueError if something in the options or the config is wrong."""
     if not 0 < options.target < math.inf:
         raise ValueError(f"--target must be a number above 0, got {options.target}")
-    if not 0 <= options.temperature < math.inf:
-        raise ValueError(
-            "--temperature must be 0 (the likeliest action) or more, got "
-            f"{options.temperature}"
-        )
     if config.task != "exorl":
         raise ValueError(
             f'config.task must be "exorl", got {config.task!r}: give such a config'
         )
     agent = config.agent
-    for option in ("other", "random", "window"):
-        if agent.chain_length == 1 and getattr(options, option):
-            raise ValueError(
-                f"--{option} is for agents of several episodes in a context"
-            )
-    if agent.chain_length == 1 or not (agent.reads_positions or agent.rank_embedding):
+    if agent.chain_length == 1:
+        for option in ("other", "random", "window"):
+            if getattr(options, option):
+                raise ValueError(
+                    f"--{option} is for agents of several episodes in a context"
+                )
         return
     longest = _longest(options)
-    if longest > agent.chain_length:
-        is_drawn = longest - 1 in options.random
-        option, given = (
-            ("--random", longest - 1) if is_drawn else ("--episodes", longest)
-        )
+    if longest > agent.chain_length and (agent.reads_positions or agent.rank_embedding):
+        given = f"--episodes {longest}"
+        if longest - 1 in options.random:
+            given = f"--random {longest - 1}"
         raise ValueError(
-            f"{option} {given} are more than the agent was trained with: "
+            f"{given} are more than the agent was trained with: "
             f"{config.agent.chain_length=}"
         )
 
@@ -124,7 +118,7 @@ def evaluate(
     worlds = np.unique(file.worlds[trajectories.of_split(config, file, split)])
     # Dark Room's neighbours have numbers next to each other.
     np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)
-    needed = asked(contexts(config, options, file, worlds, seeds), options.contexts)
+    needed = contexts(config, options, file, worlds, seeds)
     partition = base.partition(config, jax.devices())
     agent, origin = _agent(config, options, file, partition)
     trained = file.returns[trajectories.of_split(config, file, "train")]
@@ -238,50 +232,26 @@ def _outcome(
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate exorl")
-    add = parser.add_argument
+    add, whole = parser.add_argument, at_least(1)
     add("--output", required=True, type=Path, help="JSON to write")
-    add("--environments", type=at_least(1), default=8, help="default: %(default)s")
-    add(
-        "--episodes",
-        type=at_least(1),
-        default=4,
-        help="in a context (default: %(default)s)",
-    )
+    add("--environments", type=whole, default=8, help="default: %(default)s")
+    episodes = "in a context (default: %(default)s)"
+    add("--episodes", type=whole, default=4, help=episodes)
     add("--target", type=float, default=1.0, help="share of the data's best return")
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="of drawn actions; 0: the likeliest (default: %(default)s)",
-    )
-    add(
-        "--hold",
-        type=at_least(1),
-        default=1,
-        help="actions that one draw's noise is for: to explore in one direction "
-        "(default: %(default)s)",
-    )
-    add(
-        "--window",
-        type=at_least(2),
-        help="episodes in a context at most, of which the last are read again "
-        "(default: all)",
-    )
+    temperature = "of drawn actions; 0: the likeliest (default: %(default)s)"
+    add("--temperature", type=at_least(0, float), default=1.0, help=temperature)
+    hold = "actions that one draw's noise is for: to explore in one direction"
+    add("--hold", type=whole, default=1, help=f"{hold} (default: %(default)s)")
+    window = "episodes in a context at most, of which the last are read again"
+    add("--window", type=at_least(2), help=f"{window} (default: all)")
     add("--contexts", nargs="*", metavar="NAME", help="default: all that there are")
-    add("--random", type=at_least(1), nargs="*", default=[], metavar="N")
+    add("--random", type=whole, nargs="*", default=[], metavar="N")
     add("--other", type=Path, help="trajectories of another task, for its context")
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
-    add(
-        "--processes",
-        type=at_least(1),
-        default=os.cpu_count(),
-        help="that step dm_control, default: one for each core (%(default)s)",
-    )
-    add(
-        "--trained",
-        action="store_true",
-        help="act in worlds that were trained on, as to choose a temperature",
-    )
+    processes = "that step dm_control, default: one for each core (%(default)s)"
+    add("--processes", type=whole, default=os.cpu_count(), help=processes)
+    trained = "act in worlds that were trained on, as to choose a temperature"
+    add("--trained", action="store_true", help=trained)
     return parser.parse_known_args(arguments)
 
 

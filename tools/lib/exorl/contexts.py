@@ -29,18 +29,6 @@ class Context:
     forgets: str = "nothing"
 
 
-def chains_without_the_best(
-    file: TrajectoryFile, episodes: np.ndarray, rows: int, length: int
-) -> np.ndarray:
-    """Returns chains of episodes without the best of each: (rows, length - 1).
-
-    Raises:
-      ValueError: there are too few.
-    """
-    chains = Chains(file, episodes, length, exorl.HELD_OUT_SEED)
-    return np.stack([chains.chain(row)[:-1] for row in range(rows)])
-
-
 def world_contexts(
     file: TrajectoryFile,
     worlds: np.ndarray,
@@ -54,18 +42,17 @@ def world_contexts(
     processes: see `stage`.
     """
     (rows, episodes), task = seeds.shape, task_name(file)
-    own, other = (
-        stage(file, np.resize(order, rows), seeds, processes)
-        for order in (worlds, np.roll(worlds, 1))
-    )
+    own = stage(file, np.resize(worlds, rows), seeds, processes)
     numbers = [(own, number) for number in range(episodes)]
-    elsewhere = [(other, number) for number in range(episodes - 1)]
     found = {
         "own": Context(numbers, task),
         "empty": Context(numbers, task, forgets="episode"),
         "none": Context(numbers, task, forgets="step"),
     }
-    if len(worlds) > 1 and elsewhere:
+    if len(worlds) > 1 and episodes > 1:
+        rolled = np.resize(np.roll(worlds, 1), rows)
+        other = stage(file, rolled, seeds, processes)
+        elsewhere = [(other, number) for number in range(episodes - 1)]
         found["other"] = Context([*elsewhere, numbers[-1]], task, episodes - 1)
     for count in random:
         drawn = [numbers[number % episodes] for number in range(count)]
@@ -80,52 +67,63 @@ def contexts(
     worlds: np.ndarray,
     seeds: np.ndarray,
 ) -> dict[str, Context]:
-    """Returns the contexts by name; worlds: int (n,), of the rows in turn.
+    """Returns the contexts that are asked for, by name.
 
-    seeds: int (E, episodes).
+    worlds: int (n,), of the rows in turn. seeds: int (E, episodes).
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
-    (rows, episodes), single = seeds.shape, "empty"
-    if (file.worlds != file.worlds[0]).any():
-        if options.other:
-            raise ValueError("--other is for trajectories of one world: leave it out")
-        found = world_contexts(file, worlds, seeds, options.random, options.processes)
-        return {single: found[single]} if config.agent.chain_length == 1 else found
-    for option in ("random", "trained"):
+    are_many = bool((file.worlds != file.worlds[0]).any())
+    for option in ("other",) if are_many else ("random", "trained"):
         if getattr(options, option):
-            raise ValueError(
-                f"--{option} is for trajectories of many worlds: leave it out"
-            )
-    acting = stage(file, np.resize(worlds, rows), seeds, options.processes)
-    numbers = [(acting, number) for number in range(episodes)]
-
-    def recorded(file: TrajectoryFile, among: np.ndarray) -> Context:
-        chains = chains_without_the_best(file, among, rows, episodes)
-        count, recording = chains.shape[1], Recording(file, chains)
-        before = [(recording, number) for number in range(count)]
-        return Context([*before, numbers[-1]], task_name(file), count)
-
-    found = {single: Context(numbers, task_name(file), forgets="episode")}
+            of = "one world" if are_many else "many worlds"
+            raise ValueError(f"--{option} is for trajectories of {of}: leave it out")
+    random, processes = options.random, options.processes
+    found = world_contexts(file, worlds, seeds, random, processes)
     if config.agent.chain_length == 1:
-        return found
-    found = {"own": Context(numbers, task_name(file)), **found}
-    held_out = trajectories.episodes(config, file, "validation")
-    found["recorded"] = recorded(file, held_out)
-    if options.other:
-        changed = config.copy_and_resolve_references()
-        changed.data.trajectories = str(options.other)
-        other = trajectories.opened(changed)
-        found["other"] = recorded(other, np.arange(len(other.returns)))
-    return found
+        found = {"empty": found["empty"]}
+    elif not are_many:
+        found = {name: found[name] for name in ("own", "empty")}
+        held_out = trajectories.episodes(config, file, "validation")
+        last = found["own"].scenes[-1]
+        found["recorded"] = _recorded(file, held_out, seeds.shape, last)
+        if options.other:
+            changed = config.copy_and_resolve_references()
+            changed.data.trajectories = str(options.other)
+            other = trajectories.opened(changed)
+            numbers = np.arange(len(other.returns))
+            found["other"] = _recorded(other, numbers, seeds.shape, last)
+    return asked(found, options.contexts)
+
+
+def _recorded(
+    file: TrajectoryFile,
+    episodes: np.ndarray,
+    size: tuple[int, int],
+    last: tuple[Scene, int],
+) -> Context:
+    """Returns chains of recorded episodes, the best one of each replaced by the last.
+
+    size: rows, and episodes in a context.
+
+    Raises:
+      ValueError: there are too few.
+    """
+    rows, length = size
+    chains = Chains(file, episodes, length, exorl.HELD_OUT_SEED)
+    recording = Recording(
+        file, np.stack([chains.chain(row)[:-1] for row in range(rows)])
+    )
+    before = [(recording, number) for number in range(length - 1)]
+    return Context([*before, last], task_name(file), length - 1)
 
 
 def asked(found: dict[str, Context], names: Sequence[str] | None) -> dict[str, Context]:
-    """Returns the contexts of these names, and those after drawn episodes; None: all.
+    """Returns the contexts of these names, or all, and those of drawn actions.
 
     Raises:
-      ValueError: there is no such context, or none is left.
+      ValueError: there is no context of a name, or none is left.
     """
     if names is None:
         return found
