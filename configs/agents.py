@@ -1,4 +1,8 @@
-"""Small agents, which two cores train: what their configs have in common."""
+"""Every further field of a config of task "exorl", and what small agents share.
+
+In-context RL: an agent reads packed trajectories. Its config starts from here, and has
+the fields of configs/base.py too.
+"""
 
 import ml_collections
 
@@ -15,10 +19,64 @@ AGENTS = {
 of the steps, those of the best episodes. dt and bc read one episode."""
 
 
-def get_small_agent(layers: int) -> ml_collections.ConfigDict:
-    """Returns the config of an agent of width 64 with these layers, not locked."""
+def get_config() -> ml_collections.ConfigDict:
     config = base.get_config().unlock()
     config.task = "exorl"
+
+    # config.model has the sizes of the layers.
+    config.agent = ml_collections.ConfigDict()
+    # "transformer", which reads chains of episodes (one in a chain: a Decision
+    # Transformer); or "perceptron", of the present state only (behaviour cloning).
+    config.agent.method = "transformer"
+    # Of the trajectories: columns, and the most steps of an episode.
+    config.agent.observation_size = 24
+    config.agent.action_size = 6
+    config.agent.episode_steps = 1000
+    # Episodes in a context.
+    config.agent.chain_length = 4
+    # Tokens of a step: 4, its return to go, state, action and reward; or 1, of all that
+    # is known before the action: then action and reward are those of the step before.
+    config.agent.step_tokens = 4
+    # "continuous", in [-1, 1], of which the mean is predicted; "binned", the same, with
+    # logits of action_bins values of each number; or "discrete", one of action_size.
+    config.agent.action_kind = "continuous"
+    config.agent.action_bins = 21
+    # Whether the model reads the return-to-go.
+    config.agent.reads_returns = True
+    # Returns-to-go are divided by this number.
+    config.agent.return_scale = 1000.0
+    # Whether positions rotate queries and keys (RoPE). Without RoPE the order comes
+    # from the causal mask and the time within an episode, contexts may be longer than
+    # in training, and config.rope_scaling is ignored.
+    config.agent.reads_positions = True
+    # Whether tokens embed the rank of their episode in its chain.
+    config.agent.rank_embedding = False
+
+    # Directory made by tools/pack_exorl.py or make_dark_room.py.
+    config.data.trajectories = ""
+    # Share of its episodes that are held out for validation; then, the share of the
+    # steps that is trained on, of the episodes of the highest returns.
+    config.data.held_out_share = 0.05
+    config.data.top_share = 1.0
+    # Order of a chain's episodes: "ascending" by return, randomly "drawn", or "learnt",
+    # in the order of a learner's history.
+    config.data.chain_order = "ascending"
+    # For chain_order="learnt": every second chain starts at a random episode within
+    # this fraction of the history; 0 disables.
+    config.data.latest_begin = 0.0
+    # Episodes with supervised actions: "all", or the "last" of a chain.
+    config.data.loss_on = "all"
+    # Predicted: "actions", as they were taken; or "targets", the best actions instead.
+    config.data.predict = "actions"
+    # Of a chain, which is striped by whole steps.
+    config.data.context_tokens = 16_000
+    config.stripe_granule = 4
+    return config.lock()
+
+
+def get_small_agent(layers: int) -> ml_collections.ConfigDict:
+    """Returns the config of an agent of width 64 with these layers, not locked."""
+    config = get_config().unlock()
     config.model.hidden_size = 64
     config.model.feed_forward_size = 176
     config.model.num_layers = layers
@@ -55,6 +113,7 @@ def learns_in_context(
     config.agent.episode_steps = steps
     config.agent.chain_length = episodes
     config.agent.step_tokens = 1
+    config.stripe_granule = 1
     config.agent.reads_positions = False
     config.agent.reads_returns = reads_returns
     config.data.context_tokens = steps * episodes

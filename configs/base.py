@@ -10,7 +10,8 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
 
-    # "text" trains a LLaMA; "exorl" trains an agent on packed trajectories.
+    # "text" trains a LLaMA; "exorl", an agent on packed trajectories, whose further
+    # fields are in configs/agents.py.
     config.task = "text"
     # Directory of checkpoints, curves and the config itself; a run that finds its own
     # checkpoint there resumes. Local, or a bucket ("gs://…").
@@ -100,35 +101,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.logit_scale = 1.0
     config.model.logit_soft_cap = 0.0
 
-    # Of task "exorl", where config.model has the sizes of the layers.
-    config.agent = ml_collections.ConfigDict()
-    # "transformer", which reads chains of episodes (one in a chain: a Decision
-    # Transformer); or "perceptron", of the present state only (behaviour cloning).
-    config.agent.method = "transformer"
-    # Of the trajectories: columns, and the most steps of an episode.
-    config.agent.observation_size = 24
-    config.agent.action_size = 6
-    config.agent.episode_steps = 1000
-    # Episodes in a context.
-    config.agent.chain_length = 4
-    # Tokens of a step: 4, its return to go, state, action and reward; or 1, of all that
-    # is known before the action: then action and reward are those of the step before.
-    config.agent.step_tokens = 4
-    # "continuous", in [-1, 1], of which the mean is predicted; "binned", the same, with
-    # logits of action_bins values of each number; or "discrete", one of action_size.
-    config.agent.action_kind = "continuous"
-    config.agent.action_bins = 21
-    # Whether the model reads the return-to-go.
-    config.agent.reads_returns = True
-    # Returns-to-go are divided by this number.
-    config.agent.return_scale = 1000.0
-    # Whether positions rotate queries and keys (RoPE). Without RoPE the order comes
-    # from the causal mask and the time within an episode, contexts may be longer than
-    # in training, and config.rope_scaling is ignored.
-    config.agent.reads_positions = True
-    # Whether tokens embed the rank of their episode in its chain.
-    config.agent.rank_embedding = False
-
     # How RoPE's frequencies are scaled for a longer context than the model's original
     # one (see models/rope.py), with the field names of Hugging Face.
     config.rope_scaling = ml_collections.ConfigDict()
@@ -203,22 +175,6 @@ def get_config() -> ml_collections.ConfigDict:
     # "packed" rows of many documents, cut where a row ends; "whole" documents, as many
     # as fit (for chats); or "documents": one in each row.
     config.data.rows = "packed"
-    # Of task "exorl": directory made by tools/pack_exorl.py or make_dark_room.py.
-    config.data.trajectories = ""
-    # Share of its episodes that are held out for validation; then, the share of the
-    # steps that is trained on, of the episodes of the highest returns.
-    config.data.held_out_share = 0.05
-    config.data.top_share = 1.0
-    # Order of a chain's episodes: "ascending" by return, randomly "drawn", or "learnt",
-    # in the order of a learner's history.
-    config.data.chain_order = "ascending"
-    # For chain_order="learnt": every second chain starts at a random episode within
-    # this fraction of the history; 0 disables.
-    config.data.latest_begin = 0.0
-    # Episodes with supervised actions: "all", or the "last" of a chain.
-    config.data.loss_on = "all"
-    # Predicted: "actions", as they were taken; or "targets", the best actions instead.
-    config.data.predict = "actions"
     # Tokens in a row, which are padded to what the ring can shard; of a chain, those of
     # its steps, padded to it at the end.
     config.data.context_tokens = 4096

@@ -12,7 +12,7 @@ Expected: not run. The sizes are those of Ring Attention's table 5 ("350M": 24 l
 
 import ml_collections
 
-from configs import base
+from configs import agents
 
 STEPS = 1000
 
@@ -25,10 +25,8 @@ def get_config(trajectories: str = "32") -> ml_collections.ConfigDict:
     """
     if trajectories not in ("32", "128"):
         raise ValueError(f"{trajectories!r} is not one of 32, 128")
-    config = base.get_config().unlock()
-    config.task = "exorl"
+    config = agents.get_config().unlock()
     config.workdir = f"runs/exorl_at/{trajectories}"
-    config.stripe_granule = 4  # whole steps
     config.remat = "nothing"
     config.attention_parts = 4  # all heads at once do not fit on a chip of 16 GiB
 

@@ -15,7 +15,7 @@ Expected: see results/2026-11-21-in-context-rl.md.
 
 import ml_collections
 
-from configs.small_agent import get_small_agent
+from configs.agents import get_small_agent
 
 # domain: (task, observation size, action size)
 _DOMAINS = {"cartpole": ("swingup", 5, 1), "walker": ("stand", 24, 6)}
@@ -42,7 +42,6 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     config = get_small_agent(layers=3)
     config.workdir = f"runs/exorl_tiny/{name}"
     config.simulated_devices = 4
-    config.stripe_granule = 4  # whole steps
 
     config.agent.method = model
     config.agent.observation_size = observation_size

@@ -18,7 +18,7 @@ Expected: see results/2026-11-25-in-context-worlds.md.
 
 import ml_collections
 
-from configs.small_agent import AGENTS, learns_in_context
+from configs.agents import AGENTS, learns_in_context
 
 
 def get_config(name: str = "dpt") -> ml_collections.ConfigDict:

@@ -14,7 +14,7 @@ Expected: see results/2026-11-25-in-context-worlds.md.
 
 import ml_collections
 
-from configs.small_agent import AGENTS, learns_in_context
+from configs.agents import AGENTS, learns_in_context
 
 # room: (rows and columns, steps of an episode, episodes in a context, updates)
 _ROOMS = {"10x10": (20, 100, 6, 3000), "9x9": (18, 20, 20, 1000)}

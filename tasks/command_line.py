@@ -21,8 +21,10 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from configs import agents
 from data.text.skipped import printable
 from tasks import run_config
+from tasks.config_errors import fields_by_name
 
 Main = Callable[[Sequence[str] | None], int | None]
 
@@ -136,10 +138,13 @@ RENAMED_CONFIGS = {
     "exorl_at_128": "configs/exorl_at.py:128",
 }
 
+OF_AGENTS = "give one that starts from configs/agents.py, as configs/exorl_tiny.py does"
+
 CONFIG_FLAGS = """config:
   --config=FILE[:NAME]   program that makes the config, as configs/tiny.py
   --workdir=DIR          or the run in this directory, with the config that it keeps
-  --config.NAME=VALUE    changes a field of configs/base.py, as --config.mesh.ring=4
+  --config.NAME=VALUE    changes a field of configs/base.py, as --config.mesh.ring=4,
+                         or, of an agent, of configs/agents.py
 """
 """End of the help of a program that calls `read_config`."""
 
@@ -235,7 +240,12 @@ def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
         raise ValueError(str(error)) from error
     if rest:
         raise ValueError(f"unknown arguments {rest}: see --help and configs/base.py")
-    return values["config"].value
+    config = values["config"].value
+    if config.task == "exorl" and "agent" not in config:
+        raise ValueError(
+            f"{config.task=} is of agents, and this config is of text: {OF_AGENTS}"
+        )
+    return config
 
 
 def _made_by(file: str, *name: str) -> ml_collections.ConfigDict:
@@ -255,9 +265,15 @@ def _made_by(file: str, *name: str) -> ml_collections.ConfigDict:
 
 def _check_field(config: ml_collections.ConfigDict, name: str) -> None:
     """Raises ValueError if the config has no field of that dotted name."""
+    is_of_agents = name in fields_by_name(agents.get_config())
     for part in name.split("."):
         known = config if isinstance(config, ml_collections.ConfigDict) else {}
         if part not in known:
+            if is_of_agents:
+                raise ValueError(
+                    f"config.{name} is of agents, and this config is of text: "
+                    f"{OF_AGENTS}"
+                )
             near = difflib.get_close_matches(part, known, n=1)
             meant = f'Did you mean "{near[0]}"?' if near else "See configs/base.py"
             raise ValueError(f'config.{name}: there is no field "{part}". {meant}')

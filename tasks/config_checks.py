@@ -4,7 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -101,15 +101,15 @@ def _numbers(config: ml_collections.ConfigDict) -> None:
 
 
 def _names(config: ml_collections.ConfigDict) -> None:
-    known = {
+    known: dict[str, Collection[str]] = {
         "task": TASKS,
         "implementation": ("", *IMPLEMENTATIONS),
         "data.rows": ROW_PLANS,
-        "data.chain_order": ORDERS,
-        "data.loss_on": LOSS_ON,
-        "data.predict": PREDICTED,
         "lora.base_dtype": ("", *COMPUTE_DTYPES),
     }
+    if config.task == "exorl":
+        known |= {"data.chain_order": ORDERS, "data.loss_on": LOSS_ON}
+        known["data.predict"] = PREDICTED
     found = []
     for name, choices in known.items():
         value = _get(config, name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import ml_collections
 
-from configs import base
+from configs import agents, base
 from data.json_text import parse_json, short
 from tasks.config_errors import fields_by_name
 from training.record import PINNED, RUN
@@ -72,8 +72,10 @@ def read(workdir: str) -> ml_collections.ConfigDict:
             f"{workdir} has no {FILE}: it is of an older program, or of no run; give "
             f"--config=configs/NAME.py and --config.workdir={workdir} instead"
         )
-    config = base.get_config()
-    known, found = fields_by_name(config), _read(path)
+    found, all_fields = _read(path), agents.get_config()
+    # Of older programs, runs of text have the fields of agents too.
+    config = all_fields if found.get("task") == "exorl" else base.get_config()
+    known, kept = fields_by_name(all_fields), fields_by_name(config)
     unknown = [name for name in found if name not in known or name in NOT_KEPT]
     if unknown:
         raise ValueError(
@@ -81,7 +83,9 @@ def read(workdir: str) -> ml_collections.ConfigDict:
             "use the program that wrote it, or take them out of it"
         )
     typed = {
-        name: _typed(f"{path}: {name}", found[name], known[name]) for name in found
+        name: _typed(f"{path}: {name}", found[name], known[name])
+        for name in found
+        if name in kept
     }
     config.update_from_flattened_dict(typed | {"workdir": workdir})
     return config

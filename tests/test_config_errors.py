@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from configs import base
+from configs import agents, base
 from models.memory import Execution
 from models.rope import RopeScaling
 from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of, raise_all
@@ -38,7 +38,7 @@ def test_what_is_made_of_a_config_has_no_name_that_the_config_lacks():
     ],
 )
 def test_a_field_is_called_as_in_the_config(text, expected):
-    assert in_words_of(base.get_config(), text) == (expected or text)
+    assert in_words_of(agents.get_config(), text) == (expected or text)
 
 
 def test_all_that_is_wrong_is_said_once():

@@ -9,8 +9,8 @@ import jax
 import ml_collections
 import pytest
 
+from configs import agents, exorl_tiny, fine_tune, icrl_dark_room, models
 from configs import base as base_config
-from configs import exorl_tiny, fine_tune, icrl_dark_room, models, small_agent
 from kernels.layouts import check_length
 from models.memory import REMAT_POLICIES
 from models.rope import RopeScaling
@@ -47,7 +47,8 @@ def partition_of(config: ml_collections.ConfigDict) -> Partition:
 
 @each_config
 def test_fields_are_those_of_base_with_its_types(name):
-    assert fields(load(name)) == fields(base_config.get_config())
+    full = agents if name in AGENTS else base_config
+    assert fields(load(name)) == fields(full.get_config())
 
 
 @each_config
@@ -89,7 +90,7 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
         ("exorl_tiny", exorl_tiny._NAMES, {"at": 4}),
         ("icrl_dark_room", icrl_dark_room._NAMES[:5], {"dpt": 6, "ad": 6, "at": 6}),
         ("icrl_dark_room", icrl_dark_room._NAMES[5:], {"dpt": 20, "ad": 20, "at": 20}),
-        ("icrl_cartpole", small_agent.AGENTS, {"dpt": 4, "ad": 4, "at": 4}),
+        ("icrl_cartpole", agents.AGENTS, {"dpt": 4, "ad": 4, "at": 4}),
     ],
 )
 def test_every_small_agent_is_a_config(stem, names, episodes):

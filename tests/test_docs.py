@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kernels
-from configs import base
+from configs import agents, base
 from tasks import run_config
 from tasks.command_line import read_config
 from tests import pages
@@ -139,7 +139,7 @@ def test_config_fields_in_the_text_are_those_of_the_base_config():
     text = " ".join([*CODE, *map(str, COMMANDS)])
     named = set(re.findall(r"\bconfig\.(?!json\b)([a-z_]+(?:\.[a-z_0-9]+)?)\b", text))
     assert {"workdir", "guard.stop_after", "init_from"} <= named
-    known = dict(base.get_config().items())
+    known = dict(agents.get_config().items())
     for name in named:
         section, _, field = name.partition(".")
         assert section in known, name

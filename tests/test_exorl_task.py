@@ -162,6 +162,9 @@ TOO_SHORT = "context_tokens=48 must hold .*chain_length=2 .*make it 64"
 CUTS_STEPS = "stripe_granule=2 cuts the 4 tokens of a step: make it a multiple of 4"
 TOO_FEW = "chain of 2 episodes cannot be made of 1 different ones"
 REFUSALS = [
+    ("mask", "window(4)", r"mask='window\(4\)' is not for agents, which see"),
+    ("lora.rank", 2, "lora.rank=2 is for task text"),
+    ("optimizer.parameters", "bfloat16", "parameters='bfloat16' is for task text"),
     ("task", "chess", "task='chess' must be one of text, exorl"),
     ("data.trajectories", "", "names no trajectories"),
     ("agent.method", "oracle", "method='oracle' must be one of"),

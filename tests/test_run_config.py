@@ -39,7 +39,7 @@ def test_flags_are_on_top_and_the_workdir_is_where_the_file_is(tmp_path):
     assert (read.workdir, read.hosts.index) == (str(moved), -1)
     assert (read.mesh.ring, read.model.vocab_size) == (2, 264)
     assert [path.name for path in moved.iterdir()] == ["config.json"]
-    assert (moved / "config.json").read_text().startswith('{\n  "agent": {\n')
+    assert (moved / "config.json").read_text().startswith('{\n  "attention": ')
 
 
 def test_another_run_and_other_data_are_allowed_to_one_start_alone(tmp_path):
@@ -49,6 +49,17 @@ def test_another_run_and_other_data_are_allowed_to_one_start_alone(tmp_path):
     config.may_change = "seed", "data.context_tokens", "data", "run", "rope_theta"
     run_config.write(config)
     assert run_config.read(str(tmp_path)).may_change == ("rope_theta",)
+
+
+def test_fields_of_agents_are_those_of_agents(tmp_path):
+    """Older programs wrote them into the configs of text too."""
+    old = {"agent": {"chain_length": 2}, "data": {"predict": "targets", "threads": 2}}
+    for task in ("text", "exorl"):
+        (tmp_path / "config.json").write_text(json.dumps(old | {"task": task}))
+        found = run_config.read(str(tmp_path))
+        assert (found.task, found.data.threads) == (task, 2)
+        assert ("agent" in found) == ("predict" in found.data) == (task == "exorl")
+    assert (found.agent.chain_length, found.data.predict) == (2, "targets")
 
 
 # Content of the file: what has to be said.

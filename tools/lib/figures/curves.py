@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from configs import base
+from configs import agents as agents_config
 from data.json_text import parse_json, short
 from tasks import exorl
 from tasks.config_errors import fields_by_name
@@ -188,7 +188,7 @@ def _check_alike(
 def _settings(results: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields that make an agent, by name; older results get defaults."""
     given = fields_by_name(ml_collections.ConfigDict(results["config"]))
-    fields = fields_by_name(base.get_config()) | given
+    fields = fields_by_name(agents_config.get_config()) | given
     found = {
         name: value
         for name, value in fields.items()
