@@ -8,44 +8,35 @@ from data.agents.environments import Environment
 from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
 
 
+def _episode(path: Path, observation, action, reward, physics) -> Episode:
+    action, reward = action.astype(np.float32), reward.astype(np.float32)
+    action[0], reward[0] = 0, 0
+    discount = np.ones((len(action), 1), np.float32)
+    seen = observation.astype(np.float32)
+    return Episode(path, seen, action, reward, discount, physics)
+
+
 def made_up(path: Path, domain: str, steps: int, seed: int = 0) -> Episode:
     """An episode of random numbers, in the shapes and types of its domain."""
-    rng = np.random.default_rng(seed)
-    widths = DOMAINS[domain]
-    rows = steps + 1
-    action = rng.uniform(-1, 1, (rows, widths.action)).astype(np.float32)
-    reward = rng.uniform(0, 1, (rows, widths.reward)).astype(np.float32)
-    action[0], reward[0] = 0, 0
-    return Episode(
-        path=path,
-        observation=rng.normal(size=(rows, widths.observation)).astype(np.float32),
-        action=action,
-        reward=reward,
-        discount=np.ones((rows, 1), np.float32),
-        physics=rng.normal(size=(rows, widths.physics)),
-    )
+    rng, widths, rows = np.random.default_rng(seed), DOMAINS[domain], steps + 1
+    action = rng.uniform(-1, 1, (rows, widths.action))
+    reward = rng.uniform(0, 1, (rows, widths.reward))
+    observation = rng.normal(size=(rows, widths.observation))
+    physics = rng.normal(size=(rows, widths.physics))
+    return _episode(path, observation, action, reward, physics)
 
 
 def rolled_out(
     path: Path, environment: Environment, steps: int, seed: int = 0
 ) -> Episode:
     """The first steps of a real episode, with random actions."""
-    rng = np.random.default_rng(seed)
-    size = DOMAINS[environment.domain].action
-    rows = [(environment.reset(seed), np.zeros(size), 0.0, environment.physics())]
+    rng, size = np.random.default_rng(seed), DOMAINS[environment.domain].action
+    rows = [(environment.reset(seed), np.zeros(size), [0.0], environment.physics())]
     for _ in range(steps):
         action = rng.uniform(-1, 1, size).astype(np.float32)
         observation, reward, _ = environment.step(action)
-        rows.append((observation, action, reward, environment.physics()))
-    observation, action, reward, physics = map(np.array, zip(*rows, strict=True))
-    return Episode(
-        path=path,
-        observation=observation,
-        action=action.astype(np.float32),
-        reward=reward.astype(np.float32)[:, None],
-        discount=np.ones((steps + 1, 1), np.float32),
-        physics=physics,
-    )
+        rows.append((observation, action, [reward], environment.physics()))
+    return _episode(path, *map(np.array, zip(*rows, strict=True)))
 
 
 def made_up_buffer(root: Path, domain: str, lengths: list[int]) -> Buffer:

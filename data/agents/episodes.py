@@ -39,6 +39,11 @@ MOST_ITEM_BYTES = 8
 REASON_LETTERS = 300
 HEADER_BYTES = 1 << 14
 """More than NumPy allows before an array's numbers."""
+HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+"""What reads an array's shape, order and type, by version."""
 
 
 class Widths(NamedTuple):
@@ -192,7 +197,7 @@ def read_episode(path: Path, domain: str) -> Episode:
 
 
 def _read_arrays(path: Path, steps: int, widths: Widths) -> dict[str, np.ndarray]:
-    """Reads the arrays, after checking that their headers are an episode's."""
+    """Reads the arrays, each after checking that its header is an episode's."""
     with path.open("rb") as file:
         magic = file.read(4)
         if not magic:
@@ -202,12 +207,12 @@ def _read_arrays(path: Path, steps: int, widths: Widths) -> dict[str, np.ndarray
         with zipfile.ZipFile(file) as archive:
             for complaint in _header_complaints(archive, steps, widths):
                 raise BadEpisode(path, complaint)
-            return {name: _read_array(archive, name) for name in NAMES}
-
-
-def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    with archive.open(f"{name}.npy") as member:
-        return np.lib.format.read_array(member, allow_pickle=False)
+            arrays = {}
+            for name in NAMES:
+                with archive.open(f"{name}.npy") as member:
+                    read = np.lib.format.read_array(member, allow_pickle=False)
+                arrays[name] = read
+            return arrays
 
 
 def _header_complaints(
@@ -219,13 +224,11 @@ def _header_complaints(
     missing = [name for name in NAMES if name not in names]
     if missing:
         yield f"missing {missing}, has {sorted(names)}"
+    if not 0 < steps <= MOST_STEPS:
+        yield f"its name promises {steps} steps, not from 1 to {MOST_STEPS}"
     for name in NAMES:
         if names.count(name) > 1:
             yield f"{name} is there {names.count(name)} times"
-    if not 0 < steps <= MOST_STEPS:
-        yield f"its name promises {steps} steps, not from 1 to {MOST_STEPS}"
-    arrays = []
-    for name in NAMES:
         expected = (steps + 1, getattr(widths, name))
         info = archive.getinfo(f"{name}.npy")
         if info.compress_type not in ZIP_METHODS:
@@ -233,34 +236,20 @@ def _header_complaints(
         most = math.prod(expected) * MOST_ITEM_BYTES + HEADER_BYTES
         if info.file_size > most:
             yield f"{name} has {info.file_size} bytes, expected {most} at most"
-        shape, dtype, start = _read_header(archive, name)
+        with archive.open(info) as member:
+            version = np.lib.format.read_magic(member)
+            if version not in HEADERS:
+                yield f"{name} is of npy version {version}"
+            shape, _, dtype = HEADERS[version](member)
+            end = member.tell() + math.prod(shape) * dtype.itemsize
         if shape != expected:
             yield f"{name} has shape {shape}, expected {expected}"
-        end = start + math.prod(shape) * dtype.itemsize
-        arrays.append((name, dtype, info.file_size, end))
-    for name, dtype, size, end in arrays:
         if dtype.hasobject:
             yield f"{name} holds Python objects, not numbers"
         if dtype.kind != "f" or dtype.itemsize > MOST_ITEM_BYTES:
             yield f"{name} has type {dtype}, expected floating point of 16 to 64 bits"
-        if size != end:
-            yield f"{name} has {size} bytes, expected {end}"
-
-
-def _read_header(
-    archive: zipfile.ZipFile, name: str
-) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Describes an array: shape, type, and where in its bytes its numbers start."""
-    with archive.open(f"{name}.npy") as member:
-        version = np.lib.format.read_magic(member)
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)
-        if read is None:
-            raise ValueError(f"{name} is of npy version {version}")
-        shape, _, dtype = read(member)
-        return shape, dtype, member.tell()
+        if info.file_size != end:
+            yield f"{name} has {info.file_size} bytes, expected {end}"
 
 
 def _complaints(arrays: dict[str, np.ndarray]) -> Iterator[str]:

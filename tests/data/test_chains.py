@@ -4,38 +4,43 @@ import pytest
 from data.agents.chains import ChainBatch, Chains, hold_out, of_step_before
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from data.batch import Block
-from data.rows import InOrder, TextBatches
 from kernels.layouts import Contiguous, Striped, Zigzag, order
-from tests.numbered_corpus import assert_same_batch
+from tests.numbered_corpus import assert_same_batch, make_batches
 
 
-def make_file(directory, lengths, seed=0):
-    """Episodes of random numbers, packed."""
-    rng = np.random.default_rng(seed)
-    with TrajectoryWriter(directory / "run", {}) as writer:
-        for steps in lengths:
-            observation = rng.normal(3, 2, (steps, 4))
-            writer.write(
-                observation, rng.uniform(-1, 1, (steps, 2)), rng.uniform(size=steps)
-            )
-    return TrajectoryFile.open(directory / "run")
+def pack(directory, episodes):
+    """Episodes of rewards and worlds: the observation is the step's number.
 
-
-def make_rewarded(directory, rewards):
-    """Episodes of the given rewards; the observation is the step's number."""
+    Actions are a hundredth of it; targets, where there are many worlds, half of those.
+    """
     with TrajectoryWriter(directory / "run", {}) as writer:
         number = 0
-        for some in rewards:
-            steps = np.arange(number, number + len(some), dtype=float)
-            writer.write(steps[:, None], steps[:, None] / 100, np.array(some))
-            number += len(some)
+        for rewards, world in episodes:
+            steps = np.arange(number, number + len(rewards), dtype=float)[:, None]
+            target = None if world is None else steps / 200
+            rewards, world = np.array(rewards, float), world or 0
+            writer.write(steps, steps / 100, rewards, target=target, world=world)
+            number += len(rewards)
     return TrajectoryFile.open(directory / "run")
+
+
+def of_lengths(directory, lengths):
+    """Episodes of random rewards, of one world."""
+    rng = np.random.default_rng(0)
+    return pack(directory, [(rng.uniform(size=n), None) for n in lengths])
 
 
 @pytest.fixture
 def file(tmp_path):
     """Thirty episodes of 6 steps."""
-    return make_file(tmp_path, [6] * 30)
+    return of_lengths(tmp_path, [6] * 30)
+
+
+@pytest.fixture
+def worlds(tmp_path):
+    """Nine episodes of 4 steps in each of five worlds, in turn."""
+    rewards = [np.arange(n, n + 4) / 50 for n in range(45)]
+    return pack(tmp_path, [(each, n % 5) for n, each in enumerate(rewards)])
 
 
 def make_chains(file, chain_length=3, **options):
@@ -43,18 +48,13 @@ def make_chains(file, chain_length=3, **options):
     return Chains(file, np.arange(len(file.returns)), chain_length, **options)
 
 
-def make_batches(chains, blocks=None, rows=2, layout=None, ring_size=1):
-    whole = [Block((0, rows), (0, chains.length))]
-    layout = layout or Contiguous()
-    return TextBatches(chains, blocks or whole, rows, layout, ring_size, InOrder())
-
-
 def read_row(chains, row=0):
     return chains.read(row, np.arange(chains.length, dtype=np.int32))
 
 
 def test_values_of_a_chain_made_by_hand(tmp_path):
-    file = make_rewarded(tmp_path, [[0.5, 1.0, 0.5], [0, 0, 0.25], [1, 0, 1]])
+    rewards = [0.5, 1.0, 0.5], [0, 0, 0.25], [1, 0, 1]
+    file = pack(tmp_path, [(each, None) for each in rewards])
     batch = read_row(make_chains(file, multiple=4))
     # Returns 2, 0.25 and 2: the second episode first, then the equal ones in order.
     wanted = {
@@ -72,28 +72,25 @@ def test_values_of_a_chain_made_by_hand(tmp_path):
     standard = (steps - 4) / np.std(np.arange(9))
     np.testing.assert_allclose(batch.observations[:9, 0], standard, rtol=1e-5)
     assert not batch.observations[9:].any() and not batch.actions[9:].any()
+    last = read_row(make_chains(file, multiple=4, loss_on="last"))
+    assert last.loss_weights.tolist() == [0] * 6 + [1] * 3 + [0] * 3
 
 
 def test_target_is_that_of_the_chain_not_of_the_file(tmp_path):
-    file = make_rewarded(tmp_path, [[1.0, 1], [0.5, 0], [0, 0.25], [3, 4]])
-    chains = Chains(file, np.array([0, 1, 2]), 2, seed=0)
-    targets = set()
+    rewards = [1.0, 1], [0.5, -1.5], [0, 0.25], [3, 4]
+    file = pack(tmp_path, [(each, None) for each in rewards])
+    chains, targets = Chains(file, np.array([0, 1, 2]), 2, seed=0), set()
     for row in range(20):
-        chain = chains.chain(row)
-        batch = read_row(chains, row)
-        assert batch.returns_to_go[0] == file.returns[chain].max()
+        chain, batch = chains.chain(row), read_row(chains, row)
+        best = file.returns[chain].max()
+        had = [value for e in chain for value in (0, rewards[e][0])]
+        assert batch.returns_to_go.tolist() == (best - np.array(had)).tolist()
         assert batch.completions.tolist() == [0, 0, 0, 1]
-        targets.add(float(batch.returns_to_go[0]))
-    assert targets == {2.0, 0.5}
+        targets.add(float(best))
+    assert targets == {2.0, 0.25}
 
 
-def test_returns_to_go_may_end_above_nothing_and_never_below_without_luck(tmp_path):
-    file = make_rewarded(tmp_path, [[1.0, 1], [0.5, -1.5], [2, -0.5]])
-    batch = read_row(make_chains(file))
-    assert batch.returns_to_go.tolist() == [2, 1.5, 2, 0, 2, 1]
-
-
-def test_chains_are_of_different_episodes_from_bad_to_good(file):
+def test_chains_are_of_different_episodes_from_bad_to_good(file, tmp_path):
     chains = make_chains(file, 8)
     drawn = [chains.chain(row) for row in range(200)]
     for chain in drawn:
@@ -103,12 +100,10 @@ def test_chains_are_of_different_episodes_from_bad_to_good(file):
     counts = np.bincount(np.concatenate(drawn), minlength=30)
     # 1600 draws over 30 episodes; the deviation of a count is below 7.
     assert abs(counts - 1600 / 30).max() < 30
-
-
-def test_equal_returns_keep_the_order_of_the_episodes(tmp_path):
-    file = make_rewarded(tmp_path, [[1.0], [0.5], [1.0], [0.5], [1.0]])
+    # Equal returns keep the order of the episodes.
+    equal = pack(tmp_path / "equal", [([r], None) for r in (1.0, 0.5, 1.0, 0.5, 1.0)])
     for row in range(10):
-        assert make_chains(file, 5).chain(row).tolist() == [1, 3, 0, 2, 4]
+        assert make_chains(equal, 5).chain(row).tolist() == [1, 3, 0, 2, 4]
 
 
 def test_drawn_chains_are_in_no_order(file):
@@ -124,13 +119,8 @@ def test_drawn_chains_are_in_no_order(file):
     assert np.flatnonzero(batch.completions).tolist() == [6 * best + 5]
 
 
-def test_loss_on_the_last_counts_the_best_trajectory_alone(file):
-    batch = read_row(make_chains(file, loss_on="last", multiple=5))
-    assert batch.loss_weights.tolist() == [0] * 12 + [1] * 6 + [0] * 2
-
-
 def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
-    file = make_file(tmp_path, [2, 5, 3, 4])
+    file = of_lengths(tmp_path, [2, 5, 3, 4])
     chains = make_chains(file, 3, multiple=4)
     assert chains.length == 16
     for row in range(6):
@@ -141,10 +131,9 @@ def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
         np.testing.assert_array_equal(batch.ranks[:total], np.repeat(range(3), lengths))
         timesteps = np.concatenate([np.arange(length) for length in lengths])
         np.testing.assert_array_equal(batch.timesteps[:total], timesteps)
-        steps = np.concatenate(
-            [file.steps[:][file.offsets[e] : file.offsets[e + 1]] for e in chain]
-        )
-        np.testing.assert_array_equal(batch.actions[:total], steps[:, 4:6])
+        parts = [file.steps[:][slice(*file.offsets[e : e + 2])] for e in chain]
+        steps = np.concatenate(parts)
+        np.testing.assert_array_equal(batch.actions[:total], steps[:, 1:2])
         assert batch.completions.nonzero()[0].tolist() == [total - 1]
 
 
@@ -158,8 +147,8 @@ def test_blocks_are_slices_of_the_whole_in_layout_order(file, layout, ring_size)
         for row in range(2)
         for start in range(0, chains.length, quarter)
     ]
-    (whole,) = make_batches(chains)[7].values()
-    parts = make_batches(chains, blocks, layout=layout, ring_size=ring_size)[7]
+    (whole,) = make_batches(chains, rows=2)[7].values()
+    parts = make_batches(chains, 2, layout, ring_size, blocks=blocks)[7]
     places = order(layout, ring_size, chains.length)
     assert set(parts) == set(blocks)
     for block, part in parts.items():
@@ -186,8 +175,6 @@ def test_of_many_worlds_whole_ones_are_held_out():
     assert sorted([*train, *held_out]) == list(range(140))
     assert len(set(worlds[held_out])) == 4 and len(held_out) == 28
     assert not set(worlds[held_out]) & set(worlds[train])
-    with pytest.raises(ValueError, match=r"share=1 of 140 episodes"):
-        hold_out(worlds, 1)
 
 
 @pytest.mark.parametrize(("episodes", "share"), [(1, 0.5), (10, 0), (10, 1), (10, 2)])
@@ -196,39 +183,24 @@ def test_what_cannot_be_held_out_is_refused(episodes, share):
         hold_out(np.zeros(episodes, int), share)
 
 
-def make_worlds(directory, worlds=5, episodes=9, steps=4):
-    """Episodes that count up, of worlds in turn; targets are half of the actions."""
-    with TrajectoryWriter(directory / "run", {}) as writer:
-        for number in range(worlds * episodes):
-            rows = number + np.arange(steps)[:, None] / steps
-            target = rows / 200
-            reward = rows[:, 0] / 50
-            world = number % worlds
-            writer.write(rows, rows / 100, reward, target=target, world=world)
-    return TrajectoryFile.open(directory / "run")
-
-
-def test_a_chain_is_of_one_world(tmp_path):
-    file = make_worlds(tmp_path)
-    assert file.has_targets and file.worlds.tolist() == list(range(5)) * 9
-    chains = Chains(file, np.flatnonzero(file.worlds != 2), 3, seed=0)
-    of_chains = [set(file.worlds[chains.chain(row)]) for row in range(60)]
-    assert all(len(worlds) == 1 for worlds in of_chains)
+def test_a_chain_is_of_one_world(worlds):
+    chains = Chains(worlds, np.flatnonzero(worlds.worlds != 2), 3, seed=0)
+    of_chains = [set(worlds.worlds[chains.chain(row)]) for row in range(60)]
+    assert all(len(of_chain) == 1 for of_chain in of_chains)
     assert set.union(*of_chains) == {0, 1, 3, 4}
     with pytest.raises(ValueError, match="chain of 10 .* 9 different"):
-        Chains(file, np.arange(45), 10, seed=0)
+        make_chains(worlds, 10)
 
 
-def test_what_was_learnt_is_read_in_its_order_and_whole(tmp_path):
-    file = make_worlds(tmp_path)
-    chains = make_chains(file, 3, order="learnt")
+def test_what_was_learnt_is_read_in_its_order_and_whole(worlds):
+    chains = make_chains(worlds, 3, order="learnt")
     # Places in the world's history, (60, 3).
     places = np.stack([chains.chain(row) // 5 for row in range(60)])
     assert (places // 3 == [0, 1, 2]).all() and set(places.flat) == set(range(9))
 
 
 def test_what_was_learnt_is_read_from_anywhere_to_the_end(tmp_path):
-    file = make_worlds(tmp_path, worlds=2, episodes=100, steps=1)
+    file = pack(tmp_path, [([0.5], n % 2) for n in range(200)])
     chains = make_chains(file, 10, order="learnt", latest_begin=0.8)
     places = np.stack([chains.chain(row) // 2 for row in range(400)])
     # Half of the chains begin at the beginning, no chain in the last fifth.
@@ -239,10 +211,9 @@ def test_what_was_learnt_is_read_from_anywhere_to_the_end(tmp_path):
     assert (np.diff(places) > 0).all()
 
 
-def test_targets_are_predicted_in_the_place_of_actions(tmp_path):
-    file = make_worlds(tmp_path)
+def test_targets_are_predicted_in_the_place_of_actions(worlds):
     plain, best = (
-        read_row(make_chains(file, predict=name)) for name in ("actions", "targets")
+        read_row(make_chains(worlds, predict=name)) for name in ("actions", "targets")
     )
     np.testing.assert_array_equal(plain.targets, plain.actions)
     np.testing.assert_array_equal(best.actions, plain.actions)
@@ -250,10 +221,9 @@ def test_targets_are_predicted_in_the_place_of_actions(tmp_path):
     assert best.targets.any()
 
 
-def test_tokens_of_whole_steps_have_what_came_of_the_step_before(tmp_path):
-    file = make_worlds(tmp_path)
+def test_tokens_of_whole_steps_have_what_came_of_the_step_before(worlds):
     plain, shifted = (
-        make_chains(file, multiple=5, of_step_before=before) for before in (0, 1)
+        make_chains(worlds, multiple=5, of_step_before=before) for before in (0, 1)
     )
     now, before = read_row(plain), read_row(shifted)
     real = now.loss_weights > 0

@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -93,19 +94,26 @@ def test_observations_that_physics_do_not_make_are_refused(real, tmp_path):
     assert len(loose.returns) == 3
 
 
-@pytest.fixture
-def worlds(tmp_path):
+@pytest.fixture(scope="module")
+def recorded_worlds(tmp_path_factory):
     """Worlds of a weak and of a strong motor, of 20 steps each."""
-    buffer = Buffer(tmp_path / "data", "cartpole", "worlds")
+    root = tmp_path_factory.mktemp("worlds")
     for number, strength in enumerate((0.5, 2.0)):
         hidden = HiddenPhysics(strength=strength)
-        folder = buffer.directory / f"world_{number:03d}" / "buffer"
-        folder.mkdir(parents=True)
+        folder = Buffer(root, "cartpole", f"worlds/world_{number:03d}").directory
+        (folder / "buffer").mkdir(parents=True)
         meta = json.dumps({"hidden_physics": hidden.describe()})
-        (folder.parent / "meta.json").write_text(meta)
+        (folder / "meta.json").write_text(meta)
+        path = folder / "buffer" / "episode_0_20.npz"
         environment = Environment("cartpole", "balance", hidden)
-        write_episode(rolled_out(folder / "episode_0_20.npz", environment, 20))
-    return buffer
+        write_episode(rolled_out(path, environment, 20))
+    return root
+
+
+@pytest.fixture
+def worlds(recorded_worlds, tmp_path):
+    shutil.copytree(recorded_worlds, tmp_path / "data")
+    return Buffer(tmp_path / "data", "cartpole", "worlds")
 
 
 def test_worlds_are_packed_by_their_numbers(worlds, tmp_path):
@@ -120,7 +128,7 @@ def test_worlds_are_packed_by_their_numbers(worlds, tmp_path):
     assert second.directory == both.directory.parent / "world_001" / "balance"
     assert second.index["worlds_described"] == both.index["worlds_described"][1:]
     np.testing.assert_array_equal(second.steps[:], both.steps[:][20:])
-    few = Selection(max_transitions=20)
+    few = Selection("stored", max_transitions=20)  # of each world
     assert len(pack(worlds, "balance", tmp_path / "few", few).returns) == 2
 
 
@@ -134,11 +142,10 @@ def test_episodes_of_another_world_are_refused(worlds, tmp_path):
     other.write_text(json.dumps({"hidden_physics": {"strength": 0}}))
     with pytest.raises(ValueError, match="strength=0 must be a number above 0"):
         pack(worlds, "balance", tmp_path / "cache")
-
-
-def test_a_world_that_is_missing_is_refused(worlds, tmp_path):
-    first = worlds.worlds()[0].directory
-    first.rename(first.with_name("world_007"))
+    other.write_text("{")
+    with pytest.raises(ValueError, match=r"meta\.json is not JSON .*remove it"):
+        pack(worlds, "balance", tmp_path / "cache", STORED)
+    one.parent.rename(one.parent.with_name("world_007"))
     with pytest.raises(FileNotFoundError, match="no directory .*world_000"):
         pack(worlds, "balance", tmp_path / "cache")
 
@@ -215,13 +222,6 @@ def test_unknown_tasks_are_refused_before_files_are_read(tmp_path):
         pack(quadruped, "../run", tmp_path, STORED)
     with pytest.raises(FileNotFoundError, match="there is no directory"):
         pack(quadruped, "run", tmp_path, STORED)
-
-
-def test_meta_that_is_no_json_is_refused(tmp_path):
-    buffer = made_up_buffer(tmp_path / "data", "cartpole", [5])
-    (buffer.directory / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match=r"meta\.json is not JSON .*remove it"):
-        pack(buffer, "swingup", tmp_path / "cache", STORED)
 
 
 def test_description_gives_returns_and_sizes(tmp_path):
