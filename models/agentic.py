@@ -120,10 +120,6 @@ def _normalise(
     return x * jax.lax.rsqrt(variance + epsilon) * scale + bias
 
 
-def _linear(rngs: nnx.Rngs, size: int, embed: int) -> nnx.Param:
-    return matrix(rngs, (size, embed), (None, None), size**-0.5)
-
-
 class Agent(Decoder):
     """Decoder from steps to the actions to take in them.
 
@@ -139,14 +135,18 @@ class Agent(Decoder):
         rngs: nnx.Rngs,
     ):
         super().__init__(config, execution, partition, rngs=rngs)
-        embed, small = config.hidden_size, INITIAL_STDDEV
-        self.return_embedding = _linear(rngs, 1, embed)
-        self.observation_embedding = _linear(rngs, config.observation_size, embed)
-        self.action_embedding = _linear(rngs, config.action_size, embed)
-        self.reward_embedding = _linear(rngs, 2, embed)
+        embed = config.hidden_size
 
-        def table(rows: int) -> nnx.Param:
-            return matrix(rngs, (rows, embed), (None, None), small)
+        def table(rows: int, stddev: float = INITIAL_STDDEV) -> nnx.Param:
+            return matrix(rngs, (rows, embed), (None, None), stddev)
+
+        def linear(size: int) -> nnx.Param:
+            return table(size, size**-0.5)
+
+        self.return_embedding = linear(1)
+        self.observation_embedding = linear(config.observation_size)
+        self.action_embedding = linear(config.action_size)
+        self.reward_embedding = linear(2)
 
         # One row for each of the four: also the bias of its embedding.
         self.modality_embedding = table(PARTS_OF_A_STEP)
@@ -155,7 +155,7 @@ class Agent(Decoder):
             self.rank_embedding = table(config.chain_length)
         self.embedding_norm = LayerNorm(embed, config.norm_epsilon)
         head = (embed, config.actions.predicted_size)
-        self.action_head = matrix(rngs, head, (None, None), small)
+        self.action_head = matrix(rngs, head, (None, None), INITIAL_STDDEV)
         bias = jnp.zeros(head[1:], jnp.float32)
         self.action_bias = nnx.Param(bias, axes=(None,))
 

@@ -78,34 +78,50 @@ def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
         model=agent,
         execution=execution.execution(config, partition),
         batch_like=abstract_batch(config, partition),
-        objective=_by_rank(config, agent, partition),
-        held_out=_by_place(config, agent, partition),
+        objective=objective(config, agent, partition),
+        held_out=objective(config, agent, partition, by_place=True),
         work=step_work(config, agent),
         open_data=open_data,
     )
 
 
-def _by_rank(
-    config: ml_collections.ConfigDict, model: Model, partition: Partition
+def objective(
+    config: ml_collections.ConfigDict,
+    model: Model,
+    partition: Partition,
+    by_place: bool = False,
 ) -> Objective:
-    """Builds the loss by the rank of an episode in its chain."""
+    """Builds the loss by the rank of an episode in its chain.
+
+    by_place: by how many steps of the context go before, instead.
+
+    Raises:
+      ValueError: an unknown implementation.
+    """
+    predict = predictions(config, model, partition)
     parts = Parts.by_rank(config.agent.chain_length)
-    loss_sums = loss_function(config, model, partition)
-    return Objective(loss_sums, count(config), parts.names)
+    if by_place:
+        parts = Parts.by_position(batch_shape(config)[1], FIRST_BOUND)
+    count_of = count(config)
 
+    def places(batch: ChainBatch) -> jax.Array:
+        return batch.positions if by_place else batch.ranks
 
-def _by_place(
-    config: ml_collections.ConfigDict, model: Model, partition: Partition
-) -> Objective:
-    """Builds the loss by how many steps of the context go before."""
-    parts = Parts.by_position(batch_shape(config)[1], FIRST_BOUND)
-    by_rank = count(config)
+    def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
+        return action_errors(
+            predict(parameters, batch),
+            batch.targets,
+            batch.loss_weights,
+            places(batch),
+            actions=model.config.actions,
+            parts=parts,
+            partition=partition,
+        )
 
     def counts(batch: ChainBatch) -> Counts:
-        weights = parts.sums(batch.loss_weights, batch.positions)
-        return by_rank(batch)._replace(weights=weights)
+        tokens, pairs = count_of(batch)
+        return Counts(tokens, pairs, parts.sums(batch.loss_weights, places(batch)))
 
-    loss_sums = loss_function(config, model, partition, parts)
     return Objective(loss_sums, counts, parts.names)
 
 
@@ -176,16 +192,13 @@ def abstract_batch(
       ValueError: as `batch_sharding`.
     """
     sharding, shape = batch_sharding(config, partition), batch_shape(config)
-    sizes = {
-        "observations": (config.agent.observation_size,),
-        "actions": (config.agent.action_size,),
-        "targets": (config.agent.action_size,),
-    }
+    sizes = dict.fromkeys(("actions", "targets"), (config.agent.action_size,))
+    sizes["observations"] = (config.agent.observation_size,)
     types = dict.fromkeys(("timesteps", "ranks", "positions"), jnp.int32)
 
     def array(name: str) -> jax.ShapeDtypeStruct:
-        whole = *shape, *sizes.get(name, ())
         dtype = types.get(name, jnp.float32)
+        whole = *shape, *sizes.get(name, ())
         return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
 
     return ChainBatch(*map(array, ChainBatch._fields))
@@ -221,15 +234,12 @@ def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
         over the mesh.
     """
     run, found = execution.execution(config, partition), sizes(config)
-    if isinstance(found, ClonerConfig):
-
-        def build(key: jax.Array) -> nnx.Module:
-            return Cloner(found, partition, rngs=nnx.Rngs(params=key))
-
-        return Model.of(found, build, partition)
 
     def build(key: jax.Array) -> nnx.Module:
-        return Agent(found, run, partition, rngs=nnx.Rngs(params=key))
+        rngs = nnx.Rngs(params=key)
+        if isinstance(found, ClonerConfig):
+            return Cloner(found, partition, rngs=rngs)
+        return Agent(found, run, partition, rngs=rngs)
 
     return Model.of(found, build, partition)
 
@@ -256,53 +266,24 @@ def predictions(
     return predict
 
 
-def loss_function(
+def count(
     config: ml_collections.ConfigDict,
-    model: Model,
-    partition: Partition,
-    by_place: Parts | None = None,
-) -> Callable[[Any, ChainBatch], jax.Array]:
-    """Builds (parameters, batch in layout order) -> summed losses by rank, or place.
-
-    Raises:
-      ValueError: an unknown implementation.
-    """
-    predict = predictions(config, model, partition)
-    parts = by_place or Parts.by_rank(config.agent.chain_length)
-
-    def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
-        return action_errors(
-            predict(parameters, batch),
-            batch.targets,
-            batch.loss_weights,
-            batch.positions if by_place else batch.ranks,
-            actions=model.config.actions,
-            parts=parts,
-            partition=partition,
-        )
-
-    return loss_sums
-
-
-def count(config: ml_collections.ConfigDict) -> Callable[[ChainBatch], Counts]:
-    """Builds batch -> `Counts`; a perceptron's tokens are steps."""
-    parts = Parts.by_rank(config.agent.chain_length)
+) -> Callable[[ChainBatch], tuple[jax.Array, jax.Array]]:
+    """Builds batch -> tokens and visible pairs; a perceptron's tokens are steps."""
     tokens = config.agent.step_tokens
     windows = [kind.window for kind in getattr(sizes(config), "layer_kinds", ())]
 
-    def counts(batch: ChainBatch) -> Counts:
+    def counts(batch: ChainBatch) -> tuple[jax.Array, jax.Array]:
         # Where all else is 0, only the first step of a chain is not padding.
         is_real = (batch.timesteps > 0) | (batch.ranks > 0) | (batch.positions == 0)
         steps = is_real.sum(dtype=jnp.float32)
-        weights = parts.sums(batch.loss_weights, batch.ranks)
         if not windows:
-            return Counts(steps, jnp.zeros((), jnp.float32), weights)
+            return steps, jnp.zeros((), jnp.float32)
         # The token at index i attends to i + 1 tokens, itself included.
         index = tokens * batch.positions[..., None]  # (B, S, 1)
         seen = index + np.arange(1, tokens + 1, dtype=np.int32)
         seen = jnp.where(is_real[..., None], seen, 0)  # (B, S, tokens of a step)
-        pairs = mean_pairs(seen, seen, windows)
-        return Counts(tokens * steps, pairs, weights)
+        return tokens * steps, mean_pairs(seen, seen, windows)
 
     return counts
 

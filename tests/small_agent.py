@@ -103,7 +103,7 @@ class Run:
         self.partition = Partition(make_mesh(shape, devices))
         self.model = exorl.model(self.config, self.partition)
         parts = self.config, self.model, self.partition
-        self.loss_sums = exorl.loss_function(*parts)
+        self.loss_sums = exorl.objective(*parts).loss_sum
         predict = exorl.predictions(*parts)
         self.predict_program = jax.jit(predict, compiler_options=QUICK)
 

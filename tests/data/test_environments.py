@@ -1,3 +1,6 @@
+"""dm_control's tasks, their hidden physics, and what is computed from physics."""
+
+import dataclasses
 import importlib.metadata
 import subprocess
 import sys
@@ -7,54 +10,77 @@ import pytest
 
 from data.agents.environments import Environment, check_simulator, tasks
 from data.agents.episodes import DOMAINS
+from data.agents.hidden_physics import HiddenPhysics
+from data.agents.relabel import computed_rewards, observation_error
+from tests.episodes import rolled_out
 
-# Every domain once; tests/data/test_relabel.py has every task.
-TASK_OF = {"cartpole": "swingup", "cheetah": "run", "walker": "walk"}
-TASK_OF["jaco"] = "reach_top_left"
+TASKS = [
+    (domain, task)
+    for domain in ("cartpole", "cheetah", "jaco", "walker")
+    for task in tasks(domain)
+]
+TIMESTEP = 0.01
+HANGING = np.array([0.0, np.pi, 0.0, 0.0])
 
 
-@pytest.fixture(scope="module", params=TASK_OF)
-def environment(request):
-    return Environment(request.param, TASK_OF[request.param])
-
-
-def test_a_seed_makes_an_episode_whatever_came_before(environment):
-    rng = np.random.default_rng(1)
-    actions = rng.uniform(-1, 1, (5, DOMAINS[environment.domain].action))
-
-    def episode(seed):
-        first = environment.reset(seed)
-        return [first, *(environment.step(action).observation for action in actions)]
-
-    one, other, again = episode(3), episode(4), episode(3)
-    np.testing.assert_array_equal(one, again)
-    assert (one[0] != other[0]).any()
+@pytest.mark.parametrize(("domain", "task"), TASKS)
+def test_rewards_and_observations_are_those_of_the_environment(tmp_path, domain, task):
+    environment, path = Environment(domain, task), tmp_path / "episode_0_20.npz"
+    episode = rolled_out(path, environment, 20)
+    given = episode.reward[1:, 0].astype(np.float64)
+    # A seed makes an episode, whatever came before.
+    other, again = (rolled_out(path, environment, 20, seed) for seed in (4, 0))
+    np.testing.assert_array_equal(again.observation, episode.observation)
+    assert (other.observation[0] != episode.observation[0]).any()
+    environment.reset(5)
+    exact = computed_rewards(environment, episode)
+    assert np.abs(exact - given).max() < 1e-6
+    published = computed_rewards(environment, episode, with_action=False)
+    if task == "balance":
+        # dm_control: reward falls with the square of the control, by a fifth at 1.
+        control = episode.action[1:, 0].astype(np.float64)
+        np.testing.assert_allclose(exact, published * (1 - control**2 / 5), rtol=1e-6)
+        assert (published / exact).max() > 1.15
+    else:
+        assert domain == "cartpole" or np.abs(published - given).max() < 1e-6
+    assert observation_error(environment, episode) < 1e-6
+    # All are compared but the Jaco arm's six torques.
+    assert (~environment.recomputable).sum() == (6 if domain == "jaco" else 0)
+    moved = dataclasses.replace(episode, physics=episode.physics + 0.01)
+    assert observation_error(environment, moved) > 1e-3
 
 
 def test_impossible_physics_are_refused():
     environment = Environment("walker", "walk")
-    state = np.full(DOMAINS["walker"].physics, 1e30)
     with pytest.raises(ValueError, match="simulator refuses the state"):
-        environment.set_physics(state)
+        environment.set_physics(np.full(DOMAINS["walker"].physics, 1e30))
     assert np.isfinite(environment.reset(0)).all()
 
 
-@pytest.mark.parametrize(("domain", "steps"), [("cartpole", 1000), ("jaco", 250)])
-def test_episodes_end_with_their_time(domain, steps):
-    environment = Environment(domain, TASK_OF[domain])
+@pytest.mark.parametrize(
+    ("domain", "task", "steps"),
+    [("cartpole", "swingup", 1000), ("jaco", "reach_top_left", 250)],
+)
+def test_episodes_end_with_their_time(domain, task, steps):
+    environment = Environment(domain, task)
     environment.reset(0)
     idle = np.zeros(DOMAINS[domain].action)
     ends = [environment.step(idle).last for _ in range(steps)]
     assert ends == [False] * (steps - 1) + [True]
 
 
-def test_unknown_tasks_are_refused():
-    with pytest.raises(ValueError, match="task='fly' of walker .* stand, walk, run"):
-        Environment("walker", "fly")
-    with pytest.raises(ValueError, match='no environment for domain=.*"stored"'):
-        Environment("quadruped", "walk")
-    with pytest.raises(ValueError, match="domain='hopper'"):
-        tasks("hopper")
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("walker", "fly"), "task='fly' of walker .* stand, walk, run"),
+        (("quadruped", "walk"), 'no environment for domain=.*"stored"'),
+        (("hopper", "hop"), "domain='hopper'"),
+        (("walker", "walk", HiddenPhysics()), "'walker' has no hidden .*cartpole"),
+    ],
+)
+def test_tasks_without_an_environment_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        Environment(*arguments)
     assert tasks("point_mass_maze") == ()
 
 
@@ -80,3 +106,50 @@ def test_only_environments_load_the_simulator():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def world(**hidden):
+    return Environment("cartpole", "swingup", HiddenPhysics(**hidden))
+
+
+def accelerations(environment, action):
+    """Of cart and pole, from hanging at rest."""
+    return environment.next_physics(HANGING, np.array([action]))[2:] / TIMESTEP
+
+
+def test_no_hidden_physics_and_those_of_dm_control_are_bit_identical(tmp_path):
+    from dm_control import suite
+
+    plain, path = Environment("cartpole", "swingup"), tmp_path / "episode_0_50.npz"
+    one, other = (rolled_out(path, each, 50, seed=3) for each in (plain, world()))
+    np.testing.assert_array_equal(one.physics, other.physics)
+    np.testing.assert_array_equal(one.reward, other.reward)
+    theirs = suite.load("cartpole", "swingup", task_kwargs={"random": 3})
+    first = theirs.reset().observation
+    flat = [*first["position"], *first["velocity"]]
+    np.testing.assert_array_equal(one.observation[0], np.float32(flat))
+    assert np.float32(theirs.step(one.action[1]).reward) == one.reward[1, 0]
+
+
+def test_direction_turns_the_acceleration_and_strength_multiplies_it():
+    usual = accelerations(world(), 0.01)
+    assert usual[0] > 0.05
+    np.testing.assert_allclose(accelerations(world(direction=-1), 0.01), -usual)
+    both = accelerations(world(direction=-1, strength=0.5), 0.01)
+    np.testing.assert_allclose(both, -usual / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("described", "match"),
+    [
+        ({"direction": 0}, "direction=0 must be 1 or -1"),
+        ({"strength": 0.0}, "strength=0.0 must be a number above 0"),
+        ({"pole_length": "1"}, "pole_length='1' must be a number above 0"),
+        ({"cart_mass": float("nan")}, "cart_mass=nan must be"),
+        ({"colour": 1}, "'colour'.*: give direction, strength, cart_mass, pole_mass"),
+        (None, "None is no hidden physics"),
+    ],
+)
+def test_physics_that_cannot_be_are_refused(described, match):
+    with pytest.raises(ValueError, match=match):
+        HiddenPhysics.of(described)
