@@ -31,50 +31,27 @@ from tools.lib.exorl.controller import controller
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    add = parser.add_argument
+    add, default = parser.add_argument, "(default: %(default)s)"
     add("--root", required=True, type=Path, help="directory of data sets")
     add("--domain", required=True, choices=list(DOMAINS))
     add("--algorithm", required=True, help="rnd, proto, …, es_replay or worlds")
     add("--task", required=True, help="whose rewards are computed: run, swingup, …")
     add("--cache", required=True, type=Path, help="directory of packed trajectories")
-    add(
-        "--relabelling",
-        default=Selection.relabelling,
-        choices=RELABELLINGS,
-        help="rewards as the environment gives them (the default), as ExoRL's own code "
-        "computes them, without the action, or as they are stored",
-    )
-    add(
-        "--on-bad",
-        default="error",
-        choices=ON_BAD,
-        help="skip: leave bad files out, up to 1 %% of them (default: %(default)s)",
-    )
-    add(
-        "--max-transitions",
-        default=MAX_TRANSITIONS,
-        type=at_least(1),
-        help="steps to take, whole episodes by their numbers (default: %(default)s, "
-        "which is ExoRL's)",
-    )
-    add(
-        "--tolerance",
-        default=Selection.tolerance,
-        type=at_least(0, float),
-        help="largest difference of observations from what physics makes them "
-        "(default: %(default)s; inf: any)",
-    )
-    add(
-        "--action-repeat",
-        default=1,
-        type=at_least(1),
-        help="steps that actions were held for, which become one (default: 1)",
-    )
-    add(
-        "--targets",
-        action="store_true",
-        help="pack too what a controller that knows the world would do, for cart-poles",
-    )
+    rewards = "rewards as the environment gives them, as ExoRL's own code computes "
+    rewards += f"them, without the action, or as they are stored {default}"
+    add("--relabelling", default="exact", choices=RELABELLINGS, help=rewards)
+    skip = f"skip: leave bad files out, up to 1 %% of them {default}"
+    add("--on-bad", default="error", choices=ON_BAD, help=skip)
+    most = f"steps to take, whole episodes by their numbers {default}, which is ExoRL's"
+    add("--max-transitions", default=MAX_TRANSITIONS, type=at_least(1), help=most)
+    off = "largest difference of observations from what physics makes them "
+    off += "(default: %(default)s; inf: any)"
+    number = at_least(0, float)
+    add("--tolerance", default=Selection.tolerance, type=number, help=off)
+    held = f"steps that actions were held for, which become one {default}"
+    add("--action-repeat", default=1, type=at_least(1), help=held)
+    targets = "pack too what a controller that knows the world would do, of cart-poles"
+    add("--targets", action="store_true", help=targets)
     chosen = parser.parse_args(arguments)
     if chosen.targets and chosen.domain != DOMAIN:
         parser.error(f"--targets are known of {DOMAIN} alone, not of {chosen.domain}")
@@ -89,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     selection = Selection(**{name: getattr(chosen, name) for name in names})
     buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
     expert = controller if chosen.targets else None
-    trajectories = pack(buffer, chosen.task, chosen.cache, selection, expert)
-    print(describe(trajectories))
+    print(describe(pack(buffer, chosen.task, chosen.cache, selection, expert)))
 
 
 if __name__ == "__main__":

@@ -37,11 +37,7 @@ UNSEEN_IN_PHYSICS = "joints_torque"
 
 
 class Step(NamedTuple):
-    """Result of a step of an environment.
-
-    observation: float32 (observation size,).
-    last: whether the episode ends here; by its time, always.
-    """
+    """Result of a step: observation (size,), and whether its episode's time is over."""
 
     observation: np.ndarray
     reward: float
@@ -49,11 +45,7 @@ class Step(NamedTuple):
 
 
 def tasks(domain: str) -> tuple[str, ...]:
-    """Lists the tasks of a domain that have environments.
-
-    Raises:
-      ValueError: ExoRL has no such domain.
-    """
+    """Lists the tasks of a domain that have environments; ValueError if it is none."""
     check_domain(domain)
     return tuple(JACO_TARGETS) if domain == "jaco" else SUITE_TASKS.get(domain, ())
 
@@ -103,13 +95,11 @@ class Environment:
                 self._random = self._environment.task.random
         spec = self._environment.action_spec()
         self._lowest, self._highest = spec.minimum, spec.maximum
-        first = self._environment.reset().observation
-        self.recomputable = _flat(
-            {
-                name: np.full(np.shape(value), UNSEEN_IN_PHYSICS not in name)
-                for name, value in first.items()
-            }
-        ).astype(bool)
+        seen = {
+            name: np.full(np.shape(value), UNSEEN_IN_PHYSICS not in name)
+            for name, value in self._environment.reset().observation.items()
+        }
+        self.recomputable = _flat(seen).astype(bool)
 
     def reset(self, seed: int) -> np.ndarray:
         """Begins an episode, the same one for the same seed; its first observation."""

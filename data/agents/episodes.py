@@ -74,9 +74,6 @@ class BadEpisode(ValueError):
         self.reason = " ".join(reason.split())[:REASON_LETTERS]
         super().__init__(f"{path}: {self.reason}")
 
-    def __reduce__(self) -> tuple:
-        return BadEpisode, (self.path, self.reason)
-
 
 @dataclass(frozen=True, eq=False)
 class Episode:
@@ -207,12 +204,12 @@ def _read_arrays(path: Path, steps: int, widths: Widths) -> dict[str, np.ndarray
         with zipfile.ZipFile(file) as archive:
             for complaint in _header_complaints(archive, steps, widths):
                 raise BadEpisode(path, complaint)
-            arrays = {}
-            for name in NAMES:
-                with archive.open(f"{name}.npy") as member:
-                    read = np.lib.format.read_array(member, allow_pickle=False)
-                arrays[name] = read
-            return arrays
+            return {name: _read_array(archive, name) for name in NAMES}
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(f"{name}.npy") as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
 
 
 def _header_complaints(

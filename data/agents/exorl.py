@@ -128,23 +128,19 @@ def pack(
 def describe(trajectories: TrajectoryFile) -> str:
     """Describes a trajectory file in a few lines."""
     index, returns = trajectories.index, trajectories.returns
-    lengths = trajectories.lengths
+    lengths, size = trajectories.lengths, trajectories.steps.nbytes / 1e6
     marks = " ".join(f"{q:>8}%" for q in QUANTILES)
     values = " ".join(f"{v:>9.2f}" for v in np.percentile(returns, QUANTILES))
-    bad = index["bad_files"]
-    return "\n".join(
-        [
-            f"{index['domain']} {index['task']}, gathered by {index['algorithm']}, "
-            f"rewards {index['relabelling']}",
-            f"{len(returns):,} episodes of {lengths.min()} to {lengths.max()} steps, "
-            f"{lengths.sum():,} steps, {trajectories.steps.nbytes / 1e6:,.1f} MB",
-            f"returns  {marks}",
-            f"         {values}",
-            "largest difference from stored rewards: "
-            f"{index['largest_difference_from_stored']}",
-            f"bad files skipped: {len(bad)}",
-            f"written to {trajectories.directory}",
-        ]
+    difference = index["largest_difference_from_stored"]
+    return (
+        f"{index['domain']} {index['task']}, gathered by {index['algorithm']}, "
+        f"rewards {index['relabelling']}\n"
+        f"{len(returns):,} episodes of {lengths.min()} to {lengths.max()} steps, "
+        f"{lengths.sum():,} steps, {size:,.1f} MB\n"
+        f"returns  {marks}\n         {values}\n"
+        f"largest difference from stored rewards: {difference}\n"
+        f"bad files skipped: {len(index['bad_files'])}\n"
+        f"written to {trajectories.directory}"
     )
 
 

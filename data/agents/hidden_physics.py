@@ -29,8 +29,7 @@ RANGES = {
 class HiddenPhysics:
     """The hidden physics of a cart-pole, as shares of dm_control's; 1 is as there.
 
-    direction: 1, or -1 where the motor pushes the other way.
-    strength: of the motor. cart_mass, pole_mass, pole_length: what they say.
+    direction: 1, or -1 where the motor pushes the other way. strength: of the motor.
 
     Raises:
       ValueError: a field is not what it has to be.
@@ -55,26 +54,18 @@ class HiddenPhysics:
     @classmethod
     def draw(cls, rng: np.random.Generator) -> "HiddenPhysics":
         """Draws a direction evenly, and the others from `RANGES`."""
-        direction = int(rng.choice([-1, 1]))
-        shares = {
-            name: float(np.exp(rng.uniform(*np.log(limits))))
-            for name, limits in RANGES.items()
-        }
-        return cls(direction, **shares)
+        direction, ranges = int(rng.choice([-1, 1])), RANGES.values()
+        return cls(direction, *(float(np.exp(rng.uniform(*np.log(r)))) for r in ranges))
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> "HiddenPhysics":
-        """Returns the physics that `describe` described.
-
-        Raises:
-          ValueError: it is no such description.
-        """
+        """Returns the physics that `describe` described; ValueError if it is none."""
         try:
             return cls(**described)
         except TypeError as error:
             raise ValueError(
-                f"{described!r} is no hidden physics ({error}): give "
-                f"{', '.join(cls().describe())}"
+                f"{described!r} is no hidden physics ({error}): give direction, "
+                f"{', '.join(RANGES)}"
             ) from error
 
     def describe(self) -> dict[str, Any]:
@@ -92,16 +83,14 @@ class HiddenPhysics:
         The simulator's compiler then derives what follows from them, as inertia.
         """
         root = ElementTree.fromstring(xml)
-        places = {
-            ".//motor": {"gear": self.force},
-            ".//geom[@name='cart']": {"mass": self.cart_mass * CART_MASS},
-            ".//default[@class='pole']/geom": {
-                "mass": self.pole_mass * POLE_MASS,
-                "fromto": f"0 0 0 0 0 {self.pole_length * POLE_LENGTH!r}",
-            },
-        }
-        for path, values in places.items():
-            for name, value in values.items():
-                [element] = root.findall(path)
-                element.set(name, str(value))
+        pole = ".//default[@class='pole']/geom"
+        length = f"0 0 0 0 0 {self.pole_length * POLE_LENGTH!r}"
+        for path, name, value in (
+            (".//motor", "gear", self.force),
+            (".//geom[@name='cart']", "mass", self.cart_mass * CART_MASS),
+            (pole, "mass", self.pole_mass * POLE_MASS),
+            (pole, "fromto", length),
+        ):
+            [element] = root.findall(path)
+            element.set(name, str(value))
         return ElementTree.tostring(root)

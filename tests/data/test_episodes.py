@@ -233,12 +233,6 @@ def test_unknown_domain_is_the_callers_fault(path):
         Buffer(path, "hopper", "rnd")
 
 
-def test_bad_episode_survives_a_process_boundary(path):
-    error = pickle.loads(pickle.dumps(BadEpisode(path, "two\nlines")))
-    assert (error.path, error.reason) == (path, "two lines")
-    assert str(error) == f"{path}: two lines"
-
-
 def test_files_are_sorted_by_their_numbers(tmp_path):
     buffer = Buffer(tmp_path, "walker", "rnd")
     folder = tmp_path / "walker" / "rnd" / "buffer"

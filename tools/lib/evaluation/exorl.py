@@ -195,12 +195,11 @@ def _own_last_over(
         name: of_worlds(np.array(found["returns"]), worlds)
         for name, found in outcomes.items()
     }
-    last = {name: values[:, -1] for name, values in returns.items()}
-    if "own" not in last:
+    if "own" not in returns:
         return {}
-    others = {name: values for name, values in last.items() if name != "own"}
-    others = {"first": returns["own"][:, 0]} | others
-    return {name: interval(last["own"] - values) for name, values in others.items()}
+    own = returns.pop("own")
+    others = {"first": own[:, 0]} | {name: r[:, -1] for name, r in returns.items()}
+    return {name: interval(own[:, -1] - values) for name, values in others.items()}
 
 
 def _outcome(

@@ -1,0 +1,294 @@
+"""Agents in a task and in worlds that were held out: what is written, refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from configs import exorl_tiny, icrl_dark_room
+from data.agents.chains import hold_out
+from data.agents.dark_room import ROOMS
+from data.agents.environments import Environment
+from data.agents.hidden_physics import HiddenPhysics
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
+from tasks import base, exorl
+from tests.small_agent import SMALL, drawn
+from tools.lib.evaluation.exorl import main
+from tools.lib.exorl.contexts import Context, asked, world_contexts
+from tools.lib.exorl.references import references
+from tools.lib.exorl.scenes import Stage
+from tools.lib.exorl.scores import interval, scores
+from tools.make_dark_room import make
+from training.weights import SavedParameters, save_parameters
+
+REPEAT = 250  # of 1000 steps
+EPISODES, ROWS = 2, 20
+# A cart-pole whose episodes have four steps.
+TASK = SMALL | {
+    "agent.observation_size": 5,
+    "agent.action_size": 1,
+    "agent.episode_steps": 1000 // REPEAT,
+    "data.context_tokens": 32,
+    "mesh.data": 4,
+    "mesh.ring": 2,
+    "simulated_devices": 0,
+}
+ROOM = {"model.hidden_size": 16, "model.feed_forward_size": 24, "model.num_layers": 2}
+ROOM |= {"model.head_dim": 8, "implementation": "reference", "simulated_devices": 0}
+ROOM |= {"agent.chain_length": EPISODES, "data.context_tokens": EPISODES * 20}
+ROOM |= {"data.batch_rows": 8, "mesh.data": 2, "mesh.ring": 4}
+
+
+def saved(directory, config, fields, file) -> list[str]:
+    """Flags of an agent that was not trained, whose parameters are saved."""
+    config.update_from_flattened_dict(fields)
+    partition = base.partition(config, jax.devices())
+    model = exorl.model(config, partition)
+    fingerprint = exorl.fingerprint(model, file)
+    save_parameters(directory / "run", drawn(model, partition), fingerprint)
+    fields = fields | {"workdir": f"{directory}/run"}
+    fields |= {"data.trajectories": f"{directory}/trajectories"}
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> tuple[Path, list[str]]:
+    """Directory and flags of an agent in the cart-pole."""
+    directory = tmp_path_factory.mktemp("task")
+    rng = np.random.default_rng(0)
+    about = {"domain": "cartpole", "task": "swingup", "action_repeat": REPEAT}
+    about["worlds_described"] = [None]  # as what is packed of ExoRL has it
+    with TrajectoryWriter(directory / "trajectories", about) as writer:
+        for _ in range(12):
+            actions = rng.uniform(-1, 1, (4, 1))
+            writer.write(rng.normal(size=(4, 5)), actions, rng.uniform(size=4))
+    file = TrajectoryFile.open(directory / "trajectories")
+    flags = saved(directory, exorl_tiny.get_config(), TASK, file)
+    size = ["--environments", "4", "--episodes", "2"]
+    return directory, ["--config=configs/exorl_tiny.py", *flags, *size]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> tuple[Path, list[str]]:
+    """Directory and flags of an agent in a room."""
+    directory = tmp_path_factory.mktemp("room")
+    file = make("9x9", "exploration", EPISODES, 0, directory / "trajectories")
+    flags = saved(directory, icrl_dark_room.get_config("9x9/dpt"), ROOM, file)
+    size = ["--environments", str(ROWS), "--episodes", str(EPISODES)]
+    return directory, ["--config=configs/icrl_dark_room.py:9x9/dpt", *flags, *size]
+
+
+def evaluated(agent: tuple[Path, list[str]], name: str, *options: str) -> dict:
+    output = agent[0] / name
+    assert main([*agent[1], *options, "--output", str(output)]) == 0
+    return json.loads(output.read_text())
+
+
+@pytest.mark.thorough
+def test_returns_and_scores_are_written_by_context(task):
+    directory, _ = task
+    shutil.copytree(directory / "trajectories", directory / "other")
+    results = evaluated(task, "results.json", "--other", f"{directory}/other")
+    assert (results["task"], results["step"]) == ("cartpole swingup", 0)
+    assert results["action_repeat"] == REPEAT
+    assert results["environment"]["device_count"] == 8
+    assert results["config"]["data"]["trajectories"] == f"{directory}/trajectories"
+    assert list(results["contexts"]) == ["own", "empty", "recorded", "other"]
+    file = TrajectoryFile.open(directory / "trajectories")
+    training, _ = hold_out(file.worlds, SMALL["data.held_out_share"])
+    assert results["target"] == file.returns[training].max()
+    parameters = SavedParameters(directory / "run")
+    assert parameters.settings == {}
+    assert results["digests"]["parameters"] == parameters.digest
+    assert results["digests"]["trajectories"] == identify(file.directory)[0]
+    for name, outcome in results["contexts"].items():
+        returns = np.array(outcome["returns"])
+        is_recorded = name in ("recorded", "other")
+        assert returns.shape == (4, 1 if is_recorded else 2)
+        best, scored = returns.max(axis=1).mean(), outcome["scores"]
+        assert scored["best_of_n"]["mean"] == pytest.approx(best, abs=1e-4)
+        assert scored["last"]["mean"] == pytest.approx(returns[:, -1].mean(), abs=1e-4)
+        before = np.array(outcome["recorded_returns"])
+        assert before.shape == (4, 1 if is_recorded else 0)
+        for value in before.ravel():
+            assert np.abs(file.returns - value).min() < 1e-3
+    own, empty = (np.array(results["contexts"][n]["returns"]) for n in ("own", "empty"))
+    np.testing.assert_array_equal(own[:, 0], empty[:, 0])
+    assert (own[:, 1] != empty[:, 1]).any()
+    assert np.array(results["seeds"]).shape == (4, 2)
+
+
+@pytest.fixture(scope="module")
+def in_room(room):
+    return evaluated(room, "results.json", "--random", "3", "1")
+
+
+@pytest.mark.thorough
+def test_contexts_begin_alike_and_hold_what_they_say(in_room):
+    found = in_room["contexts"]
+    names = ["own", "empty", "none", "other", "random_3", "random_1"]
+    assert list(found) == names
+    returns = {name: np.array(found[name]["returns"]) for name in names}
+    before = [np.array(found[n]["recorded_returns"]).shape[1] for n in names]
+    assert before == [0, 0, 0, EPISODES - 1, 1, 1]  # of drawn ones, the mean
+    assert returns["own"].shape == returns["none"].shape == (ROWS, EPISODES)
+    assert returns["other"].shape == returns["random_3"].shape == (ROWS, 1)
+    assert all((0 <= r).all() and (r <= 20).all() for r in returns.values())
+    above = in_room["own_last_over"]
+    assert list(above) == ["first", *names[1:]]
+    of_row = returns["own"][:, -1] - returns["own"][:, 0]
+    worlds = np.array(in_room["worlds"])
+    of_world = [of_row[worlds == world].mean() for world in set(in_room["worlds"])]
+    gained = above["first"]["mean"]
+    assert above["first"]["low"] <= gained == pytest.approx(np.mean(of_world))
+    # Drawn episodes are as chance has it: 0.25 on average of all goals.
+    assert np.mean(found["random_3"]["recorded_returns"]) < 2
+    # A device has a half of the rows, and a quarter of the longest context.
+    rows, slots = ROWS // 2, (3 + 1) * 20 // 4
+    numbers = 2 * 2 * rows * slots * 2 * 8 + rows * slots + 4  # keys, values, index
+    held = {outcome["cache_bytes_a_device"] for outcome in found.values()}
+    assert held == {4 * numbers}
+
+
+@pytest.mark.thorough
+def test_worlds_are_those_held_out_and_beside_their_references(room, in_room):
+    file, places = TrajectoryFile.open(room[0] / "trajectories"), ROOMS["9x9"]
+    worlds = np.unique(file.worlds[hold_out(file.worlds, 0.2)[1]])
+    acted = np.array(in_room["worlds"])
+    assert len(worlds) == 16 < ROWS and sorted(acted[:16]) == worlds.tolist()
+    assert acted[16:].tolist() == acted[: ROWS - 16].tolist()
+    # Numbers next to each other are of goals next to each other.
+    assert np.abs(np.diff(acted[:16])).mean() > 15 > np.diff(worlds).mean()
+    known = in_room["references"]
+    # Of each world once, whatever rows it has.
+    assert known["oracle"] == places.best_return(places.goals[worlds]).mean()
+    assert known["random"] == pytest.approx(places.random_return()[worlds].mean())
+    assert len(known["tabular"]) == EPISODES
+    assert in_room["versions"] == {"jax": jax.__version__}
+
+
+@pytest.mark.thorough
+def test_a_window_acts_on_in_worlds_that_were_trained_on(room, in_room, capsys):
+    longer = "--episodes", "3", "--contexts", "own", "--trained", "--window", "2"
+    found = evaluated(room, "long.json", *longer)
+    assert found["window"] == 2 and list(found["contexts"]) == ["own"]
+    assert np.array(found["contexts"]["own"]["returns"]).shape == (ROWS, 3)
+    assert found["trained_on"] and not in_room["trained_on"]
+    assert not set(found["worlds"]) & set(in_room["worlds"])
+    assert found["references"]["oracle"] != in_room["references"]["oracle"]
+    # Who reads positions may act on too: it is not refused for its many episodes.
+    positions = "--config.agent.reads_positions=True"
+    output = str(room[0] / "again.json")
+    assert main([*room[1], *longer, positions, "--output", output]) == 1
+    assert "belong to another model" in capsys.readouterr().err
+
+
+def test_contexts_that_are_asked_for_are_played_with_drawn_ones():
+    names = ["own", "empty", "none", "random_1"]
+    found = {name: Context([], "", drawn=name == "random_1") for name in names}
+    assert asked(found, None) == found
+    assert list(asked(found, ["empty"])) == ["empty", "random_1"]
+    assert list(asked(found, [])) == ["random_1"]
+
+
+def test_the_other_world_is_never_the_rows_own(room):
+    """Also where there are more rows than worlds."""
+    file, worlds = TrajectoryFile.open(room[0] / "trajectories"), np.array([3, 8, 70])
+    seeds = np.zeros((5, 2), int)
+    (before, _), (after, _) = world_contexts(file, worlds, seeds, [])["other"].scenes
+    own = ROOMS["9x9"].goals[[3, 8, 70, 3, 8]]
+    np.testing.assert_array_equal(after.goals, own)
+    assert (before.goals != own).any(axis=1).all()
+    assert "other" not in world_contexts(file, worlds[:1], seeds, [])
+    # Nor is it where no episode is before the one that counts.
+    assert "other" not in world_contexts(file, worlds, seeds[:, :1], [])
+
+
+BAD = [
+    ("task", "--episodes 3", "--episodes 3 are more than the agent was trained with"),
+    ("task", "--environments 0", "--environments: must be a whole number"),
+    ("task", "--random 1", "--random is for trajectories of many worlds: leave it out"),
+    ("task", "--trained", "--trained is for trajectories of many worlds: leave it out"),
+    ("task", "--target 0", "--target must be a number above 0, got 0.0"),
+    ("task", "--target inf", "--target must be a number above 0, got inf"),
+    ("task", "--config.agent.chain_length=1 --other x", "--other is for agents of"),
+    ("task", "--config.agent.chain_length=1 --window 2", "--window is for agents of"),
+    ("task", "--config.agent.action_size=2", "action_size=2, but"),
+    ("task", "--config.agent.return_scale=8", "return_scale: saved 7.0, this run 8.0"),
+    ("task", "--config.data.held_out_share=0.05", "chain of 2 episodes cannot be made"),
+    ("task", "--config.workdir=nowhere", "nowhere has no checkpoints"),
+    ("room", "--other x", "--other is for trajectories of one world"),
+    (
+        "room",
+        "--config.agent.reads_positions=True --random 2",
+        "--random 2 are more than",
+    ),
+    ("room", "--window 1", "--window: must be a whole number"),
+    ("room", "--temperature -1", "--temperature: must be a number of at least 0"),
+    ("room", "--contexts mine", "--contexts mine: give some of own, empty, none, oth"),
+    ("room", "--environments 19", "19 environments do not divide over the batch's 2"),
+    ("room", "--random 0", "--random: must be a whole number"),
+    ("room", "--config.agent.step_tokens=2", "agent.step_tokens=2 must be 4, or 1"),
+    ("room", "--config.agent.action_bins=1", "agent.action_bins=1 must be at least 2"),
+    ("room", "--config.agent.action_kind=some", "action_kind='some' must be one of"),
+]
+
+
+@pytest.mark.parametrize(("where", "options", "said"), BAD)
+def test_bad_input_is_refused_with_one_line(
+    request, tmp_path, capsys, where, options, said
+):
+    flags, output = request.getfixturevalue(where)[1], tmp_path / "x.json"
+    assert main([*flags, *options.split(), "--output", str(output)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error
+    assert not output.exists()
+
+
+def test_intervals_hold_the_mean_and_are_as_wide_as_theory_has_it():
+    values = np.random.default_rng(3).normal(10, 2, 400)
+    found = interval(values)
+    assert found["mean"] == pytest.approx(values.mean())
+    theory = 1.96 * values.std() / 20
+    assert found["mean"] - found["low"] == pytest.approx(theory, rel=0.1)
+    assert found["high"] - found["mean"] == pytest.approx(theory, rel=0.1)
+    assert interval(np.full(5, 3.0)) == {"mean": 3.0, "low": 3.0, "high": 3.0}
+
+
+@pytest.mark.parametrize("worlds", [[0, 1], [7, 7]], ids=["two", "one"])
+def test_scores_of_returns_made_by_hand(worlds):
+    """Also of two rows in one world, whose best ones are of different episodes."""
+    found = scores(np.array([[1.0, 5.0, 3.0], [2.0, 0.0, 4.0]]), np.array(worlds))
+    means = {name: score["mean"] for name, score in found.items()}
+    assert means == {"best_of_n": 4.5, "last": 3.5, "mean": 2.5, "first": 1.5}
+
+
+def test_held_actions_sum_rewards_and_seeds_begin_episodes():
+    task, action = ("cartpole", "swingup"), np.full(1, 0.3, np.float32)
+    stage = Stage(task, [None], np.array([[7, 7, 8]]), action_repeat=300)
+    first = stage.begin(0)
+    outcomes = [stage.step(action[None]) for _ in range(4)]
+    assert [outcome.last for outcome in outcomes] == [False, False, False, True]
+    np.testing.assert_array_equal(stage.begin(1), first)
+    assert (stage.begin(2) != first).any()
+    environment = Environment(*task)
+    environment.reset(7)
+    total = sum(environment.step(action).reward for _ in range(1000))
+    assert sum(outcome.rewards[0] for outcome in outcomes) == pytest.approx(total)
+
+
+@pytest.mark.thorough
+def test_who_knows_a_cart_pole_swings_it_up_and_chance_does_not(tmp_path):
+    worlds = [None, HiddenPhysics(-1, pole_length=1.3).describe()]
+    about = {"domain": "cartpole", "task": "swingup", "action_repeat": 10}
+    with TrajectoryWriter(
+        tmp_path / "worlds", about | {"worlds_described": worlds}
+    ) as writer:
+        writer.write(np.zeros((2, 5)), np.zeros((2, 1)), np.zeros(2))
+    file = TrajectoryFile.open(tmp_path / "worlds")
+    known = references(file, np.array([1, 0]), np.full((2, 1), 7))
+    assert list(known) == ["oracle", "random"]
+    assert known["oracle"] > 700 and known["random"] < 200
