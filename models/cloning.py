@@ -31,12 +31,9 @@ class ClonerConfig:
 
     def __post_init__(self):
         _ = self.actions  # are checked
-        sizes = {
-            size.name: getattr(self, size.name)
-            for size in fields(self)
-            if size.type is int
-        }
-        wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+        sizes = [field.name for field in fields(self) if field.type is int]
+        given = {name: getattr(self, name) for name in sizes}
+        wrong = [f"{name}={size}" for name, size in given.items() if size < 1]
         if wrong:
             raise ValueError(f"model sizes must be at least 1: {', '.join(wrong)}")
         if self.num_layers < 2:
@@ -74,19 +71,16 @@ class Cloner(nnx.Module):
     def __call__(self, observations: jax.Array) -> jax.Array:
         """Maps observations (B, S, their size) to what is predicted, (B, S, P)."""
         parameters = (
-            self.input,
-            self.input_bias,
-            self.hidden,
-            self.hidden_bias,
-            self.output,
-            self.output_bias,
+            *(self.input, self.input_bias),
+            *(self.hidden, self.hidden_bias),
+            *(self.output, self.output_bias),
         )
 
         def local(x: jax.Array, *parameters: jax.Array) -> jax.Array:
             first, first_bias, hidden, hidden_bias, last, last_bias = parameters
             x = jax.nn.relu(x @ first + first_bias)
-            for number in range(len(hidden)):
-                x = jax.nn.relu(x @ hidden[number] + hidden_bias[number])
+            for weights, bias in zip(hidden, hidden_bias, strict=True):
+                x = jax.nn.relu(x @ weights + bias)
             return self.predicted.bounded(x @ last + last_bias)
 
         names = STEP, *(parameter.axes for parameter in parameters)

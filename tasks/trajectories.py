@@ -84,11 +84,8 @@ def check_trained(
       ValueError: one differs, with both values.
     """
     field, digest, _ = identify(config)
-    share = "data.held_out_share"
-    for name, given in (
-        (share, config.data.held_out_share),
-        (f"{field}.contents", digest),
-    ):
+    here = {"data.held_out_share": config.data.held_out_share}
+    for name, given in (here | {f"{field}.contents": digest}).items():
         trained = settings.get(name, given)
         if trained != given:
             raise ValueError(

@@ -1,6 +1,5 @@
 """A small agent, trajectories for it, and a batch of their chains."""
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -101,32 +100,22 @@ class Run:
         self.config = config_of(attention=attention, **mesh | overrides)
         devices = jax.devices()[: math.prod(shape.axes.values())]
         self.partition = Partition(make_mesh(shape, devices))
-        self.model = exorl.model(self.config, self.partition)
-        parts = self.config, self.model, self.partition
-        self.loss_sums = exorl.objective(*parts).loss_sum
-        predict = exorl.predictions(*parts)
-        self.predict_program = jax.jit(predict, compiler_options=QUICK)
-
-    @functools.cached_property
-    def parameters(self) -> Any:
-        return drawn(self.model, self.partition)
-
-    @functools.cached_property
-    def loss_program(self) -> Any:
-        """From parameters and a placed batch to losses by rank and gradients."""
+        self.model = model = exorl.model(self.config, self.partition)
+        self.parameters = drawn(model, self.partition)
+        loss_sum = exorl.objective(self.config, model, self.partition).loss_sum
 
         def total(parameters: Any, batch: ChainBatch) -> tuple[jax.Array, jax.Array]:
-            losses = self.loss_sums(parameters, batch)
+            losses = loss_sum(parameters, batch)
             return losses.sum(), losses
 
-        shardings = jax.tree.map(lambda x: x.sharding, self.parameters)
-        return jax.jit(
-            jax.value_and_grad(total, has_aux=True),
-            out_shardings=(None, shardings),
-            compiler_options=QUICK,
-        )
+        shardings = None, jax.tree.map(lambda x: x.sharding, self.parameters)
+        gradient = jax.value_and_grad(total, has_aux=True)
+        predict = exorl.predictions(self.config, model, self.partition)
+        options = {"compiler_options": QUICK}
+        self._gradient = jax.jit(gradient, out_shardings=shardings, **options)
+        self._predict = jax.jit(predict, **options)
 
-    def placed(self, batch: ChainBatch) -> ChainBatch:
+    def _placed(self, batch: ChainBatch) -> ChainBatch:
         """The batch in layout order, on the mesh."""
         sharding = exorl.batch_sharding(self.config, self.partition)
         order = exorl.step_layout(self.config), self.partition.ring_size
@@ -134,9 +123,9 @@ class Run:
         return jax.device_put(permuted, sharding)
 
     def losses_and_gradients(self, batch: ChainBatch) -> tuple[np.ndarray, Any]:
-        (_, losses), grads = self.loss_program(self.parameters, self.placed(batch))
+        (_, losses), grads = self._gradient(self.parameters, self._placed(batch))
         return jax.device_get((losses, grads))
 
     def actions(self, batch: ChainBatch) -> np.ndarray:
         """Predicted for a batch in the order of the chains; on one device only."""
-        return np.asarray(self.predict_program(self.parameters, self.placed(batch)))
+        return np.asarray(self._predict(self.parameters, self._placed(batch)))

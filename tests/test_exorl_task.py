@@ -10,14 +10,12 @@ import pytest
 
 import train
 from data.agents.chains import ChainBatch, Chains
-from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.agents.trajectory_file import TrajectoryFile
 from tasks import base, exorl, trajectories
 from tasks.generation import newest_parameters
 from tests.cases.attention import QUICK
 from tests.small_agent import (
-    ACTION_SIZE,
     EPISODE_STEPS,
-    OBSERVATION_SIZE,
     ROWS,
     chains_of,
     config_of,
@@ -51,21 +49,6 @@ def config_in(workdir: Path, file: TrajectoryFile, **overrides: Any) -> Any:
         "checkpoint__keep": 2,
     }
     return config_of(**fields | overrides)
-
-
-def parameters_in(
-    workdir: Path, file: TrajectoryFile, mean_off_by: float = 0.0
-) -> tuple[Any, int]:
-    """Of the newest checkpoint, and its step.
-
-    mean_off_by: of the first observation, which the trajectories are said to have.
-    """
-    config = config_in(workdir, file)
-    partition = base.partition(config, jax.devices())
-    model = exorl.model(config, partition)
-    fingerprint = exorl.fingerprint(model, file)
-    fingerprint["trajectories"]["observation_mean"][0] += mean_off_by
-    return newest_parameters(config, partition, model, fingerprint)
 
 
 @pytest.fixture(scope="module")
@@ -110,24 +93,27 @@ def test_losses_fall_and_have_curves_by_rank_and_by_place(run):
     assert any(line.startswith(f"step {BAD} gives the same") for line in said)
 
 
-def test_parameters_of_a_run_are_refused_for_other_trajectories(run, file):
-    assert parameters_in(run[0], file)[1] == STEPS
-    with pytest.raises(ValueError, match="observation_mean.0: saved"):
-        parameters_in(run[0], file, mean_off_by=0.1)
-
-
 def test_a_run_is_refused_where_others_are_held_out_or_data_differ(run, file, tmp_path):
     """Else what was trained on would be evaluated as held out."""
-    workdir = run[0]
+    workdir, _ = run
+    config = config_in(workdir, file)
+    partition = base.partition(config, jax.devices())
+    model = exorl.model(config, partition)
+    fingerprint = exorl.fingerprint(model, file)
+    assert newest_parameters(config, partition, model, fingerprint)[1] == STEPS
+    first, *others = fingerprint["trajectories"]["observation_mean"]
+    fingerprint["trajectories"]["observation_mean"] = [first + 0.1, *others]
+    with pytest.raises(ValueError, match="observation_mean.0: saved"):
+        newest_parameters(config, partition, model, fingerprint)
     settings = SavedParameters(workdir).settings
-    trajectories.check_trained(config_in(workdir, file), settings)
-    trajectories.check_trained(config_in(workdir, file, data__held_out_share=0.5), {})
+    trajectories.check_trained(config, settings)
     split = config_in(workdir, file, data__held_out_share=0.5)
+    trajectories.check_trained(split, {})
     with pytest.raises(ValueError, match=r"held_out_share=0\.5, but .* with 0\.3: wha"):
         trajectories.check_trained(split, settings)
-    others = make_trajectories(tmp_path, episodes=13)
+    longer = make_trajectories(tmp_path, episodes=13)
     with pytest.raises(ValueError, match=r"trajectories\.contents=\w+, but .* with "):
-        trajectories.check_trained(config_in(workdir, others), settings)
+        trajectories.check_trained(config_in(workdir, longer), settings)
 
 
 def test_tokens_and_pairs_are_those_of_real_steps(file):
@@ -194,22 +180,3 @@ def test_bad_configs_are_refused_before_anything_is_made(
     with pytest.raises(ValueError, match=match):
         train.train(config, lambda line: None)
     assert not (tmp_path / "run").exists()
-
-
-def test_shorter_episodes_are_padded_at_the_end(tmp_path):
-    with TrajectoryWriter(tmp_path / "short", {}) as writer:
-        for number in range(12):
-            steps = EPISODE_STEPS - number % 3
-            writer.write(
-                np.full((steps, OBSERVATION_SIZE), number, float),
-                np.zeros((steps, ACTION_SIZE)),
-                np.full(steps, number / 10),
-            )
-    file = TrajectoryFile.open(tmp_path / "short")
-    config = config_in(tmp_path / "run", file)
-    partition = base.partition(config, jax.devices())
-    batches = exorl.batches(config, partition, file, "train")
-    blocks = batches[0]
-    assert sum(block.columns[1] - block.columns[0] for block in blocks) == 2 * 16
-    weight = sum(part.loss_weights.sum() for part in blocks.values())
-    assert 2 * 2 * (EPISODE_STEPS - 2) <= weight <= 2 * 2 * EPISODE_STEPS

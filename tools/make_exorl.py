@@ -243,14 +243,13 @@ def _description(
     returns: np.ndarray,
 ) -> dict[str, Any]:
     """Returns what meta.json says of the search and of the episodes."""
-    of_task = {
-        task: returns[[n for n in attempts if attempts[n].task == task]]
-        for task in recipe.tasks
-    }
+    tasks = recipe.tasks
+    # Episodes are of the tasks in turn.
+    of_task = {t: returns[n :: len(tasks)] for n, t in enumerate(tasks)}
     return {
-        "stored_task": recipe.tasks[0],
-        "search_returns": {t: quantiles(found[t].returns) for t in recipe.tasks},
-        "returns": {t: quantiles(of_task[t]) for t in recipe.tasks if of_task[t].size},
+        "stored_task": tasks[0],
+        "search_returns": {t: quantiles(found[t].returns) for t in tasks},
+        "returns": {t: quantiles(some) for t, some in of_task.items() if some.size},
         "episodes": [
             {
                 "episode": number,

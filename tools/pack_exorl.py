@@ -44,10 +44,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--on-bad", default="error", choices=ON_BAD, help=skip)
     most = f"steps to take, whole episodes by their numbers {default}, which is ExoRL's"
     add("--max-transitions", default=MAX_TRANSITIONS, type=at_least(1), help=most)
-    off = "largest difference of observations from what physics makes them "
-    off += "(default: %(default)s; inf: any)"
-    number = at_least(0, float)
-    add("--tolerance", default=Selection.tolerance, type=number, help=off)
     held = f"steps that actions were held for, which become one {default}"
     add("--action-repeat", default=1, type=at_least(1), help=held)
     targets = "pack too what a controller that knows the world would do, of cart-poles"

@@ -30,6 +30,9 @@ from data.new_directory import refuse_existing
 MAX_TRANSITIONS = 1_000_000
 # Of files that may be skipped: more are not an accident.
 BAD_SHARE = 0.01
+# Largest difference of an observation from what physics makes it, and of physics from
+# what a world's hidden physics make of those before.
+TOLERANCE = 1e-4
 QUANTILES = (0, 10, 25, 50, 75, 90, 100)
 ON_BAD = ("error", "skip")
 
@@ -49,8 +52,6 @@ class Selection:
     on_bad: "error", or "skip" for up to 1 % of the files.
     max_transitions: whole episodes are taken of each world, in the order of their
       numbers, as long as they have no more steps than this, and one at least.
-    tolerance: largest difference of an observation from what physics makes it, and of
-      physics from what a world's hidden physics make of those before.
     action_repeat: steps of the environment that are packed as one, whose reward is
       their sum; their actions must be equal.
     """
@@ -58,7 +59,6 @@ class Selection:
     relabelling: str = "exact"
     on_bad: str = "error"
     max_transitions: int = MAX_TRANSITIONS
-    tolerance: float = 1e-4
     action_repeat: int = 1
 
 
@@ -263,18 +263,18 @@ def _rewards(
         rewards = computed_rewards(environment, episode, with_action)
     except ValueError as refusal:
         raise BadEpisode(episode.path, str(refusal)) from refusal
-    if not error <= selection.tolerance:  # which nan is not
+    if not error <= TOLERANCE:  # which nan is not
         raise BadEpisode(
             episode.path,
             f"observations are {error:.3g} off from what {environment.domain}'s "
-            f"physics makes them, more than {selection.tolerance}: the file is of "
+            f"physics makes them, more than {TOLERANCE}: the file is of "
             "another domain or another version of its model",
         )
-    if not moved <= selection.tolerance:
+    if not moved <= TOLERANCE:
         raise BadEpisode(
             episode.path,
             f"physics are {moved:.3g} off from what {environment.hidden} makes of "
-            f"those before, more than {selection.tolerance}: the file is of another "
+            f"those before, more than {TOLERANCE}: the file is of another "
             "world than its meta.json",
         )
     return rewards

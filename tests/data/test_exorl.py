@@ -36,17 +36,22 @@ def damage(path):
     path.write_bytes(path.read_bytes()[:-50])
 
 
-def test_packed_steps_are_aligned(tmp_path):
+def test_packed_steps_are_aligned_and_kept(tmp_path):
     buffer = made_up_buffer(tmp_path / "data", "walker", [6, 4])
     file = pack(buffer, "run", tmp_path / "cache", STORED)
     assert file.directory == tmp_path / "cache" / "walker" / "made_up" / "run"
     first, second = (read_episode(path, "walker") for path in buffer.scan())
     # Seen before the action, which gives the reward of the next row.
     row = np.concatenate([first.observation[2], first.action[3], first.reward[3]])
-    np.testing.assert_array_equal(file.steps[:][2], row)
-    np.testing.assert_array_equal(file.steps[:][6:, :24], second.observation[:-1])
-    np.testing.assert_array_equal(file.steps[:][6:, -1], second.reward[1:, 0])
+    steps = file.steps[:]
+    np.testing.assert_array_equal(steps[2], row)
+    np.testing.assert_array_equal(steps[6:, :24], second.observation[:-1])
+    np.testing.assert_array_equal(steps[6:, -1], second.reward[1:, 0])
     np.testing.assert_allclose(file.returns[1], second.reward[1:].sum(), rtol=1e-6)
+    with pytest.raises(FileExistsError, match="run already exists and is left"):
+        pack(buffer, "run", tmp_path / "cache", STORED)
+    again = TrajectoryFile.open(file.directory)
+    np.testing.assert_array_equal(again.steps[:], steps)
 
 
 def test_index_says_what_was_packed(real, tmp_path):
@@ -90,8 +95,6 @@ def test_observations_that_physics_do_not_make_are_refused(real, tmp_path):
     with pytest.raises(BadEpisode, match=match):
         pack(real, "balance", tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("**/*.npy"))
-    loose = pack(real, "balance", tmp_path / "loose", Selection(tolerance=0.1))
-    assert len(loose.returns) == 3
 
 
 @pytest.fixture(scope="module")
@@ -198,30 +201,22 @@ def test_whole_episodes_are_taken_up_to_a_number_of_steps(tmp_path, most, episod
     assert len(pack(buffer, "swingup", tmp_path, selection).returns) == episodes
 
 
-def test_what_is_packed_already_is_kept(tmp_path):
-    buffer = made_up_buffer(tmp_path / "data", "cartpole", [5])
-    before = pack(buffer, "swingup", tmp_path / "cache", STORED)
-    with pytest.raises(FileExistsError, match="swingup already exists and is left"):
-        pack(buffer, "swingup", tmp_path / "cache", STORED)
-    again = TrajectoryFile.open(before.directory)
-    np.testing.assert_array_equal(before.steps[:], again.steps[:])
-
-
-def test_unknown_tasks_are_refused_before_files_are_read(tmp_path):
-    nowhere = Buffer(tmp_path, "walker", "rnd")
-    for selection in (Selection(), STORED):
-        with pytest.raises(ValueError, match="task='fly' of walker must be one of"):
-            pack(nowhere, "fly", tmp_path, selection)
-    maze = Buffer(tmp_path, "point_mass_maze", "rnd")
-    with pytest.raises(ValueError, match="no environment for .*point_mass_maze"):
-        pack(maze, "reach", tmp_path)
-    with pytest.raises(ValueError, match="point_mass_maze stores 4 rewards a step"):
-        pack(maze, "reach", tmp_path, STORED)
-    quadruped = Buffer(tmp_path, "quadruped", "rnd")
-    with pytest.raises(ValueError, match=r"task='\.\./run' must be the plain name"):
-        pack(quadruped, "../run", tmp_path, STORED)
-    with pytest.raises(FileNotFoundError, match="there is no directory"):
-        pack(quadruped, "run", tmp_path, STORED)
+@pytest.mark.parametrize(
+    ("domain", "task", "selection", "match"),
+    [
+        ("walker", "fly", None, "task='fly' of walker must be one of"),
+        ("walker", "fly", STORED, "task='fly' of walker must be one of"),
+        ("point_mass_maze", "reach", None, "no environment for .*point_mass_maze"),
+        ("point_mass_maze", "reach", STORED, "point_mass_maze stores 4 rewards a step"),
+        ("quadruped", "../run", STORED, r"task='\.\./run' must be the plain name"),
+        ("quadruped", "run", STORED, "there is no directory"),
+    ],
+)
+def test_unknown_tasks_are_refused_before_files_are_read(
+    tmp_path, domain, task, selection, match
+):
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
+        pack(Buffer(tmp_path, domain, "rnd"), task, tmp_path, selection)
 
 
 def test_description_gives_returns_and_sizes(tmp_path):

@@ -212,8 +212,6 @@ BAD = [
     ("task", "--environments 0", "--environments: must be a whole number"),
     ("task", "--random 1", "--random is for trajectories of many worlds: leave it out"),
     ("task", "--trained", "--trained is for trajectories of many worlds: leave it out"),
-    ("task", "--target 0", "--target must be a number above 0, got 0.0"),
-    ("task", "--target inf", "--target must be a number above 0, got inf"),
     ("task", "--config.agent.chain_length=1 --other x", "--other is for agents of"),
     ("task", "--config.agent.chain_length=1 --window 2", "--window is for agents of"),
     ("task", "--config.agent.action_size=2", "action_size=2, but"),

@@ -9,7 +9,7 @@
 
 The newest checkpoint of config.workdir acts in the environments of the trajectories'
 task, in lock-step, and every episode is conditioned on the best return that was trained
-on (times --target). Contexts are:
+on. Contexts are:
 
     own       the agent's own episodes, one after the other, in one context
     empty     every episode begins with an empty context: what is gained by context
@@ -36,7 +36,6 @@ Seeds of all episodes are written, and equal for all agents and contexts.
 
 import argparse
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -66,8 +65,6 @@ from training.weights import SavedParameters
 
 def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
     """Raises ValueError if something in the options or the config is wrong."""
-    if not 0 < options.target < math.inf:
-        raise ValueError(f"--target must be a number above 0, got {options.target}")
     if config.task != "exorl":
         raise ValueError(
             f'config.task must be "exorl", got {config.task!r}: give such a config'
@@ -122,7 +119,7 @@ def evaluate(
     partition = base.partition(config, jax.devices())
     agent, origin = _agent(config, options, file, partition)
     trained = file.returns[trajectories.of_split(config, file, "train")]
-    target = options.target * float(trained.max())
+    target = float(trained.max())
     play = Play(agent, file, target, options.window)
     step, task = origin["step"], task_name(file)
     say(f"step {step} of {config.workdir} on {task}, target {target:.1f}")
@@ -236,7 +233,6 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--environments", type=whole, default=8, help="default: %(default)s")
     episodes = "in a context (default: %(default)s)"
     add("--episodes", type=whole, default=4, help=episodes)
-    add("--target", type=float, default=1.0, help="share of the data's best return")
     temperature = "of drawn actions; 0: the likeliest (default: %(default)s)"
     add("--temperature", type=at_least(0, float), default=1.0, help=temperature)
     hold = "actions that one draw's noise is for: to explore in one direction"
