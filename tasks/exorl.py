@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from data.agents.chains import ChainBatch, Chains
+from data.agents.chains import PLACES, ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile
 from data.batch import Block
 from data.rows import InOrder, TextBatches
@@ -194,10 +194,9 @@ def abstract_batch(
     sharding, shape = batch_sharding(config, partition), batch_shape(config)
     sizes = dict.fromkeys(("actions", "targets"), (config.agent.action_size,))
     sizes["observations"] = (config.agent.observation_size,)
-    types = dict.fromkeys(("timesteps", "ranks", "positions"), jnp.int32)
 
     def array(name: str) -> jax.ShapeDtypeStruct:
-        dtype = types.get(name, jnp.float32)
+        dtype = jnp.int32 if name in PLACES else jnp.float32
         whole = *shape, *sizes.get(name, ())
         return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
 

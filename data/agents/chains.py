@@ -23,6 +23,8 @@ from data.agents.trajectory_file import TrajectoryFile
 ORDERS = ("ascending", "drawn", "learnt")
 PREDICTED = ("actions", "targets")
 LOSS_ON = ("all", "last")
+PLACES = ("timesteps", "ranks", "positions")
+"""Fields of a batch that are whole numbers."""
 # Added to standard deviations, as the Decision Transformer does.
 STD_FLOOR = 1e-6
 
@@ -246,10 +248,9 @@ def of_step_before(batch: ChainBatch) -> ChainBatch:
 
 def _padded(batch: ChainBatch, real: np.ndarray) -> ChainBatch:
     """Casts a batch to its types; zeros padding, except in the positions."""
-    whole = {"timesteps", "ranks", "positions"}
     arrays = {}
     for name, values in batch._asdict().items():
-        arrays[name] = values.astype(np.int32 if name in whole else np.float32)
+        arrays[name] = values.astype(np.int32 if name in PLACES else np.float32)
         if name != "positions":
             arrays[name][~real] = 0
     return ChainBatch(**arrays)

@@ -10,7 +10,6 @@ rewards of other tasks can be computed.
 """
 
 import errno
-import hashlib
 import math
 import re
 import zipfile
@@ -267,9 +266,3 @@ def write_episode(episode: Episode) -> None:
     """Writes an episode's file in the public format, over whatever is there."""
     arrays = {name: getattr(episode, name) for name in NAMES}
     np.savez_compressed(episode.path, **arrays)
-
-
-def digest(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

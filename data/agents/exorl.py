@@ -16,7 +16,6 @@ from data.agents.episodes import (
     BadEpisode,
     Buffer,
     Episode,
-    digest,
     read_episode,
     steps_of,
 )
@@ -25,6 +24,7 @@ from data.agents.relabel import computed_rewards, observation_error, physics_err
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from data.json_text import read_json_object
 from data.new_directory import refuse_existing
+from data.versioned import describe_file
 
 # ExoRL's own loader keeps the first million of up to ten.
 MAX_TRANSITIONS = 1_000_000
@@ -212,8 +212,7 @@ class _Files:
                 self._check_share(len(self._paths))
                 continue
             taken += steps
-            facts = {"bytes": path.stat().st_size, "sha256": digest(path)}
-            self.good.append({"file": name, **facts, "steps": steps})
+            self.good.append({"file": name, **describe_file(path), "steps": steps})
             difference = np.abs(rewards - episode.reward[1:, 0]).max()
             self.largest = max(self.largest, float(difference))
             yield episode, rewards

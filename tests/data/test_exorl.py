@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 import shutil
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.agents.environments import Environment
-from data.agents.episodes import BadEpisode, Buffer, digest, read_episode, write_episode
+from data.agents.episodes import BadEpisode, Buffer, read_episode, write_episode
 from data.agents.exorl import Selection, describe, pack
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
@@ -62,7 +63,9 @@ def test_index_says_what_was_packed(real, tmp_path):
     sources = index["sources"]
     assert [source["file"] for source in sources] == [path.name for path in paths]
     for path, source in zip(paths, sources, strict=True):
-        facts = {"bytes": path.stat().st_size, "sha256": digest(path), "steps": 20}
+        content = path.read_bytes()
+        facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        facts["steps"] = 20
         assert source == {"file": path.name} | facts
     assert (index["domain"], index["algorithm"]) == ("cartpole", "random")
     assert (index["task"], index["relabelling"]) == ("balance", "exact")
