@@ -20,7 +20,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_collections
@@ -31,7 +31,7 @@ from flax import traverse_util
 from configs import base
 from data.document_mask import DocumentMask
 from data.json_text import read_json_object
-from data.new_directory import refuse_existing
+from data.new_directory import NewDirectory, refuse_existing
 from data.text.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
 from models.rope import RopeScaling
@@ -43,7 +43,7 @@ from tools.lib.hf import adapters, multimodal
 from tools.lib.hf import config as hf_config
 from tools.lib.hf.names import Weight, stored_shapes, weights_of
 from tools.lib.hf.reading import check_tensors, load
-from tools.lib.hf.tensor_files import WHOLE, TensorFiles, TensorFilesWriter
+from tools.lib.hf.tensor_files import WHOLE, TensorFiles, write_tensors
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
 
@@ -57,15 +57,10 @@ COMPANIONS = (
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-class Imported(NamedTuple):
-    """What was imported, and the tensors of other parts of the model that were not."""
-
-    config: LanguageModelConfig
-    left_out: list[str]
-
-
-def import_model(source: Path, workdir: Path, partition: Partition) -> Imported:
+def import_model(source: Path, workdir: Path, partition: Partition) -> list[str]:
     """Writes the parameters of a published model as step 0 of a new working directory.
+
+    Returns the tensors of other parts of the model, which were left out.
 
     source: directory with config.json and safetensors files.
     partition: the mesh that the parameters pass through; a run may have another.
@@ -92,7 +87,7 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> Imported:
         parameters = load(files, weights, model, partition)
     save_parameters(workdir, parameters, text.fingerprint(model))
     run_config.write(_settings(config, workdir=str(workdir)))
-    return Imported(config, left_out)
+    return left_out
 
 
 def import_adapter(
@@ -109,17 +104,17 @@ def import_adapter(
     """
     refuse_existing(workdir)
     fields = _read_config(source, adapters.CONFIG)
+    config = run_config.read(str(weights))
+    config.update(workdir=str(workdir), init_from=str(weights))
     with TensorFiles(source, adapters.TENSORS) as files:
         lora = adapters.read_lora(fields, [*files.shapes])
-        whole = slice(None), slice(None)
-        tensors = {name: files.read(name, whole) for name in files.shapes}
-    config = run_config.read(str(weights))
-    own = {f"lora.{name}": value for name, value in dataclasses.asdict(lora).items()}
-    own |= {"workdir": str(workdir), "init_from": str(weights)}
-    config.update_from_flattened_dict(own)
-    model = text.model(config, partition)
+        config.lora.update(dataclasses.asdict(lora))
+        model = text.model(config, partition)
+        factors = adapters.weights_of(model)
+        check_tensors(files, factors, model, f"{adapters.CONFIG} and the model")
+        parameters = load(files, factors, model, partition)
     fingerprint = text.fingerprint(model) | frozen.identify(config, model)
-    save_parameters(workdir, adapters.to_parameters(tensors, model), fingerprint)
+    save_parameters(workdir, parameters, fingerprint)
     run_config.write(config)
 
 
@@ -168,26 +163,29 @@ def export_model(
         _check_alone(source, config, workdir, kept)
         name, base_model = adapters.CONFIG, original and str(original)
         fields = adapters.config_fields(config.lora, base_model)
-        model, file_bytes = source.model, sys.maxsize
-        shapes = adapters.tensor_shapes(model)
-        tensors = adapters.to_tensors(source.parameters, model)
+        source, model, file_bytes = source.saved, source.model, sys.maxsize
+        parts = adapters.weights_of(model)
     else:
         config = dataclasses.replace(config, lora=Lora())
         name, fields = CONFIG, hf_config.config_fields(config, dtype, kept, tokens)
         model = model_of(config, partition)
-        shapes = stored_shapes(weights_of(model), model)
-        tensors = _tensors(source, weights_of(model), model, partition)
+        parts = weights_of(model)
+    shapes = stored_shapes(parts, model)
     sizes = {n: np.dtype(dtype).itemsize * math.prod(s) for n, s in shapes.items()}
     whole = adapters.TENSORS if adapter_only else WHOLE
-    with TensorFilesWriter(directory, sizes, file_bytes, whole) as writer:
-        for tensor_name, tensor in tensors:
-            writer.write(tensor_name, _narrowed(tensor, dtype, tensor_name))
+    tensors = _tensors(source, parts, model, partition, dtype)
+    new = NewDirectory(directory)
+    try:
+        write_tensors(new.partial, tensors, sizes, file_bytes, whole)
         said = "" if adapter_only else hf_config.context_change(fields, kept)
         if original:
-            _copy_companions(original, writer.partial)
+            _copy_companions(original, new.partial)
         elif not adapter_only:
-            said = _write_own_tokenizer(workdir, writer.partial, fields)
-        (writer.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
+            said = _write_own_tokenizer(workdir, new.partial, fields)
+        (new.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
+        new.appear()
+    finally:
+        new.remove()
     return said
 
 
@@ -275,30 +273,15 @@ def model_of(config: LanguageModelConfig, partition: Partition) -> Model:
 def _settings(config: LanguageModelConfig, **fields: Any) -> ml_collections.ConfigDict:
     """Returns the config of `configs/base.py` with this model and these fields."""
     settings = base.get_config()
-    settings.update_from_flattened_dict(settings_of(config) | fields)
+    settings.update(settings_of(config), **fields)
     return settings
 
 
 def settings_of(config: LanguageModelConfig) -> dict[str, Any]:
-    """Fields of a config file that make this model of `configs/base.py`'s.
-
-    By dotted name: all sizes, and what else differs from that file.
-    """
-    defaults = base.get_config()
+    """Returns the sections of a config file that make this model."""
     sizes = dataclasses.asdict(config)
-    sections = {part: sizes.pop(part) for part in ("rope_scaling", "lora")}
-    sections["model"] = sizes
-    always = {
-        field.name
-        for field in dataclasses.fields(config)
-        if field.default is dataclasses.MISSING
-    }
-    return {
-        f"{section}.{name}": value
-        for section, fields in sections.items()
-        for name, value in fields.items()
-        if name in always or value != defaults[section][name]
-    }
+    del sizes["lora"]
+    return {"rope_scaling": sizes.pop("rope_scaling"), "model": sizes}
 
 
 def _read_config(source: Path, name: str) -> dict[str, Any]:
@@ -324,6 +307,7 @@ def _tensors(
     weights: Sequence[Weight],
     model: Model,
     partition: Partition,
+    dtype: str,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every tensor of the published model, parameter by parameter."""
     shapes = traverse_util.flatten_dict(model.shapes)
@@ -336,7 +320,7 @@ def _tensors(
         (parameter,) = jax.tree.leaves(saved.restore(tree))
         for layer, name in enumerate(weight.names(model.config.num_layers)):
             array = parameter[layer] if weight.is_stacked else parameter
-            yield name, weight.to_stored(np.asarray(array))
+            yield name, _narrowed(weight.to_stored(np.asarray(array)), dtype, name)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -373,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"written to {chosen.workdir}, adapters of {chosen.weights}")
         return 0
     if chosen.way == "import":
-        left_out = import_model(chosen.source, chosen.workdir, partition).left_out
+        left_out = import_model(chosen.source, chosen.workdir, partition)
         if left_out:
             parts = ", ".join(sorted({name.split(".")[0] for name in left_out}))
             print(f"left out: {len(left_out)} tensors of images ({parts})")

@@ -55,7 +55,7 @@ def run_config(
     config.model, config.rope_scaling = plain.model, plain.rope_scaling
     if isinstance(model, str):
         model = model_config(fields(model))
-    config.update_from_flattened_dict(convert_hf.settings_of(model))
+    config.update(convert_hf.settings_of(model))
     return config
 
 

@@ -1,6 +1,5 @@
 """The attention of gpt-oss as a layer: its sinks, windows, biases and YaRN."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -31,10 +30,10 @@ WINDOWED, FULL = 0, 1
 """Layers of the fixture."""
 
 
-def record(**changes: Any) -> DecoderConfig:
+def record() -> DecoderConfig:
     """The layers' sizes, from config.json, and parts, which gpt-oss always has."""
     fields = hf_models.fields(NAME)
-    sizes = DecoderConfig(
+    return DecoderConfig(
         hidden_size=fields["hidden_size"],
         feed_forward_size=1,
         num_layers=2,
@@ -48,7 +47,6 @@ def record(**changes: Any) -> DecoderConfig:
         output_bias=True,
         **read_rope(fields, 150_000.0),
     )
-    return dataclasses.replace(sizes, **changes)
 
 
 def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> Any:
@@ -83,33 +81,15 @@ def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> An
     return np.asarray(unpermute(compute(*placed), layout, ring, axis=1))[0]
 
 
-def error(config: DecoderConfig, layer: int, *ring: Any) -> float:
-    expected = np.load(hf_models.DIRECTORY / NAME / "expected.npz")["outputs"]
-    return abs(output(config, layer, *ring) - expected[layer]).max()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "ring", "layout"),
-    [(WINDOWED, 4, "zigzag"), (WINDOWED, 8, "contiguous"), (FULL, 4, "striped")],
+    [(WINDOWED, 4, "zigzag"), (FULL, 4, "striped")],
 )
 def test_the_layers_equal_transformers(layer, ring, layout):
-    assert error(record(), layer, ring, layout) <= BOUND
-
-
-CHANGES = {
-    "attention_sinks": False,
-    "window": 7,
-    "qkv_bias": False,
-    "output_bias": False,
-    "rope_scaling": dataclasses.replace(record().rope_scaling, truncate=True),
-}
-
-
-@pytest.mark.parametrize("field", CHANGES)
-def test_each_part_of_the_layer_matters(field):
-    changed = record(**{field: CHANGES[field]})
-    assert error(changed, WINDOWED, 1, "contiguous") > 100 * BOUND
+    expected = np.load(hf_models.DIRECTORY / NAME / "expected.npz")["outputs"]
+    found = output(record(), layer, ring, layout)
+    np.testing.assert_allclose(found, expected[layer], atol=BOUND, rtol=0)
 
 
 def test_yarn_is_read_as_gpt_oss_has_it():

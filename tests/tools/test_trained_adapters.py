@@ -18,6 +18,7 @@ from tests.models.test_memory import products, trace
 from tests.small_llama import assert_same, partition_of
 from tests.tools import hf_models
 from tools.lib.hf import adapters
+from tools.lib.hf.reading import load
 from training.mesh import MeshShape
 from training.optimizer import make_optimizer
 from training.step import initial_state
@@ -85,12 +86,20 @@ def training(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(DIRECTORY / name / "training.npz"))
 
 
-def adapters_of(name: str, when: str, model: Any) -> Any:
+class Tensors(dict[str, np.ndarray]):
+    """In the place of files."""
+
+    def read(self, name: str, index: Any) -> np.ndarray:
+        return self[name][index]
+
+
+def adapters_of(name: str, when: str, run: Run) -> Any:
     """PEFT's, before or after training."""
     start = f"{when}."
     found = training(name).items()
     tensors = {n.removeprefix(start): x for n, x in found if n.startswith(start)}
-    return adapters.to_parameters(tensors, model)
+    weights = adapters.weights_of(run.model)
+    return load(Tensors(tensors), weights, run.model, run.partition)
 
 
 @pytest.mark.thorough
@@ -104,12 +113,12 @@ def adapters_of(name: str, when: str, model: Any) -> Any:
 def test_losses_and_adapters_of_training_are_pefts(name, shape, fields):
     run, wanted = Run(name, shape, **fields), training(name)
     step, begin = run.step()
-    state, losses = begin(adapters_of(name, "initial", run.model)), []
+    state, losses = begin(adapters_of(name, "initial", run)), []
     for tokens in wanted["tokens"]:
         state, metrics = step(state, run.batch(tokens), run.frozen)
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, wanted["losses"], rtol=1e-5)
-    final = adapters_of(name, "final", run.model)
+    final = adapters_of(name, "final", run)
     assert_same(jax.device_get(state.params), final, 1e-4)
 
 

@@ -4,13 +4,12 @@ There A is (rank, inputs) and B (outputs, rank), all heads in one axis, for each
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 from flax import traverse_util
 
 from data.json_text import short
@@ -19,15 +18,13 @@ from models.adapters import FACTORS
 from models.sizes import TARGETS, LanguageModelConfig, Lora
 from tasks import frozen, text
 from tasks.base import identity
-from tools.lib.hf.names import weight_at
+from tools.lib.hf.names import Weight, weight_at
 from training.mesh import Partition
 from training.stored_step import differences, leaves, listed
 from training.weights import SavedParameters
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, ENDS = "base_model.model.", {"a": ".lora_A.weight", "b": ".lora_B.weight"}
-LISTED = 4
-"""Differences between an adapter and its tensors that are reported."""
 
 READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora")
 HARMLESS = frozenset(
@@ -43,55 +40,15 @@ INITIAL = (True, False, None, "gaussian", "orthogonal")
 """`init_lora_weights` that leave the weights of the model as they are."""
 
 
-def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor of PEFT's that makes up the adapters."""
-    shapes = traverse_util.flatten_dict(model.shapes)
-    found = {}
-    for name, (path, _) in _places(model).items():
-        rank, *side = shapes[path].shape[1:]
-        shape = rank, int(np.prod(side))
-        found[name] = shape[::-1] if _is_b(path) else shape
-    return found
-
-
-def to_tensors(parameters: Any, model: Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields PEFT's tensors of a model's adapters."""
-    flat = traverse_util.flatten_dict(parameters)
-    for name, (path, layer) in _places(model).items():
-        factor = np.asarray(flat[path][layer])
-        matrix = factor.reshape(len(factor), -1)
-        yield name, np.ascontiguousarray(matrix.T if _is_b(path) else matrix)
-
-
-def to_parameters(tensors: Mapping[str, np.ndarray], model: Model) -> Any:
-    """Returns the model's adapters, float32, from PEFT's tensors.
-
-    Raises:
-      ValueError: tensors are missing, unknown, of another shape, or not finite.
-    """
-    wanted = tensor_shapes(model)
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    wrong = [
-        f"{name} is {list(found.get(name, [])) or 'missing'}, but "
-        f"{list(wanted.get(name, [])) or 'nothing'} by {CONFIG} and the model"
-        for name in sorted(wanted.keys() | found.keys())
-        if wanted.get(name) != found.get(name)
-    ] + [
-        f"{name} holds numbers that are not finite"
-        for name, tensor in tensors.items()
-        if not np.isfinite(tensor).all()
-    ]
-    if wrong:
-        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
-        raise ValueError(
-            f"the adapter does not fit: {'; '.join(wrong[:LISTED] + more)}"
-        )
-    shapes = traverse_util.flatten_dict(model.shapes)
-    flat = {path: np.zeros(shape.shape, np.float32) for path, shape in shapes.items()}
-    for name, (path, layer) in _places(model).items():
-        matrix = tensors[name].T if _is_b(path) else tensors[name]
-        flat[path][layer] = matrix.reshape(flat[path][layer].shape)
-    return traverse_util.unflatten_dict(flat)
+def weights_of(model: Model) -> tuple[Weight, ...]:
+    """Returns where PEFT keeps each factor of a model's adapters."""
+    found = []
+    for *module, factor in traverse_util.flatten_dict(model.shapes):
+        name, _, end = factor.rpartition("_")
+        stored = weight_at((*module, name)).name.removesuffix(".weight")
+        stored = f"{PREFIX}{stored}{ENDS[end]}"
+        found.append(Weight((*module, factor), stored, 1, is_turned=end == "b"))
+    return tuple(found)
 
 
 def config_fields(lora: Lora, base: str | None) -> dict[str, Any]:
@@ -144,7 +101,7 @@ def read_lora(fields: Mapping[str, Any], names: list[str]) -> Lora:
 class Adapted:
     """The newest adapters of a run, and the parameters that they belong to.
 
-    parameters: the adapters. model: theirs.
+    saved: the adapters. parameters: they themselves. model: theirs.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, partition: Partition):
@@ -157,10 +114,10 @@ class Adapted:
             missing, or is not what it was.
         """
         self.model = model = text.model(config, partition)
-        saved = SavedParameters(config.workdir)
-        saved.check_model(text.fingerprint(model) | frozen.identify(config, model))
+        self.saved = SavedParameters(config.workdir)
+        self.saved.check_model(text.fingerprint(model) | frozen.identify(config, model))
         like = frozen.abstract_parameters(model.shapes, model.axes, partition)
-        self.parameters = saved.restore(like)
+        self.parameters = self.saved.restore(like)
         self._base = SavedParameters(config.init_from)
 
     def check_sizes(self, config: LanguageModelConfig) -> None:
@@ -199,19 +156,3 @@ def _merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.A
     a, b = (x.reshape(*x.shape[:2], -1) for x in (a, b))
     update = jnp.einsum("lri,lro->lio", a, b, precision="highest")
     return weight + scale * update.reshape(weight.shape)
-
-
-def _places(model: Model) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Returns path and layer of the parameter that each tensor of PEFT's is part of."""
-    found = {}
-    for path in traverse_util.flatten_dict(model.shapes):
-        name, _, end = path[-1].rpartition("_")
-        weight = weight_at((*path[:-1], name))
-        for layer, stored in enumerate(weight.names(model.config.num_layers)):
-            module = stored.removesuffix(".weight")
-            found[f"{PREFIX}{module}{ENDS[end]}"] = path, layer
-    return found
-
-
-def _is_b(path: tuple[str, ...]) -> bool:
-    return path[-1].endswith("_b")

@@ -25,16 +25,17 @@ class Weight:
 
     path: in the tree of parameters.
     name: of the tensor; "{layer}" stands for the layer's number.
-    input_axes: how many of the leading axes are the inputs of a matrix that is stored
-      as (outputs, inputs); 0 for a vector, of one or more axes here; None for what is
-      stored as it is.
+    input_axes: how many of the leading axes are the inputs of a matrix; 0 for a vector,
+      of one or more axes here.
+    is_turned: whether the matrix is stored as (outputs, inputs).
 
     Shapes and indices below are those of one layer.
     """
 
     path: tuple[str, ...]
     name: str
-    input_axes: int | None = 0
+    input_axes: int = 0
+    is_turned: bool = True
 
     @property
     def is_stacked(self) -> bool:
@@ -49,39 +50,35 @@ class Weight:
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the tensor, from that of the parameter."""
-        if self.input_axes is None:
-            return shape
-        inputs, outputs = self._sides(shape)
-        return (math.prod(outputs), *([math.prod(inputs)] if inputs else []))
+        return tuple(math.prod(side) for side in self._sides(shape))
 
     def stored_index(self, shape: Shape, index: Index) -> Index:
         """Returns the part of the tensor that holds this part of the parameter."""
-        if self.input_axes is None:
-            return index
-        own, whole = self._sides(index), self._sides(shape)
-        sides = zip(reversed(own), reversed(whole), strict=True)
-        return tuple(_merged(part, axes) for part, axes in sides if axes)
+        sides = zip(self._sides(index), self._sides(shape), strict=True)
+        return tuple(_merged(part, axes) for part, axes in sides)
 
     def from_stored(self, part: np.ndarray, shape: Shape) -> np.ndarray:
         """Views a part of the tensor as a part (of this shape) of the parameter."""
-        return part if self.input_axes is None else part.T.reshape(shape)
+        return (part.T if self.is_turned else part).reshape(shape)
 
     def to_stored(self, array: np.ndarray) -> np.ndarray:
         """Returns the parameter as the tensor, in the tensor's order in memory."""
-        if self.input_axes is None:
-            return array
         stored = self.stored_shape(array.shape)
-        return np.ascontiguousarray(array.reshape(stored[::-1]).T)
+        if self.is_turned:
+            return np.ascontiguousarray(array.reshape(stored[::-1]).T)
+        return np.ascontiguousarray(array.reshape(stored))
 
-    def _sides(self, axes: tuple) -> tuple[tuple, tuple]:
-        return axes[: self.input_axes], axes[self.input_axes :]
+    def _sides(self, axes: tuple) -> list[tuple]:
+        """Returns the axes that are one of the tensor's each, in its order."""
+        sides = [axes[: self.input_axes], axes[self.input_axes :]]
+        return [side for side in (sides[::-1] if self.is_turned else sides) if side]
 
 
 _LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP = f"{_LAYER}self_attn.", f"{_LAYER}mlp."
 
 HEAD = Weight(("head",), "lm_head.weight", 1)
-EMBEDDING = Weight(("embedding",), "model.embed_tokens.weight", None)
+EMBEDDING = Weight(("embedding",), "model.embed_tokens.weight", 1, is_turned=False)
 
 
 def _attention(ours: str, theirs: str, input_axes: int = 0) -> Weight:

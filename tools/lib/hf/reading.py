@@ -40,8 +40,16 @@ def load(
     return traverse_util.unflatten_dict(parameters)
 
 
-def check_tensors(files: TensorFiles, weights: Sequence[Weight], model: Model) -> None:
-    """Raises ValueError unless the files hold the model's tensors and no others."""
+def check_tensors(
+    files: TensorFiles,
+    weights: Sequence[Weight],
+    model: Model,
+    config: str = "config.json",
+) -> None:
+    """Raises ValueError unless the files hold the model's tensors and no others.
+
+    config: file that says which these are.
+    """
     wanted = stored_shapes(weights, model)
     found = {n: shape for n, shape in files.shapes.items() if not is_derived(n)}
     if HEAD not in weights and _is_embedding(files, found):
@@ -50,15 +58,15 @@ def check_tensors(files: TensorFiles, weights: Sequence[Weight], model: Model) -
     for name in sorted(wanted.keys() | found.keys()):
         there, here = found.get(name), wanted.get(name)
         if there is None:
-            wrong.append(f"{name} is missing, {list(here)} by config.json")
+            wrong.append(f"{name} is missing, {list(here)} by {config}")
         elif here is None:
             wrong.append(f"{name} {list(there)} is not a tensor of this model")
         elif there != here:
-            wrong.append(f"{name} is {list(there)}, but {list(here)} by config.json")
+            wrong.append(f"{name} is {list(there)}, but {list(here)} by {config}")
     if wrong:
         more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
         raise ValueError(
-            "the tensors are not those that config.json describes: "
+            f"the tensors are not those that {config} describes: "
             + "; ".join(wrong[:LISTED] + more)
         )
 

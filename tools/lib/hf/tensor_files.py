@@ -1,11 +1,11 @@
 """Tensors in safetensors files, one file or several with an index, as published models.
 
-Read slice by slice, each slice from the bytes that hold it; written file by file, to a
-directory that appears whole or not at all.
+Read slice by slice, each slice from the bytes that hold it; written file by file.
 """
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from data.json_text import parse_json, read_json_object, short
-from data.new_directory import NewDirectory, refuse_existing
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -117,84 +116,32 @@ class TensorFiles:
             self._slices[name] = part
 
 
-class TensorFilesWriter:
-    """Writes tensors to a new directory of files of a limited size.
+def write_tensors(
+    directory: Path,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    tensor_bytes: Mapping[str, int],
+    file_bytes: int,
+    whole: str = WHOLE,
+) -> None:
+    """Writes tensors to files of a limited size, and holds those of one at a time.
 
-    A context manager: files are written to a hidden sibling of `directory`, which takes
-    its name when the block ends, and is removed when the block raises.
+    tensor_bytes: size of every tensor, in the order in which they come.
+    file_bytes: of the largest file; a larger tensor has one of its own.
+    whole: name of the file where there is one.
     """
-
-    def __init__(
-        self,
-        directory: Path,
-        tensor_bytes: Mapping[str, int],
-        file_bytes: int,
-        whole: str = WHOLE,
-    ):
-        """Plans the files.
-
-        Args:
-          directory: does not exist yet, or is empty.
-          tensor_bytes: size of every tensor, in the order in which they will come.
-          file_bytes: of the largest file; a larger tensor has one of its own.
-          whole: name of the file where there is one.
-
-        Raises:
-          FileExistsError: the directory is not empty.
-          ValueError: files of no bytes.
-        """
-        if file_bytes < 1:
-            raise ValueError(f"{file_bytes=} must be at least 1")
-        refuse_existing(directory)
-        self._directory, self._whole = directory, whole
-        self._bytes = dict(tensor_bytes)
-        self._plan = _plan(tensor_bytes, file_bytes)
-        self._held: dict[str, np.ndarray] = {}
-        self._map: dict[str, str] = {}
-
-    @property
-    def partial(self) -> Path:
-        """Returns where the files are until the block ends."""
-        return self._new.partial
-
-    def __enter__(self) -> "TensorFilesWriter":
-        self._new = NewDirectory(self._directory)
-        return self
-
-    def write(self, name: str, tensor: np.ndarray) -> None:
-        """Takes the next tensor; writes a file when it has all of its tensors."""
-        number = len(set(self._map.values()))
-        self._held[name] = tensor
-        if list(self._held) != self._plan[number]:
-            return
-        files = len(self._plan)
-        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
-        file = self._whole if files == 1 else file
+    plan, placed = _plan(tensor_bytes, file_bytes), {}
+    for number, names in enumerate(plan, 1):
+        file = f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        file = whole if len(plan) == 1 else file
         # transformers refuses files that do not say this.
-        save_file(self._held, self.partial / file, metadata={"format": "pt"})
-        self._map |= dict.fromkeys(self._held, file)
-        self._held.clear()
-
-    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            self._new.remove()
-
-    def _finish(self) -> None:
-        missing = self._bytes.keys() - self._map.keys()
-        if missing:
-            raise ValueError(
-                f"tensors were never written: {', '.join(sorted(missing))}"
-            )
-        if len(self._plan) > 1:
-            index = {
-                "metadata": {"total_size": sum(self._bytes.values())},
-                "weight_map": self._map,
-            }
-            (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        self._new.appear()
+        metadata = {"format": "pt"}
+        held = itertools.islice(tensors, len(names))
+        save_file(dict(held), directory / file, metadata=metadata)
+        placed |= dict.fromkeys(names, file)
+    if len(plan) > 1:
+        total = {"total_size": sum(tensor_bytes.values())}
+        index = {"metadata": total, "weight_map": placed}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _plan(tensor_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
