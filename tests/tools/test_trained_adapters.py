@@ -37,8 +37,11 @@ SETTINGS = {
 """Of tests/fixtures/make_peft_adapters.py."""
 WIDE = {"lora__base_dtype": "float32"}
 """The others' weights are numbers of bfloat16."""
+CHUNKS = {"train__microbatches": 2, "feed_forward_chunk_tokens": 5}
 RING = MeshShape(ring=4)
 CUBE = MeshShape(fsdp=2, ring=2, tensor=2)
+
+slow = pytest.mark.slow
 
 
 class Run:
@@ -106,8 +109,12 @@ def adapters_of(name: str, when: str, run: Run) -> Any:
 @pytest.mark.parametrize(
     "name, shape, fields",
     [
-        ("llama_gqa", RING, WIDE | {"remat": "nothing", "attention_parts": 2}),
-        ("gemma2", CUBE, {"train__microbatches": 2, "feed_forward_chunk_tokens": 5}),
+        ("llama_gqa", CUBE, WIDE | CHUNKS | {"remat": "products"}),
+        pytest.param(
+            *("llama_gqa", RING, WIDE | {"remat": "nothing", "attention_parts": 2}),
+            marks=slow,
+        ),
+        pytest.param("gemma2", CUBE, CHUNKS, marks=slow),
     ],
 )
 def test_losses_and_adapters_of_training_are_pefts(name, shape, fields):
@@ -139,10 +146,10 @@ def case(attention: str, remat: str, family: str) -> Any:
     is_ring = attention in ("ring", "striped", "zigzag")
     shape = shape.get(attention, RING if is_ring else MeshShape(fsdp=2))
     fields = {"remat": remat, "family": family}
-    return pytest.param(attention, shape, fields, marks=pytest.mark.slow)
+    return attention, shape, fields
 
 
-@pytest.mark.thorough
+@slow
 @pytest.mark.parametrize(
     "attention, shape, fields",
     [

@@ -120,22 +120,15 @@ def _fill(
     index: Index,
 ) -> None:
     """Reads the part at `index` of a parameter of this shape, as float32."""
-    if not weight.is_stacked:
-        stored = files.read(weight.name, weight.stored_index(shape, index))
-        part[...] = weight.from_stored(stored, part.shape)
-        _check_finite(part, weight.name)
-        return
-    stored_index = weight.stored_index(shape[1:], index[1:])
-    layers = weight.names(shape[0])[index[0]]
-    for place, name in zip(part, layers, strict=True):
-        stored = files.read(name, stored_index)
-        place[...] = weight.from_stored(stored, place.shape)
-        _check_finite(place, name)
-
-
-def _check_finite(part: np.ndarray, name: str) -> None:
-    if not np.isfinite(part).all():
-        raise ValueError(
-            f"{name} holds numbers that are not finite, which no training recovers "
-            "from: copy the model again"
-        )
+    names, places = [weight.name], part[None]
+    if weight.is_stacked:
+        names, places = weight.names(shape[0])[index[0]], part
+        shape, index = shape[1:], index[1:]
+    stored_index = weight.stored_index(shape, index)
+    for place, name in zip(places, names, strict=True):
+        place[...] = weight.from_stored(files.read(name, stored_index), place.shape)
+        if not np.isfinite(place).all():
+            raise ValueError(
+                f"{name} holds numbers that are not finite, which no training recovers "
+                "from: copy the model again"
+            )
