@@ -48,4 +48,4 @@ FAMILIES = {
     },
 }
 """By name; gpt-oss has a factor on logits here, which only other families have."""
-FAMILIES["every_part"] = FAMILIES["gpt_oss"] | FAMILIES["gemma2"] | FAMILIES["gemma3"]
+FAMILIES["every_part"] = FAMILIES["gpt_oss"] | FAMILIES["gemma3"] | FAMILIES["gemma2"]

@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from models.abstract import Model
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
 from tasks import corpora, frozen, run_config, text
-from tasks.command_line import Parser, as_program, at_least
+from tasks.command_line import Parser, as_program
 from tools.generate import find_tokenizer
 from tools.lib.hf import adapters, multimodal
 from tools.lib.hf import config as hf_config
@@ -55,6 +55,7 @@ COMPANIONS = (
 """What `--like` copies besides, so that a model can be used where it arrives."""
 
 DTYPES = ("float32", "bfloat16", "float16")
+FILE_BYTES = 5_000_000_000
 
 
 def import_model(source: Path, workdir: Path, partition: Partition) -> list[str]:
@@ -124,7 +125,7 @@ def export_model(
     partition: Partition,
     *,
     dtype: str,
-    file_bytes: int,
+    file_bytes: int = FILE_BYTES,
     original: Path | None = None,
     weights: str | None = None,
     adapter_only: bool = False,
@@ -160,7 +161,11 @@ def export_model(
         run.init_from = weights or run.init_from
         source = adapters.Adapted(run, partition)
     if adapter_only:
-        _check_alone(source, config, workdir, kept)
+        if not config.lora.rank:
+            raise ValueError(
+                f"{workdir} holds no adapters: export it without --adapter"
+            )
+        source.check_alone(config, kept)
         name, base_model = adapters.CONFIG, original and str(original)
         fields = adapters.config_fields(config.lora, base_model)
         source, model, file_bytes = source.saved, source.model, sys.maxsize
@@ -187,23 +192,6 @@ def export_model(
     finally:
         new.remove()
     return said
-
-
-def _check_alone(
-    source: SavedParameters | adapters.Adapted,
-    config: LanguageModelConfig,
-    workdir: str,
-    original: Mapping[str, Any],
-) -> None:
-    """Raises ValueError where PEFT's files would not say all of the model."""
-    if not isinstance(source, adapters.Adapted):
-        raise ValueError(f"{workdir} holds no adapters: export it without --adapter")
-    if original.get("model_type") == multimodal.MODEL_TYPE:
-        raise ValueError(
-            f"layers of model_type={multimodal.MODEL_TYPE!r}, with images, have other "
-            "names than the adapters': export it merged, without --adapter"
-        )
-    source.check_sizes(config)
 
 
 def _write_own_tokenizer(workdir: str, directory: Path, fields: dict[str, Any]) -> str:
@@ -334,8 +322,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("workdir", help="of a run, or of imported weights")
     add("directory", type=Path, help="directory to write, a new one")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    size = at_least(1e-9, float)  # a byte
-    add("--file-gigabytes", type=size, default=5, help="default: %(default)s")
     add(
         "--like",
         type=Path,
@@ -370,7 +356,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen.directory,
         partition,
         dtype=chosen.dtype,
-        file_bytes=int(min(chosen.file_gigabytes * 1e9, sys.maxsize)),
         original=chosen.like,
         weights=chosen.weights,
         adapter_only=chosen.adapter,

@@ -23,7 +23,7 @@ slow = pytest.mark.slow
 RING, CUBE = MeshShape(ring=4), MeshShape(fsdp=2, ring=2, tensor=2)
 SHAPES = {"llama_scaled": RING, "gemma3": CUBE}
 NAMES = sorted(path.name for path in DIRECTORY.iterdir())
-FILE = {"dtype": "float32", "file_bytes": 1 << 30}
+FILE = {"dtype": "float32"}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from models.adapters import FACTORS
 from models.sizes import TARGETS, LanguageModelConfig, Lora
 from tasks import frozen, text
 from tasks.base import identity
+from tools.lib.hf import multimodal
 from tools.lib.hf.names import Weight, weight_at
 from training.mesh import Partition
 from training.stored_step import differences, leaves, listed
@@ -120,14 +121,22 @@ class Adapted:
         self.parameters = self.saved.restore(like)
         self._base = SavedParameters(config.init_from)
 
-    def check_sizes(self, config: LanguageModelConfig) -> None:
+    def check_alone(
+        self, config: LanguageModelConfig, original: Mapping[str, Any]
+    ) -> None:
         """Refuses a model of which PEFT's files would not say all.
 
         config: of the model that the adapters make of their weights.
+        original: config.json of the weights, if it is known.
 
         Raises:
-          ValueError: it differs from that of the weights.
+          ValueError: it differs from that of the weights, or is one with images.
         """
+        if original.get("model_type") == multimodal.MODEL_TYPE:
+            raise ValueError(
+                f"layers of model_type={multimodal.MODEL_TYPE!r}, with images, have "
+                "other names than the adapters': export it merged, without --adapter"
+            )
         ours = identity(dataclasses.replace(config, lora=Lora()))
         found = differences(leaves(self._base.fingerprint["model"]), leaves(ours))
         if found:

@@ -161,11 +161,6 @@ def weight_at(path: tuple[str, ...]) -> Weight:
     return next(weight for weight in _WEIGHTS if weight.path == path)
 
 
-def is_derived(name: str) -> bool:
-    """Returns whether a tensor follows from config.json (in older files)."""
-    return name.endswith("rotary_emb.inv_freq")
-
-
 def _merged(index: Sequence[slice], shape: Sequence[int]) -> slice:
     """Returns the part of axes merged into one; only the first may be cut."""
     inner = math.prod(shape[1:])

@@ -9,7 +9,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding
 
 from models.abstract import Model
-from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, is_derived, stored_shapes
+from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, stored_shapes
 from tools.lib.hf.tensor_files import TensorFiles
 from training.mesh import Partition
 
@@ -51,7 +51,9 @@ def check_tensors(
     config: file that says which these are.
     """
     wanted = stored_shapes(weights, model)
-    found = {n: shape for n, shape in files.shapes.items() if not is_derived(n)}
+    # Older files hold tensors that follow from config.json.
+    derived = "rotary_emb.inv_freq"
+    found = {n: s for n, s in files.shapes.items() if not n.endswith(derived)}
     if HEAD not in weights and _is_embedding(files, found):
         del found[HEAD.name]
     wrong = []
