@@ -42,7 +42,7 @@ from tools.generate import find_tokenizer
 from tools.lib.hf import adapters, multimodal
 from tools.lib.hf import config as hf_config
 from tools.lib.hf.names import Weight, stored_shapes, weights_of
-from tools.lib.hf.reading import check_tensors, load
+from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import WHOLE, TensorFiles, write_tensors
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
@@ -82,12 +82,11 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> list[str]
                 f"config.json has num_hidden_layers={config.num_layers}, but the files "
                 f"hold {len(files.shapes)} tensors in all: copy the model again"
             )
-        model = model_of(config, partition)
-        weights = weights_of(model)
-        check_tensors(files, weights, model)
-        parameters = load(files, weights, model, partition)
+        settings = _settings(config, workdir=str(workdir))
+        model = text.model(settings, partition)
+        parameters = load(files, weights_of(model), model, partition)
     save_parameters(workdir, parameters, text.fingerprint(model))
-    run_config.write(_settings(config, workdir=str(workdir)))
+    run_config.write(settings)
     return left_out
 
 
@@ -111,9 +110,11 @@ def import_adapter(
         lora = adapters.read_lora(fields, [*files.shapes])
         config.lora.update(dataclasses.asdict(lora))
         model = text.model(config, partition)
-        factors = adapters.weights_of(model)
-        check_tensors(files, factors, model, f"{adapters.CONFIG} and the model")
-        parameters = load(files, factors, model, partition)
+        factors, said_by = (
+            adapters.weights_of(model),
+            f"{adapters.CONFIG} and the model",
+        )
+        parameters = load(files, factors, model, partition, said_by)
     fingerprint = text.fingerprint(model) | frozen.identify(config, model)
     save_parameters(workdir, parameters, fingerprint)
     run_config.write(config)
@@ -154,7 +155,7 @@ def export_model(
     refuse_existing(directory)
     kept = {} if original is None else _read_config(original, CONFIG)
     source = SavedParameters(workdir)
-    config = _with_mask(_saved_sizes(source, workdir), source)
+    config = _exported_sizes(source, workdir)
     tokens = source.settings.get("data.context_tokens", 0)
     if config.lora.rank:
         run = run_config.read(workdir)
@@ -173,7 +174,7 @@ def export_model(
     else:
         config = dataclasses.replace(config, lora=Lora())
         name, fields = CONFIG, hf_config.config_fields(config, dtype, kept, tokens)
-        model = model_of(config, partition)
+        model = text.model(_settings(config), partition)
         parts = weights_of(model)
     shapes = stored_shapes(parts, model)
     sizes = {n: np.dtype(dtype).itemsize * math.prod(s) for n, s in shapes.items()}
@@ -184,7 +185,9 @@ def export_model(
         write_tensors(new.partial, tensors, sizes, file_bytes, whole)
         said = "" if adapter_only else hf_config.context_change(fields, kept)
         if original:
-            _copy_companions(original, new.partial)
+            found = (file for name in COMPANIONS for file in original.glob(name))
+            for file in filter(Path.is_file, found):
+                shutil.copyfile(file, new.partial / file.name)
         elif not adapter_only:
             said = _write_own_tokenizer(workdir, new.partial, fields)
         (new.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
@@ -214,33 +217,21 @@ def _write_own_tokenizer(workdir: str, directory: Path, fields: dict[str, Any]) 
     return ""
 
 
-def _copy_companions(original: Path, directory: Path) -> None:
-    for pattern in COMPANIONS:
-        for file in sorted(filter(Path.is_file, original.glob(pattern))):
-            shutil.copyfile(file, directory / file.name)
+def _exported_sizes(saved: SavedParameters, workdir: str) -> LanguageModelConfig:
+    """Returns the sizes of a saved model, with its run's mask in its layers.
 
-
-def _saved_sizes(saved: SavedParameters, workdir: str) -> LanguageModelConfig:
-    """Returns the sizes of a saved model; raises ValueError where it is another's."""
+    Raises:
+      ValueError: it is no language model, or none has such a mask.
+    """
     try:
         fields = dict(saved.fingerprint["model"])
         scaling = RopeScaling(**fields.pop("rope_scaling", {}))
         lora = Lora(**fields.pop("lora", {}))
-        return LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)
+        config = LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"the parameters in {workdir} are no language model's: {error}"
         ) from error
-
-
-def _with_mask(
-    config: LanguageModelConfig, saved: SavedParameters
-) -> LanguageModelConfig:
-    """Returns the sizes with the mask of the run, which a model has in its layers.
-
-    Raises:
-      ValueError: no model has such a mask.
-    """
     mask = saved.settings.get("mask", "causal")
     window = DocumentMask.parse(mask).window
     if window and not config.layer_pattern:
@@ -251,11 +242,6 @@ def _with_mask(
             f"{config.layer_pattern=}: only a window of all layers is exported"
         )
     return config
-
-
-def model_of(config: LanguageModelConfig, partition: Partition) -> Model:
-    """Returns a model of these sizes, without parameters."""
-    return text.model(_settings(config), partition)
 
 
 def _settings(config: LanguageModelConfig, **fields: Any) -> ml_collections.ConfigDict:
@@ -298,13 +284,10 @@ def _tensors(
     dtype: str,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every tensor of the published model, parameter by parameter."""
-    shapes = traverse_util.flatten_dict(model.shapes)
-    axes = traverse_util.flatten_dict(model.axes)
+    abstract = frozen.abstract_parameters(model.shapes, model.axes, partition)
+    leaves = traverse_util.flatten_dict(abstract)
     for weight in weights:
-        shape = shapes[weight.path].shape
-        sharding = partition.sharding(axes[weight.path], shape)
-        abstract = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-        tree = traverse_util.unflatten_dict({weight.path: abstract})
+        tree = traverse_util.unflatten_dict({weight.path: leaves[weight.path]})
         (parameter,) = jax.tree.leaves(saved.restore(tree))
         for layer, name in enumerate(weight.names(model.config.num_layers)):
             array = parameter[layer] if weight.is_stacked else parameter

@@ -1,5 +1,6 @@
 """Adapters in and out: PEFT's logits and tensors, merged exports, faults named."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,6 @@ from tests.tools.test_trained_adapters import DIRECTORY
 from tools.convert_hf import export_model, import_adapter, import_model, main
 from tools.lib.hf import adapters
 from training.mesh import MeshShape, Partition
-from training.weights import save_parameters
 
 slow = pytest.mark.slow
 RING, CUBE = MeshShape(ring=4), MeshShape(fsdp=2, ring=2, tensor=2)
@@ -128,51 +128,26 @@ def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
     tensors["model.norm.weight"] = 2 * tensors["model.norm.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     import_model(changed, tmp_path / "other", partition)
-    options = FILE | {"weights": str(tmp_path / "other")}
-    for adapter_only in (False, True):
-        with pytest.raises(ValueError, match="base_weights: saved step 0 with digest"):
-            export_model(
-                config.workdir,
-                tmp_path / "out",
-                partition,
-                adapter_only=adapter_only,
-                **options,
-            )
-    config.init_from = str(tmp_path / "other")
+    out, other = tmp_path / "out", str(tmp_path / "other")
+    with pytest.raises(ValueError, match="base_weights: saved step 0 with digest"):
+        export_model(config.workdir, out, partition, weights=other, **FILE)
+    config.init_from = other
     with pytest.raises(ValueError, match="base_weights: saved step 0 with digest"):
         restored_parameters(config, partition)
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
     # Where the right one has moved it is found.
-    moved = runs / "llama_scaled"
-    export_model(
-        config.workdir, tmp_path / "out", partition, weights=str(moved), **FILE
-    )
+    moved = str(runs / "llama_scaled")
+    export_model(config.workdir, out, partition, weights=moved, **FILE)
 
 
-def test_an_adapter_of_a_model_that_the_run_changed_is_exported_merged_only(
-    runs, tmp_path
-):
+def test_what_pefts_files_would_not_say_is_exported_merged_only(runs, tmp_path):
     config, partition = run_of(runs, "llama_scaled")
-    parameters = adapters.Adapted(config, partition).parameters
-    changed = {"rope_scaling.factor": 4.0, "may_change": ("rope_scaling",)}
-    changed |= {"workdir": str(tmp_path / "run")}
-    config.update_from_flattened_dict(changed)
-    model = text.model(config, partition)
-    fingerprint = text.fingerprint(model) | frozen.identify(config, model)
-    save_parameters(config.workdir, parameters, fingerprint)
-    run_config.write(config)
+    adapted = adapters.Adapted(config, partition)
+    scaling = dataclasses.replace(adapted.model.config.rope_scaling, factor=4.0)
+    changed = dataclasses.replace(adapted.model.config, rope_scaling=scaling)
     said = r"\(rope_scaling.factor: saved 8.0, this run 4.0\): export it merged, wi"
-    with pytest.raises(ValueError, match=said) as caught:
-        options = FILE | {"adapter_only": True}
-        export_model(config.workdir, tmp_path / "out", partition, **options)
-    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
-    export_model(config.workdir, tmp_path / "out", partition, **FILE)
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["rope_scaling"]["factor"] == 4.0
-
-
-def test_adapters_alone_are_not_written_as_of_a_model_with_images(runs, tmp_path):
-    config, partition = run_of(runs, "gemma3")
+    with pytest.raises(ValueError, match=said):
+        adapted.check_alone(changed, {})
     like = {"model_type": "gemma3", "text_config": hf_models.fields("gemma3")}
     (tmp_path / "config.json").write_text(json.dumps(like))
     options = FILE | {"original": tmp_path, "adapter_only": True}

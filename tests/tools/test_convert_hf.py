@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 
 from tasks import run_config, text
 from tasks.command_line import read_config
+from tests.small_llama import partition_of
 from tests.tools import hf_models
-from tools import convert_hf
 from tools.convert_hf import export_model, import_model, main
 from tools.lib.hf.config import model_config
 from tools.lib.hf.names import stored_shapes, weights_of
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import WHOLE, TensorFiles
-from training.mesh import MeshShape, Partition, make_mesh
+from training.mesh import MeshShape
 from training.weights import SavedParameters
 
 slow = pytest.mark.slow
@@ -45,10 +45,6 @@ each_model = pytest.mark.parametrize(
 )
 
 
-def partition_on(shape: MeshShape) -> Partition:
-    return Partition(make_mesh(shape, jax.devices()))
-
-
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The workdir of a readable model, imported through a mesh of its own."""
@@ -56,7 +52,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @functools.cache
     def workdir(name: str) -> Path:
-        partition = partition_on(MESHES[name])
+        partition = partition_of(MESHES[name])
         import_model(hf_models.DIRECTORY / name, root / name, partition)
         return root / name
 
@@ -103,7 +99,7 @@ def changed_copy(tmp_path: Path, name: str, changes: Mapping[str, Any]) -> Path:
 def test_export_gives_back_what_was_imported_bit_for_bit(imported, tmp_path, name):
     """The tensors, in their own type, and what config.json says of the model."""
     shape = MeshShape(fsdp=4, tensor=2) if name == "llama_gqa" else MeshShape(fsdp=8)
-    partition, out = partition_on(shape), tmp_path / "out"
+    partition, out = partition_of(shape), tmp_path / "out"
     source, fields = hf_models.DIRECTORY / name, hf_models.fields(name)
     assert text.sizes(run_config.read(str(imported(name)))) == model_config(fields)
     options = {"dtype": fields["dtype"], "file_bytes": 20_000, "original": source}
@@ -125,8 +121,8 @@ def test_every_device_reads_its_own_part_once_and_the_host_no_more(
         "hidden_size": 256,
         "intermediate_size": 512,
     }
-    partition = partition_on(MeshShape(fsdp=4, ring=2))
-    model = convert_hf.model_of(model_config(fields), partition)
+    partition = partition_of(MeshShape(fsdp=4, ring=2))
+    model = text.model(hf_models.run_config(model_config(fields)), partition)
     weights = weights_of(model)
     shapes = stored_shapes(weights, model)
     held = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
@@ -171,7 +167,6 @@ def spoiled(value: float, *shape: int) -> np.ndarray:
 
 
 TENSOR = "model.layers.1.self_attn.k_proj.weight"
-WHAT_MODELS_HERE_HAVE = "(only default, linear, yarn, llama3)"
 
 # Tensors and fields of config.json that are others, and what is said of them.
 BAD = [
@@ -185,7 +180,6 @@ BAD = [
     ({"num_hidden_layers": 1 << 16}, "but the files hold 21 tensors in all"),
     ({"hidden_size": (1 << 31) - 1}, "but [40, 2147483647] by config.json; "),
     ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is missing"),
-    ({"vocab_size": "40"}, "vocab_size='40' (a whole number from 1"),
     (
         {"tie_word_embeddings": True},
         "lm_head.weight is not model.embed_tokens.weight, but config.json says tie",
@@ -195,11 +189,6 @@ BAD = [
         "self_attn.k_proj.bias is missing, [20] by config.json; ",
     ),
     ({"attention_dropout": 0.5}, "attention_dropout=0.5 (only 0"),
-    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' (true or fal"),
-    (
-        {"rope_parameters": {"rope_type": "longrope"}},
-        f"error: config.json has RoPE scaling 'longrope' {WHAT_MODELS_HERE_HAVE}\n",
-    ),
 ]
 
 
@@ -234,7 +223,7 @@ def test_a_tied_head_is_none(imported, tmp_path, capsys):
 
     Tensors of older files that follow from config.json are passed over.
     """
-    partition = partition_on(MESHES["llama_tied"])
+    partition = partition_of(MESHES["llama_tied"])
     table = tensors(hf_models.DIRECTORY / "llama_tied")["model.embed_tokens.weight"]
     more = {"lm_head.weight": table}
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
@@ -267,7 +256,7 @@ def test_of_gemma_3_with_images_the_text_is_read_and_the_rest_said(
     assert main(["import", str(source), str(out)]) == 0
     printed = capsys.readouterr().out
     assert "left out: 2 tensors of images (" in printed
-    partition = partition_on(MESHES["gemma3"])
+    partition = partition_of(MESHES["gemma3"])
     assert digest(out) == digest(imported("gemma3"))
     # It goes out as the text model that it is here.
     options = {"dtype": "bfloat16", "original": source}
@@ -279,7 +268,7 @@ def test_of_gemma_3_with_images_the_text_is_read_and_the_rest_said(
 
 def test_numbers_that_a_type_does_not_hold_are_not_written(tmp_path, capsys):
     large = {"model.norm.weight": np.full(32, 1e5, np.float32)}
-    partition, workdir = partition_on(MESHES["llama_gqa"]), tmp_path / "large"
+    partition, workdir = partition_of(MESHES["llama_gqa"]), tmp_path / "large"
     import_model(changed_copy(tmp_path, "llama_gqa", large), workdir, partition)
     out = tmp_path / "out"
     assert main(["export", str(workdir), str(out), "--dtype", "float16"]) == 1

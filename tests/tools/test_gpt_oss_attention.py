@@ -17,12 +17,13 @@ from models.memory import Execution
 from models.rope import RopeScaling, rotations
 from models.sizes import DecoderConfig
 from tests.cases.attention import LAYOUTS
+from tests.small_llama import partition_of
 from tests.tools import hf_models
 from tools.lib.hf.config import model_config
 from tools.lib.hf.names import ATTENTION
 from tools.lib.hf.rope import read_rope
 from tools.lib.hf.tensor_files import TensorFiles
-from training.mesh import MeshShape, Partition, make_mesh
+from training.mesh import MeshShape
 
 NAME = "gpt_oss_attention"
 BOUND = 2e-5
@@ -51,7 +52,7 @@ def record() -> DecoderConfig:
 
 def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> Any:
     """What a layer here makes of the fixture's input: (48, E)."""
-    partition = Partition(make_mesh(MeshShape(ring=ring), jax.devices()[:ring]))
+    partition = partition_of(MeshShape(ring=ring))
     run = Execution(jnp.dtype("float32"), remat="everything")
     attention = Attention(config, run, partition, rngs=nnx.Rngs(0))
     with TensorFiles(hf_models.DIRECTORY / NAME) as files:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -11,16 +12,25 @@ from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
 from tests.cases import pairs
 from tests.fuzzing import altered, fuzz
-from tools.lib.hf.config import config_fields, model_config
-from tools.lib.hf.families import BY_TYPE
+from tools.lib.hf.config import config_fields, context_change, model_config
+from tools.lib.hf.fields import BY_TYPE
 from tools.lib.hf.multimodal import text_fields
 
+
+def table(name: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Model, fields of config.json, and of its record, of each line."""
+    found = []
+    for case, said in pairs(name):
+        (model, fields), parts = case.split(" ", 1), json.loads(said)
+        if scaling := parts.pop("rope_scaling", None):
+            parts["rope_scaling"] = RopeScaling(**scaling)
+        found.append((model, json.loads(fields), parts))
+    return found
+
+
 PUBLISHED, RECORDS = {}, {}
-for case, record in pairs("published_configs.txt"):
-    name, _, fields = case.partition(" ")
-    PUBLISHED[name], parts = json.loads(fields), json.loads(record)
-    scaling = RopeScaling(**parts.pop("rope_scaling", {}))
-    RECORDS[name] = LanguageModelConfig(**parts, rope_scaling=scaling)
+for name, fields, parts in table("published_configs.txt"):
+    PUBLISHED[name], RECORDS[name] = fields, LanguageModelConfig(**parts)
 LLAMA3_8B, QWEN25_7B = PUBLISHED["LLAMA3_8B"], PUBLISHED["QWEN25_7B"]
 
 
@@ -50,50 +60,10 @@ def test_what_is_written_is_read_as_the_same_model(name):
         }
 
 
-# Fields of other versions, or none (...), and what of the record is another.
-SCALED = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
-SCALED |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
-YARN = {"type": "yarn", "factor": 16, "attention_factor": None}
-LINEAR = {"rope_type": "linear", "factor": 8.0}
-NO_CAPS = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
-TWO_BASES = {
-    "full_attention": LINEAR | {"rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
-}
-TWO = {"rope_scaling": RopeScaling("linear", 8.0), "window_rope_theta": 5e4}
-CHANGED = [
-    (
-        "LLAMA3_8B",
-        {"rope_scaling": SCALED},
-        {"rope_scaling": RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)},
-    ),
-    (
-        "LLAMA3_8B",
-        {"rope_scaling": YARN, "max_position_embeddings": 4096},
-        {"rope_scaling": RopeScaling("yarn", 16.0, 4096)},
-    ),
-    (
-        "LLAMA2_70B",
-        {"rope_scaling": {"type": "linear", "factor": 4}},
-        {"rope_scaling": RopeScaling("linear", 4.0)},
-    ),
-    ("GEMMA3_1B", {"rope_scaling": LINEAR, "rope_local_base_freq": 5e4}, TWO),
-    (
-        "GEMMA3_1B",
-        {"rope_parameters": TWO_BASES}
-        | dict.fromkeys(("rope_theta", "rope_local_base_freq"), ...),
-        TWO,
-    ),
-    ("GEMMA2_27B", NO_CAPS, {"attention_soft_cap": 0.0, "logit_soft_cap": 0.0}),
-    ("GEMMA2_27B", dict.fromkeys(NO_CAPS, ...), {}),
-    ("MISTRAL3", {"sliding_window": ...}, {"layer_pattern": "w", "window": 4096}),
-]
-
-
-@pytest.mark.parametrize(("name", "changes", "parts"), CHANGED)
+@pytest.mark.parametrize(("name", "changes", "parts"), table("changed_configs.txt"))
 def test_fields_of_other_versions_are_read(name, changes, parts):
     fields = (PUBLISHED[name] | changes).items()
-    config = model_config({n: value for n, value in fields if value is not ...})
+    config = model_config({n: value for n, value in fields if value != "..."})
     assert config == dataclasses.replace(RECORDS[name], **parts)
     assert isinstance(config.rope_scaling.factor, float)
     assert model_config(config_fields(config, "float32", {})) == config
@@ -166,6 +136,10 @@ NAMES = {
 }
 
 
+SCALED = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+SCALED |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+
+
 @pytest.mark.parametrize(
     "attempts", [300, pytest.param(10_000, marks=pytest.mark.slow)]
 )
@@ -232,6 +206,30 @@ def test_fields_of_the_original_are_kept_but_for_the_models_own():
 
 
 SIZES = (64, 128, 2, 4, 2, 16, 1e6)
+CONTEXTS = [
+    (48, RopeScaling(), 64),  # the original's
+    (128, RopeScaling(), 128),
+    (256, RopeScaling("linear", 4.0), 256),
+    (
+        512,
+        RopeScaling("yarn", 4.0, 64),
+        256,
+    ),  # else transformers 4 takes another factor
+]
+
+
+@pytest.mark.parametrize(("tokens", "scaling", "longest"), CONTEXTS)
+def test_the_longest_context_is_that_of_the_run(tokens, scaling, longest):
+    config = LanguageModelConfig(*SIZES, vocab_size=300, rope_scaling=scaling)
+    for original in {}, LLAMA3_8B | {"max_position_embeddings": 64}:
+        written = config_fields(config, "float32", original, tokens)
+        wanted = longest if original or scaling.factor > 1 else tokens
+        assert written["max_position_embeddings"] == wanted
+        change = f"max_position_embeddings={longest}, which is 64 in the original"
+        said = change if original and longest != 64 else ""
+        assert context_change(written, original) == said
+
+
 NOT_WRITTEN = [
     ({"attention_sinks": True}, {}, "attention_sinks=True, there False"),
     (

@@ -24,15 +24,12 @@ from training.weights import SavedParameters
 LLAMA = hf_models.DIRECTORY / "llama"
 
 
-def run_of(
-    directory: Path, settings: dict[str, Any], model: str = "llama", **fields: Any
-) -> str:
-    """The workdir of a run with these settings, its model with these fields."""
+def run_of(directory: Path, settings: dict[str, Any], model: str = "llama") -> str:
+    """The workdir of a run with these settings."""
     weights, workdir = directory / "weights", directory / "run"
     partition = partition_of(MeshShape(fsdp=8))
     import_model(hf_models.DIRECTORY / model, weights, partition)
     config = run_config.read(str(weights))
-    config.update_from_flattened_dict(fields)
     made = text.model(config, partition)
     like = frozen.abstract_parameters(made.shapes, made.axes, partition)
     fingerprint = text.fingerprint(made)
@@ -51,9 +48,11 @@ def written(directory: Path) -> tuple[dict[str, Any], LanguageModelConfig]:
 
 
 def test_a_window_of_the_run_is_one_of_every_layer(tmp_path, capsys):
-    run, out = run_of(tmp_path, {"mask": "window(8)"}), tmp_path / "out"
+    settings = {"mask": "window(8)", "data.context_tokens": 48}
+    run, out = run_of(tmp_path, settings), tmp_path / "out"
     assert main(["export", run, str(out)]) == 0
     fields, config = written(out)
+    assert fields["max_position_embeddings"] == 48
     assert fields["model_type"] == "mistral" and fields["sliding_window"] == 8
     assert (config.layer_pattern, config.window) == ("w", 8)
     # LLaMA has no windows.
@@ -73,38 +72,6 @@ def test_a_mask_that_no_model_has_is_not_exported(tmp_path, capsys, mask, model)
     error = capsys.readouterr().err
     assert f"config.json cannot say config.mask='{mask}' of the run" in error
     assert error.count("\n") == 1 and not out.exists()
-
-
-YARN = {
-    "rope_scaling.rope_type": "yarn",
-    "rope_scaling.factor": 4.0,
-    "rope_scaling.original_max_position_embeddings": 64,
-}
-LINEAR = {"rope_scaling.rope_type": "linear", "rope_scaling.factor": 4.0}
-
-
-@pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize(
-    ("tokens", "changes", "longest"),
-    [
-        (48, {}, 64),  # the original's
-        (128, {}, 128),
-        (256, LINEAR, 256),
-        (512, YARN, 256),  # else transformers 4 would take another factor
-    ],
-)
-def test_the_longest_context_is_that_of_the_run(
-    tmp_path, capsys, tokens, changes, longest
-):
-    run = run_of(tmp_path, {"data.context_tokens": tokens}, **changes)
-    for like in [], ["--like", str(LLAMA)]:
-        out = tmp_path / f"out{len(like)}"
-        assert main(["export", run, str(out), *like]) == 0
-        said = capsys.readouterr().out
-        wanted = longest if like or changes else tokens
-        assert written(out)[0]["max_position_embeddings"] == wanted
-        change = f"max_position_embeddings={longest}, which is 64 in the original"
-        assert (change in said) == bool(like and longest != 64)
 
 
 def test_without_like_an_export_has_the_tokenizer_of_the_run(tmp_path, capsys):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.runs import Run
+from tests.small_llama import partition_of
 from tools.convert_hf import export_model, import_model
-from training.mesh import MeshShape, Partition, make_mesh
+from training.mesh import MeshShape
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -67,7 +68,7 @@ def test_a_run_begins_with_another_runs_parameters_and_a_fresh_optimizer(
 
 @pytest.mark.thorough
 def test_a_run_begins_with_exported_and_imported_parameters(corpus, trained, tmp_path):
-    partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
+    partition = partition_of(MeshShape(fsdp=8))
     published, imported = tmp_path / "published", tmp_path / "imported"
     options = {"dtype": "float32", "file_bytes": 1 << 16}
     export_model(str(trained.workdir), published, partition, **options)

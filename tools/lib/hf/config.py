@@ -6,14 +6,17 @@ from typing import Any
 
 from data.json_text import short
 from models.sizes import LanguageModelConfig
-from tools.lib.hf.families import BY_TYPE, EXPERTS, FAMILIES, Family
 from tools.lib.hf.fields import (
     ACTIVATIONS,
+    BY_TYPE,
+    EXPERTS,
+    FAMILIES,
     HARMLESS,
     MADE_FROM,
     ONE_VALUE,
     SAME,
     TRUTH,
+    Family,
 )
 from tools.lib.hf.multimodal import MODEL_TYPE as WITH_IMAGES
 from tools.lib.hf.multimodal import text_fields

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import traverse_util
-from jax.sharding import NamedSharding
 
 from models.abstract import Model
+from tasks import frozen
 from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, stored_shapes
 from tools.lib.hf.tensor_files import TensorFiles
 from training.mesh import Partition
@@ -24,32 +24,29 @@ def load(
     weights: Sequence[Weight],
     model: Model,
     partition: Partition,
+    config: str = "config.json",
 ) -> Any:
     """Reads the parameters onto the mesh, float32, each device's part on its own.
 
     Besides what the devices hold, the host holds one device's part of a parameter, and
     of a layer of that, as it is stored.
+
+    config: file that says which tensors these are.
+
+    Raises:
+      ValueError: the files lack tensors or have others, or numbers that are not finite.
     """
-    shapes = traverse_util.flatten_dict(model.shapes)
-    axes = traverse_util.flatten_dict(model.axes)
-    parameters = {}
-    for weight in weights:
-        shape = shapes[weight.path].shape
-        sharding = partition.sharding(axes[weight.path], shape)
-        parameters[weight.path] = _place(files, weight, shape, sharding)
+    _check_tensors(files, weights, model, config)
+    abstract = frozen.abstract_parameters(model.shapes, model.axes, partition)
+    leaves = traverse_util.flatten_dict(abstract)
+    parameters = {w.path: _place(files, w, leaves[w.path]) for w in weights}
     return traverse_util.unflatten_dict(parameters)
 
 
-def check_tensors(
-    files: TensorFiles,
-    weights: Sequence[Weight],
-    model: Model,
-    config: str = "config.json",
+def _check_tensors(
+    files: TensorFiles, weights: Sequence[Weight], model: Model, config: str
 ) -> None:
-    """Raises ValueError unless the files hold the model's tensors and no others.
-
-    config: file that says which these are.
-    """
+    """Raises ValueError unless the files hold the model's tensors and no others."""
     wanted = stored_shapes(weights, model)
     # Older files hold tensors that follow from config.json.
     derived = "rotary_emb.inv_freq"
@@ -93,13 +90,9 @@ def _is_embedding(files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> 
     return True
 
 
-def _place(
-    files: TensorFiles,
-    weight: Weight,
-    shape: tuple[int, ...],
-    sharding: NamedSharding,
-) -> jax.Array:
+def _place(files: TensorFiles, weight: Weight, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Reads one parameter; what several devices hold is read once."""
+    shape, sharding = leaf.shape, leaf.sharding
     holders: dict[str, list[jax.Device]] = {}
     indices = sharding.addressable_devices_indices_map(shape)
     for device, index in indices.items():

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tools.lib.hf.families import Family
-from tools.lib.hf.fields import LAYER_TYPES
+from tools.lib.hf.fields import LAYER_TYPES, Family
 
 _NAMES = {ours: theirs for theirs, ours in LAYER_TYPES.items()}
 _FIELDS = frozenset(
