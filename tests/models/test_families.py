@@ -84,7 +84,6 @@ FAST = [
 ]
 SLOW = [
     ("mistral", "striped", RING, {"remat": "tail"}),
-    ("qwen2", "zigzag", RING, {}),
     ("qwen3", "ring", MeshShape(fsdp=2, ring=4), {"remat": "nothing"}),
     ("gemma2", "striped", RING, {"remat": "nothing"}),
     ("gemma3", "zigzag", RING, {"remat": "products"}),

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -144,9 +144,9 @@ class Family:
 
     model_type: str
     architecture: str
-    fixed: Mapping[str, Any] = field(default=_NO_FIELDS)
-    always: Mapping[str, Any] = field(default=_NO_FIELDS)
-    older: Mapping[str, Any] = field(default=_NO_FIELDS)
+    fixed: Mapping[str, Any] = _NO_FIELDS
+    always: Mapping[str, Any] = _NO_FIELDS
+    older: Mapping[str, Any] = _NO_FIELDS
     may_lack: tuple[str, ...] = ()
     has_scaled_embeddings: bool = False
 
