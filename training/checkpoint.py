@@ -4,10 +4,9 @@ The contents of a step are in `training/stored_step.py`.
 """
 
 import contextlib
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,27 +14,24 @@ import jax
 import orbax.checkpoint as ocp
 
 from training.hosts import first_says, wait_for_all
-from training.manager import Newest, open_manager
 from training.stored_step import (
     FINGERPRINT,
-    PARAMETERS,
+    META,
     RECORD,
+    STATE,
     DamagedStep,
     StoredStep,
-    briefs,
+    absolute,
     differences,
     leaves,
     listed,
     make_meta,
-    saved_briefs,
     tried_again,
 )
 from training.workdir import make_writable
 
 DAMAGED = "damaged"
 """Directory for damaged steps, beside the good ones."""
-LISTED = 8
-"""Arrays that do not fit a state, of which an error names the first."""
 
 
 class Checkpoints:
@@ -167,7 +163,7 @@ class Checkpoints:
             try:
                 meta = stored.meta()
                 self._check_model(stored, meta)
-                _check_leaves(stored, meta, abstract_state)
+                stored.check_leaves(meta, abstract_state)
                 state = stored.read(abstract_state, meta)
                 break
             except DamagedStep as damage:
@@ -344,33 +340,42 @@ class Checkpoints:
             )
 
 
-def _check_leaves(
-    stored: StoredStep, meta: Mapping[str, Any], abstract_state: Any
-) -> None:
-    """Compares names, shapes and dtypes; Orbax would cast a dtype in silence."""
-    wanted = leaves(abstract_state)
-    homeless = [n for n, x in wanted.items() if getattr(x, "sharding", None) is None]
-    if homeless:
-        raise ValueError(
-            f"{homeless[0] or 'the whole'} of abstract_state has no sharding: give a "
-            "jax.ShapeDtypeStruct with one for every array"
-        )
-    saved = saved_briefs(meta)
-    found = differences(saved, briefs(wanted))
-    if found and all(name.startswith(f"{PARAMETERS}.") for name in saved):
-        raise ValueError(
-            f"{stored} holds imported weights and not a run: name them in "
-            "config.init_from (adapters: export them merged, and import that), and "
-            "choose another workdir"
-        )
-    if found:
-        first = dict(itertools.islice(found.items(), LISTED))
-        more = len(found) - len(first)
-        raise ValueError(
-            f"{stored} does not fit the train state; use another workdir, or the"
-            f" model and optimizer it was saved with:\n  {listed(first)}"
-            + (f"\n  and {more} more" if more else "")
-        )
+class Manager(ocp.CheckpointManager):
+    """Orbax's manager, which leaves notices of preemption to the run.
+
+    Its own question after each save would move the step at which the processes of a run
+    have agreed to stop (see `training/preemption.py`).
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
+class Newest(ocp.checkpoint_managers.LatestN):
+    """Keeps the newest n steps, or, while `rotates` is False, all that there are."""
+
+    rotates = True
+
+    def should_preserve(self, checkpoints: Sequence[Any], **rest: Any) -> list[bool]:
+        preserved = super().should_preserve(checkpoints, **rest)
+        return [is_new or not self.rotates for is_new in preserved]
+
+
+def open_manager(directory: str | Path, newest: Newest, *, cleans: bool) -> Manager:
+    """Opens a directory of steps, and makes it where it is missing.
+
+    cleans: whether what earlier saves have left unfinished is removed.
+    """
+    return Manager(
+        absolute(directory),
+        item_handlers={
+            STATE: ocp.StandardCheckpointHandler(),
+            META: ocp.JsonCheckpointHandler(),
+        },
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=newest, cleanup_tmp_directories=cleans
+        ),
+    )
 
 
 def _as_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:

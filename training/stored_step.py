@@ -7,6 +7,7 @@ gives back whatever a damaged file holds.
 """
 
 import contextlib
+import itertools
 import json
 import re
 import time
@@ -33,6 +34,9 @@ PARAMETERS = "params"
 
 WAITS = (1.0, 4.0, 15.0)
 """Seconds before what could not be read is tried again."""
+
+LISTED = 8
+"""Arrays that do not fit a state, of which an error names the first."""
 
 # What shows that a step is damaged: a part that is not there, or was read and makes no
 # sense to Python or to TensorStore. Any other error may be gone at the next attempt.
@@ -124,6 +128,34 @@ class StoredStep:
         """
         return self._together(self._read_meta)
 
+    def check_leaves(self, meta: Mapping[str, Any], abstract_state: Any) -> None:
+        """Compares names, shapes and dtypes; Orbax would cast a dtype in silence."""
+        wanted = leaves(abstract_state)
+        homeless = [
+            n for n, x in wanted.items() if getattr(x, "sharding", None) is None
+        ]
+        if homeless:
+            raise ValueError(
+                f"{homeless[0] or 'the whole'} of abstract_state has no sharding: give "
+                "a jax.ShapeDtypeStruct with one for every array"
+            )
+        saved = saved_briefs(meta)
+        found = differences(saved, briefs(wanted))
+        if found and all(name.startswith(f"{PARAMETERS}.") for name in saved):
+            raise ValueError(
+                f"{self} holds imported weights and not a run: name them in "
+                "config.init_from (adapters: export them merged, and import that), and "
+                "choose another workdir"
+            )
+        if found:
+            first = dict(itertools.islice(found.items(), LISTED))
+            more = len(found) - len(first)
+            raise ValueError(
+                f"{self} does not fit the train state; use another workdir, or the"
+                f" model and optimizer it was saved with:\n  {listed(first)}"
+                + (f"\n  and {more} more" if more else "")
+            )
+
     def read(self, abstract: Any, meta: Mapping[str, Any]) -> Any:
         """Reads arrays onto the shardings of `abstract`; on all processes.
 
@@ -176,7 +208,7 @@ class StoredStep:
             yield
         # Readers raise whatever they like.
         except Exception as error:
-            kind = DamagedStep if _shows_damage(error) else OSError
+            kind = DamagedStep if shows_damage(error) else OSError
             raise kind(f"{self.directory / item}: {_line(_root(error))}") from error
 
     def _read_meta(self) -> dict[str, Any]:
@@ -256,7 +288,7 @@ def _attempt[T](read: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _shows_damage(error: BaseException) -> bool:
+def shows_damage(error: BaseException) -> bool:
     """Returns whether an error is due to the disk's contents, not to reading."""
     error = _root(error)
     said = str(error)
@@ -325,6 +357,11 @@ def is_named(key: str, names: Collection[str]) -> bool:
     """Returns whether a dotted key, a part of it, or its parent is one of the names."""
     parts = {*key.split("."), key}
     return any(name in parts or key.startswith(f"{name}.") for name in names)
+
+
+def absolute(directory: str | Path) -> str | Path:
+    """Returns the absolute path that Orbax needs; a bucket already is."""
+    return directory if "://" in str(directory) else Path(directory).absolute()
 
 
 def _checksum(meta: Mapping[str, Any]) -> int:

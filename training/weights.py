@@ -16,7 +16,6 @@ import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
 from training.hosts import all_agree
-from training.manager import absolute
 from training.record import SETTINGS, check_alike
 from training.stored_step import (
     FINGERPRINT,
@@ -25,6 +24,7 @@ from training.stored_step import (
     RECORD,
     DamagedStep,
     StoredStep,
+    absolute,
     briefs,
     differences,
     leaves,

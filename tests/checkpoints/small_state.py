@@ -33,6 +33,13 @@ def state(step: int) -> Any:
     }
 
 
+def broken(step: int, value: float = np.nan) -> Any:
+    """A state whose matrix has one element that is not finite."""
+    changed = state(step)
+    changed["params"]["matrix"] = changed["params"]["matrix"].at[3, 5].set(value)
+    return changed
+
+
 def abstract(tree: Any) -> Any:
     place = SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(

@@ -1,0 +1,183 @@
+"""Saves that fail or are refused: the run goes on where it can; nothing good goes."""
+
+import contextlib
+import errno
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+
+from tests.checkpoints.small_state import (
+    LEAVES_COROUTINES,
+    Told,
+    assert_restores,
+    broken,
+    checkpoints,
+    content,
+    settle,
+    state,
+)
+
+pytestmark = LEAVES_COROUTINES
+PATH = type(epath.Path("/"))
+ONE = jnp.ones(3)
+
+
+@contextlib.contextmanager
+def full_disk(moment: str = "rename") -> Iterator[None]:
+    def refuse(path: Any, *args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PATH, moment, refuse)
+        yield
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("moment", ["write_text", "rename"])
+def test_a_run_goes_on_after_a_save_on_a_full_disk(
+    directory: Path, told: Told, moment: str
+) -> None:
+    before = content(directory)
+    with checkpoints(directory, told, keep=1) as saved:
+        with full_disk(moment):
+            saved.save(40, state(40))
+            settle(saved)
+        # Nothing went, though only one step was to be kept.
+        assert before.items() <= content(directory).items()
+        assert saved.latest_step() == 30
+        assert len(told) == 1
+        parts = ["WARNING: step 40 was NOT saved", "No space left", str(directory)]
+        assert all(part in told[0] for part in [*parts, "step 30"])
+        saved.save(50, state(50))
+        settle(saved)
+        assert saved.latest_step() == 50
+        assert_restores(saved, 50)
+    assert len(told) == 1
+    # Orbax' threads of the save that failed may still be at it.
+    deadline = time.monotonic() + 60
+    while any("tmp" in path.name for path in directory.iterdir()):
+        assert time.monotonic() < deadline
+        checkpoints(directory, told, keep=1).close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("steps", "then", "error", "said"),
+    [
+        ((40, 50, 60), None, OSError, "step 50 was NOT .*before it failed too"),
+        ((40,), None, OSError, "step 40 was NOT saved .*No space left"),
+        # A failed save leaves the error that ends the run.
+        ((40,), ZeroDivisionError("other"), ZeroDivisionError, "other"),
+    ],
+    ids=["second", "last", "other"],
+)
+def test_a_second_failed_save_and_a_last_one_end_the_run(
+    directory: Path,
+    told: Told,
+    steps: tuple[int, ...],
+    then: Exception | None,
+    error: type[Exception],
+    said: str,
+) -> None:
+    before = content(directory)
+    with full_disk(), pytest.raises(error, match=said):
+        with checkpoints(directory, told, keep=1) as saved:
+            for step in steps:
+                saved.save(step, state(step))
+            if then:
+                raise then
+    assert before.items() <= content(directory).items()
+    assert len(told) == 1 and "step 40 was NOT saved" in told[0]
+
+
+def test_old_steps_go_only_when_the_new_one_is_there(
+    directory: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    rename = PATH.rename
+
+    def look(path: Any, target: Any) -> Any:
+        seen.append({p.name for p in directory.iterdir()} & {"10", "20", "30"})
+        return rename(path, target)
+
+    with checkpoints(directory, told, keep=1) as saved:
+        monkeypatch.setattr(PATH, "rename", look)
+        saved.save(40, state(40))
+    assert seen and all(there == {"10", "20", "30"} for there in seen)
+    assert [path.name for path in directory.iterdir()] == ["40"]
+
+
+@pytest.mark.thorough
+def test_where_nothing_rotates_older_steps_stay_until_it_does(
+    directory: Path, told: Told
+) -> None:
+    with checkpoints(directory, told, keep=2) as saved:
+        saved.save(40, state(40), rotate=False)
+        settle(saved)
+        assert {path.name for path in directory.iterdir()} == {"10", "20", "30", "40"}
+        saved.save(50, state(50))
+    assert {path.name for path in directory.iterdir()} == {"40", "50"}
+
+
+@pytest.mark.quick
+def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(
+    directory: Path, told: Told
+) -> None:
+    before = content(directory)
+    with checkpoints(directory, told, keep=1) as saved:
+        for value, found in (np.nan, "1 nan"), (-np.inf, "1 inf"):
+            said = f"step 40 is not saved: params.matrix holds {found}$"
+            with pytest.raises(ValueError, match=said):
+                saved.save(40, broken(40, value))
+        moments = np.array([1, np.nan], np.float32)
+        with pytest.raises(ValueError, match="optimizer_state.nu holds 1 nan$"):
+            saved.save(40, state(40) | {"optimizer_state": {"nu": moments}})
+    assert content(directory) == before and not told
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "message"),
+    [
+        *(
+            (step, {"a": ONE}, f"step={step!r} must be at least 0, and whole")
+            for step in (2.5, -1, True, "5", None)
+        ),
+        (1, {}, "the state holds no array"),
+        (1, {"a": ONE, "rate": 1.5}, "rate of the state is 1.5: give an array"),
+        (1, {"name": "x"}, "name of the state is 'x': give an array"),
+        (
+            1,
+            {"a": ONE.astype("complex64")},
+            "a of the state is of type complex64: give real numbers",
+        ),
+        (1, {"a": ONE.astype("int4")}, "a of the state is of type int4"),
+        (1, {"key": jax.random.key(0)}, "key of the state is of type key<fry>"),
+        (1, {"a": jnp.ones((0, 3))}, r"a of the state has shape \[0, 3\], without an"),
+        (1, {"a": {"b": ONE}, "a.b": ONE}, "a.b of the state is the name of 2 arrays"),
+    ],
+)
+def test_what_would_not_come_back_is_refused_and_not_written(
+    tmp_path: Path, told: Told, step: Any, state: Any, message: str
+) -> None:
+    with checkpoints(tmp_path, told) as saved:
+        with pytest.raises(ValueError, match=message):
+            saved.save(step, state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_says_no_place_is_refused(tmp_path: Path, told: Told) -> None:
+    with checkpoints(tmp_path, told) as saved:
+        saved.save(1, {"a": ONE})
+        shape = jax.ShapeDtypeStruct((3,), np.float32)
+        for wanted in ({"a": shape}, {"a": np.ones(3)}, {"a": 5}, 5):
+            name = "a" if isinstance(wanted, dict) else "the whole"
+            message = f"{name} of abstract_state has no sharding: give"
+            with pytest.raises(ValueError, match=message):
+                saved.restore(wanted)
