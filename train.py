@@ -41,11 +41,20 @@ from training.feed import place
 from training.goodput import Goodput
 from training.guard import Watch
 from training.loop import Intervals, Loop
-from training.metrics import TensorBoardWriter, Throughput, run_directory
-from training.preemption import Notice, Preempted, stop_notice
+from training.metrics import Throughput
+from training.preemption import Preempted, SignalNotice, stop_notice
 from training.profiler import Profiler
-from training.report import Losses, Report
-from training.sinks import FILE, JsonLines, Sink, Sinks, WandbSink, check_wandb
+from training.report import Report
+from training.sinks import (
+    FILE,
+    JsonLines,
+    Sink,
+    Sinks,
+    TensorBoardWriter,
+    WandbSink,
+    check_wandb,
+    run_directory,
+)
 from training.watchdog import Watchdog
 from training.workdir import check_shared, locked, make_writable
 
@@ -249,14 +258,12 @@ def _report(
         total_steps=last_step,
         every_steps=every.log,
         watch=Watch(config.guard.stop_after, say),
-        losses=Losses(
-            parts=task.objective.part_names,
-            held_out_parts=task.held_out.part_names,
-        ),
+        parts=task.objective.part_names,
+        held_out_parts=task.held_out.part_names,
     )
 
 
-def _stop_if(stop: Notice, step: int) -> None:
+def _stop_if(stop: SignalNotice, step: int) -> None:
     """Ends a run that has nothing new to save."""
     if stop.requested():
         raise Preempted(f"step {step}, nothing new to save")

@@ -21,7 +21,7 @@ from data.text.tokenizer import ByteTokenizer
 from tasks import base, frozen, text
 from tests.processes import Processes, run_program
 from training.checkpoint import Checkpoints
-from training.metrics import read_scalars
+from training.sinks import read_scalars
 from training.step import TrainState
 
 

@@ -21,7 +21,7 @@ from tests.small_agent import (
     config_of,
     make_trajectories,
 )
-from training.metrics import read_scalars
+from training.sinks import read_scalars
 from training.weights import SavedParameters
 
 pytestmark = pytest.mark.usefixtures("programs")

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 import train
 from configs import grow_context
 from tests.runs import SMALL, files
-from training.metrics import read_scalars
+from training.sinks import read_scalars
 
 pytestmark = pytest.mark.usefixtures("programs")
 

@@ -29,7 +29,7 @@ from data.text.corpus import prepare, standard_library_files
 from data.text.tokenizer import ByteTokenizer
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, add_output, make_row, report
-from training.metrics import read_scalars
+from training.sinks import read_scalars
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 
 from training.checkpoint import Checkpoints
-from training.diagnosis import diagnose
 from training.digest import digests, not_finite
 from training.goodput import Goodput
 from training.guard import BadSteps, Replay, compare_replays, is_finite, outcome
-from training.preemption import Notice
+from training.preemption import SignalNotice
 from training.profiler import Profiler
 from training.report import Report
 from training.step import TrainState
@@ -63,7 +62,7 @@ class Loop:
     goodput: Goodput
     watchdog: Watchdog
     profiler: Profiler
-    stop: Notice
+    stop: SignalNotice
 
     def run(self, state: TrainState, batches: Iterator, first_step: int) -> int:
         """Runs the steps after `first_step`, and returns the last that it made.
@@ -102,9 +101,7 @@ class Loop:
                     self.report.flush()
             except (BadSteps, NotFinite) as error:
                 self.watchdog.pause()
-                raise diagnose(
-                    error, step, state, self.checkpoints, self.report
-                ) from error
+                raise self._diagnosis(error, step, state) from error
             if _is_due(step, self.every.log, last_step):
                 self.report.writer.scalars(step, self.goodput.points())
             if step == last_step:
@@ -126,6 +123,36 @@ class Loop:
             loss = self._validate(step, state, metrics)
         if step == last_step:
             self._check_the_end(step, loss)
+
+    def _diagnosis(self, error: Exception, step: int, state: TrainState) -> BadSteps:
+        """Says why a run ends, and moves bad checkpoints away.
+
+        What is saved is finite. Yet finite parameters may be as useless: checkpoints
+        that hold them move away if no step since their update gave a finite loss.
+
+        error: what ends the run. step, state: the last step, and what it left.
+
+        Returns:
+          The error to raise: what was found, and where the same command resumes.
+        """
+        newest = self.checkpoints.latest_step()
+        if what := not_finite(digests(state)):
+            said = (
+                f"the run ends: {what}, since a step between {newest or 0} and {step}. "
+                "Lower config.optimizer.peak_lr if this comes back at the same step; "
+                "if it does not, suspect the hardware, and not the data"
+            )
+        else:
+            made = int(state.step) - int(state.guard.skipped_in_row)
+            said = f"{error}. The state is finite, as step {made} left it"
+            last, stop_after = self.report.last, self.report.watch.stop_after
+            in_row = int(last["skipped_in_row"])
+            if in_row >= stop_after and not is_finite(last):
+                why = f"loss {last['loss']} after {in_row} skipped updates"
+                self.checkpoints.distrust(made, why)
+                newest = self.checkpoints.latest_step()
+        where = "starts over" if newest is None else f"resumes from step {newest}"
+        return BadSteps(f"{said}. The same command {where}")
 
     def _check_the_end(self, step: int, held_out_loss: float | None) -> None:
         """Raises BadSteps where the last parameters are not known to be of use.

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -12,24 +12,13 @@ class Preempted(Exception):
     """A run was stopped by a request; it continues when started again."""
 
 
-class Notice(Protocol):
-    """A request to stop the run; a context manager."""
-
-    def requested(self) -> bool:
-        """Returns whether to stop: on all processes at the same call and ever after."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def hangup() -> list[signal.Signals]:
     """Returns SIGHUP, unless this process is to ignore it, as under `nohup`."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [] if is_ignored else [signal.SIGHUP]
 
 
-def stop_notice() -> Notice:
+def stop_notice() -> "SignalNotice":
     """Returns the notice for one process or for many."""
     return SharedNotice() if jax.process_count() > 1 else SignalNotice()
 
@@ -42,10 +31,14 @@ class SignalNotice:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def requested(self) -> bool:
+        """Returns whether to stop: on all processes at the same call and ever after."""
         return self._requested
 
+    def _signals(self) -> list[signal.Signals]:
+        return [signal.SIGTERM, *hangup(), signal.SIGINT]
+
     def __enter__(self) -> Self:
-        for number in signal.SIGTERM, *hangup(), signal.SIGINT:
+        for number in self._signals():
             self._handlers[number] = signal.signal(number, self._take)
         return self
 
@@ -58,7 +51,7 @@ class SignalNotice:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-class SharedNotice:
+class SharedNotice(SignalNotice):
     """A signal to any process; JAX makes all of them stop at the same call.
 
     JAX handles SIGTERM, so SIGHUP and Ctrl-C are forwarded as that. The call is the
@@ -68,10 +61,7 @@ class SharedNotice:
     made none.
     """
 
-    def __init__(self) -> None:
-        self._calls = 0
-        self._requested = False
-        self._handlers: dict[signal.Signals, Any] = {}
+    _calls = 0
 
     def requested(self) -> bool:
         if not self._requested:
@@ -79,16 +69,9 @@ class SharedNotice:
             self._requested = multihost_utils.reached_preemption_sync_point(self._calls)
         return self._requested
 
-    def __enter__(self) -> Self:
-        for number in *hangup(), signal.SIGINT:
-            self._handlers[number] = signal.signal(number, self._forward)
-        return self
+    def _signals(self) -> list[signal.Signals]:
+        return [*hangup(), signal.SIGINT]  # SIGTERM is JAX's
 
-    def __exit__(self, *_: object) -> None:
-        """Leaves SIGTERM to JAX."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _forward(self, *_: object) -> None:
+    def _take(self, *_: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -7,20 +7,8 @@ import jax
 import numpy as np
 
 from training.guard import Watch
-from training.metrics import ConsoleLine, StepWork, Throughput, peak_bytes
+from training.metrics import StepWork, Throughput, peak_bytes
 from training.sinks import Sink
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Names of the losses that a run reports.
-
-    parts: names of the parts of the loss, where it has any.
-    held_out_parts: names of the parts that validations report.
-    """
-
-    parts: Sequence[str] = ()
-    held_out_parts: Sequence[str] = ()
 
 
 @dataclass
@@ -35,6 +23,8 @@ class Report:
     total_steps: of the whole run.
     every_steps: between lines; the first step gets one too.
     watch: looks at every step, and may end the run.
+    parts: names of the parts of the loss, where it has any.
+    held_out_parts: names of the parts that validations report.
     """
 
     say: Callable[[str], None]
@@ -45,7 +35,8 @@ class Report:
     total_steps: int
     every_steps: int
     watch: Watch
-    losses: Losses = Losses()
+    parts: Sequence[str] = ()
+    held_out_parts: Sequence[str] = ()
 
     def __post_init__(self):
         self.last: dict[str, float] = {}
@@ -68,7 +59,7 @@ class Report:
         step, arrays = self._pending
         self._pending = None
         arrays = jax.device_get(dict(arrays))
-        parts = _named(self.losses.parts, arrays.pop("loss_parts", ()))
+        parts = _named(self.parts, arrays.pop("loss_parts", ()))
         metrics = {name: float(x) for name, x in arrays.items()} | parts
         self.throughput.count(self.work(metrics["tokens"], metrics["pairs"]))
         self.last |= metrics
@@ -88,27 +79,20 @@ class Report:
         losses, weights = (sum(x) for x in zip(*jax.device_get(sums), strict=True))
         loss = float(losses.sum() / max(weights.sum(), 1))
         points = {"loss": loss}
-        if self.losses.held_out_parts:
+        if self.held_out_parts:
             means = losses / np.where(weights > 0, weights, np.nan)
-            points |= _named(self.losses.held_out_parts, means)
+            points |= _named(self.held_out_parts, means)
         self.last["validation_loss"] = loss
         self.say(f"validation loss {loss:.4f} at step {step}")
         self.writer.scalars(step, {f"validation/{n}": v for n, v in points.items()})
         return loss
 
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
         rates = self.throughput.report()
         learning_rate = float(self.schedule(step - 1))
-        line = ConsoleLine(
-            step,
-            self.total_steps,
-            metrics["loss"],
-            metrics["grad_norm"],
-            learning_rate,
-            rates,
-        )
-        self.say(str(line))
-        parts = [f"loss_{name}" for name in self.losses.parts]
+        rate = {"learning_rate": learning_rate}
+        self.say(console_line(step, self.total_steps, metrics | rate | rates))
+        parts = [f"loss_{name}" for name in self.parts]
         names = ["loss", "grad_norm", *parts]
         points = {f"train/{name}": metrics[name] for name in names}
         points["train/learning_rate"] = learning_rate
@@ -122,3 +106,41 @@ class Report:
 def _named(part_names: Sequence[str], losses: Sequence[float]) -> dict[str, float]:
     named = zip(part_names, losses, strict=True)
     return {f"loss_{name}": float(loss) for name, loss in named}
+
+
+def console_line(step: int, total_steps: int, values: Mapping[str, float]) -> str:
+    """Formats one line on the state of the run.
+
+    step: updates made, of `total_steps` of the whole run.
+    values: `loss`, a mean over the step's tokens in the unit of the task; `grad_norm`,
+      before clipping; `learning_rate`; and what `Throughput.report` gave.
+    """
+    parts = [
+        f"step {step:{len(str(total_steps))}d}/{total_steps}",
+        f"loss {values['loss']:.4f}",
+        f"grad {values['grad_norm']:.3g}",
+        f"lr {values['learning_rate']:.1e}",
+    ]
+    if "perf/tokens_per_second" in values:
+        parts.append(f"{_short(values['perf/tokens_per_second'])} tok/s")
+    if "perf/mfu" in values:
+        parts.append(f"MFU {100 * values['perf/mfu']:.1f} %")
+    if "perf/step_time" in values:
+        parts.append(f"ETA {_hours((total_steps - step) * values['perf/step_time'])}")
+    return "  ".join(parts)
+
+
+def _short(number: float) -> str:
+    """Formats with one decimal and a prefix: 950.0, 41.2k, 3.4M."""
+    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # Half a last digit early, so that 999 999 is 1.0M and not 1000.0k.
+        if number >= 0.99995 * size:
+            return f"{number / size:.1f}{prefix}"
+    return f"{number:.1f}"
+
+
+def _hours(seconds: float) -> str:
+    """Formats h:mm:ss; days are hours too, so that lines of one run compare."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}"

@@ -1,4 +1,4 @@
-"""Where the points of a run go besides TensorBoard: JSON lines, Weights & Biases."""
+"""Where the points of a run go: TensorBoard, JSON lines, Weights & Biases."""
 
 import json
 import math
@@ -6,6 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+from tensorboard.backend.event_processing import event_accumulator, io_wrapper
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from training.workdir import is_bucket, place_of, replace_text
 
@@ -20,7 +26,25 @@ NAMES = "tensorboard", "wandb"
 
 
 class Sink:
-    """Takes the points of a run; this one drops them, on processes but the first."""
+    """Takes the points of a run; this one drops them, on processes but the first.
+
+    No run ends because points cannot be written, as on a full disk.
+    """
+
+    _say: Callable[[str], None] = print
+    _fails = False
+    _errors: tuple[type[Exception], ...] = (OSError,)
+
+    def _try(self, write: Callable[[], None], what: str) -> bool:
+        """Writes; logs the first failure in a row. Returns whether it succeeded."""
+        try:
+            write()
+            self._fails = False
+        except self._errors as error:
+            if not self._fails:
+                self._say(f"WARNING: {what}: {error}")
+            self._fails = True
+        return not self._fails
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Takes one point of every tag."""
@@ -57,6 +81,67 @@ class Sinks(Sink):
             sink.close()
 
 
+class TensorBoardWriter(Sink):
+    """Writes TensorBoard's own event files, without TensorFlow."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        first_step: int,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Starts a new event file in `directory`.
+
+        Args:
+          directory: local path, or a bucket (`gs://...`, which needs gcsfs).
+          first_step: first step that this run reports. What earlier runs left in the
+            directory from that step on disappears from the curves, so that a resumed
+            run draws no zig-zag.
+          say: logs when points are lost.
+        """
+        self._directory, self._first_step, self._say = directory, first_step, say
+        self._writer: EventFileWriter | None = self._open()
+        start = SessionLog(status=SessionLog.START)
+        self._add(first_step, session_log=start)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one point to the curve of every tag; float32 is what is kept."""
+        points = [
+            Summary.Value(tag=tag, simple_value=float(value))
+            for tag, value in values.items()
+        ]
+        self._add(step, summary=Summary(value=points))
+
+    def text(self, tag: str, text: str) -> None:
+        """Adds a text, which TensorBoard renders as Markdown, at the first step."""
+        self._add(self._first_step, summary=text_pb(tag, text))
+
+    def flush(self) -> None:
+        """Returns when every point so far is in the file: not even SIGKILL loses it."""
+        self._call("flush")
+
+    def close(self) -> None:
+        """Flushes, and closes the file."""
+        self._call("close")
+
+    def _add(self, step: int, **what: Any) -> None:
+        self._call("add_event", Event(wall_time=time.time(), step=step, **what))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Calls the writer, after a failure one of a new file."""
+
+        def call() -> None:
+            self._writer = self._writer or self._open()
+            getattr(self._writer, name)(*arguments)
+
+        if not self._try(call, f"points of {self._directory} are lost"):
+            self._writer = None
+
+    def _open(self) -> EventFileWriter:
+        # By default every 120 s.
+        return EventFileWriter(str(self._directory), flush_secs=FLUSH_SECONDS)
+
+
 class JsonLines(Sink):
     """Writes a file of one JSON object a line: `step`, `time` and the points' tags.
 
@@ -77,8 +162,7 @@ class JsonLines(Sink):
           path: local, or in a bucket.
           first_step: first step that this run reports; what is there from that step on
             goes, as in the curves of `TensorBoardWriter`.
-          say: logs when points cannot be written, as on a full disk: no run ends for
-            that, and they are kept until they can.
+          say: logs when points cannot be written; they are kept until they can.
           clock: gives the times.
 
         Raises:
@@ -94,7 +178,7 @@ class JsonLines(Sink):
         self._written = kept if self._is_bucket else ""
         self._size = len(kept.encode())
         self._new: list[str] = []
-        self._flushed, self._fails = clock(), False
+        self._flushed = clock()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = self._clock()
@@ -104,31 +188,25 @@ class JsonLines(Sink):
             self.flush()
 
     def flush(self) -> None:
-        new = "".join(self._new)
-        if not new:
-            return
-        try:
-            if self._is_bucket:
-                replace_text(self._path, self._written + new)
-                self._written += new
-            else:
-                self._append(new.encode())
-            self._new, self._fails = [], False
-        except OSError as error:
-            if not self._fails:
-                self._say(f"WARNING: {self._path} cannot be written now: {error}")
-            self._fails = True
-        self._flushed = self._clock()
+        if self._new:
+            self._try(self._write, f"{self._path} cannot be written now")
+            self._flushed = self._clock()
 
     def close(self) -> None:
         self.flush()
 
-    def _append(self, new: bytes) -> None:
-        with open(self._path, "ab") as file:
-            if self._fails:  # behind it is a part of what failed
-                file.truncate(self._size)
-            file.write(new)
-            self._size = file.tell()
+    def _write(self) -> None:
+        new = "".join(self._new)
+        if self._is_bucket:
+            replace_text(self._path, self._written + new)
+            self._written += new
+        else:
+            with open(self._path, "ab") as file:
+                if self._fails:  # behind it is a part of what failed
+                    file.truncate(self._size)
+                file.write(new.encode())
+                self._size = file.tell()
+        self._new = []
 
 
 def _before(lines: str, first_step: int) -> Iterator[str]:
@@ -166,14 +244,14 @@ class WandbSink(Sink):
             there.
           run: name of the run, the same at each of its starts.
           config: shown beside the curves.
-          say: logs when points are lost; no run ends for that.
+          say: logs when points are lost.
 
         Raises:
           ValueError: W&B cannot begin, as without a key.
         """
         import wandb
 
-        self._errors, self._say, self._fails = (OSError, wandb.Error), say, False
+        self._errors, self._say = (OSError, wandb.Error), say
         try:
             self._run = wandb.init(
                 id=run,
@@ -190,13 +268,7 @@ class WandbSink(Sink):
         if step < self._run.step:
             return
         points = {tag: float(value) for tag, value in values.items()}
-        try:
-            self._run.log(points, step=step)
-            self._fails = False
-        except self._errors as error:
-            if not self._fails:
-                self._say(f"WARNING: points of W&B are lost: {error}")
-            self._fails = True
+        self._try(lambda: self._run.log(points, step=step), "points of W&B are lost")
 
     def close(self) -> None:
         self._run.finish()
@@ -221,3 +293,42 @@ def _refusal(error: Exception) -> ValueError:
         f"W&B cannot begin: {error} Set WANDB_MODE=offline, which keeps the points "
         "for `wandb sync`, or take wandb out of config.metrics"
     )
+
+
+def run_directory(directory: str, workdir: str) -> str:
+    """Gives the folder of a run's curves, whose name is what TensorBoard calls it.
+
+    That of its workdir; or, where curves are there, the folder that they are in, as the
+    workdir may have been moved since.
+
+    directory: that TensorBoard is given.
+    """
+    there = list(io_wrapper.GetLogdirSubdirectories(directory))
+    name = Path(workdir).absolute().name or "run"
+    return there[0] if len(there) == 1 else f"{directory}/{name}"
+
+
+def read_scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
+    """Reads the curves of a run as TensorBoard shows them, every point of them.
+
+    directory: that TensorBoard is given: it, or one folder below, holds the run.
+
+    Returns:
+      For each tag its (step, value) pairs in the order written.
+
+    Raises:
+      FileNotFoundError: if a local `directory` does not exist.
+      ValueError: there are several runs below it.
+    """
+    if "://" not in str(directory) and not Path(directory).is_dir():
+        raise FileNotFoundError(f"no directory {directory} to read event files from")
+    runs = sorted(io_wrapper.GetLogdirSubdirectories(str(directory)))
+    if len(runs) > 1:
+        raise ValueError(f"{directory} holds several runs: give one of {runs}")
+    accumulator = event_accumulator.EventAccumulator(
+        *runs or [str(directory)], size_guidance={event_accumulator.SCALARS: 0}
+    ).Reload()
+    return {
+        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }

@@ -29,8 +29,8 @@ from tests.survival.small_run import (
     send_sigterm,
 )
 from training.goodput import Goodput
-from training.metrics import read_scalars
 from training.preemption import Preempted
+from training.sinks import read_scalars
 from training.watchdog import HUNG
 
 

@@ -12,15 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.processes import run_program
-from training import metrics
-from training.metrics import (
-    ConsoleLine,
-    StepWork,
-    TensorBoardWriter,
-    Throughput,
-    read_scalars,
-    run_directory,
-)
+from training import sinks
+from training.metrics import StepWork, Throughput
+from training.report import console_line
+from training.sinks import TensorBoardWriter, read_scalars, run_directory
 
 WORK = StepWork(1000, 2e12, 4e12)
 
@@ -86,7 +81,7 @@ def test_point_cut_off_by_a_kill_hides_no_later_point(tmp_path):
 def test_sigkill_after_a_flush_loses_no_point(tmp_path):
     program = """
 import os, signal, sys
-from training.metrics import TensorBoardWriter
+from training.sinks import TensorBoardWriter
 writer = TensorBoardWriter(sys.argv[1], first_step=0)
 for step in range(500):
     writer.scalars(step, {"loss": float(step)})
@@ -216,8 +211,8 @@ def test_console_line_shows_everything_known():
         "perf/tokens_per_second": 41_234.0,
         "perf/mfu": 0.3812,
     }
-    line = ConsoleLine(120, 1000, 2.34121, 0.8123, 3e-4, rates)
-    assert str(line) == (
+    values = {"loss": 2.34121, "grad_norm": 0.8123, "learning_rate": 3e-4}
+    assert console_line(120, 1000, values | rates) == (
         "step  120/1000  loss 2.3412  grad 0.812  lr 3.0e-04  41.2k tok/s"
         "  MFU 38.1 %  ETA 0:12:41"
     )
@@ -239,8 +234,9 @@ def test_console_line_shows_everything_known():
     ],
 )
 def test_token_rates_are_short_and_eta_is_that_of_the_steps_left(rate, value, shown):
-    line = ConsoleLine(900, 1000, 1.0, 1.0, 1.0, {f"perf/{rate}": value})
-    assert str(line).endswith("  " + shown)
+    values = dict.fromkeys(("loss", "grad_norm", "learning_rate"), 1.0)
+    line = console_line(900, 1000, values | {f"perf/{rate}": value})
+    assert line.endswith("  " + shown)
 
 
 def test_a_full_disk_costs_points_and_no_run(tmp_path, monkeypatch):
@@ -252,7 +248,7 @@ def test_a_full_disk_costs_points_and_no_run(tmp_path, monkeypatch):
         writer.scalars(1, {"train/loss": 4.0})
         writer.flush()
         with monkeypatch.context() as patch:
-            patch.setattr(metrics.EventFileWriter, "add_event", refuse)
+            patch.setattr(sinks.EventFileWriter, "add_event", refuse)
             writer.scalars(2, {"train/loss": 3.0})
             writer.scalars(3, {"train/loss": 2.5})
             writer.flush()
