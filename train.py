@@ -87,7 +87,7 @@ def train(
     """
     goodput = Goodput()
     settings = record.agreed(lambda: _checked_settings(config, say))
-    profiler = Profiler.of(config.profile, f"{config.workdir}/tensorboard", say)
+    profiler = Profiler(config.profile, f"{config.workdir}/tensorboard", say)
 
     # Mesh.
     partition = base.partition(config, jax.devices())

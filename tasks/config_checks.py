@@ -167,7 +167,7 @@ def _metrics(config: ml_collections.ConfigDict) -> None:
 
 
 def _profile(config: ml_collections.ConfigDict) -> None:
-    first = Profiler.of(config.profile, config.workdir, print).first
+    first = Profiler(config.profile, config.workdir, print).first
     last = config.train.steps
     if first > last and not config.train.extra_steps:
         raise ValueError(f"{config.profile=} begins after {config.train.steps=}")

@@ -148,8 +148,9 @@ def _read(record: Path) -> dict[str, Any]:
         values = json.loads(record.read_bytes())
         seconds = {kind: values["seconds"][kind] for kind in KINDS}
         numbers = [*seconds.values(), values["step"], values["seconds_per_step"]]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        is_time = all(0 <= x < MOST_SECONDS for x in numbers)
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"it is no record ({type(error).__name__})") from error
-    if not all(type(x) in (int, float) and 0 <= x < MOST_SECONDS for x in numbers):
+    if not is_time:
         raise ValueError("it holds what no time can be")
     return values | {"seconds": seconds}

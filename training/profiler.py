@@ -4,47 +4,33 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 
 class Profiler:
-    """Writes a trace of the steps from `first` to `last`, both inclusive.
+    """Writes a trace of some steps, of which `first` is the first; 0 for none.
 
     A run that is stopped in between has a trace of what it made. A directory has a
     trace of every host, under `plugins/profile/`, where TensorBoard looks for it.
     """
 
-    def __init__(
-        self, directory: str, first: int, last: int, say: Callable[[str], None] = print
-    ):
-        """Traces nothing where `last` is 0."""
-        self._directory, self._say = directory, say
-        self._first, self._last = first, last
-        self._is_on = False
-
-    @classmethod
-    def of(cls, steps: str, directory: str, say: Callable[[str], None]) -> "Profiler":
-        """Makes a profiler of the steps in a config: "10-12", "10", or "" for none.
+    def __init__(self, steps: str, directory: str, say: Callable[[str], None] = print):
+        """Traces the steps in a config: "10-12", "10", or "" for none.
 
         Raises:
           ValueError: they are not written so, or do not begin with 1 or a later step.
         """
-        if not steps:
-            return cls(directory, 0, 0, say)
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
         first, last = (int(x or found[1]) for x in found.groups()) if found else (0, 0)
-        if not 1 <= first <= last:
+        if steps and not 1 <= first <= last:
             raise ValueError(
                 f'config.profile="{steps}" must be steps to trace, as in "10-12"'
             )
-        return cls(directory, first, last, say)
-
-    @property
-    def first(self) -> int:
-        """First step that is traced; 0 for none."""
-        return self._first
+        self._directory, self._say = directory, say
+        self.first, self._last = first, last  # 0 for none
+        self._is_on = False
 
     @contextlib.contextmanager
     def step(self, step: int, after: Any) -> Iterator[None]:
@@ -53,7 +39,7 @@ class Profiler:
         after: arrays of the step before; work that is under way does not belong to the
           trace.
         """
-        if not self._first <= step <= self._last:
+        if not self.first <= step <= self._last:
             yield
             return
         if not self._is_on:
@@ -80,7 +66,7 @@ class Profiler:
             where = Path(self._directory) / "plugins" / "profile"
             self._say(f"trace: {where}, for xprof")
 
-    def __enter__(self) -> "Profiler":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

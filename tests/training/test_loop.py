@@ -124,7 +124,7 @@ def make_loop(
         checkpoints=Kept(),
         report=report,
         goodput=Goodput(),
-        profiler=Profiler.of("", "", say),
+        profiler=Profiler("", "", say),
         watchdog=Watchdog(0, 0),
         stop=stop,
     )

@@ -33,23 +33,23 @@ def run(profiler: Profiler, steps: int) -> None:
 @pytest.mark.thorough
 def test_the_steps_asked_for_are_traced(tmp_path: Path) -> None:
     said: list[str] = []
-    run(Profiler.of("2-3", str(tmp_path), said.append), steps=5)
+    run(Profiler("2-3", str(tmp_path), said.append), steps=5)
     assert steps_traced(tmp_path) == {2, 3}
     assert said == [f"trace: {tmp_path}/plugins/profile, for xprof"]
 
 
 @pytest.mark.thorough
 def test_a_run_that_ends_in_between_has_a_trace(tmp_path: Path) -> None:
-    run(Profiler.of("2-9", str(tmp_path), lambda line: None), steps=3)
+    run(Profiler("2-9", str(tmp_path), lambda line: None), steps=3)
     assert steps_traced(tmp_path) == {2, 3}
 
 
 def test_no_steps_are_no_trace(tmp_path: Path) -> None:
-    run(Profiler.of("", str(tmp_path), lambda line: None), steps=3)
+    run(Profiler("", str(tmp_path), lambda line: None), steps=3)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("steps", ["x", "0", "3-2", "1-", "1,2"])
 def test_what_names_no_steps_is_refused(steps: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f'profile="{steps}" must be steps to trace'):
-        Profiler.of(steps, str(tmp_path), lambda line: None)
+        Profiler(steps, str(tmp_path), lambda line: None)
