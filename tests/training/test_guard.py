@@ -133,7 +133,9 @@ def test_a_lasting_rise_becomes_the_usual(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "h200:1x1x1"])
+@pytest.mark.parametrize(
+    "topology", ["v4:2x2x1", pytest.param("h200:1x1x1", marks=pytest.mark.slow)]
+)
 def test_the_guard_holds_no_second_copy_of_the_parameters(
     topology: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

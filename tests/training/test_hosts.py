@@ -184,6 +184,7 @@ def test_a_signal_before_the_first_question_is_not_lost(directory: Path) -> None
         (("", 0, 1), "count=0 index=1 need a coordinator"),
         (("localhost", 2, 0), "give HOST:PORT"),
         (("localhost:1", 2, 2), "an index from 0 to count - 1"),
+        (("localhost:1", 0, 0), "an index from 0 to count - 1"),
         (("localhost:1", 0, -1), "an index from 0 to count - 1"),
         ((":1", 2, 0), "coordinator=':1' .* give HOST:PORT"),
         (("localhost:port", 2, 0), "give HOST:PORT"),
