@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import random
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from configs import tiny
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
 from tasks import base, frozen, text
-from tests.processes import Processes, run_program
+from tests.processes import run_program
 from training.checkpoint import Checkpoints
 from training.sinks import read_scalars
 from training.step import TrainState
@@ -109,26 +106,6 @@ def checkpoints_of(config: ConfigDict) -> Checkpoints:
     return Checkpoints(directory, keep=3, fingerprint=fingerprint)
 
 
-# A run in a process of its own, which never gets as far as its last checkpoint.
-VICTIM = """
-import json, sys, time
-import train
-from tasks import base
-from tests.runs import small_config
-
-corpus, workdir, fields, last = sys.argv[1:]
-config = small_config(corpus, workdir, **json.loads(fields))
-base.simulate_devices(config)
-
-def say(line):
-    print(line, flush=True)
-    while line.startswith(f"step {last}/"):
-        time.sleep(1)
-
-train.train(config, say)
-"""
-
-
 class Run:
     """A workdir, and what was said there."""
 
@@ -142,13 +119,15 @@ class Run:
 
     def command(self, **overrides: Any) -> None:
         """`python train.py` with the same config, given as flags."""
-        flags = small_flags(self.corpus, self.workdir, **self.fields | overrides)
-        status, printed, errors = run_program("train.py", *flags)
+        status, printed, errors = run_program("train.py", *self.flags(**overrides))
         assert status == 0, errors
         self.said += printed.splitlines()
 
     def config(self, **overrides: Any) -> ConfigDict:
         return small_config(self.corpus, self.workdir, **self.fields | overrides)
+
+    def flags(self, **overrides: Any) -> list[str]:
+        return small_flags(self.corpus, self.workdir, **self.fields | overrides)
 
     def has_checkpoint(self, step: int) -> bool:
         return (self.workdir / "checkpoints" / str(step)).is_dir()
@@ -195,21 +174,3 @@ def assert_equal_bits(state: Any, truth: Any) -> None:
         assert ours == true, f"{jax.tree_util.keystr(path)} differs"
 
     jax.tree_util.tree_map_with_path(assert_equal, state, truth)
-
-
-def kill_after(run: Run, step: int, last: int, **environment: str) -> None:
-    """Kills a run in a process of its own some time after its checkpoint of a step.
-
-    last: of its steps, and with two digits as those before it; it is not made.
-    """
-    arguments = run.corpus, run.workdir, json.dumps(run.fields), last - 1
-    with Processes([["-c", VICTIM, *map(str, arguments)]], **environment) as started:
-        (victim,) = started.running
-        while not run.has_checkpoint(step):
-            assert victim.poll() is None
-            time.sleep(0.005)
-        time.sleep(random.uniform(0, 0.5))
-        victim.kill()
-        ((status, said, _),) = started.finish()
-    assert status == -signal.SIGKILL
-    assert f"step {step}/{last}" in said and not run.has_checkpoint(last)

@@ -12,7 +12,7 @@ import pytest
 import train
 from tasks import base, batch_rows, text
 from tasks.generation import restored_parameters
-from tests.runs import Run, assert_equal_bits, files, kill_after, small_config
+from tests.runs import Run, assert_equal_bits, files, small_config
 from tests.small_agent import drawn
 from training.feed import place
 from training.step import make_evaluate_step
@@ -119,13 +119,6 @@ def test_a_broken_run_ends_as_if_it_had_not_been(undisturbed, new_run, monkeypat
     assert f"resuming from step {MIDDLE}" in new_run.said
     assert_equal_bits(new_run.state(), undisturbed.state())
     assert new_run.curve() == undisturbed.curve()
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_as_if_it_had_not_been(undisturbed, new_run):
-    kill_after(new_run, MIDDLE, STEPS)
-    new_run.train()
-    assert_equal_bits(new_run.state(), undisturbed.state())
 
 
 @pytest.mark.quick

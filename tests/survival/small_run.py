@@ -2,13 +2,16 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import train
-from tests.runs import Run, assert_equal_bits, small_flags
+from tests.processes import Processes
+from tests.runs import Run, assert_equal_bits
 
 STEPS = 12
 """Of the undisturbed run, which saves at 4, 8 and 12 and validates at 6 and 12."""
@@ -26,12 +29,8 @@ QUIET = {"train__validation_batches": 0}
 class Small(Run):
     """A run that compiles fast."""
 
-    def config(self, **overrides: Any) -> Any:
-        return super().config(**SMALLER | overrides)
-
-    def flags(self, **overrides: Any) -> list[str]:
-        fields = SMALLER | self.fields | overrides
-        return small_flags(self.corpus, self.workdir, **fields)
+    def __init__(self, corpus: Path, workdir: Path, **fields: Any):
+        super().__init__(corpus, workdir, **SMALLER | fields)
 
     def steps(self) -> set[str]:
         return {path.name for path in (self.workdir / "checkpoints").iterdir()}
@@ -80,3 +79,50 @@ def before_call(
         return function(*args, **options)
 
     patch.setattr(place, name, wrapped)
+
+
+VICTIM = """
+import os, sys, time
+import train
+from training.checkpoint import Checkpoints
+
+save = Checkpoints.save
+
+def save_and_tell(self, step, state, **options):
+    save(self, step, state, **options)
+    print(f"saving {step}", flush=True)
+    while step == int(os.environ["LAST_SAVE"]):
+        time.sleep(1)
+
+Checkpoints.save = save_and_tell
+sys.exit(train.main())
+"""
+
+
+def start_and_kill(
+    run: Small,
+    programs: Path,
+    beginning: str,
+    seconds: float,
+    last_save: int = 0,
+    **more: Any,
+) -> bool:
+    """Starts a run in a process of its own and kills it some time after a line.
+
+    last_save: step after whose save begins it makes no other; 0 for none.
+
+    Returns:
+      Whether it was killed, and had not ended before.
+    """
+    command = ["-c", VICTIM, *run.flags(**more)]
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(programs), "LAST_SAVE": str(last_save)}
+    with Processes([command], **kept) as started:
+        (process,) = started.running
+        for line in iter(process.stdout.readline, ""):
+            if line.startswith(beginning):
+                break
+        time.sleep(seconds)
+        process.kill()
+        _, errors = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), errors
+    return process.returncode != 0

@@ -7,7 +7,6 @@ import gc
 import random
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.survival.small_run import (
     on,
     send_ctrl_c,
     send_sigterm,
+    start_and_kill,
 )
 from training.goodput import Goodput
 from training.preemption import Preempted
@@ -125,68 +125,33 @@ def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(
     assert (code, errors) == (1, "error: config.checkpoint.keep=0 must be at least 1\n")
 
 
-VICTIM = """
-import os, sys
-os.environ["JAX_COMPILATION_CACHE_DIR"] = sys.argv[1]
-import train
-from training.checkpoint import Checkpoints
-
-save = Checkpoints.save
-
-def save_and_tell(self, step, state, **options):
-    save(self, step, state, **options)
-    print(f"saving {step}", flush=True)
-
-Checkpoints.save = save_and_tell
-sys.argv = sys.argv[:1] + sys.argv[2:]
-sys.exit(train.main())
-"""
-
-
-def kill_until_complete(run: Small, programs: Path, kills: int, **more: Any) -> int:
-    """Starts a run again and again, and kills it at random; gives the kills it took.
-
-    Half of the kills are while a save is on its way.
-    """
-    command = ["-c", VICTIM, str(programs), *run.flags(**more)]
-    for number in range(kills):
-        with Processes([command]) as started:
-            (process,) = started.running
-            wanted = random.choice(["saving", "saving", "step", "checkpoints:"])
-            for line in iter(process.stdout.readline, ""):
-                if line.startswith(wanted):
-                    break
-            time.sleep(random.choice([0, random.uniform(0, 0.05), random.random()]))
-            process.kill()
-            process.communicate()
-            if process.returncode == 0:
-                return number
-            assert process.returncode == -signal.SIGKILL
-    code, _, errors = run_program(*command)
-    assert code == 0, errors
-    return kills
-
-
-BFLOAT16 = {"moments": "bfloat16", "parameters": "bfloat16"}
-OPTIMIZERS = {
+BFLOAT16 = {"optimizer__moments": "bfloat16", "optimizer__parameters": "bfloat16"}
+FLOAT8 = {"optimizer__moments": "float8"}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
     "bfloat16": BFLOAT16,
-    "host": BFLOAT16 | {"moments": "float8", "placement": "host"},
-    "host_all": BFLOAT16 | {"placement": "host_all"},
-    "adafactor": {"name": "adafactor"},
-    "muon": {"name": "muon"},
-    "muon-float8": {"name": "muon", "moments": "float8", "placement": "host_all"},
+    "host": BFLOAT16 | FLOAT8 | {"optimizer__placement": "host"},
+    "host_all": BFLOAT16 | {"optimizer__placement": "host_all"},
+    "adafactor": {"optimizer__name": "adafactor"},
+    "muon": {"optimizer__name": "muon"},
+    "muon-float8": {
+        "optimizer__name": "muon",
+        "optimizer__placement": "host_all",
+        **FLOAT8,
+    },
+    "lora": {"lora__rank": 2, "lora__targets": "q,o,down"},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kills", "optimizer"),
-    [(2, {}), (50, {}), *(pytest.param(3, OPTIMIZERS[n], id=n) for n in OPTIMIZERS)],
+    ("kills", "kind"), [(50, "plain"), *((3, kind) for kind in KINDS)]
 )
 @pytest.mark.timeout(3600)
 def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
-    corpus: Path, tmp_path: Path, programs: Path, kills: int, optimizer: dict
+    corpus: Path, tmp_path: Path, programs: Path, kills: int, kind: str
 ) -> None:
+    """Half of the kills are while a save is on its way."""
     # Steps enough that some are left after that many kills.
     more = {
         "train__steps": max(2 * STEPS, 5 * kills),
@@ -194,14 +159,22 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
         "checkpoint__keep": 2,
         "train__validation_batches": 0,
     }
-    fields = {f"optimizer__{name}": value for name, value in optimizer.items()}
+    fields = dict(KINDS[kind])
+    if kind == "lora":
+        fields["init_from"] = str(tmp_path / "weights")
+        Small(corpus, tmp_path / "weights").train(**more | {"train__steps": 4})
     alone, killed = (
         Small(corpus, tmp_path / name, **fields) for name in ("alone", "killed")
     )
     alone.train(**more)
-    made = kill_until_complete(killed, programs, kills, **more)
+    made = 0
+    for _ in range(kills):
+        wanted = random.choice(["saving", "saving", "step", "checkpoints:"])
+        seconds = random.choice([0, random.uniform(0, 0.05), random.random()])
+        made += start_and_kill(killed, programs, wanted, seconds, **more)
     print(f"{made} kills")
     assert made > kills // 2
+    killed.train(**more)
     assert_equal_bits(killed.state(), alone.state())
     assert "damaged" not in killed.steps()
     steps = [step for step, _ in killed.curve()]
