@@ -28,13 +28,16 @@ import jax
 import ml_collections
 
 from data.rows import iterate
-from tasks import base, batch_rows, config_checks, layout_advice, run_config
-from tasks.base import Data, Task
+from tasks import config_checks, run_config
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
 from tasks.frozen import read_frozen
+from tasks.layout_advice import layout_line, padding_line
 from tasks.programs import compile_programs, first_state
-from tasks.task import make_task, run_settings
+from tasks.run import Data, Run
+from tasks.state import guard_settings
+from tasks.systems import simulate_devices
+from tasks.task import make_run, run_settings
 from training import hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place
@@ -89,25 +92,20 @@ def train(
     settings = record.agreed(lambda: _checked_settings(config, say))
     profiler = Profiler(config.profile, f"{config.workdir}/tensorboard", say)
 
-    # Mesh.
-    partition = base.partition(config, jax.devices())
-    devices = partition.mesh.devices.flatten()
+    # Mesh, model, loss and data; the state, as shapes.
+    run = make_run(config, jax.devices())
+    partition, devices = run.partition, run.partition.mesh.devices.flatten()
     say(f"mesh: {partition}, of {devices.size} x {devices[0].device_kind}")
-
-    # Model, loss and data of the task; the state, as shapes.
-    task = make_task(config, partition)
-    data = task.open_data()
-    config_checks.check_attention(config, partition)
-    optimizer, schedule = base.make_optimizer(config, task.model)
-    state_like = base.abstract_state(task.model, optimizer, partition)
+    data = run.open_data()
+    config_checks.check_attention(run)
+    state_like = run.state_like
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
-    parameters = f"{task.num_parameters:,} parameters in {shards} shards"
-    if task.model.frozen_shapes:
-        parameters += f", {task.num_trained:,} of them trained (adapters)"
-    say(f"model: {parameters}, {config.attention} attention; {task.execution}")
-    for describe in batch_rows.describe_padding, layout_advice.describe:
-        if line := describe(config, partition):
-            say(line)
+    parameters = f"{run.num_parameters:,} parameters in {shards} shards"
+    if run.model.frozen_shapes:
+        parameters += f", {run.num_trained:,} of them trained (adapters)"
+    say(f"model: {parameters}, {config.attention} attention; {run.execution}")
+    for line in filter(None, (padding_line(run), layout_line(run))):
+        say(line)
 
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
@@ -116,7 +114,7 @@ def train(
                 make_writable(f"{config.workdir}/tensorboard")
         check_shared(config.workdir)
         stop = stack.enter_context(stop_notice())
-        guard = base.guard_settings(config)
+        guard = guard_settings(config)
         watchdog = Watchdog(guard.first_step_seconds, guard.step_seconds)
         stack.enter_context(watchdog)
 
@@ -128,8 +126,8 @@ def train(
                 state, _ = checkpoints.restore(state_like)
             say(f"resuming from step {state.step}")
         else:
-            state = first_state(config, task, data, optimizer, state_like, say)
-        frozen = read_frozen(config, task.model, partition, say)
+            state = first_state(run, data, say)
+        frozen = read_frozen(run, say)
         first_step = int(state.step)
         last_step = _last_step(config, first_step)
         if first_step == last_step:
@@ -144,17 +142,16 @@ def train(
         say("compiling")
         begun = time.monotonic()
         with goodput.spend("compile"):
-            programs = compile_programs(config, task, optimizer, state_like, frozen)
+            programs = compile_programs(run, frozen)
         say(f"compiled in {time.monotonic() - begun:.1f} s")
         _stop_if(stop, first_step)
 
         # Reports.
         if jax.process_index() == 0:
             run_config.write(config, settings)
-        run = checkpoints.record[record.RUN]
-        writer = stack.enter_context(_sinks(config, run, first_step + 1, say))
-        rates = Throughput.of(devices)
-        report = _report(config, task, schedule, last_step, rates, writer, say)
+        name = checkpoints.record[record.RUN]
+        writer = stack.enter_context(_sinks(config, name, first_step + 1, say))
+        report = _report(run, last_step, writer, say)
 
         # Loop.
         stack.enter_context(profiler)
@@ -163,7 +160,7 @@ def train(
         stack.enter_context(contextlib.closing(batches))
         loop = Loop(
             programs=programs,
-            place=lambda blocks: place(blocks, task.sharding, task.shape),
+            place=lambda blocks: place(blocks, run.sharding, run.shape),
             held_out=data.validation,
             every=_intervals(config),
             checkpoints=checkpoints,
@@ -240,26 +237,19 @@ def _sinks(
 
 
 def _report(
-    config: ml_collections.ConfigDict,
-    task: Task,
-    schedule: Callable[[int], jax.Array],
-    last_step: int,
-    throughput: Throughput,
-    writer: Sink,
-    say: Callable[[str], None],
+    run: Run, last_step: int, writer: Sink, say: Callable[[str], None]
 ) -> Report:
-    every = _intervals(config)
     return Report(
         say=say,
         writer=writer,
-        throughput=throughput,
-        work=task.work,
-        schedule=schedule,
+        throughput=Throughput.of(run.partition.mesh.devices.flatten()),
+        work=run.work,
+        schedule=run.schedule,
         total_steps=last_step,
-        every_steps=every.log,
-        watch=Watch(config.guard.stop_after, say),
-        parts=task.objective.part_names,
-        held_out_parts=task.held_out.part_names,
+        every_steps=run.config.train.log_every_steps,
+        watch=Watch(run.config.guard.stop_after, say),
+        parts=run.objective.part_names,
+        held_out_parts=run.held_out.part_names,
     )
 
 
@@ -322,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     _, rest = Parser(__doc__, epilog=CONFIG_FLAGS).parse_known_args(arguments)
     config = read_config(rest)
     silence_writers()
-    base.simulate_devices(config)
+    simulate_devices(config)
     try:
         if config.hosts.coordinator or not config.simulated_devices:
             _connect(config)

@@ -15,11 +15,13 @@ from data.agents.chains import LOSS_ON, ORDERS, PREDICTED
 from data.rows import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
-from tasks import base, batch_rows, corpora
+from tasks import corpora
 from tasks.config_errors import names_fields, raise_all
 from tasks.execution import COMPUTE_DTYPES, check_execution
-from tasks.mask import document_mask
-from tasks.task import TASKS
+from tasks.run import Run
+from tasks.state import guard_settings, optimizer_settings
+from tasks.systems import attention_system, document_mask, mesh_shape
+from tasks.task import RUNS, TASKS
 from training.mesh import Partition
 from training.profiler import Profiler
 from training.sinks import NAMES as SINKS
@@ -66,10 +68,10 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
         _lora,
         _metrics,
         _profile,
-        base.attention_system,
+        attention_system,
         check_execution,
-        base.optimizer_settings,
-        base.guard_settings,
+        optimizer_settings,
+        guard_settings,
         functools.partial(_sizes, task.sizes),
         document_mask,
     ]
@@ -215,32 +217,30 @@ def _shares(config: ml_collections.ConfigDict) -> None:
 @names_fields
 def _batch(config: ml_collections.ConfigDict, devices: int) -> None:
     """Checks that mesh, batch and devices fit each other."""
-    mesh = base.mesh_shape(config, devices).abstract_mesh()
-    task = TASKS.get(config.task, TASKS["text"])
-    task.batch_sharding(config, Partition(mesh))
+    mesh = mesh_shape(config, devices).abstract_mesh()
+    RUNS.get(config.task, RUNS["text"])(config, Partition(mesh)).check_batch()
 
 
-def check_attention(config: ml_collections.ConfigDict, partition: Partition) -> None:
-    """Traces the config's attention, forward and backward, for these devices.
+def check_attention(run: Run) -> None:
+    """Traces the run's attention, forward and backward, for these devices.
 
     Traces nothing for a perceptron, which has no attention.
 
     Raises:
       ValueError: the implementation does not run on them, or not with these sizes.
     """
+    config = run.config
     if config.task == "exorl" and config.agent.method == "perceptron":
         return
-    rows, columns = batch_rows.batch_shape(config, partition)
+    rows, columns = run.token_shape
     shape = rows // config.train.microbatches, columns
 
     def array(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*shape, *more), jnp.dtype(dtype))
 
     def attend(q: jax.Array, k: jax.Array, bound: jax.Array) -> jax.Array:
-        attention = base.ring_attention(config, partition)
-        return (
-            attention(q, k, k, visible=Visible(bound, bound)).astype(jnp.float32).sum()
-        )
+        out = run.attention(q, k, k, visible=Visible(bound, bound))
+        return out.astype(jnp.float32).sum()
 
     heads = config.model.num_heads, config.model.num_kv_heads
     kinds = [array(config.compute_dtype, n, config.model.head_dim) for n in heads]

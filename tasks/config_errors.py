@@ -19,7 +19,8 @@ OTHER_NAMES = {
 
 
 def names_fields[**P, R](make: Callable[P, R]) -> Callable[P, R]:
-    """Wraps `make(config, ...)`: errors call fields by their names in the config.
+    """Wraps `make(config, ...)`, or a method of what has a config, so that errors call
+    fields by their names in the config.
 
     What is made of a config has fields of its own: where its error says `fsdp=0`, that
     of the result says `config.mesh.fsdp=0`.
@@ -30,7 +31,9 @@ def names_fields[**P, R](make: Callable[P, R]) -> Callable[P, R]:
         try:
             return make(*args, **kwargs)
         except ValueError as error:
-            raise ValueError(in_words_of(args[0], str(error))) from error
+            raise ValueError(
+                in_words_of(getattr(args[0], "config", args[0]), str(error))
+            ) from error
 
     return named
 

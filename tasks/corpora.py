@@ -14,7 +14,7 @@ from data.text.tokenizer import ByteTokenizer
 from data.versioned import digest
 from kernels.layouts import Layout, Striped, Zigzag
 from tasks.config_errors import names_fields
-from tasks.mask import document_mask
+from tasks.systems import document_mask
 
 STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""

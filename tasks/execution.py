@@ -6,14 +6,12 @@ import math
 
 import jax.numpy as jnp
 import ml_collections
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from models.memory import NEXT, Device, Execution, Kept, choose_chunk
-from tasks.base import attention_system
-from tasks.batch_rows import batch_shape
 from tasks.config_errors import names_fields
+from tasks.systems import attention_system
 from training import chips
-from training.mesh import Partition
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
@@ -50,63 +48,46 @@ def check_execution(config: ml_collections.ConfigDict) -> Execution:
     )
 
 
-def execution(
-    config: ml_collections.ConfigDict, partition: Partition, vocab_size: int = 0
+def chosen_execution(
+    config: ml_collections.ConfigDict,
+    kept: Kept,
+    device: Device | None,
+    vocab_size: int = 0,
 ) -> Execution:
     """Returns the settings with chunks and layers that keep more chosen.
 
+    kept: counts the activations that the layers of a device keep.
+    device: that it runs on; None if it is not known.
     vocab_size: of the logits; 0 for a model without.
 
     Raises:
       ValueError: as `check_execution`.
     """
-    said = check_execution(config)
-    tensor, itemsize = partition.mesh.shape["tensor"], said.compute_dtype.itemsize
-    choose = functools.partial(_choose_chunk, config, partition)
+    said, tensor = check_execution(config), kept.tensor
+    choose = functools.partial(choose_chunk, kept.tokens, device=device)
 
     def keeping(policy: str) -> Execution:
         chunk, is_chunked = said.feed_forward_chunk, attention_system(config).chunked
         if chunk == 0 and is_chunked and policy not in KEEP_PRODUCTS:
             # Gate, up, their product, and the gradients of the three.
-            chunk = choose(6 * itemsize * config.model.feed_forward_size // tensor)
+            width = 6 * kept.itemsize * config.model.feed_forward_size
+            chunk = choose(token_bytes=width // tensor)
         return dataclasses.replace(said, remat=policy, feed_forward_chunk=chunk)
 
     budget = config.remat_budget_gib * 2**30
-    (policy, _), *last = kept_of(config, partition).climb(said.remat, budget)
+    (policy, _), *last = kept.climb(said.remat, budget)
     run = keeping(policy)
     if vocab_size and not said.loss_chunk:  # logits and their gradients, float32
-        run = dataclasses.replace(run, loss_chunk=choose(8 * vocab_size // tensor))
+        chunk = choose(token_bytes=8 * vocab_size // tensor)
+        run = dataclasses.replace(run, loss_chunk=chunk)
     for policy, layers in last:
         run = dataclasses.replace(run, last_layers=(keeping(policy), layers))
     return run
 
 
-def kept_of(config: ml_collections.ConfigDict, partition: Partition) -> Kept:
-    """Returns what counts the activations that the layers of a device keep."""
-    said, tensor = check_execution(config), partition.mesh.shape["tensor"]
-    return Kept(
-        sizes=config.model,
-        tokens=local_tokens(config, partition),
-        tensor=tensor,
-        itemsize=said.compute_dtype.itemsize,
-        feed_forward_chunk=said.feed_forward_chunk,
-    )
-
-
-def local_tokens(config: ml_collections.ConfigDict, partition: Partition) -> int:
-    """Returns the tokens of a microbatch on a device."""
-    rows, columns = batch_shape(config, partition)
-    shards = partition.shards("batch") * partition.shards("sequence")
-    return rows * columns // (shards * config.train.microbatches)
-
-
-def _choose_chunk(
-    config: ml_collections.ConfigDict, partition: Partition, token_bytes: int
-) -> int:
-    mesh, device = partition.mesh, None
-    if isinstance(mesh, Mesh):  # and not an abstract one
-        chip = chips.find(mesh.devices.flat[0].device_kind)
-        if chip is not None:
-            rate = chip.peak_flops / chip.hbm_bytes_per_second
-            device = Device(chip.hbm_bytes, rate)
-    return choose_chunk(local_tokens(config, partition), token_bytes, device)
+def device_of(mesh: Mesh | AbstractMesh) -> Device | None:
+    """Returns memory and rate of a mesh's devices; None where no chip is known."""
+    if not isinstance(mesh, Mesh):
+        return None
+    chip = chips.find(mesh.devices.flat[0].device_kind)
+    return chip and Device(chip.hbm_bytes, chip.peak_flops / chip.hbm_bytes_per_second)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from data.agents.chains import PLACES, ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile
@@ -28,11 +27,12 @@ from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
 from models.losses import Parts, action_errors
 from models.rope import RopeScaling
-from tasks import base, batch_rows, execution, trajectories
-from tasks.base import Data, Objective, Task
+from tasks import trajectories
 from tasks.config_errors import names_fields
+from tasks.run import Data, Objective, Run
+from tasks.state import identity
+from tasks.systems import attention_system
 from training.feed import host_blocks
-from training.mesh import Partition
 from training.metrics import StepWork
 from training.step import Counts, mean_pairs
 
@@ -58,151 +58,6 @@ HELD_OUT_SEED = 0
 identify = trajectories.identify
 
 
-def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
-    """Builds the task; reads no data.
-
-    Raises:
-      ValueError: something in the config is wrong.
-    """
-    agent = model(config, partition)
-
-    def open_data() -> Data:
-        file = trajectories.opened(config)
-        return Data(
-            batches=batches(config, partition, file, "train"),
-            validation=validation_batches(config, partition, file),
-            fingerprint=fingerprint(agent, file),
-        )
-
-    return Task(
-        model=agent,
-        execution=execution.execution(config, partition),
-        batch_like=abstract_batch(config, partition),
-        objective=objective(config, agent, partition),
-        held_out=objective(config, agent, partition, by_place=True),
-        work=step_work(config, agent),
-        open_data=open_data,
-    )
-
-
-def objective(
-    config: ml_collections.ConfigDict,
-    model: Model,
-    partition: Partition,
-    by_place: bool = False,
-) -> Objective:
-    """Builds the loss by the rank of an episode in its chain.
-
-    by_place: by how many steps of the context go before, instead.
-
-    Raises:
-      ValueError: an unknown implementation.
-    """
-    predict = predictions(config, model, partition)
-    parts = Parts.by_rank(config.agent.chain_length)
-    if by_place:
-        parts = Parts.by_position(batch_shape(config)[1], FIRST_BOUND)
-    count_of = count(config)
-
-    def places(batch: ChainBatch) -> jax.Array:
-        return batch.positions if by_place else batch.ranks
-
-    def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
-        return action_errors(
-            predict(parameters, batch),
-            batch.targets,
-            batch.loss_weights,
-            places(batch),
-            actions=model.config.actions,
-            parts=parts,
-            partition=partition,
-        )
-
-    def counts(batch: ChainBatch) -> Counts:
-        tokens, pairs = count_of(batch)
-        return Counts(tokens, pairs, parts.sums(batch.loss_weights, places(batch)))
-
-    return Objective(loss_sums, counts, parts.names)
-
-
-@names_fields
-def step_layout(config: ml_collections.ConfigDict) -> Layout:
-    """Returns the layout of steps whose tokens lie in the config's layout.
-
-    Raises:
-      ValueError: the layout would cut a step, or this has no such number of tokens.
-    """
-    layout = base.attention_system(config).layout
-    if not isinstance(layout, Striped):
-        return layout
-    tokens = config.agent.step_tokens
-    check_step_tokens(tokens)
-    if layout.granule % tokens:
-        raise ValueError(
-            f"{config.stripe_granule=} cuts the {tokens} tokens of a step: "
-            f"make it a multiple of {tokens}"
-        )
-    return Striped(layout.granule // tokens)
-
-
-@names_fields
-def batch_shape(config: ml_collections.ConfigDict) -> tuple[int, int]:
-    """Returns rows and steps of the global batch.
-
-    Raises:
-      ValueError: a step has no such number of tokens.
-    """
-    tokens = config.agent.step_tokens
-    check_step_tokens(tokens)
-    return config.data.batch_rows, config.data.context_tokens // tokens
-
-
-@names_fields
-def batch_sharding(
-    config: ml_collections.ConfigDict, partition: Partition
-) -> NamedSharding:
-    """Returns the sharding of a batch's arrays, [B, S, ...].
-
-    Raises:
-      ValueError: rows or steps do not divide over the mesh, or the context is too short
-        for a chain.
-    """
-    batch_rows.batch_sharding(config, partition)
-    rows, steps = batch_shape(config)
-    parts = batch_rows.row_parts(config, partition), partition.slices
-    agent, tokens = config.agent, config.data.context_tokens
-    divisor = agent.step_tokens * layouts.divisor(step_layout(config), *parts)
-    chain = agent.step_tokens * agent.chain_length * agent.episode_steps
-    needed = -(-max(chain, tokens) // divisor) * divisor
-    if tokens != needed:
-        raise ValueError(
-            f"config.data.context_tokens={tokens} must hold {agent.chain_length=} "
-            f"episodes of {agent.episode_steps=}, and divide into whole steps over the "
-            f"ring of {partition.ring_size}: make it {needed}"
-        )
-    return partition.sharding(("batch", "sequence"), (rows, steps))
-
-
-def abstract_batch(
-    config: ml_collections.ConfigDict, partition: Partition
-) -> ChainBatch:
-    """Returns shape, dtype and sharding of a batch's arrays.
-
-    Raises:
-      ValueError: as `batch_sharding`.
-    """
-    sharding, shape = batch_sharding(config, partition), batch_shape(config)
-    sizes = dict.fromkeys(("actions", "targets"), (config.agent.action_size,))
-    sizes["observations"] = (config.agent.observation_size,)
-
-    def array(name: str) -> jax.ShapeDtypeStruct:
-        dtype = jnp.int32 if name in PLACES else jnp.float32
-        whole = *shape, *sizes.get(name, ())
-        return jax.ShapeDtypeStruct(whole, dtype, sharding=sharding)
-
-    return ChainBatch(*map(array, ChainBatch._fields))
-
-
 @names_fields
 def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
     """Returns the sizes of the config's agent.
@@ -225,142 +80,228 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
 
 
 @names_fields
-def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
-    """Builds the config's agent, without parameters.
+def step_layout(config: ml_collections.ConfigDict) -> Layout:
+    """Returns the layout of steps whose tokens lie in the config's layout.
 
     Raises:
-      ValueError: an unknown method, sizes that make no model, or that do not divide
-        over the mesh.
+      ValueError: the layout would cut a step, or this has no such number of tokens.
     """
-    run, found = execution.execution(config, partition), sizes(config)
-
-    def build(key: jax.Array) -> nnx.Module:
-        rngs = nnx.Rngs(params=key)
-        if isinstance(found, ClonerConfig):
-            return Cloner(found, partition, rngs=rngs)
-        return Agent(found, run, partition, rngs=rngs)
-
-    return Model.of(found, build, partition)
-
-
-def predictions(
-    config: ml_collections.ConfigDict, model: Model, partition: Partition
-) -> Callable[[Any, ChainBatch], jax.Array]:
-    """Builds (parameters, batch in layout order) -> what is predicted, [B, S, P].
-
-    Raises:
-      ValueError: an unknown implementation.
-    """
-    attend = base.ring_attention(config, partition)
-
-    def predict(parameters: Any, batch: ChainBatch) -> jax.Array:
-        agent = nnx.merge(model.structure, parameters)
-        if config.agent.method == "perceptron":
-            return agent(batch.observations)
-        index = agent.token_index(batch.positions)
-        # Padding comes last, so it is visible to no step.
-        visible = Visible(jnp.zeros_like(index), index + 1)
-        return agent(batch, functools.partial(attend, visible=visible))
-
-    return predict
+    layout, tokens = attention_system(config).layout, config.agent.step_tokens
+    if not isinstance(layout, Striped):
+        return layout
+    check_step_tokens(tokens)
+    if layout.granule % tokens:
+        raise ValueError(
+            f"{config.stripe_granule=} cuts the {tokens} tokens of a step: "
+            f"make it a multiple of {tokens}"
+        )
+    return Striped(layout.granule // tokens)
 
 
-def count(
-    config: ml_collections.ConfigDict,
-) -> Callable[[ChainBatch], tuple[jax.Array, jax.Array]]:
-    """Builds batch -> tokens and visible pairs; a perceptron's tokens are steps."""
-    tokens = config.agent.step_tokens
-    windows = [kind.window for kind in getattr(sizes(config), "layer_kinds", ())]
+class AgentRun(Run):
+    """A run that trains an agent."""
 
-    def counts(batch: ChainBatch) -> tuple[jax.Array, jax.Array]:
+    @functools.cached_property
+    def sizes(self) -> AgentConfig | ClonerConfig:
+        return sizes(self.config)
+
+    @property
+    def is_perceptron(self) -> bool:
+        return self.config.agent.method == "perceptron"
+
+    @functools.cached_property
+    def step_layout(self) -> Layout:
+        return step_layout(self.config)
+
+    @functools.cached_property
+    @names_fields
+    def shape(self) -> tuple[int, int]:
+        """Rows and steps of the global batch.
+
+        Raises:
+          ValueError: a step has no such number of tokens.
+        """
+        tokens = self.config.agent.step_tokens
+        check_step_tokens(tokens)
+        return self.config.data.batch_rows, self.config.data.context_tokens // tokens
+
+    def check_batch(self) -> None:
+        """Raises ValueError as `Run` does, or if no chain divides into the context."""
+        super().check_batch()
+        config, agent = self.config, self.config.agent
+        tokens = agent.step_tokens
+        parts = self.row_parts, self.partition.slices
+        divisor = tokens * layouts.divisor(self.step_layout, *parts)
+        chain = tokens * agent.chain_length * agent.episode_steps
+        context = config.data.context_tokens
+        needed = -(-max(chain, context) // divisor) * divisor
+        if context != needed:
+            raise ValueError(
+                f"config.data.context_tokens={context} must hold "
+                f"{agent.chain_length=} episodes of {agent.episode_steps=}, and divide "
+                f"into whole steps over the ring of {self.partition.ring_size}: make "
+                f"it {needed}"
+            )
+
+    @functools.cached_property
+    @names_fields
+    def model(self) -> Model:
+        """The agent, without parameters.
+
+        Raises:
+          ValueError: an unknown method, sizes that make no model, or that do not divide
+            over the mesh.
+        """
+        found, partition = self.sizes, self.partition
+
+        def build(key: jax.Array) -> nnx.Module:
+            rngs = nnx.Rngs(params=key)
+            if isinstance(found, ClonerConfig):
+                return Cloner(found, partition, rngs=rngs)
+            return Agent(found, self.execution, partition, rngs=rngs)
+
+        return Model.of(found, build, partition)
+
+    @functools.cached_property
+    def batch_like(self) -> ChainBatch:
+        """Shape, dtype and sharding of a batch's arrays."""
+        agent = self.config.agent
+        sizes = dict.fromkeys(("actions", "targets"), (agent.action_size,))
+        sizes["observations"] = (agent.observation_size,)
+
+        def array(name: str) -> jax.ShapeDtypeStruct:
+            whole = *self.shape, *sizes.get(name, ())
+            dtype = jnp.int32 if name in PLACES else jnp.float32
+            return jax.ShapeDtypeStruct(whole, dtype, sharding=self.sharding)
+
+        return ChainBatch(*map(array, ChainBatch._fields))
+
+    @functools.cached_property
+    def objective(self) -> Objective:
+        """The loss by the rank of an episode in its chain."""
+        return self._objective(Parts.by_rank(self.config.agent.chain_length), "ranks")
+
+    @functools.cached_property
+    def held_out(self) -> Objective:
+        """The loss by how many steps of the context go before."""
+        return self._objective(
+            Parts.by_position(self.shape[1], FIRST_BOUND), "positions"
+        )
+
+    def _objective(self, parts: Parts, places: str) -> Objective:
+        """Builds the loss by parts. places: the batch's array that says which one."""
+        predict = self.predictions()
+
+        def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
+            return action_errors(
+                predict(parameters, batch),
+                batch.targets,
+                batch.loss_weights,
+                getattr(batch, places),
+                actions=self.sizes.actions,
+                parts=parts,
+                partition=self.partition,
+            )
+
+        def counts(batch: ChainBatch) -> Counts:
+            weights = parts.sums(batch.loss_weights, getattr(batch, places))
+            return Counts(*self.count(batch), weights)
+
+        return Objective(loss_sums, counts, parts.names)
+
+    def predictions(self) -> Callable[[Any, ChainBatch], jax.Array]:
+        """Builds (parameters, batch in layout order) -> what is predicted, [B, S, P].
+
+        Raises:
+          ValueError: an unknown implementation.
+        """
+        attend, structure = self.attention, self.model.structure
+
+        def predict(parameters: Any, batch: ChainBatch) -> jax.Array:
+            agent = nnx.merge(structure, parameters)
+            if self.is_perceptron:
+                return agent(batch.observations)
+            index = agent.token_index(batch.positions)
+            # Padding comes last, so it is visible to no step.
+            visible = Visible(jnp.zeros_like(index), index + 1)
+            return agent(batch, functools.partial(attend, visible=visible))
+
+        return predict
+
+    def count(self, batch: ChainBatch) -> tuple[jax.Array, jax.Array]:
+        """Returns a batch's tokens and visible pairs; of a perceptron, its steps."""
         # Where all else is 0, only the first step of a chain is not padding.
         is_real = (batch.timesteps > 0) | (batch.ranks > 0) | (batch.positions == 0)
         steps = is_real.sum(dtype=jnp.float32)
-        if not windows:
+        if self.is_perceptron:
             return steps, jnp.zeros((), jnp.float32)
+        tokens = self.config.agent.step_tokens
         # The token at index i attends to i + 1 tokens, itself included.
         index = tokens * batch.positions[..., None]  # (B, S, 1)
         seen = index + np.arange(1, tokens + 1, dtype=np.int32)
         seen = jnp.where(is_real[..., None], seen, 0)  # (B, S, tokens of a step)
+        windows = [kind.window for kind in self.sizes.layer_kinds]
         return tokens * steps, mean_pairs(seen, seen, windows)
 
-    return counts
+    def work(self, tokens: float, pairs: float) -> StepWork:
+        """Returns a step's work, without what comes before and after the layers."""
+        rows, steps = self.shape
+        if self.is_perceptron:
+            flops = 6.0 * self.num_trained
+            return StepWork(int(tokens), flops * tokens, flops * rows * steps)
+        flops = layers_train_flops(self.sizes, tokens, pairs)
+        context = self.config.agent.step_tokens * steps
+        paper_flops = paper_train_flops(self.sizes, rows, context)
+        return StepWork(int(tokens), flops, paper_flops)
 
-
-def step_work(
-    config: ml_collections.ConfigDict, model: Model
-) -> Callable[[float, float], StepWork]:
-    """Builds (tokens, visible pairs) of a step -> `StepWork`.
-
-    Leaves out what comes before and after the layers: it is small.
-    """
-    rows, steps = batch_shape(config)
-    if config.agent.method == "perceptron":
-        size = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
-        return lambda tokens, pairs: StepWork(
-            int(tokens), 6.0 * size * tokens, 6.0 * size * rows * steps
+    def open_data(self) -> Data:
+        file = trajectories.opened(self.config)
+        return Data(
+            self.batches(file, "train"), self.validation(file), self.fingerprint(file)
         )
-    tokens = config.agent.step_tokens * steps
-    paper_flops = paper_train_flops(model.config, rows, tokens)
 
-    def work(tokens: float, pairs: float) -> StepWork:
-        model_flops = layers_train_flops(model.config, tokens, pairs)
-        return StepWork(int(tokens), model_flops, paper_flops)
+    @names_fields
+    def batches(self, file: TrajectoryFile, split: str) -> TextBatches:
+        """Returns this host's part of every batch of chains.
 
-    return work
+        Raises:
+          ValueError: too few episodes for a chain; as `check_batch` and `episodes`.
+        """
+        config, (rows, steps) = self.config, self.shape
+        sharding = self.sharding
+        chains = Chains(
+            file,
+            trajectories.episodes(config, file, split),
+            config.agent.chain_length,
+            config.seed if split == "train" else HELD_OUT_SEED,
+            order=config.data.chain_order,
+            latest_begin=config.data.latest_begin,
+            loss_on=config.data.loss_on,
+            predict=config.data.predict,
+            of_step_before=config.agent.step_tokens == 1,
+            multiple=steps,
+        )
+        blocks, ring = host_blocks(sharding, self.shape), self.partition.ring_size
+        return TextBatches(chains, blocks, rows, self.step_layout, ring, InOrder())
 
+    def validation(self, file: TrajectoryFile) -> list[dict[Block, ChainBatch]]:
+        """Reads chains of the held-out episodes, the same at every validation.
 
-@names_fields
-def batches(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    file: TrajectoryFile,
-    split: str,
-) -> TextBatches:
-    """Returns this host's part of every batch of chains.
+        Raises:
+          ValueError: as `batches`.
+        """
+        if not self.config.train.validation_batches:
+            return []
+        held_out = self.batches(file, "validation")
+        return [held_out[n] for n in range(self.config.train.validation_batches)]
 
-    Raises:
-      ValueError: too few episodes for a chain; as `batch_sharding` and `episodes`.
-    """
-    sharding = batch_sharding(config, partition)
-    rows, steps = batch_shape(config)
-    chains = Chains(
-        file,
-        trajectories.episodes(config, file, split),
-        config.agent.chain_length,
-        config.seed if split == "train" else HELD_OUT_SEED,
-        order=config.data.chain_order,
-        latest_begin=config.data.latest_begin,
-        loss_on=config.data.loss_on,
-        predict=config.data.predict,
-        of_step_before=config.agent.step_tokens == 1,
-        multiple=steps,
-    )
-    blocks = host_blocks(sharding, (rows, steps))
-    ring = partition.ring_size
-    return TextBatches(chains, blocks, rows, step_layout(config), ring, InOrder())
+    def fingerprint(self, file: TrajectoryFile) -> dict[str, Any]:
+        """Returns the properties in which a checkpoint's model must agree.
 
-
-def validation_batches(
-    config: ml_collections.ConfigDict, partition: Partition, file: TrajectoryFile
-) -> list[dict[Block, ChainBatch]]:
-    """Reads chains of the held-out episodes, the same at every validation.
-
-    Raises:
-      ValueError: as `batches`.
-    """
-    if not config.train.validation_batches:
-        return []
-    held_out = batches(config, partition, file, "validation")
-    return [held_out[number] for number in range(config.train.validation_batches)]
-
-
-def fingerprint(model: Model, file: TrajectoryFile) -> dict[str, Any]:
-    """Returns the properties in which a checkpoint's model must agree.
-
-    Observations must be standardised as they were when it was trained.
-    """
-    data = {name: file.index[name] for name in ("observation_mean", "observation_std")}
-    data["action_repeat"] = file.action_repeat
-    sizes = base.identity(model.config, always=["rope_scaling"])
-    return {"model": sizes, "trajectories": data}
+        Observations must be standardised as they were when it was trained.
+        """
+        names = "observation_mean", "observation_std"
+        data = {name: file.index[name] for name in names}
+        data["action_repeat"] = file.action_repeat
+        sizes = identity(self.sizes, always=["rope_scaling"])
+        return {"model": sizes, "trajectories": data}

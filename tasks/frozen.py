@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import ml_collections
 
 from models.abstract import Model
-from tasks import base
+from tasks.run import Run
+from tasks.state import identity
 from training.mesh import Axes, Partition
 from training.weights import SavedParameters
 
@@ -19,7 +19,7 @@ BASE = "base_weights"
 """Their identity's key in a fingerprint."""
 
 
-def identify(config: ml_collections.ConfigDict, model: Model) -> dict[str, str]:
+def identify(run: Run) -> dict[str, str]:
     """Returns what a fingerprint says of the frozen parameters; nothing without any.
 
     Reads no array.
@@ -27,10 +27,11 @@ def identify(config: ml_collections.ConfigDict, model: Model) -> dict[str, str]:
     Raises:
       ValueError, FileNotFoundError: the parameters are missing, or of another model.
     """
+    config, model = run.config, run.model
     if not model.frozen_shapes:
         return {}
     saved = SavedParameters(config.init_from)
-    sizes = base.identity(model.config)
+    sizes = identity(model.config)
     sizes.pop("lora")
     if "lora" in saved.fingerprint.get("model", {}):
         raise ValueError(
@@ -56,21 +57,17 @@ def abstract_parameters(shapes: Any, axes: Any, partition: Partition) -> Any:
     return jax.tree.map(placed, shapes, axes)
 
 
-def read_frozen(
-    config: ml_collections.ConfigDict,
-    model: Model,
-    partition: Partition,
-    say: Callable[[str], None] = print,
-) -> Any:
+def read_frozen(run: Run, say: Callable[[str], None] = print) -> Any:
     """Reads the frozen parameters onto the mesh; an empty tree without them.
 
     Raises:
       ValueError: they are damaged, or do not fit the model.
     """
+    config, model = run.config, run.model
     if not model.frozen_shapes:
         return {}
     saved = SavedParameters(config.init_from)
-    frozen = saved.restore(abstract_frozen(model, partition))
+    frozen = saved.restore(abstract_frozen(model, run.partition))
     line = f"frozen parameters: of step {saved.step} of {config.init_from}"
     if saved.rounded:
         line += (

@@ -17,13 +17,15 @@ from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import divisor, order, padded_length
 from models import cache as caches
-from models.abstract import Model, joined
+from models.abstract import joined
 from models.cache import EMPTY, Cache
 from models.decode import Generator, last_of_rows
 from models.sampling import Sampling, row_keys, sample
-from tasks import base, frozen, text
+from tasks import frozen
 from tasks.command_line import read_config
-from tasks.mask import document_mask
+from tasks.run import Run
+from tasks.systems import simulate_devices
+from tasks.text import TextRun
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
 
@@ -41,7 +43,7 @@ def config_to_ask(arguments: Sequence[str]) -> ml_collections.ConfigDict:
     """
     logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
     config = read_config(arguments)
-    base.simulate_devices(config)
+    simulate_devices(config)
     return config
 
 
@@ -58,14 +60,9 @@ def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
 
 
 def generator(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    sampling: Sampling,
-    *,
-    rows: int,
-    cache_tokens: int,
+    run: TextRun, sampling: Sampling, *, rows: int, cache_tokens: int
 ) -> Generator:
-    """Builds the programs that generate with the config's model on the mesh.
+    """Builds the programs that generate with the run's model on its mesh.
 
     rows: prompts at a time. cache_tokens: most tokens of a row's prompt and its
       continuation; rounded up to what the layout can shard.
@@ -74,14 +71,14 @@ def generator(
       ValueError: rows, heads or sizes that do not divide over the mesh, or a cache of
         no tokens.
     """
-    layout = base.attention_system(config).layout
+    layout, partition = run.layout, run.partition
     mesh, ring = partition.mesh, partition.ring_size
     if cache_tokens < 1:
         raise ValueError(f"a cache of {cache_tokens} tokens must have at least 1")
     members = partition.shards("sequence")  # that share out the cache
     slots = padded_length(layout, ring, cache_tokens, partition.slices)
-    prefill, step = _programs(config, partition, sampling)
-    sizes, dtype = config.model, jnp.dtype(config.compute_dtype)
+    prefill, step = _programs(run, sampling)
+    sizes, dtype = run.sizes, run.compute_dtype
     shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
     cache = cache_shardings(partition, shape)
     whole = NamedSharding(mesh, PartitionSpec())
@@ -98,7 +95,7 @@ def generator(
 
     heads = sizes.num_heads // partition.shards("heads")
     scores = slots // members * heads * -(-rows // partition.shards("batch"))
-    block = 0 if document_mask(config).prefix else _block(scores, slots // members)
+    block = 0 if run.mask.prefix else _block(scores, slots // members)
     return Generator(
         empty=jax.jit(
             functools.partial(caches.empty_cache, shape, dtype, members),
@@ -126,16 +123,12 @@ def _block(scores: int, slots: int) -> int:
     return 1 << max(most, 1).bit_length() - 1
 
 
-def _programs(
-    config: ml_collections.ConfigDict, partition: Partition, sampling: Sampling
-) -> tuple[Callable, Callable]:
+def _programs(run: TextRun, sampling: Sampling) -> tuple[Callable, Callable]:
     """Builds prefill and step of `Generator`, to be compiled."""
-    mesh = partition.mesh
-    sequences = text.model(config, partition).structure
-    few_tokens = text.model(config, StationaryPartition(mesh)).structure
-    ring_axes, scores = partition.axes("sequence"), base.scores(config)
-    operations = CachedAttention(mesh, ring_axes, **scores)
-    ring, mask = base.ring_attention(config, partition), document_mask(config)
+    mesh, sequences = run.partition.mesh, run.model.structure
+    few_tokens = run.on(StationaryPartition(mesh)).model.structure
+    operations = CachedAttention(mesh, run.partition.axes("sequence"), **run.scores)
+    ring, mask = run.attention, run.mask
 
     def draw(
         parameters: Any, hidden: jax.Array, index: jax.Array, seed: jax.Array
@@ -179,34 +172,24 @@ def _programs(
     return prefill, step
 
 
-def restored_parameters(
-    config: ml_collections.ConfigDict, partition: Partition
-) -> tuple[Any, int]:
-    """Reads the newest parameters of the config's run onto the mesh, and their step.
+def restored_parameters(run: TextRun) -> tuple[Any, int]:
+    """Reads the newest parameters of the run onto its mesh, and their step.
 
     Matrices are in the compute type, in which they are multiplied anyway.
 
     Raises:
       FileNotFoundError, ValueError: there is no checkpoint, or one of another model.
     """
-    model = text.model(config, partition)
-    fingerprint = text.fingerprint(model) | frozen.identify(config, model)
-    return newest_parameters(config, partition, model, fingerprint)
+    return newest_parameters(run, run.fingerprint)
 
 
-def newest_parameters(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    model: Model,
-    fingerprint: Mapping[str, Any],
-) -> tuple[Any, int]:
+def newest_parameters(run: Run, fingerprint: Mapping[str, Any]) -> tuple[Any, int]:
     """Reads the newest parameters of a model with this fingerprint, and their step."""
-    dtype = jnp.dtype(config.compute_dtype)
-    shapes = frozen.abstract_parameters(model.shapes, model.axes, partition)
-    saved = SavedParameters(config.workdir)
+    model, dtype = run.model, run.compute_dtype
+    shapes = frozen.abstract_parameters(model.shapes, model.axes, run.partition)
+    saved = SavedParameters(run.config.workdir)
     saved.check_model(fingerprint)
-    parameters = saved.restore(shapes)
-    parameters = joined(parameters, frozen.read_frozen(config, model, partition))
+    parameters = joined(saved.restore(shapes), frozen.read_frozen(run))
     if dtype == jnp.float32:
         return parameters, saved.step
     axes = joined(model.axes, model.frozen_axes)

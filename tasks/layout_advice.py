@@ -1,24 +1,35 @@
-"""Which layouts suit a run's data, in a line for its start."""
-
-import ml_collections
+"""What a run's rows cost, and which layouts suit them, in lines for its start."""
 
 from kernels.layouts import Contiguous, Zigzag
 from models.sizes import WINDOW
 from tasks.corpora import reads_few_shards
-from tasks.mask import document_mask
-from training.mesh import Partition
+from tasks.run import Run
 
 
-def describe(config: ml_collections.ConfigDict, partition: Partition) -> str:
-    """Returns a line on a layout that would suit better; "" if no other does."""
-    if config.task != "text" or partition.ring_size == 1 or config.remat == "tail":
+def padding_line(run: Run) -> str:
+    """Returns a line on what padding costs; "" where there is none."""
+    tokens, (_, slots) = run.config.data.context_tokens, run.token_shape
+    if slots == tokens:
         return ""
-    ring = partition.ring_size
+    partition = run.partition
+    slices = f" in {partition.slices} slices each" if partition.slices > 1 else ""
+    return (
+        f"rows: of {tokens:,} tokens, padded to {slots:,} for {run.layout} on a ring "
+        f"of {partition.ring_size}{slices}: {1 - tokens / slots:.2%} of their slots "
+        "are empty"
+    )
+
+
+def layout_line(run: Run) -> str:
+    """Returns a line on a layout that would suit better; "" if no other does."""
+    config, ring = run.config, run.partition.ring_size
+    if config.task != "text" or ring == 1 or config.remat == "tail":
+        return ""
     layouts = {"ring": Contiguous(), "zigzag": Zigzag()}
     suited = [n for n, x in layouts.items() if reads_few_shards(config, x, ring)]
     pattern = config.model.layer_pattern
     windows = pattern.count(WINDOW) / len(pattern) if pattern else 0.0
-    if windows > 0.5 or document_mask(config).window:
+    if windows > 0.5 or run.mask.window:
         suited = ["zigzag", "ring"]
         reason = "most layers have a window, read by neighbours only"
     elif suited:

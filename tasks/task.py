@@ -1,19 +1,21 @@
 """Chooses the task that `config.task` names, and records the settings of its run."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import ml_collections
 
 from tasks import exorl, text
-from tasks.base import Task
 from tasks.config_errors import fields_by_name
+from tasks.run import Run
 from training.mesh import Partition
 from training.stored_step import is_named
 
 TASKS = {"text": text, "exorl": exorl}
-"""Modules of the tasks; each has `make`, `sizes`, `batch_sharding` and `identify`."""
+"""Modules of the tasks; each has `sizes`, `identify` and a `Run`, of RUNS."""
+RUNS = {"text": text.TextRun, "exorl": exorl.AgentRun}
 
 # Fields in which the hosts of a run may differ, and its starts.
 _OF_A_HOST = (
@@ -31,14 +33,19 @@ _UNREAD = {
 }
 
 
-def make_task(config: ml_collections.ConfigDict, partition: Partition) -> Task:
-    """Builds the task that `config.task` names; reads no data.
+def make_run(
+    config: ml_collections.ConfigDict, devices: Partition | Sequence[jax.Device]
+) -> Run:
+    """Returns the run of a config's task on devices, or on a mesh of them.
 
     Raises:
-      ValueError: the task is unknown, or something in the config is wrong.
+      ValueError: the task is unknown, or the mesh does not match the devices.
     """
     _check_task(config)
-    return TASKS[config.task].make(config, partition)
+    run = RUNS[config.task]
+    if isinstance(devices, Partition):
+        return run(config, devices)
+    return run.of(config, devices)
 
 
 def run_settings(

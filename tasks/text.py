@@ -18,13 +18,11 @@ from models.flops import paper_train_flops, train_flops
 from models.losses import Parts, cross_entropy
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
-from tasks import base, corpora, frozen
-from tasks.base import Data, Objective, Task, attention_system, ring_attention
-from tasks.batch_rows import batch_shape, batch_sharding
+from tasks import corpora, frozen
 from tasks.config_errors import names_fields
-from tasks.execution import execution
+from tasks.run import Data, Objective, Run
+from tasks.state import identity
 from training.feed import host_blocks
-from training.mesh import Partition
 from training.metrics import StepWork
 from training.step import Counts, count_tokens
 
@@ -34,34 +32,140 @@ VOCAB_MULTIPLE = 8
 """A corpus's vocabulary is rounded up to it, to divide over the tensor axis."""
 
 
-def make(config: ml_collections.ConfigDict, partition: Partition) -> Task:
-    """Builds the task; reads no data.
+class TextRun(Run):
+    """A run that trains a language model."""
 
-    Raises:
-      ValueError: something in the config is wrong.
-    """
-    llama = model(config, partition)
+    @functools.cached_property
+    def sizes(self) -> LanguageModelConfig:
+        return sizes(self.config)
 
-    def open_data() -> Data:
-        corpora.directories(config)
-        return Data(
-            batches=batches(config, partition, "train"),
-            validation=validation_batches(config, partition),
-            fingerprint=fingerprint(llama) | frozen.identify(config, llama),
+    @functools.cached_property
+    @names_fields
+    def model(self) -> Model:
+        """The model, without parameters.
+
+        Raises:
+          ValueError: sizes that make no model, or that do not divide over the mesh.
+        """
+        record, partition = self.sizes, self.partition
+
+        def build(key: jax.Array) -> LanguageModel:
+            rngs = nnx.Rngs(params=key)
+            return LanguageModel(record, self.execution, partition, rngs=rngs)
+
+        return Model.of(
+            record,
+            build,
+            partition,
+            trained=nnx.LoRAParam if record.lora.rank else nnx.Param,
+            frozen_dtype=jnp.dtype(self.config.lora.base_dtype or self.compute_dtype),
         )
 
-    loss_sum = loss_function(config, llama, partition)
-    windows = [kind.window for kind in llama.config.layer_kinds]
-    count = functools.partial(count_tokens, windows=windows)
-    return Task(
-        model=llama,
-        execution=execution(config, partition, llama.config.vocab_size),
-        batch_like=abstract_batch(config, partition),
-        objective=Objective(loss_sum, count),
-        held_out=_by_position(config, llama, partition, count),
-        work=step_work(config, llama),
-        open_data=open_data,
-    )
+    @functools.cached_property
+    def batch_like(self) -> Batch:
+        """Shape, dtype and sharding of a batch's arrays, [B, T]."""
+
+        def array(dtype: type) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.sharding)
+
+        arrays = dict.fromkeys(Batch._fields, array(jnp.int32))
+        return Batch(**arrays | {"loss_weights": array(jnp.float32)})
+
+    @functools.cached_property
+    def objective(self) -> Objective:
+        windows = [kind.window for kind in self.sizes.layer_kinds]
+        count = functools.partial(count_tokens, windows=windows)
+        return Objective(self.loss_function(), count)
+
+    @functools.cached_property
+    def held_out(self) -> Objective:
+        """The loss by how far into its document a token is."""
+        parts = Parts.by_position(self.config.data.context_tokens)
+        count = self.objective.count
+
+        def by_part(batch: Batch) -> Counts:
+            weights = parts.sums(batch.loss_weights, batch.positions)
+            return count(batch)._replace(weights=weights)
+
+        return Objective(self.loss_function(parts), by_part, parts.names)
+
+    def loss_function(
+        self, parts: Parts | None = None
+    ) -> Callable[[Any, Batch], jax.Array]:
+        """Builds (parameters, batch in layout order, frozen ones) -> summed loss.
+
+        parts: returns the loss of each of these, [parts], instead of one of all tokens.
+
+        Raises:
+          ValueError: an unknown implementation.
+        """
+        attend, model, partition = self.attention, self.model, self.partition
+        chunk = self.execution.loss_chunk
+
+        def loss_sum(parameters: Any, batch: Batch, rest: Any = None) -> jax.Array:
+            module = nnx.merge(model.structure, joined(parameters, rest or {}))
+            see_visible = functools.partial(
+                attend, visible=Visible(batch.k_start, batch.k_end)
+            )
+            hidden = module(batch.tokens, batch.positions, see_visible)
+            predicted = hidden, module.head_weight(), batch.targets, batch.loss_weights
+            logits = model.config.logits
+            options = {"logits": logits, "chunk": chunk, "partition": partition}
+            by_place = parts and (parts, batch.positions)
+            return cross_entropy(*predicted, by_place, **options)
+
+        return loss_sum
+
+    def work(self, tokens: float, pairs: float) -> StepWork:
+        data = self.config.data
+        flops = train_flops(self.sizes, tokens, pairs)
+        paper_flops = paper_train_flops(
+            self.sizes, data.batch_rows, data.context_tokens
+        )
+        return StepWork(int(tokens), flops, paper_flops)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Properties in which a checkpoint must agree, adapters' base included."""
+        return {"model": identity(self.sizes)} | frozen.identify(self)
+
+    def open_data(self) -> Data:
+        corpora.directories(self.config)
+        return Data(self.batches("train"), self.validation(), self.fingerprint)
+
+    @names_fields
+    def batches(self, split: str, fills: bool = False) -> TextBatches:
+        """Returns this host's part of every batch: shuffled to train, else in order.
+
+        fills: as of `TextBatches`, for a split in order.
+
+        Raises:
+          FileNotFoundError, ValueError: a corpus too small for one batch; or as
+            `corpora.rows`.
+        """
+        plan, order = corpora.rows(self.config, split, self.sizes.vocab_size)
+        return TextBatches(
+            plan,
+            host_blocks(self.sharding, self.shape),
+            self.config.data.batch_rows,
+            self.layout,
+            self.partition.ring_size,
+            order,
+            self.shape[1],
+            fills,
+        )
+
+    def validation(self) -> list[dict[Block, Batch]]:
+        """Reads the held-out batches, the same at every validation, into memory.
+
+        Raises:
+          ValueError: as `batches`.
+        """
+        if not self.config.train.validation_batches:
+            return []
+        held_out = self.batches("validation")
+        wanted = min(self.config.train.validation_batches, len(held_out))
+        return [held_out[i] for i in range(wanted)]
 
 
 @names_fields
@@ -98,152 +202,3 @@ def vocab_size(config: ml_collections.ConfigDict) -> int:
             "it is 0"
         ) from error
     return -(-ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-@names_fields
-def model(config: ml_collections.ConfigDict, partition: Partition) -> Model:
-    """Builds the config's model, without parameters.
-
-    Raises:
-      ValueError: sizes that make no model, or that do not divide over the mesh.
-    """
-    record = sizes(config)
-    run = execution(config, partition, record.vocab_size)
-
-    def build(key: jax.Array) -> LanguageModel:
-        return LanguageModel(record, run, partition, rngs=nnx.Rngs(params=key))
-
-    return Model.of(
-        record,
-        build,
-        partition,
-        trained=nnx.LoRAParam if record.lora.rank else nnx.Param,
-        frozen_dtype=jnp.dtype(config.lora.base_dtype or config.compute_dtype),
-    )
-
-
-def loss_function(
-    config: ml_collections.ConfigDict,
-    model: Model,
-    partition: Partition,
-    parts: Parts | None = None,
-) -> Callable[[Any, Batch], jax.Array]:
-    """Builds (parameters, batch in layout order, frozen ones) -> summed loss.
-
-    parts: returns the loss of each of these, [parts], instead of one of all tokens.
-
-    Raises:
-      ValueError: an unknown implementation.
-    """
-    attend = ring_attention(config, partition)
-    chunk = execution(config, partition, model.config.vocab_size).loss_chunk
-
-    def loss_sum(parameters: Any, batch: Batch, rest: Any = None) -> jax.Array:
-        module = nnx.merge(model.structure, joined(parameters, rest or {}))
-        see_visible = functools.partial(
-            attend, visible=Visible(batch.k_start, batch.k_end)
-        )
-        hidden = module(batch.tokens, batch.positions, see_visible)
-        predicted = hidden, module.head_weight(), batch.targets, batch.loss_weights
-        logits = model.config.logits
-        options = {"logits": logits, "chunk": chunk, "partition": partition}
-        by_place = parts and (parts, batch.positions)
-        return cross_entropy(*predicted, by_place, **options)
-
-    return loss_sum
-
-
-def _by_position(
-    config: ml_collections.ConfigDict,
-    model: Model,
-    partition: Partition,
-    count: Callable[[Batch], Counts],
-) -> Objective:
-    """Builds the loss by how far into its document a token is."""
-    parts = Parts.by_position(config.data.context_tokens)
-
-    def by_part(batch: Batch) -> Counts:
-        weights = parts.sums(batch.loss_weights, batch.positions)
-        return count(batch)._replace(weights=weights)
-
-    loss_sum = loss_function(config, model, partition, parts)
-    return Objective(loss_sum, by_part, parts.names)
-
-
-def abstract_batch(config: ml_collections.ConfigDict, partition: Partition) -> Batch:
-    """Returns shape, dtype and sharding of a batch's arrays, [B, T].
-
-    Raises:
-      ValueError: as `batch_sharding`.
-    """
-    sharding = batch_sharding(config, partition)
-    shape = batch_shape(config, partition)
-
-    def array(dtype: type) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    arrays = dict.fromkeys(Batch._fields, array(jnp.int32))
-    return Batch(**arrays | {"loss_weights": array(jnp.float32)})
-
-
-@names_fields
-def batches(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    split: str,
-    fills: bool = False,
-) -> TextBatches:
-    """Returns this host's part of every batch: shuffled to train, else in order.
-
-    fills: as of `TextBatches`, for a split in order.
-
-    Raises:
-      FileNotFoundError, ValueError: a corpus too small for one batch; or as
-        `corpora.rows`.
-    """
-    plan, order = corpora.rows(config, split, vocab_size(config))
-    sharding, shape = batch_sharding(config, partition), batch_shape(config, partition)
-    return TextBatches(
-        plan,
-        host_blocks(sharding, shape),
-        config.data.batch_rows,
-        attention_system(config).layout,
-        partition.ring_size,
-        order,
-        shape[1],
-        fills,
-    )
-
-
-def validation_batches(
-    config: ml_collections.ConfigDict, partition: Partition
-) -> list[dict[Block, Batch]]:
-    """Reads the held-out batches, the same at every validation, into memory.
-
-    Raises:
-      ValueError: as `batches`.
-    """
-    if not config.train.validation_batches:
-        return []
-    held_out = batches(config, partition, "validation")
-    wanted = min(config.train.validation_batches, len(held_out))
-    return [held_out[i] for i in range(wanted)]
-
-
-def step_work(
-    config: ml_collections.ConfigDict, model: Model
-) -> Callable[[float, float], StepWork]:
-    """Builds (tokens, visible pairs) of a step -> `StepWork`."""
-    rows, tokens = config.data.batch_rows, config.data.context_tokens
-    paper_flops = paper_train_flops(model.config, rows, tokens)
-
-    def work(tokens: float, pairs: float) -> StepWork:
-        model_flops = train_flops(model.config, tokens, pairs)
-        return StepWork(int(tokens), model_flops, paper_flops)
-
-    return work
-
-
-def fingerprint(model: Model) -> dict[str, Any]:
-    """Returns the properties in which a checkpoint's model must agree."""
-    return {"model": base.identity(model.config)}

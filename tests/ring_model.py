@@ -10,8 +10,8 @@ import optax
 
 from data.batch import Batch
 from kernels.layouts import order, padded_length, unpermute
-from tasks import base, text
 from tasks.programs import compile_programs
+from tasks.state import abstract_state
 from tests.hard_rows import ROWS, TOKENS, VOCAB
 from tests.small_llama import Run
 from training.loop import Programs
@@ -51,7 +51,7 @@ class RingModel(Run):
         self.layout, self.ring = self.order()
         self.length = padded_length(self.layout, self.ring, TOKENS)
         self.config.data.context_tokens = self.length
-        self.task = text.make(self.config, self.partition)
+        self.task = self.resolved
         self.model = self.task.model
         self.sizes = self.model.config
 
@@ -92,7 +92,7 @@ class RingModel(Run):
     @functools.cached_property
     def like(self) -> TrainState:
         """Shape and place of a run's state."""
-        return base.abstract_state(self.model, DESCENT, self.partition)
+        return abstract_state(self.model, DESCENT, self.partition)
 
     @functools.cached_property
     def programs(self) -> Programs:

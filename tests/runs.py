@@ -15,7 +15,7 @@ import train
 from configs import tiny
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
-from tasks import base, frozen, text
+from tasks.text import TextRun
 from tests.processes import run_program
 from training.checkpoint import Checkpoints
 from training.sinks import read_scalars
@@ -100,9 +100,8 @@ def files(directory: Path) -> dict[Path, bytes]:
 
 def checkpoints_of(config: ConfigDict) -> Checkpoints:
     """The checkpoints of a run with this config."""
-    model = text.model(config, base.partition(config, jax.devices()))
     directory = Path(config.workdir) / "checkpoints"
-    fingerprint = text.fingerprint(model) | frozen.identify(config, model)
+    fingerprint = TextRun.of(config, jax.devices()).fingerprint
     return Checkpoints(directory, keep=3, fingerprint=fingerprint)
 
 
@@ -157,10 +156,7 @@ class Run:
     def state(self) -> TrainState:
         """The newest checkpoint's."""
         config = self.config()
-        partition = base.partition(config, jax.devices())
-        model = text.model(config, partition)
-        optimizer, _ = base.make_optimizer(config, model)
-        shapes = base.abstract_state(model, optimizer, partition)
+        shapes = TextRun.of(config, jax.devices()).state_like
         with checkpoints_of(config) as checkpoints:
             return checkpoints.restore(shapes)[0]
 

@@ -13,7 +13,7 @@ from data.agents.chains import ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.layouts import permute
 from models.abstract import Model
-from tasks import exorl
+from tasks.exorl import AgentRun
 from tests.cases.attention import QUICK
 from training.mesh import MeshShape, Partition, make_mesh
 
@@ -70,10 +70,11 @@ def make_trajectories(directory: Path, episodes: int = 12) -> TrajectoryFile:
 
 def chains_of(file: TrajectoryFile, config: ConfigDict, **options: Any) -> ChainBatch:
     """A batch of the config's shape, in the order of the chains."""
-    rows, steps = exorl.batch_shape(config)
+    rows, tokens = config.data.batch_rows, config.agent.step_tokens
+    steps = config.data.context_tokens // tokens
     episodes = np.arange(len(file.returns))
     length = config.agent.chain_length
-    options["of_step_before"] = config.agent.step_tokens == 1
+    options["of_step_before"] = tokens == 1
     chains = Chains(file, episodes, length, seed=1, multiple=steps, **options)
     index = np.arange(steps, dtype=np.int32)
     read = [chains.read(row, index) for row in range(rows)]
@@ -100,9 +101,9 @@ class Run:
         self.config = config_of(attention=attention, **mesh | overrides)
         devices = jax.devices()[: math.prod(shape.axes.values())]
         self.partition = Partition(make_mesh(shape, devices))
-        self.model = model = exorl.model(self.config, self.partition)
-        self.parameters = drawn(model, self.partition)
-        loss_sum = exorl.objective(self.config, model, self.partition).loss_sum
+        self.run = run = AgentRun(self.config, self.partition)
+        self.model, loss_sum = run.model, run.objective.loss_sum
+        self.parameters = drawn(self.model, self.partition)
 
         def total(parameters: Any, batch: ChainBatch) -> tuple[jax.Array, jax.Array]:
             losses = loss_sum(parameters, batch)
@@ -110,17 +111,16 @@ class Run:
 
         shardings = None, jax.tree.map(lambda x: x.sharding, self.parameters)
         gradient = jax.value_and_grad(total, has_aux=True)
-        predict = exorl.predictions(self.config, model, self.partition)
+        predict = run.predictions()
         options = {"compiler_options": QUICK}
         self._gradient = jax.jit(gradient, out_shardings=shardings, **options)
         self._predict = jax.jit(predict, **options)
 
     def _placed(self, batch: ChainBatch) -> ChainBatch:
         """The batch in layout order, on the mesh."""
-        sharding = exorl.batch_sharding(self.config, self.partition)
-        order = exorl.step_layout(self.config), self.partition.ring_size
+        order = self.run.step_layout, self.partition.ring_size
         permuted = jax.tree.map(lambda x: permute(x, *order), batch)
-        return jax.device_put(permuted, sharding)
+        return jax.device_put(permuted, self.run.sharding)
 
     def losses_and_gradients(self, batch: ChainBatch) -> tuple[np.ndarray, Any]:
         (_, losses), grads = self._gradient(self.parameters, self._placed(batch))

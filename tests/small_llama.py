@@ -17,7 +17,8 @@ from kernels import masks
 from kernels.layouts import Layout, permute
 from kernels.masks import Mask
 from models.abstract import Model
-from tasks import base, text
+from tasks.systems import attention_system
+from tasks.text import TextRun
 from tests.families import FAMILIES
 from tests.runs import small_config
 from tests.small_agent import drawn
@@ -46,7 +47,7 @@ def partition_of(shape: MeshShape) -> Partition:
 
 def parameters_on(partition: Partition, family: str = "llama") -> Any:
     """The same on every mesh."""
-    return drawn(text.model(config_of("striped", family), partition), partition)
+    return drawn(TextRun(config_of("striped", family), partition).model, partition)
 
 
 def assert_same(got: Any, want: Any, tolerance: float) -> None:
@@ -85,18 +86,19 @@ class Run:
         narrow |= {"feed_forward_chunk_tokens": 6, "loss_chunk_tokens": 5}
         self.config = config_of(attention, family, **narrow | fields)
         self.partition = partition_of(shape)
+        self.resolved = TextRun(self.config, self.partition)
 
     @functools.cached_property
     def model(self) -> Model:
-        return text.model(self.config, self.partition)
+        return self.resolved.model
 
     @functools.cached_property
     def loss(self) -> Callable:
-        return text.loss_function(self.config, self.model, self.partition)
+        return self.resolved.loss_function()
 
     def order(self) -> tuple[Layout, int]:
         """Layout and ring size."""
-        layout = base.attention_system(self.config).layout
+        layout = attention_system(self.config).layout
         return layout, self.partition.ring_size
 
     @functools.cached_property
@@ -142,8 +144,8 @@ def whole_forward(
     """From tokens (B, SLOTS) to logits (B, SLOTS, V): no cache, one device."""
     config = config_of("vanilla", family)
     partition = partition_of(MeshShape())
-    structure = text.model(config, partition).structure
-    attend = base.ring_attention(config, partition)
+    run = TextRun(config, partition)
+    structure, attend = run.model.structure, run.attention
 
     @jax.jit
     def forward(parameters: Any, tokens: jax.Array) -> jax.Array:

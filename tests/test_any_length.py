@@ -9,7 +9,8 @@ import jax
 import pytest
 
 import train
-from tasks import batch_rows, text
+from tasks.layout_advice import padding_line
+from tasks.text import TextRun
 from tests.runs import small_config
 from tests.small_llama import Run, assert_same, partition_of
 from tools.lib.compiled.pods import aot_pod
@@ -48,9 +49,9 @@ def first_step(corpus: Path, ring: int, attention: str, **fields: Any) -> tuple:
     """Loss, gradients and counts of the first batch; what the step is said to do."""
     fields = SIZES | {"data__corpus": str(corpus)} | fields
     run = Run(MeshShape(ring=ring), attention, **fields)
-    task = text.make(run.config, run.partition)
+    task = TextRun(run.config, run.partition)
     run.model = task.model
-    batches = text.batches(run.config, run.partition, "train")
+    batches = TextRun(run.config, run.partition).batches("train")
     batch = place(batches[0], task.sharding, task.shape)
     assert batch.tokens.shape == task.shape == (2, batches.columns)
     step = jax.jit(jax.value_and_grad(task.objective.loss_sum))
@@ -97,7 +98,7 @@ def test_what_padding_costs_is_said_before_anything_is_compiled(corpus, tmp_path
         "slots are empty"
     )
     config = small_config(corpus, tmp_path)
-    assert batch_rows.describe_padding(config, partition_of(MeshShape(ring=8))) == ""
+    assert padding_line(TextRun(config, partition_of(MeshShape(ring=8)))) == ""
 
 
 @pytest.mark.quick

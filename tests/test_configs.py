@@ -15,8 +15,11 @@ from kernels.layouts import check_length
 from models.memory import REMAT_POLICIES
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
-from tasks import base, batch_rows, config_checks, exorl, run_config, text
+from tasks import config_checks, run_config
 from tasks.config_errors import fields_by_name
+from tasks.exorl import AgentRun
+from tasks.state import optimizer_settings
+from tasks.text import TextRun
 from training.mesh import MESH_AXES, MeshShape, Partition
 
 STEMS = sorted(path.stem for path in Path(base_config.__file__).parent.glob("*.py"))
@@ -67,16 +70,16 @@ def test_unknown_fields_are_refused_with_what_was_meant(name):
 def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
     config = load(name)
     partition = partition_of(config)
-    model = exorl.model(config, partition)
-    batch = exorl.abstract_batch(config, partition)
+    run = AgentRun(config, partition)
+    model, batch = run.model, run.batch_like
     agent = config.agent
-    rows, steps = exorl.batch_shape(config)
+    rows, steps = run.shape
     assert batch.observations.shape == (rows, steps, agent.observation_size)
     assert steps >= agent.chain_length * agent.episode_steps
     of_a_number = agent.action_bins if agent.action_kind == "binned" else 1
     size = agent.action_size * of_a_number
     assert model.shapes["action_head"].shape[1] == size
-    assert base.optimizer_settings(config).total_steps == config.train.steps
+    assert optimizer_settings(config).total_steps == config.train.steps
     text = MODULES[name].__doc__
     if "parameters:" in text:
         size = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
@@ -96,7 +99,7 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
 def test_every_small_agent_is_a_config(stem, names, episodes):
     for name in names:
         config = MODULES[stem].get_config(name)
-        model = exorl.model(config, partition_of(config))
+        model = AgentRun(config, partition_of(config)).model
         assert model.config.chain_length == episodes.get(name.split("/")[-1], 1)
         assert config.workdir == f"runs/{stem}/{name}"
     with pytest.raises(ValueError, match="'hopper/at' is not one of "):
@@ -107,7 +110,8 @@ def test_every_small_agent_is_a_config(stem, names, episodes):
 def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     config = load(name)
     partition = partition_of(config)
-    model = text.model(config, partition)
+    run = TextRun(config, partition)
+    model = run.model
     vocab_size = config.model.vocab_size or 264  # of the default corpus, bytes
     assert model.config == LanguageModelConfig(
         **{**config.model, "vocab_size": vocab_size},
@@ -116,15 +120,14 @@ def test_config_makes_a_model_a_batch_and_an_optimizer_without_devices(name):
     )
     shapes = model.shapes | model.frozen_shapes
     assert shapes["embedding"].shape == (vocab_size, config.model.hidden_size)
-    assert base.optimizer_settings(config).total_steps == config.train.steps
+    assert optimizer_settings(config).total_steps == config.train.steps
     assert config.remat in REMAT_POLICIES
-    system, ring_size = base.attention_system(config), partition.ring_size
+    system, ring_size = run.system, partition.ring_size
     assert system.sharded or ring_size == 1
     check_length(system.layout, ring_size, config.data.context_tokens)
-    shape = batch_rows.batch_shape(config, partition)
-    shards = batch_rows.batch_sharding(config, partition).shard_shape(shape)
+    shards = run.sharding.shard_shape(run.shape)
     devices = partition.shards("batch") * ring_size
-    assert math.prod(shards) == math.prod(shape) // devices
+    assert math.prod(shards) == math.prod(run.shape) // devices
 
 
 @each_config

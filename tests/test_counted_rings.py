@@ -7,7 +7,9 @@ import pytest
 
 from data.text.token_file import TokenFileWriter
 from data.text.tokenizer import ByteTokenizer
-from tasks import base, corpora, layout_advice
+from tasks import corpora
+from tasks.layout_advice import layout_line
+from tasks.text import TextRun
 from tests.runs import small_config
 from tests.small_llama import partition_of
 from training.mesh import MeshShape
@@ -54,7 +56,7 @@ def test_rings_of_short_documents_are_counted(directory, fields, mesh, is_counte
     for longest in (20, 300):
         config = small_config(directory / str(longest), "", **fields)
         wanted = is_counted and longest == 20
-        assert base.counts_steps(config, partition_of(mesh)) == wanted
+        assert TextRun(config, partition_of(mesh)).counts_steps() == wanted
 
 
 @pytest.mark.parametrize(
@@ -75,8 +77,8 @@ def test_rings_of_short_documents_are_counted(directory, fields, mesh, is_counte
 def test_a_run_says_which_layout_suits_better(directory, longest, fields, advised):
     fields = {"data__context_tokens": 320, **fields}
     config = small_config(directory / str(longest), "", **fields)
-    line = layout_advice.describe(config, partition_of(MeshShape(ring=8)))
+    line = layout_line(TextRun(config, partition_of(MeshShape(ring=8))))
     assert line.startswith(f"layout: config.attention={advised} may") or not advised
     assert bool(line) == bool(advised)
     alone = small_config(directory / str(longest), "", **fields)
-    assert layout_advice.describe(alone, partition_of(MeshShape())) == ""
+    assert layout_line(TextRun(alone, partition_of(MeshShape()))) == ""

@@ -11,7 +11,8 @@ import pytest
 import train
 from data.agents.chains import ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile
-from tasks import base, exorl, trajectories
+from tasks import trajectories
+from tasks.exorl import AgentRun
 from tasks.generation import newest_parameters
 from tests.cases.attention import QUICK
 from tests.small_agent import (
@@ -97,14 +98,13 @@ def test_a_run_is_refused_where_others_are_held_out_or_data_differ(run, file, tm
     """Else what was trained on would be evaluated as held out."""
     workdir, _ = run
     config = config_in(workdir, file)
-    partition = base.partition(config, jax.devices())
-    model = exorl.model(config, partition)
-    fingerprint = exorl.fingerprint(model, file)
-    assert newest_parameters(config, partition, model, fingerprint)[1] == STEPS
+    agent = AgentRun.of(config, jax.devices())
+    fingerprint = agent.fingerprint(file)
+    assert newest_parameters(agent, fingerprint)[1] == STEPS
     first, *others = fingerprint["trajectories"]["observation_mean"]
     fingerprint["trajectories"]["observation_mean"] = [first + 0.1, *others]
     with pytest.raises(ValueError, match="observation_mean.0: saved"):
-        newest_parameters(config, partition, model, fingerprint)
+        newest_parameters(agent, fingerprint)
     settings = SavedParameters(workdir).settings
     trajectories.check_trained(config, settings)
     split = config_in(workdir, file, data__held_out_share=0.5)
@@ -119,8 +119,7 @@ def test_a_run_is_refused_where_others_are_held_out_or_data_differ(run, file, tm
 def test_tokens_and_pairs_are_those_of_real_steps(file):
     config = config_of(data__loss_on="last")
     batch = chains_of(file, config, loss_on="last")
-    partition = base.partition(config, jax.devices()[:4])
-    loss = exorl.objective(config, exorl.model(config, partition), partition)
+    loss = AgentRun.of(config, jax.devices()[:4]).objective
     tokens, pairs, weights = jax.jit(loss.count, compiler_options=QUICK)(batch)
     real = 4 * 2 * EPISODE_STEPS  # tokens of a row
     assert float(tokens) == 2 * real
@@ -129,9 +128,11 @@ def test_tokens_and_pairs_are_those_of_real_steps(file):
     config.model.update(layer_pattern="wf", window=5, num_layers=3)
     of_window = sum(min(n, 5) for n in range(1, real + 1))
     mean = (2 * of_window + real * (real + 1) / 2) / 3
-    assert float(exorl.count(config)(batch)[1]) == pytest.approx(2 * mean, rel=1e-6)
+    pairs = AgentRun.of(config, jax.devices()[:4]).count(batch)[1]
+    assert float(pairs) == pytest.approx(2 * mean, rel=1e-6)
     config.agent.method = "perceptron"
-    assert list(map(float, exorl.count(config)(batch))) == [real / 2, 0]
+    counts = AgentRun.of(config, jax.devices()[:4]).count(batch)
+    assert list(map(float, counts)) == [real / 2, 0]
 
 
 def test_the_best_episodes_are_chosen_among_those_trained_on(file):

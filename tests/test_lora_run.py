@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import train
-from tasks import base, batch_rows, text
 from tasks.generation import restored_parameters
+from tasks.text import TextRun
 from tests.runs import Run, assert_equal_bits, files, small_config
 from tests.small_agent import drawn
 from training.feed import place
@@ -29,9 +29,8 @@ def weights(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of a model whose weights bfloat16 rounds."""
     directory = tmp_path_factory.mktemp("weights")
     config = small_config(corpus, directory)
-    partition = base.partition(config, jax.devices())
-    model = text.model(config, partition)
-    save_parameters(directory, drawn(model, partition), text.fingerprint(model))
+    run = TextRun.of(config, jax.devices())
+    save_parameters(directory, drawn(run.model, run.partition), run.fingerprint)
     return directory
 
 
@@ -84,16 +83,11 @@ def test_only_adapters_are_trained_and_saved(undisturbed):
 def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
     """Of the frozen weights in bfloat16, and the adapters that were saved."""
     config = undisturbed.config()
-    partition = base.partition(config, jax.devices())
-    model = text.model(config, partition)
-    evaluate = jax.jit(make_evaluate_step(text.loss_function(config, model, partition)))
-    parameters, step = restored_parameters(config, partition)
-    where = (
-        batch_rows.batch_sharding(config, partition),
-        batch_rows.batch_shape(config, partition),
-    )
-    batches = text.validation_batches(config, partition)
-    sums = [evaluate(parameters, place(blocks, *where)) for blocks in batches]
+    run = TextRun.of(config, jax.devices())
+    evaluate = jax.jit(make_evaluate_step(run.loss_function()))
+    parameters, step = restored_parameters(run)
+    batches = (place(blocks, run.sharding, run.shape) for blocks in run.validation())
+    sums = [evaluate(parameters, batch) for batch in batches]
     loss, weight = np.sum(jax.device_get(sums), axis=0)
     assert undisturbed.curve("validation/loss")[-1] == (
         step,
@@ -144,11 +138,10 @@ def test_adapters_of_weights_that_have_changed_are_refused(
 ):
     before = undisturbed.files()
     config = small_config(corpus, tmp_path / "other")
-    partition = base.partition(config, jax.devices())
-    model = text.model(config, partition)
-    parameters = drawn(model, partition)
+    other = TextRun.of(config, jax.devices())
+    parameters = drawn(other.model, other.partition)
     parameters["head"] *= 2
-    save_parameters(config.workdir, parameters, text.fingerprint(model))
+    save_parameters(config.workdir, parameters, other.fingerprint)
     said = "base_weights: saved step 0 with digest .*, this run step 0 with digest"
     for use in (undisturbed.train, lambda **fields: restored(undisturbed, **fields)):
         with pytest.raises(ValueError, match=said):
@@ -161,7 +154,7 @@ def test_adapters_of_weights_that_have_changed_are_refused(
 
 def restored(run: Run, **overrides: Any) -> Any:
     config = run.config(**overrides)
-    return restored_parameters(config, base.partition(config, jax.devices()))
+    return restored_parameters(TextRun.of(config, jax.devices()))
 
 
 @pytest.mark.quick

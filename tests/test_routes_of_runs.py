@@ -17,7 +17,9 @@ import pytest
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
 from kernels.ring.comm import Ring
-from tasks import base, text
+from tasks import systems
+from tasks.run import Run as TaskRun
+from tasks.text import TextRun
 from tests.runs import Run
 
 pytestmark = pytest.mark.thorough
@@ -166,7 +168,7 @@ def take(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     both_ways = route.goes_both_ways
     monkeypatch.setattr(ring_attention, "rings_both_ways", lambda: both_ways)
     if not route.counts:
-        monkeypatch.setattr(base, "counts_steps", lambda *_: False)
+        monkeypatch.setattr(TaskRun, "counts_steps", lambda *_: False)
 
 
 @each_route(
@@ -198,8 +200,8 @@ def test_a_ring_of_short_documents_takes_the_steps_that_its_batches_need(
 ):
     route, length = Route("ring", 8), TOKENS // 8
     run = trained.run("counted", **route.fields)
-    partition = base.partition(run.config(), jax.devices())
-    batches = text.batches(run.config(), partition, "train")
+    partition = systems.partition(run.config(), jax.devices())
+    batches = TextRun(run.config(), partition).batches("train")
     hops = 0
     for blocks in (batches[step] for step in range(STEPS)):
         hops += max(

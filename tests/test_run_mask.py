@@ -11,7 +11,8 @@ from data.batch import Batch
 from data.document_mask import DocumentMask
 from kernels.layouts import permute, unpermute
 from kernels.masks import Visible
-from tasks import base, text
+from tasks.systems import attention_system
+from tasks.text import TextRun
 from tests.runs import small_config
 from tests.small_llama import partition_of
 from training.mesh import MeshShape
@@ -61,9 +62,9 @@ def test_tokens_and_pairs_are_those_counted_one_by_one(corpus, mask, rows):
         if mask.startswith("prefix") and pattern == "w":
             continue
         config = small_config(corpus, "", attention="vanilla", **fields | parts)
-        task = text.make(config, partition_of(MeshShape()))
-        batches = text.batches(config, partition_of(MeshShape()), "train")
-        held_out = text.batches(config, partition_of(MeshShape()), "validation")
+        task = TextRun(config, partition_of(MeshShape()))
+        batches = TextRun(config, partition_of(MeshShape())).batches("train")
+        held_out = TextRun(config, partition_of(MeshShape())).batches("validation")
         objectives = task.objective, task.held_out
         for read, objective in zip((batches, held_out), objectives, strict=True):
             batch = whole_batch(read[0])
@@ -79,7 +80,7 @@ def test_tokens_and_pairs_are_those_counted_one_by_one(corpus, mask, rows):
             found.add(float(got.pairs))
             for attention in ("ring", "striped", "zigzag"):
                 config.attention = attention
-                layout = base.attention_system(config).layout
+                layout = attention_system(config).layout
                 moved = Batch(*(permute(x, layout, 4) for x in batch))
                 assert objective.count(moved).pairs == pytest.approx(pairs, rel=1e-6)
     assert len(found) >= 6
@@ -90,11 +91,13 @@ def test_rows_of_every_layout_have_the_runs_mask(corpus, attention):
     """In both splits, as on one device."""
     for mask, split in itertools.product(MASKS[1:], ("train", "validation")):
         config = small_config(corpus, "", attention="vanilla", mask=mask)
-        plain = whole_batch(text.batches(config, partition_of(MeshShape()), split)[0])
+        plain = whole_batch(
+            TextRun(config, partition_of(MeshShape())).batches(split)[0]
+        )
         config.attention = attention
         partition = partition_of(MeshShape(ring=4))
-        layout = base.attention_system(config).layout
-        blocks = text.batches(config, partition, split)[0]
+        layout = attention_system(config).layout
+        blocks = TextRun(config, partition).batches(split)[0]
         for block, batch in blocks.items():
             for name, part in batch._asdict().items():
                 whole = permute(getattr(plain, name), layout, 4)
@@ -118,8 +121,8 @@ def test_what_a_ring_may_send_holds_all_that_documents_show(mask, rng):
 
 def attended(config, shape: MeshShape, operands, window: int | None):
     """Returns the program of the config's attention, and its operands in its order."""
-    partition, layout = partition_of(shape), base.attention_system(config).layout
-    attend = base.ring_attention(config, partition)
+    partition, layout = partition_of(shape), attention_system(config).layout
+    attend = TextRun(config, partition).attention
 
     def program(q, k, v, k_start, k_end):
         return attend(q, k, v, visible=Visible(k_start, k_end), window=window)
@@ -147,7 +150,7 @@ def test_a_rings_attention_to_packed_rows_is_one_devices(
     config = small_config(corpus, "", mask=mask, implementation="reference")
     one, ring = MeshShape(), MeshShape(ring=8)
     config.attention = "vanilla"
-    rows = whole_batch(text.batches(config, partition_of(one), "train")[0])
+    rows = whole_batch(TextRun(config, partition_of(one)).batches("train")[0])
     shape = *rows.tokens.shape, 2, 8
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
     operands = q, k, v, rows.k_start, rows.k_end
@@ -155,7 +158,7 @@ def test_a_rings_attention_to_packed_rows_is_one_devices(
     want = program(*arrays)
     config.attention = attention
     program, arrays = attended(config, ring, operands, window)
-    got = unpermute(program(*arrays), base.attention_system(config).layout, 8)
+    got = unpermute(program(*arrays), attention_system(config).layout, 8)
     np.testing.assert_allclose(got, want, atol=2e-6)
     assert np.abs(want).max() > 1
 

@@ -17,7 +17,6 @@ import pytest
 
 from data.batch import Batch
 from kernels import layouts as layout
-from tasks import base, batch_rows, text
 from tests.numbered_corpus import assert_same_batch
 from tests.small_llama import Run, assert_same
 from training.feed import place
@@ -60,12 +59,11 @@ class System(Run):
 
     @functools.cached_property
     def batches(self) -> Any:
-        return text.batches(self.config, self.partition, "train")
+        return self.resolved.batches("train")
 
     def batch(self, step: int = 0) -> Batch:
         """The global batch of a step, placed."""
-        sharding = batch_rows.batch_sharding(self.config, self.partition)
-        shape = batch_rows.batch_shape(self.config, self.partition)
+        sharding, shape = self.resolved.sharding, self.resolved.shape
         return place(self.batches[step], sharding, shape)
 
     def descend(self) -> Iterator[tuple[float, Any]]:
@@ -181,9 +179,7 @@ def test_no_collective_of_a_whole_step_holds_a_whole_sequence(
     corpus, name, microbatches
 ):
     system = System(name, corpus, train__microbatches=microbatches)
-    optimizer, _ = base.make_optimizer(system.config, system.model)
-    state = base.abstract_state(system.model, optimizer, system.partition)
-    step = base.train_step(system.config, system.loss, optimizer, state)
+    state, step = system.resolved.state_like, system.resolved.train_step()
     found = collectives(step.lower(state, system.batch()).compile())
     assert whole_sequences(found) == []
     travelling = {shape for kind, _, shape in found if kind == "collective-permute"}

@@ -36,8 +36,9 @@ from data.text.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
-from tasks import corpora, frozen, run_config, text
+from tasks import corpora, frozen, run_config
 from tasks.command_line import Parser, as_program
+from tasks.text import TextRun
 from tools.generate import find_tokenizer
 from tools.lib.hf import adapters, multimodal
 from tools.lib.hf import config as hf_config
@@ -83,9 +84,9 @@ def import_model(source: Path, workdir: Path, partition: Partition) -> list[str]
                 f"hold {len(files.shapes)} tensors in all: copy the model again"
             )
         settings = _settings(config, workdir=str(workdir))
-        model = text.model(settings, partition)
-        parameters = load(files, weights_of(model), model, partition)
-    save_parameters(workdir, parameters, text.fingerprint(model))
+        run = TextRun(settings, partition)
+        parameters = load(files, weights_of(run.model), run.model, partition)
+    save_parameters(workdir, parameters, run.fingerprint)
     run_config.write(settings)
     return left_out
 
@@ -109,14 +110,11 @@ def import_adapter(
     with TensorFiles(source, adapters.TENSORS) as files:
         lora = adapters.read_lora(fields, [*files.shapes])
         config.lora.update(dataclasses.asdict(lora))
-        model = text.model(config, partition)
-        factors, said_by = (
-            adapters.weights_of(model),
-            f"{adapters.CONFIG} and the model",
-        )
-        parameters = load(files, factors, model, partition, said_by)
-    fingerprint = text.fingerprint(model) | frozen.identify(config, model)
-    save_parameters(workdir, parameters, fingerprint)
+        run = TextRun(config, partition)
+        factors = adapters.weights_of(run.model)
+        said_by = f"{adapters.CONFIG} and the model"
+        parameters = load(files, factors, run.model, partition, said_by)
+    save_parameters(workdir, parameters, run.fingerprint)
     run_config.write(config)
 
 
@@ -158,9 +156,9 @@ def export_model(
     config = _exported_sizes(source, workdir)
     tokens = source.settings.get("data.context_tokens", 0)
     if config.lora.rank:
-        run = run_config.read(workdir)
-        run.init_from = weights or run.init_from
-        source = adapters.Adapted(run, partition)
+        kept_config = run_config.read(workdir)
+        kept_config.init_from = weights or kept_config.init_from
+        source = adapters.Adapted(TextRun(kept_config, partition))
     if adapter_only:
         if not config.lora.rank:
             raise ValueError(
@@ -174,7 +172,7 @@ def export_model(
     else:
         config = dataclasses.replace(config, lora=Lora())
         name, fields = CONFIG, hf_config.config_fields(config, dtype, kept, tokens)
-        model = text.model(_settings(config), partition)
+        model = TextRun(_settings(config), partition).model
         parts = weights_of(model)
     shapes = stored_shapes(parts, model)
     sizes = {n: np.dtype(dtype).itemsize * math.prod(s) for n, s in shapes.items()}

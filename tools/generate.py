@@ -42,10 +42,10 @@ from data.text.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
 from data.text.tokenizer_files import SAMPLING, read_sampling
 from models.decode import Generator, Held
 from models.sampling import Sampling
-from tasks import base, corpora, text
+from tasks import corpora, text
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, generator, restored_parameters
-from training.mesh import Partition
+from tasks.text import TextRun
 
 CHAT: dict[str, Any] = {"nargs": "?", "const": OWN, "choices": (OWN, *FORMATS)}
 """Of the option for a chat's template."""
@@ -221,14 +221,13 @@ def find_sampling(options: argparse.Namespace, tokenizer: Tokenizer) -> Sampling
     return Sampling(**own, allowed_tokens=tokenizer.vocab_size)
 
 
-def prepare(
-    config: ml_collections.ConfigDict, options: argparse.Namespace, partition: Partition
-) -> Writer:
+def prepare(resolved: TextRun, options: argparse.Namespace) -> Writer:
     """Returns the writer; computes nothing yet.
 
     Raises:
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
+    config = resolved.config
     if options.seed >= 2**31:
         raise ValueError(f"--seed {options.seed} must be from 0 to below 2^31")
     if options.system is not None and options.chat is None:
@@ -237,9 +236,9 @@ def prepare(
     template = find_template(config, options.chat, tokenizer)
     chat = template and Chat(template, options.system)
     sampling = find_sampling(options, tokenizer)
-    rows = partition.shards("batch")
+    rows = resolved.partition.shards("batch")
     slots = options.cache_tokens or config.data.context_tokens
-    programs = generator(config, partition, sampling, rows=rows, cache_tokens=slots)
+    programs = generator(resolved, sampling, rows=rows, cache_tokens=slots)
     numbers = options.max_tokens, options.seed
     return Writer(programs, tokenizer, *numbers, chat, sampling)
 
@@ -256,11 +255,11 @@ def run(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
             prompt = options.prompt_file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{options.prompt_file} is not text: {error}") from error
-    partition = base.partition(config, jax.devices())
-    writer = prepare(config, options, partition)
+    resolved = TextRun.of(config, jax.devices())
+    writer = prepare(resolved, options)
     if prompt is not None:
         writer.encode(prompt)
-    parameters, step = restored_parameters(config, partition)
+    parameters, step = restored_parameters(resolved)
     drawn = writer.sampling
     _say(
         f"step {step} of {config.workdir}; temperature {drawn.temperature:g}, top_k "

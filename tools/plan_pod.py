@@ -40,9 +40,9 @@ import ml_collections
 
 from kernels import layouts
 from models.memory import NEXT
-from tasks import base, batch_rows
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
-from tasks.execution import execution, kept_of
+from tasks.layout_advice import padding_line
+from tasks.task import make_run
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.compiled.pods import Pod, TooLarge, aot_pod
 from tools.lib.files import write_json
@@ -90,9 +90,9 @@ def find_max_context(
     Raises:
       ValueError: something in the config is wrong, or nothing fits.
     """
-    layout = base.attention_system(config).layout
-    partition = base.partition(config, pod.devices)
-    divisor = layouts.divisor(layout, partition.ring_size, partition.slices)
+    run = make_run(config, pod.devices)
+    partition = run.partition
+    divisor = layouts.divisor(run.layout, partition.ring_size, partition.slices)
     unit = divisor * max(1, LEAST_STEP // (divisor // partition.ring_size))
     search, first = Search(unit, _limit(pod)), config.data.context_tokens
 
@@ -123,7 +123,7 @@ def fit_remat(
       ValueError: something in the config is wrong, its remat has no next policy, or
         the step does not fit as it is.
     """
-    kept = kept_of(config, base.partition(config, pod.devices))
+    kept = make_run(config, pod.devices).kept
     rungs = kept.rungs(config.remat)
     if not rungs:
         raise ValueError(
@@ -136,7 +136,7 @@ def fit_remat(
         # Half a layer more than is needed: how it is rounded does not matter.
         budget = kept.budget(config.remat, steps) / 2**30
         config.remat_budget_gib = float(f"{budget:.4g}")
-        settings = execution(config, base.partition(config, pod.devices))
+        settings = make_run(config, pod.devices).execution
         found = (f"{count} layers {run.remat}" for run, count in settings.runs(layers))
         return ", ".join(found)
 
@@ -222,9 +222,7 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
             plan = fit_remat(config, pod, documents)
         else:
             plan = compiled_plan(config, pod, documents)
-        padding = batch_rows.describe_padding(
-            config, base.partition(config, pod.devices)
-        )
+        padding = padding_line(make_run(config, pod.devices))
         print("\n".join([*describe(plan), *filter(None, [padding])]))
         if earlier:
             names = options.compare.stem[:12], "this plan"

@@ -17,6 +17,7 @@ from models.cache import EMPTY, empty_cache
 from models.decode import NOTHING, Generator, Held
 from models.sampling import Sampling
 from tasks.generation import generator
+from tasks.text import TextRun
 from tests.small_llama import (
     ROWS,
     SLOTS,
@@ -71,7 +72,9 @@ def generator_on(
     """A generator and its parameters; model: family and the run's mask."""
     family, mask = model
     config, partition = config_of(attention, family, mask=mask), partition_of(shape)
-    programs = generator(config, partition, sampling, rows=ROWS, cache_tokens=slots)
+    programs = generator(
+        TextRun(config, partition), sampling, rows=ROWS, cache_tokens=slots
+    )
     return programs, parameters_on(partition, family)
 
 
@@ -301,9 +304,9 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_refused():
     config = config_of("striped")
     partition = partition_of(MeshShape(fsdp=2, ring=4))
     with pytest.raises(ValueError, match="3 batch do not divide"):
-        generator(config, partition, GREEDY, rows=3, cache_tokens=SLOTS)
+        generator(TextRun(config, partition), GREEDY, rows=3, cache_tokens=SLOTS)
     with pytest.raises(ValueError, match="cache of 0 tokens"):
-        generator(config, partition, GREEDY, rows=2, cache_tokens=0)
+        generator(TextRun(config, partition), GREEDY, rows=2, cache_tokens=0)
 
 
 @pytest.mark.parametrize(

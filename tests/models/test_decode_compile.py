@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from models.sampling import Sampling
-from tasks import base, text
+from tasks import systems
 from tasks.generation import cache_shardings, generator
+from tasks.text import TextRun
 from tests.runs import small_config
 from tools.lib.compiled.pods import aot_pod, compile_for
 
@@ -36,10 +37,10 @@ SIZES = {
 def test_a_step_needs_less_than_a_layer_beside_the_cache(topology, is_block):
     """And a block of new tokens twice its scores besides, of 256 MiB at most."""
     pod, config = aot_pod(topology), small_config("", "", **SIZES)
-    partition = base.partition(config, pod.devices)
-    model = text.model(config, partition)
+    partition = systems.partition(config, pod.devices)
+    model = TextRun(config, partition).model
     greedy = Sampling(temperature=0.0)
-    programs = generator(config, partition, greedy, rows=1, cache_tokens=SLOTS)
+    programs = generator(TextRun(config, partition), greedy, rows=1, cache_tokens=SLOTS)
 
     def placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding):
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -10,8 +10,6 @@ import pytest
 
 from data.batch import Batch
 from kernels.layouts import permute
-from tasks import base
-from tasks.execution import kept_of
 from tests.families import FAMILIES
 from tests.small_agent import drawn
 from tests.small_llama import Run, assert_same, rows
@@ -43,12 +41,11 @@ def train(run: Run, steps: int) -> tuple[np.ndarray, list[Any]]:
 
     All parameters matter from the first step on.
     """
-    optimizer, _ = base.make_optimizer(run.config, run.model)
-    like = base.abstract_state(run.model, optimizer, run.partition)
-    step = base.train_step(run.config, run.loss, optimizer, like)
+    resolved = run.resolved
+    like, step = resolved.state_like, resolved.train_step()
     first = jax.device_get(drawn(run.model, run.partition))
     placing = jax.tree.map(lambda leaf: leaf.sharding, like)
-    state = jax.device_put(initial_state(first, optimizer), placing)
+    state = jax.device_put(initial_state(first, resolved.optimizer), placing)
     sharding = run.partition.sharding(("batch", "sequence"), rows().tokens.shape)
     losses, seen = [], [first]
     for number in range(steps):
@@ -69,7 +66,7 @@ def on_one_device(family: str, **fields: Any) -> tuple[np.ndarray, list[Any]]:
 def with_one_layer_more(family: str) -> dict[str, Any]:
     """A budget that lets the last layer keep its attention's result."""
     run = Run(RING, "striped", family, remat="nothing")
-    budget = kept_of(run.config, run.partition).budget("nothing", 1)
+    budget = run.resolved.kept.budget("nothing", 1)
     return {"remat": "nothing", "remat_budget_gib": budget / 2**30}
 
 

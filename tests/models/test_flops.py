@@ -12,6 +12,7 @@ from configs import base, models
 from models.flops import num_matrix_parameters, num_parameters, train_flops
 from models.sizes import LanguageModelConfig, Lora
 from tasks import text
+from tasks.text import TextRun
 from tests.small_llama import partition_of
 from training.mesh import MeshShape
 
@@ -60,7 +61,7 @@ def test_counts_are_those_of_the_parameters_of_every_kind_of_model(parts):
     sizes = dataclasses.replace(GROUPED, **parts)
     config = base.get_config()
     config.model.update({name: getattr(sizes, name) for name in config.model})
-    shapes = text.model(config, partition_of(MeshShape())).shapes
+    shapes = TextRun(config, partition_of(MeshShape())).model.shapes
     counts = {
         jax.tree_util.keystr(path): leaf.size
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)

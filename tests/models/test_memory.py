@@ -19,7 +19,7 @@ from models.memory import (
     scan_chunks,
 )
 from models.sizes import DecoderConfig
-from tasks.execution import execution, kept_of
+from tasks.text import TextRun
 from tests.small_llama import BATCH_ROWS, LENGTH, Run, assert_same, rows
 from training.mesh import MeshShape
 
@@ -164,17 +164,17 @@ def run_with_budget(steps: int, **fields: Any) -> Run:
     chunks = dict.fromkeys(("feed_forward_chunk_tokens", "loss_chunk_tokens"), 0)
     fields |= {"remat": "nothing"} | chunks
     run = Run(MeshShape(), "striped", **fields)
-    budget = kept_of(run.config, run.partition).budget("nothing", steps) / 2**30
+    budget = TextRun(run.config, run.partition).kept.budget("nothing", steps) / 2**30
     return Run(MeshShape(), "striped", remat_budget_gib=budget, **fields)
 
 
 def settings(run: Run) -> Execution:
-    return execution(run.config, run.partition, run.model.config.vocab_size)
+    return TextRun(run.config, run.partition).execution
 
 
 def test_settings_of_a_budget_are_chosen_and_said():
     run = run_with_budget(4, model__num_layers=3)
-    tokens = kept_of(run.config, run.partition).tokens
+    tokens = TextRun(run.config, run.partition).kept.tokens
     end = f"products, feed-forward of all tokens; logits of {tokens} tokens at a time"
     begin = f"remat attention, feed-forward of {tokens} tokens at a time; last 1 layers"
     assert str(settings(run)) == f"{begin} {end}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import train
-from tasks import base, batch_rows, text
+from tasks.text import TextRun
 from tests.runs import assert_equal_bits
 from tests.survival.small_run import STEPS, Small, start_and_kill
 from training.feed import place
@@ -124,16 +124,11 @@ def test_the_console_says_where_everything_is(undisturbed: Small) -> None:
 @pytest.mark.thorough
 def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed: Small) -> None:
     config = undisturbed.config()
-    partition = base.partition(config, jax.devices())
-    model = text.model(config, partition)
-    evaluate = jax.jit(make_evaluate_step(text.loss_function(config, model, partition)))
-    where = (
-        batch_rows.batch_sharding(config, partition),
-        batch_rows.batch_shape(config, partition),
-    )
-    batches = text.validation_batches(config, partition)
+    run = TextRun.of(config, jax.devices())
+    evaluate = jax.jit(make_evaluate_step(run.loss_function()))
+    batches = (place(blocks, run.sharding, run.shape) for blocks in run.validation())
     params = undisturbed.state().params
-    sums = [evaluate(params, place(blocks, *where)) for blocks in batches]
+    sums = [evaluate(params, batch) for batch in batches]
     loss, weight = np.sum(jax.device_get(sums), axis=0)
     assert len(sums) == 2 and weight > 500
     step, logged = undisturbed.curve("validation/loss")[-1]

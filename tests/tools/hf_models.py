@@ -16,7 +16,8 @@ from kernels import masks
 from kernels.layouts import permute, unpermute
 from models.abstract import Model
 from models.sizes import LanguageModelConfig
-from tasks import base, text
+from tasks.systems import attention_system
+from tasks.text import TextRun
 from tests.runs import small_config
 from tools import convert_hf
 from tools.lib.hf.config import model_config
@@ -69,9 +70,9 @@ def logits(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> Callable[[Any, np.ndarray], np.ndarray]:
     """A program from parameters and tokens (T,) to logits (T, V), on the ring."""
-    model, mesh = text.model(config, partition), partition.mesh
-    layout, ring_size = base.attention_system(config).layout, mesh.shape["ring"]
-    attend = base.ring_attention(config, partition)
+    model, mesh = TextRun(config, partition).model, partition.mesh
+    layout, ring_size = attention_system(config).layout, mesh.shape["ring"]
+    attend = TextRun(config, partition).attention
 
     @jax.jit
     def compute(parameters: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tasks import frozen, run_config, text
+from tasks import run_config
+from tasks.frozen import read_frozen
 from tasks.generation import restored_parameters
+from tasks.text import TextRun
 from tests.small_llama import partition_of
 from tests.tools import hf_models
 from tests.tools.test_trained_adapters import DIRECTORY
@@ -58,7 +60,7 @@ def test_logits_are_pefts(runs, name):
     tokens, plain = hf_models.expected(name)
     wanted = np.load(DIRECTORY / name / "expected.npz")["logits"]
     assert np.abs(wanted - plain).max() > 0.1
-    parameters, step = restored_parameters(config, partition)
+    parameters, step = restored_parameters(TextRun(config, partition))
     got = hf_models.logits(config, partition)(parameters, tokens)
     np.testing.assert_allclose(got, wanted, atol=2e-5)
     assert step == 0
@@ -73,8 +75,7 @@ def test_a_merged_export_is_the_model_and_the_products_of_its_adapters(runs, tmp
     for compute, rounded in (("bfloat16", True), ("float32", False)):
         config.update({"compute_dtype": compute, "lora": {"base_dtype": ""}})
         said = []
-        model = text.model(config, partition)
-        frozen.read_frozen(config, model, partition, said.append)
+        read_frozen(TextRun(config, partition), said.append)
         assert (" matrices rounded to bfloat16 (" in said[0]) == rounded
         run_config.write(config)
         export_model(config.workdir, tmp_path / compute, partition, **FILE)
@@ -133,7 +134,7 @@ def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
         export_model(config.workdir, out, partition, weights=other, **FILE)
     config.init_from = other
     with pytest.raises(ValueError, match="base_weights: saved step 0 with digest"):
-        restored_parameters(config, partition)
+        restored_parameters(TextRun(config, partition))
     assert not out.exists()
     # Where the right one has moved it is found.
     moved = str(runs / "llama_scaled")
@@ -142,7 +143,7 @@ def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
 
 def test_what_pefts_files_would_not_say_is_exported_merged_only(runs, tmp_path):
     config, partition = run_of(runs, "llama_scaled")
-    adapted = adapters.Adapted(config, partition)
+    adapted = adapters.Adapted(TextRun(config, partition))
     scaling = dataclasses.replace(adapted.model.config.rope_scaling, factor=4.0)
     changed = dataclasses.replace(adapted.model.config, rope_scaling=scaling)
     said = r"\(rope_scaling.factor: saved 8.0, this run 4.0\): export it merged, wi"

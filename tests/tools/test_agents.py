@@ -9,7 +9,6 @@ import pytest
 
 from data.agents.chains import ChainBatch, of_step_before, standardised
 from models.actions import Actions
-from tasks import exorl
 from tests import small_agent
 from tests.small_agent import (
     ACTION_SIZE,
@@ -55,7 +54,7 @@ def acting(attention="striped", **fields):
     """An agent on a ring of 4, which takes the likeliest action."""
     run = Run(MeshShape(ring=4), attention, **fields)
     sizes = {"rows": ROWS, "episodes": 2, "temperature": 0.0}
-    return actor(run.config, run.partition, run.parameters, **sizes)
+    return actor(run.run, run.parameters, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def whole_forward(steps, **overrides):
     """Actions that the model predicts for recorded steps, all at once."""
     one = one_device(**overrides)
     length = steps.positions.shape[1]
-    size = exorl.batch_shape(one.config)[1]
+    size = one.run.shape[1]
 
     def pad(x):
         return np.pad(x, [(0, 0), (0, size - length)] + [(0, 0)] * (x.ndim - 2))

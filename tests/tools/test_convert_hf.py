@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tasks import run_config, text
 from tasks.command_line import read_config
+from tasks.text import TextRun
 from tests.small_llama import partition_of
 from tests.tools import hf_models
 from tools.convert_hf import export_model, import_model, main
@@ -122,7 +123,7 @@ def test_every_device_reads_its_own_part_once_and_the_host_no_more(
         "intermediate_size": 512,
     }
     partition = partition_of(MeshShape(fsdp=4, ring=2))
-    model = text.model(hf_models.run_config(model_config(fields)), partition)
+    model = TextRun(hf_models.run_config(model_config(fields)), partition).model
     weights = weights_of(model)
     shapes = stored_shapes(weights, model)
     held = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}

@@ -14,7 +14,7 @@ from data.agents.dark_room import ROOMS
 from data.agents.environments import Environment
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
-from tasks import base, exorl
+from tasks.exorl import AgentRun
 from tests.small_agent import SMALL, drawn
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.contexts import Context, asked, world_contexts
@@ -45,10 +45,9 @@ ROOM |= {"data.batch_rows": 8, "mesh.data": 2, "mesh.ring": 4}
 def saved(directory, config, fields, file) -> list[str]:
     """Flags of an agent that was not trained, whose parameters are saved."""
     config.update_from_flattened_dict(fields)
-    partition = base.partition(config, jax.devices())
-    model = exorl.model(config, partition)
-    fingerprint = exorl.fingerprint(model, file)
-    save_parameters(directory / "run", drawn(model, partition), fingerprint)
+    run = AgentRun.of(config, jax.devices())
+    parameters = drawn(run.model, run.partition)
+    save_parameters(directory / "run", parameters, run.fingerprint(file))
     fields = fields | {"workdir": f"{directory}/run"}
     fields |= {"data.trajectories": f"{directory}/trajectories"}
     return [f"--config.{name}={value}" for name, value in fields.items()]

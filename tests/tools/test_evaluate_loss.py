@@ -10,8 +10,9 @@ import pytest
 
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
-from tasks import base, run_config, text
+from tasks import run_config, systems, text
 from tasks.generation import restored_parameters
+from tasks.text import TextRun
 from tests.data.test_tokenizer import make_hugging_face
 from tests.hard_rows import token_losses
 from tests.runs import small_config
@@ -49,9 +50,9 @@ def written_out(corpus: Path, workdir: Path, tokens: int, by: str) -> dict:
     config = small_config(corpus, workdir, **SIZES | fields)
     partition = partition_of(MeshShape())
     config.mesh.update(data=1, fsdp=1, ring=1, tensor=1)
-    parameters = jax.device_get(restored_parameters(config, partition)[0])
+    parameters = jax.device_get(restored_parameters(TextRun(config, partition))[0])
     config.data.batch_rows = 1
-    batches = text.batches(config, partition, "validation")
+    batches = TextRun(config, partition).batches("validation")
     found: dict[int, list[float]] = {}
     sizes = text.sizes(config)
     for step in range(len(batches)):
@@ -105,11 +106,11 @@ def test_losses_of_all_parts_are_those_written_out(
 @pytest.mark.thorough
 def test_the_loss_is_that_of_a_validation(corpus, workdir, tmp_path):
     config = small_config(corpus, workdir, **SIZES)
-    partition = base.partition(config, jax.devices())
-    task = text.make(config, partition)
+    partition = systems.partition(config, jax.devices())
+    task = TextRun(config, partition)
     step = jax.jit(make_evaluate_step(task.held_out.loss_sum, task.held_out.count))
-    parameters, _ = restored_parameters(config, partition)
-    blocks = text.validation_batches(config, partition)
+    parameters, _ = restored_parameters(TextRun(config, partition))
+    blocks = TextRun(config, partition).validation()
     placed = [place(block, task.sharding, task.shape) for block in blocks]
     sums = jax.device_get([step(parameters, batch) for batch in placed])
     losses, weights = np.sum(sums, axis=0)

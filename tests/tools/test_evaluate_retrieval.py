@@ -12,8 +12,8 @@ from data.chat.chat_template import open_template
 from data.retrieval.lines import FORMS
 from data.text.tokenizer import ByteTokenizer, begun
 from models.sampling import Sampling
-from tasks import base
 from tasks.generation import generator, restored_parameters
+from tasks.text import TextRun
 from tests.runs import small_config, small_flags
 from tests.tools.test_generate import save
 from tools import evaluate
@@ -193,12 +193,12 @@ def cells(name, lengths, depths, samples, seed=1) -> list[Cell]:
 def test_what_is_generated_is_what_is_likeliest_when_shown(workdir, mask):
     """On any model: its own answers are all right, and none that differs in a token."""
     config = small_config("", workdir, mask=mask, **SIZES)
-    partition = base.partition(config, jax.devices())  # fsdp 2 x ring 4
-    parameters, _ = restored_parameters(config, partition)
+    run = TextRun.of(config, jax.devices())  # fsdp 2 x ring 4
+    parameters, _ = restored_parameters(run)
     # ASCII: tokens differ in their text.
     greedy = Sampling(temperature=0, allowed_tokens=128)
-    drawn = generator(config, partition, greedy, rows=4, cache_tokens=80)
-    forcing = partial(forced(config, partition, drawn, 128), parameters)
+    drawn = generator(run, greedy, rows=4, cache_tokens=80)
+    forcing = partial(forced(run, drawn, 128), parameters)
     short, long = cells("compact", (40, 75), 1, 5)
     # A batch has both lengths, so that there is one to compile for.
     asked = [

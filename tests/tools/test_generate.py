@@ -24,8 +24,9 @@ from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import write_tokenizer
 from models.decode import Generator
 from models.sampling import Sampling
-from tasks import base, run_config, text
+from tasks import run_config
 from tasks.generation import restored_parameters
+from tasks.text import TextRun
 from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
 from tests.runs import files, small_config, small_flags
@@ -35,7 +36,6 @@ from tools import generate
 from tools.generate import Chat, Writer, find_sampling, find_tokenizer, main
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape, Partition, make_mesh
-from training.optimizer import make_optimizer
 from training.step import initial_state
 
 PROMPT, NEW, STEP = "a ring of Möwen", 12, 7
@@ -43,12 +43,10 @@ PROMPT, NEW, STEP = "a ring of Möwen", 12, 7
 
 def save(config: ml_collections.ConfigDict) -> None:
     """A checkpoint of random parameters, large enough to matter."""
-    partition = base.partition(config, jax.devices())
-    model = text.model(config, partition)
-    optimizer, _ = make_optimizer(base.optimizer_settings(config))
-    state = initial_state(drawn(model, partition), optimizer)
-    directory, fingerprint = f"{config.workdir}/checkpoints", text.fingerprint(model)
-    with Checkpoints(directory, keep=1, fingerprint=fingerprint) as checkpoints:
+    run = TextRun.of(config, jax.devices())
+    state = initial_state(drawn(run.model, run.partition), run.optimizer)
+    directory = f"{config.workdir}/checkpoints"
+    with Checkpoints(directory, keep=1, fingerprint=run.fingerprint) as checkpoints:
         checkpoints.save(STEP, state)
 
 
@@ -65,7 +63,7 @@ def expected(corpus: Path, workdir: Path) -> str:
     """The likeliest text after the prompt: the whole forward for each token."""
     config = small_config(corpus, workdir, attention="vanilla")
     partition = Partition(make_mesh(MeshShape(), jax.devices()[:1]))
-    parameters, _ = restored_parameters(config, partition)
+    parameters, _ = restored_parameters(TextRun(config, partition))
     logits = hf_models.logits(config, partition)
     tokenizer = ByteTokenizer()
     prompt = tokenizer.encode(PROMPT)
@@ -123,14 +121,14 @@ def test_console_answers_every_line_on_another_mesh_and_changes_no_file(
 
 def test_matrices_are_restored_in_the_compute_type(corpus, workdir):
     config = small_config(corpus, workdir, compute_dtype="bfloat16")
-    partition = base.partition(config, jax.devices())
-    parameters, step = restored_parameters(config, partition)
+    run = TextRun.of(config, jax.devices())
+    parameters, step = restored_parameters(run)
     assert step == STEP
     layers = parameters["layers"]
     assert parameters["head"].dtype == jnp.bfloat16
     assert layers["attention"]["query"].dtype == jnp.bfloat16
     assert layers["attention_norm"]["scale"].dtype == jnp.float32
-    spec = partition.spec((None, "embed", "heads", None), (2, 32, 4, 8))
+    spec = run.partition.spec((None, "embed", "heads", None), (2, 32, 4, 8))
     assert layers["attention"]["query"].sharding.spec == spec
 
 

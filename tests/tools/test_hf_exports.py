@@ -9,7 +9,8 @@ import pytest
 from data.text.corpus import prepare
 from data.text.tokenizer import open_tokenizer
 from models.sizes import LanguageModelConfig
-from tasks import frozen, run_config, text
+from tasks import frozen, run_config
+from tasks.text import TextRun
 from tests.data.test_tokenizer import make_hugging_face
 from tests.small_llama import partition_of
 from tests.tools import hf_models
@@ -30,11 +31,11 @@ def run_of(directory: Path, settings: dict[str, Any], model: str = "llama") -> s
     partition = partition_of(MeshShape(fsdp=8))
     import_model(hf_models.DIRECTORY / model, weights, partition)
     config = run_config.read(str(weights))
-    made = text.model(config, partition)
+    run = TextRun(config, partition)
+    made = run.model
     like = frozen.abstract_parameters(made.shapes, made.axes, partition)
-    fingerprint = text.fingerprint(made)
     with Checkpoints(
-        workdir / "checkpoints", keep=1, fingerprint=fingerprint
+        workdir / "checkpoints", keep=1, fingerprint=run.fingerprint
     ) as checkpoints:
         checkpoints.record = {SETTINGS: settings}
         checkpoints.save(1, {PARAMETERS: SavedParameters(weights).restore(like)})

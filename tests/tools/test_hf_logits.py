@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tasks import text
+from tasks.text import TextRun
 from tests.small_llama import partition_of
 from tests.tools import hf_models
 from training.mesh import MeshShape
@@ -31,7 +31,7 @@ def test_logits_and_greedy_tokens_equal_transformers(name, ring, attention):
     """48 tokens, with windows of 7 and 8."""
     config = hf_models.run_config(name, attention=attention)
     partition = partition_of(MeshShape(ring=ring))
-    model = text.model(config, partition)
+    model = TextRun(config, partition).model
     parameters = hf_models.loaded(name, model, partition)
     tokens, expected = hf_models.expected(name)
     logits = hf_models.logits(config, partition)(parameters, tokens)

@@ -12,8 +12,8 @@ import pytest
 
 from models.flops import num_parameters, paper_train_flops, train_flops
 from models.sizes import LanguageModelConfig
-from tasks import base
-from tasks.execution import execution, kept_of
+from tasks import systems
+from tasks.text import TextRun
 from tools import plan_pod
 from tools.lib.compiled import pods
 from tools.lib.compiled.hlo import Program
@@ -230,7 +230,7 @@ def test_layers_that_keep_more_are_found_with_their_budget(
     command = [f"--config.remat={remat}", "--config.mesh.fsdp=1"]
     config = read_config(["--config=configs/tiny.py", *command])
     pod, tried = aot_pod("v5e:2x2"), []
-    kept = kept_of(config, base.partition(config, pod.devices))
+    kept = TextRun(config, systems.partition(config, pod.devices)).kept
     limit = int(0.95 * plan.memory.capacity)
 
     def of(cls, step):
@@ -247,13 +247,13 @@ def test_layers_that_keep_more_are_found_with_their_budget(
     printed = capsys.readouterr().out
     (flag,) = re.findall(rf"most layers .* 5%: {found}: --(\S+)", printed)
     config = read_config(["--config=configs/tiny.py", *command, f"--{flag}"])
-    best = execution(config, base.partition(config, pod.devices))
+    best = TextRun(config, systems.partition(config, pod.devices)).execution
     runs = best.runs(config.model.num_layers)
     assert ", ".join(f"{n} layers {run.remat}" for run, n in runs) == found
     assert len(tried) <= 5 and str(best) in printed
 
 
-PERCEPTRON = "--config.task=exorl --config.agent.method=perceptron"
+PERCEPTRON = "--config=configs/exorl_tiny.py:cartpole/bc"
 BAD_INPUT = [
     ("--topology=v9:2x2", "'v9:2x2' .*known are v3:2x2, .*v4:8x8x8, .*h200:1x1"),
     ("--topology=v5e:3x3", "'v5e:3x3' .*known are v5e:2x2, v5e:2x4, .*v5e:16x"),
@@ -366,7 +366,7 @@ def test_layers_in_two_loops_take_what_they_keep_and_no_copy_of_the_stack():
     config.model.hidden_size, config.model.feed_forward_size = 1024, 4096
     config.model.num_layers, config.data.context_tokens = 8, 1024
     pod = aot_pod("v5e:2x2")
-    kept = kept_of(config, base.partition(config, pod.devices))
+    kept = TextRun(config, systems.partition(config, pod.devices)).kept
     for steps in (0, 3):
         config.remat_budget_gib = kept.budget(config.remat, steps) / 2**30
         step = Step.of(config, pod)

@@ -13,8 +13,10 @@ import train
 from configs import tiny
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
-from tasks import base, config_checks, run_config, task, text
+from tasks import config_checks, run_config
 from tasks.command_line import read_config
+from tasks.task import make_run
+from tasks.text import TextRun
 from tests.data.test_chat import rows
 from tests.data.test_tokenizer import make_hugging_face
 from tests.runs import SMALL, small_config
@@ -55,16 +57,14 @@ def made(printed: str, workdir: Path) -> ml_collections.ConfigDict:
     """The config of a printed command, whose run would go as far as to compile."""
     config = read_config([*flags_of(printed), f"--config.workdir={workdir}"])
     config_checks.check(config, jax.device_count())
-    partition = base.partition(config, jax.devices())
-    task.make_task(config, partition).open_data()
+    make_run(config, jax.devices()).open_data()
     return config
 
 
 def save(config: ml_collections.ConfigDict, workdir: Path) -> None:
     """Saves random weights as those of a run."""
-    partition = base.partition(config, jax.devices())
-    model = text.model(config, partition)
-    save_parameters(workdir, drawn(model, partition), text.fingerprint(model))
+    run = TextRun.of(config, jax.devices())
+    save_parameters(workdir, drawn(run.model, run.partition), run.fingerprint)
     run_config.write(config)
 
 
@@ -87,7 +87,7 @@ def test_own_text_of_own_tokenizer_trains_generates_plans_and_exports(
     assert made(printed, run).data.corpus == str(corpus)
 
     options, rest = generate._options(flags)
-    writer = generate.prepare(config, options, base.partition(config, jax.devices()))
+    writer = generate.prepare(TextRun.of(config, jax.devices()), options)
     assert writer.tokenizer.vocab_size == vocab_size and rest == flags
     assert convert_hf.main(["export", str(run), str(tmp_path / "hf")]) == 0
     exported = json.loads((tmp_path / "hf" / "config.json").read_text())

@@ -10,7 +10,8 @@ import pytest
 
 from data.batch import Batch
 from kernels.layouts import permute
-from tasks import base, text
+from tasks.systems import attention_system
+from tasks.text import TextRun
 from tests import small_llama
 from tests.models.test_memory import products
 from tests.small_llama import assert_same, partition_of
@@ -18,7 +19,6 @@ from tests.tools import hf_models
 from tools.lib.hf import adapters
 from tools.lib.hf.reading import load
 from training.mesh import MeshShape
-from training.optimizer import make_optimizer
 from training.step import initial_state
 
 DIRECTORY = Path(__file__).parents[1] / "fixtures" / "peft_adapters"
@@ -49,18 +49,17 @@ class Run:
         mesh = {f"mesh__{axis}": size for axis, size in shape.axes.items()}
         self.config = hf_models.run_config(name, **SETTINGS | mesh | overrides)
         self.partition = partition_of(shape)
-        self.model = text.model(self.config, self.partition)
-        plain = text.model(hf_models.run_config(name), self.partition)
+        self.run = TextRun(self.config, self.partition)
+        self.model = self.run.model
+        plain = TextRun(hf_models.run_config(name), self.partition).model
         weights = hf_models.loaded(name, plain, self.partition)
         like = self.model.frozen_shapes
         self.frozen = jax.tree.map(lambda x, y: x.astype(y.dtype), weights, like)
 
     def train(self, parameters: Any, batches: np.ndarray) -> tuple[list[float], Any]:
         """Losses of a step for each batch of tokens (B, T), and the last adapters."""
-        loss = text.loss_function(self.config, self.model, self.partition)
-        optimizer, _ = make_optimizer(base.optimizer_settings(self.config))
-        like = base.abstract_state(self.model, optimizer, self.partition)
-        step, losses = base.train_step(self.config, loss, optimizer, like), []
+        like, optimizer = self.run.state_like, self.run.optimizer
+        step, losses = self.run.train_step(), []
         placing = jax.tree.map(lambda leaf: leaf.sharding, like)
         state = jax.device_put(initial_state(parameters, optimizer), placing)
         for tokens in batches:
@@ -74,7 +73,7 @@ class Run:
         weights = (index < index.shape[1] - 1).astype(np.float32)
         targets = np.roll(tokens, -1, axis=1)
         rows = Batch(tokens, targets, weights, index, np.zeros_like(index), index + 1)
-        layout = base.attention_system(self.config).layout
+        layout = attention_system(self.config).layout
         ordered = (permute(x, layout, self.partition.ring_size) for x in rows)
         sharding = self.partition.sharding(("batch", "sequence"), tokens.shape)
         return jax.device_put(Batch(*ordered), sharding)

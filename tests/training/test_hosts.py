@@ -89,7 +89,7 @@ DATA = """
 import json, sys
 from pathlib import Path
 import jax
-from tasks import batch_rows, base, text
+from tasks.text import TextRun
 from tests.runs import small_config
 from training import hosts
 from training.digest import digests
@@ -100,10 +100,8 @@ jax.config.update("jax_num_cpu_devices", int(devices))
 if int(count) > 1:
     hosts.connect(f"localhost:{port}", int(count), int(index))
 config = small_config(Path(corpus), Path("none"), mesh__fsdp=2, mesh__ring=4)
-partition = base.partition(config, jax.devices())
-batches = text.batches(config, partition, "train")
-of = batch_rows.batch_sharding, batch_rows.batch_shape
-where = [find(config, partition) for find in of]
+run = TextRun.of(config, jax.devices())
+batches, where = run.batches("train"), (run.sharding, run.shape)
 found = [digests(place(batches[step], *where)) for step in range(4)]
 print("digests", json.dumps([found, len(batches[0])]))
 """

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from tasks import base
+from tasks import state
+from tasks.state import abstract_state
 from tests.runs import assert_equal_bits
 from tests.small_llama import partition_of
 from training.checkpoint import Checkpoints
@@ -75,7 +76,7 @@ ON_MESHES = fast("least")
 
 def optimizer_of(kind: str, **fields: Any) -> Any:
     said = KINDS[kind]
-    storage = Storage(**{n: said[n] for n in base.STORED if n in said}, seed=3)
+    storage = Storage(**{n: said[n] for n in state.STORED if n in said}, seed=3)
     settings = OptimizerSettings(
         RATE, RATE / 10, 0, STEPS, name=said.get("name", "adamw"), storage=storage
     )
@@ -123,7 +124,7 @@ def batch_of(number: int) -> Any:
 def programs(kind: str, shape: MeshShape = ONE) -> Any:
     """The optimizer, the state as shapes, and a step that donates it."""
     optimizer = optimizer_of(kind)
-    like = base.abstract_state(MODEL, optimizer, partition_of(shape))
+    like = abstract_state(MODEL, optimizer, partition_of(shape))
     placing = jax.tree.map(lambda leaf: leaf.sharding, like)
     step = make_train_step(loss_sum, optimizer, count=count)
     step = jax.jit(step, out_shardings=(placing, placing.step), donate_argnums=0)

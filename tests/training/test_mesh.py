@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.ring import torus
 from models.abstract import Model
-from tasks import base, text
+from tasks.state import abstract_state, optimizer_settings
+from tasks.text import TextRun
 from tests.cases.attention import QUICK
 from tests.runs import small_config
 from tools.lib.compiled.hlo import Program
@@ -343,9 +344,9 @@ def test_gradients_of_every_shape_are_scattered_by_the_compiler_of_a_tpu(
 def small_model(cube) -> tuple[Model, Any, Any]:
     """A model, its optimizer, and shapes and shardings of its state."""
     config = small_config("", "", model__vocab_size=512)
-    model = text.model(config, cube)
-    optimizer, _ = make_optimizer(base.optimizer_settings(config))
-    return model, optimizer, base.abstract_state(model, optimizer, cube)
+    model = TextRun(config, cube).model
+    optimizer, _ = make_optimizer(optimizer_settings(config))
+    return model, optimizer, abstract_state(model, optimizer, cube)
 
 
 @pytest.mark.thorough

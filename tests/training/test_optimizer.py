@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tasks import text
+from tasks.text import TextRun
 from tests.families import FAMILIES
 from tests.small_llama import config_of, partition_of
 from training.mesh import MeshShape
@@ -72,7 +72,7 @@ def test_stacked_scales_and_biases_are_not_decayed():
 def test_decayed_are_the_matrices_of_a_model_with_every_part():
     parts = FAMILIES["gpt_oss"] | FAMILIES["gemma3"]
     parts |= {"model__tied_embeddings": False}
-    model = text.model(config_of("striped", **parts), partition_of(MeshShape()))
+    model = TextRun(config_of("striped", **parts), partition_of(MeshShape())).model
     found = set()
 
     def check(path, is_decayed, axes):

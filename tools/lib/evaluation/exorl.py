@@ -48,8 +48,9 @@ import numpy as np
 
 from data.agents import environments
 from data.agents.trajectory_file import TrajectoryFile
-from tasks import base, exorl, trajectories
+from tasks import exorl, trajectories
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
+from tasks.exorl import AgentRun
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Actor, actor
@@ -59,7 +60,6 @@ from tools.lib.exorl.references import references
 from tools.lib.exorl.rollouts import quantiles
 from tools.lib.exorl.scores import interval, of_worlds, scores
 from tools.lib.files import write_json
-from training.mesh import Partition
 from training.weights import SavedParameters
 
 
@@ -116,8 +116,8 @@ def evaluate(
     # Dark Room's neighbours have numbers next to each other.
     np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)
     needed = contexts(config, options, file, worlds, seeds)
-    partition = base.partition(config, jax.devices())
-    agent, origin = _agent(config, options, file, partition)
+    run = AgentRun.of(config, jax.devices())
+    agent, origin = _agent(run, options, file)
     trained = file.returns[trajectories.of_split(config, file, "train")]
     target = float(trained.max())
     play = Play(agent, file, target, options.window)
@@ -128,7 +128,7 @@ def evaluate(
     outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}
     is_room = file.index["domain"] == "dark_room"
     simulator = {} if is_room else environments.versions()
-    environment = Environment.of(partition.mesh.devices.flatten())
+    environment = Environment.of(run.partition.mesh.devices.flatten())
     return {
         "config": config.to_dict(),
         **origin,
@@ -151,20 +151,14 @@ def evaluate(
 
 
 def _agent(
-    config: ml_collections.ConfigDict,
-    options: argparse.Namespace,
-    file: TrajectoryFile,
-    partition: Partition,
+    run: AgentRun, options: argparse.Namespace, file: TrajectoryFile
 ) -> tuple[Actor, dict[str, Any]]:
     """Returns the newest checkpoint, as it acts, and what tells it from others."""
-    saved = SavedParameters(config.workdir)
-    trajectories.check_trained(config, saved.settings)
-    model = exorl.model(config, partition)
-    like = partition, model, exorl.fingerprint(model, file)
-    parameters, step = newest_parameters(config, *like)
+    saved = SavedParameters(run.config.workdir)
+    trajectories.check_trained(run.config, saved.settings)
+    parameters, step = newest_parameters(run, run.fingerprint(file))
     found = actor(
-        config,
-        partition,
+        run,
         parameters,
         rows=options.environments,
         episodes=_longest(options),
@@ -174,7 +168,7 @@ def _agent(
     )
     digests = {
         "parameters": saved.digest,
-        "trajectories": trajectories.identify(config)[1],
+        "trajectories": trajectories.identify(run.config)[1],
     }
     return found, {"step": step, "digests": digests}
 

@@ -24,9 +24,9 @@ import ml_collections
 
 from data.retrieval.lines import FORMS
 from models.sampling import Sampling
-from tasks import base
 from tasks.command_line import as_program, at_least
 from tasks.generation import generator, restored_parameters
+from tasks.text import TextRun
 from tools.generate import find_tokenizer, text_config
 from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures.grids import heat_maps
@@ -77,10 +77,9 @@ def evaluate(
     if options.cases:
         make = read_line_cells
     cells = make(form, encoder, options)
-    partition = base.partition(config, jax.devices())
+    resolved = TextRun.of(config, jax.devices())
     programs = generator(
-        config,
-        partition,
+        resolved,
         Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size),
         rows=config.data.batch_rows,
         cache_tokens=max(cell.cache_tokens for cell in cells) + MOST_TOKENS,
@@ -89,12 +88,12 @@ def evaluate(
     answers = [prompt.outputs[0] for cell in cells for prompt in cell.prompts]
     ends = {int(tokens[-1]) for tokens in tokenizer.encode_all(answers)}
     stops = [*tokenizer.stop_tokens, *ends]
-    force = forced(config, partition, programs, tokenizer.vocab_size)
+    force = forced(resolved, programs, tokenizer.vocab_size)
     results = []
     for run in runs:
         with config.unlocked():
             config.workdir = run
-        parameters, step = restored_parameters(config, partition)
+        parameters, step = restored_parameters(resolved)
         generated = Generated(programs, parameters, tokenizer, MOST_TOKENS, stops)
         found = score_cells(cells, encoder, generated, partial(force, parameters))
         print(f"{run}, step {step}\n{line_table(found)}", flush=True)

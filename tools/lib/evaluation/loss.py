@@ -30,15 +30,16 @@ from data.rows import iterate
 from data.text.token_file import TokenFile
 from kernels.compiler import compiler_options
 from kernels.layouts import order
-from tasks import base, batch_rows, corpora, text
+from tasks import corpora, text
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import restored_parameters
+from tasks.layout_advice import padding_line
+from tasks.text import TextRun
 from tools.generate import text_config
 from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures import curves
 from tools.lib.figures.style import write_picture
 from training.feed import place
-from training.mesh import Partition
 
 BY = "document", "row"
 
@@ -110,11 +111,9 @@ def set_corpus(config: ml_collections.ConfigDict, corpus: Path) -> None:
     config.data.corpus = str(corpus)
 
 
-def token_losses(
-    config: ml_collections.ConfigDict, partition: Partition
-) -> Callable[[Any, Batch], jax.Array]:
+def token_losses(run: TextRun) -> Callable[[Any, Batch], jax.Array]:
     """Builds (parameters, batch in layout order) -> the loss of every token, [B, T]."""
-    loss_sum = text.loss_function(config, text.model(config, partition), partition)
+    loss_sum = run.loss_function()
 
     def losses(parameters: Any, batch: Batch) -> jax.Array:
         # The summed loss is linear in the weights: its slopes are the tokens' losses.
@@ -122,34 +121,31 @@ def token_losses(
             lambda weights: loss_sum(parameters, batch._replace(loss_weights=weights))
         )(batch.loss_weights)
 
-    sharding = batch_rows.batch_sharding(config, partition)
-    kind = partition.mesh.devices.flat[0].device_kind
+    kind = run.partition.mesh.devices.flat[0].device_kind
     options = compiler_options(kind)
-    return jax.jit(losses, out_shardings=sharding, compiler_options=options)
+    return jax.jit(losses, out_shardings=run.sharding, compiler_options=options)
 
 
 def reader(
-    config: ml_collections.ConfigDict, options: argparse.Namespace, partition: Partition
+    run: TextRun, options: argparse.Namespace
 ) -> tuple[int, int, Callable[[Any], Iterator[np.ndarray]]]:
     """Returns how many rows there are, how many are read, and what yields their sums.
 
     Raises:
       FileNotFoundError, ValueError: something in the config or the options is wrong.
     """
-    batches = text.batches(config, partition, "validation", fills=True)
+    batches = run.batches("validation", fills=True)
     count = min(options.batches or len(batches), len(batches))
-    sharding = batch_rows.batch_sharding(config, partition)
-    shape = batch_rows.batch_shape(config, partition)
-    layout = base.attention_system(config).layout
-    index = np.tile(order(layout, partition.ring_size, shape[1]), (shape[0], 1))
+    shape, ring = run.shape, run.partition.ring_size
+    index = np.tile(order(run.layout, ring, shape[1]), (shape[0], 1))
     parts = shape[1].bit_length() + 1
-    program = token_losses(config, partition)
-    reading = {name: config.data[name] for name in ("threads", "buffered_steps")}
+    program = token_losses(run)
+    reading = {name: run.config.data[name] for name in ("threads", "buffered_steps")}
 
     def sums(parameters: Any) -> Iterator[np.ndarray]:
         with contextlib.closing(iterate(batches, **reading)) as steps:
             for step, blocks in itertools.islice(steps, count):
-                batch = place(blocks, sharding, shape)
+                batch = place(blocks, run.sharding, shape)
                 losses = np.asarray(program(parameters, batch), np.float64)
                 positions = index if options.by == "row" else batch.positions
                 # Behind the last rows of a split the first ones fill up the batch.
@@ -172,11 +168,11 @@ def evaluate(
     if options.corpus:
         set_corpus(config, options.corpus)
     corpora.directories(config)
-    partition = base.partition(config, jax.devices())
-    rows, read, sums = reader(config, options, partition)
-    if padding := batch_rows.describe_padding(config, partition):
+    run = TextRun.of(config, jax.devices())
+    rows, read, sums = reader(run, options)
+    if padding := padding_line(run):
         print(padding)
-    parameters, step = restored_parameters(config, partition)
+    parameters, step = restored_parameters(run)
     tokens = config.data.context_tokens
     corpus = config.data.corpus or str(corpora.STANDARD_LIBRARY)
     print(

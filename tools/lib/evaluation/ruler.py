@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from models.decode import Generator
 from models.sampling import Sampling
-from tasks import base
 from tasks.command_line import as_program, at_least
 from tasks.generation import generator, restored_parameters
+from tasks.text import TextRun
 from tools.generate import CHAT, find_template, find_tokenizer, text_config
 from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
@@ -118,15 +118,15 @@ def evaluate(
             files.write_prompts(path, cell.prompts)
             print(path)
         return {}, []
-    partition = base.partition(config, jax.devices())
-    rows = options.rows or partition.shards("batch")
+    run = TextRun.of(config, jax.devices())
+    rows = options.rows or run.partition.shards("batch")
     sampling = Sampling(temperature=0, allowed_tokens=tokenizer.vocab_size)
     programs = {}
     for length, group in groupby(cells, key=lambda cell: cell.length):
         tokens = max(cell.cache_tokens for cell in group)
         sizes = {"rows": rows, "cache_tokens": tokens}
-        programs[length] = generator(config, partition, sampling, **sizes)
-    parameters, step = restored_parameters(config, partition)
+        programs[length] = generator(run, sampling, **sizes)
+    parameters, step = restored_parameters(run)
     about = {"run": config.workdir, "seed": SEED, "chat": options.chat}
     about |= {"tokenizer": options.tokenizer, **sources.labels, "step": step}
     given = options.prompts, options.squad, options.hotpotqa

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,9 +16,9 @@ from kernels.layouts import padded_length, permute
 from models import agentic
 from models.actions import Actions
 from models.cache import Cache, empty_cache
-from tasks import base, exorl
+from tasks.exorl import AgentRun
 from tasks.generation import cache_shardings
-from training.mesh import Partition, StationaryPartition
+from training.mesh import StationaryPartition
 
 
 @dataclass
@@ -150,8 +148,7 @@ class ContextActor(Actor):
 
 
 def actor(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
+    run: AgentRun,
     parameters: Any,
     *,
     rows: int,
@@ -160,7 +157,7 @@ def actor(
     hold: int = 1,
     seed: int = 0,
 ) -> Actor:
-    """Returns the config's agent with its parameters, for E rows.
+    """Returns the run's agent with its parameters, for E rows.
 
     episodes: that a context has to hold. temperature, hold, seed: of drawn actions, see
       `Choice`.
@@ -168,11 +165,11 @@ def actor(
     Raises:
       ValueError: rows or heads do not divide over the mesh.
     """
-    few_steps = StationaryPartition(partition.mesh)
-    model = exorl.model(config, few_steps)
+    config, partition = run.config, run.partition
+    model = run.on(StationaryPartition(partition.mesh)).model
     actions = model.config.actions
     choice = Choice(actions, temperature, np.random.default_rng(seed), hold)
-    if config.agent.method == "perceptron":
+    if run.is_perceptron:
         program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
         return CloningActor(choice, functools.partial(program, parameters))
     parts = partition.shards("batch")
@@ -187,8 +184,8 @@ def actor(
     slots = config.agent.step_tokens * steps
     shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
     cache = cache_shardings(partition, shape)
-    ring_axes, scores = partition.axes("sequence"), base.scores(config)
-    operations = CachedAttention(partition.mesh, ring_axes, **scores)
+    ring_axes = partition.axes("sequence")
+    operations = CachedAttention(partition.mesh, ring_axes, **run.scores)
     whole = NamedSharding(partition.mesh, PartitionSpec())
 
     def act(
@@ -198,30 +195,25 @@ def actor(
         return agentic.act(agent, steps, cache, operations)
 
     program = jax.jit(act, donate_argnums=2, out_shardings=(whole, cache))
-    dtype = jnp.dtype(config.compute_dtype)
-    empty = functools.partial(empty_cache, shape, dtype, ring)
+    empty = functools.partial(empty_cache, shape, run.compute_dtype, ring)
     return ContextActor(
         choice,
         jax.jit(empty, out_shardings=cache),
         functools.partial(program, parameters),
-        functools.partial(_reader(config, partition, operations, cache), parameters),
+        functools.partial(_reader(run, operations, cache), parameters),
         config.agent.step_tokens == 1,
     )
 
 
 def _reader(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    operations: CachedAttention,
-    cache: Cache,
+    run: AgentRun, operations: CachedAttention, cache: Cache
 ) -> Callable[[Any, ChainBatch, Cache], Cache]:
     """Builds (parameters, steps in order, empty cache) -> cache, through the ring.
 
     cache: its shardings.
     """
-    model = exorl.model(config, partition)
-    attend = base.ring_attention(config, partition)
-    layout, ring = exorl.step_layout(config), partition.ring_size
+    model, attend, partition = run.model, run.attention, run.partition
+    layout, ring = run.step_layout, partition.ring_size
 
     def fill(parameters: Any, steps: ChainBatch, count: int, cache: Cache) -> Cache:
         agent = nnx.merge(model.structure, parameters)

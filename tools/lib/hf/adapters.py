@@ -9,18 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 from flax import traverse_util
 
 from data.json_text import short
 from models.abstract import Model
 from models.adapters import FACTORS
 from models.sizes import TARGETS, LanguageModelConfig, Lora
-from tasks import frozen, text
-from tasks.base import identity
+from tasks import frozen
+from tasks.state import identity
+from tasks.text import TextRun
 from tools.lib.hf import multimodal
 from tools.lib.hf.names import Weight, weight_at
-from training.mesh import Partition
 from training.stored_step import differences, leaves, listed
 from training.weights import SavedParameters
 
@@ -105,21 +104,19 @@ class Adapted:
     saved: the adapters. parameters: they themselves. model: theirs.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, partition: Partition):
-        """Reads the adapters.
-
-        config: of the run.
+    def __init__(self, run: TextRun):
+        """Reads the adapters of a run.
 
         Raises:
           ValueError, FileNotFoundError: there are none, or what they belong to is
             missing, or is not what it was.
         """
-        self.model = model = text.model(config, partition)
-        self.saved = SavedParameters(config.workdir)
-        self.saved.check_model(text.fingerprint(model) | frozen.identify(config, model))
-        like = frozen.abstract_parameters(model.shapes, model.axes, partition)
+        self.model = model = run.model
+        self.saved = SavedParameters(run.config.workdir)
+        self.saved.check_model(run.fingerprint)
+        like = frozen.abstract_parameters(model.shapes, model.axes, run.partition)
         self.parameters = self.saved.restore(like)
-        self._base = SavedParameters(config.init_from)
+        self._base = SavedParameters(run.config.init_from)
 
     def check_alone(
         self, config: LanguageModelConfig, original: Mapping[str, Any]

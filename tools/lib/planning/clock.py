@@ -28,10 +28,8 @@ from kernels.ring.routes import (
     route_within,
 )
 from kernels.ring.ulysses import share_heads
-from tasks import base, batch_rows
-from tasks.execution import local_tokens
-from tasks.mask import document_mask
-from tasks.task import TASKS
+from tasks.systems import document_mask
+from tasks.task import TASKS, make_run
 from tools.lib.planning.visible import CAUSAL, TILE, Sequence, sampled
 from training.chips import Chip
 from training.mesh import Partition
@@ -150,23 +148,19 @@ class Ring:
         mask: of the layer: see `layer_masks`.
         """
         model, shape = config.model, partition.mesh.shape
-        size = partition.ring_size
-        length = batch_rows.batch_shape(config, partition)[1] // size
+        run, size = make_run(config, partition), partition.ring_size
+        length = run.token_shape[1] // size
         # Devices of a Ulysses axis have whole shards in the ring, of some of the heads.
-        tokens, devices = local_tokens(config, partition), partition.slices
+        tokens, devices = run.local_tokens, partition.slices
         tokens *= devices
         way = share_heads(
             model.num_heads // shape["tensor"],
             model.num_kv_heads // shape["tensor"],
             devices,
         )
-        sequence = Sequence(
-            base.attention_system(config).layout, size, length, documents, mask
-        )
+        sequence = Sequence(run.layout, size, length, documents, mask)
         longest = max(documents, default=None)
-        counts = config.remat != "tail" and base.counts_steps(
-            config, partition, longest
-        )
+        counts = config.remat != "tail" and run.counts_steps(longest)
         route = _route(sequence, chip, counts, config.remat != "tail")
         is_tpu = chip.name.startswith("TPU")
         sent = padded(model.head_dim) if is_tpu else model.head_dim

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ml_collections
 
 from models.memory import RERUN
-from tasks.execution import execution
+from tasks.task import make_run
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks, source
 from tools.lib.planning.roofline import Work
@@ -145,7 +145,8 @@ def ring_passes(
     masks = layer_masks(config)
     rings = {m: Ring.of(config, partition, chip, documents, m) for m in set(masks)}
     passes, first = [], 0
-    for run, count in execution(config, partition).runs(len(masks)):
+    execution = make_run(config, partition).execution
+    for run, count in execution.runs(len(masks)):
         again = 2 if run.remat in RERUN else 1
         for mask, layers in Counter(masks[first : first + count]).items():
             ring, times = rings[mask], layers * config.train.microbatches

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from tasks.execution import execution, kept_of
+from tasks.task import make_run
 from tools.lib.planning.step import Step
 from training.mesh import HOST_MEMORY, Partition
 
@@ -91,4 +91,5 @@ def device_bytes(tree: Any) -> int:
 
 def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
     """Returns the bytes of activations that a device saves for the backward."""
-    return kept_of(config, partition).of(execution(config, partition))
+    run = make_run(config, partition)
+    return run.kept.of(run.execution)

@@ -21,13 +21,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 
-from tasks import base
-from tasks.execution import local_tokens
 from tasks.frozen import abstract_frozen
-from tasks.task import TASKS, make_task
+from tasks.run import Run
+from tasks.task import make_run
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.clock import Ring
 from tools.lib.planning.estimate import bytes_per_second, ring_passes
@@ -116,18 +114,14 @@ def suggestion(
     Raises:
       ValueError: something does not divide over it.
     """
-    system, ring_size = base.attention_system(config), partition.ring_size
-    if partition.shards("sequence") > 1 and not system.sharded:
-        raise ValueError(f"{config.attention=} has no ring of {ring_size}")
+    run = make_run(config, partition)
+    if partition.shards("sequence") > 1 and not run.system.sharded:
+        raise ValueError(f"{config.attention=} has no ring of {partition.ring_size}")
     if config.model.num_heads % (partition.mesh.shape["tensor"] * partition.slices):
         raise ValueError(f"{config.model.num_heads=} do not divide over {partition}")
-    TASKS[config.task].batch_sharding(config, partition)  # before a model is built
-    task = make_task(config, partition)
-    optimizer, _ = base.make_optimizer(config, task.model)
-    state = base.abstract_state(task.model, optimizer, partition)
-    parameters = task.num_parameters
-    held = state, abstract_frozen(task.model, partition)
-    memory = device_bytes(held) + workspace_bytes(config, partition, parameters)
+    run.check_batch()  # before a model is built
+    held = run.state_like, abstract_frozen(run.model, partition)
+    memory = device_bytes(held) + workspace_bytes(run)
     if config.remat != "offload":
         memory += saved_bytes(config, partition)
     passes = ring_passes(config, partition, chip, documents)
@@ -135,7 +129,7 @@ def suggestion(
     least = [one.hiding for _, one in found if one.hiding is not None]
     ring = passes[0][1]
     tokens = config.data.batch_rows * config.data.context_tokens
-    products = task.work(tokens, 0).model_flops
+    products = run.work(tokens, 0).model_flops
     return Suggestion(
         mesh=partition.sizes,
         memory=memory,
@@ -144,55 +138,45 @@ def suggestion(
         route="; ".join(dict.fromkeys(each.describe() for _, each, _ in passes)),
         attention=sum(times * one.kernels for times, one in found),
         ring_waits=sum(times * one.outlasting for times, one in found),
-        other_waits=exposed_seconds(config, partition, ring, parameters, chip),
+        other_waits=exposed_seconds(run, ring, chip),
         products=products / (partition.mesh.size * chip.peak_flops),
     )
 
 
-def workspace_bytes(
-    config: ml_collections.ConfigDict, partition: Partition, parameters: int
-) -> float:
+def workspace_bytes(run: Run) -> float:
     """Estimates the memory of a step besides its state and saved activations.
 
     The buffers of a ring's backward, one layer's parameters in the compute type and
     their gradients in float32, and the same gradients of embedding and head.
     """
-    model = TASKS[config.task].sizes(config)
-    tensor = partition.mesh.shape["tensor"]
-    itemsize = jnp.dtype(config.compute_dtype).itemsize
-    queries = local_tokens(config, partition) * model.num_heads * model.head_dim * 4
+    model, tensor = run.sizes, run.partition.mesh.shape["tensor"]
+    queries = run.local_tokens * model.num_heads * model.head_dim * 4
     tables = getattr(model, "vocab_size", 0) * model.hidden_size
-    tables *= 1 if config.model.tied_embeddings else 2
-    layer = (parameters - tables) / model.num_layers
-    state = (itemsize + 4) * layer + 4 * tables
-    arrays = LAYER_ARRAYS + RING_ARRAYS / config.attention_parts
+    tables *= 1 if run.config.model.tied_embeddings else 2
+    layer = (run.num_parameters - tables) / model.num_layers
+    state = (run.compute_dtype.itemsize + 4) * layer + 4 * tables
+    arrays = LAYER_ARRAYS + RING_ARRAYS / run.config.attention_parts
     return (arrays * queries + state) / tensor
 
 
-def exposed_seconds(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    ring: Ring,
-    parameters: int,
-    chip: Chip,
-) -> float:
+def exposed_seconds(run: Run, ring: Ring, chip: Chip) -> float:
     """Returns the seconds of a step in which devices wait for others than the ring's.
 
     ring: of any kind of layers, which all have as many heads.
     """
-    model, shape = config.model, partition.mesh.shape
-    itemsize = jnp.dtype(config.compute_dtype).itemsize
+    config, partition, model = run.config, run.partition, run.config.model
+    shape, itemsize = partition.mesh.shape, run.compute_dtype.itemsize
     shards, tensor = partition.shards("embed"), shape["tensor"]
-    parameters /= tensor
+    parameters = run.num_parameters / tensor
     # Gathered forward and backward; the gradients are float32.
     sent = parameters * (shards - 1) / shards * (2 * itemsize + 4)
     sent += parameters / shards * 4 * _all_reduced(shape["data"])
     again = 0 if config.remat in ("everything", "products") else 2
-    activations = local_tokens(config, partition) * model.hidden_size * itemsize
+    activations = run.local_tokens * model.hidden_size * itemsize
     sent += model.num_layers * (4 + again) * activations * _all_reduced(tensor)
     # q, out, k and v forward, again, and their gradients.
     heads = 2 * (ring.heads + ring.kv_heads) * partition.slices * model.head_dim
-    swapped = local_tokens(config, partition) * heads * itemsize
+    swapped = run.local_tokens * heads * itemsize
     passes = 3 if again else 2
     swapped *= model.num_layers * passes * _exchanged(partition.slices, tensor)
     rates = (bytes_per_second(chip, kind) for kind in ("other", TRANSFER))

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 
 from kernels.backends import IMPLEMENTATIONS, choose
-from tasks import base, config_checks
-from tasks.base import Task
+from tasks import config_checks
 from tasks.frozen import abstract_frozen
-from tasks.task import make_task
+from tasks.run import Run
+from tasks.task import make_run
 from tools.lib.compiled.pods import Pod, compile_to_fit
 from tools.lib.planning.clock import layer_masks
 from tools.lib.planning.largest import MOST_TOKENS
@@ -35,7 +34,7 @@ class Step:
     config: ml_collections.ConfigDict
     pod: Pod
     partition: Partition
-    task: Task
+    task: Run
     program: jax.stages.Wrapped
     state: TrainState
     frozen: Any
@@ -55,15 +54,10 @@ class Step:
           ValueError: something in the config is wrong, or does not suit the devices.
         """
         check(config, len(pod.devices))
-        partition = base.partition(config, pod.devices)
-        task = make_task(config, partition)
-        optimizer, _ = base.make_optimizer(config, task.model)
-        state = base.abstract_state(task.model, optimizer, partition)
-        loss_sum, count = task.objective.loss_sum, task.objective.count
-        program = base.train_step(config, loss_sum, optimizer, state, count)
-        frozen = abstract_frozen(task.model, partition)
-        kernel = _implementation(config, partition)
-        step = pod, partition, task, program, state, frozen, kernel
+        run = make_run(config, pod.devices)
+        frozen = abstract_frozen(run.model, run.partition)
+        program, kernel = run.train_step(), _implementation(run)
+        step = pod, run.partition, run, program, run.state_like, frozen, kernel
         return cls(config, *step, documents)
 
     def compile(self) -> jax.stages.Compiled:
@@ -102,9 +96,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None
     config_checks.check(config, devices)
 
 
-def _implementation(config: ml_collections.ConfigDict, partition: Partition) -> str:
-    system = base.attention_system(config)
-    name = system.implementation or config.implementation or None
-    with jax.sharding.use_abstract_mesh(partition.mesh.abstract_mesh):
-        chosen = choose(name, jnp.dtype(config.compute_dtype))
+def _implementation(run: Run) -> str:
+    with jax.sharding.use_abstract_mesh(run.partition.mesh.abstract_mesh):
+        chosen = choose(run.implementation, run.compute_dtype)
     return next(name for name, it in IMPLEMENTATIONS.items() if it is chosen)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from flax import nnx
 
@@ -20,9 +19,8 @@ from data.text.tokenizer import Tokenizer
 from kernels import masks
 from models.cache import EMPTY
 from models.decode import NOTHING, Generator
-from tasks import base, text
-from tasks.mask import document_mask
-from training.mesh import Partition, StationaryPartition
+from tasks.text import TextRun
+from training.mesh import StationaryPartition
 
 NO_PLACE = -2
 """In the place of a token's index: there is no such token, not even an empty slot."""
@@ -62,19 +60,15 @@ def in_rows(items: Sequence[Any], rows: int) -> list[list[Any]]:
 
 
 def forced(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    generator: Generator,
-    allowed_tokens: int,
+    run: TextRun, generator: Generator, allowed_tokens: int
 ) -> Callable[..., list[bool]]:
     """Returns (parameters, prompts, answers) -> whether each is right (see `Force`).
 
-    generator: of the config's model; its rows and its lengths are taken.
+    generator: of the run's model; its rows and its lengths are taken.
     allowed_tokens: ids from here on are never chosen.
     """
-    sequences = text.model(config, partition).structure
-    few_tokens = text.model(config, StationaryPartition(partition.mesh)).structure
-    ring, mask = base.ring_attention(config, partition), document_mask(config)
+    sequences, ring, mask = run.model.structure, run.attention, run.mask
+    few_tokens = run.on(StationaryPartition(run.partition.mesh)).model.structure
 
     @jax.jit
     def is_right(

@@ -1,0 +1,365 @@
+"""A config resolved once on a mesh: what its run, its plans and its tools are made of.
+
+`tasks/task.py` makes the `Run` of a config and of devices; it is passed down whole or
+in parts. What needs no devices stands in `tasks/systems.py`; besides `train.py`, the
+tools and `tasks`, no module reads a config.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from jax.sharding import NamedSharding
+
+from data.batch import Block
+from data.document_mask import DocumentMask
+from data.rows import TextBatches
+from kernels import layouts, masks
+from kernels.compiler import compiler_options
+from kernels.layouts import Layout, padded_length
+from kernels.masks import Mask, Visible
+from kernels.ring_attention import make_ring_attention
+from models.abstract import Model
+from models.memory import Execution, Kept
+from tasks import corpora
+from tasks.config_errors import names_fields, raise_all
+from tasks.execution import check_execution, chosen_execution, device_of
+from tasks.state import abstract_state, optimizer_settings, sharding_of
+from tasks.systems import (
+    AttentionSystem,
+    attention_system,
+    document_mask,
+    partition,
+)
+from training import chips
+from training.mesh import Partition
+from training.metrics import StepWork
+from training.optimizer import make_optimizer
+from training.overlap import parameter_options
+from training.step import Counts, LossFunction, TrainState, make_train_step
+from training.update import Optimizer
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss to minimise.
+
+    loss_sum: see `LossFunction`.
+    count: batch -> `Counts`.
+    part_names: names of the parts of the loss, if it has any.
+    """
+
+    loss_sum: LossFunction
+    count: Callable[[Any], Counts]
+    part_names: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    batches: this host's blocks of the batch of any step.
+    validation: this host's blocks of the held-out batches.
+    fingerprint: properties of model and data in which a checkpoint must agree.
+    """
+
+    batches: TextBatches
+    validation: Sequence[dict[Block, Any]]
+    fingerprint: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Run(abc.ABC):
+    """A config on a mesh, and what it makes; each thing is made when first asked for.
+
+    A task adds model, losses and data. Whatever is wrong with the config raises
+    ValueError, with its fields named as in the config.
+    """
+
+    config: ml_collections.ConfigDict
+    partition: Partition
+
+    @classmethod
+    def of(
+        cls, config: ml_collections.ConfigDict, devices: Sequence[jax.Device]
+    ) -> Self:
+        """Returns the run on these devices.
+
+        Raises:
+          ValueError: as `systems.mesh_shape`.
+        """
+        return cls(config, partition(config, devices))
+
+    def on(self, partition: Partition) -> Self:
+        """Returns the run on another mesh."""
+        return dataclasses.replace(self, partition=partition)
+
+    # Rows, and how they lie on the mesh.
+
+    @functools.cached_property
+    def system(self) -> AttentionSystem:
+        return attention_system(self.config)
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of a row's tokens over the ring."""
+        return self.system.layout
+
+    @functools.cached_property
+    def mask(self) -> DocumentMask:
+        return document_mask(self.config)
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a row: shards, or their halves where remat is tail."""
+        return self.partition.ring_size * (2 if self.config.remat == "tail" else 1)
+
+    @functools.cached_property
+    def token_shape(self) -> tuple[int, int]:
+        """Rows of the global batch, and slots of each.
+
+        A row has `config.data.context_tokens`, and padding up to what the layout can
+        shard.
+        """
+        data = self.config.data
+        parts = self.row_parts, data.context_tokens, self.partition.slices
+        return data.batch_rows, padded_length(self.layout, *parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a batch's arrays."""
+        return self.token_shape
+
+    @functools.cached_property
+    @names_fields
+    def sharding(self) -> NamedSharding:
+        """Sharding of a batch's rows and columns; further axes are not sharded.
+
+        Raises:
+          ValueError: as `check_batch`.
+        """
+        self.check_batch()
+        return self.partition.sharding(("batch", "sequence"), self.shape)
+
+    def check_batch(self) -> None:
+        """Raises ValueError if a batch cannot lie on the mesh.
+
+        That is if the rows of a microbatch do not divide over it, or if remat is of
+        tails that the layout does not have.
+        """
+        raise_all([self._check_rows, self._check_tail])
+
+    def _check_rows(self) -> None:
+        config, rows = self.config, self.config.data.batch_rows
+        if config.train.microbatches < 1:
+            raise ValueError(f"{config.train.microbatches=} must be at least 1")
+        parts = config.train.microbatches * self.partition.shards("batch")
+        if rows < 1 or rows % parts:
+            raise ValueError(
+                f"{config.data.batch_rows=} does not divide into "
+                f"{config.train.microbatches=} over the mesh's data and fsdp axes: "
+                f"make it a multiple of {parts}, the next is "
+                f"{max(1, -(-rows // parts)) * parts}"
+            )
+
+    def _check_tail(self) -> None:
+        # First halves in zigzag are a contiguous ring, which takes half of the time.
+        config, ring = self.config, self.partition.ring_size
+        is_striped = isinstance(self.layout, layouts.Striped)
+        if config.remat == "tail" and ring > 1 and not is_striped:
+            raise ValueError(
+                f"{config.remat=} needs a ring of 1, or stripes, got {self.layout} on "
+                f"{ring}: set config.attention=striped, or config.remat=attention"
+            )
+
+    @functools.cached_property
+    def local_tokens(self) -> int:
+        """Tokens of a microbatch on a device."""
+        rows, columns = self.token_shape
+        shards = self.partition.shards("batch") * self.partition.shards("sequence")
+        return rows * columns // (shards * self.config.train.microbatches)
+
+    # Attention, and how layers run.
+
+    @functools.cached_property
+    def kept(self) -> Kept:
+        """Counts the activations that the layers of a device keep."""
+        said = check_execution(self.config)
+        return Kept(
+            sizes=self.config.model,
+            tokens=self.local_tokens,
+            tensor=self.partition.mesh.shape["tensor"],
+            itemsize=said.compute_dtype.itemsize,
+            feed_forward_chunk=said.feed_forward_chunk,
+        )
+
+    @functools.cached_property
+    @names_fields
+    def execution(self) -> Execution:
+        """Settings of the model's speed and memory."""
+        vocab_size = getattr(self.sizes, "vocab_size", 0)
+        device = device_of(self.partition.mesh)
+        return chosen_execution(self.config, self.kept, device, vocab_size)
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.compute_dtype)
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """The attention's arguments of what becomes of q · k."""
+        model = self.config.model
+        return {
+            "scale": model.attention_scale or None,
+            "soft_cap": model.attention_soft_cap or None,
+        }
+
+    @functools.cached_property
+    @names_fields
+    def attention(self) -> Callable[..., jax.Array]:
+        """The attention on the mesh, attend(q, k, v, visible, *, window, sinks).
+
+        visible: a mask; or the bounds of rows of the run's data, which show nothing but
+        what `config.mask` does. window: the tokens that a query sees of those, its own
+        included. All else as of `make_ring_attention`.
+
+        Raises:
+          ValueError: an unknown implementation, or mask.
+        """
+        partition, of_run = self.partition, self.mask.within()
+        attend = make_ring_attention(
+            partition.mesh,
+            layout=self.layout,
+            ring_axes=partition.axes("ring"),
+            **self.scores,
+            implementation=self.implementation,
+            keep_tail=self.config.remat == "tail",
+            ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
+            count_steps=self.counts_steps(),
+        )
+
+        def attend_within(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            visible: Mask | Visible,
+            window: int | None = None,
+            sinks: jax.Array | None = None,
+        ) -> jax.Array:
+            within = of_run if isinstance(visible, Visible) else masks.full()
+            if window is not None:
+                within &= masks.window(window)
+            return attend(q, k, v, visible, sinks=sinks, within=within)
+
+        return attend_within
+
+    @property
+    def implementation(self) -> str | None:
+        """The kernel that the system or the config names; None where neither does."""
+        return self.system.implementation or self.config.implementation or None
+
+    def counts_steps(self, longest: int | None = None) -> bool:
+        """Returns whether rings end where a batch's documents do, as they count them.
+
+        longest: tokens of a document; None for those of the config's corpora.
+        """
+        ring = self.partition.ring_size
+        return corpora.reads_few_shards(self.config, self.layout, ring, longest)
+
+    # The model and its losses, of the task.
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def sizes(self) -> Any:
+        """Sizes and parts of the model."""
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def model(self) -> Model:
+        """The model, without parameters."""
+
+    @property
+    @abc.abstractmethod
+    def batch_like(self) -> Any:
+        """Shape, type and sharding of a batch's arrays."""
+
+    @property
+    @abc.abstractmethod
+    def objective(self) -> Objective:
+        """The training loss."""
+
+    @property
+    @abc.abstractmethod
+    def held_out(self) -> Objective:
+        """The validation loss: the training loss, or its parts."""
+
+    @abc.abstractmethod
+    def work(self, tokens: float, pairs: float) -> StepWork:
+        """Returns the work of a step of so many tokens and visible pairs."""
+
+    @abc.abstractmethod
+    def open_data(self) -> Data:
+        """Reads the data that the config names.
+
+        Raises:
+          FileNotFoundError, ValueError: they are missing, or do not fit the config.
+        """
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the model, those that are not trained included."""
+        frozen = jax.tree.leaves(self.model.frozen_shapes)
+        return self.num_trained + sum(leaf.size for leaf in frozen)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of those that are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.model.shapes))
+
+    # The training step.
+
+    @functools.cached_property
+    def _optimizer(self) -> tuple[Optimizer, Callable[[int], jax.Array]]:
+        settings = optimizer_settings(self.config)
+        return make_optimizer(settings, self.model.shapes, self.model.axes)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer[0]
+
+    @property
+    def schedule(self) -> Callable[[int], jax.Array]:
+        """The learning rate by updates made."""
+        return self._optimizer[1]
+
+    @functools.cached_property
+    def state_like(self) -> TrainState:
+        """Shape, dtype and sharding of every leaf of the train state."""
+        return abstract_state(self.model, self.optimizer, self.partition)
+
+    def train_step(self) -> jax.stages.Wrapped:
+        """Builds the program of `make_train_step`; it donates the state."""
+        config, sharding = self.config, sharding_of(self.state_like)
+        kind = self.partition.mesh.devices.flat[0].device_kind
+        options = compiler_options(kind)
+        if config.overlap_parameters:
+            options |= parameter_options(chips.find(kind))
+        step = make_train_step(
+            self.objective.loss_sum,
+            self.optimizer,
+            microbatches=config.train.microbatches,
+            count=self.objective.count,
+            spike_sigmas=config.guard.spike_sigmas,
+        )
+        return jax.jit(
+            step,
+            out_shardings=(sharding, sharding.step),
+            donate_argnums=0,
+            compiler_options=options,
+        )

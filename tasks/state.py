@@ -1,0 +1,96 @@
+"""The train state of a model: its optimizer, shapes, and identity in checkpoints."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_collections
+
+from models.abstract import Model
+from models.sizes import LanguageModelConfig
+from tasks.config_errors import names_fields
+from training.guard import GuardSettings
+from training.layerwise import STACKED
+from training.mesh import Axes, Partition
+from training.optimizer import OptimizerSettings, Storage
+from training.step import TrainState, initial_state
+from training.update import Optimizer
+
+PARTS = {field.name for field in dataclasses.fields(LanguageModelConfig)}
+PARTS = PARTS - {"rope_theta", "norm_epsilon"} | {"truncate", "action_bins"}
+"""Fields that a fingerprint leaves out where they have their default."""
+
+STORED = "moments", "parameters", "placement"
+"""Fields of config.optimizer that are of `Storage`."""
+
+
+def sharding_of(tree: Any) -> Any:
+    """Returns the shardings of a tree of arrays, or of their shapes."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def abstract_state(
+    model: Model, optimizer: Optimizer, partition: Partition
+) -> TrainState:
+    """Returns shape, dtype and sharding of every leaf of the train state."""
+
+    shapes = jax.eval_shape(lambda p: initial_state(p, optimizer), model.shapes)
+
+    def placed(
+        shape: jax.ShapeDtypeStruct, names: Axes = (), on_host: bool = False
+    ) -> Any:
+        names = names or (None,) * shape.ndim
+        sharding = partition.sharding(names, shape.shape)
+        if on_host and shape.ndim > 1:
+            sharding = partition.on_host(sharding)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    def param_placed(path: tuple, shape: Any, names: Axes) -> Any:
+        is_far = optimizer.layers_on_host and path[0].key == STACKED
+        return placed(shape, names, is_far)
+
+    state_placed = functools.partial(placed, on_host=optimizer.on_host)
+    axes = optimizer.axes(shapes.optimizer_state, model.axes)
+    return TrainState(
+        step=placed(shapes.step),
+        params=jax.tree_util.tree_map_with_path(
+            param_placed, shapes.params, model.axes
+        ),
+        optimizer_state=jax.tree.map(state_placed, shapes.optimizer_state, axes),
+        guard=jax.tree.map(placed, shapes.guard),
+    )
+
+
+@names_fields
+def optimizer_settings(
+    config: ml_collections.ConfigDict,
+) -> OptimizerSettings:
+    """Returns the settings of the optimizer and its schedule."""
+    fields = {**config.optimizer}
+    stored = {name: fields.pop(name) for name in STORED}
+    storage = Storage(**stored, seed=config.seed)
+    return OptimizerSettings(total_steps=config.train.steps, storage=storage, **fields)
+
+
+@names_fields
+def guard_settings(config: ml_collections.ConfigDict) -> GuardSettings:
+    """Returns which updates are skipped, and when a run ends."""
+    return GuardSettings(**config.guard)
+
+
+def identity(sizes: Any, always: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the fields of a model's sizes in which a checkpoint must agree.
+
+    Without those of PARTS that have their default, as in checkpoints from before there
+    were such parts; but with those of `always`.
+    """
+    found = {}
+    for field in dataclasses.fields(sizes):
+        value = getattr(sizes, field.name)
+        is_optional = field.name in PARTS and field.name not in always
+        if not (is_optional and value == field.default):
+            is_nested = dataclasses.is_dataclass(value)
+            found[field.name] = identity(value) if is_nested else value
+    return found

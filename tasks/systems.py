@@ -1,0 +1,133 @@
+"""What a config says before there are devices: attention system, mask and mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import ml_collections
+
+from data.document_mask import DocumentMask
+from kernels import layouts
+from kernels.layouts import Layout
+from models.sizes import WINDOW
+from tasks.config_errors import names_fields
+from training.mesh import MeshShape, Partition, make_mesh
+
+
+@dataclass(frozen=True)
+class AttentionSystem:
+    """One of the systems that the papers compare.
+
+    layout: how the sequence is distributed over the ring.
+    sharded: whether there may be a ring of more than one device.
+    implementation: the kernel it requires; None for the config's.
+    chunked: whether the feed-forward is computed in chunks.
+    """
+
+    layout: Layout
+    sharded: bool
+    implementation: str | None
+    chunked: bool
+
+
+@names_fields
+def attention_system(config: ml_collections.ConfigDict) -> AttentionSystem:
+    """Returns the system that `config.attention` names.
+
+    Raises:
+      ValueError: the system is unknown.
+    """
+    whole, striped = layouts.Contiguous(), layouts.Striped(config.stripe_granule)
+    systems = {
+        "vanilla": AttentionSystem(whole, False, "reference", chunked=False),
+        "memory_efficient": AttentionSystem(whole, False, None, chunked=False),
+        "blockwise": AttentionSystem(whole, False, None, chunked=True),
+        "ring": AttentionSystem(whole, True, None, chunked=True),
+        "striped": AttentionSystem(striped, True, None, chunked=True),
+        "zigzag": AttentionSystem(layouts.Zigzag(), True, None, chunked=True),
+    }
+    if config.attention not in systems:
+        raise ValueError(f"{config.attention=} must be one of {', '.join(systems)}")
+    return systems[config.attention]
+
+
+def simulate_devices(config: ml_collections.ConfigDict) -> None:
+    """Makes this process simulate CPU devices if the config asks for them.
+
+    Raises:
+      RuntimeError: JAX has devices already.
+    """
+    if config.simulated_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.simulated_devices)
+
+
+@names_fields
+def mesh_shape(config: ml_collections.ConfigDict, devices: int) -> MeshShape:
+    """Returns the axes of a mesh of this many devices.
+
+    Raises:
+      ValueError: the axes do not match the devices, or there is a ring that the
+        attention system cannot use; the message lists every field to change.
+    """
+    shape = MeshShape(**config.mesh).fill(devices)
+    sharding = shape.ring * shape.ulysses
+    if sharding > 1 and not attention_system(config).sharded:
+        fsdp = shape.fsdp * sharding  # their devices shard the batch instead
+        parts = config.train.microbatches * shape.data * fsdp
+        rows = -(-config.data.batch_rows // max(parts, 1)) * parts
+        change = {"mesh.ulysses": 1} if shape.ulysses > 1 else {}
+        change |= {"mesh.ring": 1, "mesh.fsdp": fsdp}
+        change |= {"data.batch_rows": rows} if rows != config.data.batch_rows else {}
+        ulysses = f" and ulysses of {shape.ulysses}" if shape.ulysses > 1 else ""
+        raise ValueError(
+            f"{config.attention=} does not shard the sequence, but the mesh has a ring "
+            f"of {shape.ring}{ulysses}: set "
+            + ", ".join(f"config.{name}={value}" for name, value in change.items())
+            + ", or config.attention=striped"
+        )
+    return shape.cut_ring(config.model.hidden_size)
+
+
+def partition(
+    config: ml_collections.ConfigDict, devices: Sequence[jax.Device]
+) -> Partition:
+    """Returns the partition over the devices to run on or compile for.
+
+    Raises:
+      ValueError: as `mesh_shape`.
+    """
+    return Partition(make_mesh(mesh_shape(config, len(devices)), devices))
+
+
+@names_fields
+def document_mask(config: ml_collections.ConfigDict) -> DocumentMask:
+    """Returns which tokens of its document a token sees, in layers without windows.
+
+    Raises:
+      ValueError: the mask is unknown, or it does not go with other fields.
+    """
+    mask = DocumentMask.parse(config.mask)
+    if config.task == "exorl" and mask != DocumentMask():
+        raise ValueError(
+            f"{config.mask=} is not for agents, which see their whole chain: set it to "
+            '"causal"'
+        )
+    if not mask.prefix:
+        return mask
+    if config.remat == "tail":
+        raise ValueError(
+            f"{config.mask=} shows tokens ahead, and {config.remat=} needs a causal "
+            "mask: set config.remat=attention"
+        )
+    if mask.prefix >= config.data.context_tokens:
+        raise ValueError(
+            f"{config.mask=} leaves no token with a loss: its prefix must be below "
+            f"{config.data.context_tokens=}"
+        )
+    if set(config.model.layer_pattern) == {WINDOW}:
+        raise ValueError(
+            f"{config.mask=} would show nothing ahead, as every layer has a window "
+            f'({config.model.layer_pattern=}): set it to "causal"'
+        )
+    return mask
