@@ -26,8 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .known import known, whole_number
-from .mask_checks import check_covered, check_signed, checked_ids, checked_length
+from .known import (
+    check_covered,
+    check_signed,
+    checked_ids,
+    checked_length,
+    known,
+    whole_number,
+)
 
 Array = jax.Array | np.ndarray
 

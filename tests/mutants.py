@@ -28,7 +28,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = """
-kernels/masks.py kernels/layouts.py kernels/mask_checks.py kernels/checks.py
+kernels/masks.py kernels/layouts.py kernels/checks.py
 kernels/merge.py kernels/ring/comm.py kernels/ring/forward.py kernels/ring/backward.py
 kernels/ring/attend.py kernels/ring/routes.py kernels/backends/tile_ranges.py
 kernels/backends/tile_layout.py kernels/backends/blockwise.py

@@ -27,8 +27,7 @@ from jax import lax
 from ..device import is_cpu
 from ..masks import Visible
 from ..merge import added
-from .comm import Bounds, Chunks, Pair, Pairs, Ring
-from .forward import as_one, join
+from .comm import Bounds, Chunks, Pair, Pairs, Ring, as_one, join
 
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""

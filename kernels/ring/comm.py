@@ -1,5 +1,6 @@
 """What a device of a ring knows of it, which chunks it holds, and how it sends them."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ TOKENS_LAST = 0, 2, 3, 1
 
 TOKENS_SECOND = 0, 3, 1, 2
 """Of that as (B, L, H, D) again."""
+
+LSE_RANK = 3
+"""Axes of lse (B, H, L); out, and all gradients, have four."""
 
 UNROLLED_STEPS = 16
 """Rings with more steps are compiled as a loop: its compile time does not grow."""
@@ -243,6 +247,38 @@ def _looped(first: int, end: int, step: Callable, state: tuple) -> tuple:
         jnp.arange(first, end, dtype=jnp.int32),
         unroll=LOOP_UNROLL,
     )[0]
+
+
+def as_one(run: Callable, bounds: dict, sums: Any, is_one: bool) -> Any:
+    """Runs kernels on sums so far; several as one instruction for XLA, if `is_one`.
+
+    Of a transfer beside several XLA believes that the last kernel will hide it, and
+    would start it after the others. They are skipped where no query sees anything.
+    """
+    if len(bounds) < 2 or not is_one:
+        return run(sums)
+    results = jax.eval_shape(run, sums)
+    is_seen = functools.reduce(
+        jnp.logical_or, (jnp.any(jnp.less(*seen)) for seen in bounds.values())
+    )
+
+    def unseen(sums: Any) -> Any:
+        """Fills in what is not there yet: out and gradients of 0, lse of -inf."""
+        given = dict(jax.tree_util.tree_flatten_with_path(sums)[0])
+        paths, structure = jax.tree_util.tree_flatten_with_path(results)
+        found = [
+            given[path]
+            if path in given
+            else jnp.full(x.shape, -jnp.inf if x.ndim == LSE_RANK else 0, x.dtype)
+            for path, x in paths
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    return lax.cond(is_seen, run, unseen, sums)
+
+
+def join(parts: list, axis: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
 def _ordered(arrays: Any, order: tuple[int, ...]) -> Any:

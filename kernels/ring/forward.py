@@ -8,18 +8,12 @@ Two chunks of heads, a and b, one each way round (Ring Attention, 2310.01889):
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from ..masks import Visible
-from .comm import Chunks, Pair, Pairs, Ring
-
-LSE_RANK = 3
-"""Axes of lse (B, H, L); out, and all gradients, have four."""
+from .comm import Chunks, Pair, Pairs, Ring, as_one, join
 
 
 def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -> Pair:
@@ -68,35 +62,3 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
         partial = lax.cond(count > 0, lambda: around(count), alone)
     out, lse = zip(*partial, strict=True)
     return join(out, 2), join(lse, 1)
-
-
-def as_one(run: Callable, bounds: dict, sums: Any, is_one: bool) -> Any:
-    """Runs kernels on sums so far; several as one instruction for XLA, if `is_one`.
-
-    Of a transfer beside several XLA believes that the last kernel will hide it, and
-    would start it after the others. They are skipped where no query sees anything.
-    """
-    if len(bounds) < 2 or not is_one:
-        return run(sums)
-    results = jax.eval_shape(run, sums)
-    is_seen = functools.reduce(
-        jnp.logical_or, (jnp.any(jnp.less(*seen)) for seen in bounds.values())
-    )
-
-    def unseen(sums: Any) -> Any:
-        """Fills in what is not there yet: out and gradients of 0, lse of -inf."""
-        given = dict(jax.tree_util.tree_flatten_with_path(sums)[0])
-        paths, structure = jax.tree_util.tree_flatten_with_path(results)
-        found = [
-            given[path]
-            if path in given
-            else jnp.full(x.shape, -jnp.inf if x.ndim == LSE_RANK else 0, x.dtype)
-            for path, x in paths
-        ]
-        return jax.tree.unflatten(structure, found)
-
-    return lax.cond(is_seen, run, unseen, sums)
-
-
-def join(parts: list, axis: int) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
