@@ -106,5 +106,5 @@ def test_a_plan_counts_real_tokens_and_holds_padded_ones(corpus, tmp_path):
     fields = {"mesh__fsdp": 1, "mesh__ring": 4, "data__context_tokens": 2045}
     fields |= {"implementation": "", "attention": "zigzag"}
     step = Step.of(small_config(corpus, tmp_path, **fields), aot_pod("v5e:2x2"))
-    assert step.task.shape == (4, 2048)
+    assert step.run.shape == (4, 2048)
     assert step.work().tokens == 4 * 2045

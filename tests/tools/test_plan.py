@@ -179,11 +179,11 @@ def search(plan, monkeypatch, bytes_a_token):
     """Searches with a memory that is a line in the context."""
 
     def of(cls, step):
-        peak = 2**30 + bytes_a_token * step.config.data.context_tokens
+        peak = 2**30 + bytes_a_token * step.run.config.data.context_tokens
         if peak > 17 * 2**30:
             raise TooLarge("the step does not fit: it takes too much")
         memory = dataclasses.replace(plan.memory, peak=peak)
-        columns = step.config.data.context_tokens
+        columns = step.run.config.data.context_tokens
         return dataclasses.replace(plan, memory=memory, context_tokens=columns)
 
     monkeypatch.setattr(Plan, "of", classmethod(of))
@@ -234,7 +234,7 @@ def test_layers_that_keep_more_are_found_with_their_budget(
     limit = int(0.95 * plan.memory.capacity)
 
     def of(cls, step):
-        more = step.task.execution
+        more = step.run.execution
         tried.append(more)
         least = config.model.num_layers * kept.of_layer(remat)
         peak = limit + kept.of(more) - least - int(fits * kept.rungs(remat)[0])

@@ -21,8 +21,8 @@ def agent_step(system: str, trajectories: int) -> Step:
 @pytest.mark.parametrize(("system", "devices"), [("striped", 8), ("blockwise", 1)])
 def test_agents_are_planned_by_their_task(system, devices):
     step = agent_step(system, 32)
-    assert step.task.num_parameters == 303_503_366
-    assert math.prod(step.partition.sizes.values()) == devices
+    assert step.run.num_parameters == 303_503_366
+    assert math.prod(step.run.partition.sizes.values()) == devices
     layers, tokens = 24, 128_000
     products = layers * 4 * 1024**2 + layers * 3 * 1024 * 2736
     pairs = tokens * (tokens + 1) / 2

@@ -10,6 +10,7 @@ from data.document_mask import DocumentMask
 from kernels.backends.block_sizes import BlockSizes
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
+from tasks.task import make_run
 from tools import plan_pod
 from tools.lib.benchmarks.work import critical_path, tiles_per_step
 from tools.lib.compiled.hlo import TRANSFER, Collective, Instruction, Program
@@ -44,6 +45,10 @@ def partition(data=1, fsdp=1, ring=512, tensor=1):
     return Partition(MeshShape(data, fsdp, ring, tensor).abstract_mesh())
 
 
+def run_7b(*context, **fields):
+    return make_run(config_7b(*context, **fields), partition())
+
+
 @pytest.mark.parametrize("layout", [Contiguous(), Striped(), Zigzag()], ids=str)
 @pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
 def test_area_is_that_of_the_counted_tiles(layout, ring_size):
@@ -55,9 +60,9 @@ def test_area_is_that_of_the_counted_tiles(layout, ring_size):
 
 
 def test_ring_hides_where_a_device_has_tokens_enough():
-    long = Ring.of(config_7b(), partition(), V4)
+    long = Ring.of(run_7b(), V4)
     assert long.keys_bytes == 2 * 16384 * 4096 * 2
-    short = Ring.of(config_7b(2**21), partition(), V4)
+    short = Ring.of(run_7b(2**21), V4)
     for direction in PRODUCTS:
         assert long.times(V4, direction).outlasting == 0
         assert short.times(V4, direction).outlasting > 0
@@ -72,22 +77,20 @@ def test_rings_of_a_step_are_those_that_remat_runs():
     for layout, ring_size in (Striped(), 8), (Contiguous(), 1), (Zigzag(), 1):
         areas = [Sequence(layout, ring_size, n).area for n in (8192, 16384)]
         assert areas[0] / areas[1] == pytest.approx(1 / 4, rel=0.05), layout
-    ring = Ring.of(config_7b(), partition(), V4)
+    ring = Ring.of(run_7b(), V4)
     forward = {}
     for remat in ("attention", "tail", "nothing"):
-        *parts, (times, whole, _) = ring_passes(config_7b(remat=remat), partition(), V4)
+        *parts, (times, whole, _) = ring_passes(run_7b(remat=remat), V4)
         assert (times, whole) == (32, ring)
         forward[remat] = sum(n * part.area for n, part, _ in parts) / (32 * ring.area)
     expected = {"attention": 1, "tail": 1.25, "nothing": 2}
     assert forward == pytest.approx(expected, rel=0.02)
     budget = {"remat_budget_gib": 8.5 * 16384 * 8320 / 2**30}
-    passes = ring_passes(config_7b(**budget), partition(), V4)
+    passes = ring_passes(run_7b(**budget), V4)
     assert [times for times, _, _ in passes] == [2 * 24, 8, 32]
-    passes = ring_passes(config_7b(remat="tail", **budget), partition(), V4)
+    passes = ring_passes(run_7b(remat="tail", **budget), V4)
     assert [times for times, _, _ in passes] == [2 * 15, 15, 17, 17, 32]
-    (_, front, _), (_, tail, _), _ = ring_passes(
-        config_7b(remat="tail"), partition(), V4
-    )
+    (_, front, _), (_, tail, _), _ = ring_passes(run_7b(remat="tail"), V4)
     sent = [part.keys_bytes / ring.keys_bytes for part in (front, tail)]
     assert sent == [0.5, 1]
 
@@ -102,7 +105,7 @@ def test_layers_see_what_the_runs_mask_and_their_window_show():
         ("window(4096)", (1024, 4096)),
         ("prefix(4096)", (1024, 0)),
     ):
-        *windows, full = layer_masks(config_7b(mask=mask, **WINDOWS))[:4]
+        *windows, full = layer_masks(run_7b(mask=mask, **WINDOWS))[:4]
         assert [one.window for one in windows] == 3 * [seen[0]]
         assert (full.window, full.prefix) == (seen[1], 4096 if "p" in mask else 0)
         assert not any(one.prefix for one in windows)
@@ -110,12 +113,13 @@ def test_layers_see_what_the_runs_mask_and_their_window_show():
 
 def test_each_kind_of_layers_takes_its_time_on_its_own_route():
     config, mesh = config_7b(2**21, **WINDOWS), partition(ring=64, tensor=8)
-    ring = Ring.of(config, mesh, V4, mask=DocumentMask(window=1024))
-    full = Ring.of(config, mesh, V4)
+    run = make_run(config, mesh)
+    ring = Ring.of(run, V4, mask=DocumentMask(window=1024))
+    full = Ring.of(run, V4)
     # Home, and a neighbour on each side; whole shards would have 64 steps.
     assert (ring.schedule.last, full.schedule.last) == (1, 63)
     assert ring.describe() == "neighbours" and full.describe() == "both ways"
-    found = Attention.of(config, mesh, V4, program("forward", "backward"))
+    found = Attention.of(run, V4, program("forward", "backward"))
     kinds = (24, ring), (8, full)
     times = [
         {d: layers * np.array(one.times(V4, d)[:2]) for d in PRODUCTS}
@@ -159,9 +163,9 @@ def test_estimate_adds_up_and_waits_for_what_is_exposed():
 
 
 def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
-    config, kernels = config_7b(), ("forward", "forward", "backward")
-    found = Attention.of(config, partition(), V4, program(*kernels))
-    ring = Ring.of(config, partition(), V4)
+    run, kernels = run_7b(), ("forward", "forward", "backward")
+    found = Attention.of(run, V4, program(*kernels))
+    ring = Ring.of(run, V4)
     for direction, times in (("forward", 2), ("backward", 1)):  # remat runs it again
         seconds = times * 32 * ring.times(V4, direction).kernels
         assert found.kernels[direction] == pytest.approx(seconds)
@@ -169,12 +173,12 @@ def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
     assert found.by_name["k2"] == found.kernels["backward"] / 2
     assert found.outlasting == 0
     assert "forward 2 x for each backward" in found.assumption
-    assert Attention.of(config_7b(2**21), partition(), V4, program(*kernels)).outlasting
-    capped = config_7b(**{"model.attention_soft_cap": 50.0})
-    capped = Attention.of(capped, partition(), V4, program(*kernels))
+    assert Attention.of(run_7b(2**21), V4, program(*kernels)).outlasting
+    capped = run_7b(**{"model.attention_soft_cap": 50.0})
+    capped = Attention.of(capped, V4, program(*kernels))
     assert capped.assumption == f"{found.assumption}; soft caps take no time"
     # XLA's own attention is among the instructions, and counts there.
-    alone = Attention.of(config, partition(), V4, program())
+    alone = Attention.of(run, V4, program())
     assert (alone.kernels, alone.outlasting, alone.by_name) == ({}, 0, {})
 
 

@@ -9,9 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import jax.numpy as jnp
-import ml_collections
-
 from data.document_mask import DocumentMask
 from kernels.device import kernel_cores, rings_both_ways
 from kernels.layouts import order as layout_order
@@ -28,11 +25,9 @@ from kernels.ring.routes import (
     route_within,
 )
 from kernels.ring.ulysses import share_heads
-from tasks.systems import document_mask
-from tasks.task import TASKS, make_run
+from tasks.run import Run
 from tools.lib.planning.visible import CAUSAL, TILE, Sequence, sampled
 from training.chips import Chip
-from training.mesh import Partition
 
 PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products of a tile."""
@@ -136,19 +131,19 @@ class Ring:
     @classmethod
     def of(
         cls,
-        config: ml_collections.ConfigDict,
-        partition: Partition,
+        run: Run,
         chip: Chip,
         documents: tuple[int, ...] = (),
         mask: DocumentMask = CAUSAL,
     ) -> "Ring":
-        """Computes it for a config on a mesh of this chip.
+        """Computes it for a run on a mesh of this chip.
 
         documents: lengths of those packed in a row, repeated; none for one document.
         mask: of the layer: see `layer_masks`.
         """
+        config, partition = run.config, run.partition
         model, shape = config.model, partition.mesh.shape
-        run, size = make_run(config, partition), partition.ring_size
+        size = partition.ring_size
         length = run.token_shape[1] // size
         # Devices of a Ulysses axis have whole shards in the ring, of some of the heads.
         tokens, devices = run.local_tokens, partition.slices
@@ -171,7 +166,7 @@ class Ring:
             heads=way.heads // devices,
             kv_heads=way.kv_heads // devices,
             head_dim=model.head_dim,
-            keys_bytes=numbers * jnp.dtype(config.compute_dtype).itemsize,
+            keys_bytes=numbers * run.compute_dtype.itemsize,
             gradients_bytes=numbers * FLOAT32,
             route=route,
             count=_counted_steps(route, sequence),
@@ -359,12 +354,12 @@ def _counted_steps(route: Route, sequence: Sequence) -> int | None:
     return max(offsets, default=0)
 
 
-def layer_masks(config: ml_collections.ConfigDict) -> list[DocumentMask]:
+def layer_masks(run: Run) -> list[DocumentMask]:
     """Returns what the queries of each layer see: of the run's mask, its window."""
-    mask = document_mask(config)
+    mask = run.mask
 
     def within(window: int) -> DocumentMask:
         return DocumentMask(window=min(window, mask.window or window))
 
-    kinds = TASKS[config.task].sizes(config).layer_kinds
+    kinds = run.sizes.layer_kinds
     return [within(kind.window) if kind.window else mask for kind in kinds]

@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import ml_collections
-
 from models.memory import RERUN
-from tasks.task import make_run
+from tasks.run import Run
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks, source
 from tools.lib.planning.roofline import Work
@@ -55,19 +53,18 @@ class Attention:
     @classmethod
     def of(
         cls,
-        config: ml_collections.ConfigDict,
-        partition: Partition,
+        run: Run,
         chip: Chip,
         program: Program,
         documents: tuple[int, ...] = (),
     ) -> "Attention":
-        """Estimates both for a config on a mesh of this chip; documents: of `Ring`."""
-        counts = program.kernels()
+        """Estimates both for a run on a mesh of this chip; documents: of `Ring`."""
+        config, counts = run.config, program.kernels()
         if not counts:
             return cls({}, 0.0, {}, "attention is among the other instructions")
         outlasting = 0.0
         spent, areas, layers = Counter(), Counter(), Counter()
-        passes = ring_passes(config, partition, chip, documents)
+        passes = ring_passes(run, chip, documents)
         for times, ring, direction in passes:
             found, mask = ring.times(chip, direction), ring.sequence.mask
             spent[direction, mask] += times * found.kernels
@@ -133,21 +130,17 @@ class Estimate:
 
 
 def ring_passes(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    chip: Chip,
-    documents: tuple[int, ...] = (),
+    run: Run, chip: Chip, documents: tuple[int, ...] = ()
 ) -> list[tuple[int, Ring, str]]:
     """Returns the rings of a step: how often each runs, and in which direction.
 
     Each kind of layers has rings of its own. documents: of `Ring`.
     """
-    masks = layer_masks(config)
-    rings = {m: Ring.of(config, partition, chip, documents, m) for m in set(masks)}
+    config, masks = run.config, layer_masks(run)
+    rings = {m: Ring.of(run, chip, documents, m) for m in set(masks)}
     passes, first = [], 0
-    execution = make_run(config, partition).execution
-    for run, count in execution.runs(len(masks)):
-        again = 2 if run.remat in RERUN else 1
+    for settings, count in run.execution.runs(len(masks)):
+        again = 2 if settings.remat in RERUN else 1
         for mask, layers in Counter(masks[first : first + count]).items():
             ring, times = rings[mask], layers * config.train.microbatches
             if config.remat == "tail":  # then every layer's forward is two rings

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import ml_collections
 
-from tasks.task import make_run
+from tasks.run import Run
 from tools.lib.planning.step import Step
-from training.mesh import HOST_MEMORY, Partition
+from training.mesh import HOST_MEMORY
 
 SPARE_SHARE = 0.05
 """Share of a chip's memory that a plan should leave free for the runtime."""
@@ -47,10 +46,11 @@ class Memory:
         """Reads the memory of a compiled step."""
         stats = compiled.memory_analysis()
         peak = peak_bytes(stats)
-        parameters = device_bytes((step.state.params, step.frozen))
-        optimizer_state = device_bytes(step.state.optimizer_state)
-        saved = saved_bytes(step.config, step.partition)
-        on_host = saved if step.config.remat == "offload" else 0
+        state = step.run.state_like
+        parameters = device_bytes((state.params, step.frozen))
+        optimizer_state = device_bytes(state.optimizer_state)
+        saved = saved_bytes(step.run)
+        on_host = saved if step.run.config.remat == "offload" else 0
         in_host = stats.host_temp_size_in_bytes + stats.host_argument_size_in_bytes
         return cls(
             parameters=parameters,
@@ -89,7 +89,6 @@ def device_bytes(tree: Any) -> int:
     )
 
 
-def saved_bytes(config: ml_collections.ConfigDict, partition: Partition) -> int:
+def saved_bytes(run: Run) -> int:
     """Returns the bytes of activations that a device saves for the backward."""
-    run = make_run(config, partition)
     return run.kept.of(run.execution)

@@ -95,26 +95,23 @@ def suggestions(
     for sizes in _factorisations(number):
         try:
             partition = _partition(config, devices, *sizes)
-            found.append(suggestion(config, partition, chip, documents))
+            run = make_run(config, partition)
+            found.append(suggestion(run, chip, documents))
         except ValueError:
             continue
     if not found:
-        suggestion(config, _partition(config, number, 1, 1, number, 1, 1), chip)
+        partition = _partition(config, number, 1, 1, number, 1, 1)
+        suggestion(make_run(config, partition), chip)
     return sorted(found, key=lambda one: one.rank)
 
 
-def suggestion(
-    config: ml_collections.ConfigDict,
-    partition: Partition,
-    chip: Chip,
-    documents: tuple[int, ...] = (),
-) -> Suggestion:
-    """Estimates memory and time of a mesh.
+def suggestion(run: Run, chip: Chip, documents: tuple[int, ...] = ()) -> Suggestion:
+    """Estimates memory and time of a run's mesh.
 
     Raises:
       ValueError: something does not divide over it.
     """
-    run = make_run(config, partition)
+    config, partition = run.config, run.partition
     if partition.shards("sequence") > 1 and not run.system.sharded:
         raise ValueError(f"{config.attention=} has no ring of {partition.ring_size}")
     if config.model.num_heads % (partition.mesh.shape["tensor"] * partition.slices):
@@ -123,8 +120,8 @@ def suggestion(
     held = run.state_like, abstract_frozen(run.model, partition)
     memory = device_bytes(held) + workspace_bytes(run)
     if config.remat != "offload":
-        memory += saved_bytes(config, partition)
-    passes = ring_passes(config, partition, chip, documents)
+        memory += saved_bytes(run)
+    passes = ring_passes(run, chip, documents)
     found = [(times, ring.times(chip, way)) for times, ring, way in passes]
     least = [one.hiding for _, one in found if one.hiding is not None]
     ring = passes[0][1]
@@ -212,7 +209,7 @@ def _factorisations(devices: int) -> Iterator[tuple[int, ...]]:
 def _partition(
     config: ml_collections.ConfigDict, devices: int | Sequence[jax.Device], *sizes: int
 ) -> Partition:
-    """Returns a partition over these devices, cut as `base.partition` does."""
+    """Returns a partition over these devices, cut as `systems.partition` does."""
     shape = MeshShape(**dict(zip(MESH_AXES, sizes, strict=True)))
     shape = shape.cut_ring(config.model.hidden_size)
     if isinstance(devices, int):

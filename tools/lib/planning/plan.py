@@ -115,9 +115,8 @@ class Plan:
         text, chip = compiled.as_text(), step.pod.chip
         program = Program.parse(text, len(devices))
         moved, work = program.collectives(), step.work()
-        attention = Attention.of(
-            step.config, step.partition, chip, program, step.documents
-        )
+        run, config = step.run, step.run.config
+        attention = Attention.of(run, chip, program, step.documents)
         known = attention.by_name | synchronous_seconds(moved, chip)
         roofline = Roofline(text, program, chip, known)
         ring = transfers(program, attention.ways)
@@ -126,12 +125,12 @@ class Plan:
             topology=step.pod.topology,
             device_kind=devices[0].device_kind,
             devices=len(devices),
-            mesh=step.partition.sizes,
-            rows=step.config.data.batch_rows,
-            context_tokens=step.config.data.context_tokens,
-            remat=step.config.remat,
-            execution=str(step.task.execution),
-            attention_parts=step.config.attention_parts,
+            mesh=run.partition.sizes,
+            rows=config.data.batch_rows,
+            context_tokens=config.data.context_tokens,
+            remat=config.remat,
+            execution=str(run.execution),
+            attention_parts=config.attention_parts,
             implementation=step.implementation,
             memory=Memory.of(step, compiled),
             transfers=ring,
@@ -139,7 +138,7 @@ class Plan:
             unknown_loops=program.unknown_loops,
             work=work,
             estimate=estimate(
-                step.partition,
+                run.partition,
                 chip,
                 work.model_flops,
                 attention,

@@ -15,9 +15,7 @@ from tools.lib.compiled.pods import Pod, compile_to_fit
 from tools.lib.planning.clock import layer_masks
 from tools.lib.planning.largest import MOST_TOKENS
 from tools.lib.planning.visible import visible_pairs
-from training.mesh import Partition
 from training.metrics import StepWork
-from training.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -25,18 +23,14 @@ class Step:
     """The training step of a config on the devices of a pod, before it is compiled.
 
     program: (state, batch, frozen) -> (state, metrics), jitted.
-    state: shapes, dtypes and shardings; those of the batch are `task.batch_like`.
-    frozen: the same of the parameters that are not trained.
+    frozen: shapes, dtypes and shardings of the parameters that are not trained.
     implementation: the attention kernel that it runs.
     documents: lengths of those packed in a row, repeated; none for one document.
     """
 
-    config: ml_collections.ConfigDict
+    run: Run
     pod: Pod
-    partition: Partition
-    task: Run
     program: jax.stages.Wrapped
-    state: TrainState
     frozen: Any
     implementation: str
     documents: tuple[int, ...] = ()
@@ -56,9 +50,8 @@ class Step:
         check(config, len(pod.devices))
         run = make_run(config, pod.devices)
         frozen = abstract_frozen(run.model, run.partition)
-        program, kernel = run.train_step(), _implementation(run)
-        step = pod, run.partition, run, program, run.state_like, frozen, kernel
-        return cls(config, *step, documents)
+        kernel = _implementation(run)
+        return cls(run, pod, run.train_step(), frozen, kernel, documents)
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles and schedules the program.
@@ -67,15 +60,15 @@ class Step:
           TooLarge: the compiler finds no program that fits.
         """
         rest = (self.frozen,) if self.frozen else ()
-        arguments = self.state, self.task.batch_like, *rest
-        return compile_to_fit(self.partition.mesh, self.program, *arguments)
+        arguments = self.run.state_like, self.run.batch_like, *rest
+        return compile_to_fit(self.run.partition.mesh, self.program, *arguments)
 
     def work(self) -> StepWork:
         """Returns the work of a step whose rows are documents; without padding."""
-        rows, tokens = self.config.data.batch_rows, self.config.data.context_tokens
-        masks = layer_masks(self.config)
+        data, masks = self.run.config.data, layer_masks(self.run)
+        rows, tokens = data.batch_rows, data.context_tokens
         pairs = [visible_pairs(self.documents, tokens, mask) for mask in masks]
-        return self.task.work(rows * tokens, rows * sum(pairs) / len(pairs))
+        return self.run.work(rows * tokens, rows * sum(pairs) / len(pairs))
 
 
 def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None:
