@@ -11,12 +11,13 @@ import optax
 from data.batch import Batch
 from kernels.layouts import order, padded_length, unpermute
 from tasks.programs import compile_programs
-from tasks.state import abstract_state
+from tasks.state import sharding_of
+from tasks.text import TextRun
 from tests.hard_rows import ROWS, TOKENS, VOCAB
 from tests.small_llama import Run
 from training.loop import Programs
 from training.mesh import MeshShape
-from training.step import TrainState, initial_state
+from training.step import initial_state
 from training.update import AtOnce
 
 SIZES = {
@@ -41,6 +42,12 @@ RATE = 1024.0
 DESCENT = AtOnce(optax.sgd(RATE))
 
 
+class Descending(TextRun):
+    """A run that is trained by plain descent."""
+
+    optimizer = DESCENT
+
+
 class RingModel(Run):
     """The model's task, its parameters, and what it gives for `HardRows`."""
 
@@ -51,7 +58,7 @@ class RingModel(Run):
         self.layout, self.ring = self.order()
         self.length = padded_length(self.layout, self.ring, TOKENS)
         self.config.data.context_tokens = self.length
-        self.task = self.resolved
+        self.task = self.resolved = Descending(self.config, self.partition)
         self.model = self.task.model
         self.sizes = self.model.config
 
@@ -90,21 +97,16 @@ class RingModel(Run):
         return unpermute(np.asarray(losses), self.layout, self.ring)
 
     @functools.cached_property
-    def like(self) -> TrainState:
-        """Shape and place of a run's state."""
-        return abstract_state(self.model, DESCENT, self.partition)
-
-    @functools.cached_property
     def programs(self) -> Programs:
         """Those of a run."""
-        return compile_programs(self.config, self.task, DESCENT, self.like, {})
+        return compile_programs(self.task, {})
 
     def step(self, batch: Batch, parameters: Any = None) -> tuple[Any, dict]:
         """Returns gradients and metrics of a step with a batch in layout order."""
         parameters, batch = self.placed(batch, parameters)
         before = jax.device_get(parameters)
         state = initial_state(jax.tree.map(jnp.array, before), DESCENT)
-        state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, self.like))
+        state = jax.device_put(state, sharding_of(self.task.state_like))
         after, metrics = self.programs.train_step(state, batch)
         after, metrics = jax.device_get((after.params, metrics))
         return jax.tree.map(lambda a, b: (a - b) / RATE, before, after), metrics

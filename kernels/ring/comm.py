@@ -31,7 +31,7 @@ TOKENS_SECOND = 0, 3, 1, 2
 LSE_RANK = 3
 """Axes of lse (B, H, L); out, and all gradients, have four."""
 
-UNROLLED_STEPS = 16
+UNROLLED_STEPS, UNROLLED_ON_TPU = 16, 4
 """Rings with more steps are compiled as a loop: its compile time does not grow."""
 
 LOOP_UNROLL = 2
@@ -237,7 +237,7 @@ class Chunks:
 
 def _looped(first: int, end: int, step: Callable, state: tuple) -> tuple:
     """Runs `state = step(first, n, *state)` for n < end, unrolled if these are few."""
-    if end - first < UNROLLED_STEPS:
+    if end - first < (UNROLLED_ON_TPU if is_tpu() else UNROLLED_STEPS):
         for n in range(first, end):
             state = step(first, n, *state)
         return state
