@@ -99,7 +99,8 @@ def backward(
     dk, dv = _joined(chunks, dkv)
     if len(groups) == 1:
         return dq[0], dk, dv
-    return tuple(map(ring.heads_first, (join(dq, 2), dk, dv)))
+    dq = ring.heads_first(join(dq, 2))
+    return dq, ring.heads_first(dk), ring.heads_first(dv)
 
 
 def _bounds(
@@ -127,8 +128,8 @@ def _first_sums(
 ) -> Pairs:
     """Returns zeros for chunks that a loop of unknown length starts with."""
     return {
-        i: tuple(jnp.zeros(x.shape, dtype) for x in pair)
-        for i, pair in own.items()
+        i: (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+        for i, (k, v) in own.items()
         if count is not None and chunks[i].first
     }
 
@@ -146,7 +147,7 @@ def _followed(chunks: Chunks, dkv: Pairs, role: int, count: jax.Array | None) ->
             moved[i] = ring.shift(sums, chunk.order, -chunk.stops[-1])
         else:
             home[i] = sums
-    if not home:
+    if count is None or not home:
         return moved
 
     def shifted(shifts: int, _: jax.Array, home: Pairs) -> Pairs:

@@ -1,7 +1,7 @@
 """What a device of a ring knows of it, which chunks it holds, and how it sends them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,10 +174,9 @@ class Chunks:
 
     def own(self) -> Pairs:
         """Returns the chunks of this device's shard."""
-        return {
-            i: tuple(x[:, slice(*chunk.slots), slice(*chunk.heads)] for x in self.kv)
-            for i, chunk in enumerate(self.schedule.chunks)
-        }
+        k, v = self.kv
+        parts = [(slice(*c.slots), slice(*c.heads)) for c in self.schedule.chunks]
+        return {i: (k[:, *part], v[:, *part]) for i, part in enumerate(parts)}
 
     def group(self, number: int) -> int:
         """Returns the number of a chunk's head group."""
@@ -277,7 +276,7 @@ def as_one(run: Callable, bounds: dict, sums: Any, is_one: bool) -> Any:
     return lax.cond(is_seen, run, unseen, sums)
 
 
-def join(parts: list, axis: int) -> jax.Array:
+def join(parts: Sequence[jax.Array], axis: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
