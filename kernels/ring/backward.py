@@ -1,4 +1,4 @@
-"""The backward pass of a ring: dq stays; dk and dv follow their keys, and go home.
+"""The backward pass of a ring: dq stays; dk and dv follow their keys, and return.
 
 A chunk of device 0, on a ring of four. K: the kernel that adds to its dk and dv.
 
@@ -13,7 +13,7 @@ A chunk of device 0, on a ring of four. K: the kernel that adds to its dk and dv
 
 Keys of the next step, and dk and dv of the last one, travel beside the kernels of a
 step; what these compute is added to what has arrived. Half of the local block's queries
-are put off, to hide the way home. On CPUs, which would wait in any case, dk and dv
+are put off, to hide the way back. On CPUs, which would wait in any case, dk and dv
 arrive before the kernels, which add to them in place, and nothing is put off.
 """
 
@@ -65,11 +65,13 @@ def backward(
 
         return as_one(kernels, bounds, sums, is_one=ring.size > 1)
 
-    def step(role: int, n: jax.Array | int, held: Pairs, dq: list, dkv: Pairs) -> tuple:
+    def step(
+        static_step: int, n: jax.Array | int, held: Pairs, dq: list, dkv: Pairs
+    ) -> tuple:
         """Takes a step; the one after the last is that of the second half."""
-        arriving = chunks.passed_on(held, role)
-        moved = _followed(chunks, dkv, role - 1, count)
-        bounds = _bounds(chunks, role, n, is_cut=not in_place)
+        arriving = chunks.passed_on(held, static_step)
+        moved = _followed(chunks, dkv, static_step - 1, count)
+        bounds = _bounds(chunks, static_step, n, is_cut=not in_place)
         before, apart = dkv | moved, {}
         if not in_place:
             before, apart = {}, before
@@ -104,18 +106,18 @@ def backward(
 
 
 def _bounds(
-    chunks: Chunks, role: int, n: jax.Array | int, is_cut: bool
+    chunks: Chunks, static_step: int, n: jax.Array | int, is_cut: bool
 ) -> dict[int, Bounds]:
     """Returns what each query sees of the chunks that a step's devices attend to.
 
     is_cut: whether half of the local block's queries are put off to the end.
     """
-    is_late = role > chunks.schedule.last
-    numbers = chunks.attended(0 if is_late else role)
+    is_late = static_step > chunks.schedule.last
+    numbers = chunks.attended(0 if is_late else static_step)
     found = {i: chunks.bounds(i, 0 if is_late else n) for i in numbers}
     if not is_cut:
         return {} if is_late else found
-    if 0 < role and not is_late:
+    if 0 < static_step and not is_late:
         return found
     spans = {i: chunks[i].slots for i in numbers}
     return {
@@ -134,32 +136,34 @@ def _first_sums(
     }
 
 
-def _followed(chunks: Chunks, dkv: Pairs, role: int, count: jax.Array | None) -> Pairs:
-    """Sends the gradients that a step computed to the next stop, or home."""
-    ring, moved, home = chunks.ring, {}, {}
+def _followed(
+    chunks: Chunks, dkv: Pairs, static_step: int, count: jax.Array | None
+) -> Pairs:
+    """Sends the gradients that a step computed to the next stop, or to their owner."""
+    ring, moved, returning = chunks.ring, {}, {}
     for i, sums in dkv.items():
         chunk = chunks[i]
-        if not 0 <= role <= chunk.last or chunk.last == 0:
+        if not 0 <= static_step <= chunk.last or chunk.last == 0:
             continue
-        if role < chunk.last:
-            moved[i] = ring.shift(sums, chunk.order, chunk.shifts_after(role))
+        if static_step < chunk.last:
+            moved[i] = ring.shift(sums, chunk.order, chunk.shifts_after(static_step))
         elif count is None:
             moved[i] = ring.shift(sums, chunk.order, -chunk.stops[-1])
         else:
-            home[i] = sums
-    if count is None or not home:
+            returning[i] = sums
+    if count is None or not returning:
         return moved
 
-    def shifted(shifts: int, _: jax.Array, home: Pairs) -> Pairs:
+    def shifted(shifts: int, _: jax.Array, held: Pairs) -> Pairs:
         return {
-            i: ring.shift(sums, chunks[i].order, shifts) for i, sums in home.items()
+            i: ring.shift(sums, chunks[i].order, shifts) for i, sums in held.items()
         }
 
     # From device to device, the shorter way round.
     back = jnp.where(2 * count <= ring.size, count, 0)
     on = jnp.where(2 * count <= ring.size, 0, ring.size - count)
-    home = lax.fori_loop(0, back, functools.partial(shifted, -1), home)
-    return moved | lax.fori_loop(0, on, functools.partial(shifted, 1), home)
+    held = lax.fori_loop(0, back, functools.partial(shifted, -1), returning)
+    return moved | lax.fori_loop(0, on, functools.partial(shifted, 1), held)
 
 
 def _joined(chunks: Chunks, dkv: Pairs) -> Pair:

@@ -188,10 +188,10 @@ class Chunks:
         ends = [each * end for _, end in self.schedule.heads]
         return jnp.split(x, ends[:-1], axis) if len(ends) > 1 else [x]
 
-    def attended(self, role: int) -> list[int]:
+    def attended(self, static_step: int) -> list[int]:
         """Returns the chunks that a step's devices attend to."""
         chunks = enumerate(self.schedule.chunks)
-        return [i for i, chunk in chunks if chunk.first <= role <= chunk.last]
+        return [i for i, chunk in chunks if chunk.first <= static_step <= chunk.last]
 
     def bounds(self, number: int, step: jax.Array | int) -> Bounds:
         """Returns the slots of a chunk that each query sees in a step."""
@@ -208,21 +208,21 @@ class Chunks:
         k_start, k_end = ((x - begin).clip(0, end - begin) for x in bounds)
         return k_start, k_end
 
-    def passed_on(self, held: Pairs, role: int) -> Pairs:
+    def passed_on(self, held: Pairs, static_step: int) -> Pairs:
         """Sends chunks to where they are attended to in the next step, if anywhere."""
         return {
-            i: self.ring.shift(pair, self[i].order, self[i].shifts_after(role))
+            i: self.ring.shift(pair, self[i].order, self[i].shifts_after(static_step))
             for i, pair in held.items()
-            if role < self[i].last
+            if static_step < self[i].last
         }
 
     def run(self, step: Callable, state: tuple, count: jax.Array | None) -> tuple:
-        """Runs `state = step(role, n, *state)` for the ring steps n = 0, 1, …
+        """Runs `state = step(static_step, n, *state)` for the ring steps n = 0, 1, …
 
-        Steps of one role have the same transfers and chunks.
+        n may be traced: static_step is a step with the same transfers and chunks.
         count: steps after the first, where the program counts them.
         """
-        if count is not None:  # the roles are: the first, those between, the last
+        if count is not None:  # static steps: the first, those between, the last
             state = step(0, 0, *state)
             state = lax.fori_loop(1, count, lambda n, state: step(1, n, *state), state)
             return step(2, count, *state)

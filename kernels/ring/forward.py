@@ -28,9 +28,11 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     queries = chunks.head_groups(q, axis=2)
     own, nothing = chunks.own(), [None] * len(queries)
 
-    def attend(role: int, n: jax.Array | int, held: Pairs, partial: list) -> list:
+    def attend(
+        static_step: int, n: jax.Array | int, held: Pairs, partial: list
+    ) -> list:
         """Attends to the chunks of a step, from the partial result of each group."""
-        bounds = {i: chunks.bounds(i, n) for i in chunks.attended(role)}
+        bounds = {i: chunks.bounds(i, n) for i in chunks.attended(static_step)}
 
         def kernels(partial: list) -> list:
             partial = list(partial)
@@ -41,11 +43,11 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
                 partial[group] = ring.backend.forward(*operands, **options)
             return partial
 
-        return as_one(kernels, bounds, partial, is_one=0 < role or ring.size > 1)
+        return as_one(kernels, bounds, partial, is_one=ring.size > 1)
 
-    def step(role: int, n: jax.Array | int, held: Pairs, partial: list) -> tuple:
-        arriving = chunks.passed_on(held, role)
-        partial = attend(role, n, held, partial)
+    def step(static_step: int, n: jax.Array | int, held: Pairs, partial: list) -> tuple:
+        arriving = chunks.passed_on(held, static_step)
+        partial = attend(static_step, n, held, partial)
         if arriving:
             # Without the barrier XLA may start all transfers at once, or late.
             (arriving, partial), _ = ring.barrier((arriving, partial))
