@@ -141,7 +141,7 @@ def test_any_shape_compiles_as_well(
 ):
     options = {"is_deterministic": is_deterministic, "soft_cap": soft_cap}
     sizes = head_dim, dtype, group, length, bound_rows
-    well_compiled(step(*sizes), **options)
+    assert well_compiled(step(*sizes), **options)
 
 
 @pytest.mark.thorough
@@ -164,3 +164,21 @@ def test_dq_is_added_to_where_it_is_from_step_to_step(is_deterministic):
     assert not re.search(rf"= f32\[{shape}\]\S* (copy|fusion|add|pad)", text)
     dq_bytes = 4 * int(np.prod(operands.dq.shape))
     assert program.memory_analysis().temp_size_in_bytes < dq_bytes / 4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_kernels_that_add_in_place_are_not_fused_with_slices(is_deterministic):
+    """XLA forgets of a fused kernel that a result is in the place of an operand."""
+
+    def backwards(dq, steps, is_deterministic):
+        run = functools.partial(backward, is_deterministic=is_deterministic)
+        return jax.lax.map(lambda x: run(*x), (dq, steps))
+
+    steps = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), step(128)
+    )
+    text = compiled(backwards, steps, is_deterministic=is_deterministic).program
+    computations = text.as_text().split("\n\n")
+    (place,) = (x for x in computations if "output_to_operand_aliasing" in x)
+    assert not place.lstrip().startswith("%dynamic-slice-fusion")

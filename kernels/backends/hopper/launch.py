@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...device import device_kind
@@ -243,17 +244,23 @@ def backward(
 def _gradients(
     step: Step, constants: dict[str, Any], dq: jax.Array, launch: Launch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernels. constants: those of the kernels' tiles."""
+    """Runs the kernels. constants: those of the kernels' tiles.
+
+    They add to dq in its place. XLA forgets that, and loses dq, where it fuses a kernel
+    with slices that it reads or updates; it fuses nothing across a barrier.
+    """
+    step, dq = lax.optimization_barrier((step, dq))
     d = step.q.shape[-1]
     tile = dkv_kernel.BackwardTile(d=d, **BACKWARD[d], **constants)
     operands = _backward_operands(step, tile)
     if d in FUSED and not launch.is_deterministic:
-        return backward_kernel.backward_call(tile, operands, dq, launch.interpret)
+        gradients = backward_kernel.backward_call(tile, operands, dq, launch.interpret)
+        return lax.optimization_barrier(gradients)
     dk, dv = backward_kernel.key_gradients_call(tile, operands, launch.interpret)
     tile = dq_kernel.QueryTile(**BACKWARD_DQ[d], **constants)
     operands = _dq_operands(step, tile)
     dq = dq_kernel.query_gradients_call(tile, operands, dq, launch.interpret)
-    return dq, dk, dv
+    return lax.optimization_barrier((dq, dk, dv))
 
 
 def _backward_operands(
