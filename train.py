@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 
 from data.rows import iterate
@@ -244,7 +245,8 @@ def _report(
         writer=writer,
         throughput=Throughput.of(run.partition.mesh.devices.flatten()),
         work=run.work,
-        schedule=run.schedule,
+        # All at once, before the first step: each by itself would wait for one.
+        learning_rates=jax.device_get(jax.vmap(run.schedule)(jnp.arange(last_step))),
         total_steps=last_step,
         every_steps=run.config.train.log_every_steps,
         watch=Watch(run.config.guard.stop_after, say),

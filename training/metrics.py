@@ -92,30 +92,37 @@ class Throughput:
           after: arrays of the last counted step. They are waited for first, since work
             that is still under way belongs to the steps and not to the pause.
         """
-        jax.block_until_ready(after)
-        start = self._clock()
+        start = self.wait(after)
         try:
             yield
         finally:
             self._excluded_seconds += self._clock() - start
 
-    def report(self) -> dict[str, float]:
+    def wait(self, arrays: Any) -> float:
+        """Waits for arrays, and returns the clock's time then."""
+        jax.block_until_ready(arrays)
+        return self._clock()
+
+    def report(self, end: float) -> dict[str, float]:
         """Returns the rates since the last report, or {} without steps.
 
         The first report only starts the clock: make it after the first step, which
         compiles.
+
+        Args:
+          end: the time at which the last step counted was done, from `wait`.
 
         Returns:
           `perf/step_time` (seconds), `perf/tokens_per_second`,
           `perf/tokens_per_second_per_device`, and for a known chip `perf/mfu` and
           `perf/mfu_paper` (fractions of the peak).
         """
-        now, work, start = self._clock(), self._work, self._start
+        work, start = self._work, self._start
         excluded, self._excluded_seconds = self._excluded_seconds, 0.0
-        self._start, self._work = now, []
+        self._start, self._work = end, []
         if start is None or not work:
             return {}
-        seconds = now - start - excluded
+        seconds = end - start - excluded
         tokens_per_second = sum(step.tokens for step in work) / seconds
         rates = {
             "perf/step_time": seconds / len(work),

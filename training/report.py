@@ -1,6 +1,7 @@
 """Reports the progress of a run: console lines and points of its curves."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -19,7 +20,7 @@ class Report:
     writer: takes the points.
     throughput: measures rates.
     work: from tokens and visible pairs of a step to what the step does.
-    schedule: learning rate by updates already made.
+    learning_rates: of the updates of the whole run.
     total_steps: of the whole run.
     every_steps: between lines; the first step gets one too.
     watch: looks at every step, and may end the run.
@@ -31,7 +32,7 @@ class Report:
     writer: Sink
     throughput: Throughput
     work: Callable[[float, float], StepWork]
-    schedule: Callable[[int], jax.Array]
+    learning_rates: Sequence[float]
     total_steps: int
     every_steps: int
     watch: Watch
@@ -40,13 +41,17 @@ class Report:
 
     def __post_init__(self):
         self.last: dict[str, float] = {}
-        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._pending: tuple[int, Mapping[str, jax.Array], Future[float]] | None = None
         self._begun = False
+        # Another thread takes the time of a step's end: this one may be held up until
+        # a GPU has room for all kernels of the next step.
+        self._timer = ThreadPoolExecutor(1, "step-end")
 
     def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step that runs, and reports on the one before."""
         self.flush()
-        self._pending = step, metrics
+        end = self._timer.submit(self.throughput.wait, metrics)
+        self._pending = step, metrics, end
 
     def flush(self) -> None:
         """Waits for the last step's metrics and reports on it.
@@ -56,7 +61,7 @@ class Report:
         """
         if self._pending is None:
             return
-        step, arrays = self._pending
+        step, arrays, end = self._pending
         self._pending = None
         arrays = jax.device_get(dict(arrays))
         parts = _named(self.parts, arrays.pop("loss_parts", ()))
@@ -65,7 +70,7 @@ class Report:
         self.last |= metrics
         if not self._begun or step % self.every_steps == 0 or step == self.total_steps:
             self._begun = True
-            self._write(step, metrics)
+            self._write(step, metrics, self.throughput.report(end.result()))
         self.watch.step(step, metrics)
 
     def validation(
@@ -87,9 +92,10 @@ class Report:
         self.writer.scalars(step, {f"validation/{n}": v for n, v in points.items()})
         return loss
 
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
-        rates = self.throughput.report()
-        learning_rate = float(self.schedule(step - 1))
+    def _write(
+        self, step: int, metrics: dict[str, float], rates: dict[str, float]
+    ) -> None:
+        learning_rate = float(self.learning_rates[step - 1])
         rate = {"learning_rate": learning_rate}
         self.say(console_line(step, self.total_steps, metrics | rate | rates))
         parts = [f"loss_{name}" for name in self.parts]

@@ -1,6 +1,8 @@
 """The loop: what is done after which step, and where it stops."""
 
 import contextlib
+import dataclasses
+import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,7 @@ def make_loop(
         writer=Points(),
         throughput=Throughput(num_devices=1, peak_flops=None),
         work=lambda tokens, pairs: StepWork(1, 1.0, 1.0),
-        schedule=lambda step: jnp.float32(0.5),
+        learning_rates=STEPS * [0.5],
         total_steps=STEPS,
         every_steps=1,
         watch=Watch(3, lambda line: None),
@@ -267,3 +269,30 @@ def test_goodput_is_recorded_when_a_run_ends(tmp_path: Path) -> None:
     loop.goodput.resume(tmp_path / "goodput.json", 0)
     run(loop)
     assert f'"step": {STEPS}' in (tmp_path / "goodput.json").read_text()
+
+
+def test_rates_are_of_the_times_at_which_steps_end():
+    """However late the run looks: a GPU without room for more kernels holds it up."""
+    now, ended, points = 0.0, threading.Event(), []
+
+    class Clocked(Throughput):
+        def wait(self, arrays: Any) -> float:
+            end = super().wait(arrays)
+            ended.set()
+            return end
+
+    class Times(Sink):
+        def scalars(self, step: int, values: Any) -> None:
+            points.append(values.get("perf/step_time"))
+
+    rates = Clocked(num_devices=1, peak_flops=None, clock=lambda: now)
+    report = make_loop(Stop()).report
+    report = dataclasses.replace(report, writer=Times(), throughput=rates)
+    metrics = dict.fromkeys("loss grad_norm tokens pairs skipped".split(), 1.0)
+    for step, now in ((1, 10.0), (2, 12.0), (3, 13.0)):
+        ended.clear()
+        report.step(step, metrics | {"skipped_in_row": 0.0})
+        assert ended.wait(60)
+        now += 100
+    report.flush()
+    assert points == [None, 2.0, 1.0]

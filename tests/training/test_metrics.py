@@ -28,7 +28,10 @@ class Timed(Throughput):
     def __init__(self, devices: int = 1, peak: float | None = None, begun: bool = True):
         super().__init__(num_devices=devices, peak_flops=peak, clock=lambda: self.now)
         if begun:
-            self.report()
+            self.rates()
+
+    def rates(self) -> dict[str, float]:
+        return self.report(self.now)
 
     def step(self, seconds: float, work: StepWork = WORK) -> None:
         self.count(work)
@@ -131,11 +134,11 @@ def test_a_run_whose_workdir_was_moved_goes_on_in_its_folder(tmp_path, before):
 def test_rates_are_those_of_the_steps_since_the_last_report():
     throughput = Timed(4, 10e12, begun=False)
     throughput.step(60)
-    assert throughput.report() == {}
+    assert throughput.rates() == {}
     for seconds, steps in ((2.0, 4), (9.0, 3)):
         for _ in range(steps):
             throughput.step(seconds / steps)
-        rates = throughput.report()
+        rates = throughput.rates()
         assert rates == pytest.approx(
             {
                 "perf/step_time": seconds / steps,
@@ -147,7 +150,7 @@ def test_rates_are_those_of_the_steps_since_the_last_report():
         )
     # A report without steps has no rates.
     throughput.now += 2
-    assert throughput.report() == {}
+    assert throughput.rates() == {}
 
 
 def test_steps_of_different_work_are_summed():
@@ -155,7 +158,7 @@ def test_steps_of_different_work_are_summed():
     throughput = Timed(peak=1e12)
     throughput.step(4, StepWork(100, 1e12, 4e12))
     throughput.step(4, StepWork(300, 2e12, 4e12))
-    rates = throughput.report()
+    rates = throughput.rates()
     assert rates["perf/tokens_per_second"] == 50.0
     assert rates["perf/mfu"] == 3 / 8
 
@@ -169,9 +172,9 @@ def test_pauses_are_left_out_of_the_rates():
     with pytest.raises(OSError), throughput.exclude():
         throughput.now += 30
         raise OSError("disk full")
-    assert throughput.report()["perf/step_time"] == 1.0
+    assert throughput.rates()["perf/step_time"] == 1.0
     throughput.step(3)
-    assert throughput.report()["perf/step_time"] == 3.0
+    assert throughput.rates()["perf/step_time"] == 3.0
 
 
 def test_pause_waits_for_the_steps_under_way_before_it_stops_the_clock(monkeypatch):
@@ -186,13 +189,13 @@ def test_pause_waits_for_the_steps_under_way_before_it_stops_the_clock(monkeypat
     throughput.step(0)
     with throughput.exclude(after=state):
         throughput.now += 30
-    assert throughput.report()["perf/step_time"] == 5.0
+    assert throughput.rates()["perf/step_time"] == 5.0
 
 
 def test_unknown_chip_has_rates_but_no_mfu():
     throughput = Timed(2)
     throughput.step(2)
-    assert throughput.report() == {
+    assert throughput.rates() == {
         "perf/step_time": 2.0,
         "perf/tokens_per_second": 500.0,
         "perf/tokens_per_second_per_device": 250.0,
