@@ -4,7 +4,7 @@
     python -m tools.bench_train --config configs/tiny.py --contexts 256 --steps 4
 
 Runs `train.py` itself, once for each context, with a workdir that is thrown away and
-nothing saved. The corpus is one document, Python's standard library end to end, so that
+nothing saved. The corpus is one document, this project's Python end to end, so that
 attention reaches over the whole context. What this program does not know is passed to
 `train.py`: --config.remat=nothing.
 
@@ -16,6 +16,7 @@ mfu and mfu_paper (see docs/metrics.md; null on an unknown chip), peak_bytes (of
 fullest device; null where devices do not report it), first_loss and last_loss.
 """
 
+import itertools
 import re
 import statistics
 import subprocess
@@ -25,7 +26,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.text.corpus import prepare, standard_library_files
+from data.text.corpus import prepare
+from data.text.holdout import Holdout
+from data.text.input_files import files_in
 from data.text.tokenizer import ByteTokenizer
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, add_output, make_row, report
@@ -36,10 +39,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def prepare_one_document(folder: Path) -> Path:
     """Writes a corpus whose training split is one document; returns its directory."""
-    sources = [path.read_bytes() for path in standard_library_files()]
-    text = b"\n".join(sources).decode("utf-8", "replace").replace("\0", "")
+    sources = [path.read_bytes() for path in files_in(ROOT, "*.py")]
+    long = b"\n".join(sources).decode("utf-8", "replace").replace("\0", "")
+    for number in itertools.count():  # which is held out depends on the texts
+        split, short = Holdout(), f"not validated: {number}"
+        for text in (long, short):
+            split.add(text)
+        if split.split(long) == "train":
+            break
     documents = folder / "training.txt", folder / "validation.txt"
-    for document, content in zip(documents, (text, "not validated"), strict=True):
+    for document, content in zip(documents, (long, short), strict=True):
         document.write_text(content, encoding="utf-8")
     prepare(documents, folder / "corpus", ByteTokenizer())
     return folder / "corpus"
