@@ -50,7 +50,7 @@ rehearsal*)
     ;;
 gpu)
     platform=cuda
-    tests=(-n 6 -k "not pallas_tpu" tests/kernels/test_gpu_ring.py
+    tests=(-n 6 -k "not pallas_tpu and not over_a_mesh" tests/kernels/test_gpu_ring.py
         tests/kernels/test_attention.py)
     kernels=(--lengths 8192 16384 32768 --contestants hopper hopper_deterministic triton
         cudnn jax_mosaic_gpu tokamax torch_flash torch_cudnn)
@@ -59,7 +59,7 @@ gpu)
         --contestants hopper triton cudnn jax_mosaic_gpu torch_flash)
     gist=(--lengths 108540 --masks full --contestants hopper cudnn torch_flash
         --repeats 2 --calls 1)
-    ring=(--devices 8 --length 16384 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16)
+    ring=(--devices 8 --length 131072 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16)
     train=(--config configs/h200_1b.py --contexts 32768 131072 --steps 5)
     ;;
 tpu)

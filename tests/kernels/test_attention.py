@@ -183,8 +183,8 @@ def test_huge_numbers_in_other_documents_leave_no_trace(implementation, rng):
     given = problem(rng, masks.documents(np.repeat(np.arange(3), 100)))
     want = solve_by_attention(given, implementation)
     middle, others = slice(100, 200), np.r_[0:100, 200:300]
-    # Scores of 1e9 and more overflow in the Hopper kernels, see `hopper`.
-    given.k[:, others] = 1e7 if implementation in HOPPER else 1e15
+    # Scores of 1e9 and more overflow in the kernels of GPUs, see `hopper`.
+    given.k[:, others] = 1e7 if implementation in (*HOPPER, "triton") else 1e15
     given.v[:, others] = -1e30
     found = solve_by_attention(given, implementation)
     assert_equal(found[1][..., middle], want[1][..., middle])
@@ -212,6 +212,7 @@ def test_bounds_beyond_the_keys_mean_all_keys_on_that_side(far, rng):
         assert_equal(got, want)
 
 
+@pytest.mark.thorough(quick=2)
 @but_tpu
 def test_numpy_bounds_are_taken_without_jit_too(implementation, rng):
     """They are what a data loader makes."""
