@@ -54,7 +54,7 @@ def at_the_root(monkeypatch):
 def test_the_readme_is_short_and_says_first_what_is_proven():
     lines = README.text.splitlines()
     assert len(lines) <= 170
-    assert any("nothing has run on an accelerator" in line for line in lines[:12])
+    assert any("Nothing has run on a TPU" in line for line in lines[:12])
     assert "`--config=FILE` runs it" in README.text
 
 
