@@ -37,7 +37,7 @@ from tasks.layout_advice import layout_line, padding_line
 from tasks.programs import compile_programs, first_state
 from tasks.run import Data, Run
 from tasks.state import guard_settings
-from tasks.systems import simulate_devices
+from tasks.systems import prepare_devices
 from tasks.task import make_run, run_settings
 from training import hosts, peers, record
 from training.checkpoint import Checkpoints
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     _, rest = Parser(__doc__, epilog=CONFIG_FLAGS).parse_known_args(arguments)
     config = read_config(rest)
     silence_writers()
-    simulate_devices(config)
+    prepare_devices(config)
     try:
         if config.hosts.coordinator or not config.simulated_devices:
             _connect(config)

@@ -24,7 +24,7 @@ from models.sampling import Sampling, row_keys, sample
 from tasks import frozen
 from tasks.command_line import read_config
 from tasks.run import Run
-from tasks.systems import simulate_devices
+from tasks.systems import prepare_devices
 from tasks.text import TextRun
 from training.mesh import Partition, StationaryPartition
 from training.weights import SavedParameters
@@ -43,7 +43,7 @@ def config_to_ask(arguments: Sequence[str]) -> ml_collections.ConfigDict:
     """
     logging.set_verbosity(logging.ERROR)  # Orbax logs every step of a restore
     config = read_config(arguments)
-    simulate_devices(config)
+    prepare_devices(config)
     return config
 
 

@@ -1,5 +1,6 @@
 """What a config says before there are devices: attention system, mask and mesh."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,8 +52,11 @@ def attention_system(config: ml_collections.ConfigDict) -> AttentionSystem:
     return systems[config.attention]
 
 
-def simulate_devices(config: ml_collections.ConfigDict) -> None:
-    """Makes this process simulate CPU devices if the config asks for them.
+def prepare_devices(config: ml_collections.ConfigDict) -> None:
+    """Makes this process simulate CPU devices, if the config asks for them.
+
+    And JAX take what plans count on of a GPU's memory, unless the environment says how
+    much: by default it takes 0.75.
 
     Raises:
       RuntimeError: JAX has devices already.
@@ -60,6 +64,8 @@ def simulate_devices(config: ml_collections.ConfigDict) -> None:
     if config.simulated_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.simulated_devices)
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the older name
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.95")
 
 
 @names_fields

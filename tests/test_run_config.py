@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs import base, grow_context
-from tasks import run_config
+from tasks import run_config, systems
 from tasks.command_line import read_config
 from tasks.config_errors import fields_by_name
 from tests import buckets, test_configs
@@ -120,3 +120,16 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypat
     with pytest.raises(OSError, match="No space left"):
         workdir.replace_text(path, json.dumps("now"))
     assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize(
+    "given", ["", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]
+)
+def test_runs_take_what_plans_count_on_of_a_gpu_or_what_the_user_says(
+    given, monkeypatch
+):
+    environment = {given: "0.5"} if given else {}
+    monkeypatch.setattr(systems.os, "environ", environment)
+    systems.prepare_devices(base.get_config())
+    wanted = {given: "0.5"} if given else {"XLA_CLIENT_MEM_FRACTION": "0.95"}
+    assert environment == wanted
