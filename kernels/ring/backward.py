@@ -45,25 +45,10 @@ def backward(
     cut = map(chunks.head_groups, rows, (2, 2, 1, 1))
     groups: list[Rows] = list(zip(*cut, strict=True))
     own, last = chunks.own(), chunks.schedule.last
+    count, in_place = ring.count(visible, chunks.length), is_cpu()
+    gradients = functools.partial(_gradients, chunks, groups)
     zeros = [jnp.zeros(q.shape, lse.dtype) for q, _, lse, _ in groups]
-
-    in_place = is_cpu()
-
-    def gradients(bounds: dict[int, Bounds], held: Pairs, *sums: Any) -> tuple:
-        """Adds to dq, and to dk and dv, of the chunks that have bounds."""
-
-        def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
-            dq, dkv = list(sums[0]), dict(sums[1])
-            for i, seen in bounds.items():
-                group = chunks.group(i)
-                q, *others = groups[group]
-                options = {**ring.scores, "dq": dq[group], "dkv": dkv.get(i)}
-                operands = q, *held[i], *others, *seen
-                dq[group], *pair = ring.backend.backward(*operands, **options)
-                dkv[i] = tuple(pair)
-            return dq, dkv
-
-        return as_one(kernels, bounds, sums, is_one=ring.size > 1)
+    nothing = _first_sums(chunks, own, zeros[0].dtype, count)
 
     def step(
         static_step: int, n: jax.Array | int, held: Pairs, dq: list, dkv: Pairs
@@ -81,17 +66,15 @@ def backward(
         return arriving, dq, apart | {i: added(apart.get(i), new[i]) for i in new}
 
     def around() -> tuple[list, Pairs]:
-        state = own, zeros, _first_sums(chunks, own, zeros[0].dtype, count)
-        _, dq, dkv = chunks.run(step, state, count)
+        _, dq, dkv = chunks.run(step, (own, zeros, nothing), count)
         _, dq, dkv = step(last + 1, last + 1, own, dq, dkv)
         return dq, dkv
 
     def alone() -> tuple[list, Pairs]:
-        dq, dkv = gradients({i: chunks.bounds(i, 0) for i in here}, own, zeros, {})
+        bounds = {i: chunks.bounds(i, 0) for i in chunks.attended(0)}
+        dq, dkv = gradients(bounds, own, zeros, {})
         return dq, dkv | nothing
 
-    here, count = chunks.attended(0), ring.count(visible, chunks.length)
-    nothing = _first_sums(chunks, own, zeros[0].dtype, count)
     if last == 0:
         dq, dkv = alone()
     elif count is None:
@@ -103,6 +86,33 @@ def backward(
         return dq[0], dk, dv
     dq = ring.heads_first(join(dq, 2))
     return dq, ring.heads_first(dk), ring.heads_first(dv)
+
+
+def _gradients(
+    chunks: Chunks,
+    groups: list[Rows],
+    bounds: dict[int, Bounds],
+    held: Pairs,
+    *sums: Any,
+) -> tuple[list, Pairs]:
+    """Adds to dq, and to dk and dv, of the chunks that have bounds.
+
+    sums: dq of each head group, and dk and dv so far of some chunks.
+    """
+    ring = chunks.ring
+
+    def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
+        dq, dkv = list(sums[0]), dict(sums[1])
+        for i, seen in bounds.items():
+            group = chunks.group(i)
+            q, *others = groups[group]
+            options = {**ring.scores, "dq": dq[group], "dkv": dkv.get(i)}
+            operands = q, *held[i], *others, *seen
+            dq[group], *pair = ring.backend.backward(*operands, **options)
+            dkv[i] = tuple(pair)
+        return dq, dkv
+
+    return as_one(kernels, ring, bounds, sums)
 
 
 def _bounds(

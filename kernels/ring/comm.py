@@ -248,13 +248,13 @@ def _looped(first: int, end: int, step: Callable, state: tuple) -> tuple:
     )[0]
 
 
-def as_one(run: Callable, bounds: dict, sums: Any, is_one: bool) -> Any:
-    """Runs kernels on sums so far; several as one instruction for XLA, if `is_one`.
+def as_one(run: Callable, ring: Ring, bounds: dict[int, Bounds], sums: Any) -> Any:
+    """Runs kernels on sums so far; several, in a ring, as one instruction for XLA.
 
     Of a transfer beside several XLA believes that the last kernel will hide it, and
     would start it after the others. They are skipped where no query sees anything.
     """
-    if len(bounds) < 2 or not is_one:
+    if len(bounds) < 2 or ring.size == 1:
         return run(sums)
     results = jax.eval_shape(run, sums)
     is_seen = functools.reduce(

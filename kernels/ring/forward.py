@@ -43,7 +43,7 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
                 partial[group] = ring.backend.forward(*operands, **options)
             return partial
 
-        return as_one(kernels, bounds, partial, is_one=ring.size > 1)
+        return as_one(kernels, ring, bounds, partial)
 
     def step(static_step: int, n: jax.Array | int, held: Pairs, partial: list) -> tuple:
         arriving = chunks.passed_on(held, static_step)
