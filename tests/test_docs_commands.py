@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
@@ -89,6 +90,8 @@ def clone(tmp_path):
     for number in range(8):
         book = f"Book {number}: the cat sat on the mat. " * (number + 100)
         (root / f"BOOKS/{number}.txt").write_text(book)
+    with pa.output_stream(root / "TEXTS.jsonl.zst", compression="zstd") as texts:
+        texts.write(json.dumps({"text": "Two cats sat there. " * 100}).encode())
     says = ("human", "Where sat the cat?"), ("gpt", "On the mat.")
     turns = [{"from": who, "value": what} for who, what in says]
     chats = [{"id": n, "conversations": turns} for n in range(40)]

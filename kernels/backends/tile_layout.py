@@ -126,13 +126,9 @@ class Tiling(NamedTuple):
 
     def split_keys(self, x: jax.Array) -> jax.Array:
         """Cuts (B, S, K, D) to (M, X, key tiles, block_k, D), zeros after the end."""
-        x = self.split_key_heads(x)
-        return x.reshape(*x.shape[:2], self.key_tiles, self.block_k, -1)
-
-    def split_key_heads(self, x: jax.Array) -> jax.Array:
-        """Cuts (B, S, K, D) to (M, X, key tiles * block_k, D), as `split_heads`."""
         x = _pad(x, 1, self.key_tiles * self.block_k).transpose(0, 2, 1, 3)
-        return x.reshape(self.bound_rows, -1, *x.shape[2:])
+        tiles = self.key_tiles, self.block_k, x.shape[-1]
+        return x.reshape(self.bound_rows, -1, *tiles)
 
     def join_keys(self, x: jax.Array) -> jax.Array:
         """Joins (M, X, key tiles, block_k, D) to (B, S, K, D)."""

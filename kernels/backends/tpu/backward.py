@@ -55,7 +55,6 @@ class Operands(NamedTuple):
     lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R].
     row_bounds: k_start and k_end: int32 [M, query tiles, 2, R].
     dq: float32 accumulators, as q or the last two axes swapped, left in HBM.
-    dkv: dk and dv so far, [M, X, key tiles * block_k, D] or swapped; or nothing.
     """
 
     query_tile_ranges: TileRanges
@@ -69,7 +68,6 @@ class Operands(NamedTuple):
     lse_delta: jax.Array
     row_bounds: jax.Array
     dq: jax.Array
-    dkv: tuple[jax.Array, jax.Array] | tuple[()]
 
 
 class Scratch(NamedTuple):
@@ -124,9 +122,8 @@ class Memory(NamedTuple):
         scratch = Scratch.shapes(blocks.stacked_rows, depth, row.dtype, STREAMED)
         k = pltpu.VMEM((blocks.block_k, depth), row.dtype)
         dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
-        pipelined = {"k": k, "v": k, "dkv": (dk, dk), "dkv so far": (dk, dk)}
         scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
-        held = 2 * buffer_bytes(pipelined) + scores
+        held = 2 * buffer_bytes((k, k, dk, dk)) + scores
         held += buffer_bytes((scratch.q, scratch.do))
         streamed = buffer_bytes(scratch.dq)
         resident = streamed // STREAMED * query_tiles
@@ -165,12 +162,7 @@ def backward_call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(batch, heads, key_tiles),
-            in_specs=[
-                k_block,
-                k_block,
-                *[hbm] * 5,
-                (dk_block, dk_block) if operands.dkv else (),
-            ],
+            in_specs=[k_block, k_block, *[hbm] * 5],
             out_specs=(hbm, dk_block, dk_block),
             scratch_shapes=[
                 Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles, orientation)
@@ -181,11 +173,7 @@ def backward_call(
             dk,
             dk,
         ),
-        # A block of dk or dv is read before its sum is written in its place.
-        input_output_aliases={
-            flat_index(operands, "dq") + number: number
-            for number in range(1 + len(operands.dkv))
-        },
+        input_output_aliases={flat_index(operands, "dq"): 0},
         **options,
     )
     return call(*operands)
@@ -205,13 +193,12 @@ def _kernel(
     lse_delta_hbm_ref: jax.Ref,  # [M, X, query tiles, 2, R]
     row_bounds_hbm_ref: jax.Ref,  # [M, query tiles, 2, R]
     dq_in_hbm_ref: jax.Ref,  # as q; the same memory as dq_hbm_ref
-    dkv_ref: tuple[jax.Ref, jax.Ref] | tuple[()],  # as dk_ref
     dq_hbm_ref: jax.Ref,
     dk_ref: jax.Ref,  # [block_k, D]
     dv_ref: jax.Ref,  # [block_k, D]
     scratch: Scratch,
 ) -> None:
-    """Adds the gradients of one key tile: program (batch, head, key tile)."""
+    """Computes the gradients of one key tile: program (batch, head, key tile)."""
     batch, head, j = (pl.program_id(axis) for axis in range(3))
     key_tile = batch * pl.num_programs(2) + j
     ranges = jax.tree.map(lambda bound_ref: bound_ref[key_tile], ranges_ref)
@@ -248,9 +235,8 @@ def _kernel(
     def _():
         prefetch(here.begin, jnp.int32(0), jnp.bool(True))
 
-    for number, sum_ref in enumerate((dk_ref, dv_ref)):
-        so_far = dkv_ref[number][...] if dkv_ref else jnp.zeros_like(sum_ref)
-        sum_ref[...] = so_far  # [block_k, D], or swapped
+    for sum_ref in (dk_ref, dv_ref):
+        sum_ref[...] = jnp.zeros_like(sum_ref)  # [block_k, D], or swapped
 
     @pl.loop(here.begin, here.end)
     def _(i):

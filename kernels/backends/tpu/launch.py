@@ -156,7 +156,6 @@ def backward(
         lse_delta=jnp.stack((lse, delta), 3),  # [M, X, query tiles, 2, R]
         row_bounds=_stack_bounds(tiling, k_start, k_end),  # [M, query tiles, 2, R]
         dq=cut.orientation.swap(tiling.split_heads(_pad_lanes(dq, chip))),
-        dkv=_split_dkv(cut, tiling, chip, dkv),
     )
     _check_smem(chip, (ranges, operands.first_ends, min_k_start, max_k_end))
     gradients = backward_kernel.backward_call(
@@ -171,7 +170,7 @@ def backward(
     dk, dv = (cut.sum_heads(tiling.join_keys(x)) for x in (dk, dv))  # (B, S, K, D)
     gradients = tiling.join_heads(dq), dk, dv  # dq (B, T, H, D)
     dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-    return dq, *((dk, dv) if operands.dkv else added(dkv, (dk, dv)))
+    return dq, *added(dkv, (dk, dv))
 
 
 def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:
@@ -319,19 +318,6 @@ def _split_carry(
         out=cut.orientation.swap(tiling.split_heads(_pad_lanes(out, chip))),
         lse=cut.packed(lse),
     )
-
-
-def _split_dkv(
-    cut: Cut,
-    tiling: Tiling,
-    chip: pltpu.TpuInfo,
-    dkv: tuple[jax.Array, jax.Array] | None,
-) -> tuple[jax.Array, ...]:
-    """Returns dk and dv so far for the kernel; none where stacks share their keys."""
-    if dkv is None or cut.stacks > 1:
-        return ()
-    heads = (tiling.split_key_heads(_pad_lanes(x, chip)) for x in dkv)
-    return tuple(map(cut.orientation.swap, heads))  # [M, X, S, D] each, or swapped
 
 
 def _tile_config(

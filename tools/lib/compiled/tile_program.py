@@ -102,12 +102,9 @@ def make_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
             (q, k, k, bound, bound, *([dq, row] if tile.has_carry else [])),
             ("flash_forward",),
         )
-    dk = jax.ShapeDtypeStruct(k.shape, jnp.float32)  # so far, as is dv
     return Program(
-        lambda *operands: launch.backward(
-            *operands[:8], **options, dq=operands[8], dkv=operands[9:]
-        ),
-        (q, k, k, q, row, row, bound, bound, dq, dk, dk),
+        lambda *operands: launch.backward(*operands[:8], **options, dq=operands[8]),
+        (q, k, k, q, row, row, bound, bound, dq),
         ("flash_backward",),
     )
 
