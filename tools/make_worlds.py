@@ -103,8 +103,8 @@ def _record(recipe: WorldsRecipe, folder: Path, number: int) -> list[float]:
         row = {"episode": episode, "share": share, "doubt": doubt, "noise": vars(noise)}
         rows.append(row | {"return": float(done.reward.sum(dtype=np.float64))})
     found: dict[str, Any] = {
-        "hidden_physics": world.describe(),
-        "doubted_physics": other.describe(),
+        "hidden_physics": vars(world),
+        "doubted_physics": vars(other),
         "stored_task": TASK,
         "episodes": rows,
     }

@@ -45,13 +45,13 @@ class Step(NamedTuple):
 
 
 def tasks(domain: str) -> tuple[str, ...]:
-    """Lists the tasks of a domain that have environments; ValueError if it is none."""
+    """Lists a domain's tasks that have environments; ValueError if it is unknown."""
     check_domain(domain)
     return tuple(JACO_TARGETS) if domain == "jaco" else SUITE_TASKS.get(domain, ())
 
 
 def check_task(domain: str, task: str) -> None:
-    """Raises ValueError if there is no environment for the task of the domain."""
+    """Raises ValueError if the task of the domain has no environment."""
     known = tasks(domain)
     if not known:
         raise ValueError(
@@ -81,7 +81,7 @@ class Environment:
     def __init__(self, domain: str, task: str, physics: HiddenPhysics | None = None):
         check_task(domain, task)
         if physics and domain != DOMAIN:
-            raise ValueError(f"{domain=} has no hidden physics; {DOMAIN} has")
+            raise ValueError(f"hidden physics are for {DOMAIN} only, not {domain=}")
         check_simulator()
         self.domain, self.task, self.hidden = domain, task, physics
         # Without a renderer: none is needed, and those that it would try may be broken.

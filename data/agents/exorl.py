@@ -45,7 +45,7 @@ Expert = Callable[[HiddenPhysics, int], Callable[[np.ndarray], np.ndarray]]
 
 @dataclass(frozen=True)
 class Selection:
-    """Episodes to pack, and what is required of them.
+    """Episodes to pack, and how they have to be.
 
     relabelling: "exact", rewards as the environment gives them; "exorl", as ExoRL's
       own code computes them; "stored", those in the files, whatever they were for.
@@ -71,8 +71,8 @@ def pack(
 ) -> TrajectoryFile:
     """Packs a buffer's episodes for a task: `cache`/domain/algorithm/task.
 
-    Of worlds, if it has any, which are numbered: what is hidden in them is in their
-    meta.json, and goes to `worlds_described`. One file is read at a time. Where an
+    Its worlds, if it has any, are numbered. Their hidden physics, of their meta.json,
+    go to `worlds_described`. One file is read at a time. Where an
     episode is bad, nothing is left behind.
 
     Args:
@@ -94,18 +94,8 @@ def pack(
     refuse_existing(directory)
     _check_task(buffer.domain, task, selection)
     files = [_Files(world, selection) for world in buffer.worlds()]
-    is_computed = selection.relabelling != "stored"
-    about = {
-        "domain": buffer.domain,
-        "algorithm": buffer.algorithm,
-        "task": task,
-        "relabelling": selection.relabelling,
-        "action_repeat": selection.action_repeat,
-        "generator": _generator(buffer),
-        "worlds_described": [some.hidden and some.hidden.describe() for some in files],
-        "versions": {"numpy": np.__version__}
-        | (environments.versions() if is_computed else {}),
-    }
+    about = _about(buffer, task, selection)
+    about["worlds_described"] = [some.hidden and vars(some.hidden) for some in files]
     with (
         tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None) as bar,
         TrajectoryWriter(directory, about) as writer,
@@ -123,6 +113,21 @@ def pack(
         writer.about["sources"] = [row for some in files for row in some.good]
         writer.about["bad_files"] = [row for some in files for row in some.bad]
     return TrajectoryFile.open(directory)
+
+
+def _about(buffer: Buffer, task: str, selection: Selection) -> dict[str, Any]:
+    """Returns the origin of packed trajectories, for their index."""
+    is_computed = selection.relabelling != "stored"
+    simulator = environments.versions() if is_computed else {}
+    return {
+        "domain": buffer.domain,
+        "algorithm": buffer.algorithm,
+        "task": task,
+        "relabelling": selection.relabelling,
+        "action_repeat": selection.action_repeat,
+        "generator": _generator(buffer),
+        "versions": {"numpy": np.__version__} | simulator,
+    }
 
 
 def describe(trajectories: TrajectoryFile) -> str:
@@ -262,18 +267,15 @@ def _rewards(
         rewards = computed_rewards(environment, episode, with_action)
     except ValueError as refusal:
         raise BadEpisode(episode.path, str(refusal)) from refusal
-    if not error <= TOLERANCE:  # which nan is not
-        raise BadEpisode(
-            episode.path,
-            f"observations are {error:.3g} off from what {environment.domain}'s "
-            f"physics makes them, more than {TOLERANCE}: the file is of "
-            "another domain or another version of its model",
-        )
-    if not moved <= TOLERANCE:
-        raise BadEpisode(
-            episode.path,
-            f"physics are {moved:.3g} off from what {environment.hidden} makes of "
-            f"those before, more than {TOLERANCE}: the file is of another "
-            "world than its meta.json",
-        )
+    model = "domain or another version of its model"
+    for off, found, expected, other in (
+        (error, "observations", f"{environment.domain}'s physics makes them", model),
+        (moved, "physics", f"{environment.hidden} makes of those before", "world"),
+    ):
+        if not off <= TOLERANCE:  # which nan is not
+            raise BadEpisode(
+                episode.path,
+                f"{found} are {off:.3g} off from what {expected}, more than "
+                f"{TOLERANCE}: the file is of another {other}",
+            )
     return rewards

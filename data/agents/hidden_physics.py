@@ -1,11 +1,11 @@
-"""What differs between cart-poles, and is in no observation.
+"""Differences between cart-poles that no observation shows.
 
-One who acts has to find it out by acting: which way the motor pushes, and how hard;
-what cart and pole weigh, and how long the pole is.
+An agent finds them out by acting: which way the motor pushes, and how hard; the masses
+of cart and pole, and the pole's length.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
@@ -59,18 +59,14 @@ class HiddenPhysics:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> "HiddenPhysics":
-        """Returns the physics that `describe` described; ValueError if it is none."""
+        """Returns physics from their fields; ValueError for other fields."""
         try:
             return cls(**described)
         except TypeError as error:
             raise ValueError(
-                f"{described!r} is no hidden physics ({error}): give direction, "
-                f"{', '.join(RANGES)}"
+                f"hidden physics must have direction, {', '.join(RANGES)}, got "
+                f"{described!r} ({error})"
             ) from error
-
-    def describe(self) -> dict[str, Any]:
-        """Returns the fields, for JSON."""
-        return asdict(self)
 
     @property
     def force(self) -> float:

@@ -108,7 +108,7 @@ def recorded_worlds(tmp_path_factory):
         hidden = HiddenPhysics(strength=strength)
         folder = Buffer(root, "cartpole", f"worlds/world_{number:03d}").directory
         (folder / "buffer").mkdir(parents=True)
-        meta = json.dumps({"hidden_physics": hidden.describe()})
+        meta = json.dumps({"hidden_physics": vars(hidden)})
         (folder / "meta.json").write_text(meta)
         path = folder / "buffer" / "episode_0_20.npz"
         environment = Environment("cartpole", "balance", hidden)

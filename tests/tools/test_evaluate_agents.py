@@ -279,7 +279,7 @@ def test_held_actions_sum_rewards_and_seeds_begin_episodes():
 
 @pytest.mark.thorough
 def test_who_knows_a_cart_pole_swings_it_up_and_chance_does_not(tmp_path):
-    worlds = [None, HiddenPhysics(-1, pole_length=1.3).describe()]
+    worlds = [None, vars(HiddenPhysics(-1, pole_length=1.3))]
     about = {"domain": "cartpole", "task": "swingup", "action_repeat": 10}
     with TrajectoryWriter(
         tmp_path / "worlds", about | {"worlds_described": worlds}
