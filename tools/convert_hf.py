@@ -40,15 +40,14 @@ from tasks import corpora, frozen, run_config
 from tasks.command_line import Parser, as_program
 from tasks.text import TextRun
 from tools.generate import find_tokenizer
-from tools.lib.hf import adapters, multimodal
+from tools.lib.hf import adapters, multimodal, names
 from tools.lib.hf import config as hf_config
-from tools.lib.hf.names import Weight, stored_shapes, weights_of
+from tools.lib.hf.names import Weight
 from tools.lib.hf.reading import load
-from tools.lib.hf.tensor_files import WHOLE, TensorFiles, write_tensors
+from tools.lib.hf.tensor_files import TensorFiles, write_tensors
 from training.mesh import MeshShape, Partition, make_mesh
 from training.weights import SavedParameters, save_parameters
 
-CONFIG = "config.json"
 COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "chat_template*"),
     "generation_config.json",
@@ -59,63 +58,52 @@ DTYPES = ("float32", "bfloat16", "float16")
 FILE_BYTES = 5_000_000_000
 
 
-def import_model(source: Path, workdir: Path, partition: Partition) -> list[str]:
-    """Writes the parameters of a published model as step 0 of a new working directory.
+def import_model(
+    source: Path, workdir: Path, partition: Partition, weights: Path | None = None
+) -> list[str]:
+    """Writes published parameters as step 0 of a new working directory.
 
     Returns the tensors of other parts of the model, which were left out.
 
-    source: directory with config.json and safetensors files.
+    source: directory with config.json and safetensors files, or with those of PEFT.
     partition: the mesh that the parameters pass through; a run may have another.
+    weights: working directory of the model that an adapter of PEFT's belongs to.
 
     Raises:
-      FileNotFoundError, ValueError: a file is missing or damaged, the model is none of
-        ours, or a tensor is missing, unknown or of another shape; nothing is written.
+      FileNotFoundError, ValueError: a file is missing or damaged, the model or adapter
+        is not one of ours, or a tensor is missing, unknown or of another shape;
+        nothing is written.
       FileExistsError: `workdir` is not empty.
     """
     refuse_existing(workdir)
-    fields = _read_config(source, CONFIG)
-    config = hf_config.model_config(fields)
-    with TensorFiles(source) as files:
-        has_images = fields["model_type"] == multimodal.MODEL_TYPE
-        left_out = files.rename(multimodal.text_name) if has_images else []
-        if config.num_layers > len(files.shapes):  # before their names are made
-            raise ValueError(
-                f"config.json has num_hidden_layers={config.num_layers}, but the files "
-                f"hold {len(files.shapes)} tensors in all: copy the model again"
+    form, left_out = adapters if weights else names, []
+    fields, said_by = _read_config(source, form.CONFIG), form.CONFIG
+    with TensorFiles(source, form.TENSORS) as files:
+        if weights:
+            settings, said_by = (
+                run_config.read(str(weights)),
+                f"{said_by} and the model",
             )
-        settings = _settings(config, workdir=str(workdir))
+            settings.update(workdir=str(workdir), init_from=str(weights))
+            lora = adapters.read_lora(fields, [*files.shapes])
+            settings.lora.update(dataclasses.asdict(lora))
+        else:
+            config = hf_config.model_config(fields)
+            if fields["model_type"] == multimodal.MODEL_TYPE:
+                left_out = files.rename(multimodal.text_name)
+            if config.num_layers > len(files.shapes):  # before their names are made
+                raise ValueError(
+                    f"config.json has num_hidden_layers={config.num_layers}, but the "
+                    f"files hold {len(files.shapes)} tensors in all: copy the model "
+                    "again"
+                )
+            settings = _settings(config, workdir=str(workdir))
         run = TextRun(settings, partition)
-        parameters = load(files, weights_of(run.model), run.model, partition)
+        tensors = form.weights_of(run.model)
+        parameters = load(files, tensors, run.model, partition, said_by)
     save_parameters(workdir, parameters, run.fingerprint)
     run_config.write(settings)
     return left_out
-
-
-def import_adapter(
-    source: Path, workdir: Path, weights: Path, partition: Partition
-) -> None:
-    """Writes PEFT's adapter of a model as step 0 of a new working directory.
-
-    weights: working directory of the model.
-
-    Raises:
-      FileNotFoundError, ValueError: a file is missing or damaged, the adapter is none
-        of ours, or does not fit the model; nothing is written.
-      FileExistsError: `workdir` is not empty.
-    """
-    refuse_existing(workdir)
-    fields = _read_config(source, adapters.CONFIG)
-    config = run_config.read(str(weights))
-    config.update(workdir=str(workdir), init_from=str(weights))
-    with TensorFiles(source, adapters.TENSORS) as files:
-        lora = adapters.read_lora(fields, [*files.shapes])
-        config.lora.update(dataclasses.asdict(lora))
-        run = TextRun(config, partition)
-        factors = adapters.weights_of(run.model)
-        said_by = f"{adapters.CONFIG} and the model"
-        parameters = load(files, factors, run.model, partition, said_by)
-    save_parameters(workdir, parameters, run.fingerprint)
-    run_config.write(config)
 
 
 def export_model(
@@ -151,7 +139,7 @@ def export_model(
       FileExistsError: `directory` is not empty.
     """
     refuse_existing(directory)
-    kept = {} if original is None else _read_config(original, CONFIG)
+    kept = {} if original is None else _read_config(original, names.CONFIG)
     source = SavedParameters(workdir)
     config = _exported_sizes(source, workdir)
     tokens = source.settings.get("data.context_tokens", 0)
@@ -165,22 +153,20 @@ def export_model(
                 f"{workdir} holds no adapters: export it without --adapter"
             )
         source.check_alone(config, kept)
-        name, base_model = adapters.CONFIG, original and str(original)
-        fields = adapters.config_fields(config.lora, base_model)
+        fields = adapters.config_fields(config.lora, original and str(original))
         source, model, file_bytes = source.saved, source.model, sys.maxsize
-        parts = adapters.weights_of(model)
     else:
         config = dataclasses.replace(config, lora=Lora())
-        name, fields = CONFIG, hf_config.config_fields(config, dtype, kept, tokens)
+        fields = hf_config.config_fields(config, dtype, kept, tokens)
         model = TextRun(_settings(config), partition).model
-        parts = weights_of(model)
-    shapes = stored_shapes(parts, model)
+    form = adapters if adapter_only else names
+    parts = form.weights_of(model)
+    shapes = names.stored_shapes(parts, model)
     sizes = {n: np.dtype(dtype).itemsize * math.prod(s) for n, s in shapes.items()}
-    whole = adapters.TENSORS if adapter_only else WHOLE
     tensors = _tensors(source, parts, model, partition, dtype)
     new = NewDirectory(directory)
     try:
-        write_tensors(new.partial, tensors, sizes, file_bytes, whole)
+        write_tensors(new.partial, tensors, sizes, file_bytes, form.TENSORS)
         said = "" if adapter_only else hf_config.context_change(fields, kept)
         if original:
             found = (file for name in COMPANIONS for file in original.glob(name))
@@ -188,7 +174,7 @@ def export_model(
                 shutil.copyfile(file, new.partial / file.name)
         elif not adapter_only:
             said = _write_own_tokenizer(workdir, new.partial, fields)
-        (new.partial / name).write_text(json.dumps(fields, indent=2) + "\n")
+        (new.partial / form.CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
         new.appear()
     finally:
         new.remove()
@@ -314,35 +300,34 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 @as_program
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
     logging.set_verbosity(logging.WARNING)  # Orbax logs every step of a save
     partition = Partition(make_mesh(MeshShape(fsdp=-1), jax.devices()))
-    if chosen.way == "import" and chosen.weights:
-        import_adapter(chosen.source, chosen.workdir, chosen.weights, partition)
-        print(f"written to {chosen.workdir}, adapters of {chosen.weights}")
-        return 0
-    if chosen.way == "import":
-        left_out = import_model(chosen.source, chosen.workdir, partition)
-        if left_out:
-            parts = ", ".join(sorted({name.split(".")[0] for name in left_out}))
-            print(f"left out: {len(left_out)} tensors of images ({parts})")
-        file = f"configs/fine_tune.py:{chosen.workdir}"
-        print(f"written to {chosen.workdir}; to fine-tune it, with adapters:")
-        print(f"  python train.py --config={file} --config.data.corpus=CORPUS")
-        return 0
-    changed = export_model(
-        chosen.workdir,
-        chosen.directory,
-        partition,
-        dtype=chosen.dtype,
-        original=chosen.like,
-        weights=chosen.weights,
-        adapter_only=chosen.adapter,
-    )
-    print(f"written to {chosen.directory}{changed and f'; {changed}'}")
-    return 0
+    if chosen.way == "export":
+        changed = export_model(
+            chosen.workdir,
+            chosen.directory,
+            partition,
+            dtype=chosen.dtype,
+            original=chosen.like,
+            weights=chosen.weights,
+            adapter_only=chosen.adapter,
+        )
+        print(f"written to {chosen.directory}{changed and f'; {changed}'}")
+        return
+    workdir, weights = chosen.workdir, chosen.weights
+    left_out = import_model(chosen.source, workdir, partition, weights)
+    if left_out:
+        parts = ", ".join(sorted({name.split(".")[0] for name in left_out}))
+        print(f"left out: {len(left_out)} tensors of images ({parts})")
+    if weights:
+        print(f"written to {workdir}, adapters of {weights}")
+        return
+    print(f"written to {workdir}; to fine-tune it, with adapters:")
+    file = f"configs/fine_tune.py:{workdir}"
+    print(f"  python train.py --config={file} --config.data.corpus=CORPUS")
 
 
 if __name__ == "__main__":

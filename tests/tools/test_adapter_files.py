@@ -17,7 +17,7 @@ from tasks.text import TextRun
 from tests.small_llama import partition_of
 from tests.tools import hf_models
 from tests.tools.test_trained_adapters import DIRECTORY
-from tools.convert_hf import export_model, import_adapter, import_model, main
+from tools.convert_hf import export_model, import_model, main
 from tools.lib.hf import adapters
 from training.mesh import MeshShape, Partition
 
@@ -40,8 +40,8 @@ def run_of(runs: Path, name: str) -> tuple[Any, Partition]:
     partition = partition_of(shape)
     if not (runs / name).exists():
         import_model(hf_models.DIRECTORY / name, runs / name, partition)
-        places = DIRECTORY / name, runs / f"{name}.peft", runs / name
-        import_adapter(*places, partition)
+        adapter = DIRECTORY / name, runs / f"{name}.peft", partition
+        import_model(*adapter, weights=runs / name)
     config = run_config.read(str(runs / f"{name}.peft"))
     mesh = {f"mesh.{axis}": size for axis, size in shape.axes.items()}
     wide = {"compute_dtype": "float32", "lora.base_dtype": "float32"}
@@ -175,7 +175,7 @@ def test_an_adapter_that_cannot_be_read_is_refused(runs, tmp_path, changes, said
     fields = json.loads((copy / adapters.CONFIG).read_text())
     (copy / adapters.CONFIG).write_text(json.dumps(fields | changes))
     with pytest.raises(ValueError, match=said):
-        import_adapter(copy, tmp_path / "new", runs / "llama_scaled", partition)
+        import_model(copy, tmp_path / "new", partition, runs / "llama_scaled")
     assert not (tmp_path / "new").exists()
 
 

@@ -15,6 +15,9 @@ from flax import traverse_util
 
 from models.abstract import Model
 
+CONFIG, TENSORS = "config.json", "model.safetensors"
+"""Files of a model; of several files with tensors there is an index."""
+
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from data.json_text import parse_json, read_json_object, short
+from tools.lib.hf.names import TENSORS as WHOLE
 
-WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADER_BYTES = 100_000_000
 """Of what a file says of its tensors; the library reads no more either."""
