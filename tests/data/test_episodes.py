@@ -17,6 +17,7 @@ from data.agents.episodes import (
     steps_of,
     write_episode,
 )
+from tests.cases import pairs
 from tests.episodes import made_up
 from tests.fuzzing import damaged, fuzz
 
@@ -206,22 +207,7 @@ def test_an_error_that_passes_is_no_damage(path, monkeypatch):
         read_episode(path, "cartpole")
 
 
-ODD = "name is not episode_<index>_<length>.npz"
-PROMISES = "its name promises {} steps, not from 1 to 100000"
-
-
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("episode_7.npz", ODD),
-        ("7_100.npz", ODD),
-        ("episode_7_100.npz.part", ODD),
-        ("episode_x_100.npz", ODD),
-        ("episode_7_99.npz", "observation has shape (101, 5), expected (100, 5)"),
-        ("episode_0_0.npz", PROMISES.format(0)),
-        ("episode_0_99999999.npz", PROMISES.format(99999999)),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), pairs("agents.txt", "file"))
 def test_names_promise_what_the_file_holds(path, name, expected):
     assert refusal(path.rename(path.with_name(name))) == expected
 

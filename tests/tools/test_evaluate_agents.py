@@ -15,6 +15,7 @@ from data.agents.environments import Environment
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
 from tasks.exorl import AgentRun
+from tests.cases import pairs
 from tests.small_agent import SMALL, drawn
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.contexts import Context, asked, world_contexts
@@ -207,30 +208,7 @@ def test_the_other_world_is_never_the_rows_own(room):
 
 
 BAD = [
-    ("task", "--episodes 3", "--episodes 3 are more than the agent was trained with"),
-    ("task", "--environments 0", "--environments: must be a whole number"),
-    ("task", "--random 1", "--random is for trajectories of many worlds: leave it out"),
-    ("task", "--trained", "--trained is for trajectories of many worlds: leave it out"),
-    ("task", "--config.agent.chain_length=1 --other x", "--other is for agents of"),
-    ("task", "--config.agent.chain_length=1 --window 2", "--window is for agents of"),
-    ("task", "--config.agent.action_size=2", "action_size=2, but"),
-    ("task", "--config.agent.return_scale=8", "return_scale: saved 7.0, this run 8.0"),
-    ("task", "--config.data.held_out_share=0.05", "chain of 2 episodes cannot be made"),
-    ("task", "--config.workdir=nowhere", "nowhere has no checkpoints"),
-    ("room", "--other x", "--other is for trajectories of one world"),
-    (
-        "room",
-        "--config.agent.reads_positions=True --random 2",
-        "--random 2 are more than",
-    ),
-    ("room", "--window 1", "--window: must be a whole number"),
-    ("room", "--temperature -1", "--temperature: must be a number of at least 0"),
-    ("room", "--contexts mine", "--contexts mine: give some of own, empty, none, oth"),
-    ("room", "--environments 19", "19 environments do not divide over the batch's 2"),
-    ("room", "--random 0", "--random: must be a whole number"),
-    ("room", "--config.agent.step_tokens=2", "agent.step_tokens=2 must be 4, or 1"),
-    ("room", "--config.agent.action_bins=1", "agent.action_bins=1 must be at least 2"),
-    ("room", "--config.agent.action_kind=some", "action_kind='some' must be one of"),
+    (where, *case) for where in ("task", "room") for case in pairs("agents.txt", where)
 ]
 
 

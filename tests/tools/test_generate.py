@@ -27,6 +27,7 @@ from models.sampling import Sampling
 from tasks import run_config
 from tasks.generation import restored_parameters
 from tasks.text import TextRun
+from tests.cases import pairs
 from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
 from tests.runs import files, small_config, small_flags
@@ -264,25 +265,9 @@ def test_texts_are_drawn_as_the_model_says_or_the_options(tmp_path):
         find_sampling(none, tokenizer)
 
 
-LINEAR = "--config.rope_scaling.rope_type=linear --config.rope_scaling.factor=2"
-# Options and fields of the config, as in a shell: what is said of them.
-BAD = {
-    f"--prompt {'x' * 81}": "of 81 tokens | cache of 80 tokens | make the cache larger",
-    "--prompt xy --max-tokens 80": "max_tokens=80 | at most 79 tokens",
-    "--prompt ''": "prompt 0 has no tokens",
-    "--prompt ' ' --chat vicuna": "the prompt of a chat must have words",
-    "--prompt x --chat chatml": "bytes tokenizer has no token <|im_start|> | of Qwen",
-    "--prompt x --chat": "no chat template in | corpus: name one of vicuna, llama2",
-    f"--prompt {'x' * 70} --chat vicuna --system S": "of 89 tokens | cache of 80",
-    "--config.model.num_layers=3": f"step {STEP} | num_layers: saved 2, this run 3",
-    LINEAR: f"step {STEP} | rope_type: saved nothing, this run linear",
-    "--prompt x --tokenizer {tokenizer}": "tokenizer.json has 299 tokens",
-}
-
-
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(("case", "said"), pairs("generate.txt"))
 def test_what_is_wrong_is_said_in_short(
-    corpus, workdir, tmp_path, case, capsys, monkeypatch
+    corpus, workdir, tmp_path, case, said, capsys, monkeypatch
 ):
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("not refused before the model was run")
@@ -293,7 +278,7 @@ def test_what_is_wrong_is_said_in_short(
     assert main(arguments(corpus, workdir, *options)) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ")
-    assert all(part in err for part in BAD[case].split(" | ")), err
+    assert all(part in err for part in said.split(" | ")), err
 
 
 @pytest.mark.slow

@@ -74,23 +74,12 @@ def kinds(types: str) -> list[str]:
     return [names[kind] for kind in types]
 
 
-WINDOWS = [
-    # Qwen's windows begin at a layer; where types are given, they count.
-    ({"use_sliding_window": True, "max_window_layers": 3}, "fffww", "fffww"),
-    ({"use_sliding_window": True, "max_window_layers": 0}, "wwwww", "w"),
-    ({"use_sliding_window": True, "max_window_layers": 5}, "fffff", ""),
-    ({"use_sliding_window": True, "layer_types": kinds("wwfww")}, "wwfww", "wwf"),
-    ({"use_sliding_window": True, "layer_types": kinds("wfffw")}, "wfffw", "wfff"),
-    ({"use_sliding_window": True, "layer_types": kinds("wffwf")}, "wffwf", "wff"),
-    ({"use_sliding_window": False, "max_window_layers": 1}, "fffff", ""),
-    ({"use_sliding_window": False, "layer_types": kinds("fffff")}, "fffff", ""),
-]
-
-
-@pytest.mark.parametrize(("changed", "layers", "pattern"), WINDOWS)
-def test_kinds_of_layers_are_the_shortest_pattern_that_repeats(
-    changed, layers, pattern
-):
+@pytest.mark.parametrize(("changes", "found"), pairs("layer_windows.txt"))
+def test_kinds_of_layers_are_the_shortest_pattern_that_repeats(changes, found):
+    changed, (layers, *shortest) = json.loads(changes), found.split()
+    pattern = "".join(shortest)
+    if types := changed.get("layer_types"):
+        changed["layer_types"] = kinds(types)
     fields = QWEN25_7B | {"num_hidden_layers": 5, "sliding_window": 7} | changed
     config = model_config(fields)
     window = 7 if pattern else 0
@@ -210,11 +199,8 @@ CONTEXTS = [
     (48, RopeScaling(), 64),  # the original's
     (128, RopeScaling(), 128),
     (256, RopeScaling("linear", 4.0), 256),
-    (
-        512,
-        RopeScaling("yarn", 4.0, 64),
-        256,
-    ),  # else transformers 4 takes another factor
+    # Else transformers 4 takes another factor.
+    (512, RopeScaling("yarn", 4.0, 64), 256),
 ]
 
 
@@ -230,26 +216,10 @@ def test_the_longest_context_is_that_of_the_run(tokens, scaling, longest):
         assert context_change(written, original) == said
 
 
-NOT_WRITTEN = [
-    ({"attention_sinks": True}, {}, "attention_sinks=True, there False"),
-    (
-        {"logit_scale": 0.5},
-        {},
-        "written as llama (the nearest family): logit_scale=0.5",
-    ),
-    (
-        {"norms": "both", "qk_norm": "all"},
-        {},
-        "as olmo2 (the nearest family): norms='both', there 'after'",
-    ),
-    ({"qk_norm": "head"}, LLAMA3_8B, "as llama: qk_norm='head', there ''"),
-    ({"layer_pattern": "w", "window": 8}, LLAMA3_8B, "as llama: layer_pattern='w'"),
-    ({}, LLAMA3_8B | {"clip_qkv": 8}, "of the original: 'clip_qkv' not known here"),
-]
-
-
-@pytest.mark.parametrize(("parts", "original", "complaint"), NOT_WRITTEN)
-def test_a_model_that_no_family_has_is_not_written(parts, original, complaint):
+@pytest.mark.parametrize(("case", "complaint"), pairs("models_not_written.txt"))
+def test_a_model_that_no_family_has_is_not_written(case, complaint):
+    parts, changes = json.loads(case)
+    original = {} if changes is None else LLAMA3_8B | changes
     config = LanguageModelConfig(*SIZES, vocab_size=300, **parts)
     with pytest.raises(ValueError) as caught:
         config_fields(config, "float32", original)

@@ -8,8 +8,9 @@ import pytest
 
 from data.retrieval.lines import FORMS
 from data.text.tokenizer import ByteTokenizer
+from tests.cases import pairs
 from tools.lib.retrieval.cells import read_line_cells
-from tools.lib.retrieval.files import prompt_file, read_cases, read_prompts
+from tools.lib.retrieval.files import read_cases, read_prompts
 from tools.lib.retrieval.prompts import Encoder
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "line_retrieval.jsonl"
@@ -41,60 +42,30 @@ def test_published_cases_are_asked_in_the_base_form(
     assert (cell.depth, cell.lines) == (depth, case.lines)
 
 
-A_PAIR = "random_idx must be a name and a place, got "
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ("{", "Expecting property name"),
-        ("[]", "must be an object, got list"),
-        ({"prompt": None}, "it has no prompt"),
-        ({"expected_number": "7"}, "expected_number must be int, got '7'"),
-        ({"num_lines": True}, "num_lines must be int, got True"),
-        ({"random_idx": [1]}, rf"{A_PAIR}\[1\]"),
-        ({"random_idx": ["a", "b"]}, A_PAIR),
-        ({"random_idx": ["qx", True]}, A_PAIR),
-        ({"random_idx": [True, 0]}, A_PAIR),
-        ({"random_idx": [1] * 10**5}, rf"{A_PAIR}.*1, \.\.\.\]"),
-        ({"random_idx": ["qx", 2]}, "must be below num_lines=2, got 2"),
-        ({"random_idx": ["qx", -1]}, "must be below num_lines=2, got -1"),
-        ({"expected_number": 5}, "'qx47' is written otherwise than 'qx5': choose the"),
-        ({"random_idx": ["??", 0]}, r"is written otherwise than '\?\?47'"),
-        ({"prompt": "nothing"}, "'qx47' is not in the prompt"),
-        ({"prompt": "qx47\n\ud83d"}, "surrogates not allowed"),
-        ("[" * 100_000, "lie too deep in each other"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_a_bad_row_is_named_with_its_reason(tmp_path, change, reason):
-    if isinstance(change, dict):
-        fields = {k: v for k, v in (GOOD | change).items() if v is not None}
-        change = json.dumps(fields)
-    path = tmp_path / "cases.jsonl"
-    path.write_text(f"{json.dumps(GOOD)}\n\n{change}\n")
-    with pytest.raises(ValueError, match=reason) as error:
-        read_cases(path, FORMS["compact"])
-    assert str(error.value).startswith(f"{path}:3 must be a case: ")
-    assert str(error.value).isprintable() and len(str(error.value)) < 500
+LONG = [
+    ("case " + "[" * 100_000, "lie too deep in each other"),
+    ("case " + json.dumps({"random_idx": [1] * 10**5}), "a name and a place, got [1"),
+]
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
-    [
-        ("[]", "it must have an input, outputs"),
-        ('{"input": "a", "outputs": []}', "it must have an input, outputs"),
-        ('{"input": "a", "outputs": [1]}', "it must have an input, outputs"),
-        ('{"input": "a", "outputs": ["b"], "length": "9"}', "it must have an input"),
-        ('{"input": "a", "outp', "Unterminated string"),
-    ],
+    [*pairs("retrieval_rows.txt"), *LONG],
+    ids=lambda value: value[:50],
 )
-def test_rows_that_are_not_prompts_are_named(row, reason, tmp_path):
-    path = prompt_file(tmp_path, 64, "vt")
-    path.parent.mkdir(parents=True)
-    path.write_text('{"input": "a", "outputs": ["b"]}\n' + row)
-    with pytest.raises(ValueError, match=f"jsonl:2 must be a prompt: {reason}"):
-        list(read_prompts(path))
+def test_a_bad_row_is_named_with_its_reason(tmp_path, row, reason):
+    kind, _, change = row.partition(" ")
+    good = GOOD if kind == "case" else {"input": "a", "outputs": ["b"]}
+    if kind == "case" and change.startswith('{"'):
+        fields = GOOD | json.loads(change)
+        change = json.dumps({k: v for k, v in fields.items() if v is not None})
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(good)}\n\n{change}")
+    with pytest.raises(ValueError) as error:
+        read_cases(path, FORMS["compact"]) if kind == "case" else [*read_prompts(path)]
+    message = str(error.value)
+    assert message.startswith(f"{path}:3 must be a {kind}: ") and reason in message
+    assert message.isprintable() and len(message) < 500
 
 
 def test_a_file_without_cases_is_refused(tmp_path):

@@ -1,7 +1,10 @@
 """Scores are those of the published scripts, of RULER and of LongEval."""
 
+import json
+
 import pytest
 
+from tests.cases import pairs
 from tools.lib.retrieval.scores import (
     heat_rows,
     line_table,
@@ -14,26 +17,14 @@ from tools.lib.retrieval.scores import (
     task_row,
 )
 
-# What the published scripts (scripts/eval) give for these: text, answers, all, part.
-CASES = [
-    ("It is 1234567.", ["1234567"], 100.0, 100.0),
-    ("It is 123456.", ["1234567"], 0.0, 0.0),
-    ("", ["a"], 0.0, 0.0),
-    ("VAR abcde, Fghij", ["ABCDE", "FGHIJ", "KLMNO"], 66.67, 100.0),
-    ("  \n red  fox\t", ["red fox", "RED"], 50.0, 100.0),
-    ("red\tfox", ["red\tfox", "red\nfox"], 50.0, 100.0),
-    ("a\x00b\x1fc", ["a\nb\nc"], 100.0, 100.0),
-    ("\x00end", ["end"], 100.0, 100.0),
-    (" \x01a\x7fb\x1f\u00a0 ", ["a\x7fb"], 100.0, 100.0),
-    ("STRASSE", ["straße", "strasse"], 50.0, 100.0),
-    ("1. cat 2. dog", ["cat", "dog", "bird", "cow", "hen", "ox", "pig"], 28.57, 100.0),
-]
+CASES = [pair for pair in pairs("retrieval_scores.txt") if pair[0][0] == "["]
 
 
-@pytest.mark.parametrize(("text", "answers", "every", "some"), CASES)
-def test_answers_count_as_published(text, answers, every, some):
-    assert score(match_all, [text], [answers]) == every
-    assert score(match_part, [text], [answers]) == some
+@pytest.mark.parametrize(("case", "scores"), CASES)
+def test_answers_count_as_published(case, scores):
+    text, answers = json.loads(case)
+    found = (score(match, [text], [answers]) for match in (match_all, match_part))
+    assert [*found] == [float(wanted) for wanted in scores.split()]
 
 
 # Rows of the published table: 4 to 128 Ki, average weighted to long and to short.
@@ -60,20 +51,12 @@ def test_averages_and_effective_length_are_those_of_the_published_table(model):
     assert (found["effective_length"], found["tasks"]) == (effective, 2)
 
 
-# The text that follows the cue: the last integer of its first line counts.
+MANY = "0" * 9000
+"""More digits than Python reads."""
 LINES = [
-    ("The <REGISTER_CONTENT> in line 7 is <24169>.", " <24169>\n", True),
-    ("<24169> is in line 7", " <24169>\n", False),
-    ("24169.5", "24169", False),
-    ("024169", "24169", True),
-    ("I do not know.", "24169", False),
-    ("24169" + "0" * 9000, "24169", False),  # more digits than Python reads
-    ("0" * 9000 + "24169", "24169", True),
-    ("", "0", False),
-    (" <47>\nLine <ab>: 99", " <47>\n", True),
-    ("\n47\n9", "47\n", True),
-    ("48\n47", "47\n", False),
+    (*json.loads(c), r == "true") for c, r in pairs("retrieval_scores.txt", "line")
 ]
+LINES += [("24169" + MANY, "24169", False), (MANY + "24169", "24169", True)]
 
 
 @pytest.mark.parametrize(("text", "answer", "right"), LINES)
