@@ -89,15 +89,31 @@ def test_rewards_are_computed_as_asked_for(real, tmp_path):
     assert differences[0] < 1e-6 and differences[1] > 0.05 and differences[2] == 0
 
 
-def test_observations_that_physics_do_not_make_are_refused(real, tmp_path):
+OFF = r"observations are 0\.01 off .*cartpole.*0\.0001: .*model"
+
+
+@pytest.mark.parametrize(("off", "said"), [(0, "unreadable npz"), (0.01, OFF)])
+def test_a_wrong_file_is_named_and_nothing_is_left(real, tmp_path, off, said):
     path = real.scan()[1]
     episode = read_episode(path, "cartpole")
-    episode.observation[:, 0] += 0.01
+    episode.observation[:] += off
     write_episode(episode)
-    match = r"_1_20\.npz: observations are 0\.01 off .*cartpole.*0\.0001: .*model"
-    with pytest.raises(BadEpisode, match=match):
+    if not off:
+        damage(path)
+    with pytest.raises(BadEpisode, match=rf"_1_20\.npz: {said}"):
         pack(real, "balance", tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("**/*.npy"))
+    left = (tmp_path / "cache").rglob("*")
+    assert [path.name for path in left] == ["cartpole", "random"]
+
+
+def test_a_state_that_the_simulator_refuses_is_named(tmp_path):
+    buffer = made_up_buffer(tmp_path / "data", "walker", [8])
+    (path,) = buffer.scan()
+    episode = read_episode(path, "walker")
+    episode.physics[:] = 1e30
+    write_episode(episode)
+    with pytest.raises(BadEpisode, match="_8.npz: the simulator refuses the state"):
+        pack(buffer, "run", tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -154,27 +170,6 @@ def test_episodes_of_another_world_are_refused(worlds, tmp_path):
     one.parent.rename(one.parent.with_name("world_007"))
     with pytest.raises(FileNotFoundError, match="no directory .*world_000"):
         pack(worlds, "balance", tmp_path / "cache")
-
-
-def test_made_up_physics_are_no_walker(tmp_path):
-    buffer = made_up_buffer(tmp_path / "data", "walker", [8])
-    with pytest.raises(BadEpisode, match=r"episode_000000_8\.npz: observations are"):
-        pack(buffer, "run", tmp_path / "cache")
-    path = buffer.scan()[0]
-    episode = read_episode(path, "walker")
-    episode.physics[:] = 1e30
-    write_episode(episode)
-    with pytest.raises(BadEpisode, match="_8.npz: the simulator refuses the state"):
-        pack(buffer, "run", tmp_path / "cache")
-
-
-def test_bad_file_leaves_nothing_behind(tmp_path):
-    buffer = made_up_buffer(tmp_path / "data", "walker", [6, 6, 6])
-    damage(buffer.scan()[2])
-    with pytest.raises(BadEpisode, match=r"episode_000002_6\.npz: unreadable npz"):
-        pack(buffer, "run", tmp_path / "cache", STORED)
-    left = (tmp_path / "cache").rglob("*")
-    assert [path.name for path in left] == ["walker", "made_up"]
 
 
 def test_one_bad_file_in_a_hundred_may_be_skipped(tmp_path, caplog):

@@ -217,27 +217,21 @@ def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     assert (row["length"], row["error_length"], row["error_dk"]) == (256, 32, 0)
 
 
-# A Python whose `original_process.py` computes with NumPy.
+# A Python whose `original_process.py` is the reference here.
 STAND_IN = """#!{python}
-import json, pathlib, sys
-import numpy as np
+import json, os, pathlib, sys
+sys.path.append(os.getcwd())
+import jax, numpy as np
+from kernels import attention, masks
 script, directory, devices, chunk = sys.argv[1:]
 assert devices == "2" and script.endswith("original_process.py")
 {fault}
 problem = np.load(pathlib.Path(directory, "problem.npz"))
-q, d_out, segments = problem["q"], problem["d_out"], problem["segments"][0]
-k, v = (problem[name].repeat(2, axis=2) for name in "kv")
-scores = np.einsum("bqhd,bkhd->bhqk", q, k) / 4
-index = np.arange(q.shape[1])
-visible = (index[:, None] >= index) & (segments[:, None] == segments)
-p = np.where(visible, np.exp(scores), 0)
-p /= p.sum(axis=-1, keepdims=True)
-out = np.einsum("bhqk,bkhd->bqhd", p, v)
-dp = np.einsum("bqhd,bkhd->bhqk", d_out, v)
-ds = p * (dp - np.einsum("bqhd,bqhd->bhq", d_out, out)[..., None]) / 4
-answer = dict(out=out, dq=np.einsum("bhqk,bkhd->bqhd", ds, k))
-answer["dk"] = np.einsum("bhqk,bqhd->bkhd", ds, q).sum(axis=2, keepdims=True)
-answer["dv"] = np.einsum("bhqk,bqhd->bkhd", p, d_out).sum(axis=2, keepdims=True)
+visible = masks.documents(problem["segments"][0])
+options = dict(visible=visible, implementation="reference")
+q, k, v, d_out = (problem[name] for name in ("q", "k", "v", "d_out"))
+out, pull = jax.vjp(lambda *x: attention(*x, **options), q, k, v)
+answer = dict(zip(("out", "dq", "dk", "dv"), (out, *pull(d_out))))
 versions = dict(ringattention="0.1.2")
 print(json.dumps(dict(compile_seconds=1.5, versions=versions)), flush=True)
 for number, line in enumerate(sys.stdin):
@@ -254,16 +248,8 @@ def stand_in(tmp_path):
         path = tmp_path / "python"
         path.write_text(STAND_IN.format(python=sys.executable, fault=fault))
         path.chmod(0o755)
-        beside = ["--beside", str(path), "--chunks", "8", "--repeats", "2"]
-        return [
-            "--length",
-            "64",
-            "--layouts",
-            "striped",
-            "--mask",
-            "documents",
-            *beside,
-        ]
+        sizes = "--length 64 --layouts striped --mask documents --chunks 8 --repeats 2"
+        return [*sizes.split(), "--beside", str(path)]
 
     return made
 

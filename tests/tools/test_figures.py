@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from tests.cases import pairs
 from tools import figures
 from tools.lib.exorl.scores import interval
 from tools.lib.figures.bars import bars
@@ -168,37 +169,17 @@ def test_settings_of_older_programs_are_todays_defaults(tmp_path):
         read(tmp_path, old, results([[3.0]], 1, data={"latest_begin": 0.8}))
 
 
-ONE = results([[1.0]], digests={"trajectories": "a", "parameters": "b"})
-NO_RESULTS = "0.json holds no results of tools.evaluate exorl"
+DIGESTS = {"trajectories": "a", "parameters": "b"}
 
 
-@pytest.mark.parametrize(
-    ("contents", "said"),
-    [
-        ([""], f"{NO_RESULTS}.*JSONDecodeError"),
-        (["7"], f"{NO_RESULTS}.*TypeError"),
-        ([{"task": "walk"}], f"{NO_RESULTS}.*'contexts'"),
-        ([results([])], r"returns of shape \(0,\) must be finite"),
-        ([results([[np.nan]])], r"returns of shape \(1, 1\) must be finite"),
-        ([results([[1, 2], [3]])], f"{NO_RESULTS}.*ValueError"),
-        ([results([[1]], contexts={"dream": [[7]]})], f"{NO_RESULTS}.*'dream'"),
-        ([ONE, ONE], r"1\.json .*seed 0 in walk has own already"),
-        ([ONE, results([[1.0]], 1, worlds=[3])], r"worlds is \[3\], in another file"),
-        ([ONE, results([[1.0]], 1, target=6.0)], "target is 6.0, in another file 5.0"),
-        ([ONE, results([[1.0]], 1, step=7)], "step is 7, in another file"),
-        ([ONE, results([[1.0]], 1, temperature=2.0)], "'own' is .* temperature 2.0 he"),
-        ([ONE, results([[1.0, 2.0]], 1)], r"'own' is '0 \+ 2 epi.* file '0 \+ 1 "),
-        ([results([[1.0]], trained_on=True)], "were trained on: leave out --trained"),
-        (
-            [ONE, results([[1.0]], 1, digests={"trajectories": "c"})],
-            "trajectories is 'c', in another file 'a'",
-        ),
-        (
-            [ONE, ONE | {"digests": {"trajectories": "a", "parameters": "c"}}],
-            "parameters is 'c', in another file 'b'",
-        ),
-    ],
-)
-def test_results_that_make_no_picture_are_refused(contents, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(("case", "said"), pairs("agent_results.txt"))
+def test_results_that_make_no_picture_are_refused(case, said, tmp_path):
+    contents = [
+        results(**({"returns": [[1.0]], "digests": DIGESTS} | each))
+        if isinstance(each, dict)
+        else each
+        for each in json.loads(case)
+    ]
+    with pytest.raises(ValueError) as error:
         read(tmp_path, *contents)
+    assert all(part in str(error.value) for part in said.split(" | "))

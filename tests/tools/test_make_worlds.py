@@ -38,15 +38,6 @@ def test_worlds_pack_into_one_file_that_describes_them(worlds, tmp_path):
     assert file.index["worlds_described"] == described
     returns = [row["return"] for meta in metas for row in meta["episodes"]]
     np.testing.assert_allclose(file.returns, returns, rtol=1e-6)
-    # And the world that is described does what was recorded.
-    environment = Environment("cartpole", "swingup", HiddenPhysics.of(described[1]))
-    path = worlds.worlds()[1].scan()[2]
-    environment.set_physics(np.load(path)["physics"][0])
-    steps = file.read(np.arange(file.offsets[5], file.offsets[6]))
-    for row, after in zip(steps[:10], steps[1:], strict=False):
-        for _ in range(10):
-            seen = environment.step(row[5:6]).observation
-        np.testing.assert_allclose(seen, after[:5], atol=1e-5)
 
 
 def test_histories_go_from_noise_to_one_that_knows_its_world(worlds):
