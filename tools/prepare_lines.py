@@ -39,7 +39,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--ruler", type=lambda t: t.split(","), metavar="TASKS", help=tasks
     )
     add("--output", required=True, type=Path, help="directory to write, a new one")
-    add("--bare", action="store_true", help="of vt: its chains, and nothing around")
     add("--context-tokens", required=True, type=tokens, help=most)
     add("--supervised", choices=("answers", "all"), default="answers", help=default)
     add("--train-tokens", type=tokens, default=10_000_000, help=default)
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
     documents: LineDocuments | TaskDocuments
     if chosen.ruler:
-        asked = tokenizer, chosen.ruler, context_tokens, chosen.seed, chosen.bare
+        asked = tokenizer, chosen.ruler, context_tokens, chosen.seed
         documents = TaskDocuments(*asked)
     else:
         documents = LineDocuments(FORMS[chosen.form], tokenizer, context_tokens)

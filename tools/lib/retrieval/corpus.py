@@ -136,7 +136,6 @@ class TaskDocuments:
     variables to eight links more. Answers begin with their prefixes.
 
     tasks: needles without files, or "vt". seed: of the prompts, other than RULER's.
-    bare: chains of variables without noise, question and example.
 
     Raises:
       ValueError: other tasks, or RULER's seed.
@@ -146,14 +145,11 @@ class TaskDocuments:
     tasks: Sequence[str]
     context_tokens: int
     seed: int
-    bare: bool = False
 
     def __post_init__(self):
         for name in self.tasks:
             if name not in TEACHABLE:
                 raise ValueError(f"task {name} must be one of {', '.join(TEACHABLE)}")
-        if self.bare and {*self.tasks} != {"vt"}:
-            raise ValueError(f"only vt can be bare, not {', '.join(self.tasks)}")
         if self.seed == SEED:
             raise ValueError(f"seed {SEED} is that of RULER's prompts: take another")
         self._recipes = [TASKS[name].make(self.seed, Sources()) for name in self.tasks]
@@ -187,8 +183,6 @@ class TaskDocuments:
         else:
             assert isinstance(recipe, Variables)  # as all others of TEACHABLE are
             recipe.hops = int(rng.integers(1, min(size, 2 * HOPS) + 1))
-            if self.bare:
-                return recipe.draw_bare()
             size, example = max(size, recipe.hops + 1), ""
             if rng.random() < 0.5:
                 noise = int(rng.integers(recipe.hops + 1, size + 1))

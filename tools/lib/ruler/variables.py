@@ -66,12 +66,6 @@ class Variables:
         """Draws one with names of three letters, and always the same value."""
         return self._draft(self._names(3), EXAMPLE_VALUE, size)
 
-    def draw_bare(self) -> Prompt:
-        """Draws a chain with its value and names alone, in a tenth of the tokens."""
-        names, value = self._names(5), str(self.values.randint(10000, 99999))
-        lines = "\n".join(self._chain(names, value))
-        return Prompt(f"{lines}\n", f"{value}, ", tuple(names))
-
     def _renamed(self, example: str) -> str:
         """Returns an example with other names and another value."""
         for name in example.split()[-self.hops - 1 :]:
@@ -88,12 +82,9 @@ class Variables:
             names = [self._name(letters) for _ in range(self.hops + 1)]
         return names
 
-    def _chain(self, names: list[str], value: str) -> list[str]:
-        links = [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
-        return [f"VAR {names[0]} = {value}", *links]
-
     def _draft(self, names: list[str], value: str, size: int) -> Prompt:
-        chain = self._chain(names, value)
+        links = [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
+        chain = [f"VAR {names[0]} = {value}", *links]
         lines = [NOISE] * size
         places = sorted(self.rng.sample(range(size), len(chain)))
         for number, (place, link) in enumerate(zip(places, chain, strict=True)):
