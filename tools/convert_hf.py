@@ -40,7 +40,7 @@ from tasks import corpora, frozen, run_config
 from tasks.command_line import Parser, as_program
 from tasks.text import TextRun
 from tools.generate import find_tokenizer
-from tools.lib.hf import adapters, multimodal, names
+from tools.lib.hf import adapters, names
 from tools.lib.hf import config as hf_config
 from tools.lib.hf.names import Weight
 from tools.lib.hf.reading import load
@@ -89,8 +89,8 @@ def import_model(
             settings.lora.update(dataclasses.asdict(lora))
         else:
             config = hf_config.model_config(fields)
-            if fields["model_type"] == multimodal.MODEL_TYPE:
-                left_out = files.rename(multimodal.text_name)
+            if fields["model_type"] == hf_config.WITH_IMAGES:
+                left_out = files.rename(names.text_name)
             if config.num_layers > len(files.shapes):  # before their names are made
                 raise ValueError(
                     f"config.json has num_hidden_layers={config.num_layers}, but the "

@@ -12,9 +12,13 @@ from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
 from tests.cases import pairs
 from tests.fuzzing import altered, fuzz
-from tools.lib.hf.config import config_fields, context_change, model_config
+from tools.lib.hf.config import (
+    config_fields,
+    context_change,
+    model_config,
+    text_fields,
+)
 from tools.lib.hf.fields import BY_TYPE
-from tools.lib.hf.multimodal import text_fields
 
 
 def table(name: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:

@@ -18,7 +18,7 @@ from models.sizes import TARGETS, LanguageModelConfig, Lora
 from tasks import frozen
 from tasks.state import identity
 from tasks.text import TextRun
-from tools.lib.hf import multimodal
+from tools.lib.hf.config import WITH_IMAGES
 from tools.lib.hf.names import Weight, weight_at
 from training.stored_step import differences, leaves, listed
 from training.weights import SavedParameters
@@ -129,9 +129,9 @@ class Adapted:
         Raises:
           ValueError: it differs from that of the weights, or is one with images.
         """
-        if original.get("model_type") == multimodal.MODEL_TYPE:
+        if original.get("model_type") == WITH_IMAGES:
             raise ValueError(
-                f"layers of model_type={multimodal.MODEL_TYPE!r}, with images, have "
+                f"layers of model_type={WITH_IMAGES!r}, with images, have "
                 "other names than the adapters': export it merged, without --adapter"
             )
         ours = identity(dataclasses.replace(config, lora=Lora()))

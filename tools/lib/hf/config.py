@@ -12,16 +12,14 @@ from tools.lib.hf.fields import (
     EXPERTS,
     FAMILIES,
     HARMLESS,
+    LAYER_TYPES,
     MADE_FROM,
     ONE_VALUE,
     SAME,
     TRUTH,
     Family,
 )
-from tools.lib.hf.multimodal import MODEL_TYPE as WITH_IMAGES
-from tools.lib.hf.multimodal import text_fields
 from tools.lib.hf.rope import read_rope, rope_fields, without_ntk
-from tools.lib.hf.windows import read_windows, window_fields
 
 # Field of config.json: field of ours that is the same number.
 _SIZES = {
@@ -33,6 +31,18 @@ _SIZES = {
 }
 _THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 LONGEST = "max_position_embeddings"
+WITH_IMAGES = "gemma3"
+"""Models of text and images, of which the text model is read."""
+_TEXT = "text_config"
+_OF_IMAGES = (
+    *("vision_config", "mm_tokens_per_image", "image_token_index"),
+    *("boi_token_index", "eoi_token_index"),
+)
+_KINDS = {ours: theirs for theirs, ours in LAYER_TYPES.items()}
+_OF_LAYERS = frozenset(
+    "num_hidden_layers sliding_window use_sliding_window max_window_layers "
+    "sliding_window_pattern layer_types".split()
+)
 # Fields that older and newer versions write in the place of ours.
 _REPLACED = ("dtype", "torch_dtype", "architectures", "model_type")
 
@@ -58,7 +68,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     values = {name: family.value(name, fields) for name in MADE_FROM}
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
-    pattern, window = read_windows(fields, family)
+    pattern, window = _read_windows(fields, family)
     rope = read_rope(fields, family.config_class.default_theta)
     if not pattern:
         rope.pop("window_rope_theta", None)
@@ -140,6 +150,31 @@ def context_change(fields: Mapping[str, Any], original: Mapping[str, Any]) -> st
     return "" if same else f"{LONGEST}={now}, which is {before} in the original"
 
 
+def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config.json as that of the text model alone; others as they are.
+
+    Raises:
+      ValueError: there is no text model, or two fields of it contradict each other.
+    """
+    if fields.get("model_type") != WITH_IMAGES:
+        return fields
+    text = fields.get(_TEXT)
+    if not isinstance(text, Mapping):
+        raise ValueError(
+            f"config.json of model_type={WITH_IMAGES!r} must have an object {_TEXT}, "
+            f"got {short(text)}: copy it again"
+        )
+    own = (_TEXT, "model_type", "architectures", *_OF_IMAGES)
+    outer = {name: value for name, value in fields.items() if name not in own}
+    for name in outer.keys() & text.keys() & MADE_FROM.keys():
+        if outer[name] != text[name]:
+            raise ValueError(
+                f"config.json has {name} twice, as {short(outer[name])} and "
+                f"{short(text[name])}"
+            )
+    return {"model_type": "gemma3_text", **text, **outer}
+
+
 def _family(fields: Mapping[str, Any]) -> Family:
     kind = fields.get("model_type")
     if isinstance(kind, str) and kind in BY_TYPE:
@@ -209,7 +244,7 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
         ),
         "attn_logit_softcapping": config.attention_soft_cap or None,
         "final_logit_softcapping": config.logit_soft_cap or None,
-        **window_fields(config.num_layers, config.layer_pattern, config.window),
+        **_window_fields(config.num_layers, config.layer_pattern, config.window),
         **rope_fields(config),
     }
     if not config.window and "layer_types" in family.fields:
@@ -235,3 +270,61 @@ def _differences(written: Mapping[str, Any], config: LanguageModelConfig) -> lis
         for name, value in dataclasses.asdict(config).items()
         if found[name] != value
     ]
+
+
+def _read_windows(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
+    """Returns the kinds of the layers, which repeat, and the window; or "" and 0.
+
+    transformers' config class makes types of layers of the fields of any version.
+
+    said: fields of config.json.
+
+    Raises:
+      ValueError: not as many types as layers, or a window of 0 tokens.
+    """
+    if "sliding_window" not in family.fields:
+        return "", 0
+    fields = {
+        n: family.value(n, said) for n in said.keys() & _OF_LAYERS & family.fields
+    }
+    layers, types = fields["num_hidden_layers"], fields.get("layer_types")
+    if types is not None and len(types) != layers:
+        raise ValueError(
+            f"config.json has {len(types)} layer_types for num_hidden_layers={layers}"
+        )
+    theirs = family.config_class(**fields)
+    window = theirs.sliding_window
+    # Mistral has a window in all layers, or none.
+    kinds = getattr(theirs, "layer_types", [_KINDS["w"]] * layers)
+    kinds = "".join(LAYER_TYPES[kind] for kind in kinds)
+    if "w" not in kinds or not (window or types):
+        return "", 0
+    if not window:
+        used = family.value("use_sliding_window", said)
+        raise ValueError(
+            "config.json has sliding_attention in layer_types and sliding_window="
+            f"{said.get('sliding_window')}, use_sliding_window={used}: a window needs "
+            "a size"
+        )
+    lengths = range(1, layers + 1)
+    found = (kinds[:n] for n in lengths if _repeated(kinds[:n], layers) == kinds)
+    return next(found), window
+
+
+def _window_fields(layers: int, pattern: str, window: int) -> dict[str, Any]:
+    """Returns the fields of config.json for our pattern and window, of any family."""
+    kinds = _repeated(pattern or "f", layers)
+    every = len(pattern)
+    fields = {
+        "sliding_window": window or None,
+        "use_sliding_window": "w" in kinds,
+        "max_window_layers": kinds.find("w") if "w" in kinds else layers,
+        "layer_types": [_KINDS[kind] for kind in kinds],
+    }
+    if pattern == "w" * (every - 1) + "f":  # what older versions know
+        fields["sliding_window_pattern"] = every
+    return fields
+
+
+def _repeated(pattern: str, layers: int) -> str:
+    return (pattern * (layers // len(pattern) + 1))[:layers]

@@ -116,6 +116,7 @@ _WEIGHTS = (
     Weight(("norm", "scale"), "model.norm.weight"),
     HEAD,
 )
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 # One name means another norm where norms stand elsewhere.
 _NORMS = {
     "before": {
@@ -143,6 +144,19 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
     )
     paths = traverse_util.flatten_dict(model.shapes).keys()
     return tuple(w for w in (*_WEIGHTS, *norms) if w.path in paths)
+
+
+def text_name(name: str) -> str | None:
+    """Returns a tensor's name in Gemma 3's text model; None if it is of images.
+
+    transformers 4.52 began to write "model." in front, and 5 ended it.
+    """
+    plain = name.removeprefix("model.")
+    if plain.startswith(_OF_IMAGES):
+        return None
+    if name.startswith("model.language_model."):
+        return "model." + plain.removeprefix("language_model.")
+    return name.removeprefix("language_model.")
 
 
 def stored_shapes(
