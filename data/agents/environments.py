@@ -107,10 +107,18 @@ class Environment:
         with _quiet_models():
             return _flat(self._environment.reset().observation)
 
-    def step(self, action: np.ndarray) -> Step:
-        """Goes on by one step; action: (action size,), in [-1, 1]."""
-        result = self._environment.step(self._control(action))
-        return Step(_flat(result.observation), float(result.reward), result.last())
+    def step(self, action: np.ndarray, repeat: int = 1) -> Step:
+        """Goes on by `repeat` steps, or to the end, and adds up their rewards.
+
+        action: (action size,), in [-1, 1].
+        """
+        control, reward = self._control(action), 0.0
+        for _ in range(repeat):
+            result = self._environment.step(control)
+            reward += float(result.reward)
+            if result.last():
+                break
+        return Step(_flat(result.observation), reward, result.last())
 
     def physics(self) -> np.ndarray:
         """Returns the simulator's state, float64 (physics size,)."""

@@ -69,23 +69,21 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
         raise ValueError(
             f'config.task must be "exorl", got {config.task!r}: give such a config'
         )
-    agent = config.agent
+    agent, longest = config.agent, _longest(options)
     if agent.chain_length == 1:
         for option in ("other", "random", "window"):
             if getattr(options, option):
                 raise ValueError(
                     f"--{option} is for agents of several episodes in a context"
                 )
-        return
-    longest = _longest(options)
-    if longest > agent.chain_length and (agent.reads_positions or agent.rank_embedding):
-        given = f"--episodes {longest}"
-        if longest - 1 in options.random:
-            given = f"--random {longest - 1}"
-        raise ValueError(
-            f"{given} are more than the agent was trained with: "
-            f"{config.agent.chain_length=}"
-        )
+    elif agent.reads_positions or agent.rank_embedding:
+        if longest > agent.chain_length:
+            drawn = longest - 1 in options.random
+            given = f"--random {longest - 1}" if drawn else f"--episodes {longest}"
+            raise ValueError(
+                f"{given} are more than the agent was trained with: "
+                f"{config.agent.chain_length=}"
+            )
 
 
 def _longest(options: argparse.Namespace) -> int:
@@ -129,14 +127,13 @@ def evaluate(
     is_room = file.index["domain"] == "dark_room"
     simulator = {} if is_room else environments.versions()
     environment = Environment.of(run.partition.mesh.devices.flatten())
+    how = "temperature", "hold", "window"
     return {
         "config": config.to_dict(),
         **origin,
         "task": task,
         "target": target,
-        "temperature": options.temperature,
-        "hold": options.hold,
-        "window": options.window,
+        **{name: getattr(options, name) for name in how},
         "worlds": of_rows.tolist(),
         "trained_on": options.trained,
         "action_repeat": file.action_repeat,
@@ -157,20 +154,11 @@ def _agent(
     saved = SavedParameters(run.config.workdir)
     trajectories.check_trained(run.config, saved.settings)
     parameters, step = newest_parameters(run, run.fingerprint(file))
-    found = actor(
-        run,
-        parameters,
-        rows=options.environments,
-        episodes=_longest(options),
-        seed=options.seed,
-        temperature=options.temperature,
-        hold=options.hold,
-    )
-    digests = {
-        "parameters": saved.digest,
-        "trajectories": trajectories.identify(run.config)[1],
-    }
-    return found, {"step": step, "digests": digests}
+    drawn = {name: getattr(options, name) for name in ("seed", "temperature", "hold")}
+    size = {"rows": options.environments, "episodes": _longest(options)}
+    digests = {"parameters": saved.digest}
+    digests["trajectories"] = trajectories.identify(run.config)[1]
+    return actor(run, parameters, **size, **drawn), {"step": step, "digests": digests}
 
 
 def _own_last_over(
@@ -182,15 +170,13 @@ def _own_last_over(
 
     worlds: int (E,), of the rows.
     """
-    returns = {
-        name: of_worlds(np.array(found["returns"]), worlds)
-        for name, found in outcomes.items()
-    }
-    if "own" not in returns:
+    found = {n: np.array(outcome["returns"]) for n, outcome in outcomes.items()}
+    if "own" not in found:
         return {}
-    own = returns.pop("own")
-    others = {"first": own[:, 0]} | {name: r[:, -1] for name, r in returns.items()}
-    return {name: interval(own[:, -1] - values) for name, values in others.items()}
+    own = found.pop("own")
+    others = {"first": own[:, 0]} | {name: r[:, -1] for name, r in found.items()}
+    over = {name: of_worlds(own[:, -1] - r, worlds) for name, r in others.items()}
+    return {name: interval(values) for name, values in over.items()}
 
 
 def _outcome(

@@ -18,8 +18,8 @@ class Context:
     """Episodes in a context, in their order.
 
     scenes: each by its number in its scene. before: how many at the beginning are not
-    what is asked for, but of `source`. drawn: how many at the beginning
-    are of drawn actions. forgets: before what the context is emptied (see `Play.play`).
+    asked for, but of `source`. drawn: how many at the beginning are of drawn actions.
+    forgets: before what the context is emptied (see `Play.play`).
     """
 
     scenes: list[tuple[Scene, int]]
@@ -79,8 +79,7 @@ def contexts(
         if getattr(options, option):
             of = "one world" if are_many else "many worlds"
             raise ValueError(f"--{option} is for trajectories of {of}: leave it out")
-    random, processes = options.random, options.processes
-    found = world_contexts(file, worlds, seeds, random, processes)
+    found = world_contexts(file, worlds, seeds, options.random, options.processes)
     if config.agent.chain_length == 1:
         found = {"empty": found["empty"]}
     elif not are_many:
@@ -112,9 +111,8 @@ def _recorded(
     """
     rows, length = size
     chains = Chains(file, episodes, length, exorl.HELD_OUT_SEED)
-    recording = Recording(
-        file, np.stack([chains.chain(row)[:-1] for row in range(rows)])
-    )
+    chosen = np.stack([chains.chain(row)[:-1] for row in range(rows)])
+    recording = Recording(file, chosen)
     before = [(recording, number) for number in range(length - 1)]
     return Context([*before, last], task_name(file), length - 1)
 
@@ -123,13 +121,12 @@ def asked(found: dict[str, Context], names: Sequence[str] | None) -> dict[str, C
     """Returns the contexts of these names, or all, and those of drawn actions.
 
     Raises:
-      ValueError: there is no context of a name, or none is left.
+      ValueError: a name has no context, or no context is left.
     """
     if names is None:
         return found
     chosen = {name: c for name, c in found.items() if c.drawn or name in names}
-    unknown = [name for name in names if name not in found]
-    if unknown or not chosen:
+    if {*names} - found.keys() or not chosen:
         raise ValueError(
             f"--contexts {' '.join(names)}: give some of {', '.join(found)}"
         )

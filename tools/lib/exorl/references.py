@@ -1,7 +1,7 @@
-"""What agents in many worlds are compared with: who knows the world, chance, a learner.
+"""References for agents in many worlds: an oracle, chance, and a learner.
 
 In Dark Room, the learner has a table of values for each world (Q-learning), and nothing
-before it. In cart-poles who knows the world is the controller that recorded them.
+before it. In cart-poles the oracle is the controller that recorded them.
 """
 
 from collections.abc import Callable
@@ -48,17 +48,13 @@ def references(
     known = [controller(HiddenPhysics.of(described[w] or {}), repeat) for w in worlds]
     rng, size = np.random.default_rng(0), (len(worlds), file.action_size)
 
-    def knowing(observations: np.ndarray) -> np.ndarray:
+    def oracle(observations: np.ndarray) -> np.ndarray:
         pairs = zip(known, observations, strict=True)
         return np.stack([np.clip(act(seen), -1, 1) for act, seen in pairs])
 
-    return {
-        name: float(of_worlds(_returns(scene, act), worlds).mean())
-        for name, act in (
-            ("oracle", knowing),
-            ("random", lambda _: rng.uniform(-1, 1, size)),
-        )
-    }
+    policies = {"oracle": oracle, "random": lambda _: rng.uniform(-1, 1, size)}
+    found = {name: _returns(scene, act) for name, act in policies.items()}
+    return {name: float(of_worlds(r, worlds).mean()) for name, r in found.items()}
 
 
 def _returns(scene: Scene, act: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

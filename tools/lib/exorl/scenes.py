@@ -60,23 +60,10 @@ class Stage:
 
     def step(self, actions: np.ndarray) -> Outcome:
         pairs = zip(self._environments, actions, strict=True)
-        observations, rewards, ends = zip(
-            *(self._held(environment, action) for environment, action in pairs),
-            strict=True,
-        )
+        steps = [one.step(action, self._action_repeat) for one, action in pairs]
+        observations, rewards, ends = zip(*steps, strict=True)
         # Episodes of one task end with their time, and so all at once.
         return Outcome(np.stack(observations), actions, np.array(rewards), ends[0])
-
-    def _held(
-        self, environment: Environment, action: np.ndarray
-    ) -> tuple[np.ndarray, float, bool]:
-        reward = 0.0
-        for _ in range(self._action_repeat):
-            step = environment.step(action)
-            reward += step.reward
-            if step.last:
-                break
-        return step.observation, reward, step.last
 
 
 # Of a process that has a share of the rows.
@@ -166,11 +153,9 @@ class Recording:
         done = self.file.read(self._places)[:, self.file.observation_size :]
         actions = done[:, : self.file.action_size]
         self._left -= 1
-        last = self._left == 0
-        if not last:
-            self._places = self._places + 1
+        self._places = self._places + (self._left > 0)
         rewards = done[:, -1].astype(np.float64)
-        return Outcome(self._observations(), actions, rewards, last)
+        return Outcome(self._observations(), actions, rewards, self._left == 0)
 
     def _observations(self) -> np.ndarray:
         return self.file.read(self._places)[:, : self.file.observation_size]
