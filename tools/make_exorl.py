@@ -136,36 +136,34 @@ def make(recipe: Recipe, output: Path, processes: int) -> Buffer:
 
 def _fill(recipe: Recipe, folder: Path, map_attempts: Map) -> dict[str, Any]:
     """Writes the episodes; returns their description."""
-    family = _family(recipe)
+    family, count = _family(recipe), -(-recipe.search_episodes // len(recipe.tasks))
     roll = functools.partial(_roll, recipe, family, folder)
 
     def returns_of(attempts: Sequence[Attempt], what: str) -> list[float]:
         progress = {"total": len(attempts), "unit": " episodes", "disable": None}
         return list(tqdm(map_attempts(roll, attempts), desc=what, **progress))
 
-    def of_policies(task: str, policies: np.ndarray, seeds: np.ndarray) -> list[float]:
-        pairs = zip(policies, seeds.tolist(), strict=True)
-        attempts = [Attempt(task, policy, None, seed) for policy, seed in pairs]
-        return returns_of(attempts, f"search for {task}")
+    def searched(task: str, rng: np.random.Generator) -> Found:
+        def returns(policies: np.ndarray, seeds: np.ndarray) -> list[float]:
+            pairs = zip(policies, seeds.tolist(), strict=True)
+            attempts = [Attempt(task, policy, None, seed) for policy, seed in pairs]
+            return returns_of(attempts, f"search for {task}")
 
-    each, found = -(-recipe.search_episodes // len(recipe.tasks)), {}
-    for number, task in enumerate(recipe.tasks):
-        of_task = functools.partial(of_policies, task)
-        found[task] = search(of_task, family, each, recipe.rng(1, number))
-    draw = _plan(recipe, found)
-    returns = np.full(recipe.episodes, np.inf)
+        return search(returns, family, count, rng)
+
+    found = {t: searched(t, recipe.rng(1, n)) for n, t in enumerate(recipe.tasks)}
+    draw, missing = _plan(recipe, found), range(recipe.episodes)
     attempts: dict[int, Attempt] = {}
-    missing = np.arange(recipe.episodes)
+    returns: dict[int, float] = {}
     for tries in range(ROUNDS):
-        drawn = {number: draw(number, tries) for number in missing.tolist()}
+        drawn = {number: draw(number, tries) for number in missing}
         attempts |= drawn
-        limits = [attempt.limit for attempt in drawn.values()]
-        returns[missing] = returns_of(list(drawn.values()), "episodes")
-        missing = missing[returns[missing] > limits]
-        if not missing.size:
+        returns |= zip(drawn, returns_of([*drawn.values()], "episodes"), strict=True)
+        missing = [n for n, attempt in drawn.items() if returns[n] > attempt.limit]
+        if not missing:
             return _description(recipe, found, attempts, returns)
     raise ValueError(
-        f"{missing.size} of {recipe.episodes} episodes returned more than "
+        f"{len(missing)} of {recipe.episodes} episodes returned more than "
         f"{recipe.cap=} of the best, {ROUNDS} times over: raise the cap, or search "
         f"longer than {recipe.search_episodes=}"
     )
@@ -187,7 +185,7 @@ def _family(recipe: Recipe) -> Family:
 
 
 def _plan(recipe: Recipe, found: dict[str, Found]) -> Callable[[int, int], Attempt]:
-    """Returns what draws the attempt at an episode after so many above the cap."""
+    """Returns a function that draws an episode's next attempt, of a number of tries."""
     count = round(recipe.noise_share * recipe.episodes)
     noise_alone = set(recipe.rng(2).permutation(recipe.episodes)[:count].tolist())
     limits = dict.fromkeys(found, math.inf)
@@ -240,23 +238,23 @@ def _description(
     recipe: Recipe,
     found: dict[str, Found],
     attempts: dict[int, Attempt],
-    returns: np.ndarray,
+    returns: dict[int, float],
 ) -> dict[str, Any]:
     """Returns what meta.json says of the search and of the episodes."""
-    tasks = recipe.tasks
-    # Episodes are of the tasks in turn.
-    of_task = {t: returns[n :: len(tasks)] for n, t in enumerate(tasks)}
+    of_task: dict[str, list[float]] = {}
+    for number, attempt in attempts.items():
+        of_task.setdefault(attempt.task, []).append(returns[number])
     return {
-        "stored_task": tasks[0],
-        "search_returns": {t: quantiles(found[t].returns) for t in tasks},
-        "returns": {t: quantiles(some) for t, some in of_task.items() if some.size},
+        "stored_task": recipe.tasks[0],
+        "search_returns": {t: quantiles(f.returns) for t, f in found.items()},
+        "returns": {t: quantiles(some) for t, some in of_task.items()},
         "episodes": [
             {
                 "episode": number,
                 "task": attempt.task,
                 "policy": attempt.parameters is not None,
                 "noise": attempt.noise and asdict(attempt.noise),
-                "return": float(returns[number]),
+                "return": returns[number],
             }
             for number, attempt in attempts.items()
         ],

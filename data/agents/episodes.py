@@ -203,12 +203,11 @@ def _read_arrays(path: Path, steps: int, widths: Widths) -> dict[str, np.ndarray
         with zipfile.ZipFile(file) as archive:
             for complaint in _header_complaints(archive, steps, widths):
                 raise BadEpisode(path, complaint)
-            return {name: _read_array(archive, name) for name in NAMES}
-
-
-def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    with archive.open(f"{name}.npy") as member:
-        return np.lib.format.read_array(member, allow_pickle=False)
+            arrays = {}
+            for name in NAMES:
+                with archive.open(f"{name}.npy") as member:
+                    arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
+            return arrays
 
 
 def _header_complaints(

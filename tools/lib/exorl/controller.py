@@ -30,7 +30,7 @@ UPRIGHT, CATCH = 0.55, 8.0
 
 
 def controller(world: HiddenPhysics, action_repeat: int) -> Policy:
-    """Returns the policy that knows the world, for actions held for so many steps."""
+    """Returns the policy that knows the world, for actions that are held."""
     body = _Body.of(world)
     gains = body.regulator(action_repeat)
 

@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -105,13 +105,12 @@ def recording_arguments(
     episodes, action_repeat: their defaults.
     """
     parser = Parser(description)
-    integers = {
-        "--episodes": (1, episodes, "to record"),
-        "--seed": (0, 0, "of all that is drawn"),
-        "--action-repeat": (1, action_repeat, "steps that every action is held for"),
-        "--processes": (1, os.cpu_count(), "that record; they change nothing"),
-    }
-    for name, (least, default, meaning) in integers.items():
+    for name, least, default, meaning in (
+        ("--episodes", 1, episodes, "to record"),
+        ("--seed", 0, 0, "of all that is drawn"),
+        ("--action-repeat", 1, action_repeat, "steps that every action is held for"),
+        ("--processes", 1, os.cpu_count(), "that record; they change nothing"),
+    ):
         explained = f"{meaning} (default: %(default)s)"
         parser.add_argument(name, type=at_least(least), default=default, help=explained)
     output = "directory of data sets, with or without others"
@@ -152,7 +151,7 @@ def new_data(directory: Path, processes: int) -> Iterator[tuple[Path, Map]]:
         new.remove()
 
 
-def quantiles(returns: np.ndarray) -> dict[str, float]:
+def quantiles(returns: Sequence[float]) -> dict[str, float]:
     """Returns the quantiles of returns by name, for a meta.json."""
     values = np.percentile(returns, QUANTILES).round(3).tolist()
     return {f"{q}%": value for q, value in zip(QUANTILES, values, strict=True)}

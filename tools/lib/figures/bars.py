@@ -43,34 +43,28 @@ def bar(row: Row) -> Bar:
       ValueError: no benchmark writes rows like it.
     """
     try:
-        return _training_bar(row) if "step_seconds" in row else _attention_bar(row)
+        if "step_seconds" in row:
+            panel = " ".join([Path(row["config"]).stem, *row["overrides"]])
+            label, value = f"{row['context_tokens']:,} tokens", row["tokens_per_second"]
+            note = _seconds(row["step_seconds"], row["step_spread"])
+            note += f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
+            return Bar(panel, label, value, "tokens/s", note, OURS)
+        name = row.get("contestant") or row["implementation"]
+        panel = f"{row.get('direction', 'forward and backward')}, {row['length']:,} "
+        panel += f"tokens\nmask {row['mask']}, heads of {row['head_dim']}"
+        panel += f", {row['dtype']}" if "dtype" in row else ""
+        label = OTHERS.get(name, name)
+        label += f", {row['layout']}" if "layout" in row else ""
+        if row.get("block_q"):
+            label += f"\ntiles of {row['block_q']} x {row['block_k']}"
+        note = _seconds(row["seconds_median"], row["seconds_spread"])
+        note += f", {row['peak_share']:.0%} of peak" if row["peak_share"] else ""
+        return Bar(panel, label, row["tflops"], "TFLOP/s", note, OTHERS.get(name, OURS))
     except KeyError as missing:
         raise ValueError(
             f"a row has no {missing}: give rows of tools.bench_kernels, bench_ring or "
             "bench_train"
         ) from missing
-
-
-def _attention_bar(row: Row) -> Bar:
-    name = row.get("contestant") or row["implementation"]
-    panel = f"{row.get('direction', 'forward and backward')}, {row['length']:,} tokens"
-    panel += f"\nmask {row['mask']}, heads of {row['head_dim']}"
-    panel += f", {row['dtype']}" if "dtype" in row else ""
-    label = OTHERS.get(name, name)
-    label += f", {row['layout']}" if "layout" in row else ""
-    if row.get("block_q"):
-        label += f"\ntiles of {row['block_q']} x {row['block_k']}"
-    note = _seconds(row["seconds_median"], row["seconds_spread"])
-    note += f", {row['peak_share']:.0%} of peak" if row["peak_share"] else ""
-    return Bar(panel, label, row["tflops"], "TFLOP/s", note, OTHERS.get(name, OURS))
-
-
-def _training_bar(row: Row) -> Bar:
-    panel = " ".join([Path(row["config"]).stem, *row["overrides"]])
-    note = _seconds(row["step_seconds"], row["step_spread"])
-    note += f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
-    label = f"{row['context_tokens']:,} tokens"
-    return Bar(panel, label, row["tokens_per_second"], "tokens/s", note, OURS)
 
 
 def _seconds(seconds: float, spread: float) -> str:

@@ -29,7 +29,7 @@ CONTEXTS = {
 }
 """Words and look of each context."""
 RANDOM = "random_"
-"""Contexts of so many drawn episodes."""
+"""Beginning of the names of contexts with drawn episodes; their number follows."""
 
 TRAINED_BY = (
     *(f"data.{name}" for name in exorl.DATA_FIELDS if name != "trajectories"),

@@ -62,7 +62,7 @@ class CommonWords:
         return (room.fitted(draw, size, 10) for _ in range(count))
 
     def _list(self, words: int, often: int, seldom: int) -> tuple[str, list[str]]:
-        """Draws a numbered list of so many words, and which of them are common."""
+        """Draws a numbered list of `words` words, and which of them are common."""
         pool = self.words if words <= len(self.words) else self.english
         if words > len(pool):
             raise ValueError(

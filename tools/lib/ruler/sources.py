@@ -101,7 +101,7 @@ class Essays:
         return cls(re.sub(r"\s+", " ", text).split(" "), split, label)
 
     def sentences(self, words: int) -> tuple[str, ...]:
-        """Returns the sentences of so many words; after the last comes the first."""
+        """Returns the sentences of `words` words; after the last comes the first."""
         return _sentences(self, words)
 
 
