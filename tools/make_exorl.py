@@ -28,7 +28,7 @@ from tqdm import tqdm
 from data.agents import environments
 from data.agents.environments import Environment
 from data.agents.episodes import DOMAINS, Buffer, write_episode
-from data.agents.relabel import computed_rewards
+from data.agents.exorl import computed_rewards
 from tasks.command_line import as_program, at_least, share
 from tools.lib.exorl import rollouts
 from tools.lib.exorl.policy_search import (

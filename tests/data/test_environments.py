@@ -12,8 +12,8 @@ import pytest
 
 from data.agents.environments import Environment, check_simulator, tasks
 from data.agents.episodes import DOMAINS
+from data.agents.exorl import computed_rewards, observation_error
 from data.agents.hidden_physics import HiddenPhysics
-from data.agents.relabel import computed_rewards, observation_error
 from tests.cases import pairs
 from tests.episodes import rolled_out
 

@@ -1,3 +1,5 @@
+"""Recorded episodes: of policies that were searched for, of worlds, and packed."""
+
 import dataclasses
 import json
 from pathlib import Path
@@ -6,17 +8,22 @@ import numpy as np
 import pytest
 
 from data.agents.environments import Environment
-from data.agents.episodes import BadEpisode, read_episode
-from data.agents.exorl import Selection, pack
-from data.agents.relabel import computed_rewards
+from data.agents.episodes import BadEpisode, Buffer, read_episode
+from data.agents.exorl import Selection, computed_rewards, pack
+from data.agents.hidden_physics import HiddenPhysics
+from data.agents.trajectory_file import TrajectoryFile
+from tests.episodes import made_up_buffer
+from tools import make_exorl, make_worlds, pack_exorl
+from tools.lib.exorl.controller import _Body, controller
 from tools.lib.exorl.policy_search import Family, search, stratify
-from tools.make_exorl import Recipe, main, make
+from tools.lib.exorl.rollouts import roll_out
+from tools.make_exorl import Recipe
 
 FEW = Recipe("cartpole", ("swingup",), episodes=3, seed=3, search_episodes=2)
 
 
 def made(directory, recipe=FEW, processes=1, **changes):
-    return make(dataclasses.replace(recipe, **changes), directory, processes)
+    return make_exorl.make(dataclasses.replace(recipe, **changes), directory, processes)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ def test_rewards_are_those_of_the_first_task(tmp_path):
 def test_cap_keeps_good_episodes_out(tmp_path, capsys):
     few = "--episodes 4 --search-episodes 8 --seed 3 --processes 1 --cap 0.6"
     arguments = ["--domain", "cartpole", "--output", str(tmp_path), *few.split()]
-    assert main(arguments) == 0
+    assert make_exorl.main(arguments) == 0
     directory = tmp_path / "cartpole" / "es_replay"
     told = capsys.readouterr().out
     assert told.startswith("swingup: returns 0% ") and f"to {directory}" in told
@@ -113,3 +120,90 @@ def test_search_climbs_and_keeps_all_that_it_tried():
     assert abs(flat.parameters[32:].mean()) < 0.1
     with pytest.raises(ValueError, match="none of 2 policies returned 1 or less"):
         stratify(np.array([2.0, 3.0]), 1.0)
+
+
+RECIPE = "--worlds 2 --episodes 3 --seed 2 --action-repeat 10 --processes 1"
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    output = tmp_path_factory.mktemp("data")
+    assert make_worlds.main([*RECIPE.split(), "--output", str(output)]) == 0
+    return Buffer(output, "cartpole", "worlds")
+
+
+@pytest.mark.thorough
+def test_worlds_pack_into_one_file_that_describes_them(worlds, tmp_path):
+    file = pack(worlds, "swingup", tmp_path, Selection(action_repeat=10))
+    assert file.directory == tmp_path / "cartpole" / "worlds" / "swingup"
+    assert file.worlds.tolist() == [0] * 3 + [1] * 3
+    assert file.lengths.tolist() == [100] * 6
+    assert file.index["largest_difference_from_stored"] < 1e-6
+    assert file.index["generator"] == meta_of(worlds)
+    metas = [meta_of(world) for world in worlds.worlds()]
+    described = [meta["hidden_physics"] for meta in metas]
+    assert file.index["worlds_described"] == described
+    returns = [row["return"] for meta in metas for row in meta["episodes"]]
+    np.testing.assert_allclose(file.returns, returns, rtol=1e-6)
+
+
+def test_histories_go_from_noise_to_one_that_knows_its_world(worlds):
+    for world in worlds.worlds():
+        rows = meta_of(world)["episodes"]
+        assert [row["episode"] for row in rows] == list(range(3))
+        assert rows[0]["return"] < 350 and rows[-1]["return"] > 600
+        assert rows[0]["share"] < 0.6 and rows[-1]["share"] > 0.85
+        assert rows[0]["noise"]["scale"] > 0.2 > rows[-1]["noise"]["scale"]
+    one, other = (meta_of(world)["hidden_physics"] for world in worlds.worlds())
+    assert one["strength"] != other["strength"]
+
+
+WORLDS = [
+    HiddenPhysics(),
+    # Weak, heavy and long; strong, light and short.
+    HiddenPhysics(-1, 0.7, 1.6, 1.6, 1.4),
+    HiddenPhysics(1, 2.0, 0.5, 0.5, 0.6),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_controller_that_knows_its_world_swings_up(world):
+    environment = Environment("cartpole", "swingup", world)
+    done = roll_out(environment, controller(world, 5), None, 3, action_repeat=5)
+    assert done.reward.sum() > 600
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_moments_are_those_of_the_simulators_model(world):
+    environment = Environment("cartpole", "swingup", world)
+    model = environment._environment.physics.model
+    body = _Body.of(world)
+    height = model.body_ipos[2, 2]
+    assert body.mass == pytest.approx(model.body_mass.sum())
+    assert body.first == pytest.approx(model.body_mass[2] * height)
+    about_hinge = model.body_inertia[2, 0] + model.body_mass[2] * height**2
+    assert body.second == pytest.approx(about_hinge)
+
+
+def arguments(root, **options):
+    words = {"root": root / "data", "domain": "cartpole", "algorithm": "made_up"}
+    words |= {"task": "swingup", "cache": root / "cache", "relabelling": "stored"}
+    words |= options
+    return [part for name, value in words.items() for part in (f"--{name}", str(value))]
+
+
+def test_program_tells_what_it_packed_and_names_the_bad_file(tmp_path, capsys):
+    buffer = made_up_buffer(tmp_path / "data", "cartpole", [4, 4, 4])
+    assert pack_exorl.main([*arguments(tmp_path), "--max-transitions", "8"]) == 0
+    out, err = capsys.readouterr()
+    directory = tmp_path / "cache" / "cartpole" / "made_up" / "swingup"
+    assert out.startswith("cartpole swingup, gathered by made_up, rewards stored\n")
+    assert "2 episodes of 4 to 4 steps, 8 steps" in out
+    assert out.endswith(f"written to {directory}\n") and err == ""
+    assert len(TrajectoryFile.open(directory).returns) == 2
+    path = buffer.scan()[0]
+    path.write_bytes(b"some text")
+    assert pack_exorl.main(arguments(tmp_path, cache=tmp_path / "other")) == 1
+    expected = f"error: {path}: unreadable npz (BadZipFile: File is not a zip file)\n"
+    assert capsys.readouterr().err == expected
