@@ -205,7 +205,7 @@ def _exported_sizes(saved: SavedParameters, workdir: str) -> LanguageModelConfig
     """Returns the sizes of a saved model, with its run's mask in its layers.
 
     Raises:
-      ValueError: it is no language model, or none has such a mask.
+      ValueError: it is not a language model, or config.json cannot say its mask.
     """
     try:
         fields = dict(saved.fingerprint["model"])
@@ -214,7 +214,7 @@ def _exported_sizes(saved: SavedParameters, workdir: str) -> LanguageModelConfig
         config = LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"the parameters in {workdir} are no language model's: {error}"
+            f"the parameters in {workdir} are not of a language model: {error}"
         ) from error
     mask = saved.settings.get("mask", "causal")
     window = DocumentMask.parse(mask).window

@@ -100,8 +100,8 @@ class Chains:
       for a model that must not learn that later is better; or as they were "learnt":
       one of each n-th of the world's episodes, in their order.
     latest_begin: of what is learnt, up to which share of the episodes that a chain can
-      do without every second chain begins later than at the first: 0 to 1. Who has
-      learnt for longer than a context was has to know how it goes on.
+      do without every second chain begins later than at the first: 0 to 1. So an
+      agent that has acted for longer than a context knows how it goes on.
     loss_on: "all" steps, or those of the "last" trajectory of a chain, its best.
     predict: the "actions" that were taken, or the "targets" in their place.
     of_step_before: whether actions, rewards and completions are those of the step

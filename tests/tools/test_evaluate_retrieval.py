@@ -19,7 +19,7 @@ from tests.tools.test_generate import save
 from tools import evaluate
 from tools.lib.evaluation.line_retrieval import score_cells
 from tools.lib.retrieval.answers import Generated, forced
-from tools.lib.retrieval.cells import Cell, draw_line_cells
+from tools.lib.retrieval.cells import Cell, line_cells
 from tools.lib.retrieval.files import prediction_file, prompt_file, read_prompts
 from tools.lib.retrieval.prompts import Encoder, Prompt
 
@@ -177,8 +177,9 @@ def test_prompts_in_a_template_are_refused(ask, tmp_path, capsys):
 
 
 def cells(name, lengths, depths, samples, seed=1) -> list[Cell]:
-    options = Namespace(lengths=lengths, depths=depths, samples=samples, seed=seed)
-    return draw_line_cells(FORMS[name], Encoder(BYTES), options)
+    sizes = {"lengths": lengths, "depths": depths, "samples": samples}
+    options = Namespace(**sizes, seed=seed, cases=None)
+    return line_cells(FORMS[name], Encoder(BYTES), options)
 
 
 @pytest.mark.thorough

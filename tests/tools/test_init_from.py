@@ -91,21 +91,19 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OTHER = {"model__num_layers": 3, "model__rope_theta": 500.0}
 MAY = {"may_change": ("rope_theta", "num_layers")}
+FIELDS_SAID = "num_layers: saved 2, this run 3.*rope_theta: saved 10000.0, this run 500"
 BAD = [
-    ("", OTHER, r"step 2 of .*trained\d+ belong to another model"),
-    ("", OTHER, "num_layers: saved 2, this run 3"),
-    ("", OTHER, "rope_theta: saved 10000.0, this run 500.0"),
-    ("", OTHER | MAY, r"params.layers.*float32\[2.*float32\[3"),
-    ("nowhere", {}, "nowhere has no checkpoints to read"),
+    (OTHER, rf"(?s)step 2 of .*trained\d+ belong to another model.*{FIELDS_SAID}"),
+    (OTHER | MAY, r"params.layers.*float32\[2.*float32\[3"),
 ]
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_is_compiled")
-@pytest.mark.parametrize(("place", "changes", "complaint"), BAD)
+@pytest.mark.parametrize(("changes", "complaint"), BAD)
 def test_parameters_that_cannot_be_begun_with_are_refused_before_compiling(
-    corpus, trained, tmp_path, place, changes, complaint
+    corpus, trained, tmp_path, changes, complaint
 ):
-    source = trained.workdir / place
-    with pytest.raises((ValueError, FileNotFoundError), match=complaint):
+    source = trained.workdir
+    with pytest.raises(ValueError, match=complaint):
         Run(corpus, tmp_path, **FIELDS).train(init_from=str(source), **changes)

@@ -9,7 +9,7 @@ import pytest
 from data.retrieval.lines import FORMS
 from data.text.tokenizer import ByteTokenizer
 from tests.cases import pairs
-from tools.lib.retrieval.cells import read_line_cells
+from tools.lib.retrieval.cells import line_cells
 from tools.lib.retrieval.files import read_cases, read_prompts
 from tools.lib.retrieval.prompts import Encoder
 from tools.lib.retrieval.scores import (
@@ -42,7 +42,7 @@ def test_published_cases_are_asked_in_the_base_form(
 ):
     form, path = FORMS[name], tmp_path / "cases.jsonl"
     path.write_text(PUBLISHED.read_text().splitlines()[row])
-    (cell,) = read_line_cells(form, Encoder(ByteTokenizer()), Namespace(cases=path))
+    (cell,) = line_cells(form, Encoder(ByteTokenizer()), Namespace(cases=path))
     (prompt,), (case,) = cell.prompts, read_cases(path, form)
     # The prompt is what is drawn for the same lines.
     assert prompt.input == case.prompt and case.prompt.startswith(form.header)

@@ -32,7 +32,7 @@ from tools.lib.benchmarks.rows import check_output, write_rows
 from tools.lib.figures.grids import heat_maps
 from tools.lib.figures.style import write_picture
 from tools.lib.retrieval.answers import Force, Generated, forced
-from tools.lib.retrieval.cells import Cell, draw_line_cells, parser_of, read_line_cells
+from tools.lib.retrieval.cells import Cell, line_cells, parser_of
 from tools.lib.retrieval.prompts import Encoder
 from tools.lib.retrieval.scores import line_table, match_line
 
@@ -73,10 +73,8 @@ def evaluate(
     if len(set(runs)) < len(runs):
         raise ValueError(f"runs {', '.join(runs)}: give each of them once")
     form, tokenizer = FORMS[options.form], find_tokenizer(config, options.tokenizer)
-    encoder, make = Encoder(tokenizer), draw_line_cells
-    if options.cases:
-        make = read_line_cells
-    cells = make(form, encoder, options)
+    encoder = Encoder(tokenizer)
+    cells = line_cells(form, encoder, options)
     resolved = TextRun.of(config, jax.devices())
     programs = generator(
         resolved,

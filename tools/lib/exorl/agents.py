@@ -23,12 +23,12 @@ from training.mesh import StationaryPartition
 
 @dataclass
 class Choice:
-    """Makes actions (E, A) of what is predicted, (E, P).
+    """Makes actions (E, A) of predictions (E, P).
 
     temperature: what logits are divided by before an action is drawn; at 0 it is the
       likeliest.
-    rng: of what is drawn.
-    hold: actions that one draw's noise is for: who explores goes on in one direction.
+    rng: draws them.
+    hold: actions that share one draw's noise, so that exploration keeps a direction.
     """
 
     actions: Actions

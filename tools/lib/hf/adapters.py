@@ -108,8 +108,8 @@ class Adapted:
         """Reads the adapters of a run.
 
         Raises:
-          ValueError, FileNotFoundError: there are none, or what they belong to is
-            missing, or is not what it was.
+          ValueError, FileNotFoundError: the run has no adapters, or the weights that
+            they belong to are missing or changed.
         """
         self.model = model = run.model
         self.saved = SavedParameters(run.config.workdir)

@@ -1,7 +1,7 @@
 """Cells of an evaluation: the prompts of a task at a length, and what asks for them."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from statistics import fmean
@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from data.retrieval.lines import Case, LineForm, case_tokens, draw_case
+from data.text.tokenizer import Tokenizer
 from tasks.command_line import CONFIG_FLAGS, Parser, at_least
 from tools.lib.retrieval import files
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
@@ -110,72 +111,64 @@ def read_cells(encoder: Encoder, options: argparse.Namespace) -> list[Cell]:
     return cells
 
 
-def draw_line_cells(
+def line_cells(
     form: LineForm, encoder: Encoder, options: argparse.Namespace
 ) -> list[Cell]:
-    """Returns cells of lines, of all lengths and depths, each from a seed of its own.
-
-    options.depths: how many, evenly from the first line to the last; one: in the
-      middle.
+    """Returns cells of lines: drawn ones, or those of `options.cases`.
 
     Raises:
       ValueError: a length that cannot be made.
+      FileNotFoundError, ValueError: as `read_cases`.
+    """
+    make, cells = _published if options.cases else _drawn, []
+    for length, depth, cases in make(form, encoder.tokenizer, options):
+        prompts = [
+            Prompt(
+                case.prompt,
+                form.cue.format(name=case.name),
+                (form.answer.format(number=case.number),),
+                case_tokens(form, encoder.tokenizer, case),
+            )
+            for case in cases
+        ]
+        longest = max(prompt.length for prompt in prompts)
+        lines = fmean(case.lines for case in cases)
+        cells.append(Cell("lines", length, prompts, longest, depth, lines))
+    return cells
+
+
+Depths = Iterator[tuple[int, float, list[Case]]]
+"""Length, depth, and the cases that have them."""
+
+
+def _drawn(form: LineForm, tokenizer: Tokenizer, options: argparse.Namespace) -> Depths:
+    """Draws cases of all lengths and depths, each from a seed of its own.
+
+    options.depths: how many, evenly from the first line to the last; one: in the
+      middle.
     """
     one = options.depths == 1
     places = [0.5] if one else np.linspace(0, 1, options.depths).tolist()
-
-    def cell(tokens: int, number: int, depth: float) -> Cell:
-        cases = []
-        for sample in range(options.samples):
-            rng = np.random.default_rng([options.seed, tokens, number, sample])
-            case = draw_case(form, encoder.tokenizer, rng, tokens=tokens, depth=depth)
-            cases.append(case)
-        return _line_cell(form, encoder, tokens, depth, cases)
-
-    return [
-        cell(tokens, number, depth)
-        for tokens in options.lengths
-        for number, depth in enumerate(places)
-    ]
+    for tokens in options.lengths:
+        for number, depth in enumerate(places):
+            seeds = ([options.seed, tokens, number, n] for n in range(options.samples))
+            how = {"tokens": tokens, "depth": depth}
+            rngs = map(np.random.default_rng, seeds)
+            yield tokens, depth, [draw_case(form, tokenizer, r, **how) for r in rngs]
 
 
-def read_line_cells(
-    form: LineForm, encoder: Encoder, options: argparse.Namespace
-) -> list[Cell]:
-    """Returns cells of published cases, by their lines and their depth, in tenths.
+def _published(
+    form: LineForm, tokenizer: Tokenizer, options: argparse.Namespace
+) -> Depths:
+    """Reads published cases, by their lines and their depth, in tenths.
 
-    A cell's length is the mean of its lines' cases, in tokens.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_cases`.
+    A length is the mean of its lines' cases, in tokens.
     """
     lines: dict[int, dict[float, list[Case]]] = {}
     for case in files.read_cases(options.cases, form):
         depths = lines.setdefault(case.lines, {})
         depths.setdefault(round(case.depth, 1), []).append(case)
-    cells = []
     for _, depths in sorted(lines.items()):
         mine = chain.from_iterable(depths.values())
-        length = round(fmean(case_tokens(form, encoder.tokenizer, c) for c in mine))
-        cells += [
-            _line_cell(form, encoder, length, depth, cases)
-            for depth, cases in sorted(depths.items())
-        ]
-    return cells
-
-
-def _line_cell(
-    form: LineForm, encoder: Encoder, length: int, depth: float, cases: Sequence[Case]
-) -> Cell:
-    prompts = [
-        Prompt(
-            case.prompt,
-            form.cue.format(name=case.name),
-            (form.answer.format(number=case.number),),
-            case_tokens(form, encoder.tokenizer, case),
-        )
-        for case in cases
-    ]
-    longest = max(prompt.length for prompt in prompts)
-    lines = fmean(case.lines for case in cases)
-    return Cell("lines", length, prompts, longest, depth, lines)
+        length = round(fmean(case_tokens(form, tokenizer, c) for c in mine))
+        yield from ((length, depth, cases) for depth, cases in sorted(depths.items()))

@@ -54,7 +54,7 @@ def read_cases(path: Path, form: LineForm) -> list[Case]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a row is not a case of the form, or there is none.
+      ValueError: a row is not a case of the form, or the file has none.
     """
     cases = list(_read(path, "case", partial(_case, form)))
     if not cases:
