@@ -48,26 +48,9 @@ import jax.numpy as jnp
 from kernels.backends import IMPLEMENTATIONS, choose
 from kernels.backends.block_sizes import BlockSizes
 from tasks.command_line import Parser, as_program, at_least
+from tools.lib.benchmarks import rings, rows
 from tools.lib.benchmarks.original import Original, original
-from tools.lib.benchmarks.problems import MASKS, Operands
-from tools.lib.benchmarks.rings import (
-    GRADED,
-    LAYOUTS,
-    CompiledRing,
-    RingProblem,
-    errors,
-    make_steps,
-    start_devices,
-    time_steps,
-)
-from tools.lib.benchmarks.rows import (
-    Environment,
-    add_output,
-    make_row,
-    report,
-    take_rounds,
-    times,
-)
+from tools.lib.benchmarks.problems import MASKS
 
 TILE = 128
 """Rows and keys of the tiles that are counted."""
@@ -76,19 +59,19 @@ LONGEST_CHECKED = 8192
 
 
 def measure(
-    problem: RingProblem, chosen: argparse.Namespace
+    problem: rings.RingProblem, chosen: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Times the chosen variants in rounds, and the original's chunk sizes."""
-    devices = start_devices(problem.ring_size)
-    environment, operands = Environment.of(devices), problem.draw()
+    devices = rings.start_devices(problem.ring_size)
+    environment, operands = rows.Environment.of(devices), problem.draw()
     sizes = BlockSizes(TILE, TILE)
     with contextlib.ExitStack() as stack:
-        makes: list[Callable[[RingProblem, Operands], CompiledRing | Original]] = []
+        makes: list[Callable[..., rings.CompiledRing | Original]] = []
         facts: list[dict[str, Any]] = []
         for name in chosen.implementations:
             for layout in chosen.layouts:
                 options = {"layout": layout, "implementation": name}
-                makes.append(partial(CompiledRing, **options, devices=devices))
+                makes.append(partial(rings.CompiledRing, **options, devices=devices))
                 tiles = dataclasses.asdict(sizes) | problem.tiles(layout, sizes)
                 facts.append(options | tiles)
         for chunk in chosen.chunks if chosen.beside else ():
@@ -97,32 +80,32 @@ def measure(
             options = {"layout": "contiguous", "implementation": "ringattention"}
             facts.append(options | {"block_q": chunk, "block_k": chunk})
         runs = [make(problem, operands) for make in makes]
-        samples = take_rounds([run.sample for run in runs], chosen.repeats)
+        samples = rows.take_rounds([run.sample for run in runs], chosen.repeats)
         length = min(problem.length, LONGEST_CHECKED)
         checked = dataclasses.replace(problem, length=length)
         given = operands if checked == problem else checked.draw()
         truth = checked.truth(given)
         for make, about, run, mine in zip(makes, facts, runs, samples, strict=True):
-            found = times(run.compile_seconds, mine)
+            found = rows.times(run.compile_seconds, mine)
             same = run if checked == problem else make(checked, given)
-            yield make_row(
+            yield rows.make_row(
                 *(environment, problem, about, found),
                 problem.rates("both", found["seconds_median"], environment),
-                errors(same.answer(), truth) | {"error_length": length},
+                rings.errors(same.answer(), truth) | {"error_length": length},
                 {"versions": run.versions},
             )
 
 
 def simulate(
-    problem: RingProblem, chosen: argparse.Namespace
+    problem: rings.RingProblem, chosen: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Times the steps of every device; a row for each layout and direction."""
-    environment = Environment.of(jax.devices()[:1])
+    environment = rows.Environment.of(jax.devices()[:1])
     sizes = BlockSizes(TILE, TILE)
     (implementation,) = chosen.implementations
     names = tuple(dict.fromkeys(("contiguous", *chosen.layouts)))
-    for direction, step in make_steps(problem, implementation).items():
-        seconds = time_steps(problem, names, step, chosen.repeats, chosen.calls)
+    for direction, step in rings.make_steps(problem, implementation).items():
+        seconds = rings.time_steps(problem, names, step, chosen.repeats, chosen.calls)
         paths = {name: float(seconds[name].max(axis=0).sum()) for name in names}
         tiles = {n: problem.tiles(n, sizes)["tiles_critical_path"] for n in names}
         for name in names:
@@ -133,7 +116,7 @@ def simulate(
             facts |= {"seconds_path": paths[name], "tiles_path": tiles[name]}
             facts |= {"speed_up": speed_up, "limit": limit}
             facts |= {"limit_share": speed_up / limit}
-            yield make_row(environment, problem, facts)
+            yield rows.make_row(environment, problem, facts)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -141,7 +124,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     titles = "median s", "spread", "cpu s", "TFLOP/s", "path", "all", "error"
     lines = [f"{'layout':12}{'implementation':15}" + "".join(f"{t:>9}" for t in titles)]
     for row in rows:
-        error = max(row[f"error_{name}"] for name in GRADED)
+        error = max(row[f"error_{name}"] for name in rings.GRADED)
         speed_up, less_work = (
             rows[0][name] / row[name]
             for name in ("seconds_median", "cpu_seconds_median")
@@ -195,7 +178,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = partial(parser.add_argument, help="default: %(default)s")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--mask", default="causal", choices=tuple(MASKS))
-    add("--layouts", default=list(LAYOUTS), nargs="+", choices=tuple(LAYOUTS))
+    layouts = list(rings.LAYOUTS)
+    add("--layouts", default=layouts, nargs="+", choices=layouts)
     known = tuple(IMPLEMENTATIONS)
     words = {"help": "default: the best of the device"}
     parser.add_argument("--implementations", nargs="+", choices=known, **words)
@@ -203,7 +187,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--simulate", action="store_true", help="step by step")
     ways.add_argument("--beside", type=Path, metavar="PYTHON", help="the original's")
-    add_output(parser)
+    rows.add_output(parser)
     return parser.parse_args(arguments)
 
 
@@ -213,14 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = _arguments(arguments)
     names = "length", "heads", "kv_heads", "head_dim", "dtype", "mask"
     given = {name: getattr(chosen, name) for name in names}
-    problem = RingProblem(**given, ring_size=chosen.devices)
+    problem = rings.RingProblem(**given, ring_size=chosen.devices)
     if not chosen.simulate:
-        start_devices(chosen.devices)
+        rings.start_devices(chosen.devices)
     if not chosen.implementations:
         best, known = choose(None, jnp.dtype(chosen.dtype)), IMPLEMENTATIONS.items()
         chosen.implementations = [name for name, one in known if one is best]
     run, shown = (simulate, table_of_steps) if chosen.simulate else (measure, table)
-    report(chosen.output, partial(run, problem, chosen), shown)
+    rows.report(chosen.output, partial(run, problem, chosen), shown)
 
 
 if __name__ == "__main__":

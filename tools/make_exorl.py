@@ -30,16 +30,8 @@ from data.agents.environments import Environment
 from data.agents.episodes import DOMAINS, Buffer, write_episode
 from data.agents.exorl import computed_rewards
 from tasks.command_line import as_program, at_least, share
-from tools.lib.exorl import rollouts
-from tools.lib.exorl.policy_search import (
-    GAINS,
-    Family,
-    Found,
-    linear,
-    search,
-    stratify,
-    swing_up,
-)
+from tools.lib.exorl import policy_search, rollouts
+from tools.lib.exorl.policy_search import Family, Found, search, stratify
 from tools.lib.exorl.rollouts import EXPONENTS, Map, Noise, quantiles
 
 ALGORITHM, PROGRAM = "es_replay", "tools/make_exorl.py"
@@ -172,7 +164,7 @@ def _fill(recipe: Recipe, folder: Path, map_attempts: Map) -> dict[str, Any]:
 def _family(recipe: Recipe) -> Family:
     """Returns the policies of the domain; linear ones see standardised observations."""
     if recipe.domain == "cartpole":
-        return Family(np.full(len(GAINS), 0.5), 0.7, 0.4, swing_up)
+        return policy_search.CARTPOLE
     environment = Environment(recipe.domain, recipe.tasks[0])
     noise = Noise(1.0, SCALES[0])
     seeds = recipe.rng(0).integers(2**31, size=SCOUTS).tolist()
@@ -181,7 +173,7 @@ def _family(recipe: Recipe) -> Family:
     # What never moves in a scout's episode must not be blown up when it does.
     mean, std = seen.mean(axis=0), np.maximum(seen.std(axis=0), LEAST_STD)
     start = np.zeros(DOMAINS[recipe.domain].action * (len(mean) + 1))
-    return Family(start, 0.15, 0.3, functools.partial(linear, mean, std))
+    return Family(start, 0.15, 0.3, functools.partial(policy_search.linear, mean, std))
 
 
 def _plan(recipe: Recipe, found: dict[str, Found]) -> Callable[[int, int], Attempt]:
@@ -191,7 +183,7 @@ def _plan(recipe: Recipe, found: dict[str, Found]) -> Callable[[int, int], Attem
     limits = dict.fromkeys(found, math.inf)
     if recipe.cap is not None:
         limits = {t: recipe.cap * float(f.returns.max()) for t, f in found.items()}
-    strata = {task: stratify(f.returns, limits[task]) for task, f in found.items()}
+    strata = {t: stratify(f.returns, limits[t]) for t, f in found.items()}
 
     def draw(number: int, tries: int) -> Attempt:
         rng = recipe.rng(3, number, tries)

@@ -15,15 +15,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from data.agents import exorl
 from data.agents.episodes import DOMAINS, Buffer
-from data.agents.exorl import (
-    MAX_TRANSITIONS,
-    ON_BAD,
-    RELABELLINGS,
-    Selection,
-    describe,
-    pack,
-)
 from data.agents.hidden_physics import DOMAIN
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.exorl.controller import controller
@@ -39,11 +32,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cache", required=True, type=Path, help="directory of packed trajectories")
     rewards = "rewards as the environment gives them, as ExoRL's own code computes "
     rewards += f"them, without the action, or as they are stored {default}"
-    add("--relabelling", default="exact", choices=RELABELLINGS, help=rewards)
+    add("--relabelling", default="exact", choices=exorl.RELABELLINGS, help=rewards)
     skip = f"skip: leave bad files out, up to 1 %% of them {default}"
-    add("--on-bad", default="error", choices=ON_BAD, help=skip)
+    add("--on-bad", default="error", choices=exorl.ON_BAD, help=skip)
     most = f"steps to take, whole episodes by their numbers {default}, which is ExoRL's"
-    add("--max-transitions", default=MAX_TRANSITIONS, type=at_least(1), help=most)
+    add("--max-transitions", default=exorl.MAX_TRANSITIONS, type=at_least(1), help=most)
     held = f"steps that actions were held for, which become one {default}"
     add("--action-repeat", default=1, type=at_least(1), help=held)
     targets = "pack too what a controller that knows the world would do, of cart-poles"
@@ -58,11 +51,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    names = [field.name for field in fields(Selection)]
-    selection = Selection(**{name: getattr(chosen, name) for name in names})
+    names = [field.name for field in fields(exorl.Selection)]
+    selection = exorl.Selection(**{name: getattr(chosen, name) for name in names})
     buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
     expert = controller if chosen.targets else None
-    print(describe(pack(buffer, chosen.task, chosen.cache, selection, expert)))
+    packed = exorl.pack(buffer, chosen.task, chosen.cache, selection, expert)
+    print(exorl.describe(packed))
 
 
 if __name__ == "__main__":

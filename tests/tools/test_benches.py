@@ -211,7 +211,7 @@ class ExactRing:
 def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     monkeypatch, measure
 ):
-    monkeypatch.setattr(bench_ring, "CompiledRing", ExactRing)
+    monkeypatch.setattr(rings, "CompiledRing", ExactRing)
     monkeypatch.setattr(bench_ring, "LONGEST_CHECKED", 32)
     (row,) = measure("--layouts", "striped")
     assert (row["length"], row["error_length"], row["error_dk"]) == (256, 32, 0)
@@ -272,7 +272,7 @@ def test_the_original_has_rows_beside_ours(stand_in, measure):
 def test_an_original_that_fails_is_quoted_and_nothing_is_written(
     stand_in, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(bench_ring, "CompiledRing", ExactRing)
+    monkeypatch.setattr(rings, "CompiledRing", ExactRing)
     output = tmp_path / "rows.json"
     arguments = stand_in('sys.exit("no module of that name")')
     assert bench_ring.main([*TINY, *arguments, "--output", str(output)]) == 1

@@ -78,6 +78,9 @@ def swing_up(parameters: np.ndarray) -> Policy:
     return act
 
 
+CARTPOLE = Family(np.full(len(GAINS), 0.5), spread=0.7, rate=0.4, policy=swing_up)
+
+
 def search(
     returns_of: Callable[[np.ndarray, np.ndarray], list[float]],
     family: Family,

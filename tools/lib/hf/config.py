@@ -6,19 +6,8 @@ from typing import Any
 
 from data.json_text import short
 from models.sizes import LanguageModelConfig
-from tools.lib.hf.fields import (
-    ACTIVATIONS,
-    BY_TYPE,
-    EXPERTS,
-    FAMILIES,
-    HARMLESS,
-    LAYER_TYPES,
-    MADE_FROM,
-    ONE_VALUE,
-    SAME,
-    TRUTH,
-    Family,
-)
+from tools.lib.hf import fields as table
+from tools.lib.hf.fields import Family
 from tools.lib.hf.rope import read_rope, rope_fields, without_ntk
 
 # Field of config.json: field of ours that is the same number.
@@ -29,7 +18,7 @@ _SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
-_THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+_THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in table.ACTIVATIONS.items()}
 LONGEST = "max_position_embeddings"
 WITH_IMAGES = "gemma3"
 """Models of text and images, of which the text model is read."""
@@ -38,7 +27,7 @@ _OF_IMAGES = (
     *("vision_config", "mm_tokens_per_image", "image_token_index"),
     *("boi_token_index", "eoi_token_index"),
 )
-_KINDS = {ours: theirs for theirs, ours in LAYER_TYPES.items()}
+_KINDS = {ours: theirs for theirs, ours in table.LAYER_TYPES.items()}
 _OF_LAYERS = frozenset(
     "num_hidden_layers sliding_window use_sliding_window max_window_layers "
     "sliding_window_pattern layer_types".split()
@@ -57,7 +46,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     fields = text_fields(fields)
     family = _family(fields)
     wrong = _complaints(fields, family) + [
-        f"{name}=None ({MADE_FROM[name].needed})"
+        f"{name}=None ({table.MADE_FROM[name].needed})"
         for name in _SIZES
         if fields.get(name) is None and name not in family.may_lack
     ]
@@ -65,13 +54,14 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
         raise ValueError(
             f"config.json describes no model that can be read: {'; '.join(wrong)}"
         )
-    values = {name: family.value(name, fields) for name in MADE_FROM}
+    values = {name: family.value(name, fields) for name in table.MADE_FROM}
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
     pattern, window = _read_windows(fields, family)
     rope = read_rope(fields, family.config_class.default_theta)
     if not pattern:
         rope.pop("window_rope_theta", None)
+    activation = values["hidden_act"] or values["hidden_activation"]
     bias = values["attention_bias"] or False
     scalar = values["query_pre_attn_scalar"] or head_dim
     return LanguageModelConfig(
@@ -84,7 +74,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
         attention_scale=0.0 if scalar == head_dim else scalar**-0.5,
         attention_soft_cap=float(values["attn_logit_softcapping"] or 0),
         logit_soft_cap=float(values["final_logit_softcapping"] or 0),
-        activation=ACTIVATIONS[values["hidden_act"] or values["hidden_activation"]],
+        activation=table.ACTIVATIONS[activation],
         tied_embeddings=values["tie_word_embeddings"],
         embedding_scale=hidden**0.5 if family.has_scaled_embeddings else 1.0,
         **{"qkv_bias": bias, "output_bias": bias, **family.fixed},
@@ -110,7 +100,7 @@ def config_fields(
         original cannot be read.
     """
     config, original = without_ntk(config), text_fields(original)
-    families = (_family(original),) if original else FAMILIES
+    families = (_family(original),) if original else table.FAMILIES
     if wrong := original and _complaints(original, families[0]):
         raise ValueError(f"config.json of the original: {'; '.join(wrong)}")
     tried = [_written(config, family) for family in families]
@@ -123,7 +113,7 @@ def config_fields(
             f"the model cannot be written as {written['model_type']}{among}: "
             f"{'; '.join(lacking[nearest])}"
         )
-    for name in sorted(original.keys() & MADE_FROM.keys() - {"rope_parameters"}):
+    for name in sorted(original.keys() & table.MADE_FROM.keys() - {"rope_parameters"}):
         as_there = written | {name: original[name]}
         if not _differences(as_there, config):
             written = as_there
@@ -132,7 +122,7 @@ def config_fields(
         longest = round(scaling.factor * scaling.original_max_position_embeddings)
     else:
         longest = max(longest, context_tokens)
-    kept = original.keys() - MADE_FROM.keys() - {*_REPLACED}
+    kept = original.keys() - table.MADE_FROM.keys() - {*_REPLACED}
     return {
         # Not those that transformers takes where there are none.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
@@ -166,7 +156,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     own = (_TEXT, "model_type", "architectures", *_OF_IMAGES)
     outer = {name: value for name, value in fields.items() if name not in own}
-    for name in outer.keys() & text.keys() & MADE_FROM.keys():
+    for name in outer.keys() & text.keys() & table.MADE_FROM.keys():
         if outer[name] != text[name]:
             raise ValueError(
                 f"config.json has {name} twice, as {short(outer[name])} and "
@@ -177,40 +167,40 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _family(fields: Mapping[str, Any]) -> Family:
     kind = fields.get("model_type")
-    if isinstance(kind, str) and kind in BY_TYPE:
-        return BY_TYPE[kind]
-    if isinstance(kind, str) and kind in EXPERTS:
+    if isinstance(kind, str) and kind in table.BY_TYPE:
+        return table.BY_TYPE[kind]
+    if isinstance(kind, str) and kind in table.EXPERTS:
         raise ValueError(
             f"config.json has model_type={kind!r}, whose feed-forward is a mixture of "
             "experts: models here have none"
         )
     raise ValueError(
-        f"config.json has model_type={short(kind)} (only {', '.join(BY_TYPE)}, and the "
-        f"text of {WITH_IMAGES})"
+        f"config.json has model_type={short(kind)} (only {', '.join(table.BY_TYPE)}, "
+        f"and the text of {WITH_IMAGES})"
     )
 
 
 def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
     """Returns what is wrong with each field that is there."""
     found = []
-    unknown = fields.keys() - MADE_FROM.keys() - ONE_VALUE.keys() - HARMLESS
+    unknown = fields.keys() - {*table.MADE_FROM, *table.ONE_VALUE, *table.HARMLESS}
     for name, value in fields.items():
-        if value is None or name in unknown or name in HARMLESS:
+        if value is None or name in unknown or name in table.HARMLESS:
             continue
         text = f"{name}={short(value)}"
-        if name in ONE_VALUE:
-            only, remedy = ONE_VALUE[name]
+        if name in table.ONE_VALUE:
+            only, remedy = table.ONE_VALUE[name]
             if not _is_same(value, only):
                 found.append(f"{text} (only {only!r}: {remedy})")
         elif name in family.fields:
-            if not MADE_FROM[name].is_right(value):
-                found.append(f"{text} ({MADE_FROM[name].needed})")
+            if not table.MADE_FROM[name].is_right(value):
+                found.append(f"{text} ({table.MADE_FROM[name].needed})")
         else:
             nothing = [family.always.get(name)]
-            if MADE_FROM[name] is TRUTH:
+            if table.MADE_FROM[name] is table.TRUTH:
                 nothing.append(False)
-            if SAME.get(name) in family.fields:
-                nothing.append(family.value(SAME[name], fields))
+            if table.SAME.get(name) in family.fields:
+                nothing.append(family.value(table.SAME[name], fields))
             if not any(_is_same(value, other) for other in nothing):
                 found.append(f"{text}, which {family.model_type} has not")
     unknown -= {"model_type"}
@@ -296,7 +286,7 @@ def _read_windows(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
     window = theirs.sliding_window
     # Mistral has a window in all layers, or none.
     kinds = getattr(theirs, "layer_types", [_KINDS["w"]] * layers)
-    kinds = "".join(LAYER_TYPES[kind] for kind in kinds)
+    kinds = "".join(table.LAYER_TYPES[kind] for kind in kinds)
     if "w" not in kinds or not (window or types):
         return "", 0
     if not window:

@@ -16,13 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data.retrieval.lines import (
-    LineForm,
-    Record,
-    case_tokens,
-    draw_record,
-    record_of_length,
-)
+from data.retrieval import lines
+from data.retrieval.lines import LineForm, Record
 from data.text.summary import Summary
 from data.text.token_file import TokenFileWriter
 from data.text.tokenizer import Tokenizer, begun
@@ -70,9 +65,9 @@ class LineDocuments:
     @cached_property
     def least_tokens(self) -> int:
         """Tokens of a record of three lines, a question and the document's end."""
-        record = draw_record(self.form, 3, np.random.default_rng(0))
+        record = lines.draw_record(self.form, 3, np.random.default_rng(0))
         longest = replace(record, numbers=np.full(3, self.form.numbers[1] - 1))
-        return case_tokens(self.form, self.tokenizer, longest.case(0)) + 1
+        return lines.case_tokens(self.form, self.tokenizer, longest.case(0)) + 1
 
     def draw(self, rng: np.random.Generator) -> Document:
         """Draws the next document.
@@ -94,7 +89,7 @@ class LineDocuments:
             last = sum(map(len, self._question(record, -1)))
             return len(self.tokenizer.encode(record.text)) + asked(record) * last
 
-        record = record_of_length(self.form, tokens, rng, length)
+        record = lines.record_of_length(self.form, tokens, rng, length)
         text = self.tokenizer.encode(record.text)
         parts = [(begin, False), (text, False)]
         for question in self._questions(record, asked(record), tokens - text.size, rng):
