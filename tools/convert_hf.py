@@ -9,7 +9,7 @@ float32, bfloat16 or float16. Every device reads its own part of every tensor fr
 files; no host holds the whole model but for what its devices hold. Exports the
 parameters of a run's newest checkpoint, as the family of `--like`, or the first that
 has such a model. Adapters are added in, or with `--adapter` written as PEFT has them;
-`import ADAPTER WORKDIR --weights DIR` reads such, of the weights in a workdir.
+`import ADAPTER WORKDIR --weights DIR` reads PEFT's, of the weights in a workdir.
 """
 
 import argparse

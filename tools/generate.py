@@ -203,7 +203,7 @@ def find_template(
     """Opens the template of a chat: the config's corpus' own, if `name` is `OWN`.
 
     Raises:
-      ValueError: there is none, or it has tokens that the tokenizer lacks.
+      ValueError: the template is missing, or has tokens that the tokenizer lacks.
     """
     corpus = Path(config.data.corpus) if config.data.corpus else None
     return open_template(name, tokenizer, corpus) if name else None

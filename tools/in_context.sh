@@ -49,7 +49,7 @@ make_data() {
 }
 
 # Rows and episodes, and those that are read before one. How to draw in rooms was chosen
-# on goals that were trained on: to imitate in 9x9, to explore in 10x10. Who distils reads
+# on goals that were trained on: to imitate in 9x9, to explore in 10x10. AD reads
 # no more episodes than it was trained with.
 imitate=(--temperature 0.7) explore=(--temperature 2 --hold 5) distil=()
 case $WHERE in

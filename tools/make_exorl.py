@@ -9,8 +9,8 @@
 What is written, DATA/DOMAIN/es_replay/, is not ExoRL: no exploration algorithm gathered
 it. A search for good policies, by an evolution strategy, keeps all that it tries. Most
 episodes are new ones of policies drawn evenly from the whole range of returns that it
-found, with some noise; the rest are noise alone. Rewards are those of the first
-task; tools/pack_exorl.py computes the others'. The same seed makes the same files.
+found, with some noise; the rest are noise alone. Rewards are the first
+task's; tools/pack_exorl.py computes the others'. The same seed makes the same files.
 """
 
 import dataclasses

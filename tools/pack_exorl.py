@@ -1,4 +1,4 @@
-"""Packs episodes of ExoRL for training: checked, their rewards those of a task.
+"""Packs episodes of ExoRL for training: checked, with the rewards of a task.
 
     python -m tools.pack_exorl --root DATASETS --domain walker --algorithm rnd \\
         --task run --cache CACHE

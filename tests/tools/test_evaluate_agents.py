@@ -179,7 +179,7 @@ def test_a_window_acts_on_in_worlds_that_were_trained_on(room, in_room, capsys):
     assert found["trained_on"] and not in_room["trained_on"]
     assert not set(found["worlds"]) & set(in_room["worlds"])
     assert found["references"]["oracle"] != in_room["references"]["oracle"]
-    # Who reads positions may act on too: it is not refused for its many episodes.
+    # An agent that reads positions may act on too: its many episodes are not refused.
     positions = "--config.agent.reads_positions=True"
     output = str(room[0] / "again.json")
     assert main([*room[1], *longer, positions, "--output", output]) == 1
@@ -256,7 +256,7 @@ def test_held_actions_sum_rewards_and_seeds_begin_episodes():
 
 
 @pytest.mark.thorough
-def test_who_knows_a_cart_pole_swings_it_up_and_chance_does_not(tmp_path):
+def test_the_oracle_swings_a_cart_pole_up_and_chance_does_not(tmp_path):
     worlds = [None, vars(HiddenPhysics(-1, pole_length=1.3))]
     about = {"domain": "cartpole", "task": "swingup", "action_repeat": 10}
     with TrajectoryWriter(

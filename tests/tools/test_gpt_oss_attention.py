@@ -19,7 +19,6 @@ from models.sizes import DecoderConfig
 from tests.cases.attention import LAYOUTS
 from tests.small_llama import partition_of
 from tests.tools import hf_models
-from tools.lib.hf.config import model_config
 from tools.lib.hf.names import ATTENTION
 from tools.lib.hf.rope import read_rope
 from tools.lib.hf.tensor_files import TensorFiles
@@ -98,8 +97,3 @@ def test_yarn_is_read_as_gpt_oss_has_it():
         "yarn", 4.0, 16, beta_fast=2.0, beta_slow=0.25, truncate=False
     )
     assert record().rope_scaling == expected
-
-
-def test_a_checkpoint_of_gpt_oss_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="'gpt_oss', whose feed-forward is a mixture"):
-        model_config(hf_models.fields(NAME))

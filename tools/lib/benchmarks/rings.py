@@ -123,7 +123,7 @@ def make_steps(problem: RingProblem, implementation: str) -> dict[str, Step]:
     q, k, v, d_out = (x[:, :local] for x in problem.draw())
     wide = jnp.zeros(q.shape, jnp.float32)
     row = jnp.zeros((problem.batch, problem.heads, local), jnp.float32)
-    # Weights are exp(score - lse): with such an lse they stay small.
+    # Weights are exp(score - lse): with this lse they stay small.
     lse = row + np.log(problem.length)
     scale = problem.head_dim**-0.5
 

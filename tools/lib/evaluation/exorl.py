@@ -109,7 +109,7 @@ def evaluate(
     size = options.environments, options.episodes
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
     split = "train" if options.trained else "validation"
-    # Also those of which an agent reads no episode, as none was among the best.
+    # Also worlds without an episode among the best, of which an agent reads none.
     worlds = np.unique(file.worlds[trajectories.of_split(config, file, split)])
     # Dark Room's neighbours have numbers next to each other.
     np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)

@@ -118,7 +118,7 @@ def _recorded(
 
 
 def asked(found: dict[str, Context], names: Sequence[str] | None) -> dict[str, Context]:
-    """Returns the contexts of these names, or all, and those of drawn actions.
+    """Returns the contexts of these names, or all, and the ones of drawn actions.
 
     Raises:
       ValueError: a name has no context, or no context is left.

@@ -100,7 +100,7 @@ class Play:
     def _present(
         self, observations: np.ndarray, left: np.ndarray, timestep: int, rank: int
     ) -> ChainBatch:
-        """Returns the steps before the action, with zeros for what is not known."""
+        """Returns the steps before the action, with zeros for what comes of it."""
         rows = len(observations)
         zeros, places = np.zeros(rows, np.float32), np.full(rows, 1, np.int32)
         actions = np.zeros((rows, self.file.action_size), np.float32)

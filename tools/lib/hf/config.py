@@ -92,12 +92,12 @@ def config_fields(
 
     dtype: of the tensors, such as "bfloat16".
     original: fields of another config.json, whose family it is to be, for what the
-      model does not know, such as ids of special tokens.
+      model does not know: ids of special tokens and others.
     context_tokens: that the model was trained with here; 0 where it was not.
 
     Raises:
-      ValueError: the family, or without an original any, has no such model; or the
-        original cannot be read.
+      ValueError: the original's family, or without one all, cannot have the model; or
+        the original cannot be read.
     """
     config, original = without_ntk(config), text_fields(original)
     families = (_family(original),) if original else table.FAMILIES
@@ -124,7 +124,7 @@ def config_fields(
         longest = max(longest, context_tokens)
     kept = original.keys() - table.MADE_FROM.keys() - {*_REPLACED}
     return {
-        # Not those that transformers takes where there are none.
+        # Where they are missing, transformers takes its own.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **{name: value for name, value in original.items() if name in kept},
         **written,
@@ -181,7 +181,7 @@ def _family(fields: Mapping[str, Any]) -> Family:
 
 
 def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
-    """Returns what is wrong with each field that is there."""
+    """Returns a complaint for each field that is wrong."""
     found = []
     unknown = fields.keys() - {*table.MADE_FROM, *table.ONE_VALUE, *table.HARMLESS}
     for name, value in fields.items():
@@ -250,7 +250,7 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _differences(written: Mapping[str, Any], config: LanguageModelConfig) -> list[str]:
-    """Returns what of a model its config.json does not say."""
+    """Returns the parts of a model that its config.json does not say."""
     try:
         found = dataclasses.asdict(model_config(written))
     except ValueError as error:

@@ -36,14 +36,14 @@ def _are_layer_types(value: Any) -> bool:
     )
 
 
-LAYERS = Kind(
-    lambda value: type(value) is int and 0 <= value <= MOST_LAYERS,
-    f"a whole number up to {MOST_LAYERS} is needed",
-)
-SIZE = Kind(
-    lambda value: type(value) is int and 1 <= value <= LARGEST,
-    f"a whole number from 1 to {LARGEST} is needed",
-)
+def _whole(least: int, most: int) -> Kind:
+    return Kind(
+        lambda value: type(value) is int and least <= value <= most,
+        f"a whole number from {least} to {most} is needed",
+    )
+
+
+LAYERS, SIZE = _whole(0, MOST_LAYERS), _whole(1, LARGEST)
 NUMBER = Kind(
     lambda value: is_number(value) and value > 0, "a number above 0 is needed"
 )

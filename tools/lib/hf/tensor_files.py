@@ -28,7 +28,7 @@ class TensorFiles:
     """Tensors of a directory, by name; a context manager that closes the files."""
 
     def __init__(self, directory: Path, whole: str = WHOLE):
-        """Opens the files and reads what tensors they hold, but no tensor.
+        """Opens the files and reads their lists of tensors, but no tensor.
 
         whole: name of the file where there is one.
 
@@ -123,7 +123,7 @@ def write_tensors(
     file_bytes: int,
     whole: str = WHOLE,
 ) -> None:
-    """Writes tensors to files of a limited size, and holds those of one at a time.
+    """Writes tensors to files of a limited size, and holds one file's at a time.
 
     tensor_bytes: size of every tensor, in the order in which they come.
     file_bytes: of the largest file; a larger tensor has one of its own.
@@ -157,7 +157,7 @@ def _plan(tensor_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 
 def _placed(directory: Path) -> dict[str, Path]:
-    """Returns the file of every tensor, by the index; nothing where there is none.
+    """Returns the file of every tensor, by the index; {} without an index.
 
     Links are followed: the cache of Hugging Face's hub consists of them.
     """

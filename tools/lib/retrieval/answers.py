@@ -23,7 +23,7 @@ from tasks.text import TextRun
 from training.mesh import StationaryPartition
 
 NO_PLACE = -2
-"""In the place of a token's index: there is no such token, not even an empty slot."""
+"""In the place of the index of a token that is not there, not even as an empty slot."""
 
 Force = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[bool]]
 """From prompts and answers, int (n,) each, to whether each answer is the likeliest."""

@@ -77,7 +77,7 @@ def draw_cells(
 
 
 def read_cells(encoder: Encoder, options: argparse.Namespace) -> list[Cell]:
-    """Returns the cells of a folder of prompts: those of the tasks and lengths there.
+    """Returns the cells of a folder of prompts, by task and length.
 
     Raises:
       ValueError, FileNotFoundError: the prompts are missing, or a row is malformed.

@@ -43,7 +43,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     """Yields the prompts of a file, which RULER's scripts may have written.
 
     Raises:
-      FileNotFoundError: there is no such file, said at once.
+      FileNotFoundError: the file is missing, said at once.
       ValueError: a row is not a prompt.
     """
     return _read(path, "prompt", _prompt)
@@ -53,7 +53,7 @@ def read_cases(path: Path, form: LineForm) -> list[Case]:
     """Reads the cases of a published file.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file is missing.
       ValueError: a row is not a case of the form, or the file has none.
     """
     cases = list(_read(path, "case", partial(_case, form)))

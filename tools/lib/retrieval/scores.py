@@ -101,7 +101,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns what RULER's table says of a model, and how many tasks it is of.
 
     Weights are 1, 2, … towards long lengths, or the other way round. The effective
-    length is the largest with a score above the threshold, None if there is none.
+    length is the largest with a score above the threshold, None without one.
     """
     means = by_length(rows, "score")
     scores, weights = [*means.values()], np.arange(1, len(means) + 1)

@@ -82,7 +82,7 @@ class Essays:
         """Reads RULER's file, or any text.
 
         Raises:
-          FileNotFoundError: there is no such file.
+          FileNotFoundError: the file is missing.
           ValueError: it is not text, or empty.
         """
         _check_file(path, "of text for haystacks")
@@ -179,7 +179,7 @@ def read_english_words(path: Path) -> tuple[list[str], str]:
     """Reads the words of a JSON object, which are its values; and says what they are.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file is missing.
       ValueError: it is not an object of words.
     """
     _check_file(path, "of words")
@@ -222,7 +222,7 @@ def read_squad(path: Path) -> Asked:
     """Reads a SQuAD file; without impossible questions.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such file, or it is another.
+      FileNotFoundError, ValueError: the file is missing, or is another.
     """
 
     def parse(content: Any) -> Asked:
@@ -248,7 +248,7 @@ def read_hotpotqa(path: Path) -> Asked:
     """Reads a HotpotQA file.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such file, or it is another.
+      FileNotFoundError, ValueError: the file is missing, or is another.
     """
 
     def parse(content: Any) -> Asked:
