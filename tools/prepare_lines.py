@@ -1,12 +1,9 @@
 """Makes a corpus that teaches line retrieval: records, questions and their answers.
 
     python -m tools.prepare_lines --form compact --context-tokens 512 --output CORPUS
-    python -m tools.prepare_lines --ruler niah_single_1,vt --context-tokens 1024 \\
-        --tokenizer tokenizer.json --output CORPUS
 
 Prints the command that trains on the corpus. Forms: "LRT-NL" and "LRT", LongEval's
-own, and "compact" and "letters", the same task in 5 and 4 bytes a line. With --ruler it
-teaches RULER's tasks instead: prompts of all lengths, with their answers.
+own, and "compact" and "letters", the same task in 5 and 4 bytes a line.
 """
 
 import argparse
@@ -18,12 +15,7 @@ from configs import line_retrieval
 from data.retrieval.lines import FORMS
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.retrieval.corpus import (
-    TEACHABLE,
-    LineDocuments,
-    TaskDocuments,
-    write_corpus,
-)
+from tools.lib.retrieval.corpus import LineDocuments, write_corpus
 from tools.lib.train_command import train_command
 
 
@@ -31,13 +23,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add, default = parser.add_argument, "default: %(default)s"
     tokens, most = at_least(1), "of the longest document"
-    tasks = f"tasks of RULER: {', '.join(TEACHABLE)}"
     path = '"bytes" (the default), or a path: tokenizer.json or SentencePiece .model'
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--form", choices=FORMS, default="LRT-NL", help=default)
-    kind.add_argument(
-        "--ruler", type=lambda t: t.split(","), metavar="TASKS", help=tasks
-    )
+    add("--form", choices=FORMS, default="LRT-NL", help=default)
     add("--output", required=True, type=Path, help="directory to write, a new one")
     add("--context-tokens", required=True, type=tokens, help=most)
     add("--supervised", choices=("answers", "all"), default="answers", help=default)
@@ -53,12 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
     tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
-    documents: LineDocuments | TaskDocuments
-    if chosen.ruler:
-        asked = tokenizer, chosen.ruler, context_tokens, chosen.seed
-        documents = TaskDocuments(*asked)
-    else:
-        documents = LineDocuments(FORMS[chosen.form], tokenizer, context_tokens)
+    documents = LineDocuments(FORMS[chosen.form], tokenizer, context_tokens)
     tokens = {"train": chosen.train_tokens, "validation": chosen.validation_tokens}
     has_all = chosen.supervised == "all"
     print(write_corpus(documents, chosen.output, tokens, chosen.seed, has_all))

@@ -1,7 +1,6 @@
 """Documents that teach retrieval: whole, answered rightly, with the right mask."""
 
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,14 @@ from data.retrieval.lines import FORMS
 from data.rows import WholeRows
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer
-from tools.lib.retrieval.corpus import (
-    TEACHABLE,
-    LineDocuments,
-    TaskDocuments,
-    write_corpus,
-)
-from tools.lib.ruler.tasks import SEED
+from tools.lib.retrieval.corpus import LineDocuments, write_corpus
 
 BYTES = ByteTokenizer()
 CONTEXTS = {"compact": 256, "letters": 160, "LRT": 2000, "LRT-NL": 2000}
 SIZES = {"train": 4000, "validation": 1000}
 
 
-def draws(source: LineDocuments | TaskDocuments, count: int = 40) -> list:
+def draws(source: LineDocuments, count: int = 40) -> list:
     rng = np.random.default_rng(1)
     return [source.draw(rng) for _ in range(count)]
 
@@ -103,59 +96,8 @@ def test_rows_of_the_corpus_have_weights_on_answers_alone_as_the_summary_says(tm
     assert f"{supervised:,} supervised" in str(summary)
 
 
-def tasks(task: str) -> list[tuple[str, str]]:
-    """Returns text, and its answer, of 20 documents of RULER."""
-    found = draws(TaskDocuments(BYTES, [task], 3000, 1), 20)
-    for document in found:
-        assert document.tokens.size <= 3000 and document.is_answer[-1]
-        assert document.tokens[-1] == BYTES.end_of_document
-    return [
-        (BYTES.decode(d.tokens), BYTES.decode(d.tokens[d.is_answer])) for d in found
-    ]
-
-
-@pytest.mark.parametrize("task", TEACHABLE[:3])
-def test_needles_are_asked_for_and_answered(task):
-    found = tasks(task)
-    for text, answer in found:
-        key, value = re.fullmatch(r".* for (.+) mentioned .* is (\S+)", answer).groups()
-        assert f"for {key} is: {value}." in text and text.endswith(answer)
-    assert len({text.count("\n") for text, _ in found}) > 5  # of many lengths
-
-
-def names_of_a_chain(text: str, answer: str) -> int:
-    """Counts the names of an answer, which must be those of the text's last chain."""
-    value, names = re.fullmatch(r".* value (\d{5}),.*? {2}(.*)", answer).groups()
-    chain = f"VAR {names.split()[0]} = {value}.*" + ".*".join(
-        rf"VAR {new} = VAR {old} " for old, new in pairwise(names.split())
-    )
-    assert re.search(chain, text, re.DOTALL)
-    return names.count(" ") + 1
-
-
-def test_chains_are_answered_in_their_order():
-    found = tasks("vt")
-    assert {2, 5, 9} <= {names_of_a_chain(*both) for both in found} <= {*range(2, 10)}
-    examples = [text.count("they are") == 2 for text, _ in found]
-    assert any(examples) and not all(examples)
-    # Lines of noise have all their sentences, some, or none.
-    last = [text.rpartition("Memorize")[2] for text, _ in found]
-    whole = [text.count("back again.") == text.count("The grass") for text in last]
-    assert any(whole) and not all(whole)
-
-
-# Class, then what it is made of: what is said of that.
-BAD = {
-    (TaskDocuments, BYTES, ("cwe",), 3000, 1): "task cwe must be one of niah_single_1,",
-    (TaskDocuments, BYTES, ("vt",), 3000, SEED): "seed 42 is that of RULER's prompts",
-    (TaskDocuments, BYTES, ("vt",), 5, 1): "5 tokens are too few for documents of vt",
-    (LineDocuments, FORMS["LRT-NL"], BYTES, 200): "tokens are too few .* which take",
-}
-
-
-@pytest.mark.parametrize("wrong", BAD, ids=BAD.get)
-def test_what_cannot_be_drawn_is_refused_and_nothing_is_written(wrong, tmp_path):
-    make, *given = wrong
-    with pytest.raises(ValueError, match=BAD[wrong]):
-        write_corpus(make(*given), tmp_path / "out", SIZES, 0)
+def test_what_cannot_be_drawn_is_refused_and_nothing_is_written(tmp_path):
+    source = LineDocuments(FORMS["LRT-NL"], BYTES, 200)
+    with pytest.raises(ValueError, match="tokens are too few .* which take"):
+        write_corpus(source, tmp_path / "out", SIZES, 0)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Corpora that teach retrieval: line retrieval, or tasks of RULER, with the answers.
+"""Corpora that teach line retrieval: records, questions and their answers.
 
 Documents have all lengths up to the context's, short ones as often as long ones on a
 logarithmic scale: what is short is trained on first. Which tokens are answers is known
@@ -6,8 +6,7 @@ as they are encoded and not found again in the text.
 """
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,16 +20,9 @@ from data.retrieval.lines import LineForm, Record
 from data.text.summary import Summary
 from data.text.token_file import TokenFileWriter
 from data.text.tokenizer import Tokenizer, begun
-from tools.lib.retrieval.prompts import DRAWS, Prompt
-from tools.lib.ruler.needles import NOISE, Needles
-from tools.lib.ruler.sources import Sources
-from tools.lib.ruler.tasks import SEED, TASKS, Recipe
-from tools.lib.ruler.variables import HOPS, Variables, answered
 
 MOST_ASKED = 3
 """Questions for each line of a record, at most."""
-SENTENCES = re.findall(r"[A-Z][^.]+\.", NOISE)
-TEACHABLE = "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt"
 
 
 class Document(NamedTuple):
@@ -122,73 +114,8 @@ class LineDocuments:
         return self.tokenizer.encode(asked), self.tokenizer.encode(answer)
 
 
-@dataclass
-class TaskDocuments:
-    """Draws documents: a prompt of a task drawn from `tasks`, with its answer.
-
-    Half of the chains of variables come after an example, and half of the documents
-    with noise have fewer sentences of it in a line, down to none. Chains have from two
-    variables to eight links more. Answers begin with their prefixes.
-
-    tasks: needles without files, or "vt". seed: of the prompts, other than RULER's.
-
-    Raises:
-      ValueError: other tasks, or RULER's seed.
-    """
-
-    tokenizer: Tokenizer
-    tasks: Sequence[str]
-    context_tokens: int
-    seed: int
-
-    def __post_init__(self):
-        for name in self.tasks:
-            if name not in TEACHABLE:
-                raise ValueError(f"task {name} must be one of {', '.join(TEACHABLE)}")
-        if self.seed == SEED:
-            raise ValueError(f"seed {SEED} is that of RULER's prompts: take another")
-        self._recipes = [TASKS[name].make(self.seed, Sources()) for name in self.tasks]
-
-    def draw(self, rng: np.random.Generator) -> Document:
-        """Draws the next document.
-
-        Raises:
-          ValueError: the smallest one does not fit.
-        """
-        recipe = self._recipes[rng.integers(len(self._recipes))]
-        largest = max(self.context_tokens / 8, 1)  # a sentence has more tokens
-        for _ in range(DRAWS):
-            size = round(math.exp(rng.uniform(0, math.log(largest))))
-            prompt = self._prompt(recipe, size, rng)
-            texts = [prompt.input, prompt.answer_prefix, f" {' '.join(prompt.outputs)}"]
-            tokens = self.tokenizer.encode_all(texts)
-            if sum(map(len, tokens)) < self.context_tokens:
-                tokens.append(np.array([self.tokenizer.end_of_document], np.int32))
-                is_answer = False, True, True, True
-                return Document.of(zip(tokens, is_answer, strict=True))
-            largest = max(largest * 0.8, 1)
-        raise ValueError(
-            f"{self.context_tokens} tokens are too few for documents of "
-            f"{', '.join(self.tasks)}: ask for more"
-        )
-
-    def _prompt(self, recipe: Recipe, size: int, rng: np.random.Generator) -> Prompt:
-        if isinstance(recipe, Needles):
-            prompt = recipe.draw(size)
-        else:
-            assert isinstance(recipe, Variables)  # as all others of TEACHABLE are
-            recipe.hops = int(rng.integers(1, min(size, 2 * HOPS) + 1))
-            size, example = max(size, recipe.hops + 1), ""
-            if rng.random() < 0.5:
-                noise = int(rng.integers(recipe.hops + 1, size + 1))
-                example = answered(recipe.draw_example(noise))
-            prompt = recipe.draw(size, example)
-        kept = SENTENCES[: rng.integers(2 * len(SENTENCES))]
-        return prompt._replace(input=prompt.input.replace(NOISE, " ".join(kept)))
-
-
 def write_corpus(
-    documents: LineDocuments | TaskDocuments,
+    documents: LineDocuments,
     output: Path,
     tokens: Mapping[str, int],
     seed: int,

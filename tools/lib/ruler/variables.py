@@ -16,6 +16,7 @@ from tools.lib.retrieval.prompts import Prompt, Room
 from tools.lib.ruler.needles import NOISE
 
 HOPS = 4
+"""Links of a chain after the first, which is a value's."""
 EXAMPLE_VALUE = "12345"
 EXAMPLE_TOKENS = 500
 """At most, of the example without its answer."""
@@ -33,19 +34,17 @@ ANSWER = (
 
 
 class Variables:
-    """Draws prompts. Values are of a stream of their own.
-
-    hops: links of a chain after the first, which is a value's.
-    """
+    """Draws prompts. Values are of a stream of their own."""
 
     def __init__(self, seed: int):
-        self.hops = HOPS
         self.rng, self.values = random.Random(seed), np.random.RandomState(seed)
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
         first = replace(room, length=EXAMPLE_TOKENS, generated=0)
         size = first.largest(self.draw_example, LEAST_NOISE)
-        shown = answered(first.fitted(self.draw_example, size, LEAST_NOISE))
+        example = first.fitted(self.draw_example, size, LEAST_NOISE)
+        names = " ".join(example.outputs)
+        shown = f"{example.input}{example.answer_prefix} {names}\n"
         least = LEAST_NOISE if room.is_short else 10
         size = room.largest(self.draw, least, taken=room.count(shown))
 
@@ -68,7 +67,7 @@ class Variables:
 
     def _renamed(self, example: str) -> str:
         """Returns an example with other names and another value."""
-        for name in example.split()[-self.hops - 1 :]:
+        for name in example.split()[-HOPS - 1 :]:
             example = example.replace(name, self._name(len(name)))
         value = str(self.values.randint(10000, 99999))
         return example.replace(EXAMPLE_VALUE, value)
@@ -78,8 +77,8 @@ class Variables:
 
     def _names(self, letters: int) -> list[str]:
         names: list[str] = []
-        while len(set(names)) <= self.hops:  # RULER starts a second, broken chain there
-            names = [self._name(letters) for _ in range(self.hops + 1)]
+        while len(set(names)) <= HOPS:  # RULER starts a second, broken chain there
+            names = [self._name(letters) for _ in range(HOPS + 1)]
         return names
 
     def _draft(self, names: list[str], value: str, size: int) -> Prompt:
@@ -93,8 +92,3 @@ class Variables:
         return Prompt(
             question, ANSWER.format(count=len(names), value=value), tuple(names)
         )
-
-
-def answered(draft: Prompt) -> str:
-    """Returns a draft with its answer, as an example."""
-    return f"{draft.input}{draft.answer_prefix} {' '.join(draft.outputs)}\n"
