@@ -116,17 +116,11 @@ def test_what_models_here_have_not_is_refused_by_field(fields, complaint):
 
 
 # Fields of config.json, and ours.
-NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "feed_forward_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "norm_epsilon",
-    "rope_theta": "rope_theta",
-}
+THEIRS = "vocab_size hidden_size intermediate_size num_hidden_layers rope_theta "
+THEIRS += "num_attention_heads num_key_value_heads head_dim rms_norm_eps"
+OURS = "vocab_size hidden_size feed_forward_size num_layers rope_theta "
+OURS += "num_heads num_kv_heads head_dim norm_epsilon"
+NAMES = dict(zip(THEIRS.split(), OURS.split(), strict=True))
 
 
 SCALED = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}

@@ -6,7 +6,7 @@ as they are encoded and not found again in the text.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,13 +30,6 @@ class Document(NamedTuple):
 
     tokens: np.ndarray
     is_answer: np.ndarray
-
-    @classmethod
-    def of(cls, parts: Iterable[tuple[np.ndarray, bool]]) -> "Document":
-        """Joins parts: tokens, and whether they are an answer's."""
-        tokens, is_answer = zip(*parts, strict=True)
-        sizes = [*map(len, tokens)]
-        return cls(np.concatenate(tokens), np.repeat(is_answer, sizes))
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,9 @@ class LineDocuments:
         for question in self._questions(record, asked(record), tokens - text.size, rng):
             parts += zip(question, (False, True), strict=True)
         parts.append((np.array([self.tokenizer.end_of_document], np.int32), False))
-        return Document.of(parts)
+        texts, is_answer = zip(*parts, strict=True)
+        sizes = [*map(len, texts)]
+        return Document(np.concatenate(texts), np.repeat(is_answer, sizes))
 
     def _questions(
         self, record: Record, asked: int, room: int, rng: np.random.Generator
