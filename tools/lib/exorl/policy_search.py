@@ -5,20 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.agents.hidden_physics import HiddenPhysics
+from tools.lib.exorl.controller import controller
 from tools.lib.exorl.rollouts import Policy
 
 # Tried in a step, each forwards and backwards; the better half of them count.
 DIRECTIONS = 16
 BINS = 10
-
-# The cart-pole law's gains for parameters of 1: four hold the pole, by position, speed,
-# sine of the angle and spin; then the swing's: energy, its level, position, speed.
-GAINS = np.array([1.0, 1.5, 10.0, 2.0, 2.0, 0.3, 1.0, 1.0])
-# Cosine of the angle from which the pole is held.
-UPRIGHT = 0.8
-# Root of 3 g / 2 l for the pole of 1 m: spin, in radians a second, by which energy is
-# measured so that falling from level is worth 1.
-SWING_RATE = 3.84
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,26 +52,13 @@ def linear(mean: np.ndarray, std: np.ndarray, parameters: np.ndarray) -> Policy:
     return lambda observation: np.tanh(weights @ observation + bias)
 
 
-def swing_up(parameters: np.ndarray) -> Policy:
-    """Returns a law for the cart-pole: energy until the pole is up, then linear.
+def believing(action_repeat: int, parameters: np.ndarray) -> Policy:
+    """Returns a cart-pole's controller that believes in other physics.
 
-    parameters: the gains, as shares of `GAINS`.
+    parameters: logarithms of strength, masses and length, cut to [-2, 2].
     """
-    hold, (pump, level, near, slow) = np.split(parameters * GAINS, [4])
-
-    def act(observation: np.ndarray) -> np.ndarray:
-        position, cosine, sine, speed, spin = observation
-        if cosine > UPRIGHT:
-            push = hold @ (position, speed, sine, spin)
-        else:
-            energy = (spin / SWING_RATE) ** 2 / 2 + cosine - 1 - level
-            push = pump * energy * spin * cosine - near * position - slow * speed
-        return np.tanh(push)[None]
-
-    return act
-
-
-CARTPOLE = Family(np.full(len(GAINS), 0.5), spread=0.7, rate=0.4, policy=swing_up)
+    shares = np.exp(np.clip(parameters, -2, 2)).tolist()
+    return controller(HiddenPhysics(1, *shares), action_repeat)
 
 
 def search(
