@@ -60,7 +60,8 @@ on the diagonal takes beyond its 10 live sub-tiles of 16; what other partial til
 with masks and (forward) the sums that their programs begin with."""
 
 ATTENTION_SHARE = {"forward": 0.6, "backward": 0.5}
-"""Share of the peak assumed for kernels of other chips."""
+"""Share of the peak of kernels of other chips: those of results/2026-11-27-h100.md, of
+16 Ki tokens and more."""
 
 WAITED = {"forward": 2**19, "backward": 3 * 2**19}
 """Bytes that a head of a TPU kernel waits for: first copies, and the last dq out."""
@@ -73,7 +74,7 @@ def source(chip: Chip) -> str:
     """Says where the speed of a chip's kernels comes from."""
     if chip.name not in CYCLES:
         shares = ", ".join(f"{n} {s:.0%}" for n, s in ATTENTION_SHARE.items())
-        return f"assumed shares of the peak: {shares}"
+        return f"shares of the peak, as one H100 reaches them: {shares}"
     return "bundles of a full tile of 1024 x 1024: " + ", ".join(
         f"{name} {count[0]}" for name, count in CYCLES[chip.name].items()
     )
