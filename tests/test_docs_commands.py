@@ -92,6 +92,9 @@ def clone(tmp_path):
         (root / f"BOOKS/{number}.txt").write_text(book)
     with pa.output_stream(root / "TEXTS.jsonl.zst", compression="zstd") as texts:
         texts.write(json.dumps({"text": "Two cats sat there. " * 100}).encode())
+    lines = (json.dumps({"content": f"Page {n}. " * (n + 400)}) for n in range(8))
+    (root / "DATASET").mkdir()
+    (root / "DATASET/pages.jsonl").write_text("\n".join(lines) + "\n")
     says = ("human", "Where sat the cat?"), ("gpt", "On the mat.")
     turns = [{"from": who, "value": what} for who, what in says]
     chats = [{"id": n, "conversations": turns} for n in range(40)]
