@@ -1,7 +1,10 @@
 """Layers of ring attention and nothing else, to be compiled and looked at."""
 
+import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,11 @@ from jax.stages import Compiled
 from kernels import layouts as layout
 from kernels import masks
 from kernels.backends import Backend
+from kernels.backends.hopper import backward as hopper_backward
+from kernels.backends.hopper import backward_dq as hopper_dq
+from kernels.backends.hopper import forward as hopper_forward
+from kernels.backends.tpu import backward as tpu_backward
+from kernels.backends.tpu import forward as tpu_forward
 from kernels.ring import attend as ring
 from kernels.ring.routes import ONE_WAY, Route
 from tools.lib.compiled.pods import compile_for
@@ -18,6 +26,21 @@ from tools.lib.compiled.pods import compile_for
 HEADS, HEAD_DIM, LAYERS = 2, 128, 2
 SHARDED = PartitionSpec(None, "ring")
 Attend = Callable[..., jax.Array]
+
+
+KERNELS = tpu_forward, tpu_backward, hopper_forward, hopper_backward, hopper_dq
+
+
+def compile_without_bodies(mesh: Mesh, program: Attend, *arguments: Any) -> Compiled:
+    """Compiles what runs kernels, which do nothing: XLA schedules by what they declare.
+
+    It takes a fifth of the time. That kernels compile is tested by themselves.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in KERNELS:
+            nothing = mock.patch.object(module, "_kernel", lambda *_: None)
+            stack.enter_context(nothing)
+        return compile_for(mesh, program, *arguments)
 
 
 def striped_attention(
@@ -63,7 +86,7 @@ def compiled_gradients(mesh: Mesh, backend: Backend, tokens: int) -> Compiled:
         return jax.vjp(attend, q, k, v)[1](d_out)
 
     q, k = (sharded_array(mesh, tokens, heads) for heads in (4, 2))
-    return compile_for(mesh, gradients, q, k, k, q)
+    return compile_without_bodies(mesh, gradients, q, k, k, q)
 
 
 def layers_gradient(
