@@ -13,10 +13,10 @@ import grain
 import numpy as np
 
 from data.batch import Batch
+from data.files import describe_file
 from data.rows import RowOrder, RowPlan
 from data.text.token_file import TokenFile
 from data.text.tokenizer import open_tokenizer
-from data.versioned import describe_file
 
 
 def parse_mixture(text: str) -> dict[str, float | None]:

@@ -77,10 +77,9 @@ class PackedRows:
     def read(self, row: int, index: np.ndarray) -> Batch:
         begin = row * self.length
         end = begin + self.length + 1
-        starts = self.corpus.starts
-        first, last = np.searchsorted(starts, (begin + 1, end))
-        starts = np.concatenate([[0], starts[first:last] - begin])
-        return _read(self, (begin, end), starts, index)
+        first, last = np.searchsorted(self.corpus.starts, (begin + 1, end))
+        bounds = [begin, *self.corpus.starts[first:last], end]
+        return _read(self, bounds, index)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class WholeRows:
 
     def __post_init__(self):
         _check_length(self.length)
-        lengths = np.diff(self.corpus.starts, append=self.corpus.tokens.size)
+        lengths = self.corpus.lengths
         if lengths.max() > self.length:
             document = int(np.argmax(lengths))
             raise ValueError(
@@ -116,21 +115,15 @@ class WholeRows:
     @cached_property
     def _edges(self) -> np.ndarray:
         """First document of each row, and the number of documents, int64."""
-        starts, size = self.corpus.starts, self.corpus.tokens.size
-        ends = np.append(starts[1:], size)
-        edges = [0]
-        while edges[-1] < ends.size:
-            row_end = starts[edges[-1]] + self.length
-            edges.append(int(np.searchsorted(ends, row_end, side="right")))
+        offsets, edges = self.corpus.offsets, [0]
+        while edges[-1] < offsets.size - 1:
+            row_end = offsets[edges[-1]] + self.length
+            edges.append(int(np.searchsorted(offsets, row_end, side="right")) - 1)
         return np.array(edges)
 
     def read(self, row: int, index: np.ndarray) -> Batch:
         first, last = self._edges[row : row + 2]
-        starts = self.corpus.starts[first:last]
-        all_starts, size = self.corpus.starts, self.corpus.tokens.size
-        end = size if last == all_starts.size else int(all_starts[last])
-        part = int(starts[0]), end
-        return _read(self, part, starts - starts[0], index)
+        return _read(self, self.corpus.offsets[first : last + 1], index)
 
 
 @dataclass(frozen=True)
@@ -164,18 +157,14 @@ class DocumentRows:
     @cached_property
     def _rows_until(self) -> np.ndarray:
         """Rows of each document and all before it, int64 (documents,)."""
-        lengths = np.diff(self.corpus.starts, append=self.corpus.tokens.size)
-        return np.cumsum(-(-(lengths - 1) // self.length))
+        return np.cumsum(-(-(self.corpus.lengths - 1) // self.length))
 
     def read(self, row: int, index: np.ndarray) -> Batch:
         document = int(np.searchsorted(self._rows_until, row, side="right"))
         part = row - (int(self._rows_until[document - 1]) if document else 0)
-        starts, size = self.corpus.starts, self.corpus.tokens.size
-        last = document + 1 == starts.size
-        document_end = size if last else int(starts[document + 1])
-        begin = int(starts[document]) + part * self.length
-        end = min(begin + self.length + 1, document_end)
-        return _read(self, (begin, end), np.zeros(1, np.int64), index)
+        first, document_end = self.corpus.offsets[document : document + 2]
+        begin = first + part * self.length
+        return _read(self, [begin, min(begin + self.length + 1, document_end)], index)
 
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
@@ -189,20 +178,21 @@ def _check_length(length: int) -> None:
 
 def _read(
     plan: PackedRows | WholeRows | DocumentRows,
-    part: tuple[int, int],
-    starts: np.ndarray,
+    bounds: Sequence[int] | np.ndarray,
     index: np.ndarray,
 ) -> Batch:
     """Reads a row's tokens at `index` (L,), from its part of the stream.
 
-    part: what the row reads and predicts, from a token to the one after the last: up to
-      `plan.length` tokens and the target of the last one; fewer in a padded row.
-    starts: where in the part each document starts; the first is 0.
+    bounds: where in the stream the row's documents begin, and where the last one ends.
+      They hold what the row reads and predicts: up to `plan.length` tokens and the
+      target of the last one; fewer in a padded row.
     """
-    begin, size = part[0], part[1] - part[0]
-    document = np.searchsorted(starts, index, side="right") - 1
-    first = starts[document].astype(np.int32)
-    end = np.append(starts[1:], size)[document].astype(np.int32)
+    begin = int(bounds[0])
+    bounds = np.asarray(bounds) - begin
+    size = int(bounds[-1])
+    document = np.searchsorted(bounds[:-1], index, side="right") - 1
+    first = bounds[document].astype(np.int32)
+    end = bounds[document + 1].astype(np.int32)
     is_real, successor = index < min(size, plan.length), index + 1
     k_start, k_end = plan.mask.bounds(index, first, np.minimum(end, plan.length))
     positions = np.where(is_real, index - first, 0)

@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import ml_collections
-import numpy as np
 
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
+from data.packed import digest
 from data.rows import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
 from data.text import token_file
 from data.text.corpus import prepare_standard_library
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer
-from data.versioned import digest
 from kernels.layouts import Layout, Striped, Zigzag
 from tasks.config_errors import names_fields
 from tasks.systems import document_mask
@@ -108,7 +107,7 @@ def longest_document(config: ml_collections.ConfigDict) -> int | None:
             corpus = TokenFile.open(Path(name), "train")
         except (FileNotFoundError, ValueError):
             return None
-        found.append(np.diff(corpus.starts, append=corpus.tokens.size).max())
+        found.append(corpus.lengths.max())
     return int(max(found)) if found else None
 
 

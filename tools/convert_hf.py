@@ -30,8 +30,8 @@ from flax import traverse_util
 
 from configs import base
 from data.document_mask import DocumentMask
+from data.files import NewDirectory, refuse_existing
 from data.json_text import read_json_object
-from data.new_directory import NewDirectory, refuse_existing
 from data.text.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
 from models.rope import RopeScaling
@@ -192,7 +192,7 @@ def _write_own_tokenizer(workdir: str, directory: Path, fields: dict[str, Any]) 
     except (ValueError, OSError) as error:
         return f"without a tokenizer and ids of special tokens (--like): {error}"
     corpus = next(map(Path, corpora.named(config)), Path())
-    copy, _ = write_tokenizer(directory, tokenizer, read_chat_template(corpus))
+    copy = write_tokenizer(directory, tokenizer, read_chat_template(corpus))
     if copy is None:
         return f"the tokenizer is {tokenizer.name}, which has no file"
     ends, begins = tokenizer.stop_tokens, tokenizer.begin_of_document

@@ -21,9 +21,8 @@ from data.agents.episodes import (
 )
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.files import describe_file, refuse_existing
 from data.json_text import read_json_object
-from data.new_directory import refuse_existing
-from data.versioned import describe_file
 
 # ExoRL's own loader keeps the first million of up to ten.
 MAX_TRANSITIONS = 1_000_000

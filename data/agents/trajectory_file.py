@@ -14,30 +14,25 @@ file of any size reads no steps.
 """
 
 import io
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from data.json_text import is_number
-from data.new_directory import NewDirectory, refuse_bucket
-from data.stored_array import StoredArray
-from data.versioned import (
-    FILES,
-    check_files,
-    describe_file,
-    digest,
-    read_versioned,
-    whole_number,
-)
+from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
 
-VERSION = 1
-INDEX = "index.json"
 STEPS = "steps.npy"
-REMEDY = "make them again: tools/pack_exorl.py, or tools/make_dark_room.py"
+FORMAT = PackedFormat(
+    "trajectory file",
+    "index.json",
+    version=1,
+    remedy="make them again: tools/pack_exorl.py, or tools/make_dark_room.py",
+    make="python -m tools.pack_exorl, or tools.make_dark_room",
+)
+identify = FORMAT.identify
 # What NumPy's header takes for any array of three axes; it keeps room to grow.
 HEADER_BYTES = 128
 
@@ -73,8 +68,8 @@ class TrajectoryFile:
           ValueError: a file is empty, cut short, of another format or damaged.
         """
         directory = Path(directory)
-        index = _read_index(directory)
-        try:
+        index = FORMAT.read_index(directory)
+        with FORMAT.parsing(directory, "trajectories"):
             for name in ("observation_size", "action_size"):
                 whole_number(name, index[name], least=1)
             whole_number("action_repeat", index.get("action_repeat", 1), least=1)
@@ -88,22 +83,18 @@ class TrajectoryFile:
             worlds = np.array(worlds, np.int64)
             mean = _numbers(index, "observation_mean", np.float32)
             std = _numbers(index, "observation_std", np.float32)
-            columns = index["observation_size"] + index["action_size"] + 1
-            if _flag(index, "has_targets"):
-                columns += index["action_size"]
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{directory / INDEX} does not describe trajectories "
-                f"({type(error).__name__}: {error}): {REMEDY}"
-            ) from error
-        episodes = {len(lengths), len(returns), len(worlds)}
-        fitting = len(episodes) == 1 and lengths.size and std.min() >= 0
-        if not fitting or not len(mean) == len(std) == index["observation_size"]:
-            raise ValueError(f"{directory / INDEX} contradicts itself: {REMEDY}")
-        path = directory / STEPS
-        _check_file(path, _shape(lengths, columns))
-        rows = int(lengths.sum()), columns
-        steps = StoredArray(path, np.dtype(np.float32), rows, offset=HEADER_BYTES)
+            targets = index["action_size"] * truth(index, "has_targets")
+            columns = index["observation_size"] + index["action_size"] + targets + 1
+            episodes = {len(lengths), len(returns), len(worlds)}
+            fitting = len(episodes) == 1 and lengths.size and std.min() >= 0
+            if not fitting or not len(mean) == len(std) == index["observation_size"]:
+                raise ValueError("it contradicts itself")
+        steps = FORMAT.open_array(
+            directory / STEPS,
+            np.float32,
+            (int(lengths.sum()), columns),
+            _header(lengths, columns),
+        )
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         return cls(directory, steps, offsets, returns, worlds, mean, std, index)
 
@@ -121,7 +112,7 @@ class TrajectoryFile:
                 f"{self.steps.path} has a number that is not finite in step "
                 f"{places[~finite].flat[0]} (in episode "
                 f"{np.searchsorted(self.offsets, places[~finite].flat[0], 'right') - 1}"
-                f"): it was damaged; copy it again or {REMEDY}"
+                f"): it was damaged; copy it again or {FORMAT.remedy}"
             )
         return found
 
@@ -147,18 +138,6 @@ class TrajectoryFile:
     def action_repeat(self) -> int:
         """Steps of the environment for which each action is held."""
         return self.index.get("action_repeat", 1)
-
-
-def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
-    """Returns a file's digest, and a note of what was not compared with it.
-
-    compare: a file of any size with its digest (see `versioned.check_files`).
-
-    Raises:
-      FileNotFoundError, ValueError: it is missing or damaged.
-    """
-    path, index = Path(directory) / INDEX, _read_index(Path(directory))
-    return digest(index), check_files(path, index, whole=compare, remedy=REMEDY)
 
 
 def top_episodes(
@@ -189,55 +168,33 @@ def top_episodes(
     return best_first[: max(int(within.sum()), 1)]
 
 
-@dataclass
-class _Moments:
-    """Mean, and squared differences from it, joined part by part (Chan et al.)."""
+class TrajectoryWriter(PackedWriter):
+    """Streams episodes to a new trajectory file (see `PackedWriter`).
 
-    count: int = 0
-    mean: Any = 0.0
-    squares: Any = 0.0
-
-    def add(self, values: np.ndarray) -> None:
-        """Joins (n, columns) more."""
-        values = values.astype(np.float64)
-        count, mean = len(values), values.mean(axis=0)
-        total = self.count + count
-        step = mean - self.mean
-        self.squares += ((values - mean) ** 2).sum(axis=0)
-        self.squares += step**2 * (self.count * count / total)
-        self.mean = self.mean + step * (count / total)
-        self.count = total
-
-    @property
-    def std(self) -> np.ndarray:
-        return np.sqrt(self.squares / self.count)
-
-
-@dataclass
-class TrajectoryWriter:
-    """Streams episodes to a new trajectory file, which appears whole or not at all.
-
-    A context manager: files are written to a hidden sibling of `directory`, which
-    takes its name when the block ends, and is removed when the block raises. What is
-    put into `about` until then comes to stand in index.json.
+    about: what index.json says besides; it may grow until the block ends.
 
     Raises:
       FileExistsError: `directory` exists and is not empty; nothing in it is touched.
       ValueError: the block ends without an episode.
     """
 
-    directory: Path
-    about: dict[str, Any]
-    lengths: list[int] = field(default_factory=list)
-    returns: list[float] = field(default_factory=list)
-    worlds: list[int] = field(default_factory=list)
-    _sizes: tuple[int, ...] = ()
-    _moments: _Moments = field(default_factory=_Moments)
+    format = FORMAT
 
-    def __enter__(self) -> "TrajectoryWriter":
-        self.directory = Path(self.directory)
-        self._new = NewDirectory(self.directory)
-        self._file = (self._new.partial / STEPS).open("wb")
+    def __init__(self, directory: Path, about: dict[str, Any]):
+        super().__init__(directory)
+        self.about = about
+        self.lengths: list[int] = []
+        self.returns: list[float] = []
+        self.worlds: list[int] = []
+        self._sizes: tuple[int, ...] = ()
+        # Observations less the first one, whose squares keep their digits.
+        self._first = np.zeros(0)
+        self._sums: Any = 0.0
+        self._squares: Any = 0.0
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._file = self._open(STEPS)
         self._file.write(bytes(HEADER_BYTES))
         return self
 
@@ -283,62 +240,52 @@ class TrajectoryWriter:
                 f"episode {len(self.lengths)} has observations and actions of {sizes}, "
                 f"those before of {self._sizes}: pack one domain at a time"
             )
-        self._sizes = sizes
         rows = np.column_stack([*parts, reward]).astype("<f4")
         if not np.isfinite(rows).all():
             raise ValueError(
                 f"episode {len(self.lengths)} has numbers that are not finite in "
                 f"float32, the first in step {np.argmin(np.isfinite(rows).all(axis=1))}"
             )
+        observations = rows[:, : sizes[0]].astype(np.float64)
+        if not self.lengths:
+            self._sizes, self._first = sizes, observations[0]
         self._file.write(rows.tobytes())
         self.lengths.append(len(rows))
         self.returns.append(float(rows[:, -1].sum(dtype=np.float64)))
         self.worlds.append(int(world))
-        self._moments.add(rows[:, : self._sizes[0]])
+        self._sums += (observations - self._first).sum(axis=0)
+        self._squares += ((observations - self._first) ** 2).sum(axis=0)
 
-    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            self._file.close()
-            self._new.remove()
-
-    def _finish(self) -> None:
+    def _finish(self) -> dict[str, Any]:
         if not self.lengths:
             raise ValueError(f"no episodes were written to {self.directory}")
-        self._file.seek(0)
-        self._file.write(_header(_shape(np.array(self.lengths), sum(self._sizes) + 1)))
-        self._file.close()
-        index = {
-            "version": VERSION,
+        lengths = np.array(self.lengths)
+        with (self._new.partial / STEPS).open("r+b") as file:
+            file.write(_header(lengths, sum(self._sizes) + 1))
+        mean = self._sums / lengths.sum()
+        variance = self._squares / lengths.sum() - mean**2
+        return {
             **self.about,
             "observation_size": self._sizes[0],
             "action_size": self._sizes[1],
             "has_targets": len(self._sizes) > 2,
-            "observation_mean": self._moments.mean.tolist(),
-            "observation_std": self._moments.std.tolist(),
+            "observation_mean": (self._first + mean).tolist(),
+            "observation_std": np.sqrt(variance.clip(0)).tolist(),
             "lengths": self.lengths,
             "returns": self.returns,
             "worlds": self.worlds,
-            FILES: {STEPS: describe_file(self._new.partial / STEPS)},
         }
-        (self._new.partial / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-        self._new.appear()
 
 
-def _shape(lengths: np.ndarray, columns: int) -> tuple[int, ...]:
+def _header(lengths: np.ndarray, columns: int) -> bytes:
+    """Returns what NumPy writes before the steps of episodes of these lengths."""
     uniform = (lengths == lengths[0]).all()
     rows = (len(lengths), int(lengths[0])) if uniform else (int(lengths.sum()),)
-    return *rows, columns
-
-
-def _header(shape: tuple[int, ...]) -> bytes:
+    form = {"descr": "<f4", "fortran_order": False, "shape": (*rows, columns)}
     header = io.BytesIO()
-    form = {"descr": "<f4", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, form)
     if header.tell() != HEADER_BYTES:
-        raise RuntimeError(f"NumPy's header has {header.tell()} bytes for {shape=}")
+        raise RuntimeError(f"NumPy's header has {header.tell()} bytes for {form}")
     return header.getvalue()
 
 
@@ -350,35 +297,3 @@ def _numbers(index: Mapping[str, Any], name: str, dtype: type) -> np.ndarray:
     if max(map(abs, found), default=0) > most:
         raise ValueError(f"{name} has a number above {most}")
     return np.array(found, dtype)
-
-
-def _flag(index: Mapping[str, Any], name: str) -> bool:
-    """Reads a truth value of the description; False where it is not."""
-    found = index.get(name, False)
-    if type(found) is not bool:
-        raise ValueError(f"{name}={found!r} must be true or false")
-    return found
-
-
-def _read_index(directory: Path) -> dict[str, Any]:
-    refuse_bucket(directory)
-    if not directory.is_dir():
-        raise FileNotFoundError(f"there are no trajectories {directory}: {REMEDY}")
-    return read_versioned(
-        directory / INDEX, VERSION, what="these are not trajectories", remedy=REMEDY
-    )
-
-
-def _check_file(path: Path, shape: tuple[int, ...]) -> None:
-    """Checks that the file holds exactly this array."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {REMEDY}")
-    size = path.stat().st_size
-    expected = HEADER_BYTES + int(np.prod(shape)) * np.dtype(np.float32).itemsize
-    with path.open("rb") as file:
-        intact = size == expected and file.read(HEADER_BYTES) == _header(shape)
-    if not intact:
-        raise ValueError(
-            f"{path} has {size} bytes, but {INDEX} says an array of {shape}, which is "
-            f"{expected}: the file was cut short or replaced; copy it again or {REMEDY}"
-        )

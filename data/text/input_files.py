@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.files import refuse_bucket
 from data.json_text import read_json_object
-from data.new_directory import refuse_bucket
 from data.text.row_files import FORMATS, TABLES, check_beginning, ending
 from data.text.skipped import BadRow, Skipped
 

@@ -21,35 +21,31 @@ opening a corpus of any size reads no tokens.
 
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from data.files import describe_file
 from data.json_text import short
-from data.new_directory import NewDirectory, refuse_missing
-from data.stored_array import StoredArray
-from data.text.sources import Sources, write_sources
+from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
 from data.text.tokenizer import Tokenizer
 from data.text.tokenizer_files import write_tokenizer
-from data.versioned import (
-    FILES,
-    HashedFile,
-    check_files,
-    describe_file,
-    digest,
-    read_versioned,
-    whole_number,
-)
 
-VERSION = 1
 SPLITS = ("train", "validation")
-META = "meta.json"
-ORIGIN = ("sources", "end_of_document")
-"""Keys of meta.json that say where tokens are from: not what a corpus is known by."""
-REMEDY = "prepare the corpus again with tools/prepare_text.py"
+SOURCES = "sources.jsonl"
+MOST_NAMED = 4
+"""Sources that are named where a corpus is described; all are in `sources.jsonl`."""
+FORMAT = PackedFormat(
+    "corpus",
+    "meta.json",
+    version=1,
+    remedy="prepare the corpus again with tools/prepare_text.py",
+    make="python -m tools.prepare_text TEXTS --output CORPUS",
+    origin=("sources", SOURCES, "end_of_document"),
+)
+identify = FORMAT.identify
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +53,8 @@ class TokenFile:
     """One split of a corpus.
 
     tokens: uint16 or uint32 (tokens,), the stream, on disk.
-    starts: int64 (documents,), where in the stream each document starts.
+    offsets: int64 (documents + 1,), where in the stream each document starts, and where
+      the last one ends.
     vocab_size: of the tokenizer; largest_token: the largest id that occurs.
     tokenizer: what `open_tokenizer` opens to encode and decode as the corpus was.
     loss_mask: uint8 (tokens,), 1 for each token with a loss, on disk; None: all have.
@@ -66,7 +63,7 @@ class TokenFile:
     directory: Path
     split: str
     tokens: StoredArray
-    starts: np.ndarray
+    offsets: np.ndarray
     vocab_size: int
     largest_token: int
     tokenizer: str
@@ -81,44 +78,51 @@ class TokenFile:
           ValueError: a file is empty, cut short, of another format or damaged.
         """
         directory = Path(directory)
-        meta = _read_meta(directory)
-        try:
+        meta = FORMAT.read_index(directory)
+        with FORMAT.parsing(directory, f"a split {split!r}"):
             counts = SplitCounts(**meta["splits"][split])
-            vocab_size, dtype = _vocabulary(meta, counts)
+            least = counts.largest_token + 1
+            vocab_size = whole_number("vocab_size", meta["vocab_size"], least)
+            dtype = meta["dtype"]
+            if dtype not in ("uint16", "uint32"):
+                raise ValueError(f"dtype={short(dtype)} must be uint16 or uint32")
             spec = _tokenizer(directory, meta["tokenizer"])
-            has_loss_mask = meta.get("has_loss_mask", False)
-            if not isinstance(has_loss_mask, bool):
-                given = f"has_loss_mask={short(has_loss_mask)}"
-                raise ValueError(f"{given} must be true or false")
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{directory / META} does not describe a split {split!r} "
-                f"({type(error).__name__}: {error}): {REMEDY}"
-            ) from error
+            has_loss_mask = truth(meta, "has_loss_mask")
         if counts.documents == 0:
             raise ValueError(
-                f"split {split!r} of {directory} is empty: {REMEDY} from at least two "
-                "different documents"
+                f"split {split!r} of {directory} is empty: {FORMAT.remedy} from at "
+                "least two different documents"
             )
-        tokens = _stored(_path(directory, split, "tokens"), dtype, counts.tokens)
-        path = _path(directory, split, "documents")
+
+        def stored(kind: str, dtype: str, count: int) -> StoredArray:
+            path = _path(directory, split, kind)
+            return FORMAT.open_array(path, np.dtype(dtype), (count,))
+
+        tokens = stored("tokens", dtype, counts.tokens)
         # Stored unsigned; read as signed, which is the same below 2^63.
-        starts = _stored(path, np.dtype(np.int64), counts.documents)[:]
-        _check_starts(path, starts, counts.tokens)
-        loss_mask = None
-        if has_loss_mask:
-            path = _path(directory, split, "loss")
-            loss_mask = _stored(path, np.dtype(np.uint8), counts.tokens)
+        starts = stored("documents", "int64", counts.documents)
+        offsets = np.append(starts[:], counts.tokens)
+        _check_offsets(starts.path, offsets)
         return cls(
             directory,
             split,
             tokens,
-            starts,
+            offsets,
             vocab_size,
             counts.largest_token,
             spec,
-            loss_mask,
+            stored("loss", "uint8", counts.tokens) if has_loss_mask else None,
         )
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where in the stream each document starts, int64 (documents,)."""
+        return self.offsets[:-1]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 (documents,)."""
+        return np.diff(self.offsets)
 
     def ids(self, places: np.ndarray) -> np.ndarray:
         """Reads the tokens at these places of the stream, int32 of their shape.
@@ -127,8 +131,7 @@ class TokenFile:
           ValueError: one is larger than meta.json says.
           OSError: they cannot be read.
         """
-        ids = self.tokens.take(places)
-        self._check_largest("token", self.tokens, places, ids, self.largest_token)
+        ids = self._take("token", self.tokens, places, self.largest_token)
         return ids.astype(np.int32)
 
     def is_supervised(self, places: np.ndarray) -> np.ndarray:
@@ -139,27 +142,22 @@ class TokenFile:
         """
         if self.loss_mask is None:
             return np.ones(places.shape, bool)
-        marks = self.loss_mask.take(places)
-        self._check_largest("mark", self.loss_mask, places, marks, 1)
-        return marks != 0
+        return self._take("mark", self.loss_mask, places, 1) != 0
 
-    def _check_largest(
-        self,
-        what: str,
-        array: StoredArray,
-        places: np.ndarray,
-        found: np.ndarray,
-        largest: int,
-    ) -> None:
-        """Refuses what a damaged file holds: it would be trained on as text."""
+    def _take(
+        self, what: str, array: StoredArray, places: np.ndarray, largest: int
+    ) -> np.ndarray:
+        """Reads numbers, and refuses larger ones: they would be trained on as text."""
+        found = array.take(places)
         if found.max(initial=0) > largest:
             worst = int(np.argmax(found))
             raise ValueError(
                 f"{array.path} has {what} {found.flat[worst]} at place "
                 f"{places.flat[worst]}, and {largest} is the largest (vocab_size="
                 f"{self.vocab_size}): it was damaged or replaced; copy it again or "
-                f"{REMEDY}"
+                f"{FORMAT.remedy}"
             )
+        return found
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a model with `vocab_size` ids cannot read the corpus."""
@@ -168,8 +166,8 @@ class TokenFile:
                 f"split {self.split!r} of {self.directory} holds token "
                 f"{self.largest_token}, so the model's {vocab_size=} must be at least "
                 f"{self.vocab_size}, as its tokenizer {self.tokenizer} has: set "
-                f"vocab_size=0 to take the corpus's, or {REMEDY} and the model's "
-                "tokenizer"
+                f"vocab_size=0 to take the corpus's, or {FORMAT.remedy} and the "
+                "model's tokenizer"
             )
 
 
@@ -179,27 +177,9 @@ def vocab_size(directory: Path) -> int:
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
-    meta = _read_meta(Path(directory))
-    try:
+    meta = FORMAT.read_index(Path(directory))
+    with FORMAT.parsing(Path(directory), "a vocabulary"):
         return whole_number("vocab_size", meta["vocab_size"], 1)
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"{Path(directory) / META} does not describe a vocabulary "
-            f"({type(error).__name__}: {error}): {REMEDY}"
-        ) from error
-
-
-def identify(directory: Path, *, compare: bool = False) -> tuple[str, str]:
-    """Returns a corpus's digest, and a note of what was not compared with it.
-
-    compare: files of any size with their digests (see `versioned.check_files`).
-
-    Raises:
-      FileNotFoundError, ValueError: it is missing or damaged.
-    """
-    path, meta = Path(directory) / META, _read_meta(Path(directory))
-    contents = {name: meta[name] for name in meta if name not in ORIGIN}
-    return digest(contents), check_files(path, meta, whole=compare, remedy=REMEDY)
 
 
 @dataclass
@@ -215,11 +195,26 @@ class SplitCounts:
             whole_number(name, number)
 
 
-class TokenFileWriter:
-    """Streams documents to a new corpus, which appears whole or not at all.
+@dataclass
+class Sources:
+    """How many files a corpus was made of, their size, and the first of them.
 
-    A context manager: files are written to a hidden sibling of `directory`, which
-    takes its name when the block ends, and is removed when the block raises.
+    sha256: of `sources.jsonl`, which has path, size and SHA-256 of each in a line.
+    """
+
+    files: int = 0
+    bytes: int = 0
+    sha256: str = ""
+    first: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        more = f"; all in {SOURCES}" * (self.files > len(self.first))
+        size = f"{self.bytes / 1e6:,.1f} MB"
+        return f"files: {self.files:,}, {size}: {', '.join(self.first)}{more}"
+
+
+class TokenFileWriter(PackedWriter):
+    """Streams documents to a new corpus (see `PackedWriter`).
 
     has_loss_mask: whether documents come with a loss mask.
     chat_template: that chats are written in, to be set.
@@ -229,10 +224,12 @@ class TokenFileWriter:
       ValueError: the block ends without a document in the train split.
     """
 
+    format = FORMAT
+
     def __init__(
         self, directory: Path, tokenizer: Tokenizer, *, has_loss_mask: bool = False
     ):
-        self.directory = Path(directory)
+        super().__init__(directory)
         self._has_loss_mask = has_loss_mask
         self.counts = {split: SplitCounts(0, 0, 0) for split in SPLITS}
         self.tokenizer = tokenizer
@@ -244,19 +241,29 @@ class TokenFileWriter:
     def bytes_per_token(self) -> int:
         return self._dtype.itemsize
 
-    def __enter__(self) -> "TokenFileWriter":
-        self._new = NewDirectory(self.directory, META)
-        self._files = ExitStack()
-        self._streams: dict[tuple[str, str], HashedFile] = {}
-        for kind in ("tokens", "documents", "loss")[: 2 + self._has_loss_mask]:
-            for split in SPLITS:
-                file = HashedFile(_path(self._new.partial, split, kind))
-                self._streams[kind, split] = self._files.enter_context(closing(file))
+    def __enter__(self) -> Self:
+        super().__enter__()
+        kinds = ("tokens", "documents", "loss")[: 2 + self._has_loss_mask]
+        self._streams: dict[tuple[str, str], BinaryIO] = {
+            (kind, split): self._open(_path(Path(), split, kind).name)
+            for kind in kinds
+            for split in SPLITS
+        }
         return self
 
     def add_sources(self, paths: Iterable[Path]) -> None:
         """Records the files that the documents are from, with their digests."""
-        self.sources = write_sources(self._new.partial, paths)
+        self.sources = found = Sources()
+        path = self._new.partial / SOURCES
+        with path.open("w") as written:
+            for source in paths:
+                facts = describe_file(source)
+                written.write(json.dumps({"path": str(source)} | facts) + "\n")
+                found.files += 1
+                found.bytes += facts["bytes"]
+                if found.files <= MOST_NAMED:
+                    found.first.append(f"{source} (sha256 {facts['sha256'][:12]})")
+        found.sha256 = describe_file(path)["sha256"]
 
     def write(
         self, split: str, tokens: np.ndarray, loss_mask: np.ndarray | None = None
@@ -305,51 +312,20 @@ class TokenFileWriter:
         counts.documents += 1
         counts.largest_token = max(counts.largest_token, largest)
 
-    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
-        try:
-            self._files.close()
-            if kind is None:
-                self._finish()
-        finally:
-            self._new.remove()
-
-    def _finish(self) -> None:
+    def _finish(self) -> dict[str, Any]:
         if self.counts["train"].documents == 0:
             raise ValueError(f"no documents were written to {self.directory}")
-        partial = self._new.partial
-        copy, names = write_tokenizer(partial, self.tokenizer, self.chat_template)
-        files = {f.path.name: f.described() for f in self._streams.values()}
-        files |= {name: describe_file(partial / name) for name in names}
-        meta = {
-            "version": VERSION,
+        copy = write_tokenizer(self._new.partial, self.tokenizer, self.chat_template)
+        sources = {"sources": asdict(self.sources)} if self.sources else {}
+        return {
             "tokenizer": {"name": self.tokenizer.name, "file": copy},
             "vocab_size": self.tokenizer.vocab_size,
             "end_of_document": self.tokenizer.end_of_document,
             "dtype": self._dtype.name,
             "has_loss_mask": self._has_loss_mask,
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
-            FILES: files,
+            **sources,
         }
-        if self.sources:
-            meta["sources"] = asdict(self.sources)
-        (partial / META).write_text(json.dumps(meta, indent=2) + "\n")
-        self._new.appear()
-
-
-def _read_meta(directory: Path) -> dict[str, Any]:
-    refuse_missing(directory, META)
-    return read_versioned(
-        directory / META, VERSION, what="this is not a corpus", remedy=REMEDY
-    )
-
-
-def _vocabulary(meta: dict[str, Any], counts: SplitCounts) -> tuple[int, np.dtype]:
-    """Returns the size of the vocabulary, and the type that ids are stored in."""
-    dtype = meta["dtype"]
-    if dtype not in ("uint16", "uint32"):
-        raise ValueError(f"dtype={short(dtype)} must be uint16 or uint32")
-    least = counts.largest_token + 1
-    return whole_number("vocab_size", meta["vocab_size"], least), np.dtype(dtype)
 
 
 def _tokenizer(directory: Path, facts: dict[str, Any]) -> str:
@@ -366,31 +342,17 @@ def _path(directory: Path, split: str, kind: str) -> Path:
     return directory / f"{split}.{kind}.bin"
 
 
-def _stored(path: Path, dtype: np.dtype, count: int) -> StoredArray:
-    """Opens `count` items, having checked that the file holds exactly these."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {REMEDY}")
-    size, expected = path.stat().st_size, count * dtype.itemsize
-    if size != expected or size == 0:
-        raise ValueError(
-            f"{path} has {size} bytes, but {META} says {count} items of "
-            f"{dtype.itemsize} bytes, which is {expected}: the file was cut short or "
-            f"replaced; copy it again or {REMEDY}"
-        )
-    return StoredArray(path, dtype, (count,))
-
-
-def _check_starts(path: Path, starts: np.ndarray, tokens: int) -> None:
+def _check_offsets(path: Path, offsets: np.ndarray) -> None:
+    """Checks that documents follow each other, and that none is empty."""
+    is_filled = offsets[1:] > offsets[:-1]
     damaged = None
-    if starts[0] != 0:
-        damaged = f"the first document starts at {starts[0]}, not at 0"
-    elif not (starts[1:] > starts[:-1]).all():
-        place = int(np.argmin(starts[1:] > starts[:-1]))
-        damaged = (
-            f"document {place + 1} starts at {starts[place + 1]}, not after document "
-            f"{place} at {starts[place]}"
-        )
-    elif starts[-1] >= tokens:
-        damaged = f"the last document starts at {starts[-1]} of {tokens} tokens"
+    if offsets[0] != 0:
+        damaged = f"the first document begins at {offsets[0]}, not at 0"
+    elif not is_filled.all():
+        place = int(np.argmin(is_filled))
+        begin, end = offsets[place : place + 2]
+        damaged = f"document {place} begins at {begin} and ends at {end}"
     if damaged:
-        raise ValueError(f"{path} is damaged: {damaged}; copy it again or {REMEDY}")
+        raise ValueError(
+            f"{path} is damaged: {damaged}; copy it again or {FORMAT.remedy}"
+        )

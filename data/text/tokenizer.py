@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from data.new_directory import refuse_bucket
+from data.files import refuse_bucket
 from data.text.tokenizer_files import (
     TOKENIZER_CONFIG,
     read_begin,

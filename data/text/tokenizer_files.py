@@ -146,11 +146,10 @@ def read_chat_template(directory: Path) -> str | None:
 
 def write_tokenizer(
     directory: Path, tokenizer: "Tokenizer", chat_template: str | None = None
-) -> tuple[str | None, list[str]]:
+) -> str | None:
     """Copies a tokenizer, with files that say what it says of itself.
 
-    Returns:
-      The name of the copy, None where it has no file; and of all files written.
+    Returns the name of the copy; None: the tokenizer has no file.
     """
     files, copy = {}, None
     if tokenizer.path is not None:
@@ -168,7 +167,7 @@ def write_tokenizer(
         files[CHAT_TEMPLATE] = chat_template.encode()
     for name, content in files.items():
         (directory / name).write_bytes(content)
-    return copy, [*files]
+    return copy
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 import json
-import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from data.rows import ROW_PLANS
 from data.text.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import read_begin, read_names, read_stop_tokens
+from tests.data.test_packed import overwrite
 from tests.fuzzing import altered, fuzz, set_field
 
 DOCUMENTS = {"train": [[5, 6, 256], [7, 256], [8]], "validation": [[1, 2, 3, 256]]}
@@ -19,6 +20,10 @@ def write(directory, documents=DOCUMENTS, tokenizer=None):
             for tokens in contents:
                 writer.write(split, np.array(tokens))
     return directory
+
+
+def wide(size):
+    return SimpleNamespace(name="wide", path=None, vocab_size=size, end_of_document=0)
 
 
 def write_masked(directory, *documents):
@@ -103,10 +108,7 @@ def test_a_loss_mask_is_truths_of_every_token_or_none(
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65536, "uint16"), (65537, "uint32")])
 def test_wide_vocabularies_are_stored_wide(tmp_path, vocab_size, dtype):
-    tokenizer = SimpleNamespace(
-        name="wide", path=None, vocab_size=vocab_size, end_of_document=0
-    )
-    largest = vocab_size - 1
+    largest, tokenizer = vocab_size - 1, wide(vocab_size)
     directory = write(tmp_path / "corpus", {"train": [[0, largest]]}, tokenizer)
     corpus = TokenFile.open(directory, "train")
     assert corpus.tokens.dtype == dtype
@@ -163,51 +165,14 @@ def test_corpus_keeps_its_tokenizer(tmp_path):
     assert open_tokenizer(plain.tokenizer).decode([104, 105]) == "hi"
 
 
-@pytest.mark.parametrize("name", ["documents", "tokens", "loss"])
-def test_missing_files_are_named(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match="there is no corpus .*prepare_text"):
-        TokenFile.open(tmp_path / "nowhere", "train")
-    with pytest.raises(FileNotFoundError, match=r"it has no meta\.json"):
-        TokenFile.open(tmp_path, "train")
-    directory = write_masked(tmp_path / "corpus", ([5, 6], [True, False]))
-    (directory / f"train.{name}.bin").unlink()
-    match = rf"train\.{name}\.bin is missing.*prepare"
-    with pytest.raises(FileNotFoundError, match=match):
-        TokenFile.open(directory, "train")
-    other = write(tmp_path / "other")
-    (other / "train.tokens.bin").unlink()
-    assert TokenFile.open(other, "validation").tokens.size == 4
-
-
-@pytest.mark.parametrize(
-    "name, size, match",
-    [
-        ("tokens", 0, "has 0 bytes, .* 3 items of 2 bytes, which is 6"),
-        ("tokens", 4, "has 4 bytes, .* which is 6"),
-        ("tokens", 8, "has 8 bytes, .* which is 6"),
-        ("documents", 0, "has 0 bytes"),
-        ("documents", 15, "has 15 bytes, .* 2 items of 8 bytes"),
-        ("loss", 2, "has 2 bytes, but meta.json"),
-    ],
-)
-def test_cut_files_are_refused(tmp_path, name, size, match):
-    directory = write_masked(
-        tmp_path / "corpus", ([5, 6], [True, False]), ([7], [True])
-    )
-    os.truncate(directory / f"train.{name}.bin", size)
-    match = rf"train\.{name}\.bin {match}.*(cut short).*prepare"
-    with pytest.raises(ValueError, match=match):
-        TokenFile.open(directory, "train")
-
-
 @pytest.mark.parametrize(
     "starts, match",
     [
-        ([1, 3, 5], "starts at 1, not at 0"),
-        ([0, 3, 3], "document 2 starts at 3, not after document 1 at 3"),
-        ([0, 5, 3], "document 2 starts at 3"),
-        ([0, 3, 6], "last document starts at 6 of 6 tokens"),
-        ([0, 3, 1 << 63], "document 2 starts at -9223372036854775808"),
+        ([1, 3, 5], "the first document begins at 1, not at 0"),
+        ([0, 3, 3], "document 1 begins at 3 and ends at 3"),
+        ([0, 5, 3], "document 1 begins at 5 and ends at 3"),
+        ([0, 3, 6], "document 2 begins at 6 and ends at 6"),
+        ([0, 3, 1 << 63], "document 1 begins at 3 and ends at -9223372036854775808"),
     ],
 )
 def test_damaged_bounds_are_refused(tmp_path, starts, match):
@@ -224,9 +189,6 @@ TRAIN = "splits.train"
 @pytest.mark.parametrize(
     "field, value, match",
     [
-        ("version", 2, "format version 2, .* reads version 1"),
-        ("version", True, "format version True, .* reads"),
-        ("version", None, "cannot be read .*version"),
         ("dtype", None, "does not describe .*dtype"),
         ("dtype", "float16", "dtype='float16' must be uint16"),
         ("dtype", "int16", "dtype='int16' must be uint16 or"),
@@ -247,14 +209,6 @@ def test_meta_of_another_form_is_refused(tmp_path, field, value, match):
         TokenFile.open(directory, "train")
 
 
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5000, '{"a": 1, "a": 2}'])
-def test_meta_that_is_no_json_is_refused(tmp_path, text):
-    directory = write(tmp_path / "corpus")
-    (directory / "meta.json").write_text(text)
-    with pytest.raises(ValueError, match=r"meta\.json cannot be read .*prepare"):
-        TokenFile.open(directory, "train")
-
-
 def test_vocabulary_must_hold_the_largest_token(tmp_path):
     directory = write(tmp_path / "corpus")
     corpus = TokenFile.open(directory, "train")
@@ -263,6 +217,35 @@ def test_vocabulary_must_hold_the_largest_token(tmp_path):
         corpus.check_vocabulary(256)
     small = write(tmp_path / "small", {"train": [[9]]})
     TokenFile.open(small, "train").check_vocabulary(10)
+
+
+@pytest.mark.parametrize("plan", ROW_PLANS)
+def test_ids_beyond_the_largest_are_never_read(tmp_path, plan):
+    directory = write(tmp_path / "corpus")
+    overwrite(directory / "train.tokens.bin", 2 * 1, np.array([32768], "<u2"))
+    rows = ROW_PLANS[plan](TokenFile.open(directory, "train"), 3)
+    match = (
+        r"train\.tokens\.bin has token 32768 at place 1, and 256 is the largest "
+        r"\(vocab_size=257\): it was damaged or replaced"
+    )
+    with pytest.raises(ValueError, match=match):
+        for row in range(rows.rows):
+            rows.read(row, np.arange(3, dtype=np.int32))
+
+
+def test_ids_above_31_bits_are_no_negative_ones(tmp_path):
+    directory = write(tmp_path / "corpus", {"train": [[5, 6, 7]]}, wide(1 << 17))
+    overwrite(directory / "train.tokens.bin", 4, np.array([2**32 - 1], "<u4"))
+    with pytest.raises(ValueError, match="token 4294967295 at place 1, and 7 is"):
+        TokenFile.open(directory, "train").ids(np.arange(3))
+
+
+def test_marks_that_are_no_marks_are_never_read(tmp_path):
+    directory = write_masked(tmp_path / "corpus", ([5, 6, 256], [False, True, True]))
+    overwrite(directory / "train.loss.bin", 1, np.array([7], "u1"))
+    match = r"train\.loss\.bin has mark 7 at place 1, and 1 is the largest"
+    with pytest.raises(ValueError, match=match):
+        TokenFile.open(directory, "train").is_supervised(np.arange(3))
 
 
 @pytest.mark.parametrize("attempts", [100, pytest.param(2000, marks=pytest.mark.slow)])

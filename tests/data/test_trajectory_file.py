@@ -1,5 +1,4 @@
 import json
-import os
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from data.agents.trajectory_file import (
     identify,
     top_episodes,
 )
-from tests.data.test_damaged_corpus import overwrite
+from tests.data.test_packed import overwrite
 from tests.fuzzing import altered, fuzz, set_field
 
 
@@ -87,35 +86,9 @@ def test_episodes_of_other_shapes_are_refused(tmp_path, shapes):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no trajectories .*pack_exorl"):
-        TrajectoryFile.open(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="^gs://a/b is in a bucket"):
-        TrajectoryFile.open("gs://a/b")
-    with pytest.raises(FileNotFoundError, match=r"index\.json is missing"):
-        TrajectoryFile.open(tmp_path)
-    directory = write(tmp_path / "run", some_episodes([4]))
-    (directory / "steps.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=r"steps\.npy is missing: make them"):
-        TrajectoryFile.open(directory)
-
-
-@pytest.mark.parametrize(
-    "size", [0, 100, 128 + 2 * 7 * 6 * 4 - 4, 128 + 2 * 7 * 6 * 4 + 4]
-)
-def test_cut_files_are_refused(tmp_path, size):
-    directory = write(tmp_path / "run", some_episodes([7, 7]))
-    os.truncate(directory / "steps.npy", size)
-    match = rf"has {size} bytes, .*\(2, 7, 6\), which is 464: .*cut short.*pack"
-    with pytest.raises(ValueError, match=match):
-        TrajectoryFile.open(directory)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
-        ("version", 2, "version 2, .* reads version 1"),
-        ("version", None, "cannot be read .*version"),
         ("returns", None, "does not describe .*returns"),
         ("returns", [1], "contradicts itself"),
         ("returns", [1, float("nan")], "returns must be a li"),
@@ -139,16 +112,6 @@ def test_index_of_another_form_is_refused(tmp_path, field, value, match):
     if value == []:
         set_field(directory / "index.json", "returns", [])
     with pytest.raises(ValueError, match=rf"index\.json.*{match}.*pack"):
-        TrajectoryFile.open(directory)
-
-
-def test_files_of_another_form_are_refused(tmp_path):
-    directory = write(tmp_path / "run", some_episodes([7, 7]))
-    np.save(directory / "steps.npy", np.zeros((7, 2, 6), np.float32))
-    with pytest.raises(ValueError, match=r"steps\.npy has 464 bytes, .*replaced"):
-        TrajectoryFile.open(directory)
-    (directory / "index.json").write_text("{")
-    with pytest.raises(ValueError, match=r"index\.json cannot be read .*pack"):
         TrajectoryFile.open(directory)
 
 

@@ -249,7 +249,7 @@ def test_texts_are_drawn_as_the_model_says_or_the_options(tmp_path):
     none = argparse.Namespace(temperature=None, top_k=None, top_p=None)
     some = argparse.Namespace(temperature=0.0, top_k=None, top_p=1.0)
     (tmp_path / "copy").mkdir()  # as in a corpus
-    written, _ = write_tokenizer(tmp_path / "copy", tokenizer)
+    written = write_tokenizer(tmp_path / "copy", tokenizer)
     copied = open_tokenizer(f"{tmp_path}/copy/{written}")
     for options, drawn_by, expected in (
         (none, tokenizer, (0.6, 20, 0.95)),

@@ -172,7 +172,7 @@ def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
     assert 3000 <= corpus.tokens.size < 3064
     assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size / 2
     assert prepare_lines.main([*arguments, *LINES]) == 1
-    assert "already holds a corpus" in capsys.readouterr().err
+    assert "out already exists and is left" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

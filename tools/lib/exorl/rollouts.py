@@ -18,7 +18,7 @@ from data.agents import environments
 from data.agents.environments import Environment, check_simulator
 from data.agents.episodes import DOMAINS, Episode
 from data.agents.exorl import QUANTILES
-from data.new_directory import NewDirectory
+from data.files import NewDirectory
 from tasks.command_line import Parser, at_least
 
 # No episode of ExoRL is longer; noise is drawn for as many steps.

@@ -1,15 +1,16 @@
 """Directories of data: new ones appear whole or not at all, and none is in a bucket."""
 
 import contextlib
-import difflib
 import fcntl
 import glob
+import hashlib
 import os
 import shutil
 import socket
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 
 class NewDirectory:
@@ -18,7 +19,6 @@ class NewDirectory:
     It is locked as long as its process lives. Those of the same `path` that killed
     processes of this host have left are removed first.
 
-    index: the file that a corpus at `path` would have; what is there is called one.
     partial: the sibling, empty at first.
 
     Raises:
@@ -26,9 +26,9 @@ class NewDirectory:
       ValueError: it is in a bucket.
     """
 
-    def __init__(self, path: Path, index: str | None = None):
-        self._path, self._index = path, index
-        refuse_existing(path, index)
+    def __init__(self, path: Path):
+        self._path = path
+        refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # The locks of another host are not seen.
         mine = f".{path.name}.{socket.gethostname()}."
@@ -54,7 +54,7 @@ class NewDirectory:
         try:
             self.partial.rename(self._path)
         except OSError:
-            refuse_existing(self._path, self._index)
+            refuse_existing(self._path)
             raise
 
     def remove(self) -> None:
@@ -77,38 +77,18 @@ def _lock(directory: Path) -> int:
     return descriptor
 
 
-def refuse_existing(directory: Path, index: str | None = None) -> None:
+def refuse_existing(directory: Path) -> None:
     """Raises FileExistsError if there is something at `directory`.
-
-    index: the file with which it is called a corpus.
 
     Raises:
       ValueError: it is in a bucket.
     """
     refuse_bucket(directory)
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    is_corpus = index is not None and (directory / index).exists()
-    what = "already holds a corpus" if is_corpus else "already exists"
-    raise FileExistsError(
-        f"{directory} {what} and is left as it is: remove it or choose another output"
-    )
-
-
-def refuse_missing(directory: Path, index: str) -> None:
-    """Raises FileNotFoundError if there is no corpus, which has the file `index`."""
-    refuse_bucket(directory)
-    if (directory / index).is_file():
-        return
-    near = [path.parent.name for path in directory.parent.glob(f"*/{index}")]
-    near = difflib.get_close_matches(directory.name, near, n=1)
-    why = f"; {directory.with_name(near[0])} is one" if near else ""
-    why = f", it has no {index}" if directory.exists() else why
-    texts = directory if directory.exists() else "TEXTS"
-    raise FileNotFoundError(
-        f"there is no corpus {directory}{why}: give the directory of one, or make one: "
-        f"python -m tools.prepare_text {texts} --output CORPUS"
-    )
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise FileExistsError(
+            f"{directory} already exists and is left as it is: remove it or choose "
+            "another output"
+        )
 
 
 def refuse_bucket(path: Path) -> None:
@@ -120,3 +100,10 @@ def refuse_bucket(path: Path) -> None:
             "written to file systems: copy it to a disk of every host, or mount the "
             "bucket there (as with gcsfuse), and give that path"
         )
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Describes a file: its size and SHA-256."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": sha256}

@@ -1,0 +1,348 @@
+"""Packed data on disk: a directory of long arrays, and a JSON index of what they are.
+
+Token files and trajectory files are packed. Arrays are read as they are asked for and
+never mapped: where a mapped file shrinks, or its disk fails, a process ends with SIGBUS
+and without a word. A read that comes short, or fails, is an error like any other.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+from data.files import NewDirectory, describe_file, refuse_bucket
+from data.json_text import parse_json, short
+
+FILES = "files"
+"""Key of an index: the bytes and the SHA-256 of each file beside it, by name."""
+COMPARED_BYTES = 1 << 28
+"""Files of up to this size, together, are always compared with their digests."""
+_BYTES_AT_A_TIME = 1 << 20
+
+
+class StoredArray:
+    """Rows of numbers, one after the other in a file; threads may share it.
+
+    path: of the file, which stays open as long as the array lives.
+    dtype: of the numbers, little-endian. shape: (rows, ...).
+    """
+
+    def __init__(
+        self, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int = 0
+    ):
+        """Opens the file.
+
+        offset: bytes before the first row.
+
+        Raises:
+          OSError: it cannot be opened.
+        """
+        self.path, self.shape = path, shape
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._offset = offset
+        self._row_bytes = self.dtype.itemsize * prod(shape[1:])
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.size * self.dtype.itemsize
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Reads these rows, which follow each other.
+
+        Raises:
+          OSError: they cannot be read, or were removed.
+        """
+        begin, end, _ = rows.indices(self.shape[0])
+        found = np.empty((max(end - begin, 0), *self.shape[1:]), self.dtype)
+        return self._fill(found, begin)
+
+    def take(self, places: np.ndarray) -> np.ndarray:
+        """Reads the rows at places, int of any shape: (*that shape, *a row's).
+
+        Fastest where places do not decrease. What lies between them is read too, but
+        little of it is in memory at a time.
+
+        Raises:
+          OSError: as above.
+        """
+        flat, order = places.reshape(-1), None
+        if (flat[1:] < flat[:-1]).any():
+            order = np.argsort(flat, kind="stable")
+            flat = flat[order]
+        found = np.empty((flat.size, *self.shape[1:]), self.dtype)
+        rows, done = max(_BYTES_AT_A_TIME // self._row_bytes, 1), 0
+        span = int(flat[-1] - flat[0]) + 1 if flat.size else 0
+        buffer = np.empty((min(rows, span), *self.shape[1:]), self.dtype)
+        while done < flat.size:
+            begin = int(flat[done])
+            until = int(np.searchsorted(flat, begin + rows))
+            near = flat[done:until] - begin
+            where = slice(done, until) if order is None else order[done:until]
+            found[where] = self._fill(buffer[: near[-1] + 1], begin)[near]
+            done = until
+        return found.reshape(*places.shape, *self.shape[1:])
+
+    def _fill(self, found: np.ndarray, begin: int) -> np.ndarray:
+        """Reads rows from `begin` on into an array, and gives it back."""
+        wanted, done = found.reshape(-1).view(np.uint8), 0
+        first = self._offset + begin * self._row_bytes
+        while done < wanted.size:
+            count = os.preadv(self._file, [wanted[done:]], first + done)
+            if not count:
+                raise OSError(
+                    f"{self.path} ends at byte {first + done} and was longer when it "
+                    "was opened: it was cut short while it was read; copy it again"
+                )
+            done += count
+        return found
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """What directories of one kind have in common, to read them and to refuse others.
+
+    name: of such a directory, for messages. index: name of its index.
+    version: of the format that this program reads.
+    remedy: what to do about a bad one. make: how to get one, of files TEXTS.
+    origin: keys of the index, and files, that say where data are from, and not which
+      data they are.
+    """
+
+    name: str
+    index: str
+    version: int
+    remedy: str
+    make: str
+    origin: Collection[str] = ()
+
+    def read_index(self, directory: Path) -> dict[str, Any]:
+        """Reads the index of a directory.
+
+        Raises:
+          FileNotFoundError: there is none.
+          ValueError: it is not a JSON object, has no version, or another one; or the
+            directory is in a bucket.
+        """
+        refuse_bucket(directory)
+        path = directory / self.index
+        if not path.is_file():
+            near = [
+                path.parent.name for path in directory.parent.glob(f"*/{path.name}")
+            ]
+            near = difflib.get_close_matches(directory.name, near, n=1)
+            why = f"; {directory.with_name(near[0])} is one" if near else ""
+            make = self.make
+            if directory.exists():
+                why = f", it has no {self.index}"
+                make = make.replace("TEXTS", str(directory))
+            raise FileNotFoundError(
+                f"there is no {self.name} {directory}{why}: give the directory of one, "
+                f"or make one: {make}"
+            )
+        try:
+            found: dict[str, Any] = parse_json(path.read_bytes())
+            version = found["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({type(error).__name__}: {error}): "
+                f"{self.remedy}"
+            ) from error
+        if type(version) is not int or version != self.version:
+            raise ValueError(
+                f"{path} has format version {short(version)}, and this program reads "
+                f"version {self.version}: {self.remedy}"
+            )
+        return found
+
+    @contextlib.contextmanager
+    def parsing(self, directory: Path, what: str) -> Iterator[None]:
+        """Makes errors in what an index says one ValueError that names the index.
+
+        what: the index should describe.
+        """
+        try:
+            yield
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ValueError(
+                f"{directory / self.index} does not describe {what} "
+                f"({type(error).__name__}: {error}): {self.remedy}"
+            ) from error
+
+    def open_array(
+        self, path: Path, dtype: type, shape: tuple[int, ...], header: bytes = b""
+    ) -> StoredArray:
+        """Opens an array after checking that its file holds this and no more.
+
+        header: bytes that the file begins with.
+
+        Raises:
+          FileNotFoundError: the file is missing.
+          ValueError: it has another size, or another header.
+        """
+        dtype = np.dtype(dtype)
+        expected = len(header) + dtype.itemsize * prod(shape)
+        said = f"{dtype.name} of {shape}, which is {expected} bytes"
+        self._check_size(path, expected, said)
+        with path.open("rb") as file:
+            if file.read(len(header)) != header:
+                raise ValueError(
+                    f"{path} does not begin as {said}, as {self.index} says: the file "
+                    f"was replaced; copy it again or {self.remedy}"
+                )
+        return StoredArray(path, dtype, shape, offset=len(header))
+
+    def _check_size(self, path: Path, expected: int, said: str) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: {self.remedy}")
+        size = path.stat().st_size
+        if size != expected:
+            raise ValueError(
+                f"{path} has {size} bytes, but {self.index} says {said}: "
+                f"the file was cut short or replaced; copy it again or {self.remedy}"
+            )
+
+    def identify(self, directory: Path, *, compare: bool = False) -> tuple[str, str]:
+        """Returns the digest of a directory, and a note of what was not compared.
+
+        compare: files of any size with their digests, and not only small ones.
+
+        Raises:
+          FileNotFoundError: the index or a file is missing.
+          ValueError: a file is not what was written, or the index is damaged.
+        """
+        directory = Path(directory)
+        index = self.read_index(directory)
+        named = {name: index[name] for name in index if name not in self.origin}
+        return digest(named), self._compare(directory, index, compare)
+
+    def _compare(self, directory: Path, index: Mapping[str, Any], whole: bool) -> str:
+        """Compares files with their sizes and digests; says what it did not compare."""
+        if FILES not in index:
+            return f"{directory} has no digests, of an older program: not compared"
+        with self.parsing(directory, f"its {FILES}"):
+            files = {
+                (directory / self.index).with_name(name): (
+                    whole_number("bytes", facts["bytes"]),
+                    str(facts["sha256"]),
+                )
+                for name, facts in index[FILES].items()
+            }
+        for path, (expected, _) in files.items():
+            self._check_size(path, expected, str(expected))
+        size = sum(expected for expected, _ in files.values())
+        if size > COMPARED_BYTES and not whole:
+            return (
+                f"{directory} has {size / 1e9:.1f} GB, which are not compared with "
+                "their digests: config.data.compare_digests=True does"
+            )
+        for path, (_, expected) in files.items():
+            if describe_file(path)["sha256"] != expected:
+                raise ValueError(
+                    f"{path} is not what was written, by its digest: it was damaged or "
+                    f"replaced; copy it again or {self.remedy}"
+                )
+        return ""
+
+
+class PackedWriter:
+    """Streams files into a new directory, which appears whole or not at all.
+
+    A context manager: files are written to a hidden sibling of `directory`, which
+    takes its name when the block ends, and is removed when the block raises.
+
+    format: of the directory.
+
+    Raises:
+      FileExistsError: `directory` exists and is not empty; nothing in it is touched.
+    """
+
+    format: PackedFormat
+
+    def __init__(self, directory: Path):
+        self.directory = Path(directory)
+
+    def __enter__(self) -> Self:
+        self._new = NewDirectory(self.directory)
+        self._opened = contextlib.ExitStack()
+        return self
+
+    def _open(self, name: str) -> BinaryIO:
+        """Opens a new file, to be closed when the block ends."""
+        return self._opened.enter_context((self._new.partial / name).open("wb"))
+
+    def _finish(self) -> dict[str, Any]:
+        """Returns what the index says besides its version and its files.
+
+        Raises:
+          ValueError: nothing was written.
+        """
+        raise NotImplementedError
+
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+        try:
+            self._opened.close()
+            if kind is None:
+                facts, partial = self._finish(), self._new.partial
+                files = {path.name: describe_file(path) for path in partial.iterdir()}
+                files = {
+                    n: files[n] for n in sorted(files) if n not in self.format.origin
+                }
+                index = {"version": self.format.version, **facts, FILES: files}
+                text = json.dumps(index, indent=1) + "\n"
+                (partial / self.format.index).write_text(text)
+                self._new.appear()
+        finally:
+            self._new.remove()
+
+
+def whole_number(name: str, found: Any, least: int = 0) -> int:
+    """Checks a number that an index has to hold.
+
+    Raises:
+      ValueError: it is not a whole number, or is below the least.
+    """
+    if type(found) is not int or found < least:
+        given = f"{name}={short(found)}"
+        raise ValueError(f"{given} must be a whole number, at least {least}")
+    return found
+
+
+def truth(index: Mapping[str, Any], name: str) -> bool:
+    """Reads a truth value of an index; False where it is missing.
+
+    Raises:
+      ValueError: it is another value.
+    """
+    found = index.get(name, False)
+    if type(found) is not bool:
+        raise ValueError(f"{name}={short(found)} must be true or false")
+    return found
+
+
+def digest(found: Mapping[str, Any]) -> str:
+    """Returns 16 hex digits that are equal only for equal descriptions."""
+    text = json.dumps(found, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

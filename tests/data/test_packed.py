@@ -1,0 +1,281 @@
+"""Packed data: written whole or not at all, and read as written or refused by name."""
+
+import errno
+import hashlib
+import json
+import os
+import socket
+
+import numpy as np
+import pytest
+
+from data import packed
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.files import refuse_existing
+from data.packed import StoredArray
+from data.text import token_file
+from data.text.token_file import TokenFile, TokenFileWriter, identify
+from data.text.tokenizer import ByteTokenizer
+from tests.fuzzing import set_field
+
+SEED = 20
+
+
+def write(directory, size=4):
+    """A corpus of one document with a loss mask, and one held out."""
+    with TokenFileWriter(directory, ByteTokenizer(), has_loss_mask=True) as writer:
+        for split in token_file.SPLITS:
+            writer.write(split, np.arange(size), np.arange(size) % 2 == 1)
+    return directory
+
+
+def write_steps(directory, steps=(7, 7)):
+    with TrajectoryWriter(directory, {}) as writer:
+        for size in steps:
+            writer.write(np.ones((size, 3)), np.ones((size, 2)), np.ones(size))
+    return directory
+
+
+def overwrite(path, place, values):
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(values.tobytes())
+
+
+@pytest.fixture(params=[(5000,), (700, 3), (300, 2, 4)], ids=str)
+def written(request, tmp_path, monkeypatch):
+    """An array, and the same on disk behind 16 bytes; read 512 bytes at a time."""
+    monkeypatch.setattr(packed, "_BYTES_AT_A_TIME", 512)
+    print(f"seed {SEED}")
+    values = np.random.default_rng(SEED).normal(size=request.param).astype("<f4")
+    (tmp_path / "file").write_bytes(b"16 bytes of this" + values.tobytes())
+    dtype = np.dtype(np.float32)
+    return values, StoredArray(tmp_path / "file", dtype, values.shape, offset=16)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (40,), (900,), (20, 2), (0,), (3, 0)])
+def test_any_places_are_read(written, shape, is_sorted):
+    values, stored = written
+    places = np.random.default_rng(SEED).integers(0, len(values), shape)
+    if is_sorted:
+        places = np.sort(places, axis=None).reshape(shape)
+    np.testing.assert_array_equal(stored.take(places), values[places])
+
+
+def test_a_file_is_closed_when_nobody_has_it(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(8))
+    stored = StoredArray(tmp_path / "file", np.dtype(np.uint8), (8,))
+    number = stored._file
+    assert os.fstat(number).st_size == 8
+    del stored
+    with pytest.raises(OSError):
+        os.fstat(number)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
+    """And no SIGBUS, which would end the process here."""
+    (tmp_path / "file").write_bytes(bytes([7]) * 60_000)
+    stored = StoredArray(tmp_path / "file", np.dtype(np.uint16), (30_000,))
+    os.truncate(tmp_path / "file", 4096)
+    assert stored.take(np.array([2047])).tolist() == [0x0707]
+    with pytest.raises(OSError, match="file ends at byte 59998 and .*cut short while"):
+        stored.take(np.array([29_999]))
+
+
+def test_nothing_is_there_before_it_is_whole(tmp_path):
+    directory = tmp_path / "deep" / "new"
+    with TokenFileWriter(directory, ByteTokenizer()) as writer:
+        writer.write("train", np.arange(4))
+        assert not directory.exists()
+    assert [path.name for path in directory.parent.iterdir()] == ["new"]
+    assert directory.parent.stat().st_mode == directory.stat().st_mode
+    assert TokenFile.open(directory, "train").tokens.size == 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interrupted_writer_leaves_nothing(tmp_path, error):
+    new = tmp_path / "new"
+    with pytest.raises(error), TokenFileWriter(new, ByteTokenizer()) as writer:
+        writer.write("train", np.arange(4))
+        raise error
+    match = f"No space left on device: '{new}'"
+    with pytest.raises(OSError, match=match), TokenFileWriter(new, ByteTokenizer()):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(ValueError, match="no documents were written"):
+        with TokenFileWriter(new, ByteTokenizer()):
+            pass
+    with pytest.raises(ValueError, match="no episodes were written"):
+        write_steps(new, ())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_exists_is_left_as_it_is(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one").write_text("precious")
+    (tmp_path / "file").write_text("precious")
+    write(tmp_path / "old")
+    for name in ("photos", "file", "old"):
+        with pytest.raises(FileExistsError, match=f"{name} already exists and is left"):
+            write(tmp_path / name, 5)
+    assert (tmp_path / "photos" / "one").read_text() == "precious"
+    assert TokenFile.open(tmp_path / "old", "train").tokens.size == 4
+    assert len(list(tmp_path.iterdir())) == 3
+    (tmp_path / "empty").mkdir()
+    refuse_existing(tmp_path / "empty")
+
+
+def test_the_slower_of_two_writers_is_refused(tmp_path):
+    new = tmp_path / "new"
+    with pytest.raises(FileExistsError, match="new already exists and is left"):
+        with TokenFileWriter(new, ByteTokenizer()) as slow:
+            slow.write("train", np.arange(4))
+            write(new, 6)
+    assert TokenFile.open(new, "train").tokens.size == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_has_is_not(tmp_path):
+    host = socket.gethostname()
+    others = {f".new2.{host}.0.partial", ".new.elsewhere.0.partial", f".new.{host}.0"}
+    for name in others:
+        (tmp_path / name).mkdir()
+    new, of_bytes = tmp_path / "new", ByteTokenizer()
+    alive, dead = TokenFileWriter(new, of_bytes), TokenFileWriter(new, of_bytes)
+    with pytest.raises(KeyboardInterrupt), alive, dead:
+        dead._new._locked.close()  # as the kernel does
+        write(new, 6)
+        found = {path.name for path in tmp_path.iterdir()}
+        assert found == {"new", alive._new.partial.name, *others}
+        raise KeyboardInterrupt
+    assert TokenFile.open(new, "train").tokens.size == 6
+
+
+def test_missing_files_are_named(tmp_path):
+    made = write(tmp_path / "corpus")
+    for name, why in ("corpora", f"; {made} is one"), ("nowhere", ""):
+        match = f"^there is no corpus {tmp_path / name}{why}: .*tools.prepare_text"
+        with pytest.raises(FileNotFoundError, match=match):
+            TokenFile.open(tmp_path / name, "train")
+    with pytest.raises(FileNotFoundError, match=r"it has no meta\.json"):
+        TokenFile.open(tmp_path, "train")
+    with pytest.raises(FileNotFoundError, match="no trajectory file .*pack_exorl"):
+        TrajectoryFile.open(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="^gs://a/b is in a bucket"):
+        TrajectoryFile.open("gs://a/b")
+    for name in ("documents", "tokens", "loss"):
+        path = made / f"train.{name}.bin"
+        path.rename(tmp_path / "moved")
+        with pytest.raises(FileNotFoundError, match=f"{path} is missing: prepare"):
+            TokenFile.open(made, "train")
+        assert TokenFile.open(made, "validation").tokens.size == 4
+        (tmp_path / "moved").rename(path)
+
+
+@pytest.mark.parametrize(
+    "name, size, says",
+    [
+        ("tokens", 0, r"uint16 of \(4,\), which is 8 bytes"),
+        ("tokens", 6, r"uint16 of \(4,\), which is 8 bytes"),
+        ("tokens", 10, r"uint16 of \(4,\), which is 8 bytes"),
+        ("documents", 0, r"int64 of \(1,\), which is 8 bytes"),
+        ("documents", 7, r"int64 of \(1,\), which is 8 bytes"),
+        ("loss", 2, r"uint8 of \(4,\), which is 4 bytes"),
+        ("steps", 0, r"float32 of \(14, 6\), which is 464 bytes"),
+        ("steps", 100, r"float32 of \(14, 6\), which is 464 bytes"),
+        ("steps", 460, r"float32 of \(14, 6\), which is 464 bytes"),
+        ("steps", 468, r"float32 of \(14, 6\), which is 464 bytes"),
+    ],
+)
+def test_files_of_another_size_are_refused(tmp_path, name, size, says):
+    if name == "steps":
+        path = write_steps(tmp_path / "run") / "steps.npy"
+    else:
+        path = write(tmp_path / "corpus") / f"train.{name}.bin"
+    os.truncate(path, size)
+    match = f"{path} has {size} bytes, but .*json says {says}: .*(cut short).*tools/"
+    with pytest.raises(ValueError, match=match):
+        TrajectoryFile.open(path.parent) if name == "steps" else TokenFile.open(
+            path.parent, "train"
+        )
+
+
+def test_files_with_another_header_are_refused(tmp_path):
+    directory = write_steps(tmp_path / "run")
+    np.save(directory / "steps.npy", np.zeros((7, 2, 6), np.float32))
+    with pytest.raises(ValueError, match=r"steps\.npy does not begin as .*replaced"):
+        TrajectoryFile.open(directory)
+
+
+@pytest.mark.parametrize(
+    "version, match",
+    [
+        (2, "format version 2, and this program reads version 1: prepare"),
+        (True, "format version True, .* reads"),
+        (None, "cannot be read .*version.*: prepare"),
+    ],
+)
+def test_indices_of_another_version_are_refused(tmp_path, version, match):
+    path = write(tmp_path / "corpus") / "meta.json"
+    set_field(path, "version", version)
+    with pytest.raises(ValueError, match=f"{path} {'has ' * bool(version)}{match}"):
+        TokenFile.open(path.parent, "train")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5000, '{"a": 1, "a": 2}'])
+def test_an_index_that_is_no_json_is_refused(tmp_path, text):
+    path = write(tmp_path / "corpus") / "meta.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"meta\.json cannot be read .*prepare"):
+        TokenFile.open(path.parent, "train")
+
+
+@pytest.mark.parametrize("name", ["tokens", "documents", "loss"])
+def test_a_changed_byte_is_found_by_the_digests(tmp_path, name, monkeypatch):
+    directory = write(tmp_path / "corpus")
+    meta = json.loads((directory / "meta.json").read_text())
+    files = {path.name for path in directory.iterdir()} - {"meta.json"}
+    assert set(meta["files"]) == files and len(files) == 6
+    for file, facts in meta["files"].items():
+        content = (directory / file).read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        assert facts == {"bytes": len(content), "sha256": sha256}
+    digest, unread = identify(directory)
+    assert len(digest) == 16 and unread == ""
+    path = directory / f"train.{name}.bin"
+    overwrite(path, 0, np.array([path.read_bytes()[0] ^ 1], "u1"))
+    match = rf"train\.{name}\.bin is not what was written, by its digest: .*prepare"
+    with pytest.raises(ValueError, match=match):
+        identify(directory)
+    monkeypatch.setattr(packed, "COMPARED_BYTES", 10)
+    same, unread = identify(directory)
+    assert same == digest and "not compared with their digests: config.data" in unread
+    with pytest.raises(ValueError, match=match):
+        identify(directory, compare=True)
+
+
+def test_a_corpus_from_before_there_were_digests_is_taken_and_it_is_said(tmp_path):
+    directory = write(tmp_path / "corpus")
+    digest, _ = identify(directory)
+    set_field(directory / "meta.json", "files", None)
+    other, unread = identify(directory)
+    assert other != digest and "has no digests, of an older program" in unread
+    assert TokenFile.open(directory, "train").tokens.size == 4
+
+
+@pytest.mark.parametrize(
+    "files, match",
+    [
+        ([], "does not describe its files .*AttributeError"),
+        ({"train.tokens.bin": "00"}, "does not describe its files .*TypeError"),
+        ({"train.tokens.bin": {"bytes": 10}}, "does not describe .*KeyError: 'sha256'"),
+        ({"../x": {"bytes": 1, "sha256": ""}}, "does not describe .*Invalid name"),
+        ({"x": {"bytes": 1, "sha256": ""}}, "x is missing"),
+        ({"meta.json": {"bytes": 1, "sha256": ""}}, "bytes, but meta.json says 1:"),
+    ],
+)
+def test_files_that_are_described_wrong_are_refused(tmp_path, files, match):
+    directory = write(tmp_path / "corpus")
+    set_field(directory / "meta.json", "files", files)
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
+        identify(directory)
