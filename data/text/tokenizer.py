@@ -6,12 +6,11 @@ the model that lie beside it say which tokens begin and end a text
 (data/text/tokenizer_files.py).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -48,32 +47,36 @@ EVERY_BYTE = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x40)])) + "
 UTF8_BYTES = sorted({*EVERY_BYTE.encode()})
 
 
-class Tokenizer(Protocol):
-    """Interface of a tokenizer.
+class Tokenizer:
+    """A tokenizer of any kind.
 
     name: its kind, one word.
     path: the file it was read from, None for bytes.
     vocab_size: all ids are below it.
     begin_of_document: ids before the first token of every document and prompt, or ().
-    end_of_document: the id that follows the last token of every document.
-    stop_tokens: ids that end a text that is generated, `end_of_document` first.
+    stop_tokens: ids that end a generated text, the one that ends a document first.
     special: ids of the tokens that no text is encoded to, by their names.
     strips: whether one of them takes the blanks before it, and behind it; else neither.
     names: of "eos_token", and of "bos_token" and others where there is one.
     """
 
     name: str
-    path: Path | None
+    path: Path | None = None
     vocab_size: int
-    begin_of_document: tuple[int, ...]
-    end_of_document: int
+    begin_of_document: tuple[int, ...] = ()
     stop_tokens: tuple[int, ...]
     special: Mapping[str, int]
-    strips: Mapping[str, tuple[bool, bool]]
+    strips: Mapping[str, tuple[bool, bool]] = {}
     names: Mapping[str, str]
+
+    @property
+    def end_of_document(self) -> int:
+        """Id that follows the last token of every document."""
+        return self.stop_tokens[0]
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text` alone, int32 (n,): nothing before or after it."""
+        return self.encode_all([text])[0]
 
     def encode_all(
         self, texts: Sequence[str], *, is_behind: bool = False
@@ -83,6 +86,7 @@ class Tokenizer(Protocol):
         is_behind: whether they stand behind a special token, where some tokenizers put
           no space.
         """
+        raise NotImplementedError
 
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of the ids (n,), without special ones as end of document.
@@ -90,43 +94,64 @@ class Tokenizer(Protocol):
         Raises:
           ValueError: an id is not in the vocabulary.
         """
+        ids = np.asarray(ids, np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(
+                f"ids must be in the vocabulary, from 0 to {self.vocab_size - 1}, got "
+                f"{ids.min()} to {ids.max()}"
+            )
+        return self._decode(ids.tolist())
+
+    def _decode(self, ids: list[int]) -> str:
+        raise NotImplementedError
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of the token of this name, as "<s>"; None if none."""
+        raise NotImplementedError
+
+    def _name_tokens(
+        self, path: Path, own_begin: Sequence[int], name_of: Callable[[int], str | None]
+    ) -> None:
+        """Sets what begins a text, and names: the files beside the tokenizer decide.
+
+        own_begin: ids that the tokenizer begins a text with where no file says.
+        """
+        self.begin_of_document = read_begin(path, own_begin, self.token_id)
+        begins = [*map(name_of, self.begin_of_document)]
+        begins += [name for name in BEGIN_NAMES if name in self.special]
+        known = {"bos_token": begins[0]} if begins else {}
+        known |= {"eos_token": name_of(self.end_of_document)} | read_names(path)
+        self.names = {use: name for use, name in known.items() if name}
 
 
-class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8, and 256 ends a document."""
+class ByteTokenizer(Tokenizer):
+    """Ids 0 to 255 are the bytes of UTF-8, and 256 ends a document.
+
+    Bytes that are not UTF-8, as half a letter, are decoded to U+FFFD.
+    """
 
     name = "bytes"
-    path = None
     vocab_size = 257
-    begin_of_document = ()
-    end_of_document = 256
     stop_tokens = (256,)
     special: Mapping[str, int] = {"<end>": 256}
-    strips: Mapping[str, tuple[bool, bool]] = {}
     names: Mapping[str, str] = {"eos_token": "<end>"}
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_all(
         self, texts: Sequence[str], *, is_behind: bool = False
     ) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
+        return [
+            np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+            for text in texts
+        ]
 
-    def decode(self, ids: np.ndarray) -> str:
-        """Decodes; bytes that are not UTF-8, as half a letter, become U+FFFD."""
-        ids = _checked(ids, self.vocab_size)
-        text = ids[ids != self.end_of_document].astype(np.uint8)
-        return text.tobytes().decode("utf-8", errors="replace")
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def token_id(self, name: str) -> int | None:
         return None
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`, read by the `tokenizers` library.
 
     A document ends with the token that the files beside it name, or else with the first
@@ -167,7 +192,6 @@ class HuggingFaceTokenizer:
                 f"{', '.join(END_OF_DOCUMENT_NAMES)}: add one of them to its vocabulary"
                 f", or name another in a {TOKENIZER_CONFIG} beside it"
             )
-        self.end_of_document = self.stop_tokens[0]
         if self.vocab_size > LARGEST_ID:
             raise ValueError(
                 f"{path} has the id {self.vocab_size - 1}, and ids are below "
@@ -183,25 +207,27 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {t.content: i for i, t in added.items() if t.special}
         self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
-        self.begin_of_document = read_begin(path, self._own_begin(), self.token_id)
-        self.names = _names(self, self._tokenizer.id_to_token)
-
-    def encode(self, text: str) -> np.ndarray:
-        with self._naming_errors():
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, np.int32)
+        self._name_tokens(path, self._own_begin(), self._tokenizer.id_to_token)
 
     def encode_all(
         self, texts: Sequence[str], *, is_behind: bool = False
     ) -> list[np.ndarray]:
-        with self._naming_errors():
-            encodings = (
-                self._behind if is_behind else self._tokenizer
-            ).encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        tokenizer = self._behind if is_behind else self._tokenizer
+        try:
+            found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            line = " ".join(str(error).split())
+            raise ValueError(
+                f"{self.path} cannot encode a text ({line}): add the token that it "
+                "lacks to its vocabulary, simplify its patterns, or take another "
+                "tokenizer"
+            ) from error
+        return [np.array(encoding.ids, np.int32) for encoding in found]
 
-    def decode(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(_checked(ids, self.vocab_size).tolist())
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
 
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
@@ -229,20 +255,6 @@ class HuggingFaceTokenizer:
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
 
-    @contextlib.contextmanager
-    def _naming_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # a panic of Rust is no Exception
-            line = " ".join(str(error).split())
-            raise ValueError(
-                f"{self.path} cannot encode a text ({line}): add the token that it "
-                "lacks to its vocabulary, simplify its patterns, or take another "
-                "tokenizer"
-            ) from error
-
     def _loses_letters(self, vocabulary: Mapping[str, int]) -> bool:
         """Returns whether what is not in the vocabulary is left out, in silence.
 
@@ -262,7 +274,7 @@ class HuggingFaceTokenizer:
         return not vocabulary.keys() >= set(letters)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model`.
 
     Raises:
@@ -282,26 +294,20 @@ class SentencePieceTokenizer:
                 f"{path} must be a SentencePiece model: {error}"
             ) from error
         self.vocab_size = self._model.vocab_size()
-        self.end_of_document = self._model.eos_id()
-        if self.end_of_document < 0:
+        end = self._model.eos_id()
+        if end < 0:
             raise ValueError(
                 f"{path} has no end-of-sentence id to end a document with: train the "
                 "model with an eos_id"
             )
         others = read_stop_tokens(path, self.vocab_size, self.token_id)
-        self.stop_tokens = tuple(dict.fromkeys((self.end_of_document, *others)))
+        self.stop_tokens = tuple(dict.fromkeys((end, *others)))
         pieces = {i: self._model.id_to_piece(i) for i in range(self.vocab_size)}
-        control = filter(self._model.is_control, pieces)
-        self.special = {pieces[i]: i for i in control}
-        self.strips: Mapping[str, tuple[bool, bool]] = {}
+        self.special = {pieces[i]: i for i in filter(self._model.is_control, pieces)}
         begin = [self._model.bos_id()] if self._model.bos_id() >= 0 else []
-        self.begin_of_document = read_begin(path, begin, self.token_id)
-        self.names = _names(self, pieces.get)
+        self._name_tokens(path, begin, pieces.get)
         one, two = self.encode("a"), self.encode("a a")
         self._adds_space = np.array_equal(two, np.concatenate([one, one]))
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._model.encode(text, out_type=int), np.int32)
 
     def encode_all(
         self, texts: Sequence[str], *, is_behind: bool = False
@@ -311,8 +317,8 @@ class SentencePieceTokenizer:
         encodings = self._model.encode(list(texts), out_type=int)
         return [np.array(ids, np.int32) for ids in encodings]
 
-    def decode(self, ids: np.ndarray) -> str:
-        return self._model.decode(_checked(ids, self.vocab_size).tolist())
+    def _decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
 
     def token_id(self, name: str) -> int | None:
         found = self._model.piece_to_id(name)  # that of the unknown, if there is none
@@ -357,25 +363,3 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"tokenizer file {path} does not exist")
     return kinds[path.suffix](path)
-
-
-def _names(
-    tokenizer: Tokenizer, name_of: Callable[[int], str | None]
-) -> dict[str, str]:
-    """Returns names of tokens by their use; the files beside the tokenizer decide."""
-    begins = [name for name in BEGIN_NAMES if name in tokenizer.special]
-    begins = [*map(name_of, tokenizer.begin_of_document), *begins]
-    known = {"bos_token": begins[0]} if begins else {}
-    known |= {"eos_token": name_of(tokenizer.end_of_document)}
-    known |= read_names(tokenizer.path) if tokenizer.path else {}
-    return {use: name for use, name in known.items() if name}
-
-
-def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    ids = np.asarray(ids, np.int64)
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ValueError(
-            f"ids must be in the vocabulary, from 0 to {vocab_size - 1}, got "
-            f"{ids.min()} to {ids.max()}"
-        )
-    return ids
