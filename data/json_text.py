@@ -126,6 +126,15 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
+def is_unicode(text: str) -> bool:
+    """Returns whether it can be encoded: JSON can spell half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 short = reprlib.Repr(maxstring=200).repr
 """Formats a value in a line of some hundred letters, whatever its size."""
 

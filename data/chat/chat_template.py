@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 
 from data.chat.chat_format import FORMATS, ChatFormat
+from data.text.corpus import Document
 from data.text.tokenizer import Tokenizer
 from data.text.tokenizer_files import read_chat_template
 
@@ -32,13 +33,6 @@ MOST_MADE = 1 << 24
 """Letters, items or bits that a template may make by one product or power."""
 OWN = "own"
 """Name of the template that a tokenizer or a corpus comes with."""
-
-
-class Document(NamedTuple):
-    """Tokens, int32 (n,), and their loss mask, bool (n,)."""
-
-    tokens: np.ndarray
-    is_supervised: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from data.json_text import short
+from data.json_text import is_unicode, short
 from data.text.input_files import InputFile
 from data.text.row_files import FORMATS, ending, read_rows
 from data.text.skipped import BadRow
@@ -75,11 +75,13 @@ class Conversation:
     where: file and number of the row, and its id.
     system: the system prompt; None: none.
     exchanges: of each, what the person said and what the assistant replied.
+    split: as of `InputFile`.
     """
 
     where: str
     system: str | None
     exchanges: tuple[tuple[str, str], ...]
+    split: str | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -91,14 +93,14 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """Joins all that was said; equal only where the conversations are."""
+        """Joins all that was said; equal only where the words are."""
         return json.dumps([self.system, self.exchanges])
 
 
 def read_conversations(
     files: Sequence[InputFile],
-) -> Iterator[tuple[Conversation | BadRow, str | None]]:
-    """Yields every row of the files, in their order, and its split (see `InputFile`).
+) -> Iterator[Conversation | BadRow]:
+    """Yields every row of the files, in their order.
 
     Raises:
       OSError, ValueError: a file does not hold rows, or is damaged.
@@ -111,15 +113,17 @@ def read_conversations(
             )
         for where, row in read_rows(file.path, FIELDS):
             if not isinstance(row, BadRow):
-                row = parse_conversation(row, where)
-            yield row, file.split
+                row = parse_conversation(row, where, file.split)
+            yield row
 
 
-def parse_conversation(row: Any, where: str) -> Conversation | BadRow:
+def parse_conversation(
+    row: Any, where: str, split: str | None = None
+) -> Conversation | BadRow:
     """Parses one row.
 
     row: what JSON made of it, or a table's row.
-    where: its file and number, for messages.
+    where: its file and number, for messages. split: of its file.
     """
     if not isinstance(row, dict):
         return BadRow(where, f"{type(row).__name__}, and no object with messages")
@@ -156,7 +160,7 @@ def parse_conversation(row: Any, where: str) -> Conversation | BadRow:
         return BadRow(where, f"no reply of {names['assistant']}")
     values = [value for _, value in said]
     exchanges = tuple(zip(values[::2], values[1::2], strict=True))
-    return Conversation(where, system, exchanges)
+    return Conversation(where, system, exchanges, split)
 
 
 def _turns(row: dict[str, Any], its_format: TurnFormat) -> Iterator[tuple[str, Any]]:
@@ -187,7 +191,7 @@ def _turn(turn: Any, its_format: TurnFormat) -> tuple[str | None, str]:
         return None, f"a turn that says {_kind(value)}, not text"
     if not words.strip():
         return None, "an empty turn"
-    if not _is_unicode(words):
+    if not is_unicode(words):
         return None, "a turn with half a surrogate pair"
     return its_format.roles[role], words.strip()
 
@@ -211,11 +215,3 @@ def _kind(value: Any) -> str:
     parts = value if isinstance(value, list) else []
     kinds = [_kind(part) for part in parts if _kind(part) != "text"]
     return kinds[0] if kinds else type(value).__name__
-
-
-def _is_unicode(value: str) -> bool:
-    try:
-        value.encode("utf-8")  # JSON can spell half a surrogate pair
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -6,22 +6,19 @@ from each other.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from data.chat.chat_template import ChatTemplate, Document
+from data.chat.chat_template import ChatTemplate
 from data.chat.conversation import Conversation, read_conversations
-from data.text.holdout import Holdout
-from data.text.input_files import Inputs, list_inputs
-from data.text.markup import SPECIAL, check_markup, names_special_tokens
-from data.text.skipped import BadRow, Skipped, stop_at
-from data.text.summary import Summary
+from data.text.corpus import Document, Summary, write_corpus
+from data.text.input_files import InputFile
+from data.text.markup import SPECIAL, names_special_tokens
+from data.text.skipped import BadRow
 from data.text.token_file import TokenFileWriter
 
 TOO_LONG = {
@@ -29,8 +26,6 @@ TOO_LONG = {
     "split": "a larger --context-tokens",
 }
 """What becomes of long conversations, and what would keep more of them."""
-# Encoded together: enough for every core, and little enough to hold in memory.
-CONVERSATIONS_AT_A_TIME = 64
 LEAST_HELD_OUT = 32
 """Characters for each token of the context: 4 rows, with 8 characters in a token."""
 
@@ -126,66 +121,57 @@ def longest(documents: Sequence[Document]) -> int:
     return max((document.tokens.size for document in documents), default=0)
 
 
-def prepare_chats(
-    inputs: Sequence[Path],
-    output: Path,
-    encoder: ChatEncoder,
-    *,
-    on_bad_row: Callable[[BadRow], None] = stop_at,
-    validation_fraction: float | None = None,
-    keep_markup: bool = False,
-    **chosen: Any,
-) -> Summary:
-    """Writes the corpus `output` from files of conversations.
+class _Chats:
+    """Rows that are conversations, each of one document or several."""
 
-    Rows are read twice: all of them are checked before the first is encoded.
+    wanted, counted = "conversation to train on", "conversations"
+
+    def __init__(self, encoder: ChatEncoder):
+        self._encoder = encoder
+        self._drops_system = _drops_system(encoder.template)
+
+    def read(self, files: Sequence[InputFile]) -> Iterator[Conversation | BadRow]:
+        return read_conversations(files)
+
+    def note(self, row: Conversation, summary: Summary) -> None:
+        if names_special_tokens(row.text):
+            summary.markup.add(BadRow(row.where, SPECIAL))
+        if row.system is not None and self._drops_system:
+            summary.unwritten.add(BadRow(row.where, "the system's words"))
+
+    def encode(
+        self, rows: Sequence[Conversation], summary: Summary
+    ) -> list[list[Document] | BadRow]:
+        def cut(row: BadRow, tokens: int) -> None:
+            summary.cut.add(row)
+            summary.lost += tokens
+
+        encoded = zip(rows, self._encoder.encode(rows, cut), strict=True)
+        nothing = "no reply within the context"
+        return [found or BadRow(row.where, nothing) for row, found in encoded]
+
+
+def prepare_chats(
+    inputs: Sequence[Path], output: Path, encoder: ChatEncoder, **options: Any
+) -> Summary:
+    """Writes the corpus `output` from files of conversations (see `write_corpus`).
+
+    A row is bad that is not a conversation, or of which nothing is supervised in the
+    context. Of markup, names of special tokens are looked for.
 
     Args:
       inputs: files of rows (see data/chat/conversation.py), and directories of them.
       output: a directory that does not exist yet, or is empty.
       encoder: makes the documents.
-      on_bad_row: called once for every row that is not a conversation, or of which
-        nothing is supervised in the context; if it returns, the row is skipped.
-      validation_fraction: about this share of the conversations is held out, if no
-        files are. None: 2 %, and of few conversations up to 10 %.
-      keep_markup: whether most conversations may name special tokens in their words,
-        where they are text.
-      chosen: `pattern` and `splits`, as of `list_inputs`.
-
-    Raises:
-      FileNotFoundError: an input does not exist.
-      FileExistsError: `output` exists and is not empty.
-      ValueError: an input does not hold rows, there is no conversation to train on,
-        most are markup, or the fraction is not between 0 and 1.
+      options: of `write_corpus`, which says what is raised.
     """
-    holdout = Holdout(validation_fraction, LEAST_HELD_OUT * encoder.context)
-    found = list_inputs(inputs, **chosen)
-    with TokenFileWriter(
-        output, encoder.template.tokenizer, has_loss_mask=True
-    ) as writer:
-        writer.chat_template = encoder.template.source
-        summary = Summary(writer, found)
-
-        def skip(row: BadRow) -> None:
-            on_bad_row(row)
-            summary.skipped.add(row)
-
-        conversations = _survey(found, holdout, summary, skip)
-        if not _drops_system(encoder.template):
-            summary.unwritten = Skipped()
-        if not keep_markup:
-            check_markup(summary.markup, conversations)
-        writer.add_sources(file.path for file in found.files)
-        encoded = _encoded(found, encoder, summary.add_cut)
-        conversations = _write(encoded, holdout, summary, skip)
-        rows = conversations + summary.skipped.total()
-        if not conversations:
-            raise ValueError(
-                "there is no conversation to train on in "
-                f"{', '.join(map(str, inputs))}: {rows} rows were skipped"
-            )
-        summary.rows = f"{conversations:,} conversations of {rows:,} rows"
-    return summary
+    template = encoder.template
+    writer = TokenFileWriter(output, template.tokenizer, has_loss_mask=True)
+    writer.chat_template = template.source
+    least = LEAST_HELD_OUT * encoder.context
+    return write_corpus(
+        writer, _Chats(encoder), inputs, least_held_out=least, **options
+    )
 
 
 def _drops_system(template: ChatTemplate) -> bool:
@@ -197,57 +183,3 @@ def _drops_system(template: ChatTemplate) -> bool:
     if isinstance(without, ValueError) or isinstance(given, ValueError):
         return False  # each row is refused
     return np.array_equal(without[-1].tokens, given[-1].tokens)
-
-
-def _survey(
-    inputs: Inputs, holdout: Holdout, summary: Summary, skip: Callable[[BadRow], None]
-) -> int:
-    """Reads all rows; returns how many are conversations."""
-    conversations = 0
-    for row, split in read_conversations(inputs.files):
-        if isinstance(row, BadRow):
-            skip(row)
-            continue
-        conversations += 1
-        if split is None:
-            holdout.add(row.text)
-        if names_special_tokens(row.text):
-            summary.markup.add(BadRow(row.where, SPECIAL))
-        if row.system is not None:
-            summary.unwritten.add(BadRow(row.where, "the system's words"))
-    return conversations
-
-
-def _write(
-    encoded: Iterable[tuple[Conversation, str | None, list[Document] | BadRow]],
-    holdout: Holdout,
-    summary: Summary,
-    skip: Callable[[BadRow], None],
-) -> int:
-    """Writes documents into the summary's corpus; returns how many conversations."""
-    conversations = 0
-    for conversation, split, documents in encoded:
-        if not documents:
-            documents = BadRow(conversation.where, "no reply within the context")
-        if isinstance(documents, BadRow):
-            skip(documents)
-            continue
-        conversations += 1
-        split = split or holdout.split(conversation.text)
-        for document in documents:
-            summary.writer.write(split, *document)
-            summary.supervised[split] += int(document.is_supervised.sum())
-    return conversations
-
-
-def _encoded(
-    inputs: Inputs, encoder: ChatEncoder, cut: Callable[[BadRow, int], None]
-) -> Iterator[tuple[Conversation, str | None, list[Document] | BadRow]]:
-    rows = read_conversations(inputs.files)
-    good = ((row, split) for row, split in rows if isinstance(row, Conversation))
-    # Silent where standard error is not a terminal.
-    shown = tqdm(good, desc="encoding", unit=" conversations", disable=None)
-    for some in batched(shown, CONVERSATIONS_AT_A_TIME):
-        documents = encoder.encode([conversation for conversation, _ in some], cut)
-        for (conversation, split), its_own in zip(some, documents, strict=True):
-            yield conversation, split, its_own

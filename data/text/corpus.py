@@ -8,41 +8,271 @@ sides; unless files say themselves what is held out.
 """
 
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tqdm import tqdm
 
 from data.text.holdout import Holdout
-from data.text.input_files import Inputs, files_in, list_inputs
+from data.text.input_files import InputFile, Inputs, files_in, list_inputs
 from data.text.markup import check_markup, find_markup
-from data.text.skipped import BadRow, Skipped, stop_at
-from data.text.summary import Summary
+from data.text.skipped import BadRow, Skipped, printable, stop_at
 from data.text.text_documents import TextDocument, read_documents
 from data.text.token_file import SPLITS, TokenFile, TokenFileWriter
 from data.text.tokenizer import ByteTokenizer, Tokenizer, begun
 
 # Encoded together: enough for every core, and little enough to hold in memory.
-DOCUMENTS_AT_A_TIME = 64
+ROWS_AT_A_TIME = 64
 # Parts of Python's installation that are not its library, or only its tests.
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 LEAST_HELD_OUT = 1 << 14
 """Characters: a batch of configs/tiny.py, with 8 characters in a token."""
 
 
-@dataclass
-class _Survey:
-    """What a first reading of all documents finds."""
+class Document(NamedTuple):
+    """Tokens, int32 (n,), and their loss mask, bool (n,); None: all have a loss."""
 
-    holdout: Holdout
-    documents: int = 0
-    characters: int = 0
+    tokens: np.ndarray
+    is_supervised: np.ndarray | None
+
+
+class Row(Protocol):
+    """Interface of a row: where it is, what it says, and its split (`InputFile`)."""
+
+    where: str
+    text: str
+    split: str | None
+
+
+class Rows[R: Row](Protocol):
+    """Interface of what a corpus is made of.
+
+    wanted: a row, for messages. counted: what many are called; "": documents.
+    """
+
+    wanted: str
+    counted: str
+
+    def read(self, files: Sequence[InputFile]) -> Iterator[R | BadRow]:
+        """Yields every row of the files."""
+
+    def note(self, row: R, summary: "Summary") -> None:
+        """Counts what is to be said of a row."""
+
+    def encode(
+        self, rows: Sequence[R], summary: "Summary"
+    ) -> Sequence[Sequence[Document] | BadRow]:
+        """Returns the documents of each row, or why it has none."""
+
+
+@dataclass
+class Summary:
+    """Figures of a prepared corpus, and what did not come into it.
+
+    writer: of the corpus.
+    inputs: whose files were read, or left out; there may be none.
+    counted: what its rows are called; "": documents, which are counted anyhow.
+    rows: of which there are documents.
+    skipped: rows and files without a document.
+    cut: rows that are too long, of which a part is lost.
+    lost: tokens of these parts.
+    markup: documents with markup that is learned as text.
+    unwritten: conversations of which the chat template leaves out a part.
+    """
+
+    writer: TokenFileWriter
+    inputs: Inputs = Inputs((), Skipped())
+    counted: str = ""
+    rows: int = 0
     skipped: Skipped = field(default_factory=Skipped)
+    cut: Skipped = field(default_factory=Skipped)
+    lost: int = 0
     markup: Skipped = field(default_factory=Skipped)
+    unwritten: Skipped = field(default_factory=Skipped)
+
+    def left_out(self) -> list[str]:
+        """Returns what is said of the files, and of rows that were skipped."""
+        return self.inputs.lines() + self.skipped.lines("skipped")
+
+    def __str__(self) -> str:
+        lines, writer = [], self.writer
+        for split, counts in writer.counts.items():
+            size = counts.tokens * writer.bytes_per_token / 1e6
+            line = (
+                f"{split:<10} {counts.documents:>11,} documents "
+                f"{counts.tokens:>15,} tokens {size:>10,.1f} MB"
+            )
+            supervised = f" {writer.supervised[split]:>15,} supervised"
+            lines.append(line + supervised * bool(writer.supervised))
+        rows = self.rows + self.skipped.total()
+        counted = f"{self.rows:,} {self.counted} of {rows:,} rows"
+        lines += [counted] * bool(self.counted)
+        lines += [str(writer.sources)] * bool(writer.sources)
+        tokenizer = writer.tokenizer
+        begins = ", ".join(map(str, tokenizer.begin_of_document))
+        begin = f"begin with {begins} and " if begins else ""
+        source = f" {tokenizer.path}" if tokenizer.path else ""
+        lines.append(
+            f"tokenizer: {tokenizer.name}{source}, {tokenizer.vocab_size:,} ids; "
+            f"documents {begin}end with {tokenizer.end_of_document}"
+        )
+        lines += self.left_out()
+        lines += self.cut.lines(f"cut, {self.lost:,} tokens lost")
+        lines += self.markup.lines("markup, learned as text")
+        lines += self.unwritten.lines("WARNING: not in the chat template")
+        lines.append(f"written to {writer.directory}")
+        return "\n".join(map(printable, lines))
+
+
+def write_corpus[R: Row](
+    writer: TokenFileWriter,
+    rows: Rows[R],
+    inputs: Sequence[Path],
+    *,
+    least_held_out: int,
+    on_bad_row: Callable[[BadRow], None] = stop_at,
+    validation_fraction: float | None = None,
+    keep_markup: bool = False,
+    **chosen: Any,
+) -> Summary:
+    """Writes a corpus from files and directories.
+
+    Rows are read twice, one after the other and never all at once: all of them are
+    checked, and counted, before the first is encoded.
+
+    Args:
+      writer: of the corpus.
+      rows: reads and encodes rows.
+      inputs: files and directories; hidden files in a directory are left out.
+      least_held_out: characters to hold out of small corpora (see `Holdout`).
+      on_bad_row: called with every row that has no document; if it returns, the row is
+        skipped.
+      validation_fraction: about this share of characters is held out, and at least
+        one row (and never all) where two differ; if no files are held out. None: 2 %,
+        and of small corpora up to 10 %.
+      keep_markup: whether most rows may have markup, which is learned as text.
+      chosen: `pattern` and `splits`, as of `list_inputs`.
+
+    Raises:
+      FileNotFoundError: an input does not exist.
+      FileExistsError: the output exists and is not empty.
+      ValueError: an input is not what it is called, a row is bad, the inputs have no
+        good one or mostly markup, or the fraction is not between 0 and 1.
+    """
+    holdout = Holdout(validation_fraction, least_held_out)
+    found = list_inputs(inputs, **chosen)
+    summary = Summary(writer, found, rows.counted)
+
+    def skip(row: BadRow) -> None:
+        if row.is_error:
+            on_bad_row(row)
+        summary.skipped.add(row)
+
+    with writer:
+        good, characters = _survey(rows, summary, holdout, skip)
+        if not keep_markup:
+            check_markup(summary.markup, good)
+        writer.add_sources(file.path for file in found.files)
+        _write(rows, summary, holdout, skip, characters)
+        if not summary.rows:
+            where = ", ".join(map(str, inputs))
+            reasons = [f"{len(found.files)} files are read", *summary.left_out()]
+            raise ValueError(
+                f"there is no {rows.wanted} in {where}: {'; '.join(reasons)}"
+            )
+    return summary
+
+
+def _survey[R: Row](
+    rows: Rows[R],
+    summary: Summary,
+    holdout: Holdout,
+    skip: Callable[[BadRow], None],
+) -> tuple[int, int]:
+    """Reads all rows; returns how many are good, and their characters."""
+    good, characters = 0, 0
+    for row in _good(rows.read(summary.inputs.files), skip, "reading"):
+        good, characters = good + 1, characters + len(row.text)
+        if row.split is None:
+            holdout.add(row.text)
+        rows.note(row, summary)
+    return good, characters
+
+
+def _write[R: Row](
+    rows: Rows[R],
+    summary: Summary,
+    holdout: Holdout,
+    skip: Callable[[BadRow], None],
+    characters: int,
+) -> None:
+    """Encodes and writes the good rows; refuses other characters than before."""
+    read, again = rows.read(summary.inputs.files), 0
+    good = _good(read, lambda row: None, "encoding", characters)
+    for some in batched(good, ROWS_AT_A_TIME):
+        again += sum(len(row.text) for row in some)
+        for row, documents in zip(some, rows.encode(some, summary), strict=True):
+            if isinstance(documents, BadRow):
+                skip(documents)
+                continue
+            summary.rows += 1
+            for document in documents:
+                split = row.split or holdout.split(row.text)
+                summary.writer.write(split, *document)
+    if again != characters:
+        raise ValueError(
+            f"the inputs changed while they were read: {characters} characters, "
+            f"then {again}; prepare them again"
+        )
+
+
+def _good[R: Row](
+    rows: Iterator[R | BadRow],
+    skip: Callable[[BadRow], None],
+    what: str,
+    characters: int | None = None,
+) -> Iterator[R]:
+    """Yields the rows that are not bad, beside a bar that counts their characters.
+
+    skip: is called with bad ones. characters: of all; None: not known. The bar is
+    silent where standard error is not a terminal.
+    """
+    unit = {"unit": " characters", "unit_scale": True, "disable": None}
+    with tqdm(desc=what, total=characters, **unit) as bar:
+        for row in rows:
+            if isinstance(row, BadRow):
+                skip(row)
+            else:
+                yield row
+                bar.update(len(row.text))
+
+
+class _Texts:
+    """Rows of text, each a document."""
+
+    wanted, counted = "text", ""
+
+    def __init__(self, tokenizer: Tokenizer, text_field: str):
+        self._tokenizer, self._text_field = tokenizer, text_field
+
+    def read(self, files: Sequence[InputFile]) -> Iterator[TextDocument | BadRow]:
+        return read_documents(files, self._text_field)
+
+    def note(self, row: TextDocument, summary: Summary) -> None:
+        if kind := find_markup(row.text):
+            summary.markup.add(BadRow(row.where, kind))
+
+    def encode(
+        self, rows: Sequence[TextDocument], summary: Summary
+    ) -> list[list[Document]]:
+        end = np.int32(self._tokenizer.end_of_document)
+        encoded = self._tokenizer.encode_all([row.text for row in rows])
+        texts = (np.append(begun(self._tokenizer, ids), end) for ids in encoded)
+        return [[Document(tokens, None)] for tokens in texts]
 
 
 def prepare(
@@ -50,50 +280,20 @@ def prepare(
     output: Path,
     tokenizer: Tokenizer,
     *,
-    validation_fraction: float | None = None,
     text_field: str = "text",
-    on_bad_row: Callable[[BadRow], None] = stop_at,
-    keep_markup: bool = False,
-    **chosen: Any,
+    **options: Any,
 ) -> Summary:
-    """Writes the corpus `output` from files and directories.
-
-    Documents are read twice, one after the other and never all at once: all of them are
-    checked, and counted, before the first is encoded.
+    """Writes the corpus `output` from files of texts and of rows (see `write_corpus`).
 
     Args:
-      inputs: files and directories; hidden files in a directory are left out.
+      inputs: files and directories.
       output: a directory that does not exist yet, or is empty.
       tokenizer: makes the tokens.
-      validation_fraction: about this share of characters is held out, and at least
-        one (and never all) where two documents differ; if no files are held out. None:
-        2 %, and of small corpora up to 10 %, for `LEAST_HELD_OUT`.
       text_field: which field of a row is the document.
-      on_bad_row: called with every row that has no text; if it returns, the row is
-        skipped.
-      keep_markup: whether most documents may have markup, which is learned as text.
-      chosen: `pattern` and `splits`, as of `list_inputs`.
-
-    Raises:
-      FileNotFoundError: an input does not exist.
-      FileExistsError: `output` exists and is not empty.
-      ValueError: an input is not what it is called, a row is bad, there is no text in
-        the inputs or mostly markup, or the fraction is not between 0 and 1.
+      options: of `write_corpus`, which says what is raised.
     """
-    found = list_inputs(inputs, **chosen)
-    with TokenFileWriter(output, tokenizer) as writer:
-        survey = _Survey(Holdout(validation_fraction, LEAST_HELD_OUT))
-        _read(_progress(found, text_field), survey, on_bad_row)
-        _check(inputs, found, survey, keep_markup)
-        writer.add_sources(file.path for file in found.files)
-        documents = _texts(_progress(found, text_field, survey.characters))
-        characters = _encode(documents, writer, survey.holdout)
-        if characters != survey.characters:
-            raise ValueError(
-                f"the inputs changed while they were read: {survey.characters} "
-                f"characters, then {characters}; prepare them again"
-            )
-    return Summary(writer, found, skipped=survey.skipped, markup=survey.markup)
+    rows, writer = _Texts(tokenizer, text_field), TokenFileWriter(output, tokenizer)
+    return write_corpus(writer, rows, inputs, least_held_out=LEAST_HELD_OUT, **options)
 
 
 def prepare_standard_library(output: Path) -> Path:
@@ -134,76 +334,3 @@ def standard_library_files() -> list[Path]:
         for path in files_in(library, "*.py")
         if NOT_LIBRARY.isdisjoint(path.relative_to(library).parts)
     ]
-
-
-def _progress(
-    inputs: Inputs, text_field: str, characters: int | None = None
-) -> Iterator[TextDocument | BadRow]:
-    """Yields the documents, beside a bar that counts their characters.
-
-    characters: of all of them; None: not known. It is silent where standard error is
-    not a terminal.
-    """
-    what = "reading" if characters is None else "encoding"
-    unit = {"unit": " characters", "unit_scale": True, "disable": None}
-    with tqdm(desc=what, total=characters, **unit) as bar:
-        for document in read_documents(inputs.files, text_field):
-            yield document
-            if isinstance(document, TextDocument):
-                bar.update(len(document.text or ""))
-
-
-def _read(
-    documents: Iterable[TextDocument | BadRow],
-    survey: _Survey,
-    on_bad_row: Callable[[BadRow], None],
-) -> None:
-    for document in documents:
-        if isinstance(document, BadRow):
-            on_bad_row(document)
-            survey.skipped.add(document)
-        elif not document.text:
-            is_text = document.text is not None
-            reason = "empty documents" if is_text else "files that are not UTF-8 text"
-            survey.skipped.add(BadRow(document.where, reason))
-        else:
-            survey.documents += 1
-            survey.characters += len(document.text)
-            if document.split is None:
-                survey.holdout.add(document.text)
-            if kind := find_markup(document.text):
-                survey.markup.add(BadRow(document.where, kind))
-
-
-def _check(
-    inputs: Sequence[Path], found: Inputs, survey: _Survey, keep_markup: bool
-) -> None:
-    if not survey.characters:
-        reasons = [*found.left_out.lines("left out"), *survey.skipped.lines("skipped")]
-        raise ValueError(
-            f"there is no text in {', '.join(map(str, inputs))}: "
-            + "; ".join([f"{len(found.files)} files are read", *reasons])
-        )
-    if not keep_markup:
-        check_markup(survey.markup, survey.documents)
-
-
-def _texts(documents: Iterable[TextDocument | BadRow]) -> Iterator[TextDocument]:
-    for document in documents:
-        if isinstance(document, TextDocument) and document.text:
-            yield document
-
-
-def _encode(
-    documents: Iterable[TextDocument], writer: TokenFileWriter, holdout: Holdout
-) -> int:
-    """Writes the documents; returns their characters."""
-    tokenizer, characters = writer.tokenizer, 0
-    for some in batched(documents, DOCUMENTS_AT_A_TIME):
-        encoded = tokenizer.encode_all([document.text for document in some])
-        for document, ids in zip(some, encoded, strict=True):
-            split = document.split or holdout.split(document.text)
-            end = np.int32(tokenizer.end_of_document)
-            writer.write(split, np.append(begun(tokenizer, ids), end))
-            characters += len(document.text)
-    return characters

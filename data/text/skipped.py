@@ -8,10 +8,14 @@ MOST_REASONS = 12
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row, or a file, that cannot be used: where it is, and the reason."""
+    """A row, or a file, that cannot be used: where it is, and the reason.
+
+    is_error: whether it ends a program that was not told to skip bad rows.
+    """
 
     where: str
     reason: str
+    is_error: bool = True
 
     def __str__(self) -> str:
         return f"{printable(self.where)}: {self.reason}"

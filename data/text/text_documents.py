@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from data.json_text import check_size, short
+from data.json_text import check_size, is_unicode, short
 from data.text.input_files import InputFile
 from data.text.row_files import (
     BUFFER_BYTES,
@@ -21,14 +21,10 @@ AMBIGUOUS = (".json", *SEPARATORS)
 
 
 class TextDocument(NamedTuple):
-    """A document, and where it is.
-
-    text: None: a file that is not UTF-8 text.
-    split: as of `InputFile`.
-    """
+    """A document that is not empty, where it is, and its split (see `InputFile`)."""
 
     where: str
-    text: str | None
+    text: str
     split: str | None
 
 
@@ -45,10 +41,7 @@ def read_documents(
     for file in files:
         if _has_rows(file, text_field):
             for where, row in read_rows(file.path, [text_field]):
-                wrong = (
-                    row if isinstance(row, BadRow) else _fault(where, row, text_field)
-                )
-                yield wrong or TextDocument(where, row[text_field], file.split)
+                yield _document(where, row, text_field, file.split)
         else:
             yield _whole(file)
 
@@ -66,10 +59,11 @@ def _has_rows(file: InputFile, text_field: str) -> bool:
         where, row = next(read_rows(file.path, [text_field]), ("", None))
     except ValueError:
         return False
-    return not isinstance(row, BadRow) and _fault(where, row, text_field) is None
+    found = _document(where, row, text_field, file.split)
+    return not (isinstance(found, BadRow) and found.is_error)
 
 
-def _whole(file: InputFile) -> TextDocument:
+def _whole(file: InputFile) -> TextDocument | BadRow:
     where = str(file.path)
     found = bytearray()
     with naming(file.path), open_bytes(file.path) as content:
@@ -87,11 +81,17 @@ def _whole(file: InputFile) -> TextDocument:
             f"{where} is not UTF-8 text, nor of a known format: inputs are texts, or "
             f"{', '.join(FORMATS)} (and .gz, .zst): convert it"
         )
-    return TextDocument(where, text, file.split)
+    if text is None:
+        return BadRow(where, "files that are not UTF-8 text", is_error=False)
+    return _document(where, {"": text}, "", file.split)
 
 
-def _fault(where: str, row: Any, text_field: str) -> BadRow | None:
-    """Returns what is wrong with a row; None: nothing."""
+def _document(
+    where: str, row: Any, text_field: str, split: str | None
+) -> TextDocument | BadRow:
+    """Returns the document that a row is, or what is wrong with it."""
+    if isinstance(row, BadRow):
+        return row
     if not isinstance(row, dict):
         return BadRow(where, f"{type(row).__name__}, and no object with {text_field!r}")
     if text_field not in row:
@@ -100,8 +100,8 @@ def _fault(where: str, row: Any, text_field: str) -> BadRow | None:
     text = row[text_field]
     if not isinstance(text, str):
         return BadRow(where, f"field {text_field!r} is {type(text).__name__}, no text")
-    try:
-        text.encode("utf-8")  # JSON can spell half a surrogate pair
-    except UnicodeEncodeError:
+    if not is_unicode(text):
         return BadRow(where, f"field {text_field!r} has half a surrogate pair")
-    return None
+    if not text:
+        return BadRow(where, "empty documents", is_error=False)
+    return TextDocument(where, text, split)

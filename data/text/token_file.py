@@ -20,6 +20,7 @@ opening a corpus of any size reads no tokens.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -217,6 +218,7 @@ class TokenFileWriter(PackedWriter):
     """Streams documents to a new corpus (see `PackedWriter`).
 
     has_loss_mask: whether documents come with a loss mask.
+    supervised: tokens with a loss, by split; empty where all have.
     chat_template: that chats are written in, to be set.
 
     Raises:
@@ -232,6 +234,7 @@ class TokenFileWriter(PackedWriter):
         super().__init__(directory)
         self._has_loss_mask = has_loss_mask
         self.counts = {split: SplitCounts(0, 0, 0) for split in SPLITS}
+        self.supervised: Counter[str] = Counter()
         self.tokenizer = tokenizer
         self.sources: Sources | None = None
         self.chat_template: str | None = None
@@ -308,6 +311,7 @@ class TokenFileWriter(PackedWriter):
         self._streams["tokens", split].write(tokens.astype(self._dtype).tobytes())
         if loss_mask is not None:
             self._streams["loss", split].write(loss_mask.astype(np.uint8).tobytes())
+            self.supervised[split] += int(loss_mask.sum())
         counts.tokens += tokens.size
         counts.documents += 1
         counts.largest_token = max(counts.largest_token, largest)

@@ -10,7 +10,7 @@ from data.batch import Block
 from data.chat.chat_format import FORMATS
 from data.chat.chat_template import ChatTemplate, template_of
 from data.chat.conversation import Conversation
-from data.chat.corpus import ChatEncoder, prepare_chats, stop_at
+from data.chat.corpus import ChatEncoder, prepare_chats
 from data.rows import InOrder, TextBatches, WholeRows
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
@@ -148,7 +148,7 @@ def test_loss_weights_of_a_corpus_are_its_loss_mask(tmp_path):
     source = write(tmp_path / "in.json", rows(60))
     output = tmp_path / "out"
     summary = prepare_chats([source], output, encoder(400), validation_fraction=0.2)
-    assert summary.rows.startswith("60 conv") and not summary.skipped.counts
+    assert summary.rows == 60 and not summary.skipped.counts
     total = 0
     for split in ("train", "validation"):
         corpus = TokenFile.open(output, split)
@@ -161,23 +161,23 @@ def test_loss_weights_of_a_corpus_are_its_loss_mask(tmp_path):
             tokens += (batch.k_end > batch.k_start).sum()
             supervised = batch.targets[batch.loss_weights == 1]
             assert (supervised == 256).sum() >= 1
-        assert weights == summary.supervised[split] == corpus.loss_mask[:].sum()
-        assert tokens == summary.counts[split].tokens
-        total += summary.counts[split].documents
+        assert weights == summary.writer.supervised[split] == corpus.loss_mask[:].sum()
+        assert tokens == summary.writer.counts[split].tokens
+        total += summary.writer.counts[split].documents
     assert total == 60
     wanted = sum(
         (len(row["conversations"][1]["value"].strip()) + 2)
         * (len(row["conversations"]) // 2)
         for row in rows(60)
     )
-    assert summary.supervised.total() == wanted
+    assert summary.writer.supervised.total() == wanted
 
 
 def test_parts_of_a_conversation_stay_on_one_side(tmp_path):
     source = write(tmp_path / "in.json", rows(60))
     parts = encoder(250, "split")
     out = prepare_chats([source], tmp_path / "out", parts, validation_fraction=0.3)
-    assert sum(counts.documents for counts in out.counts.values()) > 60
+    assert sum(counts.documents for counts in out.writer.counts.values()) > 60
     numbers = {}
     for split in ("train", "validation"):
         corpus = TokenFile.open(tmp_path / "out", split)
@@ -243,12 +243,15 @@ def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):
     source = write(tmp_path / "in.json", bad_rows())
     output = tmp_path / "out"
     with pytest.raises(ValueError, match=r"\[1\] \(id r1\), turn 1: a turn from 'robo"):
-        prepare_chats([source], output, encoder(300), on_bad_row=stop_at)
+        prepare_chats([source], output, encoder(300))
     write(source, [bad_rows()[0], bad_rows()[5]])
     with pytest.raises(ValueError, match=r"\[1\] \(id r5\): no reply within the cont"):
         prepare_chats([source], output, encoder(300))
     write(source, bad_rows()[1:3])
-    with pytest.raises(ValueError, match="no conversation to train on .*: 2 rows"):
+    with pytest.raises(
+        ValueError,
+        match="no conversation to train on in .*: 1 files are read; skipped: 1, a turn",
+    ):
         prepare_chats([source], output, encoder(), on_bad_row=lambda row: None)
     assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
 

@@ -18,7 +18,7 @@ def row(*turns, **fields):
 def read(*paths):
     """Rows of named files."""
     files = [InputFile(path, None, True) for path in paths]
-    return [found for found, _ in read_conversations(files)]
+    return [*read_conversations(files)]
 
 
 HELLO = [("human", " Hello \n"), ("gpt", "Hi!")]

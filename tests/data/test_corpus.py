@@ -49,9 +49,9 @@ def test_every_document_is_in_one_split(tmp_path):
     train, validation = read_both(tmp_path / "out")
     assert sorted(train + validation) == sorted(texts.values())
     assert 1 <= len(validation) <= 30
-    assert summary.counts["train"].documents == len(train)
-    assert summary.counts["train"].tokens == sum(len(text) + 1 for text in train)
-    assert summary.counts["validation"].documents == len(validation)
+    assert summary.writer.counts["train"].documents == len(train)
+    assert summary.writer.counts["train"].tokens == sum(len(text) + 1 for text in train)
+    assert summary.writer.counts["validation"].documents == len(validation)
 
 
 def test_documents_come_in_the_order_of_their_names(tmp_path):
@@ -134,7 +134,7 @@ def test_bad_json_lines_are_named_and_nothing_is_left(tmp_path, line):
 @pytest.mark.parametrize(
     "name, value, match",
     [
-        ("pattern", "*.py", ": 0 files are read"),
+        ("pattern", "*.py", "there is no text in .*: 0 files are read"),
         (
             "pattern",
             "[bc].*",

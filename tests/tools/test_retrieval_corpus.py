@@ -92,7 +92,7 @@ def test_rows_of_the_corpus_have_weights_on_answers_alone_as_the_summary_says(tm
         assert (weighed == ord("\n")).sum() * 3 == weighed.size > 0
     assert not np.array_equal(train.tokens[:100], held_out.tokens[:100])
     supervised = train.loss_mask[:].sum()
-    assert summary.supervised["train"] == supervised
+    assert summary.writer.supervised["train"] == supervised
     assert f"{supervised:,} supervised" in str(summary)
 
 

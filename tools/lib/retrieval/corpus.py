@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data.retrieval import lines
 from data.retrieval.lines import LineForm, Record
-from data.text.summary import Summary
+from data.text.corpus import Summary
 from data.text.token_file import TokenFileWriter
 from data.text.tokenizer import Tokenizer, begun
 
@@ -134,6 +134,5 @@ def write_corpus(
                     document = documents.draw(rng)
                     is_supervised = document.is_answer | supervises_all
                     writer.write(split, document.tokens, is_supervised)
-                    summary.supervised[split] += int(is_supervised.sum())
                     shown.update(document.tokens.size)
     return summary
