@@ -188,31 +188,6 @@ def test_parts_of_a_conversation_stay_on_one_side(tmp_path):
     assert len(numbers["train"] | numbers["validation"]) == 60
 
 
-def bad_rows():
-    found = rows(6)
-    found[1]["conversations"][0]["from"] = "robot"
-    found[2]["conversations"] = []
-    found[4]["conversations"][1]["value"] = 7
-    found[5]["conversations"][0]["value"] = "long " * 80
-    return found
-
-
-def test_bad_rows_are_reported_counted_and_skipped(tmp_path):
-    source = write(tmp_path / "in.json", bad_rows())
-    bad = []
-    output = tmp_path / "out"
-    summary = prepare_chats([source], output, encoder(300), on_bad_row=bad.append)
-    assert [row.where for row in bad] == [
-        f"{source}[1] (id r1), turn 1",
-        f"{source}[2] (id r2)",
-        f"{source}[4] (id r4), turn 2",
-        f"{source}[5] (id r5)",
-    ]
-    assert summary.skipped.counts == {row.reason: 1 for row in bad}
-    assert "2 conversations of 6 rows" in str(summary)
-    assert "skipped: 1, no reply within the context; first " in str(summary)
-
-
 BEGIN, LONG = f"S USER: a ASSISTANT: b{END}", f"USER: b ASSISTANT: {'x' * 90}{END}"
 
 
@@ -237,23 +212,6 @@ def test_what_is_cut_off_is_counted(tmp_path, too_long, cut, more):
     why = f"{len(cut) - 45} tokens lost: 1, longer than 45 tokens ({more}"
     assert f"\ncut, {why}" in said("out", 45)
     assert "tokens lost" not in said("whole", 1000)
-
-
-def test_the_first_bad_row_stops_and_nothing_is_written(tmp_path):
-    source = write(tmp_path / "in.json", bad_rows())
-    output = tmp_path / "out"
-    with pytest.raises(ValueError, match=r"\[1\] \(id r1\), turn 1: a turn from 'robo"):
-        prepare_chats([source], output, encoder(300))
-    write(source, [bad_rows()[0], bad_rows()[5]])
-    with pytest.raises(ValueError, match=r"\[1\] \(id r5\): no reply within the cont"):
-        prepare_chats([source], output, encoder(300))
-    write(source, bad_rows()[1:3])
-    with pytest.raises(
-        ValueError,
-        match="no conversation to train on in .*: 1 files are read; skipped: 1, a turn",
-    ):
-        prepare_chats([source], output, encoder(), on_bad_row=lambda row: None)
-    assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
 
 
 def test_bad_settings_are_refused():

@@ -58,6 +58,12 @@ def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
     assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
 
 
+def turns(*more, **fields):
+    """A row of OpenAI's form, with more turns."""
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    return {"messages": [*said, *more]} | fields
+
+
 @pytest.mark.parametrize(
     "bad, where, reason",
     [
@@ -85,9 +91,23 @@ def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
         (row(*HELLO, image="x.png"), "f", "a row with image, which is not learned"),
         (row(*HELLO, videos=["x.mp4"]), "f", "a row with videos, which is not"),
         (reply(audios=["x.wav"]), "f, turn 2", "a turn with audios, which is not"),
+        (reply(weight=0), "f, turn 2", "a reply of weight 0"),
         (reply(weight="0"), "f, turn 2", "a reply of weight 0"),
         (reply(train=False), "f, turn 2", "a reply of weight 0"),
         (reply(loss=False), "f, turn 2", "a reply of weight 0"),
+        (turns({"role": "tool", "content": "7"}), "f, turn 3", "a turn from 'tool'"),
+        (
+            turns({"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}),
+            "f, turn 3",
+            "a turn with tool_calls, which is not",
+        ),
+        (
+            turns({"role": "user", "content": [{"type": "image_url"}]}),
+            "f, turn 3",
+            "a turn that says image_url, not text",
+        ),
+        (turns(tools=[{"name": "sum"}]), "f", "a row with tools, which is not learned"),
+        (turns(conversations=[]), "f", "both conversations and messages"),
     ],
 )
 def test_bad_rows_are_named_with_their_reason(bad, where, reason):

@@ -97,40 +97,6 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path):
     assert sorted(sum(read_both(tmp_path / "out"), [])) == ["good", "line"]
 
 
-def test_pattern_chooses_files_of_directories_only(tmp_path):
-    source = fill(tmp_path / "in", {"a.py": "py", "b.txt": "txt", "deep/c.py": "deep"})
-    extra = fill(tmp_path, {"extra.md": "extra"}) / "extra.md"
-    prepare([source, extra], tmp_path / "out", ByteTokenizer(), pattern="*.py")
-    assert sorted(sum(read_both(tmp_path / "out"), [])) == ["deep", "extra", "py"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        '{"other": "x"}',
-        '{"text": 3}',
-        '{"text": null}',
-        '["x"]',
-        '"text"',
-        "7",
-        '{"text": "\\ud800"}',
-        b'{"text": "\xff"}',
-        '{"text": "x", "text": "y"}',
-        '{"text": ' + "[" * 100_000,
-    ],
-    ids=lambda line: repr(line[:30]),
-)
-def test_bad_json_lines_are_named_and_nothing_is_left(tmp_path, line):
-    line = line if isinstance(line, bytes) else line.encode()
-    source = fill(tmp_path, {"a.jsonl": b'{"text": "good"}\n\n' + line + b"\n"})
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl:3: (no JSON|.*'text'.* but|.*'text')"
-    ):
-        prepare([source / "a.jsonl"], tmp_path / "out", ByteTokenizer())
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 @pytest.mark.parametrize(
     "name, value, match",
     [

@@ -11,8 +11,8 @@ from data.text.token_file import TokenFile, identify
 from data.text.tokenizer import open_tokenizer
 from data.text.tokenizer_files import read_chat_template
 from tests.chat_families import QWEN
-from tests.data.test_chat import bad_rows, rows
-from tests.data.test_corpus import fill, read, read_both, some_texts
+from tests.data.test_chat import rows
+from tests.data.test_corpus import fill, read, read_both
 from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
 from tools import prepare_chat, prepare_lines, prepare_text
@@ -31,39 +31,33 @@ def beginning(corpus: Path, size: int) -> bytes:
     return bytes(TokenFile.open(corpus, "train").tokens[:size].tolist())
 
 
-def test_text_is_counted_and_what_is_none_is_skipped(tmp_path, capsys):
-    source = fill(tmp_path / "in", {**some_texts(3), "x.bin": b"\xff"})
-    arguments = [str(source), "--output", str(tmp_path / "out")]
-    assert prepare_text.main([*arguments, "--validation-fraction", "0.1"]) == 0
-    out, err = capsys.readouterr()
-    characters = sum(len(text) for text in some_texts(3).values())
-    tokens = [int(line.split()[3].replace(",", "")) for line in out.splitlines()[:2]]
-    assert sum(tokens) == characters + 3
-    assert "skipped: 1, files" in out and f"written to {tmp_path / 'out'}" in out
-    assert err == ""
-
-
 def test_what_was_read_is_printed_and_recorded(tmp_path, capsys):
     """Files, digests, tokenizer, end token; and what is not words, but kept."""
     texts = {f"{n}.txt": f"text {n}" for n in range(5)}
     texts |= {"page.html": "<html>", "q.json": '{"a": 1}'}
-    source, out = fill(tmp_path / "in", texts), tmp_path / "out"
-    assert prepare_text.main([str(source), "--output", str(out)]) == 0
+    source, out = fill(tmp_path / "in", texts | {"x.bin": b"\xff"}), tmp_path / "out"
+    arguments = [str(source), "--output", str(out), "--validation-fraction", "0.1"]
+    assert prepare_text.main(arguments) == 0
     digest = hashlib.sha256(b"text 0").hexdigest()
-    said = capsys.readouterr().out
+    said, errors = capsys.readouterr()
+    assert errors == ""
+    tokens = [int(line.split()[3].replace(",", "")) for line in said.splitlines()[:2]]
+    assert sum(tokens) == sum(len(text) + 1 for text in texts.values())
     for line in (
-        f"files: 7, 0.0 MB: {source / '0.txt'} (sha256 {digest[:12]}), ",
+        f"files: 8, 0.0 MB: {source / '0.txt'} (sha256 {digest[:12]}), ",
+        "skipped: 1, files that are not UTF-8 text; first ",
+        f"written to {out}",
         "tokenizer: bytes, 257 ids; documents end with 256",
         f"markup, learned as text: 1, HTML or XML; first {source / 'page.html'}",
         f"markup, learned as text: 1, JSON; first {source / 'q.json'}",
     ):
         assert f"\n{line}" in said, said
     lines = (out / "sources.jsonl").read_text().splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 8
     facts = {"path": str(source / "0.txt"), "bytes": 6, "sha256": digest}
     assert json.loads(lines[0]) == facts
     meta = json.loads((out / "meta.json").read_text())
-    assert (meta["sources"]["files"], meta["end_of_document"]) == (7, 256)
+    assert (meta["sources"]["files"], meta["end_of_document"]) == (8, 256)
 
 
 def test_mostly_markup_is_learned_where_that_is_asked_for(tmp_path, capsys):
@@ -83,8 +77,12 @@ def test_one_of_two_texts_is_held_out(tmp_path):
 
 
 def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out"
-    source.write_text("".join(json.dumps(row) + "\n" for row in bad_rows()))
+    source, out, bad = tmp_path / "in.jsonl", tmp_path / "out", rows(6)
+    bad[1]["conversations"][0]["from"] = "robot"
+    bad[2]["conversations"] = []
+    bad[4]["conversations"][1]["value"] = 7
+    bad[5]["conversations"][0]["value"] = "long " * 80
+    source.write_text("".join(json.dumps(row) + "\n" for row in bad))
     arguments = [str(source), "--output", str(out), "--context-tokens", "300"]
     assert prepare_chat.main(arguments) == 1
     error = capsys.readouterr().err
@@ -92,10 +90,20 @@ def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
     assert not out.exists()
     assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 0
     told = capsys.readouterr()
-    assert told.err.count("skipped ") == 4 and "id r4), turn 2" in told.err
+    where = ("2 (id r1), turn 1", "3 (id r2)", "5 (id r4), turn 2", "6 (id r5)")
+    for line, place in zip(told.err.splitlines(), where, strict=True):
+        assert line.startswith(f"skipped {source}:{place}: ")
     assert "2 conversations of 6 rows" in told.out and "supervised" in told.out
+    assert "skipped: 1, no reply within the context; first " in told.out
     corpus = TokenFile.open(out, "train")
     assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size
+    source.write_text(json.dumps(bad[1]))
+    arguments[2] = str(tmp_path / "nothing")
+    assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    match = f"error: there is no conversation to train on in {source}: 1 files are read"
+    assert error.startswith(f"{match}; skipped: 1, a turn from 'robot'")
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_many_bad_rows_are_named_in_part_and_counted(tmp_path, capsys):

@@ -21,8 +21,7 @@ MARKS = b"<|im_start|>user\nHi<|im_end|>"
 HI, HO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 CHAT = [HI, HO]
 EOT = HO | {"content": "<|eot_id|>"}
-CALLS = HO | {"tool_calls": [{"id": "x"}]}
-IMAGE = HI | {"content": [{"type": "image_url"}]}
+LONG = HI | {"content": "long " * 20}
 
 
 def without_shard(root: Path) -> None:
@@ -74,6 +73,11 @@ TEXT: list[tuple[Any, ...]] = [
     ("in.jsonl", as_lines(TEXTS) + b'{"text": 3}', ":10: field 'text' is int, no"),
     ("in.jsonl", as_lines(FIELD), ":1: no field 'text' (--text-field), but ['con"),
     ("in.jsonl", b"text\n", ":1: no JSON (Expecting value"),
+    ("in.jsonl", b'{"text": "\\ud800"}', ":1: field 'text' has half a surrogate"),
+    ("in.jsonl", b'{"text": "\xff"}', ":1: no JSON ("),
+    ("in.jsonl", b'{"text": "x", "text": "y"}', ":1: no JSON ('text' stands twice"),
+    ("in.jsonl", b'{"text": ' + b"[" * 100_000, ":1: no JSON (its lists and objects"),
+    ("in.jsonl", b'["x"]', ":1: list, and no object with 'text'"),
     ("in.json", b"[1, 2]", "[0]: int, and no object with 'text'"),
     ("in.json", as_list(TEXTS)[:-1], "(it does not end behind its 9 values)"),
     ("in.json", b'{\n"text": "a"\n}', "in.json:1: no JSON ("),
@@ -98,14 +102,9 @@ CHATS: list[tuple[Any, ...]] = [
     ("in.parquet", as_parquet(TEXTS), "has no column id or conversations or mess"),
     ("in.txt", rows(), "in.txt is of no known format of"),
     ("in.csv", b"id,messages\n1,Hi\n", ":2 (id 1): no list of conversations or"),
-    ("in.jsonl", turns({"role": "tool", "content": "7"}), "turn 3: a turn from 'to"),
-    ("in.jsonl", turns(HI, CALLS), ":2, turn 4: a turn with tool_calls, which is not"),
-    ("in.jsonl", turns(IMAGE), ":2, turn 3: a turn that says image_url, not text"),
-    ("in.jsonl", turns(HI, HO | {"weight": 0}), "a reply of weight 0"),
-    ("in.jsonl", rows(tools=[{"name": "sum"}]), ":1: a row with tools, which is not l"),
-    ("in.jsonl", rows(conversations=CHAT), ":1: both conversations and messages"),
-    ("in.jsonl", rows(messages=[HI, EOT]), "have markup (names of special"),
     ("in.jsonl", turns(HI, HI), ":2: user speaks where assistant should"),
+    ("in.jsonl", rows(messages=[LONG, HO]), ":1: no reply within the context"),
+    ("in.jsonl", rows(messages=[HI, EOT]), "have markup (names of special"),
 ]
 
 
