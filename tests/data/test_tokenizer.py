@@ -51,28 +51,41 @@ def make_sentence_piece(path, eos_id=2, **symbols):
 each_kind = pytest.mark.parametrize("kind", ["bytes", "huggingface", "sentencepiece"])
 
 
+SPECIAL = {
+    "bytes": {"<end>": 256},
+    "huggingface": {"<pad>": 0, "<|endoftext|>": 1},
+    "sentencepiece": {"<s>": 1, "</s>": 2},
+}
+
+
 @each_kind
-def test_text_comes_back_from_its_ids(specs, kind):
+def test_text_comes_back_from_its_ids_alone_and_among_others(specs, kind):
+    """Also beyond the length at which the file cuts and pads texts."""
     tokenizer = open_tokenizer(specs[kind])
-    text = "the cat sat on the log: Möwe 猫"
+    texts = ["the cat sat on the log: Möwe 猫", "", "sat on the mat " * 20, "猫"]
+    for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
+        assert ids.tolist() == tokenizer.encode(text).tolist()
+        assert ids.dtype == np.int32 and ids.shape == (ids.size,)
+        assert tokenizer.decode(np.append(ids, tokenizer.end_of_document)) == text
+    assert tokenizer.name == kind and tokenizer.encode("").size == 0
+    last = tokenizer.vocab_size - 1
+    for wrong in (500, -1, 1 << 40):
+        with pytest.raises(ValueError, match=rf"from 0 to {last}, got .*{wrong}"):
+            tokenizer.decode([5, wrong])
+
+
+@each_kind
+def test_no_text_is_encoded_to_special_tokens(specs, kind):
+    tokenizer = open_tokenizer(specs[kind])
+    assert tokenizer.special == SPECIAL[kind]
+    text = f"the mat {' '.join(tokenizer.special)} after it"
     ids = tokenizer.encode(text)
-    assert tokenizer.name == kind
-    assert ids.dtype == np.int32 and ids.ndim == 1
-    assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size
-    assert tokenizer.end_of_document not in ids
-    assert tokenizer.decode(np.append(ids, tokenizer.end_of_document)) == text
-    assert tokenizer.encode("").shape == (0,)
-
-
-@each_kind
-def test_many_texts_encode_as_one_by_one(specs, kind):
-    tokenizer = open_tokenizer(specs[kind])
-    texts = ["the cat", "", "sat on the mat " * 20, "猫"]
-    together = tokenizer.encode_all(texts)
-    assert [ids.tolist() for ids in together] == [
-        tokenizer.encode(text).tolist() for text in texts
-    ]
-    assert all(ids.dtype == np.int32 for ids in together)
+    assert not np.isin(ids, [*tokenizer.special.values()]).any()
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.special[tokenizer.names["eos_token"]] == tokenizer.end_of_document
+    named = {} if kind == "bytes" else tokenizer.special
+    assert {name: tokenizer.token_id(name) for name in named} == named
+    assert tokenizer.token_id("no such") is None
 
 
 def test_texts_behind_a_special_token_have_no_space_of_the_first_word(tmp_path):
@@ -95,35 +108,6 @@ def test_texts_behind_a_special_token_have_no_space_of_the_first_word(tmp_path):
         assert 0 not in special
 
 
-def test_tokens_are_found_by_name(specs):
-    names = ["<pad>", "<|endoftext|>", "<s>", "</s>", "no such"]
-    found = {
-        kind: [open_tokenizer(spec).token_id(name) for name in names]
-        for kind, spec in specs.items()
-    }
-    assert found["bytes"] == [None] * 5
-    assert found["huggingface"] == [0, 1, None, None, None]
-    assert found["sentencepiece"] == [None, None, 1, 2, None]
-
-
-@pytest.mark.parametrize("wrong", [500, -1, 1 << 40])
-@each_kind
-def test_ids_of_no_token_are_not_decoded(specs, kind, wrong):
-    tokenizer = open_tokenizer(specs[kind])
-    last = tokenizer.vocab_size - 1
-    with pytest.raises(ValueError, match=rf"from 0 to {last}, got .*{wrong}"):
-        tokenizer.decode([5, wrong])
-
-
-def test_hugging_face_ignores_truncation_padding_and_special_names_in_text(specs):
-    tokenizer = open_tokenizer(specs["huggingface"])
-    text = "the mat <|endoftext|> and <pad> after it, at more than five tokens"
-    ids = tokenizer.encode(text)
-    assert tokenizer.end_of_document == 1
-    assert 0 not in ids and 1 not in ids
-    assert tokenizer.decode(ids) == text
-
-
 def test_hugging_face_vocabulary_covers_ids_after_a_gap(tmp_path):
     model = tokenizers.models.WordLevel({"<unk>": 0, "cat": 7, "</s>": 3}, "<unk>")
     path = tmp_path / "gaps.json"
@@ -132,35 +116,12 @@ def test_hugging_face_vocabulary_covers_ids_after_a_gap(tmp_path):
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 3)
 
 
-def test_tokenizers_without_an_end_are_refused(tmp_path):
-    path = make_hugging_face(tmp_path / "tokenizer.json", specials=("<pad>",))
-    with pytest.raises(ValueError, match=r"tokenizer\.json has no token to end"):
-        open_tokenizer(str(path))
-    path = make_sentence_piece(tmp_path / "tokenizer.model", eos_id=-1)
-    with pytest.raises(ValueError, match=r"tokenizer\.model has no end-of-sentence"):
-        open_tokenizer(str(path))
-
-
 def beside(directory, **files):
     """Writes files beside a tokenizer, and returns the tokenizer of the directory."""
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
         (directory / f"{name}.json").write_text(text)
     return open_tokenizer(str(directory))
-
-
-@each_kind
-def test_special_tokens_are_those_that_no_text_is_encoded_to(specs, kind):
-    tokenizer = open_tokenizer(specs[kind])
-    named = {
-        "bytes": {"<end>": 256},
-        "huggingface": {"<pad>": 0, "<|endoftext|>": 1},
-        "sentencepiece": {"<s>": 1, "</s>": 2},
-    }
-    assert tokenizer.special == named[kind]
-    ids = tokenizer.encode(" ".join(tokenizer.special))
-    assert not np.isin(ids, [*tokenizer.special.values()]).any()
-    assert tokenizer.special[tokenizer.names["eos_token"]] == tokenizer.end_of_document
 
 
 def with_own_begin(path, *names):
@@ -229,30 +190,14 @@ def test_the_end_of_a_document_is_what_the_files_say_or_else_a_known_name(tmp_pa
     assert beside(tmp_path, **dict.fromkeys(files, nothing)).stop_tokens == (3,)
 
 
-def test_a_token_of_any_name_can_end_documents(tmp_path):
-    make_hugging_face(tmp_path / "tokenizer.json", ("<pad>", "<stop>"))
-    with pytest.raises(ValueError, match="name another in a tokenizer_config.json"):
-        open_tokenizer(str(tmp_path))
-    tokenizer = beside(tmp_path, tokenizer_config={"eos_token": "<stop>"})
-    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((1,), 1)
-
-
 @pytest.mark.parametrize(
     "name, content, complaint",
     [
-        (
-            "tokenizer_config",
-            "{",
-            "tokenizer_config.json is not JSON .*: copy it again",
-        ),
+        ("tokenizer_config", "{", "tokenizer_config.json is not JSON .*: copy it aga"),
         ("generation_config", [1], "must be a JSON object, got list"),
         ("tokenizer_config", {"eos_token": "<none>"}, "has eos_token '<none>', which"),
         ("tokenizer_config", {"eos_token": {"content": 1.5}}, "has eos_token 1.5, whi"),
-        (
-            "generation_config",
-            {"eos_token_id": 299},
-            "eos_token_id 299, .*from 0 to 298",
-        ),
+        ("generation_config", {"eos_token_id": 299}, "eos_token_id 299, .* 0 to 298"),
         ("tokenizer_config", {"add_bos_token": 7}, "add_bos_token 7: say true or fals"),
         (
             "tokenizer_config",
@@ -281,10 +226,48 @@ def test_sentence_piece_stops_at_its_end_and_at_what_the_files_name(tmp_path):
 def test_a_directory_has_a_tokenizer_or_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither tokenizer.json nor tokenizer"):
         open_tokenizer(str(tmp_path))
-    make_sentence_piece(tmp_path / "tokenizer.model")
-    assert open_tokenizer(str(tmp_path)).name == "sentencepiece"
-    make_hugging_face(tmp_path / "tokenizer.json")
-    assert open_tokenizer(str(tmp_path)).path == tmp_path / "tokenizer.json"
+    for make, name in (make_sentence_piece, "model"), (make_hugging_face, "json"):
+        path = tmp_path / f"tokenizer.{name}"
+        with pytest.raises(FileNotFoundError, match=f"{path} does not exist"):
+            open_tokenizer(str(path))
+        path.write_text("not a tokenizer")
+        with pytest.raises(ValueError, match=f"{path} must be a"):
+            open_tokenizer(str(path))
+        make(path)
+        assert open_tokenizer(str(tmp_path)).path == path
+
+
+def test_a_tokenizer_needs_an_end_of_any_name(tmp_path):
+    path = make_sentence_piece(tmp_path / "tokenizer.model", eos_id=-1)
+    with pytest.raises(ValueError, match=r"tokenizer\.model has no end-of-sentence"):
+        open_tokenizer(str(path))
+    make_hugging_face(tmp_path / "tokenizer.json", ("<pad>", "<stop>"))
+    with pytest.raises(ValueError, match="json has no token to end .*name another in"):
+        open_tokenizer(str(tmp_path))
+    tokenizer = beside(tmp_path, tokenizer_config={"eos_token": "<stop>"})
+    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((1,), 1)
+
+
+def changed(path, change):
+    """A tokenizer of all bytes, but for what `change` does to its file."""
+    found = json.loads(make_hugging_face(path).read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    return open_tokenizer(str(path))
+
+
+def test_patterns_beyond_the_library_s_limits_are_refused_in_a_line(tmp_path):
+    slow = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+b"), "isolated")
+    parts = {"pre_tokenizer": json.loads(slow.__getstate__())}
+    tokenizer = changed(tmp_path / "a.json", lambda file: file.update(parts))
+    with pytest.raises(ValueError, match=f"{FAILS}retry-limit.*simplify its patterns"):
+        tokenizer.encode("a" * 40)
+
+
+def test_texts_are_encoded_alike_whatever_dropout_the_file_has(tmp_path):
+    expected = changed(tmp_path / "a.json", lambda file: None).encode(TEXT)
+    dropout = changed(tmp_path / "b.json", lambda file: file["model"].update(dropout=1))
+    np.testing.assert_array_equal(dropout.encode(TEXT), expected)
 
 
 ENDED = {"</s>": 0, "cat": 1}
@@ -299,16 +282,13 @@ FAILS, LACKS = "cannot encode a text .*", "has no token for letters that its voc
         (models.WordLevel(ENDED, "<unk>"), f"{FAILS}Missing"),
         (models.WordPiece(ENDED), f"{FAILS}Missing .UNK. token"),
         (UNIGRAM, f"{FAILS}unk_id"),
-        (
-            models.BPE(ENDED, [], unk_token="<unk>"),
-            f"{FAILS}Unk token `<unk>` not foun",
-        ),
+        (models.BPE(ENDED, [], unk_token="<unk>"), f"{FAILS}Unk token `<unk>` not fou"),
         (models.BPE(ENDED, []), LACKS),
         (BYTE_OF_MANY, LACKS),
     ],
     ids=str,
 )
-def test_tokenizers_that_do_not_know_every_letter_are_refused(
+def test_tokenizers_that_cannot_encode_every_text_are_refused(
     tmp_path, model, complaint
 ):
     path = tmp_path / "tokenizer.json"
@@ -318,54 +298,20 @@ def test_tokenizers_that_do_not_know_every_letter_are_refused(
     assert str(caught.value).isprintable()
 
 
-def test_patterns_beyond_the_library_s_limits_are_refused_in_a_line(tmp_path):
-    path = make_hugging_face(tmp_path / "tokenizer.json")
-    found = json.loads(path.read_text())
-    slow = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+b"), "isolated")
-    found["pre_tokenizer"] = json.loads(slow.__getstate__())
-    path.write_text(json.dumps(found))
-    tokenizer = open_tokenizer(str(path))
-    for encode in tokenizer.encode, lambda text: tokenizer.encode_all([text]):
-        with pytest.raises(ValueError, match=f"{FAILS}retry-limit.*simplify its pat"):
-            encode("a" * 40)
-
-
-def test_texts_are_encoded_alike_whatever_dropout_the_file_has(tmp_path):
-    path = make_hugging_face(tmp_path / "tokenizer.json")
-    expected = open_tokenizer(str(path)).encode(TEXT)
-    found = json.loads(path.read_text())
-    found["model"]["dropout"] = 1.0
-    path.write_text(json.dumps(found))
-    np.testing.assert_array_equal(open_tokenizer(str(path)).encode(TEXT), expected)
-
-
 def test_ids_that_no_corpus_holds_are_refused(tmp_path):
-    path = make_hugging_face(tmp_path / "tokenizer.json")
-    found = json.loads(path.read_text())
-    found["model"]["vocab"]["new"] = 1 << 31
-    path.write_text(json.dumps(found))
     with pytest.raises(ValueError, match="has the id 2147483648, and ids are below"):
-        open_tokenizer(str(path))
+        changed(tmp_path / "a.json", lambda f: f["model"]["vocab"].update(new=1 << 31))
 
 
 def test_bytes_of_a_vocabulary_must_be_all_that_texts_have(tmp_path):
-    path = make_hugging_face(tmp_path / "tokenizer.json")
-    found = json.loads(path.read_text())
-    assert found["model"]["unk_token"] is None
-    found["model"]["merges"] = []
-    del found["model"]["vocab"]["õ"]  # 0xF5 is in no UTF-8
-    path.write_text(json.dumps(found))
-    assert open_tokenizer(str(path)).encode("猫").size == 3
-    del found["model"]["vocab"]["â"]  # 0xE2 is in much of it
-    path.write_text(json.dumps(found))
+    def without(file, *letters):
+        assert file["model"]["unk_token"] is None
+        file["model"]["merges"] = []
+        for letter in letters:
+            del file["model"]["vocab"][letter]
+
+    # 0xF5 is in no UTF-8, and 0xE2 in much of it.
+    tokenizer = changed(tmp_path / "a.json", lambda file: without(file, "õ"))
+    assert tokenizer.encode("猫").size == 3
     with pytest.raises(ValueError, match="no token for letters"):
-        open_tokenizer(str(path))
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-def test_damaged_and_missing_files_are_named(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match=f"{name} does not exist"):
-        open_tokenizer(str(tmp_path / name))
-    (tmp_path / name).write_text("not a tokenizer")
-    with pytest.raises(ValueError, match=f"{name} must be a"):
-        open_tokenizer(str(tmp_path / name))
+        changed(tmp_path / "a.json", lambda file: without(file, "õ", "â"))
