@@ -52,6 +52,12 @@ def test_replies_and_their_ends_are_supervised_and_nothing_else():
     assert text == f"S USER: ab ASSISTANT: c{END}USER: ASSISTANT: ASSISTANT: c d{END}"
     assert mask == "_" * 21 + "^^^" + "_" * 27 + "^^^^^"
     assert (document.tokens.dtype, document.is_supervised.dtype) == (np.int32, bool)
+    ((document,),) = encoder().encode([talk(("Hi?", "Ho"), system=None)])
+    assert shown(document)[0] == (
+        "A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's "
+        f"questions. USER: Hi? ASSISTANT: Ho{END}"
+    )
 
 
 def test_many_conversations_are_encoded_as_one_by_one():

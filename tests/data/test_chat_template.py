@@ -103,49 +103,26 @@ def test_tokens_are_those_of_transformers(paths, name):
 
 
 def test_mistral_has_the_space_that_its_tokenizer_adds(mistral_model):
+    """<s>[INST] the mat\\n\\nthe cat[/INST] sat</s>[INST] the log[/INST] on</s>."""
     one = template("mistral", mistral_model)
-    ids = one.tokenizer.token_id
-    system, begin, end = "the mat", ids("[INST]"), ids("[/INST]")
-    document = encoded(one, system, [("the cat", "sat"), ("the log", "on")])
-    first, sat, second, on = map(
-        one.tokenizer.encode, ("the mat\n\nthe cat", "sat", "the log", "on")
-    )
-    # "<s>[INST] the mat\n\nthe cat[/INST] sat</s>[INST] the log[/INST] on</s>"
-    question = [1, begin, *first, end]
-    assert document.tokens.tolist() == [
-        *(*question, *sat, 2, begin, *second, end, *on, 2)
-    ]
-    text = "the mat\n\nthe cat sat the log on"
-    assert one.tokenizer.decode(document.tokens) == text
-    assert document.tokens[document.is_supervised].tolist() == [*sat, 2, *on, 2]
+    begin, end = map(one.tokenizer.token_id, ("[INST]", "[/INST]"))
+    texts = "the mat\n\nthe cat", "sat", "the log", "on"
+    first, sat, second, on = map(one.tokenizer.encode, texts)
+    tokens = [1, begin, *first, end, *sat, 2, begin, *second, end, *on, 2]
     with_spaces = FORMATS["mistral"].template.replace("[INST]", "[INST] ")
-    spaced = ChatTemplate("spaced", with_spaces, one.tokenizer)
-    again = encoded(spaced, system, [("the cat", "sat"), ("the log", "on")])
-    assert again.tokens.tolist() == document.tokens.tolist()
-
-
-def test_vicuna():
-    one = template_of(FORMATS["vicuna"], BYTES)
-    document = encoded(one, None, [("Hi?", "Hello."), ("Bye", "See you")])
-    text = (
-        "A chat between a curious user and an artificial intelligence assistant. "
-        "The assistant gives helpful, detailed, and polite answers to the user's "
-        "questions. USER: Hi? ASSISTANT: Hello.\0USER: Bye ASSISTANT: See you\0"
-    )
-    ends = np.where(document.tokens == 256, 0, document.tokens)
-    assert bytes(ends.tolist()).decode() == text
-    assert bytes(ends[document.is_supervised].tolist()) == b" Hello.\0 See you\0"
-    brief = encoded(one, "Be brief.", [("Hi?", "Hello.")]).tokens[:-1]
-    assert bytes(brief.tolist()) == b"Be brief. USER: Hi? ASSISTANT: Hello."
+    for made in one, ChatTemplate("spaced", with_spaces, one.tokenizer):
+        document = encoded(made, "the mat", [("the cat", "sat"), ("the log", "on")])
+        assert document.tokens.tolist() == tokens
+        learned = document.tokens[document.is_supervised]
+        assert learned.tolist() == [*sat, 2, *on, 2]
+    assert one.tokenizer.decode(tokens) == " ".join(texts)
 
 
 def test_conversations_begin_with_the_tokenizers_own_token_once(paths, mistral_model):
     """Also where Gemma has a tag of HTML that others begin with, and no file says."""
+    gemma, names = paths["gemma"].with_name("a.json"), ("<eos>", "<s>", "<bos>", "</s>")
     for path, begin in (
-        (
-            make_hugging_face(paths["gemma"].with_name("a.json"), GEMMA_AND_HTML),
-            "<bos>",
-        ),
+        (make_hugging_face(gemma, names), "<bos>"),
         (mistral_model, "<s>"),
         (paths["llama3"], "<|begin_of_text|>"),
     ):
@@ -153,9 +130,6 @@ def test_conversations_begin_with_the_tokenizers_own_token_once(paths, mistral_m
         begin = one.tokenizer.token_id(begin)
         tokens = encoded(one, "the cat", EXCHANGES).tokens
         assert np.flatnonzero(tokens == begin).tolist() == [0]
-
-
-GEMMA_AND_HTML = "<eos>", "<s>", "<bos>", "</s>"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -172,10 +146,8 @@ def test_a_prompt_is_what_precedes_the_reply_in_training(paths, name, system):
         prompt = one.prompt([*said, {"role": "user", "content": exchanges[number][0]}])
         assert prompt.tolist() == whole.tokens[:start].tolist()
         assert prompt.dtype == np.int32
-        assert (
-            one.tokenizer.decode(whole.tokens[start:end]).strip()
-            == (exchanges[number][1])
-        )
+        reply = one.tokenizer.decode(whole.tokens[start:end])
+        assert reply.strip() == exchanges[number][1]
         assert whole.tokens[end] == one.end
 
 
@@ -321,14 +293,8 @@ def test_conversations_are_told_apart_where_one_is_refused(tmp_path):
     [
         ("{% if %}", "template x is not Jinja: Expected an expression"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "x is not Jinja: .* recursion"),
-        (
-            "{% for a in a %}" * 50 + "{% endfor %}" * 50,
-            "x is not Jinja: too many stat",
-        ),
-        (
-            "{{ 'a' * 20000000 }}",
-            r"refuses the conversation: \* makes more than 16777216",
-        ),
+        ("{% for a in a %}" * 50 + "{% endfor %}" * 50, "x is not Jinja: too many sta"),
+        ("{{ 'a' * 20000000 }}", r"the conversation: \* makes more than 16777216"),
         ("{{ 20000000 * [1] }}", r"\* makes more than 16777216 letters"),
         ("{{ 9999 ** 9999999 }}", r"\*\* makes more than 16777216 letters"),
         ("{{ 2 ** 8388607 * 2 ** 8388608 }}", r" \* makes more than 16777216 letters"),
@@ -375,31 +341,21 @@ def test_the_corpus_and_then_the_tokenizers_files_have_the_template(tmp_path):
     match = f"there is no chat template in {directory}: name one of vicuna"
     with pytest.raises(ValueError, match=match):
         source()
-    with pytest.raises(
-        ValueError, match="no chat template in the bytes tokenizer: name"
-    ):
+    with pytest.raises(ValueError, match="no chat template in the bytes tokenizer: n"):
         open_template(OWN, BYTES)
     with pytest.raises(ValueError, match=f"template in {corpus} or {directory}: n"):
         source(corpus)
-    chatml = [CHATML + f"{{# {number} #}}" for number in range(5)]
-    files = {
-        "chat_template.json": {"chat_template": chatml[0]},
-        "tokenizer_config.json": {"chat_template": chatml[1]},
-        "chat_template.jinja": f"{chatml[2]}\r\n",
-    }
-    for name, content in files.items():
-        text = content if isinstance(content, str) else json.dumps(content)
-        (directory / name).write_bytes(text.encode())
-        found = content["chat_template"] if isinstance(content, dict) else content
-        assert source() == source(corpus) == found
-    (corpus / "chat_template.jinja").write_text(chatml[3])
-    assert (source(corpus), source()) == (chatml[3], f"{chatml[2]}\r\n")
+    sources = [f"{CHATML}{{# {number} #}}\r\n" for number in range(4)]
+    found = [json.dumps({"chat_template": one}) for one in sources[:2]] + sources[2:]
+    files = [directory / "chat_template.json", directory / "tokenizer_config.json"]
+    files += [directory / "chat_template.jinja", corpus / "chat_template.jinja"]
+    for path, text, expected in zip(files, found, sources, strict=True):
+        path.write_bytes(text.encode())
+        assert source(corpus) == expected
+    assert source() == sources[2]
     assert open_template("qwen2", tokenizer, corpus).name == "qwen2"
     (directory / "chat_template.jinja").unlink()
-    several = [
-        {"name": "rag", "template": "x"},
-        {"name": "default", "template": CHATML},
-    ]
+    several = [dict(name="rag", template="x"), dict(name="default", template=CHATML)]
     config = directory / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": several}))
     assert source() == CHATML
