@@ -1,3 +1,5 @@
+"""Rows of corpora, and their batches: what each holds, in which order, on any host."""
+
 import dataclasses
 import threading
 import time
@@ -7,10 +9,21 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from data.batch import Block
-from data.rows import ROW_PLANS, DocumentRows, InOrder, PackedRows, Shuffled, iterate
-from kernels.layouts import Striped
+from data.batch import Batch, Block
+from data.rows import (
+    ROW_PLANS,
+    DocumentRows,
+    InOrder,
+    PackedRows,
+    Shuffled,
+    TextBatches,
+    WholeRows,
+    iterate,
+)
+from data.text.token_file import TokenFile, TokenFileWriter
+from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.numbered_corpus import (
+    NUMBERS,
     assert_same_batch,
     make_batches,
     make_corpus,
@@ -18,14 +31,25 @@ from tests.numbered_corpus import (
     read_rows,
 )
 
+LONGEST = 40
 PLANS = [PackedRows, DocumentRows]
+LENGTHS = [(plan, length) for plan in PLANS for length in (1, 7, 16, 24, 64)]
+LENGTHS += [(WholeRows, length) for length in (LONGEST, LONGEST + 1, 64, 10_000)]
+RINGS = [(Contiguous(), 6), (Contiguous(), 48), (Striped(), 3), (Striped(), 8)]
+RINGS += [(Striped(4), 2), (Zigzag(), 4)]
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Documents of 1 to 40 tokens, some of them of a row's length and around it."""
-    lengths = np.random.default_rng(7).integers(1, 40, 60)
-    return make_corpus(tmp_path, [*lengths, 1, 1, 15, 16, 17, 31, 32, 33, 2, 24, 25])
+    """Documents of some rows' lengths and around them, half of them supervised."""
+    rng = np.random.default_rng(7)
+    lengths = [*rng.integers(1, LONGEST, 60), 1, 1, 15, 16, 17, 31, 32, 33, 2, 24, 25]
+    lengths += [LONGEST, LONGEST, 1]
+    with TokenFileWriter(tmp_path / "corpus", NUMBERS, has_loss_mask=True) as writer:
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            tokens = np.arange(end - length, end)
+            writer.write("train", tokens, rng.random(length) < 0.5)
+    return TokenFile.open(tmp_path / "corpus", "train")
 
 
 def assert_equal_blocks(one, other):
@@ -36,19 +60,31 @@ def assert_equal_blocks(one, other):
 
 def naive_rows(plan):
     corpus, length, size = plan.corpus, plan.length, plan.corpus.tokens.size
-    spans = [
-        (begin, min(begin + length + 1, end))
-        for start, end in pairwise([*corpus.starts.tolist(), size])
-        for begin in range(start, end - 1, length)
-    ]
+    ends = [*corpus.starts[1:].tolist(), size]
     if isinstance(plan, PackedRows):
         begins = range(0, size - length, length)
         spans = [(begin, begin + length + 1) for begin in begins]
-    return [naive_row(corpus, *span, length) for span in spans]
+    elif isinstance(plan, DocumentRows):
+        spans = [
+            (begin, min(begin + length + 1, end))
+            for start, end in pairwise([0, *ends])
+            for begin in range(start, end - 1, length)
+        ]
+    else:
+        spans, begin = [], 0
+        while begin < size:
+            fitting = [end for end in ends if begin < end <= begin + length]
+            spans.append((begin, fitting[-1]))
+            begin = fitting[-1]
+    rows = [naive_row(corpus, *span, length) for span in spans]
+    marks = np.append(corpus.loss_mask[:], np.zeros(length))
+    return [
+        row._replace(loss_weights=row.loss_weights * marks[begin + 1 :][:length])
+        for row, (begin, _) in zip(rows, spans, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 24, 64])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan, length", LENGTHS)
 def test_rows_equal_a_loop_over_tokens(corpus, plan, length):
     plan = plan(corpus, length)
     rows, expected = read_rows(plan), naive_rows(plan)
@@ -57,40 +93,39 @@ def test_rows_equal_a_loop_over_tokens(corpus, plan, length):
         assert_same_batch(row, wanted)
 
 
-def test_padding_sees_nothing_and_is_not_seen(tmp_path):
-    plan = DocumentRows(make_corpus(tmp_path, [5]), 8)
-    (row,) = read_rows(plan)
-    assert row.tokens.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert row.targets.tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
-    assert row.loss_weights.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert row.positions.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert row.k_end.max() == 5
-    assert (row.k_end <= row.k_start).tolist() == [False] * 5 + [True] * 3
+@pytest.mark.parametrize("plan", ROW_PLANS.values())
+def test_weights_of_all_rows_are_the_supervised_tokens_that_follow_one(corpus, plan):
+    rows = read_rows(plan(corpus, LONGEST))
+    targets = np.concatenate([row.targets[row.loss_weights == 1] for row in rows])
+    followers = np.setdiff1d(np.flatnonzero(corpus.loss_mask[:]), corpus.starts)
+    if plan is PackedRows:  # what is left of the last row is not read
+        followers = followers[followers <= len(rows) * LONGEST]
+    np.testing.assert_array_equal(np.sort(targets), followers)
+    weights = np.concatenate([row.loss_weights for row in rows])
+    assert set(weights.tolist()) == {0.0, 1.0}
+    assert weights.sum() == followers.size > 100
 
 
-def split(rows, columns, row_step, column_step):
-    return [
-        Block((row, row + row_step), (column, column + column_step))
-        for row in range(0, rows, row_step)
-        for column in range(0, columns, column_step)
-    ]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_blocks_of_two_hosts_are_those_of_one(corpus, plan):
-    plan = plan(corpus, 24)
-    blocks = split(4, 24, 2, 6)
-    arguments = {"rows": 4, "layout": Striped(), "ring_size": 4}
-    one = make_batches(plan, blocks=blocks, **arguments)
-    hosts = [make_batches(plan, blocks=blocks[i::2], **arguments) for i in (0, 1)]
-    (everything,) = make_batches(plan, **arguments)[5].values()
-    assert_equal_blocks(
-        {**hosts[0][5], **hosts[1][5]}, dict(sorted(one[5].items(), key=str))
-    )
-    for block, batch in one[5].items():
-        for part, full in zip(batch, everything, strict=True):
-            cut = full[slice(*block.rows), slice(*block.columns)]
-            np.testing.assert_array_equal(part, cut)
+@pytest.mark.parametrize("plan", ROW_PLANS.values())
+@pytest.mark.parametrize("layout, ring_size", RINGS)
+def test_blocks_of_two_hosts_join_to_rows_in_every_layout(
+    corpus, plan, layout, ring_size
+):
+    plan, length = plan(corpus, 48), 48
+    shard = length // ring_size
+    columns = [(start, start + shard) for start in range(0, length, shard)]
+    blocks = [Block((r, r + 1), part) for r in range(3) for part in columns]
+    arguments = 3, layout, ring_size, InOrder()
+    hosts = [TextBatches(plan, blocks[i::2], *arguments) for i in range(2)]
+    back = np.argsort(order(layout, ring_size, length))
+    wanted = read_rows(plan)
+    for step in range(2):
+        read = hosts[0][step] | hosts[1][step]
+        for row in range(3):
+            parts = [read[Block((row, row + 1), part)] for part in columns]
+            arrays = zip(*parts, strict=True)
+            joined = Batch(*(np.concatenate(a, axis=1)[0, back] for a in arrays))
+            assert_same_batch(joined, wanted[3 * step + row], strict=True)
 
 
 def test_same_blocks_are_loaded_once(corpus):
@@ -237,25 +272,25 @@ def test_reading_a_row_touches_nothing_else(corpus, plan):
     assert max(watched.reads) <= 17
 
 
-def test_context_longer_than_the_corpus_is_refused(tmp_path):
-    corpus = make_corpus(tmp_path, [4, 4])
-    assert PackedRows(corpus, 7).rows == 1
-    match = "row of 8 tokens .* 8 tokens of split 'train'"
-    with pytest.raises(ValueError, match=match):
-        PackedRows(corpus, 8)
-    assert DocumentRows(corpus, 100).rows == 2
-
-
-@pytest.mark.parametrize("plan", ROW_PLANS.values())
-def test_rows_need_a_length(corpus, plan):
-    with pytest.raises(ValueError, match="length=0 must be at least 1"):
-        plan(corpus, 0)
-
-
-def test_documents_of_one_token_make_no_rows(tmp_path):
-    corpus = make_corpus(tmp_path, [1, 1, 1])
+def test_corpora_without_rows_are_refused(tmp_path):
+    corpus = make_corpus(tmp_path, [3, 9, 4])
+    for plan, length, rows in (
+        (PackedRows, 15, 1),
+        (DocumentRows, 99, 3),
+        (WholeRows, 9, 3),
+    ):
+        assert plan(corpus, length).rows == rows
+        with pytest.raises(ValueError, match="length=0 must be at least 1"):
+            plan(corpus, 0)
+    with pytest.raises(
+        ValueError, match="row of 16 tokens .* 16 tokens of split 'train"
+    ):
+        PackedRows(corpus, 16)
+    with pytest.raises(ValueError, match="document 1 of split 'train' .* has 9 tokens"):
+        WholeRows(corpus, 8)
+    (tmp_path / "ones").mkdir()
     with pytest.raises(ValueError, match="no document of two tokens"):
-        DocumentRows(corpus, 4)
+        DocumentRows(make_corpus(tmp_path / "ones", [1, 1, 1]), 4)
 
 
 def test_bad_batches_are_refused(corpus):
