@@ -9,6 +9,7 @@ data is one step number. `iterate` reads ahead in threads.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,16 +45,15 @@ class RowPlan(Protocol):
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Row r is the stream's tokens r·T … r·T + T - 1, whatever documents they are of.
+class CorpusRows(ABC):
+    """Rows that are parts of a corpus' stream, one after the other.
 
-    A token attends only to its own document, and of that only to what is in the row:
-    the rest of a document that the row's edge cuts starts at position 0, and is one for
-    the mask. Every token of the stream is in exactly one row, but for up to T at its
-    end.
+    corpus: whose tokens they hold.
+    length: tokens in a row, or fewer and padding.
+    mask: which tokens of its own document a token sees.
 
     Raises:
-      ValueError: the corpus has not one row.
+      ValueError: the corpus has no row of this length.
     """
 
     corpus: TokenFile
@@ -61,7 +61,60 @@ class PackedRows:
     mask: DocumentMask = DocumentMask()
 
     def __post_init__(self):
-        _check_length(self.length)
+        if self.length < 1:
+            raise ValueError(f"a row's length={self.length} must be at least 1 token")
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def bounds(self, row: int) -> np.ndarray:
+        """Returns where the row's documents begin in the stream, and its end: int (n,).
+
+        They hold what the row reads and predicts: up to `length` tokens and the target
+        of the last one; fewer in a padded row.
+        """
+
+    def read(self, row: int, index: np.ndarray) -> Batch:
+        """Reads tokens of a row, as `RowPlan.read`."""
+        bounds = self.bounds(row)
+        begin, bounds = bounds[0], bounds - bounds[0]
+        size = int(bounds[-1])
+        document = np.searchsorted(bounds[:-1], index, side="right") - 1
+        first = bounds[document].astype(np.int32)
+        end = bounds[document + 1].astype(np.int32)
+        is_real, successor = index < min(size, self.length), index + 1
+        k_start, k_end = self.mask.bounds(index, first, np.minimum(end, self.length))
+        positions = np.where(is_real, index - first, 0)
+        pairs = np.stack([index, successor], axis=1)
+        places = begin + np.minimum(pairs, size - 1, dtype=np.int64)
+        # A token of the prefix would see its target there.
+        has_target = (successor < end) & (positions + 1 >= self.mask.prefix)
+        has_target &= self.corpus.is_supervised(places[:, 1])
+        tokens, targets = self.corpus.ids(places).T
+        return Batch(
+            tokens=np.where(is_real, tokens, 0),
+            targets=np.where(successor < size, targets, 0),
+            loss_weights=has_target.astype(np.float32),
+            positions=positions,
+            k_start=np.where(is_real, k_start, index),
+            k_end=k_end,
+        )
+
+
+class PackedRows(CorpusRows):
+    """Row r is the stream's tokens r·T … r·T + T - 1, whatever documents they are of.
+
+    A token attends only to its own document, and of that only to what is in the row:
+    the rest of a document that the row's edge cuts starts at position 0, and is one for
+    the mask. Every token of the stream is in exactly one row, but for up to T at its
+    end.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.rows < 1:
             raise ValueError(
                 f"a row of {self.length} tokens and the one after it do not fit in the "
@@ -74,30 +127,21 @@ class PackedRows:
         # The last token is nothing but the target of the one before it.
         return (self.corpus.tokens.size - 1) // self.length
 
-    def read(self, row: int, index: np.ndarray) -> Batch:
+    def bounds(self, row: int) -> np.ndarray:
         begin = row * self.length
         end = begin + self.length + 1
-        first, last = np.searchsorted(self.corpus.starts, (begin + 1, end))
-        bounds = [begin, *self.corpus.starts[first:last], end]
-        return _read(self, bounds, index)
+        first, last = self.corpus.starts.searchsorted((begin + 1, end))
+        return np.r_[begin, self.corpus.starts[first:last], end]
 
 
-@dataclass(frozen=True)
-class WholeRows:
+class WholeRows(CorpusRows):
     """A row holds as many whole documents as fit, in their order, and padding.
 
     For documents that mean little in parts, as conversations.
-
-    Raises:
-      ValueError: a document is longer than a row.
     """
 
-    corpus: TokenFile
-    length: int
-    mask: DocumentMask = DocumentMask()
-
     def __post_init__(self):
-        _check_length(self.length)
+        super().__post_init__()
         lengths = self.corpus.lengths
         if lengths.max() > self.length:
             document = int(np.argmax(lengths))
@@ -121,29 +165,21 @@ class WholeRows:
             edges.append(int(np.searchsorted(offsets, row_end, side="right")) - 1)
         return np.array(edges)
 
-    def read(self, row: int, index: np.ndarray) -> Batch:
+    def bounds(self, row: int) -> np.ndarray:
         first, last = self._edges[row : row + 2]
-        return _read(self, self.corpus.offsets[first : last + 1], index)
+        return self.corpus.offsets[first : last + 1]
 
 
-@dataclass(frozen=True)
-class DocumentRows:
+class DocumentRows(CorpusRows):
     """A row holds one document, padded to T, or T tokens of a longer document.
 
     The parts of a long document each start at position 0 of their row; only its last
     row is padded. Rows are made for every token that has a successor in its document,
     so nothing is lost, and no row is without a target.
-
-    Raises:
-      ValueError: no document has two tokens.
     """
 
-    corpus: TokenFile
-    length: int
-    mask: DocumentMask = DocumentMask()
-
     def __post_init__(self):
-        _check_length(self.length)
+        super().__post_init__()
         if self.rows < 1:
             raise ValueError(
                 f"split {self.corpus.split!r} of {self.corpus.directory} has no "
@@ -159,57 +195,16 @@ class DocumentRows:
         """Rows of each document and all before it, int64 (documents,)."""
         return np.cumsum(-(-(self.corpus.lengths - 1) // self.length))
 
-    def read(self, row: int, index: np.ndarray) -> Batch:
+    def bounds(self, row: int) -> np.ndarray:
         document = int(np.searchsorted(self._rows_until, row, side="right"))
         part = row - (int(self._rows_until[document - 1]) if document else 0)
         first, document_end = self.corpus.offsets[document : document + 2]
         begin = first + part * self.length
-        return _read(self, [begin, min(begin + self.length + 1, document_end)], index)
+        return np.array([begin, min(begin + self.length + 1, document_end)])
 
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
 """Plans by the names that configs give them."""
-
-
-def _check_length(length: int) -> None:
-    if length < 1:
-        raise ValueError(f"a row's {length=} must be at least 1 token")
-
-
-def _read(
-    plan: PackedRows | WholeRows | DocumentRows,
-    bounds: Sequence[int] | np.ndarray,
-    index: np.ndarray,
-) -> Batch:
-    """Reads a row's tokens at `index` (L,), from its part of the stream.
-
-    bounds: where in the stream the row's documents begin, and where the last one ends.
-      They hold what the row reads and predicts: up to `plan.length` tokens and the
-      target of the last one; fewer in a padded row.
-    """
-    begin = int(bounds[0])
-    bounds = np.asarray(bounds) - begin
-    size = int(bounds[-1])
-    document = np.searchsorted(bounds[:-1], index, side="right") - 1
-    first = bounds[document].astype(np.int32)
-    end = bounds[document + 1].astype(np.int32)
-    is_real, successor = index < min(size, plan.length), index + 1
-    k_start, k_end = plan.mask.bounds(index, first, np.minimum(end, plan.length))
-    positions = np.where(is_real, index - first, 0)
-    places = np.minimum(np.stack([index, successor], axis=1), size - 1, dtype=np.int64)
-    places += begin
-    # A token of the prefix would see its target there.
-    has_target = (successor < end) & (positions + 1 >= plan.mask.prefix)
-    has_target &= plan.corpus.is_supervised(places[:, 1])
-    tokens, targets = plan.corpus.ids(places).T
-    return Batch(
-        tokens=np.where(is_real, tokens, 0),
-        targets=np.where(successor < size, targets, 0),
-        loss_weights=has_target.astype(np.float32),
-        positions=positions,
-        k_start=np.where(is_real, k_start, index),
-        k_end=k_end,
-    )
 
 
 class RowOrder(Protocol):
