@@ -6,15 +6,12 @@ import re
 import numpy as np
 import pytest
 
-from data.batch import Block
 from data.chat.chat_format import FORMATS
 from data.chat.chat_template import ChatTemplate, template_of
 from data.chat.conversation import Conversation
 from data.chat.corpus import ChatEncoder, prepare_chats
-from data.rows import InOrder, TextBatches, WholeRows
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
-from kernels.layouts import Striped
 
 BYTES = ByteTokenizer()
 END = "\0"
@@ -150,27 +147,16 @@ def write(path, found):
     return path
 
 
-def test_loss_weights_of_a_corpus_are_its_loss_mask(tmp_path):
-    source = write(tmp_path / "in.json", rows(60))
-    output = tmp_path / "out"
+def test_supervised_tokens_are_those_of_all_replies_and_their_ends(tmp_path):
+    source, output = write(tmp_path / "in.json", rows(60)), tmp_path / "out"
     summary = prepare_chats([source], output, encoder(400), validation_fraction=0.2)
     assert summary.rows == 60 and not summary.skipped.counts
-    total = 0
-    for split in ("train", "validation"):
+    for split, counts in summary.writer.counts.items():
         corpus = TokenFile.open(output, split)
-        row, plan = [Block((0, 1), (0, 400))], WholeRows(corpus, 400)
-        batches = TextBatches(plan, row, 1, Striped(), 4, InOrder())
-        weights = tokens = 0
-        for step in range(len(batches)):
-            (batch,) = batches[step].values()
-            weights += batch.loss_weights.sum()
-            tokens += (batch.k_end > batch.k_start).sum()
-            supervised = batch.targets[batch.loss_weights == 1]
-            assert (supervised == 256).sum() >= 1
-        assert weights == summary.writer.supervised[split] == corpus.loss_mask[:].sum()
-        assert tokens == summary.writer.counts[split].tokens
-        total += summary.writer.counts[split].documents
-    assert total == 60
+        assert summary.writer.supervised[split] == corpus.loss_mask[:].sum()
+        assert counts.tokens == corpus.tokens.size
+        assert counts.documents == corpus.starts.size
+    assert sum(c.documents for c in summary.writer.counts.values()) == 60
     wanted = sum(
         (len(row["conversations"][1]["value"].strip()) + 2)
         * (len(row["conversations"]) // 2)

@@ -8,6 +8,7 @@ from data.rows import ROW_PLANS
 from data.text.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import read_begin, read_names, read_stop_tokens
+from tests.data import test_packed
 from tests.data.test_packed import overwrite
 from tests.fuzzing import altered, fuzz, set_field
 
@@ -26,24 +27,22 @@ def wide(size):
     return SimpleNamespace(name="wide", path=None, vocab_size=size, end_of_document=0)
 
 
-def write_masked(directory, *documents):
-    """Documents of the train split, with their loss masks."""
+def test_documents_and_their_loss_masks_come_back(tmp_path):
+    directory = tmp_path / "corpus"
     with TokenFileWriter(directory, ByteTokenizer(), has_loss_mask=True) as writer:
-        for tokens, mask in documents:
-            writer.write("train", np.array(tokens), np.array(mask))
-    return directory
-
-
-def test_documents_come_back(tmp_path):
-    directory = write(tmp_path / "corpus")
+        for split, documents in DOCUMENTS.items():
+            for tokens in documents:
+                writer.write(split, np.array(tokens), np.array(tokens) > 6)
     train = TokenFile.open(directory, "train")
     assert train.tokens[:].tolist() == [5, 6, 256, 7, 256, 8]
     assert train.tokens.dtype == np.uint16
-    assert train.starts.tolist() == [0, 3, 5]
+    assert (train.starts.tolist(), train.lengths.tolist()) == ([0, 3, 5], [3, 2, 1])
     assert (train.vocab_size, train.largest_token) == (257, 256)
+    assert train.is_supervised(np.array([1, 2, 5])).tolist() == [False, True, True]
     validation = TokenFile.open(directory, "validation")
     assert validation.tokens[:].tolist() == [1, 2, 3, 256]
-    assert validation.starts.tolist() == [0]
+    assert validation.offsets.tolist() == [0, 4]
+    assert validation.is_supervised(np.arange(4)).tolist() == [False] * 3 + [True]
     # Little-endian, as documented.
     tokens = (directory / "train.tokens.bin").read_bytes()
     starts = (directory / "train.documents.bin").read_bytes()
@@ -51,58 +50,38 @@ def test_documents_come_back(tmp_path):
     assert starts[8:16] == b"\x03\0\0\0\0\0\0\0"
 
 
-def test_a_loss_mask_comes_back_with_its_documents(tmp_path):
-    directory = tmp_path / "corpus"
-    with TokenFileWriter(directory, ByteTokenizer(), has_loss_mask=True) as writer:
-        writer.write("train", np.array([5, 6, 256]), np.array([False, True, True]))
-        writer.write("validation", np.array([7, 8]), np.array([True, False]))
-        writer.write("train", np.array([9]), np.array([False]))
-    train = TokenFile.open(directory, "train")
-    assert train.is_supervised(np.arange(4)).tolist() == [False, True, True, False]
-    assert train.is_supervised(np.array([1, 2])).tolist() == [True, True]
-    validation = TokenFile.open(directory, "validation")
-    assert validation.is_supervised(np.arange(2)).tolist() == [True, False]
-
-
 @pytest.mark.parametrize(
-    "tokens, match",
+    "tokens, mask, match",
     [
-        ([], r"tokens\.shape=\(0,\)"),
-        ([[1]], r"tokens\.shape=\(1, 1\)"),
-        ([3, 257], r"document 0 of train has ids from 3 to 257.*vocab_size=257"),
-        ([-1, 3], "from -1 to 3"),
-        ([1.5, 2.7], r"must have whole numbers .* got tokens.dtype=dtype..float64"),
-        ([True, False], r"must have whole numbers .* got tokens.dtype=dtype..bool"),
-        ([1, None], r"must have whole numbers .* got tokens.dtype=dtype..O"),
+        ([], None, r"tokens\.shape=\(0,\)"),
+        ([[1]], None, r"tokens\.shape=\(1, 1\)"),
+        ([3, 257], None, "document 0 of train has ids from 3 to 257.*vocab_size=257"),
+        ([-1, 3], None, "from -1 to 3"),
+        ([1.5, 2.7], None, "whole numbers .* got tokens.dtype=dtype..float64"),
+        ([True, False], None, "whole numbers .* got tokens.dtype=dtype..bool"),
+        ([1, None], None, "whole numbers .* got tokens.dtype=dtype..O"),
+        ([5, 6], "none", r"\(2,\) tokens .*has_loss_mask=True"),
+        ([5, 6], [True], r"\(2,\) tokens .*has_loss_mask=True"),
+        ([5, 6], [0.5, 1.0], "True and False, got .*loss_mask.dtype="),
+        ([5, 6], [2, 1], "True and False, got .*loss_mask.dtype="),
     ],
 )
-def test_writer_refuses_bad_documents(tmp_path, tokens, match):
-    with pytest.raises(ValueError, match=match):
-        write(tmp_path / "corpus", {"train": [tokens]})
-    with pytest.raises(ValueError, match="split='test' must be one of train, valid"):
-        write(tmp_path / "corpus", {"test": [[5]]})
+def test_writer_refuses_bad_documents(tmp_path, tokens, mask, match):
+    """With "none", a mask is missing."""
+    writer = TokenFileWriter(tmp_path / "a", ByteTokenizer(), has_loss_mask=bool(mask))
+    mask = None if mask in (None, "none") else np.array(mask)
+    with pytest.raises(ValueError, match=match), writer:
+        writer.write("train", np.array(tokens), mask)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "has_loss_mask, mask, match",
-    [
-        (True, None, r"\(2,\) tokens .*has_loss_mask=True"),
-        (True, [True], r"\(2,\) tokens .*has_loss_mask=True"),
-        (False, [True, True], r"\(2,\) tokens .*has_loss_mask=False"),
-        (True, [0.5, 1.0], "True and False, got .*loss_mask.dtype="),
-        (True, [2, 1], "True and False, got .*loss_mask.dtype="),
-    ],
-)
-def test_a_loss_mask_is_truths_of_every_token_or_none(
-    tmp_path, has_loss_mask, mask, match
-):
-    writer = TokenFileWriter(
-        tmp_path / "a", ByteTokenizer(), has_loss_mask=has_loss_mask
-    )
-    mask = mask if mask is None else np.array(mask)
+def test_writer_refuses_other_splits_and_masks_not_asked_for(tmp_path):
+    with pytest.raises(ValueError, match="split='test' must be one of train, valid"):
+        write(tmp_path / "a", {"test": [[5]]})
+    writer = TokenFileWriter(tmp_path / "a", ByteTokenizer())
+    match = r"\(2,\) tokens .*has_loss_mask=False"
     with pytest.raises(ValueError, match=match), writer:
-        writer.write("train", np.array([5, 6]), mask)
+        writer.write("train", np.array([5, 6]), np.array([True, True]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,15 +212,13 @@ def test_ids_beyond_the_largest_are_never_read(tmp_path, plan):
             rows.read(row, np.arange(3, dtype=np.int32))
 
 
-def test_ids_above_31_bits_are_no_negative_ones(tmp_path):
+def test_ids_and_marks_that_no_corpus_has_are_never_read(tmp_path):
+    """Neither as negative ones, beyond 31 bits."""
     directory = write(tmp_path / "corpus", {"train": [[5, 6, 7]]}, wide(1 << 17))
     overwrite(directory / "train.tokens.bin", 4, np.array([2**32 - 1], "<u4"))
     with pytest.raises(ValueError, match="token 4294967295 at place 1, and 7 is"):
         TokenFile.open(directory, "train").ids(np.arange(3))
-
-
-def test_marks_that_are_no_marks_are_never_read(tmp_path):
-    directory = write_masked(tmp_path / "corpus", ([5, 6, 256], [False, True, True]))
+    directory = test_packed.write(tmp_path / "masked")
     overwrite(directory / "train.loss.bin", 1, np.array([7], "u1"))
     match = r"train\.loss\.bin has mark 7 at place 1, and 1 is the largest"
     with pytest.raises(ValueError, match=match):
