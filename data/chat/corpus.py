@@ -1,13 +1,13 @@
 """Writes conversations as token files, with loss on what assistants say.
 
 Every conversation is a document, or several where it is longer than the context and
-split. Rows of whole documents (`WholeRows`) then hold several, masked
-from each other.
+split. Rows of whole documents (`WholeRows`) then hold several, masked from each other.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,21 @@ LEAST_HELD_OUT = 32
 
 
 class ChatEncoder:
-    """Turns conversations into documents that fit in a context.
+    """Reads conversations, and makes documents of them that fit in a context.
 
-    A longer conversation is truncated: what is beyond the context is lost, and the turn
-    that it cuts is supervised as far as it goes. Or it is split between exchanges, as
-    many in a document as fit, each document with the system's words; only an exchange
-    that is too long by itself is truncated.
+    Its methods are those of `data.text.corpus.Rows`. A longer conversation is
+    truncated: what is beyond the context is lost, and the turn that it cuts is
+    supervised as far as it goes. Or it is split between exchanges, as many in a
+    document as fit, each document with the system's words; only an exchange that is too
+    long by itself is truncated.
 
     context: tokens in a document, at most.
     """
 
+    wanted, counted = "conversation to train on", "conversations"
+
     def __init__(
-        self,
-        template: ChatTemplate,
-        *,
-        context_tokens: int,
-        too_long: str = "truncate",
+        self, template: ChatTemplate, *, context_tokens: int, too_long: str = "truncate"
     ):
         """Keeps its arguments.
 
@@ -64,34 +63,52 @@ class ChatEncoder:
             f"longer than {context_tokens} tokens ({TOO_LONG[too_long]} keeps more)"
         )
 
+    def read(self, files: Sequence[InputFile]) -> Iterator[Conversation | BadRow]:
+        return read_conversations(files)
+
+    def note(self, row: Conversation, summary: Summary) -> None:
+        if names_special_tokens(row.text):
+            summary.markup.add(BadRow(row.where, SPECIAL))
+        if row.system is not None and self._drops_system:
+            summary.unwritten.add(BadRow(row.where, "the system's words"))
+
     def encode(
-        self,
-        conversations: Sequence[Conversation],
-        on_cut: Callable[[BadRow, int], None] = lambda row, tokens: None,
+        self, rows: Sequence[Conversation], summary: Summary | None = None
     ) -> list[list[Document] | BadRow]:
         """Returns the documents of each conversation, without unsupervised ones.
 
-        A bad row is a conversation that the template refuses.
-
-        on_cut: called for every other one of which a part is lost, with its tokens.
+        A bad row is a conversation that the template refuses, or that has no supervised
+        document. A summary counts the tokens that are lost of the others.
         """
-        together = self.template.documents([c.messages for c in conversations])
+        together = self.template.documents([row.messages for row in rows])
         found: list[list[Document] | BadRow] = []
-        for conversation, documents in zip(conversations, together, strict=True):
+        for row, documents in zip(rows, together, strict=True):
             if isinstance(documents, ValueError):
-                found.append(BadRow(conversation.where, str(documents)))
+                found.append(BadRow(row.where, str(documents)))
                 continue
             if self._splits and longest(documents) > self.context:
-                documents = self._parts(conversation)
+                documents = self._parts(row)
             cut = [Document(*(a[: self.context] for a in whole)) for whole in documents]
             # A document's first token is not a target.
             kept = [part for part in cut if part.is_supervised[1:].any()]
-            found.append(kept)
+            found.append(kept or BadRow(row.where, "no reply within the context"))
             lost = sum(part.tokens.size for part in documents)
             lost -= sum(part.tokens.size for part in kept)
-            if kept and lost:
-                on_cut(BadRow(conversation.where, self._why_cut), lost)
+            if kept and lost and summary:
+                summary.cut.add(BadRow(row.where, self._why_cut))
+                summary.lost += lost
         return found
+
+    @cached_property
+    def _drops_system(self) -> bool:
+        """Whether the template writes the same with the system's words as without."""
+        talk = Conversation("", None, (("x", "y"),))
+        without, given = self.template.documents(
+            [replace(talk, system=system).messages for system in (None, "SYSTEM")]
+        )
+        if isinstance(without, ValueError) or isinstance(given, ValueError):
+            return False  # each row is refused
+        return np.array_equal(without[-1].tokens, given[-1].tokens)
 
     def _parts(self, conversation: Conversation) -> list[Document]:
         """Splits a conversation to documents, which may still be too long."""
@@ -121,36 +138,6 @@ def longest(documents: Sequence[Document]) -> int:
     return max((document.tokens.size for document in documents), default=0)
 
 
-class _Chats:
-    """Rows that are conversations, each of one document or several."""
-
-    wanted, counted = "conversation to train on", "conversations"
-
-    def __init__(self, encoder: ChatEncoder):
-        self._encoder = encoder
-        self._drops_system = _drops_system(encoder.template)
-
-    def read(self, files: Sequence[InputFile]) -> Iterator[Conversation | BadRow]:
-        return read_conversations(files)
-
-    def note(self, row: Conversation, summary: Summary) -> None:
-        if names_special_tokens(row.text):
-            summary.markup.add(BadRow(row.where, SPECIAL))
-        if row.system is not None and self._drops_system:
-            summary.unwritten.add(BadRow(row.where, "the system's words"))
-
-    def encode(
-        self, rows: Sequence[Conversation], summary: Summary
-    ) -> list[list[Document] | BadRow]:
-        def cut(row: BadRow, tokens: int) -> None:
-            summary.cut.add(row)
-            summary.lost += tokens
-
-        encoded = zip(rows, self._encoder.encode(rows, cut), strict=True)
-        nothing = "no reply within the context"
-        return [found or BadRow(row.where, nothing) for row, found in encoded]
-
-
 def prepare_chats(
     inputs: Sequence[Path], output: Path, encoder: ChatEncoder, **options: Any
 ) -> Summary:
@@ -169,17 +156,4 @@ def prepare_chats(
     writer = TokenFileWriter(output, template.tokenizer, has_loss_mask=True)
     writer.chat_template = template.source
     least = LEAST_HELD_OUT * encoder.context
-    return write_corpus(
-        writer, _Chats(encoder), inputs, least_held_out=least, **options
-    )
-
-
-def _drops_system(template: ChatTemplate) -> bool:
-    """Returns whether a template writes the same with the system's words as without."""
-    talk = Conversation("", None, (("x", "y"),))
-    without, given = template.documents(
-        [replace(talk, system=system).messages for system in (None, "SYSTEM")]
-    )
-    if isinstance(without, ValueError) or isinstance(given, ValueError):
-        return False  # each row is refused
-    return np.array_equal(without[-1].tokens, given[-1].tokens)
+    return write_corpus(writer, encoder, inputs, least_held_out=least, **options)

@@ -10,6 +10,7 @@ from data.chat.chat_format import FORMATS
 from data.chat.chat_template import ChatTemplate, template_of
 from data.chat.conversation import Conversation
 from data.chat.corpus import ChatEncoder, prepare_chats
+from data.text.skipped import BadRow
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 
@@ -89,7 +90,8 @@ def test_a_turn_that_is_cut_is_supervised_as_far_as_it_goes():
     assert shown(document)[0] == full
     # Where no reply begins, there is nothing to learn.
     opening = len("S USER: q ASSISTANT:")
-    assert encoder(opening).encode([conversation]) == [[]]
+    lost = BadRow("here", "no reply within the context")
+    assert encoder(opening).encode([conversation]) == [lost]
     assert len(encoder(opening + 1).encode([conversation])[0]) == 1
 
 
