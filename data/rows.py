@@ -319,16 +319,8 @@ class TextBatches:
         return type(parts[0])(*map(np.stack, zip(*parts, strict=True)))
 
 
-class StepBatches(Protocol):
-    """Interface of batches by the number of the step, as `TextBatches`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, step: int) -> dict[Block, Batch]: ...
-
-
 def iterate(
-    batches: StepBatches,
+    batches: TextBatches,
     first_step: int = 0,
     *,
     threads: int = 4,

@@ -130,23 +130,8 @@ def test_chats_have_the_template_that_is_named(tmp_path):
     assert read_chat_template(out) == FORMATS["llama2"].template
 
 
-def test_the_tokenizer_of_a_chat_may_be_a_models_directory(tmp_path, capsys):
-    make_hugging_face(tmp_path / "tokenizer.json", QWEN)
-    source, out = tmp_path / "in.json", tmp_path / "out"
-    source.write_text(json.dumps(rows(9)))
-    arguments = [str(source), "--output", str(out), "--context-tokens", "250"]
-    options = ["--template", "qwen2", "--tokenizer", str(tmp_path)]
-    assert prepare_chat.main([*arguments, *options]) == 0
-    assert "9 conversations of 9 rows" in capsys.readouterr().out
-    corpus = TokenFile.open(out, "train")
-    tokenizer = open_tokenizer(corpus.tokenizer)
-    text = "You are a helpful assistant.\nuser\nquestion"
-    assert tokenizer.decode(corpus.tokens[:100]).startswith(f"system\n{text}")
-    assert (corpus.tokens[:] == 2).sum() >= 3 * len(corpus.starts)
-
-
 def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
-    """And refuses conversations, each with its name."""
+    """And refuses conversations, each with its name; but another may be named."""
     make_hugging_face(tmp_path / "tokenizer.json", QWEN)
     refuses = "{{ raise_exception('3') if messages[0].content == 'question 3' }}"
     own = refuses + FORMATS["chatml"].template
@@ -169,6 +154,13 @@ def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
     (out / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="chat_template.jinja has 7 bytes, but"):
         identify(out)
+    arguments[2] = str(tmp_path / "named")
+    assert prepare_chat.main([*arguments, "--template", "qwen2"]) == 0
+    assert "9 conversations of 9 rows" in capsys.readouterr().out
+    corpus = TokenFile.open(tmp_path / "named", "train")
+    tokenizer = open_tokenizer(corpus.tokenizer)
+    text = "You are a helpful assistant.\nuser\nquestion"
+    assert tokenizer.decode(corpus.tokens[:100]).startswith(f"system\n{text}")
 
 
 def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
