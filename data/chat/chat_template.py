@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import batched
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,8 +53,9 @@ class _Rendered:
 class _Piece:
     """A special token, or the text between two of them.
 
-    token: of the special token. prompt: the text's part before a reply, if one begins
-    in it. learns: whether all behind it has a loss.
+    text: "" for a token. token: None for a text.
+    prompt: the text's part before a reply, if one begins in it.
+    learns: whether all behind it has a loss.
     """
 
     text: str
@@ -97,33 +99,19 @@ class ChatTemplate:
         (*messages, begun), mark = self._marked([*messages, begun])
         text = self._render(messages, asks=True)
         places = _places(text, self._prompts(messages).values()) | {len(text): False}
-        rendered = _Rendered(text + begun["content"], mark, places)
-        return self._encode([rendered])[0].tokens
+        return self._encode(_Rendered(text + begun["content"], mark, places)).tokens
 
-    def documents(
-        self, conversations: Sequence[Sequence[Message]]
-    ) -> list[list[Document] | ValueError]:
-        """Encodes conversations that end with a reply, and finds the replies.
+    def documents(self, messages: Sequence[Message]) -> list[Document]:
+        """Encodes a conversation that ends with a reply, and finds the replies.
 
-        Each is a document. But where a template writes earlier turns otherwise than it
+        It is one document. But where a template writes earlier turns otherwise than it
         wrote them as the last, as without their thoughts, replies are learned in
         documents of their own, which end with them.
 
-        Returns:
-          For each its documents, or why the template refuses it.
+        Raises:
+          ValueError: the template refuses the conversation.
         """
-        found: list[list[_Rendered] | ValueError] = []
-        for messages in conversations:
-            try:
-                found.append([*self._rendered(messages)])
-            except ValueError as error:
-                found.append(error)
-        good = [all_of_it for all_of_it in found if isinstance(all_of_it, list)]
-        documents = iter(self._encode(sum(good, [])))
-        return [
-            [next(documents) for _ in one] if isinstance(one, list) else one
-            for one in found
-        ]
+        return [self._encode(rendered) for rendered in self._rendered(messages)]
 
     def _rendered(self, messages: Sequence[Message]) -> Iterator[_Rendered]:
         """Renders the conversation, and those that it has not as they are asked for."""
@@ -197,50 +185,31 @@ class ChatTemplate:
             if name is not None:
                 token = self.tokenizer.special[name[0]]
                 # A reply may begin in the blanks.
-                yield _Piece(part, token, "", learns if prompt else behind)
+                yield _Piece("", token, "", learns if prompt else behind)
                 learns = behind and token != self.end
                 continue
             part, prompt = (x.replace(rendered.mark, "") for x in (part, prompt))
             yield _Piece(part, None, prompt, behind)
             learns = behind
 
-    def _encode(self, conversations: Sequence[_Rendered]) -> list[Document]:
-        parts = [[*self._pieces(rendered)] for rendered in conversations]
-        texts = [
-            (text, number > 0)
-            for pieces in parts
-            for number, piece in enumerate(pieces)
-            if piece.token is None
-            for text in (piece.text, piece.prompt)
-            if text
-        ]
-        encoded = self._encoded(texts)
-        return [
-            join([self._document(piece, encoded) for piece in pieces])
-            for pieces in parts
-        ]
-
-    def _encoded(self, texts: Sequence[tuple[str, bool]]) -> Iterator[np.ndarray]:
-        """Encodes texts, each with whether it stands behind a special token."""
-        encode, found = self.tokenizer.encode_all, {}
-        for behind in (False, True):
-            mine = [text for text, is_behind in texts if is_behind == behind]
-            found[behind] = iter(encode(mine, is_behind=behind))
-        return (next(found[behind]) for _, behind in texts)
-
-    def _document(self, piece: _Piece, encoded: Iterator[np.ndarray]) -> Document:
-        if piece.token is not None:
-            tokens, known = np.array([piece.token], np.int32), 0
-        else:
-            tokens = next(encoded) if piece.text else np.array([], np.int32)
-            prompt = next(encoded) if piece.prompt else tokens[:0]
-            known = prompt.size
-            if not np.array_equal(tokens[:known], prompt):
+    def _encode(self, rendered: _Rendered) -> Document:
+        pieces = [*self._pieces(rendered)]
+        texts = [text for piece in pieces for text in (piece.text, piece.prompt)]
+        # All but the first piece stand behind a special token.
+        encoded = self.tokenizer.encode_all(texts[:2])
+        encoded += self.tokenizer.encode_all(texts[2:], is_behind=True)
+        documents = []
+        for piece, (tokens, prompt) in zip(pieces, batched(encoded, 2), strict=True):
+            if piece.token is not None:
+                tokens = np.array([piece.token], np.int32)
+            elif not np.array_equal(tokens[: prompt.size], prompt):
                 # A token lies over the border. The prompt is asked with its own.
                 rest = piece.text[len(piece.prompt) :]
                 (rest,) = self.tokenizer.encode_all([rest], is_behind=True)
                 tokens = np.concatenate([prompt, rest])
-        return Document(tokens, (np.arange(tokens.size) >= known) & piece.learns)
+            is_learned = np.arange(tokens.size) >= prompt.size
+            documents.append(Document(tokens, is_learned & piece.learns))
+        return Document(*map(np.concatenate, zip(*documents, strict=True)))
 
     def _end(self) -> str:
         """Finds the name of the token behind a reply."""
@@ -307,11 +276,6 @@ def open_template(
         f"there is no chat template in {where}: name one of {', '.join(FORMATS)}, "
         "or give the tokenizer of a chat model"
     )
-
-
-def join(documents: Sequence[Document]) -> Document:
-    """Joins documents, at least one, to one."""
-    return Document(*map(np.concatenate, zip(*documents, strict=True)))
 
 
 def _places(text: str, prompts: Iterable[str]) -> dict[int, bool]:

@@ -80,11 +80,12 @@ class ChatEncoder:
         A bad row is a conversation that the template refuses, or that has no supervised
         document. A summary counts the tokens that are lost of the others.
         """
-        together = self.template.documents([row.messages for row in rows])
         found: list[list[Document] | BadRow] = []
-        for row, documents in zip(rows, together, strict=True):
-            if isinstance(documents, ValueError):
-                found.append(BadRow(row.where, str(documents)))
+        for row in rows:
+            try:
+                documents = self.template.documents(row.messages)
+            except ValueError as error:
+                found.append(BadRow(row.where, str(error)))
                 continue
             if self._splits and longest(documents) > self.context:
                 documents = self._parts(row)
@@ -103,12 +104,19 @@ class ChatEncoder:
     def _drops_system(self) -> bool:
         """Whether the template writes the same with the system's words as without."""
         talk = Conversation("", None, (("x", "y"),))
-        without, given = self.template.documents(
-            [replace(talk, system=system).messages for system in (None, "SYSTEM")]
+        without, given = (
+            self._documents(replace(talk, system=system)) for system in (None, "SYSTEM")
         )
-        if isinstance(without, ValueError) or isinstance(given, ValueError):
+        if not without or not given:
             return False  # each row is refused
         return np.array_equal(without[-1].tokens, given[-1].tokens)
+
+    def _documents(self, conversation: Conversation) -> list[Document]:
+        """Returns the documents of a conversation, [] where the template refuses it."""
+        try:
+            return self.template.documents(conversation.messages)
+        except ValueError:
+            return []
 
     def _parts(self, conversation: Conversation) -> list[Document]:
         """Splits a conversation to documents, which may still be too long."""
@@ -117,10 +125,7 @@ class ChatEncoder:
 
         def documents(count: int) -> list[Document]:
             some = exchanges[first : first + count]
-            (found,) = self.template.documents(
-                [replace(conversation, exchanges=some).messages]
-            )
-            return [] if isinstance(found, ValueError) else found
+            return self._documents(replace(conversation, exchanges=some))
 
         while first < len(exchanges):
             counts = range(1, len(exchanges) - first + 1)

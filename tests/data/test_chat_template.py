@@ -76,7 +76,7 @@ def template(name, path):
 
 
 def encoded(template, system, exchanges):
-    ((document,),) = template.documents([talk(system, *exchanges)])
+    (document,) = template.documents(talk(system, *exchanges))
     return document
 
 
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_transformers(paths, name):
         bare = turns[len(turns) % 2 :]
         found = []
         for messages in (turns, bare):
-            ((document,),) = one.documents([messages])
+            (document,) = one.documents(messages)
             found += [document.tokens, one.prompt(messages[:-1])]
         if [*map(digest, found)] != digests:
             assert [*map(digest, found[2:])] == digests[2:]
@@ -251,7 +251,7 @@ def test_replies_that_a_conversation_writes_otherwise_are_documents(tmp_path):
     """Here a reply that is not the last is left out."""
     path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
     one = ChatTemplate("rewrites", REWRITES, open_tokenizer(str(path)))
-    (documents,) = one.documents([talk(None, *EXCHANGES, ("x", "y"))])
+    documents = one.documents(talk(None, *EXCHANGES, ("x", "y")))
     learned = [d.tokens[d.is_supervised] for d in documents]
     replies = [f"{one.tokenizer.decode(tokens)}" for tokens in learned]
     assert replies == ["Hello.", "Katze 🙂", "y"]
@@ -264,21 +264,21 @@ def test_replies_that_a_conversation_writes_otherwise_are_documents(tmp_path):
     ]
 
 
-def test_conversations_are_told_apart_where_one_is_refused(tmp_path):
+def test_conversations_are_refused_in_a_line(tmp_path):
     path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
     refuses = (
         "{% if messages[0].content == 'no' %}{{ raise_exception('it\nsays no') }}"
         "{% endif %}{% if messages[0].content == 'bad' %}{{ messages + 1 }}{% endif %}"
     )
     one = ChatTemplate("it", refuses + CHATML, open_tokenizer(str(path)))
-    good = talk(None, *EXCHANGES)
-    found = one.documents([talk(None, ("no", "a")), good, talk(None, ("bad", "a"))])
-    assert [str(found[n]) for n in (0, 2)] == [
-        "the chat template it refuses the conversation: it says no",
-        "the chat template it refuses the conversation: can only concatenate list (not "
-        '"int") to list',
-    ]
-    assert [len(found[1]), found[1][0].is_supervised.sum() > 4] == [1, True]
+    (document,) = one.documents(talk(None, *EXCHANGES))
+    assert document.is_supervised.sum() > 4
+    concatenates = 'can only concatenate list (not "int") to list'
+    for words, why in ("no", "it says no"), ("bad", concatenates):
+        with pytest.raises(ValueError) as refused:
+            one.documents(talk(None, (words, "a")))
+        said = f"the chat template it refuses the conversation: {why}"
+        assert str(refused.value) == said
     with pytest.raises(ValueError, match="template it refuses .*: it says no"):
         one.prompt([{"role": "user", "content": "no"}])
     with pytest.raises(ValueError, match="all 32 Unicode noncharacters"):
@@ -321,12 +321,12 @@ def test_a_template_whose_replies_differ_from_its_prompts_is_refused():
         "{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     )
     one = ChatTemplate("x", source, BYTES)
-    (refused,) = one.documents([talk(None, ("a", "b"))])
-    assert "x writes a reply otherwise than where it asks for one" in str(refused)
+    with pytest.raises(ValueError, match="x writes a reply otherwise than where it as"):
+        one.documents(talk(None, ("a", "b")))
     thinks = source.replace("'S' if loop.last and m.role == 'user'", "''")
     thinks += "{{ '<think>' if add_generation_prompt }}"
-    (refused,) = ChatTemplate("x", thinks, BYTES).documents([talk(None, ("a", "b"))])
-    assert "with '<think>': take that out of what it adds for add_g" in str(refused)
+    with pytest.raises(ValueError, match="with '<think>': take that out of what it ad"):
+        ChatTemplate("x", thinks, BYTES).documents(talk(None, ("a", "b")))
 
 
 def test_the_corpus_and_then_the_tokenizers_files_have_the_template(tmp_path):

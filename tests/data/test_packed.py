@@ -117,7 +117,7 @@ def test_what_exists_is_left_as_it_is(tmp_path):
     write(tmp_path / "old")
     for name in ("photos", "file", "old"):
         with pytest.raises(FileExistsError, match=f"{name} already exists and is left"):
-            write(tmp_path / name, 5)
+            TokenFileWriter(tmp_path / name, ByteTokenizer()).__enter__()
     assert (tmp_path / "photos" / "one").read_text() == "precious"
     assert TokenFile.open(tmp_path / "old", "train").tokens.size == 4
     assert len(list(tmp_path.iterdir())) == 3

@@ -76,13 +76,20 @@ def test_episodes_of_another_size_are_refused(tmp_path):
         [(3, 2), (3, 1), (3, 2)],
         [(0, 2), (0, 1), (0,)],
         [(3, 0), (3, 1), (3,)],
+        [(3, 2), (3, 1), (3,), (3, 2)],
     ],
     ids=str,
 )
 def test_episodes_of_other_shapes_are_refused(tmp_path, shapes):
-    episode = [np.full(shape, 0.25) for shape in shapes]
-    with pytest.raises(ValueError, match="episode 1 has .* and at least one of each"):
-        write(tmp_path / "run", [*some_episodes([3], 2, 1), episode])
+    """The fourth is that of a target."""
+    names = "observation", "action", "reward", "target"
+    named = zip(names, shapes, strict=False)
+    episode = {name: np.full(shape, 0.25) for name, shape in named}
+    match = "episode 1 has .* and at least one of each"
+    writer = TrajectoryWriter(tmp_path / "run", {})
+    with pytest.raises(ValueError, match=match), writer:
+        writer.write(*some_episodes([3], 2, 1)[0])
+        writer.write(**episode)
     assert list(tmp_path.iterdir()) == []
 
 

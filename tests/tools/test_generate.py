@@ -214,7 +214,7 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
             text = "".join(writer.write(None, f" {user}\n", number))
             assert text == f" {reply} "
             talk = Conversation("here", "Be brief.", tuple(said[: number + 1]))
-            ((trained,),) = template.documents([talk.messages])
+            (trained,) = template.documents(talk.messages)
             answer = len(tokenizer.encode(reply)) + 2  # <|im_end|> and a newline
             assert stub.prompts[-1] == trained.tokens[:-answer].tolist()
         assert stub.asked[-1] == (2, 20, 3, [0, 2, 3])

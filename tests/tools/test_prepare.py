@@ -150,6 +150,7 @@ def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
         told.err == f"skipped {where}ation: 3\n" and "8 conversations of 9" in told.out
     )
     assert f"chat template: of {tmp_path}\n" in told.out
+    assert f"\ntokenizer: huggingface {tmp_path}/tokenizer.json, " in told.out
     assert read_chat_template(out) == own and identify(out)[1] == ""
     (out / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="chat_template.jinja has 7 bytes, but"):
