@@ -1,4 +1,4 @@
-"""Directories of data: new ones appear whole or not at all, and none is in a bucket."""
+"""Directories of data: new ones appear whole or not at all, and buckets are refused."""
 
 import contextlib
 import fcntl
@@ -92,7 +92,7 @@ def refuse_existing(directory: Path) -> None:
 
 
 def refuse_bucket(path: Path) -> None:
-    """Raises ValueError for a path that was "gs://…", unless there is such a folder."""
+    """Raises ValueError for a path that was "gs://…", unless that folder exists."""
     scheme, *rest = path.parts or [""]
     if rest and scheme.endswith(":") and not path.exists():
         raise ValueError(

@@ -15,7 +15,7 @@ MOST_OF_ONE = 1 << 30
 """Bytes of a text, a line or a value of a list, each of which is held whole."""
 SPACES = re.compile(r"[ \t\n\r]*")
 MOST_BYTES = 1 << 26
-"""Limit of a file that describes others; those of the largest models have a few MB."""
+"""Limit of a file that describes others; the largest models' have a few MB."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -32,8 +32,8 @@ def parse_json(text: str | bytes) -> Any:
 def iterate_list(read: Callable[[int], str]) -> Iterator[Any]:
     """Yields the values of a JSON list one by one, as `parse_json` would parse them.
 
-    read: returns up to so many letters more of the list's text, "" at its end. As many
-      are held as the largest value has.
+    read: returns up to a number of letters more of the list's text, "" at its end.
+      Memory holds about as many letters as the largest value has.
 
     Raises:
       ValueError: it is not a list, or as `parse_json`.

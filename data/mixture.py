@@ -25,7 +25,7 @@ def parse_mixture(text: str) -> dict[str, float | None]:
     A directory that exists is one, whatever letters its name has.
 
     Returns:
-      By directory: its weight; None: none is given.
+      By directory: its weight, or None where the text gives no weights.
 
     Raises:
       ValueError: a part is empty or given twice, some have weights and others have
@@ -143,7 +143,7 @@ def check_alike(corpora: Sequence[TokenFile]) -> None:
 def _facts(corpus: TokenFile) -> dict[str, object]:
     tokenizer = open_tokenizer(corpus.tokenizer)
     file = tokenizer.path and describe_file(tokenizer.path)["sha256"][:12]
-    # A corpus that was made before there were such tokens has none.
+    # Corpora of older programs do not have these tokens.
     has_begin = int(corpus.tokens[:1][0]) in tokenizer.begin_of_document
     return {
         "vocabulary": corpus.vocab_size,

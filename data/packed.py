@@ -118,7 +118,7 @@ class StoredArray:
 class PackedFormat:
     """What directories of one kind have in common, to read them and to refuse others.
 
-    name: of such a directory, for messages. index: name of its index.
+    name: what messages call a directory. index: name of its index.
     version: of the format that this program reads.
     remedy: what to do about a bad one. make: how to get one, of files TEXTS.
     origin: keys of the index, and files, that say where data are from, and not which
@@ -136,7 +136,7 @@ class PackedFormat:
         """Reads the index of a directory.
 
         Raises:
-          FileNotFoundError: there is none.
+          FileNotFoundError: the directory has no index.
           ValueError: it is not a JSON object, has no version, or another one; or the
             directory is in a bucket.
         """

@@ -109,7 +109,7 @@ class PackedRows(CorpusRows):
 
     A token attends only to its own document, and of that only to what is in the row:
     the rest of a document that the row's edge cuts starts at position 0, and is one for
-    the mask. Every token of the stream is in exactly one row, but for up to T at its
+    the mask. Every token of the stream is in exactly one row, except up to T at its
     end.
     """
 

@@ -213,7 +213,7 @@ class TrajectoryWriter(PackedWriter):
           or none. world: number of the world that the episode is of, from 0.
 
         Raises:
-          ValueError: the shapes are not these, or the sizes those of the episodes
+          ValueError: the shapes are not these, or other sizes than in the episodes
             before; there are no steps; or a number is not finite.
         """
         parts = observation, action, *([] if target is None else [target])

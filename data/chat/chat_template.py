@@ -3,7 +3,7 @@
 A template is Jinja, as published models have theirs, and is rendered as transformers
 does, in a sandbox. What it writes as a special token is one; the same name in people's
 words is text. A reply is what comes after the prompt that asks for it, up to the token
-that ends it, so what is supervised is what a model is asked to write.
+that ends it: exactly the tokens that a model is asked to write are supervised.
 """
 
 import json
@@ -261,7 +261,7 @@ def open_template(
     name: of a format; or `OWN`, which is the corpus', or else the tokenizer's.
 
     Raises:
-      ValueError: there is none, or as `template_of`.
+      ValueError: there is no template, or as `template_of`.
     """
     if name != OWN:
         return template_of(FORMATS[name], tokenizer)

@@ -28,31 +28,23 @@ from data.text.skipped import BadRow
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """Names of a format's fields, and of its speakers in ours."""
+    """Names of a format's fields, and of its speakers beside the system."""
 
     turns: str
     role: str
     content: str
-    roles: dict[str, str]
+    user: str
+    assistant: str
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Our names of the speakers, by theirs."""
+        system = {"system": "system", "developer": "system"}
+        return system | {self.user: "user", self.assistant: "assistant"}
 
 
-SHAREGPT = TurnFormat(
-    "conversations",
-    "from",
-    "value",
-    {"system": "system", "human": "user", "gpt": "assistant"},
-)
-OPENAI = TurnFormat(
-    "messages",
-    "role",
-    "content",
-    {
-        "system": "system",
-        "developer": "system",
-        "user": "user",
-        "assistant": "assistant",
-    },
-)
+SHAREGPT = TurnFormat("conversations", "from", "value", "human", "gpt")
+OPENAI = TurnFormat("messages", "role", "content", "user", "assistant")
 SYSTEM = ("system", "system_prompt")
 """Fields of a row, beside its turns, with the words of the system."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -62,7 +54,7 @@ FIELDS = ("id", "conversations", "messages", *SYSTEM, *UNLEARNED)
 """Fields of a row that are read."""
 UNSAID = ("tool_calls", "function_call", "tool_call_id", "refusal", *MEDIA)
 UNSAID += ("reasoning_content", "reasoning", "thinking")
-"""Fields of a turn with what is not in its words, and would be left out."""
+"""Fields of a turn whose content is not in its words, and would be left out."""
 LEARNED = ("weight", "train", "loss")
 """Fields of a turn that are 0 or false where it is not to be learned."""
 ID_LETTERS = 80
@@ -134,14 +126,15 @@ def parse_conversation(
         return BadRow(where, "both conversations and messages")
     if not formats or not isinstance(row[formats[0].turns], list):
         return BadRow(where, "no list of conversations or messages")
+    its_format = formats[0]
     unlearned = [n for n in UNLEARNED if row.get(n) not in (None, "", "[]", [])]
     if unlearned:
         return BadRow(where, f"a row with {unlearned[0]}, which is not learned")
-    if not row[formats[0].turns]:
+    if not row[its_format.turns]:
         return BadRow(where, "no turns")
     said = []
-    for place, turn in _turns(row, formats[0]):
-        role, words = _turn(turn, formats[0])
+    for place, turn in _turns(row, its_format):
+        role, words = _turn(turn, its_format)
         if role is None:
             return BadRow(f"{where}, {place}", words)
         said.append((role, words))
@@ -150,7 +143,8 @@ def parse_conversation(
     system = said.pop(0)[1] if said[0][0] == "system" else None
     if said and said[0][0] == "assistant":
         said.pop(0)
-    names = {ours: theirs for theirs, ours in reversed(formats[0].roles.items())}
+    names = {ours: theirs for theirs, ours in its_format.roles.items()}
+    names["system"] = "system"
     for (role, _), expected in zip(said, cycle(("user", "assistant")), strict=False):
         if role != expected:
             return BadRow(where, f"{names[role]} speaks where {names[expected]} should")
@@ -164,7 +158,7 @@ def parse_conversation(
 
 
 def _turns(row: dict[str, Any], its_format: TurnFormat) -> Iterator[tuple[str, Any]]:
-    """Yields where each turn is, and the turn; first what is beside the others."""
+    """Yields the place of each turn, and the turn; first words beside the list."""
     for name in SYSTEM:
         if row.get(name):
             yield name, {its_format.role: "system", its_format.content: row[name]}
@@ -173,7 +167,7 @@ def _turns(row: dict[str, Any], its_format: TurnFormat) -> Iterator[tuple[str, A
 
 
 def _turn(turn: Any, its_format: TurnFormat) -> tuple[str | None, str]:
-    """Returns the speaker and the words; or None, and what is wrong with the turn."""
+    """Returns the speaker and the words; or None, and the reason to refuse the turn."""
     if not isinstance(turn, dict):
         return None, "a turn that is not an object"
     role, value = turn.get(its_format.role), turn.get(its_format.content)
@@ -209,7 +203,7 @@ def _words(value: Any) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """Returns the kind of what is no text: of a part, as "image_url", or its type."""
+    """Returns the kind of a value that is not text, as "image_url" or a type."""
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         return short(value["type"])[1:-1]
     parts = value if isinstance(value, list) else []

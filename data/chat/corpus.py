@@ -33,8 +33,8 @@ LEAST_HELD_OUT = 32
 class ChatEncoder:
     """Reads conversations, and makes documents of them that fit in a context.
 
-    Its methods are those of `data.text.corpus.Rows`. A longer conversation is
-    truncated: what is beyond the context is lost, and the turn that it cuts is
+    Its methods are described in `data.text.corpus.Rows`. A longer conversation is
+    truncated: its tokens beyond the context are lost, and the turn that it cuts is
     supervised as far as it goes. Or it is split between exchanges, as many in a
     document as fit, each document with the system's words; only an exchange that is too
     long by itself is truncated.
@@ -155,7 +155,7 @@ def prepare_chats(
       inputs: files of rows (see data/chat/conversation.py), and directories of them.
       output: a directory that does not exist yet, or is empty.
       encoder: makes the documents.
-      options: of `write_corpus`, which says what is raised.
+      options: of `write_corpus`, which lists the errors.
     """
     template = encoder.template
     writer = TokenFileWriter(output, template.tokenizer, has_loss_mask=True)

@@ -61,7 +61,7 @@ class Rows[R: Row](Protocol):
         """Yields every row of the files."""
 
     def note(self, row: R, summary: "Summary") -> None:
-        """Counts what is to be said of a row."""
+        """Counts what the summary reports of a row."""
 
     def encode(
         self, rows: Sequence[R], summary: "Summary"
@@ -95,7 +95,7 @@ class Summary:
     unwritten: Skipped = field(default_factory=Skipped)
 
     def left_out(self) -> list[str]:
-        """Returns what is said of the files, and of rows that were skipped."""
+        """Returns lines about the files, and about rows that were skipped."""
         return self.inputs.lines() + self.skipped.lines("skipped")
 
     def __str__(self) -> str:
@@ -290,7 +290,7 @@ def prepare(
       output: a directory that does not exist yet, or is empty.
       tokenizer: makes the tokens.
       text_field: which field of a row is the document.
-      options: of `write_corpus`, which says what is raised.
+      options: of `write_corpus`, which lists the errors.
     """
     rows, writer = _Texts(tokenizer, text_field), TokenFileWriter(output, tokenizer)
     return write_corpus(writer, rows, inputs, least_held_out=LEAST_HELD_OUT, **options)
@@ -305,8 +305,8 @@ def prepare_standard_library(output: Path) -> Path:
       `output`.
 
     Raises:
-      ValueError, FileNotFoundError: what is there already is damaged, or holds tokens
-        that are not bytes.
+      ValueError, FileNotFoundError: the corpus that is there already is damaged, or
+        holds tokens that are not bytes.
       FileExistsError: `output` is something else than a corpus.
     """
     if not (output / "meta.json").exists():

@@ -9,10 +9,10 @@ import numpy as np
 
 END = 1 << 64
 BINS = 1 << 16
-"""Marks of texts are counted in so many ranges; most texts of a small corpus have one
-of their own."""
+"""Number of ranges in which marks of texts are counted; in a small corpus, most texts
+have a range of their own."""
 FRACTION = 0.02
-"""Share that is held out where none is asked for."""
+"""Share that is held out by default."""
 LARGEST_SHARE = 0.1
 """Share of texts, and of characters, that is held out for a size's sake, at most."""
 

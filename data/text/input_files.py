@@ -1,9 +1,9 @@
 """The files that the inputs of a corpus are: which are read, and for which split.
 
-A directory is all files in it and below, but for hidden ones. Where Parquet or Arrow
-files are among them it holds data sets as Hugging Face's library and hub write them,
-and these files alone are read: `data/train-00000-of-00002.parquet`, or the folders of
-`save_to_disk`.
+A directory stands for all files in it and below, except hidden ones. Where some of them
+are Parquet or Arrow files it holds data sets as Hugging Face's library and hub write
+them, and only these files are read: `data/train-00000-of-00002.parquet`, or the folders
+of `save_to_disk`.
 
 Files of rows whose names, or folders, say which split they hold are of that split; of
 all others, what each document says decides whether it is held out.
@@ -56,7 +56,7 @@ class Inputs:
     left_out: Skipped
 
     def lines(self) -> list[str]:
-        """Returns what is said of them: their splits, and the files left out."""
+        """Returns lines about their splits, and about the files left out."""
         counts = Counter(file.split for file in self.files)
         splits = f"{counts['train']:,} files, held out: {counts['validation']:,}"
         named = [f"trained on, by their names: {splits}"] * bool(counts["validation"])
@@ -77,7 +77,7 @@ def list_inputs(
     Raises:
       FileNotFoundError: an input, or a part of a data set, does not exist.
       ValueError: an input is given twice, is neither file nor directory, or not what it
-        is called; there are no such splits, or none to train on.
+        is called; a split is missing, or the one to train on is not known.
     """
     if len(splits) > 2 or len({*splits}) < len(splits) or "" in splits:
         raise ValueError(

@@ -15,8 +15,8 @@ SPECIAL = "names of special tokens, as <|im_start|>"
 TAGS = "HTML or XML"
 JSON = "JSON"
 
-# Names between "<|" and "|>" are those of OpenAI's, Meta's, Alibaba's and Microsoft's
-# tokens; the others are of Llama 2, Mistral and Gemma.
+# Tokens of OpenAI, Meta, Alibaba and Microsoft have names between "<|" and "|>"; the
+# other names are of Llama 2, Mistral and Gemma.
 _SPECIAL = re.compile(
     r"<\|[a-z_]{2,30}\|>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
 )
@@ -40,7 +40,7 @@ def names_special_tokens(text: str) -> bool:
 
 
 def check_markup(found: Skipped, documents: int) -> None:
-    """Refuses what is mostly markup.
+    """Refuses documents that are mostly markup.
 
     found: documents with markup, by its kind. documents: how many there are in all.
 

@@ -89,7 +89,7 @@ def open_bytes(path: Path) -> BinaryIO:
 def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yields every row of a file: where it is, and its value, or a `BadRow`.
 
-    columns: what is read of a table; of those that it has.
+    columns: names of the columns to read; a table may lack some of them.
 
     Raises:
       OSError, ValueError: the file is damaged, not what its ending says, or a table

@@ -89,7 +89,7 @@ def _whole(file: InputFile) -> TextDocument | BadRow:
 def _document(
     where: str, row: Any, text_field: str, split: str | None
 ) -> TextDocument | BadRow:
-    """Returns the document that a row is, or what is wrong with it."""
+    """Returns the document of a row, or the reason why it has no document."""
     if isinstance(row, BadRow):
         return row
     if not isinstance(row, dict):

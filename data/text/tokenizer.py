@@ -256,7 +256,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
 
     def _loses_letters(self, vocabulary: Mapping[str, int]) -> bool:
-        """Returns whether what is not in the vocabulary is left out, in silence.
+        """Returns whether letters that the vocabulary lacks are left out in silence.
 
         Of all models, BPE may do so: without a token for it, nor for every byte.
         """
@@ -321,7 +321,9 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.decode(ids)
 
     def token_id(self, name: str) -> int | None:
-        found = self._model.piece_to_id(name)  # that of the unknown, if there is none
+        found = self._model.piece_to_id(
+            name
+        )  # the unknown token's, where the name is unknown
         return found if self._model.id_to_piece(found) == name else None
 
 

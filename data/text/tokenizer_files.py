@@ -33,10 +33,10 @@ FILES = (
 def read_stop_tokens(
     tokenizer: Path, vocab_size: int, token_id: Callable[[str], int | None]
 ) -> tuple[int, ...]:
-    """Returns the ids, each once, that which ends a document first; () if none is told.
+    """Returns the ids, each once, the one that ends a document first; () if unknown.
 
     tokenizer: file that the others lie beside. vocab_size: ids are below it.
-    token_id: from a token's name to its id, None where there is no such token.
+    token_id: from a token's name to its id, None for an unknown name.
 
     Raises:
       ValueError: a file is damaged, or names a token that the tokenizer lacks.
@@ -89,7 +89,7 @@ def read_begin(
 def read_names(tokenizer: Path) -> dict[str, str | None]:
     """Returns the names of tokens that tokenizer_config.json gives, by their use.
 
-    As {"bos_token": "<s>"}; None: there is no such token.
+    As {"bos_token": "<s>"}; None: the tokenizer has no token of this use.
     """
     config = _read(tokenizer.with_name(TOKENIZER_CONFIG))
     found = {key: _name(config[key]) for key in config if key.endswith("_token")}
@@ -101,7 +101,7 @@ def read_names(tokenizer: Path) -> dict[str, str | None]:
 
 
 def read_sampling(tokenizer: Path) -> dict[str, float]:
-    """Reads how a model's texts are to be drawn: of `SAMPLING`, what is said.
+    """Reads a model's defaults for drawing texts: those of `SAMPLING` that it has.
 
     tokenizer: file that generation_config.json lies beside.
 
@@ -120,7 +120,7 @@ def read_chat_template(directory: Path) -> str | None:
     """Reads the Jinja template of a model's or a corpus' directory; None: it has none.
 
     Raises:
-      ValueError: a file is damaged, or has several templates and none is the default.
+      ValueError: a file is damaged, or has several templates without a default.
     """
     path = directory / CHAT_TEMPLATE
     if path.is_file():
