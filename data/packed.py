@@ -143,10 +143,9 @@ class PackedFormat:
         refuse_bucket(directory)
         path = directory / self.index
         if not path.is_file():
-            near = [
-                path.parent.name for path in directory.parent.glob(f"*/{path.name}")
-            ]
-            near = difflib.get_close_matches(directory.name, near, n=1)
+            others = directory.parent.glob(f"*/{self.index}")
+            names = [other.parent.name for other in others]
+            near = difflib.get_close_matches(directory.name, names, n=1)
             why = f"; {directory.with_name(near[0])} is one" if near else ""
             make = self.make
             if directory.exists():
@@ -173,16 +172,16 @@ class PackedFormat:
 
     @contextlib.contextmanager
     def parsing(self, directory: Path, what: str) -> Iterator[None]:
-        """Makes errors in what an index says one ValueError that names the index.
+        """Turns errors that an index causes into one ValueError that names the index.
 
-        what: the index should describe.
+        what: the index should describe it.
         """
         try:
             yield
         except (
-            ArithmeticError,
             AttributeError,
-            LookupError,
+            KeyError,
+            OverflowError,
             TypeError,
             ValueError,
         ) as error:
@@ -192,7 +191,7 @@ class PackedFormat:
             ) from error
 
     def open_array(
-        self, path: Path, dtype: type, shape: tuple[int, ...], header: bytes = b""
+        self, path: Path, dtype: Any, shape: tuple[int, ...], header: bytes = b""
     ) -> StoredArray:
         """Opens an array after checking that its file holds this and no more.
 
@@ -306,10 +305,9 @@ class PackedWriter:
             self._opened.close()
             if kind is None:
                 facts, partial = self._finish(), self._new.partial
-                files = {path.name: describe_file(path) for path in partial.iterdir()}
-                files = {
-                    n: files[n] for n in sorted(files) if n not in self.format.origin
-                }
+                paths = sorted(partial.iterdir())
+                kept = [path for path in paths if path.name not in self.format.origin]
+                files = {path.name: describe_file(path) for path in kept}
                 index = {"version": self.format.version, **facts, FILES: files}
                 text = json.dumps(index, indent=1) + "\n"
                 (partial / self.format.index).write_text(text)

@@ -97,7 +97,7 @@ class TokenFile:
 
         def stored(kind: str, dtype: str, count: int) -> StoredArray:
             path = _path(directory, split, kind)
-            return FORMAT.open_array(path, np.dtype(dtype), (count,))
+            return FORMAT.open_array(path, dtype, (count,))
 
         tokens = stored("tokens", dtype, counts.tokens)
         # Stored unsigned; read as signed, which is the same below 2^63.
