@@ -1,6 +1,5 @@
 """Rows of corpora, and their batches: what each holds, in which order, on any host."""
 
-import dataclasses
 import threading
 import time
 from contextlib import closing
@@ -251,25 +250,6 @@ def test_errors_come_at_their_own_step():
     assert [next(steps)[0] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="disk gone at 3"):
         next(steps)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_reading_a_row_touches_nothing_else(corpus, plan):
-    class Watched:
-        size = corpus.tokens.size
-        reads = []
-
-        def take(self, places):
-            self.reads.append(int(np.ptp(places)) + 1)
-            return corpus.tokens.take(places)
-
-    watched = Watched()
-    plan = plan(dataclasses.replace(corpus, tokens=watched), 16)
-    columns = np.array([1, 5, 9], np.int32)
-    rows = read_rows(plan, columns)
-    assert {array.shape for row in rows for array in row} == {(3,)}
-    assert len(watched.reads) == plan.rows
-    assert max(watched.reads) <= 17
 
 
 def test_corpora_without_rows_are_refused(tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data.rows import ROW_PLANS
+from data.rows import PackedRows
 from data.text.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import read_begin, read_names, read_stop_tokens
@@ -108,8 +108,10 @@ def test_a_corpus_of_before_there_were_sources_is_the_same(tmp_path):
     for field in "sources", "end_of_document":
         set_field(tmp_path / "one" / "meta.json", field, None)
     assert identify(tmp_path / "one") == identify(tmp_path / "other") == (digest, "")
+    set_field(tmp_path / "one" / "meta.json", "has_loss_mask", None)
     found = TokenFile.open(tmp_path / "one", "train")
     assert found.tokens[:].tolist() == [0, 1, 2] and found.vocab_size == 257
+    assert found.loss_mask is None
 
 
 def test_corpus_keeps_its_tokenizer(tmp_path):
@@ -198,26 +200,17 @@ def test_vocabulary_must_hold_the_largest_token(tmp_path):
     TokenFile.open(small, "train").check_vocabulary(10)
 
 
-@pytest.mark.parametrize("plan", ROW_PLANS)
-def test_ids_beyond_the_largest_are_never_read(tmp_path, plan):
-    directory = write(tmp_path / "corpus")
-    overwrite(directory / "train.tokens.bin", 2 * 1, np.array([32768], "<u2"))
-    rows = ROW_PLANS[plan](TokenFile.open(directory, "train"), 3)
-    match = (
-        r"train\.tokens\.bin has token 32768 at place 1, and 256 is the largest "
-        r"\(vocab_size=257\): it was damaged or replaced"
-    )
-    with pytest.raises(ValueError, match=match):
-        for row in range(rows.rows):
-            rows.read(row, np.arange(3, dtype=np.int32))
-
-
 def test_ids_and_marks_that_no_corpus_has_are_never_read(tmp_path):
     """Neither as negative ones, beyond 31 bits."""
     directory = write(tmp_path / "corpus", {"train": [[5, 6, 7]]}, wide(1 << 17))
     overwrite(directory / "train.tokens.bin", 4, np.array([2**32 - 1], "<u4"))
-    with pytest.raises(ValueError, match="token 4294967295 at place 1, and 7 is"):
-        TokenFile.open(directory, "train").ids(np.arange(3))
+    rows = PackedRows(TokenFile.open(directory, "train"), 2)
+    match = (
+        r"train\.tokens\.bin has token 4294967295 at place 1, and 7 is the largest "
+        r"\(vocab_size=131072\): it was damaged or replaced"
+    )
+    with pytest.raises(ValueError, match=match):
+        rows.read(0, np.arange(2, dtype=np.int32))
     directory = test_packed.write(tmp_path / "masked")
     overwrite(directory / "train.loss.bin", 1, np.array([7], "u1"))
     match = r"train\.loss\.bin has mark 7 at place 1, and 1 is the largest"

@@ -226,6 +226,8 @@ def test_sentence_piece_stops_at_its_end_and_at_what_the_files_name(tmp_path):
 def test_a_directory_has_a_tokenizer_or_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither tokenizer.json nor tokenizer"):
         open_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="^gs://a/b is in a bucket"):
+        open_tokenizer("gs://a/b")
     for make, name in (make_sentence_piece, "model"), (make_hugging_face, "json"):
         path = tmp_path / f"tokenizer.{name}"
         with pytest.raises(FileNotFoundError, match=f"{path} does not exist"):
