@@ -89,12 +89,9 @@ class TrajectoryFile:
             fitting = len(episodes) == 1 and lengths.size and std.min() >= 0
             if not fitting or not len(mean) == len(std) == index["observation_size"]:
                 raise ValueError("it contradicts itself")
-        steps = FORMAT.open_array(
-            directory / STEPS,
-            np.float32,
-            (int(lengths.sum()), columns),
-            _header(lengths, columns),
-        )
+            header = _header(lengths, columns)
+        rows = int(lengths.sum()), columns
+        steps = FORMAT.open_array(directory / STEPS, np.float32, rows, header)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         return cls(directory, steps, offsets, returns, worlds, mean, std, index)
 
@@ -285,7 +282,7 @@ def _header(lengths: np.ndarray, columns: int) -> bytes:
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, form)
     if header.tell() != HEADER_BYTES:
-        raise RuntimeError(f"NumPy's header has {header.tell()} bytes for {form}")
+        raise ValueError(f"NumPy has no header of {HEADER_BYTES} bytes for these steps")
     return header.getvalue()
 
 

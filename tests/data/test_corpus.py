@@ -80,6 +80,7 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path):
         "latin.txt": "Möwe".encode("latin-1"),
         "binary.bin": b"ab\0cd",
         "empty.txt": "",
+        "rows_of_no_text.csv": "a,a\n1,2\n",
         "lines.jsonl": '{"text": ""}\n\n{"text": "line"}\n',
         ".hidden/secret.txt": "hidden",
     }
@@ -88,7 +89,8 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path):
     reasons = {"files that are not UTF-8 text": 2, "empty documents": 2}
     assert summary.skipped.counts == reasons
     assert f"UTF-8 text; first {source / 'binary.bin'}\n" in str(summary)
-    assert sorted(sum(read_both(tmp_path / "out"), [])) == ["good", "line"]
+    texts = sorted(sum(read_both(tmp_path / "out"), []))
+    assert texts == ["a,a\n1,2\n", "good", "line"]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_episodes_of_other_shapes_are_refused(tmp_path, shapes):
         ("action_repeat", "2", "action_repeat='2' must be"),
         ("action_size", "x", "action_size='x' must be a who"),
         ("action_size", 2.0, "action_size=2.0 must be"),
+        ("action_size", 10**400, "no header of 128 bytes"),
     ],
 )
 def test_index_of_another_form_is_refused(tmp_path, field, value, match):
