@@ -12,19 +12,12 @@ from data.text.tokenizer import open_tokenizer
 from data.text.tokenizer_files import read_chat_template
 from tests.chat_families import QWEN
 from tests.data.test_chat import rows
-from tests.data.test_corpus import fill, read, read_both
+from tests.data.test_corpus import fill, read_both
 from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
 from tools import prepare_chat, prepare_lines, prepare_text
 
 LINES = ["--train-tokens", "3000", "--validation-tokens", "500"]
-
-
-def started(program: str, *arguments: object) -> str:
-    """What a program says that is run from the root, and has nothing to complain of."""
-    code, told, errors = run_program("-m", f"tools.{program}", *arguments)
-    assert (code, errors) == (0, "")
-    return told
 
 
 def beginning(corpus: Path, size: int) -> bytes:
@@ -66,14 +59,6 @@ def test_mostly_markup_is_learned_where_that_is_asked_for(tmp_path, capsys):
     assert prepare_text.main(arguments) == 1
     assert prepare_text.main([*arguments, "--keep-markup"]) == 0
     assert sorted(sum(read_both(tmp_path / "out"), [])) == ["<html>a", "<html>b"]
-
-
-@pytest.mark.quick
-def test_one_of_two_texts_is_held_out(tmp_path):
-    fill(tmp_path, {"a.txt": "a", "b.txt": "b"})
-    out = tmp_path / "out"
-    started("prepare_text", tmp_path / "a.txt", tmp_path / "b.txt", "--output", out)
-    assert len(read(out, "validation")) == 1
 
 
 def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
@@ -123,7 +108,9 @@ def test_chats_have_the_template_that_is_named(tmp_path):
     source, out = tmp_path / "in.json", tmp_path / "out"
     source.write_text(json.dumps(rows(9)))
     options = "--context-tokens", "250", "--template", "llama2", "--too-long", "split"
-    told = started("prepare_chat", source, "--output", out, *options)
+    program = "-m", "tools.prepare_chat"
+    code, told, errors = run_program(*program, source, "--output", out, *options)
+    assert (code, errors) == (0, "")
     assert "9 conversations of 9 rows" in told
     assert beginning(out, 16) == b"[INST] question "
     assert "chat template: llama2\n" in told
@@ -176,9 +163,9 @@ def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
     assert "out already exists and is left" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
 def test_lines_are_supervised_whole_where_all_is_asked_for(tmp_path):
-    out, options = tmp_path / "out", ["--context-tokens", "1500", "--supervised", "all"]
-    started("prepare_lines", "--output", out, *options, *LINES)
+    out = tmp_path / "out"
+    options = ["--output", str(out), "--context-tokens", "1500", "--supervised", "all"]
+    assert prepare_lines.main([*options, *LINES]) == 0
     assert TokenFile.open(out, "train").loss_mask[:].all()
     assert beginning(out, 23) == b"Below is a record of li"
