@@ -8,6 +8,7 @@ from data.chat.conversation import Conversation, read_conversations
 from data.chat.conversation import parse_conversation as parse
 from data.text.input_files import InputFile
 from data.text.skipped import BadRow
+from tests.cases import pairs
 
 
 def row(*turns, **fields):
@@ -39,18 +40,6 @@ def test_words_of_the_system_may_lie_beside_the_turns(name):
     assert parse(row(*HELLO, **{name: ""}), "f") == parse(row(*HELLO), "f")
 
 
-def reply(**fields):
-    """Turns of which the last has these fields too."""
-    found = row(*HELLO)
-    found["conversations"][1] |= fields
-    return found
-
-
-def test_a_reply_that_is_learned_may_say_so():
-    found = reply(weight=1, train=True, loss=None)
-    assert parse(found, "f") == parse(row(*HELLO), "f")
-
-
 def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
     turns = [("gpt", "First?"), *HELLO, ("human", "Bye")]
     assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
@@ -58,63 +47,16 @@ def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
     assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
 
 
-def turns(*more, **fields):
-    """A row of OpenAI's form, with more turns."""
-    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    return {"messages": [*said, *more]} | fields
+@pytest.mark.parametrize("text, said", pairs("bad_conversations.txt"))
+def test_bad_rows_are_named_with_their_reason(text, said):
+    parsed = parse(json.loads(text), "f")
+    assert isinstance(parsed, BadRow) and str(parsed) == said
 
 
-@pytest.mark.parametrize(
-    "bad, where, reason",
-    [
-        ([1, 2], "f", "list, and no object"),
-        ("text", "f", "str, and no object"),
-        ({"id": 3}, "f (id 3)", "no list of conversations"),
-        ({"id": "a\nb"}, "f (id a b)", "no list of conversations"),
-        ({"id": 3, "conversations": "Hi"}, "f (id 3)", "no list of conversations"),
-        (row(id="e"), "f (id e)", "no turns"),
-        (row(("bing", "Hi")), "f, turn 1", "a turn from 'bing', not one of system,"),
-        (row(*HELLO, ([], "Hi")), "f, turn 3", "a turn from [], not one of system"),
-        ({"conversations": ["Hi"]}, "f, turn 1", "a turn that is not an object"),
-        (row(*HELLO, ("human", None)), "f, turn 3", "says NoneType, not text"),
-        (row(("human", "Hi"), ("gpt", 5)), "f, turn 2", "says int, not text"),
-        (row(("human", "Hi"), ("gpt", " \n")), "f, turn 2", "an empty turn"),
-        (row(("human", "\ud83d"), ("gpt", "a")), "f, turn 1", "half a surrogate pair"),
-        (row(HELLO[0], *HELLO), "f", "human speaks where gpt should"),
-        (row(*HELLO, HELLO[1]), "f", "gpt speaks where human should"),
-        (row(*HELLO, ("system", "No.")), "f", "system speaks where human should"),
-        (row(("human", "Hello?")), "f", "no reply of gpt"),
-        (row(("system", "Be kind.")), "f", "no reply of gpt"),
-        (row(*HELLO, system=[7]), "f, system", "a turn that says int, not text"),
-        (row(("system", "a"), *HELLO, system="b"), "f", "more than one prompt"),
-        (row(*HELLO, system="a", system_prompt="b"), "f", "more than one prompt"),
-        (row(*HELLO, image="x.png"), "f", "a row with image, which is not learned"),
-        (row(*HELLO, videos=["x.mp4"]), "f", "a row with videos, which is not"),
-        (reply(audios=["x.wav"]), "f, turn 2", "a turn with audios, which is not"),
-        (reply(weight=0), "f, turn 2", "a reply of weight 0"),
-        (reply(weight="0"), "f, turn 2", "a reply of weight 0"),
-        (reply(train=False), "f, turn 2", "a reply of weight 0"),
-        (reply(loss=False), "f, turn 2", "a reply of weight 0"),
-        (turns({"role": "tool", "content": "7"}), "f, turn 3", "a turn from 'tool'"),
-        (
-            turns({"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}),
-            "f, turn 3",
-            "a turn with tool_calls, which is not",
-        ),
-        (
-            turns({"role": "user", "content": [{"type": "image_url"}]}),
-            "f, turn 3",
-            "a turn that says image_url, not text",
-        ),
-        (turns(tools=[{"name": "sum"}]), "f", "a row with tools, which is not learned"),
-        (turns(conversations=[]), "f", "both conversations and messages"),
-    ],
-)
-def test_bad_rows_are_named_with_their_reason(bad, where, reason):
-    parsed = parse(bad, "f")
-    assert isinstance(parsed, BadRow)
-    assert parsed.where == where and reason in parsed.reason
-    assert str(parsed) == f"{where}: {parsed.reason}"
+def test_a_reply_that_is_learned_may_say_so():
+    found = row(*HELLO)
+    found["conversations"][1] |= {"weight": 1, "train": True, "loss": None}
+    assert parse(found, "f") == parse(row(*HELLO), "f")
 
 
 def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
