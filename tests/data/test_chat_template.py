@@ -194,39 +194,13 @@ def test_a_tokenizer_that_reads_tokens_in_words_is_refused(tmp_path):
 
 
 CHATML = FORMATS["chatml"].template
-# What published templates do besides: white space, loops, blocks of their own.
-PARTS = """
-{%- set ns = namespace(last=-1) %}
-{%- macro turn(role, words) %}<|im_start|>{{ role }}
-{{ words.strip() }}{% endmacro %}
-{%- for m in messages[::-1] %}
-    {%- if m.role != 'user' %}{% continue %}{% endif %}
-    {%- set ns.last = messages | length - loop.index0 - 1 %}
-    {%- break %}
-{%- endfor %}
-{{- {"a": "<é>", "b": [1, none]} | tojson }}{{ [2] | tojson(indent=1) }}
-{%- if tools is not none or documents %}{{ raise_exception('tools') }}{% endif %}
-{{- strftime_now('%Y') }}
-{%- for m in messages %}
-    {%- if m['role'] == 'assistant' %}
-<|im_start|>assistant
-        {% generation %}
-        {% set words = m.content.split('</think>')[-1].lstrip('\\n') %}
-{{ words }}<|im_end|>
-        {% endgeneration %}
-    {%- else %}
-{{ turn(m.role, m.content) }}<|im_end|>
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-{%- if not bos_token %}{{ ns.last }}{% endif %}
-"""
 
 
 def test_a_template_of_its_own_has_all_that_published_ones_use(tmp_path):
     """The text is what transformers 5.23 renders."""
     path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
-    one = ChatTemplate("parts", PARTS, open_tokenizer(str(path)))
+    parts = (FIXTURE.parents[1] / "cases" / "all_of_jinja.jinja").read_text()
+    one = ChatTemplate("parts", parts, open_tokenizer(str(path)))
     year = datetime.now().year
     text = (
         '{"a": "<é>", "b": [1, null]}[\n 2\n]'
