@@ -1,4 +1,4 @@
-"""Tests the ways that pieces take around a ring: what they send, and what it gives."""
+"""Tests the routes of a ring: what they send, and what it gives."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ COUNTED_BOTH_WAYS = Counted(both_ways=True)
 
 
 def cycles(ring_size: int) -> list[RingOrder]:
-    """Returns walks of different strides, which have all devices where prime to N."""
+    """Returns ring orders of strides prime to N: each has all devices."""
     strides = [n for n in range(1, ring_size // 2 + 1) if math.gcd(n, ring_size) == 1]
     return [
         RingOrder(tuple(i * stride % ring_size for i in range(ring_size)))
@@ -46,8 +46,8 @@ def cycles(ring_size: int) -> list[RingOrder]:
     ]
 
 
-def both_ways(walks: list[RingOrder]) -> tuple[RingOrder, ...]:
-    return tuple(way for walk in walks for way in (walk, walk.reversed()))
+def both_ways(orders: list[RingOrder]) -> tuple[RingOrder, ...]:
+    return tuple(way for order in orders for way in (order, order.reversed()))
 
 
 def routes_of(case: Case) -> dict[str, Route]:
