@@ -151,7 +151,7 @@ class TestWideTpu(TestTpu):
         "cap": TestTpu.cases["cap"],
         "bfloat16": (StepCase(200, 500, 2, 100, bound_rows=2, has_carry=True), BF16),
     }
-    slow_cases = "one query, scale of zero", "cap"
+    slow_cases = "one query, scale of zero", "one key", "cap"
     test_what_there_is_no_kernel_for_is_refused = None
 
 
