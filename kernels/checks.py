@@ -279,7 +279,7 @@ def check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
 def check_shards(
     what: str, letter: str, size: int, axes: tuple[str, ...], mesh: Mesh
 ) -> None:
-    """Raises ValueError if so many of them do not divide over these axes."""
+    """Raises ValueError if the count does not divide over these axes."""
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if size % shards:
         raise ValueError(

@@ -30,7 +30,7 @@ def rings_both_ways(kind: str | None = None) -> bool:
     """Returns whether rings of these devices go both ways round by themselves.
 
     Between TPUs, but for v3: its kibibyte of semaphores is too little for a step of a
-    model whose ring sends so many chunks at a time. kind: as of `kernel_cores`.
+    model whose ring sends twice the chunks at a time. kind: as of `kernel_cores`.
     """
     kind = kind or device_kind()
     return kind.startswith("TPU") and kind != "TPU v3"

@@ -324,7 +324,7 @@ def _running(pick: Any, values: Array) -> Array:
 def _as_index(value: int | Array, index: Array) -> int | Array:
     """Returns a number, or an array in the type of `index`, clipped to that type.
 
-    Larger ones would wrap around, and no sequence has so many tokens.
+    Larger ones would wrap around, and no sequence is that long.
     """
     most = int(jnp.iinfo(index.dtype).max)
     if isinstance(value, int):

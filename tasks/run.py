@@ -301,7 +301,7 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def work(self, tokens: float, pairs: float) -> StepWork:
-        """Returns the work of a step of so many tokens and visible pairs."""
+        """Returns the work of a step, from its tokens and visible pairs."""
 
     @abc.abstractmethod
     def open_data(self) -> Data:

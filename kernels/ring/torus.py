@@ -21,7 +21,7 @@ import numpy as np
 Place = tuple[int, ...]
 WRAPS_FROM = dict.fromkeys(("TPU v4", "TPU v5", "TPU v5p", "TPU7x"), 4)
 WRAPS_FROM |= dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 16)
-"""Kinds of device whose axes of multiples of so many chips are closed: of a 3D torus
+"""Kinds of device whose axes of multiples of this many chips are closed: of a 3D torus
 only if all axes are (docs.cloud.google.com/tpu/docs). No slice of a v3 pod has any."""
 Shape = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]

@@ -89,7 +89,7 @@ def suggestions(
     documents: lengths of those packed in a row, repeated; none for one document.
 
     Raises:
-      ValueError: there is none; the message says what is wrong with one ring of all.
+      ValueError: no mesh suits; the message says what is wrong with one ring of all.
     """
     found, number = [], devices if isinstance(devices, int) else len(devices)
     for sizes in _factorisations(number):
